@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from matlens import InputError
-from matlens.io.files import sealed
 
 Harm = Callable[[bytes, random.Random], bytes]
 
@@ -63,42 +60,8 @@ def harmed(path: Path, n: int, seed: int = 0) -> Iterator[str]:
 
 
 def outcome(work: Callable[[], Any]) -> tuple[Any, str | None]:
-    """What some work gives, or the words by which it is refused."""
+    """What work gives, or what it says when it refuses; whatever else it raises is a failure."""
     try:
         return work(), None
     except InputError as error:
         return None, str(error)
-
-
-def without_each_key(config: Path) -> Iterator[str]:
-    """Take each key of a record's request out in turn, with a digest that fits; gives its path."""
-    whole = json.loads(config.read_text())
-
-    def paths(part: Any, at: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-        if isinstance(part, dict):
-            for key, value in part.items():
-                yield (*at, key)
-                yield from paths(value, (*at, key))
-
-    for path in list(paths(whole["request"], ())):
-        changed = copy.deepcopy(whole)
-        part = changed["request"]
-        for key in path[:-1]:
-            part = part[key]
-        del part[path[-1]]
-        config.write_text(json.dumps(sealed(changed)))
-        yield ".".join(path)
-    config.write_text(json.dumps(whole))
-
-
-def check_refused_or_read(config: Path, load: Callable[[], Any], needed: Iterable[str]) -> None:
-    """What lacks a key of its record is refused in words, or read without it; what is needed is refused."""
-    refused = {}
-    for path in without_each_key(config):
-        try:
-            load()
-        except InputError as error:
-            refused[path] = str(error)
-    assert all("damaged" in words or "is not known" in words for words in refused.values())
-    assert set(needed) <= set(refused)
-    load()

@@ -48,7 +48,7 @@ UNCHECKED = {
     "number_text", "InputWarning", "added", "scaled", "CoefficientChange", "SinkWarning", "csv_text",
     "check_writable", "sink_counts",
     "block_hook", "check_finite", "Report", "main", "run_study", "Rows", "Column",
-    "RowFiles", "Workplace", "command_line", "keep_rows", "make_config", "read_rows",
+    "Artifact", "command_line", "keep_rows", "make_config", "read_rows",
     "result_row", "result_table", "software_versions", "system_errors", "to_json", "write_bytes",
     "print_members", "print_atlas", "register_wikilm", "WikiLMForCausalLM", "distributed",
     "write_json", "write_results", "write_text", "write_together", "write_maps", "make_token_examples",

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from breaking import batches_noted
 from conftest import make_sentences
 from several import free_port, run_ranks
 from torch import Tensor
@@ -24,7 +23,6 @@ from matlens.activations.activations import Activations
 from matlens.data.examples import Examples
 from matlens.errors import InputError
 from matlens.ffn.trace import Trace
-from matlens.io import rows
 from matlens.linear.fitting import fit_samples, fit_stream
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet
@@ -149,9 +147,9 @@ def test_folders_are_those_of_one_process(
 ) -> None:
     (_, whole), (_, folder) = alone_made, together
     for name in ("rows", "trace"):
-        files = {path.name: path.read_bytes() for path in (whole / name).glob("*.npy")}
+        files = {path.name: path.read_bytes() for path in (whole / name).glob("*.safetensors")}
         assert len(files) > 4
-        assert {path.name: path.read_bytes() for path in (folder / name).glob("*.npy")} == files
+        assert {path.name: path.read_bytes() for path in (folder / name).glob("*.safetensors")} == files
     stored = Activations.load(folder / "rows")
     assert stored["h.3"].isfinite().all()
     names = {path.name for path in (whole / "moments").iterdir()}
@@ -178,9 +176,11 @@ def test_processes_without_examples_have_the_same(
     made = [outcome["result"] for outcome in outcomes]
     check_same_maps(made, whole)
     check_same_rows(made, whole)
-    files = {path.name: path.read_bytes() for path in (tmp_path / "alone").glob("*/*.npy")}
+    files = {path.name: path.read_bytes() for path in (tmp_path / "alone").glob("*/0*.safetensors")}
     assert len(files) > 8
-    assert {path.name: path.read_bytes() for path in (tmp_path / "together").glob("*/*.npy")} == files
+    assert {
+        path.name: path.read_bytes() for path in (tmp_path / "together").glob("*/0*.safetensors")
+    } == files
 
 
 def killed(folder: Path, model: Any, examples: Examples, rank: int = 1) -> Any:
@@ -203,15 +203,16 @@ def test_after_a_process_was_killed_the_others_end_and_the_folder_resumes(
     folder = tmp_path / "rows"
 
     def work() -> Any:
-        rows._NOTED_EVERY = -1.0  # every batch, for a process that is killed notes nothing at its end
         return killed(folder, model, examples, rank)
 
     outcomes = run_ranks(3, work, tmp_path / "a")
     assert outcomes.pop(rank) == {}
     assert {outcome["kind"] for outcome in outcomes} == {"ProcessLost"}
-    assert batches_noted(folder) == 6
+    stored = {path: path.stat().st_ino for path in folder.glob("0*.safetensors")}
+    assert stored
     whole = matlens.collect(model, examples, progress=False)
     again = matlens.collect(model, examples, folder=folder, batch_tokens=BATCH, progress=False)
+    assert {path: path.stat().st_ino for path in stored} == stored  # not written again
     torch.testing.assert_close(again["h.3"], whole["h.3"])
 
 

@@ -1,5 +1,5 @@
 from .activations import Activations as Activations
-from .collecting import Rows as Rows
+from .activations import Rows as Rows
 from .collecting import collect as collect
 from .collecting import default_batch_tokens as default_batch_tokens
 from .collecting import stream as stream

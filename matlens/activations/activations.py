@@ -2,25 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from matlens.data.examples import ARRAYS, OTHERS, Examples
+from matlens import parallel
+from matlens.data.examples import Examples
 from matlens.errors import InputError, checked
+from matlens.io.artifact import CONFIG
 from matlens.io.files import damaged
-from matlens.io.folders import CONFIG, reading_record
-from matlens.io.rows import read_rows
+from matlens.io.rows import StoredRows, read_rows
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
 
 Positions = Literal["drawn", "all"]
 HOLDS = "activations"
+_PART = 4096  # rows of vectors in memory that are given at a time
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Vectors of one batch.
+
+    Attributes
+    ----------
+    index
+        Row ``i`` of every site belongs to row ``index[i]`` of the collection.
+    places
+        Which token of its sentence each row is, from 0.
+    vectors
+        By site, in float32.
+    provenance
+        The model and the examples that they are of.
+    divided
+        Whether these are of one of several processes that each have batches of their own.
+    """
+
+    index: Int[np.ndarray, " n"]
+    places: Int[np.ndarray, " n"]
+    vectors: dict[str, Float[Tensor, "n d"]]
+    provenance: Provenance = field(default_factory=Provenance, repr=False)
+    divided: bool = False
 
 
 @checked
@@ -40,7 +69,7 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
 
     def __init__(
         self,
-        vectors: Mapping[str, Float[Tensor, "n d"]],
+        vectors: Mapping[str, Any],  # tensors; those of a folder would be read to check them
         examples: Examples,
         positions: Positions,
         provenance: Provenance,
@@ -73,10 +102,46 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
         """The site of this model, by any of its names; a negative layer counts from the end."""
         return self.provenance.resolve(site)
 
+    def stored_bytes(self, sites: Iterable[str]) -> int:
+        """Bytes that the vectors of some sites of a folder take in memory; 0 where they are there already."""
+        if not isinstance(self._vectors, StoredRows):
+            return 0
+        return self.n_rows * sum(self._vectors.columns[site].row_bytes for site in sites)
+
+    def shards(
+        self,
+        sites: Sequence[str | int | Site],
+        *,
+        divided: bool = False,
+        device: torch.device | str | None = None,
+    ) -> Iterator[Rows]:
+        """Yield the vectors of some sites part by part, as `stream` does, without holding them all.
+
+        Those of a folder are read from the disk shard by shard, in the order in which they were computed.
+        With ``divided``, each of several processes is given parts of its own. The vectors are moved to the
+        device, if one is given.
+        """
+        names = [str(self.resolve(site)) for site in sites]
+        several = divided and parallel.world_size() > 1
+        step = parallel.world_size() if several else 1
+        first = parallel.rank() if several else 0
+        for index, vectors in itertools.islice(self._parts(names), first, None, step):
+            if device is not None:
+                vectors = {site: of_site.to(device) for site, of_site in vectors.items()}
+            yield Rows(index, self.places[index], vectors, self.provenance, several)
+
+    def _parts(self, names: Sequence[str]) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
+        if isinstance(self._vectors, StoredRows):
+            yield from self._vectors.shards(names)
+            return
+        for start in range(0, self.n_rows, _PART):
+            part = slice(start, start + _PART)
+            yield np.arange(self.n_rows)[part], {name: self[name][part] for name in names}
+
     @property
     def n_rows(self) -> int:
         """Number of vectors of each site."""
-        return len(next(iter(self._vectors.values())))
+        return self.examples.n_positions if self.positions == "drawn" else len(self.examples.tokens)
 
     @property
     def places(self) -> Int[np.ndarray, " n"]:
@@ -100,10 +165,9 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
         InputError
             The folder holds no finished collection.
         """
-        config, arrays, vectors = read_rows(folder, HOLDS, ARRAYS, optional=OTHERS)
-        with reading_record(folder):
-            provenance = Provenance.from_config(config)
-            examples = Examples.from_arrays(arrays, provenance.data)
-            if provenance.examples not in (None, examples.fingerprint):
-                raise damaged(Path(folder) / CONFIG, "does not belong to the tokens and positions beside it")
-            return cls(vectors, examples, "all" if provenance.positions == "all" else "drawn", provenance)
+        config, arrays, vectors = read_rows(folder, HOLDS)
+        provenance = Provenance.from_config(config)
+        examples = Examples.from_arrays(arrays, provenance.data)
+        if provenance.examples not in (None, examples.fingerprint):
+            raise damaged(Path(folder) / CONFIG, "does not belong to the tokens and positions next to it")
+        return cls(vectors, examples, "all" if provenance.positions == "all" else "drawn", provenance)

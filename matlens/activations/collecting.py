@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from matlens import parallel
-from matlens.activations.activations import HOLDS, Activations, Positions
+from matlens.activations.activations import HOLDS, Activations, Positions, Rows
 from matlens.arithmetic import own_precision
 from matlens.data.batches import Batch
 from matlens.data.examples import Examples
 from matlens.data.readers import check_model, check_own_tokens, reads_whole
 from matlens.errors import InputError, PositiveInt, check_int, checked
-from matlens.io.folders import read_config
+from matlens.io.artifact import Artifact
 from matlens.io.rows import Column, keep_rows
 from matlens.models.changes import changes_of, unchanged
 from matlens.models.hooks import EndOfPass, reading
@@ -36,31 +33,6 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 _CPU_TOKENS, _GPU_TOKENS = 2048, 32768  # padded tokens of a batch; more no longer helps
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Vectors of one batch.
-
-    Attributes
-    ----------
-    index
-        Row ``i`` of every site belongs to row ``index[i]`` of the collection.
-    places
-        Which token of its sentence each row is, from 0.
-    vectors
-        By site, in float32.
-    provenance
-        The model and the examples that they are of.
-    divided
-        Whether these are of one of several processes that each have batches of their own.
-    """
-
-    index: Int[np.ndarray, " n"]
-    places: Int[np.ndarray, " n"]
-    vectors: dict[str, Float[Tensor, "n d"]]
-    provenance: Provenance = field(default_factory=Provenance, repr=False)
-    divided: bool = False
 
 
 @checked
@@ -113,21 +85,16 @@ def collect(
         "batch_tokens": batch_tokens,
         "read": "sentence" if positions == "all" or reads_whole(model) else "sentence up to its position",
     }
+    batches = _Batches(model, examples, positions, batch_tokens)
+    hooks = {str(site): layout.hook(site) for site in wanted}
 
-    def turns(skip: int) -> Iterator[tuple[np.ndarray, dict[str, Tensor]] | None]:
-        hooks = {str(site): layout.hook(site) for site in wanted}
-        for rows in _stream(
-            model, examples, hooks, positions, batch_tokens, progress, skip, provenance, True
-        ):
-            yield None if rows is None else (rows.index, rows.vectors)
-
-    def batches(skip: int) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
-        return (turn for turn in turns(skip) if turn is not None)
+    def run(numbers: Sequence[int]) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
+        for rows in _stream(model, batches, numbers, hooks, progress, provenance):
+            yield rows.index, rows.vectors
 
     config, vectors = keep_rows(
-        HOLDS, request, columns,
-        examples.n_positions if positions == "drawn" else len(examples.tokens), batches,
-        folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens", "read"), turns=turns,
+        HOLDS, request, columns, batches.counts, run,
+        folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens", "read"),
     )  # fmt: skip
     return Activations(vectors, examples, positions, Provenance.from_config(config))
 
@@ -137,7 +104,7 @@ def _columns(layout: ModelLayout, folder: str | Path | None, wanted: Sequence[Si
     columns = {str(site): Column(layout.width(site)) for site in wanted}
     with contextlib.suppress(InputError, KeyError):
         if folder is not None:
-            there = read_config(folder, HOLDS)["request"]["columns"]
+            there = Artifact.open(folder, HOLDS).request["columns"]
             if set(columns) <= set(there):
                 return {name: Column(*column) for name, column in there.items()}
     return columns
@@ -160,93 +127,98 @@ def stream(
     positions: Positions = "drawn",
     batch_tokens: PositiveInt | None = None,
     progress: bool = True,
-    skip: int = 0,
     divided: bool = False,
+    numbers: Sequence[int] | None = None,
 ) -> Iterator[Rows]:
     """Yield the vectors of the chosen sites batch by batch, keeping none.
 
     The model runs no further than the last wanted site and, if it is a decoder and only drawn positions
-    are wanted, reads no sentence further than its position. ``skip`` leaves out the first batches.
+    are wanted, reads no sentence further than its position. ``numbers`` says which batches, by default all.
 
-    A model that is changed between two batches is refused. Edited weights are noticed before each batch on a
-    CPU, and at the end on a GPU, where reading them all would take as long as a batch.
+    A model that is changed between two batches is refused; edited weights are noticed at the end, since
+    reading them all takes as long as a batch.
 
     Where several processes share the work, each is given
     all batches or, with ``divided``, its own, which `linear.fit_stream` takes with ``divided`` too.
     """
-    turns = stream_turns(
-        model, examples, sites, positions=positions, batch_tokens=batch_tokens, progress=progress, skip=skip,
-        divided=divided,
-    )  # fmt: skip
-    yield from (rows for rows in turns if rows is not None)
-
-
-def stream_turns(
-    model: TransformerBridge,
-    examples: Examples,
-    sites: Sequence[Site | str | int],
-    *,
-    positions: Positions = "drawn",
-    batch_tokens: int | None = None,
-    progress: bool = True,
-    skip: int = 0,
-    divided: bool = True,
-) -> Iterator[Rows | None]:
-    """Yield what `stream` yields, turn by turn of the processes that divide the batches.
-
-    Every process has as many turns; where no batch is left for it in the last one, there is ``None``.
-    """
     _check_arguments(model, examples, positions)
     layout = ModelLayout.from_model(model)
     hooks = {str(site): layout.hook(site) for site in _resolve_sites(layout, sites)}
-    batch_tokens, skip = _batch_tokens(model, batch_tokens), check_int(skip, "skip", min=0)
     provenance = Provenance(
         ModelIdentity.from_model(model), examples.provenance, examples.fingerprint, positions,
         hooks=hook_names(layout, hooks),
     )  # fmt: skip
-    yield from _stream(model, examples, hooks, positions, batch_tokens, progress, skip, provenance, divided)
+    batches = _Batches(model, examples, positions, _batch_tokens(model, batch_tokens))
+    if numbers is None:
+        numbers = range(len(batches.counts))
+    several = divided and parallel.world_size() > 1
+    own = numbers[parallel.rank() :: parallel.world_size()] if several else numbers
+    yield from _stream(model, batches, own, hooks, progress, provenance, divided=several)
+
+
+def batch_counts(
+    model: TransformerBridge, examples: Examples, positions: Positions, batch_tokens: int | None
+) -> list[int]:
+    """How many vectors each batch of `stream` gives."""
+    return _Batches(model, examples, positions, _batch_tokens(model, batch_tokens)).counts
+
+
+class _Batches:
+    """The batches in which a model reads examples, and where the vectors of each are and belong."""
+
+    def __init__(
+        self, model: TransformerBridge, examples: Examples, positions: Positions, batch_tokens: int
+    ) -> None:
+        self.examples, self.positions = examples, positions
+        self._read = examples if positions == "all" or reads_whole(model) else examples.up_to_positions()
+        self._sentences = self._read.batch_indices(batch_tokens)
+
+    @property
+    def counts(self) -> list[int]:
+        """How many vectors each batch gives."""
+        of_sentence = self.examples.lengths
+        if self.positions == "drawn":
+            of_sentence = np.bincount(self.examples.sentences, minlength=len(self.examples))
+        return [int(of_sentence[sentences].sum()) for sentences in self._sentences]
+
+    def read(self, number: int) -> tuple[Batch, tuple[Tensor, Tensor], np.ndarray]:
+        """A batch; sentences and places of its vectors in it; and which rows of the collection they are."""
+        batch = self._read.batch(self._sentences[number])
+        if self.positions == "drawn":
+            sentence, place, rows = self.examples.rows_of(batch.index)
+            return batch, (torch.from_numpy(sentence), torch.from_numpy(place)), rows
+        row, column = batch.mask.nonzero(as_tuple=True)
+        rows = self.examples.offsets[batch.index][row.numpy()] + column.numpy()
+        return batch, (row, column), rows
 
 
 @torch.inference_mode()
 def _stream(
     model: TransformerBridge,
-    examples: Examples,
+    batches: _Batches,
+    numbers: Sequence[int],
     hooks: Mapping[str, str],
-    positions: Positions,
-    batch_tokens: int,
     progress: bool,
-    skip: int,
     provenance: Provenance,
-    divided: bool,
-) -> Iterator[Rows | None]:
-    """Yield vectors by the sites' hooks, turn by turn; who asks has looked at the model.
-
-    In each turn every process takes one batch, in the order of the processes; in the last turn there may be
-    none left for some.
-    """
-    read = examples if positions == "all" or reads_whole(model) else examples.up_to_positions()
-    batches = read.batches(batch_tokens)
-    done = sum(len(batch.index) for batch in itertools.islice(batches, skip))
-    rank, world_size = (parallel.rank(), parallel.world_size()) if divided else (0, 1)
+    *,
+    divided: bool = False,
+) -> Iterator[Rows]:
+    """Yield the vectors of some batches by the sites' hooks; who asks has looked at the model."""
     changes = provenance.identity.changes or ()
     weights = WeightChecksum([model.original_model], "the stream of its vectors")
-    on_cpu = all(weight.device.type == "cpu" for weight in model.original_model.parameters())
-    bar = Bar(total=len(examples), initial=done, unit="sentence", desc="collecting", disable=not progress)
-    with bar:
-        while turn := list(itertools.islice(batches, world_size)):
-            rows = None
-            if on_cpu:
-                weights.check()
-            if rank < len(turn):
-                batch = turn[rank]
-                at, index = _places(examples, batch, positions)
-                with unchanged(model, changes), own_precision():
-                    vectors = _run(model, batch, hooks, at)
-                rows = Rows(index, at[1].numpy(), vectors, provenance, world_size > 1)
-                for name, values in rows.vectors.items():
-                    check_finite(values, name)
-            yield rows
-            bar.update(sum(len(batch.index) for batch in turn))
+    n_sentences = sum(map(len, batches._sentences))
+    done = n_sentences - sum(len(batches._sentences[number]) for number in numbers)
+    with Bar(
+        total=n_sentences, initial=done, unit="sentence", desc="collecting", disable=not progress
+    ) as bar:
+        for number in numbers:
+            batch, at, index = batches.read(number)
+            with unchanged(model, changes), own_precision():
+                vectors = _run(model, batch, hooks, at)
+            for name, values in vectors.items():
+                check_finite(values, name)
+            yield Rows(index, at[1].numpy(), vectors, provenance, divided)
+            bar.update(len(batch.index))
     weights.check()
 
 
@@ -323,14 +295,3 @@ def _run(
     shapes = [values.shape for values in vectors]
     # Copies: a part of the whole would keep all of it for as long as it is kept itself.
     return {site: part.view(shape).clone() for site, part, shape in zip(hooks, parts, shapes, strict=True)}
-
-
-def _places(
-    examples: Examples, batch: Batch, positions: Positions
-) -> tuple[tuple[Tensor, Tensor], np.ndarray]:
-    """Where in the batch the wanted vectors are, and which rows of the collection they make."""
-    if positions == "drawn":
-        row_of, position, number = examples.rows_of(batch.index)
-        return (torch.from_numpy(row_of), torch.from_numpy(position)), number
-    row, column = batch.mask.nonzero(as_tuple=True)
-    return (row, column), examples.offsets[batch.index][row.numpy()] + column.numpy()

@@ -117,10 +117,9 @@ def read_exported(
         positions, hooks=hook_names(layout, columns),
     )  # fmt: skip
 
-    def batches(skip: int) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
-        bar = Bar(total=len(prompts), initial=skip, unit="prompt", desc="reading", disable=not progress)
-        with bar:
-            for number in range(skip, len(prompts)):
+    def run(numbers: Sequence[int]) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
+        with Bar(total=len(numbers), unit="prompt", desc="reading", disable=not progress) as bar:
+            for number in numbers:
                 vectors = _read(prompts[number], sites)
                 if positions == "all":
                     index = np.arange(examples.offsets[number], examples.offsets[number + 1])
@@ -132,7 +131,7 @@ def read_exported(
 
     config, rows = keep_rows(
         HOLDS, {"provenance": provenance.to_json(), "files": _stamp(prompts)}, columns,
-        len(examples.tokens) if positions == "all" else len(examples), batches,
+        examples.lengths.tolist() if positions == "all" else [1] * len(examples), run,
         folder=folder, arrays=examples.arrays,
     )  # fmt: skip
     return Activations(rows, examples, positions, Provenance.from_config(config))

@@ -7,7 +7,7 @@ moments of the whole job.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +18,12 @@ from torch import Tensor
 
 from matlens import parallel
 from matlens.activations.activations import Positions
-from matlens.activations.collecting import Rows, default_batch_tokens, hook_names, stream_turns
+from matlens.activations.collecting import Rows, batch_counts, default_batch_tokens, hook_names, stream
 from matlens.activations.stored_moments import HOLDS, StoredMoments, read_source, write_source
 from matlens.data.examples import Examples
 from matlens.data.readers import check_model
 from matlens.errors import InputError, PositiveInt, check_int, checked
-from matlens.io.arrays import Record
-from matlens.io.folders import Workplace
-from matlens.io.notes import Notes
+from matlens.io.artifact import Artifact
 from matlens.linear.pairs import Pairs, resolve_pairs
 from matlens.linear.samples import Chosen, are_few
 from matlens.linear.sums import PairMoments, gathered
@@ -108,26 +106,27 @@ def stream_moments(
         "batch_tokens": batch_tokens or default_batch_tokens(model),
     }
     kept = PairMoments(wanted, widths=widths, norms=are_few(whole, identity.d_model))
+    parallel.check_same([request, str(folder)], "the job of moments")
 
-    def turns(skip: int) -> Iterator[Rows | None]:
+    def batches(numbers: range) -> Iterator[Rows]:
         if own is None:
             return iter(())
-        return stream_turns(
+        return stream(
             model, own, list(widths), positions=positions, batch_tokens=request["batch_tokens"],
-            progress=progress, skip=skip,
+            progress=progress, divided=True, numbers=numbers,
         )  # fmt: skip
 
-    parallel.check_same([request, str(folder)], "the job of moments")
-    if parallel.is_main():
-        place = Workplace(folder, HOLDS, request, only_unfinished=("batch_tokens",))
-        with place.working():
-            if place.finished:
-                parallel.broadcast(None, "turns that are done")
-            else:
-                _fill(place, kept, turns, chosen)
-    elif (done := parallel.broadcast(None, "turns that are done")) is not None:
-        _pass(kept, turns(done), chosen, None)
-    parallel.barrier("moments")
+    n_batches = 0 if own is None else len(batch_counts(model, own, positions, request["batch_tokens"]))
+    with Artifact.writing(folder, HOLDS, request, only_unfinished=("batch_tokens",)) as artifact:
+        if not artifact.finished:
+            states = _States(artifact, kept)
+            done = parallel.broadcast(states.n_batches, "batches that are done")
+            left = range(done, n_batches)
+            kept = _sum_up(kept, batches(left), left, chosen, states)
+            for source in kept.targets if parallel.is_main() else ():
+                write_source(artifact, source, kept, source)
+            states.remove()
+            artifact.finish()
     return StoredMoments(folder)
 
 
@@ -204,35 +203,13 @@ def _offsets(lengths: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths)])
 
 
-def _fill(place: Workplace, kept: PairMoments, turns: Any, chosen: Chosen | None) -> None:
-    """Fill the folder, as the one that writes."""
-    notes = Notes(place.folder)
-    done = 0
-    if notes.records:
-        done = int(notes.records[-1]["batches"])
-        for source, note in notes.records[-1]["files"].items():
-            moments, norms = read_source(
-                place.folder / note["file"], note["record"], source, kept.targets[source]
-            )
-            kept.restore(source, moments, norms)
-    parallel.broadcast(done, "turns that are done")
-    kept = _pass(kept, turns(done), chosen, _States(place.folder, notes, done))
-    files: dict[str, Record] = {}
-    for source in kept.targets:
-        name = f"{source}.safetensors"
-        files[name] = write_source(place.folder, name, kept, source)
-    for path in place.folder.glob("*.safetensors"):
-        if path.name not in files:
-            path.unlink()
-    place.finish(files)
-
-
-def _pass(
-    kept: PairMoments, turns: Iterator[Rows | None], chosen: Chosen | None, states: _States | None
+def _sum_up(
+    kept: PairMoments, batches: Iterator[Rows], numbers: range, chosen: Chosen | None, states: _States
 ) -> PairMoments:
-    """Take all turns; of several processes the leading one has the moments of all in the end."""
-    mine, batches = kept, 0
-    for rows in turns:
+    """Add all batches; of several processes the main one has the sums of all in the end."""
+    mine, world_size = kept, parallel.world_size()
+    for start in numbers[::world_size]:  # in step: in the last one there is no batch for some processes
+        rows = next(batches, None)
         if rows is not None and chosen is None:
             mine.update(rows.vectors)
         elif rows is not None and chosen is not None:
@@ -240,19 +217,19 @@ def _pass(
             if bool(taken.any()):
                 vectors = {site: of_site[taken.to(of_site.device)] for site, of_site in rows.vectors.items()}
                 mine.update(vectors, weights=weights)
-        batches += parallel.world_size()
-        # A state of samples that wait would part them otherwise than a run that nothing breaks off.
-        ready = mine.settled or parallel.world_size() > 1
-        due = parallel.broadcast(states is not None and ready and states.are_due(), "whether to keep a state")
-        if due:
+        # A state of samples that wait would divide them otherwise than a run that is not interrupted.
+        ready = mine.settled or world_size > 1
+        if parallel.broadcast(ready and states.are_due(), "whether to store a state"):
             mine = _whole_again(gathered(mine), kept)
-            if states is not None:
-                states.write(mine, batches)
+            if parallel.is_main():
+                states.write(mine, min(start + world_size, numbers.stop))
+    for _ in batches:  # to its end, where it checks the model
+        pass
     return _whole_again(gathered(mine), kept)
 
 
 def _whole_again(merged: PairMoments, like: PairMoments) -> PairMoments:
-    """Moments that can be gone on with, also where all of them have gone to the leading process."""
+    """Sums that can be added to, also where all of them have gone to the main process."""
     if parallel.world_size() == 1 or (parallel.is_main() and merged.widths):
         merged.widths = dict(like.widths)
         return merged
@@ -260,27 +237,38 @@ def _whole_again(merged: PairMoments, like: PairMoments) -> PairMoments:
 
 
 class _States:
-    """What has been summed up so far, written now and then, so that a killed run goes on from there."""
+    """The sums after so many batches, stored now and then, from which an interrupted run resumes."""
 
-    def __init__(self, folder: Path, notes: Notes, done: int) -> None:
-        self._folder, self._notes, self._done = folder, notes, done
+    def __init__(self, artifact: Artifact, kept: PairMoments) -> None:
+        self._artifact, self.n_batches = artifact, 0
         self._last, self._pause = time.monotonic(), _KEPT_EVERY
+        there = {*artifact.written()} if parallel.is_main() else set()
+        counts = {int(name.partition("@")[2]) for name in there if "@" in name}
+        whole = [n for n in counts if {*self._names(kept, n).values()} <= there]
+        if whole:
+            self.n_batches = max(whole)
+            for source, name in self._names(kept, self.n_batches).items():
+                kept.restore(source, *read_source(artifact, name, source, kept.targets[source]))
 
     def are_due(self) -> bool:
         """Whether it is time for the next one."""
-        return time.monotonic() - self._last > self._pause
+        return parallel.is_main() and time.monotonic() - self._last > self._pause
 
-    def write(self, kept: PairMoments, batches: int) -> None:
-        """Write a state beside the one before, note it, and remove the one before."""
-        began = time.monotonic()
-        count = self._done + batches
-        files = {}
-        for source in kept.targets:
-            name = f"{source}.{count}.safetensors"
-            files[source] = {"file": name, "record": write_source(self._folder, name, kept, source)}
-        before = self._notes.records[-1]["files"] if self._notes.records else {}
-        self._notes.add({"batches": count, "files": files})
-        for note in before.values():
-            (self._folder / note["file"]).unlink(missing_ok=True)
+    def write(self, kept: PairMoments, n_batches: int) -> None:
+        """Write a state next to the one before, and remove that."""
+        began, names = time.monotonic(), self._names(kept, n_batches)
+        for source, name in names.items():
+            write_source(self._artifact, name, kept, source)
+        self.remove(but={*names.values()})
         self._last = time.monotonic()
         self._pause = max(_KEPT_EVERY, _SHARE_OF_WRITING * (self._last - began))
+
+    def remove(self, but: Collection[str] = ()) -> None:
+        """Remove the states, as the main process."""
+        if parallel.is_main():
+            found = (path.stem for path in self._artifact.folder.glob("*@*.safetensors"))
+            self._artifact.remove(*(name for name in found if name not in but))
+
+    @staticmethod
+    def _names(kept: PairMoments, n_batches: int) -> dict[str, str]:
+        return {source: f"{source}@{n_batches}" for source in kept.targets}

@@ -179,23 +179,28 @@ class Examples:
 
         A batch holds at most ``max_tokens`` tokens, padding counted, and at least one sentence.
         """
+        return (self.batch(index) for index in self.batch_indices(max_tokens))
+
+    def batch_indices(self, max_tokens: PositiveInt) -> list[np.ndarray]:
+        """The numbers of the sentences of each of the `batches`."""
         order = np.argsort(-self.lengths, kind="stable")
-        start = 0
+        indices, start = [], 0
         while start < len(order):
-            length = int(self.lengths[order[start]])
-            count = max(max_tokens // length, 1)
-            yield self._batch(order[start : start + count], length)
+            count = max(max_tokens // int(self.lengths[order[start]]), 1)
+            indices.append(order[start : start + count])
             start += count
+        return indices
 
     def copies(self, sentence: int, n: PositiveInt) -> Batch:
         """A batch of ``n`` copies of a sentence."""
         index = np.full(n, check_int(sentence, "sentence", min=0, max=len(self) - 1))
-        return self._batch(index, int(self.lengths[sentence]))
+        return self.batch(index)
 
-    def _batch(self, index: np.ndarray, length: int) -> Batch:
+    def batch(self, index: Int[np.ndarray, " batch"]) -> Batch:
+        """A batch of some sentences, padded to the longest."""
         source = padded(self.source_tokens, self.source_offsets, index) if self.has_sources else None
         images = torch.from_numpy(self.images[index]) if len(self.images) else None
-        return Batch(index, *padded(self.tokens, self.offsets, index, length), source, images)
+        return Batch(index, *padded(self.tokens, self.offsets, index), source, images)
 
 
 def end_to_end(

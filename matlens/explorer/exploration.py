@@ -20,8 +20,8 @@ from matlens.ffn.norms import FFN_OUT
 from matlens.ffn.projection import Projection
 from matlens.ffn.updates import DOMINANT, Updates
 from matlens.ffn.values import ValueVectors
+from matlens.io.artifact import CONFIG, read_record
 from matlens.io.files import PAGE_SUFFIXES, check_file_name, system_errors, write_text
-from matlens.io.folders import CONFIG, read_record
 from matlens.lens.cells import read_cells, texts_of, tokens_of_interest
 from matlens.lens.lens import Lens
 from matlens.linear.mapsets import HOLDS as MAPS
@@ -205,7 +205,7 @@ def load_lens(folder: str | Path) -> Lens:
     folder = Path(folder)
     holds = None
     with suppress(OSError):
-        holds = read_record(folder, folder / CONFIG)["holds"]
+        holds = read_record(folder / CONFIG)["holds"]
     return Lens.from_maps(MapSet.load(folder)) if holds == MAPS else Lens.load(folder)
 
 

@@ -7,8 +7,7 @@ are hundreds of times as large as all others and say nothing of it.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,8 +15,6 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 
 from matlens.activations.collecting import stream
@@ -25,7 +22,7 @@ from matlens.data.examples import Examples
 from matlens.errors import Between, InputError, PositiveInt, checked
 from matlens.ffn.updates import DOMINANT, check_count
 from matlens.ffn.values import ValueVectors
-from matlens.io.files import content_hash, open_regular, system_errors, write_bytes
+from matlens.io.artifact import Artifact
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.sites import COEFFICIENTS, Site
 from matlens.parallel import Bar
@@ -37,7 +34,6 @@ LONGEST = 64  # tokens of a sentence that are read
 _CHUNK = 256  # sentences between two times that what is known is kept
 _STEPS = 127  # of a coefficient, against the largest of its sentence that counts
 _BATCH_TOKENS = 512
-_SEAL, _JOB = "sha256", "job"  # in a checkpoint: the hash of all else in it, and what it is of
 
 
 @checked
@@ -94,7 +90,7 @@ def max_activating_examples(
     *,
     n_best: PositiveInt = 5,
     k: int = DOMINANT,
-    checkpoint: str | Path | None = None,
+    folder: str | Path | None = None,
     progress: bool = True,
 ) -> Usage:
     """Run a corpus through a model once, and keep the sentences that use each value vector most.
@@ -109,8 +105,8 @@ def max_activating_examples(
         How many sentences of each value vector are kept.
     k
         How many sub-updates of a token count as dominant.
-    checkpoint
-        A file in which what is known is kept from time to time, so that a later call goes on from there.
+    folder
+        Where the state is stored from time to time, so that an interrupted call resumes.
     progress
         Whether to show a bar over the sentences.
 
@@ -118,8 +114,7 @@ def max_activating_examples(
     ------
     InputError
         ``n_best`` or ``k`` is less than 1, or ``k`` more than there are; the value vectors are of another
-        model; there is no sentence, or a longer one; or the checkpoint is of another job, damaged,
-        or something else.
+        model; there is no sentence, or a longer one; or the folder is of another job or damaged.
     """
     check_count(k, values)
     identity = ModelIdentity.from_model(model).of_weights
@@ -129,23 +124,24 @@ def max_activating_examples(
             f"Expected one sentence or more, each of at most {LONGEST} tokens: explorer.shortened(examples) "
             "cuts those that are longer."
         )
-    path = None if checkpoint is None else Path(checkpoint)
-    job = content_hash(
-        {"values": values.identity.to_json(), "examples": examples.fingerprint, "n_best": n_best, "k": k}
-    )
     state = _State(values.n_layers, n_best, values.d_mlp)
-    if path is not None:
-        with system_errors(path):
-            state.resume(path, job)
-    with Bar(total=len(examples), initial=state.n_done, desc="sentences", disable=not progress) as bar:
-        while state.n_done < len(examples):
-            end = min(state.n_done + _CHUNK, len(examples))
-            state.read(model, _part(examples, state.n_done, end), values, k)
-            bar.update(end - state.n_done)
-            state.n_done = end
-            if path is not None:
-                with system_errors(path):
-                    state.keep(path, job)
+    request = {
+        "provenance": Provenance(values.identity, examples.provenance, examples.fingerprint).to_json(),
+        "n_best": n_best, "k": k,
+    }  # fmt: skip
+    with nullcontext() if folder is None else Artifact.writing(folder, "usage", request) as artifact:
+        if artifact is not None:
+            state.resume(artifact)
+        with Bar(total=len(examples), initial=state.n_done, desc="sentences", disable=not progress) as bar:
+            while state.n_done < len(examples):
+                end = min(state.n_done + _CHUNK, len(examples))
+                state.read(model, _part(examples, state.n_done, end), values, k)
+                bar.update(end - state.n_done)
+                state.n_done = end
+                if artifact is not None:
+                    state.store(artifact)
+        if artifact is not None and not artifact.finished:
+            artifact.finish()
     n_tokens = int((examples.lengths - 1).sum())
     return Usage(state.sentence, state.peak, state.coefficients, state.dominant, n_tokens)
 
@@ -172,44 +168,23 @@ class _State:
         self.coefficients = torch.zeros(*shape, LONGEST, dtype=torch.int8)
         self.dominant = torch.zeros(n_layers, d_mlp, dtype=torch.int64)
 
-    def resume(self, path: Path, job: str) -> None:
-        """Take over what a file says of the job, if there is one that is whole.
+    def resume(self, artifact: Artifact) -> None:
+        """Take over the last state that an earlier call has stored."""
+        for name in artifact.written()[-1:]:
+            stored = {part: artifact.read(name, part, finite=False) for part in artifact.tensors(name)}
+            self.n_done = int(stored.pop("n_done"))
+            for part, values in stored.items():
+                setattr(self, part, values.clone())
 
-        Raises
-        ------
-        InputError
-            It is of another job, damaged, or something else.
-        """
-        try:
-            with open_regular(path) as file:
-                parts = load(file.read())
-        except FileNotFoundError:
-            return
-        except SafetensorError:
-            parts = {}
-        seal, of_job = parts.pop(_SEAL, None), parts.pop(_JOB, None)
-        remove = "Remove it, or choose another file: the sentences are read anew then."
-        if seal is None or of_job is None or not _says(seal, _hash_of(parts, of_job)):
-            raise InputError(
-                f"{path} is no checkpoint of max_activating_examples, or it was changed or damaged. {remove}"
-            )
-        if not _says(of_job, job):
-            raise InputError(
-                f"The checkpoint {path} is of another model, corpus or number of sentences. {remove}"
-            )
-        self.sentence, self.peak = parts["sentence"], parts["peak"]
-        self.coefficients, self.dominant = parts["coefficients"], parts["dominant"]
-        self.n_done = int(parts["n_done"])
-
-    def keep(self, path: Path, job: str) -> None:
-        """Write what is known, whole or not at all."""
+    def store(self, artifact: Artifact) -> None:
+        """Store the state in the place of the one before."""
+        before = artifact.written()
         parts = {
             "sentence": self.sentence, "peak": self.peak, "coefficients": self.coefficients,
             "dominant": self.dominant, "n_done": torch.tensor(self.n_done),
         }  # fmt: skip
-        of_job = _digits(job)
-        seal = {_SEAL: _digits(_hash_of(parts, of_job)), _JOB: of_job}
-        write_bytes(path, save({**parts, **seal}))
+        artifact.write(f"{self.n_done:09d}", parts)
+        artifact.remove(*before)
 
     def read(self, model: TransformerBridge, examples: Examples, values: ValueVectors, k: int) -> None:
         """Run more sentences, which follow those that are done."""
@@ -253,15 +228,3 @@ class _State:
         scale = best.values[slot, vector].abs().clamp(min=1e-30)[:, None]
         steps = (taken / scale * _STEPS).round().clamp(-_STEPS, _STEPS)
         self.coefficients[layer][slot, vector] = steps.to(torch.int8)
-
-
-def _hash_of(parts: Mapping[str, Tensor], of_job: Tensor) -> str:
-    return hashlib.sha256(save({**parts, _JOB: of_job})).hexdigest()
-
-
-def _says(kept: Tensor, digest: str) -> bool:
-    return torch.equal(kept, _digits(digest))
-
-
-def _digits(digest: str) -> Tensor:
-    return torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8)

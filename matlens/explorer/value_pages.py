@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 
 from matlens.data.corpus import Corpus
@@ -20,10 +20,7 @@ from matlens.explorer.usage import Usage, max_activating_examples, shortened
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
-from matlens.io.arrays import check_hash, check_record, describe_file
-from matlens.io.files import write_bytes, write_text
-from matlens.io.folders import Workplace, read_config
-from matlens.io.notes import Notes
+from matlens.io.artifact import Artifact, check_file, describe_file
 from matlens.models.identity import Provenance
 from matlens.models.vocabulary import token_texts, visible
 from matlens.parallel import Bar
@@ -44,7 +41,7 @@ if TYPE_CHECKING:
 
 HOLDS = "pages of value vectors"
 _IN_LISTS = 5  # top tokens of a vector where many vectors are listed
-_USAGE = "usage.safetensors"
+_USAGE = "usage"
 
 
 @checked
@@ -113,45 +110,38 @@ def write_value_pages(
         "corpus": None if corpus is None else corpus.fingerprint,
         "clusters": None if clusters is None else clusters.provenance.to_json(),
     }  # fmt: skip
-    place = Workplace(folder, HOLDS, request)
-    with place.working():
-        if not place.finished:
-            pages = _Pages(place.folder, model, values, plain, k, among, neighbours, progress)
-            pages.write(corpus, clusters, n_best)
-            place.finish()
+    with Artifact.writing(folder, HOLDS, request) as artifact:
+        if artifact.finished:
+            for _ in artifact.check():
+                pass
         else:
-            _check_whole(place.folder)
-    return place.folder / INDEX
-
-
-def _check_whole(folder: Path) -> None:
-    """Refuse a finished folder of which a file is gone or damaged."""
-    config = read_config(folder, HOLDS)
-    for name in config["files"]:
-        check_hash(folder / name, check_record(config, folder, name))
+            pages = _Pages(artifact, model, values, plain, k, among, neighbours, progress)
+            pages.write(corpus, clusters, n_best)
+            artifact.finish()
+    return artifact.folder / INDEX
 
 
 class _Pages:
     """The files of the pages, written part by part."""
 
     def __init__(
-        self, folder: Path, model: TransformerBridge, values: ValueVectors, plain: Projection, k: int,
+        self, artifact: Artifact, model: TransformerBridge, values: ValueVectors, plain: Projection, k: int,
         among: int, neighbours: int, progress: bool,
     ) -> None:  # fmt: skip
-        self._folder, self._model, self._values = folder, model, values
+        self._artifact, self._folder = artifact, artifact.folder
+        self._model, self._values = model, values
         self._k, self._among, self._neighbours, self._progress = k, among, neighbours, progress
         self._projections = {"plain": plain}
         if hasattr(model, "ln_final"):
             self._projections["norm"] = Projection.after_norm(model)
         self._d_vocab = len(plain.unembedding)
-        self._notes = Notes(folder)
 
     def write(self, corpus: Corpus | None, clusters: Clusters | None, n_best: int) -> None:
         examples = None if corpus is None else shortened(make_examples(self._model, corpus))
         usage = None
         if examples is not None:
             usage = max_activating_examples(
-                self._model, examples, self._values, n_best=n_best, checkpoint=self._folder / _USAGE,
+                self._model, examples, self._values, n_best=n_best, folder=self._folder / _USAGE,
                 progress=self._progress,
             )  # fmt: skip
         lengths = np.empty(0, dtype=np.int64) if examples is None else examples.lengths
@@ -166,43 +156,33 @@ class _Pages:
             among=self._among, corpus=None if corpus is None else corpus.name,
             n_clusters=0 if clusters is None else len(clusters),
         )  # fmt: skip
-        write_text(self._folder / INDEX, page)
-        for path in (self._folder / _USAGE, *map(self._kept, range(self._values.n_layers))):
-            path.unlink(missing_ok=True)
-
-    def _kept(self, layer: int) -> Path:
-        """What a layer's part leaves behind for those that follow; it says that the part is whole."""
-        return self._folder / f"layer-{layer}.safetensors"
+        self._artifact.write_text(INDEX, page)
+        for layer in range(self._values.n_layers):
+            self._artifact.remove(_name(layer))
+            (self._folder / f"{_name(layer)}.json").unlink(missing_ok=True)
+        shutil.rmtree(self._folder / _USAGE, ignore_errors=True)
 
     def _script(self, name: str, content: Any) -> None:
-        write_text(self._folder / f"{name}.js", shard(name, content))
+        self._artifact.write_text(f"{name}.js", shard(name, content))
 
     def _layers(self, usage: Usage | None, lengths: np.ndarray) -> Iterator[np.ndarray]:
         """Write the value vectors of each layer, and yield their top tokens."""
         units = self._units() if self._neighbours else None
         layers = range(self._values.n_layers)
         for layer in Bar(layers, desc="value vectors", unit="layer", disable=not self._progress):
-            kept = self._kept(layer)
             if not self._is_written(layer):
                 files = self._layer(layer, usage, lengths, units)
-                for path in (*files, kept):  # the last says that all are there
-                    self._notes.add({"layer": layer, "file": path.name, "record": describe_file(path)})
-            yield load(kept.read_bytes())["top"].numpy().astype(np.int64)
+                records = {path.name: describe_file(path) for path in files}
+                self._artifact.write_json(_name(layer), records)  # which says that all are there
+            yield self._artifact.read(_name(layer), "top").numpy().astype(np.int64)
 
     def _is_written(self, layer: int) -> bool:
-        """Whether all files of a layer are there, as they were noted.
-
-        Raises
-        ------
-        InputError
-            One is not what was written.
-        """
-        records = {note["file"]: note["record"] for note in self._notes.records if note.get("layer") == layer}
-        paths = {self._folder / name: record for name, record in records.items()}
-        if self._kept(layer) not in paths or not all(map(os.path.lexists, paths)):
+        """Whether all files of a layer exist; raises InputError if one is not what was written."""
+        records = self._artifact.read_json(_name(layer))
+        if records is None or not all(os.path.lexists(self._folder / name) for name in records):
             return False
-        for path, record in paths.items():
-            check_hash(path, record)
+        for name, record in records.items():
+            check_file(self._folder / name, record)
         return True
 
     def _units(self) -> Tensor:
@@ -237,10 +217,9 @@ class _Pages:
             block = VectorBlock(tokens, scores, norms[part], near[part], cosines[part], **used)
             text = vector_shard(layer, number, block, lengths)
             files.append(self._folder / f"vectors-{layer}-{number}.js")
-            write_text(files[-1], text)
-        top = lists["plain"]["top"][0]
-        write_bytes(self._kept(layer), save({"top": top.int().contiguous()}))
-        return files
+            self._artifact.write_text(files[-1].name, text)
+        self._artifact.write(_name(layer), {"top": lists["plain"]["top"][0].int()})
+        return [*files, self._folder / f"{_name(layer)}.safetensors"]
 
     def _extremes(self, projection: Projection, vectors: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Ids and scores of the tokens at both ends, of scores that are made once."""
@@ -292,3 +271,8 @@ class _Pages:
             tokens = examples.tokens[bounds[0] : bounds[-1]]
             content = {"starts": packed(bounds - bounds[0]), "tokens": packed(tokens)}
             self._script(f"sentences-{number}", content)
+
+
+def _name(layer: int) -> str:
+    """The files of a layer that those after it need; they are removed in the end."""
+    return f"layer-{layer}"

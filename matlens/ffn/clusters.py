@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import pandas as pd
@@ -21,11 +21,12 @@ from sklearn.metrics import adjusted_rand_score
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from matlens import parallel
 from matlens.errors import Between, InputError, NonNegative, Seed, check_int, checked
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueName, ValueVectors
-from matlens.io.folders import reading_record
-from matlens.io.rows import Column, keep_rows, read_rows
+from matlens.io.artifact import Artifact, make_config
+from matlens.io.files import damaged
 from matlens.models.identity import Provenance
 from matlens.models.sites import check_finite
 from matlens.models.vocabulary import token_texts, visible
@@ -141,45 +142,41 @@ class Clusters:
         provenance = Provenance(values.identity, details=details)
         beside = None if folder is None else Path(folder).absolute().parent
 
-        def cluster(_: int) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
+        request = {"provenance": provenance.to_json()}
+
+        def cluster() -> np.ndarray:
             if progress:
                 tqdm.write(_reason(n, method, memory, disk), file=sys.stderr)
             with waiting("clustering", progress=progress):
-                labels = agglomerate(_units(values), n_clusters, method, linkage, memory, beside, progress)
-            yield np.arange(n), {_LABELS: torch.from_numpy(labels)[:, None]}
+                return agglomerate(_units(values), n_clusters, method, linkage, memory, beside, progress)
 
-        config, rows = keep_rows(
-            CLUSTERS,
-            {"provenance": provenance.to_json()},
-            {_LABELS: Column(1, "int64")},
-            n,
-            cluster,
-            folder=folder,
-        )
-        return cls._from_rows(config, rows)
+        if folder is None:
+            return cls(cluster(), Provenance.from_config(make_config(CLUSTERS, request)))
+        with Artifact.writing(folder, CLUSTERS, request) as artifact:
+            if not artifact.finished:
+                if parallel.is_main():
+                    with parallel.alone():
+                        artifact.write(_LABELS, {_LABELS: torch.from_numpy(cluster())})
+                artifact.finish()
+        return cls._from_artifact(artifact)
 
     @classmethod
     def load(cls, folder: str | Path) -> Clusters:
-        """Open clusters that `fit` has kept in a folder.
+        """Open clusters that `fit` has stored in a folder.
 
         Raises
         ------
         InputError
             The folder holds no clusters, or they are damaged.
         """
-        config, _, rows = read_rows(folder, CLUSTERS)
-        with reading_record(folder):
-            return cls._from_rows(config, rows)
+        return cls._from_artifact(Artifact.open(folder, CLUSTERS))
 
     @classmethod
-    def _from_rows(cls, config: dict[str, Any], rows: Mapping[str, Tensor]) -> Clusters:
-        provenance, labels = Provenance.from_config(config), rows[_LABELS][:, 0].numpy()
-        expected = provenance.details["n_clusters"]
-        if not np.array_equal(np.unique(labels), np.arange(expected)):
-            raise InputError(
-                f"The clusters cannot be read: expected labels from 0 to {expected - 1}. The folder is "
-                "damaged: remove it and make it anew."
-            )
+    def _from_artifact(cls, artifact: Artifact) -> Clusters:
+        provenance = Provenance.from_config(artifact.config)
+        labels = artifact.read(_LABELS, _LABELS).numpy()
+        if not np.array_equal(np.unique(labels), np.arange(provenance.details["n_clusters"])):
+            raise damaged(artifact.folder / _LABELS, "does not number the clusters from 0")
         return cls(labels, provenance)
 
     def members(self, cluster: int) -> Int[np.ndarray, " m"]:

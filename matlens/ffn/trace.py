@@ -8,25 +8,24 @@ extreme sub-updates and the exit rule of section 6 are read off these numbers; n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int, Shaped
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from matlens.activations.collecting import Rows, default_batch_tokens, stream_turns
+from matlens.activations.collecting import Rows, batch_counts, default_batch_tokens, stream
 from matlens.activations.sinks import outlying_rows
-from matlens.data.examples import ARRAYS, OTHERS, Examples
+from matlens.data.examples import Examples
 from matlens.errors import InputError, PositiveInt, Seed, checked
 from matlens.ffn.norms import FFN_OUT
 from matlens.ffn.projection import unembedding
 from matlens.ffn.updates import DOMINANT, check_count, random_sub_updates
 from matlens.ffn.values import ValueVectors
-from matlens.io.folders import reading_record
 from matlens.io.rows import Column, keep_rows, read_rows
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.layout import ModelLayout
@@ -51,60 +50,66 @@ class Trace:
 
     Attributes
     ----------
-    norm
-        ``[n, n_layers]``, the length of ``x~``, by which attention sinks are known.
-    scale
-        ``[n, n_layers]``, the positive number by which a norm after the FFN multiplies the update; 1 where
-        there is none.
-    coefficient
-        By group, ``dominant`` or ``random``: ``[n, n_layers, k]``, the coefficient ``m_i`` of each.
-    score
-        By group and reference, such as ``("dominant", "before")``: ``[n, n_layers, k]``, the scores
-        ``e_w . m_i v_i`` of the reference token, the scale included.
     examples
         The examples that the model was run on.
     provenance
         Where the trace comes from: the model, the corpus, the number of sub-updates and the seed.
     """
 
-    def __init__(
-        self, rows: Mapping[str, Shaped[Tensor, "n _"]], examples: Examples, provenance: Provenance
-    ) -> None:
+    def __init__(self, rows: Mapping[str, Any], examples: Examples, provenance: Provenance) -> None:
         self.examples, self.provenance = examples, provenance
         self.n_layers, self.k = provenance.identity.n_layers, int(provenance.details["k"])
-        # Rows of a folder stay there until they are looked at; whole numbers are smaller there than here.
-        self._whole = {name: rows[name] for name in ("before", "after", "rank")}
-        self._index = {group: self._by_layer(rows[f"index.{group}"]) for group in GROUPS}
-        self.norm, self.scale = rows["norm"], rows["scale"]
-        self.coefficient = {group: self._by_layer(rows[f"coefficient.{group}"]) for group in GROUPS}
-        self.score = {
-            (group, reference): self._by_layer(rows[f"score.{group}.{reference}"])
-            for group in GROUPS
-            for reference in REFERENCES
-        }
+        self._rows = rows  # those of a folder are read when they are asked for
 
     def __len__(self) -> int:
-        return len(self.norm)
+        return self.examples.n_positions
+
+    @cached_property
+    def norm(self) -> Float[Tensor, "n n_layers"]:
+        """The length of ``x~``, by which attention sinks are known."""
+        return self._rows["norm"]
+
+    @cached_property
+    def scale(self) -> Float[Tensor, "n n_layers"]:
+        """The positive number by which a norm after the FFN multiplies the update; 1 where there is none."""
+        return self._rows["scale"]
 
     @cached_property
     def before(self) -> Int[Tensor, "n n_layers"]:
         """The top candidate of ``x``."""
-        return self._whole["before"].long()
+        return self._rows["before"].long()
 
     @cached_property
     def after(self) -> Int[Tensor, "n n_layers"]:
         """The top candidate of ``x~``."""
-        return self._whole["after"].long()
+        return self._rows["after"].long()
 
     @cached_property
     def rank(self) -> Int[Tensor, "n n_layers"]:
         """The rank of the candidate ``before`` after the update; 1 where it stays on top."""
-        return self._whole["rank"].long() + 1  # the file holds how many tokens are above it
+        return self._rows["rank"].long() + 1  # the file holds how many tokens are above it
 
     @cached_property
     def index(self) -> dict[str, Int[Tensor, "n n_layers k"]]:
-        """By group, the index of each sub-update's value vector in its layer."""
-        return {group: index.long() for group, index in self._index.items()}
+        """By group, ``dominant`` or ``random``: the index of each sub-update's value vector in its layer."""
+        return {group: self._by_layer(f"index.{group}").long() for group in GROUPS}
+
+    @cached_property
+    def coefficient(self) -> dict[str, Float[Tensor, "n n_layers k"]]:
+        """By group, the coefficient ``m_i`` of each sub-update."""
+        return {group: self._by_layer(f"coefficient.{group}") for group in GROUPS}
+
+    @cached_property
+    def score(self) -> dict[tuple[str, str], Float[Tensor, "n n_layers k"]]:
+        """By group and reference, such as ``("dominant", "before")``: the scores ``e_w . m_i v_i``.
+
+        They are of the reference token, the scale included.
+        """
+        return {
+            (group, reference): self._by_layer(f"score.{group}.{reference}")
+            for group in GROUPS
+            for reference in REFERENCES
+        }
 
     @property
     def final(self) -> Int[Tensor, " n"]:
@@ -120,8 +125,8 @@ class Trace:
         """
         return outlying_rows(self.norm, places=self.examples.positions)
 
-    def _by_layer(self, rows: Tensor) -> Tensor:
-        return rows.view(len(rows), self.n_layers, self.k)
+    def _by_layer(self, name: str) -> Tensor:
+        return self._rows[name].view(-1, self.n_layers, self.k)
 
     @classmethod
     def run(
@@ -166,18 +171,15 @@ class Trace:
         )
         request = {"provenance": origin.to_json(), "batch_tokens": size}
 
-        def turns(skip: int) -> Iterator[tuple[np.ndarray, dict[str, Tensor]] | None]:
-            for batch in stream_turns(
-                model, examples, reader.sites, batch_tokens=size, progress=progress, skip=skip
+        def run(numbers: Sequence[int]) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
+            for batch in stream(
+                model, examples, reader.sites, batch_tokens=size, progress=progress, numbers=numbers
             ):
-                yield None if batch is None else (batch.index, reader.rows(batch))
-
-        def batches(skip: int) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
-            return (turn for turn in turns(skip) if turn is not None)
+                yield batch.index, reader.rows(batch)
 
         config, rows = keep_rows(
-            TRACE, request, reader.columns, examples.n_positions, batches,
-            folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens",), turns=turns,
+            TRACE, request, reader.columns, batch_counts(model, examples, "drawn", size), run,
+            folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens",),
         )  # fmt: skip
         return cls(rows, examples, Provenance.from_config(config))
 
@@ -190,10 +192,9 @@ class Trace:
         InputError
             The folder holds no finished trace.
         """
-        config, arrays, rows = read_rows(folder, TRACE, ARRAYS, optional=OTHERS)
-        with reading_record(folder):
-            provenance = Provenance.from_config(config)
-            return cls(rows, Examples.from_arrays(arrays, provenance.data), provenance)
+        config, arrays, rows = read_rows(folder, TRACE)
+        provenance = Provenance.from_config(config)
+        return cls(rows, Examples.from_arrays(arrays, provenance.data), provenance)
 
 
 def sites_before_ffn(model: TransformerBridge, layer: int) -> list[str]:

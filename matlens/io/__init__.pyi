@@ -1,3 +1,7 @@
+from .artifact import Artifact as Artifact
+from .artifact import command_line as command_line
+from .artifact import make_config as make_config
+from .artifact import software_versions as software_versions
 from .contents import hash_contents as hash_contents
 from .entries import Cache as Cache
 from .entries import Entry as Entry
@@ -9,16 +13,10 @@ from .files import write_bytes as write_bytes
 from .files import write_json as write_json
 from .files import write_text as write_text
 from .files import write_together as write_together
-from .folders import Workplace as Workplace
-from .folders import command_line as command_line
-from .folders import make_config as make_config
-from .folders import read_config as read_config
-from .folders import software_versions as software_versions
 from .numbers import number_text as number_text
 from .repository import HubRepository as HubRepository
 from .repository import HubSnapshot as HubSnapshot
 from .rows import Column as Column
-from .rows import RowFiles as RowFiles
 from .rows import keep_rows as keep_rows
 from .rows import read_rows as read_rows
 from .tables import COLUMNS as COLUMNS

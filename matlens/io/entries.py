@@ -1,9 +1,7 @@
-"""Entries of the cache: folders that are whole or absent, known by a key, checked when they are used.
+"""A cache of artifacts: folders of files that are found by a key, and checked when they are used.
 
-An entry is a folder of files beside a sealed record of their hashes. It is filled in a place of its own, as
-the only one that fills it, and moved to its name at once when it is done: what a killed process leaves is
-no entry, and is swept up later. Nothing in the cache is needed: where an entry is damaged, gone or cannot be
-written, what it held is worked out anew.
+Nothing in the cache is needed: where an entry is damaged, missing or cannot be written, its content is
+recomputed.
 """
 
 from __future__ import annotations
@@ -13,42 +11,28 @@ import json
 import math
 import os
 import re
-import secrets
 import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from matlens.errors import InputError, checked, printable, short
-from matlens.io.files import (
-    check_seal,
-    hash_file,
-    library_errors,
-    open_regular,
-    read_json,
-    sealed,
-    to_json,
-)
-from matlens.io.locks import LOCK, locked
+from matlens import parallel
+from matlens.errors import InputError, checked, printable
+from matlens.io.artifact import CONFIG, LAYOUT, Artifact
+from matlens.io.files import LOCK, library_errors
 
 VARIABLE, SIZE_VARIABLE = "MATLENS_CACHE", "MATLENS_CACHE_GIB"
 DEFAULT_GIB = 20.0
 _OFF = ("0", "off", "no", "none", "false")
 _GIB = 2**30
-_LAYOUT = 1  # of entries; others are not found, since it is part of every key
-_RECORD = "entry.json"
 HASHES = "hashes"  # the folder in which the hashes of the user's files are remembered
-_ENTRIES, _UNFINISHED, _LOCKS = "entries", "unfinished", "locks"
-_GONE = ".gone-"  # what folders are called that are being removed
-_KIND, _ENTRY = re.compile(r"[a-z]+"), re.compile(r"[a-z]+-[0-9a-f]{32}")
-_ABANDONED = 24 * 3600.0  # seconds after which what nobody fills any more is swept up
+_FILES, _ABOUT = "files", "about"
+_ENTRY = re.compile(r"([a-z]+)-[0-9a-f]{32}")
 
 
-@checked
 @dataclass(frozen=True, eq=False)
 class Entry:
     """An entry of the cache.
@@ -58,11 +42,9 @@ class Entry:
     folder
         Where its files are.
     kind
-        What sort of thing it holds, such as ``"model"``.
+        What it holds, such as ``"model"``.
     about
-        What it was made from, in words and numbers that people read.
-    files
-        The hash and the size of each file, by its name.
+        What it was made from, for people.
     n_bytes
         The size of all files.
     used
@@ -72,68 +54,49 @@ class Entry:
     folder: Path
     kind: str
     about: Mapping[str, Any]
-    files: Mapping[str, Mapping[str, Any]]
+    n_bytes: int
     used: float
-
-    @property
-    def n_bytes(self) -> int:
-        """The size of all files."""
-        return sum(int(record["bytes"]) for record in self.files.values())
-
-    def damage(self) -> str | None:
-        """Say what is wrong with the files, every byte of which is read; ``None`` where nothing is."""
-        for name, record in self.files.items():
-            try:
-                with open_regular(self.folder / name) as file:
-                    digest, size = hash_file(file)
-            except (OSError, InputError) as error:
-                return f"{name} cannot be read ({getattr(error, 'strerror', None) or error})"
-            if (digest, size) != (record["sha256"], record["bytes"]):
-                return f"{name} does not hold what was written"
-        return None
 
 
 @checked
 class Cache:
-    """A folder of entries, none of which is ever needed.
+    """A folder of entries.
 
     Parameters
     ----------
     root
         The folder; it is made when the first entry is.
     limit
-        How many bytes all entries may have together: past it those go that were used longest ago.
+        How many bytes all entries may have; beyond it those that were used longest ago are removed.
     """
 
     def __init__(self, root: Path, limit: int = int(DEFAULT_GIB * _GIB)) -> None:
         self.root, self.limit = Path(root), limit
 
     def find(self, kind: str, key: Mapping[str, Any], *, whole: bool = True) -> Entry | None:
-        """The entry of a key, ``None`` where there is none; one that is damaged is removed, with a word.
+        """The entry of a key, or ``None``; a damaged one is removed with a message.
 
         Parameters
         ----------
         kind, key
-            What sort of thing it is, and all that it was made from.
+            What it holds, and all that it was made from.
         whole
-            Whether every byte is looked at first. Without, the reader of a file has to check it.
+            Whether every byte is checked first. Without, the reader of a file has to check it.
         """
-        return self._find(_name(kind, key), whole)
-
-    def _find(self, name: str, whole: bool) -> Entry | None:
-        folder = self.root / _ENTRIES / name
-        if not os.path.lexists(folder):
+        place = self._place(kind, key)
+        if not os.path.lexists(place / CONFIG):
             return None
-        entry, damage = self._read(folder)
-        if entry is not None and whole:
-            damage = entry.damage()
-        if entry is None or damage is not None:
-            if not os.path.lexists(folder):  # it was cleared meanwhile
-                return None
-            self.discard(folder, damage or "it cannot be read")
+        try:
+            artifact = Artifact.open(place, kind)
+            for _ in artifact.check() if whole else ():
+                pass
+            entry = _entry(artifact)
+        except (OSError, InputError) as error:
+            if os.path.lexists(place) and not self._in_use(place):
+                self.discard(place / _FILES, str(error))
             return None
         with suppress(OSError):  # a cache that is only read
-            os.utime(folder / _RECORD)
+            os.utime(place / CONFIG)
         return entry
 
     def keep(
@@ -144,63 +107,50 @@ class Cache:
         *,
         about: Mapping[str, Any] | None = None,
     ) -> Entry | None:
-        """The entry of a key, which is filled where it is not there.
-
-        Where two processes ask for it, one fills it and the other waits.
+        """The entry of a key, which is filled where it does not exist; of two processes one waits.
 
         Parameters
         ----------
         kind, key
-            What sort of thing it is, and all that it is made from.
+            What it holds, and all that it is made from.
         fill
-            Writes the entry's files into the folder that it is given; an ``OSError``, or what a library says
-            in an error of its own of the system, says that they cannot be written.
+            Writes the entry's files into the folder that it is given.
         about
             What people are shown of it.
 
         Returns
         -------
         Entry or None
-            ``None`` where it is larger than the cache, or cannot be written.
+            ``None`` where it is larger than the cache, or the disk is full or cannot be written.
         """
-        name = _name(kind, key)
+        place = self._place(kind, key)
         try:
-            with self._alone(name), library_errors():
-                return self._find(name, False) or self._fill(name, kind, fill, about or {})
-        except OSError as error:
-            tell(f"Nothing is kept in the cache {self.root}: {error.strerror or error}.")
+            with parallel.alone(), library_errors(), Artifact.writing(place, kind, {"key": key}) as artifact:
+                if not artifact.finished:
+                    shutil.rmtree(place / _FILES, ignore_errors=True)  # of a killed process
+                    (place / _FILES).mkdir()
+                    fill(place / _FILES)
+                    if _size(place / _FILES) > self.limit:
+                        shutil.rmtree(place)
+                        return None
+                    artifact.write_json(_ABOUT, about or {})
+                    artifact.finish()
+        except (OSError, InputError) as error:
+            reason = error if isinstance(error, OSError) else error.__cause__
+            if not isinstance(reason, OSError):
+                raise
+            tell(f"Nothing is kept in the cache {self.root}: {reason.strerror or reason}.")
             return None
-
-    def _fill(
-        self, name: str, kind: str, fill: Callable[[Path], None], about: Mapping[str, Any]
-    ) -> Entry | None:
-        work, folder = self.root / _UNFINISHED / name, self.root / _ENTRIES / name
-        _remove(work)  # what a killed process has left
-        work.mkdir(parents=True)
-        try:
-            fill(work)
-            files: dict[str, dict[str, Any]] = {}
-            for path in sorted(path for path in work.rglob("*") if path.is_file()):
-                with open_regular(path) as file:
-                    digest, size = hash_file(file)
-                    os.fsync(file.fileno())
-                files[path.relative_to(work).as_posix()] = {"sha256": digest, "bytes": size}
-            if sum(int(record["bytes"]) for record in files.values()) > self.limit:
-                return None
-            content = {"layout": _LAYOUT, "kind": kind, "about": dict(about), "files": files}
-            (work / _RECORD).write_text(to_json(sealed(content)))
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            work.rename(folder)
-        finally:
-            _remove(work)
-        self._make_room(kept=folder)
-        return self._read(folder)[0]
+        self._make_room(place)
+        return _entry(artifact)
 
     def entries(self) -> list[Entry]:
-        """All entries that can be read, those used last first."""
-        folders = [folder for folder in self._folders(_ENTRIES) if not folder.name.startswith(_GONE)]
-        read = [self._read(folder)[0] for folder in folders]
-        return sorted((entry for entry in read if entry is not None), key=lambda entry: -entry.used)
+        """All finished entries, those used last first."""
+        found = []
+        for place in self._places():
+            with suppress(OSError, InputError, AttributeError):
+                found.append(_entry(Artifact.open(place, place.name.partition("-")[0])))
+        return sorted(found, key=lambda entry: -entry.used)
 
     def discard(self, folder: Path, damage: str) -> None:
         """Remove an entry that is not what was written, and say so.
@@ -208,92 +158,66 @@ class Cache:
         Raises
         ------
         InputError
-            The folder is none of this cache's entries.
+            The folder is not that of an entry of this cache.
         """
-        folder = Path(folder)
-        if folder.parent != self.root / _ENTRIES or not _ENTRY.fullmatch(folder.name):
-            raise InputError(f"{folder} is no entry of the cache {self.root}. Expected the folder of one.")
-        tell(f"An entry of the cache is damaged and made anew: {folder.name}, {damage}.")
-        with suppress(OSError):
-            _remove(folder)
+        place = Path(folder).parent
+        if place.parent != self.root or not _ENTRY.fullmatch(place.name):
+            raise InputError(f"folder must be that of an entry of the cache {self.root}, got {folder}.")
+        tell(f"An entry of the cache is damaged and recomputed: {damage}")
+        shutil.rmtree(place, ignore_errors=True)
 
     def clear(self) -> int:
-        """Remove everything that nobody is at work on; gives the number of bytes that were freed.
-
-        Raises
-        ------
-        OSError
-            Something cannot be removed.
-        """
+        """Remove everything that no process is writing; returns the number of bytes freed."""
         freed = 0
-        for part in (_ENTRIES, _UNFINISHED, _LOCKS, HASHES):
-            for folder in self._folders(part):
-                if part in (_UNFINISHED, _LOCKS) and self._is_filled(folder.name):
-                    continue
-                freed += _size(folder)
-                _remove(folder)
-            with suppress(OSError):  # not empty, or not there
-                (self.root / part).rmdir()
-        with suppress(OSError):
+        for place in [*self._places(), self.root / HASHES]:
+            if place.is_dir() and not self._in_use(place):
+                freed += _size(place)
+                shutil.rmtree(place)
+        with suppress(OSError):  # not empty, or missing
             self.root.rmdir()
         return freed
 
-    def _make_room(self, kept: Path) -> None:
-        """Remove what was used longest ago until the limit holds, and what killed processes have left."""
-        entries = self.entries()
-        total = sum(entry.n_bytes for entry in entries)
-        for entry in reversed(entries):
-            if total <= self.limit:
-                break
-            if entry.folder != kept:
-                _remove(entry.folder)
-                total -= entry.n_bytes
-        for folder in self._folders(_ENTRIES):
-            if folder.name.startswith(_GONE):  # whoever removed it was killed
-                shutil.rmtree(folder, ignore_errors=True)
-        for folder in self._folders(_UNFINISHED):
-            if time.time() - folder.stat().st_mtime > _ABANDONED and not self._is_filled(folder.name):
-                _remove(folder)
+    def _place(self, kind: str, key: Mapping[str, Any]) -> Path:
+        content = json.dumps([LAYOUT, kind, key], sort_keys=True)
+        return self.root / f"{kind}-{hashlib.sha256(content.encode()).hexdigest()[:32]}"
 
-    def _read(self, folder: Path) -> tuple[Entry | None, str | None]:
-        """An entry by its record, the sizes of its files looked at; or what is wrong with it."""
-        path = folder / _RECORD
+    def _places(self) -> list[Path]:
         try:
-            used = path.stat().st_mtime
-            record = check_seal(read_json(path), path)
-            entry = Entry(folder, record["kind"], record["about"], record["files"], used)
-            for name, written in entry.files.items():
-                if (folder / name).stat().st_size != written["bytes"]:
-                    return None, f"{name} is longer or shorter than what was written"
-        except FileNotFoundError as error:
-            return None, f"{Path(error.filename or folder).name} is not there"
-        except (OSError, InputError, KeyError, TypeError, AttributeError) as error:
-            return None, f"its record cannot be read ({printable(str(error), most=120)})"
-        return entry, None
-
-    def _folders(self, part: str) -> list[Path]:
-        try:
-            return sorted(path for path in (self.root / part).iterdir() if path.name != LOCK)
+            return sorted(path for path in self.root.iterdir() if _ENTRY.fullmatch(path.name))
         except OSError:
             return []
 
-    @contextmanager
-    def _alone(self, name: str) -> Iterator[None]:
-        place = self.root / _LOCKS / name
-        try:
-            with locked(place):
-                yield
-        finally:
-            with suppress(OSError):  # somebody waits for it
-                place.rmdir()
+    def _make_room(self, kept: Path) -> None:
+        entries = self.entries()
+        total = sum(entry.n_bytes for entry in entries)
+        for entry in reversed(entries):
+            if total > self.limit and entry.folder.parent != kept:
+                shutil.rmtree(entry.folder.parent, ignore_errors=True)
+                total -= entry.n_bytes
 
-    def _is_filled(self, name: str) -> bool:
-        """Whether some process may be filling an entry."""
-        return (self.root / _LOCKS / name / LOCK).exists() and _is_locked(self.root / _LOCKS / name / LOCK)
+    @staticmethod
+    def _in_use(place: Path) -> bool:
+        from filelock import FileLock, Timeout
+
+        if not (place / LOCK).exists():
+            return False
+        try:
+            with FileLock(place / LOCK).acquire(timeout=0):
+                return False
+        except Timeout:
+            return True
+
+
+def _entry(artifact: Artifact) -> Entry:
+    return Entry(
+        artifact.folder / _FILES, artifact.config["holds"], artifact.read_json(_ABOUT) or {},
+        sum(record["bytes"] for name, record in artifact.files.items() if name.startswith(f"{_FILES}/")),
+        (artifact.folder / CONFIG).stat().st_mtime,
+    )  # fmt: skip
 
 
 def tell(message: str) -> None:
-    """Say what the cache does, beside what a command prints."""
+    """Print what the cache does, apart from the output of a command."""
     print(printable(message, most=500), file=sys.stderr, flush=True)
 
 
@@ -306,7 +230,7 @@ def default_cache() -> Cache | None:
     Raises
     ------
     InputError
-        The limit is no number above 0.
+        The limit is not a number above 0.
     """
     named = os.environ.get(VARIABLE, "").strip()
     if named.lower() in _OFF:
@@ -326,47 +250,11 @@ def _limit() -> int:
         size = math.nan
     if not 0 < size < math.inf:
         raise InputError(
-            f"The environment variable {SIZE_VARIABLE} is '{printable(text, most=60)}'. Expected a number "
-            f"above 0, the most GiB that the cache may have; it is {DEFAULT_GIB:g} where it is not set."
+            f"The environment variable {SIZE_VARIABLE} must be a number of GiB above 0, got "
+            f"'{printable(text, most=60)}'."
         )
     return int(size * _GIB)
 
 
-def _name(kind: str, key: Mapping[str, Any]) -> str:
-    """The folder's name of a key."""
-    if not _KIND.fullmatch(kind):
-        raise InputError(f"{short(kind)} is no kind of entries. Expected a word in small letters.")
-    content = json.dumps([_LAYOUT, kind, key], sort_keys=True)
-    return f"{kind}-{hashlib.sha256(content.encode()).hexdigest()[:32]}"
-
-
-def _remove(path: Path) -> None:
-    """Remove a folder or a file; a folder leaves its name at once, so that nobody finds a part of it."""
-    if not os.path.lexists(path):
-        return
-    if path.is_symlink() or not path.is_dir():
-        path.unlink()
-        return
-    gone = path.with_name(f"{_GONE}{secrets.token_hex(8)}")
-    with suppress(OSError):
-        path.rename(gone)
-        path = gone
-    shutil.rmtree(path)
-
-
 def _size(path: Path) -> int:
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    return sum(file.stat().st_size for file in files)
-
-
-def _is_locked(path: Path) -> bool:
-    import fcntl
-
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

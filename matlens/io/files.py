@@ -1,4 +1,4 @@
-"""Single files: made anew, whole or not at all, and read with care whatever stands at their place."""
+"""Single files, written whole or not at all and read with bounds; and the lock of a folder."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from matlens.errors import InputError, plain_number
+from matlens.errors import InputError, plain_number, printable
 from matlens.io.bounds import JSON, Bound, parse_json
-from matlens.io.locks import locked
 
 SEAL = "digest"
 """The key under which a record says the hash of everything else in it."""
@@ -28,6 +28,8 @@ _REFUSED = (
 )  # fmt: skip
 _OF_THE_SYSTEM = re.compile(r"\(os error (\d{1,5})\)")
 _CHUNK = 4 * 2**20
+LOCK = ".lock"
+_PARTIAL = re.compile(r"\..+\.[0-9a-f]{16}\.partial")
 
 
 @contextmanager
@@ -86,10 +88,9 @@ def write_bytes(path: Path, content: bytes | memoryview) -> None:
 
 
 def write_together(contents: Mapping[Path, bytes | memoryview]) -> None:
-    """Write several files whole or none of them, as the one that writes into their folders.
+    """Write several files whole or none of them.
 
-    What is written is always a new file: where a link stands, the link is replaced and not followed. A
-    folder, a pipe or a device is left where it is.
+    A link is replaced and not followed.
 
     Raises
     ------
@@ -99,24 +100,22 @@ def write_together(contents: Mapping[Path, bytes | memoryview]) -> None:
         A folder does, or the system refuses the file.
     """
     partial: dict[Path, Path] = {}
-    with ExitStack() as locks:
-        for folder in sorted({path.parent for path in contents}):  # in one order, or two could wait for ever
-            locks.enter_context(locked(folder))
-        try:
-            for path, content in contents.items():
-                _check_replaceable(path)  # else the files before it would be replaced, and it could not be
-                temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
-                with os.fdopen(create(temporary), "wb") as file:
-                    partial[path] = temporary
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-            for path, temporary in partial.items():
-                temporary.replace(path)
-        finally:
-            for temporary in partial.values():
-                with suppress(OSError):
-                    temporary.unlink()
+    try:
+        for path, content in contents.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _check_replaceable(path)  # else the files before it would be replaced, and it could not be
+            temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+            with os.fdopen(create(temporary), "wb") as file:
+                partial[path] = temporary
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        for path, temporary in partial.items():
+            temporary.replace(path)
+    finally:
+        for temporary in partial.values():
+            with suppress(OSError):
+                temporary.unlink()
 
 
 def _check_replaceable(path: Path) -> None:
@@ -177,6 +176,48 @@ def nearest_existing(folder: Path) -> Path:
 def create(path: Path) -> int:
     """Make a file where there is none, not even a link; gives its descriptor, to read and write."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+# One job in a folder at a time
+
+
+@contextmanager
+def locked(folder: Path, owner: Callable[[], str] = lambda: "another process") -> Iterator[None]:
+    """Be the only one that works in a folder; wait, and say for whom, while another job does.
+
+    The folder is made where it does not exist. A killed process holds no lock.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder / LOCK, is_singleton=True)  # reentrant in a thread
+    timeout = 0.0
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=timeout)
+            break
+        except Timeout:
+            note = f"{folder} is in use by {owner()}. Waiting until it ends."
+            print(printable(note, most=500), file=sys.stderr, flush=True)
+            timeout = -1
+        except FileNotFoundError:  # the other job has failed and removed the folder
+            continue
+    try:
+        if lock.lock_counter == 1:
+            for path in folder.glob(".*.partial"):
+                if _PARTIAL.fullmatch(path.name) and not path.is_dir():
+                    path.unlink(missing_ok=True)
+        yield
+    finally:
+        if lock.lock_counter == 1:
+            with suppress(OSError):  # while it is held: those that wait see that it is gone, and try again
+                (folder / LOCK).unlink()
+        lock.release()
+
+
+def is_transient(name: str) -> bool:
+    """Whether a file is a lock, or what a killed process has left of a file that it was writing."""
+    return name == LOCK or bool(_PARTIAL.fullmatch(name))
 
 
 # Reading

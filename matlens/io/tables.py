@@ -17,6 +17,7 @@ import pandas as pd
 
 from matlens.errors import InputError, check, checked
 from matlens.io import bounds
+from matlens.io.artifact import command_line, software_versions
 from matlens.io.cells import guarded_table, original_table
 from matlens.io.files import (
     SEAL,
@@ -28,7 +29,6 @@ from matlens.io.files import (
     to_json,
     write_together,
 )
-from matlens.io.folders import command_line, software_versions
 from matlens.metrics import Estimate
 
 COLUMNS = (

@@ -1,34 +1,40 @@
-"""Whether all that lies under a folder is what was written, byte for byte."""
+"""Whether all files in a folder are what was written, byte by byte."""
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from matlens.errors import InputError, checked
-from matlens.io.arrays import check_hash, check_record, read_header
-from matlens.io.files import SEAL, check_seal, damaged, open_regular, read_json
-from matlens.io.folders import BESIDE, CONFIG, FILES, is_record, read_record
-from matlens.io.notes import UNFINISHED, Notes
-from matlens.io.rows import check_noted, recorded_columns
+from matlens.io.artifact import (
+    CONFIG,
+    MODEL_RECORD,
+    TENSORS,
+    Artifact,
+    check_file,
+    is_finished,
+    is_record,
+    read_record,
+)
+from matlens.io.files import SEAL, check_seal, damaged, read_json
 from matlens.io.tables import TABLE, check_described
 
-_OF_SITE = re.compile(r"[a-z0-9_]+\.\d+\.(npy|safetensors)")  # a file of vectors or of maps
+FILES = "run.json"
+"""The list of the files next to the folders of a run: its table of results and its figures."""
 
 
 class Verdict(NamedTuple):
-    """What was found at one place.
+    """The result for one folder or table.
 
     Attributes
     ----------
     path
         The folder of an artifact, or a table.
     what
-        What is there, such as ``"maps, 12 files"``.
+        What it holds, such as ``"maps, 12 files"``.
     damage
         What is wrong with it, or ``None``.
     """
@@ -40,9 +46,9 @@ class Verdict(NamedTuple):
 
 @checked
 def verify(folder: str | Path) -> Iterator[Verdict]:
-    """Check every artifact and every table of results in a folder and below it, all bytes of them.
+    """Check every artifact and every table of results in a folder and below it, byte by byte.
 
-    What others have put there is passed over. Of a job that was broken off, what it has noted is checked.
+    Files of others are ignored. Of an interrupted job, what it has completed is checked.
 
     Parameters
     ----------
@@ -56,136 +62,107 @@ def verify(folder: str | Path) -> Iterator[Verdict]:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise InputError(f"There is no folder {folder}. Expected one that matlens has written into.")
+        raise InputError(f"folder must be a folder that matlens has written into, got {folder}.")
     seen: set[tuple[int, int]] = set()
-    for place, inner, files in os.walk(folder, followlinks=True):
+    for place, inner, names in os.walk(folder, followlinks=True):
         status = os.stat(place)
         if (status.st_dev, status.st_ino) in seen:
             inner.clear()
             continue
         seen.add((status.st_dev, status.st_ino))
-        for name in {CONFIG, UNFINISHED, BESIDE} & {*inner}:
+        for name in {CONFIG, MODEL_RECORD} & {*inner}:
             yield Verdict(Path(place), name, f"{Path(place, name)} is a folder. Expected a file.")
         inner.sort()
-        yield from _verify_place(Path(place), sorted(files))
-
-
-def _verify_place(folder: Path, names: list[str]) -> Iterator[Verdict]:
-    marker = next((name for name in (CONFIG, UNFINISHED) if name in names), None)
-    if marker is None and any(map(_OF_SITE.fullmatch, names)):
-        config = folder / CONFIG
-        yield Verdict(folder, "vectors or maps", f"{config} is missing, so nothing says what its files hold.")
-    for record in filter(None, (marker, BESIDE if BESIDE in names else None)):
-        verdict = _verify_folder(folder, folder / record)
-        if verdict is not None:
-            yield verdict
-    for name in names:
-        if name.endswith(".json") and name not in (CONFIG, UNFINISHED, BESIDE):
-            verdict = _verify_list(folder / name) if name == FILES else _verify_table(folder / name)
-            if verdict is not None:
-                yield verdict
-
-
-def _verify_folder(folder: Path, marker: Path) -> Verdict | None:
-    try:
-        if marker.name != BESIDE and not is_record(read_json(marker)):
-            return None  # a model's, or something else
-        record = read_record(folder, marker)
-        if marker.name == UNFINISHED:
-            return Verdict(folder, f"unfinished {record['holds']}", _damage(_unfinished(folder, record)))
-        count = len(record["files"])
-        what = f"{record['holds']}, {count} {'file' if count == 1 else 'files'}"
-        return Verdict(folder, what, _damage(_finished(folder, record)))
-    except (InputError, OSError) as error:
-        return Verdict(folder, marker.name, str(error))
-
-
-def _damage(checks: Iterator[None]) -> str | None:
-    """What the first check that fails says, and None where all hold."""
-    try:
-        for _ in checks:
-            pass
-    except (InputError, OSError) as error:
-        return str(error)
-    return None
-
-
-def _finished(folder: Path, config: Mapping[str, Any]) -> Iterator[None]:
-    for name in config["files"]:
-        check_hash(folder / name, check_record(config, folder, name))
-        yield
+        yield from filter(None, (_verify_file(Path(place), name) for name in sorted(names)))
+        if CONFIG not in names and any(name.endswith(TENSORS) and name[0] in "h0" for name in names):
+            yield Verdict(Path(place), "vectors or maps", f"{Path(place, CONFIG)} is missing.")
 
 
 def check_unchanged(folder: Path) -> None:
-    """Refuse a pruned model, or any folder with a ``matlens.json``, whose files are not what was written.
-
-    Raises
-    ------
-    InputError
-        A file is missing or has changed; the message names it.
-    """
+    """Raise InputError if a file of a pruned model, or of any folder with a ``matlens.json``, has changed."""
     try:
         files = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
-        _check_files(folder, str([(name, of.st_mtime_ns, of.st_size) for name, of in files]))
+        _check_model(folder, str([(name, of.st_mtime_ns, of.st_size) for name, of in files]))
     except OSError as error:
         raise damaged(folder, f"cannot be read ({error.strerror}: {error.filename})") from error
 
 
 @lru_cache(maxsize=16)
-def _check_files(folder: Path, state: str) -> None:
+def _check_model(folder: Path, state: str) -> None:
     """Hash the files that a model is loaded from, once for each state that they are in."""
-    config = read_record(folder, folder / BESIDE)
-    read = {name: record for name, record in config["files"].items() if not name.endswith(".md")}
-    for _ in _finished(folder, {"files": read}):
+    files = read_record(folder / MODEL_RECORD)["files"]
+    _check_files(folder, {name: record for name, record in files.items() if not name.endswith(".md")})
+
+
+def _check_files(folder: Path, records: Mapping[str, Any]) -> None:
+    for name, record in records.items():
+        check_file(folder / name, record)
+
+
+def _verify_file(folder: Path, name: str) -> Verdict | None:
+    """Check what a JSON file is the record of; ``None`` where that is nothing of matlens."""
+    path = folder / name
+    if path.suffix != ".json":
+        return None
+    try:
+        content = read_json(path)
+        if name in (CONFIG, MODEL_RECORD):
+            return _verify_record(folder, path) if name == MODEL_RECORD or is_record(content) else None
+        if name == FILES:
+            return _verify_list(path, content)
+        return _verify_table(path, content)
+    except (InputError, OSError) as error:
+        if name in (CONFIG, MODEL_RECORD):
+            return Verdict(folder, name, str(error))
+        table = path.with_suffix(".csv")
+        known = name == FILES or table.exists()  # else it is somebody else's
+        return Verdict(path if name == FILES else table, name, str(error)) if known else None
+
+
+def _verify_record(folder: Path, path: Path) -> Verdict:
+    record = read_record(path)
+    if path.name == MODEL_RECORD:
+        return Verdict(folder, _described(record), _damage(lambda: _check_files(folder, record["files"])))
+    artifact = Artifact(folder, record)
+    what = _described(record) if artifact.finished else f"unfinished {record['holds']}"
+    return Verdict(folder, what, _damage(lambda: _drain(artifact.check())))
+
+
+def _described(record: Mapping[str, Any]) -> str:
+    n = len(record["files"])
+    return f"{record['holds']}, {n} {'file' if n == 1 else 'files'}"
+
+
+def _drain(checks: Iterable[Any]) -> None:
+    for _ in checks:
         pass
 
 
-def _unfinished(folder: Path, record: Mapping[str, Any]) -> Iterator[None]:
-    notes = Notes(folder)
-    for note in notes.records:
-        if "file" in note:  # of maps; what is gone is made again
-            if os.path.lexists(folder / note["file"]):
-                check_hash(folder / note["file"], note["record"])
-            yield
-    for note in notes.records[-1:]:  # of moments, whose last state is what a killed run goes on from
-        for of_source in note.get("files", {}).values():
-            check_hash(folder / of_source["file"], of_source["record"])
-            yield
-    if notes.records and "sha256" in notes.records[0]:  # of columns of rows
-        for name, column in recorded_columns(record, folder):
-            path = folder / f"{name}.npy"
-            with open_regular(path) as file:
-                read_header(file, path)
-                check_noted(path, file.fileno(), file.tell(), column.row_bytes, notes)
-            yield
-
-
-def _verify_list(path: Path) -> Verdict | None:
-    """Check the files that a run lists: its table, its figures, and what says what its folders hold."""
+def _damage(check: Callable[[], None]) -> str | None:
     try:
-        listed = read_json(path)
-        if not isinstance(listed, dict) or not ({SEAL, "files", "folders"} & listed.keys()):
-            return None  # somebody else's
-        check_seal(listed, path)
-        what = f"list of {len(listed['files'])} files"
-        absent = [name for name in listed["folders"] if not (path.parent / name / CONFIG).is_file()]
-        if absent:
-            return Verdict(path, what, f"{path.parent / absent[0] / CONFIG} is missing.")
-        return Verdict(path, what, _damage(_finished(path.parent, listed)))
-    except (InputError, OSError, KeyError, TypeError) as error:
-        return Verdict(path, "list of files", str(error))
-
-
-def _verify_table(beside: Path) -> Verdict | None:
-    table, what = beside.with_suffix(".csv"), "table of results"
-    try:
-        described = read_json(beside)
-        listed_in = described.get("listed_in") if isinstance(described, dict) else None
-        if listed_in is not None and not (beside.parent / FILES).exists():
-            return Verdict(table, what, f"{beside.parent / FILES} is missing, which lists its files.")
-        if not table.exists():
-            gone = isinstance(described, dict) and TABLE in described
-            return Verdict(table, what, f"{table} is gone.") if gone else None
-        return Verdict(table, what, None) if check_described(table) else None
+        check()
     except (InputError, OSError) as error:
-        return Verdict(table, what, str(error)) if table.exists() else None  # else it is somebody else's
+        return str(error)
+    return None
+
+
+def _verify_list(path: Path, listed: Any) -> Verdict | None:
+    """Check the files that a run lists: its table, its figures, and that its folders exist."""
+    if not isinstance(listed, dict) or not ({SEAL, "files", "folders"} & listed.keys()):
+        return None  # somebody else's
+    check_seal(listed, path)
+    what = f"list of {len(listed['files'])} files"
+    absent = [name for name in listed["folders"] if not is_finished(path.parent / name)]
+    if absent:
+        return Verdict(path, what, f"{path.parent / absent[0] / CONFIG} is missing.")
+    return Verdict(path, what, _damage(lambda: _check_files(path.parent, listed["files"])))
+
+
+def _verify_table(record: Path, described: Any) -> Verdict | None:
+    table, what = record.with_suffix(".csv"), "table of results"
+    described = described if isinstance(described, dict) else {}
+    if described.get("listed_in") is not None and not (record.parent / FILES).exists():
+        return Verdict(table, what, f"{record.parent / FILES} is missing, which lists its files.")
+    if not table.exists():
+        return Verdict(table, what, f"{table} is missing.") if TABLE in described else None
+    return Verdict(table, what, None) if check_described(table) else None

@@ -14,19 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from matlens import parallel
 from matlens.errors import InputError, printable, short
-from matlens.io.arrays import (
-    check_hash,
-    check_record,
-    check_tensor,
-    describe_tensors,
-    open_recorded,
-)
+from matlens.io.artifact import CONFIG, Artifact
 from matlens.io.files import (
     check_writable,
     damaged,
@@ -36,7 +28,6 @@ from matlens.io.files import (
     system_errors,
     write_bytes,
 )
-from matlens.io.folders import Workplace, read_config, reading_record
 from matlens.lens.maps import LayerMap, LensParts, Standardisation
 from matlens.linear.maps import tensor_digest
 from matlens.linear.mapsets import CONVENTION
@@ -59,7 +50,7 @@ def check_lens_folder(folder: Path, method: str) -> None:
     InputError
         It holds something else, or cannot be made or written into.
     """
-    Workplace(folder, _HOLDS, {"method": method}).check_possible()
+    Artifact.check_possible(folder, _HOLDS, {"method": method})
     check_writable(nearest_existing(folder))
 
 
@@ -69,7 +60,7 @@ def write_lens(folder: str | Path, lens: LensParts) -> None:
     of_layer: dict[str, dict[str, Any]] = {}
     names: dict[int, str] = {}
     for layer, held in lens.maps.items():
-        name = names.setdefault(id(held), f"h.{layer}.safetensors")
+        name = names.setdefault(id(held), f"h.{layer}")
         files[name] = held
         of_layer[str(layer)] = {"file": name if held.parts else None, "scale": held.scale}
     for name, held in files.items():
@@ -80,59 +71,34 @@ def write_lens(folder: str | Path, lens: LensParts) -> None:
         "norm": None if lens.norm is None else asdict(lens.norm), "content": lens.digest,
         "convention": CONVENTION, "dtype": "float32",
     }  # fmt: skip
-    place = Workplace(folder, _HOLDS, request)
-    with place.working():
-        if not place.finished:
-            records = {}
-            for name, held in files.items():
+    with Artifact.writing(folder, _HOLDS, request) as artifact:
+        if not artifact.finished:
+            for name, held in files.items() if parallel.is_main() else ():
                 if held.parts:
-                    tensors = {key: _kept(part) for key, part in held.parts.items()}
-                    content = save_tensors(tensors)
-                    write_bytes(place.folder / name, content)
-                    records[name] = describe_tensors(tensors, content)
-            place.finish(records)
-
-
-def _kept(part: Tensor) -> Tensor:
-    return part.detach().cpu().to(torch.float32, copy=True).contiguous()
+                    artifact.write(name, {key: part.float() for key, part in held.parts.items()})
+            artifact.finish()
 
 
 def read_lens(folder: str | Path) -> LensParts:
     """Read what `write_lens` has written, every byte of it checked."""
-    folder = Path(folder)
-    config = read_config(folder, _HOLDS)
-    request = config["request"]
-    with reading_record(folder):
-        provenance = Provenance.from_json({**request["provenance"]})
-        norm = None if request["norm"] is None else Standardisation(**request["norm"])
-        read: dict[str, dict[str, Tensor]] = {}
-        maps: dict[int, LayerMap] = {}
-        shared: dict[tuple[str, float], LayerMap] = {}
-        for layer, said in request["layers"].items():
-            name, scale = said["file"], float(said["scale"])
-            if name is not None and name not in read:
-                read[name] = _read_tensors(folder, config, name)
-            parts = {} if name is None else read[name]
-            held = LayerMap(parts.get("weight"), parts.get("narrowing"), parts.get("bias"), scale)
-            maps[int(layer)] = shared.setdefault((str(name), scale), held)
-        lens = LensParts(dict(sorted(maps.items())), str(request["method"]), provenance, norm)
-        if lens.digest != request["content"]:
-            raise damaged(folder / "config.json", "is of a lens with other numbers than these files hold")
+    artifact = Artifact.open(folder, _HOLDS)
+    request = artifact.request
+    provenance = Provenance.from_json(request["provenance"])
+    norm = None if request["norm"] is None else Standardisation(**request["norm"])
+    read: dict[str, dict[str, Tensor]] = {}
+    maps: dict[int, LayerMap] = {}
+    shared: dict[tuple[str, float], LayerMap] = {}
+    for layer, said in request["layers"].items():
+        name, scale = said["file"], float(said["scale"])
+        if name is not None and name not in read:
+            read[name] = artifact.read_all(name)
+        parts = {} if name is None else read[name]
+        held = LayerMap(parts.get("weight"), parts.get("narrowing"), parts.get("bias"), scale)
+        maps[int(layer)] = shared.setdefault((str(name), scale), held)
+    lens = LensParts(dict(sorted(maps.items())), str(request["method"]), provenance, norm)
+    if lens.digest != request["content"]:
+        raise damaged(artifact.folder / CONFIG, "is of a lens with other values than these files hold")
     return lens
-
-
-def _read_tensors(folder: Path, config: Mapping[str, Any], name: str) -> dict[str, Tensor]:
-    record = check_record(config, folder, name)
-    path = folder / name
-    check_hash(path, record)
-    try:
-        with open_recorded(path, record) as file:
-            tensors = load_tensors(file.read())
-    except (SafetensorError, ValueError) as error:
-        raise damaged(path, f"cannot be read as safetensors ({error})") from error
-    if set(tensors) != set(record.get("tensors", {})):
-        raise damaged(path, "holds other tensors than were written")
-    return {key: check_tensor(values, path, record, key) for key, values in tensors.items()}
 
 
 def write_jacobian_lens(path: str | Path, lens: LensParts) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from matlens import parallel
-from matlens.activations.activations import Activations, Positions
+from matlens.activations.activations import Activations, Positions, Rows
 from matlens.activations.collecting import stream
 from matlens.data.corpus import Corpus
 from matlens.data.corpus_examples import make_examples
@@ -19,7 +19,7 @@ from matlens.data.readers import check_model
 from matlens.errors import InputError, PositiveInt, Seed, checked
 from matlens.lens.maps import Standardisation
 from matlens.lens.methods import check_methods, row_keys
-from matlens.lens.moments import LensMoments, rows_together
+from matlens.lens.moments import LensMoments
 from matlens.linear.samples import Chosen
 from matlens.models.identity import ModelIdentity, Provenance
 
@@ -56,57 +56,44 @@ def lens_moments(
     norm = Standardisation.from_model(model) if any(method.normed for method in names.values()) else None
     if isinstance(data, Activations):
         data.provenance.check_same(ModelIdentity.from_model(model), ours="the activations")
-        provenance, n = data.provenance, data.n_rows
+        provenance, examples, positions = data.provenance, data.examples, data.positions
     else:
         examples = data if isinstance(data, Examples) else make_examples(model, data, seed=seed)
         provenance = Provenance(
             ModelIdentity.from_model(model), examples.provenance, examples.fingerprint, positions
         )
-        n = examples.n_positions if positions == "drawn" else len(examples.tokens)
+    n = examples.n_positions if positions == "drawn" else len(examples.tokens)
     chosen = Chosen.of(rows, weights, n)
     if chosen is not None:
         provenance = provenance.with_details(**chosen.details)
     moments = LensMoments(provenance, methods, layers=layers, norm=norm)
     parallel.check_same([provenance.to_json(), list(names), list(moments.layers)], "the job of lenses")
+    keys = row_keys(examples, drawn=positions == "drawn")
+    batches: Iterable[Rows] = ()
     if isinstance(data, Activations):
-        for index, vectors, places, keys in _collected(data, moments.sites):
-            _add_chosen(moments, chosen, index, vectors, places, keys)
+        absent = [site for site in moments.sites if site not in data]
+        if absent:
+            raise InputError(
+                f"The activations lack {', '.join(absent[:4])}. Expected the stream at every layer that is "
+                "fitted and at the last one; where sinks are left out, at all layers."
+            )
+        batches = data.shards(moments.sites, divided=True)
     elif not all(method.is_identity for method in names.values()):
-        of_all = row_keys(examples, drawn=positions == "drawn")
-        for batch in stream(
+        batches = stream(
             model, examples, moments.sites, positions=positions, batch_tokens=batch_tokens, progress=progress,
             divided=True,
-        ):  # fmt: skip
-            _add_chosen(moments, chosen, batch.index, batch.vectors, batch.places, of_all[batch.index])
+        )  # fmt: skip
+    for batch in batches:
+        _add_chosen(moments, chosen, batch, keys[batch.index])
     return moments.unite()
 
 
-def _add_chosen(
-    moments: LensMoments, chosen: Chosen | None, index: np.ndarray, vectors: Mapping[str, Tensor],
-    places: np.ndarray, keys: np.ndarray,
-) -> None:  # fmt: skip
+def _add_chosen(moments: LensMoments, chosen: Chosen | None, batch: Rows, keys: np.ndarray) -> None:
     """Add those rows of a batch that are fitted on."""
     if chosen is None:
-        moments.update(vectors, places=places, keys=keys)
+        moments.update(batch.vectors, places=batch.places, keys=keys)
         return
-    kept, weights = chosen.of_batch(index)
+    kept, weights = chosen.of_batch(batch.index)
     if bool(kept.any()):
-        taken = {site: of_site[kept.to(of_site.device)] for site, of_site in vectors.items()}
-        moments.update(taken, places=places[kept.numpy()], keys=keys[kept.numpy()], weights=weights)
-
-
-def _collected(
-    data: Activations, sites: Sequence[str]
-) -> Iterator[tuple[np.ndarray, dict[str, Tensor], np.ndarray, np.ndarray]]:
-    absent = [site for site in sites if site not in data]
-    if absent:
-        raise InputError(
-            f"The activations lack {', '.join(absent[:4])}. Expected the stream at every layer that is "
-            "fitted and at the last one; where sinks are left out, at all layers."
-        )
-    keys = row_keys(data.examples, drawn=data.positions == "drawn")
-    size = rows_together(int(data[sites[0]].shape[1]))
-    for start in range(parallel.rank() * size, data.n_rows, parallel.world_size() * size):
-        part = slice(start, start + size)
-        index = np.arange(data.n_rows)[part]
-        yield index, {site: data[site][part] for site in sites}, data.places[part], keys[part]
+        taken = {site: of_site[kept.to(of_site.device)] for site, of_site in batch.vectors.items()}
+        moments.update(taken, places=batch.places[kept.numpy()], keys=keys[kept.numpy()], weights=weights)

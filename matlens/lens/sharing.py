@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from matlens.errors import InputError, short
+from matlens.io.artifact import CONFIG
 from matlens.io.bounds import parse_json
-from matlens.io.folders import CONFIG
 from matlens.io.repository import HubConflict, HubRepository, HubSnapshot
 from matlens.lens.cards import bare, bare_name, lens_card, lens_entry, quality_of, repository_card
 from matlens.lens.files import read_jacobian_lens, read_lens, write_lens

@@ -19,6 +19,7 @@ from matlens.linear.samples import (
     NoisyFit,
     Passing,
     Samples,
+    StoredSamples,
     check_alike,
     check_collection,
     chosen_of_batches,
@@ -139,6 +140,10 @@ def fit_samples(
             pairs_of_source, provenance,
         )  # fmt: skip
         yield from maps if there is None else (linear.to(wanted[source].device) for linear in maps)
+    _report(found, n_fits, noisy)
+
+
+def _report(found: list[NoisyFit], n_fits: int, noisy: list[NoisyFit] | None) -> None:
     if noisy is None:
         warn_of_noise(found, n_fits)
     else:
@@ -200,19 +205,31 @@ def fit_rows(
     ridge, pairs = check_ridge(ridge), [(str(a), str(b)) for a, b in list_pairs(pairs)]
     check_collected(pairs, samples)
     chosen, kept_weights = chosen_samples(rows, weights, samples.n_rows)
-    vectors = {site: samples[site] for site in dict.fromkeys(itertools.chain(*pairs))}
-    if chosen is not None:
-        vectors = {site: of_site[chosen] for site, of_site in vectors.items()}
+    sites = dict.fromkeys(itertools.chain(*pairs))
     n = samples.n_rows if chosen is None else len(chosen)
     details: dict[str, Any] = {"n_fitted": n, "intercept": intercept, "ridge": ridge}
     if chosen is not None:
         details["rows"] = tensor_digest(chosen)
     if kept_weights is not None:
         details["weights"] = tensor_digest(kept_weights)
-    yield from fit_samples(
-        vectors, pairs, weights=kept_weights, intercept=intercept, ridge=ridge, split=split,
-        device=device, provenance=samples.provenance.with_details(**details), noisy=noisy,
-    )  # fmt: skip
+    provenance = samples.provenance.with_details(**details)
+    options: dict[str, Any] = {
+        "intercept": intercept, "ridge": ridge, "split": split, "provenance": provenance,
+    }  # fmt: skip
+    if isinstance(samples, StoredSamples) and samples.stored_bytes(sites) > KEPT // 2:
+        found: list[NoisyFit] = []
+        for source, targets in by_source(pairs).items():
+            of_source = [(source, target) for target in targets]
+            batches = samples.shards([source, *targets], divided=True, device=device)
+            yield from fit_stream(
+                batches, of_source, rows=rows, weights=weights, divided=True, noisy=found, **options
+            )
+        _report(found, len(pairs), noisy)
+        return
+    vectors = {site: samples[site] for site in sites}
+    if chosen is not None:
+        vectors = {site: of_site[chosen] for site, of_site in vectors.items()}
+    yield from fit_samples(vectors, pairs, weights=kept_weights, device=device, noisy=noisy, **options)
 
 
 class _SideBySide:
@@ -262,6 +279,7 @@ def fit_stream(
     provenance: Provenance | None = None,
     divided: bool = False,
     split: bool = False,
+    noisy: list[NoisyFit] | None = None,
 ) -> Iterator[LinearMap]:
     """Fit the same maps from samples that pass by once and are not kept.
 
@@ -272,7 +290,7 @@ def fit_stream(
     rows, weights
         As in `fit_samples`, in the order of the collection; where batches are vectors by site alone, in the
         order in which these pass by.
-    pairs, intercept, ridge, split
+    pairs, intercept, ridge, split, noisy
         As in `fit_samples`.
     provenance
         Goes into the maps; by default what the first batch of `matlens.activations.stream` says of itself.
@@ -304,7 +322,7 @@ def fit_stream(
     maps = solve_pairs(kept, named, intercept=intercept, ridge=ridge, provenance=provenance)
     yield from maps_for_all(maps, named, provenance) if divided else maps
     if not ridge and (parallel.is_main() or not divided):
-        warn_of_noise(first.noisy(kept, intercept=intercept), len(named))
+        _report(first.noisy(kept, intercept=intercept), len(named), noisy)
 
 
 class _FirstSamples:

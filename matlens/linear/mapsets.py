@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,27 +11,16 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from matlens import parallel
 from matlens.errors import InputError, checked
-from matlens.io.arrays import (
-    Record,
-    check_hash,
-    check_record,
-    check_size,
-    check_tensor,
-    describe_tensors,
-)
-from matlens.io.files import damaged, write_bytes
-from matlens.io.folders import Workplace, read_config, reading_record
-from matlens.io.notes import Notes
+from matlens.io.artifact import Artifact
+from matlens.io.files import damaged
 from matlens.linear.fitting import fit_rows, fitting_bar
 from matlens.linear.least_squares import check_ridge
 from matlens.linear.maps import LinearMap, fitted_samples
-from matlens.linear.pairs import Pairs, both_ends, list_pairs, resolve_pairs
+from matlens.linear.pairs import Pairs, both_ends, by_source, list_pairs, resolve_pairs
 from matlens.linear.samples import Samples, check_collection
 from matlens.models.changes import describe_changes
 from matlens.models.identity import Provenance
@@ -43,10 +31,19 @@ HOLDS = "maps"
 
 
 class _Stored(NamedTuple):
-    """A file of maps, and what it must hold."""
+    """A map that is read when it is asked for."""
 
-    path: Path
-    record: Record
+    artifact: Artifact
+    source: str
+    target: str
+
+    def read(self, provenance: Provenance) -> LinearMap:
+        bias = f"{self.target}/bias" if f"{self.target}/bias" in self.artifact.tensors(self.source) else None
+        return LinearMap(
+            self.artifact.read(self.source, self.target),
+            None if bias is None else self.artifact.read(self.source, bias),
+            self.source, self.target, provenance,
+        )  # fmt: skip
 
 
 @checked
@@ -112,7 +109,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
             raise KeyError(
                 f"There is no map {source} -> {target}; there are {len(self)}: {_abbreviated(self._maps)}"
             ) from None
-        return _read(kept, source, target, self.provenance) if isinstance(kept, _Stored) else kept
+        return kept.read(self.provenance) if isinstance(kept, _Stored) else kept
 
     def __contains__(self, pair: object) -> bool:
         """Whether there is a map, without reading it."""
@@ -252,25 +249,13 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         InputError
             The folder holds no finished set of maps, or a file of it is corrupt.
         """
-        folder = Path(folder)
-        config = read_config(folder, HOLDS)
-        request = config["request"]
-        with reading_record(folder):
-            pairs, said = list(request["pairs"]), request["provenance"]
-            provenance = Provenance.from_json({**said})
-        maps, files = cls(provenance=provenance, same_precision=same_precision), {}
-        for pair in pairs:
-            match pair:
-                case [str(source), str(target)]:
-                    path = _file(folder, source)
-                    if source not in files:
-                        files[source] = _Stored(path, check_record(config, folder, f"{source}.safetensors"))
-                        _open(files[source]).__exit__(None, None, None)
-                    if target not in files[source].record.get("tensors", {}):
-                        raise damaged(folder / "config.json", f"has no record of {source} -> {target}")
-                    maps._maps[source, target] = files[source]
-                case _:
-                    raise damaged(folder / "config.json", "names pairs in another way")
+        artifact = Artifact.open(folder, HOLDS)
+        provenance = Provenance.from_json(artifact.request["provenance"])
+        maps = cls(provenance=provenance, same_precision=same_precision)
+        for source, target in artifact.request["pairs"]:
+            if target not in artifact.tensors(source):
+                raise damaged(artifact.folder / source, f"has no map onto {target}")
+            maps._maps[source, target] = _Stored(artifact, source, target)
         return maps
 
 
@@ -319,53 +304,28 @@ def write_maps(
         "dtype": "float32",
     }  # fmt: skip
     parallel.check_same([str(folder), list(map(list, pairs))], "folder of maps")
-    if parallel.is_main():
-        _write_missing(Workplace(folder, HOLDS, request), pairs, fit)
-    else:  # takes part in the fits, and writes nothing
-        for _ in fit([(source, target) for source, target in parallel.broadcast(None, "missing maps")]):
-            pass
-    parallel.barrier("maps")
+    with Artifact.writing(folder, HOLDS, request) as artifact:
+        if not artifact.finished:
+            there = parallel.broadcast(artifact.written() if parallel.is_main() else None, "maps that exist")
+            missing = [
+                (source, target)
+                for source, targets in by_source(pairs).items()
+                for target in targets
+                if source not in there
+            ]
+            maps = iter(fit(missing))
+            for source, group in itertools.groupby(missing, key=lambda pair: pair[0]):
+                # No more than this source's maps are asked for before they are written.
+                own = list(itertools.islice(maps, len(list(group))))
+                if parallel.is_main():
+                    artifact.write(source, _tensors(own))
+                del own
+            next(maps, None)  # to the end of the fit, where it warns
+            artifact.finish()
     return MapSet.load(folder)
 
 
-def _write_missing(
-    place: Workplace,
-    pairs: Sequence[tuple[str, str]],
-    fit: Callable[[list[tuple[str, str]]], Iterable[LinearMap]],
-) -> None:
-    with place.working():
-        missing: list[tuple[str, str]] = []
-        if not place.finished:
-            notes = Notes(place.folder)
-            files = _written_before(place.folder, notes)
-            sources = list(dict.fromkeys(source for source, _ in pairs))
-            missing = sorted(
-                (pair for pair in pairs if _file(place.folder, pair[0]).name not in files),
-                key=lambda pair: sources.index(pair[0]),
-            )
-        parallel.broadcast(missing, "missing maps")
-        if place.finished:
-            return
-        maps = iter(fit(missing))
-        for source, group in itertools.groupby(missing, key=lambda pair: pair[0]):
-            # No more than this source's maps are asked for before they are written.
-            path = _file(place.folder, source)
-            files[path.name] = _write_source(path, itertools.islice(maps, len(list(group))))
-            notes.add({"file": path.name, "record": files[path.name]})
-        next(maps, None)  # to the end of the fit, where it warns
-        place.finish(files)
-
-
-def _written_before(folder: Path, notes: Notes) -> dict[str, Record]:
-    """Files that an earlier call has written and noted; of those, what is gone is to be made again."""
-    noted = {note["file"]: note["record"] for note in notes.records}
-    there = {name: record for name, record in noted.items() if os.path.lexists(folder / name)}
-    for name, record in there.items():
-        check_hash(folder / name, record)
-    return there
-
-
-def _write_source(path: Path, maps: Iterable[LinearMap]) -> Record:
+def _tensors(maps: Iterable[LinearMap]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for linear in maps:
         parts = {linear.target: _float32(linear.weight)}
@@ -374,44 +334,14 @@ def _write_source(path: Path, maps: Iterable[LinearMap]) -> Record:
         tensors |= parts
         if not all(part.isfinite().all() for part in parts.values()):
             raise InputError(
-                f"The map {linear.source} -> {linear.target} cannot be saved: a number of it is not finite "
-                "in float32. Fit it again, on finite vectors."
+                f"The map {linear.source} -> {linear.target} cannot be saved: a value of it is not finite in "
+                "float32. Fit it again, on finite vectors."
             )
-    content = save(tensors, metadata={"source": path.stem})
-    write_bytes(path, content)
-    return describe_tensors(tensors, content)
+    return tensors
 
 
 def _float32(values: Tensor) -> Tensor:
-    return values.detach().cpu().to(torch.float32, copy=True).contiguous()
-
-
-def _file(folder: Path, source: str) -> Path:
-    return folder / f"{source}.safetensors"
-
-
-def _open(stored: _Stored) -> Any:
-    path, record = stored
-    check_size(path, record)
-    try:
-        file = safe_open(path, framework="pt")
-        if (source := (file.metadata() or {}).get("source")) != path.stem:
-            raise SafetensorError(f"it holds the maps of {source}")
-        if set(file.keys()) != set(record.get("tensors", {})):
-            raise SafetensorError("it holds other maps than were written")
-        return file
-    except (SafetensorError, OSError) as error:
-        raise damaged(path, f"cannot be read as safetensors ({error})") from error
-
-
-def _read(stored: _Stored, source: str, target: str, provenance: Provenance) -> LinearMap:
-    with _open(stored) as file:
-        weight, bias = (
-            check_tensor(file.get_tensor(name), *stored, name) if name in stored.record["tensors"] else None
-            for name in (target, f"{target}/bias")
-        )
-    assert weight is not None
-    return LinearMap(weight, bias, source, target, provenance)
+    return values.detach().cpu().float().contiguous()
 
 
 def _abbreviated(pairs: Iterable[tuple[str, str]]) -> str:

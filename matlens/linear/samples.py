@@ -38,6 +38,19 @@ class Samples(Protocol):
 
 
 @runtime_checkable
+class StoredSamples(Samples, Protocol):
+    """Samples in a folder, which may be more than fit into memory."""
+
+    def stored_bytes(self, sites: Iterable[str]) -> int:
+        """Bytes that the vectors of some sites take in memory; 0 where they are there already."""
+
+    def shards(
+        self, sites: Sequence[Any], *, divided: bool, device: torch.device | str | None
+    ) -> Iterator[Passing]:
+        """The vectors of some sites part by part."""
+
+
+@runtime_checkable
 class Passing(Protocol):
     """Vectors of one batch that know which samples they are, such as `matlens.activations.Rows`."""
 

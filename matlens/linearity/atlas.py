@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,10 +28,7 @@ from matlens.data.examples import Examples
 from matlens.data.judged import JudgedText
 from matlens.errors import PositiveInt, checked
 from matlens.ffn.perplexity import TextLosses, perplexity_ratio
-from matlens.io.arrays import check_hash, check_record
-from matlens.io.files import check_seal, read_json, sealed, write_json
-from matlens.io.folders import Workplace, read_config, reading_record
-from matlens.io.notes import Notes
+from matlens.io.artifact import Artifact
 from matlens.io.tables import result_row, result_table
 from matlens.linear.maps import LinearMap
 from matlens.linearity.parts import JUMPS, Part, model_parts
@@ -53,7 +51,7 @@ MAP, LEFT_OUT = "map", "left out"
 RISE, AGREEMENT = "rise", "agreement"
 ALL, NO_SINKS = "all", "no sinks"
 TOGETHER = "together"
-_HOLDS, _ROWS = "atlas of linearity", "rows.json"
+_HOLDS, _SCORES = "atlas of linearity", "scores"
 _NOTES = "rows and seconds of every step"
 _TO_FIT = "whether there is something to fit"
 _PLACES = 256  # whose distributions are made at once
@@ -144,57 +142,42 @@ def atlas_seconds(folder: str | Path) -> float:
     InputError
         The folder holds no finished atlas, or a damaged one.
     """
-    folder = Path(folder)
-    content = _read(folder)
-    with reading_record(folder):
-        return float(content["seconds"])
-
-
-def _read(folder: Path) -> Mapping[str, Any]:
-    """What a finished folder holds."""
-    config = read_config(folder, _HOLDS)
-    check_hash(folder / _ROWS, check_record(config, folder, _ROWS))
-    return check_seal(read_json(folder / _ROWS), folder / _ROWS)
+    artifact = Artifact.open(folder, _HOLDS)
+    steps = [artifact.read_json(name.removesuffix(".json")) or {} for name in artifact.files]
+    return round(sum(float(step["seconds"]) for step in steps), 3)
 
 
 def _fill(
     folder: Path, request: Mapping[str, Any], model: TransformerBridge, readout: Readout, fitted: JudgedText,
     judged: JudgedText, parts: Sequence[Part], progress: bool,
 ) -> list[Row]:  # fmt: skip
-    """Fill the folder, as the one that writes; the others sum up with it, and wait."""
-    place = Workplace(folder, _HOLDS, request)
-    with place.working():
-        if place.finished:
-            parallel.broadcast(False, _TO_FIT)
-        else:
-            steps = _Steps(folder)
-            layers = sorted({part.layer for part in parts})
-            left = [layer for layer in layers if f"layer {layer}" not in steps.done]
-            to_fit = bool(left) or "scores" not in steps.done or TOGETHER not in steps.done
-            sums = (
-                _sum_up(model, fitted.examples, parts, progress)
-                if parallel.broadcast(to_fit, _TO_FIT)
-                else None
-            )
+    """Fill the folder, as the main process; the others sum up with it, and wait."""
+    layers = sorted({part.layer for part in parts})
+    names = [_SCORES, *(f"layer-{layer}" for layer in layers), TOGETHER]
+    with ExitStack() as stack:
+        with parallel.alone():
+            artifact = stack.enter_context(Artifact.writing(folder, _HOLDS, request))
+        steps = _Steps(artifact, names)
+        if parallel.broadcast(not artifact.finished and bool(steps.missing), _TO_FIT):
+            sums = _sum_up(model, fitted.examples, parts, progress)
             with parallel.alone():
                 work = _Atlas(model, readout, judged)
-                if sums is not None:
-                    work.fit(sums, fitted.examples, parts, progress)
-                if "scores" not in steps.done:
-                    steps.add("scores", work.score_rows(parts))
+                work.fit(sums, fitted.examples, parts, progress)
+                if _SCORES in steps.missing:
+                    steps.add(_SCORES, work.score_rows(parts))
+                left = [layer for layer in layers if f"layer-{layer}" in steps.missing]
                 with Bar(total=len(layers), initial=len(layers) - len(left), desc="replacing", unit="layer",
                          disable=not progress) as bar:  # fmt: skip
                     for layer in left:
                         of_layer = [part for part in parts if part.layer == layer]
-                        steps.add(f"layer {layer}", work.cost_rows(layer, of_layer))
+                        steps.add(f"layer-{layer}", work.cost_rows(layer, of_layer))
                         bar.update(1)
-                if TOGETHER not in steps.done:
+                if TOGETHER in steps.missing:
                     steps.add(TOGETHER, work.together_rows(steps.rows, parts))
-            write_json(folder / _ROWS, sealed({"rows": steps.rows, "seconds": steps.seconds}))
-            place.finish()
-    content = _read(folder)
-    with reading_record(folder):
-        return [dict(row) for row in content["rows"]]
+        if not artifact.finished:
+            with parallel.alone():
+                artifact.finish()
+        return steps.rows
 
 
 def _sum_up(model: TransformerBridge, examples: Examples, parts: Sequence[Part], progress: bool) -> PartSums:
@@ -209,27 +192,25 @@ def _sum_up(model: TransformerBridge, examples: Examples, parts: Sequence[Part],
 
 
 class _Steps:
-    """Steps that are done, each noted with its rows and what it has taken since the one before."""
+    """Steps in their order, each stored with its rows and the seconds since the one before."""
 
-    def __init__(self, folder: Path) -> None:
-        self._notes, self._begun = Notes(folder), time.process_time()
+    def __init__(self, artifact: Artifact, names: Sequence[str]) -> None:
+        self._artifact, self._begun = artifact, time.process_time()
+        self._done = {name: artifact.read_json(name) for name in names}
 
     @property
-    def done(self) -> list[str]:
-        return [note["step"] for note in self._notes.records]
+    def missing(self) -> list[str]:
+        return [name for name, step in self._done.items() if step is None]
 
     @property
     def rows(self) -> list[Row]:
-        return [row for note in self._notes.records for row in note["rows"]]
+        return [row for step in self._done.values() if step is not None for row in step["rows"]]
 
-    @property
-    def seconds(self) -> float:
-        return round(sum(note["seconds"] for note in self._notes.records), 3)
-
-    def add(self, step: str, rows: Sequence[Row]) -> None:
+    def add(self, name: str, rows: Sequence[Row]) -> None:
         now = time.process_time()
-        self._notes.add({"step": step, "rows": list(rows), "seconds": round(now - self._begun, 3)})
-        self._begun = now
+        step = {"rows": list(rows), "seconds": round(now - self._begun, 3)}
+        self._artifact.write_json(name, step)
+        self._done[name], self._begun = step, now
 
 
 class _Case(NamedTuple):

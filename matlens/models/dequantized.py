@@ -91,7 +91,7 @@ def read_kept(path: Path, dtype: torch.dtype, read: Reader) -> tuple[Any, Any]:
         reason = f"{type(error).__name__}: {error}" if not isinstance(error, _Another) else str(error)
         tell(f"Nothing is kept of {path.name} in the cache {cache.root}: {reason}.")
     if loaded is None and entry is not None:  # another process has filled it meanwhile
-        return _load(entry.folder, dtype) if entry.damage() is None else read(path, dtype)
+        return _load(entry.folder, dtype) if cache.find(MODEL, key) else read(path, dtype)
     if loaded is not None and dtype == torch.float32:
         return loaded
     return read(path, dtype) if entry is None else _load(entry.folder, dtype)

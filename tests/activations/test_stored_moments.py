@@ -13,7 +13,6 @@ from conftest import make_sentences
 import matlens
 from matlens.activations import StoredMoments, merge_moments, stream_moments
 from matlens.errors import InputError
-from matlens.io.verification import verify
 
 
 @pytest.fixture(scope="module")
@@ -66,25 +65,3 @@ def test_missing_shards_are_named(shards: Path, tmp_path: Path) -> None:
     for read in (both.moments, both.norms):
         with pytest.raises(InputError, match=r"No moments are kept of 'h.9'. Expected one of"):
             read("h.9")
-
-
-def test_damage_is_refused_where_it_is_read_and_where_it_is_verified(shards: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(shards / "1-2", tmp_path / "m"))
-    path = folder / "h.0.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-5] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(InputError, match=r"does not hold the tensor"):
-        StoredMoments(folder).moments("h.0")
-    (verdict,) = verify(folder)
-    assert verdict.damage is not None
-    path.write_bytes(content[:-1])
-    with pytest.raises(InputError, match="bytes"):
-        StoredMoments(folder).moments("h.0")
-
-
-def test_a_folder_of_something_else_is_refused(shards: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="holds no finished moments"):
-        StoredMoments(tmp_path)
-    with pytest.raises(InputError, match="belongs to another job"):
-        merge_moments(StoredMoments(shards / "1-2", shards / "2-2"), shards / "other")

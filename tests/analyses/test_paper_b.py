@@ -105,7 +105,7 @@ def test_events_are_counted_alike_in_all_tables_of_one_trace(
         origin = workbench.origin(name)
         assert (origin["seed"], origin["k"], origin["data"]["n"]) == (0, 3, 40)
         workbench.assert_figure(name)
-    monkeypatch.setattr("matlens.ffn.trace.stream_turns", None)  # nothing is run: the trace is there
+    monkeypatch.setattr("matlens.ffn.trace.stream", None)  # nothing is run: the trace is there
     workbench.unchanged_when_run_again(EVENT_TABLES, *job)
 
 
@@ -163,9 +163,9 @@ def test_extreme_sub_updates_are_counted_alike_by_cluster_and_by_group(
         assert origin["thresholds"]["score"] > 0
     workbench.assert_figure(CLUSTER_TABLES[0])
     # Given again, nothing is traced or clustered: both are there.
-    (labels,) = workbench.out.glob("clusters/*/labels.npy")
+    (labels,) = workbench.out.glob("clusters/*/labels.safetensors")
     written = labels.stat().st_mtime_ns
-    monkeypatch.setattr("matlens.ffn.trace.stream_turns", None)
+    monkeypatch.setattr("matlens.ffn.trace.stream", None)
     workbench.unchanged_when_run_again(CLUSTER_TABLES, *job)
     assert labels.stat().st_mtime_ns == written
 
@@ -285,9 +285,9 @@ def test_ways_of_leaving_early_are_in_one_table(
     assert all(name.endswith(" 0.01") for chosen in origin["penalties"].values() for name in chosen)
     workbench.assert_figure(EXITS)
     # Given again, nothing is run and nothing is clustered: all is there, and the numbers are the same.
-    (labels,) = workbench.out.glob("clusters/*/labels.npy")
+    (labels,) = workbench.out.glob("clusters/*/labels.safetensors")
     written = labels.stat().st_mtime_ns
-    for place in ("ffn.trace.stream_turns", "activations.collecting.stream"):
+    for place in ("ffn.trace.stream", "activations.collecting.stream"):
         monkeypatch.setattr(f"matlens.{place}", None)
     workbench.unchanged_when_run_again((EXITS,), *job)
     assert labels.stat().st_mtime_ns == written

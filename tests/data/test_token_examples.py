@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from breaking import batches_noted, break_off_at
 from conftest import ARCHITECTURES, N_CTX, assert_near, load_plain, plain_vectors
 from patched_models import LENGTHS, SENTENCES, padded, run_variants
 from transformers import BatchEncoding
@@ -129,24 +128,6 @@ def test_rows_of_a_mask_are_those_of_hugging_face(
     head = loaded.head(2)
     assert (head.n_rows, positions_of(head.examples)) == (4, ANSWERS[:2])
     assert head.places.tolist() == [3, 4, 9, 0]
-
-
-def test_a_killed_collection_goes_on(
-    small_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = small_model("llama")
-    examples = make_token_examples(model, SENTENCES * 3, positions=ANSWERS * 3)
-    whole = matlens.collect(model, examples, [1], batch_tokens=10, progress=False)
-    with monkeypatch.context() as patch:
-        break_off_at(patch, 4, after=True)
-        with pytest.raises(KeyboardInterrupt):
-            matlens.collect(model, examples, [1], batch_tokens=10, folder=tmp_path / "x", progress=False)
-    assert 0 < batches_noted(tmp_path / "x") <= 5
-    again = matlens.collect(model, examples, [1], batch_tokens=10, folder=tmp_path / "x", progress=False)
-    assert torch.equal(again[1], whole[1])
-    other = make_token_examples(model, SENTENCES * 3)
-    with pytest.raises(InputError, match="position: given there, last token now"):
-        matlens.collect(model, other, [1], folder=tmp_path / "x", progress=False)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,29 +23,6 @@ def test_long_sentences_are_cut_and_keep_their_order(small_model: Callable[[str]
         whole = examples.tokens[examples.offsets[i] :][: cut.lengths[i]]
         assert cut.tokens[cut.offsets[i] : cut.offsets[i + 1]].tolist() == whole.tolist()
     assert cut.positions.tolist() == (cut.lengths - 1).tolist()
-
-
-def test_a_checkpoint_that_is_damaged_or_of_another_job_is_refused(
-    small_model: Callable[[str], Any], tmp_path: Path
-) -> None:
-    model, path = small_model("gpt2"), tmp_path / "kept.safetensors"
-    examples, values = shortened(make_examples(model, make_sentences())), ValueVectors(model)
-    whole = max_activating_examples(model, examples, values, checkpoint=path, progress=False)
-    content = bytearray(path.read_bytes())
-    again = max_activating_examples(model, examples, values, checkpoint=path, progress=False)
-    assert torch.equal(again.coefficients, whole.coefficients)
-    content[-40] ^= 1
-    for bad in (bytes(content), content[:-1], b"", b"words"):
-        path.write_bytes(bad)
-        with pytest.raises(InputError, match="no checkpoint of max_activating_examples, or it was changed"):
-            max_activating_examples(model, examples, values, checkpoint=path, progress=False)
-        assert path.read_bytes() == bad
-    content[-40] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(InputError, match="of another model, corpus"):
-        max_activating_examples(model, examples.head(5), values, checkpoint=path, progress=False)
-    with pytest.raises(InputError, match="a folder, a pipe or a device"):
-        max_activating_examples(model, examples, values, checkpoint=tmp_path, progress=False)
 
 
 @pytest.mark.refused

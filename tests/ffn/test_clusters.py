@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import ARCHITECTURES, N_LAYERS, make_tokenizer
-from damage import check_refused_or_read
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from plain_values import plain_unit_vectors
@@ -29,7 +26,6 @@ from matlens import InputError
 from matlens.ffn.clusters import Clusters, cluster_table, compare_linkages
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
-from matlens.io.files import sealed, write_json
 from matlens.numerics.agglomeration import (
     EXACT,
     NEIGHBOURS,
@@ -322,59 +318,6 @@ def test_what_is_kept_is_not_computed_again(
     config = json.loads((folder / "config.json").read_text())
     assert config["software"]["scikit-learn"]
     assert config["command"]
-
-
-def test_a_folder_of_another_job_is_refused(small_model: Callable[[str], Any], tmp_path: Path) -> None:
-    values = ValueVectors(small_model("llama"))
-    Clusters.fit(values, 20, folder=tmp_path / "clusters", progress=False)
-    before = (tmp_path / "clusters" / "labels.npy").read_bytes()
-    for other, n, gib, message in [
-        (ValueVectors(small_model("gpt2")), 20, 4, "belongs to another job .*base_model_name_or_path"),
-        (values, 21, 4, "belongs to another job .n_clusters: 20 there, 21 now"),
-        (values, 20, 0, "belongs to another job .method: exact there, neighbours now"),
-    ]:
-        with pytest.raises(InputError, match=message):
-            Clusters.fit(other, n, memory=gib, folder=tmp_path / "clusters", progress=False)
-    assert (tmp_path / "clusters" / "labels.npy").read_bytes() == before
-
-
-@pytest.mark.parametrize("damage", ["short", "empty", "text", "gone", "missing cluster", "square"])
-def test_damaged_clusters_are_told(damage: str, small_model: Callable[[str], Any], tmp_path: Path) -> None:
-    values = ValueVectors(small_model("llama"))
-    Clusters.fit(values, 20, folder=tmp_path, progress=False)
-    file = tmp_path / "labels.npy"
-    labels = np.load(file)
-    if damage == "short":
-        file.write_bytes(file.read_bytes()[:-9])
-    elif damage == "gone":
-        file.unlink()
-    elif damage in ("missing cluster", "square"):
-        np.save(file, np.where(labels == 3, 4, labels) if damage == "missing cluster" else labels.T)
-    else:
-        file.write_text("" if damage == "empty" else "labels")
-    for open_it in (lambda: Clusters.load(tmp_path), lambda: Clusters.fit(values, 20, folder=tmp_path)):
-        with pytest.raises(InputError, match=r"labels\.npy .* Remove the folder .* and make it anew"):
-            open_it()
-
-
-def test_what_holds_no_clusters_is_told(small_model: Callable[[str], Any], tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="holds no finished clusters"):
-        Clusters.load(tmp_path / "absent")
-    Clusters.fit(ValueVectors(small_model("llama")), 20, folder=tmp_path / "clusters", progress=False)
-    config = tmp_path / "clusters" / "config.json"
-    shutil.copy(config, tmp_path / "before.json")
-    write_json(config, sealed(json.loads(config.read_text()) | {"holds": "maps"}))
-    with pytest.raises(InputError, match="Expected a folder that holds clusters"):
-        Clusters.load(tmp_path / "clusters")
-
-
-def test_a_record_that_lacks_something_is_refused_in_words(
-    small_model: Callable[[str], Any], tmp_path: Path
-) -> None:
-    Clusters.fit(ValueVectors(small_model("llama")), 20, folder=tmp_path / "clusters", progress=False)
-    needed = ["provenance", "provenance.n_clusters", "provenance.method", "columns", "columns.labels"]
-    load = partial(Clusters.load, tmp_path / "clusters")
-    check_refused_or_read(tmp_path / "clusters" / "config.json", load, needed)
 
 
 # What is told of them

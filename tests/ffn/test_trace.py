@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from breaking import break_off_at
 from conftest import (
     ARCHITECTURES,
     MASKED,
@@ -23,14 +20,12 @@ from conftest import (
     plain_vectors,
     save_model,
 )
-from damage import check_refused_or_read
 from plain_values import NORM_BEHIND, plain_logits, plain_scale, plain_unembedding, plain_values
 from scipy import stats
 from torch import Tensor
 
 import matlens
 from matlens import InputError, collect, make_examples
-from matlens.activations import Activations
 from matlens.data.corpus import Corpus
 from matlens.data.examples import Examples
 from matlens.ffn import trace as module
@@ -339,14 +334,14 @@ def llama(small_model: Callable[[str], Any]) -> tuple[Any, Examples]:
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many sentences each batch had that was run."""
     sizes: list[int] = []
-    stream = module.stream_turns
+    stream = module.stream
 
     def counting(*given: Any, **options: Any) -> Iterator[Any]:
         for rows in stream(*given, **options):
             sizes.append(len(rows.index))
             yield rows
 
-    monkeypatch.setattr(module, "stream_turns", counting)
+    monkeypatch.setattr(module, "stream", counting)
     return sizes
 
 
@@ -364,34 +359,6 @@ def test_on_disk_and_in_memory_are_one_and_a_finished_folder_is_only_opened(
     provenance = Trace.load(tmp_path / "deep" / "trace").provenance
     assert (provenance.details["k"], provenance.details["seed"], provenance.corpus) == (K, 3, "words")
     assert provenance.details["software"]["matlens"] == matlens.__version__
-
-
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("batch", [0, 2, 3])
-def test_a_trace_that_was_broken_off_goes_on_to_the_same_bytes(
-    batch: int,
-    after: bool,
-    llama: tuple[Any, Examples],
-    runs: list[int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    options: dict[str, Any] = {"k": K, "batch_tokens": 55, "progress": False}
-    whole = Trace.run(*llama, folder=tmp_path / "whole", **options)
-    total = len(runs)
-    assert total > 4
-    with monkeypatch.context() as patch:
-        break_off_at(patch, batch, after=after)
-        with pytest.raises(KeyboardInterrupt):
-            Trace.run(*llama, folder=tmp_path / "broken", **options)
-    with pytest.raises(InputError, match=r"broken off\. Run the same command again"):
-        Trace.load(tmp_path / "broken")
-    runs.clear()
-    assert_equal(Trace.run(*llama, folder=tmp_path / "broken", **options), whole)
-    assert len(runs) == total - batch - after  # what was there was not run again
-    assert contents(tmp_path / "broken") == contents(tmp_path / "whole")
-    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("broken", "whole")]
-    assert configs[0] == configs[1]
 
 
 @pytest.mark.parametrize("finished", [False, True])
@@ -492,16 +459,3 @@ def test_nothing_is_left_behind_after_an_exception_in_the_middle(
         assert hook_counts() == before
         assert all(not point.fwd_hooks for point in model.hook_dict.values())
     assert not (tmp_path / "out").exists(), "something half-written is left"
-
-
-def test_a_record_that_lacks_something_is_refused_in_words(
-    llama: tuple[Any, Examples], tmp_path: Path
-) -> None:
-    """By somebody who has written it anew with its digest: else the digest tells."""
-    Trace.run(*llama, k=3, folder=tmp_path / "trace", progress=False)
-    load = partial(Trace.load, tmp_path / "trace")
-    needed = ["provenance", "provenance.k", "provenance.model", "columns", "columns.rank"]
-    check_refused_or_read(tmp_path / "trace" / "config.json", load, needed)
-    collect(*llama, folder=tmp_path / "vectors", progress=False)
-    load = partial(Activations.load, tmp_path / "vectors")
-    check_refused_or_read(tmp_path / "vectors" / "config.json", load, ["provenance", "columns"])

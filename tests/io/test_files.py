@@ -16,6 +16,7 @@ from trees import tree
 
 from matlens.errors import InputError
 from matlens.io.files import (
+    LOCK,
     check_file_name,
     check_seal,
     create,
@@ -28,7 +29,6 @@ from matlens.io.files import (
     write_text,
     write_together,
 )
-from matlens.io.locks import LOCK
 
 
 def full_disk(*_: Any) -> None:

@@ -1,15 +1,12 @@
 """Sets of maps: fitted in one line, asked by sites, and a folder that gives back the same bits."""
 
-import hashlib
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from damage import harmed, outcome
 from identities import make_identity
 from small_maps import ORIGIN, PAIRS, SEED, Pair, linear, same
 from torch import Tensor
@@ -18,8 +15,6 @@ from trees import tree
 from matlens.activations.activations import Activations
 from matlens.data.examples import Examples
 from matlens.errors import InputError
-from matlens.io.files import sealed
-from matlens.io.folders import Workplace
 from matlens.linear.fitting import fit_samples
 from matlens.linear.maps import LinearMap, tensor_digest
 from matlens.linear.mapsets import CONVENTION, MapSet, write_maps
@@ -152,71 +147,6 @@ def test_other_maps_never_pass_for_those_that_a_folder_holds(tmp_path: Path) -> 
     assert same(MapSet.load(tmp_path / "maps")[0, 1], other)
 
 
-def test_a_map_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
-    MapSet([linear(*pair) for pair in PAIRS]).save(tmp_path / "maps")
-    loaded = MapSet.load(tmp_path / "maps")
-    other = tmp_path / "other"
-    MapSet([linear(*pair, bias=True) for pair in PAIRS]).save(other)
-    (other / "h.1.safetensors").replace(tmp_path / "maps" / "h.1.safetensors")
-    (tmp_path / "maps" / "h.0.safetensors").unlink()
-    assert same(loaded["ln1_out.0", "attn_out.0"], linear("ln1_out.0", "attn_out.0"))
-    with pytest.raises(InputError, match=r"h\.1\.safetensors .* Remove the folder"):  # with another's numbers
-        loaded["h.1", "h.3"]
-    with pytest.raises(InputError, match=r"h\.0\.safetensors cannot be read"):
-        loaded["h.0", "h.1"]
-
-
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-3])
-
-
-def garble(path: Path) -> None:
-    path.write_bytes(b"\xff" * 64)
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-@pytest.mark.parametrize("damage", [truncate, garble, empty, Path.unlink])
-def test_a_damaged_file_is_named_when_the_folder_is_opened_and_when_a_map_is_read(
-    damage: Any, tmp_path: Path
-) -> None:
-    MapSet([linear(*pair) for pair in PAIRS]).save(tmp_path / "maps")
-    opened_before = MapSet.load(tmp_path / "maps")
-    damage(tmp_path / "maps" / "h.1.safetensors")
-    with pytest.raises(
-        InputError, match=r"h\.1\.safetensors (has|cannot be read).* Remove the folder .* make it anew"
-    ):
-        MapSet.load(tmp_path / "maps")
-    with pytest.raises(InputError, match=r"h\.1\.safetensors (has|cannot be read)"):
-        opened_before[1, 3]
-    assert same(opened_before[0, 3], linear("h.0", "h.3"))
-
-
-def test_a_file_of_another_source_is_refused(tmp_path: Path) -> None:
-    MapSet([linear(*pair) for pair in PAIRS]).save(tmp_path / "maps")
-    (tmp_path / "maps" / "h.1.safetensors").replace(tmp_path / "maps" / "h.0.safetensors")
-    MapSet([linear("h.1", "h.3")]).save(tmp_path / "other")
-    (tmp_path / "other" / "h.1.safetensors").replace(tmp_path / "maps" / "h.1.safetensors")
-    with pytest.raises(InputError, match=r"h\.0\.safetensors cannot be read"):
-        MapSet.load(tmp_path / "maps")
-
-
-def test_folders_without_finished_maps_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no finished maps"):
-        MapSet.load(tmp_path)
-    place = Workplace(tmp_path / "activations", "activations", {})
-    with pytest.raises(KeyboardInterrupt), place.working():
-        raise KeyboardInterrupt
-    with pytest.raises(InputError, match="broken off"):
-        MapSet.load(tmp_path / "activations")
-    with place.working():
-        place.finish()
-    with pytest.raises(InputError, match="Expected a folder that holds maps"):
-        MapSet.load(tmp_path / "activations")
-
-
 # Fitting into a folder
 
 
@@ -250,7 +180,7 @@ def test_an_interrupted_fit_goes_on_with_the_sources_that_are_missing(
     # That a source is complete may show only when the next has begun.
     assert complete - 1 <= len(found) <= complete
     whole = {name: (tmp_path / "maps" / name).stat().st_ino for name in found}
-    with pytest.raises(InputError, match="broken off"):
+    with pytest.raises(InputError, match="unfinished"):
         MapSet.load(tmp_path / "maps")
 
     fit = Fit()
@@ -280,25 +210,6 @@ def test_a_fit_that_fails_leaves_nothing(there_before: bool, after: int, tmp_pat
     fit = Fit()
     fitted(tmp_path / "maps", fit)
     assert fit.asked == [PAIRS]
-
-
-@pytest.mark.parametrize("finished", [False, True])
-@pytest.mark.parametrize(
-    ("pairs", "origin"), [(PAIRS[:3], ORIGIN), (PAIRS, ORIGIN.with_details(seed=4)), (PAIRS, SEED)]
-)
-def test_the_folder_of_another_fit_is_refused_and_not_touched(
-    pairs: list[Pair], origin: Mapping[str, Any], finished: bool, tmp_path: Path
-) -> None:
-    if finished:
-        fitted(tmp_path / "maps", Fit())
-    else:
-        with pytest.raises(KeyboardInterrupt):
-            fitted(tmp_path / "maps", Fit(3, KeyboardInterrupt()))
-    before, fit = tree(tmp_path / "maps"), Fit()
-    with pytest.raises(InputError, match="belongs to another job"):
-        fitted(tmp_path / "maps", fit, pairs, origin)
-    assert fit.asked == []
-    assert tree(tmp_path / "maps") == before
 
 
 def test_maps_are_written_source_by_source_as_they_come(tmp_path: Path) -> None:
@@ -458,113 +369,9 @@ def test_what_cannot_be_fitted_is_told() -> None:
         MapSet.fit(nameless, progress=False)
 
 
-# Damage
-
-
-def numbers_of(folder: Path) -> dict[Pair, Any]:
-    maps = MapSet.load(folder)
-    return {
-        pair: (m.weight.tolist(), None if m.bias is None else m.bias.tolist()) for pair, m in maps.items()
-    }
-
-
-def test_no_damage_to_any_file_is_read_as_other_maps(tmp_path: Path) -> None:
-    kept = [linear(*pair, bias=pair[1] == "h.3") for pair in PAIRS]
-    MapSet(kept, provenance=ORIGIN).save(tmp_path / "maps")
-    whole, n_refused = numbers_of(tmp_path / "maps"), 0
-    for path in sorted((tmp_path / "maps").iterdir()):
-        for harm in harmed(path, 60):
-            read, refusal = outcome(lambda: numbers_of(tmp_path / "maps"))
-            if refusal is None:
-                assert read == whole, harm
-                assert path.name == "config.json", harm
-            else:
-                assert path.name in refusal or str(tmp_path / "maps") in refusal, harm
-                n_refused += 1
-    assert n_refused > 200
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda request: request.update(pairs=[["h.0", "h.9"]]),
-        lambda request: request.update(pairs=[["h.7", "h.9"]]),
-        lambda request: request.update(pairs=[["../maps/h.0", "h.1"]]),
-        lambda request: request.update(pairs=[["h.0", 3]]),
-        lambda request: request.update(pairs=["h.0"]),
-        lambda request: request.update(pairs=7),
-        lambda request: request.pop("pairs"),
-        lambda request: request.pop("provenance"),
-        lambda request: request.update(provenance=[]),
-        lambda request: request["provenance"]["model"].update(n_layers=10**6),
-        lambda request: request["provenance"]["model"].update(n_layers="three"),
-    ],
-)
-def test_a_config_that_cannot_be_is_refused_though_its_hash_is_right(change: Any, tmp_path: Path) -> None:
-    MapSet([linear(*pair) for pair in PAIRS], provenance=ORIGIN).save(tmp_path / "maps")
-    path = tmp_path / "maps" / "config.json"
-    config = json.loads(path.read_text())
-    change(config["request"])
-    path.write_text(json.dumps(sealed(config)))
-    with pytest.raises(InputError):
-        MapSet.load(tmp_path / "maps")
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        b"{}",
-        b"[" * 3000,
-        b'{"h.1":{"dtype":"F32","shape":[4,4],"data_offsets":[0,10000000]}}',
-        b'{"h.1":{"dtype":"F32","shape":[1000000000000,4],"data_offsets":[0,64]}}',
-        b'{"h.1":{"dtype":"F99","shape":[4,4],"data_offsets":[0,64]}}',
-        b'{"h.1":{"dtype":"F32","shape":[4,-4],"data_offsets":[64,0]}}',
-        b'{"h.1":7,"__metadata__":{"source":"h.0"}}',
-        b"\xff\xfe",
-    ],
-)
-@pytest.mark.parametrize("length", [None, 0, 2**40, 2**63])
-def test_a_header_that_lies_is_refused(header: bytes, length: int | None, tmp_path: Path) -> None:
-    MapSet([linear("h.0", "h.1")], provenance=ORIGIN).save(tmp_path / "maps")
-    claimed = len(header) if length is None else length
-    content = claimed.to_bytes(8, "little") + header + bytes(64)
-    path, config = tmp_path / "maps" / "h.0.safetensors", tmp_path / "maps" / "config.json"
-    path.write_bytes(content)
-    with pytest.raises(InputError, match=r"h\.0\.safetensors"):
-        numbers_of(tmp_path / "maps")
-    record = json.loads(config.read_text())
-    digest = hashlib.sha256(content).hexdigest()
-    record["files"]["h.0.safetensors"] |= {"bytes": len(content), "sha256": digest}
-    config.write_text(json.dumps(sealed(record)))
-    with pytest.raises(InputError, match=r"h\.0\.safetensors"):
-        numbers_of(tmp_path / "maps")
-
-
 def test_maps_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     weight = torch.eye(4)
     weight[1, 2] = torch.nan
-    with pytest.raises(InputError, match=r"h\.0 -> h\.1 cannot be saved: a number of it is not finite"):
+    with pytest.raises(InputError, match=r"h\.0 -> h\.1 cannot be saved: a value of it is not finite"):
         MapSet([LinearMap(weight, None, "h.0", "h.1")]).save(tmp_path / "maps")
     assert not (tmp_path / "maps").exists()
-
-
-@pytest.mark.parametrize("what", ["gone", "changed", "blank", "exchanged", "cut"])
-def test_an_unfinished_fit_goes_on_with_what_is_still_what_was_written(what: str, tmp_path: Path) -> None:
-    fitted(tmp_path / "whole", Fit())
-    with pytest.raises(KeyboardInterrupt):
-        fitted(tmp_path / "maps", Fit(4, KeyboardInterrupt()))
-    first, second = (tmp_path / "maps" / f"h.{i}.safetensors" for i in (0, 1))
-    content = first.read_bytes()
-    if what == "gone":
-        first.unlink()
-        fitted(tmp_path / "maps", Fit())
-        assert tree(tmp_path / "maps") == tree(tmp_path / "whole")
-        return
-    first.write_bytes(
-        {
-            "changed": content[:-1] + b"\1", "blank": bytes(len(content)), "exchanged": second.read_bytes(),
-            "cut": content[:-4],
-        }[what]
-    )  # fmt: skip
-    with pytest.raises(InputError, match=r"h\.0\.safetensors (does not hold|has)"):
-        fitted(tmp_path / "maps", Fit())

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ from handpatched import patched_by_hand
 from matlens import InputError, linearity
 from matlens.activations import find_sinks
 from matlens.data import Corpus, JudgedText, make_judged_text
-from matlens.io.files import sealed
 from matlens.io.verification import verify
 from matlens.linearity import atlas
 
@@ -201,29 +198,6 @@ def test_what_was_broken_off_goes_on(
     alone = whole[whole["layer"].notna() & (whole["layer"] % 2 == 0)].reset_index(drop=True)
     ours = second[second["layer"].notna()].reset_index(drop=True)
     pd.testing.assert_frame_equal(ours, alone)
-
-
-def test_a_finished_atlas_that_is_damaged_is_refused_by_name(
-    small_model: Models, texts: Callable[[str], tuple[JudgedText, JudgedText]], tmp_path: Path
-) -> None:
-    asked, folder = (small_model("llama"), *texts("llama")), tmp_path / "atlas"
-    linearity.linearity_atlas(*asked, folder=folder, progress=False)
-    assert linearity.atlas_seconds(folder) > 0
-    assert [verdict.damage for verdict in verify(folder)] == [None]
-    rows = folder / "rows.json"
-    whole = rows.read_text()
-    content = json.loads(whole)
-    content["rows"][0]["value"] += 1
-    for damaged in (None, whole[:100], json.dumps(sealed(content))):
-        rows.unlink() if damaged is None else rows.write_text(damaged)
-        for read in (
-            partial(linearity.linearity_atlas, *asked, folder=folder, progress=False),
-            partial(linearity.atlas_seconds, folder),
-        ):
-            with pytest.raises(InputError, match=r"rows\.json .*changed or damaged"):
-                read()
-        (damage,) = (verdict.damage for verdict in verify(folder))
-        assert "rows.json" in str(damage)
 
 
 def test_a_rise_that_is_infinite_has_no_interval() -> None:

@@ -269,7 +269,7 @@ def test_a_folder_of_the_plain_model_is_refused_for_a_changed_one_and_the_other_
                 READ[read](model, examples, folder)
             else:
                 with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-                    patch.setattr("matlens.io.rows.RowFiles.write", _killed)
+                    patch.setattr("matlens.io.artifact.Artifact.write", _killed)
                     READ[read](model, examples, folder)
         with second, pytest.raises(InputError, match=r"belongs to another job.*model\.changes"):
             READ[read](model, examples, folder)

@@ -14,7 +14,7 @@ from identities import make_identity
 
 import matlens
 from matlens import InputError
-from matlens.io.folders import software_versions
+from matlens.io.artifact import software_versions
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.weights import fingerprint
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from matlens.io.arrays import describe_file
 
 from matlens.errors import InputError
-from matlens.io.arrays import describe_file
 from matlens.io.files import sealed, write_json
 from matlens.io.tables import write_results
 from matlens.io.verification import verify

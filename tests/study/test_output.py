@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matlens.io.folders import Workplace
 
 from matlens.errors import InputError
-from matlens.io.folders import Workplace
 from matlens.study.output import FIGURES, MAPS, TRAIN, VALIDATION, check_output
 
 KNOWN: dict[str, dict[str, Any]] = {

@@ -357,7 +357,7 @@ def test_the_trace_is_of_the_validation_part_in_a_folder_of_the_jobs_name(
     assert folder.name.endswith("--20-seed3-k2")
     assert "words.txt" in folder.name
     with monkeypatch.context() as patch:
-        patch.setattr("matlens.ffn.trace.stream_turns", None)  # nothing is run again
+        patch.setattr("matlens.ffn.trace.stream", None)  # nothing is run again
         traced()
     for other in ({"n_validation": 10}, {"n_train": 2}, {"seed": 4}, {"k": 3}):
         traced(**other)

@@ -1,0 +1,575 @@
+"""Artifacts: a folder with a ``config.json`` and files that are there whole or not at all.
+
+``config.json`` says what the folder holds and what was asked for. It is written first, with ``finished``
+false, so that a folder of another job is known; and last, with a checksum of every file. Each file is written
+aside, synced and renamed, and says which job it belongs to. So an interrupted job resumes with the files that
+are missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import reprlib
+import secrets
+import shlex
+import shutil
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from matlens import parallel
+from matlens.errors import InputError, plain_number
+from matlens.io.bounds import HEADER, parse_json
+from matlens.io.files import (
+    SEAL,
+    check_seal,
+    content_hash,
+    damaged,
+    hash_file,
+    is_transient,
+    library_errors,
+    locked,
+    open_regular,
+    read_json,
+    sealed,
+    system_errors,
+    write_bytes,
+    write_json,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LAYOUT = 4  # of config.json and the files next to it
+CONFIG = "config.json"
+MODEL_RECORD = "matlens.json"
+"""The record of a folder whose ``config.json`` is a Hugging Face model's."""
+TENSORS = ".safetensors"
+_ENTRY = "matlens"  # the one entry of a safetensors file's metadata
+_NAMES = ("base_model_name_or_path", "base_model_revision")  # of a model
+_DERIVED = frozenset({
+    "fingerprint", "corpus_fingerprint", "rounded", "unembed_hash", "examples", "tokens", "n_tokens",
+    "tokenization", "hooks",
+})  # fmt: skip
+_LIBRARIES = ("matlens", "torch", "transformers", "transformer-lens", "numpy", "scikit-learn")
+_CHUNK = 2**22
+
+Record = Mapping[str, Any]
+
+
+class Artifact:
+    """A folder of files of one job: `writing` begins or resumes it, `open` reads a finished one.
+
+    Attributes
+    ----------
+    folder
+        Where the files are.
+    config
+        The content of ``config.json``: ``holds``, ``request``, ``software``, ``command`` and, once it is
+        finished, ``files`` with a checksum of each.
+    """
+
+    def __init__(self, folder: str | Path, config: Mapping[str, Any]) -> None:
+        self.folder, self.config = Path(folder), dict(config)
+        self._job = content_hash({"holds": config["holds"], "request": config["request"]})
+        self._headers: dict[str, Record] = {}  # of files of tensors, once they are known to be whole
+        self._verified: set[tuple[str, str]] = set()  # tensors that need not be hashed again
+
+    @property
+    def finished(self) -> bool:
+        """Whether the job is done."""
+        return bool(self.config.get("finished"))
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """What was asked for, as JSON gives it back."""
+        return self.config["request"]
+
+    @property
+    def files(self) -> dict[str, Record]:
+        """The checksums of all files of a finished folder, by name."""
+        return self.config["files"]
+
+    # Writing
+
+    @classmethod
+    @contextmanager
+    def writing(
+        cls,
+        folder: str | Path,
+        holds: str,
+        request: Mapping[str, Any],
+        *,
+        only_unfinished: tuple[str, ...] = (),
+    ) -> Iterator[Artifact]:
+        """Begin, resume or open the folder of a job; only one job at a time works in a folder.
+
+        Every process of a distributed job comes here; the main process writes ``config.json``. If the work
+        fails, what this call has begun is removed; after a kill it is resumed.
+
+        Parameters
+        ----------
+        folder, holds, request
+            Where, what the folder holds, and what tells its job from others.
+        only_unfinished
+            Parts of the request that matter for resuming, and no more once the job is done.
+
+        Raises
+        ------
+        InputError
+            The folder belongs to another job or holds other files, or cannot be written.
+        """
+        folder, config, what = Path(folder), make_config(holds, request), f"the folder of {holds}"
+        if not parallel.is_main():
+            finished = parallel.broadcast(None, what)
+            yield _read_config(folder) if finished else cls(folder, config)
+            return
+        with system_errors(folder):
+            found = _same_job(folder, config, only_unfinished)
+        if found is not None and found.finished:
+            parallel.broadcast(True, what)
+            yield found
+            return
+        new = [place for place in (folder, *folder.absolute().parents) if not place.exists()]
+        done = False
+        try:
+            with ExitStack() as lock:
+                with system_errors(folder):
+                    lock.enter_context(locked(folder, lambda: _owner(folder)))
+                    found = _same_job(folder, config, only_unfinished)
+                    begun = found is None
+                    if found is None or not found.finished:
+                        by = f"process {os.getpid()} on {socket.gethostname()}"
+                        write_json(folder / CONFIG, sealed({**config, "finished": False, "by": by}))
+                        found = cls(folder, config)
+                parallel.broadcast(found.finished, what)
+                try:
+                    yield found
+                    done = True
+                except parallel.ProcessLost:  # as after a kill
+                    begun = False
+                    raise
+                except Exception:
+                    if begun and not found.finished:
+                        _empty(folder)
+                    raise
+        finally:
+            for place in new if not done else ():
+                with suppress(OSError):  # it holds files
+                    place.rmdir()
+
+    @classmethod
+    def check_possible(cls, folder: str | Path, holds: str, request: Mapping[str, Any]) -> None:
+        """Raise InputError, before any work, for a folder in which a job could not be done.
+
+        What is not known yet can be left out of the request.
+        """
+        folder = Path(folder)
+        with system_errors(folder):
+            if os.path.lexists(folder) and not folder.is_dir():
+                raise InputError(f"{folder} must be a new or empty folder, and is a file.")
+            _same_job(folder, make_config(holds, request), (), partial=True)
+
+    def written(self) -> list[str]:
+        """Names of the files of tensors that an earlier call has completed, every byte of them checked."""
+        names = sorted(path.stem for path in self.folder.glob(f"*{TENSORS}"))
+        for name in names:
+            path = self.folder / f"{name}{TENSORS}"
+            header = self._header(name)
+            if _said(header).get("job") != self._job or _said(header).get("name") != name:
+                raise damaged(path, "was written by another job")
+            for tensor in _tensors_of(header):
+                self.read(name, tensor, finite=False)
+        return names
+
+    def write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write tensors into ``name.safetensors``, which is then complete on the disk."""
+        from safetensors.torch import save_file
+
+        own: dict[str, Tensor] = {}
+        storages: set[int] = set()  # safetensors refuses two tensors in one
+        for key, values in tensors.items():
+            values = values.detach().cpu().contiguous()
+            storage = values.untyped_storage().data_ptr()
+            own[key] = values.clone() if storage in storages else values
+            storages.add(storage)
+        hashes = {key: _hash(values) for key, values in own.items()}
+        said = {"job": self._job, "name": name, "tensors": hashes}
+        path = self.folder / f"{name}{TENSORS}"
+        partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+        with system_errors(self.folder), library_errors():
+            try:
+                # One entry: safetensors writes several in another order each time.
+                save_file(own, partial, metadata={_ENTRY: json.dumps(sealed(said))})
+                with partial.open("rb+") as file:
+                    os.fsync(file.fileno())
+                partial.replace(path)
+            finally:
+                partial.unlink(missing_ok=True)
+        self._headers.pop(name, None)
+        self._verified |= {(name, key) for key in own}
+
+    def write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        """Write a record into ``name.json``."""
+        with system_errors(self.folder):
+            write_json(self.folder / f"{name}.json", sealed({"job": self._job, "content": content}))
+
+    def write_text(self, file: str, text: str) -> None:
+        """Write a text file, whose checksum is taken when the job is finished."""
+        with system_errors(self.folder):
+            write_bytes(self.folder / file, text.encode())
+
+    def remove(self, *names: str) -> None:
+        """Remove files of tensors that are no longer needed."""
+        for name in names:
+            (self.folder / f"{name}{TENSORS}").unlink(missing_ok=True)
+            self._headers.pop(name, None)
+
+    def finish(self) -> None:
+        """Complete the folder, once all processes of the job have written their files."""
+        parallel.barrier(f"the files of {self.config['holds']}")
+        if parallel.is_main():
+            with system_errors(self.folder):
+                paths = sorted(path for path in self.folder.rglob("*") if path.is_file())
+                records = {
+                    path.relative_to(self.folder).as_posix(): self._record(path)
+                    for path in paths
+                    if path.parent != self.folder or not _is_marker(path.name)
+                }
+                config = sealed({**self.config, "finished": True, "files": records})
+                write_json(self.folder / CONFIG, config)
+        parallel.barrier(f"the end of {self.config['holds']}")
+        self.config = _read_config(self.folder).config
+
+    def _record(self, path: Path) -> dict[str, Any]:
+        if path.suffix == TENSORS and path.parent == self.folder:
+            header = self._header(path.stem)
+            if _said(header).get("job") == self._job:
+                return {
+                    "bytes": path.stat().st_size,
+                    "header": header["sha256"],
+                    "tensors": _said(header)["tensors"],
+                }
+        return describe_file(path)
+
+    # Reading
+
+    @classmethod
+    def open(cls, folder: str | Path, holds: str) -> Artifact:
+        """Open a finished folder.
+
+        Raises
+        ------
+        InputError
+            There is none, its job is unfinished, it holds something else, or a file is not what was written.
+        """
+        folder = Path(folder)
+        try:
+            artifact = _read_config(folder)
+        except OSError as error:
+            raise InputError(f"{folder} must be a folder of {holds}: {error}") from error
+        if artifact.config["holds"] != holds:
+            raise InputError(f"{folder} must be a folder of {holds}, and holds {artifact.config['holds']}.")
+        if not artifact.finished:
+            raise InputError(
+                f"The job of {folder} is unfinished: it was interrupted or is still running. Rerun the same "
+                "command, and it resumes."
+            )
+        for name in artifact.files:
+            artifact._open(name).close()
+        return artifact
+
+    def tensors(self, name: str) -> list[str]:
+        """Names of the tensors in a file of tensors."""
+        return list(_tensors_of(self._header(name)))
+
+    def read(self, name: str, tensor: str, *, finite: bool = True) -> Tensor:
+        """Read a tensor of ``name.safetensors``, which stays on the disk until it is used.
+
+        Raises
+        ------
+        InputError
+            It is not what was written, or holds a value that is not finite.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        path, header = self.folder / f"{name}{TENSORS}", self._header(name)
+        if tensor not in _tensors_of(header):
+            raise damaged(path, f"holds no tensor {tensor}")
+        try:
+            with safe_open(path, framework="pt") as file:
+                values = file.get_tensor(tensor)
+        except (SafetensorError, OSError) as error:
+            raise damaged(path, f"cannot be read as safetensors ({error})") from error
+        if (name, tensor) not in self._verified:
+            if _hash(values) != _said(header)["tensors"].get(tensor):
+                raise damaged(path, f"does not hold the tensor {tensor} that was written")
+            if finite and values.is_floating_point() and not _is_finite(values):
+                raise damaged(path, f"holds a value in {tensor} that is not finite")
+            self._verified.add((name, tensor))
+        return values
+
+    def read_all(self, name: str) -> dict[str, Tensor]:
+        """All tensors of a file of tensors."""
+        return {tensor: self.read(name, tensor) for tensor in self.tensors(name)}
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """Read a record that `write_json` wrote; ``None`` where there is none."""
+        path = self.folder / f"{name}.json"
+        try:
+            record = check_seal(read_json(path), path)
+        except FileNotFoundError:
+            return None
+        if record.get("job") != self._job:
+            raise damaged(path, "was written by another job")
+        return record["content"]
+
+    def check(self) -> Iterator[str]:
+        """Check all files, byte by byte, and yield the name of each after it; raises InputError on damage."""
+        for name in self.files if self.finished else (f"{name}{TENSORS}" for name in self.written()):
+            if self.finished:
+                record = self.files[name]
+                if "tensors" in record:
+                    stem = name.removesuffix(TENSORS)
+                    for tensor in self.tensors(stem):
+                        self.read(stem, tensor, finite=False)
+                else:
+                    check_file(self.folder / name, record)
+            yield name
+
+    def _open(self, file_name: str) -> BinaryIO:
+        """Open a file; in a finished folder it must have the size that was written."""
+        path = self.folder / file_name
+        record = self.files.get(file_name) if self.finished else None
+        if self.finished and record is None:
+            raise damaged(path, f"is not in the list of files in {CONFIG}")
+        return open_recorded(path, record)
+
+    def _header(self, name: str) -> Record:
+        """The header of a file of tensors, which in a finished folder must be the one that was written."""
+        if name in self._headers:
+            return self._headers[name]
+        path = self.folder / f"{name}{TENSORS}"
+        with self._open(path.name) as file:
+            header = _read_header(file, path)
+        if self.finished and header["sha256"] != self.files[path.name].get("header"):
+            raise damaged(path, "has another header than was written")
+        self._headers[name] = header
+        return header
+
+
+def make_config(holds: str, request: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``config.json`` says of every result: what it is, what was asked for, and what computed it."""
+    return {
+        "layout": LAYOUT,
+        "holds": holds,
+        "request": json.loads(json.dumps(request, default=plain_number)),
+        "software": software_versions(),
+        "command": command_line(),
+    }
+
+
+def software_versions() -> dict[str, str]:
+    """Versions of what computed the result."""
+    return {"python": platform.python_version()} | {name: version(name) for name in _LIBRARIES}
+
+
+def command_line() -> str:
+    """The command line, as it could be typed again."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """The checksum and the size of a file."""
+    with open_regular(path) as file:
+        digest, size = hash_file(file)
+    return {"sha256": digest, "bytes": size}
+
+
+def open_recorded(path: Path, record: Record | None) -> BinaryIO:
+    """Open a file that must have the recorded size."""
+    try:
+        file = open_regular(path)
+    except OSError as error:
+        raise damaged(path, f"cannot be read ({error.strerror})") from error
+    size = os.fstat(file.fileno()).st_size
+    if record is not None and size != record["bytes"]:
+        file.close()
+        raise damaged(path, f"has {size:,} bytes, and {record['bytes']:,} were written")
+    return file
+
+
+def check_file(path: Path, record: Record) -> None:
+    """Raise InputError if a file is not what was written."""
+    with open_recorded(path, record) as file:
+        if hash_file(file)[0] != record["sha256"]:
+            raise damaged(path, "does not hold what was written")
+
+
+def is_record(record: Any) -> bool:
+    """Whether JSON looks like a record of a folder that matlens wrote, damaged or not."""
+    keys = ("layout", "holds", "request", SEAL)
+    return isinstance(record, dict) and sum(key in record for key in keys) > 1
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Read a record of a folder, such as ``config.json``.
+
+    Raises
+    ------
+    InputError
+        It is not what was written, somebody else's, or of another version of matlens.
+    OSError
+        It cannot be opened.
+    """
+    record = read_json(path)
+    if not is_record(record):
+        raise InputError(f"{path} was not written by matlens. Choose another folder.")
+    if record.get("layout") != LAYOUT:
+        raise InputError(f"{path.parent} was written by another version of matlens. Remove it and rerun.")
+    return check_seal(record, path)
+
+
+def is_finished(folder: str | Path) -> bool:
+    """Whether a folder holds a finished artifact, as its ``config.json`` says."""
+    try:
+        return bool(read_json(Path(folder) / CONFIG).get("finished"))
+    except (OSError, InputError, AttributeError):
+        return False
+
+
+def _read_config(folder: Path) -> Artifact:
+    return Artifact(folder, read_record(folder / CONFIG))
+
+
+def _same_job(
+    folder: Path, config: Mapping[str, Any], only_unfinished: tuple[str, ...], *, partial: bool = False
+) -> Artifact | None:
+    """The artifact in a folder, ``None`` in a new one; raises InputError if it is of another job."""
+    try:
+        found = _read_config(folder)
+    except FileNotFoundError:
+        if folder.is_dir() and not all(is_transient(entry.name) for entry in folder.iterdir()):
+            raise InputError(
+                f"{folder} holds other files. Choose a new or empty folder, or one of the same command."
+            ) from None
+        return None
+    there, now = (_flat({"holds": said["holds"], **said["request"]}) for said in (found.config, config))
+    ignored = only_unfinished if found.finished else ()
+    differing = [
+        key
+        for key in (now if partial else {**now, **there})
+        if now.get(key) != there.get(key) and key not in ignored and not _only_names(key, now, there)
+    ]
+    if differing:
+        # What a user has changed comes first; digests of it say no more, unless nothing else differs.
+        differing.sort(key=_is_derived)
+        chosen = [key for key in differing if not _is_derived(key)] or differing
+        differences = "; ".join(_difference(key, there.get(key), now.get(key)) for key in chosen[:4])
+        more = f"; and {len(chosen) - 4} more" if len(chosen) > 4 else ""
+        raise InputError(
+            f"{folder} belongs to another job ({differences}{more}). Choose another folder, or remove it."
+        )
+    return found
+
+
+def _only_names(key: str, now: Mapping[str, Any], there: Mapping[str, Any]) -> bool:
+    """Whether a name of a model differs whose fingerprint says that it is the same model."""
+    of, _, name = key.rpartition(".")
+    fingerprint = f"{of}.fingerprint"
+    return name in _NAMES and fingerprint in now and now[fingerprint] == there.get(fingerprint)
+
+
+def _is_derived(key: str) -> bool:
+    return any(part in _DERIVED for part in key.split("."))
+
+
+def _difference(key: str, there: Any, now: Any) -> str:
+    name = "sentences" if key == "provenance.data.n" else key.removeprefix("provenance.")
+    return f"{name}: {_short(there)} in the folder, {_short(now)} now"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return ", ".join(value[:3]) + (f" and {len(value) - 3} more" if len(value) > 3 else "") or "nothing"
+    return value if isinstance(value, str) else reprlib.repr(value)
+
+
+def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        name = f"{prefix}{key}"
+        flat |= _flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return flat
+
+
+def _owner(folder: Path) -> str:
+    try:
+        return str(read_json(folder / CONFIG)["by"])
+    except (OSError, InputError, KeyError, TypeError):
+        return "another process"
+
+
+def _is_marker(name: str) -> bool:
+    return name == CONFIG or is_transient(name)
+
+
+def _empty(folder: Path) -> None:
+    # config.json goes last: a kill on the way leaves the folder to resume.
+    entries = [entry for entry in folder.iterdir() if not is_transient(entry.name)]
+    for entry in sorted(entries, key=lambda entry: entry.name == CONFIG):
+        shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+
+
+# Files of tensors
+
+
+def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
+    """The JSON header of a safetensors file, with its checksum."""
+    size = file.read(8)
+    length = int.from_bytes(size, "little")
+    HEADER.check(length, str(path))
+    content = file.read(length)
+    try:
+        header = parse_json(content.decode(), f"the header of {path}")
+        said = check_seal(parse_json(header.pop("__metadata__")[_ENTRY], f"the metadata of {path}"), path)
+        ends = [entry["data_offsets"][1] for entry in header.values()]
+        whole = 8 + length + max(ends, default=0) == os.fstat(file.fileno()).st_size
+    except (UnicodeDecodeError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise damaged(path, "cannot be read as safetensors") from error
+    if not whole:
+        raise damaged(path, "is longer or shorter than its header says")
+    return {"sha256": hashlib.sha256(size + content).hexdigest(), "said": said, "tensors": header}
+
+
+def _said(header: Record) -> Record:
+    return header["said"]
+
+
+def _tensors_of(header: Record) -> Mapping[str, Any]:
+    return header["tensors"]
+
+
+def _hash(values: Tensor) -> str:
+    """The SHA-256 of a tensor's type, shape and bytes, as they are in a file."""
+    import torch
+
+    digest = hashlib.sha256(f"{values.dtype} {list(values.shape)}".encode())
+    flat = values.contiguous().view(-1).view(torch.uint8)
+    for part in flat.split(_CHUNK) if flat.numel() else ():
+        digest.update(part.numpy().data)
+    return digest.hexdigest()
+
+
+def _is_finite(values: Tensor) -> bool:
+    return all(bool(part.isfinite().all()) for part in values.view(-1).split(_CHUNK)) or not math.prod(
+        values.shape
+    )

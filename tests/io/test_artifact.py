@@ -1,0 +1,262 @@
+"""Every kind of folder that matlens writes keeps one contract, and folders of others are left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from artifacts import Make, Read, assert_same, check_artifact, contents
+from conftest import make_sentences
+from several import run_ranks
+
+import matlens
+from matlens import InputError, ffn
+from matlens.activations import Activations, StoredMoments, merge_moments, shard_of, stream_moments, sums
+from matlens.data import make_judged_text
+from matlens.explorer import value_pages, write_value_pages
+from matlens.io import Artifact
+from matlens.linear import fitting
+from matlens.linearity import linearity_atlas
+from matlens.patching import variants
+
+QUIET: dict[str, Any] = {"progress": False}
+KINDS = ("activations", "trace", "moments", "maps", "clusters", "lens", "variants", "atlas", "pages")
+
+
+@pytest.fixture(scope="module")
+def kind_of(small_model: Callable[[str], Any]) -> Callable[[str], tuple[Make, Read]]:
+    """How an artifact of a kind is made and read; the other job has other sentences or another seed."""
+    model = small_model("gpt2")
+    values = ffn.ValueVectors(model)
+    samples = [matlens.make_examples(model, make_sentences(), seed=seed).head(20) for seed in (0, 1)]
+    vectors = [matlens.collect(model, examples, positions="all", **QUIET) for examples in samples]
+    maps = [matlens.MapSet.fit(of, pairs="all", **QUIET) for of in vectors]
+    lenses = [matlens.Lens.fit(model, of, method="mat", **QUIET) for of in vectors]
+    texts = [make_judged_text(model, make_sentences(), size=12, most=most) for most in (12, 3)]
+    runs = [variants.Variant(0, matlens.jump(of, 0, 2)) for of in maps]
+
+    def read_trace(folder: Path) -> Any:
+        trace = ffn.Trace.load(folder)
+        return [trace.before, trace.rank, trace.index, trace.coefficient, trace.score, trace.norm]
+
+    def read_moments(folder: Path) -> Any:
+        stored = StoredMoments(folder)
+        return {source: [*stored.moments(source).state, stored.norms(source)] for source in stored.targets}
+
+    def read_lens(folder: Path) -> Any:
+        lens = matlens.Lens.load(folder)
+        return {layer: held.parts for layer, held in lens.maps.items()}
+
+    def read_rows(folder: Path) -> Any:
+        from matlens.io import read_rows
+
+        return dict(read_rows(folder, "variants", finite=False)[2])
+
+    def read_atlas(folder: Path) -> Any:
+        artifact = Artifact.open(folder, "atlas of linearity")
+        return [artifact.read_json(name.removesuffix(".json"))["rows"] for name in artifact.files]
+
+    def read_pages(folder: Path) -> Any:
+        artifact = Artifact.open(folder, value_pages.HOLDS)
+        for _ in artifact.check():
+            pass
+        return len(artifact.files)
+
+    kinds: dict[str, tuple[Make, Read]] = {
+        "activations": (
+            lambda folder, job: matlens.collect(
+                model, samples[job], folder=folder, batch_tokens=40, positions="all", **QUIET
+            ),
+            lambda folder: [dict(Activations.load(folder)), Activations.load(folder).examples.arrays],
+        ),
+        "trace": (
+            lambda folder, job: ffn.Trace.run(
+                model, samples[job], k=3, folder=folder, batch_tokens=40, **QUIET
+            ),
+            read_trace,
+        ),
+        "moments": (
+            lambda folder, job: stream_moments(
+                model, samples[job], folder, pairs="all", batch_tokens=40, **QUIET
+            ),
+            read_moments,
+        ),
+        "maps": (lambda folder, job: maps[job].save(folder), lambda folder: _parts(matlens.MapSet.load(folder))),
+        "clusters": (
+            lambda folder, job: ffn.Clusters.fit(values, 5 + job, folder=folder, **QUIET),
+            lambda folder: ffn.Clusters.load(folder).labels,
+        ),
+        "lens": (lambda folder, job: lenses[job].save(folder), read_lens),
+        "variants": (
+            lambda folder, job: variants.run_variants(
+                model, samples[job], {"jump": runs[job]}, folder=folder, batch_tokens=40, **QUIET
+            ),
+            read_rows,
+        ),
+        "atlas": (
+            lambda folder, job: linearity_atlas(model, *texts, folder=folder, jumps=[2 + job], **QUIET),
+            read_atlas,
+        ),
+        "pages": (
+            lambda folder, job: write_value_pages(
+                model, folder, corpus=make_sentences(), k=3 + job, among=5, neighbours=2, **QUIET
+            ),
+            read_pages,
+        ),
+    }  # fmt: skip
+    return kinds.__getitem__
+
+
+def _parts(maps: matlens.MapSet) -> Any:
+    return {pair: [linear.weight, linear.bias] for pair, linear in maps.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_artifacts_keep_the_contract(
+    kind: str, kind_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sums, "_KEPT_EVERY", 0.0)  # a state after every batch
+    monkeypatch.setattr(sums, "_SHARE_OF_WRITING", 0)
+    monkeypatch.setattr("matlens.linearity.atlas.time.process_time", lambda: 0.0)
+    if kind == "moments":  # where chunks fall depends on where a run resumes
+        monkeypatch.setattr("matlens.linear.sums.chunk_size", lambda x: 1)
+    make, read = kind_of(kind)
+    slow = kind in ("atlas", "pages")
+    check_artifact(make, read, tmp_path, kills=2 if slow else 8, harms=20 if slow else 80)
+
+
+@pytest.mark.parametrize("kind", ["activations", "trace", "moments", "maps", "clusters"])
+@pytest.mark.parametrize("n", [2, 3])
+def test_several_processes_write_what_one_writes(kind: str, n: int, kind_of: Any, tmp_path: Path) -> None:
+    make, read = kind_of(kind)
+    make(tmp_path / "one", 0)
+    outcomes = run_ranks(n, lambda: make(tmp_path / "several", 0) and None, tmp_path / "ranks")
+    assert [outcome.get("error") for outcome in outcomes] == [None] * n
+    if kind == "moments":  # merged in another order: maps are the same, factors need not be
+        one, several = (StoredMoments(tmp_path / name) for name in ("one", "several"))
+        for source in one.targets:
+            ours, theirs = (
+                kept.moments(source).solution(intercept=True, ridge=0.0) for kept in (one, several)
+            )
+            torch.testing.assert_close(ours[0], theirs[0], rtol=1e-8, atol=1e-8)
+    else:
+        assert_same(read(tmp_path / "several"), read(tmp_path / "one"))
+        assert contents(tmp_path / "several") == contents(tmp_path / "one")
+
+
+def test_a_collection_larger_than_memory_is_fitted_shard_by_shard(
+    kind_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The maps are those of vectors in memory, of all rows and of some, weighted."""
+    make, _ = kind_of("activations")
+    make(tmp_path / "a", 0)
+    stored = Activations.load(tmp_path / "a")
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.rand(stored.n_rows, generator=generator) > 0.2
+    weights = torch.rand(stored.n_rows, generator=generator)
+    for options in ({}, {"rows": rows}, {"rows": rows, "weights": weights, "intercept": True, "ridge": 0.1}):
+        monkeypatch.setattr(fitting, "KEPT", 1 << 40)
+        in_memory = matlens.MapSet.fit(stored, pairs="all", **QUIET, **options)
+        monkeypatch.setattr(fitting, "KEPT", 0)
+        by_shard = matlens.MapSet.fit(stored, pairs="all", **QUIET, **options)
+        assert by_shard.provenance == in_memory.provenance
+        assert_same(_parts(by_shard), _parts(in_memory), tolerance=1e-5)
+
+
+def test_parts_of_a_job_merge(small_model: Callable[[str], Any], tmp_path: Path) -> None:
+    model = small_model("gpt2")
+    examples = matlens.make_examples(model, make_sentences())
+    for part in (1, 2, 3):
+        stream_moments(model, examples, tmp_path / f"{part}", shard=(part, 3), **QUIET)
+    parts = StoredMoments(*(tmp_path / f"{part}" for part in (3, 1, 2)))
+    merged = merge_moments(parts, tmp_path / "merged")
+    assert merged.n_samples == sum(len(shard_of(examples, part, 3).tokens) for part in (1, 2, 3))
+    with pytest.raises(InputError):
+        merge_moments(StoredMoments(tmp_path / "1", tmp_path / "3"), tmp_path / "half")
+
+
+# Folders that are not this job's
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"notes.txt": "mine"},
+        {"config.json": json.dumps({"model_type": "gpt2"})},
+        {"config.json": json.dumps({"layout": 3, "holds": "maps", "request": {}, "digest": "0"})},
+        {"config.json": "{"},
+        {"config.json": ""},
+    ],
+)
+def test_folders_of_others_are_refused_and_not_touched(files: dict[str, str], tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(InputError), Artifact.writing(tmp_path, "maps", {"a": 1}):
+        pass
+    with pytest.raises(InputError):
+        Artifact.open(tmp_path, "maps")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_work_that_fails_leaves_no_folder(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ValueError, match="mine"),
+        Artifact.writing(tmp_path / "a" / "b", "maps", {}) as artifact,
+    ):
+        artifact.write("0", {"x": torch.ones(3)})
+        raise ValueError("mine")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_an_earlier_call_wrote_outlives_a_failure(tmp_path: Path) -> None:
+    for error in (KeyboardInterrupt, ValueError):
+        with pytest.raises(error), Artifact.writing(tmp_path / "a", "maps", {}) as artifact:
+            artifact.write("0", {"x": torch.ones(3)})
+            raise error
+    with Artifact.writing(tmp_path / "a", "maps", {}) as artifact:
+        assert artifact.written() == ["0"]
+
+
+def test_a_model_may_have_another_name_where_its_fingerprint_is_the_same(tmp_path: Path) -> None:
+    def request(name: str, fingerprint: str) -> dict[str, Any]:
+        return {"model": {"base_model_name_or_path": name, "fingerprint": fingerprint}}
+
+    with Artifact.writing(tmp_path, "maps", request("gpt2", "f")) as artifact:
+        artifact.finish()
+    with Artifact.writing(tmp_path, "maps", request("/models/gpt2", "f")) as artifact:
+        assert artifact.finished
+    with pytest.raises(InputError), Artifact.writing(tmp_path, "maps", request("gpt2", "g")):
+        pass
+
+
+def test_values_that_are_not_finite_are_refused_unless_they_may_be(tmp_path: Path) -> None:
+    with Artifact.writing(tmp_path, "maps", {}) as artifact:
+        artifact.write("0", {"x": torch.tensor([1.0, float("nan")])})
+        artifact.finish()
+    with pytest.raises(InputError):
+        Artifact.open(tmp_path, "maps").read("0", "x")
+    assert Artifact.open(tmp_path, "maps").read("0", "x", finite=False).isnan().tolist() == [False, True]
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / ".lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(InputError), Artifact.writing(tmp_path / "a", "maps", {}):
+        pass
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_finished_folder_that_cannot_be_written_is_opened(tmp_path: Path) -> None:
+    with Artifact.writing(tmp_path / "a", "maps", {}) as artifact:
+        artifact.finish()
+    (tmp_path / "a").chmod(0o555)
+    with Artifact.writing(tmp_path / "a", "maps", {}) as artifact:
+        assert artifact.finished
