@@ -222,7 +222,7 @@ def test_a_killed_run_goes_on_from_its_last_state_to_the_same_bytes(
     monkeypatch.setattr(sums, "_SHARE_OF_WRITING", 0)
     with pytest.raises(_Killed):
         stream_moments(model, examples, tmp_path / "m", pairs=PAIRS, **QUIET)
-    states = {int(path.name.split(".")[-2]) for path in (tmp_path / "m").glob("*.safetensors")}
+    states = {int(path.stem.partition("@")[2]) for path in (tmp_path / "m").glob("*.safetensors")}
     assert len(states) == 1  # and none of an earlier state
     done = states.pop()
     assert done == 7 if chunk == 1 else 3 <= done < 7

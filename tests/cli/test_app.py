@@ -692,11 +692,11 @@ def test_output_folder_with_other_files(
 @pytest.mark.parametrize(
     ("options", "messages"),
     [
-        (["--seed", 5], ["seed: 0 there, 5 now"]),
-        (["--train", 40], ["(70 sentences there, 40 now"]),
-        (["--positions", "all"], ["positions: drawn there, all now"]),
-        (["--batch-tokens", 64], ["batch_tokens: 2048 there, 64 now"]),
-        (["--dtype", "bfloat16"], ["dtype: float32 there, bfloat16 now"]),
+        (["--seed", 5], ["seed: 0 in the folder, 5 now"]),
+        (["--train", 40], ["(sentences: 70 in the folder, 40 now"]),
+        (["--positions", "all"], ["positions: drawn in the folder, all now"]),
+        (["--batch-tokens", 64], ["batch_tokens: 2048 in the folder, 64 now"]),
+        (["--dtype", "bfloat16"], ["dtype: float32 in the folder, bfloat16 now"]),
     ],
     ids=lambda value: str(value[0]),
 )
@@ -723,8 +723,8 @@ def test_output_folder_of_another_collection(
 @pytest.mark.parametrize(
     ("options", "messages"),
     [
-        (["--ridge", "0.5"], "ridge: 0.0 there, 0.5 now"),
-        (["--intercept"], "intercept: False there, True now"),
+        (["--ridge", "0.5"], "ridge: 0.0 in the folder, 0.5 now"),
+        (["--intercept"], "intercept: False in the folder, True now"),
         (["--pairs", "last"], "pairs"),
     ],
     ids=["ridge", "intercept", "pairs"],
@@ -793,7 +793,7 @@ def test_folder_that_is_unfinished(run_matlens: Matlens, finished: Path, command
         shutil.rmtree(finished / "maps")
     before = state(finished)
     outcome = run_matlens(command, finished)
-    assert_refused(outcome, str(finished / part), "was broken off", "Run the same command again")
+    assert_refused(outcome, str(finished / part), "is unfinished")
     assert state(finished) == before
 
 
@@ -1034,7 +1034,9 @@ def test_a_finished_run_is_answered_without_its_model(
             line for line in first.out.splitlines() if line.startswith(("│", "Figures"))
         ]
         assert files(tmp_path / "out") == content
-        assert_refused(run_matlens(*command, "--seed", 1), "belongs to another job", "seed: 0 there, 1 now")
+        assert_refused(
+            run_matlens(*command, "--seed", 1), "belongs to another job", "seed: 0 in the folder, 1 now"
+        )
         copy.write_text(copy.read_text().replace("w1 ", "w2 "))
         with pytest.raises(ZeroDivisionError):
             run_matlens(*command)

@@ -44,7 +44,7 @@ def test_what_cannot_be_explored_is_refused(commands: FfnCommands, tmp_path: Pat
     for options, message in (
         (["w1", "--out", tmp_path], "is a folder"),
         (["w1", "--out", tmp_path / "page.pdf"], ".html or .htm"),
-        (["w1", "--out", page, "--lens", tmp_path / "none"], "holds no finished lens"),
+        (["w1", "--out", page, "--lens", tmp_path / "none"], "must be a folder of lens"),
         (["w1", "--out", page, "--pin", "nobody"], "not in the model's vocabulary"),
         (["w1", "--out", page, "--read", "norm"], "norm"),
     ):

@@ -174,7 +174,7 @@ def test_files_that_change_under_a_catalogue_are_noticed(
     assert norm is not None
     assert torch.equal(ours_norm.weight, norm.weight)  # type: ignore[arg-type]
     assert loads
-    assert "made anew" in capsys.readouterr().err
+    assert "recomputed" in capsys.readouterr().err
 
 
 def test_a_damaged_entry_is_not_believed(
@@ -188,7 +188,7 @@ def test_a_damaged_entry_is_not_believed(
     forget_guard(monkeypatch, loads)
     model = matlens.load(folder, device="cpu")
     assert torch.equal(Catalogue(folder, device="cpu").values.layer(0), ValueVectors(model).layer(0))
-    assert "made anew" in capsys.readouterr().err
+    assert "recomputed" in capsys.readouterr().err
     assert loads == [folder]
     _ = Catalogue(folder, device="cpu").values
     assert loads == [folder]
@@ -209,7 +209,7 @@ def test_what_is_not_in_the_files_is_looked_for_once(
     for _ in range(2):
         assert torch.equal(Catalogue(folder, device="cpu").values.layer(1), expected.layer(1))
     assert len(tried) == 1
-    assert "made anew" not in capsys.readouterr().err
+    assert "recomputed" not in capsys.readouterr().err
     change_weights(folder, "lm_head.weight")  # another model
     _ = Catalogue(folder, device="cpu").values
     assert len(tried) == 2

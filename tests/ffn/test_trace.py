@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from breaking import break_off_at
 from conftest import (
     ARCHITECTURES,
     MASKED,
@@ -32,6 +33,7 @@ from matlens.ffn import trace as module
 from matlens.ffn.projection import Projection
 from matlens.ffn.trace import GROUPS, REFERENCES, Trace
 from matlens.ffn.values import ValueVectors
+from matlens.io.artifact import is_finished
 from matlens.models.layout import ModelLayout
 
 WIRINGS = (*ARCHITECTURES, "neox-sequential")
@@ -365,9 +367,9 @@ def test_on_disk_and_in_memory_are_one_and_a_finished_folder_is_only_opened(
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"k": 3}, "k: 4 there, 3 now"),
-        ({"seed": 1}, "seed: 0 there, 1 now"),
-        ({"part": 20}, "40 sentences there, 20 now"),
+        ({"k": 3}, "k: 4 in the folder, 3 now"),
+        ({"seed": 1}, "seed: 0 in the folder, 1 now"),
+        ({"part": 20}, "sentences: 40 in the folder, 20 now"),
     ],
 )
 def test_a_folder_of_another_job_is_refused_and_left_alone(
@@ -383,7 +385,7 @@ def test_a_folder_of_another_job_is_refused_and_left_alone(
     with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
         break_off_at(patch, 99 if finished else 2, after=True)
         Trace.run(model, examples, **options)
-    assert (tmp_path / "out" / "config.json").is_file() == finished
+    assert is_finished(tmp_path / "out") == finished
     before = contents(tmp_path / "out")
     given = {**options, **changed}
     other = examples.head(given.pop("part", len(examples)))
@@ -396,11 +398,11 @@ def test_what_is_no_trace_is_refused(
     llama: tuple[Any, Examples], small_model: Callable[[str], Any], tmp_path: Path
 ) -> None:
     collect(*llama, [0], folder=tmp_path / "vectors", progress=False)
-    with pytest.raises(InputError, match="Expected a folder that holds a trace"):
+    with pytest.raises(InputError, match="must be a folder of trace"):
         Trace.load(tmp_path / "vectors")
     with pytest.raises(InputError, match="belongs to another job"):
         Trace.run(*llama, k=K, folder=tmp_path / "vectors", progress=False)
-    with pytest.raises(InputError, match="holds no finished trace"):
+    with pytest.raises(InputError, match="must be a folder of trace"):
         Trace.load(tmp_path / "nothing")
     Trace.run(*llama, k=K, folder=tmp_path / "trace", progress=False)
     with pytest.raises(InputError, match="belongs to another job"):

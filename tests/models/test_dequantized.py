@@ -104,7 +104,7 @@ def test_damage_is_noticed_and_mended(source: Source, capsys: pytest.CaptureFixt
     weights.unlink()  # the model that is loaded still reads the old file
     weights.write_bytes(content)
     assert_same(source.kept(), plain)
-    assert "damaged and made anew" in capsys.readouterr().err
+    assert "damaged and recomputed" in capsys.readouterr().err
     assert len(source.dtypes) == 2
     source.kept()
     assert len(source.dtypes) == 2

@@ -19,6 +19,7 @@ from torch import Tensor
 import matlens
 from matlens import InputError, LinearMap, MapSet, Site, collect, make_examples
 from matlens.data.examples import Examples
+from matlens.io.artifact import is_finished
 from matlens.models import weights
 from matlens.models.hooks import intervening
 from matlens.models.layout import ModelLayout
@@ -252,33 +253,6 @@ def test_what_is_stored_is_what_would_be_kept(
     assert contents(tmp_path / "out") == before
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("batch", [0, 1, 3])
-def test_a_run_that_was_broken_off_goes_on_to_the_same_bytes(
-    batch: int,
-    after: bool,
-    job: tuple[Any, Examples, dict[str, Variant]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    total = len(list(job[1].up_to_positions().batches(BUDGET)))
-    with counting(job[0]) as whole:
-        run_variants(*job, folder=tmp_path / "whole", **OPTIONS)
-    with monkeypatch.context() as patch:
-        break_off_at(patch, batch, after=after)
-        with pytest.raises(KeyboardInterrupt):
-            run_variants(*job, folder=tmp_path / "broken", **OPTIONS)
-    assert not (tmp_path / "broken" / "config.json").exists()
-    with counting(job[0]) as rest:
-        final = run_variants(*job, folder=tmp_path / "broken", **OPTIONS)
-    assert contents(tmp_path / "broken") == contents(tmp_path / "whole")
-    assert all(torch.equal(final[key], vectors) for key, vectors in run_variants(*job, **OPTIONS).items())
-    # What was there was not run again.
-    left = total - batch - after
-    assert 0 < left <= total
-    assert rest == [count * left / total for count in whole]
-
-
 @pytest.mark.parametrize("finished", [True, False])
 @pytest.mark.parametrize(
     "other", ["fewer", "name", "told", "origin", "no origin", "examples", "model", "batch_tokens"]
@@ -296,7 +270,7 @@ def test_a_folder_of_another_job_is_refused_and_left_alone(
     with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
         break_off_at(patch, 99 if finished else 1, after=True)
         run_variants(model, examples, variants, **options)
-    assert (tmp_path / "out" / "config.json").is_file() == finished
+    assert is_finished(tmp_path / "out") == finished
     before = contents(tmp_path / "out")
     if other == "fewer":
         variants = {key: variants[key] for key in list(variants)[:2]}

@@ -44,10 +44,20 @@ def test_a_new_an_empty_and_an_own_folder_can_be_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "holds", "provenance", "message"),
     [
-        (TRAIN, "activations", {"data": {"seed": 1}, "positions": "drawn"}, r"data.seed: 1 there, 0 now"),
-        (TRAIN, "activations", {"data": {"seed": 0}, "positions": "all"}, "positions: all there, drawn now"),
-        (VALIDATION, "maps", {"data": {"seed": 0}}, "holds: maps there, activations now"),
-        (MAPS, "maps", {"ridge": 2.5}, r"ridge: 2.5 there, 0.0 now"),
+        (
+            TRAIN,
+            "activations",
+            {"data": {"seed": 1}, "positions": "drawn"},
+            r"data.seed: 1 in the folder, 0 now",
+        ),
+        (
+            TRAIN,
+            "activations",
+            {"data": {"seed": 0}, "positions": "all"},
+            "positions: all in the folder, drawn now",
+        ),
+        (VALIDATION, "maps", {"data": {"seed": 0}}, "holds: maps in the folder, activations now"),
+        (MAPS, "maps", {"ridge": 2.5}, r"ridge: 2.5 in the folder, 0.0 now"),
     ],
 )
 def test_another_job_is_told(

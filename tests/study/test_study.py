@@ -248,8 +248,8 @@ def test_stand_ins_are_fitted_once(study: Callable[..., Study], monkeypatch: pyt
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"seed": 1}, r"data\.seed: 0 there, 1 now"),
-        ({"n_train": N_TRAIN + 1}, rf"{N_TRAIN} sentences there, {N_TRAIN + 1} now"),
+        ({"seed": 1}, r"data\.seed: 0 in the folder, 1 now"),
+        ({"n_train": N_TRAIN + 1}, rf"sentences: {N_TRAIN} in the folder, {N_TRAIN + 1} now"),
         ({"n_validation": N_VALIDATION - 2}, "data.corpus_fingerprint|data.n"),
     ],
 )
@@ -463,6 +463,6 @@ def test_other_sizes_are_refused_before_the_model_is_loaded(
 
     _ = study(20, lambda: small_model("gpt2")).stream
     before = tree(tmp_path)
-    with pytest.raises(matlens.InputError, match=r"another job \(20 sentences there, 19 now\)"):
+    with pytest.raises(matlens.InputError, match=r"another job \(sentences: 20 in the folder, 19 now\)"):
         _ = study(19, lambda: pytest.fail("the model is loaded")).stream
     assert tree(tmp_path) == before
