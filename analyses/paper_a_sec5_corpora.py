@@ -40,12 +40,12 @@ def main(
         typer.Option(
             help="A sample is one drawn token of each training sentence (drawn), or any token (all)."
         ),
-    ] = PositionChoice.drawn,
+    ] = "drawn",
     every: Annotated[int, typer.Option(min=1, help="From every how many layers there are maps.")] = 1,
 ) -> None:
     """Fit on each corpus, test on each, print the means over layers and draw all layers."""
-    by_corpus = {study.corpus.name: replace(study, positions=positions.value) for study in studies}
-    if positions is not PositionChoice.drawn:  # beside what others have collected at drawn positions
+    by_corpus = {study.corpus.name: replace(study, positions=positions) for study in studies}
+    if positions != "drawn":  # beside what others have collected at drawn positions
         by_corpus = {name: replace(study, out=study.out / positions) for name, study in by_corpus.items()}
     shared = shared_sentences({name: study.parts for name, study in by_corpus.items()})
     samples = {name: study.stream[0] for name, study in by_corpus.items()}
@@ -57,7 +57,7 @@ def main(
     origin = {
         "studies": {name: origin_of(maps[name], validations[name]) for name in maps},
         "n_fitted": min(of_corpus.n_rows for of_corpus in samples.values()),
-        "positions": positions.value,
+        "positions": positions,
         "validation_sentences_fitted_on": shared,
     }
     few = len(by_corpus) <= _SIDE_BY_SIDE

@@ -25,7 +25,7 @@ from typing import Annotated
 import typer
 
 from matlens.activations import sink_counts
-from matlens.cli import Disk, LinkageChoice, LinkageOption, Memory, Report, run_study
+from matlens.cli import Disk, LinkageOption, Memory, Report, run_study
 from matlens.data import TokenFrequency
 from matlens.ffn import (
     MEMORY_GIB,
@@ -49,7 +49,7 @@ def main(
     study: Study,
     report: Report,
     clusters: Annotated[int, typer.Option(min=1, help="How many clusters.")] = N_CLUSTERS,
-    linkage: LinkageOption = LinkageChoice.average,
+    linkage: LinkageOption = "average",
     memory: Memory = MEMORY_GIB,
     disk: Disk = 0.0,
     threshold: Annotated[
@@ -62,7 +62,7 @@ def main(
 ) -> None:
     """Find the clusters of extreme sub-updates, what they promote, and when they are active."""
     trace, projection = study.trace(), Projection.from_model(study.model)
-    fitted = study.clusters(clusters, linkage=linkage.value, memory=memory, disk=disk)
+    fitted = study.clusters(clusters, linkage=linkage, memory=memory, disk=disk)
     frequency = TokenFrequency.from_corpus(study.corpus, study.model.tokenizer, len(projection.unembedding))
     confidence = prediction_confidence(study.model, trace.examples)
     of_each = Clusters.fit(study.values, len(study.values), progress=False)

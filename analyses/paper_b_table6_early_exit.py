@@ -25,7 +25,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from matlens.cli import Disk, Dominant, LinkageChoice, LinkageOption, Memory, Report, run_study
+from matlens.cli import Disk, Dominant, LinkageOption, Memory, Report, run_study
 from matlens.ffn import (
     EXIT_CLUSTERS,
     FEWEST_EVENTS,
@@ -54,7 +54,7 @@ def main(
         list[int] | None,
         typer.Option(min=1, help="Another number of clusters to read the rule by; give it once for each."),
     ] = None,
-    linkage: LinkageOption = LinkageChoice.average,
+    linkage: LinkageOption = "average",
     memory: Memory = MEMORY_GIB,
     disk: Disk = 0.0,
     splits: Annotated[int, typer.Option(min=1, help="Random splits that all is judged over.")] = 5,
@@ -72,8 +72,7 @@ def main(
     """Compare ways of leaving early, print what each saves and how often it is right, and draw it."""
     trace = study.trace(dominant)
     fitted, *more = (
-        study.clusters(n, linkage=linkage.value, memory=memory, disk=disk)
-        for n in (clusters, *(beside or ()))
+        study.clusters(n, linkage=linkage, memory=memory, disk=disk) for n in (clusters, *(beside or ()))
     )
     readings = compare_readings(trace, [fitted, *more], seed=study.seed)
     studied = {"model": study.values.identity.name, "corpus": trace.provenance.corpus}

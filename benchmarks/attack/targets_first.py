@@ -378,10 +378,4 @@ FIRST: list[Target] = [
     ),
     Target("study.read_results", {"folder": "path read"}, {"folder": lambda w: w.study_folder}),
     Target("study.slug", {"name": "text"}),
-    Target(
-        "study.Study.load",
-        {"model": "model", "corpus": "corpus", "out": "path written", "device": ""},
-        {"corpus": lambda w: w.corpus, "out": lambda w: w.fresh("study")},
-        takes={"out=a_folder_of_others": lambda _, study: (study.out / "other.txt").is_file()},
-    ),
 ]

@@ -111,13 +111,12 @@ PARTS: list[Target] = [
             "positions": "choice",
             "pairs": "choice",
             "train_tokens": "whole",
-            "batch_tokens": "whole",
         },
         {"shape": lambda _: studies.Shape(n_layers=3, d_model=32)},
         takes={"n_validation=0": lambda _, plan: plan.weights > 0},
     ),
     *[
-        Target(f"study.Plan.{name}", {"step": "text"}, {"step": lambda w: _plan(w).needs[0].step}, _plan)
+        Target(f"study.Plan.{name}", {"step": "text"}, {"step": lambda w: next(iter(_plan(w).needs))}, _plan)
         for name in ("__getitem__", "memory")
     ],
     Target(

@@ -12,9 +12,8 @@ from typing import Any, NoReturn
 import typer
 
 from matlens import parallel
-from matlens.cli.printing import report_errors, run_app
+from matlens.cli.printing import INTERRUPTED, report_errors
 
-_INTERRUPTED = 130
 _MAIN_FIRST = 2.0  # seconds
 
 
@@ -42,28 +41,14 @@ def start(app: typer.Typer, *, dividing: Sequence[str] = ()) -> NoReturn:
     app
         The commands.
     dividing
-        Names of those that divide their work among processes; all others are done by one of them.
-    """
-    if parallel.is_launched():
-        run_with_others(lambda: app(standalone_mode=False), dividing=dividing)
-    run_app(app)
-
-
-def run_with_others(run: Callable[[], Any], *, dividing: Sequence[str]) -> NoReturn:
-    """Run a command line in each of several processes, and end the process; only the main one prints.
-
-    Commands that do not divide their work are done by the main process alone.
-
-    Parameters
-    ----------
-    run
-        Runs the command, and gives its exit code.
-    dividing
-        Names of the commands that divide their work.
+        Names of those that divide their work over processes. All others are run by the main process alone.
     """
     divides = any(sys.argv[1 : 1 + len(name.split())] == name.split() for name in dividing)
 
-    def work() -> Any:
+    def run() -> Any:
+        return app(standalone_mode=False)
+
+    def run_with_others() -> Any:
         with parallel.distributed():
             code = None
             if parallel.is_main():
@@ -71,11 +56,11 @@ def run_with_others(run: Callable[[], Any], *, dividing: Sequence[str]) -> NoRet
                     code = run()
             elif divides:
                 code = _quietly(run)
-            if code == _INTERRUPTED:  # which the command line makes of it: the others have to know
+            if code == INTERRUPTED:  # which the command line makes of it: the others have to know
                 raise KeyboardInterrupt("interrupted")
             return code
 
-    report_errors(work)
+    report_errors(run_with_others if parallel.is_launched() else run)
     sys.exit(0)
 
 

@@ -2,50 +2,56 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from matlens.cli.distributed import on_main
-from matlens.cli.expected import print_expected
-from matlens.cli.groups import CorpusOptions, ModelOptions, grouped, sizes_of
-from matlens.cli.lens_report import Layers, Prompts, numbered, report
-from matlens.cli.options import BatchTokens, Out, Seed, Train, Val, folder_of
-from matlens.cli.printing import print_line, print_table
-from matlens.errors import InputError
-from matlens.io.files import check_file_name, check_writable, system_errors
-from matlens.io.numbers import number_text
+from matlens.cli.options import (
+    REPORT_TRAIN,
+    REPORT_VAL,
+    BatchTokens,
+    CorpusOptions,
+    ModelOptions,
+    Out,
+    Prompt,
+    ReportTrain,
+    ReportVal,
+    Seed,
+    Train,
+    Val,
+    command,
+    folder_of,
+    listed,
+    numbered,
+)
+from matlens.cli.printing import (
+    print_expected,
+    print_figures,
+    print_frame,
+    print_line,
+    print_members,
+    print_table,
+)
+from matlens.io.files import system_errors
 
 _SUMS = 6  # operations per token, layer and squared width that the sums of a closed form take
+_READS = 60  # operations per vector, token of the vocabulary and dimension that a lens is judged with
 
 if TYPE_CHECKING:
     from matlens.data.corpus import Corpus
     from matlens.lens.lens import Lens
 
 app = typer.Typer(help="What every layer of a model predicts, read through a lens.", no_args_is_help=True)
-app.command()(report)
-
-
-class ColourChoice(StrEnum):
-    """What colours the cells of a trajectory."""
-
-    probability = "probability"
-    kl = "kl"
-    rank = "rank"
-    entropy = "entropy"
-
-
-class LensPositions(StrEnum):
-    """Which tokens of a sentence a lens is fitted on."""
-
-    all = "all"
-    drawn = "drawn"
-
-
-Prompt = Annotated[
-    str, typer.Argument(help="A text; for masked-LM models with one mask in it.", show_default=False)
+Layers = Annotated[
+    str | None,
+    typer.Option(
+        "--layers", help="Layers with a comma between.", show_default="five, evenly spread; of lens fit, all"
+    ),
+]
+Prompts = Annotated[
+    int, typer.Option("--prompts", min=2, help="Sentences that Jacobians are taken on, the longest.")
 ]
 LensFolder = Annotated[
     str,
@@ -63,8 +69,7 @@ def _fit_operations(model: Any, part: Corpus, names: list[str]) -> float:
     return n_tokens * (2 * shape.n_parameters + _SUMS * closed * shape.n_layers * shape.d_model**2)
 
 
-@app.command()
-@grouped
+@command(app)
 def fit(
     model: ModelOptions,
     corpus: CorpusOptions,
@@ -82,8 +87,8 @@ def fit(
     val: Val = None,
     seed: Seed = 0,
     positions: Annotated[
-        LensPositions, typer.Option(help="Every token of a sentence, or one that is drawn.")
-    ] = LensPositions.all,
+        Literal["all", "drawn"], typer.Option(help="Every token of a sentence, or one that is drawn.")
+    ] = "all",
     layers: Layers = None,
     rows: Annotated[
         Path | None,
@@ -101,12 +106,10 @@ def fit(
 
     Of the corpus, the validation sentences are left for judging: they are those of the other commands.
     """
-    from matlens.lens.trained import check_method_names, check_rows_folder
-    from matlens.study.sizes import fitting_sizes
+    from matlens.lens.trained import check_method_names
     from matlens.study.study import slug
 
     names = check_method_names(method)  # before the work, not after it
-    check_rows_folder(names, rows)
     wanted_layers = numbered(layers)
     folders = {name: out if len(names) == 1 else out / slug(name) for name in names}
     from matlens.lens.files import check_lens_folder
@@ -114,18 +117,13 @@ def fit(
     for name, folder in folders.items():
         check_lens_folder(folder, name)
     model.check()
-    sentences = corpus.load()
-    wanted = sizes_of(train, val)
-    n_train, n_validation = fitting_sizes(
-        len(sentences), wanted["n_train"], wanted["n_validation"], wanted["adjustable"]
-    )
-    part, _ = sentences.split(n_train=n_train, n_validation=n_validation, seed=seed)
+    part, _ = corpus.parts(train, val, seed)
     bridge = model.load()
     print_expected(bridge, _fit_operations(bridge, part, names), "--train, --positions drawn")
     from matlens.lens.lens import Lens
 
     lenses = Lens.fit(
-        bridge, part, method=names, positions=positions.value, layers=wanted_layers, seed=seed,
+        bridge, part, method=names, positions=positions, layers=wanted_layers, seed=seed,
         batch_tokens=batch_tokens, n_prompts=prompts, folder=rows,
     )  # fmt: skip
     with on_main("lenses") as is_main:
@@ -137,8 +135,86 @@ def fit(
             print_line(f"{name}: {lens.n_numbers:,} numbers{samples}, in {folder}")
 
 
-@app.command()
-@grouped
+def _report_operations(model: Any, parts: tuple[Corpus, Corpus], names: list[str] | None) -> float:
+    """About how many floating-point operations a report takes without what is trained for minutes."""
+    from matlens.lens.members import default_methods
+    from matlens.study.plan import CHARACTERS, Shape
+
+    shape, n_lenses = Shape.from_model(model), len(default_methods(model) if names is None else names)
+    n_tokens = sum(len(text) for part in parts for text in part.sentences) / CHARACTERS
+    read = n_lenses * len(parts[1]) * shape.d_vocab * shape.d_model
+    return 2 * shape.n_parameters * n_tokens + _READS * read
+
+
+@command(app)
+def report(
+    model: ModelOptions,
+    corpus: CorpusOptions,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            "--methods",
+            help="Lenses with a comma between: closed forms such as mat, affine, ridge-identity, weighted or "
+            "normed+affine, and id, scaled, polished, tuned and jacobian. The last two take minutes a layer.",
+            show_default="all but tuned and jacobian",
+        ),
+    ] = None,
+    layers: Layers = None,
+    against: Annotated[
+        str | None,
+        typer.Option("--against", help="The lens that others are compared with.", show_default="mat"),
+    ] = None,
+    prompts: Prompts = 30,
+    longest: Annotated[
+        int, typer.Option("--longest", min=1, help="Tokens that such a sentence is cut to.")
+    ] = 128,
+    evaluations: Annotated[
+        Path | None,
+        typer.Option(
+            "--evaluations",
+            help="Folder with lens-eval-multihop.json and the like, of data/evaluations of the repository "
+            "anthropics/jacobian-lens.",
+        ),
+    ] = None,
+    train: ReportTrain = None,
+    val: ReportVal = None,
+    seed: Seed = 0,
+    out: Out = Path("out"),
+) -> None:
+    """Fit lenses on the same tokens, judge all on the same others, and say what each cost."""
+    names, wanted = listed(methods), numbered(layers)
+    model.check()
+    from matlens import plots
+    from matlens.io.tables import write_results
+    from matlens.lens.comparison import compare_lenses
+    from matlens.lens.evaluations import read_evaluations
+
+    parts = corpus.parts(train, val, seed, default_train=REPORT_TRAIN, default_val=REPORT_VAL)
+    sets = None if evaluations is None else read_evaluations(evaluations)
+    bridge = model.load()
+    print_expected(
+        bridge, _report_operations(bridge, parts, names), "--train, --val; tuned and jacobian add more"
+    )
+    comparison = compare_lenses(
+        bridge, parts, out, methods=names, layers=wanted, against=against, n_prompts=prompts,
+        longest=longest, evaluations=sets, seed=seed,
+    )  # fmt: skip
+    tables = {
+        "lens_report": (comparison.report, plots.lens_measures),
+        "lens_exits": (comparison.exits, None),
+        "lens_cosines": (comparison.cosines, plots.lens_cosines),
+        "lens_evaluations": (comparison.evaluations, None),
+    }
+    for name, (table, draw) in tables.items():
+        if table is not None:
+            write_results(out, name, table, comparison.origin)
+            print_line(out / f"{name}.csv")
+            if draw is not None:
+                print_figures(plots.save(draw(table), out, name))
+    print_members(comparison.report, comparison.exits)
+
+
+@command(app)
 def show(
     prompt: Prompt,
     model: ModelOptions,
@@ -158,8 +234,7 @@ def show(
     print_table(prompt, ("layer", *map(visible, trajectory.tokens[first:])), rows)
 
 
-@app.command()
-@grouped
+@command(app)
 def trajectory(
     prompt: Prompt,
     model: ModelOptions,
@@ -172,49 +247,40 @@ def trajectory(
         Path | None, typer.Option(help="Draw a cell for each token and layer: .png or .pdf.")
     ] = None,
     csv: Annotated[Path | None, typer.Option(help="Write a row for each token, layer and --token.")] = None,
-    colour: Annotated[ColourChoice, typer.Option(help="What colours the cells.")] = ColourChoice.probability,
+    colour: Annotated[
+        Literal["probability", "kl", "rank", "entropy"], typer.Option(help="What colours the cells.")
+    ] = "probability",
 ) -> None:
     """Follow the prediction after the prompt through the layers, and draw all tokens and layers."""
     from matlens.models.vocabulary import visible
 
-    for path in filter(None, (csv, plot)):  # before the work, not after it
-        check_file_name(path)
-    if plot is not None:
-        from matlens.plots.style import check_figure_name
-
-        check_figure_name(plot)
     read = _lens(model, lens).trajectory(prompt)
     words = list(token or ())
-    table = read.to_dataframe(words)
     place = read.place
-    ranks = [read.rank(word)[:, place].tolist() for word in words]
-    here = read.to_dataframe().query("position == @place")
-    numbers = ("probability", "entropy", "kl")
-    rows = [
-        (
-            row["layer"], visible(row["predicted"]), *(number_text(row[name]) for name in numbers),
-            row["rank"], *(of_word[i] for of_word in ranks),
-        )
-        for i, row in enumerate(here.to_dict("records"))
-    ]  # fmt: skip
-    answers = (f"rank of {word.strip()}" for word in words)
-    heads = ("layer", "predicted", "probability", "entropy", "KL", "rank of the last", *answers)
-    print_table(f"{prompt}\nAt token {place}, '{visible(read.tokens[place])}'", heads, rows)
+    last = read.to_dataframe().query("position == @place")
+    ranks = {word: read.rank(word)[:, place].tolist() for word in words}
+    print_frame(
+        f"{prompt}\nAt token {place}, '{visible(read.tokens[place])}'",
+        last.assign(predicted=last["predicted"].map(visible), **ranks),
+        {
+            "layer": "layer", "predicted": "predicted", "probability": "probability", "entropy": "entropy",
+            "kl": "KL", "rank": "rank of the last", **{word: f"rank of {word.strip()}" for word in words},
+        },
+    )  # fmt: skip
     if csv is not None:
         from matlens.io.files import write_text
         from matlens.io.tables import csv_text
 
         with system_errors(csv):
             csv.parent.mkdir(parents=True, exist_ok=True)
-            write_text(csv, csv_text(table))
+            write_text(csv, csv_text(read.to_dataframe(words)))
         print_line(f"Table in {csv}.")
     if plot is not None:
-        read.plot(plot, colour=colour.value)
+        read.plot(plot, colour=colour)
         print_line(f"Figure in {plot}.")
 
 
-@app.command()
-@grouped
+@command(app)
 def convert(
     source: Annotated[
         Path,
@@ -236,13 +302,6 @@ def convert(
     model: ModelOptions,
 ) -> None:
     """Turn a lens of TransformerLens or tuned-lens into a folder of matlens, or a folder into their file."""
-    with system_errors(source):
-        if not source.exists():
-            raise InputError(f"There is no {source}. Expected a folder of a lens, or a .pt file.")
-    if target.suffix == ".pt":
-        check_file_name(target)
-    else:
-        check_writable(target)
     bridge = model.load()
     from matlens.lens.lens import Lens
 
@@ -264,8 +323,7 @@ Repository = Annotated[
 ]
 
 
-@app.command()
-@grouped
+@command(app)
 def push(
     source: Annotated[Path, typer.Argument(help="A folder of 'matlens lens fit'.", show_default=False)],
     repository: Repository,
@@ -299,8 +357,7 @@ def push(
     print_line(f"{lens.method}, {len(lens.layers)} layers, in {repository} at {commit}")
 
 
-@app.command()
-@grouped
+@command(app)
 def pull(
     repository: Repository,
     out: Out,
@@ -322,9 +379,7 @@ def pull(
 
 def _lens(model: ModelOptions, folder: str) -> Lens:
     """The lens that is asked for, on its model."""
-    if folder != "id" and not Path(folder).is_dir():
-        raise InputError(f"There is no folder {folder}. Expected one of 'matlens lens fit', or id.")
-    bridge: Any = model.load()
+    bridge = model.load()
     from matlens.lens.lens import Lens
 
     return Lens.identity(bridge) if folder == "id" else Lens.load(folder, bridge)

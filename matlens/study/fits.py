@@ -10,7 +10,7 @@ import torch
 from matlens import parallel
 from matlens.activations.activations import Activations
 from matlens.activations.stored_moments import StoredMoments
-from matlens.errors import NonNegative, check_number, checked
+from matlens.errors import NonNegative, checked
 from matlens.linear.fitting import fit_samples, fitting_bar
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
@@ -19,7 +19,7 @@ from matlens.linear.samples import NoisyFit, are_few, warn_of_noise
 from matlens.linear.sums import solve_pairs
 from matlens.numerics.precision import in_float64
 from matlens.study.output import MAPS, MOMENTS, TRAIN, has_moments
-from matlens.study.room import check_room_for_fit, check_room_to_solve
+from matlens.study.plan import check_fit, check_solve
 
 
 @checked
@@ -55,7 +55,7 @@ def fit_maps(
     def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
         if not missing:
             return ()
-        check_room_for_fit(train.n_rows, train.provenance.identity, missing)
+        check_fit(train.n_rows, train.provenance.identity.d_model, missing)
         maps = fit_samples(train, missing, intercept=intercept, ridge=ridge)
         return fitting_bar(maps, len(missing), progress=progress)
 
@@ -105,7 +105,7 @@ def fit_moments(
         if not parallel.is_main():
             return iter(())
         if missing:
-            check_room_to_solve(moments, missing)
+            check_solve(moments, missing)
             n, width = moments.n_samples, moments.provenance.identity.d_model
             if not penalty and are_few(n, width):  # of moments alone no sample can be left out
                 warn_of_noise([NoisyFit("maps", n, width)], 1)
@@ -124,7 +124,7 @@ def chosen_ridge(
 ) -> float:
     """The penalty of `fit_maps` for maps that are fitted on ``n_fitted`` of some samples, by default all."""
     if ridge is not None:
-        return check_number(ridge, "The ridge", min=0)
+        return ridge
     few = are_few(samples.n_rows if n_fitted is None else n_fitted, samples.provenance.identity.d_model)
     return typical_penalty(samples, dict.fromkeys(source for source, _ in pairs)) if few else 0.0
 

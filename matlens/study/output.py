@@ -64,18 +64,6 @@ def check_output(out: Path, known: Mapping[str, Mapping[str, Any]]) -> None:
         Artifact.check_possible(out / name, _HOLDS[name], {"provenance": provenance})
 
 
-def check_shard_folder(out: Path, provenance: Mapping[str, Any]) -> None:
-    """Refuse a folder that cannot be written, or that holds something else than moments of such samples.
-
-    Raises
-    ------
-    InputError
-        Something there is in the way.
-    """
-    check_writable(out)
-    Artifact.check_possible(out, _HOLDS[MOMENTS], {"provenance": provenance})
-
-
 def has_moments(folder: Path) -> bool:
     """Whether the training part of a study is there as moments, and not as vectors."""
     return is_finished(folder / MOMENTS) and not (folder / TRAIN).is_dir()

@@ -1,4 +1,4 @@
-"""What a study takes before it runs: memory, disk and operations of each step, and what has room for it.
+"""What a study takes in memory, on disk and in operations, and whether there is room for it.
 
 Everything follows from the model's shape and from counts: no weights are loaded. Files are planned to the
 byte of their numbers; the memory of fits is that of the arrays that they hold at their peak.
@@ -6,12 +6,23 @@ byte of their numbers; the memory of fits is that of the arrays that they hold a
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from matlens.errors import InputError, PositiveInt, check_choice, check_int, checked
+from matlens import parallel
+from matlens.activations.activations import Positions
+from matlens.activations.stored_moments import StoredMoments
+from matlens.errors import Between, InputError, check_choice, check_int, checked
+from matlens.io.artifact import is_finished
+from matlens.io.files import nearest_existing, system_errors
 from matlens.io.rows import Column, file_bytes
 from matlens.linear.needs import (
+    PairsToFit,
+    Widths,
     collected_fit_bytes,
     moments_bytes,
     stored_fit_bytes,
@@ -19,6 +30,7 @@ from matlens.linear.needs import (
     streamed_fit_bytes,
     written_moments_bytes,
 )
+from matlens.linear.pairs import by_source
 from matlens.linear.samples import are_few
 from matlens.models.images import is_visual
 from matlens.models.layout import ModelLayout
@@ -26,19 +38,19 @@ from matlens.models.layout import ModelLayout
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-PAIRS = ("last", "all")
-PositionsToPlan = Literal["drawn", "all"]
-PairsToPlan = Literal["last", "all"]
+Part = Literal["train", "validation"]
+Size = Annotated[int, Between(1, 10**8)]  # of a shape
+Count = Annotated[int, Between(1, 2**40)]  # of sentences
+CountOrNone = Annotated[int, Between(0, 2**50)]
 
-BATCH_TOKENS = 2048  # of a batch on a processor
-SENTENCE = 30  # tokens, where nobody says how long sentences are
-_MOST = 2**40
 CHARACTERS = 4  # of a token of English, about
-_LAYERS, _WIDTH, _VOCABULARY = 10**4, 10**6, 10**8  # more than any model has
+_BATCH_TOKENS = 2048  # of a batch on a processor
+_SENTENCE = 30  # tokens, where nobody says how long sentences are
 _ROWS = 256  # distributions that are held together while maps are evaluated
 _SCREENED = 1 << 24  # logits that a trace looks at together
 _DOMINANT = 10
 _TOP = 30
+_CONTROL_GROUPS, _OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 @checked
@@ -49,26 +61,21 @@ class Shape:
     Attributes
     ----------
     n_layers, d_model, d_mlp, d_vocab
-        ``L``, the width of the stream, the coefficients of an FFN, and the tokens.
+        ``L``, the width of the residual stream, of the FFNs (by default ``4 * d_model``), and the tokens.
     n_parameters
-        Numbers in all weights; by default those of plain blocks of these sizes.
+        By default those of plain blocks of these sizes.
     parameter_bytes
-        Bytes of a number, as the model runs.
+        Bytes of a parameter, as the model runs.
     """
 
-    n_layers: int
-    d_model: int
-    d_mlp: int = 0
-    d_vocab: int = 50_000
-    n_parameters: int = 0
-    parameter_bytes: int = 4
+    n_layers: Size
+    d_model: Size
+    d_mlp: CountOrNone = 0
+    d_vocab: Size = 50_000
+    n_parameters: CountOrNone = 0
+    parameter_bytes: Annotated[int, Between(1, 8)] = 4
 
     def __post_init__(self) -> None:
-        limits = {"n_layers": _LAYERS, "d_model": _WIDTH, "d_mlp": 10 * _WIDTH, "d_vocab": _VOCABULARY}
-        for name, most in limits.items():
-            check_int(getattr(self, name), name, min=0 if name == "d_mlp" else 1, max=most)
-        check_int(self.n_parameters, "n_parameters", min=0, max=_MOST * 1000)
-        check_int(self.parameter_bytes, "parameter_bytes", min=1, max=8)
         if not self.d_mlp:
             object.__setattr__(self, "d_mlp", 4 * self.d_model)
         if not self.n_parameters:
@@ -96,13 +103,7 @@ class Shape:
         parameter_bytes: int = 4,
         trust_remote_code: bool = False,
     ) -> Shape:
-        """The shape that the configuration of a model says, without its weights.
-
-        Raises
-        ------
-        InputError
-            There is no such model, or its configuration cannot be read or names no layers and no width.
-        """
+        """The shape that a model's configuration says, without its weights."""
         from matlens.models.sizes import read_sizes
 
         said: Any = read_sizes(name, revision=revision, trust_remote_code=trust_remote_code)
@@ -115,53 +116,45 @@ class Shape:
         return cls(**said, parameter_bytes=parameter_bytes)
 
 
-@checked
 @dataclass(frozen=True)
 class Need:
     """What a step takes.
 
     Attributes
     ----------
-    step
-        What is done, in words.
     memory
-        Bytes that it holds at its peak besides the model's weights, those of the arrays that count.
+        Bytes of its largest arrays at the peak, without the model's weights.
     disk
-        Bytes that it writes at most; what a killed run goes on from, and is removed in the end, with it.
+        Bytes that it writes at most, with the state that a killed run resumes from.
     operations
-        Floating-point operations, a multiplication and an addition being two.
+        Floating-point operations; a multiplication and an addition are two.
     """
 
-    step: str
     memory: int
     disk: int
     operations: int
 
 
-@checked
 @dataclass(frozen=True)
 class Plan:
-    """The steps of a study, in the order in which they run.
+    """The steps of a study by name, in the order in which they run.
 
     Attributes
     ----------
     shape
         The model.
     needs
-        One for each step; the model itself is the first.
+        What each step takes; the model itself is the first.
     moments
-        Bytes of the moments of all layers, which a fit keeps while vectors pass by.
+        Bytes of the sufficient statistics of all layers, which a fit accumulates while streaming.
     """
 
     shape: Shape
-    needs: tuple[Need, ...]
+    needs: dict[str, Need]
     moments: int
 
     def __getitem__(self, step: str) -> Need:
-        for need in self.needs:
-            if isinstance(step, str) and need.step == step:
-                return need
-        raise KeyError(f"There is no step {step!r}; there are {', '.join(need.step for need in self.needs)}")
+        return self.needs[check_choice(step, self.needs, "step")]
 
     @property
     def weights(self) -> int:
@@ -169,50 +162,37 @@ class Plan:
         return self.shape.n_parameters * self.shape.parameter_bytes
 
     def memory(self, step: str) -> int:
-        """Bytes at the peak of a step, with the model where the step runs it.
-
-        Raises
-        ------
-        InputError
-            There is no such step.
-        """
-        check_choice(step, [need.step for need in self.needs], "step")
+        """Bytes at the peak of a step, with the weights where the step runs the model."""
         without = step == "load the model" or step.startswith("fit from ")
         return self[step].memory + self.weights * (not without)
 
     @property
     def job(self) -> tuple[int, int]:
         """Most memory of collecting and fitting as ``matlens run`` does both, and the disk that they fill."""
-        steps = [need for need in self.needs if need.step == "collect" or need.step.startswith("fit from ")]
-        return max(self.memory(need.step) for need in steps), sum(need.disk for need in steps)
+        steps = [step for step in self.needs if step == "collect" or step.startswith("fit from ")]
+        return max(map(self.memory, steps)), sum(self.needs[step].disk for step in steps)
 
 
 @checked
 def plan_study(
     shape: Shape,
-    n_train: int,
-    n_validation: int = 0,
+    n_train: Count,
+    n_validation: CountOrNone = 0,
     *,
-    positions: PositionsToPlan = "drawn",
-    pairs: PairsToPlan = "all",
+    positions: Positions = "drawn",
+    pairs: PairsToFit = "all",
     train_tokens: int | None = None,
     intercept: bool = False,
     keep_rows: bool = False,
-    batch_tokens: PositiveInt = BATCH_TOKENS,
 ) -> Plan:
     """Say what each step of a study takes.
 
-    Maps are fitted on vectors that were collected or, at all positions, on moments that were kept while the
-    vectors passed by.
-
     Parameters
     ----------
-    shape
-        The model.
     n_train, n_validation
         Sentences that maps are fitted on, and those that they are evaluated on.
     positions
-        Whether maps are fitted on one drawn token of each training sentence or on all.
+        Whether maps are fitted on one sampled token of each training sentence or on all.
     pairs
         Maps onto the last layer, or between all.
     train_tokens
@@ -221,95 +201,69 @@ def plan_study(
         Whether a bias is fitted.
     keep_rows
         Whether the vectors of all positions are collected, as with ``--keep-rows``.
-    batch_tokens
-        Most tokens in a batch.
-
-    Raises
-    ------
-    InputError
-        A number is not one of these things.
     """
-    n_train = check_int(n_train, "The number of training sentences", min=1, max=_MOST)
-    n_validation = check_int(n_validation, "The number of validation sentences", min=0, max=_MOST)
-    check_choice(positions, ("drawn", "all"), "positions")
-    check_choice(pairs, PAIRS, "pairs")
-    batch_tokens = check_int(batch_tokens, "batch_tokens", min=1, max=_MOST)
-    tokens = SENTENCE * n_train if train_tokens is None else train_tokens
-    tokens = check_int(tokens, "train_tokens", min=n_train, max=_MOST * 1000)
+    tokens = _SENTENCE * n_train if train_tokens is None else train_tokens
+    check_int(tokens, "train_tokens", min=n_train, max=2**50)
     n_rows = n_train if positions == "drawn" else tokens
-    length = max(tokens // n_train, 1)
-    run = tokens if positions == "all" else tokens // 2 + n_train  # up to the drawn token
+    length = tokens // n_train
+    run = tokens if positions == "all" else tokens // 2 + n_train  # up to the sampled token
     validated = n_validation * (length // 2 + 1)
-    rows_of_batch = min(n_rows, batch_tokens if positions == "all" else max(2 * batch_tokens // length, 1))
-    n_layers, d, d_mlp = shape.n_layers, shape.d_model, shape.d_mlp
+    rows_of_batch = min(n_rows, _BATCH_TOKENS if positions == "all" else max(2 * _BATCH_TOKENS // length, 1))
+    n_layers, d, d_mlp, d_vocab = shape.n_layers, shape.d_model, shape.d_mlp, shape.d_vocab
     n_pairs = n_layers if pairs == "last" else n_layers * (n_layers + 1) // 2
-    of_block = max(shape.n_parameters - shape.d_vocab * d, 0)
-    of_pass = 4 * batch_tokens * (8 * d + 3 * d_mlp)
+    of_block = max(shape.n_parameters - d_vocab * d, 0)
+    of_pass = 4 * _BATCH_TOKENS * (8 * d + 3 * d_mlp)
     sources = stream_widths(n_layers, d, pairs)
-    most_targets = max(d_out for _, d_out in sources) // d
-    summing, solving = _fit_operations(n_rows, n_layers, d, n_pairs)
+    # Each source is factorised, with its Q, and the targets are multiplied by it; the triangle is solved.
+    summing = n_layers * (4 * n_rows * d**2) + n_pairs * (2 * n_rows * d**2)
+    solving = n_pairs * d**3
     validation = (n_validation, length * n_validation, n_validation)
     on_validation = collected_bytes(shape, *validation) if n_validation else 0
-    on_train = collected_bytes(shape, n_rows, tokens, n_train)
     passing, maps = 2 * of_block * (run + validated), 4 * n_pairs * d * (d + intercept)
     collecting = of_pass + 8 * (n_layers + 1) * rows_of_batch * d
 
     def streamed(*, written: bool) -> int:
         return streamed_fit_bytes(n_rows, sources, of_sample=(n_layers + 1) * d, widest=d, written=written)
 
-    fits: tuple[Need, ...]
+    needs = {"load the model": Need(shape.n_parameters * shape.parameter_bytes, 0, 0)}
     if positions == "all" and not keep_rows:
-        # A state to go on from lies beside the one before, and the last one beside what comes of it.
+        # A state to resume from lies next to the one before, and the last one next to what comes of it.
         moments = 2 * written_moments_bytes(n_rows, sources, norms=are_few(n_rows, d))
-        fits = (
-            Need("collect", collecting + streamed(written=True), on_validation + moments, passing + summing),
-            Need("fit from moments", stored_fit_bytes(sources, n_rows=n_rows), maps, solving),
-        )
+        memory = collecting + streamed(written=True)
+        needs["collect"] = Need(memory, on_validation + moments, passing + summing)
+        needs["fit from moments"] = Need(stored_fit_bytes(sources, n_rows=n_rows), maps, solving)
     else:
+        on_train = collected_bytes(shape, n_rows, tokens, n_train)
+        needs["collect"] = Need(collecting, on_train + on_validation, passing)
+        most_targets = max(d_out for _, d_out in sources) // d
         of_rows = collected_fit_bytes(n_rows, d, n_sites=n_layers + 1, most_targets=most_targets)
-        fits = (
-            Need("collect", collecting, on_train + on_validation, passing),
-            Need("fit from collected vectors", of_rows, maps, summing + solving),
-            Need(
-                "fit while vectors pass by",
-                collecting + streamed(written=False),
-                maps,
-                2 * of_block * run + summing + solving,
-            ),
+        needs["fit from collected vectors"] = Need(of_rows, maps, summing + solving)
+        needs["fit while vectors pass by"] = Need(
+            collecting + streamed(written=False), maps, 2 * of_block * run + summing + solving
         )
-    read = n_layers * n_validation * 2 * shape.d_vocab * d  # of all maps onto the last layer, and identities
-    return Plan(shape, (
-        Need("load the model", shape.n_parameters * shape.parameter_bytes, 0, 0),
-        *fits,
-        Need(
-            "evaluate", 4 * _ROWS * shape.d_vocab * 4 + 8 * n_validation * d, 0,
-            2 * n_pairs * n_validation * d * d + 2 * read,
-        ),
-        Need(
-            "trace updates", of_pass + 4 * min(_SCREENED, n_validation * shape.d_vocab)
-            + 8 * rows_of_batch * n_layers * (2 * d + d_mlp) + 2 * shape.d_vocab * d,
-            trace_bytes(shape, n_validation), 2 * of_block * validated + 4 * read // 2,
-        ),
-        Need(
-            f"top {_TOP} tokens of all value vectors", 4 * d_mlp * _TOP * 2 + 4 * _ROWS * shape.d_vocab,
-            0, 2 * n_layers * d_mlp * d * shape.d_vocab,
-        ),
-    ), sum(moments_bytes(*widths) for widths in sources))  # fmt: skip
+    read = n_layers * n_validation * 2 * d_vocab * d  # of all maps onto the last layer, and identities
+    needs["evaluate"] = Need(
+        4 * _ROWS * d_vocab * 4 + 8 * n_validation * d, 0, 2 * n_pairs * n_validation * d * d + 2 * read
+    )
+    tracing = of_pass + 4 * min(_SCREENED, n_validation * d_vocab) + 2 * d_vocab * d
+    needs["trace updates"] = Need(
+        tracing + 8 * rows_of_batch * n_layers * (2 * d + d_mlp),
+        trace_bytes(shape, n_validation),
+        2 * of_block * validated + 2 * read,
+    )
+    needs[f"top {_TOP} tokens of all value vectors"] = Need(
+        4 * d_mlp * _TOP * 2 + 4 * _ROWS * d_vocab, 0, 2 * n_layers * d_mlp * d * d_vocab
+    )
+    return Plan(shape, needs, sum(moments_bytes(*widths) for widths in sources))
 
 
-@checked
-def collected_bytes(shape: Shape, n_rows: int, n_tokens: int, n_positions: int) -> int:
-    """Bytes of the arrays in a folder of collected vectors: a row for each site, tokens and positions.
-
-    The few thousand bytes of ``config.json`` come on top.
-    """
-    n_sentences = n_positions
+def collected_bytes(shape: Shape, n_rows: int, n_tokens: int, n_sentences: int) -> int:
+    """Bytes of the arrays in a folder of collected vectors: a row for each site, tokens and positions."""
     columns = (shape.n_layers + 1) * file_bytes(n_rows, Column(shape.d_model))
-    integers = (n_tokens, n_sentences + 1, n_positions, n_positions)
+    integers = (n_tokens, n_sentences + 1, n_sentences, n_sentences)
     return columns + sum(128 + 8 * n for n in integers)
 
 
-@checked
 def trace_bytes(shape: Shape, n_rows: int, k: int = _DOMINANT) -> int:
     """Bytes of the columns of a trace with ``k`` dominant and random sub-updates."""
     narrow = [Column(shape.n_layers, "int32")] * 3 + [Column(shape.n_layers)] * 2
@@ -317,6 +271,147 @@ def trace_bytes(shape: Shape, n_rows: int, k: int = _DOMINANT) -> int:
     return sum(file_bytes(n_rows, column) for column in (*narrow, *wide))
 
 
-def _fit_operations(n: int, n_layers: int, width: int, n_pairs: int) -> tuple[int, int]:
-    """Each source is factorised, with its Q, and the targets are multiplied by it; the triangle is solved."""
-    return n_layers * (4 * n * width**2) + n_pairs * (2 * n * width**2), n_pairs * width**3
+def format_bytes(n_bytes: int) -> str:
+    """Bytes in the largest unit, in powers of ten."""
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if n_bytes >= size:
+            return f"{n_bytes / size:{'.3g' if n_bytes < 1000 * size else ',.0f'}} {unit}"
+    return f"{n_bytes} bytes"
+
+
+def fitting_sizes(
+    n: int, n_train: int, n_validation: int, adjustable: Collection[Part] = ("train", "validation")
+) -> tuple[int, int]:
+    """Sizes of the two parts of a corpus of ``n`` sentences, smaller than asked for where it is too small.
+
+    Both sizes that are ``adjustable`` shrink in proportion, one alone to what the other leaves. Where nothing
+    can be done, the sizes are those that were asked for.
+    """
+    smaller = n_train, n_validation
+    if n_train + n_validation > n:
+        if {"train", "validation"} <= set(adjustable):
+            share = n / (n_train + n_validation)
+            smaller = int(n_train * share), int(n_validation * share)
+        elif "train" in adjustable:
+            smaller = n - n_validation, n_validation
+        elif "validation" in adjustable:
+            smaller = n_train, n - n_train
+    return smaller if smaller[0] >= 1 and smaller[1] >= 2 else (n_train, n_validation)
+
+
+# What is free, and whether it is enough
+
+
+def free_memory() -> int | None:
+    """Bytes that Linux says are available and that the process's control groups leave; None where unknown."""
+    free = []
+    with contextlib.suppress(OSError):
+        facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free.append(1024 * int(facts["MemAvailable"].split()[0]))
+    with contextlib.suppress(OSError):
+        group = _CONTROL_GROUPS / _OWN_GROUP.read_text().rpartition("::")[2].strip().lstrip("/")
+        for folder in (group, *group.parents):
+            with contextlib.suppress(OSError, ValueError):  # no such group here, or no limit
+                limit, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
+                counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                cached = int(counts["inactive_file"]) + int(counts["active_file"])  # goes when needed
+                free.append(limit - used + cached)
+    return max(min(free), 0) if free else None
+
+
+def free_disk(folder: Path) -> int:
+    """Bytes that are free on the disk of a folder, or of where it would be."""
+    with system_errors(folder):
+        return shutil.disk_usage(nearest_existing(folder)).free
+
+
+def check_memory(needed: int, work: str, advice: str) -> None:
+    """Raise InputError if some work needs more memory than is free."""
+    free = free_memory()
+    if free is not None and needed > free:
+        raise InputError(
+            f"{work} takes {format_bytes(needed)} of memory, and {format_bytes(free)} are free. {advice}"
+        )
+
+
+def check_disk(needed: int, folder: Path, work: str, advice: str) -> None:
+    """Raise InputError if some work needs more room than the disk of its folder has."""
+    if needed > (free := free_disk(folder)):
+        raise InputError(
+            f"{work} takes {format_bytes(needed)} of disk at {folder}, and {format_bytes(free)} are free. "
+            f"{advice}"
+        )
+
+
+def check_fit(n_rows: int, width: int, pairs: Iterable[tuple[str, str]]) -> None:
+    """Raise InputError if memory has no room for a fit on collected vectors of this width."""
+    wanted = list(pairs)
+    most = max(map(len, by_source(wanted).values()))
+    n_sites = len({site for pair in wanted for site in pair})
+    check_memory(
+        collected_fit_bytes(n_rows, width, n_sites=n_sites, most_targets=most),
+        f"Fitting {len(wanted)} maps of {width:,} dimensions",
+        "Fit maps onto the last layer alone (--pairs last), or on fewer samples (--train).",
+    )
+
+
+def written_bytes(n_rows: int, pairs: Iterable[tuple[str, str]], widths: Mapping[str, int]) -> int:
+    """Bytes of the files of moments of so many samples, of sites of these widths."""
+    return written_moments_bytes(n_rows, _widths_of(pairs, widths))
+
+
+def check_moments(
+    n_rows: int, pairs: Sequence[tuple[str, str]], widths: Mapping[str, int], folder: Path
+) -> None:
+    """Raise InputError if memory or disk have no room to accumulate moments into a folder.
+
+    Finished moments are not asked about. Each process on a machine accumulates its own.
+    """
+    if is_finished(folder):
+        return
+    work = f"Keeping moments for {len(pairs)} maps of {max(widths.values()):,} dimensions"
+    sources, n_processes = _widths_of(pairs, widths), parallel.local_world_size()
+    if parallel.local_rank() == 0:  # for all on its machine
+        check_memory(
+            n_processes * streamed_fit_bytes(
+                n_rows, sources, of_sample=sum(widths.values()), widest=max(widths.values()), written=True
+            ),
+            work + (f" in {n_processes} processes" if parallel.world_size() > 1 else ""),
+            "Fit maps onto the last layer alone (--pairs last), or on a machine with more memory.",
+        )  # fmt: skip
+    if parallel.is_main():  # a state to resume from is there until the next is written
+        existing = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        needed = 2 * written_moments_bytes(n_rows, sources) - existing
+        advice = "Fit maps onto the last layer alone (--pairs last), or write elsewhere (--out)."
+        check_disk(needed, folder, work, advice)
+
+
+def check_merge(moments: StoredMoments, folder: Path) -> None:
+    """Raise InputError if memory or disk have no room to merge parts into a folder of moments."""
+    if is_finished(folder):
+        return
+    pairs = [(source, target) for source, targets in moments.targets.items() for target in targets]
+    sources, n_parts = _widths_of(pairs, moments.widths), len(moments.shards)
+    work = f"Joining {n_parts} shards of moments of {max(moments.widths.values()):,} dimensions"
+    needed = stored_fit_bytes(sources, n_shards=n_parts, written=True)
+    check_memory(needed, work, "Join them on a machine with more memory.")
+    check_disk(written_moments_bytes(moments.n_samples, sources), folder, work, "Write elsewhere (--out).")
+
+
+def check_solve(moments: StoredMoments, pairs: Sequence[tuple[str, str]]) -> None:
+    """Raise InputError if memory has no room to fit maps on moments in folders."""
+    read = [(source, target) for source in by_source(pairs) for target in moments.targets.get(source, ())]
+    if read:
+        sources, n_parts = _widths_of(read, moments.widths), len(moments.shards)
+        check_memory(
+            stored_fit_bytes(sources, n_rows=moments.n_samples, n_shards=n_parts),
+            f"Fitting {len(pairs)} maps of {max(moments.widths.values()):,} dimensions",
+            "Fit on a machine with more memory.",
+        )
+
+
+def _widths_of(pairs: Iterable[tuple[str, str]], widths: Mapping[str, int]) -> list[Widths]:
+    return [
+        (widths[source], sum(widths[target] for target in targets))
+        for source, targets in by_source(pairs).items()
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,15 +17,17 @@ from matlens.io.artifact import is_finished
 from matlens.io.tables import COLUMNS, check_described, read_table, write_results
 from matlens.lens.quality import FIT, PREDICTION, fit_quality, prediction_quality
 from matlens.linear.mapsets import MapSet
+from matlens.linear.samples import are_few
 from matlens.models.identity import ModelIdentity
 from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
 from matlens.models.stacks import ENCODER, stack_of
 from matlens.study.output import MAPS, MOMENTS, RESULTS, RUN, TRAIN, VALIDATION, write_list
-from matlens.study.sizes import note_on_samples
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
+
+_PLENTY = 10  # samples per dimension from which a map worse than `id` is not for want of samples
 
 
 @checked
@@ -32,7 +35,6 @@ def evaluate_maps(
     model: TransformerBridge,
     folder: str | Path,
     *,
-    readout: Readout | None = None,
     same_precision: bool = True,
     progress: bool = True,
 ) -> pd.DataFrame:
@@ -45,8 +47,6 @@ def evaluate_maps(
     ----------
     model, folder
         The model, and the folder of the maps.
-    readout
-        The model's read-out, where it has been made already.
     same_precision
         Whether the model must run in the precision that the maps were fitted in. With ``False`` the same
         weights may predict in another one.
@@ -74,7 +74,7 @@ def evaluate_maps(
     parts = [fit_quality(maps, validation, progress=progress)]
     last = str(ModelLayout.from_model(model).stream[-1])
     if stack_of(model) != ENCODER and any(target == last for _, target in maps):
-        parts.append(prediction_quality(readout or Readout(model), maps, validation, progress=progress))
+        parts.append(prediction_quality(Readout(model), maps, validation, progress=progress))
     results = pd.concat([part.astype({"k": "Int64"}) for part in parts], ignore_index=True)
     write_results(folder, RESULTS, results, origin_of(maps, validation, results) | {"listed_in": RUN})
     write_list(folder)
@@ -86,7 +86,7 @@ def origin_of(maps: MapSet, validation: Activations, results: pd.DataFrame | Non
     """What maps were fitted on, whether that is enough for them, and what they were tested on."""
     fit = maps.provenance.to_json()
     validated = validation.provenance.to_json("data")["data"]
-    return {"maps": fit, "note": note_on_samples(fit, results), "validation": validated}
+    return {"maps": fit, "note": _note_on_samples(fit, results), "validation": validated}
 
 
 @checked
@@ -142,3 +142,25 @@ def read_results(folder: str | Path) -> pd.DataFrame:
             "mat and id. 'matlens evaluate' writes it."
         )
     return results
+
+
+def _note_on_samples(fit: Mapping[str, Any], results: pd.DataFrame | None = None) -> str | None:
+    """A warning if maps were fitted on too few samples, from their provenance and their r2; else ``None``.
+
+    Without a ridge that is fewer than twice as many as dimensions, or fewer than ten times as many where r2
+    of a map is below that of ``id``, which fits nothing.
+    """
+    model = fit.get("model") or {}
+    n, width, ridge = fit.get("n_samples"), model.get("d_model"), fit.get("ridge", 0)
+    if n is None or width is None:
+        return None
+    few = f"The maps were fitted on {n:,} samples, which is few for {width:,} dimensions"
+    if ridge:
+        return f"{few}: a ridge of {ridge:g} limits their noise." if are_few(n, width) else None
+    remedy = "Use more sentences (--train), all positions (--positions all) or a penalty (--ridge)."
+    if results is not None and n < _PLENTY * width:
+        r2 = results[results["metric"] == "r2"].pivot_table("value", ["layer", "target"], "method")
+        worse = int((r2["mat"] < r2["id"]).sum()) if {"mat", "id"} <= {*r2} else 0
+        if worse:
+            return f"{few}: r2 of mat is below that of id for {worse} of {len(r2)} pairs of layers. {remedy}"
+    return f"{few}: most of their error on other sentences is noise. {remedy}" if are_few(n, width) else None

@@ -25,16 +25,15 @@ from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
 from matlens.activations.sinks import sink_rows
 from matlens.activations.stored_moments import StoredMoments
-from matlens.data.corpus import Corpus, load_corpus
+from matlens.data.corpus import Corpus
 from matlens.data.corpus_examples import make_examples
 from matlens.data.examples import Examples
-from matlens.errors import InputError, Seed, checked, printable
+from matlens.errors import InputError, NonNegative, checked, printable
 from matlens.ffn.clusters import MEMORY_GIB, N_CLUSTERS, Clusters
 from matlens.ffn.trace import Trace
 from matlens.ffn.updates import DOMINANT
 from matlens.ffn.values import ValueVectors
 from matlens.io.artifact import is_finished
-from matlens.io.files import check_writable
 from matlens.linear.fitting import fit_rows, fitting_bar
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
@@ -43,19 +42,14 @@ from matlens.linear.samples import are_few
 from matlens.linearity.heads import head_outputs, head_pairs
 from matlens.models.identity import ModelIdentity
 from matlens.models.layout import ModelLayout
-from matlens.models.loading import load
-from matlens.models.places import locate
 from matlens.models.readout import Readout
-from matlens.models.stacks import ENCODER, stack_of
 from matlens.numerics.agglomeration import Linkage, method_within
 from matlens.patching.submodules import fit_submodules, submodule_pairs
 from matlens.study.fits import chosen_ridge, fit_maps
 from matlens.study.output import MAPS, MOMENTS, TRAIN, VALIDATION, check_output
-from matlens.study.parts import collect_parts, sum_parts, sum_up, training_positions
-from matlens.study.plan import CHARACTERS, Shape, plan_study
+from matlens.study.parts import PositionsOrAuto, accumulate, collect_parts, training_positions
+from matlens.study.plan import CHARACTERS, Part, Shape, check_fit, fitting_sizes, plan_study
 from matlens.study.results import evaluate_maps, origin_of
-from matlens.study.room import check_room_for_fit
-from matlens.study.sizes import Part, fitting_sizes
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -102,57 +96,13 @@ class Study:
     adjustable: tuple[Part, ...] = ()
     seed: int = 0
     main_folder: Path | None = None
-    positions: Positions | Literal["auto"] = "drawn"
+    positions: PositionsOrAuto = "drawn"
     draw_special: bool = True
     batch_tokens: int | None = None
     pairs: Pairs = "all"
     intercept: bool = False
-    ridge: float | None = 0.0
+    ridge: NonNegative | None = 0.0
     keep_rows: bool = True
-
-    @classmethod
-    def load(
-        cls,
-        model: str | TransformerBridge,
-        corpus: str | Corpus,
-        out: str | Path,
-        *,
-        n_train: int = 1,
-        n_validation: int,
-        seed: Seed = 0,
-        device: str | None = None,
-        **options: Any,
-    ) -> Study:
-        """Look for the model, load the corpus and then the model: the last can take minutes.
-
-        Parameters
-        ----------
-        model, corpus
-            Their names, or themselves if they are loaded already.
-        out
-            The output folder.
-        n_train, n_validation, seed
-            As in `Corpus.split`. One training sentence is enough where no maps are fitted.
-        device
-            Where a named model is loaded.
-        options
-            Further attributes of the study.
-
-        Raises
-        ------
-        InputError
-            The model or the corpus is not there, or the corpus is too small.
-        """
-        check_writable(Path(out))
-        if isinstance(model, str):
-            locate(model, None)
-        study = cls(
-            load_model=lambda: load(model, device=device) if isinstance(model, str) else model,
-            load_corpus=lambda: load_corpus(corpus) if isinstance(corpus, str) else corpus,
-            out=Path(out), n_train=n_train, n_validation=n_validation, seed=seed, **options,
-        )  # fmt: skip
-        _ = study.model
-        return study
 
     @cached_property
     def corpus(self) -> Corpus:
@@ -192,18 +142,17 @@ class Study:
         return self.load_model()
 
     def _check_same_job(self) -> None:
-        """Refuse a folder that holds vectors of other sentences, which is known without the model."""
+        """Refuse a folder that holds vectors of another job, as far as that is known without the model."""
         train, validation = self.parts
-        if self.main_folder is not None:
-            parts = {TRAIN: train, MOMENTS: train, VALIDATION: validation}
-            check_output(
-                self.main_folder,
-                {
-                    name: {"data": {"n": len(part), "corpus_fingerprint": part.fingerprint}}
-                    for name, part in parts.items()
-                    if (self.main_folder / name).is_dir()
-                },
-            )
+        if self.main_folder is None:
+            return
+        known: dict[str, dict[str, Any]] = {}
+        for name, part in ((TRAIN, train), (MOMENTS, train), (VALIDATION, validation)):
+            data = {"seed": self.seed, "n": len(part), "corpus_fingerprint": part.fingerprint}
+            known[name] = {"data": data}
+            if name != VALIDATION and self.positions != "auto":
+                known[name]["positions"] = self.positions
+        check_output(self.main_folder, known)
 
     @property
     def operations(self) -> float:
@@ -217,8 +166,8 @@ class Study:
             pairs="last" if self.pairs == "last" else "all",
             train_tokens=sum(map(len, train.sentences)) // CHARACTERS, keep_rows=self.keep_rows,
         )  # fmt: skip
-        steps = [need for need in plan.needs if need.step.startswith(("collect", "fit from", "evaluate"))]
-        return sum(need.operations for need in steps)
+        steps = [step for step in plan.needs if step.startswith(("collect", "fit from", "evaluate"))]
+        return sum(plan[step].operations for step in steps)
 
     @property
     def n_layers(self) -> int:
@@ -237,36 +186,33 @@ class Study:
 
     @cached_property
     def stream(self) -> tuple[Activations, Activations]:
-        """The stream at the chosen positions of the training and the drawn ones of the validation sentences.
-
-        Where positions are left open and a penalty is asked for, that is what few sentences are met with.
-        """
-        return collect_parts(
-            self.model, self.parts, self.folder, seed=self.seed, positions=self._positions,
-            draw_special=self.draw_special, batch_tokens=self.batch_tokens,
-        )  # fmt: skip
-
-    @property
-    def _positions(self) -> Positions | Literal["auto"]:
-        return "drawn" if self.positions == "auto" and self.ridge else self.positions
+        """The stream of the training and of the validation sentences."""
+        return self._collect(keep_rows=True)
 
     @cached_property
     def validation(self) -> Activations:
-        """The stream of the validation sentences; the training part is there as well then."""
-        if self.keep_rows:
-            return self.stream[1]
-        return sum_parts(
-            self.model, self.parts, self.folder, pairs=self.pairs, seed=self.seed, positions=self._positions,
-            draw_special=self.draw_special, batch_tokens=self.batch_tokens,
+        """The stream of the validation sentences; the training part exists then as well."""
+        return self.stream[1] if self.keep_rows else self._collect(keep_rows=False)[1]
+
+    def _collect(self, *, keep_rows: bool) -> tuple[Any, Activations]:
+        return collect_parts(
+            self.model, self.parts, self.folder, seed=self.seed, positions=self._positions,
+            draw_special=self.draw_special, pairs=self.pairs, keep_rows=keep_rows,
+            batch_tokens=self.batch_tokens,
         )  # fmt: skip
+
+    @property
+    def _positions(self) -> PositionsOrAuto:
+        """Where a penalty is asked for, it is what few sentences are met with."""
+        return "drawn" if self.positions == "auto" and self.ridge else self.positions
 
     def shard_moments(self, number: int, of: int) -> StoredMoments:
         """Moments of one of several parts of the training sentences, in the study's folder."""
         examples = self._examples(self.parts[0])
         positions = training_positions(
-            self.model, examples, self.folder, self.pairs, self._positions, draw_special=self.draw_special
+            self.model, examples, self.folder, self.pairs, self._positions, self.draw_special, False
         )
-        return sum_up(
+        return accumulate(
             self.model, examples, self.folder, pairs=self.pairs, positions=positions, shard=(number, of),
             batch_tokens=self.batch_tokens,
         )  # fmt: skip
@@ -277,7 +223,7 @@ class Study:
         wanted = resolve_pairs(self.pairs, self.n_layers)  # before the work, not after it
         kept = self.positions == "drawn" or self.keep_rows  # one sample of each sentence, or more
         if kept and not is_finished(self.folder / MAPS):
-            check_room_for_fit(self.sizes[0], self.model.cfg, wanted)
+            check_fit(self.sizes[0], self.model.cfg.d_model, wanted)
         _ = self.validation
         return fit_maps(self.folder, pairs=self.pairs, intercept=self.intercept, ridge=self.ridge)
 
@@ -300,9 +246,8 @@ class Study:
 
     def evaluate(self) -> pd.DataFrame:
         """Evaluate the maps on the validation sentences, into ``results.csv`` of the folder."""
-        resolve_pairs(self.pairs, self.n_layers)  # before the read-out, too
-        readout, _ = None if stack_of(self.model) == ENCODER else self.readout, self.maps
-        return evaluate_maps(self.model, self.folder, readout=readout)
+        _ = self.maps
+        return evaluate_maps(self.model, self.folder)
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -321,14 +266,11 @@ class Study:
         Asked for before anything else, they are collected in one pass with the stream and what heads give.
         """
         layout = ModelLayout.from_model(self.model)
-        ends = sorted({site for pair in submodule_pairs(layout) for site in pair})
-        examples = self._examples(self.parts[0])
+        ends = _sites_of(submodule_pairs(layout))
         train = self.folder / TRAIN
         if is_finished(train):
-            collected = Activations.load(train)
-            if set(ends) <= set(collected):
-                return collect(self.model, examples, list(collected), folder=train)
-            return collect(self.model, examples, ends, folder=self.folder / "train-submodules")
+            return self._training(ends, "train-submodules")
+        examples = self._examples(self.parts[0])
         return collect(self.model, examples, [*layout.stream, *ends, *head_outputs(layout)], folder=train)
 
     def submodule_maps(self, fitted: Fitted = "all") -> MapSet:
@@ -360,15 +302,22 @@ class Study:
     def head_samples(self) -> tuple[Activations, Activations]:
         """What enters attention and what its heads give, of the training and the validation sentences."""
         layout = ModelLayout.from_model(self.model)
-        ends = sorted({site for pair in head_pairs(layout) for site in pair})
-        examples, folder = self._examples(self.parts[0]), self.folder / TRAIN
-        there = list(Activations.load(folder)) if is_finished(folder) else []
-        if set(ends) <= set(there):
-            train = collect(self.model, examples, there, folder=folder)
+        ends = _sites_of(head_pairs(layout))
+        sites = [*ends, str(layout.stream[-1])]
+        validation = collect(
+            self.model, self.validation_examples, sites, folder=self.folder / "validation-heads"
+        )
+        return self._training(ends, "train-heads"), validation
+
+    def _training(self, sites: list[str], otherwise: str) -> Activations:
+        """Sites of the training sentences: in ``train/`` if it has them, else in another folder."""
+        folder = self.folder / TRAIN
+        existing = list(Activations.load(folder)) if is_finished(folder) else []
+        if set(sites) <= set(existing):
+            sites = existing
         else:
-            train = collect(self.model, examples, ends, folder=self.folder / "train-heads")
-        examples, folder = self.validation_examples, self.folder / "validation-heads"
-        return train, collect(self.model, examples, [*ends, str(layout.stream[-1])], folder=folder)
+            folder = self.folder / otherwise
+        return collect(self.model, self._examples(self.parts[0]), sites, folder=folder)
 
     @cached_property
     def validation_examples(self) -> Examples:
@@ -443,3 +392,7 @@ def slug(name: str) -> str:
     if not os.path.exists(path):
         return re.sub(r"[^\w.-]+", "-", name)
     return f"{path.resolve().name}-{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
+
+
+def _sites_of(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    return sorted({site for pair in pairs for site in pair})

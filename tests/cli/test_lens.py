@@ -9,8 +9,8 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from command_lines import FfnCommands, cells, run_command
-from conftest import D_MODEL, N_LAYERS
+from command_lines import Commands, run_command
+from conftest import D_MODEL
 from hub_stand_in import TOKEN, Hub
 from small_lenses import make_lens
 from transformer_lens.tools.analysis import JacobianLens
@@ -18,18 +18,11 @@ from transformer_lens.tools.analysis import JacobianLens
 import matlens
 from matlens import Lens
 from matlens.io.tables import COLUMNS, write_results
-from matlens.models.vocabulary import visible
-
-PROMPT = "w3 w14 w15 w9"
-
-
-@pytest.fixture
-def commands(model_folder: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> FfnCommands:
-    return FfnCommands(model_folder, capsys)
+from matlens.lens import compare_lenses
 
 
 def test_fit_keeps_the_lenses_of_the_training_sentences(
-    commands: FfnCommands, corpora: Path, small_model: Callable[[str], Any], tmp_path: Path
+    commands: Commands, corpora: Path, small_model: Callable[[str], Any], tmp_path: Path
 ) -> None:
     arguments = ["--corpus", corpora / "words.txt", "--train", 40, "--val", 20, "--out", tmp_path / "out"]
     printed = commands.run(
@@ -60,31 +53,8 @@ def test_few_tokens_are_warned_of_in_one_line(
     assert Lens.load(tmp_path / "few").method == "mat"
 
 
-def test_show_and_trajectory_print_what_layers_predict(
-    commands: FfnCommands, small_model: Callable[[str], Any], tmp_path: Path
-) -> None:
-    trajectory = Lens.identity(small_model("llama")).trajectory(PROMPT)
-    best = trajectory.top_tokens()
-    printed = commands.run("lens", "show", PROMPT, "--last", 2, model="llama")
-    assert [[cell.strip() for cell in row] for row in cells(printed)] == [
-        [str(layer), *(visible(best[layer][place][0]) for place in (2, 3))] for layer in range(N_LAYERS + 1)
-    ]
-    printed = commands.run(
-        "lens", "trajectory", PROMPT, "--token", "w7", "--plot", tmp_path / "a.png",
-        "--csv", tmp_path / "a.csv", "--colour", "kl", model="llama",
-    )  # fmt: skip
-    rows = cells(printed)
-    assert [int(row[0]) for row in rows] == list(range(N_LAYERS + 1))
-    assert [int(row[-1]) for row in rows] == trajectory.rank("w7")[:, 3].tolist()
-    assert [int(row[-2]) for row in rows] == trajectory.final_rank[:, 3].tolist()
-    assert (tmp_path / "a.png").stat().st_size > 1000
-    assert len((tmp_path / "a.csv").read_text().splitlines()) == 1 + 4 * (N_LAYERS + 1)
-    masked = commands.run("lens", "trajectory", "w3 [MASK] w9", model="bert")
-    assert "At token 2, '[MASK]'" in masked
-
-
 def test_convert_goes_both_ways(
-    commands: FfnCommands, small_model: Callable[[str], Any], tmp_path: Path
+    commands: Commands, small_model: Callable[[str], Any], tmp_path: Path
 ) -> None:
     model = small_model("llama")
     Lens.identity(model).save(tmp_path / "own")
@@ -96,7 +66,7 @@ def test_convert_goes_both_ways(
 
 
 def test_trained_lenses_are_fitted_at_chosen_layers(
-    commands: FfnCommands, corpora: Path, small_model: Callable[[str], Any], tmp_path: Path
+    commands: Commands, corpora: Path, small_model: Callable[[str], Any], tmp_path: Path
 ) -> None:
     arguments = ["--corpus", corpora / "few.txt", "--train", 9, "--val", 2, "--out", tmp_path / "out"]
     printed = commands.run(
@@ -114,7 +84,7 @@ def test_trained_lenses_are_fitted_at_chosen_layers(
 
 
 def test_push_and_pull_go_through_the_hub(
-    commands: FfnCommands, small_model: Callable[[str], Any], hub: Hub, tmp_path: Path,
+    commands: Commands, small_model: Callable[[str], Any], hub: Hub, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.address)
@@ -148,25 +118,39 @@ def test_push_and_pull_go_through_the_hub(
     assert not (tmp_path / "x").exists()
 
 
-def test_refusals_come_before_the_work(commands: FfnCommands, corpora: Path, tmp_path: Path) -> None:
-    said = commands.run("lens", "show", PROMPT, "--lens", tmp_path / "no", model="llama", code=2)
-    assert "There is no folder" in said
-    said = commands.run("lens", "convert", tmp_path / "no", tmp_path / "x", model="llama", code=2)
-    assert "Expected a folder of a lens" in said
-    said = commands.run(
-        "lens", "fit", "--corpus", corpora / "few.txt", "--out", tmp_path / "o", "--method", "best",
-        model="llama", code=2,
-    )  # fmt: skip
+def test_a_folder_of_others_is_refused_before_the_work(
+    commands: Commands, corpora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("matlens.models.loading.load", None)
+    given = ["lens", "fit", "--corpus", corpora / "few.txt"]
+    said = commands.run(*given, "--out", tmp_path / "o", "--method", "best", model="llama", code=2)
     assert "is no method of a lens" in said
     assert not (tmp_path / "o").exists()
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "other.txt").touch()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("matlens.models.loading.load", None)
-        said = commands.run(
-            "lens", "fit", "--corpus", corpora / "few.txt", "--out", tmp_path / "full", model="llama", code=2
-        )
-        assert "holds other files" in said
-        for option, path in (("--csv", tmp_path), ("--plot", tmp_path / "a.svg")):
-            said = commands.run("lens", "trajectory", PROMPT, option, path, model="llama", code=2)
-            assert "Expected" in said
+    (tmp_path / "other.txt").touch()
+    assert "holds other files" in commands.run(*given, "--out", tmp_path, model="llama", code=2)
+
+
+def test_report_writes_tables_and_a_figure_and_prints_a_line_for_each_lens(
+    commands: Commands,
+    small_model: Callable[[str], Any],
+    corpora: Path,
+    tmp_path: Path,
+) -> None:
+    arguments = ["--corpus", corpora / "few.txt", "--train", 30, "--val", 20, "--out", tmp_path / "out"]
+    printed = commands.run(
+        "lens", "report", *arguments, "--methods", "id, mat", "--layers", "1,2", model="llama"
+    )
+    parts = matlens.load_corpus(str(corpora / "few.txt")).split(n_train=30, n_validation=20)
+    made = compare_lenses(
+        small_model("llama"), parts, tmp_path / "own", methods=["id", "mat"], layers=[1, 2], progress=False
+    )
+    written = pd.read_csv(tmp_path / "out" / "lens_report.csv")
+    costs = written["metric"].isin(["seconds"])
+    assert written.loc[~costs, "value"].tolist() == pytest.approx(
+        made.report.loc[~made.report["metric"].eq("seconds"), "value"].tolist(), rel=1e-5
+    )
+    assert (tmp_path / "out" / "lens_report.png").stat().st_size > 1000
+    assert (tmp_path / "out" / "lens_exits.json").is_file()
+    assert not (tmp_path / "out" / "lens_cosines.csv").exists()
+    lines = [line for line in printed.splitlines() if "│ id" in line or "│ mat" in line]
+    assert len(lines) == 2

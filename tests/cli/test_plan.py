@@ -8,30 +8,31 @@ from pathlib import Path
 import pytest
 from command_lines import cells, run_command
 
-from matlens.study.plan import PAIRS, Shape, plan_study
-from matlens.study.room import in_words
+from matlens.study.plan import Shape, format_bytes, plan_study
 
 
 def test_a_shape_alone_is_enough(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("matlens.study.room.free_memory", lambda: 20 * 10**9)
-    monkeypatch.setattr("matlens.study.room.free_disk", lambda _: 10**12)
+    monkeypatch.setattr("matlens.study.plan.free_memory", lambda: 20 * 10**9)
+    monkeypatch.setattr("matlens.study.plan.free_disk", lambda _: 10**12)
     options = {"layers": 32, "width": 4096, "mlp": 14336, "vocab": 128256, "sentences": 10000}
     arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
     printed = run_command(["plan", *arguments], capsys, width=160).out
     shape = Shape(n_layers=32, d_model=4096, d_mlp=14336, d_vocab=128256)
-    planned = {pairs: plan_study(shape, 10_000, 1000, pairs=pairs) for pairs in PAIRS}
+    planned = {pairs: plan_study(shape, 10_000, 1000, pairs=pairs) for pairs in ("last", "all")}
     rows = {row[0]: row[1:] for row in cells(printed)}
-    assert rows["collect"][1] == in_words(planned["all"]["collect"].disk)
-    assert rows["fit from collected vectors"][0] == in_words(
+    assert rows["collect"][1] == format_bytes(planned["all"]["collect"].disk)
+    assert rows["fit from collected vectors"][0] == format_bytes(
         planned["all"].memory("fit from collected vectors")
     )
     assert rows["load the model"][3] == "no"
-    for pairs in PAIRS:
-        assert f"--pairs {pairs}: moments of {in_words(planned[pairs].moments)} in float64" in printed
+    for pairs in ("last", "all"):
+        assert f"--pairs {pairs}: moments of {format_bytes(planned[pairs].moments)} in float64" in printed
     assert "20 GB of memory and 1 TB of disk are free" in printed
     verdicts = {line.split(":")[0]: line for line in " ".join(printed.split()).split("--pairs ")[1:]}
     memory, disk = planned["last"].job
-    assert f"take {in_words(memory)} of memory and {in_words(disk)} of disk, which" in verdicts["last"]
+    assert (
+        f"take {format_bytes(memory)} of memory and {format_bytes(disk)} of disk, which" in verdicts["last"]
+    )
 
 
 @pytest.mark.parametrize(("disk", "fits"), [(10**12, "yes"), (10**9, "no")])
@@ -39,8 +40,8 @@ def test_all_positions_are_planned_as_they_are_run(
     disk: int, fits: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Moments are kept and not the vectors, unless that is asked for; the disk counts too."""
-    monkeypatch.setattr("matlens.study.room.free_memory", lambda: 10**12)
-    monkeypatch.setattr("matlens.study.room.free_disk", lambda _: disk)
+    monkeypatch.setattr("matlens.study.plan.free_memory", lambda: 10**12)
+    monkeypatch.setattr("matlens.study.plan.free_disk", lambda _: disk)
     arguments = ["plan", "--layers", "32", "--width", "4096", "--positions", "all", "--pairs", "last"]
     printed = run_command(arguments, capsys, width=160).out
     shape = Shape(n_layers=32, d_model=4096)
@@ -48,7 +49,7 @@ def test_all_positions_are_planned_as_they_are_run(
         printed = run_command([*arguments, *["--keep-rows"] * kept], capsys, width=160).out
         rows = {row[0]: row[1:] for row in cells(printed)}
         plan = plan_study(shape, 3000, 1000, positions="all", pairs="last", keep_rows=kept)
-        assert rows["collect"][1] == in_words(plan["collect"].disk)
+        assert rows["collect"][1] == format_bytes(plan["collect"].disk)
         assert (rows["collect"][3], rows["load the model"][3]) == (fits, "yes")
         assert ("fit from collected vectors" in rows) is kept
         assert ("fit from moments" in rows) is not kept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_lines import cells
@@ -109,3 +110,26 @@ def test_what_others_wrote_does_nothing_to_the_terminal(
 
 def refuse(message: str) -> None:
     raise InputError(message)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(31, "31 seconds"), (60, "a minute"), (200, "3 minutes"), (5000, "83 minutes"), (7300, "2 hours")],
+)
+def test_durations_are_in_words(seconds: float, words: str) -> None:
+    assert printing.duration(seconds) == words
+
+
+def test_the_time_is_operations_over_the_speed_and_short_work_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], small_model: Any
+) -> None:
+    model = small_model("gpt2")
+    assert printing._operations_per_second(model) > 1e6
+    capsys.readouterr()
+    monkeypatch.setattr(printing, "_operations_per_second", lambda _: 1e9)
+    monkeypatch.setattr(printing, "_SHARE", 0.5)
+    printing.print_expected(model, 240 * 0.5e9, "--windows")
+    printing.print_expected(model, 20 * 0.5e9)
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == "This takes about 4 minutes on this machine (--windows).\n"

@@ -8,17 +8,12 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from command_lines import Outcome, run_command
+from command_lines import Outcome
 from conftest import make_sentences
 
 import matlens
 
 Matlens = Callable[..., Outcome]
-
-
-@pytest.fixture
-def run_matlens(capsys: pytest.CaptureFixture[str]) -> Matlens:
-    return lambda *arguments: run_command(arguments, capsys)
 
 
 @pytest.fixture(autouse=True)

@@ -114,10 +114,10 @@ def test_all_positions_are_taken_where_sentences_are_few_and_it_can_be(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("matlens.study.room.shutil.disk_usage", lambda _: SimpleNamespace(free=free))
+    monkeypatch.setattr("matlens.study.plan.shutil.disk_usage", lambda _: SimpleNamespace(free=free))
     train, validation = collect(small_model(name), tmp_path, positions="auto", **options)
     assert (train.positions, validation.positions) == (positions, "drawn")
     if free == 1 << 40:  # what has been begun goes on, whatever room is left
-        monkeypatch.setattr("matlens.study.room.shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+        monkeypatch.setattr("matlens.study.plan.shutil.disk_usage", lambda _: SimpleNamespace(free=0))
         again, _ = collect(small_model(name), tmp_path, positions="auto", **options)
         assert again.positions == positions

@@ -1,4 +1,4 @@
-"""What is planned is what is written and what a model has."""
+"""What is planned is what is written and what a model has, and sizes fit a small corpus."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-import matlens.study.plan as module
 from matlens import InputError, collect, make_examples
 from matlens.activations import sums
 from matlens.data.corpus import Corpus
 from matlens.ffn import Trace
+from matlens.linear.samples import are_few
 from matlens.study import collect_parts, fit_maps
-from matlens.study.parts import sum_parts
-from matlens.study.plan import Plan, Shape, collected_bytes, trace_bytes
-from matlens.study.room import in_words
+from matlens.study.plan import Shape, collected_bytes, fitting_sizes, format_bytes, plan_study, trace_bytes
 
 BIG = Shape(n_layers=32, d_model=4096, d_mlp=14336, d_vocab=128_256, n_parameters=8_030_261_248)
 
@@ -36,9 +36,7 @@ def test_collected_vectors_are_written_in_as_many_bytes_as_planned(
     shape = Shape.from_model(model)
     planned = collected_bytes(shape, activations.n_rows, len(examples.tokens), 20)
     assert written(tmp_path / "rows") == planned
-    of_study = module.plan_study(
-        shape, 20, positions=positions, keep_rows=True, train_tokens=len(examples.tokens)
-    )
+    of_study = plan_study(shape, 20, positions=positions, keep_rows=True, train_tokens=len(examples.tokens))
     assert of_study["collect"].disk == planned
 
 
@@ -74,10 +72,10 @@ def test_all_positions_write_moments_and_a_state_of_before(
     monkeypatch.setattr(sums, "_SHARE_OF_WRITING", 0)
     monkeypatch.setattr("matlens.linear.sums.samples_together", lambda _: 1)  # no samples wait
     monkeypatch.setattr(sums, "write_source", watched)
-    sum_parts(model, parts, tmp_path, pairs=pairs, positions="all", batch_tokens=40, progress=False)
-    needs = module.plan_study(
-        shape, len(train), 0, positions="all", pairs=pairs, train_tokens=len(train.tokens)
+    collect_parts(
+        model, parts, tmp_path, pairs=pairs, positions="all", keep_rows=False, batch_tokens=40, progress=False
     )
+    needs = plan_study(shape, len(train), 0, positions="all", pairs=pairs, train_tokens=len(train.tokens))
     assert (len(train.tokens) < 2 * shape.d_model) is few
     assert 2 * numbers() == needs["collect"].disk
     assert numbers() < max(seen) <= needs["collect"].disk
@@ -85,8 +83,8 @@ def test_all_positions_write_moments_and_a_state_of_before(
         assert max(seen) == needs["collect"].disk
     n_tokens, n_validation = len(validation.tokens), len(validation)
     assert written(tmp_path / "validation") == collected_bytes(shape, n_validation, n_tokens, n_validation)
-    kept = module.plan_study(shape, len(train), len(train), positions="all", train_tokens=len(train.tokens))
-    without = module.plan_study(shape, len(train), positions="all", train_tokens=len(train.tokens))
+    kept = plan_study(shape, len(train), len(train), positions="all", train_tokens=len(train.tokens))
+    without = plan_study(shape, len(train), positions="all", train_tokens=len(train.tokens))
     rows = collected_bytes(shape, len(train), len(train) * (len(train.tokens) // len(train)), len(train))
     assert kept["collect"].disk - without["collect"].disk == rows
 
@@ -112,7 +110,7 @@ def test_maps_are_written_in_as_many_bytes_as_planned(
     for path in (tmp_path / "maps").glob("*.safetensors"):
         size += path.stat().st_size
         headers += 8 + int.from_bytes(path.read_bytes()[:8], "little")
-    planned = module.plan_study(Shape.from_model(model), 20, pairs=pairs, intercept=True)
+    planned = plan_study(Shape.from_model(model), 20, pairs=pairs, intercept=True)
     assert planned["fit from collected vectors"].disk == size - headers
 
 
@@ -138,29 +136,29 @@ def test_a_model_of_two_stacks_is_as_long_as_the_longer(
 
 def test_a_model_of_eight_billion_parameters() -> None:
     """Kept are triangles and products: less than the 8.9 and 146 GB of all second moments."""
-    last, all_pairs = (module.plan_study(BIG, 10_000, pairs=pairs) for pairs in ("last", "all"))
+    last, all_pairs = (plan_study(BIG, 10_000, pairs=pairs) for pairs in ("last", "all"))
     d, n_layers = 4096, 32
     assert last.moments == 8 * n_layers * ((d + 1) ** 2 + (d + 1) * d)
     assert all_pairs.moments == 8 * (n_layers * (d + 1) ** 2 + 528 * (d + 1) * d)
-    assert (in_words(last.moments), in_words(all_pairs.moments)) == ("8.59 GB", "75.2 GB")
+    assert (format_bytes(last.moments), format_bytes(all_pairs.moments)) == ("8.59 GB", "75.2 GB")
     second = 8 * (n_layers + 1) * 2 * d * d, 8 * ((n_layers + 1) * d) ** 2
-    assert tuple(map(in_words, second)) == ("8.86 GB", "146 GB")
-    assert in_words(last["load the model"].memory) == "32.1 GB"
-    streamed = [module.plan_study(BIG, n, positions="all") for n in (10**5, 10**6)]
+    assert tuple(map(format_bytes, second)) == ("8.86 GB", "146 GB")
+    assert format_bytes(last["load the model"].memory) == "32.1 GB"
+    streamed = [plan_study(BIG, n, positions="all") for n in (10**5, 10**6)]
     for plan in streamed:
         assert plan.moments < plan["collect"].memory == streamed[0]["collect"].memory
         assert plan.memory("collect") == plan["collect"].memory + plan.weights
         assert plan["collect"].disk == 2 * plan.moments
         assert plan.memory("fit from moments") == plan["fit from moments"].memory < plan.moments / 5
         assert plan.job == (plan.memory("collect"), plan["collect"].disk + plan["fit from moments"].disk)
-    rows = module.plan_study(BIG, 100, positions="all", keep_rows=True)
+    rows = plan_study(BIG, 100, positions="all", keep_rows=True)
     assert rows["collect"].disk > 25 * last["collect"].disk / 100
     assert rows.job[1] == rows["collect"].disk + rows["fit from collected vectors"].disk
 
 
 def test_a_fit_while_vectors_pass_by_runs_the_model() -> None:
     """Beside what is kept of the vectors it takes what collecting them takes."""
-    plan = module.plan_study(BIG, 10_000)
+    plan = plan_study(BIG, 10_000)
     passing, collected = plan["fit while vectors pass by"], plan["fit from collected vectors"]
     assert passing.memory >= plan["collect"].memory + plan.moments
     assert passing.operations == plan["collect"].operations + collected.operations
@@ -170,11 +168,44 @@ def test_shapes_and_counts_that_make_no_sense_are_refused(model_folder: Callable
     for wrong in ({"n_layers": 0}, {"d_model": -3}, {"d_vocab": 10**12}, {"parameter_bytes": 0}):
         with pytest.raises(InputError, match=next(iter(wrong))):
             Shape(**{"n_layers": 2, "d_model": 8, **wrong})
-    for arguments in ({"n_train": 0}, {"n_train": 5, "train_tokens": 3}, {"n_train": 5, "batch_tokens": 0}):
-        with pytest.raises(InputError):
-            module.plan_study(BIG, **arguments)
+    for arguments in ({"n_train": 0}, {"n_train": 5, "train_tokens": 3}, {"n_train": 2**50}):
+        with pytest.raises(InputError, match=list(arguments)[-1]):
+            plan_study(BIG, **arguments)
     with pytest.raises(InputError, match="no model"):
         Shape.from_name("/nowhere/at/all")
-    with pytest.raises(KeyError, match="collect"):
-        module.plan_study(BIG, 5)["colect"]
-    assert isinstance(module.plan_study(BIG, 5), Plan)
+    with pytest.raises(InputError, match=r"step must be .* Did you mean 'collect'"):
+        plan_study(BIG, 5)["colect"]
+
+
+@given(st.integers(0, 200), st.integers(1, 300), st.integers(2, 300))
+def test_a_small_corpus_is_split_in_proportion(n: int, n_train: int, n_validation: int) -> None:
+    sizes = fitting_sizes(n, n_train, n_validation)
+    if n_train + n_validation <= n:
+        assert sizes == (n_train, n_validation)
+    elif sizes != (n_train, n_validation):
+        assert n - 2 <= sum(sizes) <= n
+        assert sizes[0] >= 1
+        assert sizes[1] >= 2
+        assert abs(sizes[0] * n_validation - sizes[1] * n_train) <= n_train + n_validation
+    else:  # one of the parts would be too small, which is said where the corpus is split
+        share = n / (n_train + n_validation)
+        assert n_train * share < 1 or n_validation * share < 2
+
+
+@pytest.mark.parametrize(
+    ("adjustable", "expected"),
+    [
+        ((), (90, 30)),
+        (("train", "validation"), (30, 10)),
+        (("train",), (10, 30)),
+        (("validation",), (90, 30)),  # nothing would be left
+    ],
+)
+def test_what_the_user_gave_is_kept(adjustable: Any, expected: tuple[int, int]) -> None:
+    assert fitting_sizes(40, 90, 30, adjustable) == expected
+    assert fitting_sizes(100, 90, 30, ("validation",)) == (90, 10)
+
+
+@pytest.mark.parametrize(("n", "few"), [(0, True), (1151, True), (1152, False), (9000, False)])
+def test_few_are_fewer_than_twice_the_width(n: int, few: bool) -> None:
+    assert are_few(n, 576) is few

@@ -19,7 +19,7 @@ from matlens.io.verification import verify
 from matlens.models.weights import unembed_hash
 from matlens.study.fits import fit_maps
 from matlens.study.parts import collect_parts
-from matlens.study.results import evaluate_maps, plot_results, read_results
+from matlens.study.results import _note_on_samples, evaluate_maps, plot_results, read_results
 
 
 def test_evaluate_returns_what_it_writes(small_model: Callable[[str], Any], collected: Path) -> None:
@@ -138,3 +138,14 @@ def test_a_figure_of_an_earlier_table_does_not_stay(
         evaluate_maps(model, tmp_path, progress=False)
         plot_results(tmp_path)
         assert sorted(path.name for path in tmp_path.glob("*.png")) == figures
+
+
+def test_few_samples_are_said() -> None:
+    fit: dict[str, Any] = {"model": {"d_model": 576}, "n_samples": 800, "ridge": 0.0}
+    note = _note_on_samples(fit)
+    assert note is not None
+    for part in ("800 samples", "576 dimensions", "noise", "--train", "--positions all", "--ridge"):
+        assert part in note
+    assert "a ridge of 26000" in (_note_on_samples({**fit, "ridge": 26000.0}) or "")
+    assert _note_on_samples({**fit, "n_samples": 1152}) is None
+    assert _note_on_samples({}) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,11 @@ def study(small_model: Callable[[str], Any], corpus: Path, tmp_path: Path) -> Ca
 
     def begin(model: str = "gpt2", **options: Any) -> Study:
         given = {"n_train": N_TRAIN, "n_validation": N_VALIDATION} | options
-        return Study.load(small_model(model), str(given.pop("corpus", corpus)), tmp_path / "out", **given)
+        name = str(given.pop("corpus", corpus))
+        return Study(
+            load_model=lambda: small_model(model), load_corpus=lambda: load_corpus(name),
+            out=tmp_path / "out", **given,
+        )  # fmt: skip
 
     return begin
 
@@ -293,17 +298,13 @@ def test_another_corpus_of_the_same_name_is_refused(study: Callable[..., Study],
         _ = study().stream
 
 
-def test_a_corpus_that_is_too_small_is_told_before_the_model_is_loaded(corpus: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model.gguf"
-    model.write_text("no model")
+def test_a_corpus_that_is_too_small_is_told_before_the_model_is_loaded(
+    study: Callable[..., Study], tmp_path: Path
+) -> None:
+    small = replace(study(n_train=39, n_validation=2), load_model=lambda: pytest.fail("the model is loaded"))
     with pytest.raises(InputError, match=r"39\+2 sentences .* were asked for"):
-        Study.load(str(model), str(corpus), tmp_path / "out", n_train=39, n_validation=2)
+        _ = small.model
     assert not (tmp_path / "out").exists()
-
-
-def test_a_model_that_is_not_there_is_told_before_the_corpus_is_read(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="There is no file"):
-        Study.load(str(tmp_path / "no.gguf"), "no corpus", tmp_path / "out", n_train=39, n_validation=2)
 
 
 def test_a_small_corpus_is_split_in_proportion_where_sizes_may_give_way(
@@ -314,7 +315,7 @@ def test_a_small_corpus_is_split_in_proportion_where_sizes_may_give_way(
     assert tuple(map(len, small.parts)) == small.sizes == (30, 10)
     assert "fewer than 90+30 (training+validation): it is split into 30+10." in capsys.readouterr().err
     with pytest.raises(InputError, match=r"90\+30 sentences .* were asked for.* has 40"):
-        study(**given)
+        _ = study(**given).parts
     enough = study(n_train=20, n_validation=10, adjustable=("train", "validation"))
     assert enough.sizes == (20, 10)
 
@@ -329,26 +330,16 @@ def test_a_study_can_be_opened_as_what_it_has_written(study: Callable[..., Study
 # The trace and the clusters
 
 
-@pytest.mark.parametrize("loaded", [False, True], ids=["by name", "loaded"])
 def test_the_trace_is_of_the_validation_part_in_a_folder_of_the_jobs_name(
-    loaded: bool,
-    corpus: Path,
-    small_model: Callable[[str], Any],
-    model_folder: Callable[[str], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    study: Callable[..., Study], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = small_model("gpt2") if loaded else str(model_folder("gpt2"))
+    def traced(k: int = 2, **options: Any) -> Trace:
+        return study(**{"n_train": 1, "n_validation": 20, "seed": 3} | options).trace(k)
 
-    def traced(k: int = 2, **options: Any) -> tuple[Study, Trace]:
-        sizes = {"n_validation": 20, "seed": 3, "device": "cpu"} | options
-        study = Study.load(model, str(corpus), tmp_path / "out", **sizes)
-        return study, study.trace(k)
-
-    study, trace = traced()
-    _, part = load_corpus(str(corpus)).split(n_train=1, n_validation=20, seed=3)
-    examples = make_examples(study.model, part, seed=3)
-    expected = Trace.run(study.model, examples, k=2, seed=3, progress=False)
+    trace, begun = traced(), study()
+    _, part = begun.corpus.split(n_train=1, n_validation=20, seed=3)
+    examples = make_examples(begun.model, part, seed=3)
+    expected = Trace.run(begun.model, examples, k=2, seed=3, progress=False)
     assert trace.examples.fingerprint == expected.examples.fingerprint
     for key, scores in expected.score.items():
         assert torch.equal(trace.score[key], scores)

@@ -1,17 +1,15 @@
-"""The commands that make pages for a browser."""
+"""Commands that make pages for a browser."""
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from matlens.cli.groups import ModelOptions, grouped
-from matlens.cli.options import Dominant, Out
+from matlens.cli import ffn
+from matlens.cli.options import Dominant, ModelOptions, Out, Prompt, command
 from matlens.cli.printing import print_line
-from matlens.io.files import PAGE_SUFFIXES, check_file_name
 
 _OTHERS = 2  # sentences that a split of a corpus leaves out at least
 Lenses = Annotated[
@@ -25,16 +23,12 @@ Lenses = Annotated[
 ]
 
 
-class LinearRead(StrEnum):
-    """What value vectors go through before they are read, where effects have to add up."""
-
-    plain = "plain"
-    head = "head"
+app = typer.Typer()
 
 
-@grouped
+@command(app)
 def explore(
-    prompt: Annotated[str, typer.Argument(help="A text; for masked-LM models with one mask in it.")],
+    prompt: Prompt,
     model: ModelOptions,
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The page, a .html or .htm file.")],
     lens: Lenses = None,
@@ -44,29 +38,24 @@ def explore(
     ] = None,
     dominant: Dominant = 10,
     read: Annotated[
-        LinearRead,
+        Literal["plain", "head"],
         typer.Option(help="How value vectors are read: E v, or through the linear parts of the head."),
-    ] = LinearRead.plain,
+    ] = "plain",
 ) -> None:
     """Show a prompt layer by layer in a page for a browser, which needs nothing else.
 
     Each cell opens to its likeliest tokens and to the sub-updates that the FFN below it wrote.
     """
-    check_file_name(out, suffixes=PAGE_SUFFIXES)
-    model.check()
     from matlens.explorer.exploration import explore as explore_prompt
     from matlens.explorer.exploration import load_lens
 
     lenses = [load_lens(folder) for folder in lens or []]
-    page = explore_prompt(
-        model.load(), prompt, lenses, pins=pin or [], dominant=dominant,
-        read="head" if read == LinearRead.head else "plain",
-    )  # fmt: skip
+    page = explore_prompt(model.load(), prompt, lenses, pins=pin or [], dominant=dominant, read=read)
     path = page.save(out)
     print_line(f"{path}: {len(page.tokens)} tokens, {len(page.layers)} layers, {path.stat().st_size:,} bytes")
 
 
-@grouped
+@command(ffn.values, "explore")
 def explore_values(
     model: ModelOptions,
     out: Out,
@@ -104,7 +93,7 @@ def explore_values(
     print_line(f"{page}: open it in a browser")
 
 
-@grouped
+@command(app)
 def serve(
     model: ModelOptions,
     lens: Lenses = None,
@@ -123,7 +112,6 @@ def serve(
 
     The address that is printed has a secret in it, without which nothing is answered.
     """
-    model.check()
     from matlens.explorer.exploration import load_lens
     from matlens.explorer.server import LiveModel, check_server, run_server
     from matlens.linear.mapsets import MapSet

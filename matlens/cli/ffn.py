@@ -1,0 +1,229 @@
+"""Commands about feed-forward layers: value vectors shown, searched and clustered, updates taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from matlens.cli.options import (
+    Disk,
+    Dominant,
+    LinkageOption,
+    Memory,
+    ModelOptions,
+    Out,
+    Prompt,
+    ReadOptions,
+    command,
+)
+from matlens.cli.printing import print_frame, print_line, top_texts
+from matlens.errors import InputError
+
+if TYPE_CHECKING:
+    from matlens.data.examples import Examples
+
+_N_NAMED = 3  # vectors that are named of each cluster
+
+app = typer.Typer()
+values = typer.Typer(
+    help="Value vectors of feed-forward layers, read in the vocabulary.", no_args_is_help=True
+)
+
+Words = Annotated[
+    list[str],
+    typer.Argument(
+        help="Words of one token each; write a leading space as ␣ or in quotes.", show_default=False
+    ),
+]
+Most = Annotated[int, typer.Option("--limit", min=1, help="Show no more value vectors than this.")]
+
+
+@command(values)
+def show(
+    names: Annotated[list[str], typer.Argument(help="Value vectors, such as L3D12.", show_default=False)],
+    model: ModelOptions,
+    reading: ReadOptions,
+) -> None:
+    """Show the tokens that value vectors promote and demote most, with their scores."""
+    from matlens.ffn.projection import token_table
+    from matlens.models.vocabulary import visible
+
+    catalogue = model.catalogue()
+    table = token_table(catalogue.values, reading.projection(catalogue), names, k=reading.tokens)
+    table["token"] = table["token"].map(visible)
+    for value, scores in table.groupby("value", sort=False):
+        top, bottom = (scores[scores["side"] == side] for side in ("top", "bottom"))
+        print_frame(
+            str(value),
+            top.merge(bottom, on="rank", suffixes=("", " down")),
+            {
+                "rank": "rank", "token": "promotes", "score": "score", "token down": "demotes",
+                "score down": "score",
+            },
+        )  # fmt: skip
+
+
+@command(values)
+def search(
+    words: Words,
+    model: ModelOptions,
+    reading: ReadOptions,
+    among: Annotated[
+        int, typer.Option("--among", min=1, help="How many top tokens of each vector to search.")
+    ] = 30,
+    limit: Most = 20,
+) -> None:
+    """Find the value vectors that have a word among their top tokens; of several words, most first."""
+    from matlens.ffn.projection import values_with_tokens
+    from matlens.models.vocabulary import word_tokens
+
+    catalogue = model.catalogue()
+    values, projection = catalogue.values, reading.projection(catalogue)
+    word_tokens(projection.tokenizer, words)  # before the work, not after it
+    tokens = catalogue.top_tokens(values, projection, reading=reading.read, k=among)
+    matches = values_with_tokens(values, projection, tokens, words)
+    if matches.empty:
+        print_line(
+            f"No value vector has {', '.join(words)} among its {among} top tokens. A larger --among may help."
+        )
+        return
+    first = matches.head(limit)
+    print_frame(
+        f"{len(matches):,} of {len(values):,} value vectors, by words, rank and score",
+        first.assign(tokens=top_texts(projection, values.vectors(first["value"]), reading.tokens)),
+        {"value": "value", "words": "words", "rank": "rank", "score": "score", "tokens": "top tokens"},
+    )
+
+
+@command(values)
+def promoting(words: Words, model: ModelOptions, reading: ReadOptions, limit: Most = 20) -> None:
+    """Find the value vectors that raise the odds of a word, or of several, most over other tokens'."""
+    from matlens.ffn.projection import values_promoting
+
+    catalogue = model.catalogue()
+    values, projection = catalogue.values, reading.projection(catalogue)
+    lifts = values_promoting(values, projection, words, n=min(limit, len(values)))
+    print_frame(
+        "By lift, the score above the mean of all tokens",
+        lifts.assign(tokens=top_texts(projection, values.vectors(lifts["value"]), reading.tokens)),
+        {"value": "value", "score": "score", "lift": "lift", "tokens": "top tokens"},
+    )
+
+
+@command(values)
+def cluster(
+    model: ModelOptions,
+    reading: ReadOptions,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help="Value vectors, such as L3D12, whose clusters to show.", show_default=False),
+    ] = None,
+    clusters: Annotated[int, typer.Option(min=1, help="How many clusters.")] = 10_000,
+    linkage: LinkageOption = "average",
+    memory: Memory = 4.0,
+    disk: Disk = 0.0,
+    limit: Annotated[int, typer.Option(min=1, help="Without names, show so many, the largest.")] = 20,
+    out: Out = Path("out"),
+) -> None:
+    """Cluster all value vectors by their cosines, and show the largest clusters or those of value vectors.
+
+    The clusters are kept in the output folder, so that the next call has them.
+    """
+    from matlens.ffn.clusters import cluster_table
+    from matlens.study.study import Study
+
+    catalogue = model.catalogue()
+    study = Study(load_model=lambda: catalogue.model, load_values=lambda: catalogue.values, out=out)
+    values = study.values
+    asked = [values.resolve(name) for name in names or ()]  # before the work
+    projection = reading.projection(catalogue)
+    fitted = study.clusters(clusters, linkage=linkage, memory=memory, disk=disk)
+    chosen = fitted.holding(values, asked) if asked else list(range(min(limit, len(fitted))))
+    table = cluster_table(values, projection, fitted, chosen, n_tokens=reading.tokens)
+    how = f"exactly, by {fitted.linkage} linkage" if fitted.method == "exact" else "by near neighbours"
+    shown = table.assign(
+        layers=[
+            str(first) if first == last else f"{first}-{last}"
+            for first, last in zip(table["first_layer"], table["last_layer"], strict=True)
+        ],
+        members=[_members(members, [str(vector) for vector in asked]) for members in table["members"]],
+    )
+    print_frame(
+        f"{len(values):,} value vectors in {len(fitted):,} clusters, {how}",
+        shown,
+        {
+            "cluster": "cluster", "size": "size", "layers": "layers", "cosine": "cosine",
+            "members": "vectors", "tokens": "top tokens of their mean",
+        },
+        digits={"cosine": 2},
+    )  # fmt: skip
+
+
+def _members(names: str, asked: Sequence[str]) -> str:
+    """Those that were asked for, and then a few others."""
+    members = names.split()
+    named = [name for name in members if name in asked]
+    shown = [*named, *(name for name in members if name not in asked)][: max(_N_NAMED, len(named))]
+    more = f" +{len(members) - len(shown)}" if len(shown) < len(members) else ""
+    return " ".join(shown) + more
+
+
+@command(app)
+def update(
+    prompt: Prompt,
+    model: ModelOptions,
+    reading: ReadOptions,
+    layer: Annotated[
+        list[int] | None,
+        typer.Option(help="A layer whose dominant sub-updates to show; give it once for each."),
+    ] = None,
+    position: Annotated[
+        int | None,
+        typer.Option(help="Which token, from 0 (negative: from the end); by default the last, or the mask."),
+    ] = None,
+    dominant: Dominant = 10,
+) -> None:
+    """Take apart what the FFNs write for a prompt: the dominant sub-updates and the tokens they promote.
+
+    Without --layer there is a line for each layer, with its greatest sub-update. A sub-update with a negative
+    coefficient promotes the tokens that its value vector demotes.
+    """
+    from matlens.data.prompts import make_prompts
+    from matlens.ffn.catalogue import Catalogue
+    from matlens.ffn.updates import Updates, dominant_table
+    from matlens.models.vocabulary import token_texts, visible
+
+    bridge = model.load()
+    projection = reading.projection(Catalogue(bridge))
+    examples = _at(make_prompts(bridge, [prompt]), position)
+    updates = Updates.run(bridge, examples, layer or None, progress=False)
+    place = int(examples.positions[0])
+    (token,) = token_texts(bridge.tokenizer, examples.tokens[[place]])
+    at = f"{prompt}\nAt token {place}, '{visible(token)}'"
+    table = dominant_table(updates, projection, k=dominant, n_tokens=reading.tokens)
+    table["of layer"] = table.groupby("layer")["share"].transform("sum").map("{:.1%}".format)
+    table["share"] = table["share"].map("{:.1%}".format)
+    columns = {"value": "value", "coefficient": "coefficient", "share": "share", "promoted": "promoted"}
+    if layer is None:
+        print_frame(
+            f"{at}: the greatest sub-update of each layer, and the share of the {dominant} greatest",
+            table[table["rank"] == 1],
+            {"layer": "layer", "of layer": f"{dominant} greatest", **columns},
+        )
+        return
+    for number, part in table.groupby("layer"):
+        title = f"{at}, layer {number}: these are {part['of layer'].iloc[0]} of all contributions"
+        print_frame(title, part, {"rank": "rank", **columns})
+
+
+def _at(examples: Examples, position: int | None) -> Examples:
+    if position is None:
+        return examples
+    length = len(examples.tokens)
+    if not -length <= position < length:
+        raise InputError(f"Position {position} is out of range: the prompt has the tokens 0 to {length - 1}.")
+    return replace(examples, positions=examples.positions * 0 + position % length)

@@ -1,0 +1,354 @@
+"""A command is its Python call: it prints or writes what the call gives, and refuses what it refuses."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import typer
+from command_lines import Commands, cells
+from conftest import N_LAYERS, make_sentences
+
+import matlens
+from matlens import Lens, make_prompts
+from matlens.cli import ffn
+from matlens.cli.app import app
+from matlens.explorer import explore, write_value_pages
+from matlens.ffn.clusters import MEMORY_GIB, N_CLUSTERS, Clusters, cluster_table
+from matlens.ffn.projection import (
+    Projection,
+    token_table,
+    top_tokens_of_all,
+    values_promoting,
+    values_with_tokens,
+)
+from matlens.ffn.updates import Updates, dominant_table
+from matlens.ffn.values import ValueVectors
+from matlens.models.vocabulary import visible
+
+Model = Callable[[str], Any]
+Rows = list[list[str]]
+PROMPT = "w3 w14 w15 w9"
+
+
+def number(value: float) -> str:
+    return f"{value:.3f}"
+
+
+def words_of(click: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The words of all commands."""
+    for name, command in getattr(click, "commands", {}).items():
+        yield from words_of(command, (*words, name))
+    if not hasattr(click, "commands"):
+        yield words
+
+
+@pytest.mark.parametrize("words", list(words_of(typer.main.get_command(app))), ids=" ".join)
+def test_every_command_has_a_help_and_is_listed(words: tuple[str, ...], commands: Commands) -> None:
+    printed = commands.run(*words, "--help")
+    assert f" {' '.join(words)} [OPTIONS]" in printed
+    assert words[-1] in commands.run(*words[:-1], "--help")
+    if "--model" in printed and words != ("plan",):
+        assert "--device" in printed
+        assert "--dtype" in printed
+
+
+def shown(read: str) -> Callable[[Any], Rows]:
+    """Both ends of two value vectors."""
+
+    def rows(model: Any) -> Rows:
+        made = {
+            "plain": Projection.from_model,
+            "norm": Projection.after_norm,
+            "head": Projection.through_head,
+        }
+        table = token_table(ValueVectors(model), made[read](model), ["L1D7", "L2D0"], k=4)
+        lines = []
+        for _name, scores in table.groupby("value", sort=False):
+            sides = (scores[scores["side"] == side].itertuples() for side in ("top", "bottom"))
+            for up, down in zip(*sides, strict=True):
+                lines.append([str(up.rank), up.token, number(up.score), down.token, number(down.score)])
+        return lines
+
+    return rows
+
+
+def searched(model: Any) -> Rows:
+    values, projection = ValueVectors(model), Projection.from_model(model)
+    table = values_with_tokens(values, projection, top_tokens_of_all(values, projection, k=6), ["w7", "w30"])
+    return [[row.value, str(row.words), str(row.rank), number(row.score)] for row in table.itertuples()][:5]
+
+
+def promoting(model: Any) -> Rows:
+    table = values_promoting(
+        ValueVectors(model), Projection.from_model(model), ["w7", "w9"], n=3, progress=False
+    )
+    return [[row.value, number(row.score), number(row.lift)] for row in table.itertuples()]
+
+
+def clustered(read: str, linkage: Any, limit: float) -> Callable[[Any], Rows]:
+    """The three largest clusters, with three of their vectors."""
+
+    def rows(model: Any) -> Rows:
+        clusters = Clusters.fit(ValueVectors(model), 40, linkage=linkage, memory=limit, progress=False)
+        projection = Projection.from_model(model) if read == "plain" else Projection.after_norm(model)
+        lines = []
+        for row in cluster_table(
+            ValueVectors(model), projection, clusters, range(3), n_tokens=2
+        ).itertuples():
+            members = row.members.split()
+            lines.append([*cluster_cells(row), f"{' '.join(members[:3])} +{len(members) - 3}", row.tokens])
+        return lines
+
+    return rows
+
+
+def cluster_cells(row: Any) -> list[str]:
+    layers = str(row.first_layer) if row.layers == 1 else f"{row.first_layer}-{row.last_layer}"
+    return [str(row.cluster), str(row.size), layers, "–" if row.size == 1 else f"{row.cosine:.2f}"]
+
+
+def updated(prompt: str) -> Callable[[Any], Rows]:
+    """The greatest sub-update of each layer."""
+
+    def rows(model: Any) -> Rows:
+        updates = Updates.run(model, make_prompts(model, [prompt]), progress=False)
+        table = dominant_table(updates, Projection.from_model(model), n_tokens=2)
+        lines = []
+        for layer in range(N_LAYERS):
+            part = table[table["layer"] == layer]
+            first, share = part.iloc[0], f"{part['share'].sum():.1%}"
+            lines.append([
+                str(layer), share, first["value"], number(first["coefficient"]), f"{first['share']:.1%}",
+                first["promoted"],
+            ])  # fmt: skip
+        return lines
+
+    return rows
+
+
+def updated_inside(model: Any) -> Rows:
+    """Sub-updates of two layers at the third token, which knows nothing of later ones."""
+    updates = Updates.run(model, make_prompts(model, ["w1 w2 w3"]), [0, 2], progress=False)
+    table = dominant_table(updates, Projection.from_model(model), k=4)
+    return [
+        [str(row.rank), row.value, number(row.coefficient), f"{row.share:.1%}", row.promoted]
+        for row in table.itertuples()
+    ]
+
+
+def layers_shown(model: Any) -> Rows:
+    best = Lens.identity(model).trajectory(PROMPT).top_tokens()
+    return [
+        [str(layer), *(visible(best[layer][place][0]) for place in (2, 3))] for layer in range(N_LAYERS + 1)
+    ]
+
+
+def followed(model: Any) -> Rows:
+    """The prediction after the prompt layer by layer, and the rank of a word."""
+    read = Lens.identity(model).trajectory(PROMPT)
+    table = read.to_dataframe(["w7"]).query("position == 3")
+    assert table["answer_rank"].tolist() == read.rank("w7")[:, 3].tolist()
+    return [
+        [
+            str(row.layer), visible(row.predicted), *map(number, (row.probability, row.entropy, row.kl)),
+            str(row.rank), str(row.answer_rank),
+        ]
+        for row in table.itertuples()
+    ]  # fmt: skip
+
+
+OF_UPDATE = ["--layer", "-1", "--layer", "0", "--dominant", "4", "--position", "-3"]
+OF_CLUSTERS = ["--clusters", "40", "--limit", "3", "--tokens", "2", "--out", "{out}"]
+TRAJECTORY = ["--token", "w7", "--colour", "kl", "--plot", "{out}/a.png", "--csv", "{out}/a.csv"]
+# The words of a command, its model, the first cells of its tables' rows, and what is said beside them.
+CALLS: list[tuple[list[str], str, Callable[[Any], Rows], str]] = [
+    *(
+        (["values", "show", "L1D7", "L-1D0", "--tokens", "4", "--read", read], model, shown(read), "L2D0")
+        for read in ("plain", "norm", "head")
+        for model in ("gpt2", "bert")
+    ),
+    (
+        ["values", "search", "w7", "w30", "--among", "6", "--limit", "5", "--tokens", "2"], "gpt2", searched,
+        " of 384 value vectors",
+    ),
+    (["values", "promoting", "w7", "w9", "--limit", "3"], "llama", promoting, "By lift"),
+    *(
+        (
+            ["values", "cluster", *OF_CLUSTERS, "--read", read, *more], "llama",
+            clustered(read, linkage, limit), f"144 value vectors in 40 clusters, {how}",
+        )
+        for read in ("plain", "norm")
+        for more, linkage, limit, how in (
+            ([], "average", MEMORY_GIB, "exactly, by average linkage"),
+            (["--memory", "0"], "average", 0, "by near neighbours"),
+            (
+                ["--memory", "0", "--disk", "1", "--linkage", "complete"], "complete", MEMORY_GIB,
+                "exactly, by complete linkage",
+            ),
+        )
+    ),
+    (["update", "w1 w2 w3", "--tokens", "2"], "gpt2", updated("w1 w2 w3"), "At token 2, 'w3'"),
+    (["update", "w4", "--tokens", "2"], "llama", updated("w4"), "At token 0, 'w4'"),
+    (["update", "w1 [MASK] w3", "--tokens", "2"], "bert", updated("w1 [MASK] w3"), "w1 [MASK] w3"),
+    (["update", "w1 w2 w3 w4 w5", *OF_UPDATE], "gpt2", updated_inside, "At token 2, 'w3', layer 2"),
+    (["lens", "show", PROMPT, "--last", "2"], "llama", layers_shown, PROMPT),
+    (["lens", "trajectory", PROMPT, *TRAJECTORY], "llama", followed, "At token 3, 'w9'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: " ".join((call[1], *call[0])).replace("/", ""))
+def test_a_command_prints_what_its_call_gives(
+    call: tuple[list[str], str, Callable[[Any], Rows], str],
+    commands: Commands,
+    small_model: Model,
+    tmp_path: Path,
+) -> None:
+    words, name, rows, beside = call
+    expected = rows(small_model(name))
+    given = [word.replace("{out}", str(tmp_path / "out")) for word in words]
+    printed = commands.run(*given, model=name)
+    assert [row[: len(wanted)] for row, wanted in zip(cells(printed), expected, strict=True)] == expected
+    assert beside in printed
+
+
+def test_what_lens_trajectory_writes(commands: Commands, tmp_path: Path) -> None:
+    commands.run(
+        "lens", "trajectory", PROMPT, "--plot", tmp_path / "a.png", "--csv", tmp_path / "a.csv", model="llama"
+    )
+    assert (tmp_path / "a.png").stat().st_size > 1000
+    assert len((tmp_path / "a.csv").read_text().splitlines()) == 1 + 4 * (N_LAYERS + 1)
+    masked = commands.run("lens", "trajectory", "w3 [MASK] w9", model="bert")
+    assert "At token 2, '[MASK]'" in masked
+
+
+def test_clusters_of_value_vectors_are_shown(commands: Commands, small_model: Model, tmp_path: Path) -> None:
+    values = ValueVectors(small_model("gpt2"))
+    clusters = Clusters.fit(values, 120, progress=False)
+    largest, (alone,) = ([str(values.at(row)) for row in clusters.members(n).tolist()] for n in (0, 119))
+    assert len(largest) > 4
+    given = [alone, *largest[-4:], "--clusters", 120, "--limit", 1, "--out", tmp_path]
+    printed = commands.run("values", "cluster", *given, model="gpt2")
+    table = cluster_table(values, Projection.from_model(small_model("gpt2")), clusters, [119, 0])
+    named = [alone, f"{' '.join(largest[-4:])} +{len(largest) - 4}"]
+    assert [row[:5] for row in cells(printed)] == [
+        [*cluster_cells(row), name] for row, name in zip(table.itertuples(), named, strict=True)
+    ]
+
+
+def test_clusters_are_fitted_once(
+    commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["values", "cluster", "--clusters", 40, "--limit", 3, "--out", tmp_path]
+    printed = commands.run(*given, model="llama")
+    monkeypatch.setattr("matlens.ffn.clusters.agglomerate", lambda *_: 1 / 0)
+    assert commands.run(*given, model="llama") == printed
+    parameters = inspect.signature(ffn.cluster).parameters
+    fitted = inspect.signature(Clusters.fit).parameters
+    assert (parameters["clusters"].default, parameters["memory"].default) == (N_CLUSTERS, MEMORY_GIB)
+    for name in ("disk", "linkage"):
+        assert parameters[name].default == fitted[name].default
+
+
+def test_a_search_that_finds_nothing_says_so(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("matlens.ffn.projection.values_with_tokens", lambda *_: pd.DataFrame({"value": []}))
+    printed = commands.run("values", "search", "w7", "--among", 3, model="gpt2")
+    assert "No value vector has w7 among its 3 top tokens" in printed
+
+
+def test_pages_are_those_of_the_library(commands: Commands, small_model: Model, tmp_path: Path) -> None:
+    model, sentences = small_model("gpt2"), make_sentences()
+    samples = matlens.collect(model, matlens.make_examples(model, sentences), positions="all", progress=False)
+    maps = matlens.MapSet.fit(samples, pairs="last", progress=False)
+    maps.save(tmp_path / "maps")
+    page = tmp_path / "pages" / "page.html"
+    options = ["--lens", tmp_path / "maps", "--out", page, "--pin", "w5", "--dominant", 4, "--read", "head"]
+    printed = commands.run("explore", "w1 w2 w3", *options, model="gpt2")
+    assert "3 tokens, 4 layers" in printed
+    expected = explore(model, "w1 w2 w3", [maps], pins=["w5"], dominant=4, read="head", progress=False)
+    assert page.read_text(encoding="utf-8") == expected.to_html()
+    commands.run("explore", "w1 w2", "--out", page, model="gpt2")  # a page is written over
+
+    (tmp_path / "words.txt").write_text("\n".join(sentences.sentences[:9]))
+    options = ["--corpus", tmp_path / "words.txt", "--sentences", 5, "--neighbours", 2]
+    printed = commands.run("values", "explore", "--out", tmp_path / "values", *options, model="gpt2")
+    assert "values/index.html" in printed.replace("\n", "")
+    corpus, _ = matlens.load_corpus(tmp_path / "words.txt").split(n_train=5, n_validation=2)
+    write_value_pages(model, tmp_path / "same", corpus=corpus, neighbours=2, progress=False)
+    names = {path.name for path in (tmp_path / "values").iterdir()} - {"config.json"}
+    assert len(names) > 6
+    for name in names:
+        assert (tmp_path / "values" / name).read_bytes() == (tmp_path / "same" / name).read_bytes()
+
+
+def test_serve_prints_an_address_with_a_secret_and_listens_on_this_machine_alone(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr("uvicorn.run", lambda application, **options: calls.append(options))
+    printed = commands.run("serve", "--port", 9876, model="gpt2")
+    assert re.search(r"http://127\.0\.0\.1:9876/[\w-]{32}/", printed)
+    assert (calls[0]["host"], calls[0]["port"]) == ("127.0.0.1", 9876)
+    monkeypatch.setattr("matlens.explorer.server.find_spec", lambda name: None)
+    assert "pip install" in commands.run("serve", model="gpt2", code=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["values", "show", "3D4"], "'3D4' is not a value vector. Expected L{layer}D{index}"),
+        (["values", "show", "L3D0"], "Layer 3 is out of range: the FFNs of this model are in the"),
+        (["values", "show", "L0D128"], "Index 128 of L0D128 is out of range"),
+        (["values", "show", "L0D1", "--tokens", "61"], "tokens must be an integer from 1 to 60, got 61"),
+        (["values", "search", "w1 w2"], "The word 'w1 w2' is 2 tokens: 'w1', 'w2'"),
+        (["values", "promoting", "tea"], "The word 'tea' is not in the model's vocabulary"),
+        (["values", "show", "L0D1", "--read", "other"], "Invalid value for '--read'"),
+        (["values", "cluster", "L0D128", "--clusters", "9"], "Index 128 of L0D128 is out of range"),
+        (["values", "cluster", "--clusters", "9", "some"], "'some' is not a value vector. Expected L{layer}"),
+        (["values", "cluster"], "10,000 clusters of 384 value vectors: expected 1 to 384"),
+        (["values", "cluster", "--clusters", "0"], "Invalid value for '--clusters'"),
+        (["values", "cluster", "--clusters", "9", "--memory", "-1"], "Invalid value for '--memory'"),
+        (["values", "cluster", "--clusters", "9", "--linkage", "ward"], "Invalid value for '--linkage'"),
+        (
+            ["values", "cluster", "--clusters", "9", "--memory", "0", "--linkage", "complete"],
+            "Complete linkage needs the distances of all pairs",
+        ),
+        (["values", "cluster", "--clusters", "9", "--tokens", "61"], "integer from 1 to 60, got 61"),
+        (["values", "explore", "--out", "."], "holds other files"),
+        (["update", ""], "The prompt '' cannot be read out"),
+        (["update", "w1", "--layer", "3"], "Layer 3 is out of range: the FFNs of this model"),
+        (["update", "w1", "--position", "1"], "Position 1 is out of range: the prompt has the tokens 0 to 0"),
+        (["update", "w1", "--dominant", "129"], "129 sub-updates were asked for. Expected 1 to 128"),
+        (["explore", "w1", "--out", "."], "is a folder"),
+        (["explore", "w1", "--out", "page.pdf"], ".html or .htm"),
+        (["explore", "w1", "--out", "page.html", "--lens", "none"], "holds no finished lens"),
+        (["explore", "w1", "--out", "page.html", "--pin", "nobody"], "not in the model's vocabulary"),
+        (["explore", "w1", "--out", "page.html", "--read", "norm"], "norm"),
+        (["lens", "show", PROMPT, "--lens", "none"], "holds no finished lens"),
+        (["lens", "trajectory", PROMPT, "--csv", "."], "Expected"),
+        (["lens", "trajectory", PROMPT, "--plot", "a.svg"], "Expected one that ends in .png or .pdf"),
+        (["lens", "convert", "none", "x"], "holds no finished lens"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_and_nothing_is_written(
+    words: list[str], message: str, commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.txt").touch()
+    assert message in commands.run(*words, model="gpt2", code=2)
+    assert [path.name for path in tmp_path.iterdir() if "--tokens" not in words] in (["mine.txt"], [])
+
+
+@pytest.mark.parametrize(
+    "words", [("values", "show", "L0D1"), ("values", "search", "w1"), ("values", "cluster"), ("update", "w1")]
+)
+def test_models_that_cannot_be_read_are_told(
+    words: tuple[str, ...], commands: Commands, tmp_path: Path
+) -> None:
+    assert "have no value vectors that are known" in commands.run(*words, model="bloom", code=2)
+    assert "There is no model" in commands.run(*words, model=tmp_path / "absent", code=2)
