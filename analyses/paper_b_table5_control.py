@@ -21,19 +21,11 @@ from typing import Annotated
 
 import pandas as pd
 import typer
-from rich.console import Console
-from rich.table import Table
-
-from matlens import InputError
-from matlens.cli import Report, run_study
-from matlens.data import PROMPT_FIELD, WINDOW_TOKENS, make_windows, read_prompts
-from matlens.ffn import (
+from control import (
     ATTRIBUTES,
     CONTINUATION_TOKENS,
     GRADERS,
-    PAPER_COEFFICIENT,
     SelfDebiasing,
-    ValueVector,
     attribute_table,
     changes_to_compare,
     choose_values,
@@ -44,6 +36,13 @@ from matlens.ffn import (
     tokens_of_chosen,
     word_filter,
 )
+from rich.console import Console
+from rich.table import Table
+
+from matlens import InputError
+from matlens.cli import Report, run_study
+from matlens.data import PROMPT_FIELD, WINDOW_TOKENS, make_windows, read_prompts
+from matlens.ffn import PAPER_COEFFICIENT, ValueVector
 from matlens.plots import toxicity_against_perplexity
 from matlens.study import Study
 

@@ -22,16 +22,11 @@ from typing import Annotated
 
 import pandas as pd
 import typer
-from rich.console import Console
-from rich.table import Column, Table
-
-from matlens.cli import Disk, Dominant, LinkageOption, Memory, Report, run_study
-from matlens.ffn import (
+from exits import (
     EXIT_CLUSTERS,
     FEWEST_EVENTS,
     FOLDS,
     LASSO,
-    MEMORY_GIB,
     PENALTY_STRENGTHS,
     RIDGE,
     classifier_sites,
@@ -39,6 +34,11 @@ from matlens.ffn import (
     compare_readings,
     summarize_exits,
 )
+from rich.console import Console
+from rich.table import Column, Table
+
+from matlens.cli import Disk, Dominant, LinkageOption, Memory, Report, run_study
+from matlens.ffn import MEMORY_GIB
 from matlens.plots import exits_figure
 from matlens.study import Study
 

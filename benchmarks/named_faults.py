@@ -60,20 +60,20 @@ NAMED = (
     ),
     NamedFault(
         "the coefficient ignored in control",
-        "ffn/control_comparison",
+        "control/comparison",
         "return controlled(model, self.names, self.coefficient)",
         "return controlled(model, self.names, PAPER_COEFFICIENT)",
     ),
     NamedFault(
         "the worst word vectors taken for the best",
-        "ffn/control_comparison",
+        "control/selection",
         '["value"].head(n)',
         '["value"].tail(n)',
     ),
     NamedFault(
         "Self-Debiasing left out of its perplexity",
-        "ffn/control_comparison",
-        "return text_losses(model, texts, debiasing=self.processor)",
+        "control/comparison",
+        "return debiased_losses(model, texts, self.processor)",
         "return text_losses(model, texts)",
     ),
     NamedFault(

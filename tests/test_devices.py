@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import control
 import numpy as np
 import pandas as pd
 import pretend
@@ -77,16 +78,14 @@ def read_layers(model: Any) -> Any:
 
 
 def losses(model: Any) -> Any:
-    debiasing = ffn.SelfDebiasing(["profanity"])
-    return [
-        ffn.text_losses(model, texts(1, 3, 6), debiasing=how, progress=False).total
-        for how in (None, debiasing)
-    ]
+    examples = matlens.make_examples(model, texts(1, 3, 6))
+    debiased = control.debiased_losses(model, examples, control.SelfDebiasing(["profanity"]))
+    return [ffn.text_losses(model, examples, progress=False).total, debiased.total]
 
 
 def continuations(model: Any) -> Any:
     with ffn.controlled(model, ["L1D3", "L2D5"], 3.0, where="not-first"):
-        return ffn.continue_prompts(model, ["w1 w2", "w3"], n_tokens=4, n_samples=2, progress=False)
+        return control.continue_prompts(model, ["w1 w2", "w3"], n_tokens=4, n_samples=2, progress=False)
 
 
 def atlas(model: Any) -> Any:

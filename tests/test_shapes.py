@@ -19,8 +19,7 @@ from matlens.activations import outlying_rows
 from matlens.data import Examples
 from matlens.data.judged import JudgedText
 from matlens.explorer.usage import Usage
-from matlens.ffn import Projection, SelfDebiasing
-from matlens.ffn.classifiers import best_threshold
+from matlens.ffn import Projection
 from matlens.lens import divergence, exit_layers
 from matlens.lens.cosines import matrix_cosine
 from matlens.linear import LeastSquares, LinearMap
@@ -54,11 +53,6 @@ CALLS: dict[str, tuple[Callable[..., object], list[tuple[int, ...]], list[tuple[
     "lens.exit_layers": (exit_layers, [(10, 4), (10,)], [(10, 4), (11,)]),
     "lens.matrix_cosine": (matrix_cosine, [(4, 3), (4, 3)], [(4, 3), (4, 2)]),
     "pruning.angles": (angles, [(4, 3), (4, 3)], [(4, 3), (2, 3)]),
-    "ffn.SelfDebiasing": (
-        SelfDebiasing(["profanity"]).log_probs,
-        [(4, 7), (1, 4, 7)],
-        [(4, 7), (1, 4, 8)],
-    ),
 }
 
 
@@ -136,12 +130,6 @@ def test_coefficients_of_experts_are_of_the_same_tokens() -> None:
     mixture = object.__new__(Mixture)  # shapes are looked at before it is
     with pytest.raises(WRONG):
         mixture.coefficients(torch.rand(4, 3), torch.zeros(5, 2, dtype=torch.long), torch.rand(4, 2))
-
-
-def test_scores_of_exits_are_as_many_as_truths() -> None:
-    assert best_threshold(np.array([0.1, 0.9]), np.array([False, True])) == 0.5
-    with pytest.raises(WRONG):
-        best_threshold(np.array([0.1, 0.9]), np.array([[False, True]]))
 
 
 def test_positions_of_wikilm_are_a_row_a_text() -> None:

@@ -9,7 +9,6 @@ import pytest
 
 import matlens
 from matlens import InputError
-from matlens.ffn.graders import make_grader
 from matlens.lens.trained import check_method_names
 
 TYPOS: dict[str, tuple[Callable[[], Any], str]] = {
@@ -18,7 +17,6 @@ TYPOS: dict[str, tuple[Callable[[], Any], str]] = {
     "a method": (lambda: check_method_names("rigde"), "ridge"),
     "a method of several": (lambda: check_method_names("normed+afine"), "affine"),
     "a trained method": (lambda: check_method_names("polised"), "polished"),
-    "a grader": (lambda: make_grader("detoxfy"), "detoxify"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Targets of what analyses compute: comparisons of fits, schemes, stand-ins, events, extremes and control."""
+"""Targets of what analyses compute: comparisons of fits, schemes, stand-ins, events and extremes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from functools import cache
 from typing import Any
 
 import annotation
+import control
+import exits
 import torch
 
 from attack.kept import MAPS, READOUT, STREAM_MAPS, annotations_of, draw, once
@@ -15,7 +17,6 @@ from attack.world import ConstantGrader, World
 from matlens import ffn, lens, linearity
 
 ACTIVATIONS = "activations, other activations"
-_CHANGES = [ffn.ModelChange("unchanged"), ffn.ModelChange("control", 3.0, ("L0D1",))]
 
 
 @cache
@@ -43,8 +44,9 @@ def _fits(world: World) -> Any:
 
 @cache
 def _comparison(world: World) -> Any:
-    return ffn.compare_control(
-        world.model, _CHANGES, {"prompts": list(world.sentences[:2])}, world.examples.head(4),
+    changes = [control.ModelChange("unchanged"), control.ModelChange("control", 3.0, ("L0D1",))]
+    return control.compare_control(
+        world.model, changes, {"prompts": list(world.sentences[:2])}, world.examples.head(4),
         ConstantGrader(), n_samples=1,
     )  # fmt: skip
 
@@ -66,8 +68,8 @@ def _positions(world: World) -> Any:
 
 
 def _exits(world: World) -> Any:
-    judged = {"rule": [ffn.JudgedExits(0.5, 1.0, 0.5, 0.5, 0.0)]}
-    return ffn.summarize_exits(judged, 3).assign(model="m", corpus="c", n=60)
+    judged = {"rule": [exits.JudgedExits(0.5, 1.0, 0.5, 0.5, 0.0)]}
+    return exits.summarize_exits(judged, 3).assign(model="m", corpus="c", n=60)
 
 
 def _confidence(world: World) -> Any:
@@ -184,58 +186,6 @@ COMPARING: list[Target] = [
         "ffn.removal_table",
         {"layers": "layers"},
         {"examples": lambda w: w.examples.head(4), "n_tokens": lambda _: 5},
-    ),
-    # Control.
-    Target("ffn.attribute_table", good={"table": lambda w: _comparison(w).table}),
-    Target("ffn.main_scores", good={"table": lambda w: _comparison(w).table}),
-    Target("ffn.estimates_by_change", good={"table": lambda w: _comparison(w).table}),
-    Target(
-        "ffn.changes_to_compare",
-        {"vectors": "object", "debiasing": "object", "banned": "object", "coefficients": "layers"},
-        {
-            "vectors": lambda _: {"picked": ("L0D1",)},
-            "debiasing": lambda _: ffn.SelfDebiasing(),
-            "banned": lambda w: ffn.word_filter(w.model.tokenizer, ["w1"]),
-            "coefficients": lambda _: (3.0,),
-        },
-        takes={
-            "vectors={}": lambda _, changes: not any(change.names for change in changes),
-            "coefficients": lambda _, changes: all(abs(c.coefficient or 0) < 1e300 for c in changes),
-        },
-    ),
-    Target(
-        "ffn.choose_values",
-        {"grader": "object", "picked": "names"},
-        {"grader": lambda _: ConstantGrader()},
-        takes={"picked=[]": lambda _, chosen: all(chosen.values())},
-    ),
-    Target(
-        "ffn.compare_control",
-        {
-            "changes": "object",
-            "prompts": "object",
-            "texts": "examples",
-            "grader": "object",
-            "n_beams": "whole",
-            "announce": "",
-        },
-        {
-            "changes": lambda _: _CHANGES[:1],
-            "prompts": lambda w: {"prompts": list(w.sentences[:1])},
-            "texts": lambda w: w.examples.head(2),
-            "grader": lambda _: ConstantGrader(),
-            "n_samples": lambda _: 1,
-        },
-    ),
-    Target("ffn.tokens_of_chosen", {"vectors": "object"}, {"vectors": lambda _: {"picked": ["L0D1"]}}),
-    Target(
-        "ffn.Perspective",
-        {"key": "text", "attributes": "names", "url": "text"},
-        {"key": lambda _: "k", "attributes": lambda _: ["toxicity"]},
-        takes={
-            "attributes": lambda _, grader: grader is not None,
-            "retries=0": lambda _, grader: grader is not None,
-        },
     ),
     # Models, corpora and activations.
     Target(

@@ -68,24 +68,10 @@ def _plan(_: World) -> studies.Plan:
     return studies.plan_study(studies.Shape(n_layers=3, d_model=32), 100, 20)
 
 
-def _split() -> Any:
-    from matlens.ffn.outcomes import split_examples
-
-    return split_examples(60)
-
-
-def _classifiers() -> ffn.ExitClassifiers:
-    return ffn.ExitClassifiers(strengths=[0.01], kinds=[0], folds=2, fewest=2)
-
-
-def _features(world: World) -> Any:
-    return [world.activations[layer].numpy() for layer in range(1, 4)]
-
-
-def _fitted_rule(world: World) -> ffn.OverlapRule:
+def _fitted_rule(world: World) -> ffn.ExitRule:
     active = ffn.active_clusters(world.trace, world.clusters)
     made_at = ffn.find_saturation(world.trace).layer.numpy()
-    return ffn.OverlapRule().fit(active, made_at, np.arange(30))
+    return ffn.ExitRule().fit(active, made_at, np.arange(30))
 
 
 PARTS: list[Target] = [
@@ -287,59 +273,10 @@ PARTS: list[Target] = [
         lambda w: once(w, "events", lambda: ffn.event_tables(w.trace, w.model)),
     ),
     Target(
-        "ffn.OverlapRule.signals",
+        "ffn.ExitRule.signals",
         {"active": "object", "rows": "numbers"},
         {"active": lambda w: ffn.active_clusters(w.trace, w.clusters), "rows": lambda _: np.arange(30)},
         lambda w: _fitted_rule(w),
-    ),
-    Target(
-        "ffn.ExitClassifiers.fit",
-        {"features": "object", "made_at": "object", "split": "object"},
-        {
-            "features": lambda w: _features(w),
-            "made_at": lambda w: ffn.find_saturation(w.trace).layer.numpy(),
-            "split": lambda w: _split(),
-        },
-        lambda _: _classifiers(),
-    ),
-    Target(
-        "ffn.ExitClassifiers.signals",
-        {"features": "object", "rows": "numbers"},
-        {"features": lambda w: _features(w), "rows": lambda _: np.arange(30)},
-        lambda w: _classifiers().fit(
-            _features(w), ffn.find_saturation(w.trace).layer.numpy(), _split(), progress=False
-        ),
-    ),
-    Target(
-        "ffn.SelfDebiasing.reweighted",
-        {"plain": "any vectors", "likeliest": "any vectors"},
-        {"plain": lambda _: torch.rand(2, 60), "likeliest": lambda _: torch.rand(2, 60)},
-        lambda _: ffn.SelfDebiasing(),
-    ),
-    Target("ffn.SelfDebiasing.room", owner=lambda _: ffn.SelfDebiasing()),
-    Target(
-        "ffn.SelfDebiasing.__call__",
-        {"input_ids": "ids", "scores": "vectors"},
-        {"input_ids": lambda _: torch.ones(7, 3, dtype=torch.int64), "scores": lambda _: torch.rand(7, 60)},
-        lambda _: ffn.SelfDebiasing(),
-        takes={"input_ids": lambda _, scores: scores.shape == (7, 60)},  # of which nothing is read
-    ),
-    *[
-        Target(
-            f"ffn.ModelChange.{name}",
-            {"texts": "examples"},
-            {"texts": lambda w: w.examples.head(2)},
-            lambda _: ffn.ModelChange("control", 3.0, ("L0D1",)),
-            takes={"texts=corpus": lambda _, losses: len(losses.total) == 60},
-        )
-        for name in ("applied", "losses")
-    ],
-    Target(
-        "ffn.Perspective.grade",
-        {"texts": "sentences"},
-        {"texts": lambda _: []},
-        lambda _: ffn.Perspective("k", ["toxicity"], url="http://127.0.0.1:9/", retries=1, backoff=0.0),
-        takes={"texts=[]": lambda _, grades: len(grades["toxicity"]) == 0},
     ),
     # Figures.
     Target(

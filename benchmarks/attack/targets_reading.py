@@ -12,7 +12,7 @@ import torch
 from attack.badness import _short
 from attack.kept import MAPS, READOUT, STREAM_MAPS, VALUES, active_of, kept, run_in
 from attack.signatures import Target
-from attack.world import ConstantGrader, World
+from attack.world import World
 from matlens import ffn, lens
 
 NOT_FINITE = ("with_nan", "with_infinity")
@@ -140,36 +140,16 @@ READING: list[Target] = [
     Target("ffn.place_table", {"extreme": "object", "kind_of": "table"}, {"kind_of": lambda w: w.activity}),
     Target("lens.prediction_confidence"),
     Target("ffn.active_clusters"),
-    Target("ffn.OverlapRule", {"others": "choice"}),
+    Target("ffn.ExitRule", {"others": "choice"}),
     Target(
-        "ffn.OverlapRule.fit",
+        "ffn.ExitRule.fit",
         {"active": "object", "made_at": "object", "rows": "numbers"},
         {
             "active": active_of,
             "made_at": lambda w: ffn.find_saturation(w.trace).layer.numpy(),
             "rows": lambda _: np.arange(30),
         },
-        lambda _: ffn.OverlapRule(),
-    ),
-    Target(
-        "ffn.summarize_exits",
-        {"judged": "object", "n_layers": "whole"},
-        {"judged": lambda _: {"rule": [ffn.JudgedExits(0.5, 1.0, 0.5, 0.5, 0.0)]}},
-    ),
-    Target("ffn.compare_readings", {"clusters": "object"}, {"clusters": lambda w: [w.clusters]}),
-    Target("ffn.ExitClassifiers", {"strengths": "object", "kinds": "object"}),
-    Target("ffn.classifier_sites"),
-    Target(
-        "ffn.compare_exits",
-        {"activations": "activations, other activations"},
-        {
-            "activations": lambda w: w.collected(sites=ffn.classifier_sites(w.model)),
-            "seeds": lambda _: 1,
-            "folds": lambda _: 2,
-            "fewest": lambda _: 2,
-            "strengths": lambda _: [0.01],
-            "kinds": lambda _: [0],
-        },
+        lambda _: ffn.ExitRule(),
     ),
     # Lens.
     Target(
@@ -259,44 +239,9 @@ READING: list[Target] = [
     Target("ffn.controlled", {"value": "number"}, finish=run_in),
     Target("ffn.added", {"number": "number"}, {"number": lambda _: 1.0}),
     Target("ffn.scaled", {"factor": "number"}, {"factor": lambda _: 2.0}),
-    Target("ffn.continue_prompts", {}, {"n_tokens": lambda _: 2}),
     Target("ffn.text_losses", {"texts": "object"}, {"texts": lambda w: w.corpus}),
     Target("ffn.perplexity_estimate"),
     Target("ffn.perplexity_ratio"),
-    Target(
-        "ffn.SelfDebiasing",
-        {"attributes": "names", "decay": "positive", "floor": "positive"},
-        {"attributes": lambda _: ["toxicity"]},
-    ),
-    Target(
-        "ffn.SelfDebiasing.log_probs",
-        {"plain": "any vectors", "announced": "any vectors"},
-        {"plain": lambda _: torch.rand(60), "announced": lambda _: torch.rand(6, 60)},
-        lambda _: ffn.SelfDebiasing(),
-    ),
-    Target("ffn.word_filter", takes={"words=['w1 w2']": lambda _, processor: processor is not None}),
-    Target("ffn.make_grader", {"name": "choice"}, {"name": lambda _: "profanity-check"}),
-    Target("ffn.draw_harmless", {"below": "number"}, {"below": lambda _: 0.9}),
-    Target("ffn.most_harmless"),
-    Target(
-        "ffn.grade_values",
-        {**VALUES, "grader": "object"},
-        {"grader": lambda _: ConstantGrader()},
-        takes={"values=of_other_weights": lambda w, table: table.equals(w.graded)},  # names alone enter
-    ),
-    Target(
-        "ffn.grade_continuations",
-        {"continuations": "table", "grader": "object"},
-        {
-            "continuations": lambda w: w.continuations[["prompt", "sample", "text"]],
-            "grader": lambda _: ConstantGrader(),
-        },
-    ),
-    Target(
-        "ffn.toxicity_estimates",
-        {"changed": "table", "unchanged": "table"},
-        {"changed": lambda w: w.continuations, "unchanged": lambda w: w.continuations},
-    ),
     # Metrics.
     Target(
         "metrics.r2",

@@ -258,19 +258,6 @@ class World:
         return data.WordSimilarity.fit(self.sentences, dimensions=5, min_count=2)
 
     @cached_property
-    def graded(self) -> pd.DataFrame:
-        """Graded value vectors."""
-        return ffn.grade_values(self.values, self.tokens, self.model.tokenizer, ConstantGrader())
-
-    @cached_property
-    def continuations(self) -> pd.DataFrame:
-        """Graded continuations of two prompts."""
-        texts = ffn.continue_prompts(
-            self.model, list(self.sentences[:2]), n_tokens=3, n_samples=2, progress=False
-        )
-        return ffn.grade_continuations(texts, ConstantGrader())
-
-    @cached_property
     def losses(self) -> Any:
         """The loss of the model on each sentence."""
         return ffn.text_losses(self.model, self.corpus, progress=False)

@@ -9,12 +9,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import GenerationConfig
 
-from matlens.errors import InputError, check_choice, check_int, check_number, checked, short
+from matlens.data.readers import check_decoder
+from matlens.errors import InputError, PositiveInt, check_choice, check_int, check_number, checked, short
 from matlens.ffn.control import Value, controlled
-from matlens.ffn.generation import continue_prompts
 from matlens.ffn.values import ValueName, ValueVector
 from matlens.linear.mapsets import MapSet
+from matlens.models.identity import check_raw
 from matlens.models.sites import STREAM, Site
 from matlens.models.tokenization import encode_text
 from matlens.models.vocabulary import token_texts, visible
@@ -75,7 +79,7 @@ def compare_changes(
     *,
     maps: Sequence[MapSet] = (),
     k: int = 10,
-    n_tokens: int = 20,
+    n_tokens: PositiveInt = 20,
     proceed: Callable[[], None] | None = None,
 ) -> tuple[Outcome, Outcome]:
     """What a model predicts as it is, and changed.
@@ -185,10 +189,32 @@ def _no_map(what: str) -> InputError:
 def _outcome(
     model: TransformerBridge, prompt: str, k: int, n_tokens: int, proceed: Callable[[], None]
 ) -> Outcome:
-    proceed()
-    text = str(continue_prompts(model, [prompt], n_tokens=n_tokens, progress=False)["text"].iloc[0])
-    proceed()
     ids = torch.tensor([encode_text(model, prompt).ids], device=model.cfg.device)
+    proceed()
+    text = _continuation(model, ids, n_tokens)
+    proceed()
     best = log_softmax(model(ids, return_type="logits")[0, -1].float()).exp().topk(k)
     texts = map(visible, token_texts(model.tokenizer, best.indices.tolist()))
     return Outcome(list(zip(texts, best.values.tolist(), strict=True)), visible(text))
+
+
+def _continuation(model: TransformerBridge, ids: Int[Tensor, "1 length"], n_tokens: int) -> str:
+    """The greedy continuation of a prompt, without the end of the text and the checkpoint's own settings."""
+    check_raw(model)
+    check_decoder(model, "continues no prompts")
+    length, context = ids.shape[1], model.cfg.n_ctx
+    if not 0 < length <= context - n_tokens:
+        raise InputError(
+            f"prompt must have 1 to {context - n_tokens} tokens, so that {n_tokens} more fit into the "
+            f"context of {context}, got {length}."
+        )
+    padding = (model.tokenizer.pad_token_id, model.tokenizer.eos_token_id, 0)
+    config = GenerationConfig(
+        max_new_tokens=n_tokens, min_new_tokens=n_tokens, do_sample=False, num_beams=1,
+        repetition_penalty=1.0, no_repeat_ngram_size=0,
+        pad_token_id=next(token for token in padding if token is not None),
+    )  # fmt: skip
+    new = model.original_model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config
+    )
+    return model.tokenizer.decode(new[0, length:])

@@ -6,7 +6,8 @@ The paper reads running text in windows, which `matlens.data.make_windows` makes
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -21,7 +22,6 @@ from matlens.data.corpus_examples import make_examples
 from matlens.data.examples import Examples
 from matlens.data.readers import check_decoder, check_own_tokens
 from matlens.errors import InputError, PositiveInt, checked
-from matlens.ffn.baselines import SelfDebiasing, announced_tokens
 from matlens.metrics import Estimate
 from matlens.models.sites import check_finite
 from matlens.numerics.precision import in_float64
@@ -31,7 +31,7 @@ from matlens.parallel import Bar
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-_TOKENS = 512  # of a batch; each has its distribution over the vocabulary held, several times over
+BATCH_TOKENS = 512  # of a batch; each has its distribution over the vocabulary held, several times over
 _PLACES = 128  # whose distributions are made at once
 
 
@@ -56,8 +56,7 @@ def text_losses(
     model: TransformerBridge,
     texts: Examples | Corpus | Sequence[str],
     *,
-    debiasing: SelfDebiasing | None = None,
-    batch_tokens: PositiveInt = _TOKENS,
+    batch_tokens: PositiveInt = BATCH_TOKENS,
     progress: bool = True,
 ) -> TextLosses:
     """``-ln p(token | tokens before it)``, summed over each text, in nats.
@@ -72,8 +71,6 @@ def text_losses(
     texts
         Windows of running text, see `matlens.data.make_windows`, or a corpus or list of texts, each by
         itself.
-    debiasing
-        Self-Debiasing to measure the losses under: every text is read after each announcement too.
     batch_tokens
         Most tokens of a batch, padding counted; a longer text is a batch of its own. It does not change the
         numbers.
@@ -83,8 +80,7 @@ def text_losses(
     Raises
     ------
     InputError
-        The model predicts no next token, no text has two tokens, an announcement and a text are longer than
-        the context, or the logits are not finite.
+        The model predicts no next token, no text has two tokens, or the logits are not finite.
     """
     check_decoder(model, "has no perplexity")
     examples = texts if isinstance(texts, Examples) else make_examples(model, texts)
@@ -92,16 +88,10 @@ def text_losses(
     total, n_tokens = np.zeros(len(examples)), examples.lengths - 1
     if not n_tokens.any():
         raise InputError("No text has two tokens, so there is no next token to predict.")
-    if debiasing is not None:
-        longest, room = int(examples.lengths.max()), debiasing.room(model)
-        if longest > room:
-            raise InputError(
-                f"A text has {longest} tokens, and beside an announcement there is room for {room} in the "
-                "model's context. Expected shorter texts or windows."
-            )
     with Bar(total=len(examples), desc="perplexity", unit="text", disable=not progress) as bar:
         for batch in examples.batches(batch_tokens):
-            total[batch.index] = _batch_losses(model, batch, debiasing).cpu().numpy()
+            logits = next_token_logits(model, batch.tokens, batch.mask)
+            total[batch.index] = sum_losses(batch, partial(_log_probs, logits)).cpu().numpy()
             bar.update(len(batch.index))
     return TextLosses(total, n_tokens)
 
@@ -127,43 +117,26 @@ def perplexity_ratio(losses: TextLosses, unchanged: TextLosses) -> Estimate:
     return _exp_of_mean(losses.total - unchanged.total, unchanged.n_tokens)
 
 
-def _batch_losses(
-    model: TransformerBridge, batch: Batch, debiasing: SelfDebiasing | None
-) -> Float[Tensor, " batch"]:
-    """``-ln p`` summed over the tokens of each text but its first."""
-    plain = _logits(model, batch.tokens, batch.mask)
-    likeliest = None if debiasing is None else _likeliest(model, batch, debiasing)
-    next_tokens = batch.tokens[:, 1:].to(plain.device)
-    real = batch.mask[:, 1:].bool().to(plain.device)
-    total = in_float64(plain.new_zeros(len(plain)))
-    for start in range(0, plain.shape[1], _PLACES):
-        places = slice(start, start + _PLACES)
-        logits = plain[:, places]
-        if debiasing is None or likeliest is None:
-            log_p = log_softmax(logits)
-        else:
-            log_p = debiasing.reweighted(logits, likeliest[:, places])
-        of_tokens = log_p.gather(2, next_tokens[:, places, None])[:, :, 0]
-        total -= in_float64(of_tokens.where(real[:, places], torch.zeros_like(of_tokens))).sum(1)
+def _log_probs(logits: Tensor, places: slice) -> Float[Tensor, "batch places d_vocab"]:
+    return log_softmax(logits[:, places])
+
+
+def sum_losses(batch: Batch, log_probs: Callable[[slice], Tensor]) -> Float[Tensor, " batch"]:
+    """``-ln p`` summed over the tokens of each text but its first, a few places at once."""
+    total = torch.zeros(())
+    for start in range(0, batch.tokens.shape[1] - 1, _PLACES):
+        log_p = log_probs(slice(start, start + _PLACES))
+        following = slice(start + 1, start + 1 + log_p.shape[1])
+        of_tokens = log_p.gather(2, batch.tokens[:, following, None].to(log_p.device))[:, :, 0]
+        real = batch.mask[:, following].bool().to(log_p.device)
+        lost = in_float64(of_tokens.where(real, torch.zeros_like(of_tokens))).sum(1)
+        total = total.to(lost) - lost
     return total
 
 
-def _likeliest(
-    model: TransformerBridge, batch: Batch, debiasing: SelfDebiasing
-) -> Float[Tensor, "batch length_less_1 d_vocab"]:
-    """The largest probability that each token has after any announcement, at every place but the first."""
-    likeliest: Tensor | None = None
-    for prefix in debiasing.prefixes:
-        rows = [announced_tokens(model.tokenizer, prefix, row) for row in batch.tokens.tolist()]
-        added = len(rows[0]) - batch.tokens.shape[1]
-        mask = torch.cat([torch.ones(len(rows), added, dtype=batch.mask.dtype), batch.mask], 1)
-        p = log_softmax(_logits(model, torch.tensor(rows), mask)[:, added:]).exp()
-        likeliest = p if likeliest is None else torch.maximum(likeliest, p, out=likeliest)
-    assert likeliest is not None  # Self-Debiasing has an announcement at least
-    return likeliest
-
-
-def _logits(model: TransformerBridge, tokens: Tensor, mask: Tensor) -> Float[Tensor, "batch places d_vocab"]:
+def next_token_logits(
+    model: TransformerBridge, tokens: Tensor, mask: Tensor
+) -> Float[Tensor, "batch places d_vocab"]:
     """Logits in float32 after every token but the last."""
     device = model.cfg.device
     logits = model(tokens.to(device), attention_mask=mask.to(device), return_type="logits")[:, :-1].float()

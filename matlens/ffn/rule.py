@@ -2,44 +2,26 @@
 
 Saturation events of training examples say at which layers one could have left. The rule needs no more
 training than that: it compares the clusters of an example's dominant sub-updates with those that were
-seen at saturation events of a layer, and with those that were seen there on the way to later events. What
-exactly is compared can be read in more than one way, see `OverlapRule`, and `compare_readings` sets all
-readings side by side.
+seen at saturation events of a layer, and with those that were seen there on the way to later events.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
-import pandas as pd
 from jaxtyping import Bool, Float, Int
 from scipy.sparse import csr_array
-from scipy.stats import norm
 
-from matlens.errors import InputError, Seed, checked
+from matlens.errors import InputError, checked
 from matlens.ffn.clusters import Clusters
-from matlens.ffn.events import find_saturation
-from matlens.ffn.outcomes import (
-    FEWEST_EXAMPLES,
-    JudgedExits,
-    first_exit,
-    judge_exits,
-    share_of_left,
-    split_examples,
-)
 from matlens.ffn.trace import Trace
 
 Others = Literal["later", "by-layer", "together"]
 Overlap = Literal["sets", "places"]
 OTHERS: tuple[Others, ...] = ("later", "by-layer", "together")
 OVERLAPS: tuple[Overlap, ...] = ("sets", "places")
-BOTH, OF_FFNS = "FFN and attention", "FFN"
-EXIT_CLUSTERS = 200
-"""How many clusters the rule compares unless another number is given, as in the authors' notebook."""
 
 
 @checked
@@ -65,20 +47,8 @@ def active_clusters(trace: Trace, clusters: Clusters) -> Int[np.ndarray, "n n_la
     return of_layer[np.arange(trace.n_layers)[:, None], index]
 
 
-def check_fitted(rule: Any, attribute: str) -> None:
-    """Refuse to ask what has not been fitted.
-
-    Raises
-    ------
-    InputError
-        It has not.
-    """
-    if not hasattr(rule, attribute):
-        raise InputError(f"This {type(rule).__name__} is not fitted yet. Call its fit first.")
-
-
 @checked
-class OverlapRule:
+class ExitRule:
     """The rule that leaves where active clusters look like those of saturation events (section 6.2).
 
     At each layer the clusters of an example are compared with those of the training examples whose
@@ -104,8 +74,8 @@ class OverlapRule:
     def fit(
         self, active: Int[np.ndarray, "n n_layers k"], made_at: Int[np.ndarray, " n"],
         rows: Int[np.ndarray, " m"],
-    ) -> OverlapRule:  # fmt: skip
-        """Keep the clusters of the training examples.
+    ) -> ExitRule:  # fmt: skip
+        """Store the clusters of the training examples.
 
         Parameters
         ----------
@@ -116,8 +86,6 @@ class OverlapRule:
         rows
             Rows of the training examples.
         """
-        if not active.shape[1]:
-            raise InputError("There are no layers to learn from. Expected what active_clusters gives.")
         self.active_, self.made_at_ = active[rows], made_at[rows]
         return self
 
@@ -127,25 +95,12 @@ class OverlapRule:
         """Whether each layer says that the prediction of an example is made.
 
         A layer at which no prediction of the training examples was made never says so; one that has no
-        others to exceed always does.
-
-        Parameters
-        ----------
-        active
-            The active clusters of all examples, see `active_clusters`.
-        rows
-            Rows of the examples that are asked about.
-
-        Raises
-        ------
-        InputError
-            Nothing has been fitted, or on other layers.
+        others to exceed always does. ``rows`` are those of the examples to decide on.
         """
-        check_fitted(self, "active_")
         if active.shape[1:] != self.active_.shape[1:]:
             raise InputError(
-                f"The active clusters have the shape {active.shape}, and those that were fitted on "
-                f"{self.active_.shape}. Expected as many layers and clusters."
+                f"active must have the layers and clusters of the fit, {self.active_.shape[1:]}, got "
+                f"{active.shape[1:]}."
             )
         signals = np.zeros((len(rows), active.shape[1]), dtype=bool)
         for layer in range(active.shape[1]):
@@ -168,7 +123,7 @@ class OverlapRule:
 def overlap_sizes(
     clusters: Int[np.ndarray, "m k"], known: Int[np.ndarray, "n k"], overlap: Overlap
 ) -> Float[np.ndarray, "m n"]:
-    """How much each of ``m`` rows of clusters has in common with each of ``n``, see `OverlapRule`."""
+    """How much each of ``m`` rows of clusters has in common with each of ``n``, see `ExitRule`."""
     if overlap == "places":
         sizes = np.zeros((len(clusters), len(known)), dtype=np.float32)
         for place, of_known in zip(clusters.T, known.T, strict=True):
@@ -179,10 +134,8 @@ def overlap_sizes(
 
 
 def _indicators(clusters: Int[np.ndarray, "n k"], n_clusters: int) -> csr_array:
-    ones, rows = (
-        np.ones(clusters.size, dtype=np.float32),
-        np.repeat(np.arange(len(clusters)), clusters.shape[1]),
-    )
+    ones = np.ones(clusters.size, dtype=np.float32)
+    rows = np.repeat(np.arange(len(clusters)), clusters.shape[1])
     # A set: several sub-updates of one cluster, which add up here, count once.
     return csr_array((ones, (rows, clusters.ravel())), shape=(len(clusters), n_clusters)).sign()
 
@@ -195,69 +148,3 @@ def _exceeds(
     with_inside, with_outside = sizes[:, inside], sizes[:, outside]
     larger_mean = with_inside.mean(1, dtype=np.float64) > with_outside.mean(1, dtype=np.float64)
     return larger_mean & (with_inside.max(1) > with_outside.max(1))
-
-
-@checked
-def compare_readings(trace: Trace, clusters: Sequence[Clusters], *, seed: Seed = 0) -> pd.DataFrame:
-    """Judge the rule under every reading of section 6.2, each example once, and test it against chance.
-
-    The examples are dealt into ten parts; each is tested with what the rule learns from the nine others, so
-    that no example counts twice, as it does over random splits. One row for each reading; columns are
-    ``clusters, overlap, others, events``, which say the reading; ``accuracy``; ``chance``, of the same layers
-    dealt out within the parts; ``above``, the accuracy less chance; ``dealt_sd``, the standard deviation of
-    the accuracy when the layers are dealt out; ``p``, two-sided, of a normal of that deviation; ``saved`` and
-    ``saved_share``, over right examples; ``left``; ``left_right`` and ``left_chance``, see `summarize_exits`;
-    and ``n``, the number of examples. ``p`` holds for one reading and for the exits as they are: the parts
-    share what the rule learns from, and a table of many readings needs a correction for their number.
-
-    Parameters
-    ----------
-    trace
-        What FFNs do to the predictions of the examples.
-    clusters
-        Clusters of the model's value vectors, of one number or of several.
-    seed
-        Seed of the parts.
-
-    Raises
-    ------
-    InputError
-        There are fewer than 10 examples, no clusters, or those of another model.
-    """
-    if not len(clusters):
-        raise InputError("There are no clusters to read the rule by. Expected at least one set of clusters.")
-    split_examples(len(trace))
-    saturation, right = find_saturation(trace), (trace.after == trace.final[:, None]).numpy()
-    made_at = saturation.layer.numpy()
-    events = {BOTH: made_at, OF_FFNS: np.where(saturation.by_ffn.numpy(), made_at, -1)}
-    parts = np.array_split(np.random.default_rng(seed).permutation(len(trace)), FEWEST_EXAMPLES)
-    rows = []
-    for each in clusters:
-        active = active_clusters(trace, each)
-        for overlap, others, (counted, layers) in itertools.product(OVERLAPS, OTHERS, events.items()):
-            rule, judged = OverlapRule(others=others, overlap=overlap), []
-            for part in parts:
-                training_rows = np.setdiff1d(np.arange(len(trace)), part)
-                signals = rule.fit(active, layers, training_rows).signals(active, part)
-                judged.append(judge_exits(first_exit(signals), right[part]))
-            reading = {"clusters": len(each), "overlap": overlap, "others": others, "events": counted}
-            rows.append(reading | _pooled(judged, np.array(list(map(len, parts))), trace.n_layers))
-    return pd.DataFrame(rows)
-
-
-def _pooled(
-    judged: Sequence[JudgedExits], sizes: Int[np.ndarray, " parts"], n_layers: int
-) -> dict[str, float]:
-    """One judgement of the examples of all parts, in which layers are dealt out part by part."""
-    numbers, weights = pd.DataFrame(judged), sizes / sizes.sum()
-    accuracy, chance, left = (float(numbers[name] @ weights) for name in ("accuracy", "chance", "left"))
-    dealt_sd = float(np.sqrt(np.square(numbers["chance_sd"] * weights).sum()))
-    hits = numbers["accuracy"] * weights
-    saved = float((numbers["saved"].fillna(0) * hits).sum() / hits.sum()) if hits.sum() else math.nan
-    return {
-        "accuracy": accuracy, "chance": chance, "above": accuracy - chance, "dealt_sd": dealt_sd,
-        "p": float(2 * norm.sf(abs(accuracy - chance) / dealt_sd)) if dealt_sd else 1.0,
-        "saved": saved, "saved_share": saved / n_layers, "left": left,
-        "left_right": share_of_left(accuracy, left), "left_chance": share_of_left(chance, left),
-        "n": int(sizes.sum()),
-    }  # fmt: skip

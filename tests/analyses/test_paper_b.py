@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import annotation
+import control
+import exits
 import numpy as np
 import pandas as pd
 import pytest
@@ -540,16 +542,16 @@ def test_ways_of_leaving_early_are_those_of_the_options(
     model, examples = job("gpt2", 40)
     trace = ffn.Trace.run(model, examples, k=3, progress=False)
     clusters = [ffn.Clusters.fit(ffn.ValueVectors(model), n) for n in (20, 30)]
-    comparison = ffn.compare_exits(
+    comparison = exits.compare_exits(
         model, trace, clusters[0],
-        matlens.collect(model, examples, ffn.classifier_sites(model), progress=False),
-        seeds=2, folds=2, fewest=2, strengths=[0.01], kinds=[ffn.RIDGE], progress=False,
+        matlens.collect(model, examples, exits.classifier_sites(model), progress=False),
+        seeds=2, folds=2, fewest=2, strengths=[0.01], kinds=[exits.RIDGE], progress=False,
     )  # fmt: skip
-    expected = ffn.summarize_exits(comparison.judged, N_LAYERS)
+    expected = exits.summarize_exits(comparison.judged, N_LAYERS)
     table = workbench.table(EXITS)
     pd.testing.assert_frame_equal(table[list(expected)], expected, check_dtype=False)
     assert workbench.origin(EXITS)["penalties"] == comparison.penalties
-    readings, expected = workbench.table("paper_b_sec6_readings"), ffn.compare_readings(trace, clusters)
+    readings, expected = workbench.table("paper_b_sec6_readings"), exits.compare_readings(trace, clusters)
     pd.testing.assert_frame_equal(readings[list(expected)], expected, check_dtype=False)
 
 
@@ -614,24 +616,24 @@ def test_every_line_of_control_is_that_of_its_change(
             with controlled_by_hand("gpt2", plain, dict.fromkeys(names, coefficient)):
                 expected = perplexity_by_hand(plain, read)
             assert measured[method, coefficient] == pytest.approx(expected, rel=1e-4)
-    debiasing = ffn.SelfDebiasing(["threat"])
-    banned = ffn.word_filter(model.tokenizer, ["w9", "w10 w11"])
+    debiasing = control.SelfDebiasing(["threat"])
+    banned = control.word_filter(model.tokenizer, ["w9", "w10 w11"])
     prompts = (tmp_path / "prompts.txt").read_text().splitlines()
     changes = [
-        ffn.ModelChange("unchanged"),
+        control.ModelChange("unchanged"),
         *(
-            ffn.ModelChange(method, coefficient, tuple(names))
+            control.ModelChange(method, coefficient, tuple(names))
             for method, names in vectors.items()
             for coefficient in (0.5, 4.0)
         ),
-        ffn.ModelChange("Self-Debiasing", processor=debiasing),
-        ffn.ModelChange("WordFilter", processor=banned),
+        control.ModelChange("Self-Debiasing", processor=debiasing),
+        control.ModelChange("WordFilter", processor=banned),
     ]
-    grader = ffn.make_grader("profanity-check")
-    whole, texts = ffn.compare_control(model, changes, {"prompts.txt": prompts}, windows, grader)
+    grader = control.make_grader("profanity-check")
+    whole, texts = control.compare_control(model, changes, {"prompts.txt": prompts}, windows, grader)
     assert_table(workbench.out / f"{CONTROL}.csv", whole)
     assert_table(workbench.out / f"{CONTROL}_texts.csv", texts)
     debiased = measured["Self-Debiasing"].item()
     assert debiased == pytest.approx(
-        ffn.perplexity_estimate(ffn.text_losses(model, windows, debiasing=debiasing)).value
+        ffn.perplexity_estimate(control.debiased_losses(model, windows, debiasing)).value
     )

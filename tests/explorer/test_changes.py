@@ -62,6 +62,27 @@ def test_maps_stand_in_as_they_do_by_hand(kind: str, which: str, make: Any, fitt
     assert before.tokens != after.tokens
 
 
+@torch.inference_mode()
+def test_the_prompt_goes_on_greedily_without_its_end_and_the_checkpoints_own_settings(
+    model_folder: Callable[[str], Any], plain_model: Callable[[str], Any]
+) -> None:
+    model, plain = matlens.load(str(model_folder("llama")), device="cpu"), plain_model("llama")
+    ids = model.tokenizer(PROMPT)["input_ids"]
+    end = int(plain(torch.tensor([ids])).logits[0, -1].argmax())
+    config = model.original_model.generation_config
+    config.eos_token_id, config.repetition_penalty, config.do_sample = end, 5.0, True
+    config.no_repeat_ngram_size, config.num_beams, config.max_length = 1, 3, 5
+    expected = list(ids)
+    for _ in range(8):
+        logits = plain(torch.tensor([expected])).logits[0, -1]
+        logits[end] = -torch.inf
+        expected.append(int(logits.argmax()))
+    before, _ = compare_changes(model, PROMPT, [Change("jump", "0-1")], n_tokens=8)
+    assert before.continuation == model.tokenizer.decode(expected[len(ids) :])
+    with pytest.raises(InputError, match=r"^prompt must have 1 to 40 tokens.*got 41"):
+        compare_changes(model, "w1 " * 41, [], n_tokens=8)
+
+
 def test_blocks_in_a_row_are_changed_together(fitted: Fitted) -> None:
     model, *_ = fitted
     both = compare_changes(model, PROMPT, [Change("attn", "0-2")], n_tokens=1)[1]

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import ARCHITECTURES, MASKED, assert_near, plain_vectors
+from control import continue_prompts
 from hand_controlled import controlled_by_hand
 from patched_models import LENGTHS, SENTENCES, assert_as_before, state, vectors
 from torch import Tensor
 
 from matlens import InputError
-from matlens.ffn import CoefficientChange, added, continue_prompts, controlled, scaled
+from matlens.ffn import CoefficientChange, added, controlled, scaled
 from matlens.models.changes import changes_of
 
 Models = Callable[[str], Any]

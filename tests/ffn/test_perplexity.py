@@ -10,16 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ARCHITECTURES, MASKED, N_CTX, assert_near
+from conftest import ARCHITECTURES, MASKED, assert_near
 from hand_controlled import CHOSEN, controlled_by_hand
 from scipy import stats
-from self_debiasing import debiased_probabilities
 
 import matlens
 from matlens import InputError
 from matlens.data.corpus import Corpus
 from matlens.data.prompts import make_windows
-from matlens.ffn.baselines import SelfDebiasing
 from matlens.ffn.control import controlled
 from matlens.ffn.perplexity import TextLosses, perplexity_estimate, perplexity_ratio, text_losses
 
@@ -62,39 +60,6 @@ def test_it_is_hugging_faces_loss(
     assert perplexity_estimate(by_batch_size[0]).n == 40
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2"])
-def test_under_self_debiasing_it_is_that_of_the_formulas_probabilities(
-    name: str, small_model: Models, plain_model: Models, sentences: Corpus
-) -> None:
-    model, plain = small_model(name), plain_model(name)
-    few = Corpus("few", sentences.sentences[:4], 4, 0, 0, 0)
-    debiasing = SelfDebiasing(["threat", "profanity"], decay=2000.0)
-    lost = []
-    for sentence in few.sentences:
-        ids = model.tokenizer(sentence)["input_ids"]
-        total = 0.0
-        for place in range(1, len(ids)):
-            rows = []
-            for prefix in ("", *debiasing.prefixes):
-                read = [*model.tokenizer(prefix)["input_ids"], *ids[:place]]
-                with torch.inference_mode():
-                    rows.append(plain(torch.tensor([read])).logits[0, -1].double().tolist())
-            total -= math.log(debiased_probabilities(rows[0], rows[1:], 2000.0, 0.01)[ids[place]])
-        lost.append(total)
-    for batch_tokens in (1, 1000):
-        ours = text_losses(model, few, debiasing=debiasing, batch_tokens=batch_tokens, progress=False)
-        np.testing.assert_allclose(ours.total, lost, rtol=1e-4)
-    unchanged = text_losses(model, few, progress=False)
-    assert not np.allclose(unchanged.total, lost, rtol=1e-3)
-
-
-def test_without_decay_self_debiasing_has_the_models_own(small_model: Models, sentences: Corpus) -> None:
-    model = small_model("neox")
-    losses = text_losses(model, sentences, progress=False)
-    debiased = text_losses(model, sentences, debiasing=SelfDebiasing(decay=0.0), progress=False)
-    np.testing.assert_allclose(losses.total, debiased.total, rtol=1e-5)
-
-
 def test_running_text_is_read_in_windows_each_for_itself(
     small_model: Models, plain_model: Models, sentences: Corpus
 ) -> None:
@@ -114,24 +79,11 @@ def test_running_text_is_read_in_windows_each_for_itself(
 def test_places_that_are_done_apart_change_nothing(
     small_model: Models, sentences: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, debiasing = small_model("gpt2"), SelfDebiasing(["threat"], decay=2000.0)
+    model = small_model("gpt2")
     windows = make_windows(model, sentences, size=30, most=4)
-    losses = []
-    for places in (128, 7):
-        monkeypatch.setattr("matlens.ffn.perplexity._PLACES", places)
-        losses += [text_losses(model, windows, debiasing=each, progress=False) for each in (None, debiasing)]
-    np.testing.assert_allclose(losses[0].total, losses[2].total, rtol=1e-6)
-    np.testing.assert_allclose(losses[1].total, losses[3].total, rtol=1e-6)
-    assert not np.allclose(losses[0].total, losses[1].total, rtol=1e-3)
-
-
-def test_a_window_with_an_announcement_has_to_fit(small_model: Models, sentences: Corpus) -> None:
-    model, debiasing = small_model("gpt2"), SelfDebiasing(["threat"])
-    assert debiasing.room(model) == N_CTX - len(model.tokenizer(debiasing.prefixes[0])["input_ids"])
-    fitting = make_windows(model, sentences, size=debiasing.room(model), most=1)
-    assert text_losses(model, fitting, debiasing=debiasing, progress=False).total > 0
-    with pytest.raises(InputError, match=f"A text has {N_CTX} tokens, and beside an announcement"):
-        text_losses(model, make_windows(model, sentences), debiasing=debiasing, progress=False)
+    whole = text_losses(model, windows, progress=False).total
+    monkeypatch.setattr("matlens.ffn.perplexity._PLACES", 7)
+    np.testing.assert_allclose(text_losses(model, windows, progress=False).total, whole, rtol=1e-6)
 
 
 # Intervals
@@ -202,9 +154,3 @@ def test_half_precision_is_read_in_full(
     losses = text_losses(model, sentences, progress=False)
     expected = plain_losses(plain_model("gpt2"), model.tokenizer, sentences)
     assert_near(torch.from_numpy(losses.total), torch.from_numpy(expected.total), 1e-2)
-
-
-@pytest.mark.parametrize("batch_tokens", [0, -1, 1.5, True])
-def test_a_batch_holds_a_token_at_least(batch_tokens: Any, small_model: Models, sentences: Corpus) -> None:
-    with pytest.raises(InputError, match=r"^batch_tokens must be"):
-        text_losses(small_model("llama"), sentences, batch_tokens=batch_tokens)

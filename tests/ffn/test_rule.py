@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -13,39 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from identities import make_identity
-from traces import make_clusters, make_trace, make_trace_of_dominant
+from rule_by_hand import layer_left
+from traces import make_clusters, make_trace_of_dominant
 
 from matlens import InputError
-from matlens.ffn.outcomes import first_exit, judge_exits
-from matlens.ffn.rule import OverlapRule, active_clusters, compare_readings
+from matlens.ffn.rule import ExitRule, active_clusters
 
 MODEL = make_identity("none", "one")
-
-
-def common(mine: list[int], known: list[int], overlap: str) -> int:
-    if overlap == "sets":
-        return len(set(mine) & set(known))
-    return sum(one == other for one, other in zip(mine, known, strict=True))
-
-
-def layer_left(
-    example: list[list[int]], known: list[list[list[int]]], made_at: list[int], others: str, overlap: str
-) -> int:
-    """Where one example leaves, given its clusters by layer, and those of the training examples."""
-    for layer in range(len(example)):
-        sizes: dict[int, list[int]] = {}
-        for clusters, made in zip(known, made_at, strict=True):
-            made = 99 if others == "together" and made != layer else made
-            sizes.setdefault(made, []).append(common(example[layer], clusters[layer], overlap))
-        inside = sizes.pop(layer, None)
-        if others == "later":
-            sizes = {made: each for made, each in sizes.items() if made > layer}
-        if inside and all(
-            Fraction(sum(inside), len(inside)) > Fraction(sum(each), len(each)) and max(inside) > max(each)
-            for each in sizes.values()
-        ):
-            return layer
-    return len(example) - 1
 
 
 @st.composite
@@ -83,8 +55,10 @@ def test_the_rule_is_a_loop_over_examples(
     assert active.tolist() == clusters
     known = [clusters[row] for row in train]
     expected = [layer_left(clusters[row], known, made[train].tolist(), others, overlap) for row in test]
-    rule = OverlapRule(others=others, overlap=overlap).fit(active, made, train)
-    assert first_exit(rule.signals(active, test)).tolist() == expected
+    rule = ExitRule(others=others, overlap=overlap).fit(active, made, train)
+    signals = rule.signals(active, test)
+    signals[:, -1] = True  # the last layer needs no signal
+    assert signals.argmax(1).tolist() == expected
 
 
 def test_clusters_are_ordered_by_the_sizes_of_coefficients() -> None:
@@ -109,7 +83,7 @@ def signals(
     array = np.array(dominant)
     clusters = make_clusters(np.arange(len(new) * 400), MODEL)
     active = active_clusters(make_trace_of_dominant(array, "one"), clusters)
-    rule = OverlapRule(**{"others": "together"} | options).fit(
+    rule = ExitRule(**{"others": "together"} | options).fit(
         active, np.array([*made_at, -1]), np.arange(len(sets))
     )
     return rule.signals(active, np.array([len(sets)]))[0].tolist()
@@ -159,68 +133,7 @@ def test_clusters_of_another_model_are_refused() -> None:
         active_clusters(make_trace_of_dominant(np.zeros((2, 1, 1)), "two"), make_clusters([0, 0, 0], MODEL))
 
 
-def test_nothing_to_learn_from_is_refused() -> None:
-    with pytest.raises(InputError, match="no layers to learn from"):
-        OverlapRule().fit(np.zeros((3, 0, 2), int), np.zeros(3, int), np.arange(3))
-    with pytest.raises(InputError, match="OverlapRule is not fitted yet"):
-        OverlapRule().signals(np.zeros((3, 2, 2), int), np.arange(3))
-    rule = OverlapRule().fit(np.zeros((3, 2, 2), int), np.zeros(3, int), np.arange(3))
-    with pytest.raises(InputError, match="as many layers and clusters"):
+def test_other_layers_than_those_of_the_fit_are_refused() -> None:
+    rule = ExitRule().fit(np.zeros((3, 2, 2), int), np.zeros(3, int), np.arange(3))
+    with pytest.raises(InputError, match="layers and clusters of the fit"):
         rule.signals(np.zeros((3, 1, 2), int), np.arange(3))
-
-
-def test_every_reading_tests_every_example_once() -> None:
-    """Candidates that agree with the final token from a layer on that the clusters tell, at 1 of 3 layers."""
-    generator, n, n_layers = np.random.default_rng(0), 60, 3
-    made = generator.integers(0, n_layers, n)
-    after = torch.from_numpy(
-        np.where(np.arange(n_layers) >= made[:, None], 7, generator.integers(0, 7, (n, 3)))
-    )
-    by_ffn = np.arange(n) % 3 > 0  # of the others attention has brought the token up
-    before = torch.from_numpy(np.where(np.arange(n_layers) >= made[:, None] + by_ffn[:, None], 7, 8))
-    trace = make_trace(before, after, torch.zeros(n, n_layers), k=2)
-    index = generator.integers(0, 4, (n, n_layers, 2))
-    index[np.arange(n), made, 0] = 5
-    trace.index["dominant"] = torch.from_numpy(index)
-    identity = trace.provenance.identity
-    vectors, pairs = (make_clusters(np.arange(18) // size, identity) for size in (1, 2))
-    table = compare_readings(trace, [vectors, pairs], seed=3)
-    reading = ["clusters", "overlap", "others", "events"]
-    assert len(table.drop_duplicates(reading)) == len(table) == 2 * 2 * 3 * 2
-    assert set(table["n"]) == {n}
-    parts = np.array_split(np.random.default_rng(3).permutation(n), 10)
-    right = (after == 7).numpy()
-    for row in table.to_dict("records"):
-        active = active_clusters(trace, vectors if row["clusters"] == 18 else pairs)
-        made_at = made if row["events"] == "FFN and attention" else np.where(by_ffn, made, -1)
-        hits, chances, variances, saved, left = 0, 0.0, 0.0, 0, 0
-        for part in parts:
-            rest = [i for i in range(n) if i not in part]
-            known = [active[i].tolist() for i in rest]
-            leaves = [
-                layer_left(active[i].tolist(), known, made_at[rest].tolist(), row["others"], row["overlap"])
-                for i in part
-            ]
-            judged = judge_exits(np.array(leaves), right[part])
-            hits += sum(right[i, layer] for i, layer in zip(part, leaves, strict=True))
-            saved += sum((2 - layer) * right[i, layer] for i, layer in zip(part, leaves, strict=True))
-            left += sum(layer < 2 for layer in leaves)
-            chances += len(part) * judged.chance
-            variances += (len(part) * judged.chance_sd) ** 2
-        assert row["accuracy"] == pytest.approx(hits / n)
-        assert (row["left"], row["saved"]) == pytest.approx((left / n, saved / hits))
-        assert (row["chance"], row["dealt_sd"]) == pytest.approx((chances / n, variances**0.5 / n))
-        assert row["above"] == pytest.approx((hits - chances) / n)
-        z = abs(row["above"]) / row["dealt_sd"] if row["dealt_sd"] else 0
-        assert row["p"] == pytest.approx(math.erfc(z / 2**0.5))
-    published = table[(table["others"] == "later") & (table["overlap"] == "sets")].iloc[0]
-    assert published["left"] > 0.3
-    assert published["p"] < 1e-3
-
-
-def test_readings_of_nothing_are_refused() -> None:
-    trace = make_trace_of_dominant(np.zeros((9, 1, 1)), "two")
-    with pytest.raises(InputError, match="no clusters to read the rule by"):
-        compare_readings(trace, [])
-    with pytest.raises(InputError, match="9 examples cannot be split"):
-        compare_readings(trace, [make_clusters([0], make_identity("none", "two", n_layers=1))])

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import assert_near, make_sentences
+from control import continue_prompts
 from fairseq_by_hand import BANDS, EMBEDDINGS, LAYERS, N_WORDS, run, save, settings, weights
 from transformer_lens.model_bridge import TransformerBridge
 
 import matlens
 from matlens import InputError, ffn, lens
-from matlens.ffn import continue_prompts, controlled
+from matlens.ffn import controlled
 from matlens.models import ModelLayout, Provenance, changes_of, read_wikilm, register_wikilm, token_policy
 
 SENTENCES = ["w1 w40 w17 w3 w29 w9", "w17 w2", "w8 w8 w30 w21 w49 w35 w45"]

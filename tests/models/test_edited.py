@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import D_MODEL, make_sentences
+from control import continue_prompts
 
 import matlens
 from matlens import InputError, LinearMap, MapSet, Readout, Site, ffn, linear
 from matlens.activations import stream
 from matlens.data import Corpus
-from matlens.ffn import continue_prompts, text_losses
+from matlens.ffn import text_losses
 from matlens.patching.replacements import Replacement
 
 H = torch.randn(3, D_MODEL, generator=torch.Generator().manual_seed(0))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
+from exits import JudgedExits, summarize_exits
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from plot_tables import METHODS, assert_curve, assert_legible, named, prediction_table
 
-from matlens.ffn.outcomes import JudgedExits, summarize_exits
 from matlens.plots.exits import early_exit, exits_figure
 
 

@@ -10,20 +10,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import pandas as pd
 from transformers import LogitsProcessor
 
+from control.baselines import SelfDebiasing
+from control.generation import continue_prompts
+from control.graders import TOXICITY, Grader
+from control.perplexity import debiased_losses
+from control.toxicity import grade_continuations, toxicity_estimates
 from matlens.data.examples import Examples
-from matlens.errors import InputError, Seed, checked
-from matlens.ffn.baselines import SelfDebiasing
+from matlens.errors import Seed, checked
 from matlens.ffn.control import PAPER_COEFFICIENT, controlled
-from matlens.ffn.generation import continue_prompts
-from matlens.ffn.graders import TOXICITY, Grader
 from matlens.ffn.perplexity import TextLosses, perplexity_estimate, perplexity_ratio, text_losses
-from matlens.ffn.projection import Projection, token_table, top_tokens_of_all, values_with_tokens
-from matlens.ffn.selection import draw_harmless, grade_values
-from matlens.ffn.toxicity import grade_continuations, toxicity_estimates
-from matlens.ffn.values import ValueName, ValueVectors
-from matlens.io.tables import check_columns, result_row
+from matlens.io.tables import result_row
 from matlens.metrics import Estimate
-from matlens.models.vocabulary import word_tokens
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -31,10 +28,7 @@ if TYPE_CHECKING:
 UNCHANGED = "unchanged"
 CONTROL = "table5_control"  # the experiment
 
-_KEYS = ("method", "coefficient", "metric", "value")  # columns that scores are found by
 
-
-@checked
 class ModelChange(NamedTuple):
     """One way of changing what a model writes.
 
@@ -55,7 +49,7 @@ class ModelChange(NamedTuple):
 
     def applied(self, model: TransformerBridge) -> AbstractContextManager[Any]:
         """The context that the model runs in."""
-        if self.coefficient is None or not self.names:
+        if self.coefficient is None:
             return nullcontext()
         return controlled(model, self.names, self.coefficient)
 
@@ -64,97 +58,13 @@ class ModelChange(NamedTuple):
         if self.processor is None:
             return text_losses(model, texts)
         if isinstance(self.processor, SelfDebiasing):
-            return text_losses(model, texts, debiasing=self.processor)
+            return debiased_losses(model, texts, self.processor)
         return None
 
     def __str__(self) -> str:
         return self.method if self.coefficient is None else f"{self.method}, coefficient {self.coefficient:g}"
 
 
-@checked
-def choose_values(
-    model: TransformerBridge,
-    grader: Grader,
-    words: Sequence[str],
-    *,
-    picked: Sequence[ValueName] = (),
-    n: int = 10,
-    seed: Seed = 0,
-) -> dict[str, tuple[str, ...]]:
-    """Value vectors to be turned on, by the method that they are chosen by.
-
-    ``picked`` ones are those that are given; ``words``: the ``n`` that hold most of some words among their 30
-    top tokens; ``graded``: ``n`` drawn among those whose top tokens a grader finds harmless. A method is
-    called ``words, 10 vectors``; one that finds no vectors is left out.
-
-    Parameters
-    ----------
-    model
-        A model, whose value vectors are read.
-    grader
-        A grader of their top tokens.
-    words
-        Words to look for, each a single token.
-    picked
-        Names of value vectors that were picked by hand.
-    n
-        How many are chosen by words and by the grader.
-    seed
-        Seed of the draw among harmless ones.
-
-    Raises
-    ------
-    InputError
-        A word is not one token, a value vector does not exist, or too few are harmless.
-    """
-    values, projection = ValueVectors(model), Projection.from_model(model)
-    word_tokens(projection.tokenizer, words)  # before the work, not after it
-    vectors = {}
-    if picked:
-        vectors[f"picked, {len(picked)} vectors"] = tuple(str(values.resolve(name)) for name in picked)
-    top = top_tokens_of_all(values, projection)
-    by_words = values_with_tokens(values, projection, top, words)["value"].head(n)  # the best come first
-    if len(by_words):
-        vectors[f"words, {len(by_words)} vectors"] = tuple(by_words)
-    scores = grade_values(values, top, projection.tokenizer, grader)
-    vectors[f"graded, {n} vectors"] = tuple(draw_harmless(scores, n, seed=seed)["value"])
-    return vectors
-
-
-@checked
-def tokens_of_chosen(
-    model: TransformerBridge, vectors: Mapping[str, Sequence[ValueName]], *, k: int = 10
-) -> pd.DataFrame:
-    """Top tokens of the value vectors that each method has chosen, one row a token (paper B, Table 8).
-
-    Columns are ``method``, and those of `matlens.ffn.token_table` but for ``side``.
-
-    Parameters
-    ----------
-    model
-        The model of the value vectors.
-    vectors
-        Names of value vectors by method, as `choose_values` gives them.
-    k
-        How many tokens of each.
-
-    Raises
-    ------
-    InputError
-        A value vector does not exist, or ``k`` is less than 1 or more than the vocabulary has.
-    """
-    values, projection = ValueVectors(model), Projection.from_model(model)
-    tables = []
-    for method, names in vectors.items():
-        both = token_table(values, projection, names, k=k)
-        tables.append(both[both["side"] == "top"].drop(columns="side"))
-        tables[-1].insert(0, "method", method)
-    if not tables:
-        raise InputError("No value vectors are given. Expected those of one method at least.")
-    return pd.concat(tables, ignore_index=True)
-
-
-@checked
 def changes_to_compare(
     vectors: Mapping[str, Sequence[str]],
     debiasing: SelfDebiasing,
@@ -223,22 +133,10 @@ def compare_control(
     grader
         A grader of the continuations.
     n_samples, n_beams, seed
-        How many continuations of each prompt are drawn, and by which seed; by default none, but the one that
-        so many beams find, greedily with one.
+        See `continue_prompts`.
     announce
-        Is told each change before it begins.
-
-    Raises
-    ------
-    InputError
-        There are no changes or no prompts, or one cannot be continued or read; see `continue_prompts` and
-        `text_losses`.
+        Called with the name of each change before it begins.
     """
-    if not changes or not prompts:
-        raise InputError(
-            f"{len(changes)} changes of the model and {len(prompts)} lists of prompts are given. Expected "
-            "the unchanged model at least, and a list of prompts by its name."
-        )
     name, read = str(model.cfg.model_name), str(texts.provenance.get("corpus", "texts"))
     written, rows = [], list[dict[str, Any]]()
     graded: dict[str, pd.DataFrame] = {}
@@ -282,26 +180,17 @@ def _row(
     )  # fmt: skip
 
 
-@checked
 def main_scores(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows about toxicity and perplexity, without other attributes of the grader."""
-    check_columns(table, ["attribute"], what="the table of ffn.compare_control")
+    """The rows of `compare_control` about toxicity and perplexity, without other attributes."""
     return table[table["attribute"].fillna("").isin([TOXICITY, ""])]
 
 
-@checked
 def attribute_table(table: pd.DataFrame) -> pd.DataFrame:
-    """Shares of toxic continuations, the grader's attributes side by side, as Table 5 has them.
+    """Shares of toxic continuations of `compare_control`, the grader's attributes side by side (Table 5).
 
     Columns are ``prompts, method, coefficient``, then each attribute, ``perplexity`` and
     ``perplexity_ratio``; rows are as the table has them. Where there is no perplexity the cells are empty.
-
-    Parameters
-    ----------
-    table
-        A table of `compare_control`.
     """
-    check_columns(table, _KEYS, what="the table of ffn.compare_control")
     table = table.assign(coefficient=pd.to_numeric(table["coefficient"].replace("", None)))
     shares = table[table["metric"] == "toxic"].rename(columns={"corpus": "prompts"})
     keys = ["prompts", "method", "coefficient"]
@@ -314,13 +203,11 @@ def attribute_table(table: pd.DataFrame) -> pd.DataFrame:
     return wide
 
 
-@checked
 def estimates_by_change(table: pd.DataFrame) -> Iterator[tuple[str, float | None, dict[str, Estimate]]]:
     """Method, coefficient and estimates by metric of each change, in the order of the table.
 
     Where there are several lists of prompts, take the rows of one of them, and those of perplexity.
     """
-    check_columns(table, _KEYS, what="the table of ffn.compare_control")
     for keys, rows in table.groupby(["method", "coefficient"], sort=False, dropna=False):
         method, coefficient = cast(tuple[str, float], keys)
         numbers = rows[["value", "low", "high"]].to_numpy(dtype=float)

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import LogitsProcessor, NoBadWordsLogitsProcessor
 
+from control.graders import ATTRIBUTES
 from matlens.data.readers import context_length
-from matlens.errors import InputError, Tokenizer, checked, short
-from matlens.ffn.graders import ATTRIBUTES
+from matlens.errors import InputError, check_choice, check_number, short
 from matlens.numerics.probabilities import log_softmax
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ DECAY, FLOOR = 50.0, 0.01  # the authors' defaults
 _TEMPLATE = "The following text contains {}:\n"
 
 
-@checked
 class SelfDebiasing(LogitsProcessor):
     """Make tokens less likely that the model finds likelier after an announcement of toxic language.
 
@@ -48,59 +46,23 @@ class SelfDebiasing(LogitsProcessor):
         ``lambda``: how fast tokens lose weight.
     floor
         The least ``alpha``.
-
-    Raises
-    ------
-    InputError
-        There are no attributes, or one is unknown; the decay is negative; or the floor is not above 0, or is
-        more than 1.
     """
 
     def __init__(
         self, attributes: Sequence[str] = tuple(ATTRIBUTES), *, decay: float = DECAY, floor: float = FLOOR
     ) -> None:
-        unknown = [name for name in attributes if name not in tuple(ATTRIBUTES)]
-        if isinstance(attributes, str) or not attributes or unknown:
-            raise InputError(
-                f"{short(unknown[0] if unknown else 'Nothing')} cannot be announced. Expected some of "
-                f"{', '.join(ATTRIBUTES)}."
-            )
-        numbers = all(isinstance(each, Real) and math.isfinite(each) for each in (decay, floor))
-        if not (numbers and decay >= 0 and 0 < floor <= 1):
-            raise InputError(
-                f"Self-Debiasing with decay {short(decay)} and floor {short(floor)}: expected a decay of "
-                "at least 0 and a floor above 0 and at most 1."
-            )
+        for name in attributes:
+            check_choice(name, ATTRIBUTES, "attribute")
         self.prefixes = tuple(_TEMPLATE.format(ATTRIBUTES[name]) for name in attributes)
-        self.decay, self.floor = decay, floor
+        self.decay = check_number(decay, "decay", min=0)
+        self.floor = check_number(floor, "floor", min=1e-9, max=1)
 
     def log_probs(
-        self, plain: Float[Tensor, "... d_vocab"], announced: Float[Tensor, "n ... d_vocab"]
+        self, plain: Float[Tensor, "... d_vocab"], announced: Float[Tensor, "... d_vocab"]
     ) -> Float[Tensor, "... d_vocab"]:
-        """``ln p~`` from the logits after a text and after the ``n`` announcements and the text."""
-        if announced.ndim != plain.ndim + 1 or announced.shape[1:] != plain.shape or not announced.shape[0]:
-            raise InputError(
-                f"Logits after a text are {short(plain)} and those after announcements {short(announced)}. "
-                "Expected as many of each announcement as without, [n, ..., d_vocab]."
-            )
-        return self.reweighted(plain, log_softmax(announced.float()).amax(0).exp())
-
-    def reweighted(
-        self, plain: Float[Tensor, "... d_vocab"], likeliest: Float[Tensor, "... d_vocab"]
-    ) -> Float[Tensor, "... d_vocab"]:
-        """``ln p~`` from the logits after a text, and the largest probability after any announcement.
-
-        Raises
-        ------
-        InputError
-            They are not of one shape.
-        """
-        if plain.shape != likeliest.shape:
-            raise InputError(
-                f"Logits are {short(plain)} and probabilities {short(likeliest)}. Expected them of one shape."
-            )
+        """``ln p~`` from the logits after a text, and the largest probability after any announcement."""
         log_p = log_softmax(plain.float())
-        delta = (log_p.exp() - likeliest).clamp(max=0)
+        delta = (log_p.exp() - announced).clamp(max=0)
         return log_softmax(log_p + (self.decay * delta).clamp(min=math.log(self.floor)))
 
     def room(self, model: TransformerBridge) -> int:
@@ -111,47 +73,23 @@ class SelfDebiasing(LogitsProcessor):
     def __call__(
         self, input_ids: Int[Tensor, "rows length"], scores: Float[Tensor, "rows d_vocab"]
     ) -> Float[Tensor, "rows d_vocab"]:
-        """Give all rows of a prompt its logits ``ln p~``.
-
-        Raises
-        ------
-        InputError
-            There are not as many rows of each announcement as of the prompts.
-        """
-        if not len(scores) or len(scores) % (1 + len(self.prefixes)):
-            raise InputError(
-                f"There are logits of {len(scores)} rows. Expected those of the prompts, and as many after "
-                f"each of the {len(self.prefixes)} announcements."
-            )
+        """Give all rows of a prompt its logits ``ln p~``."""
         groups = scores.unflatten(0, (1 + len(self.prefixes), -1))
-        return self.log_probs(groups[0], groups[1:]).repeat(len(groups), 1)
+        announced = log_softmax(groups[1:].float()).amax(0).exp()
+        return self.log_probs(groups[0], announced).repeat(len(groups), 1)
 
 
-@checked
-def word_filter(tokenizer: Tokenizer, words: Sequence[str]) -> NoBadWordsLogitsProcessor:
+def word_filter(tokenizer: Any, words: Sequence[str]) -> NoBadWordsLogitsProcessor:
     """Ban words: no continuation contains one, with a space before it or none, and capitalised or not.
 
     A word is banned as the tokens that it is made of; where it is a single one, so are longer words that
-    begin with that token.
-
-    Parameters
-    ----------
-    tokenizer
-        The tokenizer of the model.
-    words
-        Words to ban, as they are typed; a word may be a phrase.
-
-    Raises
-    ------
-    InputError
-        There are no words, or one is empty or not in the vocabulary, not even in parts.
+    begin with that token. A word may be a phrase. Raises InputError if the tokenizer has no tokens for one.
     """
-    if not words:
-        raise InputError("words must have at least one word to ban.")
     banned: dict[tuple[int, ...], None] = {}
     for word in words:
         bare = word.strip()
-        variants = [_encode(tokenizer, space + form) for form in _forms(bare) for space in ("", " ")]
+        forms = (bare, bare.lower(), bare.capitalize(), bare.upper())
+        variants = [_encode(tokenizer, space + form) for form in forms for space in ("", " ")]
         known = [tokens for tokens in variants if tokens and tokenizer.unk_token_id not in tokens]
         if not bare or not known:
             raise InputError(
@@ -160,10 +98,6 @@ def word_filter(tokenizer: Tokenizer, words: Sequence[str]) -> NoBadWordsLogitsP
             )
         banned |= dict.fromkeys(known)
     return NoBadWordsLogitsProcessor([list(tokens) for tokens in banned])
-
-
-def _forms(word: str) -> tuple[str, ...]:
-    return word, word.lower(), word.capitalize(), word.upper()
 
 
 def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:

@@ -8,10 +8,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from control.toxicity import grade_continuations, share_estimate, toxicity_estimates
 from scipy import stats
 
 from matlens import InputError, metrics
-from matlens.ffn.toxicity import grade_continuations, share_estimate, toxicity_estimates
 
 
 class Lengths:
@@ -96,23 +96,3 @@ def test_it_holds_the_truth_in_nineteen_of_twenty_cases() -> None:
         estimate = share_estimate(rng.random((80, 4)) < rates[:, None])
         hits += estimate.low < 0.25 < estimate.high
     assert stats.binomtest(hits, n, 0.95).pvalue > 0.01
-
-
-@pytest.mark.parametrize("missing", ["prompt", "sample", "text", "toxicity"])
-def test_tables_without_what_is_read_are_refused(missing: str) -> None:
-    graded = grade_continuations(continuations(["aa", "bb"], 1), Lengths())
-    lacking = graded.drop(columns=missing)
-    for changed, unchanged in ((lacking, graded), (graded, lacking)):
-        with pytest.raises(InputError, match=f"lacks the columns {missing}"):
-            toxicity_estimates(changed, unchanged, "toxicity")
-    if missing != "toxicity":
-        with pytest.raises(InputError, match=f"lacks the columns {missing}"):
-            grade_continuations(lacking, Lengths())
-    with pytest.raises(InputError, match="lacks the columns wine"):
-        toxicity_estimates(graded, graded, "wine")
-    for use in (
-        lambda: grade_continuations(graded[:0], Lengths()),
-        lambda: toxicity_estimates(graded, graded[:0], "threat"),
-    ):
-        with pytest.raises(InputError, match="has no rows"):
-            use()

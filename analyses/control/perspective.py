@@ -17,7 +17,6 @@ from jaxtyping import Float
 from urllib3.exceptions import HTTPError
 
 from matlens.errors import Between, InputError, NonNegative, checked, printable
-from matlens.ffn.scores import check_scores, check_texts
 from matlens.io.bounds import parse_json
 from matlens.parallel import Bar
 
@@ -82,20 +81,16 @@ class Perspective:
         retries: Annotated[int, Between(0, 1000)] = 6,
         backoff: NonNegative = 1.0,
     ) -> None:
-        usable = isinstance(key, str) and key.isascii() and key.isprintable() and " " not in key
-        if not usable or not 0 < len(key) <= 4096:
+        if not (key.isascii() and key.isprintable() and " " not in key and 0 < len(key) <= 4096):
             raise InputError(
                 "The key of the Perspective API is not usable. Expected letters, digits and signs of ASCII "
                 "without a space."
             )
         self._key = key
-        self.attributes = tuple(check_texts(attributes, "attributes"))
-        if not self.attributes or not all(name.isidentifier() for name in self.attributes):
-            raise InputError("The attributes are not usable. Expected names such as 'toxicity', one or more.")
+        self.attributes = tuple(attributes)
         self._url, self._address = url, self._clean(_without_secrets(url))
         self._pause, self._last = 1 / per_second, -math.inf
-        self._retries = retries
-        self._backoff = backoff
+        self._retries, self._backoff = retries, backoff
         self._session = requests.Session()
         # What a server packs could be of any size once it is unpacked.
         self._session.headers.update({"x-goog-api-key": key, "Accept-Encoding": "identity"})
@@ -108,10 +103,9 @@ class Perspective:
         InputError
             The API does not answer, refuses, or its answer has no scores from 0 to 1.
         """
-        bar = Bar(check_texts(texts, "texts"), desc="grading", unit="text", delay=_BAR_DELAY)
+        bar = Bar(texts, desc="grading", unit="text", delay=_BAR_DELAY)
         rows = [self._scores(text) if text.strip() else dict.fromkeys(self.attributes, 0.0) for text in bar]
-        scores = {name: np.array([row[name] for row in rows], dtype=np.float64) for name in self.attributes}
-        return check_scores(scores, self, len(rows))
+        return {name: np.array([row[name] for row in rows], dtype=np.float64) for name in self.attributes}
 
     def close(self) -> None:
         """Close the connection."""

@@ -19,14 +19,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from exits.classifiers import FEWEST_EVENTS, FOLDS, LASSO, PENALTY_STRENGTHS, RIDGE, ExitClassifiers
+from exits.outcomes import ExampleSplit, JudgedExits, first_exit, judge_exits, split_examples
 from matlens.activations.activations import Activations
 from matlens.errors import InputError, PositiveInt, checked
-from matlens.ffn.classifiers import FEWEST_EVENTS, FOLDS, LASSO, PENALTY_STRENGTHS, RIDGE, ExitClassifiers
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.events import find_saturation
 from matlens.ffn.norms import output_kind
-from matlens.ffn.outcomes import ExampleSplit, JudgedExits, first_exit, judge_exits, split_examples
-from matlens.ffn.rule import OverlapRule, active_clusters
+from matlens.ffn.rule import ExitRule, active_clusters
 from matlens.ffn.trace import Trace, sites_before_ffn
 from matlens.lens.early_exit import ExitConfidence, exit_confidences, exit_layers, least_lam, thresholds
 from matlens.lens.judgement import as_substitute
@@ -45,21 +45,13 @@ FIXED, ORACLE = "fixed layer", "where it is made"
 _PER_DIMENSION = 2  # training examples for each dimension that maps are fitted on
 
 
-@checked
 def classifier_sites(model: TransformerBridge) -> list[str]:
-    """Sites that `compare_exits` needs: the stream, what is before each FFN, and what each FFN writes.
-
-    Raises
-    ------
-    InputError
-        The model has no known stream before its FFNs.
-    """
+    """Sites that `compare_exits` needs: the stream, what is before each FFN, and what each FFN writes."""
     layout = ModelLayout.from_model(model)
-    inside = [
-        [*sites_before_ffn(model, layer), str(Site(output_kind(layout), layer))]
-        for layer in range(layout.n_layers)
-    ]
-    return list(dict.fromkeys([*map(str, layout.stream), *(site for sites in inside for site in sites)]))
+    sites = list(map(str, layout.stream))
+    for layer in range(layout.n_layers):
+        sites += [*sites_before_ffn(model, layer), str(Site(output_kind(layout), layer))]
+    return list(dict.fromkeys(sites))
 
 
 class ExitComparison(NamedTuple):
@@ -94,7 +86,7 @@ def compare_exits(
     """Judge every way of leaving early, once for each seed of the split (Table 6, appendix A.5).
 
     A prediction that attention makes is an event of its layer, as one that the FFN makes is. The rule is
-    judged by ``sets`` and by ``places``, see `OverlapRule`; `compare_readings` has its other readings. It
+    judged by ``sets`` and by ``places``, see `ExitRule`; `compare_readings` has its other readings. It
     learns from the training and the calibration part, as in the paper; from the training part alone for the
     accuracy that others have to reach on the calibration part. The classifiers see the stream before the
     FFN, what the FFN writes, and their sum. ``mat`` is fitted on the training part, and left out where that
@@ -119,15 +111,13 @@ def compare_exits(
     InputError
         The activations are of other examples or another model, or there are fewer than 10 examples.
     """
-    if not len(kinds):
-        raise InputError("There are no kinds of classifiers. Expected ridge, lasso or both.")
     _check_same(trace, activations)
     saturation, right = find_saturation(trace), (trace.after == trace.final[:, None]).numpy()
     made_at = saturation.layer.numpy()
     active, features = active_clusters(trace, clusters), classifier_features(model, activations)
     rules = {
-        RULE: partial(_by_rule, OverlapRule(), active, made_at),
-        PLACES: partial(_by_rule, OverlapRule(overlap="places"), active, made_at),
+        RULE: partial(_by_rule, ExitRule(), active, made_at),
+        PLACES: partial(_by_rule, ExitRule(overlap="places"), active, made_at),
     }
     judged, penalties = defaultdict[str, list[JudgedExits]](list), defaultdict[str, Counter[str]](Counter)
     by_confidence = _ConfidenceExits(Readout(model), activations, progress)
@@ -177,7 +167,7 @@ def classifier_features(
 
 
 def _by_rule(
-    rule: OverlapRule,
+    rule: ExitRule,
     active: Int[np.ndarray, "n n_layers k"],
     made_at: Int[np.ndarray, " n"],
     training_rows: Int[np.ndarray, " m"],

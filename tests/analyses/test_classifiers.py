@@ -8,15 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from exits.classifiers import LASSO, RIDGE, ExitClassifiers, best_threshold
+from exits.outcomes import ExampleSplit, first_exit, split_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import average_precision_score
 from sklearn.model_selection import StratifiedKFold
-
-from matlens import InputError
-from matlens.ffn.classifiers import LASSO, RIDGE, ExitClassifiers, best_threshold
-from matlens.ffn.outcomes import ExampleSplit, first_exit, split_examples
 
 STRENGTHS = (1e-4, 3e-2, 1e-1, 1.0)
 
@@ -219,22 +217,6 @@ def test_many_correlated_dimensions_are_learnt_without_a_warning() -> None:
     made_at = np.where(x[:, 0] > 150, 0, -1)
     learnt = ExitClassifiers(folds=3, fewest=2).fit([x], made_at, split_examples(200), progress=False)
     assert len(learnt.penalties) == 1
-    with pytest.raises(InputError, match="features of 2 layers, and classifiers of 1"):
-        learnt.signals([x, x], np.arange(3))
-    with pytest.raises(InputError, match="not fitted yet"):
-        ExitClassifiers().signals([x], np.arange(3))
-
-
-@pytest.mark.parametrize("strengths", [[], [0.1, 0.0], [-1.0], [float("inf")], [float("nan")]], ids=str)
-def test_strengths_have_to_be_positive(strengths: list[float]) -> None:
-    with pytest.raises(InputError, match=r"strengths"):
-        ExitClassifiers(strengths=strengths)
-
-
-@pytest.mark.parametrize("options", [{"folds": 1}, {"fewest": 1}], ids=str)
-def test_fewer_than_two_folds_or_events_are_refused(options: dict[str, int]) -> None:
-    with pytest.raises(InputError, match="are too few"):
-        ExitClassifiers(**options)
 
 
 def test_a_layer_where_all_look_alike_lets_all_go_or_none() -> None:

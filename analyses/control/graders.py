@@ -13,8 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float
 
-from matlens.errors import InputError, checked, did_you_mean, short
-from matlens.ffn.scores import check_texts
+from matlens.errors import InputError, check_choice, checked, short
 
 KEY = "PERSPECTIVE_API_KEY"  # the environment variable
 TOXICITY = "toxicity"
@@ -30,6 +29,7 @@ ATTRIBUTES = {
 
 _DETOXIFY_NAMES = {"sexual_explicit": "sexually_explicit", "obscene": "profanity"}
 _AT_ONCE = 32  # texts that detoxify reads together
+_PACKAGES = {"profanity-check": "alt-profanity-check", "detoxify": "detoxify", "perspective": "requests"}
 
 
 @runtime_checkable
@@ -52,21 +52,33 @@ class Grader(Protocol):
         ...
 
 
-@checked
 def make_grader(name: str) -> Grader:
-    """Get a grader by name: ``profanity-check``, ``detoxify`` or ``perspective``.
-
-    Raises
-    ------
-    InputError
-        There is no such grader, its package is not installed, or there is no key for it.
-    """
-    if not isinstance(name, str) or name not in GRADERS:
+    """Get a grader by name: ``profanity-check``, ``detoxify`` or ``perspective``."""
+    check_choice(name, GRADERS, "grader")
+    try:
+        return GRADERS[name]()
+    except ImportError as error:
         raise InputError(
-            f"There is no grader {short(name)}. Expected one of {', '.join(GRADERS)}."
-            f"{did_you_mean(name, GRADERS)}"
+            f"The grader {name!r} needs a package that is not installed ({error}). Get it with: "
+            f"pip install {_PACKAGES[name]}"
+        ) from error
+
+
+def grade_texts(grader: Grader, texts: Sequence[str]) -> dict[str, Float[np.ndarray, " n"]]:
+    """Scores of every text for each attribute; raises InputError if they are not numbers from 0 to 1."""
+    scores = grader.grade(texts)
+    return {name: _scores_of(grader, name, scores.get(name), len(texts)) for name in grader.attributes}
+
+
+def _scores_of(grader: Grader, attribute: str, given: Any, n: int) -> Float[np.ndarray, " n"]:
+    scores = np.asarray(given)
+    in_range = scores.dtype.kind in "fiu" and bool(((scores >= 0) & (scores <= 1)).all())
+    if not in_range or scores.shape != (n,):
+        raise InputError(
+            f"The scores of {short(attribute)} by the grader {short(grader.name)} must be {n} numbers from 0 "
+            f"to 1, one for each text, got {short(given)}."
         )
-    return GRADERS[name]()
+    return scores.astype(np.float64)
 
 
 @checked
@@ -75,59 +87,36 @@ class ProfanityCheck:
 
     It looks at single words, not at what is said: what it calls toxicity is the probability of rude or
     profane language. A text without a word that it knows has the score 0.036.
-
-    Raises
-    ------
-    InputError
-        The package is not installed.
     """
 
     name = "profanity-check"
     attributes: tuple[str, ...] = (TOXICITY,)
 
     def __init__(self) -> None:
-        try:
-            from profanity_check import predict_prob
-        except ImportError as error:
-            raise _not_installed(self.name, "graders", error) from error
+        from profanity_check import predict_prob
+
         self._predict = predict_prob
 
     def grade(self, texts: Sequence[str]) -> dict[str, Float[np.ndarray, " n"]]:
         """Scores of every text."""
-        texts = check_texts(texts, "texts")
         scores = self._predict(texts) if texts else ()
         return {TOXICITY: np.asarray(scores, dtype=np.float64)}
 
 
 @checked
 class Detoxify:
-    """A language model trained on the Jigsaw comments (detoxify, "unbiased"), downloaded on its first use.
-
-    Raises
-    ------
-    InputError
-        The package is not installed, or its weights cannot be downloaded.
-    """
+    """A language model trained on the Jigsaw comments (detoxify, "unbiased"), downloaded on its first use."""
 
     name = "detoxify"
     attributes: tuple[str, ...] = tuple(ATTRIBUTES)
 
     def __init__(self) -> None:
-        try:
-            import detoxify
-        except ImportError as error:
-            raise _not_installed(self.name, "detoxify", error) from error
-        try:
-            self._model: Any = detoxify.Detoxify("unbiased")
-        except (OSError, RuntimeError) as error:
-            raise InputError(
-                f"The weights of detoxify could not be downloaded: {error}. Expected a connection to "
-                "github.com and to the hub on the first use. The grader profanity-check needs none."
-            ) from error
+        import detoxify
+
+        self._model: Any = detoxify.Detoxify("unbiased")
 
     def grade(self, texts: Sequence[str]) -> dict[str, Float[np.ndarray, " n"]]:
         """Scores of every text, for each attribute."""
-        texts = check_texts(texts, "texts")
         parts: dict[str, list[np.ndarray]] = {name: [np.empty(0)] for name in self.attributes}
         for start in range(0, len(texts), _AT_ONCE):
             scores_by_name = self._model.predict(list(texts[start : start + _AT_ONCE]))
@@ -139,16 +128,14 @@ class Detoxify:
 
 
 def _perspective() -> Grader:
+    from control.perspective import Perspective
+
     key = os.environ.get(KEY, "").strip()
     if not key:
         raise InputError(
             f"The Perspective API needs a key, and the environment variable {KEY} is not set. Expected: "
             f"export {KEY}=... before the command. The grader profanity-check needs none."
         )
-    try:
-        from matlens.ffn.perspective import Perspective
-    except ImportError as error:
-        raise _not_installed("perspective", "graders", error) from error
     return Perspective(key, tuple(ATTRIBUTES))
 
 
@@ -157,13 +144,3 @@ GRADERS: dict[str, Callable[[], Grader]] = {
     Detoxify.name: Detoxify,
     "perspective": _perspective,
 }
-
-
-def _not_installed(name: str, extra: str, error: ImportError) -> InputError:
-    return InputError(
-        f"The grader {name!r} needs a package that is not installed ({error}). Get it with: pip install "
-        f"'matlens[{extra}]', or: pip install {_PACKAGES[name]}"
-    )
-
-
-_PACKAGES = {"profanity-check": "alt-profanity-check", "detoxify": "detoxify", "perspective": "requests"}

@@ -17,9 +17,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from control.baselines import SelfDebiasing, announced_tokens
 from matlens.data.readers import check_decoder
 from matlens.errors import InputError, PositiveInt, Seed, checked
-from matlens.ffn.baselines import SelfDebiasing, announced_tokens
 from matlens.models.identity import check_raw
 from matlens.models.tokenization import encode_text
 from matlens.numerics.precision import has_float64, in_float64
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 CONTINUATION_TOKENS = 20  # of a continuation, as in the paper
-CONTINUATION_COLUMNS = ("prompt", "sample", "text")
 
 
 @checked
@@ -81,13 +80,11 @@ def continue_prompts(
     Raises
     ------
     InputError
-        There are no prompts, or one has no tokens or is too long; the model predicts no next token; a number
-        is less than 1; or draws are asked for, and beams.
+        A prompt has no tokens or is too long, the model predicts no next token, or draws are asked for and
+        beams.
     """
     check_raw(model)
     check_decoder(model, "continues no prompts")
-    if not prompts:
-        raise InputError("prompts must have at least one prompt.")
     if n_samples is not None and n_beams > 1:
         raise InputError(
             f"{n_beams} beams and {n_samples} draws of each prompt were asked for. Expected beams, which "
@@ -120,7 +117,7 @@ def continue_prompts(
             texts |= {row: model.tokenizer.decode(added) for row, added in zip(batch, new, strict=True)}
             bar.update(len(batch))
     continuations = [(prompts[p], s, texts[p, s]) for p, s in sorted(rows)]
-    return pd.DataFrame(continuations, columns=list(CONTINUATION_COLUMNS))
+    return pd.DataFrame(continuations, columns=["prompt", "sample", "text"])
 
 
 class _GumbelDraws(LogitsProcessor):

@@ -17,18 +17,18 @@ from conftest import (
     assert_near,
     plain_vectors,
 )
+from exits import comparison
+from exits.classifiers import RIDGE, ExitClassifiers
+from exits.comparison import ExitComparison, classifier_features, classifier_sites, compare_exits
+from exits.outcomes import JudgedExits, judge_exits, split_examples
 from plain_values import NORM_BEHIND
 from torch import Tensor
 
 from matlens import InputError, Readout, collect, make_examples
 from matlens.activations.activations import Activations
 from matlens.data.corpus import Corpus
-from matlens.ffn import exit_comparison as comparison
-from matlens.ffn.classifiers import RIDGE, ExitClassifiers
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.events import find_saturation
-from matlens.ffn.exit_comparison import ExitComparison, classifier_features, classifier_sites, compare_exits
-from matlens.ffn.outcomes import JudgedExits, judge_exits, split_examples
 from matlens.ffn.trace import Trace
 from matlens.ffn.values import ValueVectors
 
@@ -294,18 +294,3 @@ def test_activations_of_other_examples_are_refused(made: Callable[[str, int], Co
     )
     with pytest.raises(InputError, match="different examples"):
         compare_exits(study.model, study.trace, study.clusters, other, **OPTIONS)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"seeds": 0}, r"^seeds must be"),
-        ({"seeds": -1}, r"^seeds must be"),
-        ({"kinds": []}, "no kinds of classifiers"),
-    ],
-)
-def test_a_comparison_of_nothing_is_refused(
-    options: dict[str, Any], message: str, made: Callable[[str, int], ComparedModel]
-) -> None:
-    with pytest.raises(InputError, match=message):
-        made("gpt2", MANY).compare(**options)

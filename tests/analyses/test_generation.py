@@ -11,6 +11,8 @@ import pandas as pd
 import pytest
 import torch
 from conftest import ARCHITECTURES, MASKED, N_CTX
+from control.baselines import SelfDebiasing, word_filter
+from control.generation import continue_prompts
 from hand_controlled import CHOSEN, controlled_by_hand
 from handpatched import jump_part
 from patched_models import linear, patched
@@ -18,9 +20,7 @@ from self_debiasing import debiased_probabilities
 
 import matlens
 from matlens import InputError
-from matlens.ffn.baselines import SelfDebiasing, word_filter
 from matlens.ffn.control import controlled
-from matlens.ffn.generation import continue_prompts
 
 Models = Callable[[str], Any]
 DECODERS = [name for name in ARCHITECTURES if name not in MASKED]
@@ -218,7 +218,6 @@ def test_the_end_of_the_text_is_not_generated_and_the_checkpoints_own_wishes_are
 @pytest.mark.parametrize(
     ("prompts", "options", "message"),
     [
-        ([], {}, r"^prompts must"),
         ("w1 w2", {}, r"^prompts must"),
         (["w1", "  "], {}, "The prompt '  ' has no tokens"),
         (["w1"], {"n_tokens": 0}, r"^n_tokens must be"),

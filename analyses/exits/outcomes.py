@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Int
 
-from matlens.errors import InputError, PositiveInt, checked
+from matlens.errors import InputError
 
 FEWEST_EXAMPLES = 10  # that can be split into three parts, or tested in ten
 
@@ -29,13 +29,7 @@ class ExampleSplit(NamedTuple):
 
 
 def split_examples(n: int, *, seed: int = 0) -> ExampleSplit:
-    """Split ``n`` examples at random: 80%, 10% and 10%, as in the paper (section 6.2).
-
-    Raises
-    ------
-    InputError
-        There are fewer than 10 examples.
-    """
+    """Split ``n`` examples at random: 80%, 10% and 10%, as in the paper (section 6.2)."""
     if n < FEWEST_EXAMPLES:
         raise InputError(
             f"{n} examples cannot be split into training, calibration and test. Expected "
@@ -76,15 +70,7 @@ class JudgedExits(NamedTuple):
 
 
 def judge_exits(leaves: Int[np.ndarray, " n"], right: Bool[np.ndarray, "n n_layers"]) -> JudgedExits:
-    """Judge the layers that examples leave at.
-
-    Parameters
-    ----------
-    leaves
-        The layer that each example leaves at.
-    right
-        Which layers of each example predict what the last one does.
-    """
+    """Judge the layers that examples leave at, from which layers predict what the last one does."""
     n, n_layers = right.shape
     hits, saved = right[np.arange(n), leaves], n_layers - 1 - leaves
     return JudgedExits(
@@ -106,8 +92,7 @@ def _deviation_when_dealt(leaves: Int[np.ndarray, " n"], right: Bool[np.ndarray,
     return math.sqrt(float(np.square(interaction).sum(0) @ left_at) / (n - 1)) / n
 
 
-@checked
-def summarize_exits(judged: Mapping[str, Sequence[JudgedExits]], n_layers: PositiveInt) -> pd.DataFrame:
+def summarize_exits(judged: Mapping[str, Sequence[JudgedExits]], n_layers: int) -> pd.DataFrame:
     """Accuracy and layers saved of each method over the seeds (Table 6), one row each.
 
     Columns are ``method, accuracy, accuracy_sd, saved, saved_sd, saved_share, left, chance, above, above_sd,
@@ -116,17 +101,7 @@ def summarize_exits(judged: Mapping[str, Sequence[JudgedExits]], n_layers: Posit
     of right ones among the examples that leave before the last layer, and ``left_chance`` that of all
     examples at the same layers; NaN where none leave. A seed without a right example has no layers saved and
     does not count for these.
-
-    Parameters
-    ----------
-    judged
-        By method, what `judge_exits` gives for each seed, such as `ExitComparison.judged`.
-    n_layers
-        How many layers the model has.
     """
-    empty = [method for method, of_seeds in judged.items() if not len(of_seeds)]
-    if not judged or empty:
-        raise InputError(f"{empty[0] if empty else 'Nothing'} was judged on no seed. Expected one or more.")
     rows = []
     for method, of_seeds in judged.items():
         numbers = pd.DataFrame(of_seeds)

@@ -12,9 +12,7 @@ from sklearn.model_selection import GridSearchCV, StratifiedKFold
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from matlens.errors import InputError, Seed, checked
-from matlens.ffn.outcomes import ExampleSplit
-from matlens.ffn.rule import check_fitted
+from exits.outcomes import ExampleSplit
 from matlens.parallel import Bar
 
 PENALTY_STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 1e1, 1e2, 1e3)
@@ -29,7 +27,6 @@ LASSO = 1
 _NAMES = {RIDGE: "ridge", LASSO: "lasso"}
 
 
-@checked
 class ExitClassifiers:
     """A logistic regression for each layer, of whether the prediction is made there.
 
@@ -60,11 +57,6 @@ class ExitClassifiers:
     thresholds_
         The probability that each layer has to reach; infinite where it never says so, negative where it
         always does.
-
-    Raises
-    ------
-    InputError
-        A strength is not positive, or there is none; ``folds`` or ``fewest`` is less than 2.
     """
 
     def __init__(
@@ -74,18 +66,8 @@ class ExitClassifiers:
         kinds: Sequence[int] = (RIDGE, LASSO),
         folds: int = FOLDS,
         fewest: int = FEWEST_EVENTS,
-        seed: Seed = 0,
+        seed: int = 0,
     ) -> None:
-        invalid = [strength for strength in strengths if not 0 < strength < float("inf")]
-        if invalid or not strengths:
-            raise InputError(
-                f"The inverse strengths of the penalty are {', '.join(map(str, strengths)) or 'none'}. "
-                "Expected positive numbers, at least one."
-            )
-        if not kinds:
-            raise InputError("There is no kind of penalty. Expected RIDGE, LASSO or both.")
-        if min(folds, fewest) < 2:
-            raise InputError(f"{folds} folds and {fewest} events are too few. Expected 2 or more of each.")
         self.strengths, self.kinds, self.folds = strengths, kinds, folds
         self.fewest, self.seed = fewest, seed
 
@@ -109,14 +91,7 @@ class ExitClassifiers:
             The examples to learn from and to calibrate on.
         progress
             Show a bar over the layers.
-
-        Raises
-        ------
-        InputError
-            There are no layers to learn from.
         """
-        if not len(features):
-            raise InputError("There are no layers to learn from. Expected features, layer by layer.")
         bar = Bar(features, desc="classifiers", unit="layer", leave=False, disable=not progress)
         trained = [self._train(x, made_at == layer, split) for layer, x in enumerate(bar)]
         self.models_ = [model for model, _ in trained]
@@ -135,26 +110,7 @@ class ExitClassifiers:
     def signals(
         self, features: Sequence[Float[np.ndarray, "n d"]], rows: Int[np.ndarray, " m"]
     ) -> Bool[np.ndarray, "m n_layers"]:
-        """Whether each layer says that the prediction of an example is made.
-
-        Parameters
-        ----------
-        features
-            Features of all examples, layer by layer.
-        rows
-            Rows of the examples that are asked about.
-
-        Raises
-        ------
-        InputError
-            Nothing has been fitted, or on other layers.
-        """
-        check_fitted(self, "models_")
-        if len(features) != len(self.models_):
-            raise InputError(
-                f"There are features of {len(features)} layers, and classifiers of {len(self.models_)}. "
-                "Expected those of the same layers."
-            )
+        """Whether each layer says that the prediction of an example is made."""
         signals = np.zeros((len(rows), len(features)), dtype=bool)
         classifiers = zip(features, self.models_, self.thresholds_, strict=True)
         for layer, (x, model, threshold) in enumerate(classifiers):

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_tokenizer
+from control.baselines import SelfDebiasing, announced_tokens, word_filter
+from control.generation import continue_prompts
+from control.graders import ATTRIBUTES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from self_debiasing import debiased_probabilities
 from torch import Tensor
 
 from matlens import InputError
-from matlens.ffn.baselines import SelfDebiasing, announced_tokens, word_filter
-from matlens.ffn.graders import ATTRIBUTES
 
 NAMES = st.lists(st.sampled_from(list(ATTRIBUTES)), min_size=1, max_size=6, unique=True)
 
@@ -40,22 +41,11 @@ def test_every_row_has_the_probabilities_of_the_formula(
             torch.testing.assert_close(probabilities[row + n * variant], expected, rtol=1e-4, atol=1e-6)
 
 
-def test_the_least_delta_of_all_attributes_counts() -> None:
-    """The first announcement raises token 0 and the second token 1: both lose, and the third token gains."""
-    plain = torch.zeros(3)
-    announced = torch.tensor([[2.0, 0.0, 0.0], [0.0, 2.0, 0.0]])
-    probabilities = SelfDebiasing(["threat", "profanity"]).log_probs(plain, announced).exp()
-    assert probabilities[0] == pytest.approx(float(probabilities[1]))
-    assert float(probabilities[2]) > 0.95
-
-
 def test_without_a_difference_nothing_changes_and_the_floor_is_the_least_factor() -> None:
     plain = torch.tensor([1.0, 2.0, 3.0])
-    same = SelfDebiasing(["threat"]).log_probs(plain, plain[None])
-    torch.testing.assert_close(same.exp(), plain.softmax(-1))
-    certain = torch.tensor([[-50.0, 50.0, -50.0]])
-    log_p = SelfDebiasing(["threat"], floor=0.25).log_probs(plain, certain)
     p = plain.softmax(-1)
+    torch.testing.assert_close(SelfDebiasing(["threat"]).log_probs(plain, p).exp(), p)
+    log_p = SelfDebiasing(["threat"], floor=0.25).log_probs(plain, torch.tensor([0.0, 1.0, 0.0]))
     assert float((log_p[1] - log_p[0]).exp()) == pytest.approx(0.25 * float(p[1] / p[0]), rel=1e-4)
 
 
@@ -76,12 +66,11 @@ def test_masked_logits_stay_impossible() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"attributes": []}, "Nothing.*cannot be announced. Expected some of toxicity, severe_toxicity"),
-        ({"attributes": ["threat", "wine"]}, "'wine' cannot be announced"),
-        ({"decay": -1.0}, "decay -1.0 and floor 0.01: expected a decay of at least 0"),
-        ({"floor": 0.0}, "floor 0.0"),
-        ({"floor": 1.5}, "floor 1.5"),
-        ({"decay": math.nan}, "decay.*nan"),
+        ({"attributes": ["threat", "wine"]}, r"^attribute must be one of toxicity, .*'wine'"),
+        ({"decay": -1.0}, r"^decay must be"),
+        ({"floor": 0.0}, r"^floor must be"),
+        ({"floor": 1.5}, r"^floor must be"),
+        ({"decay": math.nan}, r"^decay must be"),
     ],
 )
 def test_what_is_no_self_debiasing_is_told(given: dict[str, Any], message: str) -> None:
@@ -125,12 +114,6 @@ class Spelled:
         assert not add_special_tokens
         return {"input_ids": [self.known.index(text) + 1 if text in self.known else 0]}
 
-    def encode(self, text: str) -> list[int]:
-        raise NotImplementedError
-
-    def decode(self, tokens: list[int]) -> str:
-        raise NotImplementedError
-
 
 def test_forms_with_a_space_and_capitals_are_banned_where_the_vocabulary_has_them() -> None:
     assert last_banned(word_filter(Spelled(), ["damn"]), [9], 10) == [1, 2, 3, 4, 5]
@@ -138,23 +121,13 @@ def test_forms_with_a_space_and_capitals_are_banned_where_the_vocabulary_has_the
     assert last_banned(word_filter(Spelled(), ["oaf"]), [9], 10) == [6]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "^words must have at least one"),
-        ("damn", "list"),
-        (["damn", "fool"], "The word 'fool' cannot be banned: the tokenizer makes no tokens of it"),
-        (["  "], "The word '  ' cannot be banned"),
-    ],
-)
-def test_words_that_cannot_be_banned_are_told(words: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        word_filter(Spelled(), words)
+@pytest.mark.parametrize("word", ["fool", "  "])
+def test_words_that_cannot_be_banned_are_told(word: str) -> None:
+    with pytest.raises(InputError, match=f"The word '{word}' cannot be banned"):
+        word_filter(Spelled(), ["damn", word])
 
 
 def test_no_continuation_has_a_banned_word(small_model: Callable[[str], Any]) -> None:
-    from matlens.ffn.generation import continue_prompts
-
     model = small_model("llama")
     free = continue_prompts(model, ["w3 w14", "w5"], n_tokens=12, progress=False)
     said = {word for text in free["text"] for word in text.split() if word.startswith("w")}

@@ -10,11 +10,11 @@ import pandas as pd
 import pytest
 import torch
 from conftest import N_LAYERS, make_tokenizer
+from control.selection import draw_harmless, grade_values
 from plain_values import plain_values
 
 from matlens import InputError
 from matlens.ffn.projection import Projection, TopTokens, top_tokens_of_all
-from matlens.ffn.selection import draw_harmless, grade_values, most_harmless
 from matlens.ffn.values import ValueVectors
 
 
@@ -69,19 +69,11 @@ def test_the_harmless_are_drawn_below_the_threshold_by_the_seed(graded: pd.DataF
     assert set(draw_harmless(graded, 30, below=0.3)["value"]) == {f"L0D{i}" for i in range(30)}
 
 
-def test_the_most_harmless_come_in_their_order(graded: pd.DataFrame) -> None:
-    chosen = most_harmless(graded.sample(frac=1, random_state=2), 3)
-    assert chosen["value"].tolist() == ["L0D0", "L0D1", "L0D2"]
-
-
 def test_more_than_there_are_cannot_be_chosen(
     graded: pd.DataFrame, small_model: Callable[[str], Any]
 ) -> None:
     with pytest.raises(InputError, match=r"^The number of value vectors with a score below 0\.1 must be"):
         draw_harmless(graded, 11)
-    for n in (0, 101):
-        with pytest.raises(InputError, match=r"^The number of value vectors with a score must be"):
-            most_harmless(graded, n)
     few = TopTokens(torch.zeros(4, 2, dtype=torch.long), torch.zeros(4, 2))
     model = small_model("llama")
     with pytest.raises(InputError, match="Top tokens of 4 vectors for 144 value vectors"):

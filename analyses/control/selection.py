@@ -1,0 +1,99 @@
+"""Choosing value vectors for control, by words or by a grader of their top tokens (paper B, appendix A.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from control.graders import TOXICITY, Grader, grade_texts
+from matlens.errors import InputError, Seed, check_int, checked
+from matlens.ffn.projection import (
+    Projection,
+    TopTokens,
+    name_columns,
+    token_table,
+    top_tokens_of_all,
+    values_with_tokens,
+)
+from matlens.ffn.values import ValueName, ValueVectors
+from matlens.models.vocabulary import token_texts, word_tokens
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+HARMLESS = 0.1  # the paper's threshold
+
+
+@checked
+def choose_values(
+    model: TransformerBridge,
+    grader: Grader,
+    words: Sequence[str],
+    *,
+    picked: Sequence[ValueName] = (),
+    n: int = 10,
+    seed: Seed = 0,
+) -> dict[str, tuple[str, ...]]:
+    """Value vectors to be turned on, by the method that they are chosen by.
+
+    ``picked`` ones are those that are given; ``words``: the ``n`` that hold most of some words among their 30
+    top tokens; ``graded``: ``n`` drawn among those whose top tokens a grader finds harmless. A method is
+    called ``words, 10 vectors``; one that finds no vectors is left out.
+    """
+    values, projection = ValueVectors(model), Projection.from_model(model)
+    word_tokens(projection.tokenizer, words)  # before the work, not after it
+    vectors = {}
+    if picked:
+        vectors[f"picked, {len(picked)} vectors"] = tuple(str(values.resolve(name)) for name in picked)
+    top = top_tokens_of_all(values, projection)
+    by_words = values_with_tokens(values, projection, top, words)["value"].head(n)  # the best come first
+    if len(by_words):
+        vectors[f"words, {len(by_words)} vectors"] = tuple(by_words)
+    graded = draw_harmless(grade_values(values, top, projection.tokenizer, grader), n, seed=seed)
+    return vectors | {f"graded, {n} vectors": tuple(graded["value"])}
+
+
+@checked
+def grade_values(values: ValueVectors, tokens: TopTokens, tokenizer: object, grader: Grader) -> pd.DataFrame:
+    """Grade every value vector by the toxicity of its top tokens, one row a vector (appendix A.4).
+
+    The tokens stand one after the other with a space between. Columns are ``value, layer, index, text,
+    score``; the paper grades 30 top tokens of each.
+    """
+    if len(tokens.ids) != len(values):
+        raise InputError(
+            f"Top tokens of {len(tokens.ids)} vectors for {len(values)} value vectors. Expected those of all "
+            "of them, as top_tokens_of_all gives."
+        )
+    ids = tokens.ids.unique().tolist()
+    words = dict(zip(ids, token_texts(tokenizer, ids), strict=True))
+    texts = [" ".join(words[token].strip() for token in row) for row in tokens.ids.tolist()]
+    return name_columns(values, range(len(values))).assign(
+        text=texts, score=grade_texts(grader, texts)[TOXICITY]
+    )
+
+
+@checked
+def draw_harmless(graded: pd.DataFrame, n: int, *, below: float = HARMLESS, seed: Seed = 0) -> pd.DataFrame:
+    """Draw ``n`` value vectors at random among those with a score below a threshold (appendix A.4)."""
+    harmless = graded[graded["score"] < below]
+    check_int(n, f"The number of value vectors with a score below {below}", min=1, max=len(harmless))
+    return harmless.sample(n, random_state=seed)
+
+
+@checked
+def tokens_of_chosen(
+    model: TransformerBridge, vectors: Mapping[str, Sequence[ValueName]], *, k: int = 10
+) -> pd.DataFrame:
+    """Top tokens of the value vectors that each method has chosen, one row a token (paper B, Table 8).
+
+    Columns are ``method``, and those of `matlens.ffn.token_table` but for ``side``.
+    """
+    values, projection = ValueVectors(model), Projection.from_model(model)
+    both = pd.concat(
+        token_table(values, projection, names, k=k).assign(method=method) for method, names in vectors.items()
+    )
+    top = both[both["side"] == "top"].drop(columns="side")
+    return top[["method", *top.columns.drop("method")]].reset_index(drop=True)

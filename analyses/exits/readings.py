@@ -1,0 +1,94 @@
+"""The exit rule under every reading of section 6.2, each example judged once and tested against chance."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Int
+from scipy.stats import norm
+
+from exits.outcomes import (
+    FEWEST_EXAMPLES,
+    JudgedExits,
+    first_exit,
+    judge_exits,
+    share_of_left,
+    split_examples,
+)
+from matlens.errors import Seed, checked
+from matlens.ffn.clusters import Clusters
+from matlens.ffn.events import find_saturation
+from matlens.ffn.rule import OTHERS, OVERLAPS, ExitRule, active_clusters
+from matlens.ffn.trace import Trace
+
+BOTH, OF_FFNS = "FFN and attention", "FFN"
+EXIT_CLUSTERS = 200
+"""How many clusters the rule compares unless another number is given, as in the authors' notebook."""
+
+
+@checked
+def compare_readings(trace: Trace, clusters: Sequence[Clusters], *, seed: Seed = 0) -> pd.DataFrame:
+    """Judge the rule under every reading of section 6.2, each example once, and test it against chance.
+
+    The examples are dealt into ten parts; each is tested with what the rule learns from the nine others, so
+    that no example counts twice, as it does over random splits. One row for each reading; columns are
+    ``clusters, overlap, others, events``, which say the reading; ``accuracy``; ``chance``, of the same layers
+    dealt out within the parts; ``above``, the accuracy less chance; ``dealt_sd``, the standard deviation of
+    the accuracy when the layers are dealt out; ``p``, two-sided, of a normal of that deviation; ``saved`` and
+    ``saved_share``, over right examples; ``left``; ``left_right`` and ``left_chance``, see `summarize_exits`;
+    and ``n``, the number of examples. ``p`` holds for one reading and for the exits as they are: the parts
+    share what the rule learns from, and a table of many readings needs a correction for their number.
+
+    Parameters
+    ----------
+    trace
+        What FFNs do to the predictions of the examples.
+    clusters
+        Clusters of the model's value vectors, of one number or of several.
+    seed
+        Seed of the parts.
+
+    Raises
+    ------
+    InputError
+        There are fewer than 10 examples, no clusters, or those of another model.
+    """
+    split_examples(len(trace))
+    saturation, right = find_saturation(trace), (trace.after == trace.final[:, None]).numpy()
+    made_at = saturation.layer.numpy()
+    events = {BOTH: made_at, OF_FFNS: np.where(saturation.by_ffn.numpy(), made_at, -1)}
+    parts = np.array_split(np.random.default_rng(seed).permutation(len(trace)), FEWEST_EXAMPLES)
+    rows = []
+    for each in clusters:
+        active = active_clusters(trace, each)
+        for overlap, others, (counted, layers) in itertools.product(OVERLAPS, OTHERS, events.items()):
+            rule, judged = ExitRule(others=others, overlap=overlap), []
+            for part in parts:
+                training_rows = np.setdiff1d(np.arange(len(trace)), part)
+                signals = rule.fit(active, layers, training_rows).signals(active, part)
+                judged.append(judge_exits(first_exit(signals), right[part]))
+            reading = {"clusters": len(each), "overlap": overlap, "others": others, "events": counted}
+            rows.append(reading | _pooled(judged, np.array(list(map(len, parts))), trace.n_layers))
+    return pd.DataFrame(rows)
+
+
+def _pooled(
+    judged: Sequence[JudgedExits], sizes: Int[np.ndarray, " parts"], n_layers: int
+) -> dict[str, float]:
+    """One judgement of the examples of all parts, in which layers are dealt out part by part."""
+    numbers, weights = pd.DataFrame(judged), sizes / sizes.sum()
+    accuracy, chance, left = (float(numbers[name] @ weights) for name in ("accuracy", "chance", "left"))
+    dealt_sd = float(np.sqrt(np.square(numbers["chance_sd"] * weights).sum()))
+    hits = numbers["accuracy"] * weights
+    saved = float((numbers["saved"].fillna(0) * hits).sum() / hits.sum()) if hits.sum() else math.nan
+    return {
+        "accuracy": accuracy, "chance": chance, "above": accuracy - chance, "dealt_sd": dealt_sd,
+        "p": float(2 * norm.sf(abs(accuracy - chance) / dealt_sd)) if dealt_sd else 1.0,
+        "saved": saved, "saved_share": saved / n_layers, "left": left,
+        "left_right": share_of_left(accuracy, left), "left_chance": share_of_left(chance, left),
+        "n": int(sizes.sum()),
+    }  # fmt: skip

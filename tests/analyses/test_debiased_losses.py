@@ -1,0 +1,75 @@
+"""Losses under Self-Debiasing are those of the formula's probabilities, token by token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import N_CTX
+from control.baselines import SelfDebiasing
+from control.perplexity import debiased_losses
+from self_debiasing import debiased_probabilities
+
+from matlens import InputError, make_examples
+from matlens.data.corpus import Corpus
+from matlens.data.prompts import make_windows
+from matlens.ffn.perplexity import text_losses
+
+Models = Callable[[str], Any]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2"])
+def test_under_self_debiasing_it_is_that_of_the_formulas_probabilities(
+    name: str, small_model: Models, plain_model: Models, sentences: Corpus
+) -> None:
+    model, plain = small_model(name), plain_model(name)
+    few = Corpus("few", sentences.sentences[:4], 4, 0, 0, 0)
+    debiasing = SelfDebiasing(["threat", "profanity"], decay=2000.0)
+    lost = []
+    for sentence in few.sentences:
+        ids = model.tokenizer(sentence)["input_ids"]
+        total = 0.0
+        for place in range(1, len(ids)):
+            rows = []
+            for prefix in ("", *debiasing.prefixes):
+                read = [*model.tokenizer(prefix)["input_ids"], *ids[:place]]
+                with torch.inference_mode():
+                    rows.append(plain(torch.tensor([read])).logits[0, -1].double().tolist())
+            total -= math.log(debiased_probabilities(rows[0], rows[1:], 2000.0, 0.01)[ids[place]])
+        lost.append(total)
+    for batch_tokens in (1, 1000):
+        ours = debiased_losses(model, make_examples(model, few), debiasing, batch_tokens=batch_tokens)
+        np.testing.assert_allclose(ours.total, lost, rtol=1e-4)
+    unchanged = text_losses(model, few, progress=False)
+    assert not np.allclose(unchanged.total, lost, rtol=1e-3)
+
+
+def test_without_decay_self_debiasing_has_the_models_own(small_model: Models, sentences: Corpus) -> None:
+    model = small_model("neox")
+    losses = text_losses(model, sentences, progress=False)
+    debiased = debiased_losses(model, make_examples(model, sentences), SelfDebiasing(decay=0.0))
+    np.testing.assert_allclose(losses.total, debiased.total, rtol=1e-5)
+
+
+def test_a_window_with_an_announcement_has_to_fit(small_model: Models, sentences: Corpus) -> None:
+    model, debiasing = small_model("gpt2"), SelfDebiasing(["threat"])
+    assert debiasing.room(model) == N_CTX - len(model.tokenizer(debiasing.prefixes[0])["input_ids"])
+    fitting = make_windows(model, sentences, size=debiasing.room(model), most=1)
+    assert debiased_losses(model, fitting, debiasing).total > 0
+    with pytest.raises(InputError, match=f"A text has {N_CTX} tokens, and beside an announcement"):
+        debiased_losses(model, make_windows(model, sentences), debiasing)
+
+
+def test_places_that_are_done_apart_change_nothing(
+    small_model: Models, sentences: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, debiasing = small_model("gpt2"), SelfDebiasing(["threat"], decay=2000.0)
+    windows = make_windows(model, sentences, size=30, most=4)
+    whole = debiased_losses(model, windows, debiasing).total
+    monkeypatch.setattr("matlens.ffn.perplexity._PLACES", 7)
+    np.testing.assert_allclose(debiased_losses(model, windows, debiasing).total, whole, rtol=1e-6)
+    assert not np.allclose(text_losses(model, windows, progress=False).total, whole, rtol=1e-3)
