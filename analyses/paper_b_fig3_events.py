@@ -16,10 +16,11 @@ folder, for other analyses too.
 
 from __future__ import annotations
 
+from sub_updates import event_tables
+
 from matlens import plots
 from matlens.activations import sink_counts
 from matlens.cli import Dominant, Report, run_study
-from matlens.ffn import event_tables
 from matlens.study import Study
 
 EVENTS, LAYERS, BY_EFFECT = "paper_b_table4_events", "paper_b_fig3_scores", "paper_b_fig3_by_effect"
@@ -30,14 +31,14 @@ def main(study: Study, report: Report, dominant: Dominant = 10) -> None:
     """Trace what FFNs do to predictions over a corpus, and tell where they are made and who pushes them."""
     trace = study.trace(dominant)
     tables = event_tables(trace, study.model)
-    events, layers = plots.events_figure(tables.events), plots.layers_figure(tables.scores_of("score"))
+    scores = tables.scores[tables.scores["read"] == "score"]
+    events, layers = plots.events_figure(tables.events), plots.layers_figure(scores)
     saturation = plots.saturation_figure(tables.saturation)
     origin = trace.provenance.to_json("model", "data", "seed", "k") | sink_counts(
         trace.sinks, trace.examples.positions
     )
     report.write(EVENTS, tables.events, origin, events)
     report.write(LAYERS, tables.scores, origin, layers)
-    scores = tables.scores_of("score")
     chosen = (scores["method"] == "dominant") & scores["metric"].isin(("max", "mean", "min"))
     report.write(BY_EFFECT, scores[chosen].drop(columns="read"), origin)
     report.write(SATURATION, tables.saturation, origin, saturation)

@@ -12,9 +12,9 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from sub_updates import norm_overlap
 
 from matlens.cli import Report, run_study
-from matlens.ffn import norm_overlap
 from matlens.plots import shares_by_layer
 from matlens.study import Study
 

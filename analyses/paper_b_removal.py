@@ -13,9 +13,9 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from sub_updates import removal_table
 
 from matlens.cli import Report, run_study
-from matlens.ffn import removal_table
 from matlens.plots import removal_figure
 from matlens.study import Study
 

@@ -23,19 +23,12 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from sub_updates import compare_linkages, concentration, extreme_tables
 
 from matlens.activations import sink_counts
 from matlens.cli import Disk, LinkageOption, Memory, Report, run_study
 from matlens.data import TokenFrequency
-from matlens.ffn import (
-    MEMORY_GIB,
-    N_CLUSTERS,
-    Clusters,
-    Projection,
-    compare_linkages,
-    concentration,
-    extreme_tables,
-)
+from matlens.ffn import MEMORY_GIB, N_CLUSTERS, Clusters, Projection
 from matlens.lens import prediction_confidence
 from matlens.plots import extremes_figure, model_title
 from matlens.study import Study

@@ -54,7 +54,7 @@ NAMED = (
     ),
     NamedFault(
         "`lift` exchanged for the score",
-        "ffn/events",
+        "sub_updates/events",
         '"score": trace.score, "lift": lift_scores(trace, model),',
         '"score": lift_scores(trace, model), "lift": trace.score,',
     ),

@@ -43,7 +43,6 @@ EXEMPT = {
     "linear.write_maps": "what MapSet.save and fit_maps call",
     "linearity.submodule_positions": "what linearity.submodule_layers tries, at other places",
     "models.describe_changes": "words of what changes_of gives",
-    "patching.remove_sub_updates": "what ffn.removal_table calls",
     "distributed": "takes what torchrun says",
     **{
         f"parallel.{name}": "takes what other processes of the job have"

@@ -8,13 +8,14 @@ from typing import Any
 import annotation
 import control
 import exits
+import sub_updates
 import torch
 
 from attack.kept import MAPS, READOUT, STREAM_MAPS, annotations_of, draw, once
 from attack.signatures import Target
 from attack.targets_reading import shows_none
 from attack.world import ConstantGrader, World
-from matlens import ffn, lens, linearity
+from matlens import lens, linearity
 
 ACTIVATIONS = "activations, other activations"
 
@@ -53,7 +54,7 @@ def _comparison(world: World) -> Any:
 
 @cache
 def _events(world: World) -> Any:
-    return ffn.event_tables(world.trace, world.model)
+    return sub_updates.event_tables(world.trace, world.model)
 
 
 def _positions(world: World) -> Any:
@@ -176,17 +177,6 @@ COMPARING: list[Target] = [
     ),
     Target("lens.masked_accuracy", good={"model": lambda w: w.load("bert")}),
     # FFNs.
-    Target("ffn.event_tables"),
-    Target(
-        "ffn.extreme_tables",
-        {"confidence": "object", "n_drawn": "whole", "threshold": "positive"},
-        {"confidence": _confidence},
-    ),
-    Target(
-        "ffn.removal_table",
-        {"layers": "layers"},
-        {"examples": lambda w: w.examples.head(4), "n_tokens": lambda _: 5},
-    ),
     # Models, corpora and activations.
     Target(
         "wrap",
@@ -238,7 +228,7 @@ COMPARING: list[Target] = [
         )
         for name, part in {
             "events_figure": lambda w: _events(w).events,
-            "layers_figure": lambda w: _events(w).scores_of("score"),
+            "layers_figure": lambda w: _events(w).scores.query("read == 'score'"),
             "across_corpora": _transfer,
             "alternation": _schemes,
             "by_method": _submodules,
@@ -249,10 +239,10 @@ COMPARING: list[Target] = [
             ),
             "exits_figure": _exits,
             "removal_figure": lambda w: once(
-                w, "removal", lambda: ffn.removal_table(w.model, w.examples.head(4), n_tokens=5)
+                w, "removal", lambda: sub_updates.removal_table(w.model, w.examples.head(4), n_tokens=5)
             ),
             "shares_by_layer": lambda w: once(
-                w, "dominance", lambda: ffn.dominance(w.model, w.examples, progress=False)
+                w, "dominance", lambda: sub_updates.dominance(w.model, w.examples, progress=False)
             ),
             "concept_shares": lambda w: annotation.tally_concepts(w.sample, annotations_of(w)),
         }.items()
@@ -275,7 +265,11 @@ COMPARING: list[Target] = [
     Target(
         "plots.extremes_figure",
         {"clusters": "table"},
-        {"clusters": lambda w: w.activity.assign(sub_updates="extreme", read="score")},
+        {
+            "clusters": lambda w: (
+                sub_updates.extreme_tables(w.trace, w.model, w.clusters, w.frequency, _confidence(w)).activity
+            )
+        },
         finish=draw,
         takes={"title=''": lambda _, nothing: nothing is None},
     ),

@@ -267,12 +267,6 @@ PARTS: list[Target] = [
     ),
     Target("ffn.Updates.scales", owner=lambda w: w.updates),
     Target(
-        "ffn.EventTables.scores_of",
-        {"reading": "choice"},
-        {"reading": lambda _: "score"},
-        lambda w: once(w, "events", lambda: ffn.event_tables(w.trace, w.model)),
-    ),
-    Target(
         "ffn.ExitRule.signals",
         {"active": "object", "rows": "numbers"},
         {"active": lambda w: ffn.active_clusters(w.trace, w.clusters), "rows": lambda _: np.arange(30)},

@@ -42,7 +42,6 @@ READING: list[Target] = [
         Target(f"ffn.Updates.{name}", owner=lambda w: w.updates)
         for name in ("coefficients", "outputs", "sub_updates", "contributions", "shares", "dominant")
     ],
-    Target("ffn.dominance"),
     Target("ffn.dominant_table", {"projection": "projection, other projection"}),
     Target("ffn.Trace.run"),
     Target("ffn.Trace.load", {"folder": "path read"}, {"folder": kept("trace")}),
@@ -63,7 +62,6 @@ READING: list[Target] = [
     ],
     Target("ffn.ValueVectors.random", owner=lambda w: w.values),
     Target("ffn.Clusters.fit", {}, {"n_clusters": lambda _: 20}),
-    Target("ffn.compare_linkages", {}, {"n_clusters": lambda _: 20, "n_vectors": lambda _: 60}),
     Target("ffn.Clusters.load", {"folder": "path read"}, {"folder": kept("clusters")}),
     Target("ffn.Clusters.members", {"cluster": "row"}, {"cluster": lambda _: 1}, lambda w: w.clusters),
     Target(
@@ -85,7 +83,6 @@ READING: list[Target] = [
     Target("ffn.Projection.scores", {"vectors": "any vectors"}, owner=lambda w: w.projection),
     Target("ffn.Projection.top", owner=lambda w: w.projection),
     Target("ffn.Projection.bottom", owner=lambda w: w.projection),
-    Target("ffn.norm_overlap", {}, {"n_random": lambda _: 5, "k": lambda _: 5}),
     Target("ffn.top_tokens_of_all", {**VALUES, "projection": "projection, other projection"}),
     Target("ffn.values_promoting", {**VALUES, "projection": "projection, other projection"}),
     Target("ffn.values_with_tokens", {**VALUES, "projection": "projection, other projection"}),
@@ -110,34 +107,6 @@ READING: list[Target] = [
             "rows=none_true": lambda _, events: len(events.layer) == 0,
         },
     ),
-    Target("ffn.extreme_sub_updates", VALUES),
-    Target("ffn.default_threshold", {"scores": "object"}, {"scores": lambda w: w.trace.score}),
-    Target(
-        "ffn.draw_sub_updates",
-        {**VALUES, "n": "count"},
-        takes={  # all, where there are fewer
-            f"n={n}": lambda w, drawn: len(drawn.layer) == w.trace.index["dominant"].numel()
-            for n in ("1000000", _short(10**40))
-        },
-    ),
-    Target(
-        "ffn.cluster_activity", {**VALUES, "sub_updates": "object"}, {"sub_updates": lambda w: w.extremes}
-    ),
-    Target(
-        "ffn.group_table",
-        {"extreme": "object", "drawn": "object", "kind_of": "table", "confidence": "object"},
-        {
-            "drawn": lambda w: ffn.draw_sub_updates(w.trace, w.values, 20),
-            "kind_of": lambda w: w.activity,
-            "confidence": lambda w: lens.prediction_confidence(w.model, w.examples, progress=False),
-        },
-    ),
-    Target(
-        "ffn.concentration",
-        {"activity": "table"},
-        {"activity": lambda w: w.activity.assign(sub_updates="extreme", read="score")},
-    ),
-    Target("ffn.place_table", {"extreme": "object", "kind_of": "table"}, {"kind_of": lambda w: w.activity}),
     Target("lens.prediction_confidence"),
     Target("ffn.active_clusters"),
     Target("ffn.ExitRule", {"others": "choice"}),

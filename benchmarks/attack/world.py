@@ -285,18 +285,6 @@ class World:
         return lens.exit_sweep(self.readout, self.stream_maps, self.activations, progress=False)
 
     @cached_property
-    def extremes(self) -> Any:
-        """Extreme sub-updates."""
-        return ffn.extreme_sub_updates(self.trace, self.values)
-
-    @cached_property
-    def activity(self) -> pd.DataFrame:
-        """The clusters that the extreme sub-updates are of."""
-        return ffn.cluster_activity(
-            self.extremes, self.clusters, self.trace, self.values, self.projection, self.frequency
-        )
-
-    @cached_property
     def frequency(self) -> data.TokenFrequency:
         """How often each token is used."""
         return data.TokenFrequency.from_corpus(self.corpus, self.model.tokenizer, 60)

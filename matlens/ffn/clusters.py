@@ -6,23 +6,20 @@ Value vectors are clustered by agglomeration on their cosine distances (`matlens
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
-from sklearn.metrics import adjusted_rand_score
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from matlens import parallel
-from matlens.errors import Between, InputError, NonNegative, Seed, check_int, checked
+from matlens.errors import InputError, NonNegative, checked
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueName, ValueVectors
 from matlens.io.artifact import Artifact, make_config
@@ -148,7 +145,9 @@ class Clusters:
             if progress:
                 tqdm.write(_reason(n, method, memory, disk), file=sys.stderr)
             with waiting("clustering", progress=progress):
-                return agglomerate(_units(values), n_clusters, method, linkage, memory, beside, progress)
+                return agglomerate(
+                    unit_vectors(values), n_clusters, method, linkage, memory, beside, progress
+                )
 
         if folder is None:
             return cls(cluster(), Provenance.from_config(make_config(CLUSTERS, request)))
@@ -315,7 +314,8 @@ def _reason(n: int, method: str, memory: float, disk: float) -> str:
     return f"{text}."
 
 
-def _units(values: ValueVectors) -> Float[np.ndarray, "n d_model"]:
+def unit_vectors(values: ValueVectors) -> Float[np.ndarray, "n d_model"]:
+    """All value vectors at unit length, in float64; raises InputError if one has no direction."""
     vectors = torch.cat([values.layer(layer).cpu() for layer in range(values.n_layers)]).double()
     lengths = vectors.norm(dim=1, keepdim=True)
     without_direction = (~(lengths > 0) | lengths.isinf()).nonzero()[:, 0].tolist()
@@ -326,62 +326,3 @@ def _units(values: ValueVectors) -> Float[np.ndarray, "n d_model"]:
             "such weights."
         )
     return vectors.div_(lengths).numpy()
-
-
-@checked
-def compare_linkages(
-    values: ValueVectors,
-    n_clusters: int = N_CLUSTERS,
-    *,
-    n_vectors: Annotated[int, Between(2)] = 12_000,
-    seed: Seed = 0,
-) -> pd.DataFrame:
-    """How far clusters hang on how they are made: each way against each other, on some of the value vectors.
-
-    The vectors are drawn at random, and made into as many clusters in proportion. One row for each two of the
-    ways ``average``, ``complete`` and ``neighbours``; columns are ``method, other, rand``, the adjusted Rand
-    index of their clusters; ``cosine`` and ``other_cosine``, the mean cosine of a vector with the mean of its
-    cluster; ``vectors`` and ``clusters``, how many there are.
-
-    Parameters
-    ----------
-    values
-        Value vectors of the model.
-    n_clusters
-        How many clusters all value vectors would make.
-    n_vectors
-        How many vectors are drawn; all where there are fewer. Their distances take ``8 n (n - 1)`` bytes.
-    seed
-        Seed of the draw.
-
-    Raises
-    ------
-    InputError
-        There are fewer than two vectors, or one without a direction.
-    """
-    check_int(n_clusters, "n_clusters", min=1, max=len(values))
-    unit = _units(values)
-    drawn = np.random.default_rng(seed).permutation(len(unit))[:n_vectors]
-    unit = unit[np.sort(drawn)]
-    n = min(len(unit), max(1, round(n_clusters * len(unit) / len(values))))
-    ways: tuple[tuple[str, str, Linkage], ...] = (
-        ("average", EXACT, "average"), ("complete", EXACT, "complete"), (NEIGHBOURS, NEIGHBOURS, "average"),
-    )  # fmt: skip
-    labels = {
-        name: agglomerate(unit, n, method, linkage, gib_in_memory(len(unit)))
-        for name, method, linkage in ways
-    }
-    tight = {name: _tightness(unit, each) for name, each in labels.items()}
-    rows = [
-        (name, other, adjusted_rand_score(labels[name], labels[other]), tight[name], tight[other])
-        for name, other in itertools.combinations(labels, 2)
-    ]
-    table = pd.DataFrame(rows, columns=["method", "other", "rand", "cosine", "other_cosine"])
-    return table.assign(vectors=len(unit), clusters=n)
-
-
-def _tightness(unit: Float[np.ndarray, "n d"], labels: Int[np.ndarray, " n"]) -> float:
-    """The mean cosine of a vector with the mean of its cluster."""
-    sums = np.zeros((labels.max() + 1, unit.shape[1]))
-    np.add.at(sums, labels, unit)
-    return float(np.linalg.norm(sums, axis=1).sum() / len(unit))

@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from matlens import metrics
-from matlens.errors import InputError, check, check_choice, checked, short
+from matlens.errors import InputError, check, checked, short
 from matlens.ffn.projection import unembedding
 from matlens.ffn.trace import GROUPS, Trace
 from matlens.ffn.values import ValueVectors
@@ -263,61 +263,6 @@ def saturation_frequency(trace: Trace) -> pd.DataFrame:
         for method, hits in (("either", made), ("ffn", made & by_ffn), ("attention", made & ~by_ffn)):
             rows.append(trace_row(trace, FREQUENCY, method, layer, "share", metrics.proportion(hits)))
     return result_table(rows)
-
-
-@checked
-class EventTables(NamedTuple):
-    """Tables of one trace, see `event_tables`."""
-
-    events: pd.DataFrame
-    scores: pd.DataFrame
-    saturation: pd.DataFrame
-
-    def scores_of(self, reading: str) -> pd.DataFrame:
-        """The rows of ``scores`` that are of one reading, such as ``score``.
-
-        Raises
-        ------
-        InputError
-            There is no such reading.
-        """
-        check_choice(reading, list(self.scores["read"].unique()), "reading")
-        return self.scores[self.scores["read"] == reading]
-
-
-@checked
-def event_tables(trace: Trace, model: TransformerBridge) -> EventTables:
-    """`event_scores` and `update_scores` by every reading of the scores, and `saturation_frequency`.
-
-    The first two have two more columns: ``read``, which is ``score``, the trace's own, ``lift``
-    (`lift_scores`) or ``odds`` (`odds_scores`); and ``examples``, which is ``all examples``, and in a trace
-    with attention sinks also ``sinks left out``.
-
-    Parameters
-    ----------
-    trace, model
-        A trace, and the model that was traced.
-
-    Raises
-    ------
-    InputError
-        There is no event of one kind, or the trace is of another model.
-    """
-    readings = {
-        "score": trace.score, "lift": lift_scores(trace, model), "odds": odds_scores(trace, model)
-    }  # fmt: skip
-    counted: dict[str, Tensor | None] = {"all examples": None}
-    if trace.sinks.any():
-        counted["sinks left out"] = ~trace.sinks
-    events, scores = (
-        pd.concat(
-            make(trace, scores=reading, rows=rows).assign(examples=examples, read=name)
-            for name, reading in readings.items()
-            for examples, rows in counted.items()
-        )
-        for make in (event_scores, update_scores)
-    )
-    return EventTables(events, scores, saturation_frequency(trace))
 
 
 def _extremes_and_mean(scores: Float[Tensor, "m k"]) -> dict[str, Float[Tensor, " m"]]:

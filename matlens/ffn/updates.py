@@ -16,15 +16,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from matlens import metrics
 from matlens.activations.activations import Activations
-from matlens.activations.collecting import collect, stream
+from matlens.activations.collecting import collect
 from matlens.data.examples import Examples
-from matlens.errors import InputError, PositiveInt, Seed, check_int, checked
+from matlens.errors import InputError, check_int, checked
 from matlens.ffn.norms import FFN_OUT
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
-from matlens.io.tables import result_row, result_table
 from matlens.models.sites import COEFFICIENTS, Site
 from matlens.models.vocabulary import token_texts, visible
 
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
 
 _DRAWN = 2**22  # random numbers that are ranked together
 DOMINANT = 10  # sub-updates of an update that the paper calls dominant
-DOMINANCE = "dominance"  # the experiment's name in tables
 
 
 @checked
@@ -134,7 +131,7 @@ class Updates:
 
     def shares(self, layer: int) -> Float[Tensor, "n d_mlp"]:
         """Contribution of each sub-update relative to the sum of all of them."""
-        return _relative(self.contributions(layer))
+        return relative(self.contributions(layer))
 
     def dominant(self, layer: int, k: int = DOMINANT) -> Int[Tensor, "n k"]:
         """The ``k`` sub-updates that contribute most, the greatest first.
@@ -154,9 +151,10 @@ class Updates:
         return self.activations[site].to(self.values.device)
 
 
-def _relative(contributions: Tensor) -> Tensor:
+def relative(contributions: Tensor) -> Tensor:
+    """Contributions relative to their sum; 0 where an FFN writes nothing."""
     total = contributions.sum(-1, keepdim=True)
-    return contributions / total.where(total > 0, torch.ones_like(total))  # an FFN that writes nothing
+    return contributions / total.where(total > 0, torch.ones_like(total))
 
 
 def check_count(k: int, values: ValueVectors) -> int:
@@ -224,68 +222,3 @@ def dominant_table(
             rows.append((layer, rank, str(updates.values.vector(layer, index)), *of_sub_update, texts))
     columns = ["layer", "rank", "value", "coefficient", "contribution", "share", "promoted"]
     return pd.DataFrame(rows, columns=columns)
-
-
-@checked
-def dominance(
-    model: TransformerBridge,
-    examples: Examples,
-    *,
-    k: int = DOMINANT,
-    seed: Seed = 0,
-    batch_tokens: PositiveInt | None = None,
-    progress: bool = True,
-) -> pd.DataFrame:
-    """Share of the ``k`` dominant sub-updates at each layer, and of ``k`` random ones (Figure 6).
-
-    The columns are those of all tables; the methods are ``dominant`` and ``random``, ``target`` is the layer.
-    The metrics are ``share`` and ``negative``, the part of the ``k`` whose coefficients are negative (A.3).
-    The random sub-updates are drawn for each example and layer from the seed, whatever the batches are.
-
-    Parameters
-    ----------
-    model, examples
-        The model to run, and the examples that it is run on, one position each.
-    k
-        How many sub-updates of each layer.
-    seed
-        Seed of the random sub-updates.
-    batch_tokens
-        Most tokens in a batch, padding counted. It does not change the numbers.
-    progress
-        Whether to show a bar over the examples.
-
-    Raises
-    ------
-    InputError
-        The model has no value vectors, or fewer than ``k`` in a layer.
-    """
-    values = ValueVectors(model)
-    check_count(k, values)
-    sites = [str(Site(COEFFICIENTS, layer)) for layer in range(values.n_layers)]
-    drawn = random_sub_updates(values, examples.n_positions, k, seed=seed)
-    norms = [values.norms(layer).cpu() for layer in range(values.n_layers)]
-    shape = values.n_layers, examples.n_positions
-    shares = {
-        (method, metric): torch.empty(shape)
-        for method in ("dominant", "random")
-        for metric in ("share", "negative")
-    }
-    for rows in stream(model, examples, sites, batch_tokens=batch_tokens, progress=progress):
-        index = torch.from_numpy(rows.index)
-        for layer, site in enumerate(sites):
-            share = _relative(rows.vectors[site].abs() * norms[layer])
-            chosen = {"dominant": share.topk(k).indices, "random": drawn[layer][index].long()}
-            for method, of_method in chosen.items():
-                shares[method, "share"][layer, index] = share.gather(1, of_method).sum(1)
-                negative = rows.vectors[site].gather(1, of_method) < 0
-                shares[method, "negative"][layer, index] = negative.float().mean(1)
-    corpus = examples.provenance.get("corpus", "unnamed")
-    return result_table(
-        result_row(
-            DOMINANCE, model=values.identity.name, corpus=corpus, method=method, layer=layer, target=layer,
-            metric=metric, k=k, estimate=metrics.mean(numbers[layer]),
-        )
-        for layer in range(values.n_layers)
-        for (method, metric), numbers in shares.items()
-    )  # fmt: skip

@@ -1,6 +1,4 @@
 from .contexts import patched as patched
-from .removal import Removed as Removed
-from .removal import remove_sub_updates as remove_sub_updates
 from .replacements import Replacement as Replacement
 from .replacements import Where as Where
 from .replacements import jump as jump

@@ -13,6 +13,7 @@ import exits
 import numpy as np
 import pandas as pd
 import pytest
+import sub_updates
 import torch
 from analysing import (
     CONTROL,
@@ -72,7 +73,7 @@ def test_removal_is_compared_with_every_reading_at_the_layers_that_are_asked_for
     assert set(table["n"]) == {3}
     assert (origin["dominant"], origin["data"]["n"]) == (2, 3)
     model, examples = job("gemma3", 3)
-    expected = ffn.removal_table(model, examples, k=2, layers=[2, 0], n_tokens=5, progress=False)
+    expected = sub_updates.removal_table(model, examples, k=2, layers=[2, 0], n_tokens=5, progress=False)
     assert_table(workbench.out / "paper_b_removal.csv", expected)
     workbench.assert_figure("paper_b_removal")
 
@@ -233,7 +234,7 @@ def test_control_and_its_baselines_are_in_one_table(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--grader", "wine"], "There is no grader 'wine'"),
+        (["--grader", "wine"], "grader must be one of profanity-check, detoxify"),
         (["--vector", "wine"], "'wine' is not a value vector"),
         (["--vector", "L9D1"], "Layer 9 is out of range"),
         (["--word", "wine"], "The word 'wine' is not in the model's vocabulary"),
@@ -448,7 +449,7 @@ def test_tables_of_events_are_those_of_the_trace(
     at_sinks = examples.tokens[examples.offsets[:-1] + examples.positions]
     assert trace.sinks.tolist() == np.isin(at_sinks, SINK_TOKENS).tolist()
     assert 0 < int(trace.sinks.sum()) < 30
-    tables = ffn.event_tables(trace, model)
+    tables = sub_updates.event_tables(trace, model)
     for name, table in zip(EVENT_TABLES, (tables.events, tables.scores, tables.saturation), strict=True):
         assert_table(workbench.out / f"{name}.csv", table)
     assert workbench.origin(EVENT_TABLES[0])["n_sinks"] == int(trace.sinks.sum())
@@ -468,7 +469,7 @@ def test_tables_of_clusters_are_those_of_the_trace(
     trace = ffn.Trace.run(model, examples, progress=False)
     clusters = ffn.Clusters.fit(ffn.ValueVectors(model), 30)
     words = matlens.load_corpus(str(workbench.words))
-    tables = ffn.extreme_tables(
+    tables = sub_updates.extreme_tables(
         trace, model, clusters, TokenFrequency.from_corpus(words, model.tokenizer, 60),
         prediction_confidence(model, examples), threshold=threshold, n_drawn=50, seed=0,
     )  # fmt: skip
@@ -494,7 +495,7 @@ def test_tables_beside_those_of_clusters_are_those_of_their_names(
     words = matlens.load_corpus(str(workbench.words))
     fitted, of_each = (ffn.Clusters.fit(values, n, progress=False) for n in (30, len(values)))
     together, alone = (
-        ffn.extreme_tables(
+        sub_updates.extreme_tables(
             trace, model, clusters, TokenFrequency.from_corpus(words, model.tokenizer, 60),
             prediction_confidence(model, examples), threshold=2e-4, n_drawn=50, seed=0,
         )
@@ -506,9 +507,9 @@ def test_tables_beside_those_of_clusters_are_those_of_their_names(
     assert any(len(extreme[extreme["read"] == of_read["read"].iloc[0]]) > 10 for of_read in by_read)
     for name, table in {
         "alone": alone.groups,
-        "few": ffn.concentration(together.activity, fitted),
+        "few": sub_updates.concentration(together.activity, fitted),
         "largest": pd.concat(by_read).sort_index().drop(columns=["members", "sub_updates"]),
-        "ways": ffn.compare_linkages(values, 30, n_vectors=90, seed=0),
+        "ways": sub_updates.compare_linkages(values, 30, n_vectors=90, seed=0),
     }.items():
         assert_table(workbench.out / f"paper_b_sec5_{name}.csv", table)
 
@@ -520,9 +521,9 @@ def test_overlap_and_dominance_are_those_of_the_options(
     workbench.run("paper_b_fig4_overlap", "gpt2", "--random", 9, "--top", 5)
     workbench.run("paper_b_fig6_dominance", "gpt2", "--sentences", 12, "--dominant", 4)
     model, examples = job("gpt2", 12)
-    overlap = ffn.norm_overlap(model, n_random=9, k=5, progress=False)
+    overlap = sub_updates.norm_overlap(model, n_random=9, k=5, progress=False)
     assert_table(workbench.out / "paper_b_fig4_overlap.csv", overlap)
-    dominance = ffn.dominance(model, examples, k=4, progress=False)
+    dominance = sub_updates.dominance(model, examples, k=4, progress=False)
     assert_table(workbench.out / "paper_b_fig6_dominance.csv", dominance)
     of_overlap, of_dominance = figures["shares_by_layer"]
     assert set(of_overlap["method"]) == {"values", "random"}

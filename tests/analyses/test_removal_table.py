@@ -19,11 +19,11 @@ from plain_values import (
     plain_unembedding,
     plain_values,
 )
+from sub_updates.removal_table import removal_table
 from torch import Tensor
 
 from matlens import make_examples
 from matlens.data.corpus import Corpus
-from matlens.ffn.removal import removal_table
 from matlens.ffn.updates import random_sub_updates
 from matlens.ffn.values import ValueVectors
 

@@ -49,39 +49,12 @@ def remove_sub_updates(
 
     A sub-update is left out by a coefficient of 0 at that position alone; all that reads the stream later,
     and a norm behind the FFN, runs on without it.
-
-    Parameters
-    ----------
-    model, examples
-        The model to run, and the examples that it is run on, one position each.
-    index
-        By layer, which sub-updates are left out of each example, each in a run of its own.
-    progress
-        Whether to show a bar over the examples.
-
-    Yields
-    ------
-    dict
-        What is left, by layer.
-
-    Raises
-    ------
-    InputError
-        The model has no coefficients, a layer or an index is not there, or a vector is not finite.
     """
     layout = ModelLayout.from_model(model)
     if examples.n_positions != len(examples):
         raise InputError(
-            f"There are {examples.n_positions} positions in {len(examples)} sentences. Expected one in each."
+            f"examples must have a position in each sentence, got {examples.n_positions} in {len(examples)}."
         )
-    for layer, of_layer in index.items():
-        layout.resolve(Site(COEFFICIENTS, layer))
-        counted = len(of_layer) == len(examples) and of_layer.numel() > 0
-        if not counted or int(of_layer.min()) < 0 or int(of_layer.max()) >= layout.d_mlp:
-            raise InputError(
-                f"The sub-updates of layer {layer} are {tuple(of_layer.shape)} for {len(examples)} examples. "
-                f"Expected some for each, numbered 0 to {layout.d_mlp - 1}."
-            )
     read = examples if reads_whole(model) else examples.up_to_positions()
     for row in Bar(range(len(read)), desc="leaving out", unit="sentence", disable=not progress):
         position, of_row = int(read.positions[row]), {layer: rows[row] for layer, rows in index.items()}

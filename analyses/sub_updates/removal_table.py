@@ -13,7 +13,6 @@ from matlens import metrics
 from matlens.data.examples import Examples
 from matlens.errors import Seed, check_int, checked
 from matlens.ffn.norms import FFN_OUT, NormGain, norm_after_ffn
-from matlens.ffn.overlap import iou
 from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.updates import Updates, random_sub_updates
 from matlens.ffn.values import ValueVectors
@@ -23,7 +22,8 @@ from matlens.models.readout import Readout
 from matlens.models.sites import POST_NORM
 from matlens.models.weights import float32_on
 from matlens.numerics.precision import in_float64
-from matlens.patching.removal import remove_sub_updates
+from sub_updates.overlap import iou
+from sub_updates.removal import remove_sub_updates
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -73,12 +73,6 @@ def removal_table(
         Seed of the random value vectors.
     progress
         Whether to show a bar over the examples.
-
-    Raises
-    ------
-    InputError
-        The model has no value vectors or no final norm, a layer is out of range, or there are fewer than
-        ``k`` sub-updates or ``n_tokens`` tokens.
     """
     updates = Updates.run(model, examples, layers, progress=progress)
     check_int(n_tokens, "n_tokens", min=1, max=model.cfg.d_vocab_out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import pandas as pd
 import torch
@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from matlens import metrics
-from matlens.errors import Between, InputError, Seed, checked
+from matlens.errors import Seed, checked
 from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.values import ValueVectors
 from matlens.io.tables import result_row, result_table
@@ -25,18 +25,7 @@ _LISTS = 1024  # lists of tokens that are compared at once
 
 
 def iou(first: Int[Tensor, "n k"], second: Int[Tensor, "n k"]) -> Float[Tensor, " n"]:
-    """Intersection over union of two lists of different tokens, row by row.
-
-    Raises
-    ------
-    InputError
-        The two tensors of lists differ in shape.
-    """
-    if first.shape != second.shape or first.ndim != 2:
-        raise InputError(
-            f"Lists of the shapes {tuple(first.shape)} and {tuple(second.shape)} cannot be compared. "
-            "Expected the same number of lists and of tokens in each."
-        )
+    """Intersection over union of two lists of different tokens, row by row."""
     pairs = zip(first.split(_LISTS), second.split(_LISTS), strict=True)
     both = torch.cat([(a[:, :, None] == b[:, None, :]).sum((1, 2)) for a, b in pairs])
     return both / (2 * first.shape[1] - both)
@@ -46,7 +35,7 @@ def iou(first: Int[Tensor, "n k"], second: Int[Tensor, "n k"]) -> Float[Tensor, 
 def norm_overlap(
     model: TransformerBridge,
     *,
-    n_random: Annotated[int, Between(2)] = 1000,
+    n_random: int = 1000,
     k: int = TOP,
     seed: Seed = 0,
     progress: bool = True,
@@ -74,12 +63,6 @@ def norm_overlap(
         Seed of the random vectors.
     progress
         Whether to show a bar over the layers.
-
-    Raises
-    ------
-    InputError
-        The model has no value vectors, no unembedding or no final norm, ``n_random`` is less than 2, or ``k``
-        less than 1.
     """
     values, plain, normed = ValueVectors(model), Projection.from_model(model), Projection.after_norm(model)
     overlaps: dict[str, list[Tensor]] = {"values": [], "random": []}

@@ -11,9 +11,8 @@ import torch
 from conftest import ARCHITECTURES, N_LAYERS
 from plain_values import D_MLP, plain_norm, plain_unembedding, plain_values
 from scipy import stats
+from sub_updates.overlap import iou, norm_overlap
 
-from matlens import InputError
-from matlens.ffn.overlap import iou, norm_overlap
 from matlens.ffn.values import ValueVectors
 
 K = 7
@@ -26,13 +25,6 @@ def test_iou_by_hand() -> None:
     one = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]])
     other = torch.tensor([[4, 3, 2, 1], [5, 6, 7, 8], [9, 4, 8, 2]])
     assert iou(one, other).tolist() == pytest.approx([1, 0, 2 / 6])
-
-
-@pytest.mark.refused
-def test_lists_of_other_lengths_cannot_be_compared() -> None:
-    lists = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]])
-    with pytest.raises(InputError, match="cannot be compared"):
-        iou(lists, lists[:, :3])
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

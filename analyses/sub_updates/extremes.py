@@ -24,20 +24,19 @@ from torch import Tensor
 
 from matlens import metrics
 from matlens.data.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
-from matlens.errors import InputError, PositiveInt, Seed, checked
+from matlens.errors import InputError, Seed, checked
 from matlens.ffn.clusters import Clusters
-from matlens.ffn.events import TraceScores, lift_scores, read_scores, trace_row
+from matlens.ffn.events import TraceScores, lift_scores, trace_row
 from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.trace import Trace
 from matlens.ffn.values import ValueVectors
-from matlens.io.tables import check_columns, result_table
+from matlens.io.tables import result_table
 from matlens.models.vocabulary import token_texts, visible
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 SHARE = 0.01  # of the dominant sub-updates that count as extreme where no threshold is given
-_CANDIDATES = ("dominant", "before")  # whose scores are read
 EXTREME_GROUPS = "extreme_groups"  # the experiment's name in tables
 ACTIVITY_COLUMNS = (
     "cluster", "sign", "kind", "size", "cosine", "extremes", "share", "raised", "at_sinks", "examples",
@@ -68,17 +67,11 @@ class SubUpdates(NamedTuple):
     score: Float[Tensor, " m"]
 
 
-@checked
 def default_threshold(scores: TraceScores) -> float:
     """The threshold that the size of a score passes in one of a hundred dominant sub-updates."""
-    if ("dominant", "before") not in scores:
-        raise InputError(
-            "There are no scores of dominant sub-updates for the top candidate. Expected those of a Trace."
-        )
     return float(np.quantile(scores["dominant", "before"].abs().numpy(), 1 - SHARE))
 
 
-@checked
 def extreme_sub_updates(
     trace: Trace, values: ValueVectors, *, scores: TraceScores | None = None, threshold: float | None = None
 ) -> SubUpdates:
@@ -92,46 +85,22 @@ def extreme_sub_updates(
         Scores to read instead of the trace's own, such as `lift_scores` gives.
     threshold
         What the size of a score has to pass; by default `default_threshold`.
-
-    Raises
-    ------
-    InputError
-        The trace is of another model, the threshold is not positive, or no score passes it.
     """
-    scores = read_scores(trace, scores, [_CANDIDATES])
-    threshold = default_threshold(scores) if threshold is None else threshold
-    if not 0 < threshold < float("inf"):
-        raise InputError(f"The threshold is {threshold}. Expected a positive number.")
+    scores = scores or trace.score
     sizes = scores["dominant", "before"].abs()
+    threshold = default_threshold(scores) if threshold is None else threshold
     if not bool((sizes > threshold).any()):
         raise InputError(
-            f"No score passes {threshold:g} either way: the largest is {float(sizes.max()):g}. Expected a "
-            "threshold below that."
+            f"threshold must be less than the largest score, {sizes.max():g}, got {threshold:g}."
         )
     return _at((sizes > threshold).nonzero(), trace, values, scores)
 
 
-@checked
 def draw_sub_updates(
-    trace: Trace, values: ValueVectors, n: PositiveInt, *, scores: TraceScores | None = None, seed: Seed = 0
+    trace: Trace, values: ValueVectors, n: int, *, scores: TraceScores | None = None, seed: int = 0
 ) -> SubUpdates:
-    """Draw ``n`` dominant sub-updates, or all if there are fewer, to set beside the extreme ones.
-
-    Parameters
-    ----------
-    trace, values, scores
-        See `extreme_sub_updates`.
-    n
-        How many sub-updates are drawn.
-    seed
-        Seed of the draw.
-
-    Raises
-    ------
-    InputError
-        The trace is of another model.
-    """
-    scores = read_scores(trace, scores, [_CANDIDATES])
+    """Draw ``n`` dominant sub-updates, or all if there are fewer, to set beside the extreme ones."""
+    scores = scores or trace.score
     shape = scores["dominant", "before"].shape
     drawn = np.random.default_rng(seed).permutation(int(np.prod(shape)))[:n]
     places = np.stack(np.unravel_index(np.sort(drawn), shape), axis=1)
@@ -163,7 +132,6 @@ def sub_updates_by_cluster(sub_updates: SubUpdates, clusters: Clusters) -> pd.Da
     )
 
 
-@checked
 def cluster_activity(
     sub_updates: SubUpdates,
     clusters: Clusters,
@@ -191,15 +159,11 @@ def cluster_activity(
         Clusters of the model's value vectors, the trace, the value vectors, and how they are read.
     frequency
         How often each token occurs in a corpus.
-
-    Raises
-    ------
-    InputError
-        The clusters are those of another model.
     """
     projection.check_same(values.identity)
-    labelled = sub_updates_by_cluster(sub_updates, clusters)
-    labelled = labelled.assign(sink=trace.sinks[sub_updates.example].numpy())
+    labelled = sub_updates_by_cluster(sub_updates, clusters).assign(
+        sink=trace.sinks[sub_updates.example].numpy()
+    )
     table = labelled.groupby(["cluster", "sign"]).agg(
         extremes=("layer", "size"), raised=("raised", "mean"), at_sinks=("sink", "mean"),
         examples=("example", "nunique"), layer=("layer", "mean"), first_layer=("layer", "min"),
@@ -225,23 +189,14 @@ def _member_names(values: ValueVectors, clusters: Clusters, cluster: int) -> str
     return " ".join(str(values.at(row)) for row in clusters.members(cluster).tolist())
 
 
-@checked
 def concentration(activity: pd.DataFrame, clusters: Clusters) -> pd.DataFrame:
     """How few clusters account for the extreme sub-updates (section 5.2).
 
     One row for each reading and each ``of``, a half, four in five and all of the extreme sub-updates: how
     many ``clusters``, the largest first, it takes for them, and what share of the value ``vectors`` these
     hold.
-
-    Parameters
-    ----------
-    activity
-        The table of that name of `extreme_tables`.
-    clusters
-        The clusters that it was made with.
+    ``activity`` is the table of that name of `extreme_tables`, and ``clusters`` those it was made with.
     """
-    columns = ("sub_updates", "read", "cluster", "extremes")
-    check_columns(activity, columns, what="the table of activity of ffn.extreme_tables")
     rows = []
     for read, table in activity[activity["sub_updates"] == "extreme"].groupby("read", sort=False):
         by_cluster = table.groupby("cluster")["extremes"].sum().sort_values(ascending=False, kind="stable")
@@ -289,11 +244,6 @@ def extreme_tables(
         What the size of a score has to pass in either reading; by default each has its `default_threshold`.
     n_drawn, seed
         See `draw_sub_updates`.
-
-    Raises
-    ------
-    InputError
-        See `extreme_sub_updates`.
     """
     values, projection = ValueVectors(model), Projection.from_model(model)
     tables: dict[str, list[pd.DataFrame]] = {"activity": [], "groups": [], "places": []}
@@ -314,7 +264,6 @@ def extreme_tables(
     return ExtremeTables(**together, thresholds=thresholds)
 
 
-@checked
 def group_table(
     extreme: SubUpdates,
     drawn: SubUpdates,
@@ -391,7 +340,6 @@ def group_table(
     return result_table(rows)
 
 
-@checked
 def place_table(extreme: SubUpdates, kind_of: pd.DataFrame, clusters: Clusters, trace: Trace) -> pd.DataFrame:
     """How many extreme sub-updates an example has, by the place of its token in the sentence (section 5.2).
 
@@ -417,9 +365,7 @@ def place_table(extreme: SubUpdates, kind_of: pd.DataFrame, clusters: Clusters, 
 
 def _with_kinds(sub_updates: SubUpdates, clusters: Clusters, kind_of: pd.DataFrame) -> pd.DataFrame:
     """Sub-updates by cluster, with the ``kind`` of each cluster and sign."""
-    columns = ["cluster", "sign", "kind"]
-    check_columns(kind_of, columns, what="kinds of clusters, as cluster_activity gives them")
-    kinds = kind_of[columns].drop_duplicates()
+    kinds = kind_of[["cluster", "sign", "kind"]].drop_duplicates()
     return sub_updates_by_cluster(sub_updates, clusters).merge(kinds, "left")
 
 

@@ -1,0 +1,57 @@
+"""How far clusters of value vectors depend on the way they are made (section 5.2)."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float, Int
+from sklearn.metrics import adjusted_rand_score
+
+from matlens.errors import Seed, checked
+from matlens.ffn.clusters import N_CLUSTERS, unit_vectors
+from matlens.ffn.values import ValueVectors
+from matlens.numerics.agglomeration import EXACT, NEIGHBOURS, Linkage, agglomerate, gib_in_memory
+
+
+@checked
+def compare_linkages(
+    values: ValueVectors,
+    n_clusters: int = N_CLUSTERS,
+    *,
+    n_vectors: int = 12_000,
+    seed: Seed = 0,
+) -> pd.DataFrame:
+    """Compare clusters by ``average``, ``complete`` and ``neighbours``, pair by pair, on some value vectors.
+
+    The ``n_vectors`` are drawn at random, and made into as many clusters in proportion; their distances take
+    ``8 n (n - 1)`` bytes. Columns are ``method, other, rand``, the adjusted Rand index of their clusters;
+    ``cosine`` and ``other_cosine``, the mean cosine of a vector with the mean of its cluster; ``vectors`` and
+    ``clusters``, how many there are.
+    """
+    unit = unit_vectors(values)
+    drawn = np.random.default_rng(seed).permutation(len(unit))[:n_vectors]
+    unit = unit[np.sort(drawn)]
+    n = min(len(unit), max(1, round(n_clusters * len(unit) / len(values))))
+    ways: tuple[tuple[str, str, Linkage], ...] = (
+        ("average", EXACT, "average"), ("complete", EXACT, "complete"), (NEIGHBOURS, NEIGHBOURS, "average"),
+    )  # fmt: skip
+    labels = {
+        name: agglomerate(unit, n, method, linkage, gib_in_memory(len(unit)))
+        for name, method, linkage in ways
+    }
+    tight = {name: _tightness(unit, each) for name, each in labels.items()}
+    rows = [
+        (name, other, adjusted_rand_score(labels[name], labels[other]), tight[name], tight[other])
+        for name, other in itertools.combinations(labels, 2)
+    ]
+    table = pd.DataFrame(rows, columns=["method", "other", "rand", "cosine", "other_cosine"])
+    return table.assign(vectors=len(unit), clusters=n)
+
+
+def _tightness(unit: Float[np.ndarray, "n d"], labels: Int[np.ndarray, " n"]) -> float:
+    """The mean cosine of a vector with the mean of its cluster."""
+    sums = np.zeros((labels.max() + 1, unit.shape[1]))
+    np.add.at(sums, labels, unit)
+    return float(np.linalg.norm(sums, axis=1).sum() / len(unit))
