@@ -63,7 +63,6 @@ EXEMPT = {
     "numerics.split_product": "what linear.LeastSquares calls",
     "io.HubRepository": "a name that the hub's client looks at",
     "io.HubSnapshot": "made by the library",
-    "ffn.ValueVectors.from_parts": "what ffn.Catalogue calls",
     "models.WikiLMConfig": "refuses what makes no model, as tests/models/test_modelling.py tries",
     "models.WikiLMForCausalLM": "takes a WikiLMConfig and nothing else",
     "models.WikiLMForCausalLM.features": "what TransformerLens and transformers call",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from matlens.errors import InputError, check_int, checked
 from matlens.ffn.projection import Projection
-from matlens.ffn.updates import DOMINANT, Updates, check_count
+from matlens.ffn.updates import DOMINANT, Updates
 from matlens.parallel import Bar
 from matlens.plots.page_trajectory import UpdateCells
 
@@ -55,7 +55,7 @@ def dominant_cells(
     """
     values, n_layers = updates.values, updates.values.n_layers
     projection.check_same(values.identity)
-    check_count(k, values)
+    check_int(k, "k", min=1, max=values.d_mlp)
     check_int(n_promoted, "n_promoted", min=1, max=len(projection.unembedding))
     d_vocab = len(projection.unembedding)
     if len(followed) and not 0 <= int(followed.min()) <= int(followed.max()) < d_vocab:

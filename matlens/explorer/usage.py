@@ -19,8 +19,8 @@ from torch import Tensor
 
 from matlens.activations.collecting import stream
 from matlens.data.examples import Examples
-from matlens.errors import Between, InputError, PositiveInt, checked
-from matlens.ffn.updates import DOMINANT, check_count
+from matlens.errors import Between, InputError, PositiveInt, check_int, checked
+from matlens.ffn.updates import DOMINANT
 from matlens.ffn.values import ValueVectors
 from matlens.io.artifact import Artifact
 from matlens.models.identity import ModelIdentity, Provenance
@@ -116,7 +116,7 @@ def max_activating_examples(
         ``n_best`` or ``k`` is less than 1, or ``k`` more than there are; the value vectors are of another
         model; there is no sentence, or a longer one; or the folder is of another job or damaged.
     """
-    check_count(k, values)
+    check_int(k, "k", min=1, max=values.d_mlp)
     identity = ModelIdentity.from_model(model).of_weights
     Provenance(values.identity).check_same(identity, ours="the value vectors", theirs="the model")
     if not len(examples) or int(examples.lengths.max()) > LONGEST:

@@ -131,7 +131,7 @@ class Catalogue:
                     self._identity(known), known.device, known.shape,
                     _Matrices(known, self._matrices_of_model), known.biases(), known.norms(),
                 )  # fmt: skip
-                return ValueVectors.from_parts(parts)
+                return ValueVectors(parts)
             except (DamagedWeights, NotInFiles) as damage:
                 self._forget(damage)
         return ValueVectors(self.model)

@@ -19,13 +19,12 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from matlens import parallel
-from matlens.errors import InputError, NonNegative, checked
+from matlens.errors import InputError, NonNegative, check_int, checked
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueName, ValueVectors
 from matlens.io.artifact import Artifact, make_config
 from matlens.io.files import damaged
 from matlens.models.identity import Provenance
-from matlens.models.sites import check_finite
 from matlens.models.vocabulary import token_texts, visible
 from matlens.numerics.agglomeration import (
     EXACT,
@@ -120,23 +119,16 @@ class Clusters:
             distances, or a folder of another job.
         """
         n = len(values)
-        if not 1 <= n_clusters <= n:
-            raise InputError(
-                f"{n_clusters:,} clusters of {n:,} value vectors: expected 1 to {n:,}, the vectors there are."
-            )
+        check_int(n_clusters, "n_clusters", min=1, max=n)
         method = method_within(n, memory, disk)
         if (method, linkage) == (NEIGHBOURS, "complete"):
             raise InputError(
                 f"Complete linkage needs the distances of all pairs of {n:,} vectors: {gib_in_memory(n):.1f} "
                 f"GiB of memory or {gib_on_disk(n):.1f} GiB on the disk. Raise memory ({memory:g}) or disk "
-                f"({disk:g}), or leave the linkage at average, which goes by near neighbours instead."
+                f"({disk:g}), or use average linkage, which needs no distances of all pairs."
             )
-        details = {
-            "n_clusters": n_clusters,
-            "method": method,
-            "linkage": linkage if method == EXACT else WARD,
-        }
-        provenance = Provenance(values.identity, details=details)
+        made = {"method": method, "linkage": linkage if method == EXACT else WARD}
+        provenance = Provenance(values.identity, details={"n_clusters": n_clusters, **made})
         beside = None if folder is None else Path(folder).absolute().parent
 
         request = {"provenance": provenance.to_json()}
@@ -179,50 +171,20 @@ class Clusters:
         return cls(labels, provenance)
 
     def members(self, cluster: int) -> Int[np.ndarray, " m"]:
-        """Rows of a cluster's value vectors, in their order.
-
-        Raises
-        ------
-        InputError
-            There is no such cluster.
-        """
-        if not 0 <= cluster < len(self):
-            raise InputError(f"There is no cluster {cluster}: expected 0 to {len(self) - 1}.")
-        return self._members[cluster]
+        """Rows of a cluster's value vectors, in their order."""
+        return self._members[check_int(cluster, "cluster", min=0, max=len(self) - 1)]
 
     def holding(self, values: ValueVectors, names: Iterable[ValueName]) -> list[int]:
-        """The clusters of value vectors, each once, in the order of the names.
-
-        Raises
-        ------
-        InputError
-            A name does not exist in this model, or the clusters are those of another.
-        """
+        """The clusters of value vectors, each once, in the order of the names."""
         self.provenance.check_same(values.identity, ours="the clusters")
         vectors = [values.resolve(name) for name in names]
         rows = [vector.layer * values.d_mlp + values.column(vector) for vector in vectors]
         return list(dict.fromkeys(int(label) for label in self.labels[rows]))
 
     def directions(self, values: ValueVectors, numbers: Iterable[int]) -> Float[Tensor, "m d_model"]:
-        """Mean of the unit vectors of each cluster, which is what its vectors have in common.
-
-        Parameters
-        ----------
-        values
-            The value vectors that were clustered.
-        numbers
-            Numbers of the clusters, a row each.
-
-        Raises
-        ------
-        InputError
-            There is no such cluster, or the clusters are those of another model.
-        """
+        """Mean of the unit vectors of each cluster, which is what its vectors have in common."""
         self.provenance.check_same(values.identity, ours="the clusters")
         means = []
-        numbers = list(numbers)
-        if not numbers:
-            raise InputError("No clusters are named. Expected at least one number.")
         for cluster in numbers:
             vectors = values.vectors(map(values.at, self.members(cluster).tolist())).cpu().double()
             means.append((vectors / vectors.norm(dim=1, keepdim=True)).mean(0))
@@ -235,25 +197,10 @@ class Clusters:
 
         1 where all vectors point the same way, about 0 where they have nothing to do with each other.
 
-        Parameters
-        ----------
-        directions
-            The directions of the clusters, see `directions`; the cosines follow from their lengths.
-        numbers
-            Numbers of the clusters.
-
-        Raises
-        ------
-        InputError
-            There is no such cluster, or not one finite direction for each.
+        They follow from the lengths of the clusters' `directions`.
         """
-        for cluster in numbers:
-            _ = self.members(cluster)
         if len(directions) != len(numbers):
-            raise InputError(
-                f"{len(directions)} directions for {len(numbers)} clusters. Expected one for each."
-            )
-        check_finite(directions, "the directions")
+            raise InputError(f"directions must have {len(numbers)} rows, got {len(directions)}.")
         size = self.sizes[list(numbers)].astype(float)
         squared = directions.cpu().double().square().sum(1).numpy()
         return (size * squared - 1) / np.where(size > 1, size - 1, np.nan)
@@ -282,11 +229,6 @@ def cluster_table(
         Numbers of the clusters to list, such as `Clusters.holding` gives.
     n_tokens
         How many tokens of each cluster.
-
-    Raises
-    ------
-    InputError
-        There is no such cluster, the clusters are those of another model, or ``n_tokens`` is less than 1.
     """
     projection.check_same(values.identity)
     directions = clusters.directions(values, numbers)

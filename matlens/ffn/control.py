@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from matlens.errors import InputError, check_choice, check_number, short
+from matlens.errors import InputError, checked
 from matlens.ffn.values import ValueName, ValueVector, ValueVectors
 from matlens.linear.maps import tensor_digest
 from matlens.models.hooks import hanging, intervening
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 PAPER_COEFFICIENT = 3.0  # what the paper sets coefficients of GPT-2 to
 Tokens = Literal["all", "not-first", "last", "new"] | Int[Tensor, " batch"] | Bool[Tensor, "batch longest"]
-_WORDS = ("all", "not-first", "last", "new")
 _ACTIVE: WeakKeyDictionary[Any, set[ValueVector]] = WeakKeyDictionary()
 
 
+@checked
 @dataclass(frozen=True)
 class CoefficientChange:
-    """What is made of a coefficient: another number, or its own with something added or multiplied.
+    """A change of a coefficient: another value, or its own with a number added or multiplied.
 
     A number in its place sets the coefficient; `added` and `scaled` make the others.
     """
@@ -48,29 +48,28 @@ class CoefficientChange:
     how: Literal["set", "added", "scaled"]
     number: float
 
-    def __post_init__(self) -> None:
-        check_choice(self.how, ("set", "added", "scaled"), "how")
-        check_number(self.number, "The number")
-
     def __str__(self) -> str:
         return {"set": "set to", "added": "changed by adding", "scaled": "scaled by"}[self.how] + (
             f" {float(self.number)!r}"
         )
 
 
+@checked
 def added(number: float) -> CoefficientChange:
-    """Add a number to a coefficient, whatever it is."""
-    return CoefficientChange("added", check_number(number, "The number to add"))
+    """Add a number to a coefficient."""
+    return CoefficientChange("added", number)
 
 
+@checked
 def scaled(factor: float) -> CoefficientChange:
     """Multiply a coefficient by a factor: 0 turns the value vector off."""
-    return CoefficientChange("scaled", check_number(factor, "The factor"))
+    return CoefficientChange("scaled", factor)
 
 
 Value = float | CoefficientChange
 
 
+@checked
 def controlled(
     model: TransformerBridge,
     names: Iterable[ValueName],
@@ -105,10 +104,10 @@ def controlled(
     Raises
     ------
     InputError
-        There are no names; a name does not exist in this model, is given twice or is under control already; a
-        value is not a finite number; of several values one is missing, or belongs to a vector that is not
-        named; a block, or its FFN, is replaced; ``where`` is nothing of the above or has not as many rows
-        as a batch; the context is entered twice; or the model is changed or read in another thread.
+        A name does not exist in this model, is given twice or is under control already; one of several values
+        is missing, or belongs to a vector that is not named; a block, or its FFN, is replaced; ``where`` has
+        not as many rows as a batch; the context is entered twice; or the model is changed or read in another
+        thread.
 
     Examples
     --------
@@ -121,10 +120,16 @@ def controlled(
 
 
 @contextmanager
-def _controlled(model: TransformerBridge, names: Any, value: Any, where: Any) -> Iterator[TransformerBridge]:
+def _controlled(
+    model: TransformerBridge,
+    names: Iterable[ValueName],
+    value: Value | Mapping[ValueName, Value],
+    where: Tokens,
+) -> Iterator[TransformerBridge]:
     values = ValueVectors(model)
     changes = _changes(values, names, value)
-    _check_where(where)
+    if isinstance(where, Tensor) and where.ndim == 1 and bool((where < 0).any()):
+        raise InputError("where must be positions of at least 0, or a Boolean mask of the tokens.")
     active = _ACTIVE.setdefault(model, set())
     repeated = sorted(active & set(changes))
     if repeated:
@@ -158,12 +163,10 @@ def _controlled(model: TransformerBridge, names: Any, value: Any, where: Any) ->
             active -= set(changes)
 
 
-def _changes(values: ValueVectors, names: Any, value: Any) -> dict[ValueVector, CoefficientChange]:
-    if isinstance(names, str | ValueVector) or not isinstance(names, Iterable):
-        raise InputError(f"{short(names)} is one name. Expected a list of them, such as ['L3D12'].")
+def _changes(
+    values: ValueVectors, names: Iterable[ValueName], value: Value | Mapping[ValueName, Value]
+) -> dict[ValueVector, CoefficientChange]:
     resolved = [values.resolve(name) for name in names]
-    if not resolved:
-        raise InputError("No value vectors are named. Expected at least one, such as 'L3D12'.")
     repeated = {vector for vector in resolved if resolved.count(vector) > 1}
     if repeated:
         raise InputError(f"{min(repeated)} is named twice. Expected each value vector once.")
@@ -177,34 +180,10 @@ def _changes(values: ValueVectors, names: Any, value: Any) -> dict[ValueVector, 
             )
     else:
         given = dict.fromkeys(resolved, value)
-    return {vector: _change(given[vector], vector) for vector in resolved}
-
-
-def _change(value: Any, vector: ValueVector) -> CoefficientChange:
-    if isinstance(value, CoefficientChange):
-        return value
-    try:
-        return CoefficientChange("set", check_number(value, "The value"))
-    except InputError:
-        raise InputError(
-            f"{short(value)} is no value for the coefficient of {vector}. Expected a finite number, or "
-            "added(number) or scaled(factor)."
-        ) from None
-
-
-def _check_where(where: Any) -> None:
-    if isinstance(where, Tensor):
-        positions = where.ndim == 1 and not where.is_floating_point() and where.dtype != torch.bool
-        if positions and bool((where >= 0).all()):
-            return
-        if where.ndim == 2 and where.dtype == torch.bool and where.shape[1] > 0:
-            return
-    elif isinstance(where, str) and where in _WORDS:
-        return
-    raise InputError(
-        f"where is {short(where)}. Expected one of {', '.join(_WORDS)}, a tensor with a position from 0 for "
-        "each sentence, or one with a truth value for each token of each sentence."
-    )
+    return {
+        vector: of_vector if isinstance(of_vector, CoefficientChange) else CoefficientChange("set", of_vector)
+        for vector, of_vector in given.items()
+    }
 
 
 class _ChosenTokens:

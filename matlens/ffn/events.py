@@ -14,7 +14,7 @@ nothing is run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from matlens import metrics
-from matlens.errors import InputError, check, checked, short
+from matlens.errors import InputError, check_rows, checked
 from matlens.ffn.projection import unembedding
 from matlens.ffn.trace import GROUPS, Trace
 from matlens.ffn.values import ValueVectors
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 TraceScores: TypeAlias = Mapping[tuple[str, str], Float[Tensor, "n n_layers k"]]
 EVENTS, FREQUENCY, UPDATES = "events", "saturation_frequency", "update_scores"  # experiments
 QUANTILES = (5, 50, 95)  # per cent
-_EFFECTS = {"saturation": "makes a prediction for good", "elimination": "takes a candidate from the top"}
 
 
 class Saturation(NamedTuple):
@@ -84,23 +83,6 @@ class Events(NamedTuple):
     layer: Int[Tensor, " m"]
     reference: str
 
-    def among(self, rows: Bool[Tensor, " n"] | None) -> Events:
-        """The events in the chosen examples; in all of them where ``rows`` is None.
-
-        Raises
-        ------
-        InputError
-            ``rows`` is no tensor of truth values, or has fewer than there are examples.
-        """
-        if rows is None:
-            return self
-        check(rows, Bool[Tensor, " n"], "rows")
-        least = int(self.example.max()) + 1 if len(self.example) else 0
-        if len(rows) < least:
-            raise InputError(f"rows must be a Boolean mask of all examples, got {short(rows)}.")
-        chosen = rows[self.example]
-        return Events(self.example[chosen], self.layer[chosen], self.reference)
-
 
 @checked
 def find_events(trace: Trace) -> dict[str, Events]:
@@ -135,37 +117,22 @@ def updates_by_effect(trace: Trace) -> dict[str, Events]:
     return updates | find_events(trace)
 
 
-def read_scores(
-    trace: Trace, scores: TraceScores | None, keys: Iterable[tuple[str, str]] | None = None
-) -> TraceScores:
-    """The scores that are given, or by default the trace's own; all that are read have to be there.
-
-    Raises
-    ------
-    InputError
-        They have other keys or shapes than those of the trace.
-    """
+def _scores_of(trace: Trace, scores: TraceScores | None) -> TraceScores:
+    """The scores to read, by default the trace's own."""
     if scores is None:
         return trace.score
-    for key in trace.score if keys is None else keys:
-        shape = trace.score[key].shape
-        if key not in scores or scores[key].shape != shape:
-            raise InputError(
-                f"The scores hold nothing of the shape {tuple(shape)} for {key}. Expected scores of this "
-                "trace, such as lift_scores gives."
-            )
+    if {key: values.shape for key, values in scores.items()} != {
+        key: values.shape for key, values in trace.score.items()
+    }:
+        raise InputError("scores must have the keys and shapes of trace.score, such as lift_scores gives.")
     return scores
 
 
-def _check_rows(trace: Trace, rows: Bool[Tensor, " n"] | None) -> None:
+def _in_rows(events: Events, rows: Bool[Tensor, " n"] | None) -> Events:
     if rows is None:
-        return
-    if rows.shape != (len(trace),):
-        raise InputError(
-            f"'rows' has the shape {tuple(rows.shape)} for {len(trace)} examples. Expected a value for each."
-        )
-    if not rows.any():
-        raise InputError("'rows' leaves no example. Expected at least one that counts.")
+        return events
+    chosen = rows[events.example]
+    return Events(events.example[chosen], events.layer[chosen], events.reference)
 
 
 @checked
@@ -186,21 +153,13 @@ def event_scores(
         Scores to read instead of the trace's own, such as `lift_scores` gives.
     rows
         Which examples count, such as ``~trace.sinks``; by default all.
-
-    Raises
-    ------
-    InputError
-        There is no event of one kind; or the scores or the rows are not those of the trace.
     """
-    scores, table = read_scores(trace, scores), list[dict[str, Any]]()
-    _check_rows(trace, rows)
+    check_rows(rows, len(trace))
+    scores, table = _scores_of(trace, scores), list[dict[str, Any]]()
     for kind, events in find_events(trace).items():
-        events = events.among(rows)
+        events = _in_rows(events, rows)
         if not len(events.example):
-            raise InputError(
-                f"There is no {kind} event among {len(trace) if rows is None else int(rows.sum())} "
-                f"examples: no FFN {_EFFECTS[kind]}. Expected at least one; run more sentences."
-            )
+            raise InputError(f"There is no {kind} event in these examples. Trace more sentences.")
         layer = float(events.layer.double().mean())
         for group in GROUPS:
             at_events = scores[group, events.reference][events.example, events.layer]
@@ -219,20 +178,10 @@ def update_scores(
     A table as that of `event_scores`, with the kinds of `updates_by_effect` in the column ``event``, and
     without rows where a layer has no update of a kind. Beside ``max``, ``mean`` and ``min`` there are their
     quantiles over the updates, such as ``max_p95``, for the kind ``update``.
-
-    Parameters
-    ----------
-    trace, scores, rows
-        See `event_scores`.
-
-    Raises
-    ------
-    InputError
-        The scores or the rows are not those of the trace.
     """
-    scores, table = read_scores(trace, scores), list[dict[str, Any]]()
-    _check_rows(trace, rows)
-    kinds = {kind: updates.among(rows) for kind, updates in updates_by_effect(trace).items()}
+    check_rows(rows, len(trace))
+    scores, table = _scores_of(trace, scores), list[dict[str, Any]]()
+    kinds = {kind: _in_rows(updates, rows) for kind, updates in updates_by_effect(trace).items()}
     for layer in range(trace.n_layers):
         for kind, updates in kinds.items():
             example = updates.example[updates.layer == layer]
@@ -292,16 +241,6 @@ def lift_scores(trace: Trace, model: TransformerBridge) -> TraceScores:
     """How far each score of a trace lies above the sub-update's mean score over the vocabulary.
 
     The scores have the keys and shapes of `Trace.score`.
-
-    Parameters
-    ----------
-    trace, model
-        A trace, and the model that was traced.
-
-    Raises
-    ------
-    InputError
-        The trace is of another model.
     """
     mean = unembedding(model).mean(0)
     return _relative_scores(trace, model, lambda reference, layer: mean.expand(len(trace), -1))
@@ -314,16 +253,6 @@ def odds_scores(trace: Trace, model: TransformerBridge) -> TraceScores:
     The rival of the top candidate ``before`` the update is the one ``after`` it; the rival of the ``final``
     token is the candidate before. Where reference and rival are one token, this is 0. The scores have the
     keys and shapes of `Trace.score`.
-
-    Parameters
-    ----------
-    trace, model
-        A trace, and the model that was traced.
-
-    Raises
-    ------
-    InputError
-        The trace is of another model.
     """
     e = unembedding(model)
     rival = {"before": trace.after.to(e.device), "final": trace.before.to(e.device)}

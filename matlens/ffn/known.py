@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from matlens.errors import InputError
-from matlens.ffn.norms import FFN_OUT, norm_after_ffn_module
+from matlens.ffn.norms import FFN_OUT, norm_after_ffn
 from matlens.ffn.values import ValueVectors
 from matlens.ffn.weights import (
     DamagedWeights,
@@ -180,7 +180,7 @@ def describe(folder: Path, files: WeightFiles, model: TransformerBridge) -> None
 
     layers = range(values.n_layers)
     outputs = [output_layer(model, layer) for layer in layers]
-    after = [norm_after_ffn_module(model, layer) for layer in layers] if values.output_kind != FFN_OUT else []
+    after = [norm_after_ffn(model, layer) for layer in layers] if values.output_kind != FFN_OUT else []
     final = [model.ln_final.original_component] if hasattr(model, "ln_final") else []
     head = model.mlm_head.original_component if hasattr(model, "mlm_head") else None
     architecture = type(model.original_model).__name__

@@ -99,22 +99,12 @@ def output_kind(layout: ModelLayout) -> str:
 
 
 def norm_after_ffn(model: TransformerBridge, layer: int) -> nn.Module:
-    """The norm that what an FFN gives goes through next, in float32: its own one, or the stream's in BERT.
-
-    Raises
-    ------
-    InputError
-        No norm follows the FFNs of this model.
-    """
-    return copy.deepcopy(norm_after_ffn_module(model, layer)).float()
-
-
-def norm_after_ffn_module(model: TransformerBridge, layer: int) -> nn.Module:
-    """The norm of `norm_after_ffn` itself, in the precision of the model."""
-    block = model.blocks[layer]
-    kinds, family = ModelLayout.from_model(model).kinds, ModelLayout.from_model(model).family
-    if NORMED_OUT in kinds:
+    """The norm that an FFN's output goes through next: its own one, or the stream's in BERT."""
+    layout, block = ModelLayout.from_model(model), model.blocks[layer]
+    if NORMED_OUT in layout.kinds:
         return block.ln2_post.original_component
-    if family is POST_NORM:
+    if layout.family is POST_NORM:
         return block.ln2.original_component
-    raise InputError(f"No norm follows the FFNs of {model.cfg.architecture} (its blocks are {family.name}).")
+    raise InputError(
+        f"No norm follows the FFNs of {model.cfg.architecture} (its blocks are {layout.family.name})."
+    )

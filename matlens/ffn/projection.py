@@ -47,16 +47,9 @@ def unembedding(model: TransformerBridge) -> Float[Tensor, "d_vocab d_model"]:
     """``E``, a row for each token, in float32; of a masked-LM model the decoder of its head.
 
     Where embeddings are narrower than the stream (OPT-350m), what makes the stream as narrow is part of it.
-
-    Raises
-    ------
-    InputError
-        The model has no unembedding.
     """
     check_raw(model)
-    if stack_of(model) == ENCODER:
-        raise InputError("An encoder has no unembedding: its value vectors are not read in the vocabulary.")
-    if not hasattr(model, "unembed"):
+    if stack_of(model) == ENCODER or not hasattr(model, "unembed"):
         raise InputError(
             "This model has no unembedding, so its value vectors cannot be read in the vocabulary. Load it "
             "with its language-model head (a ...ForCausalLM or ...ForMaskedLM checkpoint)."
@@ -65,16 +58,6 @@ def unembedding(model: TransformerBridge) -> Float[Tensor, "d_vocab d_model"]:
     for projection in narrowing(model):
         weight = weight @ projection.get_parameter("weight").detach().float()
     return weight
-
-
-def _tokenizer(model: TransformerBridge) -> Any:
-    """The tokenizer, without which no score has a word."""
-    if model.tokenizer is None:
-        raise InputError(
-            f"This {model.cfg.architecture} has no tokenizer, so what its value vectors score has no "
-            "words: it reads images, or was booted without one. Expected a model of text with its tokenizer."
-        )
-    return model.tokenizer
 
 
 @checked
@@ -104,30 +87,22 @@ class Projection:
 
     @classmethod
     def from_model(cls, model: TransformerBridge) -> Projection:
-        """``E v``, the paper's own.
-
-        Raises
-        ------
-        InputError
-            The model has no unembedding.
-        """
+        """``E v``, the paper's own."""
         rows = unembedding(model)
-        return cls(rows, _tokenizer(model), identity=_identity(model), weights=_weights(model))
+        if model.tokenizer is None:
+            raise InputError(f"This {model.cfg.architecture} has no tokenizer, so its scores have no words.")
+        identity = ModelIdentity.from_model(model, hash_unembedding=False).of_weights
+        weights = WeightChecksum(head_modules(model), "the projection")
+        return cls(rows, model.tokenizer, identity=identity, weights=weights)
 
     @classmethod
     def after_norm(cls, model: TransformerBridge) -> Projection:
-        """``E ln_f(v)``, through the final norm with its own weights (appendix A.1).
-
-        Raises
-        ------
-        InputError
-            The model has no unembedding or no final norm.
-        """
-        plain = unembedding(model)
+        """``E ln_f(v)``, through the final norm with its own weights (appendix A.1)."""
+        plain = cls.from_model(model)
         if not hasattr(model, "ln_final"):
             raise InputError(f"{model.cfg.architecture} has no final norm. Project its vectors without one.")
-        norm = float32_on(copy.deepcopy(model.ln_final.original_component), plain.device)
-        return cls(plain, _tokenizer(model), norm, _identity(model), _weights(model))
+        norm = float32_on(copy.deepcopy(model.ln_final.original_component), plain.unembedding.device)
+        return replace(plain, norm=norm)
 
     @classmethod
     def through_head(cls, model: TransformerBridge) -> Projection:
@@ -136,28 +111,16 @@ class Projection:
         These are the linear parts of what the model does behind its last block (``W`` is the head's dense
         layer), without biases and scale. In a masked-LM model ``E v`` alone says nothing of what ``v``
         promotes: the head turns the stream before the unembedding reads it.
-
-        Raises
-        ------
-        InputError
-            The model has no unembedding or no final norm, or one that is not known.
         """
         normed = cls.after_norm(model)
         dense = None
         if hasattr(model, "mlm_head"):
             dense = model.mlm_head.original_component.weight.to(normed.unembedding.device)
         assert normed.norm is not None  # after_norm has one
-        head = linear_head(dense, normed.norm, model.cfg.d_model)
-        return replace(normed, norm=head)
+        return replace(normed, norm=linear_head(dense, normed.norm, model.cfg.d_model))
 
     def check_same(self, other: ModelIdentity | Provenance, *, theirs: str = "the value vectors") -> None:
-        """Refuse vectors of another model; where one of the models is not known they are taken.
-
-        Raises
-        ------
-        InputError
-            The models differ; see `Provenance.check_same`.
-        """
+        """Refuse vectors of another model; where one of the models is not known they are taken."""
         self._check_weights()
         model = other.model if isinstance(other, Provenance) else other
         if self.identity is not None and model is not None:
@@ -165,13 +128,7 @@ class Projection:
 
     @torch.inference_mode()
     def scores(self, vectors: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_vocab"]:
-        """Score of every token for each vector.
-
-        Raises
-        ------
-        InputError
-            The vectors are of another width, or not finite.
-        """
+        """Score of every token for each vector."""
         self._check_weights()
         return self._inputs(vectors) @ self.unembedding.T
 
@@ -186,41 +143,19 @@ class Projection:
         return self.norm(inputs) if self.norm is not None else inputs
 
     def top(self, vectors: Float[Tensor, "n d_model"], k: int = TOP) -> TopTokens:
-        """The ``k`` tokens with the largest scores for each vector: what it promotes.
-
-        Raises
-        ------
-        InputError
-            ``k`` is less than 1, or more than the vocabulary has.
-        """
+        """The ``k`` tokens with the largest scores for each vector: what it promotes."""
         return self._extreme(vectors, k, lambda scores: largest(scores, k))
 
     def bottom(self, vectors: Float[Tensor, "n d_model"], k: int = TOP) -> TopTokens:
-        """The ``k`` tokens with the smallest scores for each vector, the smallest first: what it demotes.
-
-        Raises
-        ------
-        InputError
-            ``k`` is less than 1, or more than the vocabulary has.
-        """
+        """The ``k`` tokens with the smallest scores for each vector, the smallest first: what it demotes."""
         return self._extreme(vectors, k, lambda scores: scores.topk(k, largest=False))
 
     def blocks(self, vectors: Float[Tensor, "n d_model"]) -> tuple[Tensor, ...]:
-        """Split vectors into blocks, each of as many rows as may have their scores held at once.
-
-        Raises
-        ------
-        InputError
-            The vectors are of another width, or not finite.
-        """
-        check_vectors(vectors, self.unembedding.shape[1])
+        """Split vectors into blocks, each of as many rows as may have their scores held at once."""
         return vectors.split(max(_SCORES // len(self.unembedding), 1))
 
     def _extreme(self, vectors: Tensor, k: int, pick: Callable[[Tensor], Any]) -> TopTokens:
-        k = check_int(k, "The number of tokens", min=1, max=len(self.unembedding))
-        check_vectors(vectors, self.unembedding.shape[1], n_axes=2)
-        if not len(vectors):
-            raise InputError("There are no vectors. Expected at least one.")
+        check_int(k, "k", min=1, max=len(self.unembedding))
         self._check_weights()
         blocks = self.blocks(vectors)
         # One place for the scores of all blocks: to get memory anew for each takes longer than to order them.
@@ -250,11 +185,6 @@ def top_tokens_of_all(
         How many tokens of each value vector.
     progress
         Whether to show a bar over the layers.
-
-    Raises
-    ------
-    InputError
-        ``k`` is less than 1, or more than the vocabulary has.
     """
     projection.check_same(values.identity)
     layers = [projection.top(values.layer(layer), k) for layer in _layers(values, "projecting", progress)]
@@ -282,11 +212,6 @@ def values_promoting(
         How many value vectors to list.
     progress
         Whether to show a bar over the layers.
-
-    Raises
-    ------
-    InputError
-        A word is not one token; or ``n`` is less than 1, or more than the model has value vectors.
     """
     n = check_int(n, "The number of value vectors", min=1, max=len(values))
     projection.check_same(values.identity)
@@ -317,11 +242,6 @@ def values_with_tokens(
         Top tokens of all value vectors, as `top_tokens_of_all` gives them.
     words
         Words to look for, each a single token.
-
-    Raises
-    ------
-    InputError
-        A word is not one token, or the top tokens are not those of all the value vectors.
     """
     projection.check_same(values.identity)
     if len(tokens.ids) != len(values):
@@ -357,12 +277,6 @@ def token_table(
         Names of value vectors, such as ``"L3D12"``.
     k
         How many tokens of each side.
-
-    Raises
-    ------
-    InputError
-        There are no names, one does not exist in this model, or ``k`` is less than 1 or more than the
-        vocabulary has.
     """
     projection.check_same(values.identity)
     chosen, vectors = [values.resolve(name) for name in names], values.vectors(names)
@@ -385,15 +299,6 @@ def name_columns(values: ValueVectors, rows: Iterable[int]) -> pd.DataFrame:
             "index": [name.index for name in names],
         }
     )
-
-
-def _identity(model: TransformerBridge) -> ModelIdentity:
-    return ModelIdentity.from_model(model, hash_unembedding=False).of_weights
-
-
-def _weights(model: TransformerBridge) -> WeightChecksum:
-    """The weights that a projection may read: those of the model's head."""
-    return WeightChecksum(head_modules(model), "the projection")
 
 
 def _layers(values: ValueVectors, doing: str, progress: bool) -> Iterator[int]:

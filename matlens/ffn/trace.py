@@ -21,10 +21,10 @@ from torch import Tensor
 from matlens.activations.collecting import Rows, batch_counts, default_batch_tokens, stream
 from matlens.activations.sinks import outlying_rows
 from matlens.data.examples import Examples
-from matlens.errors import InputError, PositiveInt, Seed, checked
+from matlens.errors import InputError, PositiveInt, Seed, check_int, checked
 from matlens.ffn.norms import FFN_OUT
 from matlens.ffn.projection import unembedding
-from matlens.ffn.updates import DOMINANT, check_count, random_sub_updates
+from matlens.ffn.updates import DOMINANT, random_sub_updates
 from matlens.ffn.values import ValueVectors
 from matlens.io.rows import Column, keep_rows, read_rows
 from matlens.models.identity import ModelIdentity, Provenance
@@ -224,7 +224,7 @@ class _BatchReader:
             self._values, self._readout = ValueVectors(model), Readout(model)
             self.model = ModelIdentity.from_model(model)
         self._embedding = unembedding(model)
-        self._k = check_count(k, self._values)
+        self._k = check_int(k, "k", min=1, max=self._values.d_mlp)
         layers = range(self._values.n_layers)
         self._before = [sites_before_ffn(model, layer) for layer in layers]
         self._after = [[str(Site(STREAM, layer + 1))] for layer in layers]

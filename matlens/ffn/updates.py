@@ -19,7 +19,7 @@ from torch import Tensor
 from matlens.activations.activations import Activations
 from matlens.activations.collecting import collect
 from matlens.data.examples import Examples
-from matlens.errors import InputError, check_int, checked
+from matlens.errors import check_int, checked
 from matlens.ffn.norms import FFN_OUT
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
@@ -87,8 +87,6 @@ class Updates:
         """
         values = ValueVectors(model)
         chosen = range(values.n_layers) if layers is None else list(map(values.resolve_layer, layers))
-        if not chosen:
-            raise InputError("No layers are chosen. Expected at least one.")
         kinds = dict.fromkeys((COEFFICIENTS, FFN_OUT, values.output_kind))
         sites = [Site(kind, layer) for layer in chosen for kind in kinds]
         return cls(values, collect(model, examples, sites, progress=progress))
@@ -115,11 +113,6 @@ class Updates:
         """``m_i v_i`` of one position as they reach the stream.
 
         Their sum and ``scales(layer)[row] * values.bias(layer)`` are its row of `outputs`.
-
-        Raises
-        ------
-        InputError
-            There is no such row.
         """
         check_int(row, "row", min=0, max=self.activations.n_rows - 1)
         scaled = self.scales(layer)[row] * self.coefficients(layer)[row]
@@ -134,20 +127,11 @@ class Updates:
         return relative(self.contributions(layer))
 
     def dominant(self, layer: int, k: int = DOMINANT) -> Int[Tensor, "n k"]:
-        """The ``k`` sub-updates that contribute most, the greatest first.
-
-        Raises
-        ------
-        InputError
-            ``k`` is less than 1, or more than a layer has value vectors.
-        """
-        return self.contributions(layer).topk(check_count(k, self.values)).indices
+        """The ``k`` sub-updates that contribute most, the greatest first."""
+        return self.contributions(layer).topk(check_int(k, "k", min=1, max=self.values.d_mlp)).indices
 
     def _of(self, kind: str, layer: int) -> Tensor:
-        site = str(Site(kind, self.values.resolve_layer(layer)))
-        if site not in set(self.activations):
-            layers = ", ".join(map(str, self.layers)) or "none"
-            raise InputError(f"{site} was not collected. There are updates of these layers: {layers}.")
+        site = Site(kind, self.values.resolve_layer(layer))
         return self.activations[site].to(self.values.device)
 
 
@@ -155,19 +139,6 @@ def relative(contributions: Tensor) -> Tensor:
     """Contributions relative to their sum; 0 where an FFN writes nothing."""
     total = contributions.sum(-1, keepdim=True)
     return contributions / total.where(total > 0, torch.ones_like(total))
-
-
-def check_count(k: int, values: ValueVectors) -> int:
-    """Check a number of sub-updates of each layer, and return it.
-
-    Raises
-    ------
-    InputError
-        The number is less than 1, or more than a layer has value vectors.
-    """
-    if not 1 <= k <= values.d_mlp:
-        raise InputError(f"{k} sub-updates were asked for. Expected 1 to {values.d_mlp}.")
-    return k
 
 
 def random_sub_updates(values: ValueVectors, n: int, k: int, *, seed: int) -> list[Int[Tensor, "n k"]]:
@@ -201,14 +172,7 @@ def dominant_table(
         How many sub-updates of each layer.
     n_tokens
         How many tokens of each sub-update.
-
-    Raises
-    ------
-    InputError
-        There is no such row, or ``k`` or ``n_tokens`` is less than 1 or more than there are.
     """
-    if not 0 <= row < updates.activations.n_rows:
-        raise InputError(f"Row {row} was asked for. Expected 0 to {updates.activations.n_rows - 1}.")
     projection.check_same(updates.activations.provenance, theirs="the updates")
     rows = []
     for layer in updates.layers:

@@ -16,6 +16,7 @@ expert in it, and is 0 where the expert is not chosen, so that sub-updates add u
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from matlens.errors import InputError, Seed, check_int, checked, short
+from matlens.errors import InputError, PositiveInt, Seed, check_int, checked, short
 from matlens.ffn.norms import FFN_OUT, NORMED_OUT, NormGain, norm_after_ffn, output_kind
 from matlens.models.identity import ModelIdentity, check_raw
 from matlens.models.layout import ModelLayout, mixture, output_layer, output_multiplier
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 ValueName: TypeAlias = "str | Sequence[int] | ValueVector"
-_MOST_RANDOM = 10**5  # vectors that are drawn at once
 
 
 @checked
@@ -135,43 +135,12 @@ class ValueVectors:
         follows it that is not known.
     """
 
-    def __init__(self, model: TransformerBridge) -> None:
-        check_raw(model)
-        layout = ModelLayout.from_model(model)
-        if COEFFICIENTS not in layout.kinds:
-            raise InputError(_reason_for_none(model, layout))
-        layers, shape = range(layout.n_layers), (layout.d_mlp, layout.d_model)
-        mixtures = [mixture(model, layer) for layer in layers]
-        modules = [None if mixtures[layer] else output_layer(model, layer) for layer in layers]
-        kind = output_kind(layout)
-        norms = [norm_after_ffn(model, layer) for layer in layers] if kind == NORMED_OUT else []
-        read = [[model.blocks[i].mlp if module is None else module] for i, module in enumerate(modules)]
-        self._take(
-            ValueParts(
-                ModelIdentity.from_model(model).of_weights,
-                torch.device(model.cfg.device),
-                shape,
-                [None if module is None else rows_of_linear(module, shape) for module in modules],
-                [getattr(module, "bias", None) for module in modules],
-                norms,
-                mixtures,
-                output_multiplier(model),
-                [[*of_layer, *norms[i : i + 1]] for i, of_layer in enumerate(read)],
-            )
-        )
-
-    @classmethod
-    def from_parts(cls, parts: ValueParts) -> ValueVectors:
-        """Value vectors of matrices that lie elsewhere than in a model that is loaded."""
-        values = cls.__new__(cls)
-        values._take(parts)
-        return values
-
-    def _take(self, parts: ValueParts) -> None:
+    def __init__(self, model: TransformerBridge | ValueParts) -> None:
+        parts = model if isinstance(model, ValueParts) else _parts_of(model)
         self.n_layers, (self.d_mlp, self.d_model) = len(parts.matrices), parts.shape
         self.device, self.identity = parts.device, parts.identity
         self._matrices, self._biases = parts.matrices, parts.biases
-        self._norms = [float32_on(norm, self.device) for norm in parts.norms]
+        self._norms = [float32_on(copy.deepcopy(norm), self.device) for norm in parts.norms]
         self._mixtures, self._multiplier = parts.mixtures or [None] * self.n_layers, parts.multiplier
         self._weights = [WeightChecksum(modules, "the object of value vectors") for modules in parts.modules]
         self.output_kind = NORMED_OUT if parts.norms else FFN_OUT
@@ -208,13 +177,7 @@ class ValueVectors:
         return self.vector(layer, value.index % self.d_mlp)
 
     def vector(self, layer: int, column: int) -> ValueVector:
-        """The value vector of a column of a layer's coefficients, named with its expert where it has one.
-
-        Raises
-        ------
-        InputError
-            There is no such layer or column.
-        """
+        """The value vector of a column of a layer's coefficients, named with its expert where it has one."""
         layer = self.resolve_layer(layer)
         column = check_int(column, "column", min=0, max=self.d_mlp - 1)
         experts = self._mixtures[layer]
@@ -224,13 +187,7 @@ class ValueVectors:
         return ValueVector(layer, index, expert)
 
     def column(self, name: ValueName) -> int:
-        """Where a value vector stands among the coefficients of its layer: its index, but for experts.
-
-        Raises
-        ------
-        InputError
-            The name is not a name of a value vector, or this model has no such layer or index.
-        """
+        """Where a value vector stands in the coefficients of its layer: its index, but for experts."""
         value = self.resolve(name)
         experts = self._mixtures[value.layer]
         if experts is None or value.expert is None:
@@ -248,13 +205,7 @@ class ValueVectors:
         )
 
     def resolve_layer(self, layer: int) -> int:
-        """Check the number of a layer, which is negative from the end.
-
-        Raises
-        ------
-        InputError
-            This model has no such layer.
-        """
+        """Check the number of a layer, which is negative from the end."""
         if not -self.n_layers <= layer < self.n_layers:
             raise InputError(
                 f"Layer {short(layer)} is out of range: the FFNs of this model are in the layers 0 to "
@@ -263,13 +214,7 @@ class ValueVectors:
         return int(layer) % self.n_layers
 
     def at(self, row: int) -> ValueVector:
-        """The value vector of a row, where the vectors of all layers stand layer after layer.
-
-        Raises
-        ------
-        InputError
-            There is no such row.
-        """
+        """The value vector of a row, where the vectors of all layers stand layer after layer."""
         check_int(row, "row", min=0, max=len(self) - 1)
         return self.vector(*divmod(row, self.d_mlp))
 
@@ -298,11 +243,6 @@ class ValueVectors:
 
         It is 1 where no norm follows. ``outputs`` is what the FFN of the layer gives before the norm, the
         vectors of ``ffn_out``.
-
-        Raises
-        ------
-        InputError
-            This model has no such layer.
         """
         layer = self._checked(layer)
         if not self._norms:
@@ -326,16 +266,8 @@ class ValueVectors:
         return vectors if self._multiplier == 1 else self._multiplier * vectors
 
     def vectors(self, names: Iterable[ValueName]) -> Float[Tensor, "n d_model"]:
-        """Value vectors by name, one row each.
-
-        Raises
-        ------
-        InputError
-            There are no names, or one does not exist in this model.
-        """
+        """Value vectors by name, one row each."""
         values = [self.resolve(name) for name in names]
-        if not values:
-            raise InputError("No value vectors are named. Expected at least one, such as 'L3D12'.")
         for layer in {value.layer for value in values}:
             self._checked(layer)
         return torch.stack([self._reaching(v.layer, self._row(v)) for v in values])
@@ -350,20 +282,11 @@ class ValueVectors:
         """Length of each value vector of a layer."""
         return self.layer(layer).norm(dim=1)
 
-    def random(self, layer: int, n: int, *, seed: Seed = 0) -> Float[Tensor, "n d_model"]:
+    def random(self, layer: int, n: PositiveInt, *, seed: Seed = 0) -> Float[Tensor, "n d_model"]:
         """Random vectors that look like a layer's: normal, with their mean and standard deviation.
 
         Both are taken coordinate by coordinate (paper B, section 4.1). The same for a seed on any device.
-
-        Raises
-        ------
-        InputError
-            ``n`` is less than 1, or more than a hundred thousand.
         """
-        if not 1 <= n <= _MOST_RANDOM:
-            raise InputError(
-                f"{n} random vectors were asked for. Expected at least 1, and at most {_MOST_RANDOM:,}."
-            )
         layer = self.resolve_layer(layer)
         vectors = self.layer(layer)
         generator = torch.Generator().manual_seed((seed * self.n_layers + layer) % 2**63)
@@ -371,18 +294,38 @@ class ValueVectors:
         return vectors.mean(0) + noise * vectors.std(0)
 
 
-def _reason_for_none(model: TransformerBridge, layout: ModelLayout) -> str:
-    said = f"The FFNs of {model.cfg.architecture} have no value vectors that are known"
-    without = [layer for layer in range(layout.n_layers) if mixture(model, layer) is None]
-    if 0 < len(without) < layout.n_layers:
-        return (
-            f"{said}: some layers have experts and some a plain FFN (layer {', '.join(map(str, without))}), "
-            "so their numbers of coefficients differ. Expected FFNs of one kind in all layers. They can be "
-            "mapped and replaced all the same."
+def _parts_of(model: TransformerBridge) -> ValueParts:
+    check_raw(model)
+    layout = ModelLayout.from_model(model)
+    layers, shape = range(layout.n_layers), (layout.d_mlp, layout.d_model)
+    mixtures = [mixture(model, layer) for layer in layers]
+    if COEFFICIENTS not in layout.kinds:
+        said = f"The FFNs of {model.cfg.architecture} have no value vectors that are known"
+        plain = [str(layer) for layer in layers if mixtures[layer] is None]
+        if 0 < len(plain) < layout.n_layers:
+            raise InputError(
+                f"{said}: some layers have experts and some a plain FFN (layer {', '.join(plain)}), so their "
+                "numbers of coefficients differ. Expected FFNs of one kind in all layers. They can be mapped "
+                "and replaced all the same."
+            )
+        raise InputError(
+            f"{said} (its blocks are {layout.family.name}): their output is not seen to be one matrix times "
+            "coefficients."
         )
-    return (
-        f"{said} (its blocks are {layout.family.name}): their output is not seen to be one matrix times "
-        "coefficients."
+    modules = [None if mixtures[layer] else output_layer(model, layer) for layer in layers]
+    kind = output_kind(layout)
+    norms = [norm_after_ffn(model, layer) for layer in layers] if kind == NORMED_OUT else []
+    read = [[model.blocks[i].mlp if module is None else module] for i, module in enumerate(modules)]
+    return ValueParts(
+        ModelIdentity.from_model(model).of_weights,
+        torch.device(model.cfg.device),
+        shape,
+        [None if module is None else rows_of_linear(module, shape) for module in modules],
+        [getattr(module, "bias", None) for module in modules],
+        norms,
+        mixtures,
+        output_multiplier(model),
+        [[*of_layer, *norms[i : i + 1]] for i, of_layer in enumerate(read)],
     )
 
 

@@ -223,11 +223,11 @@ def test_complete_linkage_without_room_is_refused(small_model: Callable[[str], A
     assert (near.method, near.linkage) == ("neighbours", "ward")
 
 
-@pytest.mark.parametrize(("n_clusters", "message"), [(0, "0 clusters of 384"), (385, "385 clusters of 384")])
+@pytest.mark.parametrize("n_clusters", [0, 385])
 def test_clusters_are_one_to_as_many_as_vectors(
-    n_clusters: int, message: str, small_model: Callable[[str], Any], tmp_path: Path
+    n_clusters: int, small_model: Callable[[str], Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(InputError, match=rf"{message} value vectors: expected 1 to 384"):
+    with pytest.raises(InputError, match=r"^n_clusters must be an integer from 1 to 384"):
         Clusters.fit(ValueVectors(small_model("gpt2")), n_clusters, folder=tmp_path / "clusters")
     assert not (tmp_path / "clusters").exists()
 
@@ -331,7 +331,7 @@ def test_members_and_clusters_of_names(small_model: Callable[[str], Any]) -> Non
     assert [values.at(row).layer for row in clusters.members(4)[[0, -1]]] == [0, N_LAYERS - 1]
     assert clusters.holding(values, ["L1D0", "L0D4", "L-1D-2", (0, 8)]) == [3, 4, 2]
     for wrong in (-1, 5):
-        with pytest.raises(InputError, match=f"no cluster {wrong}: expected 0 to 4"):
+        with pytest.raises(InputError, match=r"^cluster must be an integer from 0 to 4"):
             clusters.members(wrong)
     with pytest.raises(InputError, match="Index 48 of L0D48 is out of range"):
         clusters.holding(values, ["L0D48"])

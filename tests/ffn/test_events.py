@@ -229,21 +229,17 @@ def test_a_model_of_one_layer_has_its_events_there() -> None:
 def test_no_event_is_told_by_name() -> None:
     """Where every candidate is there from the start, nothing is made by an FFN and nothing falls."""
     same = torch.zeros(3, 2, dtype=torch.long)
-    with pytest.raises(
-        InputError, match=r"no saturation event among 3 examples: no FFN makes a prediction for good"
-    ):
+    with pytest.raises(InputError, match="There is no saturation event"):
         event_scores(make_trace(same, same, same))
     # The first candidate falls and comes back by attention; the second falls for good, at the first layer.
     before, after = torch.tensor([[1, 1], [0, 1]]), torch.tensor([[1, 1], [1, 1]])
     trace = make_trace(before, after, torch.tensor([[0, 0], [2, 0]]))
     assert len(event_scores(trace)) == 12
-    with pytest.raises(InputError, match=r"no saturation event among 1 examples"):
+    with pytest.raises(InputError, match="There is no saturation event"):
         event_scores(trace, rows=torch.tensor([True, False]))
     # Candidates that tie for the top change without a rank.
     trace = make_trace(before, after, torch.zeros(2, 2))
-    with pytest.raises(
-        InputError, match=r"no elimination event among 2 examples: no FFN takes a candidate from the top"
-    ):
+    with pytest.raises(InputError, match="There is no elimination event"):
         event_scores(trace)
     assert set(update_scores(trace)["event"]) == {"update", "stays", "saturation"}
 
@@ -398,18 +394,13 @@ def test_without_sinks_there_is_nothing_to_leave_out(
     assert set(event_tables(trace, model).events["examples"]) == {"all examples"}
 
 
-@pytest.mark.refused
 def test_scores_and_rows_of_other_traces_are_refused() -> None:
     same = torch.tensor([[0, 1], [1, 1]])
     trace = make_trace(same, same.flip(1), same)
-    own = dict(trace.score)
-    others = ({}, {key: own[key] for key in list(own)[:3]}, {key: scores[:1] for key, scores in own.items()})
     for make in (event_scores, update_scores):
-        for scores in others:
-            with pytest.raises(InputError, match="Expected scores of this trace"):
+        for scores in ({}, {key: values[:1] for key, values in trace.score.items()}):
+            with pytest.raises(InputError, match=r"^scores must have the keys and shapes"):
                 make(trace, scores=scores)
-        for rows in (torch.ones(1).bool(), torch.ones(3).bool()):
-            with pytest.raises(InputError, match=r"'rows' has the shape .* for 2 examples"):
+        for rows in (torch.ones(3).bool(), torch.zeros(2).bool()):
+            with pytest.raises(InputError, match=r"^rows must be"):
                 make(trace, rows=rows)
-        with pytest.raises(InputError, match="'rows' leaves no example"):
-            make(trace, rows=torch.zeros(2).bool())

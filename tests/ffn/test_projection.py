@@ -62,7 +62,7 @@ def test_odds_change_by_the_exponential_of_the_score_where_the_readout_is_linear
 def test_a_model_without_words_is_refused(
     way: Callable[[Any], Any], small_model: Callable[[str], Any]
 ) -> None:
-    with pytest.raises(InputError, match="has no tokenizer, so what its value vectors score has no words"):
+    with pytest.raises(InputError, match="has no tokenizer"):
         way(small_model("vit"))
 
 
@@ -113,9 +113,7 @@ def test_all_scores_are_never_held(
 @pytest.mark.parametrize("k", [0, -1, D_VOCAB + 1])
 def test_more_tokens_than_there_are_are_refused(k: int, small_model: Callable[[str], Any]) -> None:
     model = small_model("llama")
-    with pytest.raises(
-        InputError, match=f"The number of tokens must be an integer from 1 to {D_VOCAB}, got {k}"
-    ):
+    with pytest.raises(InputError, match=f"^k must be an integer from 1 to {D_VOCAB}, got {k}"):
         Projection.from_model(model).top(torch.zeros(2, D_MODEL), k)
 
 

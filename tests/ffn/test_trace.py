@@ -421,7 +421,7 @@ def test_what_cannot_be_traced_is_told_before_anything_is_run(
 ) -> None:
     model, examples = llama
     for k in (0, 49):
-        with pytest.raises(InputError, match=f"{k} sub-updates were asked for. Expected 1 to 48"):
+        with pytest.raises(InputError, match=r"^k must be an integer from 1 to 48"):
             Trace.run(model, examples, k=k, folder=tmp_path / "out")
     with pytest.raises(InputError, match="no value vectors that are known"):  # these blocks are stream-only
         Trace.run(small_model("bloom"), examples, k=K, folder=tmp_path / "out")

@@ -64,8 +64,6 @@ def test_ranges_are_those_of_the_model(name: str, small_model: Callable[[str], A
     ]:
         with pytest.raises(InputError, match=message):
             values.resolve(wrong)
-    with pytest.raises(InputError, match="No value vectors are named"):
-        values.vectors([])
     for one in ("L0D4", values.at(4)):
         with pytest.raises(InputError, match="must be a list"):
             values.vectors(one)
@@ -173,5 +171,3 @@ def test_random_vectors_look_like_the_layer_and_are_the_seeds_own(small_model: C
     assert torch.equal(drawn[:3], values.random(1, 50_000, seed=4)[:3])
     for other in (values.random(1, 5, seed=5), values.random(0, 5, seed=4)):
         assert not torch.allclose(drawn[:5], other)
-    with pytest.raises(InputError, match="0 random vectors were asked for"):
-        values.random(0, 0)
