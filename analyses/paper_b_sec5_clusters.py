@@ -46,7 +46,8 @@ def main(
     memory: Memory = MEMORY_GIB,
     disk: Disk = 0.0,
     threshold: Annotated[
-        float | None, typer.Option(help="What the size of a score has to pass; by default one in 100 does.")
+        float | None,
+        typer.Option(min=1e-9, help="What the size of a score has to pass; by default one in 100 does."),
     ] = None,
     beside: Annotated[int, typer.Option(min=1, help="Drawn sub-updates to set beside the extreme.")] = 2000,
     compared: Annotated[

@@ -65,6 +65,7 @@ class ModelChange(NamedTuple):
         return self.method if self.coefficient is None else f"{self.method}, coefficient {self.coefficient:g}"
 
 
+@checked
 def changes_to_compare(
     vectors: Mapping[str, Sequence[str]],
     debiasing: SelfDebiasing,

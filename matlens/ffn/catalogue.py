@@ -9,22 +9,21 @@ memory, which may have been changed, is never answered from the cache.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from matlens.errors import InputError, check_choice, check_int, checked
-from matlens.ffn.known import Known, describe_or_say_why
-from matlens.ffn.norms import linear_head
+from matlens.errors import InputError, checked
+from matlens.ffn.known import Known, Reading, describe_or_say_why
 from matlens.ffn.projection import TOP, Projection, TopTokens, top_tokens_of_all
-from matlens.ffn.values import ValueParts, ValueVectors
-from matlens.ffn.weights import DamagedWeights, NotInFiles, WeightFiles
+from matlens.ffn.values import ValueVectors
+from matlens.ffn.weights import NotInFiles, WeightFiles
 from matlens.io.contents import hash_contents
 from matlens.io.entries import Cache, default_cache
 from matlens.models.dequantized import MODEL, model_key, software
@@ -36,7 +35,7 @@ from matlens.models.stacks import Stack
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-Reading = Literal["plain", "norm", "head"]
+Result = TypeVar("Result")
 PARTS, TOP_TOKENS = "parts", "tops"
 """Kinds of the cache's entries: where the parts of a model lie, and the top tokens of its value vectors."""
 _TOP_FILE = "top.safetensors"
@@ -55,21 +54,13 @@ class _Place:
     folder: Path | None  # of its weights
     gguf: dict[str, Any] | None  # or the key of the dequantized model
 
-    def weights(self) -> WeightFiles:
-        """The files.
-
-        Raises
-        ------
-        NotInFiles
-            They are not kept.
-        """
+    def weights(self) -> WeightFiles | None:
+        """The files; None while there is no dequantized model."""
         folder = self.folder
         if self.gguf is not None:
             entry = self.cache.find(MODEL, self.gguf, whole=False)  # each tensor is checked when it is read
             folder = None if entry is None else entry.folder
-        if folder is None:
-            raise NotInFiles("the model")
-        return WeightFiles(folder)
+        return None if folder is None else WeightFiles(folder)
 
 
 @checked
@@ -117,49 +108,31 @@ class Catalogue:
 
     @cached_property
     def values(self) -> ValueVectors:
-        """The value vectors.
-
-        Raises
-        ------
-        InputError
-            The model has none that are known.
-        """
-        known = self._known
-        if known is not None:
-            try:
-                parts = ValueParts(
-                    self._identity(known), known.device, known.shape,
-                    _Matrices(known, self._matrices_of_model), known.biases(), known.norms(),
-                )  # fmt: skip
-                return ValueVectors(parts)
-            except (DamagedWeights, NotInFiles) as damage:
-                self._forget(damage)
-        return ValueVectors(self.model)
+        """The value vectors."""
+        values = self._read(lambda known: known.values(self._identity(known), partial(self._matrix, known)))
+        return ValueVectors(self.model) if values is None else values
 
     def projection(self, reading: Reading = "plain") -> Projection:
-        """How vectors are read in the vocabulary: by ``E``, behind the final norm, or through the head.
+        """How vectors are read in the vocabulary: by ``E``, after the final norm, or through the head."""
 
-        Raises
-        ------
-        InputError
-            The model has no unembedding, or no final norm where one is asked for.
-        """
-        made = {
+        def read(known: Known) -> Projection | None:
+            return known.projection(replace(self._identity(known), unembed_hash=None), reading)
+
+        make = {
             "plain": Projection.from_model, "norm": Projection.after_norm, "head": Projection.through_head,
         }  # fmt: skip
-        check_choice(reading, list(made), "reading")
+        return self._read(read) or make[reading](self.model)
+
+    def _read(self, read: Callable[[Known], Result | None]) -> Result | None:
+        """What is read from the files; None if it must be read from the model itself."""
         known = self._known
-        if known is not None:
-            try:
-                norm = None if reading == "plain" else known.final_norm()
-                if norm is not None or reading == "plain":
-                    if norm is not None and reading == "head":
-                        norm = linear_head(known.dense(), norm, known.shape[1])
-                    identity = replace(self._identity(known), unembed_hash=None)
-                    return Projection(known.unembedding(), known.tokenizer, norm, identity)
-            except (DamagedWeights, NotInFiles) as damage:
-                self._forget(damage)
-        return made[reading](self.model)
+        if known is None:
+            return None
+        try:
+            return read(known)
+        except NotInFiles as damage:
+            self._forget(known, damage)
+            return None
 
     def top_tokens(
         self,
@@ -180,15 +153,9 @@ class Catalogue:
             How vectors are read, and how many tokens are listed of each.
         progress
             Whether to show a bar where they have to be worked out.
-
-        Raises
-        ------
-        InputError
-            ``k`` is less than 1, or more than the vocabulary has; or both are not of one model.
         """
         from safetensors.torch import load_file, save_file
 
-        k = check_int(k, "The number of tokens", min=1, max=len(projection.unembedding))
         if self._place is None:
             return top_tokens_of_all(values, projection, k=k, progress=progress)
         projection.check_same(values.identity)
@@ -220,80 +187,45 @@ class Catalogue:
         place = self._place
         if place is None:
             return None
-        entry = place.cache.find(PARTS, place.key)
-        if entry is not None:
+        files, entry = place.weights(), place.cache.find(PARTS, place.key)
+        if files is not None and entry is not None:
             try:
-                known = Known(entry.folder, place.weights(), self._dtype, self._device)
-                if known.reason is not None:
-                    return None
-                known.check_there()
-                return known
-            except NotInFiles:  # the dequantized model is gone, and is made anew
-                pass
-            except (DamagedWeights, InputError, OSError, KeyError, TypeError, ValueError) as error:
+                known = Known(entry.folder, files, self._dtype, self._device)
+                return known if known.reason is None else None
+            except (InputError, OSError) as error:
                 place.cache.discard(entry.folder, f"{error}")
-        model = self.model  # which keeps a dequantized model first
-        with suppress(NotInFiles, InputError):  # the files are not kept: it is tried again the next time
-            files = place.weights()
+        model = self.model  # which stores a dequantized model first
+        files = place.weights()
+        if files is not None:
             about = {"what": "where value vectors lie", "of": place.name}
             fill = partial(describe_or_say_why, files=files, model=model)
             place.cache.keep(PARTS, place.key, fill, about=about)
         return None
 
     def _identity(self, known: Known) -> ModelIdentity:
-        """Who the model is, by the name by which it was asked for."""
+        """Which model it is, by the name by which it was asked for."""
         assert self._place is not None
         return replace(known.identity, name=self._place.name, revision=self._place.commit)
 
-    def _matrices_of_model(self, damage: Exception) -> ValueVectors:
-        known = self._known
-        self._forget(damage)
-        values = ValueVectors(self.model)
-        if known is not None and values.identity.fingerprint != known.identity.fingerprint:
-            raise InputError(
-                f"The files of the model {values.identity.name} changed while they were read. Begin anew."
-            )
-        return values
+    def _matrix(self, known: Known, layer: int) -> Tensor:
+        """A layer's output matrix; that of the model itself if a file was damaged."""
+        try:
+            return known.matrix(layer)
+        except NotInFiles as damage:
+            self._forget(known, damage)
+            values = ValueVectors(self.model)
+            if values.identity.fingerprint != known.identity.fingerprint:
+                raise InputError(
+                    f"The files of the model {values.identity.name} changed while they were read. Begin anew."
+                ) from damage
+            return values.matrix(layer)
 
-    def _forget(self, damage: Exception) -> None:
+    def _forget(self, known: Known, damage: Exception) -> None:
         """Build the model instead: its files are not what was written down."""
         assert self._place is not None
         if self._place.gguf is None:
-            known = self._known
-            if known is not None:
-                self._place.cache.discard(known.folder, f"{damage}")
+            self._place.cache.discard(known.folder, f"{damage}")
         self.__dict__["_known"] = None
-
-
-class _Matrices(Sequence[Tensor]):
-    """The output matrices of all layers, each read when it is first asked for.
-
-    Parameters
-    ----------
-    known
-        What they are read by.
-    otherwise
-        Gives the value vectors of the model itself, where a file is damaged.
-    """
-
-    def __init__(self, known: Known, otherwise: Callable[[Exception], ValueVectors]) -> None:
-        self._known, self._otherwise = known, otherwise
-        self._read: dict[int, Tensor] = {}
-        self._of_model: ValueVectors | None = None
-
-    def __len__(self) -> int:
-        return self._known.n_layers
-
-    def __getitem__(self, layer: Any) -> Any:
-        if layer not in self._read:
-            try:
-                if self._of_model is None:
-                    self._read[layer] = self._known.matrix(layer)
-            except DamagedWeights as damage:
-                self._of_model = self._otherwise(damage)
-            if self._of_model is not None:
-                self._read[layer] = self._of_model.matrix(layer)
-        return self._read[layer]
 
 
 def _place_of(

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from matlens.errors import InputError
-from matlens.ffn.norms import FFN_OUT, norm_after_ffn
-from matlens.ffn.values import ValueVectors
-from matlens.ffn.weights import (
-    DamagedWeights,
-    NotInFiles,
-    WeightFiles,
-    build_modules,
-    check_same_modules,
-    module_record,
-    named_tensors,
-)
+from matlens.ffn.norms import FFN_OUT, linear_head, norm_after_ffn
+from matlens.ffn.projection import Projection
+from matlens.ffn.values import ValueParts, ValueVectors
+from matlens.ffn.weights import NotInFiles, WeightFiles, build_modules, module_record, named_tensors
 from matlens.io.files import read_json, write_json
 from matlens.models.identity import ModelIdentity
 from matlens.models.layout import output_layer
@@ -33,112 +26,72 @@ from matlens.models.vocabulary import token_texts
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
+Reading = Literal["plain", "norm", "head"]
 _RECORD, _TOKENIZER = "parts.json", "tokenizer.json"
 _REASON = "not_in_files"  # why there is nothing else in a record
 
 
 class Known:
-    """What is kept of a model, read beside its files.
-
-    Parameters
-    ----------
-    folder
-        Where it is kept.
-    files
-        The files of the model.
-    dtype, device
-        The precision of the model, and where its tensors go.
-
-    Raises
-    ------
-    OSError, InputError
-        It cannot be read.
-    """
+    """The recorded parts of a model, read from its files."""
 
     def __init__(self, folder: Path, files: WeightFiles, dtype: torch.dtype, device: torch.device) -> None:
-        self.folder, self.files, self.dtype, self.device = folder, files, dtype, device
+        self.folder, self._files, self._dtype, self._device = folder, files, dtype, device
         self._record: Mapping[str, Any] = read_json(folder / _RECORD)
 
     @property
     def reason(self) -> str | None:
-        """Why the parts are not in the files, where it has been tried to find them there and failed."""
-        reason = self._record.get(_REASON)
-        return None if reason is None else str(reason)
+        """Why the parts are not in the files, if they were looked for in vain."""
+        return self._record.get(_REASON)
 
     @property
     def identity(self) -> ModelIdentity:
-        """Who the model is."""
+        """Which model it is."""
         return ModelIdentity.from_json(self._record["identity"])
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """``(d_mlp, d_model)``."""
-        d_mlp, d_model = self._record["shape"]
-        return int(d_mlp), int(d_model)
-
-    @property
-    def n_layers(self) -> int:
-        """How many layers there are."""
-        return len(self._record["matrices"])
 
     def matrix(self, layer: int) -> Tensor:
         """The output matrix of a layer's FFN, a row for each coefficient."""
         record = self._record["matrices"][layer]
-        tensor = self._take(record)
+        tensor = self._files.take(record, self._dtype).to(self._device)
         return tensor.T if record["turned"] else tensor
 
-    def biases(self) -> list[Tensor | None]:
-        """The output biases."""
-        return [None if record is None else self._take(record) for record in self._record["biases"]]
+    def values(self, identity: ModelIdentity, matrix: Callable[[int], Tensor]) -> ValueVectors:
+        """The value vectors; each matrix is read when it is first used."""
+        shape, matrices = tuple(self._record["shape"]), _Lazy(len(self._record["matrices"]), matrix)
+        biases = list(map(self._take, self._record["biases"]))
+        norms = self._modules(self._record["norms"])
+        return ValueVectors(ValueParts(identity, self._device, shape, matrices, biases, norms))
 
-    def norms(self) -> list[nn.Module]:
-        """The norm after each FFN, in float32; empty where none follows."""
-        return self._modules(self._record["norms"])
+    def projection(self, identity: ModelIdentity, reading: Reading) -> Projection | None:
+        """How vectors are read in the vocabulary; None if there is no final norm where one is needed."""
+        norm, width = None, self._record["shape"][1]
+        if reading != "plain":
+            norm = next(iter(self._modules(self._record["final"])), None)
+            if norm is None:
+                return None
+            if reading == "head":
+                norm = linear_head(self._take(self._record["dense"]), norm, width)
+        rows = self._files.take(self._record["unembedding"], self._dtype).to(self._device).float()
+        return Projection(rows, _read_tokenizer(self.folder, self._record["tokenizer"]), norm, identity)
 
-    def unembedding(self) -> Tensor:
-        """The unembedding, in float32."""
-        return self._take(self._record["unembedding"]).float()
-
-    def final_norm(self) -> nn.Module | None:
-        """The final norm in float32, ``None`` where there is none."""
-        return next(iter(self._modules(self._record["final"])), None)
-
-    def dense(self) -> Tensor | None:
-        """The weights of the dense layer of a masked-LM head."""
-        record = self._record["dense"]
-        return None if record is None else self._take(record)
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        """A tokenizer that reads words and writes tokens as the model's own does.
-
-        Raises
-        ------
-        DamagedWeights
-            It is not there any more.
-        """
-        return _read_tokenizer(self.folder, self._record["tokenizer"])
-
-    def check_there(self) -> None:
-        """Refuse files that lack a tensor; their numbers are checked when they are read.
-
-        Raises
-        ------
-        DamagedWeights
-            One is not there.
-        """
-        records = [self._record["unembedding"], *self._record["matrices"]]
-        for record in records:
-            self.files.check_there(record)
-
-    def _take(self, record: Mapping[str, Any]) -> Tensor:
-        return self.files.take(record, self.dtype).to(self.device)
+    def _take(self, record: Mapping[str, Any] | None) -> Tensor | None:
+        return None if record is None else self._files.take(record, self._dtype).to(self._device)
 
     def _modules(self, records: Sequence[Mapping[str, Any]]) -> list[nn.Module]:
-        if not records:
-            return []
-        modules = build_modules(self._record["class"], self.files, records, self.dtype)
-        return [module.to(self.device) for module in modules]
+        modules = build_modules(self._record["class"], self._files, records, self._dtype) if records else []
+        return [module.to(self._device) for module in modules]
+
+
+class _Lazy(Sequence[Tensor]):
+    """Tensors that are each read when they are first used."""
+
+    def __init__(self, n: int, read: Callable[[int], Tensor]) -> None:
+        self._n, self._read = n, cache(read)
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __getitem__(self, layer: Any) -> Any:
+        return self._read(layer)
 
 
 def describe_or_say_why(folder: Path, files: WeightFiles, model: TransformerBridge) -> None:
@@ -155,22 +108,12 @@ def describe_or_say_why(folder: Path, files: WeightFiles, model: TransformerBrid
 
 
 def describe(folder: Path, files: WeightFiles, model: TransformerBridge) -> None:
-    """Write down where the parts of a model lie in its files.
-
-    Raises
-    ------
-    NotInFiles
-        A part is not there as the model has it.
-    InputError
-        The model has no value vectors, or no unembedding.
-    """
+    """Write down where the parts of a model lie in its files; raises NotInFiles if one is not there."""
     values = ValueVectors(model)
     if not values.one_matrix_a_layer:
         raise NotInFiles("one matrix of value vectors a layer")
-    if not hasattr(model, "unembed"):
+    if not hasattr(model, "unembed") or narrowing(model):
         raise NotInFiles("the unembedding")
-    if narrowing(model):
-        raise NotInFiles("the unembedding with what stands before it")
     names = named_tensors(model)
 
     def part(tensor: Tensor | nn.Module) -> dict[str, Any]:
@@ -187,7 +130,9 @@ def describe(folder: Path, files: WeightFiles, model: TransformerBridge) -> None
     weights = [_weight(module) for module in outputs]
     norms, last = ([module_record(files, model, module) for module in modules] for modules in (after, final))
     built = build_modules(architecture, files, [*norms, *last], weights[0].dtype)
-    check_same_modules(built, [*after, *final])
+    for ours, theirs in zip(built, [*after, *final], strict=True):
+        if repr(ours) != repr(theirs):  # which has the class and its settings
+            raise NotInFiles(repr(theirs))
     record: dict[str, Any] = {
         "class": architecture,
         "identity": values.identity.to_json(),
@@ -247,5 +192,5 @@ def _read_tokenizer(folder: Path, special: Mapping[str, str]) -> Any:
     try:
         text = (folder / _TOKENIZER).read_text(encoding="utf-8")
     except OSError as error:  # it was cleared meanwhile
-        raise DamagedWeights(f"{_TOKENIZER} is not there") from error
+        raise NotInFiles(f"{_TOKENIZER} is not there") from error
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(text), **special)

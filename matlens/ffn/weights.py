@@ -24,48 +24,28 @@ Record = Mapping[str, Any]
 
 
 class NotInFiles(Exception):
-    """A part of a model is not in its files as the model has it."""
-
-
-class DamagedWeights(Exception):
-    """A tensor is not the one that was written down."""
+    """A part of a model is not in its files, or not as it was recorded."""
 
 
 class WeightFiles:
-    """The tensors in the safetensors files of a folder.
-
-    Parameters
-    ----------
-    folder
-        The folder.
-    """
+    """The tensors in the safetensors files of a folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = Path(folder)
+        self.folder = folder
         self._file_of: dict[str, Path] = {}
         for path in sorted(self.folder.glob("*.safetensors")):
             with safe_open(path, "pt") as file:
                 self._file_of |= dict.fromkeys(file.keys(), path)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._file_of
-
-    def read(self, name: str) -> Tensor:
-        """A tensor as it is in its file."""
+    def _read(self, name: str) -> Tensor:
         with safe_open(self._file_of[name], "pt") as file:
             return file.get_tensor(name)
 
     def find(self, name: str, values: Tensor) -> dict[str, Any]:
-        """The record of a tensor of the model: what it is called in the files, and the hash of it there.
-
-        Raises
-        ------
-        NotInFiles
-            No tensor has these values.
-        """
+        """The record of a tensor of the model: what it is called in the files, and the hash of it there."""
         values = values.detach().cpu()
         for candidate in self._candidates(name, values):
-            there = self.read(candidate)
+            there = self._read(candidate)
             if _same_bits(there.to(values.dtype), values):
                 return {"name": candidate, "sha256": _hash(there)}
         raise NotInFiles(name)
@@ -74,7 +54,7 @@ class WeightFiles:
         """Tensors that may be the one of a name: those of that name or the end of it, then all others."""
         parts = name.split(".")
         named = [".".join(parts[start:]) for start in range(min(len(parts) - 1, 3))]
-        for candidate in dict.fromkeys([*(name for name in named if name in self), *self._file_of]):
+        for candidate in dict.fromkeys([*(name for name in named if name in self._file_of), *self._file_of]):
             with safe_open(self._file_of[candidate], "pt") as file:
                 there = file.get_slice(candidate)
                 if there.get_shape() == list(values.shape) and (
@@ -82,29 +62,14 @@ class WeightFiles:
                 ):
                     yield candidate
 
-    def check_there(self, record: Record) -> None:
-        """Refuse a record of a tensor that is not in the files.
-
-        Raises
-        ------
-        DamagedWeights
-            It is not.
-        """
-        if record["name"] not in self:
-            raise DamagedWeights(f"{record['name']} is not there")
-
     def take(self, record: Record, dtype: torch.dtype) -> Tensor:
-        """A tensor by its record, in the precision of the model.
-
-        Raises
-        ------
-        DamagedWeights
-            It is not there, or not what was written down.
-        """
-        self.check_there(record)
-        tensor = self.read(record["name"])
+        """A tensor by its record, in the precision of the model."""
+        name = record["name"]
+        if name not in self._file_of:
+            raise NotInFiles(f"{name} is not there")
+        tensor = self._read(name)
         if _hash(tensor) != record["sha256"]:
-            raise DamagedWeights(f"{record['name']} does not hold what was written down")
+            raise NotInFiles(f"{name} does not hold what was written down")
         return tensor.to(dtype)
 
 
@@ -114,13 +79,7 @@ def named_tensors(model: TransformerBridge) -> dict[int, str]:
 
 
 def module_record(files: WeightFiles, model: TransformerBridge, module: nn.Module) -> dict[str, Any]:
-    """The record of a module without buffers: where it stands in the model, and its parameters.
-
-    Raises
-    ------
-    NotInFiles
-        It has buffers, stands nowhere, or a parameter is not in the files.
-    """
+    """The record of a module without buffers: where it stands in the model, and its parameters."""
     places = (path for path, other in model.original_model.named_modules() if other is module)
     path = next(places, None)
     if path is None or next(module.buffers(), None) is not None:
@@ -136,15 +95,7 @@ def module_record(files: WeightFiles, model: TransformerBridge, module: nn.Modul
 def build_modules(
     architecture: str, files: WeightFiles, records: Sequence[Record], dtype: torch.dtype
 ) -> list[nn.Module]:
-    """Modules by their records, in float32: those of a model without weights, filled from the files.
-
-    Raises
-    ------
-    DamagedWeights
-        A parameter is not what was written down.
-    NotInFiles
-        The files do not say of which class the model is.
-    """
+    """Modules by their records, in float32: those of a model without weights, filled from the files."""
     if not records:
         return []
     import transformers
@@ -162,27 +113,6 @@ def build_modules(
         module.load_state_dict(values, assign=True)
         module.eval().float()
     return modules
-
-
-def check_same_modules(built: Sequence[nn.Module], modules: Sequence[nn.Module]) -> None:
-    """Refuse modules that are not those of the model.
-
-    Raises
-    ------
-    NotInFiles
-        A class or a setting differs.
-    """
-    for ours, theirs in zip(built, modules, strict=True):
-        if type(ours) is not type(theirs) or _settings(ours) != _settings(theirs):
-            raise NotInFiles(type(theirs).__name__)
-
-
-def _settings(module: nn.Module) -> dict[str, Any]:
-    return {
-        key: value
-        for key, value in vars(module).items()
-        if not key.startswith("_") and isinstance(value, int | float | str | tuple)
-    }
 
 
 def _plain(name: str) -> str:

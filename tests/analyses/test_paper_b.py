@@ -115,7 +115,7 @@ def test_events_are_counted_alike_in_all_tables_of_one_trace(
 def test_a_model_without_events_is_told(workbench: Workbench) -> None:
     """With its random weights, the small BERT has one candidate from the start."""
     message = workbench.refused("paper_b_fig3_events", "bert", "--sentences", 12)
-    assert "error: There is no saturation event among 12 examples" in message
+    assert "error: There is no saturation event" in message
     assert not list(workbench.out.glob("paper_b*"))
 
 
@@ -176,9 +176,9 @@ def test_extreme_sub_updates_are_counted_alike_by_cluster_and_by_group(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--clusters", 385], "385 clusters of 384 value vectors: expected 1 to 384"),
-        (["--clusters", 30, "--threshold", 1e9], "No score passes 1e+09 either way: the largest is"),
-        (["--clusters", 30, "--threshold", 0], "The threshold is 0.0. Expected a positive number"),
+        (["--clusters", 385], "n_clusters must be an integer from 1 to 384, got 385"),
+        (["--clusters", 30, "--threshold", 1e9], "threshold must be less than the largest score"),
+        (["--clusters", 30, "--threshold", 0], "Invalid value for '--threshold'"),
     ],
 )
 def test_what_gives_no_extreme_clusters_is_told(
@@ -241,7 +241,7 @@ def test_control_and_its_baselines_are_in_one_table(
         (["--prompts", "absent.txt"], "There is no file 'absent.txt'. Expected prompts"),
         (["--banned", "absent.txt"], "There is no file 'absent.txt'"),
         (["--challenging"], "marks no prompt as challenging"),
-        (["--announce", "wine"], "'wine' cannot be announced"),
+        (["--announce", "wine"], "attribute must be one of toxicity, severe_toxicity"),
         (["--samples", 2, "--beams", 2], "Beams are searched where nothing is drawn"),
         (["--text", "absent.txt"], "There is no file 'absent.txt'. Expected a file with running text"),
         (["--value", "nan"], "coefficients must be a list of items that are a finite number, got [nan]"),
@@ -297,7 +297,7 @@ def test_ways_of_leaving_early_are_in_one_table(
 
 
 @pytest.mark.parametrize(("option", "message"), [
-    (("--clusters", 1000), "1,000 clusters of 144 value vectors"), (("--strength", 0), "Invalid value"),
+    (("--clusters", 1000), "n_clusters must be an integer"), (("--strength", 0), "Invalid value"),
     (("--sentences", 9), "Invalid value"),
 ])  # fmt: skip
 def test_a_comparison_that_cannot_be_is_told(

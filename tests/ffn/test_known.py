@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,8 +10,9 @@ import torch
 
 import matlens
 from matlens.ffn.known import Known, describe, describe_or_say_why
+from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
-from matlens.ffn.weights import DamagedWeights, NotInFiles, WeightFiles
+from matlens.ffn.weights import NotInFiles, WeightFiles
 from matlens.models.identity import ModelIdentity
 
 
@@ -23,24 +23,19 @@ def test_parts_read_back_as_the_models_own(model_folder: Callable[[str], Path], 
     known, values = Known(tmp_path, files, torch.float32, torch.device("cpu")), ValueVectors(model)
     assert known.reason is None
     assert known.identity == ModelIdentity.from_model(model).of_weights
-    assert (known.n_layers, *known.shape) == (values.n_layers, values.d_mlp, values.d_model)
+    read = known.values(known.identity, known.matrix)
+    assert (read.n_layers, read.d_mlp, read.d_model) == (values.n_layers, values.d_mlp, values.d_model)
     for layer in range(values.n_layers):
-        assert torch.equal(known.matrix(layer), values.matrix(layer))
-    assert torch.equal(known.unembedding(), model.unembed.original_component.weight)
-    dense = known.dense()
-    assert dense is not None
-    assert torch.equal(dense, model.mlm_head.original_component.weight)
+        assert torch.equal(read.matrix(layer), values.matrix(layer))
+    projection, expected = known.projection(known.identity, "head"), Projection.through_head(model)
+    assert projection is not None
+    vectors = values.layer(0)
+    assert torch.equal(projection.scores(vectors), expected.scores(vectors))
     text = "w1 w2 w3"
-    assert known.tokenizer(text)["input_ids"] == model.tokenizer(text)["input_ids"]
-    known.check_there()
-    record = json.loads((tmp_path / "parts.json").read_text())
-    record["matrices"][0]["name"] = "absent"
-    (tmp_path / "parts.json").write_text(json.dumps(record))
-    with pytest.raises(DamagedWeights, match="absent is not there"):
-        Known(tmp_path, files, torch.float32, torch.device("cpu")).check_there()
+    assert projection.tokenizer(text)["input_ids"] == model.tokenizer(text)["input_ids"]
     (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(DamagedWeights, match=r"tokenizer.json is not there"):
-        _ = Known(tmp_path, files, torch.float32, torch.device("cpu")).tokenizer
+    with pytest.raises(NotInFiles, match=r"tokenizer.json is not there"):
+        known.projection(known.identity, "plain")
 
 
 def test_why_a_model_cannot_be_read_in_its_files_is_written_down(
