@@ -8,12 +8,12 @@ generalise better, most of all from early layers.
 from __future__ import annotations
 
 import pandas as pd
+from paper_a import compare_fits, fit_drawn_and_all, fits_side_by_side
 from rich.console import Console
 from rich.table import Table
 
 from matlens import collect, make_examples
 from matlens.cli import Report, run_study
-from matlens.linearity import compare_fits, fit_drawn_and_all, fits_side_by_side
 from matlens.study import Study, origin_of
 
 NAME = "all_positions"

@@ -11,11 +11,12 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from paper_a import head_ablation
 
 from matlens import MapSet, plots
 from matlens.activations import sink_counts, sink_rows
 from matlens.cli import Patched, Report, run_study
-from matlens.linearity import head_ablation, head_pairs
+from matlens.linearity import head_pairs
 from matlens.models import ModelLayout
 from matlens.study import Study, origin_of
 

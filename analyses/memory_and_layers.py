@@ -7,9 +7,10 @@ the whole vocabulary, which paper A does not count. ``id`` has no maps and needs
 
 from __future__ import annotations
 
+from paper_a import exit_costs
+
 from matlens import plots
 from matlens.cli import Report, run_study
-from matlens.linearity import exit_costs
 from matlens.study import Study
 
 NAME = "memory_and_layers"

@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from paper_a import submodule_layers
 
 from matlens import plots
 from matlens.cli import Patched, Report, run_study
-from matlens.linearity import submodule_layers
 from matlens.study import Study
 
 NAME = "paper_a_fig10_submodules"

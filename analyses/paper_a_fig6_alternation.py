@@ -10,9 +10,10 @@ chosen by r2 on all other tokens, and with maps that are fitted on these as well
 
 from __future__ import annotations
 
+from paper_a import scheme_quality
+
 from matlens import plots
 from matlens.cli import Patched, Report, run_study
-from matlens.linearity import scheme_quality
 from matlens.study import Study
 
 NAME = "paper_a_fig6_alternation"

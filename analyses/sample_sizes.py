@@ -8,11 +8,11 @@ many sentences as ``d_model``: without a penalty least squares follows the noise
 from __future__ import annotations
 
 import pandas as pd
+from paper_a import fit_quality_by_size
 from rich.console import Console
 from rich.table import Table
 
 from matlens.cli import Report, run_study
-from matlens.linearity import fit_quality_by_size
 from matlens.study import Study
 
 NAME = "sample_sizes"

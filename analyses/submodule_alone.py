@@ -6,8 +6,9 @@ alone, and those whose fit few sinks decide to lose less once sinks are out of i
 
 from __future__ import annotations
 
+from paper_a import submodule_alone
+
 from matlens.cli import Patched, Report, run_study
-from matlens.linearity import submodule_alone
 from matlens.plots import by_method
 from matlens.study import Study
 

@@ -11,11 +11,11 @@ from typing import Annotated
 
 import pandas as pd
 import typer
+from paper_a import CONTEXTUAL, precision_by_layer, rows_of_replacement, submodule_positions
 from rich.console import Console
 from rich.table import Table
 
 from matlens.cli import Patched, Report, run_study
-from matlens.linearity import CONTEXTUAL, precision_by_layer, rows_of_replacement, submodule_positions
 from matlens.plots import by_fitting
 from matlens.study import Study
 

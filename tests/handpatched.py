@@ -1,34 +1,82 @@
-"""Hugging Face models patched by hand, without any of matlens' code: what patched passes are compared with.
-
-A part of a model is named by two sites and replaced by a matrix. Whole blocks are replaced by giving their
-modules another `forward`; sub-modules by torch hooks on the modules that `conftest.SITE_MODULES` lists.
-"""
+"""Hugging Face models patched by hand, without matlens: what patched passes are compared with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from conftest import (
-    D_MODEL,
-    LAYERS,
-    N_LAYERS,
-    RESIDUAL_MULTIPLIER,
-    SCALED_SITES,
-    SITE_MODULES,
-    plain_vectors,
-)
+from conftest import D_MODEL, FAMILY_OF, LAYERS, N_LAYERS, RESIDUAL_MULTIPLIER, SCALED_SITES, SITE_MODULES
 from torch import Tensor
 
-TUPLES = (  # whose blocks give more than vectors
-    "gptj", "bloom", "falcon-alibi", "falcon-alibi-multi-query", "falcon-new", "falcon-new-one-norm",
-)  # fmt: skip
+# Where the heads' outputs enter the matrix that joins them; written by hand from the models' source.
+JOINS = {
+    "gpt2": "attn.c_proj", "llama": "self_attn.o_proj", "neox": "attention.dense", "gptj": "attn.out_proj",
+    "bert": "attention.output.dense", "gemma2": "self_attn.o_proj", "gemma3": "self_attn.o_proj",
+    "granite": "self_attn.o_proj", "olmo2": "self_attn.o_proj",
+}  # fmt: skip
+Function = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+
+
+@torch.inference_mode()
+def run(
+    name: str, model: Any, functions: Sequence[tuple[str, Function]], sentence: Sequence[int]
+) -> dict[str, Tensor]:
+    """Vectors at every site of one sentence, and ``"logits"``, in float64.
+
+    A function is given what stands at its site and at the sites before, and gives what stands there instead.
+    """
+    seen: dict[str, Tensor] = {}
+    layers, final_norm = (model.get_submodule(path) for path in LAYERS[name])
+    modules = {f"h.{i}": (module, "in") for i, module in enumerate([*layers, final_norm])}
+    kinds = SITE_MODULES.get(name, {}) | ({"z": (JOINS[name], "in")} if name in JOINS else {})
+    for i, layer in enumerate(layers):
+        modules |= {f"{kind}.{i}": (layer.get_submodule(path), side) for kind, (path, side) in kinds.items()}
+
+    def stands(site: str, value: Tensor) -> Tensor:
+        multiplier = RESIDUAL_MULTIPLIER if site.split(".")[0] in SCALED_SITES.get(name, ()) else 1
+        seen[site] = multiplier * value.clone()
+        for at, function in functions:
+            if at == site:
+                seen[site] = function(seen[site], seen).to(value)
+                value = seen[site] / multiplier
+        return value
+
+    def before(site: str) -> Any:
+        def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if args:
+                return (stands(site, args[0]), *args[1:]), kwargs
+            return args, kwargs | {"hidden_states": stands(site, kwargs["hidden_states"])}
+
+        return hook
+
+    def after(site: str) -> Any:
+        def hook(_: Any, __: Any, output: Any) -> Any:
+            if isinstance(output, tuple | list):
+                return type(output)([stands(site, output[0]), *output[1:]])
+            return stands(site, output)
+
+        return hook
+
+    handles = [
+        module.register_forward_pre_hook(before(site), with_kwargs=True)
+        if side == "in"
+        else module.register_forward_hook(after(site))
+        for site, (module, side) in modules.items()
+    ]
+    if hasattr(model.config, "_experts_implementation"):
+        model.config._experts_implementation = "eager"  # grouped products have no float64
+    try:
+        seen["logits"] = model.double()(torch.tensor([list(sentence)])).logits
+    finally:
+        model.float()
+        for handle in handles:
+            handle.remove()
+    return {site: value[0] for site, value in seen.items()}
 
 
 class Part(NamedTuple):
-    """What is replaced and by which numbers.
+    """What is replaced and by which weights.
 
     ``where`` is a word, a position for each sentence, or truth values for the tokens that each starts with.
     """
@@ -40,14 +88,14 @@ class Part(NamedTuple):
     where: str | tuple[int, ...] | tuple[tuple[bool, ...], ...] = "all"
 
     def apply(self, h: Tensor) -> Tensor:
-        mapped = h.to(self.weight.dtype) @ self.weight.T
-        return (mapped if self.bias is None else mapped + self.bias).to(h.dtype)
+        mapped = h @ self.weight.to(h).T
+        return mapped if self.bias is None else mapped + self.bias.to(h)
 
     @property
     def blocks(self) -> range:
         """Blocks that are not computed."""
-        (kind, first), (_, last) = ends(self)
-        return range(first, last) if kind == "h" else range(0)
+        (kind, first), (target, last) = ends(self)
+        return range(first, last) if kind == target == "h" and self.where == "all" else range(0)
 
 
 def ends(part: Part) -> list[tuple[str, int]]:
@@ -55,7 +103,7 @@ def ends(part: Part) -> list[tuple[str, int]]:
 
 
 def part(source: str, target: str, seed: int = 0, *, bias: bool = True, where: Any = "all") -> Part:
-    """A part with random numbers that keep vectors about as long as they are."""
+    """A part with random weights that keep vectors about as long as they are."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(D_MODEL, D_MODEL, generator=generator) / D_MODEL**0.5
     return Part(source, target, weight, torch.randn(D_MODEL, generator=generator) if bias else None, where)
@@ -86,63 +134,19 @@ def _chosen(where: str | tuple[Any, ...], sentence: int, length: int) -> Tensor:
     return tokens == meant
 
 
-@contextmanager
-def patched_by_hand(name: str, model: Any, parts: Sequence[Part], sentence: int = 0) -> Iterator[None]:
-    """Put the parts into a plain model that is then given one sentence, of this number in its batch."""
-    layers, final_norm = (model.get_submodule(path) for path in LAYERS[name])
-    handles: list[Any] = []
+def function_of(name: str, replaced: Part, sentence: int) -> tuple[str, Function]:
+    """At which site of one sentence of a batch a part is written, and what is put there."""
+    kind, layer = ends(replaced)[1]
+    site, before = replaced.target, None
+    if kind == "mid" and FAMILY_OF[name] != "post-norm":  # a sum, which no module returns
+        normed = FAMILY_OF[name] in ("extra-norm", "output-norm")
+        site, before = f"{'ln1_post_out' if normed else 'attn_out'}.{layer}", f"h.{layer}"
 
-    def replace_blocks(replaced: Part) -> None:
-        for layer in replaced.blocks:
+    def write(value: Tensor, seen: Mapping[str, Tensor]) -> Tensor:
+        instead = replaced.apply(seen[replaced.source]) - (0 if before is None else seen[before])
+        return torch.where(_chosen(replaced.where, sentence, value.shape[1])[:, None], instead, value)
 
-            def forward(h: Tensor, *_: Any, first: bool = layer == replaced.blocks[0], **__: Any) -> Any:
-                h = replaced.apply(h) if first else h
-                return [h] if name == "gpt1" else (h, None) if name in TUPLES else h
-
-            layers[layer].forward = forward
-
-    def map_between_blocks(replaced: Part, layer: int) -> None:
-        before = layers[layer] if layer < N_LAYERS else final_norm
-        handles.append(before.register_forward_pre_hook(lambda _, args: (replaced.apply(args[0]), *args[1:])))
-
-    def replace_submodule(replaced: Part, layer: int) -> None:
-        (path_in, side_in), (path_out, side_out) = (
-            SITE_MODULES[name][site.split(".")[0]] for site in (replaced.source, replaced.target)
-        )
-        assert (side_in, side_out) == ("in", "out")
-        given: list[Tensor] = []
-
-        def before(_: Any, args: Any, kwargs: Any) -> None:
-            given[:] = [args[0] if args else kwargs["hidden_states"]]
-
-        def after(_: Any, __: Any, output: Any) -> Any:
-            whole = output[0] if isinstance(output, tuple | list) else output
-            chosen = _chosen(replaced.where, sentence, whole.shape[1])[:, None]
-            scaled = replaced.target.split(".")[0] in SCALED_SITES.get(name, ())
-            instead = replaced.apply(given[0]) / (RESIDUAL_MULTIPLIER if scaled else 1)
-            whole = torch.where(chosen, instead, whole)
-            return type(output)([whole, *output[1:]]) if isinstance(output, tuple | list) else whole
-
-        block = layers[layer]
-        handles.append(block.get_submodule(path_in).register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(block.get_submodule(path_out).register_forward_hook(after))
-
-    try:
-        for replaced in parts:
-            (kind, first), (_, last) = ends(replaced)
-            if kind != "h":
-                replace_submodule(replaced, first)
-            elif first < last:
-                replace_blocks(replaced)
-            else:
-                map_between_blocks(replaced, first)
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for replaced in parts:
-            for layer in replaced.blocks:
-                vars(layers[layer]).pop("forward", None)
+    return site, write
 
 
 def hand_vectors(
@@ -152,9 +156,16 @@ def hand_vectors(
     skipped = {layer for replaced in parts for layer in replaced.blocks}
     inside = {f"h.{layer}" for replaced in parts for layer in replaced.blocks[1:]}
     inside |= {f"{kind}.{layer}" for kind in SITE_MODULES.get(name, {}) for layer in skipped}
-    sentence_vectors = []
-    for s, sentence in enumerate(sentences):
-        with patched_by_hand(name, model, parts, s):
-            seen = plain_vectors(name, model, torch.tensor([list(sentence)]))
-        sentence_vectors.append({site: value[0] for site, value in seen.items() if site not in inside})
-    return sentence_vectors
+    inside |= {f"z.{layer}" for layer in range(N_LAYERS)}
+    # A jump onto a layer comes before what is mapped at that layer.
+    in_order = sorted(parts, key=lambda replaced: replaced.source == replaced.target)
+    return [
+        {
+            site: value
+            for site, value in run(
+                name, model, [function_of(name, replaced, s) for replaced in in_order], sentence
+            ).items()
+            if site not in inside
+        }
+        for s, sentence in enumerate(sentences)
+    ]

@@ -23,7 +23,6 @@ from matlens.ffn import Projection
 from matlens.lens import divergence, exit_layers
 from matlens.lens.cosines import matrix_cosine
 from matlens.linear import LeastSquares, LinearMap
-from matlens.linearity import later_sinks
 from matlens.models import Readout
 from matlens.models.families.experts import Mixture
 from matlens.models.families.wikilm.modelling import SinusoidalPositions
@@ -115,15 +114,6 @@ def test_tokens_of_a_judged_text_are_a_row_a_window() -> None:
 def test_a_wrong_dtype_is_an_error() -> None:
     with pytest.raises(WRONG, match="token"):
         metrics.rank(torch.rand(10, 7), torch.rand(10))
-
-
-def test_marks_of_sinks_are_as_many_as_vectors(small_model: Callable[[str], Any]) -> None:
-    model = small_model("gpt2")
-    prompts = matlens.make_prompts(model, ["w1 w2", "w2 w3", "w4"])
-    vectors = matlens.collect(model, prompts, progress=False)
-    assert len(later_sinks(vectors, torch.tensor([True, False, False]), model.tokenizer)) == 1
-    with pytest.raises(WRONG):
-        later_sinks(vectors, torch.tensor([True, False]), model.tokenizer)
 
 
 def test_coefficients_of_experts_are_of_the_same_tokens() -> None:

@@ -41,7 +41,6 @@ EXEMPT = {
     "linear.arrays_of": "what linear.convert_published calls",
     "linear.read_pickle": "what linear.convert_published calls",
     "linear.write_maps": "what MapSet.save and fit_maps call",
-    "linearity.submodule_positions": "what linearity.submodule_layers tries, at other places",
     "models.describe_changes": "words of what changes_of gives",
     "distributed": "takes what torchrun says",
     **{

@@ -9,11 +9,11 @@ import annotation
 import control
 import exits
 import sub_updates
+import paper_a
 import torch
 
 from attack.kept import MAPS, READOUT, STREAM_MAPS, annotations_of, draw, once
 from attack.signatures import Target
-from attack.targets_reading import shows_none
 from attack.world import ConstantGrader, World
 from matlens import lens, linearity
 
@@ -22,13 +22,13 @@ ACTIVATIONS = "activations, other activations"
 
 @cache
 def _schemes(world: World) -> Any:
-    return linearity.scheme_quality(world.readout, world.model, world.maps, world.activations)
+    return paper_a.scheme_quality(world.readout, world.model, world.maps, world.activations)
 
 
 @cache
 def _submodules(world: World) -> Any:
     stand_ins = dict.fromkeys(("all", "not-first", "not-sink"), world.maps)
-    return linearity.submodule_layers(world.readout, world.model, world.maps, stand_ins, world.activations)
+    return paper_a.submodule_layers(world.readout, world.model, world.maps, stand_ins, world.activations)
 
 
 @cache
@@ -36,11 +36,6 @@ def _transfer(world: World) -> Any:
     return linearity.transfer_quality(
         world.readout, {"a": world.maps, "b": world.maps}, {"a": world.activations}
     )
-
-
-@cache
-def _fits(world: World) -> Any:
-    return linearity.compare_fits(world.readout, {"drawn": world.maps, "all": world.maps}, world.activations)
 
 
 @cache
@@ -62,7 +57,7 @@ def _positions(world: World) -> Any:
     return once(
         world,
         "positions",
-        lambda: linearity.submodule_positions(
+        lambda: paper_a.submodule_positions(
             world.readout, world.model, world.maps, stand_ins, world.activations.head(6), every=3
         ),
     )
@@ -87,13 +82,6 @@ def _given(name: str, value: Any) -> Any:
 
 COMPARING: list[Target] = [
     # Lens.
-    Target("linearity.best_schemes", {**MAPS, "validation": ACTIVATIONS}, STREAM_MAPS),
-    Target("linearity.named_schemes", {**MAPS, "validation": ACTIVATIONS}, STREAM_MAPS),
-    Target(
-        "linearity.scheme_quality",
-        {**MAPS, **READOUT, "validation": ACTIVATIONS, "patched": "whole", "without_sinks": "maps"},
-        STREAM_MAPS,
-    ),
     Target("lens.savings", {"precision": "positive"}, {"table": lambda w: w.sweep}),
     Target(
         "lens.prediction_rows",
@@ -106,68 +94,7 @@ COMPARING: list[Target] = [
             )["id"],
         },
     ),
-    Target(
-        "linearity.fit_quality_without_sinks",
-        {**MAPS, "validation": ACTIVATIONS, "sinks": "marks"},
-        {**STREAM_MAPS, "sinks": _sinks},
-        takes={"maps=with_nan": shows_none},
-    ),
-    Target("linearity.later_sinks", {"sinks": "marks"}, {"sinks": _sinks}),
-    Target("linearity.sink_norms", {"sinks": "marks"}, {"sinks": _sinks}),
-    Target(
-        "linearity.attention_rows",
-        {**MAPS, **READOUT, "data": ACTIVATIONS, "experiment": ""},
-        {"layers": lambda _: [1]},
-    ),
-    Target("linearity.places_to_replace"),
-    Target("linearity.precision_by_layer", good={"table": _submodules}),
-    Target(
-        "linearity.rows_of_replacement",
-        {"replaced": "choice"},
-        {"table": _submodules, "replaced": lambda _: "mat_ffn"},
-    ),
-    Target(
-        "linearity.run_submodule_cases",
-        {"maps": "object", "cases": "object", "folder": ""},
-        {
-            "maps": lambda w: {"all": w.maps},
-            "cases": lambda _: [linearity.SubmoduleCase("mat_ffn", "all", "all", 1)],
-        },
-    ),
-    Target(
-        "linearity.submodule_layers",
-        {
-            **MAPS,
-            **READOUT,
-            "stand_ins": "object",
-            "validation": ACTIVATIONS,
-            "every": "whole",
-            "patched": "whole",
-        },
-        {"stand_ins": lambda w: dict.fromkeys(("all", "not-first", "not-sink"), w.maps)},
-        takes={"maps=with_nan": shows_none},
-    ),
-    Target(
-        "linearity.submodule_alone",
-        {**READOUT, "stand_ins": "object", "data": ACTIVATIONS, "kinds": ""},
-        {"stand_ins": lambda w: dict.fromkeys(("all", "not-first", "not-sink"), w.maps)},
-    ),
-    Target("linearity.exit_costs", {**MAPS, **READOUT, "precisions": ""}, STREAM_MAPS),
-    Target(
-        "linearity.constant_maps",
-        {"maps": "maps", "rows": ""},
-        {**STREAM_MAPS, "samples": lambda w: w.activations},
-    ),
-    Target("linearity.compare_fits", {**READOUT, "maps": "object"}, {"maps": lambda w: {"a": w.stream_maps}}),
-    Target("linearity.fit_drawn_and_all"),
     Target("linearity.fit_equally_many", {"samples": "object"}, {"samples": lambda w: {"a": w.activations}}),
-    Target(
-        "linearity.fit_quality_by_size",
-        {"train": "activations", "halvings": "whole"},
-        {"train": lambda w: w.activations},
-        takes={"halvings=0": lambda _, table: table["n_fitted"].nunique() == 1},
-    ),
-    Target("linearity.fits_side_by_side", good={"table": _fits}),
     Target("linearity.transfer_losses", good={"table": _transfer}),
     Target("linearity.transfer_means", good={"table": _transfer}),
     Target(
@@ -233,9 +160,9 @@ COMPARING: list[Target] = [
             "alternation": _schemes,
             "by_method": _submodules,
             "toxicity_against_perplexity": lambda w: _comparison(w).table,
-            "by_fitting": lambda w: linearity.rows_of_replacement(_positions(w), "mat_ffn"),
+            "by_fitting": lambda w: paper_a.rows_of_replacement(_positions(w), "mat_ffn"),
             "costs_figure": lambda w: once(
-                w, "costs", lambda: linearity.exit_costs(w.readout, w.model, w.stream_maps, w.activations)
+                w, "costs", lambda: paper_a.exit_costs(w.readout, w.model, w.stream_maps, w.activations)
             ),
             "exits_figure": _exits,
             "removal_figure": lambda w: once(

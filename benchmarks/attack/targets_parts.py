@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import paper_a
 import torch
 from safetensors.torch import save_file
 
 import matlens
-from attack.kept import MAPS, READOUT, draw, kept, once, patch_with, saved
+from attack.kept import draw, kept, once, saved
 from attack.signatures import Target
-from attack.targets_comparing import ACTIVATIONS
 from attack.world import World
 from matlens import activations, ffn, io, linearity, models
 from matlens import study as studies
@@ -120,40 +120,8 @@ PARTS: list[Target] = [
         {"n_clusters": lambda _: 20},
         lambda w: w.make_study(w.fresh("study")),
     ),
-    # Heads and costs.
+    # Heads.
     Target("linearity.head_pairs", {"layout": "object"}, {"layout": _layout}),
-    Target(
-        "linearity.head_r2",
-        {"layout": "object", **MAPS, "validation": ACTIVATIONS, "rows": "rows"},
-        {"layout": _layout, "maps": _head_maps, "validation": _heads},
-    ),
-    Target(
-        "linearity.head_replacements",
-        {"layout": "object", "maps": "maps", "heads": "pairs"},
-        {"layout": _layout, "maps": _head_maps, "heads": lambda _: [(0, 1)]},
-        finish=patch_with,
-        takes={f"heads={heads}": lambda _, logits: logits.isfinite().all() for heads in ([], [(0, 0)])},
-    ),
-    Target(
-        "linearity.head_ablation",
-        {
-            **MAPS,
-            **READOUT,
-            "train": ACTIVATIONS,
-            "validation": ACTIVATIONS,
-            "every": "whole",
-            "patched": "whole",
-            "validation_rows": "rows",
-        },
-        {"maps": _head_maps, "train": _heads, "validation": _heads, **_ALL_ROWS},
-    ),
-    Target("linearity.Costs.from_model", READOUT),
-    Target(
-        "linearity.Costs.run",
-        {"first": "layer", "last": "layer", "n_tokens": "positive"},
-        {"first": lambda _: 0, "last": lambda _: 3, "n_tokens": lambda _: 4.0},
-        lambda w: linearity.Costs.from_model(w.model, w.readout),
-    ),
     # Samples of others, and moments in folders.
     Target(
         "activations.read_exported",
@@ -279,7 +247,7 @@ PARTS: list[Target] = [
             "results": lambda w: once(
                 w,
                 "ablation",
-                lambda: linearity.head_ablation(
+                lambda: paper_a.head_ablation(
                     w.readout,
                     w.model,
                     _head_maps(w),

@@ -10,7 +10,7 @@ import inspect
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
@@ -25,7 +25,7 @@ from matlens.linear.maps import tensor_digest
 from matlens.models.hooks import hanging, intervening
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import COEFFICIENTS, Site
-from matlens.patching.contexts import SingleUse, find_reserved, reserve_parts
+from matlens.patching.contexts import find_reserved, reserve_parts
 from matlens.patching.replacements import Replacement
 from matlens.patching.token_places import TokenPlaces
 
@@ -69,14 +69,18 @@ def scaled(factor: float) -> CoefficientChange:
 Value = float | CoefficientChange
 
 
+<<<<<<< HEAD
 @checked
+=======
+@contextmanager
+>>>>>>> a6c02b28 (Keep in linearity what rooms and how-to pages use)
 def controlled(
     model: TransformerBridge,
     names: Iterable[ValueName],
     value: Value | Mapping[ValueName, Value] = PAPER_COEFFICIENT,
     *,
     where: Tokens = "all",
-) -> AbstractContextManager[TransformerBridge]:
+) -> Iterator[TransformerBridge]:
     """Set, add to or scale the coefficients of value vectors, for as long as the context lasts.
 
     Works around any call: ``model(...)``, ``run_with_cache``, ``generate`` with or without a cache of keys
@@ -104,10 +108,17 @@ def controlled(
     Raises
     ------
     InputError
+<<<<<<< HEAD
         A name does not exist in this model, is given twice or is under control already; one of several values
         is missing, or belongs to a vector that is not named; a block, or its FFN, is replaced; ``where`` has
         not as many rows as a batch; the context is entered twice; or the model is changed or read in another
         thread.
+=======
+        There are no names; a name does not exist in this model, is given twice or is under control already; a
+        value is not a finite number; of several values one is missing, or belongs to a vector that is not
+        named; a block, or its FFN, is replaced; ``where`` is nothing of the above or has not as many rows
+        as a batch; or the model is changed or read in another thread.
+>>>>>>> a6c02b28 (Keep in linearity what rooms and how-to pages use)
 
     Examples
     --------
@@ -116,6 +127,7 @@ def controlled(
     >>> with controlled(model, ["L24D219"], scaled(0.0), where="new"):
     ...     model.generate("I can't believe you")
     """
+<<<<<<< HEAD
     return SingleUse(_controlled(model, names, value, where), "controlled(model, names)")
 
 
@@ -126,6 +138,8 @@ def _controlled(
     value: Value | Mapping[ValueName, Value],
     where: Tokens,
 ) -> Iterator[TransformerBridge]:
+=======
+>>>>>>> a6c02b28 (Keep in linearity what rooms and how-to pages use)
     values = ValueVectors(model)
     changes = _changes(values, names, value)
     if isinstance(where, Tensor) and where.ndim == 1 and bool((where < 0).any()):

@@ -7,16 +7,15 @@ is made of the first in the place of the second.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from matlens.errors import InputError, checked
+from matlens.errors import InputError, check, checked
 from matlens.linear.maps import LinearMap
 from matlens.models.hooks import hanging, intervening
 from matlens.models.layout import ModelLayout
@@ -32,16 +31,16 @@ _ACTIVE: WeakKeyDictionary[Any, list[Replacement]] = WeakKeyDictionary()
 
 
 @checked
+@contextmanager
 def patched(
     model: TransformerBridge, replacements: Iterable[Replacement | LinearMap]
-) -> AbstractContextManager[TransformerBridge]:
+) -> Iterator[TransformerBridge]:
     """Run a model with parts replaced, for as long as the context lasts.
 
     Works around any call: ``model(...)``, ``run_with_cache``, ``generate`` with or without a cache of
-    keys and values. Blocks that a jump skips are not computed and their hooks do not fire; where there is
-    a cache, they keep an empty place in it. Contexts can be nested, and end in any order. Whatever happens
-    inside, the model is as before afterwards. What is collected inside says that it comes of a patched model
-    and is refused as the plain model's; see `changes_of`.
+    keys and values. Blocks that a jump skips are not computed and their hooks do not fire; in a cache they
+    keep an empty place. Contexts can be nested, and end in any order. Whatever happens inside, the model is
+    as before afterwards. What is collected inside is known as a patched model's; see `changes_of`.
 
     Parameters
     ----------
@@ -49,65 +48,28 @@ def patched(
         As `matlens.load` gives it.
     replacements
         Maps, or `Replacement` where not all tokens are meant: what `jump`, `mat_attn`, `mat_ffn`,
-        `mat_ln1_ln2` and `Scheme.replacements` give, in any order and combination. A stand-in reads what
-        enters its sub-module before hooks that are added inside the context, and what hooks that were
-        there before do to the sub-module's output is lost.
+        `mat_ln1_ln2` and `Scheme.replacements` give, in any order and combination. A replacement reads the
+        input of its sub-module before hooks that are added inside the context; what hooks added earlier do
+        to the sub-module's output is lost.
 
     Raises
     ------
     InputError
-        A map belongs to another model, or was fitted on a model with changes that do not hold here; a map is
-        not finite, or of another width; its sites are not the two ends of a part; a range runs backwards; two
-        replacements touch the same part; the context is entered twice; or the model is changed or read in
-        another thread.
+        A map belongs to another model, was fitted on a model with changes that do not hold here, or is not
+        finite; a range runs backwards; two replacements touch the same part; or the model is changed or read
+        in another thread.
 
     Examples
     --------
     >>> with matlens.patched(model, [maps[4, 10], *matlens.mat_attn(maps, 20, 30)]):
     ...     model.generate("The capital of France is")
     """
-    return SingleUse(_patched(model, replacements), "patched(model, maps)")
-
-
-@contextmanager
-def _patched(
-    model: TransformerBridge, replacements: Iterable[Replacement | LinearMap]
-) -> Iterator[TransformerBridge]:
-    wanted = [_as_replacement(item) for item in replacements]
-    with apply_replacements(model, resolve_replacements(model, wanted, _ACTIVE.get(model, []))):
+    requested = []
+    for item in replacements:
+        check(item, Replacement | LinearMap, "A replacement")
+        requested.append(Replacement.from_map(item) if isinstance(item, LinearMap) else item)
+    with apply_replacements(model, resolve_replacements(model, requested, _ACTIVE.get(model, []))):
         yield model
-
-
-class SingleUse(AbstractContextManager[Any]):
-    """A context that is entered once, and says so where it is entered again."""
-
-    def __init__(self, context: AbstractContextManager[Any], call: str) -> None:
-        self._context, self._call, self._state = context, call, "new"
-
-    def __enter__(self) -> Any:
-        if self._state != "new":
-            raise InputError(
-                f"This context was entered before. Make a new one for each use: with {self._call}: ..."
-            )
-        self._state = "entered"
-        return self._context.__enter__()
-
-    def __exit__(self, *failure: Any) -> bool | None:
-        if self._state != "entered":
-            raise InputError(f"This context is not entered. Use it as a whole: with {self._call}: ...")
-        self._state = "left"
-        return self._context.__exit__(*failure)
-
-
-def _as_replacement(item: Any) -> Replacement:
-    if isinstance(item, LinearMap):
-        return Replacement.from_map(item)
-    if not isinstance(item, Replacement):
-        raise InputError(
-            f"{item!r} replaces nothing: expected maps or replacements. From a MapSet, choose the maps: "
-            "jump(maps, 4, 10), or maps.values() for all of them."
-        )
-    return item
 
 
 @contextmanager
@@ -118,20 +80,17 @@ def apply_replacements(model: TransformerBridge, replacements: Sequence[Replacem
     reading: list[tuple[str, Any]] = []
     forwards: dict[int, Any] = {}
     places = TokenPlaces(model)
-    for replacement in replacements:
+    for i, replacement in enumerate(replacements):
         source, (target, before) = layout.hook(replacement.source), layout.written_at(replacement.target)
-        if replacement.is_jump and replacement.blocks:
+        if replacement.blocks:
             forwards |= skipping_forwards(model, replacement, layout)
         elif source == target:
             writing.append((target, _mapping_hook(replacement, places)))
         else:
-            entered, added = _Kept(places, layout.order(replacement.source)), _Kept(places)
-            writing.append(
-                (target, _writing_hook(replacement, places, entered, None if before is None else added))
-            )
-            reading.append((source, entered.keep))
-            if before is not None:
-                reading.append((before, added.keep))
+            keys = {hook: (i, hook) for hook in (source, before) if hook is not None}
+            order = layout.order(replacement.source)
+            writing.append((target, _writing_hook(replacement, places, order, list(keys.values()))))
+            reading += [(hook, places.keep(key)) for hook, key in keys.items()]
     hooks = writing + reading  # what one writes another reads, in whichever order they are given
     functions = [function for _, function in hooks] + [places.look, *forwards.values()]
 
@@ -183,38 +142,20 @@ def _put(replacement: Replacement, instead: Tensor, value: Tensor, places: Token
     return torch.where(chosen, instead, value.flatten(2)).view(value.shape)
 
 
-class _Kept:
-    """The vectors at a hook, from when a pass comes to it until they are used in the same pass."""
-
-    def __init__(self, places: TokenPlaces, order: int | None = None) -> None:
-        self._places, self._order = places, order
-        self._running = threading.local()  # a patched model may be run by several threads
-        self.keep: Callable[..., None] = self._keep  # one object, by which the hook is known
-
-    def _keep(self, value: Tensor, hook: Any) -> None:
-        self._running.kept = self._places.number, value.flatten(2)
-
-    def use(self) -> Tensor | None:
-        """The vectors of this pass; ``None`` where it has not come to the hook, or has started behind it."""
-        number, value = vars(self._running).pop("kept", (None, None))
-        behind = self._order is not None and self._places.starts_behind(self._order)
-        return None if behind or number != self._places.number else value
-
-
 def _writing_hook(
-    replacement: Replacement, places: TokenPlaces, entered: _Kept, added: _Kept | None
+    replacement: Replacement, places: TokenPlaces, order: int, keys: Sequence[tuple[int, str]]
 ) -> Callable[..., Tensor]:
-    """What puts others in the place of the vectors at a target, less what the model adds to them."""
+    """What replaces the vectors at a target, less what the model adds to them."""
 
     def leave(value: Tensor, hook: Any) -> Tensor:
-        read, before = entered.use(), added.use() if added else None
-        if read is None or (added and before is None):
+        if not places.read.keys() >= set(keys) or places.starts_behind(order):
             raise InputError(
                 f"The pass came to {replacement.target} and not to {replacement.source} before, so there is "
                 "nothing to put there. Expected a pass that starts no later than the replacement."
             )
+        read, *added = map(places.read.pop, keys)
         instead = stand_in(replacement, read, value.flatten(2))
-        if before is not None:
+        for before in added:
             instead = instead - before.to(instead)
         return _put(replacement, instead, value, places)
 

@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from matlens.errors import InputError, check_int, checked, short
+from matlens.errors import InputError, checked, short
 from matlens.linear.maps import LinearMap, tensor_digest
 from matlens.linear.mapsets import MapSet
 from matlens.models.changes import function_name
@@ -57,7 +56,8 @@ class Replacement:
     heads: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        _check_where(self)
+        if not isinstance(self.where, str) and bool((self.where < 0).any()):  # padding is at position -1
+            raise InputError(f"The positions of {self} must be at least 0, got {int(self.where.min())}.")
 
     @classmethod
     def from_map(
@@ -70,7 +70,12 @@ class Replacement:
     @property
     def is_jump(self) -> bool:
         """Whether whole blocks are replaced, and so not computed."""
-        return self.source.kind == self.target.kind == STREAM and _is_everywhere(self.where)
+        return self.source.kind == self.target.kind == STREAM and self.is_everywhere
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether all tokens are replaced."""
+        return isinstance(self.where, str) and self.where == "all"
 
     @property
     def is_submodule(self) -> bool:
@@ -79,16 +84,9 @@ class Replacement:
         return end == "in" and self.target == Site(f"{name}_out", self.source.layer)
 
     @property
-    def is_patch(self) -> bool:
-        """Whether everything is computed, and one site replaced by what is made of another."""
-        return not self.is_jump and not self.is_submodule
-
-    @property
     def blocks(self) -> range:
-        """Blocks that are skipped, or the block of the sub-module; none where everything is computed."""
-        if self.is_patch:
-            return range(0)
-        return range(self.source.layer, self.target.layer if self.is_jump else self.source.layer + 1)
+        """Blocks that are skipped; none where everything is computed."""
+        return range(self.source.layer, self.target.layer) if self.is_jump else range(0)
 
     def __str__(self) -> str:
         return f"{self.source} -> {self.target}"
@@ -100,7 +98,7 @@ def jump(maps: MapSet, first: int, last: int, *, where: Where = "all") -> list[R
 
     Negative layers count from the end of the maps' model.
     """
-    return [_from_set(maps, Site(STREAM, first), Site(STREAM, last), where)]
+    return [Replacement.from_map(maps[first, last], where=where)]
 
 
 @checked
@@ -142,37 +140,21 @@ def stand_ins(
     Raises
     ------
     InputError
-        The range runs backwards, or there is no map of a sub-module.
+        The range runs backwards.
+    KeyError
+        There is no map of a sub-module.
     """
-    if not names:
-        raise InputError("names must have at least one sub-module, such as ['attn', 'ffn'].")
-    first, last = _layer(maps, first), _layer(maps, last)
+    if maps.provenance.model is not None:
+        first, last = (maps.provenance.resolve(layer).layer for layer in (first, last))
     if not 0 <= first <= last:
         raise InputError(
             f"Sub-modules from layer {first} to layer {last}: the range runs backwards or starts below 0."
         )
     return [
-        _from_set(maps, Site(f"{name}_in", layer), Site(f"{name}_out", layer), where)
+        Replacement.from_map(maps[f"{name}_in.{layer}", f"{name}_out.{layer}"], where=where)
         for layer in range(first, last)
         for name in names
     ]
-
-
-def _layer(maps: MapSet, layer: int) -> int:
-    """A layer of the stream, from the end of the maps' model where it counts from there."""
-    layer = check_int(layer, "The layer")
-    return layer if maps.provenance.model is None else maps.provenance.resolve(layer).layer
-
-
-def _from_set(maps: MapSet, source: Site, target: Site, where: Where) -> Replacement:
-    if (str(source), str(target)) not in maps:
-        kinds = {f"{Site.read(a).kind} -> {Site.read(b).kind}" for a, b in maps}
-        there = ", ".join(sorted(kinds)) or "none"
-        raise InputError(
-            f"There is no map {source} -> {target} in this set of {len(maps)} (it has {there}). Fit the map, "
-            "or check the range."
-        )
-    return Replacement.from_map(maps[str(source), str(target)], where=where)
 
 
 def describe_replacement(replacement: Replacement) -> str:
@@ -199,25 +181,3 @@ def stand_in(replacement: Replacement, entered: Tensor, left: Tensor) -> Tensor:
             f"{tuple(left.shape)}, a vector for each token."
         )
     return instead.to(left)
-
-
-def _check_where(replacement: Replacement) -> None:
-    where = replacement.where
-    if isinstance(where, Tensor):
-        positions = where.ndim == 1 and not where.is_floating_point() and where.dtype != torch.bool
-        per_token = where.ndim == 2 and where.dtype == torch.bool and where.shape[1] > 0
-        if not per_token and not (positions and bool((where >= 0).all())):
-            raise InputError(
-                f"'where' of {replacement} is a tensor of {where.dtype} and shape {tuple(where.shape)}. "
-                "Expected a position, from 0, for each sentence, or a truth value for each token of each "
-                "sentence."
-            )
-    elif not isinstance(where, str) or where not in ("all", "not-first", "last"):
-        raise InputError(
-            f"'where' of {replacement} is {short(where)}. Expected 'all', 'not-first', 'last', or a tensor "
-            "of positions or of truth values."
-        )
-
-
-def _is_everywhere(where: Where) -> bool:
-    return isinstance(where, str) and where == "all"

@@ -1,4 +1,4 @@
-"""Which replacements fit a model and each other, and which parts of it each of them takes."""
+"""Which replacements fit a model and each other."""
 
 from __future__ import annotations
 
@@ -31,21 +31,8 @@ def resolve_replacements(
 ) -> list[Replacement]:
     """Resolve the sites of replacements; refuses those that do not fit the model or each other.
 
-    Parameters
-    ----------
-    model
-        The model that is to be patched.
-    replacements
-        What is to be replaced.
-    active
-        Replacements that are in the model already, which must not be overlapped either.
-    identity
-        The model's, where it has just been looked at, which reads all its weights.
-
-    Raises
-    ------
-    InputError
-        A replacement does not fit the model, or overlaps another.
+    ``active`` are replacements that are in the model already, and ``identity`` is the model's where it is
+    known, since reading it reads all weights.
     """
     check_raw(model)
     layout = ModelLayout.from_model(model)
@@ -56,9 +43,8 @@ def resolve_replacements(
         replacement = replace(replacement, source=source, target=target)
         _check_heads(replacement, layout)
         _check_order(replacement, layout)
-        _check_width(replacement, layout)
-        shared = find_overlap(layout, replacement, [*active, *resolved])
-        if shared:
+        _check_finite(replacement)
+        if shared := find_overlap(layout, replacement, [*active, *resolved]):
             raise InputError(
                 f"The replacement {replacement} overlaps another: {shared} is replaced or controlled already."
             )
@@ -69,60 +55,26 @@ def resolve_replacements(
 
 
 def find_overlap(layout: ModelLayout, replacement: Replacement, others: Sequence[Replacement]) -> str | None:
-    """Name the first part that a replacement has in common with others; ``None`` if there is none."""
-    taken = [part for other in others for part in _parts(other)]
-    for part in _parts(replacement):
-        if any(_clash(part, other) for other in taken):
-            return _part_name(part)
-    lost = (_find_lost(layout, replacement, other) for other in others)
-    return next((name for name in lost if name), None)
-
-
-def _parts(replacement: Replacement) -> list[tuple[int, str]]:
-    """Parts of the model that are replaced, as ``(block, sub-module)``; a whole block is ``(block, "")``.
-
-    A map over no blocks replaces the place before a block, ``(block, "h")``, which a jump over both sides
-    of it replaces too.
-    """
-    source, blocks = replacement.source, replacement.blocks
-    if replacement.is_patch:
-        return []
-    if not replacement.is_jump:
-        return [(source.layer, source.kind.removesuffix("_in"))]
-    if not blocks:
-        return [(source.layer, STREAM)]
-    return [(block, "") for block in blocks] + [(block, STREAM) for block in blocks[1:]]
-
-
-def _clash(part: tuple[int, str], taken: tuple[int, str]) -> bool:
-    names = part[1], taken[1]
-    whole = "" in names and STREAM not in names
-    return part[0] == taken[0] and (names[0] == names[1] or whole)
-
-
-def _part_name(part: tuple[int, str]) -> str:
-    block, name = part
-    if name == STREAM:
-        return f"layer {block} of the stream"
-    return f"{name} of block {block}" if name else f"block {block}, or a part of it,"
-
-
-def _find_lost(layout: ModelLayout, replacement: Replacement, other: Replacement) -> str | None:
-    """Name what a pass does not come to, or what is lost, where two are made of which one is a patch."""
-    if not replacement.is_patch and not other.is_patch:
-        return None
-    if layout.written_at(replacement.target)[0] == layout.written_at(other.target)[0]:
-        return str(replacement.target)
-    pair = replacement, other
-    for outer, inner in sorted((pair, pair[::-1]), key=lambda both: not both[0].is_jump):
-        moments = {inner.target: layout.write_order(inner.target)}
-        if outer.is_jump:
-            moments[inner.source] = layout.order(inner.source)
-        start, end = _covered(layout, outer)
-        hidden = [site for site, moment in moments.items() if start < moment < end]
-        if hidden:
-            return f"{hidden[0]}, which {outer} covers,"
+    """Name the first site that a replacement and another both write, or that one of them covers."""
+    for other in others:
+        pair = replacement, other
+        same_target = layout.written_at(replacement.target)[0] == layout.written_at(other.target)[0]
+        if same_target and not (any(each.blocks for each in pair) and any(map(_is_place, pair))):
+            return str(replacement.target)
+        for outer, inner in (pair, pair[::-1]):
+            start, end = _covered(layout, outer)
+            moments = {inner.target: layout.write_order(inner.target)}
+            if outer.is_jump:
+                moments[inner.source] = layout.order(inner.source)
+            hidden = [site for site, moment in moments.items() if start < moment < end]
+            if hidden:
+                return f"{hidden[0]}, which {outer} covers,"
     return None
+
+
+def _is_place(replacement: Replacement) -> bool:
+    """Whether a layer of the residual stream is mapped onto itself, also after a jump onto it."""
+    return replacement.is_jump and not replacement.blocks
 
 
 def _covered(layout: ModelLayout, replacement: Replacement) -> tuple[int, int]:
@@ -131,7 +83,7 @@ def _covered(layout: ModelLayout, replacement: Replacement) -> tuple[int, int]:
     end = layout.write_order(target)
     if replacement.is_jump:
         return (layout.start_of_block(source.layer), end) if replacement.blocks else (end, end)
-    if not isinstance(replacement.where, str) or replacement.where != "all":
+    if not replacement.is_everywhere:
         return end, end  # at the other tokens it is not
     start = layout.order(source)
     if target.kind in (STREAM, MID, MID_CROSS):
@@ -150,15 +102,10 @@ def _check_order(replacement: Replacement, layout: ModelLayout) -> None:
         raise InputError(
             f"{replacement} cannot be replaced: the hook {unread} {layout.hooks[unread].carries}."
         )
-    if first > last:
+    if first > last or (first == last and not source.kind == target.kind == STREAM):
         raise InputError(
-            f"The replacement {replacement} runs backwards: a pass comes to {target} before {source}. "
-            "Expected a target that it comes to later."
-        )
-    if first == last and not source.kind == target.kind == STREAM:
-        raise InputError(
-            f"The replacement {replacement} ends where it starts. Expected a target that a pass comes to "
-            "later than to its source."
+            f"The replacement {replacement} runs backwards or ends where it starts. Expected a target that a "
+            "pass comes to later than to its source."
         )
 
 
@@ -168,7 +115,7 @@ _EFFECTIVE: WeakKeyDictionary[Any, set[Site]] = WeakKeyDictionary()
 def _check_effect(model: TransformerBridge, layout: ModelLayout, replacement: Replacement) -> None:
     """Refuse to write at a hook that the model does not read: some only show what was computed elsewhere."""
     target, known = replacement.target, _EFFECTIVE.setdefault(model, set())
-    if not replacement.is_patch or target.kind == STREAM or target in known:
+    if replacement.is_submodule or target.kind == STREAM or target in known:
         return
 
     def disturb(value: Tensor, hook: Any) -> Tensor:
@@ -192,40 +139,26 @@ def _check_effect(model: TransformerBridge, layout: ModelLayout, replacement: Re
 
 
 def _check_heads(replacement: Replacement, layout: ModelLayout) -> None:
-    heads, target = replacement.heads, replacement.target
-    if heads is None:
+    if replacement.heads is None:
         return
-    shape = layout.hooks[layout.hook(target)].shape
+    shape = layout.hooks[layout.hook(replacement.target)].shape
     if len(shape) != 2:
         raise InputError(
-            f"Heads are chosen for {replacement}, and {target} is not divided into heads. Expected a target "
-            "that is, such as z.3."
+            f"Heads are chosen for {replacement}, and its target is not divided into heads as z.3 is."
         )
-    known = range(shape[0])
-    if not heads or len(set(heads)) < len(heads) or any(head not in known for head in heads):
+    heads = sorted(set(replacement.heads))
+    if not heads or len(heads) < len(replacement.heads) or not 0 <= heads[0] <= heads[-1] < shape[0]:
         raise InputError(
-            f"The heads of {replacement} are {short(heads)}. Expected one or more of 0 to {shape[0] - 1}, "
-            "each once."
+            f"The heads of {replacement} must be different numbers from 0 to {shape[0] - 1}, got "
+            f"{short(replacement.heads)}."
         )
 
 
-def _check_width(replacement: Replacement, layout: ModelLayout) -> None:
-    if not isinstance(replacement.function, LinearMap):
-        return
-    weight, bias = replacement.function.weight, replacement.function.bias
-    d_in, d_out = layout.width(replacement.source), layout.width(replacement.target)
-    if tuple(weight.shape) != (d_out, d_in) or (bias is not None and tuple(bias.shape) != (d_out,)):
-        widths = f"{d_in}" if d_in == d_out else f"{d_in} and {d_out}"
-        raise InputError(
-            f"The map {replacement} has the shape {tuple(weight.shape)}, and the vectors of this model have "
-            f"{widths} coordinates. Was it fitted on another model?"
-        )
-    for part in (weight, bias):
-        if part is not None and not bool(part.isfinite().all()):
-            raise InputError(
-                f"The map {replacement} holds numbers that are not finite, and so would be all that is read "
-                "behind it. Fit it anew, on vectors that are finite."
-            )
+def _check_finite(replacement: Replacement) -> None:
+    if isinstance(replacement.function, LinearMap):
+        for part in (replacement.function.weight, replacement.function.bias):
+            if part is not None and not bool(part.isfinite().all()):
+                raise InputError(f"The map {replacement} has weights that are not finite.")
 
 
 def _check_fitted_on(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -11,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
-from matlens.errors import InputError, PositiveInt, checked
+from matlens.errors import InputError, PositiveInt, checked, short
 from matlens.models.layout import ModelLayout
 from matlens.patching.replacements import Replacement, Where, jump
 
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from matlens.linear.mapsets import MapSet
 
 Kind = Literal["blocks", "mat"]
+_OTHER: dict[Kind, Kind] = {"blocks": "mat", "mat": "blocks"}
 
 
 @checked
@@ -50,15 +50,11 @@ class Scheme:
             raise InputError(
                 f"The boundaries {self.boundaries} are not a scheme. Expected two or more: 0 < l_1 < ... < L."
             )
-        if self.starts_with not in ("blocks", "mat"):
-            raise InputError(f"starts_with is {self.starts_with!r}. Expected 'blocks' or 'mat'.")
 
     @property
     def segments(self) -> tuple[tuple[Kind, int, int], ...]:
         """Kind, first and last layer of each segment."""
-        kinds: Iterator[Kind] = itertools.cycle(
-            ("blocks", "mat") if self.starts_with == "blocks" else ("mat", "blocks")
-        )
+        kinds = itertools.cycle((self.starts_with, _OTHER[self.starts_with]))
         pairs = itertools.pairwise(self.boundaries)
         return tuple((kind, first, last) for kind, (first, last) in zip(kinds, pairs, strict=False))
 
@@ -112,42 +108,22 @@ def wrr_schemes(n_layers: PositiveInt) -> list[tuple[int, int, Scheme]]:
         for a in range(1, whole):
             starts = range(0, n_layers, whole)
             boundaries = (*(edge for start in starts for edge in (start, start + a)), n_layers)
-            schemes += [
-                (a, whole - a, Scheme(boundaries, "blocks")),
-                (a, whole - a, Scheme(boundaries, "mat")),
-            ]
+            schemes += [(a, whole - a, Scheme(boundaries, kind)) for kind in _OTHER]
     return schemes
 
 
 @checked
 def r2_score(scheme: Scheme, r2: Float[Tensor, "layers layers"]) -> float:
     """Product of ``r2[l, l']`` over the ``mat`` segments of a scheme; 1 where it has none."""
-    last = scheme.boundaries[-1]
-    if r2.ndim != 2 or min(r2.shape) <= last:
-        raise InputError(
-            f"The table of r2 has the shape {tuple(r2.shape)}, and the scheme ends at layer {last}. Expected "
-            "a row and a column for each layer, as r2_matrix() gives."
-        )
     return float(np.prod([float(r2[pair]) for pair in scheme.jumps]))
-
-
-@dataclass(frozen=True)
-class _Best:
-    """The greatest and the least product up to some layer, each with the boundaries that reach it."""
-
-    high: float
-    high_path: tuple[int, ...]
-    low: float
-    low_path: tuple[int, ...]
 
 
 @checked
 def r2_schemes(r2: Float[Tensor, "layers layers"]) -> dict[int, tuple[Scheme, float]]:
     """For each number of blocks kept, the scheme of the greatest `r2_score` and that score (R2).
 
-    Exact, by dynamic programming over ``(layer, blocks kept, kind of the last segment)``. As r2 can be
-    negative and two negative factors make a positive product, the least product of each state is kept
-    beside the greatest.
+    Exact, by dynamic programming over ``(layer, blocks kept, kind of the last segment)``. Two negative r2
+    make a positive product, so the least product of each state is stored as well as the greatest.
 
     Parameters
     ----------
@@ -159,60 +135,27 @@ def r2_schemes(r2: Float[Tensor, "layers layers"]) -> dict[int, tuple[Scheme, fl
     InputError
         A pair of layers has no r2.
     """
-    if r2.ndim != 2 or r2.shape[0] != r2.shape[1] or len(r2) < 2:
-        raise InputError(
-            f"The table of r2 has the shape {tuple(r2.shape)}. Expected a row and a column for each layer, "
-            "as r2_matrix() gives."
-        )
     n_layers = len(r2) - 1
     table = np.asarray(r2, dtype=np.float64)
-    if not np.isfinite(table[np.triu_indices(n_layers + 1, 1)]).all():
+    if table.shape != (n_layers + 1,) * 2 or not np.isfinite(table[np.triu_indices(n_layers + 1, 1)]).all():
         raise InputError(
-            "The table of r2 lacks pairs of layers. Expected a map for every pair, as the option --pairs all "
-            "fits them."
+            f"The table of r2, {short(r2)}, lacks pairs of layers. Fit a map for every pair: --pairs all."
         )
-    best: dict[tuple[int, int, str, str], _Best] = {}
-    for layer in range(1, n_layers + 1):
-        for kept in range(layer + 1):
-            for start in ("blocks", "mat"):
-                for kind in ("blocks", "mat"):
-                    reached = list(_arrivals(best, table, layer, kept, start, kind))
-                    if reached:
-                        high, low = max(reached, key=_first), min(reached, key=_first)
-                        best[layer, kept, start, kind] = _Best(*high, *low)
+    # By layer, blocks kept and kind of the last segment: the greatest and the least product, with boundaries.
+    best: dict[tuple[int, int, Kind], list[tuple[float, tuple[int, ...]]]] = {
+        (0, 0, kind): [(1.0, (0,))] for kind in _OTHER
+    }
+    for layer, kept, kind in itertools.product(range(1, n_layers + 1), range(n_layers + 1), _OTHER):
+        reached = []
+        for before in range(layer):
+            n_run, factor = (layer - before, 1.0) if kind == "blocks" else (0, float(table[before, layer]))
+            for score, path in best.get((before, kept - n_run, _OTHER[kind]), ()):
+                reached.append((factor * score, (*path, layer)))
+        if reached:
+            best[layer, kept, kind] = [max(reached), min(reached)]
     chosen = {}
     for kept in range(n_layers + 1):
-        ends: list[tuple[float, Scheme]] = []
-        for start in ("blocks", "mat"):
-            for kind in ("blocks", "mat"):
-                end = best.get((n_layers, kept, start, kind))
-                if end is not None:
-                    ends.append((end.high, Scheme(end.high_path, start)))  # type: ignore[arg-type]
-        score, scheme = max(ends, key=_first)
-        chosen[kept] = scheme, score
+        ends = [(*state, kind) for kind in _OTHER for state in best.get((n_layers, kept, kind), ())]
+        score, path, kind = max(ends)
+        chosen[kept] = Scheme(path, kind if len(path) % 2 == 0 else _OTHER[kind]), score
     return chosen
-
-
-def _first(pair: tuple[float, object]) -> float:
-    return pair[0]
-
-
-def _arrivals(
-    best: dict[tuple[int, int, str, str], _Best],
-    r2: np.ndarray,
-    layer: int,
-    kept: int,
-    start: str,
-    kind: str,
-) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """Products and boundaries of all ways to a state by one more segment of its kind."""
-    other = "mat" if kind == "blocks" else "blocks"
-    for before in range(layer):
-        length = layer - before if kind == "blocks" else 0
-        factor = 1.0 if kind == "blocks" else float(r2[before, layer])
-        if before == 0:
-            if start == kind and kept == length:
-                yield factor, (0, layer)
-        elif (known := best.get((before, kept - length, start, other))) is not None:
-            yield factor * known.high, (*known.high_path, layer)
-            yield factor * known.low, (*known.low_path, layer)

@@ -1,4 +1,4 @@
-"""Blocks that a jump passes over: what they run instead, so that nothing of them is computed."""
+"""Blocks that a jump skips: what they run instead, so that nothing of them is computed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def skipping_forwards(
     model: TransformerBridge, jump: Replacement, layout: ModelLayout
 ) -> dict[int, Callable[..., Any]]:
     """What the blocks of a jump run instead: they hand on their input, which the first of them maps."""
-    if reason := _reason_against(model, jump, layout):
+    if reason := _reason_against(model, layout):
         raise InputError(
             f"{jump} skips blocks, and the blocks of this model cannot be skipped: {reason}. Its layers can "
             "be collected, and their maps fitted and read out."
@@ -42,10 +42,7 @@ def skipping_forwards(
                 _check_no_end_inside(block, layer, jump)
             h = args[0] if args else kwargs["hidden_states"]
             _keep_place_in_cache((*args[1:], *kwargs.values()), layer, h)
-            if layer == jump.blocks[0]:
-                h = stand_in(jump, block.hook_in(h), h)
-            if layer == jump.blocks[-1]:
-                h = block.hook_out(h)
+            h = _hand_on(jump, block, layer, h)
             return (h, None)[: layout.n_returned] if layout.blocks_return_tuples else h
 
         return forward
@@ -53,11 +50,15 @@ def skipping_forwards(
     return {layer: forward_of(layer) for layer in jump.blocks}
 
 
-def _reason_against(model: TransformerBridge, jump: Replacement, layout: ModelLayout) -> str | None:
-    """Why what enters the blocks of a jump cannot be handed on in the place of what leaves them."""
-    ends = (layout.hooks[layout.hook(site)] for site in (jump.source, jump.target))
-    if unread := next((hook for hook in ends if not hook.shape), None):
-        return f"the hook {unread.name} {unread.carries}"
+def _hand_on(jump: Replacement, block: Any, layer: int, h: Tensor) -> Tensor:
+    """What a skipped block returns: its input, which the first of them maps."""
+    if layer == jump.blocks[0]:
+        h = stand_in(jump, block.hook_in(h), h)
+    return block.hook_out(h) if layer == jump.blocks[-1] else h
+
+
+def _reason_against(model: TransformerBridge, layout: ModelLayout) -> str | None:
+    """Why the input of a block cannot be returned in the place of its output."""
     if all(map(_is_of_t5, model.blocks)):
         first = model.blocks[0].original_component.layer[0]
         known = layout.n_returned == _RETURNED_BY_T5 and hasattr(first, "SelfAttention")
@@ -91,10 +92,7 @@ def _skipping_forwards_of_t5(model: TransformerBridge, jump: Replacement) -> dic
                 attention = block.original_component.layer[0].SelfAttention
                 attention = getattr(attention, "original_component", attention)
                 bias = attention.compute_bias(h.shape[1], h.shape[1], device=h.device)
-            if layer == jump.blocks[0]:
-                h = stand_in(jump, block.hook_in(h), h)
-            if layer == jump.blocks[-1]:
-                h = block.hook_out(h)
+            h = _hand_on(jump, block, layer, h)
             return h, bias, others[1] if len(others) > 1 else None
 
         return forward

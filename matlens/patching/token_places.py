@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,16 +21,17 @@ if TYPE_CHECKING:
 
 
 class TokenPlaces:
-    """The place of every token of a running batch in its sentence, and -1 for padding.
+    """The position of every token of a running batch in its sentence, and -1 for padding.
 
-    Padding is never replaced: it is no sentence's token, and what a stand-in would make of it can grow
-    beyond all numbers and reach the others through an attention weight of zero.
+    Padding is never replaced: a map's output there could overflow and reach the other tokens through an
+    attention weight of zero. Only one pass of a patched model runs at a time, see `matlens.models.hooks`.
     """
 
     def __init__(self, model: TransformerBridge) -> None:
         self._model, self._inner = model, model.original_model
         self._signature = inspect.signature(self._inner.forward)
-        self._running = threading.local()  # the batch that runs in each thread
+        self.of_batch = torch.empty(0, 0)  # [batch, length], of the running pass
+        self.read: dict[Any, Tensor] = {}  # vectors of the running pass that are still to be used
         self.look: Callable[..., None] = self._look  # one object, by which the hook is known
 
     def starts_behind(self, order: int) -> bool:
@@ -39,14 +39,9 @@ class TokenPlaces:
         start = getattr(self._model.blocks[0], "_start_at_layer_idx", None)
         return start is not None and order < ModelLayout.from_model(self._model).start_of_block(start)
 
-    @property
-    def number(self) -> int:
-        """The number of the running pass."""
-        return int(getattr(self._running, "number", 0))
-
     def chosen(self, where: Where) -> Tensor:
         """``[batch, length]``: the tokens at which something is replaced."""
-        places = cast(Tensor, self._running.places)
+        places = self.of_batch
         if isinstance(where, str) and where == "last":  # a pass that goes on from a cache reads no prompt
             last = places.max(1, keepdim=True).values
             return (places == last) & (places >= 0) & (places == 0).any(1, keepdim=True)
@@ -72,11 +67,6 @@ class TokenPlaces:
         meant = where.gather(1, places.clamp(0, where.shape[1] - 1)) | ~known
         return meant & (places >= 0)
 
-    @property
-    def of_batch(self) -> Tensor:
-        """``[batch, length]``: the place of each token of the running batch."""
-        return cast(Tensor, self._running.places)
-
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Note the places of the tokens that each forward pass is given."""
@@ -86,13 +76,21 @@ class TokenPlaces:
         finally:
             handle.remove()
 
+    def keep(self, key: Any) -> Callable[..., None]:
+        """A hook that keeps the vectors of the running pass, those of all heads side by side."""
+
+        def hook(value: Tensor, hook: Any) -> None:
+            self.read[key] = value.flatten(2)
+
+        return hook
+
     def _look(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._running.number = self.number + 1
+        self.read.clear()
         given = self._signature.bind_partial(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
         if is_visual(self._model):
             n, length = len(given["pixel_values"]), places_of_image(self._model)
-            self._running.places = torch.arange(length, device=given["pixel_values"].device).expand(n, length)
+            self.of_batch = torch.arange(length, device=given["pixel_values"].device).expand(n, length)
             return
         of_stack = "decoder_" if stack_of(self._model) == DECODER else ""
         tokens = given.get(f"{of_stack}input_ids")
@@ -106,7 +104,7 @@ class TokenPlaces:
             )
         if mask is not None:
             real = mask.bool()
-            self._running.places = (real.cumsum(1) - 1).masked_fill(~real, -1)[:, -length:]
+            self.of_batch = (real.cumsum(1) - 1).masked_fill(~real, -1)[:, -length:]
             return
         past = 0 if cache is None else cache.get_seq_length()
-        self._running.places = torch.arange(past, past + length, device=tokens.device).expand(n, length)
+        self.of_batch = torch.arange(past, past + length, device=tokens.device).expand(n, length)

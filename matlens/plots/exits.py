@@ -94,7 +94,7 @@ def costs_figure(results: pd.DataFrame) -> Figure:
     Parameters
     ----------
     results
-        The table of `matlens.linearity.exit_costs`.
+        The table of `analyses/memory_and_layers.py`.
     """
     figure = Figure(figsize=(9.4, 4.1))
     left, right = figure.subplots(1, 2)

@@ -109,7 +109,7 @@ def attention_heads(results: pd.DataFrame) -> Figure:
     Parameters
     ----------
     results
-        The table of `matlens.linearity.head_ablation`.
+        The table of `analyses/attention_heads.py`.
     """
     figure = Figure(figsize=(9.4, 4.1))
     left, right = figure.subplots(1, 2)

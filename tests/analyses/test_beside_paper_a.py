@@ -14,17 +14,17 @@ import pytest
 from analysing import N_PATCHED, SINKS, ByHand, Finished, assert_table, drawn, read
 from conftest import N_LAYERS
 from judged_by_hand import assert_judged
-
-from matlens import MapSet, collect
-from matlens.linearity import (
+from paper_a import (
     exit_costs,
     fit_quality_by_size,
     fit_quality_without_sinks,
     head_ablation,
-    head_pairs,
     later_sinks,
     sink_norms,
 )
+
+from matlens import MapSet, collect
+from matlens.linearity import head_pairs
 from matlens.models import ModelLayout
 
 

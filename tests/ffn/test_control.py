@@ -283,7 +283,7 @@ def test_control_of_an_ffn_that_is_replaced_is_refused_whichever_comes_first(
     for names in (["L1D9"], ["L2D3", "L1D9"]):
         with (
             controlled(model, names),
-            pytest.raises(InputError, match=r"block 1.* is replaced or controlled"),
+            pytest.raises(InputError, match=r"\.1.* is replaced or controlled"),
         ):
             patched(model, [linear(part)]).__enter__()
     assert_as_before(model, before)

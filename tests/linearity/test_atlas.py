@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 import torch
 from conftest import D_MODEL, WORDS, plain_vectors
-from handpatched import patched_by_hand
+from handpatched import hand_vectors
 
 from matlens import InputError, linearity
 from matlens.activations import find_sinks
@@ -83,10 +83,9 @@ def fit_by_hand(
 def read_by_hand(name: str, plain: Any, text: JudgedText, parts: list[Any]) -> tuple[list[Any], list[Any]]:
     """Losses and likeliest tokens at the positions of each sentence."""
     losses, likeliest = [], []
-    for s, tokens in enumerate(sentences_of(text)):
+    for s, vectors in enumerate(hand_vectors(name, plain, parts, [x.tolist() for x in sentences_of(text)])):
         chosen = text.texts == s
-        with patched_by_hand(name, plain, parts, s), torch.no_grad():
-            log_p = plain(tokens[None]).logits[0].log_softmax(-1)[text.examples.positions[chosen]]
+        log_p = vectors["logits"].log_softmax(-1)[text.examples.positions[chosen]]
         losses.append(-log_p[range(len(log_p)), text.truth[chosen]].double().numpy())
         likeliest.append(log_p.argmax(1).numpy())
     return losses, likeliest

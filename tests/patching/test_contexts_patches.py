@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from conftest import (
-    ARCHITECTURES,
-    D_MODEL,
-    FAMILY_OF,
-    LAYERS,
-    N_LAYERS,
-    RESIDUAL_MULTIPLIER,
-    SCALED_SITES,
-    SITE_MODULES,
-    WIRINGS,
-    assert_near,
+from conftest import ARCHITECTURES, D_MODEL, SITE_MODULES, WIRINGS, assert_near
+from handpatched import Part, hand_vectors, jump_part, part, run, submodule_part
+from patched_models import (
+    LENGTHS,
+    SENTENCES,
+    Models,
+    assert_as_before,
+    assert_same,
+    patched,
+    replacement,
+    state,
+    vectors,
 )
-from handpatched import jump_part, submodule_part
-from patched_models import LENGTHS, SENTENCES, Models, assert_as_before, patched, replacement, state, vectors
 from torch import Tensor
 
 import matlens
@@ -29,93 +28,17 @@ from matlens import InputError, LinearMap, MapSet, Site
 from matlens.models.layout import ModelLayout
 from matlens.patching.replacements import Replacement, jump
 
-# Where the heads' outputs enter the matrix that joins them; written by hand from the models' source.
-JOINS = {
-    "gpt2": "attn.c_proj", "llama": "self_attn.o_proj", "neox": "attention.dense", "gptj": "attn.out_proj",
-    "bert": "attention.output.dense", "gemma2": "self_attn.o_proj", "gemma3": "self_attn.o_proj",
-    "granite": "self_attn.o_proj", "olmo2": "self_attn.o_proj",
-}  # fmt: skip
-MARKS = tuple(tuple(token % 3 == 1 for token in range(n)) for n in LENGTHS)
-WHERE: dict[str, Any] = {"all": "all", "not-first": "not-first", "one each": (3, 0, 0, 5), "marks": MARKS}
+WHERE: dict[str, Any] = {
+    "all": "all",
+    "not-first": "not-first",
+    "one each": (3, 0, 0, 5),
+    "marks": (tuple(token % 3 == 1 for token in range(max(LENGTHS))),) * len(LENGTHS),
+}
 
 
-def module_of(name: str, model: Any, site: str) -> tuple[Any, str]:
-    """Which module of the plain model has a site as its input or output."""
-    kind, layer = site.split(".")
-    layers, final_norm = (model.get_submodule(path) for path in LAYERS[name])
-    if kind == "h":
-        return (layers[int(layer)] if int(layer) < N_LAYERS else final_norm), "in"
-    path, side = (JOINS[name], "in") if kind == "z" else SITE_MODULES[name][kind]
-    return layers[int(layer)].get_submodule(path), side
-
-
-def listen(module: Any, side: str, function: Callable[[Tensor], Tensor | None]) -> Any:
-    """Hand a module's input or output to a function, and take what it gives in its place."""
-
-    def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        value = function(args[0] if args else kwargs["hidden_states"])
-        if value is None:
-            return None
-        return ((value, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": value})
-
-    def after(_: Any, __: Any, output: Any) -> Any:
-        value = function(output[0] if isinstance(output, tuple) else output)
-        return (value, *output[1:]) if value is not None and isinstance(output, tuple) else value
-
-    if side == "in":
-        return module.register_forward_pre_hook(before, with_kwargs=True)
-    return module.register_forward_hook(after)
-
-
-def chosen_tokens(where: Any, sentence: int) -> Tensor:
-    tokens = torch.arange(LENGTHS[sentence])
-    if isinstance(where, str):
-        return tokens >= {"all": 0, "not-first": 1}[where]
-    meant = where[sentence]
-    return torch.tensor(meant) if isinstance(meant, tuple) else tokens == meant
-
-
-@contextmanager
-def by_hand(
-    name: str, model: Any, source: str, target: str, linear: LinearMap, where: Any, sentence: int
-) -> Iterator[None]:
-    """A plain model with one site put in the place of another, for one sentence without padding."""
-    seen: dict[str, Tensor] = {}
-    chosen = chosen_tokens(where, sentence)[:, None]
-
-    def keep(key: str) -> Any:
-        return lambda value: seen.update({key: value})
-
-    def write(value: Tensor) -> Tensor:
-        instead = seen["source"] @ linear.weight.T + (0 if linear.bias is None else linear.bias)
-        return torch.where(chosen, (instead - seen.get("before", 0)) / multiplier, value)
-
-    handles = [listen(*module_of(name, model, source), keep("source"))]
-    written = target
-    if (
-        target.startswith("mid") and FAMILY_OF[name] != "post-norm"
-    ):  # the stream is a sum, which no module has
-        layer = target.split(".")[1]
-        normed = FAMILY_OF[name] in ("extra-norm", "output-norm")
-        written = ("ln1_post_out." if normed else "attn_out.") + layer
-        handles.append(listen(*module_of(name, model, f"h.{layer}"), keep("before")))
-    # What this module writes, times this, is what the site holds.
-    multiplier = RESIDUAL_MULTIPLIER if written.split(".")[0] in SCALED_SITES.get(name, ()) else 1
-    handles.append(listen(*module_of(name, model, written), write))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@torch.inference_mode()
-def hand_logits(name: str, model: Any, *patch: Any) -> list[Tensor]:
-    logits = []
-    for s, sentence in enumerate(SENTENCES):
-        with by_hand(name, model, *patch, s):
-            logits.append(model(torch.tensor([sentence])).logits[0])
-    return logits
+def hand_logits(name: str, plain: Any, linear: LinearMap, where: Any = "all") -> list[Tensor]:
+    by_hand = Part(linear.source, linear.target, linear.weight, linear.bias, where)
+    return [vectors["logits"] for vectors in hand_vectors(name, plain, [by_hand], SENTENCES)]
 
 
 def random_map(model: Any, source: str, target: str, *, bias: bool = True) -> LinearMap:
@@ -123,15 +46,6 @@ def random_map(model: Any, source: str, target: str, *, bias: bool = True) -> Li
     d_in, d_out = layout.width(source), layout.width(target)
     weight = torch.randn(d_out, d_in, generator=generator) / d_in**0.5
     return LinearMap(weight, torch.randn(d_out, generator=generator) if bias else None, source, target)
-
-
-def as_where(where: Any) -> Any:
-    if isinstance(where, str):
-        return where
-    if isinstance(where[0], int):
-        return torch.tensor(where)
-    longest = max(LENGTHS)
-    return torch.tensor([[*row, *([True] * (longest - len(row)))] for row in where])
 
 
 def state_after_a_pass(model: Any) -> Any:
@@ -152,19 +66,19 @@ def test_a_patch_equals_a_plain_model_patched_by_hand(
 ) -> None:
     model = small_model(name)
     before = state_after_a_pass(model)
+    unpatched = [vectors["logits"] for vectors in hand_vectors(name, plain_model(name), [], SENTENCES)]
     for number, (source, target) in enumerate(pairs_of(name)):
         linear = random_map(model, source, target)
-        plain = hand_logits(name, plain_model(name), source, target, linear, ((99,) * 4))
         for where in list(WHERE.values())[number % 2 :: 2]:
-            expected = hand_logits(name, plain_model(name), source, target, linear, where)
-            given = Replacement.from_map(linear, where=as_where(where))
+            expected = hand_logits(name, plain_model(name), linear, where)
+            given = replacement(Part(source, target, linear.weight, linear.bias, where))
             for side in ("right", "left"):
                 with patched(model, [given]):
                     ours = vectors(model, side=side)
-                for our, their, unpatched in zip(ours, expected, plain, strict=True):
+                for our, their, plain in zip(ours, expected, unpatched, strict=True):
                     assert_near(our["logits"], their)
                     if isinstance(where, str) and len(their) > 1:
-                        assert float((their - unpatched).abs().max()) > 1e-3 * float(their.abs().max())
+                        assert float((their - plain).abs().max()) > 1e-3 * float(their.abs().max())
     assert_as_before(model, before)
 
 
@@ -179,14 +93,8 @@ def test_a_map_from_the_heads_is_collected_fitted_and_patched(
         model, examples, ["blocks.0.attn.hook_z", "h.2"], positions="all", progress=False
     )
     assert list(samples) == ["blocks.0.attn.hook_z", "h.2"]
-    alone = []
-    with torch.inference_mode():
-        for start, end in zip(examples.offsets[:-1], examples.offsets[1:], strict=True):
-            handle = listen(*module_of(name, plain, "z.0"), lambda value: alone.append(value[0]))
-            try:
-                plain(torch.from_numpy(examples.tokens[start:end])[None])
-            finally:
-                handle.remove()
+    sentences_of = [examples.tokens[a:b] for a, b in itertools.pairwise(examples.offsets)]
+    alone = [run(name, plain, [], sentence.tolist())["z.0"] for sentence in sentences_of]
     assert_near(samples["z.0"], torch.cat(alone))
     maps = MapSet.fit(samples, pairs=[("z.0", 2)], intercept=True, progress=False)
     z, h = torch.cat(alone).double(), samples[2].double()
@@ -195,7 +103,7 @@ def test_a_map_from_the_heads_is_collected_fitted_and_patched(
     linear = maps["blocks.0.attn.o.hook_in", "h.-2"]
     assert linear is maps["blocks.0.attn.hook_z", 2]
     assert_near(linear.weight, solution[:-1].T, 1e-3)
-    expected = hand_logits(name, plain, "z.0", "h.2", linear, "all")
+    expected = hand_logits(name, plain, replace(linear, source="z.0"))
     with patched(model, maps.values()):
         for ours, theirs in zip(vectors(model), expected, strict=True):
             assert_near(ours["logits"], theirs, 1e-4)  # of fitted maps rounding grows
@@ -239,7 +147,7 @@ def test_maps_made_by_hand_are_found_by_all_names_of_their_sites(small_model: Mo
 def test_a_place_of_the_stream_is_mapped_at_chosen_tokens(small_model: Models, plain_model: Models) -> None:
     model, where = small_model("llama"), (3, 0, 0, 5)
     linear = random_map(model, "h.1", "h.1")
-    expected = hand_logits("llama", plain_model("llama"), "h.1", "h.1", linear, where)
+    expected = hand_logits("llama", plain_model("llama"), linear, where)
     with patched(model, [Replacement.from_map(linear, where=torch.tensor(where))]):
         for ours, theirs in zip(vectors(model), expected, strict=True):
             assert_near(ours["logits"], theirs)
@@ -301,7 +209,7 @@ def test_hooks_are_gone_after_an_exception_and_nothing_old_is_used(small_model: 
 
 
 REFUSED: list[tuple[str, str, str]] = [
-    ("h.2", "blocks.1.attn.hook_z", "runs backwards: a pass comes to blocks.1.attn.hook_z before h.2"),
+    ("h.2", "blocks.1.attn.hook_z", "runs backwards"),
     ("mlp_out.1", "z.1", "runs backwards"),
     ("attn_out.1", "attn_in.1", "runs backwards"),
     ("ffn_out.1", "mid.1", "runs backwards"),
@@ -353,49 +261,49 @@ def test_a_target_that_nothing_reads_is_refused(small_model: Models) -> None:
         assert accepted > 20
 
 
-OVERLAPS: dict[str, tuple[Sequence[Any], str]] = {
-    "the same target": ([("z.0", "h.2"), ("z.1", "h.2")], "h.2 is replaced"),
-    "a hook by two names": ([("h.0", "z.1"), ("h.1", "blocks.1.attn.o.hook_in")], "attn.hook_z is replaced"),
-    "the target of a jump": ([jump_part(0, 2), ("z.0", "h.2")], "h.2 is replaced"),
-    "a source inside a jump": ([jump_part(0, 2), ("z.1", "h.3")], "attn.hook_z, which h.0 -> h.2 covers"),
-    "a target inside a jump": (
-        [jump_part(1, 3), ("z.0", "attn_out.2")],
-        "attn_out.2, which h.1 -> h.3 covers",
+OVERLAPS: dict[str, tuple[Part, Part, str]] = {
+    "the same target": (part("z.0", "h.2"), part("z.1", "h.2"), "h.2 is"),
+    "a hook by two names": (part("h.0", "z.1"), part("h.1", "blocks.1.attn.o.hook_in"), "hook_z is"),
+    "the target of a jump": (jump_part(0, 2), part("z.0", "h.2"), "h.2 is"),
+    "a source inside a jump": (jump_part(0, 2), part("z.1", "h.3"), "which .* covers"),
+    "a target inside a jump": (jump_part(1, 3), part("z.0", "attn_out.2"), "attn_out.2, which h.1 -> h.3"),
+    "a jump under a patch": (jump_part(1, 2), part("z.0", "h.3"), "h.2, which .* -> h.3 covers"),
+    "a part of a sub-module": (submodule_part("attn", 1), part("h.0", "z.1"), "hook_z, which attn_in.1 ->"),
+    "a sub-module": (submodule_part("ffn", 1), part("h.0", "ffn_out.1"), "ffn_out.1 is"),
+    "a sub-module under a patch": (part("z.0", "h.3"), submodule_part("ffn", 1), "ffn_out.1, which .*"),
+    "the middle and attention": (part("z.0", "mid.1"), submodule_part("attn", 1), "attn_out.1 is"),
+    "jumps that overlap": (jump_part(0, 2), jump_part(1, 3), "h.2, which .* covers"),
+    "jumps one inside the other": (jump_part(0, 3), jump_part(1, 2), "h.2, which .* covers"),
+    "the same jump": (jump_part(1, 3), jump_part(1, 3, 1), "h.3 is"),
+    "a jump and a sub-module": (jump_part(0, 2), submodule_part("attn", 1), "attn_out.1, which .* covers"),
+    "a sub-module and a jump": (submodule_part("ffn", 2), jump_part(0, 3), "ffn_out.2, which .* covers"),
+    "a layer inside a jump": (jump_part(0, 3), jump_part(1, 1), "h.1, which .* covers"),
+    "the same layer": (jump_part(1, 1), jump_part(1, 1, 1), "h.1 is"),
+    "the same sub-module": (submodule_part("attn", 0), submodule_part("attn", 0, 1), "attn_out.0 is"),
+    "the same at other tokens": (
+        submodule_part("ffn", 1, where="not-first"), submodule_part("ffn", 1, where=(0, 0, 0, 0)),
+        "ffn_out.1 is",
     ),
-    "a jump under a patch": ([jump_part(1, 2), ("z.0", "h.3")], "h.2, which .* -> h.3 covers"),
-    "a part of a sub-module": (
-        [submodule_part("attn", 1), ("h.0", "z.1")],
-        "hook_z, which attn_in.1 -> .*covers",
-    ),
-    "a sub-module": ([submodule_part("ffn", 1), ("h.0", "ffn_out.1")], "ffn_out.1 is replaced"),
-    "a sub-module under a patch": ([("z.0", "h.3"), submodule_part("ffn", 1)], "ffn_out.1, which .* covers"),
-    "the middle and attention": ([("z.0", "mid.1"), submodule_part("attn", 1)], "attn_out.1 is replaced"),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("nested", [False, True], ids=["together", "nested"])
 @pytest.mark.parametrize("case", OVERLAPS)
-def test_patches_that_make_each_other_be_lost_are_refused(
-    case: str, nested: bool, small_model: Models
-) -> None:
-    model, (given, message) = small_model("gpt2"), OVERLAPS[case]
-    one, other = (
-        Replacement.from_map(random_map(model, *each)) if len(each) == 2 else replacement(each)
-        for each in given
-    )
-    for first, second in ((one, other), (other, one)):
-        if nested:
-            with (
-                patched(model, [first]),
-                pytest.raises(InputError, match="overlaps another"),
-                patched(model, [second]),
-            ):
-                pytest.fail("not refused")
-        else:
-            with pytest.raises(InputError, match="overlaps another"), patched(model, [first, second]):
-                pytest.fail("not refused")
-    with pytest.raises(InputError, match=message), patched(model, [one, other]):
+def test_replacements_that_overlap_are_refused(case: str, small_model: Models) -> None:
+    """Together and in nested contexts; afterwards each may be put in."""
+    model, (*given, message) = small_model("gpt2"), OVERLAPS[case]
+    one, other = map(replacement, given)
+    before = state_after_a_pass(model)
+    with pytest.raises(InputError, match=f"overlaps another: .*{message}"), patched(model, [one, other]):
         pytest.fail("not refused")
+    for first, second in ((one, other), (other, one)):
+        with pytest.raises(InputError, match="overlaps another"), patched(model, [first, second]):
+            pytest.fail("not refused")
+        with patched(model, [first]):
+            inside = vectors(model)
+            with pytest.raises(InputError, match="overlaps another"), patched(model, [second]):
+                pytest.fail("not refused")
+            assert_same(vectors(model), inside, 0)
+    assert_as_before(model, before)
 
 
 def test_a_patch_inside_of_one_at_chosen_tokens(small_model: Models) -> None:

@@ -330,7 +330,7 @@ def test_a_missing_stand_in_is_refused(small_model: Models) -> None:
     )
     h = torch.zeros(2, D_MODEL)
     attend_nowhere(small_model("llama"), some, h, 2, 3)
-    with pytest.raises(InputError, match=r"no map attn_in\.1 -> attn_out\.1"):
+    with pytest.raises(KeyError, match=r"no map attn_in\.1 -> attn_out\.1"):
         attend_nowhere(small_model("llama"), some, h, 0, 3)
 
 

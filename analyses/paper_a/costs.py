@@ -16,7 +16,7 @@ import pandas as pd
 from torch import nn
 
 from matlens.activations.activations import Activations
-from matlens.errors import InputError, NonNegative, check_int, checked
+from matlens.errors import InputError
 from matlens.io.tables import result_table
 from matlens.lens.early_exit import layers_saved, sweep_and_reaching
 from matlens.lens.quality import METHODS, prediction_quality, validation_row
@@ -33,23 +33,12 @@ COSTS = "memory_and_layers"  # the experiment
 PRECISIONS = (0.8, 0.85, 0.9, 0.95, 0.99)
 
 
-@checked
 @dataclass(frozen=True)
 class Costs:
-    """What parts of a model cost.
+    """Matrix elements of a model's parts, each one multiplication per token.
 
-    Attributes
-    ----------
-    blocks
-        Numbers in the matrices of each block, which are its multiplications for a token.
-    attention
-        Multiplications for a token in each block for each token that it attends to.
-    readout
-        Multiplications of reading out one vector.
-    d_model
-        Width of the stream; a map between two layers has ``d_model ** 2`` numbers.
-    n_bytes
-        Bytes of a number.
+    ``attention`` is the multiplications of a block for each token that one attends to, ``readout`` those of
+    reading out one vector, ``n_bytes`` the size of an element.
     """
 
     blocks: tuple[int, ...]
@@ -60,14 +49,7 @@ class Costs:
 
     @classmethod
     def from_model(cls, model: TransformerBridge, readout: Readout) -> Costs:
-        """Count the matrices of a model's blocks and of its read-out.
-
-        Raises
-        ------
-        InputError
-            A block has weights that are no matrices, the configuration does not make the blocks, or the
-            read-out is of another model.
-        """
+        """Count the matrices of a model's blocks and of its read-out."""
         readout.check_same(ModelIdentity.from_model(model), theirs="the model")
         weights = [[*block.parameters()] for block in _plain_blocks(model)]
         if any(weight.ndim > 2 for of_block in weights for weight in of_block):
@@ -92,16 +74,8 @@ class Costs:
         """Numbers in a map between two layers, which are its multiplications for a token."""
         return self.d_model**2
 
-    def run(self, first: int, last: int, n_tokens: NonNegative) -> float:
-        """Multiplications for a token of the blocks between two layers, where it attends to ``n_tokens``.
-
-        Raises
-        ------
-        InputError
-            The layers are out of order or out of range, or there are fewer than no tokens.
-        """
-        first = check_int(first, "first", min=0, max=self.n_layers)
-        last = check_int(last, "last", min=first, max=self.n_layers)
+    def run(self, first: int, last: int, n_tokens: float) -> float:
+        """Multiplications for a token of the blocks between two layers, where it attends to ``n_tokens``."""
         blocks = zip(self.blocks[first:last], self.attention[first:last], strict=True)
         return float(sum(weights + n_tokens * context for weights, context in blocks))
 
@@ -118,7 +92,6 @@ def _plain_blocks(model: TransformerBridge) -> nn.ModuleList:
     )
 
 
-@checked
 def exit_costs(
     readout: Readout,
     model: TransformerBridge,
@@ -141,17 +114,7 @@ def exit_costs(
 
     Two more columns, ``share of bytes`` and ``share of multiplications``, put them beside all blocks'.
 
-    Parameters
-    ----------
-    readout, model
-        A model and its read-out.
-    maps
-        Maps from every layer onto the last one.
-    validation
-        The stream at the positions of the validation examples; attention reads as many tokens as these have
-        on average up to there.
-    precisions
-        Precisions that early exit is asked for.
+    Attention reads as many tokens as the validation sentences have on average up to their positions.
     """
     costs, last = Costs.from_model(model, readout), validation.provenance.identity.n_layers
     n_tokens = float(validation.places.mean()) + 1

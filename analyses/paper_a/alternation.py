@@ -12,7 +12,6 @@ from torch import Tensor
 
 from matlens.activations.activations import Activations
 from matlens.activations.sinks import find_sinks, sink_rows
-from matlens.errors import checked
 from matlens.lens.judgement import as_substitute, judge_predictions
 from matlens.lens.quality import fit_quality, prediction_quality, prediction_rows, r2_matrix
 from matlens.linear.mapsets import MapSet
@@ -28,27 +27,16 @@ ALTERNATION = "paper_a_fig6_alternation"  # the experiment
 R2, SCORED, WITHOUT_SINKS = "R2", "R2, scored without sinks", "R2 without sinks"  # methods
 
 
-@checked
 def best_schemes(
     maps: MapSet, validation: Activations, *, rows: Bool[Tensor, " n"] | None = None
 ) -> list[Scheme]:
-    """For each number of blocks run, the scheme whose jumps have the greatest product of r2 of ``mat``.
-
-    Parameters
-    ----------
-    maps
-        ``mat`` for every pair of layers.
-    validation, rows
-        The stream at the positions of the validation examples, and which of them r2 is taken on; see
-        `fit_quality`.
-    """
+    """For each number of blocks run, the scheme whose jumps have the greatest product of r2 of ``mat``."""
     return [
         scheme
         for scheme, _ in r2_schemes(r2_matrix(fit_quality(maps, validation, rows=rows), "mat")).values()
     ]
 
 
-@checked
 def named_schemes(maps: MapSet, validation: Activations) -> list[tuple[str, Scheme]]:
     """The schemes of Figure 6, each with the name of its method.
 
@@ -60,7 +48,6 @@ def named_schemes(maps: MapSet, validation: Activations) -> list[tuple[str, Sche
     return named + [(f"WRR, {scheme.starts_with} first", scheme) for _, _, scheme in wrr_schemes(n_layers)]
 
 
-@checked
 def scheme_quality(
     readout: Readout,
     model: TransformerBridge,
@@ -80,23 +67,10 @@ def scheme_quality(
 
     Parameters
     ----------
-    readout, model
-        A model and its read-out.
-    maps
-        ``mat`` for every pair of layers.
-    validation
-        The stream at the positions of the validation examples, by whose r2 schemes are chosen.
-    without_sinks
-        ``mat`` for every pair of layers, fitted on all samples but sinks.
+    maps, without_sinks
+        ``mat`` for every pair of layers, fitted on all samples and on all but sinks.
     patched
         How many examples the schemes are run on; by default all.
-    folder
-        Where vectors are kept, as in `matlens.patching.run_variants`.
-
-    Raises
-    ------
-    InputError
-        There is not a map for every pair of layers.
     """
     readout.check_same(validation.provenance)
     named, data = named_schemes(maps, validation), validation if patched is None else validation.head(patched)

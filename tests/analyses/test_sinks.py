@@ -8,12 +8,12 @@ import pytest
 import torch
 from conftest import make_tokenizer
 from identities import make_identity
+from paper_a.sinks import fit_quality_without_sinks, later_sinks, sink_norms
 from sklearn.metrics import r2_score
 
-from matlens import InputError, LinearMap, MapSet
+from matlens import LinearMap, MapSet
 from matlens.activations.activations import Activations
 from matlens.data.examples import Examples
-from matlens.linearity.sinks import fit_quality_without_sinks, later_sinks, sink_norms
 from matlens.models.identity import Provenance
 
 N, D = 60, 8
@@ -85,11 +85,3 @@ def test_sinks_that_are_no_first_tokens_are_listed_with_their_text(samples: Acti
     assert (row["norm"], row["median_norm"]) == pytest.approx((norms[33].item(), norms.median().item()))
     none = torch.zeros(N, dtype=torch.bool)
     assert list(later_sinks(samples, none, tokenizer)) == list(row)
-
-
-@pytest.mark.refused
-def test_masks_of_other_samples_are_refused(samples: Activations) -> None:
-    with pytest.raises(InputError, match="for each of the 60 samples"):
-        sink_norms(samples, SINKS[:-1])
-    with pytest.raises(InputError, match="All samples are sinks or first tokens"):
-        sink_norms(samples, torch.ones(N, dtype=torch.bool))

@@ -20,15 +20,14 @@ from torch import Tensor
 from matlens.activations.activations import Activations
 from matlens.activations.sinks import find_sinks
 from matlens.data.examples import Examples
-from matlens.errors import InputError, PositiveInt, check_choice, checked
-from matlens.io.tables import check_columns, result_table
+from matlens.errors import InputError
+from matlens.io.tables import result_table
 from matlens.lens.judgement import as_substitute, judge_predictions
 from matlens.lens.quality import prediction_quality, prediction_rows
 from matlens.linear.mapsets import MapSet
 from matlens.models.identity import ModelIdentity
 from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
-from matlens.models.sites import Site
 from matlens.parallel import Bar
 from matlens.patching.replacements import Where, mat_ffn, mat_ln1_ln2
 from matlens.patching.submodules import attend_nowhere
@@ -69,7 +68,6 @@ class SubmoduleCase(NamedTuple):
     target: int | None = None
 
 
-@checked
 def places_to_replace(model: TransformerBridge, examples: Examples) -> dict[str, Where]:
     """Each of `PLACES` as the ``where`` of a `Replacement`.
 
@@ -84,7 +82,6 @@ def places_to_replace(model: TransformerBridge, examples: Examples) -> dict[str,
     }
 
 
-@checked
 def run_submodule_cases(
     model: TransformerBridge,
     maps: Mapping[str, MapSet],
@@ -95,23 +92,7 @@ def run_submodule_cases(
 ) -> dict[SubmoduleCase, Float[Tensor, "n d_model"]]:
     """Replace sub-modules in every way; what each has for ``h^L`` at the drawn positions.
 
-    Parameters
-    ----------
-    model
-        The model to run.
-    maps
-        Stand-ins for all sub-modules, by what they were fitted on.
-    examples
-        The examples that it is run on.
-    cases
-        The ways to replace.
-    folder
-        Where vectors are kept, as in `matlens.patching.run_variants`.
-
-    Raises
-    ------
-    InputError
-        There are no stand-ins that were fitted so, or those under a name were fitted on other tokens.
+    ``maps`` are those of all sub-modules by the tokens that they were fitted on.
     """
     cases = list(cases)
     _check_fitted(maps, {case.fitted for case in cases})
@@ -161,7 +142,6 @@ def _check_fitted(maps: Mapping[str, MapSet], wanted: Iterable[str]) -> None:
             )
 
 
-@checked
 def attention_rows(
     readout: Readout,
     model: TransformerBridge,
@@ -175,8 +155,6 @@ def attention_rows(
     readout.check_same(data.provenance)
     data.provenance.check_same(ModelIdentity.from_model(model), ours="the activations")
     last = data.provenance.identity.n_layers
-    for layer in layers:
-        Site.parse(layer, last)
     bar = Bar(layers, desc="mat_attn", unit="layer")
     vectors = {layer: attend_nowhere(model, maps, data[layer], layer, last) for layer in bar}
     judged = judge_predictions(readout, data[last], {layer: as_substitute(h) for layer, h in vectors.items()})
@@ -185,7 +163,6 @@ def attention_rows(
     ]
 
 
-@checked
 def submodule_layers(
     readout: Readout,
     model: TransformerBridge,
@@ -193,7 +170,7 @@ def submodule_layers(
     stand_ins: Mapping[str, MapSet],
     validation: Activations,
     *,
-    every: PositiveInt = 1,
+    every: int = 1,
     patched: int | None = None,
     folder: str | Path | None = None,
 ) -> pd.DataFrame:
@@ -202,22 +179,8 @@ def submodule_layers(
     The methods are ``mat``, ``mat_attn``, ``mat_ffn`` and ``mat_ln1_ln2``, the last two once fitted and
     replaced at all tokens, as in the paper, and once, as ``... without sinks``, at all that are no sinks.
 
-    Parameters
-    ----------
-    readout, model
-        A model and its read-out.
-    maps
-        ``mat``, maps between layers of the stream.
-    stand_ins
-        Stand-ins for all sub-modules, fitted on ``all`` tokens and on those that are ``not-sink``.
-    validation
-        The stream at the positions of the validation examples.
-    every
-        Start from every so many layers, and from the last block.
-    patched
-        How many examples the model is run on; by default all.
-    folder
-        Where vectors are kept, as in `matlens.patching.run_variants`.
+    The first and every further ``every`` layers are taken, and the last block. ``stand_ins`` are fitted on
+    ``all`` tokens and on those that are ``not-sink``; the model is run on the first ``patched`` examples.
     """
     last = validation.provenance.identity.n_layers
     layers = sorted({*range(0, last, every), last - 1})
@@ -235,7 +198,6 @@ def submodule_layers(
     return pd.concat([blocks, pd.DataFrame(rows)], ignore_index=True)
 
 
-@checked
 def submodule_positions(
     readout: Readout,
     model: TransformerBridge,
@@ -250,15 +212,6 @@ def submodule_positions(
 
     A method is called ``mat_ffn, fit not-sink, replace all``; all combinations of the sets of stand-ins and
     `PLACES` are run, from every so many layers, from the third layer before the last and from the last block.
-
-    Parameters
-    ----------
-    readout, model, maps, every, folder
-        See `submodule_layers`.
-    stand_ins
-        Stand-ins for all sub-modules, by what they were fitted on.
-    data
-        The stream at the positions of the examples that the model is run on.
     """
     last = data.provenance.identity.n_layers
     layers = sorted({*range(0, last, every), last - 3, last - 1} & {*range(last)})
@@ -273,7 +226,6 @@ def submodule_positions(
     return pd.concat([blocks, pd.DataFrame(rows)], ignore_index=True)
 
 
-@checked
 def submodule_alone(
     readout: Readout,
     model: TransformerBridge,
@@ -287,16 +239,7 @@ def submodule_alone(
 
     The method ``mat_ffn`` is fitted and replaced at all tokens, ``mat_ffn without sinks`` at all that are no
     sinks; ``layer`` is the block.
-
-    Parameters
-    ----------
-    readout, model, stand_ins, data, folder
-        See `submodule_positions`.
-    kinds
-        What is replaced, of `CONTEXTUAL`.
     """
-    for kind in kinds:
-        check_choice(kind, tuple(CONTEXTUAL), "A kind")
     readout.check_same(data.provenance)
     data.provenance.check_same(ModelIdentity.from_model(model), ours="the activations")
     blocks = range(data.provenance.identity.n_layers)
@@ -309,17 +252,12 @@ def submodule_alone(
     return result_table(_judged_rows(readout, data, vectors, cases, SUBMODULE_ALONE))
 
 
-@checked
 def precision_by_layer(table: pd.DataFrame) -> pd.DataFrame:
     """Precision@1 of a table of results for people: a row for each method, a column for each layer."""
-    check_columns(table, ("method", "layer", "metric", "k", "value"), what="a table of results")
     best = table[(table["metric"] == "precision") & (table["k"] == 1)]
     return best.pivot_table(index="method", columns="layer", values="value", sort=False)
 
 
-@checked
 def rows_of_replacement(table: pd.DataFrame, replaced: str) -> pd.DataFrame:
     """The rows of one kind of sub-module in a table of `submodule_positions`, beside those of ``mat``."""
-    check_columns(table, ["method"], what="the table of linearity.submodule_positions")
-    check_choice(replaced, tuple(CONTEXTUAL), "replaced")
     return table[table["method"].str.startswith(f"{replaced}, fit ") | (table["method"] == "mat")]

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from matlens.activations.activations import Activations
-from matlens.errors import InputError, Tokenizer, checked, short
+from matlens.errors import Tokenizer
 from matlens.io.tables import result_table
 from matlens.lens.quality import fit_quality, validation_row
 from matlens.linear.mapsets import MapSet
@@ -28,7 +28,6 @@ SINK_NORMS, SINK_FIT = "sinks", "sinks_r2"  # experiments
 _BEFORE = 4  # tokens that are shown before a sink
 
 
-@checked
 def sink_norms(samples: Activations, sinks: Bool[Tensor, " n"]) -> pd.DataFrame:
     """How long sinks are at each layer, and how much of the variance lies in a single coordinate.
 
@@ -36,19 +35,8 @@ def sink_norms(samples: Activations, sinks: Bool[Tensor, " n"]) -> pd.DataFrame:
     neither; ``largest_coordinate`` is the share that one coordinate has of the variance of ``all`` samples
     and of those that are ``not sinks``.
 
-    Parameters
-    ----------
-    samples
-        Vectors of the stream.
-    sinks
-        True for the samples that are sinks, as `matlens.activations.sink_rows` tells.
-
-    Raises
-    ------
-    InputError
-        The mask is not one of the samples, or no sample is neither a sink nor a first token.
+    ``sinks`` is true for the samples that are sinks.
     """
-    _check_mask(samples, sinks)
     first = torch.from_numpy(samples.places == 0)
     groups = {"first tokens": first, "sinks": sinks, "others": ~first & ~sinks}
     rows = []
@@ -68,24 +56,13 @@ def sink_norms(samples: Activations, sinks: Bool[Tensor, " n"]) -> pd.DataFrame:
     return result_table(rows)
 
 
-@checked
 def fit_quality_without_sinks(
     maps: MapSet, validation: Activations, sinks: Bool[Tensor, " n"], *, progress: bool = True
 ) -> pd.DataFrame:
     """r2 of `fit_quality` where first tokens, or sinks, are not among the examples; the maps are the same.
 
     A table with one more column, ``examples``: ``not first tokens`` or ``not sinks``.
-
-    Parameters
-    ----------
-    maps, validation
-        See `fit_quality`.
-    sinks
-        True for the validation examples that are sinks.
-    progress
-        Whether to show a bar.
     """
-    _check_mask(validation, sinks)
     kept = {"not first tokens": torch.from_numpy(validation.places > 0), "not sinks": ~sinks}
     tables = [
         fit_quality(maps, validation, rows=rows, progress=progress).assign(experiment=SINK_FIT, examples=name)
@@ -94,21 +71,12 @@ def fit_quality_without_sinks(
     return pd.concat(tables, ignore_index=True)
 
 
-@checked
 def later_sinks(samples: Activations, sinks: Bool[Tensor, " n"], tokenizer: Tokenizer) -> pd.DataFrame:
     """The sinks that are no first tokens: each with the text before it, and where it stands out most.
 
     A row a sink: its ``place`` in the sentence, its ``token``, the ``text`` that ends with it, the ``layer``
     at which its norm is the greatest multiple of the median one, and both, ``norm`` and ``median_norm``.
-
-    Parameters
-    ----------
-    samples, sinks
-        See `sink_norms`.
-    tokenizer
-        The model's.
     """
-    _check_mask(samples, sinks)
     layers = [layer for layer, _ in _stream(samples)]
     norms = torch.stack([h.norm(dim=1) for _, h in _stream(samples)], 1)
     medians = norms.median(0).values
@@ -140,13 +108,3 @@ def _largest_share(h: Float[Tensor, "n d_model"]) -> float:
     """The largest coordinate's share of the variance."""
     variance = h.var(0, correction=0)
     return float(variance.max() / variance.sum())
-
-
-def _check_mask(samples: Activations, sinks: Bool[Tensor, " n"]) -> None:
-    if sinks.dtype != torch.bool or sinks.shape != (samples.n_rows,):
-        raise InputError(
-            f"sinks is {short(sinks)}. Expected True or False for each of the {samples.n_rows} samples, as "
-            "matlens.activations.sink_rows gives."
-        )
-    if bool((sinks | torch.from_numpy(samples.places == 0)).all()):
-        raise InputError("All samples are sinks or first tokens. Expected others to compare them with.")

@@ -13,12 +13,7 @@ import torch
 from conftest import N_LAYERS, SINK_TOKENS, assert_near, plain_vectors
 from handpatched import Part, hand_vectors, submodule_part
 from judged_by_hand import assert_judged, judged_by_hand
-from torch import Tensor
-
-from matlens import InputError, LinearMap, MapSet, Readout, collect, make_examples
-from matlens.activations.activations import Activations
-from matlens.data.corpus import Corpus
-from matlens.linearity.submodules import (
+from paper_a.submodules import (
     PLACES,
     SubmoduleCase,
     attention_rows,
@@ -30,6 +25,11 @@ from matlens.linearity.submodules import (
     submodule_layers,
     submodule_positions,
 )
+from torch import Tensor
+
+from matlens import InputError, LinearMap, MapSet, Readout, collect, make_examples
+from matlens.activations.activations import Activations
+from matlens.data.corpus import Corpus
 from matlens.models.identity import ModelIdentity, Provenance
 
 NAME = "llama-sinks"

@@ -12,12 +12,12 @@ import torch
 from conftest import N_LAYERS, SINK_TOKENS, plain_vectors
 from handpatched import Part, hand_vectors, jump_part
 from judged_by_hand import assert_judged, judged_by_hand
+from paper_a.alternation import named_schemes, scheme_quality
 from sklearn.metrics import r2_score
 from torch import Tensor
 
 from matlens import InputError, LinearMap, MapSet, Readout, collect, make_examples
 from matlens.data.corpus import Corpus
-from matlens.linearity.alternation import named_schemes, scheme_quality
 from matlens.models.identity import ModelIdentity, Provenance
 
 PAIRS = [(a, b) for a in range(N_LAYERS) for b in range(a + 1, N_LAYERS + 1)]

@@ -12,12 +12,13 @@ import pytest
 import torch
 from conftest import LAYERS, N_LAYERS, SINK_TOKENS, assert_near
 from judged_by_hand import assert_judged, judged_by_hand
+from paper_a.heads import constant_maps, head_ablation, head_r2, head_replacements
 from sklearn.metrics import r2_score
 from torch import Tensor
 
 from matlens import InputError, MapSet, Readout, collect, make_examples
 from matlens.data.corpus import Corpus
-from matlens.linearity.heads import constant_maps, head_ablation, head_pairs, head_r2, head_replacements
+from matlens.linearity import head_pairs
 from matlens.models.layout import ModelLayout
 from matlens.patching.contexts import patched
 from matlens.patching.replacements import Replacement
@@ -171,29 +172,17 @@ def test_what_has_no_heads_is_refused(small_model: Callable[[str], Any], sentenc
         progress=False,
     )
     maps = MapSet.fit(samples, pairs=[*pairs, ("attn_in.0", "attn_in.1")], progress=False)
-    with pytest.raises(InputError, match="There is no block 3: the model has the blocks 0 to 2"):
-        head_replacements(layout, maps, [(3, 0)])
-    with pytest.raises(InputError, match=r"^heads must be"):
-        head_replacements(layout, maps, [(0, 1, 2)])  # type: ignore[list-item]
-    masks = torch.ones(samples.n_rows - 1, dtype=torch.bool), torch.zeros(samples.n_rows, dtype=torch.bool)
-    for rows in masks:
-        with pytest.raises(InputError, match="Boolean mask"):
-            head_r2(layout, maps, samples, rows=rows)
-        with pytest.raises(InputError, match="Boolean mask"):
-            constant_maps(maps, samples, rows=rows)
-    with pytest.raises(InputError, match=r"There is no map from attn_in\.1 to"):
-        head_r2(layout, maps.held([pairs[0]]), samples)
     for heads in ((), (4,), (1, 1)):
-        with pytest.raises(InputError, match="Expected one or more of 0 to 3, each once"):
+        with pytest.raises(InputError, match="different numbers from 0 to 3"):
             patched(model, [Replacement.from_map(maps[pairs[0]], heads=heads)]).__enter__()
-    with pytest.raises(InputError, match=r"attn_in\.1 is not divided into heads"):
+    with pytest.raises(InputError, match="not divided into heads"):
         patched(model, [Replacement.from_map(maps["attn_in.0", "attn_in.1"], heads=[0])]).__enter__()
 
 
 def test_the_least_share_of_few_heads_is_one_head(
     small_model: Callable[[str], Any], sentences: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("matlens.linearity.heads.SHARES", (0.01,))  # of twelve heads
+    monkeypatch.setattr("paper_a.heads.SHARES", (0.01,))  # of twelve heads
     model = small_model("llama")
     examples = make_examples(model, sentences)
     sites = [*{site for pair in head_pairs(ModelLayout.from_model(model)) for site in pair}, f"h.{N_LAYERS}"]
