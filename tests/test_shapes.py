@@ -23,6 +23,7 @@ from matlens.ffn import Projection
 from matlens.lens import divergence, exit_layers
 from matlens.lens.cosines import matrix_cosine
 from matlens.linear import LeastSquares, LinearMap
+from matlens.linearity.scores import held_out_scores
 from matlens.models import Readout
 from matlens.models.families.experts import Mixture
 from matlens.models.families.wikilm.modelling import SinusoidalPositions
@@ -114,6 +115,11 @@ def test_tokens_of_a_judged_text_are_a_row_a_window() -> None:
 def test_a_wrong_dtype_is_an_error() -> None:
     with pytest.raises(WRONG, match="token"):
         metrics.rank(torch.rand(10, 7), torch.rand(10))
+
+
+def test_what_a_map_gives_is_as_much_as_the_truth() -> None:
+    with pytest.raises(WRONG):
+        held_out_scores(torch.rand(4, 3), torch.rand(5, 3))
 
 
 def test_coefficients_of_experts_are_of_the_same_tokens() -> None:

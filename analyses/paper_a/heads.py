@@ -121,8 +121,8 @@ def head_ablation(
     patched
         How many validation examples the model is run on; by default all.
     """
-    for vectors, theirs in ((train, "the training vectors"), (validation, "the validation vectors")):
-        readout.check_same(vectors.provenance, theirs=theirs)
+    for samples, theirs in ((train, "the training vectors"), (validation, "the validation vectors")):
+        readout.check_same(samples.provenance, theirs=theirs)
     layout = ModelLayout.from_model(model)
     last, scores = layout.n_layers, head_r2(layout, maps, validation, rows=validation_rows)
     linear = maps.held(head_pairs(layout))

@@ -219,11 +219,6 @@ ROOMS: list[Target] = [
         },
     ),
     Target("pruning.added_perplexity", good={"table": _pruning_table}),
-    Target(
-        "pruning.speed",
-        {"model": "object", "rounds": "whole"},
-        {"model": lambda w: w.plain, "n_tokens": lambda _: 2},
-    ),
     Target("pruning.plain_copy"),
     # Catalogue and cache.
     Target(

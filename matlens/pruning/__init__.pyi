@@ -9,6 +9,4 @@ from .pruned import Pruned as Pruned
 from .pruned import prune as prune
 from .pruned import prune_attention as prune_attention
 from .saving import save_pruned as save_pruned
-from .timing import Speed as Speed
 from .timing import compare_costs as compare_costs
-from .timing import speed as speed

@@ -8,7 +8,7 @@ cannot.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,33 +19,21 @@ from matlens.errors import InputError
 from matlens.parallel import Bar
 from matlens.pruning.choices import Method
 from matlens.pruning.folding import Matrix, fold_block
-from matlens.pruning.layouts import ATTENTION, Layout
+from matlens.pruning.layouts import Layout, matrices
 from matlens.pruning.streams import TOLERANCE, Streams, full_block, tried_streams
 
 _OUTPUTS = ("o_proj", "c_proj", "dense", "out_proj", "wo")
 
 
 def output_of(block: nn.Module) -> Any:
-    """The module that writes what a block's attention adds to the stream.
-
-    Raises
-    ------
-    InputError
-        There is not one.
-    """
-    writers = [
-        module
-        for path, module in block.named_modules()
-        if path.rpartition(".")[2] in _OUTPUTS
-        and ATTENTION & set(path.split(".")[:-1])
-        and getattr(module, "weight", torch.empty(0)).ndim == 2
-    ]
-    if len(writers) != 1:
+    """The module whose output a block's attention adds to the residual stream."""
+    paths = matrices(block, _OUTPUTS, of_attention=True)
+    if len(paths) != 1:
         raise InputError(
-            f"The blocks of this model have {len(writers) or 'no'} matrices that write what attention adds. "
-            "Expected one, as in GPT-2 and Llama."
+            f"The blocks of this model have {len(paths) or 'no'} output matrices of attention. Expected one, "
+            "as in GPT-2 and Llama."
         )
-    return writers[0]
+    return block.get_submodule(paths[0])
 
 
 @torch.no_grad()
@@ -58,13 +46,8 @@ def silence(block: nn.Module) -> None:
 def check_foldable_attention(layout: Layout) -> None:
     """Refuse a model whose FFNs do not read what attention adds, or read it changed.
 
-    It is shown by a sum: without its attention, a block that is given the stream with what attention would
-    add must give what the whole block gives.
-
-    Raises
-    ------
-    InputError
-        The sum does not hold in a block.
+    Without its attention, a block that is given the stream with attention's output must give what the whole
+    block gives.
     """
     streams = tried_streams(layout)
     for index, block in enumerate(map(full_block, layout.blocks)):
@@ -137,9 +120,3 @@ def fold_attention(
             at, h = layer, streams.after(before, block, h)
             bar.update(1)
     return matrices
-
-
-def silence_all(layout: Layout, layers: Iterable[int]) -> None:
-    """Let the attention of some blocks of a model write nothing."""
-    for layer in layers:
-        silence(layout.blocks[layer])

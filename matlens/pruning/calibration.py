@@ -21,13 +21,13 @@ from matlens.pruning.attention import (
     check_foldable_attention,
     choose_attention,
     fold_attention,
-    silence_all,
+    silence,
 )
 from matlens.pruning.choices import Choice, Method, usual_penalty
 from matlens.pruning.folding import REFITTED, Matrix, changed_by, fold_spans
 from matlens.pruning.healing import heal, tokens_read
 from matlens.pruning.layouts import Layout, plain_copy
-from matlens.pruning.spans import choose_blocks, greedy_order, read_count
+from matlens.pruning.spans import choose_span, greedy_order
 from matlens.pruning.streams import (
     TOLERANCE,
     Streams,
@@ -72,13 +72,7 @@ class Calibration:
 
     @classmethod
     def run(cls, model: TransformerBridge, windows: Examples, *, fold: bool, progress: bool) -> Calibration:
-        """Read the text; ``fold`` says whether maps are to be folded into the model.
-
-        Raises
-        ------
-        InputError
-            The model is changed, predicts no next token, or cannot be folded into; or the text is another's.
-        """
+        """Read the text; ``fold`` says whether maps are to be folded into the model."""
         if is_masked(model):
             raise InputError(
                 f"{model.cfg.architecture} predicts masked tokens, not the next one. Expected a decoder."
@@ -102,44 +96,31 @@ class Calibration:
 
     def choose(self, n: int, choice: Choice, *, progress: bool = True) -> tuple[int, ...]:
         """Choose ``n`` blocks to leave out, on the beginning of the text."""
-        n, n_tokens = read_count(n, len(self.layout.blocks)), CHOSEN_ON
+        n_tokens = CHOSEN_ON
         if choice == Choice.r2:
             n_tokens = max(n_tokens, ROWS_A_COLUMN * self.streams.h[0].shape[-1])
         beginning = self.streams.beginning(n_tokens)
         if choice != Choice.greedy:
-            return choose_blocks(beginning, n, choice, progress=progress)
+            return choose_span(beginning, n, choice, progress=progress)
         if n > len(self._order):
             self._order[:] = greedy_order(beginning, n, progress=progress)
         return tuple(sorted(self._order[:n]))
 
     def without_attention(
-        self,
-        wanted: int | tuple[int, ...],
-        method: Method,
-        penalty: float | None = None,
-        *,
-        progress: bool = True,
+        self, wanted: int | tuple[int, ...], method: Method, penalty: float, *, progress: bool = True
     ) -> tuple[Any, tuple[int, ...]]:
-        """A plain model in which the attention of some blocks writes nothing, and which these are.
-
-        ``wanted`` is how many, or which, as `read_wanted` gives it.
-
-        Raises
-        ------
-        InputError
-            The FFNs do not read what attention adds, or the text has too few tokens for the method.
-        """
+        """A plain model in which the attention of some blocks writes nothing, and which these are."""
         _check_enough(self.layout, self.streams.tokens, method)
         if method != Method.out:
             check_foldable_attention(self.layout)
-        if isinstance(wanted, int):
-            layers = choose_attention(self.streams.beginning(CHOSEN_ON), wanted, progress=progress)
-        else:
-            layers = wanted
-        penalty = usual_penalty(method) if penalty is None else penalty
+        layers = wanted
+        if isinstance(layers, int):
+            layers = choose_attention(self.streams.beginning(CHOSEN_ON), layers, progress=progress)
         matrices = fold_attention(self.streams, layers, method, penalty, progress=progress)
         pruned = build(self.layout, (), matrices)
-        silence_all(replace(self.layout, model=pruned), layers)
+        blocks = replace(self.layout, model=pruned).blocks
+        for layer in layers:
+            silence(blocks[layer])
         return pruned, layers
 
     def heal(
@@ -157,27 +138,16 @@ class Calibration:
     def without(
         self, blocks: Sequence[int], method: Method, penalty: float | None = None, *, progress: bool = True
     ) -> Any:
-        """A plain model without these blocks, with maps in their place by a method.
-
-        Raises
-        ------
-        InputError
-            The text has too few tokens for the method.
-        """
+        """A plain model without these blocks, with maps in their place by a method."""
         _check_enough(self.layout, self.streams.tokens, method)
         penalty = usual_penalty(method) if penalty is None else penalty
-        matrices = fold_spans(self.streams, blocks, method, penalty, progress=progress)
-        return build(self.layout, blocks, matrices)
+        return build(
+            self.layout, blocks, fold_spans(self.streams, blocks, method, penalty, progress=progress)
+        )
 
 
 def build(layout: Layout, blocks: Iterable[int], matrices: dict[int, Matrix]) -> Any:
-    """A new plain model without some blocks, and with other matrices in some of those that stay.
-
-    Raises
-    ------
-    InputError
-        The configuration cannot be cut, or a block that stays would do something else in its new place.
-    """
+    """A new plain model without some blocks, and with other matrices in some of those that stay."""
     whole, gone = layout.model, set(blocks)
     kept = [index for index in range(len(layout.blocks)) if index not in gone]
     config = cut_config(whole.config, kept)
@@ -244,13 +214,7 @@ PER_LAYER = (
 
 
 def cut_config(config: Any, kept: Sequence[int]) -> Any:
-    """A configuration of the blocks that stay: their number, and every setting with an entry a block.
-
-    Raises
-    ------
-    InputError
-        Read again, as from a file, it would not say the same.
-    """
+    """A configuration of the blocks that stay: their number, and every setting with an entry per block."""
     cut = copy.deepcopy(config)
     text = cut.get_text_config()
     lists = {

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import pandas as pd
 
-from matlens import metrics
 from matlens.data.examples import Examples
 from matlens.data.readers import check_own_tokens
-from matlens.errors import InputError, check_choice, check_int, checked
-from matlens.ffn.perplexity import perplexity_estimate, perplexity_ratio
+from matlens.errors import Between, InputError, check_choice, check_int, checked
+from matlens.ffn.perplexity import perplexity_estimate
 from matlens.io.tables import result_row, result_table
 from matlens.metrics import Estimate
 from matlens.models.identity import ModelIdentity
 from matlens.pruning.calibration import Calibration
 from matlens.pruning.choices import Choice, Method
-from matlens.pruning.evaluation import EXPERIMENT, ReadText, judged_tokens, read_text
+from matlens.pruning.evaluation import EXPERIMENT, ReadText, compare_texts, judged_tokens, read_text
 from matlens.pruning.gone import GONE, PUBLISHED, gone_estimate
 from matlens.pruning.timing import Timed, by_turns
 
@@ -38,7 +37,7 @@ def pruning_table(
     *,
     methods: Sequence[str] = tuple(Method),
     choices: Sequence[str] = tuple(Choice),
-    heal: int = 0,
+    heal: Annotated[int, Between(0, 10**9)] = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Leave several numbers of blocks out, chosen in several ways and folded by several methods.
@@ -77,7 +76,6 @@ def pruning_table(
     of_choices = [Choice(check_choice(choice, Choice, "A choice")) for choice in choices]
     for size in sizes:
         check_int(size, "A number of blocks to leave out", min=1, max=model.cfg.n_layers - 1)
-    check_int(heal, "heal", min=0, max=10**9)
     if not judged or not sizes or not of_methods or not of_choices:
         raise InputError(
             "There is nothing to compare: expected a text, a size, a method and a choice at least."
@@ -136,11 +134,7 @@ def pruning_table(
         published = known.get((chosen.get(PUBLISHED[1]), PUBLISHED[0].value))
         for (choice, called), corpus in itertools.product(tried, tokens):
             read = known[chosen[choice], called][corpus]
-            estimates = {
-                "perplexity": perplexity_estimate(read.losses),
-                "ratio": perplexity_ratio(read.losses, whole[corpus].losses),
-                "agreement": metrics.proportion((read.likeliest == whole[corpus].likeliest).flatten()),
-            }
+            estimates = compare_texts(read, whole[corpus])
             if published is not None:
                 estimates[GONE] = gone_estimate(read.losses, whole[corpus].losses, published[corpus].losses)
             more: dict[str, Any] = {

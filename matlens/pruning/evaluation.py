@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from matlens import metrics
@@ -73,14 +73,18 @@ def compare_pruned(
     tokens = judged_tokens(windows)
     whole = read_text(plain_copy(model), tokens, desc="whole model", progress=progress)
     rest = read_text(pruned.model, tokens, desc="pruned model", progress=progress)
-    same: Bool[Tensor, " places"] = (whole.likeliest == rest.likeliest).flatten()
-    estimates = (
-        ("whole", "perplexity", perplexity_estimate(whole.losses)),
-        ("pruned", "perplexity", perplexity_estimate(rest.losses)),
-        ("pruned", "ratio", perplexity_ratio(rest.losses, whole.losses)),
-        ("pruned", "agreement", metrics.proportion(same)),
-    )
+    estimates = [("whole", "perplexity", perplexity_estimate(whole.losses))]
+    estimates += [("pruned", *estimate) for estimate in compare_texts(rest, whole).items()]
     return trial_table(pruned, str(windows.provenance.get("corpus", "unnamed")), estimates)
+
+
+def compare_texts(rest: ReadText, whole: ReadText) -> dict[str, metrics.Estimate]:
+    """Perplexity of a pruned model, its ratio to the original's, and the share of tokens predicted alike."""
+    return {
+        "perplexity": perplexity_estimate(rest.losses),
+        "ratio": perplexity_ratio(rest.losses, whole.losses),
+        "agreement": metrics.proportion((rest.likeliest == whole.likeliest).flatten()),
+    }
 
 
 def check_made_of(pruned: Pruned, model: TransformerBridge) -> None:
@@ -105,13 +109,7 @@ def trial_table(
 
 
 def judged_tokens(windows: Examples) -> Int[Tensor, "n length"]:
-    """The tokens of the whole windows of a text to judge on.
-
-    Raises
-    ------
-    InputError
-        There is one alone, around which there is no interval.
-    """
+    """The tokens of the whole windows of a text to evaluate on, two at least."""
     tokens = whole_windows(windows)
     if len(tokens) < _FEWEST:
         raise InputError(

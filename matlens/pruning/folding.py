@@ -78,19 +78,7 @@ def fold_block(
     method: Method,
     penalty: float,
 ) -> Matrix:
-    """The matrix with which a block gives, as nearly as the method can, the stream that would be right.
-
-    Parameters
-    ----------
-    streams
-        The whole model on the text.
-    index, block
-        A block's number, and that block or another in its place.
-    h, right
-        The stream before it, and what would be right behind it.
-    method, penalty
-        See `fold`.
-    """
+    """The matrix with which a block, run on the stream before it, best gives the right stream after it."""
     passed = streams.through(index, block, h)
     rest = passed.h.float() - passed.written.float()
     matrix, bias = streams.layout.weight_of(block), streams.layout.writer_of(block).bias
@@ -124,38 +112,23 @@ def fold(
         return matrix
     weight = in_float64(matrix.weight).to(read.device)
     bias = None if matrix.bias is None else in_float64(matrix.bias).to(read.device)
-    if method in REFITTED:
-        change, shift = _least_squares(read, weight, bias, right, penalty, intercept=bias is not None)
-        return Matrix(weight + change, None if bias is None or shift is None else bias + shift)
     if method == Method.magnitude:
         written = read.double() @ weight.T + (0 if bias is None else bias)
         factor = right.double().abs().mean(0) / written.abs().mean(0).clamp_min(
             torch.finfo(torch.float64).tiny
         )
         return Matrix(factor[:, None] * weight, None if bias is None else factor * bias)
-    moments = LeastSquares(
-        len(weight), len(weight), source="what the FFN writes", target="what would be right"
-    )
+    d_model, refit = len(weight), method in REFITTED
+    width = weight.shape[1] if refit else d_model
+    sums = LeastSquares(width, d_model, source="the FFN's matrix", target="its target")
     total = 0.0
     for part, truth in zip(read.split(_ROWS), right.split(_ROWS), strict=True):
         written = part.double() @ weight.T + (0 if bias is None else bias)
-        moments.update(written, truth.double() - written)
-        total += float(written.square().sum())
-    change, _ = moments.solution(intercept=False, ridge=penalty * total / len(weight))
-    turned = change + torch.eye(len(weight), dtype=torch.float64)
-    return Matrix(turned @ weight, None if bias is None else turned @ bias)
-
-
-def _least_squares(
-    read: Tensor, weight: Tensor, bias: Tensor | None, right: Tensor, penalty: float, *, intercept: bool
-) -> tuple[Tensor, Tensor | None]:
-    """What is to be added to the matrix, and to the bias where there is one."""
-    moments = LeastSquares(
-        weight.shape[1], len(weight), source="what the FFN reads", target="what would be right"
-    )
-    total = 0.0
-    for part, truth in zip(read.split(_ROWS), right.split(_ROWS), strict=True):
-        x = part.double()
-        moments.update(x, truth.double() - x @ weight.T - (0 if bias is None else bias))
+        x = part.double() if refit else written
+        sums.update(x, truth.double() - written)
         total += float(x.square().sum())
-    return moments.solution(intercept=intercept, ridge=penalty * total / weight.shape[1])
+    change, shift = sums.solution(intercept=refit and bias is not None, ridge=penalty * total / width)
+    if refit:
+        return Matrix(weight + change, None if bias is None or shift is None else bias + shift)
+    turned = change + torch.eye(d_model, dtype=torch.float64)
+    return Matrix(turned @ weight, None if bias is None else turned @ bias)

@@ -61,8 +61,7 @@ def task_scores(
     Raises
     ------
     InputError
-        lm-evaluation-harness is not installed, or gives up; there is no such folder or task; or a task would
-        run code.
+        lm-evaluation-harness is not installed, there is no such folder or task, or a task would run code.
     """
     if not tasks:
         raise InputError("There are no tasks. Expected the name of one or more.")
@@ -82,31 +81,22 @@ def task_scores(
     if unknown:
         there = ", ".join(map(str, manager.all_tasks[:6])) or "none"
         raise InputError(f"There is no task {short(unknown[0])} in {folder}. It has {there}.")
-    try:
-        with chdir(folder), _confined_templates(), _alone():
-            outcome = simple_evaluate(
-                model="hf",
-                model_args={"pretrained": str(model), "dtype": "auto", "trust_remote_code": False},
-                tasks=list(tasks),
-                task_manager=manager,
-                limit=limit,
-                batch_size=batch_size,
-                device=device,
-                log_samples=False,
-                bootstrap_iters=_DRAWS,
-                random_seed=seed,
-                numpy_random_seed=seed,
-                torch_random_seed=seed,
-                fewshot_random_seed=seed,
-            )
-    except InputError:
-        raise
-    except Exception as error:  # of templates, data and models, in too many ways to list
-        reason = printable(" ".join(str(error).split()), most=400)
-        raise InputError(
-            f"lm-evaluation-harness gave up on {short(list(tasks))} ({type(error).__name__}: {reason}). "
-            f"Look at the files in {folder}, and at the model in {model}."
-        ) from error
+    with chdir(folder), _confined_templates(), _alone():
+        outcome = simple_evaluate(
+            model="hf",
+            model_args={"pretrained": str(model), "dtype": "auto", "trust_remote_code": False},
+            tasks=list(tasks),
+            task_manager=manager,
+            limit=limit,
+            batch_size=batch_size,
+            device=device,
+            log_samples=False,
+            bootstrap_iters=_DRAWS,
+            random_seed=seed,
+            numpy_random_seed=seed,
+            torch_random_seed=seed,
+            fewshot_random_seed=seed,
+        )
     return result_table(_rows(outcome, model.name))
 
 
@@ -114,15 +104,13 @@ def task_scores(
 def _alone() -> Iterator[None]:
     """Standard errors are worked out here, and not by a process for each core."""
     name = "DISABLE_MULTIPROC"
-    before = os.environ.get(name)
+    before = os.environ.copy()
     os.environ[name] = "1"
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        os.environ.pop(name)
+        os.environ.update(before)
 
 
 @contextmanager

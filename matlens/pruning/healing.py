@@ -28,39 +28,13 @@ _TOKENS = 1024  # of an update
 
 def heal(
     streams: Streams, pruned: Any, kept: Sequence[int], folded: Sequence[int], n_tokens: int, *,
-    seed: int = 0, rate: float = RATE, progress: bool = True,
+    seed: int = 0, progress: bool = True,
 ) -> float:  # fmt: skip
     """Train the folded matrices of a pruned model, in place; the mean divergence of the last updates.
 
-    Parameters
-    ----------
-    streams
-        The whole model on the text.
-    pruned
-        The plain model that was made of it.
-    kept
-        Numbers, in the whole model, of the pruned model's blocks.
-    folded
-        Numbers, in the whole model, of the blocks whose output matrices were folded.
-    n_tokens
-        How many tokens are read, at least: whole updates of some 1,024; the text as often as that takes.
-    seed
-        Seed of the order of the texts.
-    rate
-        The highest step width.
-    progress
-        Whether to show a bar.
-
-    Raises
-    ------
-    InputError
-        No matrix was folded, or the divergence is not finite.
+    ``kept`` are the numbers, in the original model, of the pruned model's blocks, and ``folded`` those of the
+    blocks whose matrices are trained. At least ``n_tokens`` are read, in whole updates of some 1,024.
     """
-    if not folded:
-        raise InputError(
-            "No matrix was folded that could be healed. Expected blocks to leave out, and another method "
-            "than out."
-        )
     layout, whole = replace(streams.layout, model=pruned), streams.layout
     first = min(folded)
     start = list(kept).index(first)
@@ -74,7 +48,7 @@ def heal(
     size, updates = _plan(streams, n_tokens)
     # Steps are smaller than half precision can tell, so they are taken in float32.
     stepped = [weight.detach().float() if weight.element_size() < 4 else weight for weight in weights]
-    optimizer = torch.optim.Adam(stepped, lr=rate)
+    optimizer = torch.optim.Adam(stepped, lr=RATE)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / (0.1 * updates)) * (1 - step / updates)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,7 @@ from matlens.models.weights import plain_model, plain_state
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-ATTENTION = frozenset({"attn", "attention", "self_attn", "self_attention"})
-"""Names of a block's attention."""
+_ATTENTION = frozenset({"attn", "attention", "self_attn", "self_attention"})
 _WRITERS = ("down_proj", "c_proj", "dense_4h_to_h", "fc_out", "fc2", "w2", "wo", "proj")
 
 
@@ -88,14 +88,19 @@ class Layout:
             module.bias.copy_(bias.to(module.bias.dtype))
 
 
-def _writer_path(block: nn.Module, name: str) -> str:
-    paths = [
+def matrices(block: nn.Module, names: Sequence[str], *, of_attention: bool) -> list[str]:
+    """Paths of the modules of these names that have a matrix, in a block's attention or outside of it."""
+    return [
         path
         for path, module in block.named_modules()
-        if path.rpartition(".")[2] in _WRITERS
+        if path.rpartition(".")[2] in names
         and getattr(module, "weight", torch.empty(0)).ndim == 2
-        and not ATTENTION & set(path.split("."))
+        and bool(_ATTENTION & set(path.split("."))) == of_attention
     ]
+
+
+def _writer_path(block: nn.Module, name: str) -> str:
+    paths = matrices(block, _WRITERS, of_attention=False)
     if len(paths) != 1:
         what = "more than one matrix" if paths else "no matrix"
         raise InputError(

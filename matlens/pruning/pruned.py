@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from matlens.data.examples import Examples
-from matlens.errors import InputError, NonNegative, Seed, check_choice, check_int, checked
+from matlens.errors import Between, InputError, NonNegative, Seed, check_choice, checked
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.pruning.calibration import Calibration
 from matlens.pruning.choices import Choice, Method, usual_penalty
-from matlens.pruning.spans import read_wanted, spans_of
+from matlens.pruning.spans import parse_blocks, spans_of
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -61,7 +61,7 @@ def prune(
     method: str = Method.chain,
     choice: str = Choice.greedy,
     penalty: NonNegative | None = None,
-    heal: int = 0,
+    heal: Annotated[int, Between(0, _MOST_HEALED)] = 0,
     seed: Seed = 0,
     progress: bool = True,
 ) -> Pruned:
@@ -105,20 +105,16 @@ def prune(
     """
     method = Method(check_choice(method, Method, "method"))
     choice = Choice(check_choice(choice, Choice, "choice"))
-    check_int(heal, "heal", min=0, max=_MOST_HEALED)
-    wanted = read_wanted(blocks, model.cfg.n_layers)
+    wanted = parse_blocks(blocks, model.cfg.n_layers)
     if heal and (method == Method.out or not wanted):
         raise InputError(
             "There is no folded matrix to heal. Expected blocks to leave out, and another method than out."
         )
     calibration = Calibration.run(model, windows, fold=method != Method.out, progress=progress)
     gone = calibration.choose(wanted, choice, progress=progress) if isinstance(wanted, int) else wanted
-    details: dict[str, Any] = {
-        "blocks_left_out": list(gone), "method": method.value,
-        "penalty": usual_penalty(method) if penalty is None else penalty,
-        "choice": choice.value if isinstance(wanted, int) else "given",
-        "n_tokens": calibration.streams.tokens.numel(),
-    }  # fmt: skip
+    penalty = usual_penalty(method) if penalty is None else penalty
+    details = _settings(calibration, "blocks_left_out", gone, method, penalty)
+    details["choice"] = choice.value if isinstance(wanted, int) else "given"
     made = calibration.without(gone, method, penalty, progress=progress)
     if heal:
         healed = calibration.heal(made, gone, method, heal, seed=seed, progress=progress)
@@ -164,14 +160,18 @@ def prune_attention(
             "The method chain refits the FFNs behind blocks that are left out, and is not there for "
             f"attention alone. Expected one of {others}."
         )
-    wanted = read_wanted(attention, model.cfg.n_layers, "attentions")
+    wanted = parse_blocks(attention, model.cfg.n_layers, "attentions")
+    penalty = usual_penalty(method) if penalty is None else penalty
     calibration = Calibration.run(model, windows, fold=method != Method.out, progress=progress)
     made, layers = calibration.without_attention(wanted, method, penalty, progress=progress)
-    details: dict[str, Any] = {
-        "attention_left_out": list(layers), "method": method.value,
-        "penalty": usual_penalty(method) if penalty is None else penalty,
-        "choice": "loss" if isinstance(wanted, int) else "given",
-        "n_tokens": calibration.streams.tokens.numel(),
-    }  # fmt: skip
+    details = _settings(calibration, "attention_left_out", layers, method, penalty)
+    details["choice"] = "loss" if isinstance(wanted, int) else "given"
     provenance = Provenance(ModelIdentity.from_model(model), data=windows.provenance, details=details)
     return Pruned(made, model.tokenizer, (), method, provenance, layers)
+
+
+def _settings(
+    calibration: Calibration, what: str, gone: Sequence[int], method: Method, penalty: float
+) -> dict[str, Any]:
+    n_tokens = calibration.streams.tokens.numel()
+    return {what: list(gone), "method": method.value, "penalty": penalty, "n_tokens": n_tokens}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from matlens import metrics
 from matlens.activations.sinks import outlying_rows
-from matlens.errors import InputError, check, check_int, short
+from matlens.errors import InputError, check_int, short
 from matlens.linear.least_squares import LeastSquares
 from matlens.numerics.precision import in_float64
 from matlens.parallel import Bar
@@ -22,48 +22,14 @@ from matlens.pruning.choices import Choice
 from matlens.pruning.streams import Streams
 
 
-def read_blocks(blocks: Any, n_layers: int) -> tuple[int, ...]:
-    """Check the numbers of the blocks that a user wants left out.
-
-    Raises
-    ------
-    InputError
-        One is not in the model or stands twice, the first is among them, or all are.
-    """
-    check(blocks, Iterable[Any], "blocks")
-    numbers = [check_int(block, "A block to leave out", min=0, max=n_layers - 1) for block in blocks]
-    if len(set(numbers)) < len(numbers):
-        raise InputError(f"The blocks {short(sorted(numbers))} name one twice. Expected each once.")
-    if 0 in numbers:
-        raise InputError(
-            "Block 0 is among those to leave out, and no block before it could take the map in. Expected "
-            f"blocks from 1 to {n_layers - 1}."
-        )
-    return tuple(sorted(numbers))
-
-
-def read_wanted(wanted: Any, n_layers: int, what: str = "blocks") -> int | tuple[int, ...]:
-    """How many blocks are meant, or which, looked at before any work; ``what`` is left out of them.
-
-    Raises
-    ------
-    InputError
-        There are not so many, or `read_blocks` refuses them.
-    """
-    if isinstance(wanted, Integral):
-        return read_count(wanted, n_layers, what)
-    return read_blocks(wanted, n_layers)
-
-
-def read_count(n: Any, n_layers: int, what: str = "blocks") -> int:
-    """Check how many blocks of a model are meant, of which one at least is kept.
-
-    Raises
-    ------
-    InputError
-        There are not so many.
-    """
-    return check_int(n, f"The number of {what} to leave out", min=0, max=n_layers - 1)
+def parse_blocks(blocks: Any, n_layers: int, what: str = "blocks") -> int | tuple[int, ...]:
+    """The number of blocks to leave out, or their sorted indices, which begin at 1."""
+    if isinstance(blocks, Integral):
+        return check_int(blocks, f"The number of {what} to leave out", min=0, max=n_layers - 1)
+    indices = [check_int(block, "A block to leave out", min=1, max=n_layers - 1) for block in blocks]
+    if len(set(indices)) < len(indices):
+        raise InputError(f"Each block to leave out must be named once, got {short(sorted(indices))}.")
+    return tuple(sorted(indices))
 
 
 def spans_of(blocks: Sequence[int]) -> list[tuple[int, int]]:
@@ -77,31 +43,11 @@ def spans_of(blocks: Sequence[int]) -> list[tuple[int, int]]:
     return spans
 
 
-def choose_blocks(streams: Streams, n: int, choice: Choice, *, progress: bool = True) -> tuple[int, ...]:
-    """The ``n`` blocks to leave out; block 0 is never among them.
-
-    Parameters
-    ----------
-    streams
-        The whole model on calibration text.
-    n
-        How many blocks.
-    choice
-        How they are chosen.
-    progress
-        Whether to show a bar.
-
-    Raises
-    ------
-    InputError
-        The model has too few blocks, or whichever are left out, the loss is not finite.
-    """
-    n_layers = len(streams.layout.blocks)
-    n = read_count(n, n_layers)
+def choose_span(streams: Streams, n: int, choice: Choice, *, progress: bool = True) -> tuple[int, ...]:
+    """The ``n`` blocks in a row to leave out, by ``angle``, ``r2`` or ``loss``."""
     if n == 0:
         return ()
-    if choice == Choice.greedy:
-        return tuple(sorted(greedy_order(streams, n, progress=progress)))
+    n_layers = len(streams.layout.blocks)
     starts = range(1, n_layers - n + 1)
     if choice == Choice.angle:
         worth = [float(angles(streams.h[start], streams.h[start + n]).mean()) for start in starts]
@@ -134,13 +80,7 @@ def angles(a: Float[Tensor, "*n d_model"], b: Float[Tensor, "*n d_model"]) -> Fl
 
 
 def no_sinks(streams: Streams) -> Bool[Tensor, "n length"]:
-    """Which tokens are no attention sinks, by their norms at all layers.
-
-    Raises
-    ------
-    InputError
-        They are fewer than an affine map of the stream has columns, so that every map would be exact.
-    """
+    """Which tokens are not attention sinks, by their norms; refused where maps would be exact."""
     norms = torch.stack([h.float().norm(dim=-1).flatten() for h in streams.h], 1)
     n_texts, length = streams.tokens.shape
     kept = ~outlying_rows(norms, places=np.tile(np.arange(length), n_texts))
@@ -182,18 +122,12 @@ def loss_without(streams: Streams, blocks: Iterable[int]) -> float:
 
 
 def greedy_order(streams: Streams, n: int, *, progress: bool = True) -> list[int]:
-    """Take blocks away one by one; which go, in the order in which they do.
+    """Remove blocks one by one; which go, in their order.
 
-    A block is tried again only while its loss without the blocks that were taken before it is below what the
-    best of this round costs: losses rise as blocks go, so the others would only have become worse.
-
-    Raises
-    ------
-    InputError
-        There are not so many blocks, or without any further one the loss is not finite.
+    A block is tried again only while its loss without the blocks removed before it is below the least of this
+    round: losses rise as blocks go, so the others would only have become worse.
     """
     n_layers = len(streams.layout.blocks)
-    n = read_count(n, n_layers)
     losses = dict.fromkeys(range(1, n_layers), -math.inf)
     gone: list[int] = []
     with Bar(total=n, desc="blocks", unit="block", disable=not progress) as bar:

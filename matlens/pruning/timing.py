@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from statistics import median
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from matlens.errors import InputError, check_int, checked, short
+from matlens.errors import InputError, PositiveInt, checked
 from matlens.metrics import Estimate
 from matlens.pruning.evaluation import check_made_of, trial_table
 from matlens.pruning.layouts import plain_copy
@@ -24,24 +23,6 @@ COSTS = ("seconds", "seconds ratio", "weights", "cache")
 """Metrics of rows that are about no text."""
 _PROMPT, _WRITTEN = 8, 32
 _FIRST_ID = 3  # of the prompt, behind the ids that are mostly special
-
-
-class Speed(NamedTuple):
-    """What a token costs where one is written after the other, with the key-value cache.
-
-    Attributes
-    ----------
-    seconds
-        For a token, the median of several rounds.
-    weights
-        Bytes of the weights.
-    cache
-        Bytes of the cache for a token.
-    """
-
-    seconds: float
-    weights: int
-    cache: int
 
 
 class Timed(NamedTuple):
@@ -66,30 +47,7 @@ class Timed(NamedTuple):
 
 
 @checked
-def speed(model: Any, *, n_tokens: int | None = None, rounds: int = 3) -> Speed:
-    """Time the writing of tokens one by one, after a prompt of eight.
-
-    Parameters
-    ----------
-    model
-        A plain model.
-    n_tokens
-        How many are written in a round, by default 32, or as many as the context has room for. The prompt is
-        shorter in a context of fewer than sixteen tokens: it takes half of it.
-    rounds
-        How often; the median counts.
-
-    Raises
-    ------
-    InputError
-        It is no plain model that writes tokens with a cache, or its context has no room for so many.
-    """
-    (timed,) = by_turns([model], n_tokens=n_tokens, rounds=rounds)
-    return Speed(median(timed.rounds), timed.weights, timed.cache)
-
-
-@checked
-def compare_costs(model: TransformerBridge, pruned: Pruned, *, rounds: int = 5) -> pd.DataFrame:
+def compare_costs(model: TransformerBridge, pruned: Pruned, *, rounds: PositiveInt = 5) -> pd.DataFrame:
     """What a token costs the whole and the pruned model, timed by turns.
 
     Rows of the methods ``whole`` and ``pruned``, of no corpus: ``seconds`` of a token, the median of the
@@ -108,7 +66,7 @@ def compare_costs(model: TransformerBridge, pruned: Pruned, *, rounds: int = 5) 
     Raises
     ------
     InputError
-        The pruned model was made of another, or see `speed`.
+        The pruned model was made of another, or keeps no cache.
     """
     check_made_of(pruned, model)
     whole, rest = by_turns([plain_copy(model), pruned.model], rounds=rounds)
@@ -121,48 +79,31 @@ def compare_costs(model: TransformerBridge, pruned: Pruned, *, rounds: int = 5) 
 
 
 @torch.inference_mode()
-def by_turns(models: Sequence[Any], *, n_tokens: int | None = None, rounds: int) -> list[Timed]:
+def by_turns(models: Sequence[Any], *, rounds: int) -> list[Timed]:
     """Time several plain models, each once in every round, so that what slows the machine slows them all."""
-    check_int(rounds, "rounds", min=1)
-    prompts = [_prompt(model) for model in models]
-    counts = [_n_tokens(model, n_tokens) for model in models]
+    sizes = [_lengths(model) for model in models]
     seconds: list[list[float]] = [[] for _ in models]
     caches = [0 for _ in models]
     for _ in range(rounds):
-        for place, (model, prompt, count) in enumerate(zip(models, prompts, counts, strict=True)):
+        for place, (model, (length, count)) in enumerate(zip(models, sizes, strict=True)):
+            vocab_size = model.config.get_text_config().vocab_size
+            prompt = ((torch.arange(length)[None] + _FIRST_ID) % vocab_size).to(model.device)
             took, held = _written(model, prompt, count)
             seconds[place].append(took / count)
-            caches[place] = held // (prompt.shape[1] + count)
+            caches[place] = held // (length + count)
     weights = [sum(each.numel() * each.element_size() for each in model.parameters()) for model in models]
     return [Timed(*of_model) for of_model in zip(seconds, weights, caches, strict=True)]
 
 
-def _prompt(model: Any) -> torch.Tensor:
-    """Tokens for a model to write after."""
-    from transformers import PreTrainedModel
-
-    if not isinstance(model, PreTrainedModel):
-        raise InputError(f"model is {short(model)}. Expected a plain model of transformers.")
-    name, config = type(model).__name__, model.config.get_text_config()
-    if model.get_output_embeddings() is None or getattr(config, "is_encoder_decoder", False):
-        raise InputError(
-            f"{name} does not write one token after the other: it has no head that predicts the next token, "
-            "or reads a source too. Expected a decoder with its head, such as GPT2LMHeadModel."
-        )
-    context = getattr(config, "max_position_embeddings", None)
-    if context is not None and context < 2:
-        raise InputError(
-            f"{name} has a context of {context} token, which leaves no room to write one. Expected 2 or more."
-        )
-    length = _PROMPT if context is None else min(_PROMPT, context // 2)
-    return ((torch.arange(length)[None] + _FIRST_ID) % config.vocab_size).to(model.device)
-
-
-def _n_tokens(model: Any, wanted: int | None) -> int:
-    """How many tokens a model writes in a round."""
+def _lengths(model: Any) -> tuple[int, int]:
+    """Tokens of the prompt, and tokens written after it; both fit into the context."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    room = math.inf if context is None else context - min(_PROMPT, context // 2)
-    return check_int(min(_WRITTEN, room) if wanted is None else wanted, "n_tokens", min=1, max=room)
+    if context is None:
+        return _PROMPT, _WRITTEN
+    if context < 2:
+        raise InputError(f"{type(model).__name__} has a context of {context} token, which cannot be timed.")
+    prompt = min(_PROMPT, context // 2)
+    return prompt, min(_WRITTEN, context - prompt)
 
 
 def _written(model: Any, prompt: torch.Tensor, n_tokens: int) -> tuple[float, int]:

@@ -146,16 +146,6 @@ def test_blocks_side_by_side_are_refused(name: str, small_model: Models, windows
         pruning.prune_attention(small_model(name), windows(name), [1], progress=False)
 
 
-@pytest.mark.parametrize(
-    ("attention", "message"), [([0], "Block 0"), ([1, 1], "one twice"), (3, "from 0 to 2")]
-)
-def test_plans_that_cannot_be_are_refused(
-    attention: Any, message: str, small_model: Models, windows: Models
-) -> None:
-    with pytest.raises(InputError, match=message):
-        pruning.prune_attention(small_model("llama"), windows("llama"), attention, progress=False)
-
-
 @pytest.mark.parametrize("method", ["chain", Method.chain])
 def test_chain_is_refused_in_words(method: str, small_model: Models, windows: Models) -> None:
     with pytest.raises(InputError, match=r"one of out, magnitude, replaceme, refit"):

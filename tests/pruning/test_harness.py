@@ -165,7 +165,7 @@ def test_words_that_only_look_like_code_are_read(
 
 def test_templates_reach_no_code(folder: Path, model_folder: Callable[[str], Path], harness: Harness) -> None:
     harness.template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
-    with pytest.raises(InputError, match="SecurityError"):
+    with pytest.raises(jinja2.exceptions.SecurityError):
         pruning.task_scores(model_folder("llama"), ["colours"], folder)
     assert not harness.filled
     assert sys.modules["lm_eval"].utils.env is harness.templates

@@ -37,7 +37,7 @@ def divergence(whole: Any, pruned: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_an_update_is_a_step_of_adam_by_hand(
-    name: str, small_model: Models, plain_model: Models, windows: Models
+    name: str, small_model: Models, plain_model: Models, windows: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folded = pruning.prune(small_model(name), windows(name), [2], method="replaceme", progress=False).model
     path = f"{LAYERS[name][0]}.1.{WRITERS[name]}"
@@ -52,7 +52,8 @@ def test_an_update_is_a_step_of_adam_by_hand(
     for (key, _), gradient in zip(writer.named_parameters(), gradients, strict=True):
         # The first step of Adam is the sign of the gradient, times the step width.
         expected[f"{path}.{key}"] -= 1e-3 * gradient / (gradient.abs() + 1e-8)
-    left = healing.heal(streams, folded, [0, 1], [1], 24 * n_update, seed=5, rate=1e-3, progress=False)
+    monkeypatch.setattr(healing, "RATE", 1e-3)
+    left = healing.heal(streams, folded, [0, 1], [1], 24 * n_update, seed=5, progress=False)
     assert left == pytest.approx(float(loss.detach()), rel=1e-4)
     changed = [key for key, value in folded.state_dict().items() if key.startswith(path)]
     for key, value in folded.state_dict().items():
@@ -64,7 +65,7 @@ def test_an_update_is_a_step_of_adam_by_hand(
 
 
 def test_steps_grow_for_a_tenth_of_the_updates_and_then_fall(
-    small_model: Models, plain_model: Models, windows: Models
+    small_model: Models, plain_model: Models, windows: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folded = pruning.prune(
         small_model("gpt2"), windows("gpt2"), [2], method="replaceme", progress=False
@@ -81,7 +82,8 @@ def test_steps_grow_for_a_tenth_of_the_updates_and_then_fall(
         optimizer.zero_grad()
         divergence(whole, by_hand, tokens[texts[step]]).backward()
         optimizer.step()
-    healing.heal(streams, folded, [0, 1], [1], 24 * 30 * size, seed=2, rate=1e-3, progress=False)
+    monkeypatch.setattr(healing, "RATE", 1e-3)
+    healing.heal(streams, folded, [0, 1], [1], 24 * 30 * size, seed=2, progress=False)
     assert_near(folded.get_parameter("transformer.h.1.mlp.c_proj.weight"), weight.detach(), 1e-3)
 
 
@@ -136,7 +138,7 @@ def test_what_cannot_be_healed_is_refused(small_model: Models, windows: Models) 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_healed_in_small_steps(
-    dtype: torch.dtype, model_folder: Models, windows: Models
+    dtype: torch.dtype, model_folder: Models, windows: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps far below what bfloat16 can tell add up, and squares below the least of float16 do no harm."""
     half = matlens.load(str(model_folder("llama")), dtype=dtype, device="cpu")
@@ -146,7 +148,8 @@ def test_half_precision_is_healed_in_small_steps(
     folded = pruning.prune(half, windows("llama"), [2], method="replaceme", progress=False).model
     writer = folded.get_submodule(f"{LAYERS['llama'][0]}.1.{WRITERS['llama']}")
     before = writer.weight.clone()
-    healing.heal(streams, folded, [0, 1], [1], 60 * 1024, rate=1e-5, progress=False)
+    monkeypatch.setattr(healing, "RATE", 1e-5)
+    healing.heal(streams, folded, [0, 1], [1], 60 * 1024, progress=False)
     assert writer.weight.dtype == dtype
     assert bool(writer.weight.isfinite().all())
     assert float((writer.weight != before).float().mean()) > 0.5

@@ -18,7 +18,7 @@ from matlens.data import Corpus, make_windows
 from matlens.pruning.layouts import Layout
 from matlens.pruning.spans import (
     angles,
-    choose_blocks,
+    choose_span,
     greedy_order,
     linearity_of,
     loss_without,
@@ -71,12 +71,12 @@ def test_the_last_stream_gives_the_models_own_loss(
 def test_choices_are_the_least_of_all(streams: Streams) -> None:
     alone = {block: loss_without(streams, [block]) for block in (1, 2)}
     best = min(alone, key=alone.__getitem__)
-    assert choose_blocks(streams, 1, pruning.Choice.loss, progress=False) == (best,)
-    assert choose_blocks(streams, 1, pruning.Choice.greedy, progress=False) == (best,)
-    assert choose_blocks(streams, 2, pruning.Choice.greedy, progress=False) == (1, 2)
+    assert choose_span(streams, 1, pruning.Choice.loss, progress=False) == (best,)
+    assert greedy_order(streams, 1, progress=False) == [best]
+    assert sorted(greedy_order(streams, 2, progress=False)) == [1, 2]
     turned = {i: float(angles(streams.h[i], streams.h[i + 1]).mean()) for i in (1, 2)}
-    assert choose_blocks(streams, 1, pruning.Choice.angle, progress=False) == (min(turned, key=turned.get),)
-    assert choose_blocks(streams, 0, pruning.Choice.loss, progress=False) == ()
+    assert choose_span(streams, 1, pruning.Choice.angle, progress=False) == (min(turned, key=turned.get),)
+    assert choose_span(streams, 0, pruning.Choice.loss, progress=False) == ()
 
 
 def test_the_most_linear_span_is_that_of_least_squares_without_sinks(streams: Streams) -> None:
@@ -97,11 +97,11 @@ def test_the_most_linear_span_is_that_of_least_squares_without_sinks(streams: St
         scores[start] = float((1 - rest.var(0) / y.var(0)).mean())
         assert linearity_of(marked.h[start], marked.h[start + 1], ~sinks) == pytest.approx(scores[start])
     best = max(scores, key=scores.__getitem__)
-    assert choose_blocks(marked, 1, pruning.Choice.r2, progress=False) == (best,)
+    assert choose_span(marked, 1, pruning.Choice.r2, progress=False) == (best,)
     few = streams.beginning(1)
     few.tokens, few.h = few.tokens[:1], [h[:1] for h in few.h]
     with pytest.raises(InputError, match="20 tokens that are no attention sinks for maps of 33 columns"):
-        choose_blocks(few, 1, pruning.Choice.r2, progress=False)
+        choose_span(few, 1, pruning.Choice.r2, progress=False)
 
 
 def greedy_by_hand(loss: Callable[[list[int]], float], n_layers: int, n: int) -> list[int]:
@@ -145,7 +145,6 @@ def test_greedy_is_the_least_of_every_round_of_a_model(small_model: Callable[[st
     deep = Streams(layout, whole_windows(make_windows(model, text, size=20)), progress=False)
     order = greedy_order(deep, 3, progress=False)
     assert order == greedy_by_hand(lambda gone: loss_without(deep, gone), 6, 3)
-    assert choose_blocks(deep, 3, pruning.Choice.greedy, progress=False) == tuple(sorted(order))
 
 
 def test_the_beginning_of_streams_is_what_shorter_texts_give(streams: Streams) -> None:
@@ -167,15 +166,21 @@ def test_spans_are_runs() -> None:
     assert spans_of([]) == []
 
 
-@pytest.mark.parametrize("choice", [pruning.Choice.loss, pruning.Choice.greedy])
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda streams: choose_span(streams, 1, pruning.Choice.loss, progress=False),
+        lambda streams: tuple(greedy_order(streams, 1, progress=False)),
+    ],
+)
 def test_a_loss_that_is_no_number_is_never_the_least(
-    choice: str, streams: Streams, monkeypatch: pytest.MonkeyPatch
+    choose: Callable[[Streams], Any], streams: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses = iter([float("nan"), 3.0, float("nan"), float("nan")])
     monkeypatch.setattr(Streams, "losses", lambda *_: torch.tensor([next(losses)]))
-    assert choose_blocks(streams, 1, choice, progress=False) == (2,)
+    assert choose(streams) == (2,)
     with pytest.raises(InputError, match="not finite"):
-        choose_blocks(streams, 1, choice, progress=False)
+        choose(streams)
 
 
 def test_streams_that_overflow_are_refused(model_folder: Callable[[str], Any]) -> None:

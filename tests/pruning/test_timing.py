@@ -83,7 +83,8 @@ def test_small_vocabularies_and_contexts_are_timed(
         return took, held
 
     monkeypatch.setattr(timing, "_written", written)
-    assert pruning.speed(model, rounds=1).cache == 2 * 2 * 8 * 4
+    (timed,) = by_turns([model], rounds=1)
+    assert timed.cache == 2 * 2 * 8 * 4
     assert n_seen == [cached]
 
 
@@ -91,21 +92,10 @@ def test_small_vocabularies_and_contexts_are_timed(
     ("make", "message"),
     [
         (lambda: gpt2(vocab_size=9, n_positions=1), "context of 1 token"),
-        (lambda: transformers.GPT2Model(transformers.GPT2Config(**SMALL)), "no head"),
-        (lambda: torch.nn.Linear(2, 2), "plain model"),
         (lambda: transformers.BertForMaskedLM(
             transformers.BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)), "no cache"),
-        (lambda: transformers.T5ForConditionalGeneration(
-            transformers.T5Config(d_model=8, d_kv=4, d_ff=8, num_heads=2, num_layers=1)), "a source too"),
     ],
 )  # fmt: skip
 def test_what_writes_no_tokens_one_by_one_is_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        pruning.speed(make())
-
-
-def test_more_tokens_than_there_is_room_for_are_refused() -> None:
-    with pytest.raises(InputError, match=r"^n_tokens must be"):
-        pruning.speed(gpt2(vocab_size=30, n_positions=6), n_tokens=4)
-    with pytest.raises(InputError, match="rounds"):
-        pruning.speed(gpt2(vocab_size=30), rounds=0)
+        by_turns([make()], rounds=1)
