@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -149,7 +150,7 @@ def small_world(
     monkeypatch.setenv("MATLENS_CACHE", "off")  # it goes by the files of the real models
     monkeypatch.setattr("matlens.ffn.catalogue.load", small_load)
     (tmp_path / "gpt2").symlink_to(small_models / "gpt2")  # the name is looked up before it is loaded
-    monkeypatch.setattr("matlens.data.corpus.open_source", small_sentences)
+    monkeypatch.setattr("matlens.data.corpus.open_source", lambda *_: nullcontext(small_sentences()))
     yield tmp_path
     torch.set_num_threads(threads)
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pandas as pd
 
-from matlens.data.streams import wide_encoding
 from matlens.errors import InputError, checked, short
 from matlens.io.bounds import SHEET
 from matlens.io.cells import original_table
@@ -135,13 +134,10 @@ def _cells(path: Path, expected: str) -> tuple[list[str], list[list[str]]]:
     """The heading of a CSV file and its lines, blank ones included."""
     try:
         content = read_bounded(path, SHEET)
-        wide = wide_encoding(content[:4096])
-        if wide:
-            raise ValueError(f"it is in {wide}, not in UTF-8")
         if content.startswith((b"PK\x03\x04", b"\xd0\xcf\x11\xe0")):
             raise ValueError("it is a workbook of a spreadsheet program, not CSV")
         if b"\0" in content:
-            raise ValueError("it has a NUL byte, so it is no text")
+            raise ValueError("it has a NUL byte, so it is in UTF-16 or no text")
         text = content.decode("utf-8-sig")
         rows = list(csv.reader(io.StringIO(text, newline=""), delimiter=_separator(text), strict=True))
     except (OSError, ValueError, csv.Error) as error:

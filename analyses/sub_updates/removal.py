@@ -10,8 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from matlens.data.batches import Batch
-from matlens.data.examples import Examples
+from matlens.data.examples import Batch, Examples
 from matlens.data.readers import reads_whole
 from matlens.errors import InputError, checked
 from matlens.models.hooks import EndOfPass, hanging, intervening

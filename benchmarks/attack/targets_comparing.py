@@ -8,8 +8,8 @@ from typing import Any
 import annotation
 import control
 import exits
-import sub_updates
 import paper_a
+import sub_updates
 import torch
 
 from attack.kept import MAPS, READOUT, STREAM_MAPS, annotations_of, draw, once

@@ -14,9 +14,8 @@ from torch import Tensor
 from matlens import parallel
 from matlens.activations.activations import HOLDS, Activations, Positions, Rows
 from matlens.arithmetic import own_precision
-from matlens.data.batches import Batch
-from matlens.data.examples import Examples
-from matlens.data.readers import check_model, check_own_tokens, reads_whole
+from matlens.data.examples import Batch, Examples
+from matlens.data.readers import check_own_tokens, reads_whole
 from matlens.errors import InputError, PositiveInt, check_int, checked
 from matlens.io.artifact import Artifact
 from matlens.io.rows import Column, keep_rows
@@ -223,7 +222,6 @@ def _stream(
 
 
 def _check_arguments(model: Any, examples: Any, positions: Any) -> None:
-    check_model(model)
     if not len(examples):
         raise InputError("There are no sentences in the examples. Expected at least one.")
     check_own_tokens(model, examples)

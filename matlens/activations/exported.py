@@ -22,7 +22,6 @@ from torch import Tensor
 from matlens.activations.activations import HOLDS, Activations, Positions
 from matlens.activations.collecting import collect, hook_names
 from matlens.data.examples import Examples
-from matlens.data.readers import check_model
 from matlens.data.token_examples import make_token_examples
 from matlens.errors import InputError, PositiveInt, check_choice, checked, printable, short
 from matlens.io.files import open_regular
@@ -95,7 +94,6 @@ def read_exported(
         not finite or a vector of nothing but zeros; there are not as many entries as said; an entry is
         another site than said, where the message says which it is; or the vectors of some tokens are others.
     """
-    check_model(model)
     check_raw(model)
     check_choice(positions, ("drawn", "all"), "positions")
     layout = ModelLayout.from_model(model)

@@ -21,7 +21,6 @@ from matlens.activations.activations import Positions
 from matlens.activations.collecting import Rows, batch_counts, default_batch_tokens, hook_names, stream
 from matlens.activations.stored_moments import HOLDS, StoredMoments, read_source, write_source
 from matlens.data.examples import Examples
-from matlens.data.readers import check_model
 from matlens.errors import InputError, PositiveInt, check_int, checked
 from matlens.io.artifact import Artifact
 from matlens.linear.pairs import Pairs, resolve_pairs
@@ -82,7 +81,6 @@ def stream_moments(
         A vector is not finite, a pair is not usable, rows or weights are not those of the samples, there is
         no such shard, or the folder is of another job.
     """
-    check_model(model)
     number, of = check_shard(shard)
     identity = ModelIdentity.from_model(model)
     wanted, widths = pairs_and_widths(model, pairs)

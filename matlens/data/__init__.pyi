@@ -1,12 +1,12 @@
 from .corpus import Corpus as Corpus
 from .corpus import load_corpus as load_corpus
 from .corpus_examples import make_examples as make_examples
+from .corpus_examples import make_pairs as make_pairs
 from .examples import Examples as Examples
 from .frequency import TokenFrequency as TokenFrequency
 from .images import make_image_examples as make_image_examples
 from .judged import JudgedText as JudgedText
 from .judged import make_judged_text as make_judged_text
-from .pairs import make_pairs as make_pairs
 from .prompts import PROMPT_FIELD as PROMPT_FIELD
 from .prompts import WINDOW_TOKENS as WINDOW_TOKENS
 from .prompts import make_prompts as make_prompts

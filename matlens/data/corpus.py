@@ -8,15 +8,16 @@ left out, so that "9,000 sentences" means nine thousand different ones.
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Annotated
 
 import numpy as np
 
-from matlens.data.sources import Source, file_of_source, open_source
-from matlens.data.streams import check_to_the_end
-from matlens.errors import InputError, PositiveInt, Seed, checked, printable, short
+from matlens.data.sources import Source, open_source
+from matlens.data.texts import shown
+from matlens.errors import Between, InputError, PositiveInt, Seed, checked, printable
 from matlens.io.bounds import CORPUS, SENTENCES
 
 MIN_WORDS = 5
@@ -71,7 +72,9 @@ class Corpus:
             f"{self.n_duplicate:,} duplicates)"
         )
 
-    def split(self, *, n_train: int, n_validation: int, seed: Seed = 0) -> tuple["Corpus", "Corpus"]:
+    def split(
+        self, *, n_train: PositiveInt, n_validation: Annotated[int, Between(2)], seed: Seed = 0
+    ) -> tuple["Corpus", "Corpus"]:
         """Draw two parts at random that share no sentence.
 
         With one seed the validation part stays the same whatever `n_train` is, and a larger
@@ -80,8 +83,7 @@ class Corpus:
         Parameters
         ----------
         n_train, n_validation
-            Numbers of sentences of the training part, at least 1, and of the validation part, at least 2 (a
-            variance needs two).
+            Numbers of sentences of the training and of the validation part (a variance needs two).
         seed
             Seed of the draw.
 
@@ -90,11 +92,6 @@ class Corpus:
         tuple of Corpus
             The training and the validation part, each in the order drawn.
         """
-        if n_train < 1 or n_validation < 2:
-            raise InputError(
-                f"{self.name} cannot be split into {n_train} training and {n_validation} validation "
-                "sentences. Expected at least 1 and at least 2."
-            )
         if n_train + n_validation > len(self):
             raise InputError(
                 f"{n_train}+{n_validation} sentences (training+validation) were asked for, and {self.name} "
@@ -110,28 +107,12 @@ class Corpus:
         )
 
 
-def as_corpus(texts: Corpus | Sequence[str]) -> Corpus:
-    """A corpus as it is; a list of texts as a corpus of all of them, short and repeated ones included.
-
-    Raises
-    ------
-    InputError
-        It is neither, or a text in the list is none.
-    """
+def as_corpus(texts: Corpus | Iterable[str]) -> Corpus:
+    """A corpus as it is; texts as a corpus of all of them, short and repeated ones included."""
     if isinstance(texts, Corpus):
         return texts
-    if isinstance(texts, str) or not isinstance(texts, Sequence):
-        raise InputError(
-            f"corpus must be a Corpus or a list of texts, got {short(texts)}. Read one with "
-            "matlens.load_corpus(); token ids go to matlens.make_token_examples()."
-        )
-    wrong = next((text for text in texts if not isinstance(text, str)), None)
-    if wrong is not None:
-        raise InputError(
-            f"A list of texts must hold str, got {short(wrong)}. Token ids go to "
-            "matlens.make_token_examples()."
-        )
-    return Corpus("given texts", tuple(texts), len(texts), 0, 0, 0)
+    sentences = tuple(texts)
+    return Corpus("given texts", sentences, len(sentences), 0, 0, 0)
 
 
 @checked
@@ -175,26 +156,13 @@ def load_corpus(
         The source cannot be found or read, it is past a bound of `matlens.io.bounds`, or no sentence
         of it is left.
     """
-    if name is not None and not name.strip():
-        raise InputError("The name of the corpus must not be empty.")
-    pieces = open_source(source, field, split)
     if name is None:
         name = os.fspath(source) if isinstance(source, str | os.PathLike) else "given sentences"
-    corpus = _select_sentences(name, pieces, limit)
-    path = file_of_source(source)
-    if path is not None and len(corpus) == limit:
-        check_to_the_end(path)
+    with open_source(source, field, split) as sentences:
+        corpus = _select_sentences(name, sentences, limit)
     if not corpus.sentences:
-        fault = "is empty" if corpus.n_read == corpus.n_empty else "has no sentence to use"
-        raise InputError(
-            f"'{printable(name, most=200)}' {fault}: {corpus.report()}. Give a source with sentences in it."
-        )
+        raise InputError(f"There is no sentence to use: {corpus.report()}.")
     return corpus
-
-
-def _n_unspaced_words(sentence: str) -> int:
-    """About how many words there are of scripts that put no spaces between them."""
-    return len(_UNSPACED.findall(sentence)) // _CHARACTERS
 
 
 def _select_sentences(name: str, pieces: Iterable[str], limit: int | None) -> Corpus:
@@ -204,12 +172,12 @@ def _select_sentences(name: str, pieces: Iterable[str], limit: int | None) -> Co
     for piece in pieces:
         n_read += 1
         if n_read > most_read:
-            raise SENTENCES.error(f"'{printable(name, most=200)}'")
+            raise SENTENCES.error(shown(name))
         words = piece.split()
         sentence = " ".join(words)
         if not words:
             n_empty += 1
-        elif len(words) < MIN_WORDS and _n_unspaced_words(sentence) < MIN_WORDS:
+        elif len(words) < MIN_WORDS and len(_UNSPACED.findall(sentence)) < MIN_WORDS * _CHARACTERS:
             n_short += 1
         elif sentence in kept:
             n_duplicate += 1
@@ -217,7 +185,7 @@ def _select_sentences(name: str, pieces: Iterable[str], limit: int | None) -> Co
             kept[sentence] = None
             n_characters += len(sentence)
             if n_characters > most_characters:
-                raise CORPUS.error(f"'{printable(name, most=200)}'")
+                raise CORPUS.error(shown(name))
             if len(kept) == limit:
                 break
     return Corpus(name, tuple(kept), n_read, n_empty, n_short, n_duplicate)

@@ -9,7 +9,6 @@ import numpy as np
 from torch import Tensor
 
 from matlens.data.examples import Examples, end_to_end
-from matlens.data.readers import check_model
 from matlens.errors import InputError, check_int, checked, short
 from matlens.models.images import image_shape, is_visual, places_of_image
 
@@ -44,7 +43,6 @@ def make_image_examples(
         The model reads text; the images are of another shape, are none, or hold numbers that are not finite;
         or there is no such place.
     """
-    check_model(model)
     if not is_visual(model):
         raise InputError(
             f"{model.cfg.architecture} reads text and no images. Expected a vision transformer, such as ViT."

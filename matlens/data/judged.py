@@ -12,9 +12,9 @@ from jaxtyping import Int
 from matlens.data.corpus import Corpus, as_corpus
 from matlens.data.examples import TOKENIZATION, Examples, end_to_end
 from matlens.data.prompts import make_windows
-from matlens.data.readers import check_model, context_length, is_masked
+from matlens.data.readers import context_length, mask_token
 from matlens.errors import Between, InputError, Seed, checked
-from matlens.models.tokenization import check_tokenizer, encode_text, token_policy
+from matlens.models.tokenization import encode_text, token_policy
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -82,12 +82,12 @@ def make_judged_text(
     InputError
         There are fewer than two texts, or the model has no mask.
     """
-    check_model(model)
     corpus = as_corpus(corpus)
-    if is_masked(model):
-        made = _masked(model, corpus, size, most, seed)
-    else:
+    mask = mask_token(model)
+    if mask is None:
         made = _running(make_windows(model, corpus, size=size, most=most))
+    else:
+        made = _masked(model, mask, corpus, size, most, seed)
     if len(made.examples) < 2:
         raise InputError(
             f"{corpus.name} gives {len(made.examples)} text of {size} tokens. Expected two at least, so that "
@@ -108,16 +108,15 @@ def _running(windows: Examples) -> JudgedText:
     return JudgedText(examples, windows.tokens[1:][~last[:-1]])
 
 
-def _masked(model: TransformerBridge, corpus: Corpus, size: int, most: int | None, seed: int) -> JudgedText:
-    mask = check_tokenizer(model).mask_token_id
-    if mask is None:
-        raise InputError("This is a masked-LM model, but its tokenizer has no mask token.")
+def _masked(
+    model: TransformerBridge, mask: int, corpus: Corpus, size: int, most: int | None, seed: int
+) -> JudgedText:
     generator, longest = np.random.default_rng(seed), min(size, context_length(model))
     ids: list[np.ndarray] = []
     positions: list[np.ndarray] = []
     truth: list[np.ndarray] = []
     sentences: list[np.ndarray] = []
-    for text in corpus.sentences if most is None else corpus.sentences[:most]:
+    for text in corpus.sentences[:most]:
         encoded = encode_text(model, text, longest=longest)
         tokens = np.asarray(encoded.ids, dtype=np.int64)
         free = np.flatnonzero(~np.asarray(encoded.added, dtype=bool))

@@ -11,18 +11,11 @@ import numpy as np
 
 from matlens.data.corpus import Corpus, as_corpus
 from matlens.data.examples import LAST, TOKENIZATION, Examples, end_to_end
-from matlens.data.readers import (
-    check_decoder,
-    check_model,
-    check_readable,
-    context_length,
-    is_masked,
-)
-from matlens.data.sources import json_rows, text_of_row
-from matlens.data.streams import numbered_lines
-from matlens.errors import Between, InputError, PositiveInt, check, checked, short
+from matlens.data.readers import check_decoder, check_readable, context_length, is_masked
+from matlens.data.sources import text_of_row
+from matlens.data.texts import JSON_SUFFIXES, json_rows, open_text, shown
+from matlens.errors import Between, InputError, PositiveInt, checked, short
 from matlens.models.tokenization import (
-    TextTokens,
     check_tokenizer,
     encode_text,
     token_policy,
@@ -59,59 +52,47 @@ def read_prompts(path: str | Path, *, field: str = PROMPT_FIELD, challenging: bo
         There is no such file, a line of it is not as expected (the message names it), or no prompt is left.
     """
     path = Path(path).expanduser()
-    if not path.is_file():
-        raise InputError(
-            f"There is no file {str(path)!r}. Expected prompts: a text with one a line, or JSON lines such "
-            "as those of RealToxicityPrompts."
-        )
-    if path.name.lower().endswith((".jsonl", ".json")):
-        texts = list(_json_prompts(path, field, challenging))
-    elif path.name.lower().endswith((".csv", ".tsv")):
-        raise InputError(
-            f"{str(path)!r} is a table, whose heading would be read as a prompt. Expected a text with one "
-            "prompt a line, or JSON lines."
-        )
-    elif challenging:
-        raise InputError(
-            f"{str(path)!r} is a text, which marks no prompt as challenging. Expected JSON lines with a "
-            f"truth value in {CHALLENGING_FIELD!r}, as RealToxicityPrompts has, or to read all prompts."
-        )
-    else:
-        texts = [line.strip() for _, line in numbered_lines(path)]
+    with open_text(path) as (name, lines):
+        if name.endswith((".csv", ".tsv")):
+            raise InputError(f"{shown(path)} is a table, whose heading would be read as a prompt.")
+        if name.endswith(JSON_SUFFIXES):
+            texts = list(_json_prompts(json_rows(lines, path), field, challenging))
+        elif challenging:
+            raise InputError(
+                f"{shown(path)} is a text, which marks no prompt as challenging. Expected JSON lines with "
+                f"true or false in {CHALLENGING_FIELD!r}, as RealToxicityPrompts has."
+            )
+        else:
+            texts = [line.strip() for _, line in lines]
     prompts = [prompt for prompt in texts if prompt]
     if not prompts:
         kind = "challenging prompt" if challenging else "prompt"
-        raise InputError(f"{str(path)!r} has no {kind} in its {len(texts)} lines. Expected at least one.")
+        raise InputError(f"{shown(path)} has no {kind} in its {len(texts)} lines. Expected at least one.")
     return prompts
 
 
-def _json_prompts(path: Path, field: str, challenging: bool) -> Iterator[str]:
-    for where, row in json_rows(path):
+def _json_prompts(
+    rows: Iterable[tuple[str, dict[str, Any] | None]], field: str, challenging: bool
+) -> Iterator[str]:
+    for where, row in rows:
         if row is None:
             continue
-        text = _prompt_text(row, field, where)
-        yield "" if challenging and not _is_challenging(row, where) else text.strip()
-
-
-def _prompt_text(row: dict[str, Any], field: str, where: str) -> str:
-    prompt = row.get(field)
-    if isinstance(prompt, dict):
-        return text_of_row(prompt, "text", f"{field!r} in {where}")
-    return text_of_row(row, field, where)
-
-
-def _is_challenging(row: dict[str, Any], where: str) -> bool:
-    mark = row.get(CHALLENGING_FIELD)
-    if not isinstance(mark, bool):
-        raise InputError(
-            f"The field {CHALLENGING_FIELD!r} in {where} holds {mark!r}. Expected true or false, as in "
-            "RealToxicityPrompts."
-        )
-    return mark
+        prompt = row.get(field)
+        if isinstance(prompt, dict):
+            text = text_of_row(prompt, "text", f"{field!r} in {where}")
+        else:
+            text = text_of_row(row, field, where)
+        mark = row.get(CHALLENGING_FIELD)
+        if challenging and not isinstance(mark, bool):
+            raise InputError(
+                f"The field {CHALLENGING_FIELD!r} in {where} holds {mark!r}. Expected true or false, as in "
+                "RealToxicityPrompts."
+            )
+        yield "" if challenging and not mark else text.strip()
 
 
 @checked
-def make_prompts(model: TransformerBridge, prompts: Corpus | Iterable[str]) -> Examples:
+def make_prompts(model: TransformerBridge, prompts: Corpus | Sequence[str]) -> Examples:
     """Tokenise prompts, each with the position whose prediction one wants to read.
 
     In a decoder that is the last token; in a masked-LM model the mask token, of which a prompt holds exactly
@@ -127,30 +108,26 @@ def make_prompts(model: TransformerBridge, prompts: Corpus | Iterable[str]) -> E
     Raises
     ------
     InputError
-        There is no prompt, a prompt is empty, or does not hold exactly one mask token where one is needed; or
-        these are no texts.
+        There is no prompt, or one is empty or does not hold exactly one mask token where that is needed.
     """
-    check_model(model)
-    prompts = list_of_texts(prompts)
+    texts = as_corpus(prompts).sentences
     check_readable(model)
-    tokenizer = check_tokenizer(model)
-    n_ctx = context_length(model)
-    ids, positions = [], []
-    of_prompts = [encode_text(model, prompt) for prompt in prompts]
-    warn_of_unknown(model, prompts, of_prompts)
-    for prompt, encoded in zip(prompts, of_prompts, strict=True):
-        tokens = np.asarray(encoded.ids, dtype=np.int64)
-        ids.append(tokens)
+    tokenizer, n_ctx = check_tokenizer(model), context_length(model)
+    encoded = [encode_text(model, text) for text in texts]
+    warn_of_unknown(model, texts, encoded)
+    ids = [np.asarray(tokens.ids, dtype=np.int64) for tokens in encoded]
+    positions = []
+    for text, tokens, (_, added) in zip(texts, ids, encoded, strict=True):
         if len(tokens) > n_ctx:
             raise InputError(
                 f"The prompt of {len(tokens)} tokens is longer than the model's context of {n_ctx}."
             )
         places = np.flatnonzero(tokens == tokenizer.mask_token_id)
         if not is_masked(model):  # an end-of-text token that the tokenizer adds is not the prompt's last
-            places = np.flatnonzero(~np.asarray(encoded.added, dtype=bool))[-1:]
+            places = np.flatnonzero(~np.asarray(added, dtype=bool))[-1:]
         if len(places) != 1:
             expected = f"exactly one {tokenizer.mask_token}" if is_masked(model) else "at least one token"
-            raise InputError(f"The prompt {short(prompt)} cannot be read out: expected {expected} in it.")
+            raise InputError(f"The prompt {short(text)} cannot be read out: expected {expected} in it.")
         positions.append(int(places[0]))
     if not ids:
         raise InputError("There are no prompts. Expected at least one.")
@@ -193,19 +170,20 @@ def make_windows(
         The text has fewer than two tokens, the file cannot be read, a size is not usable, or the model
         predicts masked tokens.
     """
-    check_model(model)
     check_readable(model)
     check_decoder(model, "reads no running text")
     size = min(size, context_length(model))
     text, default = _running_text(source)
-    ids, front = _with_front(encode_text(model, text))
+    all_ids, added = encode_text(model, text)
+    front = all_ids[: added.index(False) if False in added else len(added)]
+    ids = [token for token, flag in zip(all_ids, added, strict=True) if not flag]
     step = size - len(front)
     if step < 1:
         raise InputError(
             f"A window of {size} tokens has no room for text: {len(front)} tokens stand in front of each. "
             f"Expected a size of {len(front) + 1} at least."
         )
-    windows = [np.concatenate([front, ids[start : start + step]]) for start in range(0, len(ids), step)]
+    windows = [np.array(front + ids[start : start + step]) for start in range(0, len(ids), step)]
     if len(windows) > 1 and len(windows[-1]) < 2:  # it would predict nothing
         windows.pop()
     if not windows or len(windows[0]) < 2:
@@ -230,33 +208,11 @@ def make_windows(
     return end_to_end(windows, np.array([len(window) - 1 for window in windows]), provenance)
 
 
-def _with_front(tokens: TextTokens) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of a text itself, and those that a tokenizer puts in front of it."""
-    n_front = tokens.added.index(False) if False in tokens.added else len(tokens.added)
-    text_ids = [token for token, added in zip(tokens.ids, tokens.added, strict=True) if not added]
-    return np.asarray(text_ids, dtype=np.int64), np.asarray(tokens.ids[:n_front], dtype=np.int64)
-
-
 def _running_text(source: str | Path | Corpus | Sequence[str]) -> tuple[str, str]:
     """A text, and what it is called."""
     if not isinstance(source, str | Path):
         corpus = as_corpus(source)
         return " ".join(corpus.sentences), corpus.name
     path = Path(source).expanduser()
-    if not path.is_file():
-        raise InputError(f"There is no file {short(str(path))}. Expected a file with running text.")
-    return "".join(line for _, line in numbered_lines(path)), path.name
-
-
-def list_of_texts(prompts: Any) -> list[str]:
-    """Texts as a list; raises InputError if it is one text, or if an item is not a text."""
-    if isinstance(prompts, Corpus):
-        return list(prompts.sentences)
-    check(prompts, Sequence[Any], "prompts")
-    texts = list(prompts)
-    wrong = [text for text in texts if not isinstance(text, str)]
-    if wrong:
-        raise InputError(
-            f"prompts must be texts, got {short(wrong[0])}. Use matlens.make_token_examples for token ids."
-        )
-    return texts
+    with open_text(path) as (_, lines):
+        return "".join(line for _, line in lines), path.name

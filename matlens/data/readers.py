@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from matlens.errors import InputError, checked
 from matlens.models.changes import check_eval_mode
 from matlens.models.images import is_visual
 from matlens.models.stacks import ENCODER, stack_of
-from matlens.models.tokenization import token_policy
+from matlens.models.tokenization import check_tokenizer, token_policy
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -26,6 +26,16 @@ def is_masked(model: TransformerBridge) -> bool:
 def reads_whole(model: TransformerBridge) -> bool:
     """Whether what stands behind a position bears on its vectors: not so in decoders."""
     return is_masked(model) or stack_of(model) == ENCODER or is_visual(model)
+
+
+def mask_token(model: TransformerBridge) -> int | None:
+    """The token of a masked-LM model that hides others; None in other models."""
+    if not is_masked(model):
+        return None
+    mask: int | None = check_tokenizer(model).mask_token_id
+    if mask is None:
+        raise InputError("This is a masked-LM model, but its tokenizer has no mask token.")
+    return mask
 
 
 def check_own_tokens(model: TransformerBridge, examples: Examples) -> None:
@@ -63,21 +73,6 @@ def check_tokens(model: TransformerBridge, tokens: np.ndarray, of: str) -> None:
         raise InputError(
             f"Token {place} of {of} is {tokens[place]}, and the model has the tokens 0 to {size - 1}. Were "
             "they made by the tokenizer of another model?"
-        )
-
-
-def check_model(model: Any) -> None:
-    """Refuse what is no bridge of TransformerLens.
-
-    Raises
-    ------
-    InputError
-        It is a name, a model of Hugging Face, or something else.
-    """
-    if not all(hasattr(model, name) for name in ("cfg", "tokenizer", "original_model", "adapter")):
-        raise InputError(
-            f"The model is a {type(model).__name__}. Expected a TransformerBridge. Load one by its name with "
-            "matlens.load()."
         )
 
 
@@ -121,4 +116,4 @@ def check_decoder(model: TransformerBridge, consequence: str) -> None:
 
 def context_length(model: TransformerBridge) -> int:
     """How many tokens the model and its tokenizer can take."""
-    return int(min(model.cfg.n_ctx, model.tokenizer.model_max_length))
+    return int(min(model.cfg.n_ctx, check_tokenizer(model).model_max_length))

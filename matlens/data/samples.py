@@ -1,9 +1,13 @@
-"""The two small English corpora that need no download.
+"""Corpora that need no download: they come in wheels, whose code is never imported here.
 
-Both come inside the wheel of gensim, whose code is never imported here: a cut of the English
-Wikipedia (106 whole articles as wikitext) and the Lee collection of short news stories. The
-wikitext is turned into plain sentences strictly: a sentence that lost something in the
-cleaning (a formula, a conversion of units, an image) is left out rather than given with a hole.
+In gensim's are a cut of the English Wikipedia (106 whole articles as wikitext) and the Lee collection of
+short news stories. The wikitext is turned into plain sentences strictly: a sentence that lost something in
+the cleaning (a formula, a conversion of units, an image) is excluded rather than given with a hole.
+
+In Weblate's is one text in many languages: the messages of its user interface (gettext's ``.po``). Offered
+are whole sentences that all of these languages have, without gaps for names or numbers and without markup,
+in the same order in each: with one seed, corpora of two languages are split into the same messages, so that
+what differs between them is the language alone.
 """
 
 import bz2
@@ -24,6 +28,7 @@ from matlens.parallel import Bar
 
 _WIKIPEDIA_FILE = "enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
 _NEWS_FILES = ("lee_background.cor", "lee.cor")
+_GENSIM = "'matlens[samples]'"
 
 # Private-use characters mark where something visible was cut out (a hole: the sentence is not
 # whole any more) and where a footnote stood (nothing is missing, but a space may be).
@@ -75,8 +80,7 @@ def wikipedia_sample() -> Iterator[str]:
     InputError
         The package that carries the articles is not installed.
     """
-    path = _file_in_wheel(_WIKIPEDIA_FILE)
-    for text in Bar(_articles(path), desc="wikipedia-sample", unit=" articles", leave=False):
+    for text in Bar(_articles(), desc="wikipedia-sample", unit=" articles", leave=False):
         for paragraph in _paragraphs(_plain_article(text)):
             yield from _sentences(paragraph)
 
@@ -95,41 +99,39 @@ def news_sample() -> Iterator[str]:
         The package that carries the stories is not installed.
     """
     for name in _NEWS_FILES:
-        # One pound sign tells that the stories are not UTF-8.
-        path = _file_in_wheel(name)
-        with _undamaged(path):
+        with _in_wheel("gensim", f"test/test_data/{name}", _GENSIM) as path:
+            # One pound sign tells that the stories are not UTF-8.
             stories = path.read_text(encoding="latin-1").split("\n")
         for story in stories:
             yield from _sentences(_repair(story))
 
 
-def _file_in_wheel(name: str) -> Path:
-    # find_spec of a top-level package locates it without importing it.
-    spec = importlib.util.find_spec("gensim")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        path = Path(folder) / "test" / "test_data" / name
-        if path.is_file():
-            return path
-    raise InputError(
-        f"The sample {name!r} was not found: it comes with the package gensim, which is not installed or "
-        "lacks its test data. Install it with: pip install 'matlens[samples]'"
-    )
-
-
 @contextmanager
-def _undamaged(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, EOFError, ElementTree.ParseError) as error:
+def _in_wheel(package: str, path: str, install: str) -> Iterator[Path]:
+    """A file or folder in an installed package; errors of reading it say how to install it."""
+    # find_spec of a top-level package locates it without importing it.
+    spec = importlib.util.find_spec(package)
+    folders = (spec.submodule_search_locations if spec else None) or []
+    found = [Path(folder, path) for folder in folders if Path(folder, path).exists()]
+    if not found:
         raise InputError(
-            f"The sample {path.name!r} cannot be read ({type(error).__name__}): the package gensim is "
-            "damaged. Install it anew: pip install --force-reinstall gensim"
+            f"The sample is {path} of the package {package}. Install it with: pip install {install}"
+        )
+    try:
+        yield found[0]
+    except (OSError, EOFError, ValueError, ElementTree.ParseError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(
+            f"{found[0]} cannot be read ({type(error).__name__}): the package {package} is damaged. Install "
+            f"it again: pip install --force-reinstall {install}"
         ) from error
 
 
-def _articles(path: Path) -> Iterator[str]:
+def _articles() -> Iterator[str]:
     """Wikitext of the pages in the article namespace that are not redirects."""
-    with _undamaged(path), bz2.open(path) as stream:
+    path = f"test/test_data/{_WIKIPEDIA_FILE}"
+    with _in_wheel("gensim", path, _GENSIM) as place, bz2.open(place) as stream:
         for _, element in ElementTree.iterparse(stream):
             namespace, _, tag = element.tag.rpartition("}")
             if tag != "page":
@@ -251,3 +253,77 @@ def _is_whole(sentence: str) -> bool:
         and all(sentence.count(a) == sentence.count(b) for a, b in ("()", "[]", "“”"))
         and sentence.count('"') % 2 == 0
     )
+
+
+# Messages in many languages
+
+CATALOGUES = {
+    "bg": "bg", "cs": "cs", "de": "de", "es": "es", "fr": "fr", "ga": "ga", "he": "he", "hr": "hr",
+    "id": "id", "it": "it", "nl": "nl", "pl": "pl", "pt": "pt_BR", "ru": "ru", "sk": "sk", "sq": "sq",
+    "tr": "tr", "uk": "uk",
+}  # fmt: skip
+"""Folders of the catalogues, by the code of their language; the messages themselves are English, ``en``."""
+LANGUAGES = ("en", *CATALOGUES)
+_WEBLATE = "--no-deps weblate==5.14.3"
+_FEWEST_WORDS = 5  # as corpora have it, so that no language loses a message that another keeps
+# Gaps for names and numbers, markup, addresses, and what belongs to a program's text rather than to prose.
+_NO_PROSE = re.compile(r"[%{}<>\\|`_\n]|https?:")
+_ENTRY = re.compile(r'(msgctxt|msgid|msgid_plural|msgstr(?:\[\d+\])?) "(.*)"')
+_ESCAPED = re.compile(r"\\(.)")
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}  # any other sign stands for itself
+
+
+def messages(language: str) -> Iterator[str]:
+    """Messages in a language, in the order that they have in all languages.
+
+    Yields
+    ------
+    str
+        A message: a sentence, or a few.
+
+    Raises
+    ------
+    InputError
+        The package that carries the catalogues is not installed, or a catalogue cannot be read.
+    """
+    translated = {
+        code: _translations(f"locale/{name}/LC_MESSAGES/django.po") for code, name in CATALOGUES.items()
+    }
+    seen = {code: set[str]() for code in LANGUAGES}
+    for message in next(iter(translated.values())):
+        texts = {"en": message} | {code: texts.get(message, "") for code, texts in translated.items()}
+        if all(map(_is_prose, texts.values())) and all(texts[code] not in seen[code] for code in texts):
+            for code, text in texts.items():
+                seen[code].add(text)
+            yield texts[language]
+
+
+def _is_prose(text: str) -> bool:
+    whole = len(text.split()) >= _FEWEST_WORDS and text[-1] in ".!?"
+    return whole and _NO_PROSE.search(text) is None
+
+
+def _translations(catalogue: str) -> dict[str, str]:
+    """What a catalogue has for each message; those that depend on a number or on a context are excluded."""
+    with _in_wheel("weblate", catalogue, _WEBLATE) as path:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    translated: dict[str, str] = {}
+    entry: dict[str, str] = {}
+    key = ""
+    for line in [*lines, ""]:
+        if (read := _ENTRY.fullmatch(line)) is not None:
+            key = read[1]
+            entry[key] = _unescaped(read[2])
+        elif line.startswith('"') and line.endswith('"') and key:
+            entry[key] += _unescaped(line[1:-1])
+        elif line.startswith("#,") and "fuzzy" in line:  # a guess that nobody has looked at
+            entry["fuzzy"] = line
+        elif not line:
+            if entry.keys() == {"msgid", "msgstr"} and entry["msgid"] and entry["msgstr"]:
+                translated[entry["msgid"]] = entry["msgstr"]
+            entry, key = {}, ""
+    return translated
+
+
+def _unescaped(text: str) -> str:
+    return _ESCAPED.sub(lambda sign: _ESCAPES.get(sign[1], sign[1]), text)

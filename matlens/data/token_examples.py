@@ -7,18 +7,21 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from matlens.data.examples import LAST, Examples, end_to_end
-from matlens.data.readers import check_model, check_readable, check_tokens, is_masked
-from matlens.errors import InputError, short
+from matlens.data.readers import check_readable, check_tokens, is_masked
+from matlens.errors import InputError, checked, short
 from matlens.models.stacks import DECODER, stack_of
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 TokenIds = Sequence[Sequence[int]] | Tensor | np.ndarray | Mapping[str, Any]
-GivenPositions = Literal["last"] | Sequence[int] | Sequence[Sequence[int]] | Tensor | np.ndarray
+GivenPositions = (
+    Literal["last"] | Sequence[int] | Sequence[Sequence[int]] | Sequence[Sequence[bool]] | Tensor | np.ndarray
+)
 
 # What a tokenizer returns beside ids and mask, and what a model would not read any differently.
 _NOT_READ = (
@@ -27,11 +30,12 @@ _NOT_READ = (
 )  # fmt: skip
 
 
+@checked
 def make_token_examples(
     model: TransformerBridge,
     tokens: TokenIds,
     *,
-    attention_mask: Tensor | np.ndarray | Sequence[Sequence[int]] | None = None,
+    attention_mask: Tensor | np.ndarray | Sequence[Sequence[int]] | Sequence[Sequence[bool]] | None = None,
     positions: GivenPositions = "last",
     sources: TokenIds | None = None,
     name: str = "tokens",
@@ -73,21 +77,30 @@ def make_token_examples(
     >>> encoded = model.tokenizer(["The capital of France is Paris.", "Two and two is four."])
     >>> examples = matlens.make_token_examples(model, encoded, positions=[[-2, -1], [-1]])
     """
-    check_model(model)
     check_readable(model)
-    if isinstance(tokens, Mapping) or hasattr(tokens, "input_ids"):
+    if isinstance(tokens, Mapping):
         tokens, attention_mask = _from_encoding(tokens, attention_mask)
-    rows = _rows(tokens)
-    columns = _columns(tokens, rows, attention_mask, model)
+    rows = _rows(tokens, "tokens", "iu")
+    if attention_mask is not None:
+        columns = _columns(_rows(attention_mask, "attention_mask", "iub"), rows)
+    else:
+        if isinstance(tokens, Tensor | np.ndarray) or (
+            len(rows) > 1 and len({len(row) for row in rows}) == 1
+        ):
+            _check_unpadded(rows, model)
+        columns = [np.arange(len(row)) for row in rows]
     ids = [row[at] for row, at in zip(rows, columns, strict=True)]
     for number, sentence in enumerate(ids):
         _check_ids(sentence, number, model)
-    kind, chosen = _positions(positions, rows, columns)
-    if kind == LAST and is_masked(model):
-        raise InputError(
-            "This is a masked-LM model, which predicts nothing at the last token. Expected positions=, such "
-            "as those of the mask."
-        )
+    if isinstance(positions, str):
+        if is_masked(model):
+            raise InputError(
+                "This is a masked-LM model, which predicts nothing at the last token. Give positions=, such "
+                "as those of the mask."
+            )
+        kind, chosen = LAST, [np.array([len(at) - 1]) for at in columns]
+    else:
+        kind, chosen = _positions(_rows(positions, "positions", "iub"), rows, columns)
     counts = [len(each) for each in chosen]
     provenance = {
         "corpus": name,
@@ -101,18 +114,11 @@ def make_token_examples(
     examples = end_to_end(
         [sentence.astype(np.int64) for sentence in ids], np.concatenate(chosen), provenance, sentences
     )
-    return examples if sources is None else with_sources(model, examples, _rows(sources))
+    return examples if sources is None else with_sources(model, examples, _rows(sources, "sources", "iu"))
 
 
 def with_sources(model: TransformerBridge, examples: Examples, sources: Sequence[np.ndarray]) -> Examples:
-    """Examples of a decoder, with what its encoder reads for each sentence.
-
-    Raises
-    ------
-    InputError
-        The model is no decoder that reads an encoder, or the sources are not one for each sentence, or have
-        tokens that the model does not know.
-    """
+    """Examples of a decoder, with what its encoder reads for each sentence."""
     if stack_of(model) != DECODER:
         raise InputError("Sources are for the decoder of an encoder-decoder, loaded with stack='decoder'.")
     if len(sources) != len(examples):
@@ -124,106 +130,49 @@ def with_sources(model: TransformerBridge, examples: Examples, sources: Sequence
     return replace(examples, source_tokens=tokens, source_offsets=offsets)
 
 
-def _from_encoding(encoding: Any, mask: Any) -> tuple[Any, Any]:
+def _from_encoding(encoding: Mapping[str, Any], mask: Any) -> tuple[Any, Any]:
     """Ids and mask of what a tokenizer returns."""
-    fields = dict(encoding.items()) if hasattr(encoding, "items") else dict(vars(encoding))
-    if "input_ids" not in fields:
+    segments = any(torch.as_tensor(row).any() for row in encoding.get("token_type_ids", ()))
+    unknown = [key for key in encoding if key not in _NOT_READ and (key != "token_type_ids" or segments)]
+    if "input_ids" not in encoding or unknown:
         raise InputError(
-            f"The tokens hold {', '.join(map(short, fields)) or 'nothing'}. Expected 'input_ids', as a "
-            "tokenizer returns them."
+            f"tokens hold {', '.join(map(short, encoding))}. Expected 'input_ids' and 'attention_mask' "
+            "alone: examples do not keep what else changes how they are read, such as position_ids."
         )
-    kinds = fields.pop("token_type_ids", None)
-    if kinds is not None and any(np.asarray(row).any() for row in kinds):
-        raise InputError(
-            "The tokens hold token_type_ids other than 0, which examples do not keep: the model would read "
-            "them as of one segment. Expected sentences that are encoded one by one."
-        )
-    unknown = [key for key in fields if key not in _NOT_READ]
-    if unknown:
-        raise InputError(
-            f"The tokens hold {short(unknown[0])}, which would change what the model reads and which "
-            "examples do not keep. Expected 'input_ids' and 'attention_mask'."
-        )
-    if mask is not None and fields.get("attention_mask") is not None:
+    own = encoding.get("attention_mask")
+    if mask is not None and own is not None:
         raise InputError(
             "There are two attention masks: leave out attention_mask=, the tokens hold their own."
         )
-    return fields["input_ids"], fields.get("attention_mask") if mask is None else mask
+    return encoding["input_ids"], own if mask is None else mask
 
 
-def _columns(
-    tokens: Any, rows: Sequence[np.ndarray], mask: Any, model: TransformerBridge
-) -> list[np.ndarray]:
-    """The columns of each row that hold tokens and no padding."""
-    if mask is None:
-        alike = len({len(row) for row in rows}) == 1
-        if isinstance(tokens, (Tensor, np.ndarray)) or (alike and len(rows) > 1):
-            _check_unpadded(rows, model)
-        return [np.arange(len(row)) for row in rows]
-    columns = [np.flatnonzero(row) for row in _mask_rows(mask, rows)]
-    for number, at in enumerate(columns):
-        if not len(at):
-            raise InputError(f"Sentence {number} is empty: its attention mask is 0 at every token.")
-        if at[-1] - at[0] + 1 != len(at):
-            raise InputError(
-                f"The attention mask of sentence {number} has padding between its tokens. Expected padding "
-                "on the left or on the right."
-            )
-    return columns
-
-
-def _rows(tokens: Any) -> list[np.ndarray]:
-    if isinstance(tokens, (str, bytes)) or not isinstance(tokens, Iterable):
+def _rows(values: Any, name: str, kinds: str) -> list[np.ndarray]:
+    """What is given for each sentence: arrays of one axis; of positions also single numbers."""
+    if isinstance(values, str) or not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0:
         raise InputError(
-            f"The tokens are {short(tokens)}. Expected lists of token ids or a batch; texts go to "
-            "matlens.make_prompts()."
+            f"{name} must be a batch or a list with a row for each sentence, got {short(values)}."
         )
-    batch = _array(tokens) if isinstance(tokens, (Tensor, np.ndarray)) else None
-    if batch is not None and batch.ndim != 2:
-        hint = " One sentence is a batch of one: tokens[None]." if batch.ndim == 1 else ""
-        raise InputError(
-            f"The tokens have the shape {batch.shape}. Expected a batch of the shape [n, longest].{hint}"
-        )
-    rows = list(batch) if batch is not None else list(tokens)
+    rows = [_array(row) for row in values]
     if not rows:
-        raise InputError("There are no tokens. Expected at least one sentence.")
-    arrays = []
+        raise InputError(f"{name} must be of at least one sentence.")
+    n_axes = (0, 1) if name == "positions" else (1,)
     for number, row in enumerate(rows):
-        if isinstance(row, (str, bytes)) or not isinstance(row, (Sequence, Tensor, np.ndarray)):
+        if row.ndim not in n_axes or not row.size or row.dtype.kind not in kinds:
             raise InputError(
-                f"Sentence {number} is {short(row)}. Expected a list of token ids for each sentence; one "
-                "sentence is a list of one: [tokens]."
+                f"{name} must be integers for each sentence, and for sentence {number} is {short(row)}. One "
+                "sentence is a list of one, and texts go to matlens.make_prompts()."
             )
-        array = _array(row)
-        if array.ndim != 1:
-            raise InputError(
-                f"Sentence {number} has the shape {array.shape}. Expected a list of token ids, [length]."
-            )
-        if not len(array):
-            raise InputError(f"Sentence {number} is empty. Expected at least one token in each.")
-        if array.dtype.kind not in "iu":
-            raise InputError(
-                f"The tokens of sentence {number} are no whole numbers ({array.dtype}). Expected the ids of "
-                "tokens; texts go to matlens.make_prompts()."
-            )
-        arrays.append(array)
-    return arrays
+    return [np.atleast_1d(row) for row in rows]
 
 
 def _array(values: Any) -> np.ndarray:
     if np.ma.is_masked(values):
         raise InputError("Tokens and positions must not be masked: numbers behind the mask would be read.")
-    if isinstance(values, Tensor):
-        if not values.is_floating_point() and not values.is_complex():
-            return values.detach().cpu().numpy()
-        return np.empty(tuple(values.shape), dtype=np.float32)  # of the wrong kind, and refused by it
-    no_numbers = np.empty(1, dtype=object)
-    if isinstance(values, Sequence) and len({isinstance(value, (bool, np.bool_)) for value in values}) > 1:
-        return no_numbers  # NumPy would take True for 1
     try:
-        return np.asarray(values)
-    except (ValueError, TypeError, OverflowError):  # lists of different lengths, or what is no number
-        return no_numbers
+        return np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
+    except (ValueError, TypeError):  # lists of different lengths, or kinds that NumPy does not have
+        return np.empty(1, dtype=object)
 
 
 def _check_ids(ids: np.ndarray, number: int, model: TransformerBridge) -> None:
@@ -235,32 +184,22 @@ def _check_ids(ids: np.ndarray, number: int, model: TransformerBridge) -> None:
         )
 
 
-def _mask_rows(mask: Any, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The rows of an attention mask as truth values, in the shape of the tokens."""
-    given = _of_shape(mask, rows, "The attention mask")
-    for number, row in enumerate(given):
-        if row.dtype.kind not in "iub" or not np.isin(row, (0, 1)).all():
+def _columns(mask: Sequence[np.ndarray], rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The columns of each row that hold tokens and no padding."""
+    _check_shapes(mask, rows, "attention_mask")
+    columns = [np.flatnonzero(row) for row in mask]
+    for number, (row, at) in enumerate(zip(mask, columns, strict=True)):
+        if not np.isin(row, (0, 1)).all() or not len(at) or at[-1] - at[0] + 1 != len(at):
             raise InputError(
-                f"The attention mask of sentence {number} holds other values than 0 and 1. Expected 1 at "
-                "tokens and 0 at padding."
+                "attention_mask must be 1 at the tokens of a sentence and 0 at padding around them; "
+                f"for sentence {number} it is {short(row.tolist())}."
             )
-    return [row.astype(bool) for row in given]
+    return columns
 
 
-def _of_shape(values: Any, rows: Sequence[np.ndarray], what: str) -> list[np.ndarray]:
-    """Values for each token, row by row; refused where they are not as many as the tokens."""
-    usable = isinstance(values, Iterable) and not isinstance(values, (str, bytes, Mapping))
-    given = [_array(row) for row in values] if usable and getattr(values, "ndim", None) != 0 else []
-    lengths, expected = [row.shape for row in given], [(len(row),) for row in rows]
-    if lengths != expected:
-        shape = tuple(getattr(values, "shape", ())) or f"{len(given)} rows"
-        differing = next((i for i, (a, b) in enumerate(zip(lengths, expected, strict=False)) if a != b), None)
-        where = "" if differing is None else f", and they differ first in sentence {differing}"
-        raise InputError(
-            f"{what} has another shape than the tokens ({shape}, for {len(rows)} sentences{where}). Expected "
-            "one value for each token."
-        )
-    return given
+def _check_shapes(given: Sequence[np.ndarray], rows: Sequence[np.ndarray], name: str) -> None:
+    if [row.shape for row in given] != [row.shape for row in rows]:
+        raise InputError(f"{name} has another shape than the tokens. Expected a value for each token.")
 
 
 def _check_unpadded(rows: Sequence[np.ndarray], model: TransformerBridge) -> None:
@@ -280,62 +219,23 @@ def _check_unpadded(rows: Sequence[np.ndarray], model: TransformerBridge) -> Non
 
 
 def _positions(
-    positions: Any, tokens: Sequence[np.ndarray], columns: Sequence[np.ndarray]
+    given: Sequence[np.ndarray], rows: Sequence[np.ndarray], columns: Sequence[np.ndarray]
 ) -> tuple[str, list[np.ndarray]]:
     """How positions were chosen, and those of each sentence, counted from its first token."""
-    expected = (
-        "Expected 'last', a position or a list of positions for each sentence, or a truth value for each "
-        "token."
-    )
-    if isinstance(positions, str):
-        if positions != "last":
-            raise InputError(f"The positions are {short(positions)}. {expected}")
-        return LAST, [np.array([len(at) - 1]) for at in columns]
-    scalar = getattr(positions, "ndim", 1) == 0
-    if scalar or isinstance(positions, (bytes, Mapping)) or not isinstance(positions, Iterable):
-        raise InputError(f"The positions are {short(positions)}. {expected}")
-    whole = positions if isinstance(positions, (Tensor, np.ndarray)) else None
-    rows = [_array(row) for row in (positions if whole is None else _array(whole))]
-    if len(rows) != len(columns):
-        raise InputError(
-            f"There are positions for {len(rows)} sentences, and {len(columns)} sentences. {expected}"
-        )
-    if any(row.dtype.kind == "b" for row in rows):
-        return "tokens of a mask", _marked(rows, tokens, columns)
-    if any(row.dtype.kind not in "iu" or row.ndim > 1 for row in rows):
-        number = next(i for i, row in enumerate(rows) if row.dtype.kind not in "iu" or row.ndim > 1)
-        raise InputError(f"The positions of sentence {number} are no whole numbers. {expected}")
-    chosen = [
-        _resolved(np.atleast_1d(row), len(at), number)
-        for number, (row, at) in enumerate(zip(rows, columns, strict=True))
-    ]
-    return "given", chosen
-
-
-def _marked(
-    mask: Sequence[np.ndarray], tokens: Sequence[np.ndarray], columns: Sequence[np.ndarray]
-) -> list[np.ndarray]:
-    """Positions of the tokens that a mask marks."""
-    given = _of_shape(mask, tokens, "The mask of positions")
-    chosen = []
-    for number, (row, at) in enumerate(zip(given, columns, strict=True)):
-        if row.dtype.kind != "b":
-            raise InputError(
-                f"The mask of positions of sentence {number} holds no truth values. Expected true or false "
-                "for each token."
-            )
-        marked = np.flatnonzero(row)
-        if not np.isin(marked, at).all():
-            raise InputError(
-                f"The mask of positions marks padding in sentence {number}. Expected it true only at tokens."
-            )
-        if not len(marked):
-            raise InputError(
-                f"The mask of positions marks no token of sentence {number}. Mark at least one in each "
-                "sentence, or leave the sentence out."
-            )
-        chosen.append(np.searchsorted(at, marked))
-    return chosen
+    if len(given) != len(rows):
+        raise InputError(f"There are positions for {len(given)} sentences, and {len(rows)} sentences.")
+    is_mask = given[0].dtype.kind == "b"
+    if any((row.dtype.kind == "b") != is_mask for row in given):
+        raise InputError("positions must be numbers or truth values, got both.")
+    if is_mask:
+        _check_shapes(given, rows, "positions")
+        marked = [np.flatnonzero(row) for row in given]
+        if not all(np.isin(*pair).all() for pair in zip(marked, columns, strict=True)):
+            raise InputError("positions marks padding. Expected it true only at tokens.")
+        given = [np.searchsorted(at, row) for at, row in zip(columns, marked, strict=True)]
+    lengths = map(len, columns)
+    chosen = [_resolved(*each) for each in zip(given, lengths, range(len(given)), strict=True)]
+    return "tokens of a mask" if is_mask else "given", chosen
 
 
 def _resolved(positions: np.ndarray, length: int, number: int) -> np.ndarray:

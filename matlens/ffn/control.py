@@ -69,11 +69,8 @@ def scaled(factor: float) -> CoefficientChange:
 Value = float | CoefficientChange
 
 
-<<<<<<< HEAD
 @checked
-=======
 @contextmanager
->>>>>>> a6c02b28 (Keep in linearity what rooms and how-to pages use)
 def controlled(
     model: TransformerBridge,
     names: Iterable[ValueName],
@@ -108,17 +105,10 @@ def controlled(
     Raises
     ------
     InputError
-<<<<<<< HEAD
         A name does not exist in this model, is given twice or is under control already; one of several values
         is missing, or belongs to a vector that is not named; a block, or its FFN, is replaced; ``where`` has
-        not as many rows as a batch; the context is entered twice; or the model is changed or read in another
+        not as many rows as a batch; the model is changed or read in another
         thread.
-=======
-        There are no names; a name does not exist in this model, is given twice or is under control already; a
-        value is not a finite number; of several values one is missing, or belongs to a vector that is not
-        named; a block, or its FFN, is replaced; ``where`` is nothing of the above or has not as many rows
-        as a batch; or the model is changed or read in another thread.
->>>>>>> a6c02b28 (Keep in linearity what rooms and how-to pages use)
 
     Examples
     --------
@@ -127,19 +117,6 @@ def controlled(
     >>> with controlled(model, ["L24D219"], scaled(0.0), where="new"):
     ...     model.generate("I can't believe you")
     """
-<<<<<<< HEAD
-    return SingleUse(_controlled(model, names, value, where), "controlled(model, names)")
-
-
-@contextmanager
-def _controlled(
-    model: TransformerBridge,
-    names: Iterable[ValueName],
-    value: Value | Mapping[ValueName, Value],
-    where: Tokens,
-) -> Iterator[TransformerBridge]:
-=======
->>>>>>> a6c02b28 (Keep in linearity what rooms and how-to pages use)
     values = ValueVectors(model)
     changes = _changes(values, names, value)
     if isinstance(where, Tensor) and where.ndim == 1 and bool((where < 0).any()):

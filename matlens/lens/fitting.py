@@ -15,7 +15,6 @@ from matlens.activations.collecting import stream
 from matlens.data.corpus import Corpus
 from matlens.data.corpus_examples import make_examples
 from matlens.data.examples import Examples
-from matlens.data.readers import check_model
 from matlens.errors import InputError, PositiveInt, Seed, checked
 from matlens.lens.maps import Standardisation
 from matlens.lens.methods import check_methods, row_keys
@@ -51,7 +50,6 @@ def lens_moments(
         A method is none, or not of this model; the data are not of this model, or lack a layer; or rows or
         weights are not those of the samples.
     """
-    check_model(model)
     names = check_methods(methods)
     norm = Standardisation.from_model(model) if any(method.normed for method in names.values()) else None
     if isinstance(data, Activations):

@@ -11,9 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from matlens import parallel
-from matlens.data.corpus import Corpus
-from matlens.data.prompts import list_of_texts
-from matlens.data.readers import check_model
+from matlens.data.corpus import Corpus, as_corpus
 from matlens.errors import InputError, NonNegativeInt, PositiveInt, checked, short
 from matlens.lens.maps import LayerMap, LensParts
 from matlens.models.identity import ModelIdentity, Provenance
@@ -71,9 +69,7 @@ def fit_jacobian(
     """
     from transformer_lens.tools.analysis import JacobianLens
 
-    check_model(model)
     n_layers = int(model.cfg.n_layers)
-    longest, skip = longest, skip
     wanted = list(range(1, n_layers)) if layers is None else sorted(set(layers))
     if not wanted or not 1 <= wanted[0] <= wanted[-1] < n_layers:
         raise InputError(
@@ -81,7 +77,7 @@ def fit_jacobian(
             f"before the last. Expected layers from 1 to {n_layers - 1}."
         )
     name = prompts.name if isinstance(prompts, Corpus) else "given sentences"
-    texts = list_of_texts(prompts)
+    texts = list(as_corpus(prompts).sentences)
     if not texts or not all(text.strip() for text in texts):
         raise InputError("A prompt is no text or empty, or there is none. Expected texts to fit on.")
     jacobians = torch.zeros(len(wanted), int(model.cfg.d_model), int(model.cfg.d_model))

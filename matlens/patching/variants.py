@@ -13,8 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from matlens.activations.collecting import default_batch_tokens
-from matlens.data.batches import Batch
-from matlens.data.examples import Examples
+from matlens.data.examples import Batch, Examples
 from matlens.data.readers import check_own_tokens, reads_whole
 from matlens.errors import InputError, PositiveInt, checked
 from matlens.io.rows import Column, keep_rows

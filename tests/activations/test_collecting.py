@@ -32,9 +32,8 @@ from matlens import InputError, collect, make_examples
 from matlens.activations import collecting
 from matlens.activations.activations import Activations
 from matlens.activations.collecting import stream
-from matlens.data.batches import Batch
 from matlens.data.corpus import Corpus
-from matlens.data.examples import Examples
+from matlens.data.examples import Batch, Examples
 from matlens.io.artifact import is_finished
 from matlens.models import identity
 from matlens.models.layout import ModelLayout

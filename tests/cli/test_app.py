@@ -557,10 +557,13 @@ def test_model_that_is_damaged(
     ("content", "messages"),
     [
         (None, ["There is no file or folder", "Give one of the samples"]),
-        (b"", ["is empty", "Give a source with sentences in it"]),
-        (b"too short\n\n", ["has no sentence to use", "1 shorter than 5 words"]),
+        (b"", ["no sentence to use", "read 0;"]),
+        (b"too short\n\n", ["no sentence to use", "1 shorter than 5 words"]),
         (b"only this one sentence here\n", ["70+20 sentences", "were asked for", "has 1.", "Ask for fewer"]),
-        (b"a good line of five words\nin Latin-1: Z\xfcrich, K\xf6ln\n", ["is not UTF-8: line 2", "iconv"]),
+        (
+            b"a good line of five words\nin Latin-1: Z\xfcrich, K\xf6ln\n",
+            ["Line 2 of", "not text in UTF-8", "iconv"],
+        ),
     ],
 )
 def test_corpus_that_cannot_be_used(

@@ -1,4 +1,4 @@
-"""Positions depend on the seed and the sentence alone and are uniform; tokens are the tokenizer's."""
+"""Positions depend on the seed and the text alone and are uniform; tokens are the tokenizer's."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import N_CTX, WORDS, make_tokenizer
 from scipy.stats import chi2
 from sentences import corpus_of, many
 
 import matlens
 from matlens import InputError, make_examples
-from matlens.data.corpus import Corpus
-from matlens.data.examples import Examples
+from matlens.activations import Activations
+from matlens.data import Corpus, Examples, make_judged_text, make_pairs, make_windows
+from matlens.ffn import text_losses
 
 
 def positions(examples: Examples, corpus: Corpus) -> dict[str, int]:
@@ -157,3 +159,83 @@ def test_a_masked_model_without_a_mask_token_is_refused(model_folder: Callable[[
     model.tokenizer.mask_token = None
     with pytest.raises(InputError, match="no mask token"):
         make_examples(model, corpus_of(many(2, 5)))
+
+
+def test_the_shorter_of_the_models_and_the_tokenizers_context_counts(
+    model_folder: Callable[[str], Path],
+) -> None:
+    model = matlens.load(str(model_folder("gpt2")), device="cpu")
+    corpus = corpus_of(many(3, N_CTX + 10))
+    model.tokenizer.model_max_length = 10**30  # what tokenizers say that know of no limit
+    assert set(make_examples(model, corpus).lengths.tolist()) == {N_CTX}
+    model.tokenizer.model_max_length = 12
+    assert set(make_examples(model, corpus).lengths.tolist()) == {12}
+
+
+# A list of texts in place of a corpus
+
+TEXTS = ["w1 w2 w3", "w7", "w4 w40 w11 w2 w9 w9", "w7"]  # short and repeated ones as well
+USES: dict[str, Callable[[Any, Any], Any]] = {
+    "make_examples": lambda m, texts: matlens.make_examples(m, texts).tokens,
+    "make_windows": lambda m, texts: make_windows(m, texts, size=4).tokens,
+    "make_judged_text": lambda m, texts: make_judged_text(m, texts, size=3).truth,
+    "text_losses": lambda m, texts: text_losses(m, texts, progress=False).total,
+    "Lens.fit": lambda m, texts: matlens.Lens.fit(m, texts, method="ridge(1)", progress=False).maps[1].weight,
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_texts_are_a_corpus_of_these(name: str, small_model: Callable[[str], Any]) -> None:
+    model, use = small_model("gpt2"), USES[name]
+    corpus = Corpus("given texts", tuple(TEXTS), len(TEXTS), 0, 0, 0)
+    ours, expected = (torch.as_tensor(np.asarray(use(model, texts))) for texts in (TEXTS, corpus))
+    assert torch.equal(ours, expected)
+    wrong: Any
+    for wrong in ("w1 w2", [1, 2], [["w1"]]):
+        with pytest.raises(InputError):
+            use(model, wrong)
+
+
+# Pairs
+
+SOURCES = [" ".join(WORDS[(3 * i + j) % 50] for j in range(4 + i)) for i in range(5)]
+TARGETS = [" ".join(WORDS[(7 * i + 2 * j) % 50] for j in range(8 - i)) for i in range(5)]
+
+
+@pytest.fixture(scope="module")
+def decoder(model_folder: Callable[[str], Path]) -> Any:
+    return matlens.load(str(model_folder("t5")), device="cpu", stack="decoder")
+
+
+def test_pairs_are_shifted_as_in_training_and_kept_in_folders(decoder: Any, tmp_path: Path) -> None:
+    model = decoder
+    examples = make_pairs(model, SOURCES, TARGETS, seed=3)
+    for number, (source, target) in enumerate(zip(SOURCES, TARGETS, strict=True)):
+        start, end = examples.offsets[number : number + 2]
+        first, last = examples.source_offsets[number : number + 2]
+        ids = model.tokenizer(target)["input_ids"]
+        assert examples.source_tokens[first:last].tolist() == model.tokenizer(source)["input_ids"]
+        assert examples.tokens[start:end].tolist() == [0, *ids[:-1]]
+    assert len(set(examples.positions.tolist())) > 0
+    alone = make_pairs(model, SOURCES[2:3], TARGETS[2:3], seed=3)
+    assert alone.positions[0] == examples.positions[2]
+    matlens.collect(model, examples, folder=tmp_path / "kept", progress=False)
+    kept = Activations.load(tmp_path / "kept").examples
+    assert kept.fingerprint == examples.fingerprint
+    assert kept.head(2).fingerprint == make_pairs(model, SOURCES[:2], TARGETS[:2], seed=3).fingerprint
+    # Other sources are other examples.
+    others = make_pairs(model, SOURCES[::-1], TARGETS, seed=3)
+    assert others.fingerprint != examples.fingerprint
+
+
+def test_what_is_no_pair_is_refused(decoder: Any, small_model: Callable[[str], Any]) -> None:
+    with pytest.raises(InputError, match="Pairs are for the decoder"):
+        make_pairs(small_model("gpt2"), SOURCES, TARGETS)
+    with pytest.raises(InputError, match="There are 5 sources and 4 targets"):
+        make_pairs(decoder, SOURCES, TARGETS[1:])
+    with pytest.raises(InputError, match="There are 0 sources and 0 targets"):
+        make_pairs(decoder, [], [])
+    with pytest.raises(InputError, match=r"has 0 tokens\. Expected 1 to"):
+        make_pairs(decoder, [""], ["w1"])
+    with pytest.raises(InputError, match=r"^sources must be"):
+        make_pairs(decoder, "w1 w2", ["w1"])

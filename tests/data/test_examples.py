@@ -1,4 +1,4 @@
-"""What is cut, and what is not the same, of examples."""
+"""Batches hold every sentence once within the budget; what is cut, and what is not the same, of examples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sentences import examples_of
 
 import matlens
-from matlens import make_examples
+from matlens import InputError, make_examples
 from matlens.data.corpus import Corpus
 from matlens.data.examples import Examples
 
@@ -72,3 +72,62 @@ def test_fingerprint_changes_with_any_token_boundary_or_position() -> None:
     assert len(fingerprints) == 5
     same = Examples(np.arange(10), np.array([0, 4, 10]), np.array([1, 2]), {"corpus": "another"})
     assert same.fingerprint == base.fingerprint
+
+
+@pytest.mark.refused
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"offsets": np.array([0, 3, 2, 6])}, "offsets of examples do not divide"),
+        ({"offsets": np.array([0, 3, 7])}, "offsets of examples do not divide"),
+        ({"positions": np.array([0, 3])}, "The position 3 lies outside of sentence 1"),
+        ({"positions": np.array([-1, 0])}, "The position -1 lies outside of sentence 0"),
+        ({"positions": np.array([0])}, "positions of examples"),
+        ({"sentences": np.array([1, 0])}, "never falling"),
+        ({"sentences": np.array([0, 2])}, "Expected one position or more in each"),
+        ({"sentences": np.array([1, 1])}, "Expected one position or more in each"),
+    ],
+    ids=str,
+)
+def test_arrays_that_do_not_belong_together_are_refused(change: dict[str, Any], message: str) -> None:
+    arrays = {"tokens": np.arange(6), "offsets": np.array([0, 3, 6]), "positions": np.array([0, 1])}
+    Examples(**arrays)
+    with pytest.raises(InputError, match=message):
+        Examples(**arrays | change)
+
+
+# Batches
+
+
+@settings(derandomize=True)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40),
+    budget=st.integers(1, 200),
+)
+def test_batches_hold_every_sentence_once_within_the_budget(lengths: list[int], budget: int) -> None:
+    examples = examples_of(lengths)
+    seen: list[int] = []
+    widths: list[int] = []
+    for batch in examples.batches(budget):
+        n, width = batch.tokens.shape
+        assert n == len(batch.index) >= 1
+        assert batch.mask.shape == (n, width)
+        assert n * width <= budget or n == 1
+        for row, s in enumerate(batch.index):
+            length = lengths[s]
+            tokens = list(range(examples.offsets[s] + 1, examples.offsets[s + 1] + 1))
+            # Right padding: the sentence first, then nothing of another.
+            assert batch.tokens[row].tolist() == tokens + [0] * (width - length)
+            assert batch.mask[row].tolist() == [1] * length + [0] * (width - length)
+        assert max(lengths[s] for s in batch.index) == width  # no column of padding alone
+        seen += batch.index.tolist()
+        widths.append(width)
+    assert sorted(seen) == list(range(len(lengths)))
+    assert [lengths[s] for s in seen] == sorted(lengths, reverse=True)
+    assert widths == sorted(widths, reverse=True)
+
+
+def test_batches_are_as_large_as_the_budget_allows() -> None:
+    sizes = [len(batch.index) for batch in examples_of([10] * 7).batches(35)]
+    assert sizes == [3, 3, 1]
+    assert [len(batch.index) for batch in examples_of([10] * 7).batches(70)] == [7]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,6 +39,9 @@ def written(path: Path, rows: list[Any]) -> Path:
 def test_prompts_of_json_lines_are_in_their_field_or_in_its_text(tmp_path: Path) -> None:
     path = written(tmp_path / "prompts.jsonl", [*ROWS, "", "  "])
     assert read_prompts(path) == ["You are such a", "My neighbour is", "plain text"]
+    packed = tmp_path / "prompts.jsonl.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert read_prompts(packed) == read_prompts(path)
     assert read_prompts(str(path), challenging=True) == ["You are such a", "plain text"]
     other = written(tmp_path / "others.JSONL", [{"question": "Why?"}, {"question": "How?"}])
     assert read_prompts(other, field="question") == ["Why?", "How?"]
@@ -62,8 +66,8 @@ def test_half_a_character_is_replaced(tmp_path: Path) -> None:
         ([ROWS[0], "null"], {}, r"There is a JSON NoneType in line 2 of "),
         ([ROWS[0], {"text": "x"}], {}, r"no field 'prompt' in line 2 of .*, it has text\..*--field"),
         ([ROWS[0], {"prompt": {"toxicity": 1}}], {}, r"no field 'text' in 'prompt' in line 2 of "),
-        ([ROWS[0], {"prompt": 7}], {}, r"The field 'prompt' in line 2 of .* holds int\. Expected text"),
-        ([ROWS[0], {"prompt": {"text": ["x"]}}], {}, r"'text' in 'prompt' in line 2 of .* holds list"),
+        ([ROWS[0], {"prompt": 7}], {}, r"The field 'prompt' in line 2 of .* holds 7\. Expected text"),
+        ([ROWS[0], {"prompt": {"text": ["x"]}}], {}, r"'text' in 'prompt' in line 2 of .* holds \['x'\]"),
         ([ROWS[0], {"prompt": "x"}], {"challenging": True}, r"'challenging' in line 2 of .* holds None"),
         ([{"prompt": "x", "challenging": 1}], {"challenging": True}, "holds 1. Expected true or false"),
         ([{"prompt": " "}], {}, "has no prompt in its 1 lines"),
@@ -81,14 +85,14 @@ def test_lines_that_are_no_prompts_are_told(
 
 def test_files_that_hold_no_prompts_are_told(tmp_path: Path) -> None:
     for path in (tmp_path / "absent.txt", tmp_path):
-        with pytest.raises(InputError, match=r"There is no file .* Expected prompts: a text with one a line"):
+        with pytest.raises(InputError, match=r"could not be read|is a folder"):
             read_prompts(path)
     text = tmp_path / "p.txt"
     text.write_text("hello")
     with pytest.raises(InputError, match="is a text, which marks no prompt as challenging"):
         read_prompts(text, challenging=True)
     text.write_bytes(b"hello\n\xff")
-    with pytest.raises(InputError, match="is not UTF-8: line 2, byte 6"):
+    with pytest.raises(InputError, match=r"Line 2 of .* is not text in UTF-8"):
         read_prompts(text)
 
 
@@ -179,9 +183,9 @@ def test_what_makes_no_windows_is_refused(small_model: Models, sentences: Corpus
     model = small_model("llama")
     for text, n in (("", 0), ("w1", 1)):
         (tmp_path / "short.txt").write_text(text)
-        with pytest.raises(InputError, match=rf"has {n} tokens. Expected two at least|is empty"):
+        with pytest.raises(InputError, match=rf"has {n} tokens. Expected two at least"):
             make_windows(model, tmp_path / "short.txt")
-    with pytest.raises(InputError, match=r"There is no file .*absent.txt"):
+    with pytest.raises(InputError, match=r"absent.txt' could not be read .*No such file"):
         make_windows(model, tmp_path / "absent.txt")
     with pytest.raises(InputError, match=r"^size must be"):
         make_windows(model, sentences, size=1)

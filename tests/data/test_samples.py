@@ -1,17 +1,27 @@
-"""The bundled samples: how many sentences, and that nothing of the wikitext is left in them."""
+"""Samples are whole sentences without markup; messages are the same ones in every language."""
 
 import bz2
 import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
 
 from matlens.data import samples
-from matlens.data.samples import _paragraphs, _plain_article, _sentences, news_sample, wikipedia_sample
+from matlens.data.corpus import load_corpus
+from matlens.data.samples import (
+    CATALOGUES,
+    LANGUAGES,
+    _paragraphs,
+    _plain_article,
+    _sentences,
+    messages,
+    news_sample,
+    wikipedia_sample,
+)
 from matlens.errors import InputError
 
 
@@ -108,9 +118,12 @@ def test_articles_that_are_redirects_or_in_other_namespaces_are_left_out(
         + page.format(4, "", "A project page is not an article.")
         + page.format(0, "", "")
     )
-    dump = tmp_path / "dump.bz2"
+    dump = tmp_path / "test" / "test_data" / samples._WIKIPEDIA_FILE
+    dump.parent.mkdir(parents=True)
     dump.write_bytes(bz2.compress(f'<mediawiki xmlns="http://x/export-0.10/">{pages}</mediawiki>'.encode()))
-    monkeypatch.setattr(samples, "_file_in_wheel", lambda name: dump)
+    spec = ModuleSpec("gensim", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     assert list(wikipedia_sample()) == ["An article is what we want here."]
 
 
@@ -178,26 +191,125 @@ def test_what_is_not_whole_prose_is_left_out(wikitext: str) -> None:
     assert prose(wikitext) == []
 
 
+# Messages in many languages
+
+WHOLE = [
+    "The file was not found here.",
+    "Please sign in before you go on.",
+    "This is the third whole message.",
+]
+HEAD = 'msgid ""\nmsgstr ""\n"Language: xx\\n"\n'
+
+
+def entry(message: str, text: str, *, flags: str = "", more: str = "") -> str:
+    return f'{flags}{more}msgid "{message}"\nmsgstr "{text}"\n'
+
+
+def word_for_word(message: str, code: str) -> str:
+    return " ".join(f"{word.strip('.')}-{code}" for word in message.split()) + "."
+
+
+@pytest.fixture
+def catalogues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Catalogues of three messages that all languages have."""
+    for code, folder in CATALOGUES.items():
+        path = tmp_path / "locale" / folder / "LC_MESSAGES" / "django.po"
+        path.parent.mkdir(parents=True)
+        entries = [entry(message, word_for_word(message, code)) for message in WHOLE]
+        path.write_text("\n".join([HEAD, *entries]))
+    spec = ModuleSpec("weblate", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "weblate" else None)
+    return tmp_path / "locale"
+
+
+def add(catalogues: Path, text: str, code: str = "") -> None:
+    """Add an entry to the catalogue of one language, or of all."""
+    for name in [CATALOGUES[code]] if code else CATALOGUES.values():
+        path = catalogues / name / "LC_MESSAGES" / "django.po"
+        path.write_text(path.read_text() + "\n" + text)
+
+
+def test_all_languages_have_the_same_messages_in_one_order(catalogues: Path) -> None:
+    assert list(messages("en")) == WHOLE
+    for code in CATALOGUES:
+        assert list(messages(code)) == [word_for_word(message, code) for message in WHOLE]
+
+
+def test_corpora_of_two_languages_are_split_into_the_same_messages(catalogues: Path) -> None:
+    sizes = {"n_train": 1, "n_validation": 2, "seed": 3}
+    english, german = (load_corpus(f"messages-{code}") for code in ("en", "de"))
+    assert len(english) == len(german) == 3
+    assert english.n_read == german.n_read == 3
+    for ours, theirs in zip(english.split(**sizes), german.split(**sizes), strict=True):
+        assert theirs.sentences == tuple(word_for_word(message, "de") for message in ours.sentences)
+
+
+@pytest.mark.parametrize(
+    ("message", "text", "flags"),
+    [
+        ("Deleted %(n)s of all the files.", "Es sind %(n)s Dateien weg.", ""),
+        ("Read the <b>manual</b> of this program.", "Ein Handbuch gibt es hier auch.", ""),
+        ("A line breaks here.\\nAnd goes on.", "Eine Zeile bricht hier einmal um.", ""),
+        ("See https://example.org for all of it.", "Mehr davon steht noch im Netz.", ""),
+        ("Only four words here.", "Hier stehen mehr als vier Worte.", ""),
+        ("This one has more than four words.", "Nur vier Worte hier.", ""),
+        ("This one is no whole sentence", "Das hier hat ein Ende vorne.", ""),
+        ("This one is no whole sentence either.", "Das hier hat am Ende nichts", ""),
+        ("This message has not been translated.", "", ""),
+        ("This message has been guessed at.", "Das hier ist nur so geraten.", "#, fuzzy, python-format\n"),
+        ("This message stands for several texts.", "Das hier ist je nachdem anders.", 'msgctxt "menu"\n'),
+        (WHOLE[0] + " Twice.", word_for_word(WHOLE[0], "de"), ""),
+    ],
+)  # fmt: skip
+def test_what_one_language_lacks_or_is_no_prose_is_left_out_of_all(
+    catalogues: Path, message: str, text: str, flags: str
+) -> None:
+    for code in CATALOGUES:
+        theirs = text if code == "de" else f"Das hier ist die vierte Meldung auf {code}."
+        add(catalogues, entry(message, theirs, flags=flags if code == "de" else ""), code)
+    assert [len(list(messages(code))) for code in LANGUAGES] == [3] * len(LANGUAGES)
+
+
+def test_messages_of_several_lines_are_joined_and_numbers_are_left_out(catalogues: Path) -> None:
+    add(catalogues, 'msgid "One file was deleted by you."\nmsgid_plural "%d files were deleted by you."\n'
+        'msgstr[0] "Eine Datei ist von dir weg."\nmsgstr[1] "%d Dateien sind von dir weg."\n')  # fmt: skip
+    add(catalogues, '# a note\n#: file.py:3\nmsgid ""\n"He said \\"yes\\" "\n"and then he left."\n'
+        'msgstr ""\n"Er hat \\"ja\\" gesagt, "\n"und dann ging er."\n')  # fmt: skip
+    assert list(messages("en"))[3:] == ['He said "yes" and then he left.']
+    assert list(messages("de"))[3:] == ['Er hat "ja" gesagt, und dann ging er.']
+
+
 # Without the wheel
 
 
-@pytest.mark.parametrize("sample", [wikipedia_sample, news_sample])
-def test_missing_wheel_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, sample: Callable[[], Iterator[str]]
+@pytest.mark.parametrize(
+    ("sample", "install"),
+    [
+        ("wikipedia-sample", r"'matlens\[samples\]'"),
+        ("news-sample", r"'matlens\[samples\]'"),
+        ("messages-fr", "--no-deps weblate"),
+    ],
+)
+def test_missing_wheels_say_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sample: str, install: str
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"pip install 'matlens\[samples\]'"):
-        next(sample())
-
-
-def test_wheel_without_test_data_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "gensim").mkdir()
-    (tmp_path / "gensim" / "__init__.py").write_text("")
+    with pytest.raises(InputError, match=f"pip install {install}"):
+        load_corpus(sample)
+    monkeypatch.undo()
+    for package in ("gensim", "weblate"):  # without their data
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(InputError, match=r"lee_background\.cor.*pip install 'matlens\[samples\]'"):
-        next(news_sample())
+    with pytest.raises(InputError, match=f"pip install {install}"):
+        load_corpus(sample)
+
+
+def test_a_damaged_wheel_is_told(catalogues: Path) -> None:
+    (catalogues / "de" / "LC_MESSAGES" / "django.po").write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match=r"de/LC_MESSAGES/django.po cannot be read .*--force-reinstall"):
+        list(messages("fr"))
 
 
 def test_the_wheel_is_located_without_importing_it() -> None:
