@@ -14,13 +14,12 @@ from typing import Annotated
 
 import pandas as pd
 import typer
-from annotation import distinct_concepts, pattern_shares, search_concepts
+from annotation import WordSimilarity, distinct_concepts, pattern_shares, search_concepts
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from matlens.cli import Report, run_study
-from matlens.data import WordSimilarity
 from matlens.plots import pattern_sizes
 from matlens.study import Study
 

@@ -153,7 +153,6 @@ _SOURCES = {
     "TransformerBridge": "Use matlens.load.",
     "Updates": "Use ffn.Updates.run.",
     "ValueVectors": "Use ffn.ValueVectors(model).",
-    "WordSimilarity": "Use data.WordSimilarity.fit.",
     "_Tokenizer": "Use model.tokenizer.",
 }
 

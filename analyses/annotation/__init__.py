@@ -18,3 +18,4 @@ from annotation.plausibility import make_plausibility_sheet as make_plausibility
 from annotation.plausibility import plausibility_rates as plausibility_rates
 from annotation.plausibility import read_plausibility_sheet as read_plausibility_sheet
 from annotation.sheets import write_sheet as write_sheet
+from annotation.word_similarity import WordSimilarity as WordSimilarity

@@ -19,8 +19,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from annotation.word_similarity import WordSimilarity
 from matlens import metrics
-from matlens.data.word_similarity import WordSimilarity
 from matlens.errors import Fraction, InputError, PositiveInt, Seed, checked, short
 from matlens.ffn.projection import TOP, Projection, top_tokens_of_all
 from matlens.ffn.values import ValueVectors
@@ -35,7 +35,7 @@ EXPERIMENT = "concept_search"
 MIN_PATTERN_WORDS = 4  # as in the paper's protocol
 PATTERN_SIZES = range(MIN_PATTERN_WORDS, 13)
 _SEARCH = "Expected tables of annotation.search_concepts."
-_FIT = "Fit one with data.WordSimilarity.fit()."
+_FIT = "Fit one with annotation.WordSimilarity.fit()."
 _LARGEST = 2**31 - 1  # number of a token
 PATTERN_COLUMNS = ("known", "words", "tokens", "similarity", "pattern")
 

@@ -237,20 +237,6 @@ FIRST: list[Target] = [
         {"path": kept("prompts")},
         takes={"path=a_text": lambda w, prompts: prompts == list(w.sentences)},
     ),
-    Target("data.WordSimilarity.fit", {}, {"dimensions": lambda _: 5, "min_count": lambda _: 2}),
-    Target(
-        "data.WordSimilarity.row",
-        {"text": "text"},
-        {"text": lambda _: "w12"},
-        lambda w: w.similarity,
-        takes={"text=''": lambda _, row: row == -1},
-    ),
-    Target(
-        "data.WordSimilarity.compare",
-        {"rows": "numbers"},
-        {"rows": lambda _: np.array([0, 1])},
-        lambda w: w.similarity,
-    ),
     # Patching.
     Target(
         "patched",

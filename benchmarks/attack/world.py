@@ -253,9 +253,9 @@ class World:
         return annotation.draw_concept_sample(self.model, self.examples, per_layer=2, k=5, progress=False)
 
     @cached_property
-    def similarity(self) -> data.WordSimilarity:
+    def similarity(self) -> annotation.WordSimilarity:
         """Which words are used alike."""
-        return data.WordSimilarity.fit(self.sentences, dimensions=5, min_count=2)
+        return annotation.WordSimilarity.fit(self.sentences, dimensions=5, min_count=2)
 
     @cached_property
     def losses(self) -> Any:

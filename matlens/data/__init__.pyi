@@ -16,4 +16,3 @@ from .readers import is_masked as is_masked
 from .sources import SAMPLES as SAMPLES
 from .sources import Source as Source
 from .token_examples import make_token_examples as make_token_examples
-from .word_similarity import WordSimilarity as WordSimilarity

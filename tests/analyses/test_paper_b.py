@@ -29,13 +29,14 @@ from analysing import (
     refused,
     run,
 )
+from annotation import WordSimilarity
 from conftest import N_LAYERS, SINK_TOKENS
 from hand_controlled import controlled_by_hand
 from plain_values import plain_unembedding, plain_values
 
 import matlens
 from matlens import ffn
-from matlens.data import TokenFrequency, WordSimilarity, make_windows
+from matlens.data import TokenFrequency, make_windows
 from matlens.lens import prediction_confidence
 
 

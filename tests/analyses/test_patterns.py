@@ -18,11 +18,11 @@ from annotation.patterns import (
     pattern_shares,
     search_concepts,
 )
+from annotation.word_similarity import WordSimilarity
 from conftest import D_MODEL, N_LAYERS
 from scipy import stats
 
 from matlens import InputError
-from matlens.data.word_similarity import WordSimilarity
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
 from matlens.io.tables import COLUMNS

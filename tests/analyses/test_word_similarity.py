@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from annotation import word_similarity
+from annotation.word_similarity import WordSimilarity
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from matlens import InputError
-from matlens.data import word_similarity
-from matlens.data.word_similarity import WordSimilarity
 
 DRINKS, TOOLS = ["coffee", "wine", "beer", "juice"], ["hammer", "spade", "drill", "wrench"]
 
