@@ -8,9 +8,9 @@ with ``mat`` and 1.4 with ``id`` (``--model gpt2-medium``), and 4.8 and 3.5 of B
 
 from __future__ import annotations
 
-from matlens import plots
+from matlens import Lens, plots
 from matlens.cli import Report, run_study
-from matlens.lens import exit_sweep, savings
+from matlens.lens import PAPER_SWEEP, exit_sweep, savings
 from matlens.study import Study
 
 NAME = "paper_a_fig9_early_exit"
@@ -18,7 +18,8 @@ NAME = "paper_a_fig9_early_exit"
 
 def main(study: Study, report: Report) -> None:
     """Sweep the threshold, print the layers saved at a precision of 95% and draw the curves."""
-    table = exit_sweep(study.readout, study.maps, study.validation)
+    lenses = {"mat": Lens.from_maps(study.maps, model=study.model), "id": Lens.identity(study.model)}
+    table = exit_sweep(lenses, study.validation, lams={"mat": PAPER_SWEEP})
     for row in savings(table).to_dict("records"):
         amount = f"{row['saved']:.2f} of {row['n_layers']} layers saved at 95% ({row['share']:.1%})"
         print(f"{row['method']}: {amount}")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from matlens import Lens, Readout, collect, make_examples
 from matlens.cli import Report, print_members, run_study
-from matlens.lens import Member, lens_exit_sweep, report_table, training_flops
+from matlens.lens import Member, exit_sweep, report_table, training_flops
 from matlens.pruning import plain_copy
 from matlens.study import Study
 
@@ -84,7 +84,7 @@ def main(
     flops = training_flops(min(2 * rows.n_rows, _ROWS), int(model.cfg.d_model), study.readout.d_vocab)
     members = {METHOD: Member(lens, seconds, flops * len(layers))}
     table = report_table(members, validation, layers=layers)
-    print_members(table, lens_exit_sweep({METHOD: lens}, validation, layers=layers))
+    print_members(table, exit_sweep({METHOD: lens}, validation, layers=layers))
     report.write(NAME, table, {**validation.provenance.to_json("model", "data"), "n_rows": rows.n_rows})
 
 

@@ -22,6 +22,7 @@ from .data.prompts import make_prompts as make_prompts
 from .data.token_examples import make_token_examples as make_token_examples
 from .errors import InputError as InputError
 from .errors import InputWarning as InputWarning
+from .lens.config import LensConfig as LensConfig
 from .lens.lens import Lens as Lens
 from .linear.least_squares import LeastSquares as LeastSquares
 from .linear.maps import LinearMap as LinearMap

@@ -22,7 +22,6 @@ from matlens import (
     InputError,
     LinearMap,
     MapSet,
-    Readout,
     ffn,
     lens,
     linearity,
@@ -60,13 +59,14 @@ def fits_and_exits(model: Any) -> Any:
         for part in (train, validation)
     ]
     maps = MapSet.fit(rows[0], pairs="last", ridge=1.0, progress=False)
-    table = lens.exit_sweep(Readout(model), maps, rows[1], progress=False)
+    lenses = {"mat": matlens.Lens.from_maps(maps, model=model), "id": matlens.Lens.identity(model)}
+    table = lens.exit_sweep(lenses, rows[1], progress=False)
     return [maps[0, -1].weight, table["value"]]
 
 
 def judged_lenses(model: Any, folder: Path) -> Any:
     parts = make_sentences().split(n_train=30, n_validation=10, seed=0)
-    methods = ["mat", "normed+affine without sinks", "polished"]
+    methods = ["mat", lens.LensConfig(standardise=True, intercept=True, sinks="exclude"), "polished"]
     made = lens.compare_lenses(model, parts, folder, methods=methods, layers=[1, 2], progress=False)
     timed = made.report["metric"] == "seconds"
     return [made.report.loc[~timed, "value"], made.exits["value"]]

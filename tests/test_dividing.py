@@ -19,17 +19,19 @@ from matlens.activations import collecting, find_sinks
 from matlens.data import make_judged_text
 from matlens.data.corpus import Corpus
 from matlens.data.examples import Examples
-from matlens.lens.fitting import lens_moments
-from matlens.lens.jacobian import fit_jacobian
+from matlens.lens import Lens, LensConfig, fit_jacobian, lens_moments, train_maps
+from matlens.lens.config import closed_forms
 from matlens.lens.maps import LayerMap
-from matlens.lens.trained import fit_maps, train_maps
 from matlens.linearity import atlas
 from matlens.models.readout import Readout
 
 BATCH = 40
-METHODS = (
-    "mat", "affine", "ridge", "weighted", "normed+affine", "narrow(4)", "one-jump", "mat without sinks",
-    "ridge without sinks", "one-jump+affine without sinks",
+METHODS = closed_forms(
+    [
+        "mat", "affine", "ridge", "weighted", "normed+affine", "one-jump", LensConfig(rank=4),
+        LensConfig(sinks="exclude"), LensConfig(ridge="loo", sinks="exclude"),
+        LensConfig(shared_map=True, intercept=True, sinks="exclude"),
+    ]
 )  # fmt: skip
 DIGITS = 1e-10
 
@@ -63,8 +65,8 @@ def numbers_of(layer: LayerMap) -> dict[str, torch.Tensor]:
 
 def sums_of(model: Any, data: Any, **options: Any) -> dict[str, Any]:
     """What is summed up for lenses, and what comes of it."""
-    kept = lens_moments(model, data, METHODS, batch_tokens=BATCH, progress=False, **options)
-    solved = {name: kept.solve(name) for name in METHODS}
+    kept = lens_moments(model, data, list(METHODS.values()), batch_tokens=BATCH, progress=False, **options)
+    solved = {name: kept.solve(config) for name, config in METHODS.items()}
     return {
         "n": kept.n,
         "maps": {
@@ -123,7 +125,7 @@ def test_what_is_summed_up_is_that_of_one_process_in_float64(
         kept.solve("mat")  # the last samples wait until somebody asks
         return {
             (kind, layer): (moments.state[0].T @ moments.state[0], moments.state[0].T @ moments.state[1])
-            for kind, sets in kept._sets.items()
+            for kind, sets in kept._sums.items()
             for layer, moments in sets.items()
         }
 
@@ -175,14 +177,15 @@ def test_layers_are_trained_by_one_process_each(
     def work() -> Any:
         layers.clear()
         collected = matlens.collect(model, examples, positions="all", progress=False)
-        fitted = fit_maps(model, collected, ["scaled", "normed+affine"], progress=False)
+        lenses = Lens.fit(model, collected, method=["scaled", "normed+affine"], progress=False)
+        fitted = [lens.parts for lens in lenses.values()]
         tuned = train_maps("tuned", Readout(model), collected, progress=False)
         numbers = {
             (parts.method, layer): (of.parts, of.scale)
-            for parts in (*fitted.values(), tuned)
+            for parts in (*fitted, tuned)
             for layer, of in parts.maps.items()
         }
-        return numbers, list(layers), [list(parts.maps) for parts in (*fitted.values(), tuned)]
+        return numbers, list(layers), [list(parts.maps) for parts in (*fitted, tuned)]
 
     whole, all_layers, order = work()
     made = outcomes(4, work, tmp_path / "outcomes")

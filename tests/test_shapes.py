@@ -20,8 +20,7 @@ from matlens.data import Examples
 from matlens.data.judged import JudgedText
 from matlens.explorer.usage import Usage
 from matlens.ffn import Projection
-from matlens.lens import divergence, exit_layers
-from matlens.lens.cosines import matrix_cosine
+from matlens.lens import divergence, exit_layers, matrix_cosine
 from matlens.linear import LeastSquares, LinearMap
 from matlens.linearity.scores import held_out_scores
 from matlens.models import Readout

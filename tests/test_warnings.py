@@ -17,7 +17,7 @@ from sentences import corpus_of
 from matlens import InputWarning, MapSet, collect, make_examples, make_prompts
 from matlens.activations.activations import Activations
 from matlens.lens.comparison import compare_lenses
-from matlens.lens.quality import fit_quality, prediction_quality
+from matlens.lens.evaluation import fit_quality, prediction_quality
 from matlens.metrics import r2
 from matlens.models.readout import Readout
 

@@ -11,8 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from control.baselines import SelfDebiasing, announced_tokens
-from matlens.data.batches import Batch
-from matlens.data.examples import Examples
+from matlens.data.examples import Batch, Examples
 from matlens.errors import InputError, checked
 from matlens.ffn.perplexity import BATCH_TOKENS, TextLosses, next_token_logits, sum_losses
 from matlens.numerics.probabilities import log_softmax

@@ -29,7 +29,6 @@ from matlens.ffn.norms import output_kind
 from matlens.ffn.rule import ExitRule, active_clusters
 from matlens.ffn.trace import Trace, sites_before_ffn
 from matlens.lens.early_exit import ExitConfidence, exit_confidences, exit_layers, least_lam, thresholds
-from matlens.lens.judgement import as_substitute
 from matlens.linear.fitting import fit_samples
 from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
@@ -120,7 +119,7 @@ def compare_exits(
         PLACES: partial(_by_rule, ExitRule(overlap="places"), active, made_at),
     }
     judged, penalties = defaultdict[str, list[JudgedExits]](list), defaultdict[str, Counter[str]](Counter)
-    by_confidence = _ConfidenceExits(Readout(model), activations, progress)
+    by_confidence = _ConfidenceExits(Readout(model), activations)
     for seed in Bar(range(seeds), desc="splits", unit="split", disable=not progress):
         split = split_examples(len(trace), seed=seed)
         train, calibration, test = split
@@ -179,11 +178,11 @@ def _by_rule(
 class _ConfidenceExits:
     """The confidence exit of paper A by ``id``, and by ``mat`` where there are enough examples to fit it."""
 
-    def __init__(self, readout: Readout, activations: Activations, progress: bool) -> None:
-        self._readout, self._activations, self._progress = readout, activations, progress
+    def __init__(self, readout: Readout, activations: Activations) -> None:
+        self._readout, self._activations = readout, activations
         self._layers = range(1, activations.provenance.identity.n_layers + 1)
         self._positions = torch.from_numpy(activations.examples.positions)
-        self._id = self._read("id", [activations[layer] for layer in self._layers])
+        self._id = self._read([activations[layer] for layer in self._layers])
         n_train, d_model = len(split_examples(activations.n_rows).train), activations[0].shape[1]
         self._fits_maps = n_train >= _PER_DIMENSION * d_model
         if not self._fits_maps:
@@ -204,7 +203,7 @@ class _ConfidenceExits:
             }
             maps = fit_samples(samples, [(layer, last) for layer in self._layers[:-1]])
             mapped = [linear(self._activations[linear.source][rows]) for linear in maps]
-            confidences["mat"] = self._read("mat", [*mapped, self._activations[last][rows]])
+            confidences["mat"] = self._read([*mapped, self._activations[last][rows]])
         mean_length = float((self._positions[split.train] + 1).double().mean())
         calibration, test = slice(len(split.calibration)), slice(len(split.calibration), None)
         positions = self._positions[rows]
@@ -214,6 +213,5 @@ class _ConfidenceExits:
             layers = exit_layers(difference[test], thresholds(positions[test], lam, mean_length))
             yield f"confidence, {name}", judge_exits(layers.numpy() - 1, right[test].numpy())
 
-    def _read(self, name: str, vectors: Sequence[Float[Tensor, "n d_model"]]) -> ExitConfidence:
-        substitutes = [as_substitute(of_layer) for of_layer in vectors]
-        return exit_confidences(self._readout, vectors[-1], substitutes, name=name, progress=self._progress)
+    def _read(self, vectors: Sequence[Float[Tensor, "n d_model"]]) -> ExitConfidence:
+        return exit_confidences(self._readout, vectors[-1], vectors)

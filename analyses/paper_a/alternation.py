@@ -12,8 +12,13 @@ from torch import Tensor
 
 from matlens.activations.activations import Activations
 from matlens.activations.sinks import find_sinks, sink_rows
-from matlens.lens.judgement import as_substitute, judge_predictions
-from matlens.lens.quality import fit_quality, prediction_quality, prediction_rows, r2_matrix
+from matlens.lens.evaluation import (
+    evaluate,
+    fit_quality,
+    prediction_quality,
+    prediction_rows,
+    r2_matrix,
+)
 from matlens.linear.mapsets import MapSet
 from matlens.models.readout import Readout
 from matlens.patching.replacements import Where
@@ -82,9 +87,8 @@ def scheme_quality(
         origin["without sinks"] = without_sinks.provenance.to_json()
     variants = _variants(model, maps, without_sinks, data, named)
     vectors = run_variants(model, data.examples, variants, folder=folder, origin=origin)
-    substitutes = {name: as_substitute(vectors[name]) for name in variants}
     last = data.provenance.identity.n_layers
-    judged = judge_predictions(readout, data[last], substitutes | {_WHOLE: as_substitute(data[last])})
+    judged = evaluate(readout, data[last], {name: vectors[name] for name in variants} | {_WHOLE: data[last]})
     rows = [
         row | {"scheme": str(scheme)}
         for method, scheme in named

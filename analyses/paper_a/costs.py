@@ -18,8 +18,8 @@ from torch import nn
 from matlens.activations.activations import Activations
 from matlens.errors import InputError
 from matlens.io.tables import result_table
-from matlens.lens.early_exit import layers_saved, sweep_and_reaching
-from matlens.lens.quality import METHODS, prediction_quality, validation_row
+from matlens.lens.early_exit import PAPER_SWEEP, layers_saved, sweep_and_shares
+from matlens.lens.evaluation import map_lenses, prediction_quality, validation_row
 from matlens.linear.mapsets import MapSet
 from matlens.metrics import Estimate
 from matlens.models.identity import ModelIdentity
@@ -142,13 +142,15 @@ def exit_costs(
             "multiplications saved": costs.run(layer, last, n_tokens),
         }  # fmt: skip
         add(row["method"], layer, None, numbers)
-    sweep, reaching = sweep_and_reaching(readout, maps, validation)
-    for method in METHODS:
+    lenses = map_lenses(readout, maps, validation)
+    before_last = list(range(1, last))
+    sweep, run_all = sweep_and_shares(lenses, validation, layers=before_last, lams={"mat": PAPER_SWEEP})
+    for method in lenses:
         n_maps = int(method == "mat")
         for precision in precisions:
             saved = layers_saved(sweep, method, precision)
             n_run = last - saved
-            n_mapped = n_run - float(np.interp(n_run, *reaching[method]))
+            n_mapped = n_run - float(np.interp(n_run, *run_all[method]))
             numbers = {
                 "layers saved": saved,
                 "bytes of maps": n_maps * (last - 1) * costs.map * costs.n_bytes,

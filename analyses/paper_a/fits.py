@@ -14,7 +14,7 @@ from matlens.activations.collecting import stream
 from matlens.data.examples import Examples
 from matlens.data.readers import is_masked
 from matlens.errors import InputError
-from matlens.lens.quality import fit_quality, prediction_quality
+from matlens.lens.evaluation import fit_quality, prediction_quality
 from matlens.linear.fitting import fit_samples, fit_stream
 from matlens.linear.mapsets import MapSet
 from matlens.models.identity import ModelIdentity, Provenance

@@ -8,28 +8,26 @@ context. Beside it the head gives its mean, or nothing.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
 from matlens import metrics
 from matlens.activations.activations import Activations
 from matlens.activations.sinks import find_sinks
 from matlens.io.tables import result_table
-from matlens.lens.judgement import as_substitute, chunks, judge_predictions
-from matlens.lens.quality import prediction_rows, validation_row
+from matlens.lens.evaluation import evaluate, prediction_rows, validation_row
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet
 from matlens.linearity.heads import head_pairs
 from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
-from matlens.numerics.probabilities import kl_divergence
 from matlens.patching.replacements import Replacement, Where
 from matlens.patching.variants import Variant, run_variants
 
@@ -154,9 +152,7 @@ def head_ablation(
     names = {key: "-".join("all" if part is None else str(part) for part in key) for key in cases}
     variants = {names[key]: case for key, case in cases.items()}
     vectors = run_variants(model, data.examples, variants, folder=folder, origin=maps.provenance.to_json())
-    substitutes = {name: as_substitute(vectors[name]) for name in variants}
-    judged = judge_predictions(readout, data[last], substitutes)
-    divergence = _divergences(readout, data[last], vectors)
+    judged = evaluate(readout, data[last], {name: vectors[name] for name in variants}, kl=True)
     table = []
     for (layer, head), score in scores.items():
         estimate = metrics.Estimate.without_interval(score, int(validation_rows.sum()))
@@ -164,21 +160,6 @@ def head_ablation(
         table.append(row | {"head": head, "share": None})
     for key, name in names.items():
         method, of_block, of_head, of_share = key
-        kl = validation_row(HEADS, data, method, 0, last, "kl", None, metrics.mean(divergence[name]))
-        rows_of_case = [*prediction_rows(HEADS, data, method, 0, judged[name]), kl]
+        rows_of_case = prediction_rows(HEADS, data, method, 0, judged[name])
         table += [row | {"layer": of_block, "head": of_head, "share": of_share} for row in rows_of_case]
     return result_table(table, "head", "share").astype({"head": "Int64"})
-
-
-def _divergences(
-    readout: Readout, truth: Float[Tensor, "n d_model"], vectors: Mapping[str, Float[Tensor, "n d_model"]]
-) -> dict[str, Float[Tensor, " n"]]:
-    """``KL(delta(h^L) || delta(h'))`` of each example, in nats."""
-    divergences = {name: torch.empty(len(truth)) for name in vectors}
-    with readout.weights.constant():
-        for part in chunks(len(truth)):
-            true = readout.log_probs(truth[part])
-            for name, substitutes in vectors.items():
-                given = readout.log_probs(substitutes[part])
-                divergences[name][part] = kl_divergence(true, given).clamp(min=0).cpu()
-    return divergences

@@ -17,7 +17,7 @@ from torch import Tensor
 from matlens.activations.activations import Activations
 from matlens.errors import Tokenizer
 from matlens.io.tables import result_table
-from matlens.lens.quality import fit_quality, validation_row
+from matlens.lens.evaluation import fit_quality, validation_row
 from matlens.linear.mapsets import MapSet
 from matlens.metrics import Estimate
 from matlens.models.sites import STREAM, Site

@@ -22,8 +22,7 @@ from matlens.activations.sinks import find_sinks
 from matlens.data.examples import Examples
 from matlens.errors import InputError
 from matlens.io.tables import result_table
-from matlens.lens.judgement import as_substitute, judge_predictions
-from matlens.lens.quality import prediction_quality, prediction_rows
+from matlens.lens.evaluation import evaluate, prediction_quality, prediction_rows
 from matlens.linear.mapsets import MapSet
 from matlens.models.identity import ModelIdentity
 from matlens.models.layout import ModelLayout
@@ -116,7 +115,7 @@ def _judged_rows(
     experiment: str,
 ) -> list[dict[str, Any]]:
     truth = data[data.provenance.identity.n_layers]
-    judged = judge_predictions(readout, truth, {case: as_substitute(h) for case, h in vectors.items()})
+    judged = evaluate(readout, truth, vectors)
     return [
         row
         for case, method in methods.items()
@@ -157,7 +156,7 @@ def attention_rows(
     last = data.provenance.identity.n_layers
     bar = Bar(layers, desc="mat_attn", unit="layer")
     vectors = {layer: attend_nowhere(model, maps, data[layer], layer, last) for layer in bar}
-    judged = judge_predictions(readout, data[last], {layer: as_substitute(h) for layer, h in vectors.items()})
+    judged = evaluate(readout, data[last], vectors)
     return [
         row for layer in layers for row in prediction_rows(experiment, data, "mat_attn", layer, judged[layer])
     ]

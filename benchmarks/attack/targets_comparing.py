@@ -83,17 +83,6 @@ def _given(name: str, value: Any) -> Any:
 COMPARING: list[Target] = [
     # Lens.
     Target("lens.savings", {"precision": "positive"}, {"table": lambda w: w.sweep}),
-    Target(
-        "lens.prediction_rows",
-        {"experiment": "", "data": "activations", "method": "", "layer": "", "judged": "object"},
-        {
-            "experiment": lambda _: "x",
-            "layer": lambda _: 1,
-            "judged": lambda w: lens.judge_predictions(
-                w.readout, w.activations[3], {"id": w.substitutes[0]}, progress=False
-            )["id"],
-        },
-    ),
     Target("linearity.fit_equally_many", {"samples": "object"}, {"samples": lambda w: {"a": w.activations}}),
     Target("linearity.transfer_losses", good={"table": _transfer}),
     Target("linearity.transfer_means", good={"table": _transfer}),

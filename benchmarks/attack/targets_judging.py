@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from attack.kept import saved
 from attack.signatures import Target
@@ -15,11 +12,7 @@ from matlens import lens
 
 LENSES = "lenses, other lenses"
 ACTIVATIONS = "activations, other activations"
-ROWS: dict[str, Any] = {
-    "h": lambda w: w.activations[1],
-    "last": lambda w: w.activations[3],
-    "start": lambda _: lens.LayerMap(torch.eye(32)),
-}
+SIZES = ("rows", "d", "tokens", "pilot", "d_vocab")
 
 
 def evaluation_items(world: World) -> dict[str, list[lens.EvaluationItem]]:
@@ -37,34 +30,36 @@ def _evaluations(world: World) -> Path:
     return saved(world, "evaluations", write)
 
 
-def _judged(world: World) -> lens.Judgement:
-    scores = {"mat": lens.lens_scores(world.lens, world.activations[1], 1)}
-    return lens.judge_scores(world.readout, world.activations[3], scores, progress=False)["mat"]
+def _evaluated(world: World) -> lens.Evaluation:
+    predictions = {"id": world.activations[1]}
+    return lens.evaluate(world.readout, world.activations[3], predictions, progress=False)["id"]
 
 
 JUDGING: list[Target] = [
     # Judging.
     Target("lens.default_methods"),
-    Target("lens.default_layers"),
-    *[
-        Target(
-            f"lens.{name}",
-            dict.fromkeys(sizes, "whole"),
-            dict.fromkeys(sizes, lambda _: 64),
-            takes={f"{size}=0": lambda _, n: n > 0 for size in ("rows", "pilot", "d_vocab")},
-        )
-        for name, sizes in {
-            "closed_form_flops": ("n", "d"),
-            "jacobian_flops": ("tokens", "d", "parameters", "at_once"),
-            "training_flops": ("rows", "d", "tokens", "pilot", "d_vocab"),
-        }.items()
-    ],
+    Target(
+        "lens.training_flops",
+        dict.fromkeys(SIZES, "whole"),
+        dict.fromkeys(SIZES, lambda _: 64),
+        takes={f"{size}=0": lambda _, n: n > 0 for size in ("rows", "pilot", "d_vocab")},
+    ),
     Target(
         "lens.fit_members",
-        {"train": ACTIVATIONS, "prompts": "corpus", "longest": "whole"},
+        {"train": ACTIVATIONS},
         {"train": lambda w: w.activations, "methods": lambda _: ["mat"]},
-        takes={"prompts": lambda _, members: {*members} == {"mat"}},  # of which Jacobians alone are taken
     ),
+    Target(
+        "lens.LensConfig",
+        {
+            "ridge": "positive",
+            "toward": "choice",
+            "rank": "whole",
+            "sinks": "choice",
+            **dict.fromkeys(("intercept", "standardise", "weighted", "shared_map"), "truth"),
+        },
+    ),
+    Target("lens.parse_methods"),
     Target(
         "lens.Member",
         {"lens": "lens", "seconds": "positive", "flops": "positive"},
@@ -75,35 +70,8 @@ JUDGING: list[Target] = [
         {"members": "lenses", "validation": ACTIVATIONS, "against": "choice", "sinks": "marks"},
     ),
     Target("lens.report_by_member", good={"table": lambda w: w.report}),
-    Target("lens.lens_exit_sweep", {"lenses": LENSES, "validation": ACTIVATIONS}),
-    Target(
-        "lens.lens_savings",
-        {"precision": "positive"},
-        {"table": lambda w: lens.lens_exit_sweep({"mat": w.lens}, w.activations, progress=False)},
-    ),
-    Target(
-        "lens.lens_r2",
-        {"lens": "lens", "h": "vectors", "last": "vectors"},
-        ROWS,
-        takes={
-            f"last=with_{label}": lambda _, score: (
-                score.value != score.value or abs(score.value) == float("inf")
-            )
-            for label in ("nan", "infinity")
-        },
-    ),
-    Target(
-        "lens.lens_scores",
-        {"lens": "lens", "h": "vectors"},
-        {"h": lambda w: w.activations[1]},
-        finish=lambda _, scores: scores(slice(0, 3)),
-    ),
-    Target(
-        "lens.judge_scores",
-        {"members": "lenses"},
-        {"members": lambda w: {"mat": lens.lens_scores(w.lens, w.activations[1], 1)}},
-    ),
-    Target("lens.Judgement.differences", {"other": "object"}, {"other": _judged}, owner=_judged),
+    Target("lens.exit_sweep", {"lenses": LENSES, "validation": ACTIVATIONS, "lams": "object"}),
+    Target("lens.Evaluation.differences", {"other": "object"}, {"other": _evaluated}, owner=_evaluated),
     Target(
         "lens.matrix_cosine",
         {"first": "vectors", "second": "vectors"},
@@ -124,14 +92,14 @@ JUDGING: list[Target] = [
         "lens.EvaluationItem",
         {"name": "text", "text": "text", "words": "object"},
         {"words": lambda _: (("w1",),)},
-        finish=lambda w, item: lens.evaluate_lenses({"mat": w.lens}, {"multihop": [item]}, progress=False),
+        finish=lambda w, item: lens.evaluate_open_sets({"mat": w.lens}, {"multihop": [item]}, progress=False),
         takes={
             "name=''": lambda _, table: len(table) == 3,
             "words=[]": lambda _, table: table["value"].isna().all(),  # an item that cannot be scored
         },
     ),
     Target(
-        "lens.evaluate_lenses",
+        "lens.evaluate_open_sets",
         {"lenses": LENSES, "evaluations": "lenses"},
         {"evaluations": evaluation_items},
     ),

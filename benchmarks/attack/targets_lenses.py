@@ -94,7 +94,7 @@ LENSES: list[Target] = [
     Target("Lens.from_tuned_lens", {"folder": "path read"}, {"folder": tuned_folder}),
     Target(
         "lens.LayerMap",
-        {"weight": "vectors", "narrowing": "vectors", "bias": "object", "scale": "number"},
+        {"weight": "vectors", "right": "vectors", "bias": "object", "scale": "number"},
         {"weight": lambda _: torch.eye(32)},
         finish=lambda w, held: lens.Lens({1: held}, "by hand", w.stream_maps.provenance).save(w.fresh("out")),
         takes={"weight=None": lambda _, nothing: nothing is None},
@@ -145,8 +145,8 @@ LENSES: list[Target] = [
     ),
     Target(
         "lens.LensMoments.solve",
-        {"name": "methods"},
-        {"name": lambda _: "mat"},
+        {"method": "methods"},
+        {"method": lambda _: "mat"},
         lambda w: w.lens_moments,
     ),
     Target(
@@ -228,13 +228,6 @@ LENSES: list[Target] = [
         for name in ("polish", "scale_map", "tune")
     ],
     Target("lens.best_start"),
-    Target("lens.check_method_names"),
-    Target(
-        "lens.fit_maps",
-        {"data": "corpus", "methods": "methods", "positions": "choice"},
-        {"data": lambda w: w.activations, "methods": lambda _: ["mat"]},
-        takes={name: lambda _, fitted: list(fitted) == ["mat"] for name in ("data=examples", "folder")},
-    ),
     Target(
         "lens.train_maps",
         {"name": "choice", "rows": "activations, other activations", "start": "object"},

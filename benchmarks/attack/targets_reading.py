@@ -13,7 +13,7 @@ from attack.badness import _short
 from attack.kept import MAPS, READOUT, STREAM_MAPS, VALUES, active_of, kept, run_in
 from attack.signatures import Target
 from attack.world import World
-from matlens import ffn, lens
+from matlens import ffn
 
 NOT_FINITE = ("with_nan", "with_infinity")
 
@@ -122,18 +122,9 @@ READING: list[Target] = [
     ),
     # Lens.
     Target(
-        "lens.as_substitute",
-        finish=lambda w, substitute: lens.judge_predictions(
-            w.readout, w.activations[3], {"id": substitute}, progress=False
-        ),
-        takes={  # what a map overflows to predicts nothing: it is behind all tokens
-            f"vectors={label}": lambda _, judged: bool((judged["id"].rank > 0).all()) for label in NOT_FINITE
-        },
-    ),
-    Target(
         "lens.exit_confidences",
-        {"substitutes": "object", "name": ""},  # of plain vectors no model is known
-        {"substitutes": lambda w: w.substitutes, "name": lambda _: "id"},
+        {"predictions": "object"},  # of plain vectors no model is known
+        {"predictions": lambda w: w.substitutes},
     ),
     Target(
         "lens.exit_layers",
@@ -144,7 +135,6 @@ READING: list[Target] = [
             "confidence=too_wide": lambda _, layers: int(layers.max()) <= 64,
         },
     ),
-    Target("lens.exit_sweep", {**MAPS, **READOUT}, STREAM_MAPS),
     Target(
         "lens.layers_saved",
         {"precision": "positive"},
@@ -198,9 +188,9 @@ READING: list[Target] = [
         takes={"maps=with_nan": shows_none},
     ),
     Target(
-        "lens.judge_predictions",
-        {"substitutes": "object"},  # of plain vectors no model is known
-        {"substitutes": lambda w: {"id": w.substitutes[0]}},
+        "lens.evaluate",
+        {"predictions": "object", "kl": "truth"},  # of plain vectors no model is known
+        {"predictions": lambda w: {"id": w.substitutes[0]}},
     ),
     Target("lens.layer_table"),
     Target("lens.r2_matrix"),

@@ -19,7 +19,7 @@ import transformers
 import matlens
 from attack.models import WORDS, save_model
 from matlens import data, ffn, lens, linear, patching, pruning
-from matlens.lens import Trajectory, as_substitute
+from matlens.lens import Trajectory
 from matlens.study import Study
 
 N_CLUSTERS = 20
@@ -270,19 +270,18 @@ class World:
     @cached_property
     def substitutes(self) -> list[Any]:
         """What stands in for the last layer at each layer."""
-        return [as_substitute(self.activations[layer]) for layer in range(1, 4)]
+        return [self.activations[layer] for layer in range(1, 4)]
 
     @cached_property
     def confidence(self) -> Any:
         """How confident every layer is."""
-        return lens.exit_confidences(
-            self.readout, self.activations[3], self.substitutes, name="id", progress=False
-        )
+        return lens.exit_confidences(self.readout, self.activations[3], self.substitutes)
 
     @cached_property
     def sweep(self) -> pd.DataFrame:
         """A sweep of early exits."""
-        return lens.exit_sweep(self.readout, self.stream_maps, self.activations, progress=False)
+        lenses = {name: member.lens for name, member in self.members.items()}
+        return lens.exit_sweep(lenses, self.activations, progress=False)
 
     @cached_property
     def frequency(self) -> data.TokenFrequency:

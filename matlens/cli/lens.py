@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -34,6 +35,7 @@ from matlens.cli.printing import (
     print_members,
     print_table,
 )
+from matlens.errors import InputError
 from matlens.io.files import system_errors
 
 _SUMS = 6  # operations per token, layer and squared width that the sums of a closed form take
@@ -41,6 +43,7 @@ _READS = 60  # operations per vector, token of the vocabulary and dimension that
 
 if TYPE_CHECKING:
     from matlens.data.corpus import Corpus
+    from matlens.lens.config import LensConfig
     from matlens.lens.lens import Lens
 
 app = typer.Typer(help="What every layer of a model predicts, read through a lens.", no_args_is_help=True)
@@ -59,14 +62,47 @@ LensFolder = Annotated[
 ]
 
 
-def _fit_operations(model: Any, part: Corpus, names: list[str]) -> float:
+@dataclass(frozen=True)
+class ClosedFormOptions:
+    """Options of `LensConfig`, for every closed form that is fitted."""
+
+    intercept: Annotated[bool, typer.Option("--intercept", help="Closed forms with an intercept.")] = False
+    ridge: Annotated[
+        str | None,
+        typer.Option(help="Penalty of closed forms in units of mean diag(X'X); or loo, by leave-one-out."),
+    ] = None
+    rank: Annotated[int | None, typer.Option(help="Rank of closed forms.", show_default="full")] = None
+    exclude_sinks: Annotated[
+        bool, typer.Option("--exclude-sinks", help="Closed forms without attention sinks.")
+    ] = False
+
+    def methods(self, names: list[str]) -> dict[str, str | LensConfig]:
+        """The lenses of some names, with these options, by name."""
+        from matlens.lens.config import parse_methods
+
+        given: dict[str, Any] = {"intercept": True} if self.intercept else {}
+        if self.ridge is not None:
+            try:
+                given["ridge"] = self.ridge if self.ridge == "loo" else float(self.ridge)
+            except ValueError:
+                raise InputError(f"--ridge must be a number or loo, got {self.ridge!r}.") from None
+        if self.rank is not None:
+            given["rank"] = self.rank
+        if self.exclude_sinks:
+            given["sinks"] = "exclude"
+        changed = [
+            name if config is None else replace(config, **given)
+            for name, config in parse_methods(names).items()
+        ]
+        return {method if isinstance(method, str) else method.name: method for method in changed}
+
+
+def _fit_operations(model: Any, part: Corpus, n_closed: int) -> float:
     """About how many floating-point operations closed forms take; what is trained says it by its bars."""
-    from matlens.lens.trained import TRAINED
     from matlens.study.plan import CHARACTERS, Shape
 
     shape, n_tokens = Shape.from_model(model), sum(map(len, part.sentences)) / CHARACTERS
-    closed = len([name for name in names if name not in TRAINED])
-    return n_tokens * (2 * shape.n_parameters + _SUMS * closed * shape.n_layers * shape.d_model**2)
+    return n_tokens * (2 * shape.n_parameters + _SUMS * n_closed * shape.n_layers * shape.d_model**2)
 
 
 @command(app)
@@ -77,12 +113,12 @@ def fit(
     method: Annotated[
         list[str],
         typer.Option(
-            help="mat, affine, ridge, ridge(0.01), ridge-identity, weighted, normed, narrow(64), one-jump, "
-            "or several with a plus between them; ' without sinks' at the end leaves attention sinks out. "
-            "Or trained: scaled, polished, tuned, jacobian; tuned takes minutes a layer, jacobian minutes a "
-            "sentence. Give it once for each lens: all come from one pass over the data.",
+            help="Closed forms: id, mat, affine, ridge, ridge-identity, weighted, normed, normed+affine, "
+            "narrow(64), one-jump. Trained: scaled, polished, tuned, jacobian; tuned takes minutes a layer, "
+            "jacobian minutes a sentence. Give it once for each lens: all come from one pass over the data.",
         ),
     ] = ["mat"],  # noqa: B006
+    options: ClosedFormOptions = ClosedFormOptions(),
     train: Train = None,
     val: Val = None,
     seed: Seed = 0,
@@ -106,12 +142,11 @@ def fit(
 
     Of the corpus, the validation sentences are left for judging: they are those of the other commands.
     """
-    from matlens.lens.trained import check_method_names
     from matlens.study.study import slug
 
-    names = check_method_names(method)  # before the work, not after it
+    methods = options.methods(method)  # before the work, not after it
     wanted_layers = numbered(layers)
-    folders = {name: out if len(names) == 1 else out / slug(name) for name in names}
+    folders = {name: out if len(methods) == 1 else out / slug(name) for name in methods}
     from matlens.lens.files import check_lens_folder
 
     for name, folder in folders.items():
@@ -119,12 +154,12 @@ def fit(
     model.check()
     part, _ = corpus.parts(train, val, seed)
     bridge = model.load()
-    print_expected(bridge, _fit_operations(bridge, part, names), "--train, --positions drawn")
+    print_expected(bridge, _fit_operations(bridge, part, len(methods)), "--train, --positions drawn")
     from matlens.lens.lens import Lens
 
     lenses = Lens.fit(
-        bridge, part, method=names, positions=positions, layers=wanted_layers, seed=seed,
-        batch_tokens=batch_tokens, n_prompts=prompts, folder=rows,
+        bridge, part, method=list(methods.values()), positions=positions, layers=wanted_layers,
+        seed=seed, batch_tokens=batch_tokens, n_prompts=prompts, folder=rows,
     )  # fmt: skip
     with on_main("lenses") as is_main:
         for name, lens in lenses.items() if is_main else ():
@@ -132,12 +167,12 @@ def fit(
             lens.save(folder)
             n = lens.n_samples
             samples = "" if n is None else f", fitted on {n:,} tokens"
-            print_line(f"{name}: {lens.n_numbers:,} numbers{samples}, in {folder}")
+            print_line(f"{name}: {lens.n_parameters:,} numbers{samples}, in {folder}")
 
 
 def _report_operations(model: Any, parts: tuple[Corpus, Corpus], names: list[str] | None) -> float:
     """About how many floating-point operations a report takes without what is trained for minutes."""
-    from matlens.lens.members import default_methods
+    from matlens.lens.comparison import default_methods
     from matlens.study.plan import CHARACTERS, Shape
 
     shape, n_lenses = Shape.from_model(model), len(default_methods(model) if names is None else names)
@@ -187,7 +222,7 @@ def report(
     from matlens import plots
     from matlens.io.tables import write_results
     from matlens.lens.comparison import compare_lenses
-    from matlens.lens.evaluations import read_evaluations
+    from matlens.lens.open_sets import read_evaluations
 
     parts = corpus.parts(train, val, seed, default_train=REPORT_TRAIN, default_val=REPORT_VAL)
     sets = None if evaluations is None else read_evaluations(evaluations)

@@ -189,12 +189,12 @@ def print_members(report: Any, exits: Any) -> None:
     Parameters
     ----------
     report, exits
-        The tables of `matlens.lens.report_table` and of `matlens.lens.lens_exit_sweep`.
+        The tables of `matlens.lens.report_table` and of `matlens.lens.exit_sweep`.
     """
-    from matlens.lens.exits import lens_savings
-    from matlens.lens.report import report_by_member
+    from matlens.lens.early_exit import savings
+    from matlens.lens.evaluation import report_by_member
 
-    wide = report_by_member(report).join(lens_savings(exits).set_index("method")["saved"])
+    wide = report_by_member(report).join(savings(exits).set_index("method")["saved"])
     digits = {
         "P@1": 3, "P@10": 3, "surprisal": 2, "kl": 2, "r2": 3, "saved": 2, "seconds": 2, "numbers": 0
     }  # fmt: skip

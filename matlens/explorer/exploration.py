@@ -22,8 +22,8 @@ from matlens.ffn.updates import DOMINANT, Updates
 from matlens.ffn.values import ValueVectors
 from matlens.io.artifact import CONFIG, read_record
 from matlens.io.files import PAGE_SUFFIXES, check_file_name, system_errors, write_text
-from matlens.lens.cells import read_cells, texts_of, tokens_of_interest
 from matlens.lens.lens import Lens
+from matlens.lens.trajectory import read_cells, texts_of, tokens_of_interest
 from matlens.linear.mapsets import HOLDS as MAPS
 from matlens.linear.mapsets import MapSet
 from matlens.models.layout import ModelLayout

@@ -1,7 +1,9 @@
-"""The whole report of one model on one corpus: lenses fitted, judged, and left early by, in one call."""
+"""Compare lenses of one model on one corpus: fitted on the same tokens, evaluated, and what each costs."""
 
 from __future__ import annotations
 
+import itertools
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import pandas as pd
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
@@ -17,41 +21,74 @@ from matlens.activations.sinks import SinkWarning, sink_rows
 from matlens.data.corpus import Corpus
 from matlens.data.corpus_examples import make_examples
 from matlens.data.readers import is_masked
-from matlens.errors import Between, InputError, PositiveInt, Seed, checked, short, warn
-from matlens.lens.cosines import cosine_table
-from matlens.lens.evaluations import EvaluationItem, evaluate_lenses
-from matlens.lens.exits import lens_exit_sweep
-from matlens.lens.jacobian import LONGEST, PROMPTS, longest_sentences
+from matlens.errors import Between, InputError, NonNegativeInt, PositiveInt, Seed, checked, short, warn
+from matlens.io.tables import result_row, result_table
+from matlens.lens.closed_forms import lens_moments, resolve_layers
+from matlens.lens.config import LensConfig, Method, layers_read, parse_methods
+from matlens.lens.early_exit import exit_sweep
+from matlens.lens.evaluation import Member, report_table
 from matlens.lens.lens import Lens
-from matlens.lens.maps import LayerMap
-from matlens.lens.members import default_methods, fit_members, jacobian_member
-from matlens.lens.report import Member, report_table
-from matlens.lens.trained import check_method_names, sites_of_rows
+from matlens.lens.maps import LayerMap, LensParts
+from matlens.lens.open_sets import EvaluationItem, evaluate_open_sets
+from matlens.lens.trained import (
+    BATCH,
+    LONGEST,
+    ON_VECTORS,
+    PILOT,
+    PROMPTS,
+    STEPS,
+    TOKENS,
+    Trained,
+    best_start,
+    fit_jacobian,
+    longest_sentences,
+    passes_for,
+    steps_for,
+    train_maps,
+    with_start,
+)
 from matlens.linear.fitting import fit_samples
-from matlens.models.sites import Site
+from matlens.metrics import Estimate
+from matlens.models.identity import ModelIdentity, Provenance
+from matlens.models.readout import Readout
+from matlens.numerics.precision import in_float64
+from matlens.parallel import Bar
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 
+METHODS = (
+    "id", "mat", "affine", "ridge-identity", "weighted", "normed", "normed+affine", "scaled", "polished"
+)  # fmt: skip
+"""What is compared by default; ``tuned`` and ``jacobian`` take minutes a layer."""
+
+
+@checked
+def default_methods(model: TransformerBridge) -> list[str]:
+    """`METHODS` that a model's head allows."""
+    standardises = best_start(model) != "affine"
+    return [name for name in METHODS if standardises or not name.startswith("normed")]
+
+
 @dataclass(frozen=True)
 class Comparison:
-    """Tables of a report, and the lenses that it is about.
+    """Tables of a comparison, and the lenses.
 
     Attributes
     ----------
     report
         See `report_table`.
     exits
-        See `lens_exit_sweep`.
+        See `exit_sweep`.
     cosines
         See `cosine_table`; ``None`` without Jacobians.
     evaluations
-        See `evaluate_lenses`; ``None`` where none were given.
+        See `evaluate_open_sets`; ``None`` where none were given.
     members
         The lenses and what each took.
     origin
-        What the numbers come from.
+        What the values come from.
     """
 
     report: pd.DataFrame
@@ -63,18 +100,12 @@ class Comparison:
 
 
 @checked
-def default_layers(n_layers: PositiveInt) -> list[int]:
-    """A sixth, a third, a half, two thirds and five sixths of the way."""
-    return sorted({max(1, round(n_layers * share / 6)) for share in (1, 2, 3, 4, 5)} - {n_layers}) or [0]
-
-
-@checked
 def compare_lenses(
     model: TransformerBridge,
     parts: tuple[Corpus, Corpus],
     folder: str | Path,
     *,
-    methods: Sequence[str] | None = None,
+    methods: Sequence[Method] | None = None,
     layers: Sequence[int] | None = None,
     against: str | None = None,
     n_prompts: Annotated[int, Between(2)] = PROMPTS,
@@ -83,60 +114,50 @@ def compare_lenses(
     seed: Seed = 0,
     progress: bool = True,
 ) -> Comparison:
-    """Fit lenses on one part of a corpus, and judge all on the same tokens of the other.
+    """Fit lenses on one part of a corpus, and evaluate all on the same tokens of the other.
 
-    Lenses are fitted at every token of the training sentences, or at their masks, and judged at one drawn
-    token of each validation sentence, so that tokens are independent.
+    Lenses are fitted at every token of the training sentences, or at their masks, and evaluated at one
+    sampled token of each validation sentence, so that tokens are independent.
 
     Parameters
     ----------
-    model
-        The model.
     parts
         The training and the validation sentences, as `Corpus.split` gives them.
     folder
-        Where vectors are written, which can be removed afterwards; a killed run goes on there.
+        Where vectors are written, which can be removed afterwards; an interrupted run resumes there.
     methods
-        See `fit_members`; by default `default_methods` of the model.
+        See `Lens.fit`; by default `default_methods` of the model.
     layers
-        The layers, by default those of `default_layers`.
+        The layers, by default a sixth, a third, a half, two thirds and five sixths of the way.
     against
-        The member from which paired differences are taken; by default ``mat`` where it is there.
+        The lens from which paired differences are taken, by default ``mat`` where it is there.
     n_prompts, longest
         Training sentences that Jacobians are taken on, the longest, and the tokens that they are cut to.
-        Half of them fit one lens and half the other, and the mean of both is the member.
+        Half of them fit one lens and half the other; the mean of both is evaluated.
     evaluations
         Open sets to read besides, see `read_evaluations`; for decoders.
     seed
-        Of the positions, and of the rows and tokens that training draws.
-    progress
-        Whether to show bars.
-
-    Raises
-    ------
-    InputError
-        A method or a layer is none, or the corpus is too small.
+        For sampled positions, and the samples and tokens that training draws.
     """
-    names = default_methods(model) if methods is None else check_method_names(methods)
-    if len(parts) != 2:
-        raise InputError(
-            f"{len(parts)} parts of a corpus are given. Expected two, as Corpus.split gives them."
-        )
+    configs = parse_methods(default_methods(model) if methods is None else methods)
     train_texts, validation_texts = (frozenset(part.sentences) for part in parts)
     if both := len(train_texts & validation_texts):
         warn(
-            f"{both:,} of {len(validation_texts):,} validation sentences are also among the training "
-            "sentences, so lenses look better than they are on new text. Use Corpus.split."
+            f"{both:,} of {len(validation_texts):,} validation sentences are training sentences too, so "
+            "lenses look better than they are on new text. Use Corpus.split."
         )
-    if against is not None and against not in names:
-        raise InputError(f"There is no member {short(against)}. Expected one of {short(names)}.")
+    if against is None:
+        against = "mat" if "mat" in configs else None
+    elif against not in configs:
+        raise InputError(f"against must be one of {short(list(configs))}, got {short(against)}.")
     masked, last = is_masked(model), int(model.cfg.n_layers)
-    if masked and "jacobian" in names:
+    if masked and "jacobian" in configs:
         raise InputError("A masked-LM model has no Jacobian lens. Expected methods without 'jacobian'.")
-    wanted = default_layers(last)
-    if layers is not None:
-        wanted = sorted({Site.parse(layer, last).layer for layer in layers})
-    sites = sites_of_rows(names, wanted, last)
+    if layers is None:
+        wanted = sorted({max(1, round(last * share / 6)) for share in range(1, 6)} - {last}) or [0]
+    else:
+        wanted = list(resolve_layers(layers, last))
+    sites = layers_read(configs, wanted, last)
     place: Positions = "drawn" if masked else "all"
     train = collect(
         model, make_examples(model, parts[0], seed=seed), sites, positions=place,
@@ -147,46 +168,163 @@ def compare_lenses(
         model, make_examples(model, parts[1], seed=seed), folder=Path(folder) / "lens-validation",
         progress=progress,
     )  # fmt: skip
-    others = [name for name in names if name != "jacobian"]
-    members = fit_members(model, train, others, layers=wanted, seed=seed, progress=progress) if others else {}
+    fitted_on_vectors = [config or name for name, config in configs.items() if name != "jacobian"]
+    members: dict[str, Member] = {}
+    if fitted_on_vectors:
+        members = fit_members(model, train, fitted_on_vectors, layers=wanted, seed=seed, progress=progress)
     cosines = None
-    if "jacobian" in names:
+    if "jacobian" in configs:
         *halves, members["jacobian"] = _jacobians(model, parts[0], wanted, n_prompts, longest, progress)
-        cosines = _cosines(members, (halves[0].lens, halves[1].lens), train)
-    members = {name: members[name] for name in names}
-    judged_at = [layer for layer in wanted if layer or "jacobian" not in names]
+        cosines = _cosines(members, (halves[0], halves[1]), train)
+    members = {name: members[name] for name in configs}
+    evaluated_at = [layer for layer in wanted if layer or "jacobian" not in configs]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SinkWarning)
         sinks = sink_rows(validation)
     table = report_table(
-        members, validation, layers=judged_at, sinks=sinks, progress=progress,
-        against=against if against is not None else "mat" if "mat" in names else None,
-    )  # fmt: skip
+        members, validation, layers=evaluated_at, sinks=sinks, progress=progress, against=against
+    )
     lenses = {name: member.lens for name, member in members.items()}
-    exits = lens_exit_sweep(lenses, validation, layers=judged_at, progress=progress)
+    exits = exit_sweep(lenses, validation, layers=evaluated_at, progress=progress)
     read = None
     if evaluations is not None:
-        read = evaluate_lenses(lenses, evaluations, layers=judged_at, progress=progress)
+        read = evaluate_open_sets(lenses, evaluations, layers=evaluated_at, progress=progress)
     origin = {
         **_origin(train, validation, lenses),
-        "layers": wanted, "methods": names, "seed": seed, "n_sinks": int(sinks.sum()),
+        "layers": wanted, "methods": list(configs), "seed": seed, "n_sinks": int(sinks.sum()),
     }  # fmt: skip
     return Comparison(table, exits, cosines, read, members, origin)
 
 
 def _origin(train: Activations, validation: Activations, lenses: Mapping[str, Lens]) -> dict[str, Any]:
-    """What the numbers come from, as far as the data and the lenses say."""
+    """What the values come from, as far as the data and the lenses say."""
     details = {name: lens.provenance.details for name, lens in lenses.items()}
     origin = {
         **validation.provenance.to_json("model", "data"),
         "train": train.provenance.to_json("data", "positions"),
         "n_rows": train.n_rows,
-        "strengths": {name: held["strengths"] for name, held in details.items() if "strengths" in held},
+        "strengths": {name: its["strengths"] for name, its in details.items() if "strengths" in its},
     }
     if "jacobian" in details:
         jacobian = details["jacobian"]
         origin |= {"n_prompts": jacobian["n_fitted"], "n_prompt_tokens": jacobian["n_tokens"]}
     return origin
+
+
+# Lenses fitted one by one
+
+
+@checked
+def fit_members(
+    model: TransformerBridge,
+    train: Activations,
+    methods: Sequence[Method] = METHODS,
+    *,
+    layers: Sequence[int] | None = None,
+    seed: Seed = 0,
+    progress: bool = True,
+) -> dict[str, Member]:
+    """Fit lenses on the same vectors and measure what each takes; the parameters are those of `Lens.fit`.
+
+    A lens is charged with all that it needs but for collecting: ``polished`` with the closed form that it
+    starts from, and each closed form with the moments that it shares with others.
+    """
+    configs = parse_methods(methods)
+    if "jacobian" in configs:
+        raise InputError("'jacobian' is fitted on sentences. Use Lens.fit or compare_lenses.")
+    identity, readout = ModelIdentity.from_model(model), Readout(model)
+    train.provenance.check_same(identity, ours="the activations")
+    wanted = resolve_layers(layers, identity.n_layers)
+    groups: dict[Any, list[LensConfig]] = {}
+    for config in with_start(configs, model):
+        groups.setdefault((config.standardise, config.weighted, config.sinks), []).append(config)
+    fitted: dict[str, Member] = {}
+    flops = closed_form_flops(train.n_rows, readout.d_model) * len(wanted)
+    for group in Bar(list(groups.values()), desc="closed forms", disable=not progress):
+        begin = time.process_time()
+        moments = lens_moments(model, train, group, layers=wanted)
+        shared = time.process_time() - begin
+        for config in group:
+            begin = time.process_time()
+            parts = moments.solve(config)
+            seconds = shared + time.process_time() - begin
+            fitted[config.name] = Member(Lens(*parts, readout, model), seconds, flops)
+    start = fitted.get(best_start(model))
+    for trained in ON_VECTORS:
+        if trained in configs:
+            fitted[trained] = _train(trained, start, readout, model, train, wanted, seed, progress)
+    if "id" in configs:
+        identities = dict.fromkeys(wanted, LayerMap())
+        fitted["id"] = Member(Lens(identities, "id", Provenance(identity), None, readout, model))
+    return {name: fitted[name] for name in configs}
+
+
+def _train(
+    name: Trained,
+    start: Member | None,
+    readout: Readout,
+    model: TransformerBridge,
+    train: Activations,
+    layers: Sequence[int],
+    seed: int,
+    progress: bool,
+) -> Member:
+    begin = time.process_time()
+    closed = None if start is None else start.lens.parts
+    parts = train_maps(name, readout, train, start=closed, layers=layers, seed=seed, progress=progress)
+    seconds = time.process_time() - begin
+    d, n, vocabulary = readout.d_model, train.n_rows, readout.d_vocab
+    pilot = min(PILOT, n)
+    steps, batch = steps_for(n, STEPS, BATCH)
+    flops: float = {
+        "scaled": training_flops(0, d, 1, pilot=pilot, d_vocab=vocabulary),
+        "polished": training_flops(
+            steps * min(batch, n), d, min(TOKENS, vocabulary), pilot=pilot, d_vocab=vocabulary
+        ),
+        "tuned": training_flops(round(passes_for(n) * n), d, vocabulary),
+    }[name] * len(layers)  # fmt: skip
+    if name != "tuned" and start is not None:
+        seconds, flops = seconds + start.seconds, flops + start.flops
+    return Member(Lens(*parts, readout, model), seconds, flops)
+
+
+def _jacobians(
+    model: TransformerBridge, corpus: Corpus, layers: list[int], n: int, longest: int, progress: bool
+) -> tuple[Lens, Lens, Member]:
+    """Lenses of two halves of the prompts, and their mean, which has taken the time of both."""
+    prompts = longest_sentences(corpus, n - n % 2)
+    if len(prompts) < 2:
+        raise InputError("Jacobians are taken on two halves of the prompts. Expected two sentences or more.")
+    begin = time.process_time()
+    halves = [
+        fit_jacobian(
+            model, replace(corpus, sentences=tuple(prompts[i::2])), longest=longest, progress=progress,
+            layers=[layer for layer in layers if layer],
+        )
+        for i in (0, 1)
+    ]  # fmt: skip
+    seconds = time.process_time() - begin
+    mean = mean_jacobian(*halves)
+    parameters = sum(weight.numel() for weight in model.blocks.parameters() if weight.ndim == 2)
+    flops = jacobian_flops(mean.provenance.details["n_tokens"], int(model.cfg.d_model), parameters)
+    first, second, lens = (Lens(*parts).on(model) for parts in (*halves, mean))
+    return first, second, Member(lens, seconds, flops)
+
+
+def mean_jacobian(first: LensParts, second: LensParts) -> LensParts:
+    """The mean of two Jacobian lenses over all their prompts."""
+    width = first.provenance.identity.d_model
+    details = [parts.provenance.details for parts in (first, second)]
+    sums = {name: sum(of_half[name] for of_half in details) for name in ("n_fitted", "n_tokens")}
+    share = details[0]["n_fitted"] / sums["n_fitted"]
+    maps = {
+        layer: LayerMap(share * of_layer.matrix(width) + (1 - share) * second.maps[layer].matrix(width))
+        for layer, of_layer in first.maps.items()
+    }
+    return first._replace(maps=maps, provenance=first.provenance.with_details(**sums))
+
+
+# Cosines of matrices
 
 
 def _cosines(
@@ -202,7 +340,7 @@ def _cosines(
 
 
 def _halves(lens: Lens, train: Activations, *, intercept: bool) -> tuple[Lens, Lens]:
-    """Least squares on the first half of the rows, and on the second."""
+    """Least squares on the first half of the samples, and on the second."""
     first = torch.arange(train.n_rows) < train.n_rows // 2
     pairs = [(layer, lens.n_layers) for layer in lens.layers]
 
@@ -214,35 +352,96 @@ def _halves(lens: Lens, train: Activations, *, intercept: bool) -> tuple[Lens, L
     return of(first), of(~first)
 
 
-def _jacobians(
-    model: TransformerBridge, corpus: Corpus, layers: list[int], n: int, longest: int, progress: bool
-) -> tuple[Member, Member, Member]:
-    """Lenses of two halves of the prompts, and their mean, which has taken the time of both."""
-    longest_first = longest_sentences(corpus, n - n % 2)
-    if len(longest_first) < 2:
-        raise InputError("Jacobians are taken on two halves of the prompts. Expected two sentences or more.")
-    halves = [
-        jacobian_member(
-            model, Corpus(corpus.name, tuple(longest_first[i::2]), n, 0, 0, 0), layers, longest, progress
-        )
-        for i in (0, 1)
-    ]
-    return halves[0], halves[1], mean_member(*halves)
+@checked
+def cosine_table(
+    lenses: Mapping[str, Lens], halves: Mapping[str, tuple[Lens, Lens]] | None = None
+) -> pd.DataFrame:
+    """Cosines of the lenses' matrices, layer by layer, and of two halves of each where these are given.
+
+    A row of the method ``"mat and jacobian"`` is the cosine of their matrices; ``"halves of jacobian"``
+    is that of two fits on half of the data each; and ``"ceiling of mat and jacobian"`` is the most that the
+    first could be were both the same but for what such halves differ in: the geometric mean of both lenses'
+    reliability, ``2 c / (1 + c)`` for a cosine ``c`` of halves (Spearman and Brown). Only lenses that map the
+    stream as it is are comparable, those without a norm before.
+    """
+    if len(lenses) < 2 or any(lens.norm is not None for lens in lenses.values()):
+        raise InputError("lenses must be two or more that map the stream as it is, without a norm before.")
+    first = next(iter(lenses.values()))
+    identity, width = first.provenance.identity, first.provenance.identity.d_model
+    for lens in lenses.values():
+        first.provenance.check_same(lens.provenance.identity, ours="the first lens", theirs="another lens")
+    rows: list[dict[str, Any]] = []
+
+    def add(method: str, layer: int, value: float) -> None:
+        estimate = Estimate(value, float("nan"), float("nan"), width * width)
+        rows.append(
+            result_row(
+                "lens_cosine", model=identity.name, corpus=first.provenance.corpus, method=method,
+                layer=layer, target=identity.n_layers, metric="cosine", estimate=estimate,
+            )
+        )  # fmt: skip
+
+    shared = sorted(set.intersection(*(set(lens.layers) for lens in lenses.values())))
+    if not shared:
+        raise InputError("The lenses have no layer in common. Expected one or more.")
+    for layer in shared:
+        matrices = {name: lens.maps[layer].matrix(width) for name, lens in lenses.items()}
+        reliability = {}
+        for name, pair in (halves or {}).items():
+            c = matrix_cosine(*(half.maps[layer].matrix(width) for half in pair))
+            reliability[name] = 2 * c / (1 + c) if c > 0 else 0.0
+            add(f"halves of {name}", layer, c)
+        for name, other in itertools.combinations(lenses, 2):
+            add(f"{name} and {other}", layer, matrix_cosine(matrices[name], matrices[other]))
+            if name in reliability and other in reliability:
+                ceiling = (reliability[name] * reliability[other]) ** 0.5
+                add(f"ceiling of {name} and {other}", layer, ceiling)
+    return result_table(rows)
 
 
-def mean_member(first: Member, second: Member) -> Member:
-    """The mean of two lenses' matrices, with the costs of both."""
-    a, b = first.lens, second.lens
-    width = a.provenance.identity.d_model
-    counts = [lens.provenance.details["n_fitted"] for lens in (a, b)]
-    share = counts[0] / sum(counts)
-    maps = {
-        layer: LayerMap(share * a.maps[layer].matrix(width) + (1 - share) * b.maps[layer].matrix(width))
-        for layer in a.layers
-    }
-    details = {
-        "n_fitted": sum(counts),
-        "n_tokens": sum(lens.provenance.details["n_tokens"] for lens in (a, b)),
-    }
-    lens: Lens = replace(a, maps=maps, provenance=a.provenance.with_details(**details))
-    return Member(lens, first.seconds + second.seconds, first.flops + second.flops)
+@checked
+def matrix_cosine(first: Float[Tensor, "n d"], second: Float[Tensor, "n d"]) -> float:
+    """Cosine of two matrices as long vectors; NaN where one is 0."""
+    if first.shape != second.shape:
+        raise InputError(f"first and second must have one shape, got {short(first)} and {short(second)}.")
+    a, b = in_float64(first).flatten(), in_float64(second).flatten()
+    return float((a @ b) / (a.norm() * b.norm()))
+
+
+# Operations, counted from sizes
+
+
+def closed_form_flops(n: int, d: int) -> int:
+    """Floating-point operations of least squares for one layer: ``n`` samples factorised, and solved.
+
+    Householder's ``QR`` of ``[x 1]`` with ``Q`` written out takes ``4 n d^2 - 4/3 d^3``, ``Q'y`` takes
+    ``2 n d^2``, and solving the triangle ``d^3``.
+    """
+    return round(6 * n * d**2 - d**3 / 3) if n >= d else 6 * d * n**2
+
+
+@checked
+def training_flops(
+    rows: NonNegativeInt,
+    d: PositiveInt,
+    tokens: PositiveInt,
+    *,
+    pilot: NonNegativeInt = 0,
+    d_vocab: NonNegativeInt = 0,
+) -> int:
+    """Floating-point operations of steps down the divergence, over all steps of one layer.
+
+    A sample is mapped, and its gradient goes back into the map: ``4 d^2``. It is read out, the gradient goes
+    back through the read-out, and ``h^L`` is read out as well: ``6 d`` for each of ``tokens``. One of the
+    ``pilot`` is mapped once and read out twice over the whole vocabulary.
+    """
+    return rows * (4 * d**2 + 6 * d * tokens) + pilot * (2 * d**2 + 4 * d * d_vocab)
+
+
+def jacobian_flops(tokens: int, d: int, parameters: int, *, at_once: int = 8) -> int:
+    """Floating-point operations of Jacobians, all layers: a backward pass through the blocks per dimension.
+
+    ``parameters`` are those of the blocks' matrices. Each of ``at_once`` dimensions needs a copy of the
+    forward pass. Attention's own products and norms, a few hundredths, are left out.
+    """
+    return 2 * tokens * parameters * (d + at_once)

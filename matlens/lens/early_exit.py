@@ -1,4 +1,4 @@
-"""Early exit: how many layers can be saved if a confident layer's prediction is taken (paper A, section 6).
+"""Early exit: layers saved by taking the prediction of a confident layer (paper A, section 6 and Figure 9).
 
 Everything is decided from stored representations, for all thresholds at once: the model is not run again.
 """
@@ -6,7 +6,7 @@ Everything is decided from stored representations, for all thresholds at once: t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,9 +19,15 @@ from matlens import metrics
 from matlens.activations.activations import Activations
 from matlens.errors import Fraction, InputError, checked, short
 from matlens.io.tables import check_columns, result_table
-from matlens.lens.judgement import Substitute, chunks
-from matlens.lens.quality import validation_row
-from matlens.linear.mapsets import MapSet
+from matlens.lens.evaluation import (
+    Scores,
+    as_scores,
+    chunks,
+    lens_scores,
+    shared_layers,
+    validation_row,
+)
+from matlens.lens.lens import Lens
 from matlens.models.readout import Readout
 from matlens.models.sites import check_finite
 from matlens.numerics.precision import in_float64
@@ -29,31 +35,19 @@ from matlens.numerics.probabilities import log_softmax
 from matlens.parallel import Bar
 
 EXIT = "early_exit"
-SWEEP = (-1.112, *(i / 10 for i in range(11)), 1.112)
-SWEEP_ID = tuple(sorted({*SWEEP, *np.linspace(1, 1.112, 12)[1:-1].round(6).tolist()}))
+PAPER_SWEEP = (-1.112, *(i / 10 for i in range(11)), 1.112)
+SWEEP = tuple(sorted({*PAPER_SWEEP, *np.linspace(1, 1.112, 12)[1:-1].round(6).tolist()}))
 _STEPS = np.linspace(-0.112, 1.112, 613)  # from where all examples exit at once to where none does
-_METHODS = {"mat": SWEEP, "id": SWEEP_ID}
 
 
 @checked
 def thresholds(
     positions: Int[Tensor, " n"], lam: float, mean_length: float | None = None
 ) -> Float[Tensor, " n"]:
-    """``0.9 lam + 0.1 exp(-4 i / N)``: the confidence that a position has to pass.
+    """``0.9 lam + 0.1 exp(-4 i / N)``: the confidence that position ``i``, from 0, has to exceed.
 
-    Parameters
-    ----------
-    positions
-        ``i``, counted from 0.
-    lam
-        The threshold's parameter: 0 and less exits nearly at once, more than 1.11 never.
-    mean_length
-        ``N``, by default the mean of ``i + 1`` over the positions.
-
-    Raises
-    ------
-    InputError
-        The mean length is not positive, a position is negative, or there is none.
+    ``lam`` of 0 and less exits nearly at once, of more than 1.11 never. ``N`` is ``mean_length``, by default
+    the mean of ``i + 1``.
     """
     if not len(positions) or int(positions.min()) < 0:
         raise InputError("Expected one position or more, each counted from 0.")
@@ -66,14 +60,9 @@ def thresholds(
 
 @checked
 def exit_layers(confidence: Float[Tensor, "n n_layers"], threshold: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
-    """The first layer, from 1, whose confidence passes the threshold; the last layer where none does.
+    """The first layer, from 1, whose confidence exceeds the threshold, or the last.
 
     Column ``l - 1`` of ``confidence`` is ``p1 - p2`` after layer ``l``.
-
-    Raises
-    ------
-    InputError
-        There is not one threshold for each row, or no layer, or a number is none.
     """
     if not confidence.shape[1] or len(confidence) != len(threshold):
         raise InputError(
@@ -112,41 +101,23 @@ class ExitConfidence(NamedTuple):
 def exit_confidences(
     readout: Readout,
     truth: Float[Tensor, "n d_model"],
-    substitutes: Sequence[Substitute],
-    *,
-    name: str,
-    progress: bool = True,
+    predictions: Sequence[Float[Tensor, "n d_model"] | Scores],
 ) -> ExitConfidence:
-    """Read out what stands in for ``h^L`` at every layer.
+    """Confidence of every layer in its prediction, and whether it is that of ``h^L`` (``truth``).
 
-    Parameters
-    ----------
-    readout
-        The read-out of the model.
-    truth
-        ``h^L`` itself.
-    substitutes
-        What stands in for ``h^L`` at each layer where the model can be left, from the first to the last.
-    name
-        The name of the method, for the progress bar.
-    progress
-        Whether to show a progress bar.
-
-    Raises
-    ------
-    InputError
-        There is no layer, or the truth is not finite.
+    ``predictions`` are those of each layer where the model can be left, as `evaluate` takes them.
     """
-    n, n_layers = len(truth), len(substitutes)
+    n, n_layers = len(truth), len(predictions)
     if not n_layers:
-        raise InputError("There is nothing to leave the model by. Expected a substitute for each layer.")
+        raise InputError("predictions must have one layer or more.")
     check_finite(truth, "the truth")
+    scores = [as_scores(readout, prediction) for prediction in predictions]
     confidence = ExitConfidence(torch.empty(n, n_layers), torch.empty(n, n_layers, dtype=torch.bool))
     with readout.weights.constant():
-        for part in Bar(list(chunks(n)), desc=f"confidence of {name}", disable=not progress):
+        for part in chunks(n):
             true = readout.log_probs(truth[part])
-            for i, substitute in enumerate(substitutes):
-                logits = readout.logits(substitute(part))
+            for i, scores_of in enumerate(scores):
+                logits = scores_of(part)
                 confidence.difference[part, i] = confidence_in_top(logits).float().cpu()
                 confidence.right[part, i] = (metrics.rank(true, logits.argmax(-1)) == 1).cpu()
     return confidence
@@ -166,78 +137,74 @@ def least_lam(
 
 @checked
 def exit_sweep(
-    readout: Readout, maps: MapSet, validation: Activations, *, progress: bool = True
+    lenses: Mapping[str, Lens],
+    validation: Activations,
+    *,
+    layers: Sequence[int] | None = None,
+    lams: Mapping[str, Sequence[float]] | None = None,
+    progress: bool = True,
 ) -> pd.DataFrame:
-    """Precision@1 and mean number of layers run, for the sweep over ``lam``, of ``mat`` and ``id``.
+    """Precision@1 and mean number of layers run, for the sweep over ``lam``, by the confidence of each lens.
 
-    A tidy table with one more column, ``lam``. Rows with a ``lam`` are early exit: ``layer`` is the mean
-    number of layers run and ``low`` and ``high`` belong to the precision. Rows without are fixed exit:
-    all examples leave after ``layer``.
+    A table with one more column, ``lam``. Rows with a ``lam`` are early exit: ``layer`` is the mean number of
+    layers run and ``low`` and ``high`` belong to the precision. Rows without are fixed exit: all tokens leave
+    after ``layer``.
+
+    Parameters
+    ----------
+    lenses
+        Lenses of one model, on it, by name.
+    validation
+        Vectors of the layers and of the last one.
+    layers
+        Layers to leave after, from 1, by default all that there are.
+    lams
+        The sweep of a lens, by default `SWEEP`.
     """
-    return sweep_and_reaching(readout, maps, validation, progress=progress)[0]
+    return sweep_and_shares(lenses, validation, layers=layers, lams=lams, progress=progress)[0]
 
 
-def sweep_and_reaching(
-    readout: Readout, maps: MapSet, validation: Activations, *, progress: bool = True
+def sweep_and_shares(
+    lenses: Mapping[str, Lens],
+    validation: Activations,
+    *,
+    layers: Sequence[int] | None = None,
+    lams: Mapping[str, Sequence[float]] | None = None,
+    progress: bool = True,
 ) -> tuple[pd.DataFrame, dict[str, tuple[list[float], list[float]]]]:
-    """The table of `exit_sweep`, and by method the mean numbers of layers and the shares that run all."""
+    """The table of `exit_sweep`, and by lens the mean numbers of layers and the shares that run all."""
     last = validation.provenance.identity.n_layers
-    maps.provenance.check_same(validation.provenance, ours="the maps", theirs="the activations")
-    readout.check_same(validation.provenance)
-    absent = [layer for layer in range(1, last) if (layer, last) not in maps]
-    if absent:
-        raise InputError(f"There is no map from layer {absent[0]} to the last layer {last}.")
-    positions = torch.from_numpy(validation.examples.positions)
+    wanted = [layer for layer in shared_layers(lenses, validation, layers) if layer > 0]
+    if not wanted:
+        raise InputError("layers must have one from 1 that was collected.")
+    wanted.append(last)
+    numbers = torch.tensor(wanted).double()
+    positions = torch.from_numpy(validation.places).long()
     rows: list[dict[str, Any]] = []
-    reaching: dict[str, tuple[list[float], list[float]]] = {}
-    for method, sweep in _METHODS.items():
-        substitutes = [_substitute(readout, maps, validation, method, layer) for layer in range(1, last + 1)]
-        confidence = exit_confidences(readout, validation[last], substitutes, name=method, progress=progress)
-        for layer in range(1, last + 1):
-            fixed = metrics.proportion(confidence.right[:, layer - 1])
-            rows.append(
-                validation_row(EXIT, validation, method, layer, last, "precision", 1, fixed) | {"lam": np.nan}
-            )
-        layers, shares = reaching.setdefault(method, ([], []))
-        for lam in sweep:
-            left = exit_layers(confidence.difference, thresholds(positions, lam))
-            precision = metrics.proportion(confidence.right.gather(1, left[:, None] - 1))
-            mean = float(left.double().mean())
-            layers.append(mean)
-            shares.append(float((left == last).double().mean()))
-            rows.append(
-                validation_row(EXIT, validation, method, mean, last, "precision", 1, precision) | {"lam": lam}
-            )
-    return result_table(rows, "lam"), reaching
+    shares: dict[str, tuple[list[float], list[float]]] = {}
 
+    def add(name: str, layer: float, right: Tensor, lam: float) -> None:
+        precision = metrics.proportion(right)
+        row = validation_row(EXIT, validation, name, layer, last, "precision", 1, precision)
+        rows.append(row | {"lam": lam})
 
-def _substitute(
-    readout: Readout, maps: MapSet, validation: Activations, method: str, layer: int
-) -> Substitute:
-    last = validation.provenance.identity.n_layers
-    mapped = maps[layer, last] if method == "mat" and layer < last else None
-
-    def substitute(part: slice) -> Tensor:
-        h = validation[layer][part].to(readout.device)
-        return h if mapped is None else mapped(h)
-
-    return substitute
+    for name, lens in Bar(list(lenses.items()), desc="early exit", disable=not progress):
+        scores = [lens_scores(lens, validation, layer) for layer in wanted]
+        confidence, right = exit_confidences(lens.on_readout, validation[last], scores)
+        for column, layer in enumerate(wanted):
+            add(name, layer, right[:, column], np.nan)
+        means, run_all = shares[name] = [], []
+        for lam in (lams or {}).get(name, SWEEP):
+            left = exit_layers(confidence, thresholds(positions, lam)) - 1
+            means.append(float(numbers[left].mean()))
+            run_all.append(float((numbers[left] == last).double().mean()))
+            add(name, means[-1], right.gather(1, left[:, None])[:, 0], lam)
+    return result_table(rows, "lam"), shares
 
 
 @checked
 def layers_saved(table: pd.DataFrame, method: str, precision: Fraction = 0.95) -> float:
-    """Layers saved at a given Precision@1 by early exit.
-
-    The points of the sweep, ordered by the number of layers, are joined by straight lines; the answer is
-    the last layer less the fewest layers at which these lines reach the precision. 0 if only the full
-    model does.
-
-    Raises
-    ------
-    InputError
-        The table has no early exit by this method, or it nowhere reaches the precision; or the precision is
-        no share.
-    """
+    """Layers saved by early exit at a Precision@1, interpolated linearly between the points of the sweep."""
     check_columns(table, ("method", "layer", "target", "value", "lam"), what="the table of lens.exit_sweep")
     part = table[(table["method"] == method) & table["lam"].notna()]
     if part.empty:
@@ -252,15 +219,12 @@ def layers_saved(table: pd.DataFrame, method: str, precision: Fraction = 0.95) -
 
 @checked
 def savings(table: pd.DataFrame, precision: float = 0.95) -> pd.DataFrame:
-    """Layers saved by each method at a given Precision@1, see `layers_saved`.
-
-    Columns are ``method, saved, n_layers, share``, where ``share`` is that of all layers.
-    """
-    check_columns(table, ["target"], what="the table of lens.exit_sweep")
+    """Layers saved by each method, see `layers_saved`: ``method, saved, n_layers, share`` of all layers."""
+    check_columns(table, ["method", "target"], what="the table of lens.exit_sweep")
     n_layers = int(table["target"].max())
-    rows = [(method, layers_saved(table, method, precision)) for method in _METHODS]
+    saved = {method: layers_saved(table, method, precision) for method in table["method"].unique()}
     return pd.DataFrame(
-        [(method, saved, n_layers, saved / n_layers) for method, saved in rows],
+        [(method, value, n_layers, value / n_layers) for method, value in saved.items()],
         columns=["method", "saved", "n_layers", "share"],
     )
 

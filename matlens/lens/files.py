@@ -93,7 +93,7 @@ def read_lens(folder: str | Path) -> LensParts:
         if name is not None and name not in read:
             read[name] = artifact.read_all(name)
         parts = {} if name is None else read[name]
-        held = LayerMap(parts.get("weight"), parts.get("narrowing"), parts.get("bias"), scale)
+        held = LayerMap(parts.get("weight"), parts.get("right"), parts.get("bias"), scale)
         maps[int(layer)] = shared.setdefault((str(name), scale), held)
     lens = LensParts(dict(sorted(maps.items())), str(request["method"]), provenance, norm)
     if lens.digest != request["content"]:

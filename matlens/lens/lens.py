@@ -1,4 +1,4 @@
-"""Lenses: a map for each layer that carries its vectors to the last, and what is read off there."""
+"""Lenses: a map from every layer to the last, and what is read out through it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from matlens.activations.activations import Activations, Positions
-from matlens.data.corpus import Corpus
+from matlens.activations.collecting import collect
+from matlens.data.corpus import Corpus, as_corpus
+from matlens.data.corpus_examples import make_examples
 from matlens.data.examples import Examples
 from matlens.errors import InputError, PositiveInt, Seed, checked, short
 from matlens.io.repository import HubRepository
+from matlens.lens.closed_forms import LensMoments, lens_moments, resolve_layers
+from matlens.lens.config import Method, layers_read, parse_methods
 from matlens.lens.files import (
     read_jacobian_lens,
     read_lens,
@@ -23,20 +27,30 @@ from matlens.lens.files import (
     write_jacobian_lens,
     write_lens,
 )
-from matlens.lens.jacobian import PROMPTS
+from matlens.lens.hub import pull_lens, push_lens
 from matlens.lens.maps import LayerMap, LensParts, Standardisation
-from matlens.lens.moments import LensMoments
-from matlens.lens.sharing import pull_lens, push_lens
-from matlens.lens.trained import fit_maps
+from matlens.lens.trained import (
+    ON_VECTORS,
+    PROMPTS,
+    best_start,
+    fit_jacobian,
+    longest_sentences,
+    train_maps,
+    with_start,
+)
 from matlens.lens.trajectory import Trajectory, read_trajectory
 from matlens.linear.maps import fitted_samples
 from matlens.linear.mapsets import MapSet
+from matlens.linear.samples import NoisyFit, warn_of_noise
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import Readout, check_vectors
 from matlens.models.sites import STREAM, Site
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
+
+Data = Corpus | Sequence[str] | Examples | Activations
+Layer = int | str | Site
 
 
 @checked
@@ -71,17 +85,14 @@ class Lens:
     def __post_init__(self) -> None:
         identity = self.provenance.identity
         if not self.maps:
-            raise InputError("A lens has no layer. Expected the map of one layer or more.")
-        for layer, held in self.maps.items():
-            if type(layer) is not int or not 0 <= layer < identity.n_layers or not isinstance(held, LayerMap):
-                raise InputError(
-                    f"A lens of this model has maps of the layers 0 to {identity.n_layers - 1}: among these "
-                    f"is {short(layer)}: {short(held)}."
-                )
-            widths = {len(held.parts[name]) for name in ("weight", "bias") if name in held.parts}
+            raise InputError("maps must have one layer or more.")
+        for layer, layer_map in self.maps.items():
+            if type(layer) is not int or not 0 <= layer < identity.n_layers:
+                raise InputError(f"maps must be of layers 0 to {identity.n_layers - 1}, got {short(layer)}.")
+            widths = {len(part) for part in (layer_map.weight, layer_map.bias) if part is not None}
             if widths - {identity.d_model}:
                 raise InputError(
-                    f"The map of layer {layer} gives {max(widths)} coordinates, and the model has "
+                    f"The map of layer {layer} is of {max(widths)} dimensions, and the model has "
                     f"{identity.d_model}. Is it of another model?"
                 )
         object.__setattr__(self, "maps", dict(sorted(self.maps.items())))
@@ -120,131 +131,124 @@ class Lens:
         onto_last = {layer: maps[layer, last] for layer in range(last) if (layer, last) in maps}
         if not onto_last:
             raise InputError(f"There is no map onto the last layer, {Site(STREAM, last)}, among the maps.")
-        held = {layer: LayerMap(linear.weight, bias=linear.bias) for layer, linear in onto_last.items()}
-        return cls(held, method, maps.provenance)._placed(model)
+        layer_maps = {layer: LayerMap(linear.weight, bias=linear.bias) for layer, linear in onto_last.items()}
+        return cls(layer_maps, method, maps.provenance)._placed(model)
 
     @overload
     @classmethod
     def fit(
-        cls,
-        model: TransformerBridge,
-        corpus: Corpus | Sequence[str] | Examples | Activations,
-        *,
-        method: str = "mat",
-        positions: Positions = "all",
-        rows: Bool[Tensor, " n"] | None = None,
-        weights: Float[Tensor, " n"] | None = None,
-        layers: Sequence[int] | None = None,
-        seed: Seed = 0,
-        batch_tokens: PositiveInt | None = None,
-        n_prompts: int = PROMPTS,
-        folder: str | Path | None = None,
-        progress: bool = True,
+        cls, model: TransformerBridge, corpus: Data, *, method: Method = "mat", **options: Any
     ) -> Lens: ...
 
     @overload
     @classmethod
     def fit(
-        cls,
-        model: TransformerBridge,
-        corpus: Corpus | Sequence[str] | Examples | Activations,
-        *,
-        method: Sequence[str],
-        positions: Positions = "all",
-        rows: Bool[Tensor, " n"] | None = None,
-        weights: Float[Tensor, " n"] | None = None,
-        layers: Sequence[int] | None = None,
-        seed: Seed = 0,
-        batch_tokens: PositiveInt | None = None,
-        n_prompts: int = PROMPTS,
-        folder: str | Path | None = None,
-        progress: bool = True,
+        cls, model: TransformerBridge, corpus: Data, *, method: Sequence[Method], **options: Any
     ) -> dict[str, Lens]: ...
 
-    @classmethod
+    @classmethod  # type: ignore[misc]  # the overloads do not repeat the options
     def fit(
         cls,
         model: TransformerBridge,
-        corpus: Corpus | Sequence[str] | Examples | Activations,
+        corpus: Data,
         *,
-        method: str | Sequence[str] = "mat",
+        method: Method | Sequence[Method] = "mat",
         positions: Positions = "all",
         rows: Bool[Tensor, " n"] | None = None,
         weights: Float[Tensor, " n"] | None = None,
         layers: Sequence[int] | None = None,
         seed: Seed = 0,
         batch_tokens: PositiveInt | None = None,
-        n_prompts: int = PROMPTS,
+        n_prompts: PositiveInt = PROMPTS,
         folder: str | Path | None = None,
         progress: bool = True,
     ) -> Lens | dict[str, Lens]:
         """Fit a lens, or several in one pass over the data (definitions, section 9).
 
-        The methods in closed form are ``id``; ``mat``, least squares; ``affine``, with an intercept;
-        ``ridge(0.01)``, with a penalty in units of ``mean diag(X'X)``, or ``ridge``, whose strength
-        leave-one-out chooses, and ``ridge-identity``, towards the identity instead of zero; ``weighted``, by
-        ``1 / ||h^L||^2``; ``normed``, from standardised to standardised vectors; ``narrow(64)``, of rank 64;
-        ``one-jump``, one map for all layers. A plus joins several of these, and `` without sinks`` at the end
-        leaves attention sinks out: ``"normed+affine without sinks"``.
-
-        Others are trained: ``scaled``, the best closed form with one factor on its scores; ``polished``, that
-        improved by steps down the divergence from the model's distribution; ``tuned``, trained from the
-        identity as the package tuned-lens does; and ``jacobian``, the mean Jacobian, by TransformerLens.
-        `polish` and `tune` of `matlens.lens` have more to choose, for one layer each.
-
         Parameters
         ----------
-        model
-            The model.
         corpus
-            A corpus or a list of texts, examples that were made of one, or activations that were collected of
-            the model, with the stream at all layers.
+            A corpus or a list of texts, examples made from one, or activations of the model with the stream
+            at all layers.
         method
-            The name of a method; or a list of names, which gives a dict of lenses by name.
+            A `LensConfig`, or a name: ``mat``, least squares; ``affine``, with an intercept; the others of
+            `PRESETS`; ``scaled``, the best closed form with a factor on its scores; ``polished``, that
+            improved by steps down the divergence from the model's distribution; ``tuned``, trained from the
+            identity as the package tuned-lens does; ``jacobian``, the mean Jacobian, by TransformerLens.
+            A list gives a dict of lenses by name.
         positions
             ``"all"``: at every token. ``"drawn"``: at the positions of the examples, which are the masks
             of a masked-LM model.
         rows, weights
             True for the samples to fit on, by default all, and how much each of all samples counts, in the
-            order of `collect` at these positions; for closed forms. A sample of the weight 2 counts as if it
-            were there twice, but leave-one-out leaves it out as one.
+            order of `collect` at these positions; for closed forms. A sample of weight 2 counts as two, but
+            leave-one-out leaves it out as one.
         layers
             The layers to fit, by default all.
         seed
-            Of the positions that are drawn of a corpus, and of the rows and tokens that training draws.
+            For the sampled positions of a corpus, and the samples and tokens that training draws.
         batch_tokens
-            Most tokens in a batch, padding counted.
+            Maximum number of tokens in a batch, padding included.
         n_prompts
-            How many sentences of the corpus Jacobians are taken on, which are the longest.
+            How many sentences of the corpus, the longest, Jacobians are taken on.
         folder
-            Where vectors are written that are trained on, instead of being held in memory; it can be removed
-            afterwards. Closed forms keep no vectors.
-        progress
-            Whether to show a bar.
+            Where vectors are written that are trained on, instead of being in memory; it can be removed
+            afterwards. Closed forms write none.
 
         Raises
         ------
         InputError
-            A method is none, or not of this model; the data are of another model, lack a layer or are not
-            finite; or rows or weights are not those of the samples, or a method that takes none is trained.
+            The data are of another model, lack a layer or are not finite; the method does not suit the model;
+            or rows or weights do not match the samples, or are given for a trained lens.
         """
-        fitted = fit_maps(
-            model, corpus, method, positions=positions, rows=rows, weights=weights, layers=layers, seed=seed,
-            batch_tokens=batch_tokens, n_prompts=n_prompts, folder=folder, progress=progress,
-        )  # fmt: skip
-        readout = Readout(model)
-        lenses = {name: cls(*parts, readout, model) for name, parts in fitted.items()}
-        return lenses[method] if isinstance(method, str) else lenses
+        methods = parse_methods(method)
+        n_layers = int(model.cfg.n_layers)
+        wanted = resolve_layers(layers, n_layers)
+        on_vectors = [name for name in ON_VECTORS if name in methods]
+        if (on_vectors or "jacobian" in methods) and (rows is not None or weights is not None):
+            raise InputError("rows and weights are for closed forms: trained lenses take neither.")
+        data = corpus if isinstance(corpus, Examples | Activations) else as_corpus(corpus)
+        sentences = data if isinstance(data, Corpus) else None
+        if "jacobian" in methods and sentences is None:
+            raise InputError("'jacobian' is fitted on sentences: corpus must be a Corpus.")
+        identity, readout = ModelIdentity.from_model(model), Readout(model)
+        if on_vectors and not isinstance(data, Activations):
+            examples = data if isinstance(data, Examples) else make_examples(model, data, seed=seed)
+            data = collect(
+                model, examples, layers_read(methods, wanted, n_layers), positions=positions, folder=folder,
+                batch_tokens=batch_tokens, progress=progress,
+            )  # fmt: skip
+        fitted: dict[str, LensParts] = {}
+        if closed := with_start(methods, model):
+            moments = lens_moments(
+                model, data, closed, positions=positions, rows=rows, weights=weights, layers=wanted,
+                seed=seed, batch_tokens=batch_tokens, progress=progress,
+            )  # fmt: skip
+            fitted = moments.solve_all(closed)
+        if "id" in methods:
+            fitted["id"] = LensParts(dict.fromkeys(wanted, LayerMap()), "id", Provenance(identity))
+        if on_vectors:
+            assert isinstance(data, Activations)
+            data.provenance.check_same(identity, ours="the activations")
+            if not closed and data.n_rows <= readout.d_model:  # closed forms warn themselves
+                warn_of_noise([NoisyFit(on_vectors[0], data.n_rows, readout.d_model)], 1)
+            start = fitted.get(best_start(model))
+            for name in on_vectors:
+                fitted[name] = train_maps(
+                    name, readout, data, start=start, layers=wanted, seed=seed, progress=progress
+                )
+        if "jacobian" in methods and sentences is not None:
+            prompts = replace(sentences, sentences=tuple(longest_sentences(sentences, n_prompts)))
+            after_blocks = [layer for layer in wanted if layer]
+            fitted["jacobian"] = fit_jacobian(model, prompts, layers=after_blocks, progress=progress)
+        lenses = {name: cls(*fitted[name], readout, model) for name in methods}
+        return next(iter(lenses.values())) if isinstance(method, Method) else lenses
 
     @classmethod
-    def from_moments(cls, moments: LensMoments, method: str, model: TransformerBridge | None = None) -> Lens:
-        """The lens of a method from moments that were kept for it, perhaps merged of parts.
-
-        Raises
-        ------
-        InputError
-            They were kept for other methods, there are no samples, or the model is another.
-        """
+    def from_moments(
+        cls, moments: LensMoments, method: Method, model: TransformerBridge | None = None
+    ) -> Lens:
+        """The lens of a method from moments of `lens_moments`, perhaps merged of parts."""
         return cls(*moments.solve(method))._placed(model)
 
     @property
@@ -263,9 +267,9 @@ class Lens:
         return self.provenance.identity.n_layers
 
     @property
-    def n_numbers(self) -> int:
-        """How many numbers it keeps; a map that several layers share counts once."""
-        return sum(held.n_numbers for held in {id(held): held for held in self.maps.values()}.values())
+    def n_parameters(self) -> int:
+        """How many numbers it has; a map that several layers share counts once."""
+        return sum(of_layer.n_parameters for of_layer in {id(it): it for it in self.maps.values()}.values())
 
     @property
     def digest(self) -> str:
@@ -277,7 +281,7 @@ class Lens:
         """What it is made of, without the model."""
         return LensParts(self.maps, self.method, self.provenance, self.norm)
 
-    def resolve(self, layer: int | str | Site) -> int:
+    def resolve(self, layer: Layer) -> int:
         """The number of a layer that this lens reads: negative ones count from the end.
 
         Raises
@@ -297,9 +301,7 @@ class Lens:
             )
         return site.layer
 
-    def __call__(
-        self, h: Float[Tensor, "... d_model"], layer: int | str | Site
-    ) -> Float[Tensor, "... d_model"]:
+    def __call__(self, h: Float[Tensor, "... d_model"], layer: Layer) -> Float[Tensor, "... d_model"]:
         """What stands in for ``h^L``, in float32; differentiable in ``h``.
 
         Parameters
@@ -321,7 +323,7 @@ class Lens:
         return self.maps[layer](h.float() if self.norm is None else self.norm(h.float()))
 
     def logits(
-        self, h: Float[Tensor, "... d_model"], layer: int | str | Site, *, gradients: bool = False
+        self, h: Float[Tensor, "... d_model"], layer: Layer, *, gradients: bool = False
     ) -> Float[Tensor, "... d_vocab"]:
         """Scores of all tokens for vectors ``h^l``, read out through the model's own head, in float32.
 
@@ -389,9 +391,7 @@ class Lens:
         """For models that run in the precision that it was fitted in; or, if not ``same``, in any."""
         return self if same else replace(self, provenance=replace(self.provenance, same_precision=False))
 
-    def trajectory(
-        self, prompt: str, *, k: int = 5, layers: Sequence[int | str | Site] | None = None
-    ) -> Trajectory:
+    def trajectory(self, prompt: str, *, k: int = 5, layers: Sequence[Layer] | None = None) -> Trajectory:
         """What is predicted at every token of a prompt and every layer, see `Trajectory`.
 
         Parameters
@@ -411,7 +411,7 @@ class Lens:
         return read_trajectory(self, prompt, k=k, layers=layers)
 
     def top_tokens(
-        self, prompt: str, k: int = 5, *, layers: Sequence[int | str | Site] | None = None
+        self, prompt: str, k: int = 5, *, layers: Sequence[Layer] | None = None
     ) -> dict[int, list[list[str]]]:
         """The ``k`` most probable tokens at each layer and each token of a prompt, as texts.
 

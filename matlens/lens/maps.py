@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from matlens.errors import InputError, PositiveInt, check_choice, check_number, checked
+from matlens.errors import InputError, NonNegative, PositiveInt, checked, short
 from matlens.linear.maps import tensor_digest
 from matlens.models.identity import Provenance
 
@@ -19,13 +19,12 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 Kind = Literal["rms", "layer"]
-KINDS: tuple[Kind, ...] = ("rms", "layer")
 
 
 @checked
 @dataclass(frozen=True)
 class Standardisation:
-    """What a norm does to a vector before its gain: of unit mean square, and for LayerNorm centred before.
+    """What a norm does to a vector before its gain: unit mean square, for LayerNorm centred first.
 
     Attributes
     ----------
@@ -36,11 +35,7 @@ class Standardisation:
     """
 
     kind: Kind
-    eps: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_choice(self.kind, KINDS, "The kind of a standardisation")
-        check_number(self.eps, "eps", min=0)
+    eps: NonNegative = 0.0
 
     def __call__(self, h: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
         """Standardise vectors, along their last axis."""
@@ -50,32 +45,28 @@ class Standardisation:
 
     @classmethod
     def from_model(cls, model: TransformerBridge) -> Standardisation:
-        """That of a model's final norm, which the read-out begins with.
+        """That of a model's final norm.
 
         Raises
         ------
         InputError
-            The read-out begins with something else, as the head of a masked-LM model does, or the norm is
-            neither RMSNorm nor LayerNorm.
+            The read-out begins with something else, as the head of a masked-LM model does.
         """
+        refusal = InputError(
+            f"The read-out of {model.cfg.model_name} does not begin with RMSNorm or LayerNorm, so "
+            "standardised vectors cannot be read out. Use 'weighted' instead of standardise=True."
+        )
         if hasattr(model, "mlm_head") or not hasattr(model, "ln_final"):
-            raise InputError(
-                f"The read-out of {model.cfg.model_name} does not begin with a norm, so vectors that are "
-                "standardised cannot be read out. Expected a method without 'normed', such as 'weighted'."
-            )
+            raise refusal
         module = model.ln_final.original_component
         eps = next(
             (float(getattr(module, name)) for name in ("eps", "variance_epsilon") if hasattr(module, name)),
             0.0,
         )
-        for kind in KINDS:
-            standardisation = cls(kind, eps)
+        for standardisation in (cls("rms", eps), cls("layer", eps)):
             if _is_gain(standardisation, module, model.cfg.d_model):
                 return standardisation
-        raise InputError(
-            f"The final norm of {model.cfg.model_name} is neither RMSNorm nor LayerNorm. Expected a method "
-            "without 'normed', such as 'weighted'."
-        )
+        raise refusal
 
 
 @torch.inference_mode()
@@ -94,89 +85,69 @@ def _is_gain(standardisation: Standardisation, module: Any, width: int) -> bool:
 @checked
 @dataclass(frozen=True, eq=False)
 class LayerMap:
-    """The map of one layer: ``h -> W h + b``, ``W`` whole, of low rank, or the identity.
+    """The map of one layer, ``h -> W h + b``; ``W`` is dense, of low rank, or the identity.
 
     Attributes
     ----------
     weight
-        ``W``, ``[d, d]``; with a ``narrowing`` its left factor, ``[d, r]``; ``None`` for the identity.
-    narrowing
-        The right factor of a map of rank ``r``, ``[r, d]``, so that ``W = weight @ narrowing``.
+        ``W``, ``[d, d]``; of low rank its left factor, ``[d, r]``; ``None`` for the identity.
+    right
+        The right factor of a map of rank ``r``, ``[r, d]``: ``W = weight @ right``.
     bias
         ``[d]``, or ``None``.
     scale
-        A factor on the logits that are read out, 1 where nothing was fitted.
+        A factor on the logits that are read out.
     """
 
     weight: Float[Tensor, "d k"] | None = None
-    narrowing: Float[Tensor, "k d"] | None = None
+    right: Float[Tensor, "k d"] | None = None
     bias: Float[Tensor, " d"] | None = None
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        check_number(self.scale, "The scale of a layer's map")
-        if self.weight is None and self.narrowing is not None:
-            raise InputError("A narrowing is the right factor of a weight, and there is no weight.")
-        if self.weight is not None and tuple(self._right_shape) != (self.weight.shape[1], len(self.weight)):
+        if self.weight is None:
+            fits = self.right is None
+        else:
+            d, rank = self.weight.shape
+            right = (d, d) if self.right is None else tuple(self.right.shape)
+            fits = right == (rank, d) and (self.bias is None or len(self.bias) == d)
+        if not fits:
+            shapes = {name: tuple(part.shape) for name, part in self.parts.items()}
             raise InputError(
-                f"A weight of the shape {tuple(self.weight.shape)} and a narrowing of "
-                f"{None if self.narrowing is None else tuple(self.narrowing.shape)} give no square map. "
-                "Expected [d, d] alone, or [d, r] and [r, d]."
+                f"weight, right and bias must be [d, d] or [d, r] with [r, d], and [d], got {shapes}."
             )
-        if self.bias is not None and self.weight is not None and len(self.bias) != len(self.weight):
-            raise InputError(f"A bias of {len(self.bias)} numbers does not fit a map of {len(self.weight)}.")
-
-    @property
-    def _right_shape(self) -> tuple[int, ...]:
-        assert self.weight is not None
-        right = self.weight if self.narrowing is None else self.narrowing
-        return tuple(right.shape)
 
     @property
     def parts(self) -> dict[str, Tensor]:
-        """The tensors that there are, by name."""
-        named = {"weight": self.weight, "narrowing": self.narrowing, "bias": self.bias}
+        """Its tensors by name."""
+        named = {"weight": self.weight, "right": self.right, "bias": self.bias}
         return {name: part for name, part in named.items() if part is not None}
 
     @property
-    def n_numbers(self) -> int:
-        """How many numbers it is."""
+    def n_parameters(self) -> int:
+        """How many numbers it has."""
         return sum(part.numel() for part in self.parts.values()) + (self.scale != 1)
 
     def matrix(self, width: PositiveInt) -> Float[Tensor, "d d"]:
-        """``W`` as one matrix; that of the identity, which is of any width, of so many rows and columns.
-
-        Raises
-        ------
-        InputError
-            The width is less than 1.
-        """
+        """``W`` as one matrix; ``width`` is that of the identity."""
         if self.weight is None:
             return torch.eye(width)
-        return self.weight if self.narrowing is None else self.weight @ self.narrowing
+        return self.weight if self.right is None else self.weight @ self.right
 
     def __call__(self, h: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
-        """Map vectors, in float32 and on their own device.
-
-        Raises
-        ------
-        InputError
-            They are of another width.
-        """
-        widths = {len(part) for name, part in self.parts.items() if name != "narrowing"}
-        if widths - {h.shape[-1]}:
-            raise InputError(f"The vectors have {h.shape[-1]} coordinates, and the map is of {max(widths)}.")
+        """Map vectors, in float32 and on their own device."""
+        if any(len(part) != h.shape[-1] for part in (self.weight, self.bias) if part is not None):
+            raise InputError(f"h must have the width of the map, got {short(h)}.")
         h = h.float()
-        if self.narrowing is not None:
-            h = torch.nn.functional.linear(h, self.narrowing.to(h.device))
-        if self.weight is not None:
-            h = torch.nn.functional.linear(h, self.weight.to(h.device))
+        for factor in (self.right, self.weight):
+            if factor is not None:
+                h = torch.nn.functional.linear(h, factor.to(h.device))
         return h if self.bias is None else h + self.bias.to(h.device)
 
     @property
     def digest(self) -> str:
-        """Sixteen hex digits that change with the numbers."""
-        names = [float(name == part) for name in ("weight", "narrowing", "bias") for part in self.parts]
+        """Sixteen hex digits that change with its numbers."""
+        names = [float(name == part) for name in ("weight", "right", "bias") for part in self.parts]
         return tensor_digest(torch.tensor([self.scale, *names]).double(), *self.parts.values())
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -17,53 +17,18 @@ from torch import Tensor
 from matlens.activations.collecting import collect
 from matlens.data.prompts import make_prompts
 from matlens.errors import InputError, check_int, checked, short
-from matlens.lens.cells import read_cells, texts_of, tokens_of_interest
-from matlens.models.identity import Provenance
-from matlens.models.readout import Readout
 from matlens.models.sites import Site
 from matlens.models.vocabulary import token_texts, visible, word_token
+from matlens.numerics.probabilities import kl_divergence, log_softmax
 from matlens.plots.page_assembly import framed
-from matlens.plots.page_trajectory import trajectory_page
+from matlens.plots.page_trajectory import LensCells, trajectory_page
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_ROWS = 128  # distributions over the vocabulary that are held at once
+_ROWS = 128  # distributions over the vocabulary that are in memory at once
+_SCORES = 2**24  # scores over the vocabulary in memory at once, 64 MiB; several tensors of this size live
 _FOLLOWED = 24  # tokens whose ranks are known in every cell of a page
-
-
-class Reader(Protocol):
-    """As much of a `Lens` as reading a prompt needs."""
-
-    @property
-    def provenance(self) -> Provenance:
-        """The model."""
-
-    @property
-    def method(self) -> str:
-        """What the lens is called."""
-
-    @property
-    def model(self) -> Any:
-        """The model that it is on."""
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """The layers that it has maps of."""
-
-    @property
-    def n_layers(self) -> int:
-        """The number of blocks of the model."""
-
-    @property
-    def on_readout(self) -> Readout:
-        """The read-out of the model."""
-
-    def resolve(self, layer: int | str | Site) -> int:
-        """The number of a layer."""
-
-    def logits(self, h: Tensor, layer: int | str | Site) -> Tensor:
-        """Scores of all tokens for vectors of a layer."""
 
 
 @checked
@@ -311,7 +276,7 @@ def _column(values: Tensor) -> np.ndarray:
 
 
 def read_trajectory(
-    lens: Reader, prompt: str, *, k: int = 5, layers: Sequence[int | str | Site] | None = None
+    lens: Any, prompt: str, *, k: int = 5, layers: Sequence[int | str | Site] | None = None
 ) -> Trajectory:
     """Run a prompt through the model of a lens and read every layer at every token; see `Lens.trajectory`."""
     readout = lens.on_readout
@@ -331,3 +296,92 @@ def read_trajectory(
         prompt, ids, tokens, tuple(wanted), top_ids, log_probs.exp(), entropy, kl, rank, lens, vectors,
         int(examples.positions[0]),
     )  # fmt: skip
+
+
+@checked
+@torch.inference_mode()
+def read_cells(
+    logits: Callable[[Tensor, int], Tensor],
+    vectors: Sequence[Float[Tensor, "n d_model"]],
+    layers: Sequence[int],
+    *,
+    followed: Int[Tensor, " followed"],
+    k: int = 10,
+) -> LensCells:
+    """Read every token of a prompt at every layer.
+
+    Parameters
+    ----------
+    logits
+        Scores of all tokens for vectors of a layer, such as `Lens.logits`.
+    vectors, layers
+        The stream of the prompt at each layer and its number, the last layer of the model at the end.
+    followed
+        Tokens whose ranks and probabilities are in every cell.
+    k
+        Number of most probable tokens.
+    """
+    if len(vectors) != len(layers) or not layers:
+        raise InputError(f"There are vectors of {len(vectors)} layers for {len(layers)} numbers of layers.")
+    n_tokens = len(vectors[-1])
+    width = logits(vectors[-1][:1], layers[-1]).shape[-1]
+    check_int(k, "k", min=1, max=width)
+    if len(followed) and not 0 <= int(followed.min()) <= int(followed.max()) < width:
+        raise InputError(f"The followed tokens are not all in the vocabulary, which has 0 to {width - 1}.")
+    step = max(_SCORES // width, 1)
+    blocks = [
+        _read_block([of_layer[start : start + step] for of_layer in vectors], layers, logits, followed, k)
+        for start in range(0, n_tokens, step)
+    ]
+    return LensCells(*(torch.cat(parts, 1).numpy() for parts in zip(*blocks, strict=True)))
+
+
+def tokens_of_interest(final: Int[Tensor, "n k"], tokens: Int[Tensor, " n"], place: int) -> list[int]:
+    """Tokens worth following through a prompt, the likeliest to be asked for first.
+
+    Those that the model predicts at each token, from the one that is read backwards; the others that it holds
+    for likely there; and the prompt's own.
+    """
+    return [
+        *final[[*range(place, -1, -1)], 0].tolist(),
+        *final[place].tolist(),
+        *final[place + 1 :, 0].tolist(),
+        *tokens.tolist(),
+    ]
+
+
+def texts_of(tokenizer: Any, ids: Iterable[np.ndarray]) -> dict[int, str]:
+    """How people read each of the tokens in some arrays."""
+    unique = np.unique(np.concatenate([np.asarray(part).ravel() for part in ids])).tolist()
+    return dict(zip(unique, map(visible, token_texts(tokenizer, unique)), strict=True))
+
+
+def _read_block(
+    vectors: Sequence[Tensor],
+    layers: Sequence[int],
+    logits: Callable[[Tensor, int], Tensor],
+    followed: Tensor,
+    k: int,
+) -> list[Tensor]:
+    """The parts of `LensCells` for some of the tokens."""
+    true = log_softmax(logits(vectors[-1], layers[-1]))
+    final = true.argmax(-1, keepdim=True)
+    chosen = followed.to(true.device)
+    columns: list[tuple[Tensor, ...]] = []
+    for h, layer in zip(vectors, layers, strict=True):
+        log_q = log_softmax(logits(h, layer))
+        best = log_q.topk(k)
+        of_followed = log_q[:, chosen]
+        ranks = [1 + (log_q > of_followed[:, [i]]).sum(-1) for i in range(len(chosen))]
+        columns.append(
+            (
+                best.indices,
+                best.values,
+                torch.special.entr(log_q.exp()).sum(-1),
+                kl_divergence(true, log_q).clamp(min=0),
+                1 + (log_q > log_q.gather(1, final)).sum(-1),
+                torch.stack(ranks, 1) if ranks else torch.empty(len(h), 0, dtype=torch.long),
+                of_followed,
+            )
+        )
+    return [torch.stack(part).cpu() for part in zip(*columns, strict=True)]

@@ -14,7 +14,7 @@ import torch
 from matlens.activations.activations import Activations
 from matlens.errors import InputError, PositiveInt, checked
 from matlens.io.tables import COLUMNS, check_columns, result_row, result_table
-from matlens.lens.quality import fit_quality, prediction_quality
+from matlens.lens.evaluation import fit_quality, prediction_quality
 from matlens.linear.fitting import fit_rows, fit_samples
 from matlens.linear.mapsets import MapSet
 from matlens.linear.pairs import resolve_pairs

@@ -69,7 +69,7 @@ def run_variants(
 
     Variants share the blocks that they leave as they are: each batch runs once unpatched, and a variant
     starts from there at its own first layer. Nothing keeps a model with linear norms from growing beyond
-    all numbers; vectors of such a run are not finite, and `matlens.lens.judge_predictions` counts them as
+    all numbers; vectors of such a run are not finite, and `matlens.lens.evaluate` counts them as
     wrong.
 
     Parameters

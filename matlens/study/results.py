@@ -15,7 +15,7 @@ from matlens.activations.stored_moments import StoredMoments
 from matlens.errors import InputError, checked
 from matlens.io.artifact import is_finished
 from matlens.io.tables import COLUMNS, check_described, read_table, write_results
-from matlens.lens.quality import FIT, PREDICTION, fit_quality, prediction_quality
+from matlens.lens.evaluation import FIT, PREDICTION, fit_quality, prediction_quality
 from matlens.linear.mapsets import MapSet
 from matlens.linear.samples import are_few
 from matlens.models.identity import ModelIdentity

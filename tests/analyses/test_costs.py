@@ -13,8 +13,15 @@ from paper_a.costs import Costs, exit_costs
 
 from matlens import InputError, MapSet, Readout, collect, make_examples
 from matlens.data.corpus import Corpus
-from matlens.lens.early_exit import exit_confidences, exit_layers, exit_sweep, layers_saved, thresholds
-from matlens.lens.quality import prediction_quality
+from matlens.lens.early_exit import (
+    PAPER_SWEEP,
+    exit_confidences,
+    exit_layers,
+    exit_sweep,
+    layers_saved,
+    thresholds,
+)
+from matlens.lens.evaluation import map_lenses, prediction_quality
 
 # Of the configurations in conftest: d_model 32, 60 tokens; FFNs of 128 in GPT-2 and of 48 in the others.
 BLOCKS = {
@@ -59,7 +66,8 @@ def test_exits_cost_their_maps_and_readouts_and_save_blocks(
                 "multiplications saved": left * (block + context),
             }
         )  # fmt: skip
-    sweep = exit_sweep(readout, maps, data, progress=False)
+    lenses = map_lenses(readout, maps, data)
+    sweep = exit_sweep(lenses, data, lams={"mat": PAPER_SWEEP}, progress=False)
     positions, seen = torch.from_numpy(examples.positions), 0
     wide = table[table["layer"].isna()].pivot(index=["method", "k"], columns="metric", values="value")
     assert set(wide.index) == {("mat", 0.5), ("mat", 1.0), ("id", 0.5), ("id", 1.0)}
@@ -70,8 +78,8 @@ def test_exits_cost_their_maps_and_readouts_and_save_blocks(
             (lambda h: h) if layer == N_LAYERS or not n_maps else maps[layer, N_LAYERS]
             for layer in range(1, N_LAYERS + 1)
         ]
-        at = [lambda part, l=l, way=way: way(data[l][part]) for l, way in enumerate(ways, 1)]
-        confidence = exit_confidences(readout, data[N_LAYERS], at, name=method, progress=False).difference
+        at = [way(data[layer]) for layer, way in enumerate(ways, 1)]
+        confidence = exit_confidences(readout, data[N_LAYERS], at).difference
         points = []
         for lam in sorted(set(sweep[sweep["method"] == method]["lam"].dropna())):
             left = exit_layers(confidence, thresholds(positions, lam)).double()

@@ -18,7 +18,7 @@ from transformer_lens.tools.analysis import JacobianLens
 import matlens
 from matlens import Lens
 from matlens.io.tables import COLUMNS, write_results
-from matlens.lens import compare_lenses
+from matlens.lens import LensConfig, compare_lenses
 
 
 def test_fit_keeps_the_lenses_of_the_training_sentences(
@@ -26,12 +26,20 @@ def test_fit_keeps_the_lenses_of_the_training_sentences(
 ) -> None:
     arguments = ["--corpus", corpora / "words.txt", "--train", 40, "--val", 20, "--out", tmp_path / "out"]
     printed = commands.run(
-        "lens", "fit", *arguments, "--method", "mat", "--method", "normed+affine without sinks", model="llama"
+        "lens",
+        "fit",
+        *arguments,
+        "--method",
+        "mat",
+        "--method",
+        "normed+affine",
+        "--exclude-sinks",
+        model="llama",
     )
     corpus, _ = matlens.load_corpus(str(corpora / "words.txt")).split(n_train=40, n_validation=20)
     model = small_model("llama")
-    expected = Lens.fit(model, corpus, method="mat", progress=False)
-    lens = Lens.load(tmp_path / "out" / "mat", model)
+    expected = Lens.fit(model, corpus, method=LensConfig(sinks="exclude"), progress=False)
+    lens = Lens.load(tmp_path / "out" / "mat-without-sinks", model)
     h = torch.randn(3, D_MODEL, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(lens(h, 1), expected(h, 1), rtol=1e-3, atol=1e-3)
     folders = sorted(path.name for path in (tmp_path / "out").iterdir())
@@ -124,7 +132,7 @@ def test_a_folder_of_others_is_refused_before_the_work(
     monkeypatch.setattr("matlens.models.loading.load", None)
     given = ["lens", "fit", "--corpus", corpora / "few.txt"]
     said = commands.run(*given, "--out", tmp_path / "o", "--method", "best", model="llama", code=2)
-    assert "is no method of a lens" in said
+    assert "method must be one of" in said
     assert not (tmp_path / "o").exists()
     (tmp_path / "other.txt").touch()
     assert "holds other files" in commands.run(*given, "--out", tmp_path, model="llama", code=2)

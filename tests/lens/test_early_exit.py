@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,11 @@ import torch
 from conftest import D_MODEL, N_LAYERS, make_sentences
 from torch import Tensor
 
-from matlens import InputError, LinearMap, MapSet, Readout, collect, make_examples
+from matlens import InputError, Lens, LinearMap, MapSet, Readout, collect, make_examples
 from matlens.activations.activations import Activations
 from matlens.io.tables import COLUMNS
 from matlens.lens.early_exit import (
+    PAPER_SWEEP,
     ExitConfidence,
     exit_confidences,
     exit_layers,
@@ -26,8 +28,8 @@ from matlens.lens.early_exit import (
     savings,
     thresholds,
 )
-from matlens.lens.judgement import as_substitute
-from matlens.lens.quality import prediction_quality as quality
+from matlens.lens.evaluation import map_lenses
+from matlens.lens.evaluation import prediction_quality as quality
 
 MODELS = ("gpt2", "llama", "bert")
 Studies = Callable[[str], tuple[Readout, MapSet, Activations]]
@@ -39,6 +41,12 @@ def layer_left(confidence: list[float], i: int, mean_length: float, lam: float) 
         if gap > 0.9 * lam + 0.1 * math.exp(-4 * i / mean_length):
             return layer
     return len(confidence)
+
+
+def sweep(readout: Readout, maps: MapSet, data: Activations) -> pd.DataFrame:
+    """Figure 9: ``mat`` and ``id`` at all layers."""
+    lenses, layers = map_lenses(readout, maps, data), list(range(1, N_LAYERS))
+    return exit_sweep(lenses, data, layers=layers, lams={"mat": PAPER_SWEEP}, progress=False)
 
 
 def generator(seed: int) -> torch.Generator:
@@ -161,7 +169,7 @@ def by_hand(
 @pytest.mark.parametrize("name", MODELS)
 def test_early_exit_is_a_computation_by_hand(name: str, method: str, study: Studies) -> None:
     readout, maps, data = study(name)
-    rows = early(exit_sweep(readout, maps, data, progress=False), method)
+    rows = early(sweep(readout, maps, data), method)
     for row in rows.to_dict("records"):
         layers, right = by_hand(readout, maps, data, method, row["lam"])
         assert row["layer"] == pytest.approx(np.mean(layers), abs=1e-12)
@@ -181,7 +189,7 @@ def test_early_exit_is_a_computation_by_hand(name: str, method: str, study: Stud
 @pytest.mark.parametrize("name", MODELS)
 def test_fixed_exit_is_precision_at_1_of_every_layer_from_the_first(name: str, study: Studies) -> None:
     readout, maps, data = study(name)
-    table = exit_sweep(readout, maps, data, progress=False)
+    table = sweep(readout, maps, data)
     assert list(table.columns) == [*COLUMNS, "lam"]
     expected = quality(readout, maps, data, progress=False)
     precise = expected[(expected["metric"] == "precision") & (expected["k"] == 1) & (expected["layer"] > 0)]
@@ -198,11 +206,11 @@ def test_fixed_exit_is_precision_at_1_of_every_layer_from_the_first(name: str, s
 
 
 def test_the_sweep_is_the_one_of_the_definition(study: Studies) -> None:
-    table = exit_sweep(*study("gpt2"), progress=False)
-    sweep = [-1.112, 0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.112]
-    assert sorted(early(table, "mat")["lam"]) == pytest.approx(sweep, abs=1e-12)
+    table = sweep(*study("gpt2"))
+    lams = [-1.112, 0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.112]
+    assert sorted(early(table, "mat")["lam"]) == pytest.approx(lams, abs=1e-12)
     more = sorted(set(early(table, "id")["lam"]) - set(early(table, "mat")["lam"]))
-    assert len(early(table, "id")) == len(sweep) + 10
+    assert len(early(table, "id")) == len(lams) + 10
     assert len(more) == 10
     assert more[0] > 1
     assert more[-1] < 1.112
@@ -211,10 +219,10 @@ def test_the_sweep_is_the_one_of_the_definition(study: Studies) -> None:
 
 def test_confidence_is_read_a_few_examples_at_a_time(study: Studies, monkeypatch: pytest.MonkeyPatch) -> None:
     readout, maps, data = study("llama")
-    whole = exit_sweep(readout, maps, data, progress=False)
-    monkeypatch.setattr("matlens.lens.judgement._ROWS", 7)
+    whole = sweep(readout, maps, data)
+    monkeypatch.setattr("matlens.lens.evaluation._ROWS", 7)
     monkeypatch.setattr(readout, "largest", 0)
-    pd.testing.assert_frame_equal(exit_sweep(readout, maps, data, progress=False), whole)
+    pd.testing.assert_frame_equal(sweep(readout, maps, data), whole)
     assert readout.largest == 7  # type: ignore[attr-defined]
 
 
@@ -224,19 +232,17 @@ def test_a_missing_map_is_refused(study: Studies) -> None:
         some = MapSet(
             (linear for pair, linear in maps.items() if pair[0] != f"h.{layer}"), provenance=maps.provenance
         )
-        with pytest.raises(InputError, match=rf"no map from layer {layer} to the last layer {N_LAYERS}"):
-            exit_sweep(readout, some, data, progress=False)
+        with pytest.raises(InputError, match="those that all lenses have"):
+            sweep(readout, some, data)
     # Nobody leaves before the first layer, so no map from there is needed.
     rest = MapSet((linear for pair, linear in maps.items() if pair[0] != "h.0"), provenance=maps.provenance)
-    pd.testing.assert_frame_equal(
-        exit_sweep(readout, rest, data, progress=False), exit_sweep(readout, maps, data, progress=False)
-    )
+    pd.testing.assert_frame_equal(sweep(readout, rest, data), sweep(readout, maps, data))
 
 
 def test_maps_of_another_model_are_refused(study: Studies) -> None:
     readout, _, data = study("gpt2")
     with pytest.raises(InputError, match="maps and the activations do not belong together"):
-        exit_sweep(readout, study("llama")[1], data, progress=False)
+        sweep(readout, study("llama")[1], data)
 
 
 def confident(difference: list[list[float]], right: list[list[int]]) -> ExitConfidence:
@@ -269,8 +275,7 @@ def test_no_lam_but_the_last_is_right_where_only_the_last_layer_is() -> None:
 
 def test_confidences_are_those_of_what_is_given(study: Studies) -> None:
     readout, _, data = study("llama")
-    given = [as_substitute(data[layer]) for layer in (2, 0, N_LAYERS)]
-    confidence = exit_confidences(readout, data[N_LAYERS], given, name="some", progress=False)
+    confidence = exit_confidences(readout, data[N_LAYERS], [data[layer] for layer in (2, 0, N_LAYERS)])
     for i, layer in enumerate((2, 0, N_LAYERS)):
         p = readout.logits(data[layer]).double().softmax(-1)
         first, second = p.topk(2).values.T
@@ -279,6 +284,32 @@ def test_confidences_are_those_of_what_is_given(study: Studies) -> None:
         assert confidence.right[:, i].tolist() == said.tolist()
     assert confidence.right[:, 2].all()
     assert not confidence.right[:, 1].all()
+
+
+def test_a_factor_on_the_scores_changes_when_the_model_is_left(setting: Callable[[str], Any]) -> None:
+    model, _, validation = setting("gpt2")
+    lens = Lens.identity(model)
+    unsure = replace(
+        lens, maps={layer: replace(of_layer, scale=0.01) for layer, of_layer in lens.maps.items()}
+    )
+    table = exit_sweep({"sure": lens, "unsure": unsure}, validation, layers=[2], progress=False)
+    means = table[table["lam"] == 0.0].set_index("method")["layer"]
+    assert means["unsure"] > means["sure"]
+    assert set(table.loc[table["lam"].isna(), "layer"]) == {2, 3}
+
+
+@pytest.mark.refused
+def test_there_must_be_something_to_leave_by(setting: Callable[[str], Any]) -> None:
+    model, _, validation = setting("gpt2")
+    lens = Lens.identity(model)
+    with pytest.raises(InputError, match="one lens or more"):
+        exit_sweep({}, validation)
+    with pytest.raises(InputError, match="must have one from 1"):
+        exit_sweep({"id": lens}, validation, layers=[0])
+    with pytest.raises(InputError, match="do not belong together"):
+        exit_sweep({"id": lens}, setting("llama").validation)
+    with pytest.raises(InputError, match=r"lens\.exit_sweep"):
+        savings(pd.DataFrame())
 
 
 # Layers saved

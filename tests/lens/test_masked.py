@@ -21,7 +21,7 @@ import matlens
 from matlens import MapSet, Readout, collect, make_examples
 from matlens.activations.activations import Activations
 from matlens.data.corpus import Corpus
-from matlens.lens.quality import fit_quality, prediction_quality
+from matlens.lens.evaluation import fit_quality, prediction_quality
 from matlens.linear.fitting import fit_samples
 
 N_LAYERS, D_MODEL = 4, 48

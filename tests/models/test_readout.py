@@ -290,7 +290,6 @@ def test_vectors_of_another_model_are_refused_by_everything_that_reads_out(
     prompts = collect(model, make_prompts(model, [WORDS[0]]), progress=False)
     attempts: list[Callable[[Readout], Any]] = [
         lambda other: lens.prediction_quality(other, maps, activations, progress=False),
-        lambda other: lens.exit_sweep(other, maps, activations, progress=False),
         lambda other: lens.top_predictions(other, maps, prompts, [1]),
     ]
     for attempt in attempts:

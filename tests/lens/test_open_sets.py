@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from matlens import InputError, Lens
-from matlens.lens.evaluations import KS, EvaluationItem, evaluate_lenses, read_evaluations, word_tokens
+from matlens.lens.evaluation import KS
+from matlens.lens.open_sets import EvaluationItem, evaluate_open_sets, read_evaluations, word_tokens
 
 Models = Callable[[str], Any]
 
@@ -55,7 +56,7 @@ def test_scores_are_those_of_a_loop(small_model: Models) -> None:
     texts = ["w1 w2 w3", "w9 w8", "w4 w5 w6 w7", "w3"]
     words = [(("w10",), ("w11", "w12")), (("w13",),), (("tulip",),), (("tulip",), ("w14",))]
     items = [EvaluationItem(str(i), text, of) for i, (text, of) in enumerate(zip(texts, words, strict=True))]
-    table = evaluate_lenses({"id": lens}, {"own": items}, layers=[1, 2], progress=False)
+    table = evaluate_open_sets({"id": lens}, {"own": items}, layers=[1, 2], progress=False)
     shares: dict[int, list[float]] = {1: [], 5: [], 10: []}
     for text, of in zip(texts, words, strict=True):
         trajectory = lens.trajectory(text)
@@ -88,14 +89,14 @@ def test_a_word_that_a_layer_puts_first_passes_and_another_does_not(small_model:
     known = {i: word for i, word in enumerate(first) if word.startswith("w")}
     for place, word in known.items():  # from 0: the fifth of all does not pass at k=4
         item = EvaluationItem("a", "w1 w2 w3", ((word,),))
-        passed = evaluate_lenses({"id": lens}, {"own": [item]}, layers=[1], progress=False).set_index("k")
+        passed = evaluate_open_sets({"id": lens}, {"own": [item]}, layers=[1], progress=False).set_index("k")
         assert passed["value"].to_dict() == {k: float(place < k) for k in KS}
     assert known.keys() & {*KS}, "a word just past one of the k"
     last = [
         w for w in (f"w{i}" for i in range(50)) if w not in lens.top_tokens("w1 w2 w3", 12, layers=[1])[1][-1]
     ]
     other = EvaluationItem("a", "w1 w2 w3", ((last[0],),))
-    failed = evaluate_lenses({"id": lens}, {"own": [other]}, layers=[1], progress=False).set_index("k")
+    failed = evaluate_open_sets({"id": lens}, {"own": [other]}, layers=[1], progress=False).set_index("k")
     assert failed.loc[10, "value"] == 0
 
 
@@ -125,4 +126,4 @@ def test_files_that_are_not_as_expected_are_refused(tmp_path: Path, small_model:
         read_evaluations(tmp_path)
     lens = Lens.identity(small_model("gpt2"))
     with pytest.raises(InputError, match="nothing to evaluate"):
-        evaluate_lenses({"id": lens}, {})
+        evaluate_open_sets({"id": lens}, {})

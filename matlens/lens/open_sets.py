@@ -24,7 +24,7 @@ from matlens.data.prompts import make_prompts
 from matlens.errors import InputError, check_choice, checked, short
 from matlens.io.files import read_json, system_errors
 from matlens.io.tables import result_row, result_table
-from matlens.lens.judgement import KS
+from matlens.lens.evaluation import KS
 from matlens.lens.lens import Lens
 from matlens.models.tokenization import check_tokenizer
 from matlens.parallel import Bar
@@ -75,16 +75,9 @@ def read_evaluations(
 
     Parameters
     ----------
-    folder
-        The folder.
     names
         Which to read, of ``multihop``, ``multilingual``, ``order-ops``, ``association``, ``poetry`` and
         ``typo``; by default those that there are.
-
-    Raises
-    ------
-    InputError
-        The folder has none, or not one that is asked for, or a file is not as expected.
     """
     folder = Path(folder).expanduser()
     for name in names or ():
@@ -153,7 +146,7 @@ def word_tokens(model: TransformerBridge, spellings: Iterable[str]) -> list[int]
 
 
 @checked
-def evaluate_lenses(
+def evaluate_open_sets(
     lenses: Mapping[str, Lens],
     evaluations: Mapping[str, Sequence[EvaluationItem]],
     *,
@@ -165,18 +158,11 @@ def evaluate_lenses(
     Parameters
     ----------
     lenses
-        Lenses of one model, put on it, by what they are called.
+        Lenses of one model, put on it, by name.
     evaluations
         Items by the name of their evaluation, see `read_evaluations`.
     layers
         Layers to read, by default all that every lens has.
-    progress
-        Whether to show a bar.
-
-    Raises
-    ------
-    InputError
-        There is no lens, no layer that all have, or a lens of another model.
     """
     if not lenses or not evaluations:
         raise InputError("There is nothing to evaluate. Expected a lens or more, and an evaluation or more.")

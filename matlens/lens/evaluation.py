@@ -1,0 +1,446 @@
+"""Evaluate predictions against those of ``h^L``, token by token (definitions, sections 4 and 9).
+
+A table has one row per value: ``experiment, model, corpus, method, layer, target, metric, k, value, low,
+high, n``; ``low`` and ``high`` bound the 95% interval where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from matlens import metrics
+from matlens.activations.activations import Activations
+from matlens.errors import InputError, NonNegative, check_rows, checked, short
+from matlens.io.tables import COLUMNS, check_columns, result_row, result_table
+from matlens.lens.lens import Lens
+from matlens.lens.maps import LayerMap
+from matlens.linear.mapsets import MapSet
+from matlens.linear.samples import warn_of_same_sentences
+from matlens.metrics import Estimate
+from matlens.models.readout import Readout
+from matlens.models.sites import STREAM, Site, check_finite
+from matlens.numerics.probabilities import kl_divergence, log_softmax
+from matlens.parallel import Bar
+
+FIT, PREDICTION, REPORT = "fit_quality", "prediction_quality", "lens_report"
+MapMethod = Literal["mat", "id"]
+METHODS: tuple[MapMethod, ...] = ("mat", "id")
+AGAINST = "against"
+"""The column that names the lens from which a row is the difference; empty where it is none."""
+COSTS = ("seconds", "flops", "numbers", "bytes")
+KS = (1, 5, 10)
+_ROWS = 256  # tokens whose distributions are in memory at once
+Key = TypeVar("Key", bound=Hashable)
+Metric = tuple[str, int | None]
+Scores = Callable[[slice], Float[Tensor, "rows d_vocab"]]
+
+
+@checked
+class Evaluation(NamedTuple):
+    """Predictions at each token, compared with the model's own.
+
+    Attributes
+    ----------
+    rank
+        The rank of the predicted token in the model's distribution, 1 for the same token.
+    surprisal
+        ``-ln p`` of the predicted token, by the model's distribution.
+    kl
+        ``KL(p || q)`` from the model's distribution to the predicted one, if it was asked for.
+    """
+
+    rank: Int[Tensor, " n"]
+    surprisal: Float[Tensor, " n"]
+    kl: Float[Tensor, " n"] | None = None
+
+    def values(self) -> dict[Metric, Float[Tensor, " n"]]:
+        """The metrics that are means over tokens: by name and, for Precision@k, k."""
+        values: dict[Metric, Tensor] = {("precision", k): (self.rank <= k).double() for k in KS}
+        values["surprisal", None] = self.surprisal.double()
+        return values if self.kl is None else values | {("kl", None): self.kl.double()}
+
+    def estimates(self) -> dict[Metric, Estimate]:
+        """Each metric with its 95% interval: Wilson's for Precision@k, Student's for the others."""
+        return {
+            key: metrics.proportion(values > 0) if key[0] == "precision" else metrics.mean(values)
+            for key, values in self.values().items()
+        }
+
+    def differences(self, other: Evaluation) -> dict[Metric, Estimate]:
+        """Each metric minus that of another evaluation, with the 95% interval of the paired differences."""
+        if len(self.rank) != len(other.rank):
+            raise InputError(
+                f"other must be of the same tokens, got {len(other.rank)} instead of {len(self.rank)}."
+            )
+        theirs = other.values()
+        return {key: metrics.mean(ours - theirs[key]) for key, ours in self.values().items() if key in theirs}
+
+
+@checked
+def evaluate(
+    readout: Readout,
+    truth: Float[Tensor, "n d_model"],
+    predictions: Mapping[Key, Float[Tensor, "n d_model"] | Scores],
+    *,
+    kl: bool = False,
+    progress: bool = True,
+) -> dict[Key, Evaluation]:
+    """Compare predictions with those of ``h^L``, all on the same tokens.
+
+    Vectors and scores that are not finite predict nothing: their rank is one more than there are tokens, and
+    their surprisal and divergence are infinite.
+
+    Parameters
+    ----------
+    truth
+        ``h^L``.
+    predictions
+        By any name: vectors in place of ``h^L``, or a function from a slice of the tokens to scores.
+    kl
+        Whether to compute divergences, which takes about a third longer.
+    """
+    n = len(truth)
+    if not predictions or not n:
+        raise InputError("predictions and truth must not be empty.")
+    evaluated = {
+        key: Evaluation(torch.empty(n, dtype=torch.long), torch.empty(n), torch.empty(n) if kl else None)
+        for key in predictions
+    }
+    scores = {key: as_scores(readout, given) for key, given in predictions.items()}
+    with readout.weights.constant():
+        for part in Bar(list(chunks(n)), desc="predictions", disable=not progress):
+            true = readout.log_probs(truth[part])
+            check_finite(true, "the read-out")
+            for key, scores_of in scores.items():
+                given = scores_of(part)
+                if given.shape != true.shape:
+                    raise InputError(
+                        f"{short(key)} must have scores {tuple(true.shape)}, got {short(given)}."
+                    )
+                _fill(evaluated[key], part, true, given)
+    return evaluated
+
+
+def _fill(evaluation: Evaluation, part: slice, true: Tensor, scores: Tensor) -> None:
+    finite = scores.isfinite().all(-1)
+    token = scores.argmax(-1)
+    rank, surprisal = metrics.rank(true, token), metrics.surprisal(true, token)
+    evaluation.rank[part] = rank.where(finite, torch.full_like(rank, true.shape[-1] + 1)).cpu()
+    evaluation.surprisal[part] = surprisal.where(finite, torch.inf).cpu()
+    if evaluation.kl is not None:
+        kl = kl_divergence(true, log_softmax(scores))
+        evaluation.kl[part] = kl.where(finite, torch.inf).cpu()
+
+
+def as_scores(readout: Readout, prediction: Tensor | Scores) -> Scores:
+    """Scores of a slice of the tokens; vectors are read out."""
+    if not isinstance(prediction, Tensor):
+        return prediction
+    return lambda part: _read_out(readout, prediction[part])
+
+
+def _read_out(readout: Readout, h: Tensor) -> Tensor:
+    """Scores, NaN for vectors whose squares overflow: a norm would make something of them all the same."""
+    h = h.float()
+    readable = h.square().sum(-1).isfinite()
+    logits = readout.logits(h.where(readable[:, None], torch.zeros_like(h)))
+    return logits.where(readable.to(logits.device)[:, None], torch.nan)
+
+
+def chunks(n: int) -> Iterator[slice]:
+    """Slices of as many tokens as have their distributions in memory at once."""
+    return (slice(start, start + _ROWS) for start in range(0, n, _ROWS))
+
+
+def lens_scores(lens: Lens, data: Activations, layer: int) -> Scores:
+    """What a lens reads out of the vectors of a layer."""
+    readout, scale = lens.on_readout, lens.maps[layer].scale if layer in lens.maps else 1.0
+    return lambda part: scale * _read_out(readout, lens(data[layer][part].to(readout.device), layer))
+
+
+def _evaluate_lenses(
+    lenses: Mapping[str, Lens], data: Activations, layers: Sequence[int], *, kl: bool, progress: bool
+) -> dict[tuple[int, str], Evaluation]:
+    readout, last = next(iter(lenses.values())).on_readout, data.provenance.identity.n_layers
+    scores = {
+        (layer, name): lens_scores(lens, data, layer) for layer in layers for name, lens in lenses.items()
+    }
+    return evaluate(readout, data[last], scores, kl=kl, progress=progress)
+
+
+@checked
+def fit_quality(
+    maps: MapSet,
+    validation: Activations,
+    *,
+    rows: Bool[Tensor, " n"] | None = None,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """r2 of ``mat`` and ``id`` for every pair of stream layers that there is a map for (paper A, 3.3).
+
+    Of maps between other sites, where both were collected, there is r2 of the map alone; the method's name
+    then says which sites, such as ``mat attn_in.3 -> attn_out.3``.
+
+    Parameters
+    ----------
+    maps
+        Maps that were fitted on the model of ``validation``.
+    validation
+        Vectors at layers that the maps come from and go to.
+    rows
+        True for the examples that count, by default all.
+    """
+    maps.provenance.check_same(validation.provenance, ours="the maps", theirs="the activations")
+    check_rows(rows, validation.n_rows, min=2)
+    warn_of_same_sentences(maps.provenance, validation.provenance, "The maps", parts=rows is not None)
+    counted = slice(None) if rows is None else rows
+    table: list[dict[str, Any]] = []
+    steady: dict[str, int] = {}
+    pairs = [pair for pair in maps if all(_is_stream(site) or site in validation for site in pair)]
+    for source, target in Bar(pairs, desc="r2", unit="pair", disable=not progress):
+        h, truth = validation[source][counted], validation[target][counted]
+        predictions = {"mat": maps[source, target](h), "id": h}
+        if not (_is_stream(source) and _is_stream(target)):
+            predictions = {f"mat {source} -> {target}": predictions["mat"]}
+        for method, prediction in predictions.items():
+            value, n_steady = metrics.r2_and_steady(prediction, truth)
+            if n_steady:
+                steady[target] = n_steady
+            score = Estimate.without_interval(value, len(truth))
+            layers = Site.parse(source).layer, Site.parse(target).layer
+            table.append(validation_row(FIT, validation, method, *layers, "r2", None, score))
+    if steady:
+        metrics.warn_of_steady(*max(steady.items(), key=lambda item: item[1]))
+    return result_table(table)
+
+
+def _is_stream(site: str) -> bool:
+    return Site.parse(site).kind == STREAM
+
+
+@checked
+def prediction_quality(
+    readout: Readout,
+    maps: MapSet,
+    validation: Activations,
+    *,
+    methods: Sequence[MapMethod] = METHODS,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Precision@1, 5, 10 and surprisal of what every layer predicts by ``mat`` and ``id`` (paper A, 4.1)."""
+    warn_of_same_sentences(maps.provenance, validation.provenance, "The maps", parts=False)
+    if not methods:
+        raise InputError("methods must have mat, id, or both.")
+    lenses = map_lenses(readout, maps, validation)
+    last = validation.provenance.identity.n_layers
+    layers = [*lenses["mat"].layers, last]
+    lenses = {method: lenses[method] for method in methods}
+    evaluated = _evaluate_lenses(lenses, validation, layers, kl=False, progress=progress)
+    return result_table(
+        row
+        for (layer, method), evaluation in evaluated.items()
+        for row in prediction_rows(PREDICTION, validation, method, layer, evaluation)
+    )
+
+
+def map_lenses(readout: Readout, maps: MapSet, validation: Activations) -> dict[str, Lens]:
+    """``mat`` and ``id`` as lenses, of the layers that have a map onto the last one."""
+    maps.provenance.check_same(validation.provenance, ours="the maps", theirs="the activations")
+    readout.check_same(validation.provenance)
+    mat = replace(Lens.from_maps(maps), readout=readout)
+    return {"mat": mat, "id": replace(mat, maps=dict.fromkeys(mat.layers, LayerMap()), method="id")}
+
+
+def prediction_rows(
+    experiment: str, data: Activations, method: str, layer: float, evaluation: Evaluation
+) -> list[dict[str, Any]]:
+    """Rows of a table for one method at one layer: Precision@1, 5, 10, surprisal, and KL if it is known."""
+    last = data.provenance.identity.n_layers
+    return [
+        validation_row(experiment, data, method, layer, last, metric, k, estimate)
+        for (metric, k), estimate in evaluation.estimates().items()
+    ]
+
+
+def validation_row(
+    experiment: str,
+    data: Activations,
+    method: str,
+    layer: float | None,
+    target: int,
+    metric: str,
+    k: int | None,
+    estimate: Estimate,
+) -> dict[str, Any]:
+    """One row of a table, about the examples and the model of ``data``."""
+    return result_row(
+        experiment, model=data.provenance.identity.name, corpus=data.provenance.corpus, method=method,
+        layer=layer, target=target, metric=metric, k=k, estimate=estimate,
+    )  # fmt: skip
+
+
+@checked
+@dataclass(frozen=True, eq=False)
+class Member:
+    """A lens of a report, and what its fit took.
+
+    Attributes
+    ----------
+    lens
+        The lens, on its model.
+    seconds
+        CPU seconds of its fit, all layers together, without collecting the vectors.
+    flops
+        Floating-point operations of that, counted from the sizes.
+    """
+
+    lens: Lens
+    seconds: NonNegative = 0.0
+    flops: NonNegative = 0.0
+
+
+@checked
+def report_table(
+    members: Mapping[str, Member],
+    validation: Activations,
+    *,
+    layers: Sequence[int] | None = None,
+    against: str | None = None,
+    sinks: Bool[Tensor, " n"] | None = None,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Evaluate lenses on the same validation tokens, with what each cost.
+
+    The metrics are Precision@1, 5, 10, surprisal, KL and, unless vectors are standardised, r2. Rows with
+    ``against`` are paired differences. Costs are per layer: ``seconds``, ``flops``, ``numbers``, ``bytes``.
+
+    Parameters
+    ----------
+    members
+        Lenses of one model by name.
+    validation
+        Vectors of the layers and of the last one, at tokens that no lens was fitted on.
+    layers
+        Layers to evaluate, by default all that every lens has and that were collected.
+    against
+        The member from which paired differences are taken, if any.
+    sinks
+        True for attention sinks: r2 is then given without them too.
+    """
+    if against is not None and against not in members:
+        raise InputError(f"against must be one of {short(list(members))}, got {short(against)}.")
+    lenses = {name: member.lens for name, member in members.items()}
+    wanted = shared_layers(lenses, validation, layers)
+    fitted = [lens.provenance for lens in lenses.values() if lens.n_samples]
+    if fitted:
+        warn_of_same_sentences(fitted[0], validation.provenance, "The lenses", parts=False)
+    kept: dict[str, Any] = {} if sinks is None else {"r2 without sinks": ~sinks}
+    for rows in kept.values():
+        check_rows(rows, validation.n_rows, "~sinks", min=2)
+    last = validation.provenance.identity.n_layers
+    table: list[dict[str, Any]] = []
+    evaluated = _evaluate_lenses(lenses, validation, wanted, kl=True, progress=progress)
+    for (layer, name), evaluation in evaluated.items():
+        table += [row | {AGAINST: ""} for row in prediction_rows(REPORT, validation, name, layer, evaluation)]
+        if against is not None and name != against:
+            differences = evaluation.differences(evaluated[layer, against])
+            table += [
+                validation_row(REPORT, validation, name, layer, last, *key, estimate) | {AGAINST: against}
+                for key, estimate in differences.items()
+            ]
+        if lenses[name].norm is not None:  # r2 of standardised vectors is of another variance
+            continue
+        for metric, rows in ({"r2": slice(None)} | kept).items():
+            truth = validation[last][rows]
+            score = metrics.r2(lenses[name](validation[layer][rows], layer), truth)
+            estimate = Estimate.without_interval(score, len(truth))
+            row = validation_row(REPORT, validation, name, layer, last, metric, None, estimate)
+            table.append(row | {AGAINST: ""})
+    for name, member in members.items():
+        n = len(member.lens.layers)
+        size = member.lens.n_parameters / n
+        for metric, value in zip(COSTS, (member.seconds / n, member.flops / n, size, 4 * size), strict=True):
+            estimate = Estimate(value, float("nan"), float("nan"), n)
+            row = validation_row(REPORT, validation, name, None, last, metric, None, estimate)
+            table.append(row | {AGAINST: ""})
+    return result_table(table, AGAINST)
+
+
+def shared_layers(
+    lenses: Mapping[str, Lens], validation: Activations, layers: Sequence[int] | None
+) -> list[int]:
+    """The requested layers, or all that every lens has and that were collected."""
+    if not lenses:
+        raise InputError("There must be one lens or more.")
+    for lens in lenses.values():
+        lens.provenance.check_same(validation.provenance, ours="the lens", theirs="the activations")
+    last = validation.provenance.identity.n_layers
+    shared = set.intersection(*(set(lens.layers) for lens in lenses.values()))
+    if layers is None:
+        wanted = {layer for layer in shared if f"h.{layer}" in validation}
+    else:
+        wanted = {validation.resolve(layer).layer for layer in layers}
+    absent = [layer for layer in [*wanted, last] if f"h.{layer}" not in validation]
+    if absent or not wanted or wanted - shared:
+        raise InputError(
+            f"layers must be of those that all lenses have, {short(sorted(shared))}, and were collected "
+            f"with the last one, got {short(sorted(wanted))}."
+        )
+    return sorted(wanted)
+
+
+@checked
+def report_by_member(table: pd.DataFrame) -> pd.DataFrame:
+    """A table to read: a row per lens, metrics averaged over layers, and its costs."""
+    columns = ["method", "layer", "metric", "k", "value", AGAINST]
+    check_columns(table, columns, what="the table of lens.report_table")
+    plain = table[table[AGAINST].fillna("") == ""]
+    named = plain.assign(
+        measure=[
+            metric if pd.isna(k) else f"P@{int(k)}"
+            for metric, k in zip(plain["metric"], plain["k"], strict=True)
+        ]
+    )
+    wide = named.pivot_table(index="method", columns="measure", values="value", aggfunc="mean", sort=False)
+    order = ["P@1", "P@5", "P@10", "surprisal", "kl", "r2", "r2 without sinks", *COSTS]
+    return wide[[name for name in order if name in wide]]
+
+
+@checked
+def layer_table(results: pd.DataFrame) -> pd.DataFrame:
+    """A table to read, a row per layer: r2 onto the last layer, Precision@1 and surprisal."""
+    check_columns(results, COLUMNS, what="the tables of lens.fit_quality and lens.prediction_quality")
+    last = results["target"].max()
+    shown = results[(results["target"] == last) & (results["k"].isna() | (results["k"] == 1))]
+    wide = shown.pivot(index="layer", columns=["metric", "method"], values="value")
+    heads = {"r2": "r2", "precision": "P@1", "surprisal": "surprisal"}
+    return pd.DataFrame(
+        {
+            f"{head} {method}": wide[metric, method]
+            for metric, head in heads.items()
+            for method in METHODS
+            if (metric, method) in wide
+        }
+    )
+
+
+@checked
+def r2_matrix(results: pd.DataFrame, method: str) -> Tensor:
+    """r2 of a method as ``[layer, target]``, NaN where there is no map."""
+    check_columns(results, COLUMNS, what="the table of lens.fit_quality")
+    part = results[(results["metric"] == "r2") & (results["method"] == method)]
+    if part.empty:
+        raise InputError(f"The table has no r2 by {short(method)}. Expected a method that it has.")
+    size = int(results["target"].max()) + 1
+    grid = torch.full((size, size), float("nan"))
+    grid[torch.tensor(part["layer"].to_numpy()), torch.tensor(part["target"].to_numpy())] = torch.tensor(
+        part["value"].to_numpy(), dtype=torch.float32
+    )
+    return grid

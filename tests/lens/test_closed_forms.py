@@ -1,0 +1,510 @@
+"""Closed forms are what NumPy finds in float64 from all samples at once, streamed, merged or weighted."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import D_MODEL, N_LAYERS, assert_near, make_sentences
+
+import matlens
+from matlens import InputError, Lens, MapSet
+from matlens.activations.activations import Activations
+from matlens.activations.sinks import sink_rows
+from matlens.data.examples import Examples
+from matlens.lens import closed_forms, config
+from matlens.lens.closed_forms import (
+    STRENGTHS,
+    HeldOut,
+    LensMoments,
+    _shrunk,
+    leave_one_out,
+    lens_moments,
+    row_keys,
+    solve,
+)
+from matlens.lens.config import LensConfig, Method
+from matlens.lens.maps import Standardisation
+from matlens.linear.least_squares import LeastSquares
+from matlens.models.identity import Provenance
+
+# One layer
+
+D, N = 6, 40
+
+
+def rows(n: int = N, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows as streams have them: means far from zero, and coordinates a thousand times larger than others."""
+    generator = np.random.default_rng(seed)
+    scales = np.array([1000.0, 30.0, 1.0, 1.0, 0.5, 0.1])
+    x = (generator.normal(size=(n, D)) + 2) * scales
+    y = x @ generator.normal(size=(D, D)) * 0.3 + x + 5 * generator.normal(size=(n, D)) + 3
+    return x, y, generator.uniform(0.2, 3, n)
+
+
+def moments_of(x: np.ndarray, y: np.ndarray, weights: np.ndarray | None = None) -> LeastSquares:
+    moments = LeastSquares(D, D)
+    for part in (slice(0, 7), slice(7, None)):
+        of_part = None if weights is None else torch.from_numpy(weights[part])
+        moments.update(torch.from_numpy(x[part]), torch.from_numpy(y[part]), weights=of_part)
+    return moments
+
+
+def reference(
+    x: np.ndarray,
+    y: np.ndarray,
+    *,
+    weights: np.ndarray | None = None,
+    intercept: bool = False,
+    ridge: float = 0.0,
+    identity: bool = False,
+    rank: int | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Weight and bias by least squares on stacked rows, the penalty as further rows of data."""
+    roots = np.sqrt(np.ones(len(x)) if weights is None else weights)[:, None]
+    design = np.hstack([x, np.ones((len(x), int(intercept)))]) * roots
+    penalty = np.sqrt(ridge) * np.eye(D, design.shape[1])
+    target = np.sqrt(ridge) * np.eye(D) * identity
+    solution = np.linalg.lstsq(np.vstack([design, penalty]), np.vstack([y * roots, target]), rcond=None)[0]
+    weight, bias = solution[:D].T, solution[D] if intercept else np.zeros(D)
+    if rank is not None:
+        mean = np.average(x, 0, weights) if intercept else np.zeros(D)
+        fitted = (x - mean) @ weight.T * roots
+        directions = np.linalg.svd(fitted, full_matrices=False)[2][:rank]
+        projection = directions.T @ directions
+        centre = bias + weight @ mean
+        weight, bias = projection @ weight, centre - projection @ weight @ mean
+    return weight, bias
+
+
+def assert_is(solved: object, weight: np.ndarray, bias: np.ndarray) -> None:
+    held = solved.map  # type: ignore[attr-defined]
+    matrix = held.matrix(D).double().numpy()
+    np.testing.assert_allclose(matrix, weight, rtol=2e-5, atol=1e-5 * np.abs(weight).max())
+    given = np.zeros(D) if held.bias is None else held.bias.numpy()
+    np.testing.assert_allclose(given, bias, rtol=1e-4, atol=1e-5 * max(np.abs(bias).max(), 1))
+
+
+@pytest.mark.parametrize("intercept", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("options", "penalty"),
+    [({}, 0), ({"rank": 2}, 0), ({"ridge": 0.01}, 0.01), ({"ridge": 0.01, "toward": "identity"}, 0.01)],
+)
+def test_closed_forms_are_least_squares_on_the_samples(
+    options: dict[str, Any], penalty: float, intercept: bool, weighted: bool
+) -> None:
+    x, y, weights = rows()
+    used = weights if weighted else None
+    mean = np.average(x, 0, used) if intercept else 0
+    unit = ((x - mean) ** 2 * (1 if used is None else used[:, None])).sum() / D
+    expected = reference(
+        x, y, weights=used, intercept=intercept, ridge=penalty * unit, identity="toward" in options,
+        rank=options.get("rank"),
+    )  # fmt: skip
+    method = LensConfig(intercept=intercept, weighted=weighted, **options)
+    solved = solve(method, moments_of(x, y, used))
+    assert_is(solved, *expected)
+    assert solved.ridge == penalty
+
+
+def test_a_map_of_full_rank_is_dense() -> None:
+    x, y, _ = rows()
+    full, dense = (solve(LensConfig(rank=rank), moments_of(x, y)).map for rank in (D, None))
+    assert full.right is None
+    assert torch.equal(full.matrix(D), dense.matrix(D))
+    two = solve(LensConfig(rank=2), moments_of(x, y)).map
+    assert {name: tuple(part.shape) for name, part in two.parts.items()} == {
+        "weight": (D, 2), "right": (2, D),
+    }  # fmt: skip
+
+
+def test_the_map_of_low_rank_is_the_best_of_its_rank() -> None:
+    x, y, _ = rows()
+    best = solve(LensConfig(rank=2), moments_of(x, y)).map.matrix(D).double().numpy()
+    error = ((x @ best.T - y) ** 2).sum()
+    generator = np.random.default_rng(3)
+    left, right = np.linalg.svd(best)[0][:, :2], np.linalg.svd(best)[2][:2]
+    for _ in range(50):  # of rank 2 again: near it, and with its best right factor for another left one
+        near = left + 1e-3 * generator.normal(size=left.shape)
+        basis = np.linalg.qr(near)[0]
+        other = basis @ basis.T @ reference(x, y)[0]
+        assert ((x @ other.T - y) ** 2).sum() >= error * (1 - 1e-9)
+    assert np.linalg.matrix_rank(best, tol=1e-4) == 2
+    assert right.shape == (2, D)
+
+
+@pytest.mark.parametrize("intercept", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("toward", ["zero", "identity"])
+def test_leaving_one_out_is_fitting_on_all_others(toward: Any, intercept: bool, weighted: bool) -> None:
+    x, y, weights = rows(14)
+    method = LensConfig(ridge="loo", toward=toward, intercept=intercept, weighted=weighted)
+    used = weights if method.weighted else None
+    held = HeldOut(
+        *(torch.from_numpy(part) for part in (x, y)), None if used is None else torch.from_numpy(used)
+    )
+    errors = leave_one_out(method, moments_of(x, y, used), held, STRENGTHS)
+    centre = np.average(x, 0, used) if method.intercept else 0
+    unit = ((x - centre) ** 2 * (1 if used is None else used[:, None])).sum() / D
+    counts = np.ones(len(x)) if used is None else used
+    brute = np.zeros(len(STRENGTHS))
+    for s, strength in enumerate(STRENGTHS):
+        for i in range(len(x)):
+            others = np.arange(len(x)) != i
+            weight, bias = reference(
+                x[others], y[others], weights=None if used is None else used[others],
+                intercept=method.intercept, ridge=strength * unit, identity=method.toward == "identity",
+            )  # fmt: skip
+            brute[s] += counts[i] * ((weight @ x[i] + bias - y[i]) ** 2).sum()
+    np.testing.assert_allclose(errors.numpy(), brute, rtol=2e-5)
+    assert len(set(brute.round(6))) > len(STRENGTHS) // 2  # the strengths make a difference
+    solved = solve(method, moments_of(x, y, used), held)
+    assert solved.ridge == STRENGTHS[int(brute.argmin())]
+
+
+def test_keys_of_rows_depend_on_the_sentence_and_the_place_alone() -> None:
+    tokens = np.array([5, 6, 7, 8, 5, 6, 7])
+    whole = Examples(tokens, np.array([0, 3, 4, 7]), np.array([1, 0, 2]), {})
+    every, drawn = row_keys(whole, drawn=False), row_keys(whole, drawn=True)
+    assert drawn.tolist() == [every[1], every[3], every[6]]
+    assert every[:3].tolist() == every[4:].tolist()
+    assert len(set(every.tolist())) == 4
+    assert (every >= 0).all()
+
+
+def test_keys_are_those_of_splitmix64() -> None:
+    """Which rows leave-one-out looks at hangs on them, and moments of parts are merged by them."""
+
+    def mixed(tokens: list[int], place: int) -> int:
+        content = b"".join(token.to_bytes(8, "little") for token in tokens)
+        z = int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
+        z = (z + (place + 1) * 0x9E3779B97F4A7C15) % 2**64
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
+        return z >> 1
+
+    sentences = [[5, 6, 7], [8], [300, 2, 70_000, 1]]
+    examples = Examples(np.concatenate(sentences), np.array([0, 3, 4, 8]), np.array([1, 0, 3]), {})
+    expected = [mixed(tokens, place) for tokens in sentences for place in range(len(tokens))]
+    assert row_keys(examples, drawn=False).tolist() == expected
+    assert row_keys(examples, drawn=True).tolist() == [expected[i] for i in (1, 3, 7)]
+
+
+def test_leave_one_out_chooses_among_half_powers_of_ten() -> None:
+    np.testing.assert_allclose(STRENGTHS, np.logspace(-10, 2, 25), rtol=1e-12)
+
+
+def test_directions_that_are_rounding_are_not_blown_up() -> None:
+    """Without a penalty what is below the rounding of six coordinates counts as nothing, as in lstsq."""
+    eps = torch.finfo(torch.float64).eps
+    s, eye = torch.tensor([1, 0.5, 0.1, 7 * eps, 4 * eps, 0]).double(), torch.eye(6).double()
+    solution = _shrunk(eye, s, eye, eye, 0.0)
+    gains = [1, 2, 10, 1 / (7 * eps), 0, 0]
+    torch.testing.assert_close(solution, torch.diag(torch.tensor(gains).double()))
+    shrunk = _shrunk(eye, s, eye, eye, 0.25).diagonal()
+    assert shrunk[:3].tolist() == pytest.approx([1 / 1.25, 0.5 / 0.5, 0.1 / 0.26])
+
+
+# All layers
+
+PRESETS = ["mat", "affine", "ridge", "ridge-identity", "weighted", "normed", "one-jump"]
+METHODS = (
+    *config.closed_forms(PRESETS).values(),
+    LensConfig(rank=4), LensConfig(standardise=True, intercept=True, rank=5),
+    LensConfig(weighted=True, ridge="loo"),
+)  # fmt: skip
+WITHOUT = tuple(
+    LensConfig(sinks="exclude", **options)
+    for options in ({}, {"ridge": "loo"}, {"weighted": True}, {"standardise": True}, {"shared_map": True})
+)
+
+
+@pytest.fixture(scope="module")
+def model(small_model: Callable[[str], Any]) -> Any:
+    """A model two of whose tokens are sinks."""
+    return small_model("llama-sinks")
+
+
+@pytest.fixture(scope="module")
+def data(model: Any) -> Activations:
+    """The stream at all tokens of forty sentences."""
+    examples = matlens.make_examples(model, make_sentences())
+    return matlens.collect(model, examples, positions="all", progress=False)
+
+
+def assert_same(ours: Lens, theirs: Lens, tolerance: float = 1e-4) -> None:
+    h = torch.randn(5, D_MODEL, generator=torch.Generator().manual_seed(1))
+    assert ours.layers == theirs.layers
+    for layer in ours.layers:
+        assert_near(ours(h, layer), theirs(h, layer), tolerance)
+
+
+def rows_of(data: Activations, name: str) -> torch.Tensor:
+    return ~sink_rows(data) if "without" in name else torch.ones(data.n_rows, dtype=torch.bool)
+
+
+def test_mat_is_the_set_of_maps_that_are_fitted_otherwise(model: Any, data: Activations) -> None:
+    methods = ["mat", LensConfig(sinks="exclude"), "affine", LensConfig(intercept=True, sinks="exclude")]
+    lenses = Lens.fit(model, data, method=methods)
+    names = list(lenses)
+    assert 0 < int(sink_rows(data).sum()) < data.n_rows // 4
+    for name, lens in lenses.items():
+        rows = rows_of(data, name)
+        expected = MapSet.fit(data, rows=rows, intercept="affine" in name, progress=False)
+        assert_same(lens, Lens.from_maps(expected))
+        assert lens.n_samples == int(rows.sum())
+        assert lens.method == name
+    h = data[0][:9]
+    assert not torch.allclose(lenses[names[0]](h, 0), lenses[names[1]](h, 0), rtol=1e-2)
+
+
+def test_lenses_of_too_few_tokens_are_warned_of_once_but_not_with_a_ridge(
+    model: Any, data: Activations, recwarn: pytest.WarningsRecorder
+) -> None:
+    def warnings_of(n: int, *methods: Method) -> list[str]:
+        recwarn.clear()
+        Lens.fit(model, data, method=methods, rows=torch.arange(data.n_rows) < n, progress=False)
+        return [str(caught.message) for caught in recwarn if caught.category is matlens.InputWarning]
+
+    warnings.simplefilter("always", matlens.InputWarning)
+    for n in (D_MODEL - 1, D_MODEL + 4):
+        (message,) = warnings_of(n, "mat", "affine", "normed", "one-jump", "id")
+        assert f"{n}" in message
+        assert not warnings_of(n, "ridge", LensConfig(ridge=0.1), "ridge-identity", "id")
+    assert f"of {3 * N_LAYERS + 1} fits" in message  # one-jump is one fit for all layers
+    assert not warnings_of(data.n_rows, "normed")
+    recwarn.clear()
+    Lens.fit(model, data.head(2), method="tuned", progress=False)
+    assert [caught.category for caught in recwarn] == [matlens.InputWarning]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "normed", "weighted", LensConfig(weighted=True, sinks="exclude"),
+        LensConfig(standardise=True, intercept=True, sinks="exclude"),
+    ],
+)  # fmt: skip
+def test_rows_are_weighed_and_standardised_as_defined(method: Method, model: Any, data: Activations) -> None:
+    lens = Lens.fit(model, data, method=method)
+    name = lens.method
+    rows = rows_of(data, name).numpy()
+    x, y = (data[layer].double().numpy()[rows] for layer in (1, N_LAYERS))
+    if "normed" in name:
+        eps = model.cfg.eps
+        x, y = (v / np.sqrt((v**2).mean(1, keepdims=True) + eps) for v in (x, y))
+        root = np.ones((len(x), 1))
+    else:
+        root = 1 / np.linalg.norm(y, axis=1, keepdims=True)
+    design = np.hstack([x, np.ones((len(x), int("affine" in name)))])
+    solution = np.linalg.lstsq(design * root, y * root, rcond=None)[0]
+    held = lens.maps[1]
+    assert_near(held.matrix(D_MODEL), torch.from_numpy(solution[:D_MODEL].T))
+    if "affine" in name:
+        assert_near(held.parts["bias"], torch.from_numpy(solution[D_MODEL]))
+    assert lens.norm == (Standardisation("rms", model.cfg.eps) if "normed" in name else None)
+
+
+@pytest.mark.parametrize("options", [{}, {"sinks": "exclude"}, {"intercept": True}, {"rank": 3}])
+def test_one_map_for_all_layers_is_the_fit_on_their_union(
+    options: dict[str, Any], model: Any, data: Activations
+) -> None:
+    lens = Lens.fit(model, data, method=LensConfig(shared_map=True, **options))
+    name = lens.method
+    rows = rows_of(data, name).numpy()
+    x = np.vstack([data[layer].double().numpy()[rows] for layer in range(N_LAYERS)])
+    y = np.vstack([data[N_LAYERS].double().numpy()[rows]] * N_LAYERS)
+    design = np.hstack([x, np.ones((len(x), int("affine" in name)))])
+    solution = np.linalg.lstsq(design, y, rcond=None)[0]
+    expected = solution[:D_MODEL].T
+    if "narrow" in name:
+        directions = np.linalg.svd(x @ expected.T, full_matrices=False)[2][:3]
+        expected = directions.T @ directions @ expected
+    assert_near(lens.maps[2].matrix(D_MODEL), torch.from_numpy(expected), 1e-4)
+    assert lens.maps[0] is lens.maps[2]
+    assert lens.n_parameters == (6 if "narrow" in name else D_MODEL) * D_MODEL + D_MODEL * ("affine" in name)
+
+
+def test_streamed_is_collected_and_merged_is_whole(
+    model: Any, data: Activations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    methods = [*METHODS, *WITHOUT]
+    whole = Lens.fit(model, data, method=methods)
+    monkeypatch.setattr(closed_forms, "_CHUNK", 64)
+    streamed = lens_moments(model, data.examples, methods, batch_tokens=60, progress=False)
+    parts = []
+    for part in (range(15), range(15, 40)):
+        sentences = list(part)
+        tokens = np.isin(np.repeat(np.arange(40), data.examples.lengths), sentences)
+        moments = LensMoments(data.provenance, methods, norm=streamed.norm)
+        keys = row_keys(data.examples, drawn=False)
+        index = np.flatnonzero(tokens)
+        for rows in np.array_split(index, 4):
+            vectors = {site: data[site][rows] for site in moments.sites}
+            moments.update(vectors, places=data.places[rows], keys=keys[rows])
+        parts.append(moments)
+    merged = parts[0].merge(parts[1])
+    for method, expected in zip(methods, whole.values(), strict=True):
+        of_parts = Lens.from_moments(merged, method)
+        assert_same(Lens.from_moments(streamed, method), expected, 1e-3)
+        assert_same(of_parts, expected, 1e-3)
+        assert of_parts.n_samples == expected.n_samples
+        strengths = of_parts.provenance.details.get("strengths")
+        assert strengths == expected.provenance.details.get("strengths")
+
+
+def some_rows(data: Activations) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(5).random(data.n_rows) < 0.7)
+
+
+def test_rows_that_are_chosen_are_fitted_as_if_they_were_all(
+    model: Any, data: Activations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, methods = some_rows(data), [*METHODS, *WITHOUT]
+    monkeypatch.setattr(closed_forms, "_CHUNK", 100)
+    chosen = Lens.fit(model, data, method=methods, rows=rows)
+    streamed = Lens.fit(model, data.examples, method=methods, rows=rows, batch_tokens=60, progress=False)
+    moments = LensMoments(data.provenance, methods, norm=chosen["normed"].norm)
+    keys = row_keys(data.examples, drawn=False)[rows.numpy()]
+    alone = {site: data[site][rows] for site in moments.sites}
+    moments.update(alone, places=data.places[rows.numpy()], keys=keys)
+    for method in methods:
+        expected = Lens.from_moments(moments, method)
+        for lens in (chosen[expected.method], streamed[expected.method]):
+            assert_same(lens, expected, 1e-3)
+            assert lens.n_samples == expected.n_samples
+            details, others = lens.provenance.details, expected.provenance.details
+            assert details.get("strengths") == others.get("strengths")
+            assert "rows" in details
+    whole = Lens.fit(model, data, method="mat")
+    assert not torch.allclose(whole(alone["h.1"], 1), chosen["mat"](alone["h.1"], 1), rtol=1e-2)
+
+
+def test_a_row_of_weight_two_is_two_rows_and_one_of_weight_zero_is_none(
+    model: Any, data: Activations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    methods = [replace(method, ridge=0.1) if method.ridge == "loo" else method for method in METHODS]
+    times = torch.from_numpy(np.random.default_rng(6).integers(0, 3, data.n_rows))
+    monkeypatch.setattr(closed_forms, "_CHUNK", 100)
+    lenses = Lens.fit(model, data, method=methods, weights=times.float())
+    repeated = torch.arange(data.n_rows).repeat_interleave(times)
+    moments = LensMoments(data.provenance, methods, norm=lenses["normed"].norm)
+    moments.update({site: data[site][repeated] for site in moments.sites})
+    for method, lens in zip(methods, lenses.values(), strict=True):
+        assert_same(lens, Lens.from_moments(moments, method), 1e-3)
+        assert lens.n_samples == int((times > 0).sum())
+    both = Lens.fit(model, data, method="affine", weights=times.float(), rows=some_rows(data))
+    expected = MapSet.fit(data, rows=some_rows(data), weights=times.float(), intercept=True, progress=False)
+    assert_same(both, Lens.from_maps(expected))
+    assert both.provenance.details["weights"] != lenses["affine"].provenance.details["weights"]
+
+
+def test_weights_are_merged_with_the_rows_that_they_are_of(model: Any, data: Activations) -> None:
+    methods = ["mat", "ridge", LensConfig(weighted=True, ridge="loo", sinks="exclude")]
+    weights = torch.from_numpy(np.random.default_rng(7).uniform(0.5, 2, data.n_rows))
+    weights[: data.n_rows // 2] = 1  # which are not said of the first part
+    whole = Lens.fit(model, data, method=methods, weights=weights)
+    keys = row_keys(data.examples, drawn=False)
+    parts = []
+    for rows, of_part in ((slice(data.n_rows // 2), None), (slice(data.n_rows // 2, None), weights)):
+        part = LensMoments(data.provenance, methods)
+        vectors = {site: data[site][rows] for site in part.sites}
+        given = None if of_part is None else of_part[rows]
+        parts.append(part.update(vectors, places=data.places[rows], keys=keys[rows], weights=given))
+    merged = parts[0].merge(parts[1])
+    for method, lens in zip(methods, whole.values(), strict=True):
+        assert_same(Lens.from_moments(merged, method), lens, 1e-3)
+
+
+def test_leave_one_out_looks_at_the_rows_of_least_keys(
+    model: Any, data: Activations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(closed_forms, "_HELD_OUT", 30)
+    monkeypatch.setattr(closed_forms, "_CHUNK", 50)
+    moments = lens_moments(model, data, ["ridge", LensConfig(sinks="exclude")], progress=False)
+    lens = Lens.from_moments(moments, "ridge")
+    keys = row_keys(data.examples, drawn=False)
+    clear = moments._held_out["keys"].tolist()
+    aside = moments._aside["keys"].tolist()
+    assert sorted([*clear, *aside])[:30] == sorted(keys.tolist())[:30]
+    assert len(lens.provenance.details["strengths"]) == N_LAYERS
+
+
+def test_drawn_positions_and_chosen_layers(model: Any, small_model: Callable[[str], Any]) -> None:
+    bert = small_model("bert")
+    examples = matlens.make_examples(bert, make_sentences())
+    lens = Lens.fit(
+        bert, examples, method=LensConfig(ridge=0.1), positions="drawn", layers=[-2], progress=False
+    )
+    drawn = matlens.collect(bert, examples, progress=False)
+    x, y = (drawn[layer].double() for layer in (2, 3))
+    ridge = 0.1 * x.square().sum() / D_MODEL
+    expected = torch.linalg.solve(x.T @ x + ridge * torch.eye(D_MODEL), x.T @ y).T
+    assert lens.layers == (2,)
+    assert_near(lens.maps[2].matrix(D_MODEL), expected.float())
+    assert lens.provenance.positions == "drawn"
+    corpus = Lens.fit(model, make_sentences(), method="id")
+    assert corpus.maps[0].parts == {}
+    assert corpus.trajectory("w3 w4").layers == (0, 1, 2, 3)
+
+
+@pytest.mark.refused
+def test_what_cannot_be_fitted_is_refused(
+    model: Any, data: Activations, small_model: Callable[[str], Any]
+) -> None:
+    with pytest.raises(InputError, match="do not belong together"):
+        Lens.fit(small_model("llama"), data)
+    with pytest.raises(InputError, match="does not begin with RMSNorm or LayerNorm"):
+        Lens.fit(small_model("bert"), data, method="normed")
+    with pytest.raises(InputError, match="method must be one of"):
+        Lens.fit(model, data, method="best")
+    some = matlens.collect(model, data.examples.head(3), [1, 3], progress=False)
+    with pytest.raises(InputError, match=r"lack h\.0, h\.2"):
+        Lens.fit(model, some)
+    assert Lens.fit(model, some, layers=[1], method=LensConfig(ridge=1.0)).layers == (1,)
+    with pytest.raises(InputError, match="at all layers"):
+        Lens.fit(model, some, layers=[1], method=LensConfig(sinks="exclude"))
+    with pytest.raises(InputError, match="must have one or more of 0 to 2"):
+        Lens.fit(model, data, layers=[3])
+    with pytest.raises(InputError, match="'rows' has 3 values"):
+        Lens.fit(model, data, rows=torch.ones(3, dtype=torch.bool))
+    with pytest.raises(InputError, match="No sample is left"):
+        Lens.fit(model, data.examples, weights=torch.zeros(data.n_rows))
+    with pytest.raises(InputError, match="trained lenses take neither"):
+        Lens.fit(model, data, method=["mat", "tuned"], rows=torch.ones(data.n_rows, dtype=torch.bool))
+    moments = LensMoments(data.provenance, "mat")
+    with pytest.raises(InputError, match="No samples"):
+        moments.solve("mat")
+    with pytest.raises(InputError, match="not among the methods"):
+        moments.solve("affine")
+    with pytest.raises(InputError, match="cannot be merged"):
+        moments.merge(LensMoments(data.provenance, "affine"))
+    with pytest.raises(InputError, match="do not belong together"):
+        moments.merge(LensMoments(Provenance(Lens.identity(small_model("llama")).provenance.model), "mat"))
+    with pytest.raises(InputError, match="needs a norm"):
+        LensMoments(data.provenance, "normed")
+    with pytest.raises(InputError, match=r"lack h\.0"):
+        moments.update({"h.1": torch.ones(2, D_MODEL)})
+    vectors = {site: data[site][:4] for site in moments.sites}
+    with pytest.raises(InputError, match=r"^weights must be"):
+        moments.update(vectors, weights=torch.tensor([1.0, 1.0, 1.0, -1.0]))
+    with pytest.raises(InputError, match=r"'places': \(3,\)"):
+        moments.update(vectors, places=np.arange(3))
+    with pytest.raises(InputError, match="not finite"):
+        moments.update(vectors | {"h.1": torch.full((4, D_MODEL), float("nan"))}).solve("mat")
+
+
+def test_a_sink_that_was_not_kept_aside_is_not_passed_over(data: Activations) -> None:
+    moments = LensMoments(data.provenance, LensConfig(sinks="exclude"))
+    vectors = {site: torch.ones(2000, D_MODEL) for site in moments.sites}
+    moments.update({site: 1000 * values for site, values in vectors.items()})
+    moments.update({site: values.repeat(3, 1) for site, values in vectors.items()})
+    with pytest.raises(InputError, match="mixed order"):
+        moments.solve(LensConfig(sinks="exclude"))
