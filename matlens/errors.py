@@ -17,7 +17,7 @@ import sys
 import typing
 import unicodedata
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from functools import wraps
@@ -309,7 +309,7 @@ def _kinds(function: Any, signature: inspect.Signature) -> dict[str, Kind]:
         hint = parameter.annotation
         if hint is parameter.empty or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
-        while isinstance(hint, str):  # an alias may be written as a text itself
+        if isinstance(hint, str):
             hint = eval(hint, {}, names)
         if (kind := _kind(hint)) is not None:
             kinds[name] = kind
@@ -327,7 +327,7 @@ def _kind(hint: Any) -> Kind | None:
         return _of_bounds(*parts) if isinstance(parts[1], Between) else _kind(parts[1])
     if origin in (UnionType, typing.Union):
         paths = [part for part in parts if part is Path or get_origin(part) is os.PathLike]
-        return _of_several([_kind(part) for part in parts if part is not str or not paths])
+        return _of_several([_TEXT_PATH if paths and part is str else _kind(part) for part in parts])
     if origin is os.PathLike:
         return _SIMPLE[Path]
     if isinstance(hint, _ByName):
@@ -336,9 +336,11 @@ def _kind(hint: Any) -> Kind | None:
         return _of_array(hint)
     if origin is Literal:
         return Kind(" or ".join(map(repr, parts)), lambda value: _is_word(value) and value in parts)
+    if origin is tuple and Ellipsis not in parts:
+        return _of_places(parts)
     if origin in (Sequence, Iterable, list, tuple, Iterator):
-        return _of_items(parts, keys=origin is Iterable)
-    if origin is Mapping or hint is Mapping:
+        return _of_items(parts, once=origin in (Iterable, Iterator))
+    if origin in (Mapping, dict):
         return _of_mapping(parts)
     if origin is Callable:
         return Kind("a function", callable)
@@ -376,27 +378,29 @@ def _of_bounds(number: Any, bounds: Between) -> Kind:
     )
 
 
-def _of_items(hints: Sequence[Any], *, keys: bool) -> Kind:
-    item = _of_item(hints[0]) if hints and (len(hints) == 1 or hints[1] is Ellipsis) else None
+def _of_items(hints: Sequence[Any], *, once: bool) -> Kind:
+    """Items one by one; an iterator, which can be read once, does where ``once`` is enough."""
+    item = _kind(hints[0]) if hints else None
 
     def holds(value: Any) -> bool:
         if isinstance(value, str | bytes) or not isinstance(value, Iterable):
             return False
-        if isinstance(value, Mapping):
-            return keys
-        if _is_array(value) and getattr(value, "ndim", 1) != 1:
+        if not once and (isinstance(value, Mapping) or not hasattr(value, "__getitem__")):
             return False
-        return item is None or not isinstance(value, Sequence) or all(map(item.holds, value))
+        if _is_array(value):
+            if getattr(value, "ndim", 1) != 1:
+                return False
+            value = value.tolist()  # type: ignore[attr-defined]
+        if item is None or not isinstance(value, Sequence | Set | Mapping):  # a progress bar is read once
+            return True
+        return all(map(item.holds, value))
 
     return Kind("a list" + (f" of items that are {item.words}" if item else ""), holds)
 
 
-def _of_item(hint: Any) -> Kind | None:
-    """What an item may be; each place of a tuple is checked."""
-    places = get_args(hint)
-    if get_origin(hint) is not tuple or Ellipsis in places:
-        return _kind(hint)
-    kinds = [_kind(place) for place in places]
+def _of_places(hints: Sequence[Any]) -> Kind:
+    """A tuple; each place of it is checked."""
+    kinds = [_kind(hint) for hint in hints]
     words = ", ".join("anything" if kind is None else kind.words for kind in kinds)
 
     def holds(value: Any) -> bool:
@@ -408,15 +412,14 @@ def _of_item(hint: Any) -> Kind | None:
 
 
 def _of_mapping(hints: Sequence[Any]) -> Kind:
-    """A mapping; values are checked in a dict only, since others may read them when they are asked for."""
-    item = _of_item(hints[1]) if len(hints) == 2 else None
-    if len(hints) == 2 and hasattr(hints[1], "array_type"):  # shapes are checked by name, by functions
-        item = _of_class(hints[1].array_type.__name__)
+    """A mapping; only a dict is looked into, since others may read values when they are asked for."""
+    key, item = map(_kind, hints) if hints else (None, None)
 
     def holds(value: Any) -> bool:
-        return isinstance(value, Mapping) and (
-            item is None or type(value) is not dict or all(map(item.holds, value.values()))
-        )
+        if not isinstance(value, Mapping) or type(value) is not dict:
+            return isinstance(value, Mapping)
+        keys = key is None or all(map(key.holds, value))
+        return keys and (item is None or all(map(item.holds, value.values())))
 
     return Kind("a dict" + (f" of values that are {item.words}" if item else ""), holds)
 
@@ -461,8 +464,11 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_path(value: Any) -> bool:
-    text = os.fspath(value) if isinstance(value, os.PathLike) else value
-    return isinstance(text, str) and 0 < len(text) <= _LONGEST_PATH and "\0" not in text
+    return isinstance(value, os.PathLike) and _is_text_of_path(os.fspath(value))
+
+
+def _is_text_of_path(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= _LONGEST_PATH and "\0" not in value
 
 
 def _is_array(value: Any) -> bool:
@@ -477,6 +483,7 @@ def _names(value: Any) -> list[str]:
     return [kind.__name__ for kind in type(value).__mro__]
 
 
+_TEXT_PATH = Kind("a path", _is_text_of_path)
 _SIMPLE: dict[Any, Kind] = {
     type(None): Kind("None", lambda value: value is None),
     None: Kind("None", lambda value: value is None),

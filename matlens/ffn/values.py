@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 ValueName: TypeAlias = "str | Sequence[int] | ValueVector"
+_MOST_RANDOM = 10**5  # vectors that are drawn at once
 
 
 @checked
@@ -76,6 +77,9 @@ class ValueVector:
             f"{short(text)} is not a value vector. Expected L{{layer}}D{{index}}, such as 'L3D12', or a "
             "layer and an index; in a mixture of experts such as 'L3E5D120'."
         )
+
+
+ValueName: TypeAlias = str | Sequence[int] | ValueVector
 
 
 @dataclass(frozen=True, eq=False)
