@@ -21,4 +21,4 @@ def kl_divergence(
 ) -> Float[Tensor, " *n"]:
     """``KL(p || q)`` in nats, from the log-probabilities of both; tokens with ``p = 0`` add nothing."""
     p = log_p.exp()
-    return torch.where(p > 0, p * (log_p - log_q), torch.zeros_like(p)).sum(-1)
+    return torch.where(p == 0, torch.zeros_like(p), p * (log_p - log_q)).sum(-1)

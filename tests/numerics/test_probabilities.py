@@ -45,6 +45,13 @@ def test_tokens_without_probability_add_nothing_to_a_divergence() -> None:
     assert float(kl_divergence(log_softmax(p), log_softmax(q))) == pytest.approx(float(expected))
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_scores_that_are_not_finite_have_no_divergence(bad: float) -> None:
+    scores, spoilt = torch.rand(1, 5), torch.tensor([[bad, 0.0, 1.0, 2.0, 3.0]])
+    for p, q in ((spoilt, scores), (scores, spoilt)):
+        assert kl_divergence(log_softmax(p), log_softmax(q)).isnan().all()
+
+
 def test_the_gradient_is_that_of_torch() -> None:
     logits = draw(1, 0)[:, :100].double().requires_grad_()
     (ours,) = torch.autograd.grad(log_softmax(logits)[0, 7], logits)
