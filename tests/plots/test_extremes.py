@@ -11,8 +11,8 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 from plot_tables import assert_legible
+from sub_updates.extremes import ACTIVITY_COLUMNS
 
-from matlens.ffn.extremes import ACTIVITY_COLUMNS
 from matlens.plots.extremes import extremes_figure
 
 N = 12

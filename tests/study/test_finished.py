@@ -10,10 +10,9 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from matlens.io.arrays import describe_file
 
 from matlens.errors import InputError
-from matlens.io.files import sealed, write_json
+from matlens.io.artifact import Artifact
 from matlens.io.tables import write_results
 from matlens.io.verification import verify
 from matlens.study.finished import RUN, RunNote, corpus_identity, model_identity
@@ -38,11 +37,9 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "words.txt").write_text("these are words\n")
     out = tmp_path / "out"
     for part in ("train", "validation", "maps"):
-        (out / part).mkdir(parents=True)
-        (out / part / "rows").write_bytes(b"12345678")
-        files = {"rows": describe_file(out / part / "rows")}
-        config = {"layout": 3, "holds": part, "request": {"seed": 0}, "files": files}
-        write_json(out / part / "config.json", sealed(config))
+        with Artifact.writing(out / part, part, {"seed": 0}) as artifact:
+            artifact.write_text("rows", "12345678")
+            artifact.finish()
     write_results(out, "results", pd.DataFrame({"value": [1.0]}), {"listed_in": RUN})
     (out / "r2.png").write_bytes(b"a figure")
     note = RunNote(out, options(tmp_path))

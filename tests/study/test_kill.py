@@ -1,4 +1,4 @@
-"""Killed at any moment, a command goes on where it was and gives the same bytes as an unbroken one.
+"""Killed at any moment, a command resumes and gives the same bytes as one that was not interrupted.
 
 Commands run in processes of their own. Because importing takes seconds, a server (this file, run as a
 script) imports once and forks a process for every command.
@@ -7,7 +7,6 @@ script) imports once and forks a process for every command.
 from __future__ import annotations
 
 import importlib
-import itertools
 import json
 import os
 import random
@@ -22,15 +21,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from breaking import batches_noted
-
-import matlens
 
 WORDS = [f"w{i}" for i in range(50)]
 N_TRAIN, N_VALIDATION, BATCH_TOKENS = 65, 65, 5
-N_KILLS = 10
 FOREVER = 600.0
-NOTED_EVERY = 3  # batches
 
 # --- in the server and its children -----------------------------------------------------------------
 
@@ -72,7 +66,7 @@ def _child(request: dict[str, Any]) -> None:
 
         torch.set_num_threads(1)  # threads do not survive a fork
         tqdm.set_lock(threading.RLock())  # the lock of all bars is shared: a kill would hold up the others
-        _slow_down(request["batches"])
+        _slow_down(request["files"])
         if request["die_before"]:
             _die_before(*request["die_before"])
         from matlens.cli import app
@@ -91,24 +85,21 @@ def _child(request: dict[str, Any]) -> None:
         os._exit(code)
 
 
-def _slow_down(batches: int | None) -> None:
-    """Take a moment over every batch, note progress every third, and stop after so many until killed."""
-    from matlens.io import rows
+def _slow_down(files: int | None) -> None:
+    """Take a moment over every file of tensors, and stop after so many until killed."""
+    from matlens.io.artifact import Artifact
 
-    write = rows.RowFiles.write
-    written = 0
+    write, written = Artifact.write, [0]
 
-    def slow_write(self: rows.RowFiles, index: Any, vectors: Any) -> None:
-        nonlocal written
-        rows._NOTED_EVERY = -1.0 if (written + 1) % NOTED_EVERY == 0 else FOREVER
-        write(self, index, vectors)
-        written += 1
-        print("wrote a batch", flush=True)
+    def slow_write(self: Artifact, name: str, tensors: Any) -> None:
+        write(self, name, tensors)
+        written[0] += 1
+        print("wrote a file", flush=True)
         time.sleep(0.002)
-        if written == batches:
+        if written[0] == files:
             time.sleep(FOREVER)
 
-    rows.RowFiles.write = slow_write  # type: ignore[method-assign]
+    Artifact.write = slow_write  # type: ignore[method-assign]
 
 
 def _die_before(event: str, name: str, occurrence: int) -> None:
@@ -146,8 +137,8 @@ class Running:
         return int(self.read_status())
 
     @property
-    def n_batches(self) -> int:
-        return self.log.read_text().count("wrote a batch")
+    def n_files(self) -> int:
+        return self.log.read_text().count("wrote a file")
 
 
 class Server:
@@ -169,14 +160,14 @@ class Server:
         cwd: Path,
         arguments: Sequence[str],
         *,
-        batches: int | None = None,
+        files: int | None = None,
         die_before: tuple[str, str, int] | None = None,
     ) -> Running:
         request = {
             "cwd": str(cwd),
             "arguments": list(arguments),
             "log": str(self._log),
-            "batches": batches,
+            "files": files,
             "die_before": die_before,
         }
         assert self._process.stdin is not None
@@ -222,35 +213,13 @@ def collect(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPa
     return ["collect", "--model", str(model_folder("gpt2")), "--corpus", str(corpus), *options.split()]
 
 
-@dataclass
-class Unbroken:
-    """What an unbroken collection and fit have written, and in how many batches."""
-
-    folder: Path
-    files: dict[str, bytes]
-    n_train: int
-    n_batches: int
-
-    @property
-    def collected(self) -> dict[str, bytes]:
-        return {name: data for name, data in self.files.items() if not name.startswith("maps/")}
-
-    @property
-    def maps(self) -> dict[str, bytes]:
-        return {name[5:]: data for name, data in self.files.items() if name.startswith("maps/")}
-
-
 @pytest.fixture(scope="module")
-def unbroken(server: Server, collect: list[str], tmp_path_factory: pytest.TempPathFactory) -> Unbroken:
-    cwd = tmp_path_factory.mktemp("unbroken")
-    n_batches = server.run(cwd, collect).n_batches
+def whole(server: Server, collect: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was not interrupted, with its maps."""
+    cwd = tmp_path_factory.mktemp("whole")
+    server.run(cwd, collect)
     server.run(cwd, ["fit", "out"])
-    parts = (
-        matlens.activations.Activations.load(cwd / "out" / part).examples for part in ("train", "validation")
-    )
-    n_train, n_validation = (len(list(part.up_to_positions().batches(BATCH_TOKENS))) for part in parts)
-    assert n_train + n_validation == n_batches
-    return Unbroken(cwd / "out", _files(cwd / "out"), n_train, n_batches)
+    return cwd / "out"
 
 
 def _files(folder: Path) -> dict[str, bytes]:
@@ -258,11 +227,8 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-def _noted(out: Path, unbroken: Unbroken) -> int:
-    """How many batches a command that goes on can leave out."""
-    if not (out / "train" / "config.json").is_file():
-        return batches_noted(out / "train")
-    return unbroken.n_train + batches_noted(out / "validation")
+def _collected(folder: Path) -> dict[str, bytes]:
+    return {name: data for name, data in _files(folder).items() if not name.startswith("maps/")}
 
 
 def _wait(running: Running, happened: Callable[[], bool]) -> None:
@@ -272,120 +238,53 @@ def _wait(running: Running, happened: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_ten_kills_change_no_byte(
-    server: Server, collect: list[str], unbroken: Unbroken, tmp_path: Path
-) -> None:
+def test_ten_kills_change_no_byte(server: Server, collect: list[str], whole: Path, tmp_path: Path) -> None:
     generator = random.Random(20240)
     out = tmp_path / "out"
-    waits = [3, 3, 3, 6, 6, 6, 6, 9, 9, 9]
-    more = NOTED_EVERY - 1  # batches that a command may write after the noted one, until it is killed
-    assert len(waits) == N_KILLS
-    assert unbroken.n_train < sum(waits)  # some kills fall into the second part,
-    assert sum(waits) + more < unbroken.n_batches  # and the collection cannot end before the last
-    generator.shuffle(waits)
-    # None while the first part is being finished: those moments have a test of their own.
-    assert not any(0 <= unbroken.n_train - noted <= more for noted in itertools.accumulate(waits))
-    parts_hit = []
-    for n_more in waits:
-        before = _noted(out, unbroken)
-        running = server.start(tmp_path, collect, batches=n_more + more)
-        _wait(running, lambda: _noted(out, unbroken) >= before + n_more)  # noqa: B023
-        time.sleep(generator.uniform(0, 0.05))
+    n_files = len([name for name in _collected(whole) if name.endswith(".safetensors")])
+    for number in range(10):
+        n_new = generator.randint(1, 3)
+        running = server.start(tmp_path, collect, files=n_new)
+        if number % 3:  # when so many files are written; else at any moment, while the model loads too
+            _wait(running, lambda: running.n_files >= n_new)  # noqa: B023
+        time.sleep(generator.uniform(0, 0.05 if number % 3 else 1))
         assert running.kill() == -signal.SIGKILL
-        part = "validation" if (out / "train" / "config.json").is_file() else "train"
-        assert not (out / "validation" / "config.json").exists()
-        if (out / part / "progress.jsonl").is_file():
-            parts_hit.append(part)
-    assert len(parts_hit) >= N_KILLS - 2  # in the middle of a part, with progress noted
-    assert set(parts_hit) == {"train", "validation"}
-    # And at moments that nothing was waited for: while the model loads, before the first batch, ...
-    for _ in range(3):
-        running = server.start(tmp_path, collect, batches=1)
-        time.sleep(generator.uniform(0, 1))
-        assert running.kill() == -signal.SIGKILL
-
-    noted = _noted(out, unbroken)
+    stored = {path: path.stat().st_ino for path in out.rglob("*.safetensors")}
+    assert 6 < len(stored) < n_files
     last = server.run(tmp_path, collect)
-    assert _files(out) == unbroken.collected
-    assert last.n_batches == unbroken.n_batches - noted  # what had been noted was not run again
+    assert _collected(out) == _collected(whole)
+    assert {path: path.stat().st_ino for path in stored} == stored  # what was there was not run again
+    assert last.n_files == n_files - len(stored)
 
 
-def test_interrupting_notes_every_batch_and_says_so(
-    server: Server, collect: list[str], unbroken: Unbroken, tmp_path: Path
+def test_an_interrupt_says_how_to_resume(
+    server: Server, collect: list[str], whole: Path, tmp_path: Path
 ) -> None:
-    running = server.start(tmp_path, collect, batches=5)
-    _wait(running, lambda: running.n_batches == 5)
+    running = server.start(tmp_path, collect, files=5)
+    _wait(running, lambda: running.n_files == 5)
     assert running.kill(signal.SIGINT) == 130
     assert "Run the same command again" in running.log.read_text()
     assert "Traceback" not in running.log.read_text()
-    assert _noted(tmp_path / "out", unbroken) == 5
-    assert server.run(tmp_path, collect).n_batches == unbroken.n_batches - 5
-    assert _files(tmp_path / "out") == unbroken.collected
-
-
-@pytest.mark.parametrize(
-    "moment",
-    [
-        ("os.rename", "unfinished.json", 1),
-        ("open", "progress.jsonl", 1),  # to read it, and then to write into it
-        ("open", "progress.jsonl", 2),
-        ("open", "progress.jsonl", 3),
-        ("os.rename", "config.json", 1),
-        ("os.remove", "progress.jsonl", 1),
-        ("os.remove", "unfinished.json", 1),
-        ("os.remove", ".lock", 1),
-        ("os.mkdir", "validation", 1),
-        ("os.rename", "unfinished.json", 2),
-        ("os.rename", "config.json", 2),
-        ("os.remove", "unfinished.json", 2),
-    ],
-    ids=lambda moment: "-".join(map(str, moment)),
-)
-def test_a_collection_killed_at_an_awkward_moment_goes_on(
-    server: Server, collect: list[str], unbroken: Unbroken, tmp_path: Path, moment: tuple[str, str, int]
-) -> None:
-    running = server.start(tmp_path, collect, die_before=moment)
-    assert running.wait() == -signal.SIGKILL, running.log.read_text()
     server.run(tmp_path, collect)
-    assert _files(tmp_path / "out") == unbroken.collected
+    assert _collected(tmp_path / "out") == _collected(whole)
 
 
-@pytest.mark.parametrize(
-    ("moment", "kept"),
-    [
-        (("os.rename", "unfinished.json", 1), 0),
-        (("os.rename", "h.0.safetensors", 1), 0),
-        (("os.rename", "h.1.safetensors", 1), 1),
-        (("os.rename", "h.2.safetensors", 1), 2),
-        (("open", "progress.jsonl", 4), 2),  # the third file is there, but not noted
-        (("os.rename", "config.json", 1), 3),
-        (("os.remove", "unfinished.json", 1), 3),
-    ],
-    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else str(value),
-)
-def test_a_killed_fit_goes_on_where_it_was(
-    server: Server, unbroken: Unbroken, tmp_path: Path, moment: tuple[str, str, int], kept: int
-) -> None:
+@pytest.mark.parametrize("name", ["config.json", "h.0.safetensors", "h.1.safetensors"])
+def test_a_killed_fit_resumes(server: Server, whole: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / "out").mkdir()
     for part in ("train", "validation"):
-        (tmp_path / "out" / part).symlink_to(unbroken.folder / part)
-    running = server.start(tmp_path, ["fit", "out"], die_before=moment)
+        (tmp_path / "out" / part).symlink_to(whole / part)
+    running = server.start(tmp_path, ["fit", "out"], die_before=("os.rename", name, 1))
     assert running.wait() == -signal.SIGKILL, running.log.read_text()
-    maps = tmp_path / "out" / "maps"
-    there = {path: path.stat().st_ino for path in sorted(maps.glob("*.safetensors"))[:kept]}
-    assert len(there) == kept
     server.run(tmp_path, ["fit", "out"])
-    assert {path: path.stat().st_ino for path in there} == there  # not written again
-    assert _files(maps) == unbroken.maps
+    assert _files(tmp_path / "out" / "maps") == _files(whole / "maps")
 
 
 @pytest.mark.parametrize("name", ["results.csv", "results.json"])
-def test_a_killed_evaluation_is_done_again(
-    server: Server, unbroken: Unbroken, tmp_path: Path, name: str
-) -> None:
+def test_a_killed_evaluation_is_done_again(server: Server, whole: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / "out").mkdir()
     for part in ("train", "validation", "maps"):
-        (tmp_path / "out" / part).symlink_to(unbroken.folder / part)
+        (tmp_path / "out" / part).symlink_to(whole / part)
     command = ["evaluate", "out", "--device", "cpu"]
     assert server.start(tmp_path, command, die_before=("os.rename", name, 1)).wait() == -signal.SIGKILL
     server.run(tmp_path, command)

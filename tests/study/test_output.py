@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matlens.io.folders import Workplace
 
 from matlens.errors import InputError
+from matlens.io.artifact import Artifact
 from matlens.study.output import FIGURES, MAPS, TRAIN, VALIDATION, check_output
 
 KNOWN: dict[str, dict[str, Any]] = {
@@ -21,9 +21,8 @@ KNOWN: dict[str, dict[str, Any]] = {
 
 def begin(folder: Path, holds: str, **provenance: Any) -> None:
     """A folder in which a job of this provenance is finished."""
-    place = Workplace(folder, holds, {"provenance": provenance, "layers": "from 0"})
-    with place.working():
-        place.finish()
+    with Artifact.writing(folder, holds, {"provenance": provenance, "layers": "from 0"}) as artifact:
+        artifact.finish()
 
 
 def everything(folder: Path) -> set[Path]:
