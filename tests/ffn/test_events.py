@@ -213,16 +213,6 @@ def test_the_frequency_of_saturation_is_counted_and_sums_to_one(trace: Trace) ->
     assert shares["ffn"] + shares["attention"] == pytest.approx(1)
 
 
-def test_a_model_of_one_layer_has_its_events_there() -> None:
-    trace = make_trace(torch.tensor([[0], [1]]), torch.tensor([[1], [1]]), torch.tensor([[7], [0]]))
-    table = event_scores(trace)
-    assert set(table["layer"]) == {0}
-    assert set(table["n"]) == {1}
-    shares = saturation_frequency(trace).set_index("method")["value"]
-    assert shares.to_dict() == {"either": 1.0, "ffn": 0.5, "attention": 0.5}
-    assert set(update_scores(trace)["event"]) == set(REFERENCE)
-
-
 # Nothing to tell
 
 

@@ -30,9 +30,7 @@ from matlens import InputError, collect, make_examples
 from matlens.data.corpus import Corpus
 from matlens.data.examples import Examples
 from matlens.ffn import trace as module
-from matlens.ffn.projection import Projection
 from matlens.ffn.trace import GROUPS, REFERENCES, Trace
-from matlens.ffn.values import ValueVectors
 from matlens.io.artifact import is_finished
 from matlens.models.layout import ModelLayout
 
@@ -174,23 +172,6 @@ def test_every_number_is_the_plain_models(
     assert all(bool((trace.coefficient[group] != 0).any()) for group in GROUPS)
 
 
-@pytest.mark.parametrize("name", ["neox", "gptj"])
-def test_in_parallel_blocks_attention_comes_before_the_ffn(
-    name: str, small_model: Callable[[str], Any], sentences: Corpus
-) -> None:
-    """So what FFNs do is the whole step from before to after but attention's part of it."""
-    model = small_model(name)
-    examples = make_examples(model, sentences).head(N)
-    readout, trace = matlens.Readout(model), Trace.run(model, examples, k=K, progress=False)
-    sites = [f"{kind}.{layer}" for kind in ("h", "attn_out", "ffn_out") for layer in range(N_LAYERS)]
-    vectors = collect(model, examples, [*sites, "h.3"], progress=False)
-    for layer in range(N_LAYERS):
-        x = vectors[f"h.{layer + 1}"] - vectors[f"ffn_out.{layer}"]
-        logits = readout.logits(x)
-        for row in range(N):
-            assert_top(trace.before[row, layer], logits[row])
-
-
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_half_precision_model_is_traced_in_float32(
     name: str, model_folder: Callable[[str], Path], sentences: Corpus
@@ -206,53 +187,6 @@ def test_a_half_precision_model_is_traced_in_float32(
     check(name, plain, examples, trace, [from_vectors(name, plain, row) for row in rows])
     assert trace.score["dominant", "final"].dtype == torch.float32
     assert trace.provenance.identity.dtype == "bfloat16"
-
-
-# The definition's exponential: what a score means
-
-
-@pytest.mark.parametrize("name", WIRINGS)
-def test_scores_change_log_odds_exactly_as_the_definition_says(
-    name: str, pair: Callable[[str], tuple[Any, Any]], sentences: Corpus
-) -> None:
-    """p(w | x + m v) is p(w | x) exp(e_w . m v), normalised, where the read-out is softmax(E x)."""
-    model, plain = pair(name)
-    examples = make_examples(model, sentences).head(N)
-    trace = Trace.run(model, examples, k=K, progress=False)
-    projection, values = Projection.from_model(model), ValueVectors(model)
-    e = plain_unembedding(plain).double()
-    differing = 0
-    for sentence in range(N):
-        for layer, plain_update in enumerate(plain_updates(name, plain, examples, sentence)):
-            x, v, where = (
-                plain_update.before.double(),
-                plain_values(name, plain, layer).double(),
-                (sentence, layer),
-            )
-            log_p = (e @ x).log_softmax(-1)
-            of_all = projection.scores(values.layer(layer)).double()  # static scores of all tokens
-            one, other = trace.before[where], trace.final[sentence]
-            m = plain_update.scale * plain_update.m
-            scale = float(m.abs().max() * (e.abs() @ v.abs().T).max())
-            for group in GROUPS:
-                for i, index in enumerate(trace.index[group][where].tolist()):
-                    added = m[index] * v[index]
-                    after = (e @ (x + added)).log_softmax(-1)
-                    change = after - log_p
-                    # The whole distribution, by the scores of the projection.
-                    scores = float(trace.scale[where] * trace.coefficient[group][where][i]) * of_all[index]
-                    expected = (log_p.exp() * scores.exp()).log()
-                    expected = expected - expected.logsumexp(-1)
-                    torch.testing.assert_close(after, expected, rtol=0, atol=1e-5 * scale)
-                    # The odds of the two references, by the scores of the trace.
-                    ours = trace.score[group, "before"][where][i] - trace.score[group, "final"][where][i]
-                    odds = float(change[one] - change[other])
-                    assert float(ours) == pytest.approx(odds, rel=0, abs=1e-5 * scale)
-                    assert float(trace.score[group, "before"][where][i]) == pytest.approx(
-                        float(scores[one]), rel=0, abs=1e-5 * scale
-                    )
-                    differing += abs(odds) > 1e-2 * scale
-    assert differing > N * N_LAYERS, "hardly any odds change, so this proves little"
 
 
 # Batches and chance
