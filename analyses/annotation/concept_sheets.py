@@ -55,7 +55,6 @@ class Annotation:
 @checked
 def sheet_code(sample: pd.DataFrame) -> str:
     """The code that tells a sheet from those of other samples: it depends on the items and tokens alone."""
-    check_sample(sample)
     lines = "\n".join(f"{row.item} {row.rank} {row.token}" for row in _ordered(sample).itertuples())
     return "s" + hashlib.sha256(lines.encode()).hexdigest()[:8]
 
@@ -86,7 +85,6 @@ def write_concept_sheets(
     InputError
         There are other sheets in the folder, or these filled in: they are not written over.
     """
-    check_sample(sample)
     folder = Path(folder)
     _refuse_others(folder)
     meanings = {} if describe is None else {token: describe(token) for token in sample["token"].unique()}
@@ -166,6 +164,7 @@ def _pattern_lines(sample: pd.DataFrame) -> pd.DataFrame:
 
 
 def _ordered(sample: pd.DataFrame) -> pd.DataFrame:
+    check_sample(sample)
     return sample.sort_values(["item", "rank"])
 
 
@@ -185,7 +184,6 @@ def read_concept_sheets(folder: str | Path, sample: pd.DataFrame) -> Annotation:
     InputError
         Something is missing or cannot be meant; the message names the first such line of the file.
     """
-    check_sample(sample)
     folder = Path(folder)
     marks = _read_marks(folder / TOKENS_FILE, sample)
     patterns = _read_patterns(folder / PATTERNS_FILE, sample)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +20,10 @@ from sklearn.metrics import cohen_kappa_score
 from annotation.concept_sheets import CLASSES, Annotation, check_sample
 from matlens import metrics
 from matlens.data.examples import Examples
-from matlens.errors import InputError, PositiveInt, Seed, checked, short
+from matlens.errors import InputError, PositiveInt, Seed, checked
 from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.updates import Updates
-from matlens.io.tables import check_columns, read_table, result_row, result_table
+from matlens.io.tables import read_table, result_row, result_table
 from matlens.models.vocabulary import token_texts, visible
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ SAMPLE_COLUMNS = {
     "rank": "int64", "token_id": "int64", "token": "str",
 }  # fmt: skip
 MEASURES = ("covered", "without_stopwords", *CLASSES, "concepts", "small_patterns")
-_READ_SHEETS = "Read each with annotation.read_concept_sheets()."
 AGREEMENT_COLUMNS = ("one", "other", "method", "metric", "value", "n")
 
 
@@ -88,10 +86,6 @@ def draw_concept_sample(
     examples = examples.head(n_layers * per_layer)
     updates, projection = Updates.run(model, examples, progress=progress), Projection.from_model(model)
     values = updates.values
-    if per_layer > values.d_mlp:
-        raise InputError(
-            f"{per_layer} value vectors of each layer were asked for, and a layer has {values.d_mlp}."
-        )
     corpus = examples.provenance.get("corpus", "unnamed")
     items: list[tuple[tuple[Any, ...], list[tuple[int, str]]]] = []
     for layer in range(n_layers):
@@ -203,8 +197,6 @@ def tally_concepts(sample: pd.DataFrame, annotations: Sequence[Annotation]) -> p
     InputError
         There are no annotations.
     """
-    _check_annotations(annotations)
-    check_columns(sample, SAMPLE_COLUMNS, what="a sample, as annotation.draw_concept_sample gives it")
     tallies = [tally_items(sample, annotation) for annotation in annotations]
     items = tallies[0].assign(
         **{name: sum(tally[name] for tally in tallies) / len(tallies) for name in MEASURES}
@@ -215,18 +207,14 @@ def tally_concepts(sample: pd.DataFrame, annotations: Sequence[Annotation]) -> p
     for kind in KINDS:
         for layer in (None, *sorted(items["layer"].unique())):
             part = items[(items["kind"] == kind) & (True if layer is None else items["layer"] == layer)]
-            row = partial(
-                result_row,
-                EXPERIMENT,
-                model=model,
-                corpus=corpora[kind],
-                method=kind,
-                layer=layer,
-                target=layer,
-            )
             for name in MEASURES:
                 shares = torch.from_numpy(part[name].to_numpy(dtype=float, copy=True))
-                rows.append(row(metric=name, k=k, estimate=metrics.mean(shares)))
+                rows.append(
+                    result_row(
+                        EXPERIMENT, model=model, corpus=corpora[kind], method=kind, layer=layer, target=layer,
+                        metric=name, k=k, estimate=metrics.mean(shares),
+                    )
+                )  # fmt: skip
     return result_table(rows)
 
 
@@ -251,8 +239,6 @@ def annotator_agreement(sample: pd.DataFrame, annotations: Sequence[Annotation])
     InputError
         There are no annotations, or one of another sample.
     """
-    _check_annotations(annotations)
-    check_sample(sample)
     item_kinds = sample.groupby("item")["kind"].first()
     token_kinds = sample.set_index(["item", "rank"])["kind"]
     answers = [
@@ -271,13 +257,6 @@ def annotator_agreement(sample: pd.DataFrame, annotations: Sequence[Annotation])
             rows.append((*key, "kappa_concepts", _kappa(*concepts, weights="quadratic"), n_items))
             rows.append((*key, "same_concepts", same, n_items))
     return pd.DataFrame(rows, columns=list(AGREEMENT_COLUMNS))
-
-
-def _check_annotations(annotations: Sequence[Annotation]) -> None:
-    if isinstance(annotations, Annotation) or not isinstance(annotations, Sequence):
-        raise InputError(f"annotations is {short(annotations)}. Expected a list of them. {_READ_SHEETS}")
-    if not annotations:
-        raise InputError(f"There are no filled sheets. Expected at least one. {_READ_SHEETS}")
 
 
 def _of_kind(answers: pd.Series, kinds: pd.Series, kind: str) -> pd.Series:

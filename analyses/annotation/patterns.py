@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,9 +21,9 @@ from torch import Tensor
 from annotation.word_similarity import WordSimilarity
 from matlens import metrics
 from matlens.errors import Fraction, InputError, PositiveInt, Seed, checked, short
-from matlens.ffn.projection import TOP, Projection, top_tokens_of_all
+from matlens.ffn.projection import TOP, Projection, name_columns, top_tokens_of_all
 from matlens.ffn.values import ValueVectors
-from matlens.io.tables import check_columns, result_row, result_table
+from matlens.io.tables import result_row, result_table
 from matlens.models.vocabulary import token_texts, visible
 from matlens.parallel import Bar
 
@@ -34,9 +33,6 @@ if TYPE_CHECKING:
 EXPERIMENT = "concept_search"
 MIN_PATTERN_WORDS = 4  # as in the paper's protocol
 PATTERN_SIZES = range(MIN_PATTERN_WORDS, 13)
-_SEARCH = "Expected tables of annotation.search_concepts."
-_FIT = "Fit one with annotation.WordSimilarity.fit()."
-_LARGEST = 2**31 - 1  # number of a token
 PATTERN_COLUMNS = ("known", "words", "tokens", "similarity", "pattern")
 
 
@@ -67,19 +63,6 @@ def find_patterns(
     InputError
         No token of the lists is a word of the corpus.
     """
-    if (
-        ids.ndim != 2
-        or not ids.numel()
-        or ids.is_floating_point()
-        or int(ids.min()) < 0
-        or int(ids.max()) > _LARGEST
-    ):
-        raise InputError(
-            f"ids is {short(ids)}. Expected numbers of tokens from 0 on, as many for each vector, one or "
-            "more, as ffn.top_tokens_of_all gives them."
-        )
-    if not callable(getattr(tokenizer, "convert_ids_to_tokens", None)):
-        raise InputError(f"The tokenizer is {short(tokenizer)}. Expected the model's own: model.tokenizer.")
     tokens, inverse = np.unique(ids.cpu().numpy(), return_inverse=True)
     words = np.array([word_similarity.row(text) for text in token_texts(tokenizer, tokens.tolist())])
     if not (words >= 0).any():
@@ -147,7 +130,6 @@ def search_concepts(
     InputError
         The model has no value vectors, or the corpus none of its tokens.
     """
-    k, seed = k, seed
     values, projection = ValueVectors(model), Projection.from_model(model)
     value_ids = top_tokens_of_all(values, projection, k=k, progress=progress).ids
     layers = Bar(range(values.n_layers), desc="random vectors", disable=not progress)
@@ -156,21 +138,14 @@ def search_concepts(
     dealt_ids = torch.stack(
         [column[torch.randperm(len(value_ids), generator=generator)] for column in value_ids.T], 1
     )
-    vectors = [values.at(row) for row in range(len(values))]
-    tables = {}
+    named, tables = name_columns(values, range(len(values))), {}
     for method, ids in (("values", value_ids), ("random", torch.cat(random_ids)), ("dealt", dealt_ids)):
-        names = map(str, vectors) if method == "values" else (f"{method} {row}" for row in range(len(ids)))
-        described = pd.DataFrame(
-            {
-                "value": list(names),
-                "layer": [vector.layer for vector in vectors],
-                "index": [vector.index for vector in vectors],
-            }
-        )
         patterns = find_patterns(ids, word_similarity, projection.tokenizer, progress=progress)
-        tables[method] = pd.concat([described, patterns], axis=1).assign(
+        tables[method] = pd.concat([named, patterns], axis=1).assign(
             top=_joined_texts(ids, projection.tokenizer)
         )
+        if method != "values":
+            tables[method]["value"] = [f"{method} {row}" for row in range(len(ids))]
     return tables
 
 
@@ -199,12 +174,7 @@ def pattern_shares(
     k
         Number of top tokens that were searched.
     """
-    if not tables:
-        raise InputError(f"There are no tables. {_SEARCH}")
     for name, table in tables.items():
-        check_columns(
-            table, ("layer", "known", "words", "tokens"), what="tables of annotation.search_concepts"
-        )
         fewest = int(table["top"].str.count(", ").min()) + 1 if "top" in table else k
         if (table[["known", "words"]] > k).any(axis=None) or k > fewest:
             raise InputError(
@@ -215,16 +185,13 @@ def pattern_shares(
     for method, table in tables.items():
         for layer in (None, *sorted(table["layer"].unique())):
             part = table if layer is None else table[table["layer"] == layer]
-            row = partial(
-                result_row,
-                EXPERIMENT,
-                model=model_name,
-                corpus=corpus,
-                method=method,
-                layer=layer,
-                target=layer,
-            )
-            rows += [row(metric=name, k=size, estimate=share) for name, size, share in _shares(part, k)]
+            rows += [
+                result_row(
+                    EXPERIMENT, model=model_name, corpus=corpus, method=method, layer=layer, target=layer,
+                    metric=name, k=size, estimate=share,
+                )
+                for name, size, share in _shares(part, k)
+            ]  # fmt: skip
     return result_table(rows)
 
 
@@ -269,12 +236,6 @@ def distinct_concepts(
     shared
         Largest share of words that two patterns may have in common, of those of the smaller one.
     """
-    check_columns(
-        patterns,
-        ("layer", "words", "tokens", "similarity", "pattern"),
-        what="a table of annotation.search_concepts",
-    )
-    n, words = n, words
     order = patterns[patterns["words"] >= words].sort_values(
         ["tokens", "words", "similarity"], ascending=False, kind="stable"
     )

@@ -15,7 +15,6 @@ import torch
 from annotation.sheets import read_sheet, refuse_lines
 from matlens import metrics
 from matlens.errors import InputError, Seed, checked, random_state, short
-from matlens.io.tables import check_columns
 from matlens.lens.predictions import METHODS
 from matlens.models.vocabulary import visible
 
@@ -33,7 +32,6 @@ def make_plausibility_sheet(predictions: pd.DataFrame, *, seed: Seed = 0) -> pd.
     seed
         Seed of the order.
     """
-    _check_predictions(predictions)
     pairs = predictions[["prompt", "token"]].drop_duplicates()
     shuffled = pairs.sample(frac=1, random_state=random_state(seed))
     # One sentence after the other, in their first order, so that each is read once.
@@ -93,13 +91,6 @@ def plausibility_rates(predictions: pd.DataFrame, sheet: pd.DataFrame) -> pd.Dat
     InputError
         The sheet lacks a token of the predictions: it belongs to others.
     """
-    _check_predictions(predictions)
-    way = "Read it with annotation.read_plausibility_sheet()."
-    check_columns(
-        sheet, ("sentence", "token", "plausible"), what="a sheet of annotation.read_plausibility_sheet"
-    )
-    if not sheet["plausible"].isin([0, 1]).all():
-        raise InputError(f"sheet has marks that are neither 0 nor 1. {way}")
     marks = sheet.set_index(["sentence", "token"])["plausible"]
     keys = pd.MultiIndex.from_arrays([predictions["prompt"], predictions["token"].map(visible)])
     absent = ~keys.isin(marks.index)
@@ -128,18 +119,6 @@ def plausibility_rates(predictions: pd.DataFrame, sheet: pd.DataFrame) -> pd.Dat
         read, mapped = (counts[method]["sum"] for method in ("id", "mat"))
         rows.append(_rate("id", layer, "more_than_mat", (read > mapped.reindex(read.index)).to_numpy()))
     return pd.DataFrame(rows)
-
-
-def _check_predictions(predictions: pd.DataFrame) -> None:
-    way = "Expected the table of lens.top_predictions."
-    check_columns(
-        predictions, ("prompt", "method", "layer", "rank", "token"), what="the table of lens.top_predictions"
-    )
-    unknown = set(predictions["method"]) - set(METHODS)
-    if unknown or not predictions[["prompt", "token"]].map(lambda text: isinstance(text, str)).all(axis=None):
-        raise InputError(
-            f"predictions has other methods than {', '.join(METHODS)}, or no texts as tokens. {way}"
-        )
 
 
 def _rate(method: str, layer: int | None, metric: str, hits: np.ndarray) -> dict[str, object]:
