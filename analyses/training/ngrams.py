@@ -6,9 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from matlens.errors import InputError, PositiveInt, check_int, checked
-
-_MOST = 10  # tokens of an n-gram
+from matlens.errors import PositiveInt, checked
 
 
 @checked
@@ -28,17 +26,12 @@ class NgramModel:
         The number of tokens.
     order
         The length of the longest n-gram.
-
-    Raises
-    ------
-    InputError
-        There are no sequences of two tokens or more, a token is out of range, or the order less than 1.
     """
 
-    def __init__(self, sequences: Sequence[Sequence[int]], *, d_vocab: PositiveInt, order: int = 3) -> None:
-        self.order = check_int(order, "The order", min=1, max=_MOST)
-        self.d_vocab = d_vocab
-        check_sequences(sequences, self.d_vocab)
+    def __init__(
+        self, sequences: Sequence[Sequence[int]], *, d_vocab: PositiveInt, order: PositiveInt = 3
+    ) -> None:
+        self.order, self.d_vocab = order, d_vocab
         # Per length, from 1 on: counts of tokens behind each context.
         self._counts: list[dict[tuple[int, ...], Counter[int]]] = [
             defaultdict(Counter) for _ in range(self.order)
@@ -74,14 +67,7 @@ class NgramModel:
         return p
 
     def perplexity(self, sequences: Sequence[Sequence[int]]) -> tuple[float, int]:
-        """Perplexity of all tokens but the first of each sequence, and how many these are.
-
-        Raises
-        ------
-        InputError
-            There are no sequences of two tokens or more, or a token is out of range.
-        """
-        check_sequences(sequences, self.d_vocab)
+        """Perplexity of all tokens but the first of each sequence, and how many these are."""
         logs = [
             math.log(self.probability(tokens[max(i - self.order + 1, 0) : i], tokens[i]))
             for tokens in sequences
@@ -97,20 +83,3 @@ def _discount(counts: object) -> float:
         times.update(behind.values())
     once, twice = times[1], times[2]
     return once / (once + 2 * twice) if once and twice else 0.5
-
-
-def check_sequences(sequences: Sequence[Sequence[int]], d_vocab: int) -> None:
-    """Refuse sequences that are none of tokens of a vocabulary, or have nothing to predict.
-
-    Raises
-    ------
-    InputError
-        They are; the message says how.
-    """
-    if not any(len(tokens) > 1 for tokens in sequences):
-        raise InputError(
-            "No sequence has two tokens. Expected sequences with a first token and some behind it."
-        )
-    for tokens in sequences:
-        if len(tokens) and not 0 <= min(tokens) <= max(tokens) < d_vocab:
-            raise InputError(f"A token is not among those from 0 to {d_vocab - 1}. Expected these.")

@@ -19,7 +19,6 @@ from matlens.errors import Between, InputError, PositiveInt, Seed, checked
 from matlens.io.files import check_file_name, content_hash, system_errors, write_bytes
 from matlens.models.families.wikilm.adaptive import AdaptiveSoftmax
 from matlens.parallel import Bar
-from training.ngrams import check_sequences
 
 STATE = "training.safetensors"
 _RECORD = "record"
@@ -93,11 +92,8 @@ def train(
     Raises
     ------
     InputError
-        There are no sequences, the folder holds the state of another training, or the loss is not finite.
+        The folder holds the state of another training, or the loss is not finite.
     """
-    every, seed = every, seed
-    for part in (sequences, held_out):
-        check_readable(model, part)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=_BETAS, weight_decay=_DECAY)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmed_cosine(step, n_updates))
     job = {
@@ -160,27 +156,6 @@ def next_token_losses(model: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
         return head.losses(model.features(inputs, mask)[counted], targets)
     hidden = model.base_model(inputs, attention_mask=mask).last_hidden_state[counted]
     return cross_entropy(head(hidden), targets, reduction="none")
-
-
-def check_readable(model: Any, sequences: Sequence[Sequence[int]]) -> None:
-    """Refuse what is no decoder of transformers, or sequences that it cannot read.
-
-    Raises
-    ------
-    InputError
-        It is none, has no such tokens, or reads no texts as long.
-    """
-    config, head = getattr(model, "config", None), getattr(model, "get_output_embeddings", None)
-    d_vocab = getattr(config, "vocab_size", None)
-    if not callable(head) or head() is None or not isinstance(d_vocab, int):
-        raise InputError(
-            f"model is a {type(model).__name__}. Expected a WikiLMForCausalLM or another decoder of "
-            "transformers, with its language-model head."
-        )
-    check_sequences(sequences, d_vocab)
-    most = getattr(config, "max_position_embeddings", None)
-    if isinstance(most, int) and max(map(len, sequences)) > most:
-        raise InputError(f"A sequence has {max(map(len, sequences))} tokens, and the model reads {most}.")
 
 
 @torch.inference_mode()

@@ -14,7 +14,7 @@ from matlens.errors import PositiveInt, checked
 from matlens.io.tables import result_row, result_table
 from matlens.metrics import Estimate
 from training.ngrams import NgramModel
-from training.running import TrainingRun, check_readable, sequence_losses
+from training.running import TrainingRun, sequence_losses
 
 TRAINING, ORDERS = "training", {"unigrams": 1, "bigrams": 2, "trigrams": 3}
 
@@ -34,8 +34,6 @@ def compare_with_ngrams(
     sequences, held_out
         Sequences of tokens; the first of each is given.
     """
-    for part in (sequences, held_out):
-        check_readable(model, part)
     loss = metrics.mean(sequence_losses(model, held_out))
     value, low, high = (math.exp(nats) for nats in loss[:3])
     d_vocab = int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]

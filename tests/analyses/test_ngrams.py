@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from training.ngrams import NgramModel
 
-from matlens import InputError
-
 V, ORDER = 6, 3
 GENERATOR = np.random.default_rng(0)
 SEQUENCES = [[0, *map(int, GENERATOR.choice([1, 1, 1, 2, 2, 3, 4], 8)), 0] for _ in range(12)]
@@ -83,9 +81,3 @@ def test_perplexity_is_of_all_tokens_but_the_first() -> None:
     value, n = model.perplexity(TESTED)
     assert n == len(logs) == 9
     assert value == pytest.approx(math.exp(-sum(logs) / len(logs)), rel=1e-12)
-
-
-@pytest.mark.parametrize("sequences", [[], [[0]], [[0, V]], [[0, -1]]])
-def test_sequences_that_are_none_are_refused(sequences: list[list[int]]) -> None:
-    with pytest.raises(InputError, match="Expected"):
-        NgramModel(sequences, d_vocab=V)
