@@ -12,7 +12,7 @@ from torch import Tensor
 
 from matlens.data.examples import Batch, Examples
 from matlens.data.readers import reads_whole
-from matlens.errors import InputError, checked
+from matlens.errors import InputError, checked, short
 from matlens.models.hooks import EndOfPass, hanging, intervening
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import COEFFICIENTS, STREAM, Site, check_finite
@@ -54,6 +54,13 @@ def remove_sub_updates(
         raise InputError(
             f"examples must have a position in each sentence, got {examples.n_positions} in {len(examples)}."
         )
+    for layer, of_layer in index.items():
+        layout.resolve(Site(COEFFICIENTS, layer))
+        if len(of_layer) != len(examples) or int(of_layer.min()) < 0:  # a negative index is another one
+            raise InputError(
+                f"index[{layer}] must have indices from 0 for each of the {len(examples)} examples, got "
+                f"{short(of_layer)}."
+            )
     read = examples if reads_whole(model) else examples.up_to_positions()
     for row in Bar(range(len(read)), desc="leaving out", unit="sentence", disable=not progress):
         position, of_row = int(read.positions[row]), {layer: rows[row] for layer, rows in index.items()}

@@ -40,7 +40,7 @@ from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
 from matlens.models.sites import STREAM
 from matlens.parallel import Bar
-from matlens.patching.replacements import Where
+from matlens.patching.replacements import Replacement, Where
 from matlens.patching.variants import Variant, run_variants
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def linearity_atlas(
 
     A row for each part and number, with the columns ``kind``, ``tokens`` and ``parts``. Scores are of the
     method ``map``: ``r2`` and ``r2 of the variance`` on the judged text; ``procrustes``, ``rotation`` and
-    ``nbl bound`` of the fitted text, see `FitScores`. ``rise`` is by how much the mean negative log
+    ``nbl bound`` of the fitted text (definitions, section 10). ``rise`` is by how much the mean negative log
     likelihood of the right token rises, in nats, with a 95% interval over texts; ``agreement`` how often the
     likeliest token is the one of the whole model; both of the methods ``map`` and ``left out``. ``tokens`` is
     ``all``, or ``no sinks`` where maps are fitted, judged and put at all tokens but attention sinks; where
@@ -243,7 +243,7 @@ class _Atlas:
         with Bar(total=2 * len(parts), desc="solving", unit="map", disable=not progress) as bar:
             for part, with_sinks, linear, scores in sums.solve(provenance):
                 mode = ALL if with_sinks else NO_SINKS
-                self._maps[part, mode], self._scores[part, mode] = linear, scores.by_name()
+                self._maps[part, mode], self._scores[part, mode] = linear, scores
                 bar.update(1)
 
     def score_rows(self, parts: Sequence[Part]) -> list[Row]:
@@ -300,7 +300,8 @@ class _Atlas:
             if case.method == LEFT_OUT:
                 replacements.append(case.part.left_out(where))
             else:
-                replacements.append(case.part.replaced(self._maps[case.part, case.tokens], where))
+                linear = self._maps[case.part, case.tokens]
+                replacements.append(Replacement.from_map(linear, where=where))
         return Variant(layer, replacements)
 
     @torch.inference_mode()

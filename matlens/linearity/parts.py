@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from matlens.errors import check_int, checked
-from matlens.linear.maps import LinearMap
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import STREAM, Site
 from matlens.patching.replacements import Replacement, Where
@@ -57,21 +56,10 @@ class Part:
         """Whether what it gives is added to the stream, so that it is left out by nothing in its place."""
         return self.kind in WRITING
 
-    def replaced(self, by: LinearMap, where: Where) -> Replacement:
-        """The part with a map in its place."""
-        return Replacement.from_map(by, where=where)
-
     def left_out(self, where: Where) -> Replacement:
         """The part left out: attention and FFN write nothing, and norms and blocks give what they read."""
         function = _nothing if self.writes else _unchanged
         return Replacement(function, Site.parse(self.source), Site.parse(self.target), where)
-
-    def touches(self, other: Part) -> bool:
-        """Whether two parts cannot be replaced together."""
-        if not set(self.blocks) & set(other.blocks):
-            return False
-        submodules = not self.source.startswith(f"{STREAM}.") and not other.source.startswith(f"{STREAM}.")
-        return not submodules or self.kind == other.kind
 
 
 def _nothing(h: Tensor) -> Tensor:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
-from matlens.errors import Between, InputError, PositiveInt, Seed, check_choice, checked, short
+from matlens.errors import Between, InputError, PositiveInt, Seed, checked
 from matlens.io.tables import check_columns, result_row, result_table
 from matlens.linearity.scores import BOUND, SCORES
 from matlens.metrics import Estimate
@@ -19,17 +19,24 @@ CORRELATIONS, SUMMARY = "linearity_correlations", "linearity_kinds"
 GROUPS = {"norms": ("ln1", "ln2"), "attn": ("attn",), "ffn": ("ffn",), "block": ("block",),
           "any": ("attn", "ffn", "block")}  # fmt: skip
 """Kinds of parts among which the first are looked for; a norm that is replaced saves nothing."""
+Group = Literal["norms", "attn", "ffn", "block", "any"]
+Tokens = Literal["all", "no sinks"]
 FIRST = 3
 _COLUMNS = ("method", "layer", "target", "metric", "value", "kind", "tokens")
-_WORDS = ("method", "metric", "kind", "tokens")
 _RESAMPLES = 999
 _FEWEST = 6  # parts of which a correlation is told
 _EVERY = "all kinds"
 
 
+def _rises(table: pd.DataFrame, tokens: str) -> pd.DataFrame:
+    """By how much the loss rises with the map of a part in its place."""
+    _check_atlas(table)
+    return table[(table["metric"] == "rise") & (table["method"] == "map") & (table["tokens"] == tokens)]
+
+
 @checked
 def first_parts(
-    table: pd.DataFrame, n: PositiveInt = FIRST, *, group: str = "any", tokens: str = "all"
+    table: pd.DataFrame, n: PositiveInt = FIRST, *, group: Group = "any", tokens: Tokens = "all"
 ) -> list[tuple[str, int]]:
     """The parts that cost least when they are replaced, by kind and layer; none that touches another.
 
@@ -40,17 +47,12 @@ def first_parts(
     n
         How many.
     group
-        Among which, of `GROUPS`.
+        The kinds of parts, see `GROUPS`.
     tokens
-        ``all``, or ``no sinks``.
+        The tokens at which parts are replaced.
     """
-    _check_atlas(table)
-    check_choice(tokens, ("all", "no sinks"), "tokens")
-    kinds = GROUPS[check_choice(group, tuple(GROUPS), "group")]
-    rows = table[
-        (table["metric"] == "rise") & (table["method"] == "map") & (table["tokens"] == tokens)
-        & table["kind"].isin(kinds)
-    ].sort_values("value", kind="stable")  # fmt: skip
+    rows = _rises(table, tokens)
+    rows = rows[rows["kind"].isin(GROUPS[group])].sort_values("value", kind="stable")
     chosen: list[tuple[str, int]] = []
     for kind, layer in zip(rows["kind"], rows["layer"].astype(int), strict=True):
         taken = {other for other, of_layer in chosen if of_layer == layer}
@@ -60,27 +62,15 @@ def first_parts(
 
 
 @checked
-def added_rise(table: pd.DataFrame, parts: str, *, tokens: str = "all") -> float:
-    """By how much the loss rises for each of some parts alone, added up.
+def added_rise(table: pd.DataFrame, parts: str, *, tokens: Tokens = "all") -> float:
+    """The sum of the rises of the loss for each of some parts alone.
 
-    Parameters
-    ----------
-    table
-        The table of `linearity_atlas`.
-    parts
-        Their names with a comma between, as in the column ``parts``.
-    tokens
-        ``all``, or ``no sinks``.
+    ``table`` is that of `linearity_atlas`; ``parts`` are names with a comma between, as in its column.
     """
-    _check_atlas(table)
-    check_choice(tokens, ("all", "no sinks"), "tokens")
-    rows = table[(table["metric"] == "rise") & (table["method"] == "map") & (table["tokens"] == tokens)]
-    alone = rows[rows["layer"].notna()]
+    alone = _rises(table, tokens)
+    alone = alone[alone["layer"].notna()]
     names = alone["kind"] + " " + alone["layer"].astype("Int64").astype(str)
     by_name = dict(zip(names, alone["value"], strict=True))
-    missing = [name for name in parts.split(", ") if name not in by_name]
-    if missing:
-        raise InputError(f"The table has no part {short(missing[0])}. Expected names such as 'ffn 3'.")
     return float(sum(by_name[name] for name in parts.split(", ")))
 
 
@@ -206,13 +196,4 @@ def spearman(
 
 
 def _check_atlas(table: pd.DataFrame, *more: str) -> None:
-    """Refuse what is no table of the atlas."""
-    what = "the table of linearity.linearity_atlas"
-    check_columns(table, (*more, *_COLUMNS), what=what)
-    words = all(isinstance(cell, str) for column in _WORDS for cell in table[column])
-    layers = pd.to_numeric(table["layer"], errors="coerce")
-    numbers = pd.api.types.is_numeric_dtype(table["value"]) and bool(
-        (layers.isna() == table["layer"].isna()).all()
-    )
-    if not words or not numbers:
-        raise InputError(f"The table has cells of other kinds than {what} has. Expected that table.")
+    check_columns(table, (*more, *_COLUMNS), what="the table of linearity.linearity_atlas")

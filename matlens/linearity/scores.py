@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -31,34 +30,16 @@ SCORES = (R2, R2_OF_VARIANCE, PROCRUSTES, ROTATION, BOUND)
 _ROUNDING = torch.finfo(torch.float32).eps
 
 
-class FitScores(NamedTuple):
-    """What the moments of the tokens that a map was fitted on say.
-
-    Attributes
-    ----------
-    procrustes
-        The score of 2405.12250: inputs and outputs centred and scaled to unit norm, one less the squared
-        error of the best linear map. That is the share of the whole variance that an affine map explains.
-    rotation
-        The same of the best rotation with a factor, as SciPy's ``procrustes``; NaN where widths differ.
-    bound
-        NBL's: the sum of ``1 - rho^2`` over canonical correlations ``rho``; for attention and FFN those of
-        what enters with what leaves and what enters added up, as in NBL's code.
-    """
-
-    procrustes: float
-    rotation: float
-    bound: float
-
-    def by_name(self) -> dict[str, float]:
-        """The scores by the names that tables have."""
-        return {PROCRUSTES: self.procrustes, ROTATION: self.rotation, BOUND: self.bound}
-
-
 def fit_scores(
     r: Float[Tensor, "k d_in"], z: Float[Tensor, "k d_out"], r_y: Float[Tensor, "k_y d_out"], *, added: bool
-) -> FitScores:  # fmt: skip
-    """Scores of a part, from the factors of centred samples.
+) -> dict[str, float]:  # fmt: skip
+    """Scores of a part on the tokens that its map was fitted on, from the factors of centred samples.
+
+    ``procrustes`` is that of 2405.12250: inputs and outputs centred and scaled to unit norm, one less the
+    squared error of the best linear map, which is the share of the whole variance that an affine map
+    explains. ``rotation`` is the same of the best rotation with a factor, as SciPy's ``procrustes``; NaN
+    where widths differ. ``nbl bound`` is NBL's: the sum of ``1 - rho^2`` over canonical correlations ``rho``,
+    for attention and FFN those of the input with the sum of output and input, as in NBL's code.
 
     Parameters
     ----------
@@ -79,7 +60,8 @@ def fit_scores(
     if r.shape[1] == z.shape[1] and of_x * total > 0:
         rotation = float(torch.linalg.svdvals(crossed).sum()) ** 2 / (of_x * total)
     beside = z + r if added else z
-    return FitScores(explained / total if total > 0 else math.nan, rotation, _bound(r, beside, r_y))
+    procrustes = explained / total if total > 0 else math.nan
+    return {PROCRUSTES: procrustes, ROTATION: rotation, BOUND: _bound(r, beside, r_y)}
 
 
 def _bound(r: Tensor, z: Tensor, r_y: Tensor) -> float:
@@ -198,7 +180,7 @@ class PartSums:
         sinks = {site: torch.cat([none[site], *(part[site] for part in self._sinks)]) for site in none}
         self._sinks = [parallel.concatenate(sinks, "vectors of sinks")]
 
-    def solve(self, provenance: Provenance) -> Iterable[tuple[Part, bool, LinearMap, FitScores]]:
+    def solve(self, provenance: Provenance) -> Iterable[tuple[Part, bool, LinearMap, dict[str, float]]]:
         """Each part's map with an intercept and its scores: with sinks (True), and without (False).
 
         Raises
@@ -224,7 +206,7 @@ class PartSums:
 
     def _solved(
         self, with_sinks: bool, provenance: Provenance
-    ) -> Iterable[tuple[Part, bool, LinearMap, FitScores]]:
+    ) -> Iterable[tuple[Part, bool, LinearMap, dict[str, float]]]:
         of_source: dict[str, list[Part]] = {}
         for part, (source, _) in self._ends.items():
             of_source.setdefault(source, []).append(part)

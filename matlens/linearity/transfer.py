@@ -12,8 +12,8 @@ import pandas as pd
 import torch
 
 from matlens.activations.activations import Activations
-from matlens.errors import InputError, PositiveInt, checked
-from matlens.io.tables import COLUMNS, check_columns, result_row, result_table
+from matlens.errors import PositiveInt, checked
+from matlens.io.tables import result_row, result_table
 from matlens.lens.evaluation import fit_quality, prediction_quality
 from matlens.linear.fitting import fit_rows, fit_samples
 from matlens.linear.mapsets import MapSet
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     pass
 
 ACROSS_CORPORA = "paper_a_sec5_corpora"  # the experiment
-_NEEDED = ("method", "layer", "metric", "k", "value")  # columns that tables for people are made of
 
 
 @checked
@@ -39,7 +38,6 @@ def fit_equally_many(samples: Mapping[str, Activations], *, every: PositiveInt =
     every
         From every how many layers, from the embeddings on.
     """
-    _check_some(samples, "samples")
     equal = min(of_corpus.n_rows for of_corpus in samples.values())
     maps = {}
     for name, of_corpus in samples.items():
@@ -70,8 +68,6 @@ def transfer_quality(
     validations
         The stream on validation sentences, by their corpus.
     """
-    _check_some(maps, "maps")
-    _check_some(validations, "validation vectors")
     tables = []
     for fitted, fits in maps.items():
         for tested, validation in validations.items():
@@ -95,7 +91,6 @@ def transfer_means(table: pd.DataFrame) -> pd.DataFrame:
     table
         A table of `transfer_quality`.
     """
-    check_columns(table, COLUMNS, what="the table of linearity.transfer_quality")
     named = ["experiment", "model", "corpus", "method", "target", "metric", "k"]
     rows = []
     for names, part in table.groupby(named, sort=False, dropna=False):
@@ -118,7 +113,6 @@ def transfer_losses(table: pd.DataFrame) -> pd.DataFrame:
     table
         A table of `transfer_quality`.
     """
-    check_columns(table, ("corpus", *_NEEDED), what="the table of linearity.transfer_quality")
     best = table[(table["metric"] == "precision") & (table["k"] == 1)]
     wide = best.pivot_table(index="layer", columns=["corpus", "method"], values="value")
     rows = []
@@ -127,8 +121,3 @@ def transfer_losses(table: pd.DataFrame) -> pd.DataFrame:
         relative = ((here - same) / same).mean()
         rows.append((corpus, method, here.mean(), (here - same).mean(), relative))
     return pd.DataFrame(rows, columns=["corpus", "method", "precision", "difference", "relative"])
-
-
-def _check_some(given: Mapping[str, object], what: str) -> None:
-    if not given:
-        raise InputError(f"There are no {what}. Expected some, each under its name.")

@@ -74,30 +74,20 @@ def fit_submodules(
     ridge: float = 0.0,
     progress: bool = True,
 ) -> Iterator[LinearMap]:
-    """Fit stand-ins for sub-modules from collected samples, one after the other.
+    """Fit maps of sub-modules from collected samples, one after the other, which bounds memory.
+
+    ``rows``, ``weights``, ``intercept`` and ``ridge`` are those of `fit_samples`; ``~sink_rows(...)`` leaves
+    attention sinks out, whose activations are so large that a fit follows little else.
 
     Parameters
     ----------
     samples
         Vectors at the inputs and outputs, such as `matlens.collect` gives for `submodule_pairs`.
     pairs
-        Sites before and behind each sub-module.
-    rows
-        Samples to fit on, by default all. An attention sink's activations are so large that a fit
-        follows little else: ``~sink_rows(...)`` leaves them out.
-    weights
-        How much each sample counts, by default 1; see `fit_samples`.
-    intercept, ridge
-        See `LeastSquares.solve`.
-
-    Raises
-    ------
-    InputError
-        A site was not collected, ``rows`` has another length than the samples, or no sample is chosen.
+        Sites before and after each sub-module.
     """
     pairs = resolve_pairs(pairs, samples.provenance)
     check_collected(pairs, samples)
-    # One by one: only the two sites of a pair are held in float64.
     noisy: list[NoisyFit] = []
     one_by_one = (
         fit_rows(samples, [pair], rows=rows, weights=weights, intercept=intercept, ridge=ridge, noisy=noisy)
@@ -131,8 +121,6 @@ def attend_nowhere(
         replacement.source.layer: replacement.function
         for replacement in resolve_replacements(model, mat_attn(maps, first, last))
     }
-    if h.shape[1] != layout.d_model:
-        raise InputError(f"h must have the shape [n, {layout.d_model}], got {short(h)}.")
     check_finite(h, str(Site(STREAM, first)))
     multiplier, h = output_multiplier(model), h[:, None]
     for layer in range(first, last):

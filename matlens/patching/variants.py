@@ -68,27 +68,19 @@ def run_variants(
     """Run every variant over the examples; gives what each has for ``h^L`` at the examples' positions.
 
     Variants share the blocks that they leave as they are: each batch runs once unpatched, and a variant
-    starts from there at its own first layer. Nothing keeps a model with linear norms from growing beyond
-    all numbers; vectors of such a run are not finite, and `matlens.lens.evaluate` counts them as
-    wrong.
+    starts from there at its own first layer. Vectors of a model with linear norms can overflow;
+    `matlens.lens.evaluate` counts vectors that are not finite as wrong.
 
     Parameters
     ----------
     model, examples
-        The model and what it reads. Decoders read a sentence no further than its last position.
+        The model and its examples. Decoders read a sentence no further than its last position.
     variants
         The ways of running the model, by names that can be names of files.
     folder
-        Where the vectors are kept, by default in memory. A killed run goes on where it was when it is called
-        again.
+        Where the vectors are stored, by default in memory. An interrupted run resumes there.
     origin
-        What the replacements come from, for the folder's record: a folder of others is refused.
-
-    Raises
-    ------
-    InputError
-        There is no variant; or a replacement does not fit the model or the examples, or comes before its
-        variant's first layer.
+        Where the replacements come from, for the folder's record: a folder of others is refused.
     """
     layout = ModelLayout.from_model(model)
     check_own_tokens(model, examples)
@@ -144,23 +136,18 @@ def _resolve_variant(
     first = layout.resolve(Site(STREAM, variant.first)).layer
     start, end = layout.order(Site(STREAM, first)) if first else -1, layout.order(layout.stream[-1])
     replacements = resolve_replacements(model, variant.replacements, identity=identity)
-    late = [replacement for replacement in replacements if layout.order(replacement.target) > end]
-    if late:
-        raise InputError(
-            f"{late[0]} in {name} replaces what lies behind {layout.stream[-1]}, which variants give. "
-            "Expected replacements before."
-        )
-    early = [replacement for replacement in replacements if layout.order(replacement.source) < start]
-    if early:
-        raise InputError(
-            f"{name} runs unpatched up to layer {first}, and {early[0]} replaces what lies before it."
-        )
     for replacement in replacements:
+        if layout.order(replacement.target) > end:
+            raise InputError(f"{replacement} in {name} replaces what lies after {layout.stream[-1]}.")
+        if layout.order(replacement.source) < start:
+            raise InputError(
+                f"{name} runs unpatched up to layer {first}, and {replacement} replaces what lies before it."
+            )
         where = replacement.where
         if not isinstance(where, str) and len(where) != len(examples):
             raise InputError(
-                f"'where' of {replacement} in {name} has {len(where)} rows for {len(examples)} examples. "
-                "Expected one row for each example."
+                f"'where' of {replacement} in {name} must have {len(examples)} rows, one per example, got "
+                f"{len(where)}."
             )
     return replace(variant, first=first, replacements=replacements)
 

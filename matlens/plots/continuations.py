@@ -10,12 +10,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-from matlens.errors import checked
 from matlens.plots.colours import Look, method_looks
-from matlens.plots.style import add_legend, literal, model_title, percent_ticks, short_name, styled
+from matlens.plots.lines import line_key
+from matlens.plots.style import finish, literal, model_title, percent_ticks, short_name, styled
 
 _AROUND = [
     (distance * np.cos(angle), distance * np.sin(angle))
@@ -23,7 +22,6 @@ _AROUND = [
 ]  # points from a mark to the middle of its coefficient, nearest first
 
 
-@checked
 @styled
 def toxicity_against_perplexity(results: pd.DataFrame) -> Figure:
     """Share of toxic continuations against perplexity (paper B, Table 5), a panel for each list of prompts.
@@ -53,14 +51,15 @@ def toxicity_against_perplexity(results: pd.DataFrame) -> Figure:
     panels[0].set_ylabel("toxic continuations")
     panels[0].set_ylim(bottom=0)
     percent_ticks(panels[0].yaxis)
-    handles = [
-        Line2D([], [], color=look.colour, ls=look.line, marker=look.marker, ms=5, label=literal(method))
+    keys = [
+        line_key(literal(method), look.colour, ls=look.line, marker=look.marker, ms=5)
         for method, look in looks.items()
     ]
-    add_legend(figure, handles, columns=3)
     first = toxic.iloc[0]
-    title = model_title(first["model"], first["corpus"]) + f", {first['n']:,} prompts"
-    figure.suptitle(title if len(lists) == 1 else model_title(first["model"]))
+    title = model_title(first["model"])
+    if len(lists) == 1:
+        title = f"{model_title(first['model'], first['corpus'])}, {first['n']:,} prompts"
+    finish(figure, title, keys, columns=3)
     figure.draw_without_rendering()  # settles where the points are
     for ax, name in zip(panels, lists, strict=True):
         shown = points[points["corpus"] == name].rename(columns={"value": "toxic"})

@@ -6,17 +6,14 @@ from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
-from matlens.errors import checked
 from matlens.plots.colours import DARK, DOTTED, GREY, method_looks
-from matlens.plots.lines import draw_line, precision_axis
-from matlens.plots.style import add_legend, layer_ticks, literal, model_title, percent_ticks, styled, title_of
+from matlens.plots.lines import draw_line, line_key, precision_axis
+from matlens.plots.style import finish, layer_axis, literal, model_title, percent_ticks, styled, title_of
 
 _GOAL = 0.95  # Precision@1 at which the layers saved are compared
 
 
-@checked
 @styled
 def early_exit(results: pd.DataFrame) -> Figure:
     """Precision@1 against the mean number of layers run, by early and by fixed exit (paper A, Figure 9)."""
@@ -31,15 +28,11 @@ def early_exit(results: pd.DataFrame) -> Figure:
     ax.text(
         0.01, _GOAL, f"{_GOAL:.0%}", transform=ax.get_yaxis_transform(), va="bottom", fontsize=7, color=DARK
     )
-    ax.set_xlabel("mean number of layers run")
-    ax.set_xticks(layer_ticks(int(results["target"].max())))
+    layer_axis(ax, results["target"].max(), "mean number of layers run")
     precision_axis(ax)
-    add_legend(figure, columns=2)
-    figure.suptitle(title_of(results))
-    return figure
+    return finish(figure, title_of(results), columns=2)
 
 
-@checked
 @styled
 def exits_figure(table: pd.DataFrame) -> Figure:
     """Accuracy against the layers saved, a mark for each method, with deviations over the seeds (Table 6).
@@ -72,21 +65,16 @@ def exits_figure(table: pd.DataFrame) -> Figure:
     ax.set_ylim(max(0.0, float(lowest) - 0.05), 1.02)
     ax.set_xlim(left=-0.05 * float(table["saved"].max() or 1))
     percent_ticks(ax.yaxis)
-    marks = [
-        Line2D([], [], color=look.colour, marker=look.marker, ls="none", ms=5.5, label=literal(method))
+    keys = [
+        line_key(literal(method), look.colour, marker=look.marker, ls="none", ms=5.5)
         for method, look in looks.items()
     ]
-    chance = Line2D(
-        [], [], color=DARK, marker="o", ls="none", ms=4, mfc="white", label="its layers at random"
-    )
-    add_legend(figure, [*marks, chance], columns=1, place="outside right center")
+    keys.append(line_key("its layers at random", marker="o", ls="none", ms=4, mfc="white"))
     first = table.iloc[0]
-    title = model_title(first["model"], first["corpus"], int(first["n"]))
-    figure.suptitle(f"{title}, {first['seeds']} splits")
-    return figure
+    title = f"{model_title(first['model'], first['corpus'], int(first['n']))}, {first['seeds']} splits"
+    return finish(figure, title, keys, columns=1, place="outside right center")
 
 
-@checked
 @styled
 def costs_figure(results: pd.DataFrame) -> Figure:
     """What is kept in memory for a fixed exit, and what early exit by ``mat`` computes and saves.
@@ -126,9 +114,7 @@ def costs_figure(results: pd.DataFrame) -> Figure:
     right.set_ylim(bottom=0)
     for axis in (right.xaxis, right.yaxis):
         percent_ticks(axis)
-    add_legend(figure, [line for ax in (left, right) for line in ax.get_lines()], columns=3)
-    figure.suptitle(title_of(results))
-    return figure
+    return finish(figure, title_of(results), [*left.get_lines(), *right.get_lines()], columns=3)
 
 
 def _deviation(value: float, deviation: float, most: float) -> Any:

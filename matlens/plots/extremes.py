@@ -8,9 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.optimize import linear_sum_assignment
 
-from matlens.errors import checked
 from matlens.plots.colours import DARK, GREY, LOWERED, OTHER, RAISED
-from matlens.plots.style import add_legend, layer_ticks, literal, styled
+from matlens.plots.style import finish, layer_ticks, literal, styled
 
 _AREA = 1400.0  # points squared of a cluster with all extreme sub-updates
 _NAMED = 8  # clusters of each panel that are named
@@ -23,7 +22,6 @@ _LEADER = {"arrowstyle": "-", "color": DARK, "lw": 0.5, "shrinkA": 1, "shrinkB":
 _READS = {"score": "by score", "lift": "by score above the vocabulary's mean"}
 
 
-@checked
 @styled
 def extremes_figure(clusters: pd.DataFrame, title: str) -> Figure:
     """Clusters of extreme sub-updates by layer and by how common the tokens are that they promote.
@@ -60,9 +58,7 @@ def extremes_figure(clusters: pd.DataFrame, title: str) -> Figure:
             (OTHER, "other clusters of dominant sub-updates"),
         )
     ]  # fmt: skip
-    add_legend(figure, handles)
-    figure.suptitle(literal(title))
-    return figure
+    return finish(figure, literal(title), handles)
 
 
 def _draw_clusters(ax: Axes, extreme: pd.DataFrame, drawn: pd.DataFrame) -> None:

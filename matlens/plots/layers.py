@@ -8,19 +8,26 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from matlens.errors import InputError, check_choice, checked
+from matlens.errors import InputError, check_choice
 from matlens.models.vocabulary import visible
-from matlens.plots.colours import DARK, ID, MAT, SOLID, STYLES, Look, ink, method_looks
-from matlens.plots.lines import LAYER, draw_both, draw_line, mark_infinite, precision_axis, surprisal_axis
+from matlens.plots.colours import ID, MAT, SOLID, STYLES, Look, ink, method_looks
+from matlens.plots.lines import (
+    draw_both,
+    draw_line,
+    draw_methods,
+    line_key,
+    mark_infinite,
+    precision_axis,
+    surprisal_axis,
+)
 from matlens.plots.style import (
-    add_legend,
     examples_of,
+    finish,
+    layer_axis,
     layer_ticks,
     literal,
     model_title,
@@ -50,7 +57,6 @@ _COLOURS = {
 }
 
 
-@checked
 @styled
 def r2_heatmaps(results: pd.DataFrame) -> Figure:
     """r2 of ``mat`` and ``id`` for all pairs of layers, on one colour scale (paper A, Figures 2 and 3).
@@ -65,10 +71,8 @@ def r2_heatmaps(results: pd.DataFrame) -> Figure:
         image = ax.imshow(grid.T, origin="lower", cmap="RdBu", vmin=-1, vmax=1)
         ax.grid(False)
         ax.set_title(rf"$\mathtt{{{method}}}_{{\ell \to \ell'}}$")
-        ax.set_xlabel(r"source layer $\ell$")
-        ticks = layer_ticks(len(grid) - 1)
-        ax.set_xticks(ticks)
-        ax.set_yticks(ticks)
+        layer_axis(ax, len(grid) - 1, r"source layer $\ell$")
+        ax.set_yticks(ax.get_xticks())
     axes[0].set_ylabel(r"target layer $\ell'$")
     if image is not None:
         bar = figure.colorbar(image, ax=axes, extend="min", shrink=0.9)
@@ -87,7 +91,6 @@ def _r2_grid(results: pd.DataFrame, method: str) -> np.ndarray:
     return grid.reindex(index=everywhere, columns=everywhere).to_numpy(dtype=float)
 
 
-@checked
 @styled
 def prediction(results: pd.DataFrame) -> Figure:
     """Precision@k and surprisal of every layer for ``mat`` and ``id`` (paper A, Figure 4), with intervals."""
@@ -103,19 +106,12 @@ def prediction(results: pd.DataFrame) -> Figure:
     precision_axis(left, "Precision@k")
     surprisal_axis(right)
     for ax in (left, right):
-        ax.set_xlabel(LAYER)
-        ax.set_xticks(layer_ticks(int(results["target"].max())))
-    methods = [
-        Line2D([], [], color=look.colour, marker=look.marker, label=method)
-        for method, look in _METHODS.items()
-    ]
-    numbers = [Line2D([], [], color=DARK, ls=style, label=f"k = {k}") for k, style in styles.items()]
-    add_legend(figure, [*methods, *numbers], columns=5)
-    figure.suptitle(title_of(results))
-    return figure
+        layer_axis(ax, results["target"].max())
+    keys = [line_key(method, look.colour, marker=look.marker) for method, look in _METHODS.items()]
+    keys += [line_key(f"k = {k}", ls=style) for k, style in styles.items()]
+    return finish(figure, title_of(results), keys, columns=5)
 
 
-@checked
 @styled
 def relative_depth(results: pd.DataFrame) -> Figure:
     """Precision@1 and surprisal of several models on one axis of relative depth (paper A, Figures 7, 8)."""
@@ -130,13 +126,10 @@ def relative_depth(results: pd.DataFrame) -> Figure:
     surprisal_axis(axes[1])
     for ax in axes:
         ax.set_xlabel(r"relative depth $\ell / L$")
-    add_legend(figure, columns=3)
     corpora = ", ".join(short_name(corpus) for corpus in results["corpus"].unique())
-    figure.suptitle(model_title(corpora, n=examples_of(results)))
-    return figure
+    return finish(figure, model_title(corpora, n=examples_of(results)), columns=3)
 
 
-@checked
 @styled
 def across_corpora(results: pd.DataFrame) -> Figure:
     """Precision@1 of maps fitted on each corpus and tested on each (paper A, section 5.2).
@@ -146,36 +139,25 @@ def across_corpora(results: pd.DataFrame) -> Figure:
     corpora = list(results["corpus"].unique())
     figure = Figure(figsize=(4.7 * len(corpora), 3.9))
     looks = method_looks(results["method"])
-    handles = [
-        Line2D([], [], color=look.colour, marker=look.marker, label=_short_maps(method))
-        for method, look in looks.items()
-    ]
-    for ax, corpus in zip(
-        figure.subplots(1, len(corpora), squeeze=False, sharey=True)[0], corpora, strict=True
-    ):
+    panels = figure.subplots(1, len(corpora), squeeze=False, sharey=True)[0]
+    for ax, corpus in zip(panels, corpora, strict=True):
         rows = results[(results["corpus"] == corpus) & (results["k"] == 1)]
         for method, part in rows.groupby("method", sort=False):
             style = SOLID if method == f"mat of {corpus}" else STYLES[1]
             draw_line(ax, part, looks[str(method)]._replace(line=style), _short_maps(str(method)))
         ax.set_title(literal(f"tested on {short_name(corpus)}"))
-        ax.set_xlabel(LAYER)
-        ax.set_xticks(layer_ticks(int(rows["layer"].max())))
+        layer_axis(ax, rows["layer"].max())
         precision_axis(ax)
         ax.label_outer()
-    handles += [
-        Line2D([], [], color=DARK, ls=style, label=label)
-        for style, label in ((SOLID, "tested on their own corpus"), (STYLES[1], "on another"))
-    ]
-    add_legend(figure, handles)
-    figure.suptitle(model_title(results.iloc[0]["model"], n=examples_of(results)))
-    return figure
+    keys = [line_key(_short_maps(name), look.colour, marker=look.marker) for name, look in looks.items()]
+    keys += [line_key("tested on their own corpus"), line_key("on another", ls=STYLES[1])]
+    return finish(figure, model_title(results.iloc[0]["model"], n=examples_of(results)), keys)
 
 
 def _short_maps(method: str) -> str:
     return literal(f"mat of {short_name(method.removeprefix('mat of '))}")
 
 
-@checked
 @styled
 def token_table(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """Top tokens of each prompt, a column for each method and layer (paper A, Table 1)."""
@@ -209,7 +191,6 @@ _MEASURES = {
 }
 
 
-@checked
 @styled
 def lens_measures(results: pd.DataFrame) -> Figure:
     """Four measures of each lens over layers, with 95% intervals, and the time that its fit takes.
@@ -228,20 +209,16 @@ def lens_measures(results: pd.DataFrame) -> Figure:
     for number, ((metric, k), label) in enumerate(_MEASURES.items()):
         ax = panels[number]
         rows = plain[(plain["metric"] == metric) & (plain["k"].isna() if k is None else plain["k"] == k)]
-        for method, look in looks.items():
-            draw_line(ax, rows[rows["method"] == method], look, literal(method))
+        draw_methods(ax, rows, looks)
         ax.set_ylabel(label)
-        ax.set_xlabel(LAYER)
-        ax.set_xticks(layer_ticks(int(results["target"].max())))
+        layer_axis(ax, results["target"].max())
         if metric == "precision":
             percent_ticks(ax.yaxis)
         else:
             _spread_axis(ax, rows["value"].to_numpy(dtype=float))
             mark_infinite(ax)
     _draw_costs(panels["cost"], plain[plain["metric"] == "seconds"].set_index("method")["value"], looks)
-    add_legend(figure, columns=5)
-    figure.suptitle(title_of(plain[plain["metric"] == "kl"]))
-    return figure
+    return finish(figure, title_of(plain[plain["metric"] == "kl"]), columns=5)
 
 
 def _spread_axis(ax: Axes, values: np.ndarray) -> None:
@@ -249,14 +226,9 @@ def _spread_axis(ax: Axes, values: np.ndarray) -> None:
     finite = values[np.isfinite(values)]
     if len(finite) and finite.min() > 0 and finite.max() >= 5 * finite.min():
         ax.set_yscale("log")
-        _plain_ticks(ax.yaxis)
-
-
-def _plain_ticks(axis: Axis) -> None:
-    """Write the ticks of a logarithmic axis as the numbers that they are, not as powers of ten."""
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        ax.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _draw_costs(ax: Axes, seconds: pd.Series, looks: Mapping[str, Look]) -> None:
@@ -272,7 +244,6 @@ def _draw_costs(ax: Axes, seconds: pd.Series, looks: Mapping[str, Look]) -> None
     ax.set_xlabel("CPU seconds per layer")
 
 
-@checked
 @styled
 def lens_cosines(results: pd.DataFrame) -> Figure:
     """Cosine of two lenses' matrices at each layer, and of two halves of the data (definitions, section 9).
@@ -284,19 +255,13 @@ def lens_cosines(results: pd.DataFrame) -> Figure:
     """
     figure = Figure(figsize=(5.6, 4.0))
     ax = figure.subplots()
-    for method, look in method_looks(results["method"]).items():
-        rows = results[results["method"] == method]
-        draw_line(ax, rows.astype({"low": float, "high": float}), look, literal(method))
+    draw_methods(ax, results.astype({"low": float, "high": float}), method_looks(results["method"]))
     ax.set_ylim(min(0.0, float(results["value"].min()) - 0.05), 1.02)
     ax.set_ylabel("cosine of matrices")
-    ax.set_xlabel(LAYER)
-    ax.set_xticks(layer_ticks(int(results["target"].max())))
-    add_legend(figure, columns=2)
-    figure.suptitle(model_title(results.iloc[0]["model"], results.iloc[0]["corpus"]))
-    return figure
+    layer_axis(ax, results["target"].max())
+    return finish(figure, model_title(results.iloc[0]["model"], results.iloc[0]["corpus"]), columns=2)
 
 
-@checked
 @styled
 def trajectory_figure(
     table: pd.DataFrame, *, colour: str = "probability", title: str | None = None

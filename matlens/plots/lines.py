@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -11,11 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.transforms import ScaledTranslation
 
-from matlens.errors import checked
 from matlens.plots.colours import DARK, Look
 from matlens.plots.style import literal, percent_ticks, short_name, styled
 
-LAYER = r"layer $\ell$"
 _ROW, _LETTER = 9.0, 3.6  # points between two rows about infinite values, and of a letter
 
 
@@ -28,6 +27,17 @@ def draw_line(ax: Axes, part: pd.DataFrame, look: Look, label: str) -> Line2D:
     )  # fmt: skip
     ax.fill_between(part["layer"], part["low"], part["high"], color=look.colour, alpha=0.12, lw=0)
     return line
+
+
+def draw_methods(ax: Axes, rows: pd.DataFrame, looks: Mapping[str, Look]) -> None:
+    """Draw a line over layers for each method."""
+    for method, look in looks.items():
+        draw_line(ax, rows[rows["method"] == method], look, literal(method))
+
+
+def line_key(label: str, colour: str = DARK, **look: Any) -> Line2D:
+    """What a legend shows beside a name."""
+    return Line2D([], [], color=colour, label=label, **look)
 
 
 def draw_both(axes: Sequence[Axes], part: pd.DataFrame, look: Look, label: str) -> None:
@@ -99,7 +109,6 @@ def _where_infinite(lost: np.ndarray, layers: np.ndarray) -> str:
     return f"at layer{'s' * (len(lost) > 1)} {', '.join(f'{layer:g}' for layer in lost)}"
 
 
-@checked
 @styled
 def training_curves(table: pd.DataFrame) -> Figure:
     """Draw losses over updates, those of training and of held-out text, for each model of a table.

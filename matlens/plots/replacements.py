@@ -9,11 +9,11 @@ import pandas as pd
 from matplotlib.colors import SymLogNorm
 from matplotlib.figure import Figure
 
-from matlens.errors import checked
 from matlens.plots.colours import REPLACED, ink, method_looks
-from matlens.plots.lines import LAYER, draw_both, draw_line, precision_axis, surprisal_axis
+from matlens.plots.lines import draw_both, draw_line, draw_methods, precision_axis, surprisal_axis
 from matlens.plots.style import (
-    add_legend,
+    finish,
+    layer_axis,
     layer_ticks,
     literal,
     model_title,
@@ -48,7 +48,6 @@ _ATLAS_SCORES = (("r2 of the variance", r"$r^2$ of the whole variance"), ("nbl b
 _ATLAS_LEAST = 1e-3  # nats; what rises less stands there
 
 
-@checked
 @styled
 def alternation(results: pd.DataFrame) -> Figure:
     """Precision@1 of every scheme against the number of blocks that it runs (paper A, Figure 6)."""
@@ -67,15 +66,11 @@ def alternation(results: pd.DataFrame) -> Figure:
             )  # fmt: skip
         else:
             draw_line(ax, part, look, method if method in _SCHEMES else f"{method}, fixed exit")
-    ax.set_xlabel("blocks run")
-    ax.set_xticks(layer_ticks(int(results["layer"].max())))
+    layer_axis(ax, results["layer"].max(), "blocks run")
     precision_axis(ax)
-    add_legend(figure, columns=3)
-    figure.suptitle(title_of(results))
-    return figure
+    return finish(figure, title_of(results), columns=3)
 
 
-@checked
 @styled
 def by_method(results: pd.DataFrame) -> Figure:
     """Precision@1 and surprisal over layers, a line for each method (paper A, Figure 10).
@@ -91,17 +86,12 @@ def by_method(results: pd.DataFrame) -> Figure:
     precision_axis(axes[0])
     surprisal_axis(axes[1])
     for ax in axes:
-        ax.set_xlabel(LAYER)
-        ax.set_xticks(layer_ticks(int(results["layer"].max())))
+        layer_axis(ax, results["layer"].max())
     if many:
-        add_legend(figure, columns=1, place="outside right center")
-    else:
-        add_legend(figure, columns=3)
-    figure.suptitle(title_of(results))
-    return figure
+        return finish(figure, title_of(results), columns=1, place="outside right center")
+    return finish(figure, title_of(results), columns=3)
 
 
-@checked
 @styled
 def attention_heads(results: pd.DataFrame) -> Figure:
     """r2 of every head's stand-in, and Precision@1 with more and more of all heads replaced.
@@ -116,24 +106,18 @@ def attention_heads(results: pd.DataFrame) -> Figure:
     scores = results[results["metric"] == "r2"].pivot(index="head", columns="layer", values="value")
     image = left.imshow(scores.to_numpy(float), origin="lower", cmap="RdBu", vmin=-1, vmax=1, aspect="auto")
     left.grid(False)
-    left.set_xlabel("block")
+    layer_axis(left, scores.shape[1] - 1, "block")
     left.set_ylabel("head")
-    left.set_xticks(layer_ticks(scores.shape[1] - 1))
     left.set_yticks(layer_ticks(scores.shape[0] - 1))
     figure.colorbar(image, ax=left, extend="min").set_label(r"$r^2$ of the linear map")
     together = results[results["share"].notna() & (results["metric"] == "precision") & (results["k"] == 1)]
-    for method, look in method_looks(together["method"]).items():
-        part = together[together["method"] == method]
-        draw_line(right, part.assign(layer=part["share"]), look, literal(method))
+    draw_methods(right, together.assign(layer=together["share"]), method_looks(together["method"]))
     right.set_xlabel("share of all heads that are replaced")
     percent_ticks(right.xaxis)
     precision_axis(right)
-    add_legend(figure, right.get_legend_handles_labels()[0])
-    figure.suptitle(title_of(results))
-    return figure
+    return finish(figure, title_of(results), right.get_legend_handles_labels()[0])
 
 
-@checked
 @styled
 def by_fitting(results: pd.DataFrame) -> Figure:
     """Precision@1 and surprisal of one kind of stand-in, a column of panels for each way of fitting it.
@@ -161,17 +145,13 @@ def by_fitting(results: pd.DataFrame) -> Figure:
         precision_axis(precision)
     for surprisal in panels[1]:  # once the limits that they share are settled
         surprisal_axis(surprisal)
-        surprisal.set_xlabel(LAYER)
-        surprisal.set_xticks(layer_ticks(int(results["layer"].max())))
+        layer_axis(surprisal, results["layer"].max())
     for ax in panels.flat:
         ax.label_outer()
-    add_legend(figure, columns=1 + len(replaced))
     names = ", ".join(ways["name"].dropna().unique())
-    figure.suptitle(f"{literal(names)}: {title_of(results)}")
-    return figure
+    return finish(figure, f"{literal(names)}: {title_of(results)}", columns=1 + len(replaced))
 
 
-@checked
 @styled
 def linearity_figure(results: pd.DataFrame, correlations: pd.DataFrame) -> Figure:
     """What it costs to replace each part by its map, layer by layer, and which score says so beforehand.
@@ -206,8 +186,7 @@ def linearity_figure(results: pd.DataFrame, correlations: pd.DataFrame) -> Figur
         image = ax.imshow(cells.to_numpy(float), cmap="cividis", norm=norm, aspect="auto")
         ax.grid(False)
         ax.set_yticks(range(len(kinds)), kinds)
-        ax.set_xticks(layer_ticks(len(layers) - 1))
-        ax.set_xlabel("block, or the first of a jump")
+        layer_axis(ax, len(layers) - 1, "block, or the first of a jump")
         ax.set_title(titles.get((method, mode), "left out"))
     for ax in above[1:]:
         ax.set_yticklabels([])
@@ -237,12 +216,9 @@ def linearity_figure(results: pd.DataFrame, correlations: pd.DataFrame) -> Figur
     below[2].set_yticks(range(len(shown)), shown["metric"])
     below[2].set_ylim(-0.6, len(shown) - 0.4)
     below[2].set_xlabel("rank correlation of score and rise")
-    add_legend(figure, below[0].get_legend_handles_labels()[0], columns=len(kinds))
-    figure.suptitle(title_of(rises))
-    return figure
+    return finish(figure, title_of(rises), below[0].get_legend_handles_labels()[0], columns=len(kinds))
 
 
-@checked
 @styled
 def transfer_heatmaps(means: pd.DataFrame) -> Figure:
     """How well the maps of each corpus do on each, as matrices: r2, Precision@1 and surprisal.

@@ -13,6 +13,7 @@ from typing import Any, Literal, ParamSpec
 import numpy as np
 import pandas as pd
 from matplotlib import style
+from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
@@ -21,6 +22,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from matlens.errors import InputError, NonNegativeInt, checked, short
 from matlens.io.files import system_errors, write_together
 
+LAYER = r"layer $\ell$"
 SHEET = Path(__file__).with_name("matlens.mplstyle")
 Place = Literal[
     "outside lower center", "outside lower left", "outside lower right", "outside right center"
@@ -32,33 +34,21 @@ _Parameters = ParamSpec("_Parameters")
 
 
 def styled(draw: Callable[_Parameters, Figure]) -> Callable[_Parameters, Figure]:
-    """Let a function draw its figure by the style sheet, whatever the caller's settings are.
-
-    A table that is none of those it draws is refused with an `InputError`.
-    """
+    """Let a function with checked arguments draw by the style sheet, whatever the settings are."""
 
     @functools.wraps(draw)
     def drawn(*arguments: _Parameters.args, **options: _Parameters.kwargs) -> Figure:
         for table in (*arguments, *options.values()):
             if isinstance(table, pd.DataFrame | Mapping) and not len(table):
-                raise InputError(f"{draw.__name__} was given a table without rows. Expected one with some.")
+                raise InputError(f"The table of {draw.__name__} must have rows, got none.")
         with style_sheet():
-            try:
-                figure = draw(*arguments, **options)
-            except InputError:
-                raise
-            except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
-                raise InputError(
-                    f"{draw.__name__} cannot draw this table ({type(error).__name__}: {short(str(error))}). "
-                    "Expected the table that its description names, all columns with their own kinds of "
-                    "values."
-                ) from error
+            figure = draw(*arguments, **options)
             for ax in figure.axes:  # ticks follow the settings of the moment when they are first asked for
                 ax.xaxis.get_major_ticks()
                 ax.yaxis.get_major_ticks()
         return figure
 
-    return drawn
+    return checked(drawn)
 
 
 def style_sheet() -> AbstractContextManager[None]:
@@ -93,13 +83,7 @@ def save(figure: Figure, folder: str | Path, name: str, *, title: str | None = N
 
 @checked
 def save_as(figure: Figure, path: str | Path) -> Path:
-    """Write a figure as one file, of the kind that its name ends in; returns the path.
-
-    Raises
-    ------
-    InputError
-        The name ends in neither ``.png`` nor ``.pdf``, or the file cannot be written.
-    """
+    """Write a figure as one file whose name ends in ``.png`` or ``.pdf``; returns the path."""
     path = Path(path)
     check_figure_name(path)
     content = io.BytesIO()
@@ -111,15 +95,9 @@ def save_as(figure: Figure, path: str | Path) -> Path:
 
 
 def check_figure_name(path: Path) -> None:
-    """Refuse a name that is of no figure.
-
-    Raises
-    ------
-    InputError
-        It ends in neither ``.png`` nor ``.pdf``.
-    """
+    """Refuse a name that ends in neither ``.png`` nor ``.pdf``."""
     if path.suffix not in (".png", ".pdf"):
-        raise InputError(f"{path} is no name of a figure. Expected one that ends in .png or .pdf.")
+        raise InputError(f"The name of a figure must end in .png or .pdf, got {short(str(path))}.")
 
 
 # Titles and other text
@@ -170,16 +148,16 @@ def literal(text: str, style: Literal["normal", "italic"] = "normal") -> str:
 
 @checked
 def layer_ticks(last: NonNegativeInt) -> list[int]:
-    """Round layers, and the last one whatever it is.
-
-    Raises
-    ------
-    InputError
-        The last layer is negative.
-    """
+    """Round layers, and the last one whatever it is."""
     ticks = [int(t) for t in MaxNLocator(nbins=7, integer=True).tick_values(0, last) if 0 <= t <= last]
     gap = np.diff(ticks).min() if len(ticks) > 1 else 1
     return [*(t for t in ticks if last - t >= gap / 2), last]
+
+
+def layer_axis(ax: Axes, last: float, label: str = LAYER) -> None:
+    """Label the horizontal axis and write its layers."""
+    ax.set_xlabel(label)
+    ax.set_xticks(layer_ticks(int(last)))
 
 
 def percent_ticks(axis: Axis) -> None:
@@ -187,23 +165,16 @@ def percent_ticks(axis: Axis) -> None:
     axis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g}%"))
 
 
-def add_legend(
+def finish(
     figure: Figure,
+    title: str,
     handles: Sequence[Any] | None = None,
     *,
     columns: int = 4,
     place: Place = "outside lower center",
-) -> None:
-    """Add a legend outside the panels, where it covers no curve.
-
-    Parameters
-    ----------
-    handles
-        What it names; by default everything with a label in the first panel.
-    columns
-        How many names stand side by side.
-    place
-        Side of the figure that it stands on.
-    """
+) -> Figure:
+    """Add the title, and a legend outside the panels, by default of all that the first panel labels."""
+    figure.suptitle(title)
     named = figure.axes[0].get_legend_handles_labels()[0] if handles is None else handles
     figure.legend(handles=list(named), loc=place, ncols=columns)
+    return figure

