@@ -13,7 +13,7 @@ from torch import Tensor
 JOINS = {
     "gpt2": "attn.c_proj", "llama": "self_attn.o_proj", "neox": "attention.dense", "gptj": "attn.out_proj",
     "bert": "attention.output.dense", "gemma2": "self_attn.o_proj", "gemma3": "self_attn.o_proj",
-    "granite": "self_attn.o_proj", "olmo2": "self_attn.o_proj",
+    "granite": "self_attn.o_proj", "olmo2": "self_attn.o_proj", "llama-sinks": "self_attn.o_proj",
 }  # fmt: skip
 Function = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 

@@ -168,34 +168,12 @@ def test_schemes_without_sinks_are_scored_and_run_without_them(
     assert set(table[table["method"] == "R2 without sinks"]["layer"]) == set(range(N_LAYERS + 1))
 
 
-@torch.inference_mode()
 def jumped_by_hand(
     plain: Any, weights: Any, jumps: list[tuple[int, int]], examples: Any, sentence: int, *, at_sinks: bool
 ) -> Tensor:
     """``h^L`` at a sentence's position; tokens that are no sinks, or all, jump, and the others are run."""
-    tokens = torch.from_numpy(examples.tokens[examples.offsets[sentence] : examples.offsets[sentence + 1]])
-    stay = torch.isin(tokens, torch.tensor(() if at_sinks else SINK_TOKENS))[:, None]
-    entered: dict[int, Tensor] = {}
-    handles = []
-    layers = [*plain.model.layers, plain.model.norm]
-
-    def keep(layer: int) -> Callable[..., None]:
-        return lambda module, args: entered.update({layer: args[0]})
-
-    def land(a: int, b: int) -> Callable[..., Any]:
-        def hook(module: Any, args: Any) -> Any:
-            return (torch.where(stay, args[0], entered[a] @ weights[a, b].T), *args[1:])
-
-        return hook
-
-    for a, b in jumps:
-        handles += [layers[a].register_forward_pre_hook(keep(a))]
-        handles += [layers[b].register_forward_pre_hook(land(a, b))]
-    last: dict[int, Tensor] = {}
-    handles.append(plain.model.norm.register_forward_pre_hook(lambda _, args: last.update({0: args[0]})))
-    try:
-        plain(tokens[None])
-    finally:
-        for handle in handles:
-            handle.remove()
-    return last[0][0, examples.positions[sentence]]
+    tokens = examples.tokens[examples.offsets[sentence] : examples.offsets[sentence + 1]].tolist()
+    where = (tuple(at_sinks or token not in SINK_TOKENS for token in tokens),)
+    parts = [Part(f"h.{a}", f"h.{b}", weights[a, b], where=where) for a, b in jumps]
+    vectors = hand_vectors("llama-sinks", plain, parts, [tokens])[0]
+    return vectors[f"h.{N_LAYERS}"][examples.positions[sentence]].float()

@@ -10,7 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import LAYERS, N_LAYERS, SINK_TOKENS, assert_near
+from conftest import N_LAYERS, SINK_TOKENS, assert_near
+from handpatched import run
 from judged_by_hand import assert_judged, judged_by_hand
 from paper_a.heads import constant_maps, head_ablation, head_r2, head_replacements
 from sklearn.metrics import r2_score
@@ -24,50 +25,28 @@ from matlens.patching.contexts import patched
 from matlens.patching.replacements import Replacement
 
 N_HEADS, WIDTH = 4, 8
-PROJECTIONS = {"gpt2": "attn.c_proj", "llama": "self_attn.o_proj", "bert": "attention.output.dense"}
-ATTENTION = {"gpt2": "attn", "llama": "self_attn", "llama-sinks": "self_attn", "bert": "attention"}
-OUTPUTS = PROJECTIONS | {"llama-sinks": PROJECTIONS["llama"]}
-Stand = Callable[[int, Tensor], Tensor]  # of a block, from what enters attention: the vectors of all heads
+Stand = Callable[[int, Tensor], Tensor]  # of a block, from the input of attention: the vectors of all heads
 
 
-@torch.inference_mode()
 def by_hand(
     name: str, plain: Any, tokens: np.ndarray, heads: set[tuple[int, int]], instead: Stand
 ) -> tuple[Tensor, Tensor]:
     """``h^L`` and the logits of one sentence, with heads written over before the output projection."""
-    layers = plain.get_submodule(LAYERS[name][0])
-    handles: list[Any] = []
-    for layer in range(N_LAYERS):
-        chosen = [head for block, head in heads if block == layer]
-        entered: list[Tensor] = []
 
-        def enter(_: Any, args: Any, kwargs: Any, entered: list[Tensor] = entered) -> None:
-            entered[:] = [args[0] if args else kwargs["hidden_states"]]
+    def write(layer: int) -> Any:
+        chosen = torch.tensor([(layer, head) in heads for head in range(N_HEADS)]).repeat_interleave(WIDTH)
 
-        def write(
-            _: Any, args: Any, layer: int = layer, chosen: Any = chosen, entered: list[Tensor] = entered
-        ) -> Any:
-            z = args[0].clone()
-            other = instead(layer, entered[0])
-            for head in chosen:
-                part = slice(head * WIDTH, (head + 1) * WIDTH)
-                z[..., part] = torch.where(other[..., part].isnan(), z[..., part], other[..., part])
-            return (z, *args[1:])
+        def function(z: Tensor, seen: Any) -> Tensor:
+            other = instead(layer, seen[f"attn_in.{layer}"].float()).to(z)
+            return torch.where(chosen & ~other.isnan(), other, z)
 
-        block = layers[layer]
-        handles.append(
-            block.get_submodule(ATTENTION[name]).register_forward_pre_hook(enter, with_kwargs=True)
-        )
-        handles.append(block.get_submodule(OUTPUTS[name]).register_forward_pre_hook(write))
-    try:
-        output = plain(torch.from_numpy(tokens)[None], output_hidden_states=True)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return output.hidden_states[-1][0], output.logits[0]
+        return function
+
+    seen = run(name, plain, [(f"z.{layer}", write(layer)) for layer in range(N_LAYERS)], tokens.tolist())
+    return seen[f"h.{N_LAYERS}"].float(), seen["logits"].float()
 
 
-@pytest.mark.parametrize("name", list(PROJECTIONS))
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 def test_only_the_chosen_heads_are_replaced(
     name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any], sentences: Corpus
 ) -> None:
@@ -126,13 +105,7 @@ def test_ablation_is_what_a_plain_model_leaves(
         final = []
         for s in range(n):
             tokens = examples.tokens[examples.offsets[s] : examples.offsets[s + 1]]
-            seen: list[Tensor] = []
-            handle = plain.model.norm.register_forward_pre_hook(
-                lambda _, args, seen=seen: seen.append(args[0])
-            )
-            by_hand(name, plain, tokens, set(heads), instead)
-            handle.remove()
-            final.append(seen[0][0, examples.positions[s]])
+            final.append(by_hand(name, plain, tokens, set(heads), instead)[0][examples.positions[s]])
         return torch.stack(final)
 
     means = {layer: train[target][rows].mean(0) for layer, (_, target) in enumerate(pairs)}
@@ -229,14 +202,8 @@ def test_sinks_are_run_by_the_model_and_the_random_order_is_the_seeds(
         for s in range(n):
             tokens = examples.tokens[examples.offsets[s] : examples.offsets[s + 1]]
             stay = torch.from_numpy(np.isin(tokens, () if at_sinks else SINK_TOKENS))[:, None]
-            seen: list[Tensor] = []
-            handle = plain.model.norm.register_forward_pre_hook(
-                lambda _, args, seen=seen: seen.append(args[0])
-            )
             with_sinks = stay_at(stay, lambda layer, h: h @ maps[pairs[layer]].weight.T)
-            by_hand(name, plain, tokens, set(heads), with_sinks)
-            handle.remove()
-            rows.append(seen[0][0, examples.positions[s]])
+            rows.append(by_hand(name, plain, tokens, set(heads), with_sinks)[0][examples.positions[s]])
         p, q = (readout.log_probs(h).double() for h in (final, torch.stack(rows)))
         return float((p.exp() * (p - q)).sum(1).mean())
 

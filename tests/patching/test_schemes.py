@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, D_MODEL, LAYERS, N_LAYERS, assert_near
+from conftest import ARCHITECTURES, D_MODEL, N_LAYERS, assert_near
+from handpatched import Part, hand_vectors
 from patched_models import patched
 from torch import Tensor
 
@@ -203,40 +204,6 @@ def test_a_jump_without_a_map_is_refused(maps: MapSet, small_model: Callable[[st
         Scheme((0, 1, 2, 3), "blocks").replacements(small_model("gpt2"), some)
 
 
-@torch.inference_mode()
-def in_turn(name: str, model: Any, segments: Segments, maps: MapSet) -> Tensor:
-    """Logits of plain blocks and matrix products, one after the other, the loop written out here.
-
-    What each block is called with beside the stream is what a plain pass calls it with.
-    """
-    layers, final = (model.get_submodule(path) for path in LAYERS[name])
-    called: list[Any] = []
-    start: list[Tensor] = []
-
-    def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        start.append(args[0])
-        called.append((args[1:], kwargs))
-
-    handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
-    model(TOKENS, use_cache=False)
-    for handle in handles:
-        handle.remove()
-    h = start[0]
-    for kind, first, last in segments:
-        if kind == "mat":
-            h = torch.einsum("ij,btj->bti", maps[first, last].weight, h)
-            continue
-        for layer in range(first, last):
-            args, kwargs = called[layer]
-            h = layers[layer](h, *args, **kwargs)
-            h = h[0] if isinstance(h, tuple) else h
-    # The rest of the model, whatever it is, reads the stream at the end.
-    handle = final.register_forward_pre_hook(lambda _, args: (h, *args[1:]))
-    logits = model(TOKENS, use_cache=False).logits
-    handle.remove()
-    return logits
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_scheme_runs_plain_blocks_and_matrices_in_turn(
     name: str, maps: MapSet, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
@@ -249,7 +216,10 @@ def test_a_scheme_runs_plain_blocks_and_matrices_in_turn(
         assert list(scheme.segments) == segments
         with torch.inference_mode(), patched(model, scheme.replacements(model, maps)):
             logits = model(TOKENS)
-        expected = in_turn(name, plain_model(name), segments, maps)
+        jumps = [(a, b) for kind, a, b in segments if kind == "mat"]
+        parts = [Part(f"h.{a}", f"h.{b}", maps[a, b].weight) for a, b in jumps]
+        by_hand = hand_vectors(name, plain_model(name), parts, TOKENS.tolist())
+        expected = torch.stack([vectors["logits"] for vectors in by_hand])
         assert_near(logits, expected)
         scale = float(expected.abs().max())
         assert all(float((expected - other).abs().max()) > 1e-3 * scale for other in distinct)
