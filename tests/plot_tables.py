@@ -50,6 +50,82 @@ def methods_table(names: Iterable[str]) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
+def lens_table(last: int, methods: tuple[str, ...]) -> pd.DataFrame:
+    """A report on lenses at every layer before the last, whose KL is 1 at the best and 40 at the worst."""
+    rows = []
+    for (i, method), layer in itertools.product(enumerate(methods), range(last)):
+        for k in (1, 10):
+            rows.append(result(method, layer, last, "precision", k, (layer + 1 + i) / (last + 9), 0.01))
+        rows.append(result(method, layer, last, "surprisal", pd.NA, 3 + i / 9 - layer / (2 * last), 0.1))
+        rows.append(result(method, layer, last, "kl", pd.NA, 40.0 if layer else 1 + i / 9, 0.1))
+    for i, method in enumerate(methods):
+        rows.append(result(method, 0, last, "seconds", pd.NA, 23.4 * i, 0.1) | {"layer": float("nan")})
+    return pd.DataFrame(rows, columns=list(COLUMNS)).assign(against="")
+
+
+def several_models() -> pd.DataFrame:
+    parts = [
+        prediction_table(last).assign(model=model)
+        for model, last in (("org/small", 3), ("/some/folder/large_one", 6), ("other", 4))
+    ]
+    return pd.concat(parts, ignore_index=True)
+
+
+def across_table(*corpora: str) -> pd.DataFrame:
+    parts = []
+    for i, (fitted, tested) in enumerate(itertools.product(corpora, repeat=2)):
+        rows = prediction_table(4)
+        rows = rows[rows["method"] == "mat"].assign(method=f"mat of {fitted}", corpus=tested)
+        parts.append(rows.assign(value=rows["value"] * (1 - i / 10)))
+    return pd.concat(parts, ignore_index=True)
+
+
+def alternation_table() -> pd.DataFrame:
+    """Several WRR schemes can run the same number of blocks."""
+    table = prediction_table(6)
+    table = table[table["k"] == 1]
+    parts = [table, table[table["method"] == "mat"].assign(method="R2", value=0.9, low=0.8, high=0.95)]
+    for i, start in enumerate(("blocks", "mat")):
+        rows = table[(table["method"] == "id") & table["layer"].isin([2, 3, 4])]
+        rows = pd.concat([rows, rows.assign(value=rows["value"] / 2)])
+        parts.append(rows.assign(method=f"WRR, {start} first", value=rows["value"] + 0.1 * i))
+    return pd.concat(parts).sample(frac=1, random_state=0)
+
+
+def fitting_table() -> pd.DataFrame:
+    ways = itertools.product(("all", "not-first", "not-sink"), ("all", "not-first", "not-sink", "predicted"))
+    return methods_table(["mat", *(f"mat_ffn, fit {fitted}, replace {where}" for fitted, where in ways)])
+
+
+def early_table() -> pd.DataFrame:
+    """Early exits lie between layers, and many thresholds give the same."""
+    fixed = prediction_table(5)
+    fixed = fixed[(fixed["k"] == 1) & (fixed["layer"] > 0)].assign(lam=float("nan"))
+    early = fixed.assign(
+        lam=fixed["layer"] / 5, layer=fixed["layer"] * 0.77 + 0.1, value=fixed["value"] + 0.05
+    )
+    return pd.concat([early, fixed, early.assign(lam=early["lam"] + 0.01)], ignore_index=True)
+
+
+def shares_table(corpus: str) -> pd.DataFrame:
+    rows = []
+    for layer in range(13):
+        for method, value, n in (("values", 0.5 + layer / 100, 48), ("random", 0.25, 20)):
+            columns = ("overlap", "folder/gpt2", corpus, method, layer, layer, "iou", 30)
+            rows.append((*columns, value, value - 0.1, value + 0.1, n))
+    return pd.DataFrame(rows, columns=list(COLUMNS)).sample(frac=1, random_state=0)
+
+
+def removal_table() -> pd.DataFrame:
+    """How far readings agree with removals, over layers and over all."""
+    effects = itertools.product(("correlation", "common"), ("at the layer", "at the end"))
+    cells = itertools.product(enumerate(("v", "f v", "another v")), (None, 0, 2), effects)
+    return pd.DataFrame(
+        result(method, layer, 3, metric, None, 0.1 * i + (layer or 0) / 100, 0.01) | {"effect": effect}  # type: ignore[arg-type]
+        for (i, method), layer, (metric, effect) in cells
+    )
+
+
 def bands(ax: Axes) -> dict[str, PolyCollection]:
     """Bands by the label of the line that they belong to."""
     curves = [line for line in ax.lines if line.get_linestyle() != "None" and line.get_label()[0] != "_"]
@@ -62,10 +138,12 @@ def assert_curve(ax: Axes, label: str, rows: pd.DataFrame, x: str = "layer") -> 
     assert len(rows) > 0
     (line,) = (line for line in ax.lines if line.get_label() == label)
     rows = rows.sort_values(x)
-    np.testing.assert_allclose(line.get_xdata(), rows[x], rtol=1e-12)
-    np.testing.assert_array_equal(line.get_ydata(), rows["value"])
-    if line.get_linestyle() == "None":
+    if line.get_linestyle() == "None":  # points, in any order
+        points = sorted(zip(line.get_xdata(), line.get_ydata(), strict=True))
+        assert points == sorted(zip(rows[x], rows["value"], strict=True))
         return line
+    np.testing.assert_allclose(np.asarray(line.get_xdata(), float), rows[x].astype(float), rtol=1e-12)
+    np.testing.assert_array_equal(line.get_ydata(), rows["value"])
     band = bands(ax)[label]
     corners = {(round(x, 9), round(y, 9)) for x, y in band.get_paths()[0].vertices}
     for edge in ("low", "high"):

@@ -8,40 +8,12 @@ import pytest
 from exits import JudgedExits, summarize_exits
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
-from plot_tables import METHODS, assert_curve, assert_legible, named, prediction_table
+from plot_tables import (
+    assert_legible,
+    named,
+)
 
-from matlens.plots.exits import early_exit, exits_figure
-
-
-def early_table() -> pd.DataFrame:
-    """Early exits lie between layers, and many thresholds give the same."""
-    fixed = prediction_table(5)
-    fixed = fixed[(fixed["k"] == 1) & (fixed["layer"] > 0)].assign(lam=float("nan"))
-    early = fixed.assign(
-        lam=fixed["layer"] / 5, layer=fixed["layer"] * 0.77 + 0.1, value=fixed["value"] + 0.05
-    )
-    return pd.concat([early, fixed, early.assign(lam=early["lam"] + 0.01)], ignore_index=True)
-
-
-def test_early_exits_are_solid_and_fixed_exits_of_the_same_colour_are_not() -> None:
-    table = early_table()
-    figure = early_exit(table)
-    (ax,) = figure.axes
-    colours = []
-    for method in METHODS:
-        rows = table[table["method"] == method]
-        early = assert_curve(ax, f"{method}, early exit", rows[rows["lam"].notna()])
-        fixed = assert_curve(ax, f"{method}, fixed exit", rows[rows["lam"].isna()])
-        assert early.get_color() == fixed.get_color()
-        assert early.get_linestyle() != fixed.get_linestyle()
-        colours.append(early.get_color())
-    assert colours[0] != colours[1]
-    (goal,) = (line for line in ax.lines if line.get_label()[0] == "_")
-    assert list(goal.get_ydata()) == [0.95, 0.95]
-    assert [text.get_text() for text in ax.texts] == ["95%"]
-    assert len(ax.lines) == 5
-    assert figure.get_suptitle() == "model, some-corpus, n = 1,234"
-    assert_legible(figure)
+from matlens.plots.exits import exits_figure
 
 
 def exits_table(seeds: int, accuracy: float = 0.9) -> pd.DataFrame:

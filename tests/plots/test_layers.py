@@ -12,16 +12,22 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.cbook import is_math_text
 from matplotlib.figure import Figure
-from plot_tables import METHODS, assert_curve, assert_legible, meet, named, prediction_table, result
+from plot_tables import (
+    METHODS,
+    assert_legible,
+    lens_table,
+    meet,
+    named,
+    prediction_table,
+    result,
+)
 
 from matlens import InputError
 from matlens.io.tables import COLUMNS
 from matlens.plots.layers import (
-    across_corpora,
     lens_measures,
     prediction,
     r2_heatmaps,
-    relative_depth,
     token_table,
     trajectory_figure,
 )
@@ -45,19 +51,6 @@ def r2_table(last: int) -> pd.DataFrame:
         for a, b in pairs
     ]
     return pd.DataFrame(rows, columns=list(COLUMNS))
-
-
-def lens_table(last: int, methods: tuple[str, ...]) -> pd.DataFrame:
-    """A report on lenses at every layer before the last, whose KL is 1 at the best and 40 at the worst."""
-    rows = []
-    for (i, method), layer in itertools.product(enumerate(methods), range(last)):
-        for k in (1, 10):
-            rows.append(result(method, layer, last, "precision", k, (layer + 1 + i) / (last + 9), 0.01))
-        rows.append(result(method, layer, last, "surprisal", pd.NA, 3 + i / 9 - layer / (2 * last), 0.1))
-        rows.append(result(method, layer, last, "kl", pd.NA, 40.0 if layer else 1 + i / 9, 0.1))
-    for i, method in enumerate(methods):
-        rows.append(result(method, 0, last, "seconds", pd.NA, 23.4 * i, 0.1) | {"layer": float("nan")})
-    return pd.DataFrame(rows, columns=list(COLUMNS)).assign(against="")
 
 
 def panels(figure: Figure) -> list[Axes]:
@@ -114,41 +107,16 @@ def test_the_heatmaps_can_be_read_and_say_what_they_show() -> None:
 # Curves
 
 
-@pytest.mark.parametrize("last", [1, 3, 30])
-def test_curves_go_through_the_values_and_bands_from_low_to_high(last: int) -> None:
-    table = prediction_table(last)
-    left, right = prediction(table).axes
-    assert len(left.lines) == 6
-    assert len(right.lines) == 2
-    for method in METHODS:
-        rows = table[table["method"] == method]
-        for k in (1, 5, 10):
-            assert_curve(left, f"{method}, k = {k}", rows[rows["k"] == k])
-        assert_curve(right, method, rows[rows["metric"] == "surprisal"])
-
-
-@pytest.mark.parametrize("last", [2, 12, 80])
-@pytest.mark.parametrize("methods", [("mat",), ("id", "mat", "polished", "tuned", "narrow(64)", "jacobian")])
-def test_lenses_are_lines_over_layers_with_intervals_and_a_bar_of_seconds(
-    last: int, methods: tuple[str, ...]
-) -> None:
-    table = lens_table(last, methods)
-    figure = lens_measures(table)
-    precision, precision_at_10, costs, surprisal, kl = figure.axes
-    assert_legible(figure)
-    for ax, metric, k in (
-        (precision, "precision", 1), (precision_at_10, "precision", 10), (surprisal, "surprisal", None),
-        (kl, "kl", None),
-    ):  # fmt: skip
-        rows = table[(table["metric"] == metric) & (table["k"].isna() if k is None else table["k"] == k)]
-        lines = [assert_curve(ax, method, rows[rows["method"] == method]) for method in methods]
-        assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(methods)
+@pytest.mark.parametrize("methods", [("mat",), ("id", "mat", "polished", "tuned")])
+def test_lenses_have_a_bar_of_seconds_and_a_logarithmic_axis_of_kl(methods: tuple[str, ...]) -> None:
+    _, _, costs, surprisal, kl = lens_measures(lens_table(12, methods)).axes
     assert (surprisal.get_yscale(), kl.get_yscale()) == ("linear", "log")
     labels = [tick.get_text() for tick in kl.get_yticklabels()]
     assert {"1", "2", "5", "10", "20"} <= set(labels)
     assert not any(is_math_text(label) or "e" in label for label in labels)
-    seconds = [23.4 * i for i in range(len(methods))]
-    assert [bar.get_width() for bar in costs.patches] == pytest.approx(seconds)
+    assert [bar.get_width() for bar in costs.patches] == pytest.approx(
+        [23.4 * i for i in range(len(methods))]
+    )
     assert [tick.get_text() for tick in costs.get_yticklabels()] == list(methods)
 
 
@@ -177,93 +145,6 @@ def test_predictions_of_one_example_can_be_drawn() -> None:
     figure = prediction(table)
     figure.draw_without_rendering()
     assert len(figure.axes[1].lines) == 2
-
-
-def several_models() -> pd.DataFrame:
-    parts = [
-        prediction_table(last).assign(model=model)
-        for model, last in (("org/small", 3), ("/some/folder/large_one", 6), ("other", 4))
-    ]
-    return pd.concat(parts, ignore_index=True)
-
-
-def test_models_of_any_depth_lie_on_one_axis() -> None:
-    table = several_models()
-    table["depth"] = table["layer"] / table["target"]
-    left, right = relative_depth(table).axes
-    styles, colours = {}, {}
-    for model, name in (("org/small", "small"), ("/some/folder/large_one", "large_one"), ("other", "other")):
-        for method in METHODS:
-            rows = table[(table["model"] == model) & (table["method"] == method)]
-            label = f"{method}, {name}"
-            line = assert_curve(left, label, rows[rows["k"] == 1], "depth")
-            assert_curve(right, label, rows[rows["metric"] == "surprisal"], "depth")
-            styles[model, method], colours[model, method] = line.get_linestyle(), line.get_color()
-    for method, other in itertools.permutations(METHODS):
-        assert len({styles[model, method] for model in table["model"].unique()}) == 3
-        assert len({colours[model, method] for model in table["model"].unique()}) == 1
-        assert colours["other", method] != colours["other", other]
-    assert len(left.lines) == len(right.lines) == 6
-    assert "L" in left.get_xlabel()
-
-
-def across_table(*corpora: str) -> pd.DataFrame:
-    parts = []
-    for i, (fitted, tested) in enumerate(itertools.product(corpora, repeat=2)):
-        rows = prediction_table(4)
-        rows = rows[rows["method"] == "mat"].assign(method=f"mat of {fitted}", corpus=tested)
-        parts.append(rows.assign(value=rows["value"] * (1 - i / 10)))
-    return pd.concat(parts, ignore_index=True)
-
-
-def test_each_corpus_has_a_panel_where_its_own_maps_are_solid() -> None:
-    """One corpus has a name that is part of the other's, and one is a path."""
-    corpora = ("news", "folder/news-2020")
-    table = across_table(*corpora)
-    figure = across_corpora(table)
-    assert [ax.get_title() for ax in figure.axes] == ["tested on news", "tested on news-2020"]
-    names = ["mat of news", "mat of news-2020"]
-    assert named(figure) == [*names, "tested on their own corpus", "on another"]
-    colours = []
-    for ax, tested in zip(figure.axes, corpora, strict=True):
-        for fitted, name in zip(corpora, names, strict=True):
-            rows = table[(table["corpus"] == tested) & (table["method"] == f"mat of {fitted}")]
-            line = assert_curve(ax, name, rows[rows["k"] == 1])
-            assert line.get_linestyle() == ("-" if fitted == tested else "--")
-            colours.append(line.get_color())
-        assert len(ax.lines) == 2
-    assert colours[:2] == colours[2:]
-    assert colours[0] != colours[1]
-
-
-def halved(table: pd.DataFrame) -> pd.DataFrame:
-    """Shares, their bounds too, that are no more than one."""
-    return table.assign(**{column: table[column] / 2 for column in ("value", "low", "high")})
-
-
-DRAWN = {
-    "prediction": (prediction, halved(prediction_table(6)), "model, some-corpus, n = 1,234"),
-    "relative_depth": (relative_depth, several_models(), "some-corpus, n = 1,234"),
-    "across_corpora": (across_corpora, across_table("news", "wiki"), "model, n = 1,234"),
-}
-
-
-@pytest.mark.parametrize("name", DRAWN)
-def test_every_figure_says_what_it_shows_and_can_be_read_and_written(name: str, tmp_path: Path) -> None:
-    draw, table, title = DRAWN[name]
-    before = table.copy()
-    figure = draw(table)
-    pd.testing.assert_frame_equal(table, before)
-    assert figure.get_suptitle() == title
-    assert_legible(figure)
-    for ax in figure.axes:
-        assert "layer" in ax.get_xlabel() or "depth" in ax.get_xlabel()
-        assert ax.get_ylim()[0] == 0
-        heights = [y for line in ax.lines for y in line.get_ydata()]
-        heights += [y for band in ax.collections for _, y in band.get_paths()[0].vertices]
-        assert ax.get_ylim()[1] >= max(heights), "a curve leaves the figure"
-    assert "Precision@" in figure.axes[0].get_ylabel()
-    assert all(path.stat().st_size > 5_000 for path in save(figure, tmp_path, name))
 
 
 @pytest.mark.parametrize("last", [1, 2, 7, 11, 13, 24, 30, 31, 61])
@@ -374,7 +255,7 @@ def test_a_figure_is_written_as_its_name_says(tmp_path: Path) -> None:
     figure = trajectory_figure(trajectory_table())
     assert save_as(figure, tmp_path / "new" / "a.png").read_bytes().startswith(b"\x89PNG")
     assert save_as(figure, tmp_path / "a.pdf").read_bytes().startswith(b"%PDF")
-    with pytest.raises(InputError, match="ends in"):
+    with pytest.raises(InputError, match="must end in"):
         save_as(figure, tmp_path / "a.exe")
 
 

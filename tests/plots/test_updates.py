@@ -6,13 +6,15 @@ import pandas as pd
 import pytest
 import torch
 from matplotlib.axes import Axes
-from plot_tables import assert_legible, named
+from plot_tables import (
+    assert_legible,
+    named,
+)
 from traces import make_trace
 
 from matlens.ffn.events import event_scores, saturation_frequency, update_scores
 from matlens.ffn.trace import Trace
-from matlens.io.tables import COLUMNS
-from matlens.plots.updates import events_figure, layers_figure, removal_figure, saturation_figure
+from matlens.plots.updates import events_figure, layers_figure, saturation_figure
 
 READS = {"score": "score", "lift": "score above the vocabulary's mean"}
 
@@ -138,36 +140,3 @@ def test_titles_name_the_model_and_the_corpus() -> None:
         saturation_figure(saturation_frequency(trace)),
     )
     assert {figure.get_suptitle() for figure in figures} == {"model, words", "model, words, n = 60"}
-
-
-def test_every_reading_is_a_line_over_its_layers_for_each_effect() -> None:
-    rows = [
-        (
-            "removal",
-            "m",
-            "words",
-            method,
-            layer,
-            layer,
-            metric,
-            None,
-            0.1 * i + (layer or 0) / 100,
-            0.0,
-            1.0,
-            4,
-            effect,
-        )
-        for i, method in enumerate(("v", "f v", "another v"))
-        for layer in (None, 0, 2)
-        for metric in ("correlation", "common")
-        for effect in ("at the layer", "at the end")
-    ]
-    figure = removal_figure(pd.DataFrame(rows, columns=[*COLUMNS, "effect"]))
-    assert len(figure.axes) == 4
-    for ax in figure.axes:
-        lines = {line.get_label(): line for line in ax.get_lines() if len(line.get_xdata()) == 2}
-        drawn = lines["f v"]
-        assert list(drawn.get_xdata()) == [0, 2]
-        assert list(drawn.get_ydata()) == pytest.approx([0.1, 0.12])
-    assert named(figure) == ["v", "f v", "another v"]
-    assert_legible(figure)
