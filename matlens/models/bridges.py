@@ -57,6 +57,8 @@ def wrap(
         finite, does not compute what transformers does, or cannot put a BOS in front; or both options are
         given.
     """
+    from transformer_lens.model_bridge.sources._bridge_builder import configure_tokenizer
+
     amend(bridge.eval())
     check_raw(bridge)
     there = stack_of(bridge)
@@ -71,7 +73,7 @@ def wrap(
         kept = keeping_itself(check_vocabulary(tokenizer, str(bridge.cfg.model_name)))
         d_vocab, d_vocab_out = bridge.cfg.d_vocab, bridge.cfg.d_vocab_out
         bridge.tokenizer = None
-        bridge.tokenizer = _configured(kept, bridge)
+        bridge.tokenizer = configure_tokenizer(kept, bridge.cfg)
         bridge.cfg.d_vocab, bridge.cfg.d_vocab_out = d_vocab, d_vocab_out
         follow_tokenizer(bridge, tokenizer)
     elif prepend_bos is not None:
@@ -100,12 +102,6 @@ def _set_bos(bridge: TransformerBridge, wanted: bool) -> None:
             f"and a text's first token is then {tokenizer.convert_ids_to_tokens(ids[:1])}. Give the "
             "tokenizer that reads text as you want instead."
         )
-
-
-def _configured(tokenizer: Any, bridge: TransformerBridge) -> Any:
-    from transformer_lens.model_bridge.sources._bridge_builder import configure_tokenizer
-
-    return configure_tokenizer(tokenizer, bridge.cfg)
 
 
 def follow_tokenizer(model: TransformerBridge, tokenizer: Any) -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from matlens.errors import InputError, check_choice, short
+from matlens.errors import InputError, short
+from matlens.io.bounds import LAYERS
 from matlens.models.places import called
-from matlens.models.stacks import STACKS
-
-# Blocks that a configuration may ask for; set matlens.models.configurations.MOST_LAYERS for more.
-MOST_LAYERS = 2000
 
 
 def check_supported(name: str, config: Any, stack: str | None = None) -> None:
@@ -24,12 +21,9 @@ def check_supported(name: str, config: Any, stack: str | None = None) -> None:
         determine_architecture_from_hf_config,
         get_effective_text_config,
     )
-    from transformer_lens.utilities.architectures import classify_model_config
 
     kind, said = getattr(config, "model_type", "unknown"), f"The model {called(name)} cannot be used"
-    sort = classify_model_config(config)
-    if stack is not None:
-        check_choice(stack, STACKS, "stack")
+    sort = sort_of(config)
     if sort == "seq2seq" and stack is None:
         raise InputError(
             f"{said} as one: {kind} is an encoder-decoder, through which two streams pass. Say which is to "
@@ -49,11 +43,9 @@ def check_supported(name: str, config: Any, stack: str | None = None) -> None:
         ) from None
     text = get_effective_text_config(config)
     layers = getattr(text, "num_hidden_layers", None)
-    if isinstance(layers, int) and not 1 <= layers <= MOST_LAYERS:
-        raise InputError(
-            f"{said}: its configuration says {short(layers)} layers. Expected 1 to {MOST_LAYERS}. (More can "
-            "be allowed by matlens.models.configurations.MOST_LAYERS.)"
-        )
+    if isinstance(layers, int) and layers < 1:
+        raise InputError(f"{said}: its configuration says {layers} layers. Expected at least 1.")
+    LAYERS.check(layers if isinstance(layers, int) else 0, f"The model {called(name)}")
     context = getattr(text, "max_position_embeddings", None)
     if isinstance(context, int) and context < 1:
         raise InputError(f"{said}: its context is {context} tokens long. Expected at least 1.")
@@ -72,8 +64,8 @@ def configuration_of(folder: str, **options: Any) -> Any:
     )
 
 
-def is_visual_configuration(folder: str, options: dict[str, Any]) -> bool:
-    """Whether a model reads images and no text."""
+def sort_of(config: Any) -> str:
+    """What a model reads and how many stacks it has, such as ``"vision"`` and ``"seq2seq"``."""
     from transformer_lens.utilities.architectures import classify_model_config
 
-    return classify_model_config(configuration_of(folder, **options)) == "vision"
+    return str(classify_model_config(config))

@@ -29,21 +29,6 @@ _TEXTS = ("a", " The naïve café, 1,000  times\n", "don't Привет 日本�
 Reader = Callable[[Path, torch.dtype], tuple[Any, Any]]
 
 
-class _Another(Exception):
-    """What is read back is not what was written."""
-
-    def __str__(self) -> str:
-        return "what is read back is not what was written"
-
-
-class _Unreadable(Exception):
-    """The file itself cannot be read."""
-
-    def __init__(self, cause: Exception) -> None:
-        super().__init__()
-        self.cause = cause
-
-
 def read_kept(path: Path, dtype: torch.dtype, read: Reader) -> tuple[Any, Any]:
     """The tokenizer and the model of a GGUF file, from the cache where they are there.
 
@@ -61,40 +46,26 @@ def read_kept(path: Path, dtype: torch.dtype, read: Reader) -> tuple[Any, Any]:
         return read(path, dtype)
     key = model_key(cache, path)
     entry = cache.find(MODEL, key)
-    if entry is not None:
-        try:
-            return _load(entry.folder, dtype)
-        except Exception as error:  # other libraries read it, and it may have been cleared meanwhile
-            if entry.folder.exists():
-                cache.discard(entry.folder, f"it could not be loaded, {type(error).__name__}")
-    loaded = None
+    if entry is None:
+        loaded = read(path, torch.float32)
 
-    def fill(folder: Path) -> None:
-        nonlocal loaded
-        try:
-            tokenizer, model = read(path, torch.float32)
-        except Exception as error:  # which says nothing of the cache
-            raise _Unreadable(error) from error
-        loaded = tokenizer, model
-        _write(folder, tokenizer, model)
-        again = _load(folder, torch.float32)
-        _check_equal((tokenizer, model), again)
-        loaded = again
+        def fill(folder: Path) -> None:
+            _write(folder, *loaded)
+            _check_equal(loaded, _load(folder, torch.float32))
 
-    about = {"what": path.name, "of": str(path.absolute())}
+        try:
+            entry = cache.keep(MODEL, key, fill, about={"what": path.name, "of": str(path.absolute())})
+        except Exception as error:  # other libraries cannot write it, or read it back, or not as it was
+            reason = f"{type(error).__name__}: {error}"
+            tell(f"Nothing is kept of {path.name} in the cache {cache.root}: {reason}.")
+        if entry is None:
+            return loaded if dtype == torch.float32 else read(path, dtype)
     try:
-        entry = cache.keep(MODEL, key, fill, about=about)
-    except _Unreadable as error:
-        raise error.cause from None
-    except Exception as error:  # other libraries cannot write it, or read it back, or not as it was
-        entry = None
-        reason = f"{type(error).__name__}: {error}" if not isinstance(error, _Another) else str(error)
-        tell(f"Nothing is kept of {path.name} in the cache {cache.root}: {reason}.")
-    if loaded is None and entry is not None:  # another process has filled it meanwhile
-        return _load(entry.folder, dtype) if cache.find(MODEL, key) else read(path, dtype)
-    if loaded is not None and dtype == torch.float32:
-        return loaded
-    return read(path, dtype) if entry is None else _load(entry.folder, dtype)
+        return _load(entry.folder, dtype)
+    except Exception as error:  # other libraries read it, and it may have been cleared meanwhile
+        if entry.folder.exists():
+            cache.discard(entry.folder, f"it could not be loaded, {type(error).__name__}")
+        return read(path, dtype)
 
 
 def kept_configuration(path: Path) -> Any:
@@ -158,7 +129,7 @@ def _check_equal(written: tuple[Any, Any], read: tuple[Any, Any]) -> None:
     tokens = [tokenization(tokenizer) for tokenizer, _ in (written, read)]
     configs = [_shape(model.config.to_dict()) for _, model in (written, read)]
     if not same or classes[0] != classes[1] or tokens[0] != tokens[1] or configs[0] != configs[1]:
-        raise _Another
+        raise ValueError("what is read back is not what was written")
 
 
 def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:

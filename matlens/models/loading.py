@@ -17,7 +17,7 @@ from matlens.models.agreement import check_plain_logits
 from matlens.models.bridges import follow_tokenizer, keeping_itself, wrap
 from matlens.models.changes import remember_parts
 from matlens.models.checkpoints import CompleteModel, read_gguf, read_tokenizer, read_wikilm_model
-from matlens.models.configurations import check_supported, configuration_of, is_visual_configuration
+from matlens.models.configurations import check_supported, configuration_of, sort_of
 from matlens.models.dequantized import kept_configuration, read_kept
 from matlens.models.families.bridging import amend
 from matlens.models.places import CHECKPOINT, SMOLLM2, called, cause, locate
@@ -89,16 +89,19 @@ def load(
     tokenizer: Any
     if file:
         with _reading(name, folder, "file"):
-            tokenizer, hf_model = _read_file(Path(folder, file), dtype, stack)
+            path = Path(folder, file)
+            if path.suffix.lower() == CHECKPOINT:
+                tokenizer, hf_model = read_wikilm_model(path, dtype, stack)
+            else:
+                tokenizer, hf_model = read_kept(path, dtype, read_gguf)
             boot["hf_model"] = hf_model.to(boot["device"]).eval()
     else:
         options = {"trust_remote_code": trust_remote_code, "revision": commit}
         with _reading(name, folder, "configuration"):
-            check_supported(name, configuration_of(folder, **options), stack)
+            config = configuration_of(folder, **options)
+            check_supported(name, config, stack)
         with _reading(name, folder, "tokenizer"):
-            tokenizer = (
-                None if is_visual_configuration(folder, options) else read_tokenizer(name, folder, options)
-            )
+            tokenizer = None if sort_of(config) == "vision" else read_tokenizer(name, folder, options)
         boot |= {**options, "model_class": CompleteModel}
     from matlens.models.families.falcon import newer_falcons
 
@@ -137,13 +140,6 @@ def _reading(name: str, folder: str, part: str) -> Iterator[None]:
             "Code that a model brings is run only with --trust-remote-code (trust_remote_code=True in "
             "Python)."
         ) from error
-
-
-def _read_file(path: Path, dtype: torch.dtype, stack: Stack | None) -> tuple[Any, Any]:
-    """The tokenizer and the model of a GGUF file or of a fairseq checkpoint."""
-    if path.suffix.lower() == CHECKPOINT:
-        return read_wikilm_model(path, dtype, stack)
-    return read_kept(path, dtype, read_gguf)
 
 
 @checked

@@ -230,9 +230,7 @@ class Readout:
         check_vectors(h, self.d_model, n_axes=2)
         if ids.shape != h.shape[:1]:
             raise InputError(f"ids must be a token for each of the {len(h)} vectors, got {len(ids)}.")
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.d_vocab:
-            raise InputError(f"An id is out of range: the tokens of this model are 0 to {self.d_vocab - 1}.")
-        ids, start = ids.to(self.device, torch.int64), 0
+        ids, start = self._check_tokens(ids).to(self.device, torch.int64), 0
         tops, ranks = [ids[:0]], [ids[:0]]
         with self.weights.constant():
             for part, features, screen in self._screened(h):

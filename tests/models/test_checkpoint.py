@@ -145,7 +145,7 @@ def without(name: str) -> dict[str, Tensor]:
         (settings(adaptive_softmax_cutoff="14,31"), None, "bands"),
         (settings(adaptive_input_cutoff="x", adaptive_softmax_cutoff="x"), None, "bands"),
         (settings(decoder_learned_pos=True), None, "decoder_learned_pos"),
-        (settings(activation_fn="__import__('os')"), None, "activation"),
+        (settings(activation_fn="__import__('os')"), None, "hidden_act"),
         (settings(decoder_layers=10**9), weights(settings()), "1000000000 blocks"),
         (settings(decoder_layers="3"), weights(settings()), "blocks"),
         (settings(decoder_embed_dim=10**15), weights(settings()), "not"),

@@ -130,5 +130,5 @@ def test_one_guard_takes_another_precision_only_where_it_is_told_so() -> None:
     [("fingerprint", 3), ("tokens", 0.5), ("rounded", "b1"), ("n_layers", "3"), ("d_model", None)],
 )
 def test_a_damaged_record_of_a_model_is_named(key: str, value: Any) -> None:
-    with pytest.raises(InputError, match=rf"The record of a model is damaged: its {key} is"):
+    with pytest.raises(InputError, match=rf"The record of a model is damaged: {key} must be"):
         ModelIdentity.from_json({**make_identity().to_json(), key: value})

@@ -8,7 +8,6 @@ training, in whose place something inert is put. A checkpoint that names anythin
 from __future__ import annotations
 
 import argparse
-import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch import Tensor
 from matlens.errors import InputError, checked, printable, short
 from matlens.io.files import open_regular, system_errors, write_bytes
 from matlens.models.families.wikilm.dictionary import DICTIONARY, WordDictionary
-from matlens.models.families.wikilm.modelling import ACTIVATIONS, WikiLMConfig, WikiLMForCausalLM
+from matlens.models.families.wikilm.modelling import WikiLMConfig, WikiLMForCausalLM
 
 _METERS = ("AverageMeter", "TimeMeter", "StopwatchMeter", "MetersDict")
 _EXPECTED = (
@@ -32,9 +31,9 @@ _IGNORED = re.compile(
     r"adaptive_softmax\.(version|head\._float_tensor))"
 )
 _BLOCK = re.compile(r"decoder\.layers\.(\d{1,5})\.")
+_EMBEDDINGS = re.compile(r"decoder\.embed_tokens\.embeddings\.\d+\.0\.weight")
 _OLD_NORMS = {"layer_norms.0": "self_attn_layer_norm", "layer_norms.2": "final_layer_norm"}
 _NAMED = re.compile(r"GLOBAL ([\w.]+)|unsupported class ([\w.]+)")
-_MOST_BANDS = 32
 _SOFTMAX = "decoder.adaptive_softmax"
 
 
@@ -156,34 +155,25 @@ def _read(path: Path) -> Mapping[str, Any]:
         (_Inert, f"fairseq.{module}.{name}") for module in ("meters", "logging.meters") for name in _METERS
     ]
     try:
-        file = open_regular(path)
-    except (OSError, ValueError) as error:
-        reason = printable(str(getattr(error, "strerror", None) or error), most=200)
-        raise InputError(f"The checkpoint {path} cannot be read: {reason}.") from error
-    try:
-        with file, torch.serialization.safe_globals(allowed):
+        with open_regular(path) as file, torch.serialization.safe_globals(allowed):
             content = torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
+    except InputError:
+        raise
+    except Exception as error:  # readers of archives and pickles fail in too many ways to list
         named = _NAMED.search(str(error))
         if named is not None:
             raise InputError(
                 f"The checkpoint {path} names {printable(named[1] or named[2], most=80)}, which may be code, "
                 "so it is not read. Expected tensors and settings alone, as fairseq's own checkpoints hold."
             ) from error
-        raise _damaged(path, error) from error
-    except Exception as error:  # readers of archives and pickles fail in too many ways to list
-        raise _damaged(path, error) from error
+        reason = printable(" ".join(str(error).split()), most=200)
+        raise InputError(
+            f"The checkpoint {path} cannot be read: it is truncated or damaged, or no file of torch "
+            f"({type(error).__name__}: {reason})."
+        ) from error
     if not isinstance(content, Mapping):
         raise InputError(f"The checkpoint {path} holds a {type(content).__name__}. {_EXPECTED}")
     return content
-
-
-def _damaged(path: Path, error: Exception) -> InputError:
-    reason = printable(" ".join(str(error).split()), most=200)
-    return InputError(
-        f"The checkpoint {path} is truncated or damaged, or no file of torch ({type(error).__name__}: "
-        f"{reason}). Get it anew."
-    )
 
 
 def _settings(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -244,23 +234,18 @@ def _config(
         raise refuse(f"it is made with {', '.join(others)}, which is not read here")
     if f"{_SOFTMAX}.version" not in tensors:
         raise refuse("its adaptive softmax is of the first kind, whose bands stand elsewhere")
-    activation = settings.get("activation_fn", "relu")
-    if activation not in ACTIVATIONS:
-        raise refuse(f"its activation is {short(activation)}")
     width: Any = settings.get("decoder_embed_dim")
-    layers = settings.get("decoder_layers")
+    layers: Any = settings.get("decoder_layers")
     if any(settings.get(f"decoder_{side}_dim", width) != width for side in ("input", "output")):
         raise refuse("its input or output is of another width than its stream")
-    blocks = {int(block[1]) for block in map(_BLOCK.match, tensors) if block}
-    if not isinstance(layers, int) or layers != len(blocks) or blocks != set(range(len(blocks))):
+    # Before a model of the settings is made, which could be of any size.
+    blocks = {block[1] for block in map(_BLOCK.match, tensors) if block}
+    if layers != len(blocks):
         raise refuse(f"its settings say {short(layers)} blocks, and it has weights of {len(blocks)}")
-    bands = len(
-        [name for name in tensors if re.fullmatch(r"decoder\.embed_tokens\.embeddings\.\d+\.0\.weight", name)]
-    )
-    if bands > _MOST_BANDS:
-        raise refuse(f"it has {bands} bands of words")
-    sizes = [tensors.get(f"decoder.embed_tokens.embeddings.{band}.0.weight") for band in range(bands)]
-    known = sum(len(size) for size in sizes if size is not None and size.ndim == 2)
+    embeddings = [tensor for name, tensor in tensors.items() if _EMBEDDINGS.fullmatch(name)]
+    if len(cutoffs[0]) > len(embeddings):
+        raise refuse(f"it has {len(embeddings)} bands of words, which end at {short(cutoffs[0])}")
+    known = sum(len(tensor) for tensor in embeddings if tensor.ndim)
     if known != n_words:
         raise InputError(
             f"The dictionary {path.parent / DICTIONARY} has {n_words} words, the special ones included, and "
@@ -269,25 +254,22 @@ def _config(
     longest = settings.get("max_target_positions") or settings.get("tokens_per_sample") or 1024
     heads: Any = settings.get("decoder_attention_heads")
     inner: Any = settings.get("decoder_ffn_embed_dim")
+    ties = bool(settings.get("tie_adaptive_weights"))
+    # Old checkpoints say it the other way round.
+    ties_projections = settings.get("no_tie_adaptive_proj") is False or bool(
+        settings.get("tie_adaptive_proj")
+    )
     try:
         return WikiLMConfig(
             vocab_size=n_words, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
             intermediate_size=inner, max_position_embeddings=longest,
-            cutoffs=cutoffs[0], adaptive_factor=factors[0], hidden_act=activation,
-            tie_word_embeddings=bool(settings.get("tie_adaptive_weights")),
-            tie_projections=bool(settings.get("tie_adaptive_weights")) and _ties_projections(settings),
+            cutoffs=cutoffs[0], adaptive_factor=factors[0], hidden_act=settings.get("activation_fn", "relu"),
+            tie_word_embeddings=ties, tie_projections=ties and ties_projections,
             final_norm=not _lacks_final_norm(settings, tensors),
             scale_embedding=not settings.get("no_scale_embedding", False),
         )  # fmt: skip
     except InputError as error:
         raise refuse(printable(str(error))) from error
-
-
-def _ties_projections(settings: Mapping[str, Any]) -> bool:
-    """Old checkpoints say it the other way round."""
-    if settings.get("no_tie_adaptive_proj") is False:
-        return True
-    return bool(settings.get("tie_adaptive_proj", False))
 
 
 def _lacks_final_norm(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
@@ -359,7 +341,7 @@ def _weights(model: WikiLMForCausalLM, tensors: Mapping[str, Tensor], path: Path
         del names[f"{_SOFTMAX}.head.class_proj.weight"]
     lacking, more = sorted(names.keys() - tensors.keys()), sorted(tensors.keys() - names.keys())
     if lacking or more:
-        what = f"lacks {lacking[0]}" if lacking else f"has {more[0]}, which is of no use"
+        what = f"lacks {lacking[0]}" if lacking else f"has {more[0]}"
         raise InputError(
             f"The checkpoint {path} is not of a WikiLM: it {printable(what, most=120)}. {_EXPECTED}"
         )

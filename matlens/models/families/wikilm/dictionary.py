@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from matlens.errors import InputError, PositiveInt, check_int, checked, printable, short
+from matlens.errors import Between, InputError, PositiveInt, checked, printable, short
 from matlens.io.bounds import TABLE
 from matlens.io.files import read_bounded, system_errors, write_text
 
@@ -58,7 +58,9 @@ class WordDictionary:
         return len(self.words)
 
     @classmethod
-    def from_counts(cls, counts: Iterable[tuple[str, int]], *, n_words: int) -> WordDictionary:
+    def from_counts(
+        cls, counts: Iterable[tuple[str, int]], *, n_words: Annotated[int, Between(len(SPECIAL) + 1)]
+    ) -> WordDictionary:
         """Number the most frequent words, and fill up to a multiple of 8 as fairseq does.
 
         Parameters
@@ -67,17 +69,8 @@ class WordDictionary:
             Words and how often each was seen; of equally frequent ones the first in the alphabet counts more.
         n_words
             How many words there are at most, the special ones included.
-
-        Raises
-        ------
-        InputError
-            ``n_words`` leaves no room for words.
         """
-        n_words = check_int(n_words, "n_words", min=len(SPECIAL) + 1)
-        try:
-            seen = {str(word): int(count) for word, count in counts if word not in SPECIAL}
-        except (TypeError, ValueError) as error:
-            raise InputError(f"counts are {short(counts)}. Expected words, each with its count.") from error
+        seen = {word: int(count) for word, count in counts if word not in SPECIAL}
         kept = sorted(seen.items(), key=lambda item: (-item[1], item[0]))[: n_words - len(SPECIAL)]
         words, numbers = [*SPECIAL, *(word for word, _ in kept)], [0, 0, 0, 0, *(count for _, count in kept)]
         for i in range(-len(words) % _MULTIPLE):
