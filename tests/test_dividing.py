@@ -66,7 +66,7 @@ def numbers_of(layer: LayerMap) -> dict[str, torch.Tensor]:
 def sums_of(model: Any, data: Any, **options: Any) -> dict[str, Any]:
     """What is summed up for lenses, and what comes of it."""
     kept = lens_moments(model, data, list(METHODS.values()), batch_tokens=BATCH, progress=False, **options)
-    solved = {name: kept.solve(config) for name, config in METHODS.items()}
+    solved = kept.solve(list(METHODS.values()))
     return {
         "n": kept.n,
         "maps": {

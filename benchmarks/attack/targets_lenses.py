@@ -145,8 +145,8 @@ LENSES: list[Target] = [
     ),
     Target(
         "lens.LensMoments.solve",
-        {"method": "methods"},
-        {"method": lambda _: "mat"},
+        {"methods": "methods"},
+        {"methods": lambda _: "mat"},
         lambda w: w.lens_moments,
     ),
     Target(
@@ -154,7 +154,9 @@ LENSES: list[Target] = [
         {"data": "corpus", "methods": "methods", "positions": "choice"},
         {"data": lambda w: w.activations, "methods": lambda _: ["mat"]},
         takes={
-            "data=examples": lambda _, moments: moments.solve("mat").provenance.details["n_fitted"] > 60,
+            "data=examples": lambda _, moments: (
+                moments.solve("mat")["mat"].provenance.details["n_fitted"] > 60
+            ),
         },
     ),
     # A prompt through it.

@@ -21,12 +21,11 @@ from matlens.data.corpus import Corpus
 from matlens.data.corpus_examples import make_examples
 from matlens.data.examples import Examples
 from matlens.errors import InputError, PositiveInt, Seed, checked, short
-from matlens.lens.config import LensConfig, Method, closed_forms
+from matlens.lens.config import LensConfig, Method, closed_forms, resolve_layers
 from matlens.lens.maps import LayerMap, LensParts, Standardisation
 from matlens.linear.least_squares import LeastSquares, noise_of_fit
 from matlens.linear.samples import Chosen, NoisyFit, check_weights, warn_of_noise
 from matlens.models.identity import ModelIdentity, Provenance
-from matlens.models.sites import Site
 from matlens.numerics.precision import in_float64
 
 if TYPE_CHECKING:
@@ -355,18 +354,14 @@ class LensMoments:
         self.n, self._weighted = int(counts[:, 0].sum()), bool(counts[:, 1].any())
         return self
 
-    def solve(self, method: Method) -> LensParts:
-        """Maps of all layers by a method, from all that has been seen.
+    def solve(self, methods: Method | Sequence[Method]) -> dict[str, LensParts]:
+        """Maps of all layers by method, from all that has been seen; warns once if they follow noise.
 
         Raises
         ------
         InputError
-            The moments are not for this method, there are no samples, or sinks were not set aside.
+            The moments are not for a method, there are no samples, or sinks were not set aside.
         """
-        return self.solve_all([method])[next(iter(closed_forms(method)))]
-
-    def solve_all(self, methods: Sequence[Method]) -> dict[str, LensParts]:
-        """Maps of all layers by several methods, with one `InputWarning` if they follow noise."""
         noisy: list[NoisyFit] = []
         configs = closed_forms(methods)
         solved = {name: self._solve(name, noisy) for name in configs}
@@ -441,16 +436,6 @@ def _union(sums: Iterable[LeastSquares]) -> LeastSquares:
 def chunk_size(width: int) -> int:
     """How many samples of a width are factorised at once."""
     return max(_CHUNK, 4 * width)
-
-
-def resolve_layers(layers: Sequence[int] | None, n_layers: int) -> tuple[int, ...]:
-    """Numbers of layers, ascending and without the last; by default all of these."""
-    if layers is None:
-        return tuple(range(n_layers))
-    numbers = sorted({Site.parse(layer, n_layers).layer for layer in layers} - {n_layers})
-    if not numbers:
-        raise InputError(f"layers must have one or more of 0 to {n_layers - 1}, got {short(layers)}.")
-    return tuple(numbers)
 
 
 @checked

@@ -23,30 +23,14 @@ from matlens.data.corpus_examples import make_examples
 from matlens.data.readers import is_masked
 from matlens.errors import Between, InputError, NonNegativeInt, PositiveInt, Seed, checked, short, warn
 from matlens.io.tables import result_row, result_table
-from matlens.lens.closed_forms import lens_moments, resolve_layers
-from matlens.lens.config import LensConfig, Method, layers_read, parse_methods
+from matlens.lens import trained
+from matlens.lens.closed_forms import lens_moments
+from matlens.lens.config import LensConfig, Method, layers_read, parse_methods, resolve_layers
 from matlens.lens.early_exit import exit_sweep
 from matlens.lens.evaluation import Member, report_table
 from matlens.lens.lens import Lens
 from matlens.lens.maps import LayerMap, LensParts
 from matlens.lens.open_sets import EvaluationItem, evaluate_open_sets
-from matlens.lens.trained import (
-    BATCH,
-    LONGEST,
-    ON_VECTORS,
-    PILOT,
-    PROMPTS,
-    STEPS,
-    TOKENS,
-    Trained,
-    best_start,
-    fit_jacobian,
-    longest_sentences,
-    passes_for,
-    steps_for,
-    train_maps,
-    with_start,
-)
 from matlens.linear.fitting import fit_samples
 from matlens.metrics import Estimate
 from matlens.models.identity import ModelIdentity, Provenance
@@ -67,7 +51,7 @@ METHODS = (
 @checked
 def default_methods(model: TransformerBridge) -> list[str]:
     """`METHODS` that a model's head allows."""
-    standardises = best_start(model) != "affine"
+    standardises = trained.best_start(model) != "affine"
     return [name for name in METHODS if standardises or not name.startswith("normed")]
 
 
@@ -108,8 +92,8 @@ def compare_lenses(
     methods: Sequence[Method] | None = None,
     layers: Sequence[int] | None = None,
     against: str | None = None,
-    n_prompts: Annotated[int, Between(2)] = PROMPTS,
-    longest: PositiveInt = LONGEST,
+    n_prompts: Annotated[int, Between(2)] = trained.PROMPTS,
+    longest: PositiveInt = trained.LONGEST,
     evaluations: Mapping[str, Sequence[EvaluationItem]] | None = None,
     seed: Seed = 0,
     progress: bool = True,
@@ -236,7 +220,7 @@ def fit_members(
     train.provenance.check_same(identity, ours="the activations")
     wanted = resolve_layers(layers, identity.n_layers)
     groups: dict[Any, list[LensConfig]] = {}
-    for config in with_start(configs, model):
+    for config in trained.with_start(configs, model):
         groups.setdefault((config.standardise, config.weighted, config.sinks), []).append(config)
     fitted: dict[str, Member] = {}
     flops = closed_form_flops(train.n_rows, readout.d_model) * len(wanted)
@@ -246,13 +230,13 @@ def fit_members(
         shared = time.process_time() - begin
         for config in group:
             begin = time.process_time()
-            parts = moments.solve(config)
+            (parts,) = moments.solve(config).values()
             seconds = shared + time.process_time() - begin
             fitted[config.name] = Member(Lens(*parts, readout, model), seconds, flops)
-    start = fitted.get(best_start(model))
-    for trained in ON_VECTORS:
-        if trained in configs:
-            fitted[trained] = _train(trained, start, readout, model, train, wanted, seed, progress)
+    start = fitted.get(trained.best_start(model))
+    for name in trained.ON_VECTORS:
+        if name in configs:
+            fitted[name] = _train(name, start, readout, model, train, wanted, seed, progress)
     if "id" in configs:
         identities = dict.fromkeys(wanted, LayerMap())
         fitted["id"] = Member(Lens(identities, "id", Provenance(identity), None, readout, model))
@@ -260,7 +244,7 @@ def fit_members(
 
 
 def _train(
-    name: Trained,
+    name: trained.Trained,
     start: Member | None,
     readout: Readout,
     model: TransformerBridge,
@@ -271,17 +255,19 @@ def _train(
 ) -> Member:
     begin = time.process_time()
     closed = None if start is None else start.lens.parts
-    parts = train_maps(name, readout, train, start=closed, layers=layers, seed=seed, progress=progress)
+    parts = trained.train_maps(
+        name, readout, train, start=closed, layers=layers, seed=seed, progress=progress
+    )
     seconds = time.process_time() - begin
     d, n, vocabulary = readout.d_model, train.n_rows, readout.d_vocab
-    pilot = min(PILOT, n)
-    steps, batch = steps_for(n, STEPS, BATCH)
+    pilot = min(trained.PILOT, n)
+    steps, batch = trained.steps_for(n, trained.STEPS, trained.BATCH)
     flops: float = {
         "scaled": training_flops(0, d, 1, pilot=pilot, d_vocab=vocabulary),
         "polished": training_flops(
-            steps * min(batch, n), d, min(TOKENS, vocabulary), pilot=pilot, d_vocab=vocabulary
+            steps * min(batch, n), d, min(trained.TOKENS, vocabulary), pilot=pilot, d_vocab=vocabulary
         ),
-        "tuned": training_flops(round(passes_for(n) * n), d, vocabulary),
+        "tuned": training_flops(round(trained.passes_for(n) * n), d, vocabulary),
     }[name] * len(layers)  # fmt: skip
     if name != "tuned" and start is not None:
         seconds, flops = seconds + start.seconds, flops + start.flops
@@ -292,14 +278,14 @@ def _jacobians(
     model: TransformerBridge, corpus: Corpus, layers: list[int], n: int, longest: int, progress: bool
 ) -> tuple[Lens, Lens, Member]:
     """Lenses of two halves of the prompts, and their mean, which has taken the time of both."""
-    prompts = longest_sentences(corpus, n - n % 2)
+    prompts = trained.longest_sentences(corpus, n - n % 2)
     if len(prompts) < 2:
         raise InputError("Jacobians are taken on two halves of the prompts. Expected two sentences or more.")
     begin = time.process_time()
     halves = [
-        fit_jacobian(
+        trained.fit_jacobian(
             model, replace(corpus, sentences=tuple(prompts[i::2])), longest=longest, progress=progress,
-            layers=[layer for layer in layers if layer],
+            layers=layers,
         )
         for i in (0, 1)
     ]  # fmt: skip

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from matlens.errors import InputError, NonNegative, PositiveInt, check_choice, checked
+from matlens.errors import InputError, NonNegative, PositiveInt, check_choice, checked, short
+from matlens.models.sites import Site
 
 
 @checked
@@ -126,3 +127,13 @@ def layers_read(methods: Mapping[str, LensConfig | None], layers: Sequence[int],
     if any(config is not None and config.sinks == "exclude" for config in methods.values()):
         return list(range(n_layers + 1))
     return [*layers, n_layers]
+
+
+def resolve_layers(layers: Sequence[int] | None, n_layers: int) -> tuple[int, ...]:
+    """Numbers of layers, ascending and without the last; by default all of these."""
+    if layers is None:
+        return tuple(range(n_layers))
+    numbers = sorted({Site.parse(layer, n_layers).layer for layer in layers} - {n_layers})
+    if not numbers:
+        raise InputError(f"layers must have one or more of 0 to {n_layers - 1}, got {short(layers)}.")
+    return tuple(numbers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping
@@ -103,23 +104,15 @@ def read_lens(folder: str | Path) -> LensParts:
 
 def write_jacobian_lens(path: str | Path, lens: LensParts) -> None:
     """Write maps as TransformerLens' `JacobianLens` does; see `Lens.to_jacobian_lens`."""
-    for layer, held in lens.maps.items():
-        for part, what in ((held.bias, "a bias"), (lens.norm, "a norm before its maps")):
-            if part is not None:
-                raise InputError(
-                    f"A Jacobian lens is a matrix for each layer and nothing else, and this lens "
-                    f"({lens.method}) has {what}, without which layer {layer} would read other tokens. "
-                    "Expected a lens such as 'mat', 'ridge', 'weighted' or 'narrow(64)'."
-                )
-        if held.scale != 1:
-            raise InputError(
-                f"A Jacobian lens is a matrix for each layer and nothing else, and layer {layer} of this "
-                f"lens ({lens.method}) has a scale of its own. Expected a lens without one."
-            )
+    if lens.norm is not None or any(it.bias is not None or it.scale != 1 for it in lens.maps.values()):
+        raise InputError(
+            f"A Jacobian lens is a matrix for each layer, and this lens ({lens.method}) has a bias, a norm "
+            "or a scale, without which it would read other tokens. Expected a lens such as 'mat' or 'ridge'."
+        )
     width = lens.provenance.identity.d_model
     matrices = {layer - 1: held.matrix(width) for layer, held in lens.maps.items() if layer > 0}
     if not matrices:
-        raise InputError("A Jacobian lens begins behind the first block, and this lens has layer 0 alone.")
+        raise InputError("A Jacobian lens begins after the first block, and this lens has layer 0 alone.")
     known = lens.provenance.details.get(_JACOBIAN)
     data = lens.provenance.data or {}
     if isinstance(known, Mapping):
@@ -131,8 +124,8 @@ def write_jacobian_lens(path: str | Path, lens: LensParts) -> None:
         record = {
             "method": lens.method, "provenance": lens.provenance.to_json(), "content": _digest_of(matrices)
         }  # fmt: skip
-        name = lens.provenance.identity.name
-        metadata = {"model_name": name, "estimator": lens.method, _OWN: _plain(record)}
+        own = json.loads(json.dumps(record, default=str))  # mappings as dicts, which such a file may hold
+        metadata = {"model_name": lens.provenance.identity.name, "estimator": lens.method, _OWN: own}
     content = {
         "J": {layer: matrix.detach().cpu().to(dtype).contiguous() for layer, matrix in matrices.items()},
         "n_prompts": count, "source_layers": sorted(matrices), "d_model": width,
@@ -151,15 +144,6 @@ def _digest_of(matrices: Mapping[int, Tensor]) -> str:
         torch.tensor(sorted(matrices)).double(),
         *(matrices[layer].cpu().float() for layer in sorted(matrices)),
     )
-
-
-def _plain(value: Any) -> Any:
-    """Mappings and sequences as dicts and lists, which such a file may hold."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
 def read_jacobian_lens(path: str | Path, model: TransformerBridge) -> LensParts:

@@ -18,26 +18,11 @@ from matlens.data.corpus_examples import make_examples
 from matlens.data.examples import Examples
 from matlens.errors import InputError, PositiveInt, Seed, checked, short
 from matlens.io.repository import HubRepository
-from matlens.lens.closed_forms import LensMoments, lens_moments, resolve_layers
-from matlens.lens.config import Method, layers_read, parse_methods
-from matlens.lens.files import (
-    read_jacobian_lens,
-    read_lens,
-    read_tuned_lens,
-    write_jacobian_lens,
-    write_lens,
-)
+from matlens.lens import files, trained
+from matlens.lens.closed_forms import LensMoments, lens_moments
+from matlens.lens.config import Method, layers_read, parse_methods, resolve_layers
 from matlens.lens.hub import pull_lens, push_lens
 from matlens.lens.maps import LayerMap, LensParts, Standardisation
-from matlens.lens.trained import (
-    ON_VECTORS,
-    PROMPTS,
-    best_start,
-    fit_jacobian,
-    longest_sentences,
-    train_maps,
-    with_start,
-)
 from matlens.lens.trajectory import Trajectory, read_trajectory
 from matlens.linear.maps import fitted_samples
 from matlens.linear.mapsets import MapSet
@@ -159,7 +144,7 @@ class Lens:
         layers: Sequence[int] | None = None,
         seed: Seed = 0,
         batch_tokens: PositiveInt | None = None,
-        n_prompts: PositiveInt = PROMPTS,
+        n_prompts: PositiveInt = trained.PROMPTS,
         folder: str | Path | None = None,
         progress: bool = True,
     ) -> Lens | dict[str, Lens]:
@@ -204,7 +189,7 @@ class Lens:
         methods = parse_methods(method)
         n_layers = int(model.cfg.n_layers)
         wanted = resolve_layers(layers, n_layers)
-        on_vectors = [name for name in ON_VECTORS if name in methods]
+        on_vectors = [name for name in trained.ON_VECTORS if name in methods]
         if (on_vectors or "jacobian" in methods) and (rows is not None or weights is not None):
             raise InputError("rows and weights are for closed forms: trained lenses take neither.")
         data = corpus if isinstance(corpus, Examples | Activations) else as_corpus(corpus)
@@ -219,12 +204,12 @@ class Lens:
                 batch_tokens=batch_tokens, progress=progress,
             )  # fmt: skip
         fitted: dict[str, LensParts] = {}
-        if closed := with_start(methods, model):
+        if closed := trained.with_start(methods, model):
             moments = lens_moments(
                 model, data, closed, positions=positions, rows=rows, weights=weights, layers=wanted,
                 seed=seed, batch_tokens=batch_tokens, progress=progress,
             )  # fmt: skip
-            fitted = moments.solve_all(closed)
+            fitted = moments.solve(closed)
         if "id" in methods:
             fitted["id"] = LensParts(dict.fromkeys(wanted, LayerMap()), "id", Provenance(identity))
         if on_vectors:
@@ -232,15 +217,14 @@ class Lens:
             data.provenance.check_same(identity, ours="the activations")
             if not closed and data.n_rows <= readout.d_model:  # closed forms warn themselves
                 warn_of_noise([NoisyFit(on_vectors[0], data.n_rows, readout.d_model)], 1)
-            start = fitted.get(best_start(model))
+            start = fitted.get(trained.best_start(model))
             for name in on_vectors:
-                fitted[name] = train_maps(
+                fitted[name] = trained.train_maps(
                     name, readout, data, start=start, layers=wanted, seed=seed, progress=progress
                 )
         if "jacobian" in methods and sentences is not None:
-            prompts = replace(sentences, sentences=tuple(longest_sentences(sentences, n_prompts)))
-            after_blocks = [layer for layer in wanted if layer]
-            fitted["jacobian"] = fit_jacobian(model, prompts, layers=after_blocks, progress=progress)
+            prompts = replace(sentences, sentences=tuple(trained.longest_sentences(sentences, n_prompts)))
+            fitted["jacobian"] = trained.fit_jacobian(model, prompts, layers=wanted, progress=progress)
         lenses = {name: cls(*fitted[name], readout, model) for name in methods}
         return next(iter(lenses.values())) if isinstance(method, Method) else lenses
 
@@ -249,7 +233,8 @@ class Lens:
         cls, moments: LensMoments, method: Method, model: TransformerBridge | None = None
     ) -> Lens:
         """The lens of a method from moments of `lens_moments`, perhaps merged of parts."""
-        return cls(*moments.solve(method))._placed(model)
+        (parts,) = moments.solve(method).values()
+        return cls(*parts)._placed(model)
 
     @property
     def n_samples(self) -> int | None:
@@ -432,7 +417,7 @@ class Lens:
         InputError
             A number is not finite, or the folder holds something else.
         """
-        write_lens(folder, self.parts)
+        files.write_lens(folder, self.parts)
 
     @classmethod
     def load(
@@ -454,7 +439,7 @@ class Lens:
         InputError
             The folder holds no finished lens, a file of it is damaged, or the model is another.
         """
-        return cls(*read_lens(folder))._placed(model, same_precision)
+        return cls(*files.read_lens(folder))._placed(model, same_precision)
 
     def push_to_hub(
         self,
@@ -558,7 +543,7 @@ class Lens:
         InputError
             The file cannot be read, holds something else, or is of another model.
         """
-        return cls(*read_jacobian_lens(path, model)).on(model)
+        return cls(*files.read_jacobian_lens(path, model)).on(model)
 
     def to_jacobian_lens(self, path: str | Path) -> None:
         """Write the maps as a file that TransformerLens' `JacobianLens.load` reads, in float32.
@@ -577,7 +562,7 @@ class Lens:
             The lens has a bias, a norm before its maps or a fitted scale, which such a file has no place for;
             or no layer but 0.
         """
-        write_jacobian_lens(path, self.parts)
+        files.write_jacobian_lens(path, self.parts)
 
     @classmethod
     def from_tuned_lens(cls, folder: str | Path, model: TransformerBridge) -> Lens:
@@ -595,4 +580,4 @@ class Lens:
         InputError
             The folder cannot be read, holds something else, or is of another model.
         """
-        return cls(*read_tuned_lens(folder, model)).on(model)
+        return cls(*files.read_tuned_lens(folder, model)).on(model)

@@ -169,12 +169,11 @@ def evaluate_open_sets(
     first = next(iter(lenses.values()))
     model = first.model
     _ = first.on_readout
-    shared = sorted(set.intersection(*(set(lens.layers) for lens in lenses.values())))
-    wanted = shared if layers is None else sorted({first.resolve(layer) for layer in layers})
-    if not wanted or not {*wanted} <= {*shared}:
-        raise InputError(
-            f"Not all lenses have maps of the layers {short(wanted)}. Expected those of {short(shared)}."
-        )
+    wanted = sorted(set.intersection(*(set(lens.layers) for lens in lenses.values())))
+    if layers is not None:
+        wanted = sorted({lens.resolve(layer) for lens in lenses.values() for layer in layers})
+    if not wanted:
+        raise InputError("layers must have one that all lenses have.")
     rows: list[dict[str, Any]] = []
     for name, items in Bar(list(evaluations.items()), desc="evaluating", disable=not progress):
         vectors = collect(model, make_prompts(model, [item.text for item in items]), wanted, progress=False)

@@ -70,13 +70,10 @@ def top_predictions(
     maps.provenance.check_same(prompts.provenance, ours="the maps", theirs="the activations")
     readout.check_same(prompts.provenance)
     last = prompts.provenance.identity.n_layers
-    for layer in layers:
-        if not -last - 1 <= layer <= last:
-            raise InputError(f"Layer {layer} is out of range: this model has layers 0 to {last}.")
     if not layers:
-        raise InputError("No layers are chosen. Expected at least one.")
+        raise InputError("layers must not be empty.")
     rows = []
-    for layer in dict.fromkeys(layer % (last + 1) for layer in layers):
+    for layer in dict.fromkeys(prompts.resolve(layer).layer for layer in layers):
         for method in METHODS if layer < last else METHODS[:1]:
             h = prompts[layer] if method == "id" else maps[layer, last](prompts[layer])
             for text, vector in zip(prompt_texts(readout, prompts), h, strict=True):

@@ -9,7 +9,6 @@ distribution is estimated without bias.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -31,7 +30,7 @@ from matlens.errors import (
     checked,
     short,
 )
-from matlens.lens.config import LensConfig, closed_forms
+from matlens.lens.config import LensConfig, closed_forms, resolve_layers
 from matlens.lens.maps import LayerMap, LensParts, Standardisation
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import Readout, check_vectors
@@ -442,7 +441,7 @@ def fit_jacobian(
     prompts
         The texts, or a corpus. Those with no more than ``skip + 1`` tokens are excluded.
     layers
-        Layers to fit, from 1 to ``L - 1``; by default all.
+        Layers to fit, by default all; layer 0 is skipped.
     longest
         Tokens that a prompt is cut to.
     skip
@@ -453,43 +452,33 @@ def fit_jacobian(
     Raises
     ------
     InputError
-        The model is no plain decoder, a layer is out of range, or no prompt is long enough.
+        The model is no plain decoder, or no prompt is long enough.
     """
     from transformer_lens.tools.analysis import JacobianLens
 
-    n_layers = int(model.cfg.n_layers)
-    wanted = list(range(1, n_layers)) if layers is None else sorted(set(layers))
-    if not wanted or not 1 <= wanted[0] <= wanted[-1] < n_layers:
-        raise InputError(
-            f"The layers {short(wanted)} cannot be fitted: TransformerLens knows those after a block and "
-            f"before the last. Expected layers from 1 to {n_layers - 1}."
-        )
+    wanted = [layer for layer in resolve_layers(layers, int(model.cfg.n_layers)) if layer]
+    if not wanted:
+        raise InputError("layers must have one after a block: TransformerLens fits none of layer 0.")
     name = prompts.name if isinstance(prompts, Corpus) else "given sentences"
-    texts = list(as_corpus(prompts).sentences)
-    if not texts or not all(text.strip() for text in texts):
-        raise InputError("A prompt is no text or empty, or there is none. Expected texts to fit on.")
-    jacobians = torch.zeros(len(wanted), int(model.cfg.d_model), int(model.cfg.d_model))
-    n_fitted = 0
-    try:
-        lengths = [min(longest, len(model.to_tokens(text)[0])) for text in texts]
-        long = [text for text, length in zip(texts, lengths, strict=True) if length > skip + 1]
-        # Where no text is long enough, TransformerLens says so.
-        own = long[parallel.rank() :: parallel.world_size()] if long and parallel.world_size() > 1 else texts
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="skipping prompt")
-            if own:
-                fitted = JacobianLens.fit(
-                    model, own, corpus=name, source_layers=[layer - 1 for layer in wanted], dim_batch=at_once,
-                    max_seq_len=longest, skip_first_positions=skip,
-                    show_progress=progress and parallel.is_main(),
-                )  # fmt: skip
-                n_fitted = fitted.n_prompts
-                jacobians = torch.stack([fitted.jacobians[layer - 1].cpu() for layer in wanted])
-    except (ValueError, TypeError) as error:
-        raise InputError(f"TransformerLens cannot fit a Jacobian lens here: {error}") from error
+    lengths = [(text, min(longest, len(model.to_tokens(text)[0]))) for text in as_corpus(prompts).sentences]
+    long = [(text, length) for text, length in lengths if length > skip + 1]
+    if not long:
+        raise InputError(f"prompts must have one of more than {skip + 1} tokens.")
+    n_fitted, jacobians = 0, torch.zeros(len(wanted), int(model.cfg.d_model), int(model.cfg.d_model))
+    if own := [text for text, _ in long[parallel.rank() :: parallel.world_size()]]:
+        try:
+            fitted = JacobianLens.fit(
+                model, own, corpus=name, source_layers=[layer - 1 for layer in wanted], dim_batch=at_once,
+                max_seq_len=longest, skip_first_positions=skip,
+                show_progress=progress and parallel.is_main(),
+            )  # fmt: skip
+        except (ValueError, TypeError) as error:
+            raise InputError(f"TransformerLens cannot fit a Jacobian lens here: {error}") from error
+        n_fitted = fitted.n_prompts
+        jacobians = torch.stack([fitted.jacobians[layer - 1].cpu() for layer in wanted])
     if parallel.world_size() > 1:
         jacobians, n_fitted = _mean(jacobians, n_fitted)
-    n_tokens = sum(length for length in lengths if length > skip + 1)
+    n_tokens = sum(length for _, length in long)
     provenance = Provenance(
         ModelIdentity.from_model(model),
         {"corpus": name, "n": n_fitted},

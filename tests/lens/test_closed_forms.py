@@ -169,16 +169,6 @@ def test_leaving_one_out_is_fitting_on_all_others(toward: Any, intercept: bool, 
     assert solved.ridge == STRENGTHS[int(brute.argmin())]
 
 
-def test_keys_of_rows_depend_on_the_sentence_and_the_place_alone() -> None:
-    tokens = np.array([5, 6, 7, 8, 5, 6, 7])
-    whole = Examples(tokens, np.array([0, 3, 4, 7]), np.array([1, 0, 2]), {})
-    every, drawn = row_keys(whole, drawn=False), row_keys(whole, drawn=True)
-    assert drawn.tolist() == [every[1], every[3], every[6]]
-    assert every[:3].tolist() == every[4:].tolist()
-    assert len(set(every.tolist())) == 4
-    assert (every >= 0).all()
-
-
 def test_keys_are_those_of_splitmix64() -> None:
     """Which rows leave-one-out looks at hangs on them, and moments of parts are merged by them."""
 

@@ -31,7 +31,7 @@ from matlens.lens.comparison import (
 from matlens.lens.config import LensConfig
 from matlens.lens.maps import LayerMap, Standardisation
 from matlens.lens.open_sets import EvaluationItem
-from matlens.lens.trained import best_start, fit_jacobian, polish, scale_map, tune
+from matlens.lens.trained import fit_jacobian, polish, tune
 from matlens.plots import lens_cosines, lens_measures
 
 Models = Callable[[str], Any]
@@ -139,49 +139,22 @@ def test_a_report_that_cannot_be_made_is_refused_before_the_work(small_model: Mo
 # Lenses fitted one by one
 
 
-def test_trained_members_start_from_the_best_closed_form(setting: Settings) -> None:
+def test_lenses_fitted_one_by_one_are_those_of_one_call(setting: Settings) -> None:
     model, train, _ = setting("llama")
     names = ["id", "mat", "scaled", "polished", "tuned"]
     members = fit_members(model, train, names, layers=[1], progress=False)
     assert list(members) == names
-    last, h = train[model.cfg.n_layers], train[1]
-    start = Lens.fit(model, train, method="normed+affine", layers=[1], progress=False)
-    readout = start.on_readout
-    expected = {
-        "scaled": scale_map(readout, start.maps[1], h, last, norm=start.norm),
-        "polished": polish(readout, start.maps[1], h, last, norm=start.norm),
-        "tuned": tune(readout, h, last),
-    }
-    for name, of_layer in expected.items():
-        lens = members[name].lens
-        torch.testing.assert_close(lens.maps[1].matrix(1), of_layer.matrix(1))
-        assert lens.maps[1].scale == pytest.approx(of_layer.scale)
-        assert lens.norm == (None if name == "tuned" else start.norm)
-        assert lens.method == name
-        assert lens.layers == (1,)
-    assert members["mat"].lens.norm is None
+    for name, lens in Lens.fit(model, train, method=names, layers=[1], progress=False).items():
+        assert members[name].lens.digest == lens.digest
+        assert members[name].lens.method == name
     assert members["id"].seconds == members["id"].flops == 0
     assert members["polished"].seconds > members["scaled"].seconds * 0.5 > 0
     assert members["polished"].flops > members["scaled"].flops > members["mat"].flops > 0
 
 
-def test_a_trained_lens_is_kept_and_read_back(setting: Settings, tmp_path: Any) -> None:
-    model, train, validation = setting("llama")
-    lens = fit_members(model, train, ["polished"], layers=[2], progress=False)["polished"].lens
-    lens.save(tmp_path / "lens")
-    read = Lens.load(tmp_path / "lens", model)
-    torch.testing.assert_close(read.logits(validation[2], 2), lens.logits(validation[2], 2))
-    assert read.method == "polished"
-
-
-def test_a_masked_model_starts_from_vectors_as_they_are(setting: Settings) -> None:
-    model, train, _ = setting("bert")
-    assert best_start(model) == "affine"
-    assert default_methods(model) == [name for name in METHODS if "normed" not in name]
+def test_a_masked_model_has_no_standardised_lenses(setting: Settings) -> None:
+    assert default_methods(setting("bert").model) == [name for name in METHODS if "normed" not in name]
     assert default_methods(setting("llama").model) == list(METHODS)
-    lens = fit_members(model, train, ["polished"], layers=[1], progress=False)["polished"].lens
-    assert lens.norm is None
-    assert lens.maps[1].bias is not None
 
 
 @pytest.mark.refused

@@ -274,6 +274,7 @@ def test_a_masked_model_starts_from_vectors_as_they_are(small_model: Models, cor
     assert best_start(model) == "affine"
     lens = Lens.fit(model, corpus, method="polished", positions="drawn", layers=[1], progress=False)
     assert lens.norm is None
+    assert lens.maps[1].bias is not None
     assert lens.n_samples == len(corpus)
     assert lens.provenance.positions == "drawn"
 
@@ -339,9 +340,7 @@ def test_it_is_the_mean_over_sources_of_the_sum_over_later_targets(small_model: 
 def test_what_has_no_jacobian_lens_is_refused(small_model: Models) -> None:
     with pytest.raises(InputError, match="cannot fit a Jacobian lens here"):
         fit_jacobian(small_model("bert"), ["w1 w2 w3"], skip=0)
-    with pytest.raises(InputError, match="layers from 1 to 2"):
+    with pytest.raises(InputError, match="one after a block"):
         fit_jacobian(small_model("gpt2"), ["w1 w2 w3"], layers=[0])
-    with pytest.raises(InputError, match="too short"):
+    with pytest.raises(InputError, match="more than 17 tokens"):
         fit_jacobian(small_model("gpt2"), ["w1 w2 w3"], progress=False)
-    with pytest.raises(InputError, match="no text"):
-        fit_jacobian(small_model("gpt2"), [" "])
