@@ -48,11 +48,12 @@ def public() -> list[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class Call:
-    """A checked function, class or method, and what its annotations say."""
+    """A checked function, class or method, what its annotations say, and the class of a method's object."""
 
     name: str
     function: Callable[..., Any]
     hints: Mapping[str, Any]
+    owner: type | None = None
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
@@ -81,7 +82,7 @@ def calls() -> Iterator[Call]:
             elif isinstance(member, classmethod | staticmethod):
                 yield Call(f"{name}.{key}", getattr(value, key), hints_of(function))
             else:
-                yield Call(f"{name}.{key}", member.__get__(empty(value)), hints_of(function))
+                yield Call(f"{name}.{key}", member.__get__(empty(value)), hints_of(function), value)
 
 
 def signature_cases(n: int) -> Iterator[Case]:

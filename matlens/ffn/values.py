@@ -37,7 +37,6 @@ from matlens.models.weights import WeightChecksum, float32_on, rows_of_linear
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-ValueName: TypeAlias = "str | Sequence[int] | ValueVector"
 _MOST_RANDOM = 10**5  # vectors that are drawn at once
 
 

@@ -165,6 +165,7 @@ def read_jacobian_lens(path: str | Path, model: TransformerBridge) -> LensParts:
         maps = {layer + 1: LayerMap(lens.jacobians[layer].contiguous()) for layer in lens.source_layers}
         record = lens.metadata.get(_OWN)
         said = None if record is None else Provenance.from_json({**record["provenance"]})
+        method = "jacobian" if record is None else str(record["method"])
     _check_finite(maps, path)
     identity = ModelIdentity.from_model(model)
     if said is not None:
@@ -177,13 +178,13 @@ def read_jacobian_lens(path: str | Path, model: TransformerBridge) -> LensParts:
                 "Write it anew. Where the change is meant, take 'matlens' out of its metadata: what is said "
                 "there of model and corpus is true of it no more."
             )
-        return LensParts(maps, str(record["method"]), said)
+        return LensParts(maps, method, said)
     details = {
         _JACOBIAN: {"n_prompts": lens.n_prompts, "metadata": lens.metadata,
                     "dtype": dtype if dtype in _DTYPES else "float32"},
     }  # fmt: skip
     corpus = {"corpus": str(lens.metadata.get("corpus", "unnamed")), "n": lens.n_prompts}
-    return LensParts(maps, "jacobian", Provenance(identity, corpus, details=details))
+    return LensParts(maps, method, Provenance(identity, corpus, details=details))
 
 
 def read_tuned_lens(folder: str | Path, model: TransformerBridge) -> LensParts:

@@ -51,7 +51,7 @@ def toxicity_against_perplexity(results: pd.DataFrame) -> Figure:
     panels[0].set_ylabel("toxic continuations")
     panels[0].set_ylim(bottom=0)
     percent_ticks(panels[0].yaxis)
-    keys = [
+    handles = [
         line_key(literal(method), look.colour, ls=look.line, marker=look.marker, ms=5)
         for method, look in looks.items()
     ]
@@ -59,7 +59,7 @@ def toxicity_against_perplexity(results: pd.DataFrame) -> Figure:
     title = model_title(first["model"])
     if len(lists) == 1:
         title = f"{model_title(first['model'], first['corpus'])}, {first['n']:,} prompts"
-    finish(figure, title, keys, columns=3)
+    finish(figure, title, handles, columns=3)
     figure.draw_without_rendering()  # settles where the points are
     for ax, name in zip(panels, lists, strict=True):
         shown = points[points["corpus"] == name].rename(columns={"value": "toxic"})
