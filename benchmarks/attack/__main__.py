@@ -39,7 +39,7 @@ def main(
     only: Annotated[str, typer.Option(help="Only cases whose classes or names contain this.")] = "",
     seed: Annotated[int, typer.Option(min=0, help="Seed of mutations and kills.")] = 0,
     drawn: Annotated[int, typer.Option(min=1, help="Eighths of the values drawn for each annotation.")] = 3,
-    mutations: Annotated[int, typer.Option(min=0, help="Mutations of folders, and kills.")] = 624,
+    mutations: Annotated[int, typer.Option(min=0, help="Mutations of folders, and kills.")] = 416,
     out: Annotated[Path, typer.Option(help="Where the tables are written.")] = Path("out/attack"),
     page: Annotated[
         Path | None, typer.Option(help="A page whose table, between two marks, is written anew.")
