@@ -31,9 +31,9 @@ def moments_bytes(d_in: int, d_out: int, n_rows: int = _MOST) -> int:
 
 @checked
 def written_moments_bytes(n_rows: int, sources: Sequence[Widths], *, norms: bool = False) -> int:
-    """Bytes of the numbers in files of moments of all sources, with the norm of each sample or without."""
+    """Bytes of the tensors in files of moments of all sources, with the norm of each sample or without."""
     factors = sum(moments_bytes(*widths, n_rows) for widths in sources)
-    return factors + _DOUBLE * n_rows * len(sources) * norms
+    return factors + _DOUBLE * len(sources) * (1 + n_rows * norms)  # and the number of samples
 
 
 @checked

@@ -258,17 +258,16 @@ def plan_study(
 
 
 def collected_bytes(shape: Shape, n_rows: int, n_tokens: int, n_sentences: int) -> int:
-    """Bytes of the arrays in a folder of collected vectors: a row for each site, tokens and positions."""
+    """Bytes of the tensors in a folder of collected vectors: the rows of each site, index and examples."""
     columns = (shape.n_layers + 1) * file_bytes(n_rows, Column(shape.d_model))
-    integers = (n_tokens, n_sentences + 1, n_sentences, n_sentences)
-    return columns + sum(128 + 8 * n for n in integers)
+    return columns + 8 * (n_rows + n_tokens + 3 * n_sentences + 1)
 
 
 def trace_bytes(shape: Shape, n_rows: int, k: int = _DOMINANT) -> int:
-    """Bytes of the columns of a trace with ``k`` dominant and random sub-updates."""
+    """Bytes of the columns of a trace with ``k`` dominant and random sub-updates, and of their index."""
     narrow = [Column(shape.n_layers, "int32")] * 3 + [Column(shape.n_layers)] * 2
     wide = [Column(shape.n_layers * k, "int32")] * 2 + [Column(shape.n_layers * k)] * 6
-    return sum(file_bytes(n_rows, column) for column in (*narrow, *wide))
+    return 8 * n_rows + sum(file_bytes(n_rows, column) for column in (*narrow, *wide))
 
 
 def format_bytes(n_bytes: int) -> str:

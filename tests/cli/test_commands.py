@@ -326,13 +326,13 @@ def test_serve_prints_an_address_with_a_secret_and_listens_on_this_machine_alone
         (["update", "w1", "--dominant", "129"], "129 sub-updates were asked for. Expected 1 to 128"),
         (["explore", "w1", "--out", "."], "is a folder"),
         (["explore", "w1", "--out", "page.pdf"], ".html or .htm"),
-        (["explore", "w1", "--out", "page.html", "--lens", "none"], "holds no finished lens"),
+        (["explore", "w1", "--out", "page.html", "--lens", "none"], "must be a folder of lens"),
         (["explore", "w1", "--out", "page.html", "--pin", "nobody"], "not in the model's vocabulary"),
         (["explore", "w1", "--out", "page.html", "--read", "norm"], "norm"),
-        (["lens", "show", PROMPT, "--lens", "none"], "holds no finished lens"),
+        (["lens", "show", PROMPT, "--lens", "none"], "must be a folder of lens"),
         (["lens", "trajectory", PROMPT, "--csv", "."], "Expected"),
         (["lens", "trajectory", PROMPT, "--plot", "a.svg"], "Expected one that ends in .png or .pdf"),
-        (["lens", "convert", "none", "x"], "holds no finished lens"),
+        (["lens", "convert", "none", "x"], "must be a folder of lens"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_and_nothing_is_written(

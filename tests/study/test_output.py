@@ -77,7 +77,7 @@ def test_files_of_others_and_what_is_no_folder_are_told(tmp_path: Path, part: st
     (tmp_path / part / "mine.txt").unlink()
     (tmp_path / part).rmdir()
     (tmp_path / part).write_text("mine")
-    with pytest.raises(InputError, match="is no folder"):
+    with pytest.raises(InputError, match="and is a file"):
         check_output(tmp_path, KNOWN)
 
 
