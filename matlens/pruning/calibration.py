@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -24,8 +23,7 @@ from matlens.pruning.attention import (
     silence,
 )
 from matlens.pruning.choices import Choice, Method, usual_penalty
-from matlens.pruning.folding import REFITTED, Matrix, changed_by, fold_spans
-from matlens.pruning.healing import heal, tokens_read
+from matlens.pruning.folding import REFITTED, Matrix, fold_spans
 from matlens.pruning.layouts import Layout, plain_copy
 from matlens.pruning.spans import choose_span, greedy_order
 from matlens.pruning.streams import (
@@ -44,14 +42,6 @@ CHOSEN_ON = (
     2048  # tokens of the calibration text, since every candidate is a pass over them; 1,024 choose worse
 )
 ROWS_A_COLUMN = 4  # where maps are fitted to choose by, at least
-
-
-class Healed(NamedTuple):
-    """Tokens that healing read, the divergence from the whole model that is left, in nats, and seconds."""
-
-    n_tokens: int
-    divergence: float
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -122,18 +112,6 @@ class Calibration:
         for layer in layers:
             silence(blocks[layer])
         return pruned, layers
-
-    def heal(
-        self, pruned: Any, blocks: Sequence[int], method: Method, n_tokens: int, *, seed: int = 0,
-        progress: bool = True,
-    ) -> Healed:  # fmt: skip
-        """Train the matrices that a method has changed in a model that `without` has made, in place."""
-        began = time.monotonic()
-        n_layers = len(self.layout.blocks)
-        kept = [index for index in range(n_layers) if index not in set(blocks)]
-        changed = changed_by(method, blocks, n_layers)
-        divergence = heal(self.streams, pruned, kept, changed, n_tokens, seed=seed, progress=progress)
-        return Healed(tokens_read(self.streams, n_tokens), divergence, time.monotonic() - began)
 
     def without(
         self, blocks: Sequence[int], method: Method, penalty: float | None = None, *, progress: bool = True

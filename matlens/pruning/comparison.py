@@ -19,6 +19,7 @@ from matlens.pruning.calibration import Calibration
 from matlens.pruning.choices import Choice, Method
 from matlens.pruning.evaluation import EXPERIMENT, ReadText, compare_texts, judged_tokens, read_text
 from matlens.pruning.gone import GONE, PUBLISHED, gone_estimate
+from matlens.pruning.healing import heal as train_folded
 from matlens.pruning.timing import Timed, by_turns
 
 if TYPE_CHECKING:
@@ -122,7 +123,9 @@ def pruning_table(
                 if (blocks, called) not in known:
                     if called == HEALED:  # that has been judged as it was, and may be changed now
                         pruned = chains[blocks]
-                        calibration.heal(pruned, blocks, Method.chain, heal, progress=progress)
+                        train_folded(
+                            calibration.streams, pruned, blocks, Method.chain, heal, progress=progress
+                        )
                     else:
                         pruned = calibration.without(blocks, Method(called), progress=progress)
                         if called == Method.chain:

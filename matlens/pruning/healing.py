@@ -1,16 +1,17 @@
-"""Healing: folded matrices trained, and nothing else, towards what the whole model says.
+"""Healing: folded matrices trained, and nothing else, towards the original model's predictions.
 
-What falls is the divergence of the pruned model's distributions from the whole model's, the mean of
-``KL(p || q)`` over tokens, on the text that maps were fitted on. What the whole model gives is known from its
+What falls is the divergence of the pruned model's distributions from the original model's, the mean of
+``KL(p || q)`` over tokens, on the text that maps were fitted on. The original model's are known from its
 streams, and blocks before the first folded matrix need not be run.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from matlens.errors import InputError
 from matlens.numerics.probabilities import kl_divergence, log_softmax
 from matlens.parallel import Bar
+from matlens.pruning.choices import Method
+from matlens.pruning.folding import changed_by
 from matlens.pruning.layouts import Layout
 from matlens.pruning.streams import ConstantBlock, Streams
 
@@ -26,33 +29,44 @@ RATE = 3e-4  # of Adam, at its highest
 _TOKENS = 1024  # of an update
 
 
-def heal(
-    streams: Streams, pruned: Any, kept: Sequence[int], folded: Sequence[int], n_tokens: int, *,
-    seed: int = 0, progress: bool = True,
-) -> float:  # fmt: skip
-    """Train the folded matrices of a pruned model, in place; the mean divergence of the last updates.
+class Healed(NamedTuple):
+    """Tokens that healing read, the divergence from the original model that is left, in nats, and seconds."""
 
-    ``kept`` are the numbers, in the original model, of the pruned model's blocks, and ``folded`` those of the
-    blocks whose matrices are trained. At least ``n_tokens`` are read, in whole updates of some 1,024.
+    n_tokens: int
+    divergence: float
+    seconds: float
+
+
+def heal(
+    streams: Streams, pruned: Any, blocks: Sequence[int], method: Method, n_tokens: int, *,
+    seed: int = 0, progress: bool = True,
+) -> Healed:  # fmt: skip
+    """Train the matrices that a method has changed in a model without some blocks, in place.
+
+    At least ``n_tokens`` are read, in whole updates of some 1,024.
     """
-    layout, whole = replace(streams.layout, model=pruned), streams.layout
+    began = time.monotonic()
+    layout, original = replace(streams.layout, model=pruned), streams.layout
+    kept = [index for index in range(len(original.blocks)) if index not in set(blocks)]
+    folded = changed_by(method, blocks, len(original.blocks))
     first = min(folded)
-    start = list(kept).index(first)
+    start = kept.index(first)
     weights = [
         parameter
         for index in folded
-        for parameter in layout.writer_of(layout.blocks[list(kept).index(index)]).parameters()
+        for parameter in layout.writer_of(layout.blocks[kept.index(index)]).parameters()
     ]
     before = [parameter.requires_grad for parameter in pruned.parameters()]
-    n_texts = len(streams.tokens)
-    size, updates = _plan(streams, n_tokens)
+    length = streams.tokens.shape[1]
+    size = max(1, _TOKENS // length)
+    updates = max(1, math.ceil(n_tokens / (size * length)))
     # Steps are smaller than half precision can tell, so they are taken in float32.
     stepped = [weight.detach().float() if weight.element_size() < 4 else weight for weight in weights]
     optimizer = torch.optim.Adam(stepped, lr=RATE)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / (0.1 * updates)) * (1 - step / updates)
     )
-    order = _order(n_texts, size * updates, seed)
+    order = _order(len(streams.tokens), size * updates, seed)
     divergences: list[float] = []
     try:
         pruned.requires_grad_(False)
@@ -61,7 +75,7 @@ def heal(
         with Bar(total=updates, desc="healing", unit="update", disable=not progress) as bar:
             for texts in order.split(size):
                 with torch.no_grad():
-                    truth = _read_from(whole, len(whole.blocks), streams, streams.h[-1][texts], texts)
+                    truth = _read_from(original, len(original.blocks), streams, streams.h[-1][texts], texts)
                 given = _read_from(layout, start, streams, streams.h[first][texts], texts)
                 loss = kl_divergence(truth, given).mean()
                 if not bool(loss.isfinite()):
@@ -84,20 +98,7 @@ def heal(
             parameter.requires_grad_(wanted)
             parameter.grad = None
     last = divergences[-max(1, updates // 10) :]
-    return sum(last) / len(last)
-
-
-def tokens_read(streams: Streams, n_tokens: int) -> int:
-    """How many tokens are read where so many are asked for: whole updates."""
-    size, updates = _plan(streams, n_tokens)
-    return size * updates * streams.tokens.shape[1]
-
-
-def _plan(streams: Streams, n_tokens: int) -> tuple[int, int]:
-    """Texts of an update, and how many updates."""
-    length = streams.tokens.shape[1]
-    size = max(1, _TOKENS // length)
-    return size, max(1, math.ceil(n_tokens / (size * length)))
+    return Healed(len(order) * length, sum(last) / len(last), time.monotonic() - began)
 
 
 def _order(n_texts: int, n: int, seed: int) -> Int[Tensor, " n"]:

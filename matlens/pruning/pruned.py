@@ -11,6 +11,7 @@ from matlens.errors import Between, InputError, NonNegative, Seed, check_choice,
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.pruning.calibration import Calibration
 from matlens.pruning.choices import Choice, Method, usual_penalty
+from matlens.pruning.healing import heal as train_folded
 from matlens.pruning.spans import parse_blocks, spans_of
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def prune(
     details["choice"] = choice.value if isinstance(wanted, int) else "given"
     made = calibration.without(gone, method, penalty, progress=progress)
     if heal:
-        healed = calibration.heal(made, gone, method, heal, seed=seed, progress=progress)
+        healed = train_folded(calibration.streams, made, gone, method, heal, seed=seed, progress=progress)
         details["healed"] = {**healed._asdict(), "seed": seed}
     provenance = Provenance(ModelIdentity.from_model(model), data=windows.provenance, details=details)
     return Pruned(made, model.tokenizer, gone, method, provenance)

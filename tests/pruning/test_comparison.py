@@ -15,6 +15,7 @@ from matlens.data import Corpus, make_windows
 from matlens.pruning.calibration import Calibration
 from matlens.pruning.choices import Choice, Method
 from matlens.pruning.evaluation import read_text
+from matlens.pruning.healing import heal
 from matlens.pruning.streams import whole_windows
 
 METHODS, CHOICES = ("out", "replaceme", "refit"), ("angle", "loss")
@@ -75,7 +76,7 @@ def test_a_healed_model_is_judged_healed(small_model: Callable[[str], Any], text
         for method in ("chain", "out", "chain, healed"):
             pruned = calibration.without(blocks, Method(method.partition(",")[0]), progress=False)
             if method == "chain, healed":
-                calibration.heal(pruned, blocks, Method.chain, 60, progress=False)
+                heal(calibration.streams, pruned, blocks, Method.chain, 60, progress=False)
             losses = read_text(pruned, tokens, desc="", progress=False).losses
             of_method = rows[rows["method"] == method].set_index("metric")["value"]
             perplexities.append(np.exp(losses.total.sum() / losses.n_tokens.sum()))
