@@ -32,7 +32,7 @@ from matlens.io.artifact import Artifact
 from matlens.io.tables import result_row, result_table
 from matlens.linear.maps import LinearMap
 from matlens.linearity.parts import JUMPS, Part, model_parts
-from matlens.linearity.ranking import GROUPS, first_parts
+from matlens.linearity.ranking import GROUPS, Tokens, first_parts
 from matlens.linearity.scores import PartSums, held_out_scores
 from matlens.metrics import Estimate
 from matlens.models.identity import ModelIdentity, Provenance
@@ -49,7 +49,8 @@ if TYPE_CHECKING:
 ATLAS = "linearity"  # the experiment
 MAP, LEFT_OUT = "map", "left out"
 RISE, AGREEMENT = "rise", "agreement"
-ALL, NO_SINKS = "all", "no sinks"
+ALL: Tokens = "all"
+NO_SINKS: Tokens = "no sinks"
 TOGETHER = "together"
 _HOLDS, _SCORES = "atlas of linearity", "scores"
 _NOTES = "rows and seconds of every step"
@@ -228,7 +229,7 @@ class _Atlas:
         self._model, self._readout, self._judged = model, readout, judged
         self._name = ModelIdentity.from_model(model).name
         self._sinks = find_sinks(model, judged.examples, progress=False)
-        self._modes = [ALL, NO_SINKS] if bool(self._sinks.any()) else [ALL]
+        self._modes: list[Tokens] = [ALL, NO_SINKS] if bool(self._sinks.any()) else [ALL]
         last = str(ModelLayout.from_model(model).stream[-1])
         self._whole = collect(model, judged.examples, [last], progress=False)[last]
         self._losses, self._likeliest = self._read(self._whole)

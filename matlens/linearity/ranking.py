@@ -16,11 +16,13 @@ from matlens.linearity.scores import BOUND, SCORES
 from matlens.metrics import Estimate
 
 CORRELATIONS, SUMMARY = "linearity_correlations", "linearity_kinds"
-GROUPS = {"norms": ("ln1", "ln2"), "attn": ("attn",), "ffn": ("ffn",), "block": ("block",),
-          "any": ("attn", "ffn", "block")}  # fmt: skip
-"""Kinds of parts among which the first are looked for; a norm that is replaced saves nothing."""
 Group = Literal["norms", "attn", "ffn", "block", "any"]
 Tokens = Literal["all", "no sinks"]
+GROUPS: dict[Group, tuple[str, ...]] = {
+    "norms": ("ln1", "ln2"), "attn": ("attn",), "ffn": ("ffn",), "block": ("block",),
+    "any": ("attn", "ffn", "block"),
+}  # fmt: skip
+"""Kinds of parts among which the first are looked for; a norm that is replaced saves nothing."""
 FIRST = 3
 _COLUMNS = ("method", "layer", "target", "metric", "value", "kind", "tokens")
 _RESAMPLES = 999
