@@ -10,7 +10,7 @@ from torch.func import functional_call
 from matlens.errors import InputError
 from matlens.models.changes import changes_of
 from matlens.models.families.bridging import may_differ
-from matlens.models.weights import plain_model, plain_state
+from matlens.models.weights import is_quantized, plain_model, plain_state
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -37,8 +37,8 @@ def check_plain_logits(model: TransformerBridge) -> None:
     inner = model.original_model
     # Code that came with a model asks for anything, and quantized weights are not those that it is made with.
     ours = type(inner).__module__.startswith("transformers.") and not inner.training
-    plain = plain_model(model, as_loaded=True) if ours else None
-    if plain is None or getattr(inner.config, "quantization_config", None) is not None:
+    plain = plain_model(model, as_loaded=True) if ours and not is_quantized(model) else None
+    if plain is None:
         return
     state = plain_state(model)
     if len({tensor.device for tensor in state.values()}) > 1:

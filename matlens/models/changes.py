@@ -25,7 +25,7 @@ from torch.nn.utils import parametrize
 from matlens.errors import InputError, checked
 from matlens.models.constants import other_constants, remember_settings
 from matlens.models.hooks import LOCK, record_of
-from matlens.models.weights import modules_below, parts_of, plain_parts
+from matlens.models.weights import is_quantized, modules_below, parts_of, plain_model
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -197,15 +197,19 @@ def _other_parts(model: TransformerBridge) -> tuple[str, ...]:
         for _, module in modules_below("", inner)
     ]
     if record.plain is None:
-        record.plain = plain_parts(model, _class_name) or parts_of(inner, _class_name)
+        plain = None if is_quantized(model) else plain_model(model)
+        record.plain = parts_of(inner if plain is None else plain, _class_name)
     if record.seen is None or record.seen[0] != seen:
-        now, plain = parts_of(inner, _class_name), record.plain
+        now = parts_of(inner, _class_name)
         others = [
             f"another module {part} at {place or 'the top'}"
             for place, part in now.items()
-            if plain.get(place, part) != part
+            if record.plain.get(place, part) != part
         ]
-        record.seen = seen, (*others, *(f"no module at {place}" for place in plain if place not in now))
+        record.seen = (
+            seen,
+            (*others, *(f"no module at {place}" for place in record.plain if place not in now)),
+        )
     return record.seen[1]
 
 

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from matlens.models.weights import modules_below, plain_model
+from matlens.models.weights import is_quantized, modules_below, plain_model, plain_place
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -61,7 +61,7 @@ def _buffers(inner: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, module in modules_below("", inner):
         names = module._non_persistent_buffers_set
         if names and not any(kind in str(vars(module).get("rope_type")) for kind in _CHANGING):
-            place = ".".join(part for part in path.split(".") if part != "_original_component")
+            place = plain_place(path)
             for name in sorted(names):
                 values = module._buffers.get(name)
                 if values is not None and not values.is_meta and values.dtype != torch.bool:
@@ -71,14 +71,12 @@ def _buffers(inner: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _plain_buffers(model: TransformerBridge, there: dict[str, Tensor]) -> dict[str, Tensor]:
     """What the configuration makes of each buffer; where it does not alone, what is there now."""
     made: dict[str, Tensor] = {}
-    quantized = getattr(model.original_model.config, "quantization_config", None) is not None
-    plain = None if quantized else plain_model(model)
+    plain = None if is_quantized(model) else plain_model(model)
     initialize: Any = getattr(plain, "_init_weights", None)
     for path, module in () if plain is None or initialize is None else plain.named_modules():
         names = [name for name in module._non_persistent_buffers_set if f"{path}.{name}" in there]
         for name in names:
-            shape, dtype = module._buffers[name].shape, module._buffers[name].dtype
-            module._buffers[name] = torch.full(shape, -1, dtype=dtype, device="cpu")
+            module._buffers[name] = torch.full_like(module._buffers[name], -1, device="cpu")
         if names:
             try:
                 with torch.random.fork_rng(devices=[]), torch.no_grad():

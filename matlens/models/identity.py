@@ -151,7 +151,7 @@ class ModelIdentity:
         try:
             given = {names.get(key, key): value for key, value in values.items()}
             changes = given.pop("changes")
-            identity = cls(**given, changes=None if changes is None else tuple(changes))
+            identity = cls(**given, changes=tuple(changes) if isinstance(changes, list) else changes)
         except (TypeError, AttributeError, KeyError, InputError) as error:
             raise InputError(f"The record of a model is damaged: {error}.") from error
         LAYERS.check(identity.n_layers, "The record of a model")

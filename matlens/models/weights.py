@@ -81,28 +81,23 @@ def rows_of_linear(module: nn.Module, shape: tuple[int, int]) -> Float[Tensor, "
     )
 
 
+@checked
 def fingerprint(model: TransformerBridge) -> str:
     """Sixteen hex digits that change with any number of the weights, their precision and the configuration.
 
     Every bit enters, with the parameters' names and shapes, and the digits are the same on every device.
     Where the model lies and how its file is called do not enter.
-
-    Raises
-    ------
-    InputError
-        It is no model.
     """
-    _check_bridge(model)
     return _digest(model, None)
 
 
+@checked
 def rounded_fingerprints(model: TransformerBridge) -> dict[str, str]:
     """Fingerprints of the weights rounded to each half precision that the model can be rounded to.
 
     Two models are the same up to rounding where one of them runs in half precision and this fingerprint is
     the same. A model in half precision has that of its own precision alone.
     """
-    _check_bridge(model)
     wide = {tensor.dtype for _, tensor in _tensors(model) if tensor.is_floating_point()} - {*HALF}
     kinds = HALF if wide else [dtype for dtype in HALF if dtype == _dtype(model)]
     return {str(dtype).removeprefix("torch."): _digest(model, dtype) for dtype in kinds}
@@ -215,17 +210,12 @@ def _dtype(model: TransformerBridge) -> torch.dtype:
     return kinds.pop() if len(kinds) == 1 else model.cfg.dtype
 
 
+@checked
 def unembed_hash(model: TransformerBridge) -> str | None:
     """Sixteen hex digits of the unembedding matrix, ``None`` where there is none.
 
     Models that share it, with their final norm, can share a read-out.
-
-    Raises
-    ------
-    InputError
-        It is no model.
     """
-    _check_bridge(model)
     if not hasattr(model, "unembed"):
         return None
     weight = model.unembed.original_component.weight.detach().cpu().contiguous()
@@ -275,11 +265,6 @@ def check_finite_weights(model: TransformerBridge) -> None:
         raise InputError(
             f"The weights of {model.cfg.model_name} are not finite: {place} holds {value}. {reason}"
         )
-
-
-def _check_bridge(model: Any) -> None:
-    if not hasattr(model, "original_model"):
-        raise InputError(f"The model is a plain {type(model).__name__}. Load it with matlens.load.")
 
 
 def _digest(model: TransformerBridge, rounding: torch.dtype | None) -> str:
@@ -349,15 +334,6 @@ def _multipliers(device: torch.device) -> Tensor:
     return torch.from_numpy(odd.view(np.int64)).to(device)
 
 
-def plain_parts(model: TransformerBridge, class_name: Callable[[type], str]) -> dict[str, str] | None:
-    """The modules that the model's configuration makes; ``None`` where it does not make them alone."""
-    inner = model.original_model
-    if getattr(inner.config, "quantization_config", None) is not None:
-        return None  # other modules are put in when the weights are read
-    plain = plain_model(model)
-    return None if plain is None else parts_of(plain, class_name)
-
-
 def plain_model(model: TransformerBridge, *, as_loaded: bool = False) -> nn.Module | None:
     """A model without weights as the configuration makes it; ``None`` where it does not make one alone.
 
@@ -373,6 +349,16 @@ def plain_model(model: TransformerBridge, *, as_loaded: bool = False) -> nn.Modu
             return type(inner)(config)
     except Exception:  # code that came with a model can ask for anything
         return None
+
+
+def is_quantized(model: TransformerBridge) -> bool:
+    """Whether other modules than the configuration's are put in when the weights are read."""
+    return getattr(model.original_model.config, "quantization_config", None) is not None
+
+
+def plain_place(path: str) -> str:
+    """A module's place in the model without a bridge."""
+    return ".".join(name for name in path.split(".") if name != "_original_component")
 
 
 def plain_state(model: TransformerBridge) -> dict[str, Tensor]:
@@ -408,11 +394,10 @@ def parts_of(inner: nn.Module, class_name: Callable[[type], str]) -> dict[str, s
     for path, module in inner.named_modules(remove_duplicate=False):
         kind = type(module)
         if not kind.__module__.startswith("transformer_lens."):
-            place = ".".join(name for name in path.split(".") if name != "_original_component")
             settings = sorted(
                 f"{key}={value!r:.60}"
                 for key, value in vars(module).items()
                 if isinstance(value, float | str) and not key.startswith("_")
             )
-            parts[place] = f"{class_name(kind)}({', '.join(settings)})"
+            parts[plain_place(path)] = f"{class_name(kind)}({', '.join(settings)})"
     return parts

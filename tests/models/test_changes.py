@@ -325,10 +325,10 @@ def test_a_record_that_does_not_say_what_was_changed_is_damaged(small_model: Mod
     written = ModelIdentity.from_model(small_model("gpt2")).to_json()
     assert ModelIdentity.from_json(written | {"changes": ["a", "b"]}).changes == ("a", "b")
     for changes in ("plain", 0, [1], {"a": 1}):
-        with pytest.raises(InputError, match="what was changed"):
+        with pytest.raises(InputError, match=r"record of a model is damaged: .?changes"):
             ModelIdentity.from_json(written | {"changes": changes})
     del written["changes"]
-    with pytest.raises(InputError, match="what was changed"):
+    with pytest.raises(InputError, match=r"record of a model is damaged: .?changes"):
         ModelIdentity.from_json(written)
 
 

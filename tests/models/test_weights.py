@@ -63,21 +63,21 @@ def test_fingerprint_changes_with_dtype(model_folder: Callable[[str], Path]) -> 
 def test_fingerprint_changes_with_dtype_alone(small_model: Callable[[str], Any]) -> None:
     """Values that both precisions hold exactly are not enough to be the same model."""
 
-    class Bridge(torch.nn.Module):
+    class TransformerBridge(torch.nn.Module):
         def __init__(self, dtype: torch.dtype) -> None:
             super().__init__()
             self.original_model = torch.nn.Linear(3, 2, bias=False, dtype=dtype)
             torch.nn.init.ones_(self.original_model.weight)
             self.original_model.config = transformers.PretrainedConfig()
 
-    wide, narrow = Bridge(torch.float32), Bridge(torch.float16)
+    wide, narrow = TransformerBridge(torch.float32), TransformerBridge(torch.float16)
     assert fingerprint(wide) != fingerprint(narrow)  # type: ignore[arg-type]
 
 
 def test_fingerprint_changes_with_names_and_shapes() -> None:
     """The same numbers in other places are another model."""
 
-    class Bridge(torch.nn.Module):
+    class TransformerBridge(torch.nn.Module):
         def __init__(self, **shapes: tuple[int, int]) -> None:
             super().__init__()
             self.original_model = torch.nn.ParameterDict(
@@ -85,21 +85,21 @@ def test_fingerprint_changes_with_names_and_shapes() -> None:
             )
             self.original_model.config = transformers.PretrainedConfig()
 
-    kinds = (Bridge(a=(2, 6)), Bridge(b=(2, 6)), Bridge(a=(6, 2)))
+    kinds = [TransformerBridge(**shape) for shape in ({"a": (2, 6)}, {"b": (2, 6)}, {"a": (6, 2)})]
     assert len({fingerprint(kind) for kind in kinds}) == 3  # type: ignore[arg-type]
 
 
 def test_fingerprint_sees_both_ends_of_a_large_parameter() -> None:
-    class Bridge(torch.nn.Module):
+    class TransformerBridge(torch.nn.Module):
         original_model = torch.nn.Linear(3000, 700, bias=False)
         original_model.config = transformers.PretrainedConfig()
 
-    weight = Bridge.original_model.weight
-    first = fingerprint(Bridge())  # type: ignore[arg-type]
+    weight = TransformerBridge.original_model.weight
+    first = fingerprint(TransformerBridge())  # type: ignore[arg-type]
     for row, column in [(0, 0), (699, 2999)]:
         with torch.no_grad():
             weight[row, column] += 1
-        second = fingerprint(Bridge())  # type: ignore[arg-type]
+        second = fingerprint(TransformerBridge())  # type: ignore[arg-type]
         assert second != first
         first = second
 
@@ -116,7 +116,7 @@ def test_fingerprint_changes_with_the_configuration(
     assert first != second
 
 
-class Holder(torch.nn.Module):
+class TransformerBridge(torch.nn.Module):
     """What a fingerprint is taken of: a module with a configuration."""
 
     def __init__(self, module: torch.nn.Module, **config: Any) -> None:
@@ -128,9 +128,9 @@ class Holder(torch.nn.Module):
 def _edited(weight: torch.Tensor, dtype: torch.dtype, edit: Callable[[torch.Tensor], Any]) -> tuple[str, str]:
     layer = torch.nn.Linear(3000, 700, bias=False)
     layer.weight.data = weight.to(dtype, copy=True)
-    first = fingerprint(Holder(layer))  # type: ignore[arg-type]
+    first = fingerprint(TransformerBridge(layer))  # type: ignore[arg-type]
     edit(layer.weight.data)
-    return first, fingerprint(Holder(layer))  # type: ignore[arg-type]
+    return first, fingerprint(TransformerBridge(layer))  # type: ignore[arg-type]
 
 
 def _swap(w: torch.Tensor, a: tuple[int, ...], b: tuple[int, ...]) -> None:
@@ -168,11 +168,11 @@ def test_fingerprint_sees_buffers_that_a_checkpoint_holds() -> None:
     module = torch.nn.Linear(3, 2)
     module.register_buffer("kept", torch.ones(4))
     module.register_buffer("made", torch.ones(4), persistent=False)
-    first = fingerprint(Holder(module))  # type: ignore[arg-type]
+    first = fingerprint(TransformerBridge(module))  # type: ignore[arg-type]
     module.made[1] = 2
-    assert fingerprint(Holder(module)) == first  # type: ignore[arg-type]
+    assert fingerprint(TransformerBridge(module)) == first  # type: ignore[arg-type]
     module.kept[1] = 2
-    assert fingerprint(Holder(module)) != first  # type: ignore[arg-type]
+    assert fingerprint(TransformerBridge(module)) != first  # type: ignore[arg-type]
 
 
 def test_fingerprint_does_not_ask_how_the_model_was_loaded(model_folder: Callable[[str], Path]) -> None:
@@ -219,7 +219,7 @@ def test_fingerprint_of_the_same_numbers_is_the_same_in_every_layout() -> None:
     weight = torch.randn(40, 30, generator=torch.Generator().manual_seed(1))
     plain, turned = torch.nn.Linear(30, 40, bias=False), torch.nn.Linear(30, 40, bias=False)
     plain.weight.data, turned.weight.data = weight, weight.T.contiguous().T
-    assert fingerprint(Holder(plain)) == fingerprint(Holder(turned))  # type: ignore[arg-type]
+    assert fingerprint(TransformerBridge(plain)) == fingerprint(TransformerBridge(turned))  # type: ignore[arg-type]
 
 
 def test_weights_at_rest_are_looked_at_once_and_afterwards_anew(
