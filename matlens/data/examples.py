@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from matlens.errors import InputError, PositiveInt, check_int, checked, short
+from matlens.errors import InputError, PositiveInt, check_int, checked
 from matlens.models.images import image_shape, is_visual
 from matlens.models.stacks import inputs_of
 
@@ -65,19 +65,15 @@ class Batch:
         """
         device = torch.device(model.cfg.device)
         if is_visual(model):
-            return _images_of(model, self.images), {}
+            if self.images is None or tuple(self.images.shape[1:]) != image_shape(model):
+                raise InputError(
+                    f"{model.cfg.architecture} reads images of the shape {image_shape(model)}, and the "
+                    "examples hold none. Make them with matlens.data.make_image_examples(model, images)."
+                )
+            return self.images.to(device, next(model.original_model.parameters()).dtype), {}
         source = None if self.source is None else (self.source[0].to(device), self.source[1].to(device))
         first, others = inputs_of(model, self.tokens.to(device), self.mask.to(device), source)
         return first, {**others, "use_cache": False}
-
-
-def _images_of(model: TransformerBridge, images: Tensor | None) -> Tensor:
-    if images is None or tuple(images.shape[1:]) != image_shape(model):
-        raise InputError(
-            f"{model.cfg.architecture} reads images of the shape {image_shape(model)}, and the examples hold "
-            "none. Make them with matlens.data.make_image_examples(model, images)."
-        )
-    return images.to(model.cfg.device, next(model.original_model.parameters()).dtype)
 
 
 def padded(
@@ -147,11 +143,10 @@ class Examples:
         InputError
             Some of the arrays are missing, or there are others.
         """
-        names = {field.name for field in fields(cls)}
-        absent = [name for name in ("tokens", "offsets", "positions") if name not in arrays]
-        if absent or not {*arrays} <= names:
-            raise InputError(f"The arrays are {short(list(arrays))}. Expected those of Examples.arrays.")
-        return cls(**arrays, provenance=dict(data or {}))
+        try:
+            return cls(**arrays, provenance=dict(data or {}))
+        except TypeError as error:
+            raise InputError(f"The arrays are not those of Examples: {error}.") from error
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -282,42 +277,36 @@ def end_to_end(
 
 
 def _check_consistent(examples: Examples) -> None:
-    tokens, offsets, positions = examples.tokens, examples.offsets, examples.positions
-    sentences = examples.sentences
-    if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(tokens) or (np.diff(offsets) < 0).any():
+    offsets, positions, sentences = examples.offsets, examples.positions, examples.sentences
+    n = len(offsets) - 1
+    if not _divides(offsets, examples.tokens):
         raise InputError(
-            f"The offsets of examples do not divide their {len(tokens)} tokens into sentences. Expected to "
-            "start at 0, never to fall, and to end at the number of tokens."
-        )
-    if len(positions) != len(sentences) or (np.diff(sentences) < 0).any():
-        raise InputError(
-            f"The {len(positions)} positions of examples are not those of {len(sentences)} sentences in "
-            "their order. Expected the number of its sentence for each position, never falling."
+            f"The offsets of examples do not divide their {len(examples.tokens)} tokens into sentences. "
+            "Expected them to start at 0, to rise, and to end at the number of tokens."
         )
     if examples.has_sources and (
-        len(examples.source_offsets) != len(offsets)
-        or examples.source_offsets[0] != 0
-        or examples.source_offsets[-1] != len(examples.source_tokens)
-        or (np.diff(examples.source_offsets) <= 0).any()
+        len(examples.source_offsets) != n + 1 or not _divides(examples.source_offsets, examples.source_tokens)
     ):
+        raise InputError(f"The sources of examples are not {n} texts of one token or more, one a sentence.")
+    if len(examples.images) not in (0, n):
+        raise InputError(f"There are {len(examples.images)} images for {n} sentences. Expected as many.")
+    in_order = len(positions) == len(sentences) and not (np.diff(sentences) < 0).any()
+    if not in_order or not np.array_equal(np.unique(sentences), np.arange(n)):
         raise InputError(
-            f"The sources of examples are not {len(offsets) - 1} texts of one token or more. Expected one "
-            "for each sentence."
+            f"The {len(positions)} positions of examples are not one or more in each of {n} sentences, in "
+            "their order. Expected the number of its sentence for each position, never falling."
         )
-    if len(examples.images) not in (0, len(offsets) - 1):
-        raise InputError(
-            f"There are {len(examples.images)} images for {len(offsets) - 1} sentences. Expected as many."
-        )
-    if not np.array_equal(np.unique(sentences), np.arange(len(offsets) - 1)):
-        raise InputError(
-            f"The positions of examples are not in all of the {len(offsets) - 1} sentences and in no others. "
-            "Expected one position or more in each sentence."
-        )
-    outside = (positions < 0) | (positions >= np.diff(offsets)[sentences])
+    lengths = np.diff(offsets)[sentences]
+    outside = (positions < 0) | (positions >= lengths)
     if outside.any():
         row = int(outside.argmax())
-        sentence = int(sentences[row])
         raise InputError(
-            f"The position {positions[row]} lies outside of sentence {sentence}, which has the tokens 0 to "
-            f"{np.diff(offsets)[sentence] - 1}."
+            f"The position {positions[row]} lies outside of sentence {sentences[row]}, which has the tokens "
+            f"0 to {lengths[row] - 1}."
         )
+
+
+def _divides(offsets: np.ndarray, tokens: np.ndarray) -> bool:
+    """Whether offsets divide tokens into texts of one or more."""
+    rise = len(offsets) > 0 and bool((np.diff(offsets) > 0).all())
+    return rise and offsets[0] == 0 and offsets[-1] == len(tokens)

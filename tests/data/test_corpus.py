@@ -31,13 +31,6 @@ def test_text_file_counts_what_it_leaves_out(tmp_path: Path) -> None:
     assert len(corpus) == 3
 
 
-def test_the_shortest_sentence_kept_has_min_words(tmp_path: Path) -> None:
-    words = ["word"] * MIN_WORDS
-    corpus = load_corpus(write(tmp_path / "a", " ".join(words) + "\n" + " ".join(words[1:])))
-    assert corpus.sentences == (" ".join(words),)
-    assert corpus.n_short == 1
-
-
 @pytest.mark.parametrize(
     ("kept", "left_out"),
     [
@@ -102,16 +95,11 @@ def test_split_parts_are_disjoint_sized_and_repeatable(data: st.DataObject, n: i
     corpus = made_up(n)
     train, validation = corpus.split(n_train=n_train, n_validation=n_validation, seed=seed)
     assert (len(train), len(validation)) == (n_train, n_validation)
+    assert (train.name, validation.name) == ("made up (train)", "made up (validation)")
     drawn = set(train.sentences) | set(validation.sentences)
     assert len(drawn) == n_train + n_validation
     assert drawn <= set(corpus.sentences)
     assert (train, validation) == corpus.split(n_train=n_train, n_validation=n_validation, seed=seed)
-
-
-def test_a_split_of_everything_covers_everything() -> None:
-    corpus = made_up(50)
-    train, validation = corpus.split(n_train=40, n_validation=10)
-    assert sorted(train.sentences + validation.sentences) == sorted(corpus.sentences)
 
 
 def test_seed_decides_the_split_and_nothing_else_does() -> None:
@@ -138,11 +126,6 @@ def test_validation_does_not_depend_on_the_size_of_training() -> None:
     large_train, large = corpus.split(n_train=80, n_validation=20, seed=3)
     assert small.sentences == large.sentences
     assert large_train.sentences[:10] == small_train.sentences
-
-
-def test_parts_are_named_for_their_role() -> None:
-    train, validation = made_up(3).split(n_train=1, n_validation=2)
-    assert (train.name, validation.name) == ("made up (train)", "made up (validation)")
 
 
 def test_split_asks_for_no_more_than_there_is(tmp_path: Path) -> None:

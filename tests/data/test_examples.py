@@ -84,8 +84,8 @@ def test_fingerprint_changes_with_any_token_boundary_or_position() -> None:
         ({"positions": np.array([-1, 0])}, "The position -1 lies outside of sentence 0"),
         ({"positions": np.array([0])}, "positions of examples"),
         ({"sentences": np.array([1, 0])}, "never falling"),
-        ({"sentences": np.array([0, 2])}, "Expected one position or more in each"),
-        ({"sentences": np.array([1, 1])}, "Expected one position or more in each"),
+        ({"sentences": np.array([0, 2])}, "not one or more in each"),
+        ({"sentences": np.array([1, 1])}, "not one or more in each"),
     ],
     ids=str,
 )

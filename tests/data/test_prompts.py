@@ -53,20 +53,12 @@ def test_a_text_has_a_prompt_in_every_line(tmp_path: Path) -> None:
     assert read_prompts(path) == ["You are such a", '{"prompt": 1}', "You are such a"]
 
 
-def test_half_a_character_is_replaced(tmp_path: Path) -> None:
-    path = written(tmp_path / "p.jsonl", ['{"prompt": "a \\ud83d b"}'])
-    assert read_prompts(path) == ["a \ufffd b"]
-
-
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
-        ([ROWS[0], "{"], {}, r"There is no JSON in line 2 of .*p\.jsonl'"),
         ([ROWS[0], "", "[1]"], {}, r"There is a JSON list in line 3 of .* Expected one JSON object a line"),
         ([ROWS[0], "null"], {}, r"There is a JSON NoneType in line 2 of "),
-        ([ROWS[0], {"text": "x"}], {}, r"no field 'prompt' in line 2 of .*, it has text\..*--field"),
         ([ROWS[0], {"prompt": {"toxicity": 1}}], {}, r"no field 'text' in 'prompt' in line 2 of "),
-        ([ROWS[0], {"prompt": 7}], {}, r"The field 'prompt' in line 2 of .* holds 7\. Expected text"),
         ([ROWS[0], {"prompt": {"text": ["x"]}}], {}, r"'text' in 'prompt' in line 2 of .* holds \['x'\]"),
         ([ROWS[0], {"prompt": "x"}], {"challenging": True}, r"'challenging' in line 2 of .* holds None"),
         ([{"prompt": "x", "challenging": 1}], {"challenging": True}, "holds 1. Expected true or false"),
