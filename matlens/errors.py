@@ -414,6 +414,8 @@ def _of_places(hints: Sequence[Any]) -> Kind:
 def _of_mapping(hints: Sequence[Any]) -> Kind:
     """A mapping; only a dict is looked into, since others may read values when they are asked for."""
     key, item = map(_kind, hints) if hints else (None, None)
+    if hints and hasattr(hints[1], "array_type"):  # shapes are checked by name, by functions
+        item = _of_class(hints[1].array_type.__name__)
 
     def holds(value: Any) -> bool:
         if not isinstance(value, Mapping) or type(value) is not dict:
