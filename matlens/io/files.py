@@ -11,7 +11,7 @@ import secrets
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -88,7 +88,7 @@ def write_bytes(path: Path, content: bytes | memoryview) -> None:
 
 
 def write_together(contents: Mapping[Path, bytes | memoryview]) -> None:
-    """Write several files whole or none of them.
+    """Write several files whole or none of them, as the only one that writes into their folders.
 
     A link is replaced and not followed.
 
@@ -100,22 +100,24 @@ def write_together(contents: Mapping[Path, bytes | memoryview]) -> None:
         A folder does, or the system refuses the file.
     """
     partial: dict[Path, Path] = {}
-    try:
-        for path, content in contents.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _check_replaceable(path)  # else the files before it would be replaced, and it could not be
-            temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
-            with os.fdopen(create(temporary), "wb") as file:
-                partial[path] = temporary
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-        for path, temporary in partial.items():
-            temporary.replace(path)
-    finally:
-        for temporary in partial.values():
-            with suppress(OSError):
-                temporary.unlink()
+    with ExitStack() as locks:
+        for folder in sorted({path.parent for path in contents}):  # in one order, or two could wait for ever
+            locks.enter_context(locked(folder))
+        try:
+            for path, content in contents.items():
+                _check_replaceable(path)  # else the files before it would be replaced, and it could not be
+                temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+                with os.fdopen(create(temporary), "wb") as file:
+                    partial[path] = temporary
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+            for path, temporary in partial.items():
+                temporary.replace(path)
+        finally:
+            for temporary in partial.values():
+                with suppress(OSError):
+                    temporary.unlink()
 
 
 def _check_replaceable(path: Path) -> None:

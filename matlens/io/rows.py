@@ -87,6 +87,9 @@ class StoredRows(Mapping[str, Tensor]):
             index = self._artifact.read(shard, INDEX).numpy()
             yield index, {name: self._artifact.read(shard, name, finite=self._finite) for name in names}
 
+    def __reduce__(self) -> Any:
+        return _opened_again, (self._artifact, self._finite)
+
     def __contains__(self, name: object) -> bool:
         """Whether there is the column, without reading it."""
         return name in self.columns
@@ -101,6 +104,10 @@ class StoredRows(Mapping[str, Tensor]):
     def n_rows(self) -> int:
         """How many rows each column has."""
         return self._n_rows
+
+
+def _opened_again(artifact: Artifact, finite: bool) -> StoredRows:
+    return StoredRows(artifact, finite=finite)
 
 
 def keep_rows(
