@@ -106,11 +106,6 @@ class Lens:
             What the lens is called.
         model
             The model to put it on.
-
-        Raises
-        ------
-        InputError
-            The model of the maps is not known or another, or there is no map onto the last layer.
         """
         last = maps.provenance.identity.n_layers
         onto_last = {layer: maps[layer, last] for layer in range(last) if (layer, last) in maps}
@@ -267,13 +262,7 @@ class Lens:
         return LensParts(self.maps, self.method, self.provenance, self.norm)
 
     def resolve(self, layer: Layer) -> int:
-        """The number of a layer that this lens reads: negative ones count from the end.
-
-        Raises
-        ------
-        InputError
-            It is no layer of the stream, or the lens has no map of it.
-        """
+        """The number of a layer that this lens reads: negative ones count from the end."""
         site = self.provenance.resolve(layer)
         if site.kind != STREAM:
             raise InputError(
@@ -295,11 +284,6 @@ class Lens:
             Vectors ``h^l``.
         layer
             The layer that they are of; those of the last are given back as they are.
-
-        Raises
-        ------
-        InputError
-            The vectors are of another width or not finite, or the lens has no map of the layer.
         """
         check_vectors(h, self.provenance.identity.d_model)
         layer = self.resolve(layer)
@@ -318,11 +302,6 @@ class Lens:
             See `Lens.__call__`.
         gradients
             Whether what comes out can be differentiated in ``h``; the model's weights are constants.
-
-        Raises
-        ------
-        InputError
-            As in `Lens.__call__`; or the lens is on no model.
         """
         readout, layer = self.on_readout, self.resolve(layer)
         logits = readout.logits(self(h, layer), gradients=gradients)
@@ -331,13 +310,7 @@ class Lens:
 
     @property
     def on_readout(self) -> Readout:
-        """The read-out of the model that the lens is on.
-
-        Raises
-        ------
-        InputError
-            It is on none.
-        """
+        """The read-out of the model that the lens is on."""
         if self.readout is None:
             raise InputError(
                 "This lens is on no model, so nothing can be read out. Put it on its model with "
@@ -362,19 +335,17 @@ class Lens:
             It is another model, runs in another precision, makes other tokens of text, or has other parts
             replaced, set or hooked.
         """
-        lens = self._for_precision(same_precision)
-        lens.provenance.check_same(ModelIdentity.from_model(model), ours="the lens")
-        return replace(lens, readout=Readout(model), model=model)
+        return self._placed(model, same_precision)
 
     def _placed(self, model: TransformerBridge | None, same_precision: bool = True) -> Lens:
-        """On a model, where one is given."""
+        """On a model, where one is given; or for models that run in any precision."""
+        lens = self
+        if not same_precision:
+            lens = replace(self, provenance=replace(self.provenance, same_precision=False))
         if model is None:
-            return self._for_precision(same_precision)
-        return self.on(model, same_precision=same_precision)
-
-    def _for_precision(self, same: bool) -> Lens:
-        """For models that run in the precision that it was fitted in; or, if not ``same``, in any."""
-        return self if same else replace(self, provenance=replace(self.provenance, same_precision=False))
+            return lens
+        lens.provenance.check_same(ModelIdentity.from_model(model), ours="the lens")
+        return replace(lens, readout=Readout(model), model=model)
 
     def trajectory(self, prompt: str, *, k: int = 5, layers: Sequence[Layer] | None = None) -> Trajectory:
         """What is predicted at every token of a prompt and every layer, see `Trajectory`.
@@ -387,11 +358,6 @@ class Lens:
             How many tokens to keep of each prediction.
         layers
             Layers to read, by default all that the lens has; the last one is always read.
-
-        Raises
-        ------
-        InputError
-            The lens is on no model, the prompt cannot be read, or the lens has no map of a layer.
         """
         return read_trajectory(self, prompt, k=k, layers=layers)
 
@@ -401,22 +367,11 @@ class Lens:
         """The ``k`` most probable tokens at each layer and each token of a prompt, as texts.
 
         ``lens.top_tokens(prompt)[12][-1]`` are those at layer 12 and the last token.
-
-        Raises
-        ------
-        InputError
-            As in `Lens.trajectory`.
         """
         return self.trajectory(prompt, k=k, layers=layers).top_tokens()
 
     def save(self, folder: str | Path) -> None:
-        """Write a safetensors file for each layer, and ``config.json`` when all are there.
-
-        Raises
-        ------
-        InputError
-            A number is not finite, or the folder holds something else.
-        """
+        """Write a safetensors file for each layer, and ``config.json`` when all are there."""
         files.write_lens(folder, self.parts)
 
     @classmethod
@@ -433,11 +388,6 @@ class Lens:
             The model to put it on, see `on`.
         same_precision
             Whether the model must run in the precision that the lens was fitted in.
-
-        Raises
-        ------
-        InputError
-            The folder holds no finished lens, a file of it is damaged, or the model is another.
         """
         return cls(*files.read_lens(folder))._placed(model, same_precision)
 
@@ -537,11 +487,6 @@ class Lens:
             The file, such as ``lens.pt``. Nothing in it is executed.
         model
             The model that it is of: a decoder that TransformerLens' lens can be used on.
-
-        Raises
-        ------
-        InputError
-            The file cannot be read, holds something else, or is of another model.
         """
         return cls(*files.read_jacobian_lens(path, model)).on(model)
 
@@ -555,12 +500,6 @@ class Lens:
         ----------
         path
             The file to write.
-
-        Raises
-        ------
-        InputError
-            The lens has a bias, a norm before its maps or a fitted scale, which such a file has no place for;
-            or no layer but 0.
         """
         files.write_jacobian_lens(path, self.parts)
 
@@ -574,10 +513,5 @@ class Lens:
             The folder. Nothing in it is executed.
         model
             The model that it was trained for.
-
-        Raises
-        ------
-        InputError
-            The folder cannot be read, holds something else, or is of another model.
         """
         return cls(*files.read_tuned_lens(folder, model)).on(model)
