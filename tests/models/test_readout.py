@@ -338,7 +338,7 @@ def test_a_number_of_tokens_that_there_are_not_is_refused(k: Any, small_model: C
     with pytest.raises(InputError, match=r"^The number of tokens must be an integer from 1 to 60"):
         ours.top_tokens(torch.zeros(D_MODEL), k)
     for attempt in (projection.top, projection.bottom):
-        with pytest.raises(InputError, match=r"^The number of tokens must be an integer from 1 to 60"):
+        with pytest.raises(InputError, match=r"^k must be an integer from 1 to 60"):
             attempt(torch.zeros(2, D_MODEL), k)
     with pytest.raises(InputError, match=r"of the shape \(2, 32\)"):
         ours.top_tokens(torch.zeros(2, D_MODEL))
