@@ -156,6 +156,8 @@ def load_corpus(
         The source cannot be found or read, it is past a bound of `matlens.io.bounds`, or no sentence
         of it is left.
     """
+    if not field or (name is not None and not name.strip()):
+        raise InputError("field and name must not be empty.")
     if name is None:
         name = os.fspath(source) if isinstance(source, str | os.PathLike) else "given sentences"
     with open_source(source, field, split) as sentences:

@@ -171,7 +171,7 @@ def _array(values: Any) -> np.ndarray:
         raise InputError("Tokens and positions must not be masked: numbers behind the mask would be read.")
     try:
         return np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
-    except (ValueError, TypeError):  # lists of different lengths, or kinds that NumPy does not have
+    except (ValueError, TypeError, RuntimeError):  # ragged lists, kinds that NumPy does not have, no numbers
         return np.empty(1, dtype=object)
 
 
