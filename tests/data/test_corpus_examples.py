@@ -19,6 +19,7 @@ from matlens import InputError, make_examples
 from matlens.activations import Activations
 from matlens.data import Corpus, Examples, make_judged_text, make_pairs, make_windows
 from matlens.ffn import text_losses
+from matlens.lens import LensConfig
 
 
 def positions(examples: Examples, corpus: Corpus) -> dict[str, int]:
@@ -180,7 +181,9 @@ USES: dict[str, Callable[[Any, Any], Any]] = {
     "make_windows": lambda m, texts: make_windows(m, texts, size=4).tokens,
     "make_judged_text": lambda m, texts: make_judged_text(m, texts, size=3).truth,
     "text_losses": lambda m, texts: text_losses(m, texts, progress=False).total,
-    "Lens.fit": lambda m, texts: matlens.Lens.fit(m, texts, method="ridge(1)", progress=False).maps[1].weight,
+    "Lens.fit": lambda m, texts: (
+        matlens.Lens.fit(m, texts, method=LensConfig(ridge=1.0), progress=False).maps[1].weight
+    ),
 }
 
 

@@ -51,7 +51,9 @@ def ways() -> dict[str, tuple[Any, dict[str, Any]]]:
         "lists": (SENTENCES, {"positions": ANSWERS}),
         "lists from the end": (SENTENCES, {"positions": negative}),
         "lists with marks": (SENTENCES, {"positions": ragged}),
-        "arrays": ([np.array(s, dtype=np.int32) for s in SENTENCES], {"positions": map(np.array, ANSWERS)}),
+        "arrays": (
+            [np.array(s, dtype=np.int32) for s in SENTENCES], {"positions": [np.array(at) for at in ANSWERS]}
+        ),
         "tensors": (list(map(torch.tensor, SENTENCES)), {"positions": list(map(torch.tensor, ANSWERS))}),
         "right": (right[0], {"attention_mask": right[1], "positions": ANSWERS}),
         "left": (left[0], {"attention_mask": left[1].bool(), "positions": ANSWERS}),
@@ -185,7 +187,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a text": ("w1 w2", {}, TOKENS),
     "texts": (["w1 w2"], {}, TOKENS),
     "words": ([["w1", "w2"]], {}, TOKENS),
-    "arrays of words": ([np.array(["w1", "w2"])], {}, f"{TOKENS}.*make_prompts"),
+    "arrays of words": ([np.array(["w1", "w2"])], {}, TOKENS),
     "a number": (3, {}, TOKENS),
     "none": (None, {}, TOKENS),
     "too long": ([[1] * (N_CTX + 1)], {}, f"has {N_CTX + 1} tokens, and the model's context {N_CTX}"),
