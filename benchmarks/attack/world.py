@@ -247,7 +247,6 @@ RECIPES: dict[str, Callable[[World], Any]] = {
     **dict.fromkeys(("corpus", "texts", "sources", "targets"), lambda w: w["Corpus"]),
     **dict.fromkeys(("data", "samples", "validation", "train"), lambda w: w["Activations"]),
     "from_maps.maps": lambda w: w["maps"],
-    "continue_prompts.prompts": lambda w: list(w.sentences[:2]),
     "make_prompts.prompts": lambda w: list(w.sentences[:2]),
     "top_tokens.h": lambda w: w["Activations"][3][0],
     "attend_nowhere.h": lambda w: w["Activations"][1],
@@ -257,9 +256,6 @@ RECIPES: dict[str, Callable[[World], Any]] = {
     **dict.fromkeys(("rank.token", "probability.token", "token_id.token", "visible.token"), lambda _: "w1"),
     "first_top1.answer": lambda _: "w1",
     "top_predictions.prompts": lambda w: w["Activations"],
-    "evaluate_lenses.evaluations": lambda w: {
-        "multihop": [lens.EvaluationItem(w.sentences[0], w.sentences[0], (("w1",),))]
-    },
     **{
         f"{table}.table": lambda w: lens.exit_sweep({"mat": w["Lens"]}, w["Activations"], progress=False)
         for table in ("savings", "layers_saved")
@@ -275,16 +271,14 @@ RECIPES: dict[str, Callable[[World], Any]] = {
     "changes": lambda _: [explorer.Change("value", "L0D1", 3.0)],
     **dict.fromkeys(("Exploration.save.path", "save_as.path"), lambda w: w.fresh("figure.html")),
     **dict.fromkeys(("moments.source", "norms.source"), lambda _: "h.0"),
-    **dict.fromkeys(("lens_r2.last", "polish.last", "scale_map.last", "tune.last"), lambda w: w["h"]),
+    **dict.fromkeys(("polish.last", "scale_map.last", "tune.last"), lambda w: w["h"]),
     **dict.fromkeys(("stand_ins.names", "submodule_pairs.names"), lambda _: ["attn"]),
     **dict.fromkeys(("ValueVector.index", "column"), lambda _: 2),
     "ValueVector.parse.text": lambda _: "L0D1",
     "matrix_cosine.first": lambda w: w["h"],
     "update.vectors": lambda w: dict(w["Activations"]),
-    "solve_all.names": lambda _: ["mat"],
     "cosines.directions": lambda w: w["h"][:2],
     "parts": lambda w: w["Corpus"].split(n_train=40, n_validation=10),
-    "compare_readings.clusters": lambda w: [w["Clusters"]],
     "Readout.token_scores.features": lambda w: w["Readout"].features(w["h"]),
     "ids": lambda _: torch.full((60,), 5),
     **dict.fromkeys(("divergence.scores", "divergence.truth"), lambda _: torch.rand(4, 9)),

@@ -47,7 +47,7 @@ def test_a_folder_is_written_that_transformers_loads(
 
 @pytest.mark.parametrize(
     ("blocks", "message"),
-    [("x", "expected how many"), ("0,1", "Block 0"), ("7", "from 0 to 2"), ("2,2", "one twice")],
+    [("x", "expected how many"), ("0,1", "from 1 to 2, got 0"), ("7", "from 0 to 2"), ("2,2", "named once")],
 )
 def test_blocks_that_cannot_be_are_refused(
     blocks: str,
