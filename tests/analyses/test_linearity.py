@@ -41,7 +41,7 @@ def test_the_tables_are_what_the_library_gives(
     again = linearity.rank_correlations(expected)
     assert correlations["value"].tolist() == pytest.approx(again["value"].tolist())
     assert (tmp_path / "linearity_bert.png").is_file()
-    (folder,) = (path.parent for path in tmp_path.rglob("rows.json"))
+    (folder,) = (path.parent for path in tmp_path.rglob("scores.json"))
     origin = json.loads((tmp_path / "linearity_costs_bert.json").read_text())
     assert origin["atlas_seconds"] == linearity.atlas_seconds(folder) > 0
     assert_table(tmp_path / "linearity_kinds_bert.csv", linearity.atlas_summary(expected))

@@ -13,11 +13,9 @@ from browsing import Visit, numbers, visiting
 from conftest import SPECIAL, WORDS, make_sentences, plain_vectors
 from injections import INJECTIONS
 
-import matlens
 from matlens import ffn
 from matlens.errors import InputError
-from matlens.explorer import value_pages, write_value_pages
-from matlens.io.verification import verify
+from matlens.explorer import write_value_pages
 
 N_CLUSTERS = 12
 TEXTS = [*SPECIAL.values(), *WORDS, *(f"<{i}>" for i in range(52, 60))]
@@ -182,80 +180,6 @@ def test_no_fault_is_seen_by_axe_and_all_is_reached_by_keys(visit: Visit) -> Non
         visit.page.keyboard.press("Tab")
         reached.add(visit.page.evaluate("document.activeElement.dataset.stop"))
     assert set(wanted) <= reached
-
-
-def test_a_killed_job_goes_on_and_gives_the_same(
-    small_model: Callable[[str], Any], clusters: ffn.Clusters, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr("matlens.explorer.usage._CHUNK", 16)
-    options: dict[str, Any] = {"corpus": make_sentences(), "clusters": clusters, "k": 6, "among": 12}
-    options |= {"neighbours": 4, "n_best": 3, "progress": False}
-    site = write_value_pages(small_model("llama"), tmp_path / "whole", **options)
-    write = value_pages.write_text
-    reads: list[int] = []
-    read = matlens.explorer.usage._State.read
-
-    def counting(state: Any, model: Any, examples: Any, *rest: Any) -> None:
-        reads.append(len(examples))
-        if len(reads) == 2:
-            raise KeyboardInterrupt
-        read(state, model, examples, *rest)
-
-    def dying(path: Path, text: str) -> None:
-        if path.name == "vectors-1-0.js":
-            raise KeyboardInterrupt
-        write(path, text)
-
-    monkeypatch.setattr("matlens.explorer.usage._State.read", counting)
-    with pytest.raises(KeyboardInterrupt):
-        write_value_pages(small_model("llama"), tmp_path / "site", **options)
-    monkeypatch.setattr("matlens.explorer.value_pages.write_text", dying)
-    with pytest.raises(KeyboardInterrupt):
-        write_value_pages(small_model("llama"), tmp_path / "site", **options)
-    assert reads == [16, 16, 16, 8]  # what was read before the first kill is not read again
-    monkeypatch.setattr("matlens.explorer.value_pages.write_text", write)
-    write_value_pages(small_model("llama"), tmp_path / "site", **options)
-    assert len(reads) == 4
-    names = {path.name for path in site.parent.iterdir()}
-    assert {path.name for path in (tmp_path / "site").iterdir()} == names
-    for name in names - {"config.json"}:
-        assert (tmp_path / "site" / name).read_bytes() == (site.parent / name).read_bytes(), name
-    assert [verdict.damage for verdict in verify(site.parent)] == [None]
-    with pytest.raises(InputError, match="belongs to another job"):
-        write_value_pages(small_model("llama"), tmp_path / "site", **options | {"k": 5})
-
-
-def test_files_that_are_gone_or_changed_are_made_again_or_named(
-    small_model: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, folder, write = small_model("gpt2"), tmp_path / "site", value_pages.write_text
-    options: dict[str, Any] = {"neighbours": 0, "progress": False}
-    whole = write_value_pages(model, tmp_path / "whole", **options).parent
-
-    def dying(path: Path, text: str) -> None:
-        if path.name == "vectors-2-0.js":
-            raise KeyboardInterrupt
-        write(path, text)
-
-    monkeypatch.setattr("matlens.explorer.value_pages.write_text", dying)
-    with pytest.raises(KeyboardInterrupt):
-        write_value_pages(model, folder, **options)
-    monkeypatch.setattr("matlens.explorer.value_pages.write_text", write)
-    (folder / "vectors-0-0.js").unlink()
-    changed = folder / "vectors-1-0.js"
-    text = changed.read_text()
-    changed.write_text(text[:-9] + "A" + text[-8:])
-    with pytest.raises(InputError, match=r"vectors-1-0\.js does not hold what was written"):
-        write_value_pages(model, folder, **options)
-    assert [str(changed) in str(verdict.damage) for verdict in verify(folder)] == [True]
-    changed.write_text(text)
-    write_value_pages(model, folder, **options)
-    for path in whole.glob("*.js"):
-        assert (folder / path.name).read_bytes() == path.read_bytes()
-    (folder / "summary.js").unlink()
-    with pytest.raises(InputError, match=r"summary\.js cannot be read"):
-        write_value_pages(model, folder, **options)
 
 
 def test_without_corpus_clusters_and_neighbours_there_are_tokens_alone(

@@ -94,7 +94,7 @@ def test_weights_edited_between_two_batches_of_a_stream_are_noticed(work: Simple
     next(rows)
     edit(work.model, "ffn")
     with pytest.raises(InputError):
-        next(rows)
+        list(rows)
 
 
 def test_weights_edited_within_a_loop_that_checks_once_are_noticed_at_its_end(work: SimpleNamespace) -> None:
