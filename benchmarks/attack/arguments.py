@@ -60,10 +60,10 @@ _OF_A_MODEL = (
 TAKEN = (
     "Site.parse(text", "Site.read(text", "resolve(site", "resolve_pairs(pairs", "PairMoments(pairs",
     "ValueVector.parse(text", "ValueVector(layer", "Variant(first", "Variant(replacements", "Study(",
-    "head(n", "draw_sub_updates(n", "shard_of(examples", "shortened(examples", "at(row",
+    "head(n", "shard_of(examples", "shortened(examples", "at(row",
     "trajectory(layers", "top_tokens(layers", "patched(replacements", "compare_changes(changes",
     "prune(blocks", "from_maps(method", "literal(text", "layer_ticks(last", "encode_text(text",
-    "cosines(directions", "Standardisation.__call__(h", "fit_samples(pairs", "word_filter(words",
+    "cosines(directions", "Standardisation.__call__(h", "fit_samples(pairs",
     "ModelIdentity.difference(other", "origin_of(maps",
 )  # fmt: skip
 
