@@ -9,14 +9,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import N_LAYERS, WORDS, plain_vectors
+from conftest import N_LAYERS
 from judged_by_hand import assert_judged, judged_by_hand
+from plain_streams import corpus, mapped, plain_stream
 from sklearn.metrics import r2_score
-from torch import Tensor
 
 from matlens import Readout, collect, make_examples
-from matlens.data.corpus import Corpus
-from matlens.data.examples import Examples
 from matlens.linearity.transfer import (
     fit_equally_many,
     transfer_losses,
@@ -25,28 +23,6 @@ from matlens.linearity.transfer import (
 )
 
 Models = Callable[[str], Any]
-
-
-def corpus(name: str, n: int, seed: int) -> Corpus:
-    rng = np.random.default_rng(seed)
-    texts = [" ".join(rng.choice(WORDS, int(rng.integers(4, 9)))) for _ in range(n)]
-    return Corpus(name, tuple(texts), n, 0, 0, 0)
-
-
-def plain_stream(name: str, plain: Any, examples: Examples, positions: str = "drawn") -> list[Tensor]:
-    """The stream layer by layer, in float64, sentence by sentence."""
-    layers: list[list[Tensor]] = [[] for _ in range(N_LAYERS + 1)]
-    ends = zip(examples.offsets[:-1], examples.offsets[1:], examples.positions, strict=True)
-    for start, end, position in ends:
-        seen = plain_vectors(name, plain, torch.from_numpy(examples.tokens[start:end]))
-        chosen = [position] if positions == "drawn" else list(range(end - start))
-        for layer, rows in enumerate(layers):
-            rows.append(seen[f"h.{layer}"][0, chosen].double())
-    return [torch.cat(rows) for rows in layers]
-
-
-def mapped(train: list[Tensor], test: list[Tensor], layer: int) -> Tensor:
-    return test[layer] @ torch.linalg.lstsq(train[layer], train[-1], driver="gelsd").solution
 
 
 def test_maps_of_each_corpus_are_fitted_on_as_many_and_tested_on_each(
