@@ -188,11 +188,14 @@ def _count_writes(make: Make, folder: Path) -> int:
 
 
 def _harm_unfinished(folder: Path, make: Make, read: Read, expected: Any, rng: random.Random) -> None:
-    """Damage a file of an unfinished folder: resuming refuses it, or does not use it."""
+    """Damage or remove a file of an unfinished folder: resuming refuses it, or does not use it."""
     copy = folder.with_name("harmed")
     shutil.copytree(folder, copy)
     path = rng.choice(sorted(path for path in copy.rglob("*") if path.is_file()))
-    path.write_bytes(rng.choice(list(HARMS.values()))(path.read_bytes(), rng))
+    if rng.random() < 0.3:
+        path.unlink()
+    else:
+        path.write_bytes(rng.choice(list(HARMS.values()))(path.read_bytes(), rng))
     if not isinstance(refused(lambda: make(copy, 0)), InputError):
         assert_same(read(copy), expected)
     shutil.rmtree(copy)

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import platform
 import reprlib
-import secrets
 import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -38,6 +36,7 @@ from matlens.io.files import (
     library_errors,
     locked,
     open_regular,
+    partial_path,
     read_json,
     sealed,
     system_errors,
@@ -178,17 +177,23 @@ class Artifact:
                 raise InputError(f"{folder} must be a new or empty folder, and is a file.")
             _same_job(folder, make_config(holds, request), (), partial=True)
 
-    def written(self) -> list[str]:
-        """Names of the files of tensors that an earlier call has completed, every byte of them checked."""
-        names = sorted(path.stem for path in self.folder.glob(f"*{TENSORS}"))
-        for name in names:
+    def written(self, names: Iterable[str] | None = None) -> list[str]:
+        """Names of the files of tensors that an earlier call has completed, every byte of them checked.
+
+        By default of all; of the given ``names``, those that exist.
+        """
+        paths = self.folder.glob(f"*{TENSORS}")
+        if names is not None:
+            paths = (path for path in (self.folder / f"{name}{TENSORS}" for name in names) if path.exists())
+        found = sorted(path.stem for path in paths)
+        for name in found:
             path = self.folder / f"{name}{TENSORS}"
             header = self._header(name)
-            if _said(header).get("job") != self._job or _said(header).get("name") != name:
+            if header["said"].get("job") != self._job or header["said"].get("name") != name:
                 raise damaged(path, "was written by another job")
-            for tensor in _tensors_of(header):
+            for tensor in header["tensors"]:
                 self.read(name, tensor, finite=False)
-        return names
+        return found
 
     def write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Write tensors into ``name.safetensors``, which is then complete on the disk."""
@@ -204,7 +209,7 @@ class Artifact:
         hashes = {key: _hash(values) for key, values in own.items()}
         said = {"job": self._job, "name": name, "tensors": hashes}
         path = self.folder / f"{name}{TENSORS}"
-        partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+        partial = partial_path(path)
         with system_errors(self.folder), library_errors():
             try:
                 # One entry: safetensors writes several in another order each time.
@@ -252,11 +257,11 @@ class Artifact:
     def _record(self, path: Path) -> dict[str, Any]:
         if path.suffix == TENSORS and path.parent == self.folder:
             header = self._header(path.stem)
-            if _said(header).get("job") == self._job:
+            if header["said"].get("job") == self._job:
                 return {
                     "bytes": path.stat().st_size,
                     "header": header["sha256"],
-                    "tensors": _said(header)["tensors"],
+                    "tensors": header["said"]["tensors"],
                 }
         return describe_file(path)
 
@@ -289,7 +294,7 @@ class Artifact:
 
     def tensors(self, name: str) -> list[str]:
         """Names of the tensors in a file of tensors."""
-        return list(_tensors_of(self._header(name)))
+        return list(self._header(name)["tensors"])
 
     def read(self, name: str, tensor: str, *, finite: bool = True) -> Tensor:
         """Read a tensor of ``name.safetensors``, which stays on the disk until it is used.
@@ -302,7 +307,7 @@ class Artifact:
         from safetensors import SafetensorError, safe_open
 
         path, header = self.folder / f"{name}{TENSORS}", self._header(name)
-        if tensor not in _tensors_of(header):
+        if tensor not in header["tensors"]:
             raise damaged(path, f"holds no tensor {tensor}")
         try:
             with safe_open(path, framework="pt") as file:
@@ -310,7 +315,7 @@ class Artifact:
         except (SafetensorError, OSError) as error:
             raise damaged(path, f"cannot be read as safetensors ({error})") from error
         if (name, tensor) not in self._verified:
-            if _hash(values) != _said(header)["tensors"].get(tensor):
+            if _hash(values) != header["said"]["tensors"].get(tensor):
                 raise damaged(path, f"does not hold the tensor {tensor} that was written")
             if finite and values.is_floating_point() and not _is_finite(values):
                 raise damaged(path, f"holds a value in {tensor} that is not finite")
@@ -550,14 +555,6 @@ def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
     return {"sha256": hashlib.sha256(size + content).hexdigest(), "said": said, "tensors": header}
 
 
-def _said(header: Record) -> Record:
-    return header["said"]
-
-
-def _tensors_of(header: Record) -> Mapping[str, Any]:
-    return header["tensors"]
-
-
 def _hash(values: Tensor) -> str:
     """The SHA-256 of a tensor's type, shape and bytes, as they are in a file."""
     import torch
@@ -570,6 +567,4 @@ def _hash(values: Tensor) -> str:
 
 
 def _is_finite(values: Tensor) -> bool:
-    return all(bool(part.isfinite().all()) for part in values.view(-1).split(_CHUNK)) or not math.prod(
-        values.shape
-    )
+    return all(bool(part.isfinite().all()) for part in values.view(-1).split(_CHUNK))

@@ -106,7 +106,7 @@ def write_together(contents: Mapping[Path, bytes | memoryview]) -> None:
         try:
             for path, content in contents.items():
                 _check_replaceable(path)  # else the files before it would be replaced, and it could not be
-                temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+                temporary = partial_path(path)
                 with os.fdopen(create(temporary), "wb") as file:
                     partial[path] = temporary
                     file.write(content)
@@ -118,6 +118,11 @@ def write_together(contents: Mapping[Path, bytes | memoryview]) -> None:
             for temporary in partial.values():
                 with suppress(OSError):
                     temporary.unlink()
+
+
+def partial_path(path: Path) -> Path:
+    """Where a file is written before it is moved to its place; a later job removes what a kill leaves."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
 
 
 def _check_replaceable(path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -25,7 +26,7 @@ INDEX = "index"
 _SHARD_BYTES = 2**28
 _FEWEST = 16  # shards, where there are as many batches, so that processes can share them
 _INDEX_BYTES = 8
-_BESIDE = "examples"  # the file of the arrays that belong to the rows
+_ARRAYS = "examples"  # the file of the arrays that belong to the rows
 
 Batches = Iterator[tuple[np.ndarray, Mapping[str, Tensor]]]
 
@@ -61,7 +62,7 @@ class StoredRows(Mapping[str, Tensor]):
     def __init__(self, artifact: Artifact, *, finite: bool = True) -> None:
         self._artifact, self._finite = artifact, finite
         self.columns = {name: Column(*column) for name, column in artifact.request["columns"].items()}
-        self._n_rows = int(artifact.request["n_rows"])
+        self.n_rows = int(artifact.request["n_rows"])
         self._shards = [name.removesuffix(".safetensors") for name in artifact.files if name[:1].isdigit()]
         self._whole: WeakValueDictionary[str, Tensor] = WeakValueDictionary()
 
@@ -71,13 +72,13 @@ class StoredRows(Mapping[str, Tensor]):
         whole = self._whole.get(name)
         if whole is None:
             column = self.columns[name]
-            whole = torch.empty(self._n_rows, column.width, dtype=column.in_memory)
+            whole = torch.empty(self.n_rows, column.width, dtype=column.in_memory)
             n_filled = 0
             for index, part in self.shards([name]):
                 whole[torch.from_numpy(index)] = part[name]
                 n_filled += len(index)
-            if n_filled != self._n_rows:
-                raise damaged(self._artifact.folder, f"holds {n_filled:,} rows of {self._n_rows:,}")
+            if n_filled != self.n_rows:
+                raise damaged(self._artifact.folder, f"holds {n_filled:,} rows of {self.n_rows:,}")
             self._whole[name] = whole
         return whole
 
@@ -88,7 +89,7 @@ class StoredRows(Mapping[str, Tensor]):
             yield index, {name: self._artifact.read(shard, name, finite=self._finite) for name in names}
 
     def __reduce__(self) -> Any:
-        return _opened_again, (self._artifact, self._finite)
+        return partial(StoredRows, finite=self._finite), (self._artifact,)
 
     def __contains__(self, name: object) -> bool:
         """Whether there is the column, without reading it."""
@@ -99,15 +100,6 @@ class StoredRows(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.columns)
-
-    @property
-    def n_rows(self) -> int:
-        """How many rows each column has."""
-        return self._n_rows
-
-
-def _opened_again(artifact: Artifact, finite: bool) -> StoredRows:
-    return StoredRows(artifact, finite=finite)
 
 
 def keep_rows(
@@ -159,7 +151,7 @@ def keep_rows(
         if not artifact.finished:
             _write_shards(artifact, shards, n_rows, columns, run)
             if parallel.is_main():
-                artifact.write(_BESIDE, {name: torch.from_numpy(a) for name, a in (arrays or {}).items()})
+                artifact.write(_ARRAYS, {name: torch.from_numpy(a) for name, a in (arrays or {}).items()})
             artifact.finish()
     return artifact.config, StoredRows(artifact, finite=finite)
 
@@ -176,19 +168,19 @@ def _write_shards(
     run: Callable[[Sequence[int]], Batches],
 ) -> None:
     """Write those of this process's shards that an earlier call has not."""
-    there = {*artifact.written()}
+    own = list(enumerate(shards))[parallel.rank() :: parallel.world_size()]
+    mine = {f"{number:05d}": batches for number, batches in own}
+    there = artifact.written(mine)
     if parallel.is_main():
         free = shutil.disk_usage(artifact.folder).free
-        needed = n_rows * _row_bytes(columns) - sum(
-            (artifact.folder / f"{name}.safetensors").stat().st_size for name in there
-        )
+        stored = sum(path.stat().st_size for path in artifact.folder.glob("*.safetensors"))
+        needed = n_rows * _row_bytes(columns) - stored
         if needed > free:  # now, not after hours
             raise InputError(
                 f"{artifact.folder} needs {needed / 1e9:.1f} GB, and its disk has {free / 1e9:.1f} GB free. "
                 "Free some, or choose another folder."
             )
-    mine = list(enumerate(shards))[parallel.rank() :: parallel.world_size()]
-    missing = {f"{number:05d}": batches for number, batches in mine if f"{number:05d}" not in there}
+    missing = {name: batches for name, batches in mine.items() if name not in there}
     found = run([number for batches in missing.values() for number in batches])
     for name, batches in missing.items():
         parts: dict[str, list[Tensor]] = {column: [] for column in (INDEX, *columns)}
@@ -232,7 +224,7 @@ def read_rows(
         The folder holds no finished rows of this kind, or a file is damaged.
     """
     artifact = Artifact.open(folder, expected)
-    arrays = {name: values.numpy() for name, values in artifact.read_all(_BESIDE).items()}
+    arrays = {name: values.numpy() for name, values in artifact.read_all(_ARRAYS).items()}
     return artifact.config, arrays, StoredRows(artifact, finite=finite)
 
 
