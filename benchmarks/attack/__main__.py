@@ -31,6 +31,7 @@ from attack.folders import folder_cases
 from attack.foreign import foreign_cases
 from attack.states import state_cases
 from attack.world import make_world
+from matlens.errors import printable
 
 _MEMORY = 6 * 2**30  # bytes that the attack may take, so that a bomb fails and the machine does not
 
@@ -76,7 +77,7 @@ def _report(judgements: list[Judgement], out: Path, *, show: bool) -> pd.DataFra
         [(each.case.fault, each.case.name, each.verdict, each.words) for each in judgements],
         columns=["class", "case", "verdict", "words"],
     )
-    cases.to_csv(out / "cases.csv", index=False)
+    cases.to_csv(out / "cases.csv", index=False, errors="backslashreplace")  # half a surrogate pair
     rows = []
     for fault, part in cases.groupby("class", sort=False):
         counts = Counter(part["verdict"])
@@ -86,7 +87,7 @@ def _report(judgements: list[Judgement], out: Path, *, show: bool) -> pd.DataFra
     table.to_csv(out / "attack.csv", index=False)
     if show:
         for _, row in cases[cases["verdict"] != CLEAR].iterrows():
-            print(f"{row['verdict']:9} {row['case'][:200]}: {row['words']}")
+            print(printable(f"{row['verdict']:9} {row['case'][:200]}: {row['words']}"))
     print(table.to_string(index=False))
     return table
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from matlens import parallel
-from matlens.errors import InputError, NonNegative, check_int, checked
+from matlens.errors import InputError, NonNegative, check_int, checked, short
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueName, ValueVectors
 from matlens.io.artifact import Artifact, make_config
@@ -199,8 +199,10 @@ class Clusters:
 
         They follow from the lengths of the clusters' `directions`.
         """
-        if len(directions) != len(numbers):
-            raise InputError(f"directions must have {len(numbers)} rows, got {len(directions)}.")
+        if len(directions) != len(numbers) or not directions.shape[1]:
+            raise InputError(
+                f"directions must be a vector for each of {len(numbers)} clusters, got {short(directions)}."
+            )
         size = self.sizes[list(numbers)].astype(float)
         squared = directions.cpu().double().square().sum(1).numpy()
         return (size * squared - 1) / np.where(size > 1, size - 1, np.nan)

@@ -340,6 +340,15 @@ def test_members_and_clusters_of_names(small_model: Callable[[str], Any]) -> Non
             clusters.holding(values, one)
 
 
+def test_cosines_need_a_direction_for_each_cluster(small_model: Callable[[str], Any]) -> None:
+    values = ValueVectors(small_model("llama"))
+    clusters = make_clusters([row % 5 for row in range(len(values))], values.identity)
+    directions = clusters.directions(values, [1, 2])
+    for wrong in (directions[:1], directions[:, :0]):
+        with pytest.raises(InputError, match="directions must be a vector for each of 2 clusters"):
+            clusters.cosines(wrong, [1, 2])
+
+
 def test_clusters_of_another_model_are_refused(small_model: Callable[[str], Any]) -> None:
     values, other = ValueVectors(small_model("llama")), ValueVectors(small_model("gemma3"))
     clusters = make_clusters([0] * len(values), values.identity)

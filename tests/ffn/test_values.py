@@ -138,6 +138,32 @@ def test_weights_that_the_layer_does_not_use_as_they_are_are_refused(
         ValueVectors(model)
 
 
+@pytest.mark.parametrize(
+    ("name", "edited"),
+    [
+        ("gpt2", "mlp.out"),
+        ("gemma3", "mlp.out"),
+        ("gemma3", "ln2_post"),
+        ("olmo2", "ln2_post"),
+        ("olmoe", "mlp"),
+    ],
+)
+def test_edited_weights_are_noticed(name: str, edited: str, model_folder: Callable[[str], Path]) -> None:
+    """Also those of a norm after the FFN, which the value vectors pass through."""
+    model = matlens.load(str(model_folder(name)), device="cpu")
+    values = ValueVectors(model)
+    weight = next(model.blocks[1].get_submodule(edited).parameters())
+    weight.data.view(-1)[0] += 0.5
+    for read in (
+        values.layer,
+        values.bias,
+        lambda layer: values.vectors([values.at(0), values.vector(layer, 0)]),
+    ):
+        with pytest.raises(InputError, match="have changed since the object of value vectors was made"):
+            read(1)
+    assert values.layer(0).shape == (values.d_mlp, D_MODEL)
+
+
 def test_models_that_cannot_be_read_are_refused(model_folder: Callable[[str], Path]) -> None:
     model = matlens.load(str(model_folder("gpt2")), device="cpu")
     del model._modules["ln_final"]
