@@ -24,7 +24,7 @@ from matlens.lens import divergence, exit_layers, matrix_cosine
 from matlens.linear import LeastSquares, LinearMap
 from matlens.linearity.scores import held_out_scores
 from matlens.models import Readout
-from matlens.models.families.experts import Mixture
+from matlens.models.families.mixtures import Mixture
 from matlens.models.families.wikilm.modelling import SinusoidalPositions
 from matlens.numerics import split_product
 from matlens.patching import Scheme, r2_score

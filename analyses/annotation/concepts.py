@@ -24,7 +24,7 @@ from matlens.errors import InputError, PositiveInt, Seed, checked
 from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.updates import Updates
 from matlens.io.tables import read_table, result_row, result_table
-from matlens.models.vocabulary import token_texts, visible
+from matlens.models.tokens import token_texts, visible
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

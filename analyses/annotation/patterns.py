@@ -24,7 +24,7 @@ from matlens.errors import Fraction, InputError, PositiveInt, Seed, checked, sho
 from matlens.ffn.projection import TOP, Projection, name_columns, top_tokens_of_all
 from matlens.ffn.values import ValueVectors
 from matlens.io.tables import result_row, result_table
-from matlens.models.vocabulary import token_texts, visible
+from matlens.models.tokens import token_texts, visible
 from matlens.parallel import Bar
 
 if TYPE_CHECKING:

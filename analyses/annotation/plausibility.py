@@ -16,7 +16,7 @@ from annotation.sheets import read_sheet, refuse_lines
 from matlens import metrics
 from matlens.errors import InputError, Seed, checked, random_state, short
 from matlens.lens.predictions import METHODS
-from matlens.models.vocabulary import visible
+from matlens.models.tokens import visible
 
 SHEET_COLUMNS = ("item", "sentence", "token", "plausible")
 

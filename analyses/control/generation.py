@@ -21,7 +21,7 @@ from control.baselines import SelfDebiasing, announced_tokens
 from matlens.data.readers import check_decoder
 from matlens.errors import InputError, PositiveInt, Seed, checked
 from matlens.models.identity import check_raw
-from matlens.models.tokenization import encode_text
+from matlens.models.tokens import encode_text
 from matlens.numerics.precision import has_float64, in_float64
 from matlens.parallel import Bar
 

@@ -18,7 +18,7 @@ from matlens.ffn.projection import (
     values_with_tokens,
 )
 from matlens.ffn.values import ValueName, ValueVectors
-from matlens.models.vocabulary import token_texts, word_tokens
+from matlens.models.tokens import token_texts, word_tokens
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

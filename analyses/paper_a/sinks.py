@@ -21,7 +21,7 @@ from matlens.lens.evaluation import fit_quality, validation_row
 from matlens.linear.mapsets import MapSet
 from matlens.metrics import Estimate
 from matlens.models.sites import STREAM, Site
-from matlens.models.vocabulary import token_texts
+from matlens.models.tokens import token_texts
 from matlens.numerics.precision import in_float64
 
 SINK_NORMS, SINK_FIT = "sinks", "sinks_r2"  # experiments

@@ -31,7 +31,7 @@ from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.trace import Trace
 from matlens.ffn.values import ValueVectors
 from matlens.io.tables import result_table
-from matlens.models.vocabulary import token_texts, visible
+from matlens.models.tokens import token_texts, visible
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

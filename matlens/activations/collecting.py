@@ -20,9 +20,9 @@ from matlens.errors import InputError, PositiveInt, check_int, checked
 from matlens.io.artifact import Artifact
 from matlens.io.rows import Column, keep_rows
 from matlens.models.changes import changes_of, unchanged
+from matlens.models.families.vision import is_visual
 from matlens.models.hooks import EndOfPass, reading
 from matlens.models.identity import ModelIdentity, Provenance, check_raw
-from matlens.models.images import is_visual
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import STREAM, Site, check_finite
 from matlens.models.weights import WeightChecksum

@@ -50,7 +50,7 @@ def show(
 ) -> None:
     """Show the tokens that value vectors promote and demote most, with their scores."""
     from matlens.ffn.projection import token_table
-    from matlens.models.vocabulary import visible
+    from matlens.models.tokens import visible
 
     catalogue = model.catalogue()
     table = token_table(catalogue.values, reading.projection(catalogue), names, k=reading.tokens)
@@ -79,7 +79,7 @@ def search(
 ) -> None:
     """Find the value vectors that have a word among their top tokens; of several words, most first."""
     from matlens.ffn.projection import values_with_tokens
-    from matlens.models.vocabulary import word_tokens
+    from matlens.models.tokens import word_tokens
 
     catalogue = model.catalogue()
     values, projection = catalogue.values, reading.projection(catalogue)
@@ -195,7 +195,7 @@ def update(
     from matlens.data.prompts import make_prompts
     from matlens.ffn.catalogue import Catalogue
     from matlens.ffn.updates import Updates, dominant_table
-    from matlens.models.vocabulary import token_texts, visible
+    from matlens.models.tokens import token_texts, visible
 
     bridge = model.load()
     projection = reading.projection(Catalogue(bridge))

@@ -257,7 +257,7 @@ def show(
     last: Annotated[int, typer.Option(min=1, help="Show the last so many tokens of the prompt.")] = 8,
 ) -> None:
     """Show what every layer predicts after each token of a prompt: a line a layer, a column a token."""
-    from matlens.models.vocabulary import visible
+    from matlens.models.tokens import visible
 
     trajectory = _lens(model, lens).trajectory(prompt, k=1)
     best = trajectory.top_tokens()
@@ -287,7 +287,7 @@ def trajectory(
     ] = "probability",
 ) -> None:
     """Follow the prediction after the prompt through the layers, and draw all tokens and layers."""
-    from matlens.models.vocabulary import visible
+    from matlens.models.tokens import visible
 
     read = _lens(model, lens).trajectory(prompt)
     words = list(token or ())

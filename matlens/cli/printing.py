@@ -235,7 +235,7 @@ def print_figures(paths: Sequence[Path]) -> None:
 
 def top_texts(projection: Projection, vectors: Any, k: int) -> list[str]:
     """The top tokens of vectors, as people see them, a line for each."""
-    from matlens.models.vocabulary import token_texts, visible
+    from matlens.models.tokens import token_texts, visible
 
     return [
         ", ".join(map(visible, token_texts(projection.tokenizer, ids)))

@@ -16,8 +16,8 @@ from matlens.data.examples import TOKENIZATION, Examples, end_to_end
 from matlens.data.readers import check_readable, context_length, mask_token
 from matlens.data.token_examples import with_sources
 from matlens.errors import InputError, Seed, checked, short
-from matlens.models.stacks import DECODER, stack_of
-from matlens.models.tokenization import encode_text, token_policy, warn_of_unknown
+from matlens.models.families.encoder_decoders import DECODER, stack_of
+from matlens.models.tokens import encode_text, token_policy, warn_of_unknown
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

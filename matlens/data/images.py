@@ -10,7 +10,7 @@ from torch import Tensor
 
 from matlens.data.examples import Examples, end_to_end
 from matlens.errors import InputError, check_int, checked, short
-from matlens.models.images import image_shape, is_visual, places_of_image
+from matlens.models.families.vision import image_shape, is_visual, places_of_image
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -14,7 +14,7 @@ from matlens.data.examples import TOKENIZATION, Examples, end_to_end
 from matlens.data.prompts import make_windows
 from matlens.data.readers import context_length, mask_token
 from matlens.errors import Between, InputError, Seed, checked
-from matlens.models.tokenization import encode_text, token_policy
+from matlens.models.tokens import encode_text, token_policy
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

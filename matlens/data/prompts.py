@@ -15,7 +15,7 @@ from matlens.data.readers import check_decoder, check_readable, context_length, 
 from matlens.data.sources import text_of_row
 from matlens.data.texts import JSON_SUFFIXES, json_rows, open_text, shown
 from matlens.errors import Between, InputError, PositiveInt, checked, short
-from matlens.models.tokenization import (
+from matlens.models.tokens import (
     check_tokenizer,
     encode_text,
     token_policy,

@@ -9,9 +9,9 @@ import numpy as np
 from matlens.data.examples import MAKE_EXAMPLES, TOKENIZATION, Examples
 from matlens.errors import InputError, checked
 from matlens.models.changes import check_eval_mode
-from matlens.models.images import is_visual
-from matlens.models.stacks import ENCODER, stack_of
-from matlens.models.tokenization import check_tokenizer, token_policy
+from matlens.models.families.encoder_decoders import ENCODER, stack_of
+from matlens.models.families.vision import is_visual
+from matlens.models.tokens import check_tokenizer, token_policy
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

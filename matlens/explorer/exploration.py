@@ -28,7 +28,7 @@ from matlens.linear.mapsets import HOLDS as MAPS
 from matlens.linear.mapsets import MapSet
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import COEFFICIENTS, STREAM, Site
-from matlens.models.vocabulary import visible, word_token
+from matlens.models.tokens import visible, word_token
 from matlens.plots.page_assembly import framed
 from matlens.plots.page_trajectory import LensCells, UpdateCells, trajectory_page
 

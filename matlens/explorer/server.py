@@ -23,7 +23,7 @@ from matlens.io.bounds import parse_json
 from matlens.lens.lens import Lens
 from matlens.linear.mapsets import MapSet
 from matlens.models.identity import ModelIdentity
-from matlens.models.vocabulary import visible
+from matlens.models.tokens import visible
 from matlens.plots.page_assembly import assemble
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
 from matlens.io.artifact import Artifact, check_file, describe_file
 from matlens.models.identity import Provenance
-from matlens.models.vocabulary import token_texts, visible
+from matlens.models.tokens import token_texts, visible
 from matlens.parallel import Bar
 from matlens.plots.page_assembly import packed
 from matlens.plots.page_values import (

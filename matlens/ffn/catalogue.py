@@ -26,11 +26,11 @@ from matlens.ffn.values import ValueVectors
 from matlens.ffn.weights import NotInFiles, WeightFiles
 from matlens.io.contents import hash_contents
 from matlens.io.entries import Cache, default_cache
-from matlens.models.dequantized import MODEL, model_key, software
+from matlens.models.families.encoder_decoders import Stack
+from matlens.models.gguf import MODEL, model_key, software
 from matlens.models.identity import ModelIdentity
 from matlens.models.loading import choose_device, load, model_name
 from matlens.models.places import CHECKPOINT, locate
-from matlens.models.stacks import Stack
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -25,7 +25,7 @@ from matlens.ffn.values import ValueName, ValueVectors
 from matlens.io.artifact import Artifact, make_config
 from matlens.io.files import damaged
 from matlens.models.identity import Provenance
-from matlens.models.vocabulary import token_texts, visible
+from matlens.models.tokens import token_texts, visible
 from matlens.numerics.agglomeration import (
     EXACT,
     NEIGHBOURS,

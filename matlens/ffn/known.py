@@ -21,7 +21,7 @@ from matlens.io.files import read_json, write_json
 from matlens.models.identity import ModelIdentity
 from matlens.models.layout import output_layer
 from matlens.models.readout import narrowing
-from matlens.models.vocabulary import token_texts
+from matlens.models.tokens import token_texts
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

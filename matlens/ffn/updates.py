@@ -24,7 +24,7 @@ from matlens.ffn.norms import FFN_OUT
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
 from matlens.models.sites import COEFFICIENTS, Site
-from matlens.models.vocabulary import token_texts, visible
+from matlens.models.tokens import token_texts, visible
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -26,7 +26,7 @@ from matlens.io.files import read_json, system_errors
 from matlens.io.tables import result_row, result_table
 from matlens.lens.evaluation import KS
 from matlens.lens.lens import Lens
-from matlens.models.tokenization import check_tokenizer
+from matlens.models.tokens import check_tokenizer
 from matlens.parallel import Bar
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from matlens.errors import InputError, PositiveInt, Seed, checked, printable, sh
 from matlens.io.tables import check_columns, read_table
 from matlens.linear.mapsets import MapSet
 from matlens.models.readout import Readout
-from matlens.models.tokenization import encode_text
-from matlens.models.vocabulary import visible
+from matlens.models.tokens import encode_text, visible
 from matlens.numerics.probabilities import log_softmax
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from matlens.models.checkpoints import check_vocabulary
 from matlens.models.configurations import check_supported
 from matlens.models.constants import remember_settings
 from matlens.models.families.bridging import amend
+from matlens.models.families.encoder_decoders import Stack, choose_stack, stack_of
 from matlens.models.identity import check_raw
 from matlens.models.sites import stack_hooks
-from matlens.models.stacks import Stack, choose_stack, stack_of
-from matlens.models.tokenization import check_tokenizer, encode_text
+from matlens.models.tokens import check_tokenizer, encode_text
 from matlens.models.weights import check_finite_weights
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ _BUILDERS = (
     "transformers_modules.",
     "accelerate.",
     "matlens.models.families.bridging",
-    "matlens.models.families.experts",
+    "matlens.models.families.mixtures",
 )
 _HOOKS = {
     "forward hook": "_forward_hooks",

@@ -11,7 +11,7 @@ from matlens.io.bounds import LAYERS
 from matlens.models.changes import changes_of, check_eval_mode, describe_changes
 from matlens.models.families.bridging import is_amended
 from matlens.models.sites import Site
-from matlens.models.tokenization import token_policy
+from matlens.models.tokens import token_policy
 from matlens.models.weights import known_fingerprints, precision, unembed_hash
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from matlens.errors import InputError, check_int, checked
 from matlens.models.changes import changes_of
-from matlens.models.families.experts import Mixture, attached
+from matlens.models.families.mixtures import Mixture, attached
+from matlens.models.families.vision import is_visual, places_of_image, probe_images
 from matlens.models.hooks import reading
-from matlens.models.images import is_visual, places_of_image, probe_images
 from matlens.models.sites import (
     COEFFICIENTS,
     FAMILIES,

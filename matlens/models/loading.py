@@ -18,11 +18,11 @@ from matlens.models.bridges import follow_tokenizer, keeping_itself, wrap
 from matlens.models.changes import remember_parts
 from matlens.models.checkpoints import CompleteModel, read_gguf, read_tokenizer, read_wikilm_model
 from matlens.models.configurations import check_supported, configuration_of, sort_of
-from matlens.models.dequantized import kept_configuration, read_kept
 from matlens.models.families.bridging import amend
+from matlens.models.families.encoder_decoders import Stack, choose_stack
+from matlens.models.gguf import kept_configuration, read_kept
 from matlens.models.places import CHECKPOINT, SMOLLM2, called, cause, locate
 from matlens.models.sites import stack_hooks
-from matlens.models.stacks import Stack, choose_stack
 from matlens.models.weights import check_finite_weights
 from matlens.numerics.precision import find_device
 

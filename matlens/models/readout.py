@@ -10,13 +10,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from matlens.errors import InputError, check, check_int, checked
+from matlens.models.families.encoder_decoders import ENCODER, stack_of
+from matlens.models.families.vision import is_visual, probe_images
 from matlens.models.families.wikilm.adaptive import AdaptiveSoftmax
 from matlens.models.hooks import reading
 from matlens.models.identity import ModelIdentity, Provenance, check_raw
-from matlens.models.images import is_visual, probe_images
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import check_finite
-from matlens.models.stacks import ENCODER, stack_of
 from matlens.models.weights import WeightChecksum, check_finite_weights, float32_on
 from matlens.numerics.probabilities import log_softmax
 from matlens.numerics.screening import Screen

@@ -170,7 +170,7 @@ class Family:
 
 
 MID, MID_HOOK = "mid", "hook_resid_mid"  # what TransformerLens calls a hook that is also the input of a norm
-MIXTURE_HOOK = "mlp.hook_coefficients"  # of mixtures of experts, see `matlens.models.families.experts`
+MIXTURE_HOOK = "mlp.hook_coefficients"  # of mixtures of experts, see `matlens.models.families.mixtures`
 MID_CROSS = "mid_cross"  # the stream between attention and the attention to an encoder
 STREAM_HOOKS = {"h": "hook_in", "next": "hook_out"}
 _LN = {f"{ln}_{side}": f"{ln}.hook_{side}" for ln in ("ln1", "ln2") for side in ("in", "out")}

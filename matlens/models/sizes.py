@@ -11,7 +11,7 @@ from matlens.errors import InputError, checked
 from matlens.io.contents import hash_contents
 from matlens.io.entries import Cache, default_cache
 from matlens.io.files import read_json, write_json
-from matlens.models.dequantized import software
+from matlens.models.gguf import software
 from matlens.models.loading import read_configuration
 from matlens.models.places import CHECKPOINT, locate
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from matlens.errors import InputError, checked
 from matlens.io.entries import default_cache
 from matlens.io.files import read_json, write_json
-from matlens.models.stacks import stack_of
+from matlens.models.families.encoder_decoders import stack_of
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from matlens.errors import InputError
-from matlens.models.images import is_visual, places_of_image
+from matlens.models.families.encoder_decoders import DECODER, stack_of
+from matlens.models.families.vision import is_visual, places_of_image
 from matlens.models.layout import ModelLayout
-from matlens.models.stacks import DECODER, stack_of
 from matlens.patching.replacements import Where
 
 if TYPE_CHECKING:

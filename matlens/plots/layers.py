@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from matlens.errors import InputError, check_choice
-from matlens.models.vocabulary import visible
+from matlens.models.tokens import visible
 from matlens.plots.colours import ID, MAT, SOLID, STYLES, Look, ink, method_looks
 from matlens.plots.lines import (
     draw_both,

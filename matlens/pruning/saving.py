@@ -22,7 +22,7 @@ from matlens.io.files import (
     write_text,
 )
 from matlens.io.tables import check_columns
-from matlens.models.vocabulary import visible
+from matlens.models.tokens import visible
 from matlens.pruning.choices import Method
 
 if TYPE_CHECKING:

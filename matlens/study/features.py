@@ -18,10 +18,10 @@ from matlens.ffn.control import PAPER_COEFFICIENT, controlled
 from matlens.ffn.updates import Updates
 from matlens.ffn.values import ValueVectors
 from matlens.linear.mapsets import MapSet
-from matlens.models.images import is_visual
+from matlens.models.families.encoder_decoders import DECODER, stack_of
+from matlens.models.families.vision import is_visual
 from matlens.models.layout import ModelLayout, probe_inputs
 from matlens.models.readout import Readout
-from matlens.models.stacks import DECODER, stack_of
 from matlens.patching.contexts import patched
 from matlens.patching.replacements import jump, mat_attn, mat_ffn, mat_ln1_ln2
 from matlens.patching.submodules import submodule_pairs

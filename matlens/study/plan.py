@@ -32,7 +32,7 @@ from matlens.linear.needs import (
 )
 from matlens.linear.pairs import by_source
 from matlens.linear.samples import are_few
-from matlens.models.images import is_visual
+from matlens.models.families.vision import is_visual
 from matlens.models.layout import ModelLayout
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ from matlens.io.tables import COLUMNS, check_described, read_table, write_result
 from matlens.lens.evaluation import FIT, PREDICTION, fit_quality, prediction_quality
 from matlens.linear.mapsets import MapSet
 from matlens.linear.samples import are_few
+from matlens.models.families.encoder_decoders import ENCODER, stack_of
 from matlens.models.identity import ModelIdentity
 from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
-from matlens.models.stacks import ENCODER, stack_of
 from matlens.study.output import MAPS, MOMENTS, RESULTS, RUN, TRAIN, VALIDATION, write_list
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from matlens import InputError
 from matlens.io.cells import escape_formula
-from matlens.models.vocabulary import visible
+from matlens.models.tokens import visible
 
 NASTY = (
     "</script>", "<!--", '"', "'", "a,b", "&lt;", "&amp;", "]]>", "=1+1", "007", "1/2", "nan", "$sheet", "‹",

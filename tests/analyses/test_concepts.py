@@ -33,7 +33,7 @@ from matlens.ffn.projection import Projection
 from matlens.ffn.updates import Updates
 from matlens.ffn.values import ValueVectors
 from matlens.io.tables import COLUMNS
-from matlens.models.vocabulary import token_texts, visible
+from matlens.models.tokens import token_texts, visible
 
 K, PER_LAYER = 5, 2
 

@@ -18,7 +18,7 @@ from scipy import stats
 
 from matlens import InputError
 from matlens.lens.predictions import COLUMNS
-from matlens.models.vocabulary import visible
+from matlens.models.tokens import visible
 
 # Two sentences, three layers, two tokens each; the last layer has one way to be read.
 TOKENS = {

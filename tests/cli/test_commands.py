@@ -29,7 +29,7 @@ from matlens.ffn.projection import (
 )
 from matlens.ffn.updates import Updates, dominant_table
 from matlens.ffn.values import ValueVectors
-from matlens.models.vocabulary import visible
+from matlens.models.tokens import visible
 
 Model = Callable[[str], Any]
 Rows = list[list[str]]

@@ -18,7 +18,7 @@ from matlens import InputError, make_prompts
 from matlens.data.corpus import Corpus
 from matlens.data.examples import Examples
 from matlens.data.prompts import make_windows, read_prompts
-from matlens.models.tokenization import TextTokens, token_policy
+from matlens.models.tokens import TextTokens, token_policy
 
 Models = Callable[[str], Any]
 

@@ -29,7 +29,7 @@ from matlens.lens.predictions import (
     top_predictions,
 )
 from matlens.models.identity import Provenance
-from matlens.models.vocabulary import visible
+from matlens.models.tokens import visible
 
 PROMPTS = {
     False: ["w3 w14 w15 w9 w26", "w5 w35", "w8 w9 w7 w9 w3 w2 w3"],

@@ -16,7 +16,7 @@ from small_lenses import make_lens
 
 from matlens import InputError, Lens
 from matlens.lens.trajectory import read_cells, texts_of, tokens_of_interest
-from matlens.models.vocabulary import word_token
+from matlens.models.tokens import word_token
 
 PROMPT = "w3 w14 w15 w9 w26"
 

@@ -90,7 +90,7 @@ def test_the_digest_tells_normalisers_of_few_words_apart(normalizer: Any, tmp_pa
 def test_a_model_without_a_tokenizer_is_named(model_folder: Callable[[str], Path]) -> None:
     bare = matlens.load(str(model_folder("gpt2")), device="cpu")
     bare.tokenizer = None
-    assert token_policy(bare) == matlens.models.TokenPolicy(None, "no tokenizer")
+    assert token_policy(bare) == (None, "no tokenizer")
     for attempt in (
         lambda: encode_text(bare, TEXT),
         lambda: matlens.make_prompts(bare, [TEXT]),

@@ -1,16 +1,16 @@
-"""How text becomes a model's tokens: the one policy that examples, prompts and the identity share."""
+"""A model's tokens: how text becomes them, what each stands for, and words that are one token."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from matlens.errors import InputError, NonNegativeInt, checked, short, warn
+from matlens.errors import Between, InputError, NonNegativeInt, Tokenizer, checked, short, warn
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -31,6 +31,10 @@ _PROBES = (
     "antidisestablishmentarianism xkqzjw",
     "a",
 )
+_SPACE, _PIECE = "␣", "▁"  # as people see a leading space here, and as SentencePiece writes it
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # as SentencePiece writes a byte
+_MAX_PARTS, _MAX_CHARACTERS = 12, 60  # of a word that a message shows
+TokenId = Annotated[int, Between(0, 2**31 - 1)]
 
 
 class TextTokens(NamedTuple):
@@ -40,9 +44,7 @@ class TextTokens(NamedTuple):
     added: list[bool]
 
 
-@checked
-@dataclass(frozen=True)
-class TokenPolicy:
+class TokenPolicy(NamedTuple):
     """How a model's text becomes tokens.
 
     Attributes
@@ -83,31 +85,17 @@ def warn_of_unknown(model: TransformerBridge, texts: Sequence[str], encoded: Seq
 def encode_text(model: TransformerBridge, text: str, *, longest: NonNegativeInt | None = None) -> TextTokens:
     """Turn a text into the tokens that the model itself reads when it is given the text.
 
-    What the tokenizer puts around a text is kept. A bridge that was booted elsewhere can put a BOS in front,
-    or take it and an appended EOS away: then it is done here too. See `matlens.wrap`.
-
-    Parameters
-    ----------
-    model
-        The model, which has the tokenizer and says whether a BOS is put in front.
-    text
-        The text.
-    longest
-        Cut what is longer than so many tokens.
-
-    Raises
-    ------
-    InputError
-        The model has no tokenizer, or makes tokens that the model does not have; or the text holds half of a
-        surrogate pair.
+    Special tokens that the tokenizer adds are included, and so is the BOS that a bridge booted elsewhere adds
+    or removes, see `matlens.wrap`. Of a longer text the first ``longest`` tokens are returned.
     """
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise InputError(f"{short(text)} holds half of a surrogate pair, which no text can. Remove it.")
     tokenizer, config = check_tokenizer(model), model.cfg
     wanted, there = bool(config.default_prepend_bos), bool(config.tokenizer_prepends_bos)
-    put = wanted and not there and _is_atom(tokenizer, tokenizer.bos_token)
+    bos = tokenizer.bos_token
+    put = wanted and not there and bos is not None and len(_encoded(tokenizer, bos)) == 1
     cut: dict[str, Any] = {} if longest is None else {"truncation": True, "max_length": longest}
-    before = tokenizer.bos_token if put else ""
+    before = bos if put else ""
     # Whether it is longer than the context is for those to say who ask for the tokens.
     encoded = tokenizer(before + text, return_special_tokens_mask=True, verbose=False, **cut)
     ids, added = list(encoded["input_ids"]), [bool(flag) for flag in encoded["special_tokens_mask"]]
@@ -128,13 +116,7 @@ def encode_text(model: TransformerBridge, text: str, *, longest: NonNegativeInt 
 
 
 def check_tokenizer(model: TransformerBridge) -> Any:
-    """The model's tokenizer.
-
-    Raises
-    ------
-    InputError
-        It has none.
-    """
+    """The model's tokenizer; raises InputError if it has none."""
     if model.tokenizer is None:
         raise InputError(
             f"The model {model.cfg.model_name!r} has no tokenizer, so no text can be turned into its tokens. "
@@ -150,25 +132,30 @@ def token_policy(model: TransformerBridge) -> TokenPolicy:
     if tokenizer is None:
         return TokenPolicy(None, "no tokenizer")
     probes = [_outcome(model, text) for text in _PROBES]
-    specials = [tokenizer.mask_token_id, tokenizer.unk_token_id]
-    parts = [probes, specials, _vocabulary_digest(tokenizer)]
-    if _says_little(probes, tokenizer.unk_token_id):
-        parts.append([_outcome(model, text) for text in _own_texts(tokenizer)])
-    content = json.dumps(parts, default=str)
-    return TokenPolicy(hashlib.sha256(content.encode()).hexdigest()[:16], _words(model))
+    unknown = tokenizer.unk_token_id
+    parts: list[Any] = [[ids for ids, _ in probes], [tokenizer.mask_token_id, unknown]]
+    parts.append(_vocabulary_digest(tokenizer))
+    known = [token for ids, _ in probes if isinstance(ids, list) for token in ids]
+    if unknown is not None and 2 * known.count(unknown) > len(known):  # a vocabulary of few words
+        parts.append([_outcome(model, text)[0] for text in _own_texts(tokenizer)])
+    digest = hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:16]
+    ids, added = next(((ids, added) for ids, added in probes if isinstance(ids, list)), ([], []))
+    first = next((i for i, flag in enumerate(added) if not flag), 0)
+    last = next((i for i, flag in enumerate(reversed(added)) if not flag), 0)
+    ends = {"in front": ids[:first], "at the end": ids[len(ids) - last :]}
+    words = [
+        f"{' '.join(map(repr, tokenizer.convert_ids_to_tokens(tokens)))} {place}"
+        for place, tokens in ends.items()
+        if tokens
+    ]
+    return TokenPolicy(digest, " and ".join(words) or "nothing added")
 
 
-def _outcome(model: TransformerBridge, text: str) -> list[int] | str:
+def _outcome(model: TransformerBridge, text: str) -> tuple[list[int] | str, list[bool]]:
     try:
-        return encode_text(model, text).ids
+        return encode_text(model, text)
     except Exception as error:  # some tokenizers refuse characters, which is a way to treat them
-        return type(error).__name__
-
-
-def _says_little(probes: list[list[int] | str], unknown: int | None) -> bool:
-    """Whether most tokens of the fixed texts are unknown, as in vocabularies of few words."""
-    ids = [number for outcome in probes if isinstance(outcome, list) for number in outcome]
-    return unknown is not None and 2 * ids.count(unknown) > len(ids)
+        return type(error).__name__, []
 
 
 def _own_texts(tokenizer: Any) -> Iterator[str]:
@@ -204,11 +191,6 @@ def _words(model: TransformerBridge) -> str:
     return " and ".join(parts) or "nothing added"
 
 
-def _is_atom(tokenizer: Any, token: str | None) -> bool:
-    """Whether a token's spelling is read as that one token."""
-    return token is not None and len(tokenizer(token, add_special_tokens=False)["input_ids"]) == 1
-
-
 _READ: WeakKeyDictionary[Any, tuple[Any, str]] = WeakKeyDictionary()
 
 
@@ -225,3 +207,95 @@ def _vocabulary_digest(tokenizer: Any) -> str:
         text = "\n".join(f"{number} {piece!r}" for piece, number in pieces)
         known = _READ[tokenizer] = (key, hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest())
     return known[1]
+
+
+@checked
+def token_texts(tokenizer: Tokenizer, tokens: Iterable[TokenId]) -> list[str]:
+    r"""What each token stands for in a text, with its leading space.
+
+    Part of a character is written by its bytes (``\xe2\x80``), a row of the unembedding that the vocabulary
+    does not have by its number (``<50300>``).
+    """
+    ids = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+    return [_text(tokenizer, token) for token in ids]
+
+
+def _text(tokenizer: Any, token: int) -> str:
+    piece = tokenizer.convert_ids_to_tokens(token)
+    if piece is None:
+        return f"<{token}>"
+    if byte := _BYTE.fullmatch(piece):
+        return _byte(int(byte[1], 16))
+    text = tokenizer.decode([token])
+    if "\ufffd" in text:
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
+        known = all(character in byte_of for character in piece)
+        return "".join(_byte(byte_of[character]) for character in piece) if known else piece
+    # Some decoders drop a text's first space.
+    return f" {text}" if piece.startswith(_PIECE) and not text.startswith(" ") else text
+
+
+def _byte(value: int) -> str:
+    return chr(value) if value < 0x80 else f"\\x{value:02x}"
+
+
+@checked
+def word_token(tokenizer: Tokenizer, word: str) -> int:
+    """The token of a word as it is typed: in many vocabularies ``" tea"`` and ``"tea"`` differ.
+
+    A leading space may also be written ``␣``, as tables show it.
+
+    Raises
+    ------
+    InputError
+        The word is several tokens or unknown. The message lists them, and spellings that are one token.
+    """
+    text = f" {word[1:]}" if word.startswith(_SPACE) else word
+    tokens = _encoded(tokenizer, text)
+    if len(tokens) > 1 and text.startswith(" "):  # where every text gets one, this is the second
+        without = _encoded(tokenizer, text[1:])
+        tokens = without if len(without) == 1 and _text(tokenizer, without[0]) == text else tokens
+    if _is_one(tokenizer, tokens, text):
+        return tokens[0]
+    if not tokens or tokenizer.unk_token_id in tokens:
+        raise InputError(f"The word {_quoted(text)} is not in the model's vocabulary, not even in parts.")
+    parts = ", ".join(_quoted(part) for part in token_texts(tokenizer, tokens[:_MAX_PARTS]))
+    parts += f" and {len(tokens) - _MAX_PARTS} more" if len(tokens) > _MAX_PARTS else ""
+    bare = text.strip()
+    others = dict.fromkeys((f" {bare}", bare, f" {bare.lower()}", bare.lower(), f" {bare.capitalize()}"))
+    single = [other for other in others if _is_one(tokenizer, _encoded(tokenizer, other), other)]
+    choice = f"these are: {', '.join(map(_quoted, single))}" if single else "one of its parts is"
+    raise InputError(
+        f"The word {_quoted(text)} is {len(tokens)} tokens: {parts}. Expected a word that is one token; "
+        f"{choice}."
+    )
+
+
+@checked
+def word_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> list[int]:
+    """The different tokens of words, see `word_token`."""
+    if not words:
+        raise InputError("words must have at least one word, such as ' tea'.")
+    return list(dict.fromkeys(word_token(tokenizer, word) for word in words))
+
+
+def _encoded(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _is_one(tokenizer: Any, tokens: Sequence[int], text: str) -> bool:
+    """Whether a text is one known token; GPT-2's end of text, its unknown token too, is so by name."""
+    return len(tokens) == 1 and (tokens[0] != tokenizer.unk_token_id or text == tokenizer.unk_token)
+
+
+def _quoted(text: str) -> str:
+    return f"'{visible(text if len(text) <= _MAX_CHARACTERS else text[:_MAX_CHARACTERS] + '...')}'"
+
+
+@checked
+def visible(token: str) -> str:
+    """Write a token so that its spaces and line breaks can be seen."""
+    visible = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in token)
+    return f"␣{visible[1:]}" if visible.startswith(" ") else visible

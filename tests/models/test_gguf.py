@@ -14,8 +14,8 @@ import transformers
 from conftest import load_plain
 
 from matlens.io.entries import default_cache
-from matlens.models import dequantized
-from matlens.models.dequantized import kept_configuration, read_kept
+from matlens.models import gguf
+from matlens.models.gguf import kept_configuration, read_kept
 
 
 class Source:
@@ -70,7 +70,7 @@ def test_the_configuration_of_a_kept_model_is_known(source: Source) -> None:
     assert kept_configuration(source.path) is None
     _, model = source.kept()
     config = kept_configuration(source.path)
-    plain = {key: value for key, value in model.config.to_dict().items() if key not in dequantized._ORIGIN}
+    plain = {key: value for key, value in model.config.to_dict().items() if key not in gguf._ORIGIN}
     assert {key: config.to_dict()[key] for key in plain} == plain
     source.path.write_bytes(b"another model")
     assert kept_configuration(source.path) is None
@@ -135,7 +135,7 @@ def test_a_disk_without_room_keeps_nothing_and_the_model_is_read(
 def test_what_does_not_come_back_as_it_was_is_not_kept(
     source: Source, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    load = dequantized._load
+    load = gguf._load
 
     def rounded(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         tokenizer, model = load(folder, dtype)
@@ -149,7 +149,7 @@ def test_what_does_not_come_back_as_it_was_is_not_kept(
 
     reasons = ("what is read back is not what was written", "ValueError: a model that transformers cannot")
     for reader, reason in zip((rounded, unreadable), reasons, strict=True):
-        monkeypatch.setattr(dequantized, "_load", reader)
+        monkeypatch.setattr(gguf, "_load", reader)
         for _ in range(2):
             assert_same(source.kept(), plain)
             said = capsys.readouterr().err
