@@ -7,6 +7,7 @@ mean. By the size of the whole it divides all addends.
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -75,6 +76,37 @@ class NormGain:
     def __call__(self, vectors: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
         """What becomes of addends, but for the size of the whole."""
         return self.gain * (vectors - vectors.mean(-1, keepdim=True) if self.centred else vectors)
+
+
+class PlainNorm(nn.Module):
+    """An RMS norm or a layer norm, made of its parameters alone."""
+
+    def __init__(self, gain: Tensor, bias: Tensor | None, *, eps: float, centred: bool) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(gain, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.eps, self.centred = eps, centred
+
+    @classmethod
+    @torch.inference_mode()
+    def equal_to(cls, norm: nn.Module) -> PlainNorm | None:
+        """The same norm in float32, equal bit by bit; None for other kinds of norms."""
+        norm = copy.deepcopy(norm).float()
+        weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+        eps = getattr(norm, "eps", getattr(norm, "variance_epsilon", None))
+        if weight is None or eps is None:
+            return None
+        probe = torch.linspace(-3, 5, 4 * len(weight), device=weight.device).view(4, -1).sin()
+        for gain, centred in itertools.product((weight, 1 + weight), (False, True)):
+            plain = cls(gain.detach(), bias, eps=eps, centred=centred)
+            if torch.equal(plain(probe), norm(probe)):
+                return plain
+        return None
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        if self.centred:
+            return nn.functional.layer_norm(x, x.shape[-1:], self.gain, self.bias, self.eps)
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.gain
 
 
 class _LinearHead(nn.Module):

@@ -37,8 +37,6 @@ from matlens.models.weights import WeightChecksum, float32_on, rows_of_linear
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-_MOST_RANDOM = 10**5  # vectors that are drawn at once
-
 
 @checked
 @dataclass(frozen=True, order=True)
@@ -83,36 +81,55 @@ ValueName: TypeAlias = str | Sequence[int] | ValueVector
 
 @dataclass(frozen=True, eq=False)
 class ValueParts:
-    """What value vectors are made of.
-
-    Attributes
-    ----------
-    identity, device
-        The model, and where its weights are.
-    shape
-        ``(d_mlp, d_model)``, of every matrix.
-    matrices, biases
-        The output matrix of each layer's FFN, a row for each coefficient, and the bias or ``None``. They may
-        be read when they are first asked for.
-    norms
-        The norm that follows each FFN before its output joins the stream; empty where none does.
-    mixtures
-        The experts of each layer, or ``None``; empty where no layer has any.
-    multiplier
-        What an FFN's output is multiplied by before it is added.
-    modules
-        The modules of each layer that these are read from; empty where they come from a file.
-    """
+    """What value vectors consist of, layer by layer; from a model or from the cache."""
 
     identity: ModelIdentity
     device: torch.device
-    shape: tuple[int, int]
-    matrices: Sequence[Tensor | None]
+    shape: tuple[int, int]  # (d_mlp, d_model)
+    matrices: Sequence[Tensor | None]  # a row for each coefficient
     biases: Sequence[Tensor | None]
-    norms: Sequence[nn.Module]
-    mixtures: Sequence[Any] = ()
-    multiplier: float = 1.0
-    modules: Sequence[Sequence[nn.Module]] = ()
+    norms: Sequence[nn.Module]  # after each FFN, before its output joins the residual stream; or none
+    mixtures: Sequence[Any] = ()  # the experts of each layer, or None; or none at all
+    multiplier: float = 1.0  # of FFN outputs
+    modules: Sequence[Sequence[nn.Module]] = ()  # which these are read from; none if from the cache
+
+    @classmethod
+    def from_model(cls, model: TransformerBridge) -> ValueParts:
+        """The parts of a model in memory."""
+        check_raw(model)
+        layout = ModelLayout.from_model(model)
+        layers, shape = range(layout.n_layers), (layout.d_mlp, layout.d_model)
+        mixtures = [mixture(model, layer) for layer in layers]
+        if COEFFICIENTS not in layout.kinds:
+            plain = [str(layer) for layer in layers if mixtures[layer] is None]
+            reason = (
+                f" (its blocks are {layout.family.name}): their output is not seen to be one matrix times "
+                "coefficients."
+            )
+            if 0 < len(plain) < layout.n_layers:
+                reason = (
+                    f": some layers have experts and some a plain FFN (layer {', '.join(plain)}), so their "
+                    "numbers of coefficients differ. Expected FFNs of one kind in all layers. They can be "
+                    "mapped and replaced all the same."
+                )
+            raise InputError(
+                f"The FFNs of {model.cfg.architecture} have no value vectors that are known{reason}"
+            )
+        modules = [None if mixtures[layer] else output_layer(model, layer) for layer in layers]
+        kind = output_kind(layout)
+        norms = [norm_after_ffn(model, layer) for layer in layers] if kind == NORMED_OUT else []
+        read = [[model.blocks[i].mlp if module is None else module] for i, module in enumerate(modules)]
+        return cls(
+            ModelIdentity.from_model(model).of_weights,
+            torch.device(model.cfg.device),
+            shape,
+            [None if module is None else rows_of_linear(module, shape) for module in modules],
+            [getattr(module, "bias", None) for module in modules],
+            norms,
+            mixtures,
+            output_multiplier(model),
+            [[*of_layer, *norms[i : i + 1]] for i, of_layer in enumerate(read)],
+        )
 
 
 @checked
@@ -139,7 +156,7 @@ class ValueVectors:
     """
 
     def __init__(self, model: TransformerBridge | ValueParts) -> None:
-        parts = model if isinstance(model, ValueParts) else _parts_of(model)
+        parts = model if isinstance(model, ValueParts) else ValueParts.from_model(model)
         self.n_layers, (self.d_mlp, self.d_model) = len(parts.matrices), parts.shape
         self.device, self.identity = parts.device, parts.identity
         self._matrices, self._biases = parts.matrices, parts.biases
@@ -148,11 +165,6 @@ class ValueVectors:
         self._weights = [WeightChecksum(modules, "the object of value vectors") for modules in parts.modules]
         self.output_kind = NORMED_OUT if parts.norms else FFN_OUT
         self._gains = [NormGain.from_module(norm, self.d_model) for norm in self._norms]
-
-    @property
-    def one_matrix_a_layer(self) -> bool:
-        """Whether what an FFN adds is its coefficients times one matrix: no experts, no factor behind it."""
-        return self._multiplier == 1 and not any(self._mixtures)
 
     def __len__(self) -> int:
         return self.n_layers * self.d_mlp
@@ -295,41 +307,6 @@ class ValueVectors:
         generator = torch.Generator().manual_seed((seed * self.n_layers + layer) % 2**63)
         noise = torch.randn(n, self.d_model, generator=generator).to(self.device)
         return vectors.mean(0) + noise * vectors.std(0)
-
-
-def _parts_of(model: TransformerBridge) -> ValueParts:
-    check_raw(model)
-    layout = ModelLayout.from_model(model)
-    layers, shape = range(layout.n_layers), (layout.d_mlp, layout.d_model)
-    mixtures = [mixture(model, layer) for layer in layers]
-    if COEFFICIENTS not in layout.kinds:
-        said = f"The FFNs of {model.cfg.architecture} have no value vectors that are known"
-        plain = [str(layer) for layer in layers if mixtures[layer] is None]
-        if 0 < len(plain) < layout.n_layers:
-            raise InputError(
-                f"{said}: some layers have experts and some a plain FFN (layer {', '.join(plain)}), so their "
-                "numbers of coefficients differ. Expected FFNs of one kind in all layers. They can be mapped "
-                "and replaced all the same."
-            )
-        raise InputError(
-            f"{said} (its blocks are {layout.family.name}): their output is not seen to be one matrix times "
-            "coefficients."
-        )
-    modules = [None if mixtures[layer] else output_layer(model, layer) for layer in layers]
-    kind = output_kind(layout)
-    norms = [norm_after_ffn(model, layer) for layer in layers] if kind == NORMED_OUT else []
-    read = [[model.blocks[i].mlp if module is None else module] for i, module in enumerate(modules)]
-    return ValueParts(
-        ModelIdentity.from_model(model).of_weights,
-        torch.device(model.cfg.device),
-        shape,
-        [None if module is None else rows_of_linear(module, shape) for module in modules],
-        [getattr(module, "bias", None) for module in modules],
-        norms,
-        mixtures,
-        output_multiplier(model),
-        [[*of_layer, *norms[i : i + 1]] for i, of_layer in enumerate(read)],
-    )
 
 
 def _is_whole(number: object) -> bool:

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import assert_near
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from matlens import InputError
-from matlens.ffn.norms import NormGain
+from matlens.ffn.norms import NormGain, PlainNorm
 
 
 @pytest.mark.parametrize(("norm", "centred"), [
@@ -29,6 +30,15 @@ def test_the_gain_of_a_norm_is_its_own_and_the_size_and_the_bias_are_not(norm: A
     size = whole.std(correction=0) if centred else whole.square().mean().sqrt()
     bias = 0 if getattr(norm, "bias", None) is None else norm.bias.detach()
     assert_near(gain(addends).sum(0) / size + bias, norm(whole).detach(), 1e-4)
+
+
+def test_a_plain_norm_is_equal_bit_by_bit_or_there_is_none() -> None:
+    for norm in (torch.nn.LayerNorm(7), torch.nn.LayerNorm(7, bias=False, eps=1e-3), LlamaRMSNorm(9)):
+        torch.nn.init.normal_(norm.weight)
+        plain, x = PlainNorm.equal_to(norm), torch.randn(5, len(norm.weight))
+        assert plain is not None
+        assert torch.equal(plain(x), norm(x))
+    assert PlainNorm.equal_to(Softmax()) is None
 
 
 def test_a_norm_that_is_another_is_refused() -> None:
