@@ -1,7 +1,9 @@
-"""Commands on a small model as forked processes: raced against each other, or killed and gone on with.
+"""Commands on a small model as forked processes: raced against each other, and killed and resumed.
 
 All is imported and the model is loaded once; every command is then a process of its own that begins in
-milliseconds, in a folder of its own, and what it leaves there is compared with what it leaves alone.
+milliseconds, in a folder of its own, and what it leaves there is compared with what it leaves alone. A race
+is identical if no work is lost and no byte differs, a killed job if its bytes in the end are those of an
+undisturbed one.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import transformers
+import typer
+from marked import table_lines, write_between
 from matplotlib.figure import Figure
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tqdm import tqdm
@@ -48,6 +52,7 @@ _modules = {
     )
 }  # fmt: skip
 _PATIENCE = 900.0  # seconds after which a process counts as hanging
+_IN_A_ROW = 4  # kills of one job, before it is let run to its end
 
 
 class Command(NamedTuple):
@@ -158,6 +163,11 @@ class Campaign:
             folder.rename(self._root / f"alone-{name}")
         return self._alone[name]
 
+    def found_it_done(self, name: str, process: Process, code: int) -> bool:
+        """Whether a process ended because another had done the work."""
+        told = self.commands[name].told
+        return code == 2 and told != "" and told in process.log.read_text()
+
     def start(self, name: str, folder: Path, delay: float = 0.0) -> Process:
         """Run a command in a process of its own."""
         log = self._root / f"log-{random.SystemRandom().getrandbits(48):x}"
@@ -237,3 +247,80 @@ def _save_model(folder: Path) -> None:
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, model_max_length=32, unk_token="[UNK]", pad_token="[PAD]"
     ).save_pretrained(folder)
+
+
+def race(setting: Campaign, name: str, n: int, draw: random.Random) -> str | None:
+    """Let processes run a command, each begun at a random moment of the first; what went wrong."""
+    expected, seconds = setting.alone(name)
+    folder = setting.folder(name)
+    racing = [setting.start(name, folder, draw.uniform(0, 0.8 * seconds) if i else 0.0) for i in range(n)]
+    codes = [process.wait() for process in racing]
+    for process, code in zip(racing, codes, strict=True):
+        if code and not (0 in codes and setting.found_it_done(name, process, code)):
+            return f"{name}, {n} processes: one ended with {code}:\n{process.log.read_text()[-3000:]}"
+    wrong = differing(files(folder), expected)
+    shutil.rmtree(folder)
+    return f"{name}, {n} processes: {', '.join(wrong)} differ from those of a lone one" if wrong else None
+
+
+def kill(
+    setting: Campaign, name: str, draw: random.Random, in_a_row: int = _IN_A_ROW
+) -> tuple[int, str | None]:
+    """Kill a command some times in one folder and let it end; how many kills, and what went wrong."""
+    expected, seconds = setting.alone(name)
+    folder, kills = setting.folder(name), 0
+    for attempt in range(in_a_row + 1):
+        process = setting.start(name, folder)
+        if attempt < in_a_row:
+            time.sleep(draw.uniform(0, seconds))
+            os.kill(process.pid, signal.SIGKILL)
+        code = process.wait()
+        if code == -signal.SIGKILL:
+            kills += 1
+        elif code and not setting.found_it_done(name, process, code):
+            return kills, f"{name} ended with {code} after {kills} kills:\n{process.log.read_text()[-3000:]}"
+    wrong = differing(files(folder), expected)
+    shutil.rmtree(folder)
+    return kills, f"{name}, {kills} kills: {', '.join(wrong)} differ" if wrong else None
+
+
+def main(
+    races: Annotated[int, typer.Option(min=0, help="Races of each command with two and with four.")] = 50,
+    kills: Annotated[int, typer.Option(min=0, help="Kills of each command.")] = 17,
+    command: Annotated[list[str] | None, typer.Option(help="Only these commands.")] = None,
+    draws: Annotated[bool, typer.Option(help="Draw real figures, which takes far longer.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the moments of starts and kills.")] = 0,
+    page: Annotated[
+        Path | None, typer.Option(help="A page whose tables, each between two marks, are written.")
+    ] = None,
+) -> None:
+    """Race and kill every command, and print two tables."""
+    draw, failures = random.Random(seed), list[str]()
+    raced, killed = list[tuple[str, ...]](), list[tuple[str, ...]]()
+    page = page and page.resolve()
+    with campaign(draws=draws) as setting:
+        for name in command or list(setting.commands):
+            for n in (2, 4) if races else ():
+                wrong = [failure for _ in range(races) if (failure := race(setting, name, n, draw))]
+                raced.append((name, str(n), f"{races:,}", f"{races - len(wrong):,}"))
+                failures += wrong
+                print(*raced[-1], flush=True)
+            done, jobs = 0, list[str | None]()
+            while done < kills:
+                more, failure = kill(setting, name, draw)
+                done, jobs = done + more, [*jobs, failure]
+            killed.append((name, f"{done:,}", f"{len(jobs):,}", f"{jobs.count(None):,}"))
+            failures += filter(None, jobs)
+            print(*killed[-1], flush=True)
+    if page is not None:
+        head = ("command", "processes", "races", "identical")
+        write_between(page, "races", "\n".join(table_lines([head, *raced])))
+        head = ("command", "kills", "jobs", "identical")
+        write_between(page, "kills", "\n".join(table_lines([head, *killed])))
+    for failure in failures[:5]:
+        print(failure)
+    raise typer.Exit(bool(failures))
+
+
+if __name__ == "__main__":
+    typer.run(main)

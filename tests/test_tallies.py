@@ -1,4 +1,4 @@
-"""Tables of benchmarks: runs add up, and a page has them between its marks."""
+"""Tables of benchmarks are written between the marks of a page."""
 
 from __future__ import annotations
 
@@ -17,24 +17,6 @@ BENCHMARKS = Path(matlens.__file__).parents[1] / "benchmarks"
 def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(BENCHMARKS)
     return importlib.import_module
-
-
-def test_runs_of_other_commands_and_seeds_add_up_and_the_same_run_counts_once(
-    modules: Any, tmp_path: Path
-) -> None:
-    path = tmp_path / "out" / "racing.csv"
-    for command, processes, seed, races, identical in (
-        ("prune", 2, 0, 5, 4), ("prune", 4, 0, 7, 7), ("fit", 2, 0, 3, 3), ("prune", 2, 1, 10, 10),
-        ("prune", 2, 0, 6, 6),
-    ):  # fmt: skip
-        tally = modules("tallies").Tally(path, ("command", "processes", "seed"))
-        tally.put(command=command, processes=processes, seed=seed, races=races, identical=identical)
-    read = modules("tallies").Tally(path, ("command", "processes", "seed"))
-    assert len(read.table) == 4
-    rows = read.summed(["command", "processes"], ["races", "identical"])
-    assert rows[0] == ["command", "processes", "races", "identical"]
-    assert sorted(rows[1:-1]) == [["fit", "2", 3, 3], ["prune", "2", 16, 16], ["prune", "4", 7, 7]]
-    assert rows[-1] == ["all", "", 26, 26]
 
 
 def test_a_table_is_written_between_two_marks_and_nothing_else_is_touched(

@@ -1,11 +1,11 @@
-"""Attack matlens: bad inputs in Python and at the command line, damaged files, and states out of order.
+"""Attack matlens: bad arguments of every public function, by its signature and by what a model has.
 
     PYTHONPATH=benchmarks python -m attack --show
 
 prints a table of the classes of faults: how many cases were tried of each, and how many ended clearly (in an
-`InputError` that says what was wrong, at the command line with exit code 2; or in the right result, where the
-library may take what it is given). The other columns are faults: words that are late, too long or too short;
-other numbers without a word; a traceback; no end.
+`InputError` that says what was wrong; or in the right result, where the library may take what it is given).
+The other columns are faults: messages that are late or too short; other numbers without a message; a
+traceback; no end.
 """
 
 from __future__ import annotations
@@ -25,11 +25,6 @@ from marked import table_lines, write_between
 from attack.annotations import signature_cases
 from attack.arguments import argument_cases
 from attack.cases import CLEAR, VERDICTS, Judgement, judge
-from attack.commands import command_cases
-from attack.engines import engine_cases
-from attack.folders import folder_cases
-from attack.foreign import foreign_cases
-from attack.states import state_cases
 from attack.world import make_world
 from matlens.errors import printable
 
@@ -38,29 +33,19 @@ _MEMORY = 6 * 2**30  # bytes that the attack may take, so that a bomb fails and 
 
 def main(
     only: Annotated[str, typer.Option(help="Only cases whose classes or names contain this.")] = "",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of mutations and kills.")] = 0,
     drawn: Annotated[int, typer.Option(min=1, help="Eighths of the values drawn for each annotation.")] = 3,
-    mutations: Annotated[int, typer.Option(min=0, help="Mutations of folders, and kills.")] = 416,
     out: Annotated[Path, typer.Option(help="Where the tables are written.")] = Path("out/attack"),
     page: Annotated[
         Path | None, typer.Option(help="A page whose table, between two marks, is written anew.")
     ] = None,
     show: Annotated[bool, typer.Option(help="Print every case that is not clear.")] = False,
 ) -> None:
-    """Try bad inputs and mutated files, and print a table of the classes of faults."""
+    """Try bad arguments, and print a table of the classes of faults."""
     resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
     torch.set_num_threads(1)
     out, page = out.resolve(), page and page.resolve()
     with make_world() as world, contextlib.chdir(world.fresh("here").parent):
-        cases = chain(
-            signature_cases(drawn),
-            argument_cases(world),
-            state_cases(world),
-            foreign_cases(world),
-            engine_cases(world),
-            command_cases(world),
-            folder_cases(world, mutations, seed),
-        )
+        cases = chain(signature_cases(drawn), argument_cases(world))
         judgements = [judge(case) for case in cases if only in f"{case.fault}: {case.name}"]
     table = _report(judgements, out, show=show)
     if page is not None:

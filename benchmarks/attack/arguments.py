@@ -151,7 +151,7 @@ def bads(name: str, value: Any, world: World) -> Iterator[Bad]:
     if isinstance(value, torch.Tensor | np.ndarray):
         yield from _arrays(torch.as_tensor(value))
     elif kind in _OF_A_MODEL:
-        yield Bad(OTHER, "of other weights", lambda w: w.of("weights")[name if name in w else kind])
+        yield Bad(OTHER, "of other weights", lambda w: w.other[name if name in w else kind])
     elif isinstance(value, data.Examples):
         yield from _examples(value)
     elif isinstance(value, pd.DataFrame):

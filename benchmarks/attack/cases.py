@@ -7,7 +7,7 @@ import io
 import signal
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,20 +16,11 @@ from matlens import InputError
 CLEAR, UNCLEAR, SILENT, TRACEBACK, HANG = VERDICTS = ("clear", "unclear", "silent", "traceback", "hang")
 STORAGE = "arrays of other kinds"
 SECONDS = 30.0  # that a case may take
-LONGEST = 2000  # characters of a message
 _SHORTEST = 20
 
 
 class Overtime(BaseException):
     """A case has taken too long."""
-
-
-class Refused(Exception):
-    """A command was refused, as it should be: with this message."""
-
-
-class Misread(Exception):
-    """A damaged file was read as something else, without a word."""
 
 
 class Unnamed(Exception):
@@ -77,10 +68,8 @@ def judge(case: Case, *, seconds: float = SECONDS) -> Judgement:
             return Judgement(case, SILENT, f"taken: {_cut(repr(type(result)) + ' ' + _repr(result))}")
     except Overtime:
         return Judgement(case, HANG, f"more than {seconds:g} seconds")
-    except (InputError, Refused) as error:
+    except InputError as error:
         return Judgement(case, *_judge_message(str(error)))
-    except Misread as error:
-        return Judgement(case, SILENT, str(error))
     except Unnamed as error:
         return Judgement(case, UNCLEAR, str(error))
     except (NotImplementedError, RuntimeError, TypeError) as error:
@@ -96,8 +85,6 @@ def judge(case: Case, *, seconds: float = SECONDS) -> Judgement:
 
 
 def _judge_message(message: str) -> tuple[str, str]:
-    if len(message) > LONGEST:
-        return UNCLEAR, f"{len(message)} characters: {_cut(message)}"
     if any(ord(character) < 32 and character != "\n" for character in message):
         return UNCLEAR, f"control characters: {_cut(repr(message))}"
     if len(message) < _SHORTEST or "Traceback" in message:
@@ -149,11 +136,3 @@ def quiet() -> Iterator[None]:
     ):
         warnings.simplefilter("ignore")
         yield
-
-
-def exhaust(result: Any) -> Any:
-    """What a call gives, where it gives it bit by bit, and where it works only once it is entered."""
-    if isinstance(result, contextlib.AbstractContextManager) and not isinstance(result, Mapping):
-        with result as entered:
-            return entered
-    return list(result) if isinstance(result, Iterator) else result

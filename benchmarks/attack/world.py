@@ -6,17 +6,19 @@ import contextlib
 import json
 import pickle
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import models as tokenizer_models
 
 import matlens
-from attack.models import WORDS, save_model
 from matlens import (
     activations,
     data,
@@ -32,17 +34,29 @@ from matlens import (
 )  # fmt: skip
 
 NEW = object()  # a path where nothing is yet
+_SPECIAL = {"unk_token": "[UNK]", "pad_token": "[PAD]"}
+_WORDS = [f"w{i}" for i in range(58)]
+_CONFIG = transformers.GPT2Config(
+    vocab_size=60, pad_token_id=1, bos_token_id=None, eos_token_id=None,
+    n_layer=3, n_embd=32, n_head=4, n_inner=48, n_positions=48,
+)  # fmt: skip
 
 
-class ConstantGrader:
-    """A grader that grades texts by their length."""
-
-    name = "constant"
-    attributes: tuple[str, ...] = ("toxicity",)
-
-    def grade(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
-        """A score between 0 and 1 for each text."""
-        return {"toxicity": np.array([len(text) % 10 / 10 for text in texts])}
+def save_model(seed: int, folder: Path) -> Path:
+    """Write a small model of random weights and its tokenizer, as ``save_pretrained`` does."""
+    torch.manual_seed(seed)
+    model = transformers.GPT2LMHeadModel(_CONFIG)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    vocabulary = {word: i for i, word in enumerate([*_SPECIAL.values(), *_WORDS])}
+    tokenizer = Tokenizer(tokenizer_models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_max_length=_CONFIG.n_positions, **_SPECIAL
+    ).save_pretrained(folder)
+    return folder
 
 
 class World:
@@ -52,12 +66,12 @@ class World:
     ----------
     root
         The folder for everything that is written.
-    model
-        The small model that everything is about, see `save_model`.
+    seed
+        Of the weights of the small model that everything is about.
     """
 
-    def __init__(self, root: Path, model: str = "gpt2") -> None:
-        self.root, self.name = root, model
+    def __init__(self, root: Path, seed: int = 0) -> None:
+        self.root, self.seed = root, seed
         self._made: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
@@ -76,12 +90,13 @@ class World:
     @property
     def model_folder(self) -> Path:
         """The folder of the model."""
-        folder = self.root / "models" / self.name
-        return folder if folder.is_dir() else save_model(self.name, folder)
+        folder = self.root / "models" / str(self.seed)
+        return folder if folder.is_dir() else save_model(self.seed, folder)
 
-    def of(self, model: str) -> World:
-        """The same sentences and another model."""
-        return self._made.setdefault(f"world of {model}", World(self.root, model))
+    @cached_property
+    def other(self) -> World:
+        """The same sentences and a model of other weights."""
+        return World(self.root, self.seed + 1)
 
     def fresh(self, name: str) -> Path:
         """A path where nothing is yet."""
@@ -92,7 +107,7 @@ class World:
     def sentences(self) -> tuple[str, ...]:
         """Sixty different sentences of 6 to 20 words, which fit the context with room to spare."""
         generator = np.random.default_rng(0)
-        return tuple(" ".join(generator.choice(WORDS, 6 + i % 15)) for i in range(60))
+        return tuple(" ".join(generator.choice(_WORDS[:50], 6 + i % 15)) for i in range(60))
 
     @cached_property
     def text(self) -> Path:
@@ -103,7 +118,7 @@ class World:
 
     def saved(self, kind: str) -> Path:
         """A folder of a kind, written once."""
-        folder = self.root / "saved" / self.name / kind
+        folder = self.root / "saved" / str(self.seed) / kind
         if not folder.exists():
             folder.parent.mkdir(parents=True, exist_ok=True)
             WRITERS[kind](self, folder)
@@ -231,14 +246,12 @@ RECIPES: dict[str, Callable[[World], Any]] = {
     "TokenFrequency": lambda w: data.TokenFrequency.from_corpus(w["Corpus"], w.model.tokenizer, 60),
     "Pruned": lambda w: pruning.prune(w.model, w["windows"], [1], progress=False),
     "Scheme": lambda _: patching.Scheme((0, 1, 3), "blocks"),
-    "Grader": lambda _: ConstantGrader(),
     "TextLosses": lambda w: ffn.text_losses(w.model, w["Corpus"], progress=False),
-    "Study": lambda w: w.study(w.root / f"study-of-{w.name}"),
+    "Study": lambda w: w.study(w.root / f"study-of-{w.seed}"),
     "Exploration": lambda w: explorer.explore(w.model, w.sentences[0], progress=False),
     "PairMoments": lambda w: linear.PairMoments([("h.0", "h.3")]).update(dict(w["Activations"])),
     "StoredMoments": lambda w: activations.StoredMoments(w.saved("moments")),
     "Standardisation": lambda _: lens.Standardisation("rms"),
-    "Plan": lambda w: study.plan_study(study.Shape.from_model(w.model), 30, 10),
     "Shape": lambda w: study.Shape.from_model(w.model),
     "JudgedText": lambda w: data.make_judged_text(w.model, w["Corpus"], size=12, most=3),
     # By name; where several functions mean other things by a name, with theirs before it.
@@ -260,14 +273,14 @@ RECIPES: dict[str, Callable[[World], Any]] = {
         f"{table}.table": lambda w: lens.exit_sweep({"mat": w["Lens"]}, w["Activations"], progress=False)
         for table in ("savings", "layers_saved")
     },
-    **dict.fromkeys(("sinks", "hits"), lambda _: torch.arange(60) % 9 == 0),
+    **dict.fromkeys(("sinks",), lambda _: torch.arange(60) % 9 == 0),
     **dict.fromkeys(("x", "y", "second", "outputs", "directions"), lambda w: w["Activations"][3]),
     "replacements": lambda w: matlens.jump(w["maps"], 1, 3),
     "variants": lambda w: {"one": patching.Variant(1, matlens.jump(w["maps"], 1, 3))},
     "boundaries": lambda _: (0, 1, 3),
     "starts_with": lambda _: "blocks",
     "r2": lambda w: lens.r2_matrix(w["table"], "mat"),
-    **dict.fromkeys(("stand_ins", "validations"), lambda w: dict.fromkeys(("all", "not-first"), w["MapSet"])),
+    **dict.fromkeys(("validations",), lambda w: dict.fromkeys(("all", "not-first"), w["MapSet"])),
     "changes": lambda _: [explorer.Change("value", "L0D1", 3.0)],
     **dict.fromkeys(("Exploration.save.path", "save_as.path"), lambda w: w.fresh("figure.html")),
     **dict.fromkeys(("moments.source", "norms.source"), lambda _: "h.0"),
@@ -313,15 +326,12 @@ RECIPES: dict[str, Callable[[World], Any]] = {
     "h": lambda w: w["Activations"][3],
     "vectors": lambda w: w["Activations"][3],
     "truth": lambda w: w["Activations"][3],
-    "prediction": lambda w: w["Activations"][3],
     "norms": lambda w: w["Trace"].norm,
-    "log_probs": lambda _: torch.rand(4, 9),
     "token": lambda _: torch.arange(4),
     "source": lambda w: str(w.text),
     "text": lambda _: "h.3",
     "sites": lambda _: ["h.0", "h.3"],
     "site": lambda _: "h.3",
-    "pair": lambda _: (0, 3),
     "pairs": lambda _: [("h.0", "h.3")],
     "names": lambda _: ["L0D1", "L1D2"],
     "words": lambda _: ["w1", "w2"],

@@ -184,11 +184,11 @@ class Clusters:
     def directions(self, values: ValueVectors, numbers: Iterable[int]) -> Float[Tensor, "m d_model"]:
         """Mean of the unit vectors of each cluster, which is what its vectors have in common."""
         self.provenance.check_same(values.identity, ours="the clusters")
-        means = []
+        means = [torch.empty(0, values.d_model)]
         for cluster in numbers:
             vectors = values.vectors(map(values.at, self.members(cluster).tolist())).cpu().double()
-            means.append((vectors / vectors.norm(dim=1, keepdim=True)).mean(0))
-        return torch.stack(means).float()
+            means.append((vectors / vectors.norm(dim=1, keepdim=True)).mean(0, keepdim=True).float())
+        return torch.cat(means)
 
     def cosines(
         self, directions: Float[Tensor, "m d_model"], numbers: Sequence[int]

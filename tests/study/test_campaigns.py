@@ -20,9 +20,7 @@ import matlens
 BENCHMARKS = Path(matlens.__file__).parents[1] / "benchmarks"
 CODE = """
 import random
-from campaign import campaign
-from killing import kill
-from racing import race
+from campaign import campaign, kill, race
 
 draw = random.Random(5)
 with campaign() as setting:
