@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from figures.paper_a import attention_heads
 from paper_a import head_ablation
 
-from matlens import MapSet, plots
+from matlens import MapSet
 from matlens.activations import sink_counts, sink_rows
 from matlens.cli import Patched, Report, run_study
 from matlens.linearity import head_pairs
@@ -42,7 +43,7 @@ def main(
         every=every, patched=patched, seed=study.seed, folder=study.folder / f"{NAME}-{n_patched}-{every}",
     )  # fmt: skip
     origin = origin_of(maps, validation) | {"sinks": sink_counts(~rows, stream.places)}
-    report.write(NAME, table, origin, plots.attention_heads(table))
+    report.write(NAME, table, origin, attention_heads(table))
 
 
 if __name__ == "__main__":

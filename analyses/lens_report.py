@@ -59,10 +59,10 @@ def main(
         evaluations=None if evaluations is None else read_evaluations(evaluations),
     )  # fmt: skip
     print_members(comparison.report, comparison.exits)
-    report.write(NAME, comparison.report, comparison.origin, plots.lens_measures(comparison.report))
+    report.write(NAME, comparison.report, comparison.origin, plots.plot_report(comparison.report))
     report.write(f"{NAME}_exits", comparison.exits, comparison.origin)
     if comparison.cosines is not None:
-        figure = plots.lens_cosines(comparison.cosines)
+        figure = plots.plot_cosines(comparison.cosines)
         report.write(f"{NAME}_cosines", comparison.cosines, comparison.origin, figure)
     if comparison.evaluations is not None:
         report.write(f"{NAME}_evaluations", comparison.evaluations, comparison.origin)

@@ -42,7 +42,7 @@ def main(
         "n_fitted": len(fitted_on.examples.tokens), "n_judged": len(judged_on.truth),
         "atlas_seconds": atlas_seconds(folder),
     }  # fmt: skip
-    report.write(NAME, table, origin, plots.linearity_figure(table, correlations))
+    report.write(NAME, table, origin, plots.plot_atlas(table, correlations))
     few = table[table["metric"].isin(["rise", "agreement"])]
     few = few[few["kind"].str.startswith("together") | (few["metric"] == "rise")]
     report.write("linearity_costs", few, origin)

@@ -7,9 +7,9 @@ the whole vocabulary, which paper A does not count. ``id`` has no maps and needs
 
 from __future__ import annotations
 
+from figures.paper_a import costs_figure
 from paper_a import exit_costs
 
-from matlens import plots
 from matlens.cli import Report, run_study
 from matlens.study import Study
 
@@ -19,7 +19,7 @@ NAME = "memory_and_layers"
 def main(study: Study, report: Report) -> None:
     """Count what fixed and early exit keep, compute and save, and draw both."""
     table = exit_costs(study.readout, study.model, study.maps, study.validation)
-    report.write(NAME, table, study.origin, plots.costs_figure(table))
+    report.write(NAME, table, study.origin, costs_figure(table))
 
 
 if __name__ == "__main__":

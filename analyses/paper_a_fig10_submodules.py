@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from figures.paper_a import by_method
 from paper_a import submodule_layers
 
-from matlens import plots
 from matlens.cli import Patched, Report, run_study
 from matlens.study import Study
 
@@ -33,7 +33,7 @@ def main(
         study.readout, study.model, study.maps, stand_ins, study.validation,
         every=every, patched=patched, folder=study.folder / f"{NAME}-{every}-{n_patched}",
     )  # fmt: skip
-    report.write(NAME, table, study.origin, plots.by_method(table))
+    report.write(NAME, table, study.origin, by_method(table))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ NAME = "paper_a_fig2_r2"
 def main(study: Study, report: Report) -> None:
     """Fit all maps between layers, write their r2 as a table and draw both heatmaps."""
     table = fit_quality(study.maps, study.validation)
-    report.write(NAME, table, study.origin, plots.r2_heatmaps(table))
+    report.write(NAME, table, study.origin, plots.plot_r2(table))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def main(study: Study, report: Report) -> None:
             "paper_a_fig4_next_token.py."
         )
     table = prediction_quality(study.readout, study.maps, study.validation)
-    report.write(NAME, table, study.origin, plots.prediction(table))
+    report.write(NAME, table, study.origin, plots.plot_layers(table))
 
 
 if __name__ == "__main__":

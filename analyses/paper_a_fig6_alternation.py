@@ -10,9 +10,9 @@ chosen by r2 on all other tokens, and with maps that are fitted on these as well
 
 from __future__ import annotations
 
+from figures.paper_a import alternation
 from paper_a import scheme_quality
 
-from matlens import plots
 from matlens.cli import Patched, Report, run_study
 from matlens.study import Study
 
@@ -26,7 +26,7 @@ def main(study: Study, report: Report, patched: Patched = 3000) -> None:
         study.readout, study.model, study.maps, study.validation,
         without_sinks=study.maps_without_sinks, patched=patched, folder=study.folder / f"{NAME}-{n_patched}",
     )  # fmt: skip
-    report.write(NAME, table, study.origin, plots.alternation(table))
+    report.write(NAME, table, study.origin, alternation(table))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pandas as pd
+from figures.paper_a import relative_depth
 
-from matlens import InputError, plots
+from matlens import InputError
 from matlens.cli import Report, run_study
 from matlens.data import is_masked
 from matlens.lens import prediction_quality
@@ -33,7 +34,7 @@ def main(studies: Iterator[Study], report: Report) -> None:
         tables.append(prediction_quality(study.readout, study.maps, study.validation))
         origins[study.folder.name] = study.origin
     table = pd.concat(tables, ignore_index=True)
-    report.write(NAME, table, {"studies": origins}, plots.relative_depth(table))
+    report.write(NAME, table, {"studies": origins}, relative_depth(table))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ with ``mat`` and 1.4 with ``id`` (``--model gpt2-medium``), and 4.8 and 3.5 of B
 
 from __future__ import annotations
 
-from matlens import Lens, plots
+from figures.paper_a import early_exit
+
+from matlens import Lens
 from matlens.cli import Report, run_study
 from matlens.lens import PAPER_SWEEP, exit_sweep, savings
 from matlens.study import Study
@@ -23,7 +25,7 @@ def main(study: Study, report: Report) -> None:
     for row in savings(table).to_dict("records"):
         amount = f"{row['saved']:.2f} of {row['n_layers']} layers saved at 95% ({row['share']:.1%})"
         print(f"{row['method']}: {amount}")
-    report.write(NAME, table, study.origin, plots.early_exit(table))
+    report.write(NAME, table, study.origin, early_exit(table))
 
 
 if __name__ == "__main__":

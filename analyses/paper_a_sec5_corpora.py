@@ -16,11 +16,11 @@ from typing import Annotated
 
 import pandas as pd
 import typer
+from figures.paper_a import across_corpora, transfer_heatmaps
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from matlens import plots
 from matlens.cli import PositionChoice, Report, run_study
 from matlens.data import Corpus
 from matlens.errors import InputError, printable
@@ -61,9 +61,9 @@ def main(
         "validation_sentences_fitted_on": shared,
     }
     few = len(by_corpus) <= _SIDE_BY_SIDE
-    report.write(NAME, table, origin, plots.across_corpora(table) if few else None)
+    report.write(NAME, table, origin, across_corpora(table) if few else None)
     means = transfer_means(table)
-    report.write(MATRIX, means, origin, None if few else plots.transfer_heatmaps(means))
+    report.write(MATRIX, means, origin, None if few else transfer_heatmaps(means))
 
 
 def shared_sentences(parts: Mapping[str, tuple[Corpus, Corpus]]) -> dict[str, dict[str, int]]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from figures.paper_a import token_table
 from rich.console import Console
 
-from matlens import collect, make_prompts, plots
+from matlens import collect, make_prompts
 from matlens.cli import Report, run_study
 from matlens.data import is_masked
 from matlens.lens import predictions_table, prompt_texts, side_by_side, top_predictions
@@ -43,7 +44,7 @@ def main(
     for text in prompt_texts(study.readout, read):
         Console().print(predictions_table(table, text))
     tables = {text: side_by_side(table, text) for text in prompt_texts(study.readout, read)}
-    report.write(NAME, table, study.origin, plots.token_table(tables))
+    report.write(NAME, table, study.origin, token_table(tables))
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ folder, for other analyses too.
 
 from __future__ import annotations
 
+from figures.paper_b import events_figure, layers_figure, saturation_figure
 from sub_updates import event_tables
 
-from matlens import plots
 from matlens.activations import sink_counts
 from matlens.cli import Dominant, Report, run_study
 from matlens.study import Study
@@ -32,8 +32,8 @@ def main(study: Study, report: Report, dominant: Dominant = 10) -> None:
     trace = study.trace(dominant)
     tables = event_tables(trace, study.model)
     scores = tables.scores[tables.scores["read"] == "score"]
-    events, layers = plots.events_figure(tables.events), plots.layers_figure(scores)
-    saturation = plots.saturation_figure(tables.saturation)
+    events, layers = events_figure(tables.events), layers_figure(scores)
+    saturation = saturation_figure(tables.saturation)
     origin = trace.provenance.to_json("model", "data", "seed", "k") | sink_counts(
         trace.sinks, trace.examples.positions
     )

@@ -12,10 +12,10 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from figures.paper_b import shares_by_layer
 from sub_updates import norm_overlap
 
 from matlens.cli import Report, run_study
-from matlens.plots import shares_by_layer
 from matlens.study import Study
 
 NAME = "paper_b_fig4_overlap"

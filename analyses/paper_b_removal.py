@@ -13,10 +13,10 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from figures.paper_b import removal_figure
 from sub_updates import removal_table
 
 from matlens.cli import Report, run_study
-from matlens.plots import removal_figure
 from matlens.study import Study
 
 NAME = "paper_b_removal"

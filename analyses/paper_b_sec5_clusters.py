@@ -23,6 +23,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from figures.paper_b import extremes_figure
 from sub_updates import compare_linkages, concentration, extreme_tables
 
 from matlens.activations import sink_counts
@@ -30,7 +31,6 @@ from matlens.cli import Disk, LinkageOption, Memory, Report, run_study
 from matlens.data import TokenFrequency
 from matlens.ffn import MEMORY_GIB, N_CLUSTERS, Clusters, Projection
 from matlens.lens import prediction_confidence
-from matlens.plots import extremes_figure, model_title
 from matlens.study import Study
 
 NAME, GROUPS, PLACES = "paper_b_sec5_clusters", "paper_b_sec5_groups", "paper_b_sec5_places"
@@ -73,8 +73,9 @@ def main(
         **sink_counts(trace.sinks, trace.examples.positions), "n_unseen": int((frequency.counts == 0).sum()),
         "n_common": int(frequency.common.sum()),
     }  # fmt: skip
-    title = model_title(origin["model"]["base_model_name_or_path"], study.corpus.name, len(trace))
-    report.write(NAME, tables.activity, origin, extremes_figure(tables.activity, title))
+    studied = {"model": origin["model"]["base_model_name_or_path"], "corpus": study.corpus.name}
+    figure = extremes_figure(tables.activity.assign(**studied), len(trace))
+    report.write(NAME, tables.activity, origin, figure)
     report.write(GROUPS, tables.groups, origin)
     report.write(PLACES, tables.places, origin)
     alone_origin = origin | {"n_clusters": len(of_each), "method": "each vector alone", "linkage": None}

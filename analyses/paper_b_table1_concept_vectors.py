@@ -15,12 +15,12 @@ from typing import Annotated
 import pandas as pd
 import typer
 from annotation import WordSimilarity, distinct_concepts, pattern_shares, search_concepts
+from figures.paper_b import pattern_sizes
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from matlens.cli import Report, run_study
-from matlens.plots import pattern_sizes
 from matlens.study import Study
 
 NAME = "paper_b_table1_concept_vectors"

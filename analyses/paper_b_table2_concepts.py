@@ -26,12 +26,12 @@ from annotation import (
     tally_concepts,
     write_concept_sheets,
 )
+from figures.paper_b import concept_shares
 from rich.console import Console
 from rich.table import Table
 
 from matlens import make_examples
 from matlens.cli import Report, run_study
-from matlens.plots import concept_shares
 from matlens.study import Study
 
 NAME = "paper_b_table2_concepts"

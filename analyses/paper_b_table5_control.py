@@ -36,6 +36,7 @@ from control import (
     tokens_of_chosen,
     word_filter,
 )
+from figures.paper_b import toxicity_against_perplexity
 from rich.console import Console
 from rich.table import Table
 
@@ -43,7 +44,6 @@ from matlens import InputError
 from matlens.cli import Report, run_study
 from matlens.data import PROMPT_FIELD, WINDOW_TOKENS, make_windows, read_prompts
 from matlens.ffn import PAPER_COEFFICIENT, ValueVector
-from matlens.plots import toxicity_against_perplexity
 from matlens.study import Study
 
 NAME = "paper_b_table5_control"

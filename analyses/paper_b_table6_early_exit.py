@@ -34,12 +34,12 @@ from exits import (
     compare_readings,
     summarize_exits,
 )
+from figures.paper_b import exits_figure
 from rich.console import Console
 from rich.table import Column, Table
 
 from matlens.cli import Disk, Dominant, LinkageOption, Memory, Report, run_study
 from matlens.ffn import MEMORY_GIB
-from matlens.plots import exits_figure
 from matlens.study import Study
 
 NAME, READINGS = "paper_b_table6_early_exit", "paper_b_sec6_readings"

@@ -28,7 +28,7 @@ def main(study: Study, report: Report) -> None:
     report.write(LATER, later_sinks(train, sinks, study.model.tokenizer), origin)
     sinks = sink_rows(validation)
     table = fit_quality_without_sinks(study.maps, validation, sinks)
-    figure = plots.r2_heatmaps(table[table["examples"] == "not sinks"])
+    figure = plots.plot_r2(table[table["examples"] == "not sinks"])
     report.write(FIT, table, origin | {"sinks": sink_counts(sinks, validation.places)}, figure)
 
 

@@ -18,10 +18,10 @@ from typing import Annotated
 import pandas as pd
 import torch
 import typer
+from figures.paper_a import training_curves
 from training import bpe_tokenizer, compare_with_ngrams, token_sequences, train, training_table
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from matlens import plots
 from matlens.cli import Report, run_study
 from matlens.study import Study
 
@@ -65,7 +65,7 @@ def main(
         tables.append(training_table(run, perplexities, model=name, corpus=held_out.name, n_held_out=200))
         origin[name] = {"minutes": run.seconds / 60, "parameters": model.num_parameters()}
     table = pd.concat(tables, ignore_index=True)
-    report.write(NAME, table, {"trained on": origin, "seed": study.seed}, plots.training_curves(table))
+    report.write(NAME, table, {"trained on": origin, "seed": study.seed}, training_curves(table))
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ from typing import Annotated
 
 import torch
 import typer
+from figures.paper_a import training_curves
 from training import compare_with_ngrams, token_sequences, train, training_table, word_dictionary
 
-from matlens import plots
 from matlens.cli import Report, run_study
 from matlens.models import WikiLMConfig, WikiLMForCausalLM, write_wikilm
 from matlens.study import Study
@@ -66,7 +66,7 @@ def main(
         "threads": torch.get_num_threads(), "seed": study.seed,
         "unknown": unknown / sum(len(tokens) - 1 for tokens in parts[1]),
     }  # fmt: skip
-    report.write(NAME, table, origin, plots.training_curves(table))
+    report.write(NAME, table, origin, training_curves(table))
     for method, perplexity in perplexities.items():
         print(f"{method}: perplexity {perplexity.value:.1f} of {perplexity.n} held-out words")
 

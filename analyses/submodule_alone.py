@@ -6,10 +6,10 @@ alone, and those whose fit few sinks decide to lose less once sinks are out of i
 
 from __future__ import annotations
 
+from figures.paper_a import by_method
 from paper_a import submodule_alone
 
 from matlens.cli import Patched, Report, run_study
-from matlens.plots import by_method
 from matlens.study import Study
 
 NAME = "submodule_alone"

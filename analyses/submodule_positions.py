@@ -11,12 +11,12 @@ from typing import Annotated
 
 import pandas as pd
 import typer
+from figures.paper_a import by_fitting
 from paper_a import CONTEXTUAL, precision_by_layer, rows_of_replacement, submodule_positions
 from rich.console import Console
 from rich.table import Table
 
 from matlens.cli import Patched, Report, run_study
-from matlens.plots import by_fitting
 from matlens.study import Study
 
 NAME = "submodule_positions"

@@ -14,8 +14,6 @@ import pandas as pd
 import pytest
 from paper_a_by_hand import StudyByHand
 
-from matlens import plots
-
 SCRIPTS = {path.stem: path for path in sorted((Path(__file__).parents[1] / "analyses").glob("*.py"))}
 OF_FFNS = [name for name in SCRIPTS if name.startswith("paper_b")]  # these fit no maps
 SEARCH = "paper_b_sec4_search"
@@ -105,19 +103,15 @@ def assert_table(path: Path, expected: pd.DataFrame) -> None:
     pd.testing.assert_frame_equal(pd.read_csv(path), pd.read_csv(written))
 
 
-def drawn(patch: pytest.MonkeyPatch, *figures: str) -> dict[str, list[Any]]:
-    """What figures of these names are drawn from, from here on: the table of each call, by the name."""
+def drawn(patch: pytest.MonkeyPatch, module: Any, *figures: str) -> dict[str, list[Any]]:
+    """What figures of a module are drawn from, from here on: the table of each call, by the figure's name."""
     tables: dict[str, list[Any]] = {name: [] for name in figures}
-    for name, of_name in tables.items():
-        draw = getattr(plots, name)
 
-        def watched(
-            table: Any, *args: Any, draw: Any = draw, of_name: list[Any] = of_name, **how: Any
-        ) -> Any:
-            of_name.append(table)
-            return draw(table, *args, **how)
+    def watch(name: str, draw: Any) -> Any:
+        return lambda table, *args, **how: (tables[name].append(table), draw(table, *args, **how))[1]
 
-        patch.setattr(plots, name, watched)
+    for name in figures:
+        patch.setattr(module, name, watch(name, getattr(module, name)))
     return tables
 
 

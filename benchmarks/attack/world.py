@@ -282,7 +282,7 @@ RECIPES: dict[str, Callable[[World], Any]] = {
     "r2": lambda w: lens.r2_matrix(w["table"], "mat"),
     **dict.fromkeys(("validations",), lambda w: dict.fromkeys(("all", "not-first"), w["MapSet"])),
     "changes": lambda _: [explorer.Change("value", "L0D1", 3.0)],
-    **dict.fromkeys(("Exploration.save.path", "save_as.path"), lambda w: w.fresh("figure.html")),
+    **dict.fromkeys(("Exploration.save.path", "save.path"), lambda w: w.fresh("figure.html")),
     **dict.fromkeys(("moments.source", "norms.source"), lambda _: "h.0"),
     **dict.fromkeys(("polish.last", "scale_map.last", "tune.last"), lambda w: w["h"]),
     **dict.fromkeys(("stand_ins.names", "submodule_pairs.names"), lambda _: ["attn"]),

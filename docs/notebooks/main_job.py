@@ -47,7 +47,7 @@ quality = lens.prediction_quality(matlens.Readout(model), maps, held_out)
 print(lens.layer_table(quality))
 
 # %%
-figure = plots.prediction(quality)
+figure = plots.plot_layers(quality)
 
 # %% [markdown]
 # ![Precision and surprisal over layers](../images/paper_a_fig4_next_token.png)

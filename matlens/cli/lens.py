@@ -235,9 +235,9 @@ def report(
         longest=longest, evaluations=sets, seed=seed,
     )  # fmt: skip
     tables = {
-        "lens_report": (comparison.report, plots.lens_measures),
+        "lens_report": (comparison.report, plots.plot_report),
         "lens_exits": (comparison.exits, None),
-        "lens_cosines": (comparison.cosines, plots.lens_cosines),
+        "lens_cosines": (comparison.cosines, plots.plot_cosines),
         "lens_evaluations": (comparison.evaluations, None),
     }
     for name, (table, draw) in tables.items():
@@ -245,7 +245,7 @@ def report(
             write_results(out, name, table, comparison.origin)
             print_line(out / f"{name}.csv")
             if draw is not None:
-                print_figures(plots.save(draw(table), out, name))
+                print_figures(plots.save(draw(table), out / name))
     print_members(comparison.report, comparison.exits)
 
 

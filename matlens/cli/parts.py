@@ -70,7 +70,7 @@ def linearity(
         for name, written in ((ATLAS, table), (CORRELATIONS, correlations)):
             write_results(out, name, written, origin)
             print_line(out / f"{name}.csv")
-        print_figures(plots.save(plots.linearity_figure(table, correlations), out, ATLAS))
+        print_figures(plots.save(plots.plot_atlas(table, correlations), out / ATLAS))
         print_atlas(table, correlations)
 
 

@@ -67,7 +67,7 @@ class Report:
 
     def write_figure(self, name: str, figure: Figure) -> None:
         """Write a figure alone; print where it is."""
-        for path in plots.save(figure, self.out, name + self.suffix, title=self.title):
+        for path in plots.save(figure, self.out / (name + self.suffix), title=self.title):
             print_line(path)
 
     def write_table(self, name: str, table: pd.DataFrame) -> Path:

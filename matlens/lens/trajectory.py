@@ -240,7 +240,7 @@ class Trajectory:
         Parameters
         ----------
         path
-            Where to write the figure: a name that ends in ``.png`` or ``.pdf``.
+            Where to write the figure, see `matlens.plots.save`.
         colour
             What colours the cells: ``"probability"`` of the predicted token; ``"kl"`` from the model's own
             distribution; ``"rank"`` of the model's own prediction; or ``"entropy"``.
@@ -253,8 +253,8 @@ class Trajectory:
             A position is out of range, there are too many to be read side by side, or the file cannot be
             written.
         """
-        from matlens.plots.layers import trajectory_figure  # and matplotlib, which only figures need
-        from matlens.plots.style import save_as
+        from matlens.plots.heatmaps import plot_trajectory  # and matplotlib, which only figures need
+        from matlens.plots.style import save
 
         table, n = self.to_dataframe(), len(self.ids)
         if positions is not None:
@@ -264,9 +264,9 @@ class Trajectory:
                     "negative ones from the end."
                 )
             table = table[table["position"].isin([position % n for position in positions])]
-        figure = trajectory_figure(table, colour=colour, title=f"{self.lens.method}: {short(self.prompt)}")
+        figure = plot_trajectory(table, colour=colour, title=f"{self.lens.method}: {short(self.prompt)}")
         if path is not None:
-            save_as(figure, path)
+            save(figure, path)
         return figure
 
 

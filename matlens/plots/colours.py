@@ -110,9 +110,3 @@ def _own_look(name: str) -> Look | None:
         look = _LOOKS.get(name.removesuffix(_WITHOUT_SINKS))
         return look and look._replace(line=DASHED, hollow=True)
     return _LOOKS.get(re.sub(r", \d+ vectors$", "", name))
-
-
-def ink(image: Any, value: float) -> str:
-    """What is written in with a legible colour on a cell of an image: white on what is dark."""
-    red, green, blue, _ = image.cmap(image.norm(value))
-    return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.55 else "black"

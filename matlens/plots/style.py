@@ -19,10 +19,11 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from matlens.errors import InputError, NonNegativeInt, checked, short
+from matlens.errors import InputError, checked
 from matlens.io.files import system_errors, write_together
 
 LAYER = r"layer $\ell$"
+SUFFIXES = (".png", ".pdf")
 SHEET = Path(__file__).with_name("matlens.mplstyle")
 Place = Literal[
     "outside lower center", "outside lower left", "outside lower right", "outside right center"
@@ -57,47 +58,30 @@ def style_sheet() -> AbstractContextManager[None]:
 
 
 @checked
-def save(figure: Figure, folder: str | Path, name: str, *, title: str | None = None) -> list[Path]:
-    """Write a figure as ``name.png`` and ``name.pdf``, both whole or neither; returns both paths.
+def save(figure: Figure, path: str | Path, *, title: str | None = None) -> list[Path]:
+    """Write a figure to ``path``, or as ``path.png`` and ``path.pdf``, both or neither; return the paths.
 
     Parameters
     ----------
+    path
+        A name that ends in ``.png`` or ``.pdf``, or one that the two are appended to.
     title
         Replaces the title of the figure.
     """
-    if not name or Path(name).name != name:
-        raise InputError(f"The name of the figure is {short(name)}. Expected the name of a file.")
+    path = Path(path)
+    paths = [path] if path.suffix in SUFFIXES else [path.with_name(path.name + each) for each in SUFFIXES]
     drawn: dict[Path, bytes] = {}
-    with system_errors(folder), style_sheet():
+    with system_errors(path), style_sheet():
         if title is not None:
             figure.suptitle(literal(title))
-        for suffix in ("png", "pdf"):
-            content = io.BytesIO()
+        for each in paths:
+            content, dated = io.BytesIO(), each.suffix == ".pdf"
             # The same figure has the same bytes at any time.
-            figure.savefig(content, format=suffix, metadata={"CreationDate": None} if suffix == "pdf" else {})
-            drawn[Path(folder) / f"{name}.{suffix}"] = content.getvalue()
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        write_together(drawn)
-    return list(drawn)
-
-
-@checked
-def save_as(figure: Figure, path: str | Path) -> Path:
-    """Write a figure as one file whose name ends in ``.png`` or ``.pdf``; returns the path."""
-    path = Path(path)
-    check_figure_name(path)
-    content = io.BytesIO()
-    with system_errors(path), style_sheet():
-        figure.savefig(content, format=path.suffix[1:])
+            figure.savefig(content, format=each.suffix[1:], metadata={"CreationDate": None} if dated else {})
+            drawn[each] = content.getvalue()
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_together({path: content.getvalue()})
-    return path
-
-
-def check_figure_name(path: Path) -> None:
-    """Refuse a name that ends in neither ``.png`` nor ``.pdf``."""
-    if path.suffix not in (".png", ".pdf"):
-        raise InputError(f"The name of a figure must end in .png or .pdf, got {short(str(path))}.")
+        write_together(drawn)
+    return paths
 
 
 # Titles and other text
@@ -114,28 +98,20 @@ def short_name(name: str) -> str:
     return last or name
 
 
-@checked
-def model_title(model: str, corpus: str | None = None, n: int | tuple[int, int] | None = None) -> str:
-    """Title of a figure: the model by its short name, the corpus, and how many examples."""
-    parts = [short_name(name) for name in (model, corpus) if name is not None]
-    if n is not None:
-        parts.append(f"n = {' to '.join(f'{count:,}' for count in ((n,) if isinstance(n, int) else n))}")
+def title_of(results: pd.DataFrame, *columns: str) -> str:
+    """Short names of the first row, by default of model and corpus, and how many examples the rows have."""
+    parts = [short_name(str(results[column].iloc[0])) for column in columns or ("model", "corpus")]
+    if not columns:
+        parts.append(examples_of(results))
     return literal(", ".join(parts))
 
 
-def title_of(results: pd.DataFrame) -> str:
-    """Title that a table of results tells: its model, its corpus, and the examples of its rows."""
-    first = results.iloc[0]
-    return model_title(first["model"], first["corpus"], examples_of(results))
-
-
-def examples_of(results: pd.DataFrame) -> int | tuple[int, int]:
+def examples_of(results: pd.DataFrame) -> str:
     """How many examples the rows of a table have, the fewest and the most where these differ."""
-    fewest, most = int(results["n"].min()), int(results["n"].max())
-    return most if fewest == most else (fewest, most)
+    counts = sorted({int(results["n"].min()), int(results["n"].max())})
+    return f"n = {' to '.join(f'{count:,}' for count in counts)}"
 
 
-@checked
 def literal(text: str, style: Literal["normal", "italic"] = "normal") -> str:
     """Write text that is no formula; what the font cannot draw is shown by its code point."""
     font = get_font(findfont(FontProperties(style=style)))
@@ -146,8 +122,7 @@ def literal(text: str, style: Literal["normal", "italic"] = "normal") -> str:
 # Ticks and legends
 
 
-@checked
-def layer_ticks(last: NonNegativeInt) -> list[int]:
+def layer_ticks(last: int) -> list[int]:
     """Round layers, and the last one whatever it is."""
     ticks = [int(t) for t in MaxNLocator(nbins=7, integer=True).tick_values(0, last) if 0 <= t <= last]
     gap = np.diff(ticks).min() if len(ticks) > 1 else 1

@@ -99,12 +99,12 @@ def plot_results(folder: str | Path, *, title: str | None = None) -> list[Path]:
         Title of both figures, instead of their own.
     """
     results = read_results(folder)
-    figures = (("r2", plots.r2_heatmaps, FIT), ("prediction", plots.prediction, PREDICTION))
+    figures = (("r2", plots.plot_r2, FIT), ("prediction", plots.plot_layers, PREDICTION))
     written = []
     for name, draw, experiment in figures:
         part = results[results["experiment"] == experiment]
         if not part.empty:
-            written += plots.save(draw(part), folder, name, title=title)
+            written += plots.save(draw(part), Path(folder) / name, title=title)
             continue
         for suffix in ("png", "pdf"):  # a figure of an earlier table
             (Path(folder) / f"{name}.{suffix}").unlink(missing_ok=True)

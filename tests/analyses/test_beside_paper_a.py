@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from analysing import N_PATCHED, SINKS, ByHand, Finished, assert_table, drawn, read
 from conftest import N_LAYERS
+from figures import paper_a
 from judged_by_hand import assert_judged
 from paper_a import (
     exit_costs,
@@ -23,7 +24,7 @@ from paper_a import (
     sink_norms,
 )
 
-from matlens import MapSet, collect
+from matlens import MapSet, collect, plots
 from matlens.linearity import head_pairs
 from matlens.models import ModelLayout
 
@@ -64,7 +65,7 @@ def test_fewer_and_fewer_training_sentences_are_fitted_on(finished: Finished, co
 def test_sinks_are_measured_among_training_samples_and_left_out_of_r2_of_others(
     finished: Finished, collected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    figures = drawn(monkeypatch, "r2_heatmaps")
+    figures = drawn(monkeypatch, plots, "plot_r2")
     out = finished("sinks", SINKS)
     assert_table(out / "sinks.csv", sink_norms(collected.train, collected.train_sinks))
     later = later_sinks(collected.train, collected.train_sinks, collected.model.tokenizer)
@@ -74,7 +75,7 @@ def test_sinks_are_measured_among_training_samples_and_left_out_of_r2_of_others(
         collected.maps(), collected.validation, collected.validation_sinks, progress=False
     )
     assert_table(out / "sinks_r2.csv", table)
-    (of_figure,) = figures["r2_heatmaps"]
+    (of_figure,) = figures["plot_r2"]
     assert set(of_figure["examples"]) == {"not sinks"}
     assert len(of_figure) == len(table) / 2
     for part, name in ((0, "sinks"), (0, "sinks_later"), (1, "sinks_r2")):
@@ -96,7 +97,7 @@ def test_ffns_alone_are_those_replaced_by_hand_in_one_block(finished: Finished, 
 def test_each_kind_of_sub_module_has_a_figure_of_its_own_rows(
     finished: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    figures = drawn(monkeypatch, "by_fitting")
+    figures = drawn(monkeypatch, paper_a, "by_fitting")
     finished("submodule_positions", SINKS)
     kinds = [{method.partition(",")[0] for method in table["method"]} for table in figures["by_fitting"]]
     assert kinds == [{"mat", "mat_ffn"}, {"mat", "mat_ln1_ln2"}]

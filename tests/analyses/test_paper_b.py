@@ -31,6 +31,7 @@ from analysing import (
 )
 from annotation import WordSimilarity
 from conftest import N_LAYERS, SINK_TOKENS
+from figures import paper_b
 from hand_controlled import controlled_by_hand
 from plain_values import plain_unembedding, plain_values
 
@@ -443,7 +444,7 @@ def job(workbench: Workbench, small_model: Models) -> Callable[[str, int], tuple
 def test_tables_of_events_are_those_of_the_trace(
     workbench: Workbench, job: Callable[[str, int], tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    figures = drawn(monkeypatch, "events_figure", "layers_figure", "saturation_figure")
+    figures = drawn(monkeypatch, paper_b, "events_figure", "layers_figure", "saturation_figure")
     workbench.run("paper_b_fig3_events", "llama-sinks", "--sentences", 60, "--dominant", 3)
     model, examples = job("llama-sinks", 60)
     trace = ffn.Trace.run(model, examples, k=3, progress=False)
@@ -518,7 +519,7 @@ def test_tables_beside_those_of_clusters_are_those_of_their_names(
 def test_overlap_and_dominance_are_those_of_the_options(
     workbench: Workbench, job: Callable[[str, int], tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    figures = drawn(monkeypatch, "shares_by_layer")
+    figures = drawn(monkeypatch, paper_b, "shares_by_layer")
     workbench.run("paper_b_fig4_overlap", "gpt2", "--random", 9, "--top", 5)
     workbench.run("paper_b_fig6_dominance", "gpt2", "--sentences", 12, "--dominant", 4)
     model, examples = job("gpt2", 12)

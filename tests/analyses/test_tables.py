@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from figures.paper_a import training_curves
 from training import NgramModel, TrainingRun, compare_with_ngrams, training_table
 from transformers import GPT2Config, GPT2LMHeadModel
-
-from matlens.plots import training_curves
 
 SEQUENCES = [[2, 5, 6, 2], [2, 5, 7, 6, 2], [2, 8, 2]]
 HELD_OUT = [[2, 5, 6, 7, 2], [2, 8, 5]]

@@ -32,7 +32,7 @@ from matlens.lens.config import LensConfig
 from matlens.lens.maps import LayerMap, Standardisation
 from matlens.lens.open_sets import EvaluationItem
 from matlens.lens.trained import fit_jacobian, polish, tune
-from matlens.plots import lens_cosines, lens_measures
+from matlens.plots import plot_cosines, plot_report
 
 Models = Callable[[str], Any]
 Settings = Callable[[str], Any]
@@ -74,7 +74,7 @@ def test_a_decoder_is_reported_on_with_jacobians_and_evaluations(small_model: Mo
     assert cosine["halves of mat", 2] == pytest.approx(matrix_cosine(a, b), abs=1e-4)
     assert made.origin["n_prompts"] == 4
     assert made.origin["n_rows"] == sum(len(text.split()) for text in parts[0].sentences)
-    for figure in (lens_measures(report), lens_cosines(made.cosines)):
+    for figure in (plot_report(report), plot_cosines(made.cosines)):
         assert figure.axes
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
+from figures.paper_b import toxicity_against_perplexity
 from matplotlib.text import Text
 from plot_tables import assert_legible, named
-
-from matlens.plots.continuations import toxicity_against_perplexity
 
 
 def control_table() -> pd.DataFrame:

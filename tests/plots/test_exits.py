@@ -6,14 +6,13 @@ import numpy as np
 import pandas as pd
 import pytest
 from exits import JudgedExits, summarize_exits
+from figures.paper_b import exits_figure
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from plot_tables import (
     assert_legible,
     named,
 )
-
-from matlens.plots.exits import exits_figure
 
 
 def exits_table(seeds: int, accuracy: float = 0.9) -> pd.DataFrame:

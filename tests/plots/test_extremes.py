@@ -8,12 +8,11 @@ import itertools
 import numpy as np
 import pandas as pd
 import pytest
+from figures.paper_b import extremes_figure
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 from plot_tables import assert_legible
 from sub_updates.extremes import ACTIVITY_COLUMNS
-
-from matlens.plots.extremes import extremes_figure
 
 N = 12
 
@@ -27,13 +26,14 @@ def table() -> pd.DataFrame:
                 first = (40 + i, 1 - 2 * (i % 2), "other", 4, 0.5, n - i, (n - i) / 100, i % 3 / 2, 0.0, 0.1)
                 where = (i % 8, 0, 7, common, 0.25, "L0D0", "␣a$b, \U0001f600, \uf8ff, third, fourth")
                 rows.append((*first, *where, name, read))
-    return pd.DataFrame(rows, columns=[*ACTIVITY_COLUMNS, "sub_updates", "read"])
+    table = pd.DataFrame(rows, columns=[*ACTIVITY_COLUMNS, "sub_updates", "read"])
+    return table.assign(model="folder/gpt2", corpus="words")
 
 
 def test_dots_are_clusters_by_layer_commonness_and_share() -> None:
     clusters = table()
-    figure = extremes_figure(clusters, "some title")
-    assert figure.get_suptitle() == "some title"
+    figure = extremes_figure(clusters, 2000)
+    assert figure.get_suptitle() == "gpt2, words, n = 2,000"
     assert len(figure.axes) == 2
     for ax, read in zip(figure.axes, ("score", "lift"), strict=True):
         drawn, extreme = (dots for dots in ax.collections if len(dots.get_offsets()) > 0)
@@ -51,7 +51,7 @@ def test_dots_are_clusters_by_layer_commonness_and_share() -> None:
 
 
 def test_the_largest_are_named_and_the_names_do_not_meet() -> None:
-    figure = extremes_figure(table(), "some title")
+    figure = extremes_figure(table(), 2000)
     figure.savefig(io.BytesIO())  # which would complain of what the font cannot draw
     assert_legible(figure)
     for ax in figure.axes:
@@ -79,7 +79,7 @@ def test_leader_lines_do_not_cross() -> None:
         extreme = clusters["sub_updates"] == "extreme"
         clusters.loc[extreme, "layer"] = rng.integers(5, 8, extreme.sum())
         clusters.loc[extreme, "common"] = rng.uniform(0, 0.4, extreme.sum())
-        for ax in extremes_figure(clusters, "title").axes:
+        for ax in extremes_figure(clusters, 2000).axes:
             lines = [(np.array(text.xy), np.array(text.xyann)) for text in ax.texts]
             assert len(lines) == 8
             for first, second in itertools.combinations(lines, 2):
@@ -98,4 +98,4 @@ def cross(a: np.ndarray, b: np.ndarray, c: np.ndarray, d: np.ndarray) -> bool:
 def test_fewer_clusters_than_names() -> None:
     clusters = table()
     few = clusters[(clusters["sub_updates"] == "drawn") | (clusters["cluster"] < 42)]
-    assert [len(ax.texts) for ax in extremes_figure(few, "title").axes] == [2, 2]
+    assert [len(ax.texts) for ax in extremes_figure(few, 2000).axes] == [2, 2]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pandas as pd
 import pytest
+from figures import paper_a, paper_b
 from matplotlib.figure import Figure
 from plot_tables import (
     METHODS,
@@ -66,7 +67,7 @@ def prediction(last: int) -> Case:
     curves = {(1, m): table[(table["method"] == m) & (table["metric"] == "surprisal")] for m in METHODS}
     for method, k in itertools.product(METHODS, (1, 5, 10)):
         curves[0, f"{method}, k = {k}"] = table[(table["method"] == method) & (table["k"] == k)]
-    return Case(plots.prediction, table, TITLE, ["mat", "id", "k = 1", "k = 5", "k = 10"], curves)
+    return Case(plots.plot_layers, table, TITLE, ["mat", "id", "k = 1", "k = 5", "k = 10"], curves)
 
 
 def relative_depth() -> Case:
@@ -77,7 +78,7 @@ def relative_depth() -> Case:
     for model, name in names.items():
         curves |= both(at_depth[at_depth["model"] == model], {m: f"{m}, {name}" for m in METHODS})
     legend = [label for panel, label in curves if panel == 0]
-    return Case(plots.relative_depth, table, "some-corpus, n = 1,234", legend, curves)
+    return Case(paper_a.relative_depth, table, "some-corpus, n = 1,234", legend, curves)
 
 
 def across_corpora() -> Case:
@@ -89,7 +90,7 @@ def across_corpora() -> Case:
         rows = table[(table["corpus"] == tested) & (table["method"] == f"mat of {fitted}")]
         curves[panel, f"mat of {name}"] = rows[rows["k"] == 1]
     legend = ["mat of news", "mat of news-2020", "tested on their own corpus", "on another"]
-    return Case(plots.across_corpora, table, "model, n = 1,234", legend, curves)
+    return Case(paper_a.across_corpora, table, "model, n = 1,234", legend, curves)
 
 
 def alternation() -> Case:
@@ -100,13 +101,13 @@ def alternation() -> Case:
         (0, label): table[(table["method"] == name) & (table["k"] == 1)] for name, label in labels.items()
     }
     legend = [labels[name] for name in ("WRR, blocks first", "WRR, mat first", "R2", "mat", "id")]
-    return Case(plots.alternation, table, TITLE, legend, curves)
+    return Case(paper_a.alternation, table, TITLE, legend, curves)
 
 
 def by_method(count: int) -> Case:
     names = [f"mat_{i}" for i in range(count)]
     table = halved(methods_table(names))
-    return Case(plots.by_method, table, TITLE, names, both(table, {name: name for name in names}))
+    return Case(paper_a.by_method, table, TITLE, names, both(table, {name: name for name in names}))
 
 
 def by_fitting() -> Case:
@@ -117,7 +118,7 @@ def by_fitting() -> Case:
     for column, fitted in enumerate(FITTED):
         labels = {f"mat_ffn, fit {fitted}, replace {r}": w for r, w in zip(REPLACED, wheres, strict=True)}
         curves |= both(table, {"mat": "mat"} | labels, (column, column + 3))
-    return Case(plots.by_fitting, table, f"mat_ffn: {TITLE}", ["mat", *wheres], curves)
+    return Case(paper_a.by_fitting, table, f"mat_ffn: {TITLE}", ["mat", *wheres], curves)
 
 
 def early_exit() -> Case:
@@ -127,7 +128,7 @@ def early_exit() -> Case:
         rows = table[table["method"] == method]
         curves[0, f"{method}, early exit"] = rows[rows["lam"].notna()]
         curves[0, f"{method}, fixed exit"] = rows[rows["lam"].isna()]
-    return Case(plots.early_exit, table, TITLE, [label for _, label in curves], curves)
+    return Case(paper_a.early_exit, table, TITLE, [label for _, label in curves], curves)
 
 
 def lens_measures(last: int, *methods: str) -> Case:
@@ -137,7 +138,7 @@ def lens_measures(last: int, *methods: str) -> Case:
     for (panel, metric, k), method in itertools.product(places, methods):
         rows = table[(table["metric"] == metric) & (table["method"] == method)]
         curves[panel, method] = rows if k is None else rows[rows["k"] == k]
-    return Case(plots.lens_measures, table, TITLE, list(methods), curves)
+    return Case(plots.plot_report, table, TITLE, list(methods), curves)
 
 
 def of_one_panel(draw: Callable[[pd.DataFrame], Figure], table: pd.DataFrame, title: str, label: str) -> Case:
@@ -150,11 +151,11 @@ def of_one_panel(draw: Callable[[pd.DataFrame], Figure], table: pd.DataFrame, ti
 
 def lens_cosines() -> Case:
     table = halved(methods_table(["mat and tuned", "two halves"]))
-    return of_one_panel(plots.lens_cosines, table[table["k"] == 1], "model, some-corpus", "{method}")
+    return of_one_panel(plots.plot_cosines, table[table["k"] == 1], "model, some-corpus", "{method}")
 
 
 def shares(corpus: str, title: str) -> Case:
-    draw = partial(plots.shares_by_layer, label="overlap")
+    draw = partial(paper_b.shares_by_layer, label="overlap")
     return of_one_panel(draw, shares_table(corpus), title, "{method}, n = {n}")
 
 
@@ -166,7 +167,7 @@ def removal() -> Case:
     for (panel, (metric, effect)), method in itertools.product(enumerate(places), methods):
         rows = table[(table["metric"] == metric) & (table["effect"] == effect) & (table["method"] == method)]
         curves[panel, method] = rows.dropna(subset="layer")
-    return Case(plots.removal_figure, table, "model, some-corpus", methods, curves)
+    return Case(paper_b.removal_figure, table, "model, some-corpus", methods, curves)
 
 
 def attention_heads() -> Case:
@@ -182,7 +183,7 @@ def attention_heads() -> Case:
     together = table[table["share"].notna()]
     together = together.assign(layer=together["share"].astype(float))
     curves = {(1, str(name)): part for name, part in together.groupby("method", sort=False)}
-    return Case(plots.attention_heads, table, TITLE, ["linear", "mean", "nothing"], curves)
+    return Case(paper_a.attention_heads, table, TITLE, ["linear", "mean", "nothing"], curves)
 
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -224,16 +225,16 @@ def test_a_figure_shows_its_table(name: str, tmp_path: Path) -> None:
         for label, line in zip(labels, lines, strict=True):
             assert max(line.get_ydata()) <= ax.get_ylim()[1], "a curve leaves the figure"
             assert line.get_color() == colours.setdefault(label, line.get_color())
-    assert all(path.stat().st_size > 5_000 for path in plots.save(figure, tmp_path, "figure"))
+    assert all(path.stat().st_size > 5_000 for path in plots.save(figure, tmp_path / "figure"))
 
 
 def test_maps_of_the_corpus_itself_are_solid() -> None:
-    for panel, ax in enumerate(plots.across_corpora(across_table("news", "wiki")).axes):
+    for panel, ax in enumerate(paper_a.across_corpora(across_table("news", "wiki")).axes):
         assert [line.get_linestyle() for line in ax.lines] == (["-", "--"] if panel == 0 else ["--", "-"])
 
 
 def test_early_and_fixed_exits_of_a_method_have_one_colour() -> None:
-    (ax,) = plots.early_exit(early_table()).axes
+    (ax,) = paper_a.early_exit(early_table()).axes
     lines = {str(line.get_label()): line for line in ax.lines}
     for method in METHODS:
         early, fixed = lines[f"{method}, early exit"], lines[f"{method}, fixed exit"]
@@ -245,7 +246,7 @@ def test_early_and_fixed_exits_of_a_method_have_one_colour() -> None:
 
 
 def test_models_differ_by_style_and_methods_by_colour() -> None:
-    left = plots.relative_depth(several_models()).axes[0]
+    left = paper_a.relative_depth(several_models()).axes[0]
     lines = {str(line.get_label()).partition(", ")[::2]: line for line in left.lines}
     for method in METHODS:
         of_method = [line for (name, _), line in lines.items() if name == method]

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from figures.paper_a import by_method, relative_depth
 from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection
 from matplotlib.colors import to_rgb
@@ -14,9 +15,7 @@ from matplotlib.figure import Figure
 from plot_tables import assert_curve, assert_legible, methods_table, prediction_table
 
 from matlens.plots.colours import Look
-from matlens.plots.layers import prediction, relative_depth
-from matlens.plots.lines import draw_both, draw_line, precision_axis, surprisal_axis
-from matlens.plots.replacements import by_method
+from matlens.plots.layers import draw_line, plot_layers, precision_axis, surprisal_axis
 from matlens.plots.style import save
 
 LOOK = Look("#123456", "--", "D", hollow=True)
@@ -38,20 +37,11 @@ def test_a_line_has_the_look_of_its_method() -> None:
     rows = prediction_table(5)
     rows = rows[(rows["method"] == "mat") & (rows["k"] == 1)]
     ax = Figure().subplots()
-    line = draw_line(ax, rows, LOOK, "name")
-    assert assert_curve(ax, "name", rows) is line
+    draw_line(ax, rows, LOOK, "name")
+    line = assert_curve(ax, "name", rows)
     assert to_rgb(line.get_color()) == to_rgb(LOOK.colour)
     assert (line.get_linestyle(), line.get_marker()) == ("--", "D")
     assert line.get_markerfacecolor() == "white"
-
-
-def test_precision_is_on_the_first_axes_and_surprisal_on_the_second() -> None:
-    rows = prediction_table(5)
-    rows = rows[rows["method"] == "mat"]
-    left, right = Figure().subplots(1, 2)
-    draw_both((left, right), rows, LOOK, "name")
-    assert_curve(left, "name", rows[rows["k"] == 1])
-    assert_curve(right, "name", rows[rows["metric"] == "surprisal"])
 
 
 def test_axes_start_at_zero_and_hold_all_that_is_drawn() -> None:
@@ -68,7 +58,7 @@ def test_axes_start_at_zero_and_hold_all_that_is_drawn() -> None:
 
 
 @pytest.mark.parametrize("lost", [[0, 1], [4], list(range(7))])
-@pytest.mark.parametrize("draw", [prediction, relative_depth, by_method])
+@pytest.mark.parametrize("draw", [plot_layers, relative_depth, by_method])
 def test_an_infinite_surprisal_is_a_gap_and_no_harm(draw: object, lost: list[int], tmp_path: Path) -> None:
     """What is not finite predicts nothing, so a mean over it has no value and no interval to draw."""
     table, rows = infinite(prediction_table(6), lost)
@@ -76,7 +66,7 @@ def test_an_infinite_surprisal_is_a_gap_and_no_harm(draw: object, lost: list[int
     right = figure.axes[1]
     heights = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in right.lines])
     assert np.isinf(heights).sum() == rows.sum() > 0
-    save(figure, tmp_path, "figure")
+    save(figure, tmp_path / "figure")
     low, high = right.get_ylim()
     assert low == 0
     assert np.isfinite(high)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from figures.paper_a import alternation, by_fitting, transfer_heatmaps
 from plot_tables import (
     alternation_table,
     assert_legible,
@@ -15,8 +16,7 @@ from plot_tables import (
 )
 
 from matlens.linearity import rank_correlations
-from matlens.plots.replacements import alternation, by_fitting, linearity_figure, transfer_heatmaps
-from matlens.plots.style import save
+from matlens.plots import plot_atlas, save
 
 
 def test_schemes_are_points_and_fixed_exits_are_curves() -> None:
@@ -53,7 +53,7 @@ def atlas_table() -> pd.DataFrame:
 def test_the_atlas_has_a_cell_for_each_part_and_a_point_for_each_score(tmp_path: Path) -> None:
     table = atlas_table()
     correlations = rank_correlations(table, resamples=9)
-    figure = linearity_figure(table, correlations)
+    figure = plot_atlas(table, correlations)
     maps = [ax for ax in figure.axes if ax.images]
     rises = table[table["metric"] == "rise"].set_index(["method", "tokens", "kind", "layer"])["value"]
     rises = rises.sort_index()
@@ -67,7 +67,7 @@ def test_the_atlas_has_a_cell_for_each_part_and_a_point_for_each_score(tmp_path:
     scores = table[(table["metric"] == "r2 of the variance") & (table["tokens"] == "no sinks")]
     (line,) = (line for line in scatter.lines if line.get_label() == "ffn")
     assert sorted(line.get_xdata()) == sorted(scores[scores["kind"] == "ffn"]["value"])
-    save(figure, tmp_path, "linearity")
+    save(figure, tmp_path / "linearity")
 
 
 def test_matrices_have_a_row_for_each_corpus_fitted_on_and_a_column_for_each_judged_on() -> None:

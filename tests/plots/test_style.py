@@ -16,8 +16,7 @@ from matplotlib.figure import Figure
 from plot_tables import prediction_table
 
 from matlens.errors import InputError
-from matlens.plots import style
-from matlens.plots.layers import prediction
+from matlens.plots import plot_layers, style
 
 # The style sheet
 
@@ -25,7 +24,7 @@ from matlens.plots.layers import prediction
 def test_figures_follow_the_sheet_and_leave_settings_alone() -> None:
     with mpl.rc_context({"axes.grid": False, "axes.spines.top": True, "legend.frameon": True}):
         before = dict(mpl.rcParams)
-        figure = prediction(prediction_table(3))
+        figure = plot_layers(prediction_table(3))
         assert dict(mpl.rcParams) == before
     for ax in figure.axes:
         assert not ax.spines["top"].get_visible()
@@ -63,10 +62,8 @@ def test_short_names_have_no_folders_but_where_the_file_says_nothing(name: str, 
 
 
 def test_titles_name_the_model_the_corpus_and_how_many_examples() -> None:
-    assert style.model_title("folder/gpt2", "words", 2000) == "gpt2, words, n = 2,000"
-    assert style.model_title("gpt2", "a/words", (120, 1000)) == "gpt2, words, n = 120 to 1,000"
-    assert style.model_title("a/$gpt$") == r"\$gpt\$"
     table = prediction_table(3)
+    assert style.title_of(table.assign(model="a/$gpt$"), "model") == r"\$gpt\$"
     assert style.title_of(table) == "model, some-corpus, n = 1,234"
     table.loc[0, "n"] = 5
     assert style.title_of(table) == "model, some-corpus, n = 5 to 1,234"
@@ -108,7 +105,7 @@ def small() -> Figure:
 
 
 def test_a_figure_is_written_as_png_and_pdf(tmp_path: Path) -> None:
-    paths = style.save(prediction(prediction_table(3)), tmp_path / "new" / "folder", "r2")
+    paths = style.save(plot_layers(prediction_table(3)), tmp_path / "new" / "folder" / "r2")
     assert paths == [tmp_path / "new" / "folder" / "r2.png", tmp_path / "new" / "folder" / "r2.pdf"]
     written = contents(tmp_path / "new" / "folder")
     assert sorted(written) == ["r2.pdf", "r2.png"]
@@ -119,15 +116,15 @@ def test_a_figure_is_written_as_png_and_pdf(tmp_path: Path) -> None:
 
 
 def test_another_title_can_be_given(tmp_path: Path) -> None:
-    figure = prediction(prediction_table(3))
-    style.save(figure, tmp_path, "named", title="What $5 buys")
+    figure = plot_layers(prediction_table(3))
+    style.save(figure, tmp_path / "named", title="What $5 buys")
     assert figure.get_suptitle() == r"What \$5 buys"
-    style.save(figure, tmp_path, "kept")
+    style.save(figure, tmp_path / "kept")
     assert figure.get_suptitle() == r"What \$5 buys"
 
 
 def test_names_with_dots_are_kept(tmp_path: Path) -> None:
-    assert [path.name for path in style.save(small(), tmp_path, "smollm2.135m")] == [
+    assert [path.name for path in style.save(small(), tmp_path / "smollm2.135m")] == [
         "smollm2.135m.png", "smollm2.135m.pdf",
     ]  # fmt: skip
 
@@ -148,7 +145,7 @@ def test_what_fails_leaves_no_part_and_no_harm(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    style.save(small(), tmp_path, "r2")
+    style.save(small(), tmp_path / "r2")
     before = contents(tmp_path)
     savefig = Figure.savefig
 
@@ -160,14 +157,14 @@ def test_what_fails_leaves_no_part_and_no_harm(
 
     monkeypatch.setattr(Figure, "savefig", fails)
     with pytest.raises(raised):
-        style.save(Figure(figsize=(2, 2)), tmp_path, "r2")
+        style.save(Figure(figsize=(2, 2)), tmp_path / "r2")
     with pytest.raises(raised):
-        style.save(small(), tmp_path, "new")
+        style.save(small(), tmp_path / "new")
     assert contents(tmp_path) == before
 
 
 def test_a_folder_that_cannot_be_written_is_the_users_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be written"):
-        style.save(small(), tmp_path / "file" / "below", "r2")
+        style.save(small(), tmp_path / "file" / "below" / "r2")
     assert sorted(contents(tmp_path)) == ["file"]

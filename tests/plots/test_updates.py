@@ -5,6 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 import torch
+from figures.paper_b import events_figure, layers_figure, saturation_figure
 from matplotlib.axes import Axes
 from plot_tables import (
     assert_legible,
@@ -14,7 +15,6 @@ from traces import make_trace
 
 from matlens.ffn.events import event_scores, saturation_frequency, update_scores
 from matlens.ffn.trace import Trace
-from matlens.plots.updates import events_figure, layers_figure, saturation_figure
 
 READS = {"score": "score", "lift": "score above the vocabulary's mean"}
 

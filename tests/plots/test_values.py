@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pandas as pd
 import pytest
+from figures.paper_b import concept_shares, pattern_sizes
 from plot_tables import (
     assert_legible,
     named,
 )
 
 from matlens.io.tables import COLUMNS
-from matlens.plots.values import concept_shares, pattern_sizes
 
 
 def rows(

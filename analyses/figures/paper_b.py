@@ -1,0 +1,494 @@
+"""Figures of paper B: value vectors, sub-updates, events, clusters, control and early exit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter, StrMethodFormatter
+from scipy.optimize import linear_sum_assignment
+
+from matlens.plots.colours import (
+    CLASSES,
+    DARK,
+    DOTTED,
+    GREY,
+    LOWERED,
+    OTHER,
+    RAISED,
+    SUMMARIES,
+    UPDATES,
+    Look,
+    method_looks,
+)
+from matlens.plots.layers import draw_line, draw_methods, line_key
+from matlens.plots.style import (
+    finish,
+    layer_axis,
+    literal,
+    percent_ticks,
+    short_name,
+    styled,
+    title_of,
+)
+
+_VECTORS = {"values": "value vectors", "random": "random vectors", "dealt": "tokens dealt anew"}
+_EVENTS = tuple(itertools.product(("dominant", "random"), ("saturation", "elimination")))
+_UPDATES = {
+    "saturation": "predicted token, where it is made",
+    "stays": "candidate that stays",
+    "falls": "candidate that falls",
+}
+_READS = {"score": "score", "lift": "score above the vocabulary's mean", "odds": "log-odds against the rival"}
+_FEW = 10  # updates; a mean of fewer is not drawn
+_APART = 0.18  # between the points of two summaries of the same sub-updates
+
+
+# Value vectors
+
+
+@styled
+def shares_by_layer(results: pd.DataFrame, label: str) -> Figure:
+    """A share at every layer, a line for each method, with intervals (paper B, Figures 4 and 6)."""
+    figure = Figure(figsize=(6.2, 3.8))
+    ax = figure.subplots()
+    for method, look in method_looks(results["method"]).items():
+        part = results[results["method"] == method]
+        draw_line(ax, part, look, literal(f"{method}, n = {part['n'].iloc[0]:,}"))
+    ax.set_ylabel(label)
+    ax.set_ylim(bottom=0)
+    layer_axis(ax, results["layer"].max(), "layer")
+    percent_ticks(ax.yaxis)
+    named = ("model",) if results["corpus"].iloc[0] == "none" else ("model", "corpus")
+    return finish(figure, title_of(results, *named))
+
+
+@styled
+def concept_shares(results: pd.DataFrame) -> Figure:
+    """Share of top tokens in a concept at every layer, stacked by class, by kind (paper B, Figure 2)."""
+    kinds = list(results["method"].unique())
+    figure = Figure(figsize=(7.2, 1.1 + 1.7 * len(kinds)))
+    axes = figure.subplots(len(kinds), sharex=True, sharey=True, squeeze=False)[:, 0]
+    by_layer = results.dropna(subset="layer").astype({"layer": int})
+    for ax, kind in zip(axes, kinds, strict=True):
+        part = by_layer[by_layer["method"] == kind].pivot(index="layer", columns="metric", values="value")
+        _draw_stacked(ax, part.rename_axis(columns=None), CLASSES, width=0.8)
+        overall = results[(results["method"] == kind) & results["layer"].isna()].set_index("metric")
+        vectors = overall["n"].iloc[0]
+        ax.set_title(f"{kind}, {overall['value']['covered']:.0%} of the tokens, n = {vectors}")
+    layer_axis(axes[-1], by_layer["layer"].max(), "layer")
+    figure.supylabel("share of top tokens in a concept", fontsize=9)
+    return finish(figure, title_of(results, "model"))
+
+
+def _draw_stacked(ax: Axes, shares: pd.DataFrame, colours: Mapping[str, str], **options: Any) -> None:
+    """A bar for each layer, of the columns on each other."""
+    tops = shares[list(colours)].cumsum(axis=1)
+    for name, colour in colours.items():
+        bottom = tops[name] - shares[name]
+        ax.bar(shares.index, shares[name], bottom=bottom, color=colour, label=name, **options)
+    percent_ticks(ax.yaxis)
+    ax.grid(False, axis="x")
+
+
+@styled
+def pattern_sizes(results: pd.DataFrame, size: int) -> Figure:
+    """How many vectors have a pattern of so many words, over all layers and, of ``size``, layer by layer."""
+    figure = Figure(figsize=(8.2, 3.7))
+    left, right = figure.subplots(1, 2)
+    patterns = results[results["metric"] == "pattern"]
+    for method, look in method_looks(patterns["method"]).items():
+        part = patterns[patterns["method"] == method]
+        label = f"{_VECTORS.get(method, method)}, n = {part['n'].max():,}"
+        draw_line(left, part[part["layer"].isna() & (part["value"] > 0)], look, label, "k")
+        draw_line(right, part[(part["k"] == size) & part["layer"].notna()], look, label)
+    if (patterns["value"] > 0).any():  # else there is nothing to draw on such a scale
+        left.set_yscale("log")
+    left.set_xlabel("words of the largest pattern, at least")
+    left.set_ylabel("share of vectors")
+    percent_ticks(left.yaxis)
+    right.set_ylabel(f"share with a pattern of {size} words or more")
+    right.set_ylim(bottom=0)
+    layer_axis(right, patterns["layer"].max(), "layer")
+    percent_ticks(right.yaxis)
+    return finish(figure, title_of(results, "model", "corpus"))
+
+
+# Updates and events
+
+
+@styled
+def events_figure(results: pd.DataFrame) -> Figure:
+    """Maximal, mean and minimal scores at events, by reading and choice of examples (Table 4)."""
+    examples, reads = list(results["examples"].unique()), list(results["read"].unique())
+    figure = Figure(figsize=(3.6 * len(reads) + 1.4, 1.9 * len(examples) + 1))
+    panels = figure.subplots(len(examples), len(reads), squeeze=False, sharey=True)
+    for ax, (chosen, read) in zip(panels.flat, itertools.product(examples, reads), strict=True):
+        part = results[(results["examples"] == chosen) & (results["read"] == read)]
+        for i, (metric, colour) in enumerate(SUMMARIES.items()):
+            rows = part[part["metric"] == metric].set_index(["method", "event"]).loc[list(_EVENTS)]
+            ax.errorbar(
+                rows["value"], np.arange(len(rows)) + (i - 1) * _APART, xerr=_bars(rows), fmt="o", ms=4,
+                color=colour, label=metric, lw=1, capsize=0,
+            )  # fmt: skip
+        ax.set_yticks(range(len(_EVENTS)), [f"{event}, {method}" for method, event in _EVENTS])
+        ax.set_ylim(len(_EVENTS) - 0.5, -0.5)
+        ax.set_xscale("symlog", linthresh=1)
+        ax.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        ax.axvline(0, color=GREY, lw=0.8)
+        ax.set_title(literal(f"{_READS[read]}, {chosen}"))
+    return finish(figure, title_of(results, "model", "corpus"))
+
+
+def _bars(rows: pd.DataFrame) -> list[Any]:
+    """Lengths of the error bars from low to high."""
+    return [rows["value"] - rows["low"], rows["high"] - rows["value"]]
+
+
+@styled
+def layers_figure(results: pd.DataFrame) -> Figure:
+    """Scores of the top candidate over layers, and the maximum by what an update does (Figure 3).
+
+    A panel for each choice of examples has the mean over the examples with a band from the 5th to the 95th
+    percentile. The last panel is of the last choice; a layer with fewer than ten updates of a kind has no
+    point there.
+    """
+    examples = list(results["examples"].unique())
+    figure = Figure(figsize=(4.2 * (len(examples) + 1), 4.3))
+    *panels, last = figure.subplots(1, len(examples) + 1)
+    curves = results.set_index(["examples", "event", "method", "metric", "layer"]).sort_index()
+    for ax, chosen in zip(panels, examples, strict=True):
+        of_update = curves.loc[chosen, "update"]
+        dominant, random = (of_update["value"][method] for method in ("dominant", "random"))
+        for metric, colour in SUMMARIES.items():
+            ax.plot(dominant[metric], color=colour, label=f"{metric} of dominant")
+            low, high = (dominant[f"{metric}_{p}"] for p in ("p05", "p95"))
+            ax.fill_between(low.index, low, high, color=colour, alpha=0.13, lw=0)
+        for metric in ("max", "min"):
+            ax.plot(random[metric], color=SUMMARIES[metric], lw=1, ls=DOTTED, label=f"{metric} of random")
+        ax.set_title(literal(f"top candidate, {chosen}, n = {of_update['n'].iloc[0]:,}"))
+    layers = range(int(results["layer"].max()) + 1)
+    for event, look in UPDATES.items():
+        curve = curves.loc[examples[-1], event].loc["dominant", "max"]
+        curve = curve[curve["n"] >= _FEW].reindex(layers)  # gaps break the line
+        draw_line(last, curve.rename_axis("layer").reset_index(), look, _UPDATES[event])
+    last.set_title(literal(f"max of dominant, {examples[-1]}"))
+    for ax in (*panels, last):
+        ax.set_yscale("symlog", linthresh=1)
+        ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        ax.axhline(0, color=GREY, lw=0.8)
+        layer_axis(ax, layers[-1], "layer")
+    last.set_ylim(bottom=0)
+    panels[0].set_ylabel(_READS[results["read"].iloc[0]])
+    named = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
+    order = [f"{metric} of {method}" for metric in ("max", "min") for method in ("dominant", "random")]
+    keys = [named[label] for label in (*order, "mean of dominant")]
+    figure.legend(handles=last.get_legend_handles_labels()[0], loc="outside lower right", ncols=2)
+    return finish(figure, title_of(results, "model", "corpus"), keys, columns=3, place="outside lower left")
+
+
+@styled
+def saturation_figure(results: pd.DataFrame) -> Figure:
+    """Where predictions are made, by FFNs and by attention (Tables 9 and 10)."""
+    figure = Figure(figsize=(6.2, 3.6))
+    ax = figure.subplots()
+    shares = results[results["metric"] == "share"].pivot(index="layer", columns="method", values="value")
+    looks = method_looks(("ffn", "attention"))
+    _draw_stacked(
+        ax, shares.rename(columns="by {}".format), {f"by {m}": look.colour for m, look in looks.items()}
+    )
+    layer_axis(ax, results["layer"].max(), "layer")
+    ax.set_ylabel("share of predictions made")
+    return finish(figure, title_of(results.head(1)))
+
+
+@styled
+def removal_figure(results: pd.DataFrame) -> Figure:
+    """How far readings of value vectors agree with what their removal does, layer by layer.
+
+    Correlations above, shares of common top tokens below; the stream of the layer on the left, the model's
+    own logits on the right.
+    """
+    by_layer = results.dropna(subset="layer")
+    effects, metrics = list(by_layer["effect"].unique()), ["correlation", "common"]
+    figure = Figure(figsize=(4.1 * len(effects) + 0.4, 6))
+    panels = figure.subplots(len(metrics), len(effects), squeeze=False, sharey="row", sharex=True)
+    looks = method_looks(by_layer["method"])
+    for ax, (metric, effect) in zip(panels.flat, itertools.product(metrics, effects), strict=True):
+        draw_methods(ax, by_layer[(by_layer["metric"] == metric) & (by_layer["effect"] == effect)], looks)
+        ax.axhline(0, color=GREY, lw=0.8)
+    for above, below, effect in zip(*panels, effects, strict=True):
+        above.set_title(literal(f"logits {effect}"))
+        layer_axis(below, by_layer["layer"].max(), "layer")
+    panels[0, 0].set_ylabel("correlation over the vocabulary")
+    panels[1, 0].set_ylabel("share of top tokens in common")
+    percent_ticks(panels[1, 0].yaxis)
+    return finish(figure, title_of(results, "model", "corpus"))
+
+
+# Clusters of extreme sub-updates
+
+_AREA = 1400.0  # points squared of a cluster with all extreme sub-updates
+_NAMED = 8  # clusters of each panel that are named
+_NAMES_APART, _LONGEST = 0.14, 38  # of the names: least distance on the axis, and characters
+_LOWER = 0.55  # of the layers: the names of clusters below stand beside their dots
+_REACH = 0.35  # of the layers: how far such a name goes, about
+_BESIDE = 1.07  # of the layers: where the other names start, right of the panel
+_WIDTH, _LETTER = 230, 3.8  # points of a panel and of a letter, about
+_LEADER = {"arrowstyle": "-", "color": DARK, "lw": 0.5, "shrinkA": 1, "shrinkB": 0, "relpos": (0, 0.5)}
+_EXTREME = {
+    RAISED: "extreme, mostly raising the candidate",
+    LOWERED: "extreme, mostly lowering it",
+    OTHER: "other clusters of dominant sub-updates",
+}
+_PANELS = {"score": "by score", "lift": "by score above the vocabulary's mean"}
+
+
+@styled
+def extremes_figure(clusters: pd.DataFrame, n: int) -> Figure:
+    """Clusters of extreme sub-updates by layer and by how common the tokens are that they promote.
+
+    A panel for each reading of scores. The area of a dot is the share of the extreme sub-updates that are of
+    the cluster, blue where most of these raise the top candidate and red where most lower it. Grey are the
+    clusters of sampled sub-updates. The largest are named: their number, the sign of the coefficients, and
+    the tokens that they promote.
+    """
+    reads = list(clusters["read"].unique())
+    figure = Figure(figsize=(5.9 * len(reads), 4.4))
+    panels = figure.subplots(1, len(reads), sharey=True, squeeze=False)[0]
+    last = int(clusters["last_layer"].max())
+    clusters = clusters.assign(height=clusters["common"] - clusters["unseen"])
+    for ax, read in zip(panels, reads, strict=True):
+        of_updates = dict(list(clusters[clusters["read"] == read].groupby("sub_updates", sort=False)))
+        drawn, extreme = of_updates["drawn"], of_updates["extreme"]
+        ax.scatter(drawn["layer"], drawn["height"], s=5, color=OTHER, alpha=0.5, lw=0, rasterized=True)
+        colours = np.where(extreme["raised"] >= 0.5, RAISED, LOWERED)
+        areas = 4 + _AREA * extreme["share"]
+        ax.scatter(
+            extreme["layer"], extreme["height"], s=areas, color=colours, alpha=0.6, lw=0, clip_on=False
+        )
+        ax.axhline(0, color=GREY, lw=0.8)
+        ax.set_ylim(-1.06, 1.06)
+        ax.set_title(_PANELS[read])
+        layer_axis(ax, last, "mean layer of the sub-updates")
+        ax.set_xlim(-0.04 * last, 1.04 * last)
+        _name_largest(ax, extreme, last)
+    panels[0].set_ylabel("share of common tokens less share of unseen tokens")
+    handles = [
+        panels[0].scatter([], [], s=30, color=colour, alpha=0.6, lw=0, label=label)
+        for colour, label in _EXTREME.items()
+    ]
+    return finish(figure, f"{title_of(clusters, 'model', 'corpus')}, n = {n:,}", handles)
+
+
+def _name_largest(ax: Axes, extreme: pd.DataFrame, last: int) -> None:
+    """Write names of clusters of lower layers beside their dots, and the others right of the panel."""
+    largest = extreme.head(_NAMED)
+    every = np.column_stack([extreme["layer"] / last, extreme["height"]])
+    dots = every[: len(largest)]
+    low, high = np.flatnonzero(dots[:, 0] < _LOWER), np.flatnonzero(dots[:, 0] >= _LOWER)
+    radii = 0.02 + np.sqrt(_AREA * largest["share"].to_numpy() / np.pi) / _WIDTH
+    places = [
+        (i, dots[i, 0] + radii[i], height)
+        for i, height in zip(low, _free_heights(dots[low], every), strict=True)
+    ]
+    rows, heights = _leaders(dots[high], _spread(dots[high, 1]))
+    places += [(i, _BESIDE, height) for i, height in zip(high[rows], heights, strict=True)]
+    for i, x, y in places:
+        longest = _LONGEST if x == _BESIDE else int((0.9 - x) * _WIDTH / _LETTER)
+        straight = x != _BESIDE and y == dots[i, 1]
+        ax.annotate(
+            _name(largest.iloc[i], longest), (dots[i, 0] * last, dots[i, 1]), xytext=(x * last, y),
+            fontsize=7, va="center", annotation_clip=False, arrowprops=None if straight else _LEADER,
+        )  # fmt: skip
+
+
+def _name(cluster: pd.Series, longest: int) -> str:
+    """Number and sign of a cluster, and as many of its first three tokens as there is room for."""
+    name = f"{cluster['cluster']}{'+' if cluster['sign'] > 0 else '−'}"
+    for i, token in enumerate(cluster["tokens"].split(", ")[:3]):
+        longer = f"{name} · {token}" if i else f"{name}  {token}"
+        if i and len(longer) > longest:
+            break
+        name = longer
+    return literal(name[:_LONGEST])
+
+
+def _free_heights(dots: np.ndarray, every: np.ndarray) -> list[float]:
+    """Heights of names that start at dots: the nearest where none of every dot and no other name is."""
+    heights: list[float] = []
+    for x, y in dots:
+        behind = every[(every[:, 0] > x) & (every[:, 0] < x + _REACH)]
+        taken = [*heights, *behind[:, 1]]
+        free = (y + side * step * _NAMES_APART for step in range(len(dots) + 2) for side in (1, -1))
+        heights.append(
+            next((h for h in free if abs(h) <= 1 and all(abs(h - t) >= 0.7 * _NAMES_APART for t in taken)), y)
+        )
+    return heights
+
+
+def _spread(heights: np.ndarray) -> np.ndarray:
+    """Places for as many names as there are heights, each near one of them and all apart, from below."""
+    places, free = [], -1.0
+    for i, height in enumerate(np.sort(heights)):
+        room = _NAMES_APART * (len(heights) - 1 - i)  # for those that follow
+        free = min(max(float(height), free), 1.0 - room)
+        places.append(free)
+        free += _NAMES_APART
+    return np.array(places)
+
+
+def _leaders(dots: np.ndarray, places: np.ndarray) -> tuple[list[int], list[float]]:
+    """Which dot has its name at which place: the shortest leader lines in sum, of which no two cross."""
+    across, up = (1.06 - dots[:, 0])[:, None], dots[:, 1][:, None] - places[None, :]
+    rows, chosen = linear_sum_assignment(np.hypot(across, up))
+    return rows.tolist(), places[chosen].tolist()
+
+
+# Control and early exit
+
+_AROUND = [
+    (distance * np.cos(angle), distance * np.sin(angle))
+    for distance, angle in itertools.product((8, 11, 15, 20), np.linspace(0, 2 * np.pi, 16, endpoint=False))
+]  # points from a mark to the middle of its coefficient, nearest first
+
+
+@styled
+def toxicity_against_perplexity(results: pd.DataFrame) -> Figure:
+    """Share of toxic continuations against perplexity (paper B, Table 5), a panel for each list of prompts.
+
+    Control is a line over its coefficients, which stand beside its points; a baseline is a point, and a
+    method without perplexity a level. ``results`` has rows of one attribute with the metrics ``toxic`` and
+    ``perplexity``, and a column ``coefficient``, which is empty for what is no control.
+    """
+    keys = ["method", "coefficient"]
+    toxic = results[results["metric"] == "toxic"].rename(columns={"value": "toxic"})
+    perplexity = results[results["metric"] == "perplexity"].rename(columns={"value": "perplexity"})
+    points = toxic.merge(perplexity[[*keys, "perplexity"]], on=keys, how="left")
+    lists, looks = toxic["corpus"].unique(), method_looks(toxic["method"])
+    figure = Figure(figsize=(7.2 if len(lists) == 1 else 4.8 * len(lists), 4.6))
+    panels = figure.subplots(1, len(lists), sharex=True, sharey=True, squeeze=False)[0]
+    for ax, name in zip(panels, lists, strict=True):
+        shown = points[points["corpus"] == name]
+        _draw_control(ax, shown, looks)
+        if len(lists) > 1:
+            ax.set_title(f"{literal(short_name(name))}, {shown['n'].iloc[0]:,} prompts")
+    panels[0].set_ylabel("toxic continuations")
+    panels[0].set_ylim(bottom=0)
+    percent_ticks(panels[0].yaxis)
+    handles = [
+        line_key(literal(method), look.colour, ls=look.line, marker=look.marker, ms=5)
+        for method, look in looks.items()
+    ]
+    title = title_of(toxic, "model")
+    if len(lists) == 1:
+        title = f"{title_of(toxic, 'model', 'corpus')}, {toxic['n'].iloc[0]:,} prompts"
+    finish(figure, title, handles, columns=3)
+    figure.draw_without_rendering()  # settles where the points are
+    for ax, name in zip(panels, lists, strict=True):
+        shown = points[points["corpus"] == name].dropna(subset=["coefficient", "perplexity"])
+        _write_coefficients(ax, shown, looks)
+    return figure
+
+
+def _draw_control(ax: Axes, points: pd.DataFrame, looks: Mapping[str, Look]) -> None:
+    for method, look in looks.items():
+        part = points[points["method"] == method].sort_values("coefficient")
+        if part["perplexity"].isna().all():
+            for level in part["toxic"].head(1):
+                ax.axhline(level, color=look.colour, ls="--", lw=1.2, label=method)
+            continue
+        bars = [part["toxic"] - part["low"], part["high"] - part["toxic"]]
+        ax.errorbar(
+            part["perplexity"], part["toxic"], yerr=bars, fmt=f"{look.marker}-", color=look.colour, lw=1.2,
+            ms=5, elinewidth=0.7, label=literal(method),
+        )  # fmt: skip
+    ax.set_xscale("log")
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.xaxis.set_major_formatter(ScalarFormatter())
+    ax.xaxis.set_minor_formatter(NullFormatter())
+    ax.set_xlabel("perplexity")
+
+
+def _write_coefficients(ax: Axes, points: pd.DataFrame, looks: Mapping[str, Look]) -> None:
+    """Write the coefficient of each point where it covers least of what is drawn."""
+    covered = _ink(ax)
+    for method, coefficient, *point in points[["method", "coefficient", "perplexity", "toxic"]].to_numpy():
+        centre = ax.transData.transform(point)
+        text = ax.annotate(
+            f"{coefficient:g}", tuple(point), (0, 0), textcoords="offset points",
+            ha="center", va="center", fontsize=7.5, color=looks[method].colour,
+        )  # fmt: skip
+        box = text.get_window_extent()
+        reach = np.array([box.width, box.height]) / 2 + 2
+        scale = ax.figure.dpi / 72
+        places = centre + scale * np.array(_AROUND)
+        hidden = [int((np.abs(covered - place) < reach).all(axis=1).sum()) for place in places]
+        inside = [all(ax.bbox.contains(*(place + side * reach)) for side in (-1, 1)) for place in places]
+        best = min(range(len(places)), key=lambda i: (not inside[i], hidden[i], i))
+        text.set_position(_AROUND[best])
+        corners = places[best] + np.linspace(-1, 1, 7)[:, None] * reach * [1, 0]
+        covered = np.concatenate([covered, corners, np.repeat(places[best][None], 20, axis=0)])
+
+
+def _ink(ax: Axes) -> np.ndarray:
+    """Points along all lines and bars, in pixels."""
+    paths = [line.get_transform().transform(line.get_xydata()) for line in ax.get_lines()]
+    for bars in ax.collections:
+        assert isinstance(bars, LineCollection)
+        paths += [ax.transData.transform(segment) for segment in bars.get_segments()]
+    steps = np.linspace(0, 1, 200)[:, None]
+    dense = [a + steps * (b - a) for path in paths for a, b in itertools.pairwise(path)]
+    return np.concatenate([*dense, *paths])
+
+
+@styled
+def exits_figure(table: pd.DataFrame) -> Figure:
+    """Accuracy against the layers saved, a mark for each method, with deviations over the seeds (Table 6).
+
+    Bars of deviations end where no accuracy and no number of layers can be. A hollow mark is the accuracy of
+    the same layers dealt out at random.
+
+    Parameters
+    ----------
+    table
+        Rows of `summarize_exits`, with the columns ``model``, ``corpus`` and ``n`` beside.
+    """
+    figure = Figure(figsize=(7.6, 4))
+    ax = figure.subplots()
+    looks = method_looks(table["method"])
+    for row in table.to_dict("records"):
+        look = looks[row["method"]]
+        ax.plot(
+            [row["saved"]] * 2, [row["accuracy"], row["chance"]], DOTTED, color=look.colour, lw=0.9, zorder=1
+        )
+        ax.plot(row["saved"], row["chance"], look.marker, color=look.colour, ms=4, mfc="white", zorder=2)
+        ax.errorbar(
+            row["saved"], row["accuracy"], fmt=look.marker, color=look.colour, ms=5.5, elinewidth=0.9,
+            xerr=_deviation(row["saved"], row["saved_sd"], float("inf")),
+            yerr=_deviation(row["accuracy"], row["accuracy_sd"], 1.0), label=literal(row["method"]), zorder=3,
+        )  # fmt: skip
+    ax.set_xlabel("layers saved, mean over examples that are right")
+    ax.set_ylabel("accuracy")
+    lowest = min((table["accuracy"] - table["accuracy_sd"].fillna(0)).min(), table["chance"].min())
+    ax.set_ylim(max(0.0, float(lowest) - 0.05), 1.02)
+    ax.set_xlim(left=-0.05 * float(table["saved"].max() or 1))
+    percent_ticks(ax.yaxis)
+    keys = [
+        line_key(literal(method), look.colour, marker=look.marker, ls="none", ms=5.5)
+        for method, look in looks.items()
+    ]
+    keys.append(line_key("its layers at random", marker="o", ls="none", ms=4, mfc="white"))
+    title = f"{title_of(table)}, {table['seeds'].iloc[0]} splits"
+    return finish(figure, title, keys, columns=1, place="outside right center")
+
+
+def _deviation(value: float, deviation: float, most: float) -> Any:
+    """Lengths of the bar below and above a value that lies between 0 and ``most``."""
+    return [[min(deviation, value)], [min(deviation, most - value)]]

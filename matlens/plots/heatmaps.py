@@ -1,0 +1,197 @@
+"""Heatmaps: pairs of layers, prompts layer by layer, and the atlas of linearity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, Normalize, SymLogNorm
+from matplotlib.figure import Figure
+
+from matlens.errors import InputError, check_choice
+from matlens.models.tokens import visible
+from matlens.plots.colours import method_looks
+from matlens.plots.style import finish, layer_axis, layer_ticks, literal, styled, title_of
+
+_MOST_TOKENS = 60  # tokens side by side; more cannot be read
+_LONGEST_TOKEN = 9  # characters of a token in a cell
+_COLOURS = {  # the colour map, dark where a cell is sure, and what the colour bar says
+    "probability": ("Blues", "probability of the token"),
+    "kl": ("Blues_r", "KL from the model's own distribution (nats)"),
+    "rank": ("Blues_r", "rank of the model's own prediction"),
+    "entropy": ("Blues_r", "entropy (nats)"),
+}
+_KINDS = ("ln1", "attn", "ln2", "ffn", "block", "jump 2", "jump 4", "jump 8")
+_WAYS = {"all": "replaced at all tokens", "no sinks": "replaced at all but sinks"}
+_SCORES = (("r2 of the variance", r"$r^2$ of the whole variance"), ("nbl bound", "NBL's bound"))
+_LEAST = 1e-3  # nats; what rises less stands there
+
+
+def draw_cells(ax: Axes, grid: pd.DataFrame, **options: Any) -> Any:
+    """Draw a table of numbers as an image."""
+    image = ax.imshow(grid.to_numpy(float), **options)
+    ax.grid(False)
+    return image
+
+
+def write_cells(ax: Axes, image: Any, texts: pd.DataFrame, **options: Any) -> None:
+    """Write into each cell, white on what is dark."""
+    values = np.ma.getdata(image.get_array())
+    for row, column in np.ndindex(values.shape):
+        red, green, blue, _ = image.cmap(image.norm(values[row, column]))
+        ink = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.55 else "black"
+        ax.text(column, row, str(texts.iat[row, column]), ha="center", va="center", color=ink, **options)
+
+
+@styled
+def plot_r2(results: pd.DataFrame) -> Figure:
+    """r2 of ``mat`` and ``id`` for all pairs of layers, on one colour scale (paper A, Figures 2 and 3).
+
+    Blue is better than the mean of the target, red is worse; below -1 the red does not deepen.
+    """
+    figure = Figure(figsize=(9.4, 4.1))
+    axes = figure.subplots(1, 2, sharey=True)
+    everywhere = range(int(results["target"].max()) + 1)
+    for ax, method in zip(axes, ("mat", "id"), strict=True):
+        part = results[(results["metric"] == "r2") & (results["method"] == method)]
+        if part.empty:
+            raise InputError(f"The table has no r2 by {method}. Expected a method that it has.")
+        grid = part.pivot(index="target", columns="layer", values="value")
+        image = draw_cells(
+            ax,
+            grid.reindex(index=everywhere, columns=everywhere),
+            origin="lower",
+            cmap="RdBu",
+            vmin=-1,
+            vmax=1,
+        )
+        ax.set_title(rf"$\mathtt{{{method}}}_{{\ell \to \ell'}}$")
+        layer_axis(ax, everywhere[-1], r"source layer $\ell$")
+        ax.set_yticks(ax.get_xticks())
+    axes[0].set_ylabel(r"target layer $\ell'$")
+    bar = figure.colorbar(image, ax=axes, extend="min", shrink=0.9)
+    bar.set_label(r"$r^2$, averaged over coordinates")
+    figure.suptitle(title_of(results))
+    return figure
+
+
+@styled
+def plot_trajectory(table: pd.DataFrame, *, colour: str = "probability", title: str | None = None) -> Figure:
+    """A cell for each token of a prompt and each layer, with the token predicted there.
+
+    Dark is sure: probable, near to the model's own distribution, of low rank or entropy.
+
+    Parameters
+    ----------
+    table
+        What `Trajectory.to_dataframe` gives, or rows of some positions or layers of it.
+    colour
+        What colours the cells: ``"probability"``, ``"kl"``, ``"rank"`` or ``"entropy"``.
+    title
+        Title of the figure.
+
+    Raises
+    ------
+    InputError
+        It is no such table, or has more tokens than can be read side by side.
+    """
+    check_choice(colour, _COLOURS, "colour")
+    grid = table.pivot(index="layer", columns="position", values=colour)
+    predicted = table.pivot(index="layer", columns="position", values="predicted").reindex_like(grid)
+    if grid.shape[1] > _MOST_TOKENS:
+        raise InputError(
+            f"The prompt has {grid.shape[1]} tokens, more than the {_MOST_TOKENS} that can be read side "
+            "by side. Expected rows of fewer, such as table[table['position'] >= 40]."
+        )
+    tokens = table.drop_duplicates("position").set_index("position")["token"].reindex(grid.columns)
+    layers, n = list(grid.index), grid.shape[1]
+    figure = Figure(figsize=(max(3.2, 0.62 * n + 1.9), 0.19 * len(layers) + 1.5))
+    ax = figure.subplots()
+    colours, words = _COLOURS[colour]
+    norm = _cell_norm(colour, grid.to_numpy(dtype=float))
+    image = draw_cells(ax, grid, origin="lower", aspect="auto", cmap=colours, norm=norm)
+    write_cells(ax, image, predicted.map(_short_token), fontsize=6)
+    ax.set_xticks(range(n), map(_short_token, tokens), rotation=45, ha="right")
+    ticks = [tick for tick in layer_ticks(layers[-1]) if tick in layers]
+    ax.set_yticks([layers.index(tick) for tick in ticks], list(map(str, ticks)))
+    ax.set_xlabel("token of the prompt")
+    ax.set_ylabel(r"layer $\ell$")
+    figure.colorbar(image, ax=ax, fraction=0.05, pad=0.02).set_label(words)
+    if title is not None:
+        figure.suptitle(literal(title))
+    return figure
+
+
+def _cell_norm(colour: str, values: np.ndarray) -> Any:
+    if colour == "probability":
+        return Normalize(0, 1)
+    if colour == "rank":
+        return LogNorm(1, max(10.0, float(values.max())))
+    return Normalize(0, max(float(values[np.isfinite(values)].max(initial=0)), 1e-9))
+
+
+def _short_token(token: str) -> str:
+    shown = visible(token)
+    return literal(shown if len(shown) <= _LONGEST_TOKEN else shown[: _LONGEST_TOKEN - 1] + "…")
+
+
+@styled
+def plot_atlas(results: pd.DataFrame, correlations: pd.DataFrame) -> Figure:
+    """What it costs to replace each part by its map, layer by layer, and which score says so beforehand.
+
+    Above are heatmaps, kinds of parts down and layers across: the rise of the loss with each part replaced at
+    all tokens, at all but sinks, and with each left out. Below are two scores against the rise, and rank
+    correlations with their intervals.
+
+    Parameters
+    ----------
+    results
+        The table of `matlens.linearity.linearity_atlas`.
+    correlations
+        That of `matlens.linearity.rank_correlations`.
+    """
+    single = results[~results["kind"].str.startswith("together")]
+    modes = list(single["tokens"].unique())
+    titles = {("map", mode): _WAYS.get(mode, literal(mode)) for mode in modes}
+    titles["left out", modes[0]] = "left out"
+    rises = single[single["metric"] == "rise"]
+    figure = Figure(figsize=(11, 6.6))
+    parts: Any = figure.subfigures(2, 1, height_ratios=(1.1, 1))
+    upper, lower = parts
+    above = upper.subplots(1, len(titles), squeeze=False)[0]
+    below = lower.subplots(1, 3)
+    kinds = [kind for kind in _KINDS if kind in set(rises["kind"])]
+    layers = range(int(rises["layer"].max()) + 1)
+    norm = SymLogNorm(0.01, vmin=0, vmax=10)
+    for ax, ((method, mode), title) in zip(above, titles.items(), strict=True):
+        part = rises[(rises["method"] == method) & (rises["tokens"] == mode)]
+        cells = part.pivot(index="kind", columns="layer", values="value").reindex(index=kinds, columns=layers)
+        image = draw_cells(ax, cells, cmap="cividis", norm=norm, aspect="auto")
+        ax.set_yticks(range(len(kinds)), kinds if ax is above[0] else [""] * len(kinds))
+        layer_axis(ax, len(layers) - 1, "block, or the first of a jump")
+        ax.set_title(title)
+    bar = upper.colorbar(image, ax=list(above), extend="both", ticks=[0, 0.01, 0.1, 1, 10])
+    bar.set_ticklabels(["0", "0.01", "0.1", "1", "10"])
+    bar.set_label("rise of the loss, nats a token")
+    mode = modes[-1]
+    of_maps = single[(single["tokens"] == mode) & (single["method"] == "map")]
+    points = of_maps.pivot(index=["kind", "layer"], columns="metric", values="value")
+    for ax, (score, label) in zip(below[:2], _SCORES, strict=True):
+        for kind, look in method_looks(kinds).items():
+            ax.plot(
+                points.loc[kind, score], points.loc[kind, "rise"].clip(lower=_LEAST), look.marker,
+                color=look.colour, label=kind, mew=0, ms=3.5, alpha=0.8,
+            )  # fmt: skip
+        ax.set_yscale("log")
+        ax.set_xlabel(label)
+    below[0].set_ylabel("rise of the loss with the map, nats")
+    shown = correlations[(correlations["tokens"] == mode) & (correlations["method"] == "map")]
+    shown = shown[shown["kind"] == "all kinds"].iloc[::-1]
+    spread = [shown["value"] - shown["low"], shown["high"] - shown["value"]]
+    below[2].errorbar(shown["value"], range(len(shown)), xerr=spread, fmt="o", color="black")
+    below[2].set_yticks(range(len(shown)), shown["metric"])
+    below[2].set_ylim(-0.6, len(shown) - 0.4)
+    below[2].set_xlabel("rank correlation of score and rise")
+    return finish(figure, title_of(rises), below[0].get_legend_handles_labels()[0], columns=len(kinds))
