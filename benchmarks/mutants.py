@@ -60,7 +60,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "lens/trained": (),
     "lens/comparison": (),
     "lens/open_sets": (),
-    "models/families/bridging": ("tests/models/test_agreement.py",),
+    "models/families/bridging": (),
     "models/constants": (),
     "paper_a/submodules": ("tests/analyses/test_submodules.py",),
     "paper_a/alternation": ("tests/analyses/test_alternation.py",),

@@ -27,8 +27,8 @@ from .lens.lens import Lens as Lens
 from .linear.least_squares import LeastSquares as LeastSquares
 from .linear.maps import LinearMap as LinearMap
 from .linear.mapsets import MapSet as MapSet
-from .models.bridges import wrap as wrap
 from .models.loading import load as load
+from .models.loading import wrap as wrap
 from .models.readout import Readout as Readout
 from .models.sites import Site as Site
 from .parallel import distributed as distributed

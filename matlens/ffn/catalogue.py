@@ -30,8 +30,8 @@ from matlens.ffn.values import ValueParts, ValueVectors
 from matlens.io.contents import hash_contents
 from matlens.io.entries import Cache, default_cache
 from matlens.io.files import read_json, write_json
+from matlens.models.checkpoints import gguf_key, software
 from matlens.models.families.encoder_decoders import Stack
-from matlens.models.gguf import model_key, software
 from matlens.models.identity import ModelIdentity
 from matlens.models.loading import choose_device, load, model_name
 from matlens.models.places import CHECKPOINT, locate
@@ -293,7 +293,7 @@ def _place_of(
     if gguf is not None and gguf.lower().endswith(CHECKPOINT):
         return None  # it is read in less time than its parts would be
     if gguf is not None:
-        key["gguf"] = model_key(cache, Path(folder, gguf))
+        key["gguf"] = gguf_key(cache, Path(folder, gguf))
     else:
         place = _hub_folder(folder, commit) if commit is not None else Path(folder)
         if place is None:

@@ -1,4 +1,3 @@
-from .bridges import wrap as wrap
 from .changes import changes_of as changes_of
 from .changes import describe_changes as describe_changes
 from .families.encoder_decoders import STACKS as STACKS
@@ -16,6 +15,7 @@ from .identity import check_raw as check_raw
 from .layout import ModelLayout as ModelLayout
 from .layout import output_layer as output_layer
 from .loading import load as load
+from .loading import wrap as wrap
 from .places import SMOLLM2 as SMOLLM2
 from .places import locate as locate
 from .places import smollm2_path as smollm2_path

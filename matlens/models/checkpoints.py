@@ -1,56 +1,92 @@
-"""Weights and tokenizers out of files, and no model that is made of less than all of its files."""
+"""Configurations, tokenizers and weights out of files; GGUF files are cached as plain folders.
+
+Dequantising a GGUF file takes many times as long as reading its weights back.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
 import warnings
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from matlens.errors import InputError, check
-from matlens.models.configurations import check_supported
-from matlens.models.places import called, cause
+from matlens.errors import InputError
+from matlens.io.bounds import LAYERS
+from matlens.io.contents import hash_contents
+from matlens.io.entries import Cache, default_cache, tell
+
+MODEL = "model"
+"""What entries of whole models are called."""
+_READERS = ("gguf", "torch", "transformers", "tokenizers")
+# What says where a model came from, and not what it is.
+_ORIGIN = ("quantization_config", "_name_or_path", "transformers_version", "dtype", "torch_dtype")
+_SPECIAL = ("unk", "mask", "bos", "eos", "pad", "cls", "sep")
+_TEXTS = ("a", " The naïve café, 1,000  times\n", "don't Привет 日本語 🙂 <|endoftext|></s>")
 
 
-def read_tokenizer(name: str, folder: str, options: dict[str, Any]) -> Any:
-    """The tokenizer that lies beside a model's weights.
+def read_configuration(folder: str, **options: Any) -> Any:
+    """The configuration of a model, as the bridge reads it."""
+    from transformer_lens.utilities.hf_utils import autoconfig_with_remote_post_init_compat
+    from transformers import AutoConfig
 
-    Raises
-    ------
-    InputError
-        There is none, or one that was made of nothing.
-    """
-    from transformers import AutoTokenizer
+    from matlens.models.families.wikilm.adapter import register_wikilm
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-    except Exception as error:
-        files = (
-            {path.name for path in Path(folder).iterdir()} if Path(folder).is_dir() else {"tokenizer.json"}
-        )
-        if any(file.startswith(("tokenizer", "vocab", "spiece", "merges")) for file in files):
-            raise
+    register_wikilm()
+    return autoconfig_with_remote_post_init_compat(
+        folder, auto_config=AutoConfig, output_attentions=True, **options
+    )
+
+
+def modality(config: Any) -> str:
+    """What a model reads and how many stacks it has, such as ``"vision"`` and ``"seq2seq"``."""
+    from transformer_lens.utilities.architectures import classify_model_config
+
+    return str(classify_model_config(config))
+
+
+def check_supported(name: str, config: Any, stack: str | None = None) -> None:
+    """Raise InputError for models that TransformerLens has no adapter for, or without a stream of blocks."""
+    from transformer_lens.model_bridge.sources._hf_format import (
+        determine_architecture_from_hf_config,
+        get_effective_text_config,
+    )
+
+    kind, said = getattr(config, "model_type", "unknown"), f"The model {name!r} cannot be used"
+    reads = modality(config)
+    if reads == "seq2seq" and stack is None:
         raise InputError(
-            f"The model {called(name)} has no tokenizer: no vocabulary lies beside its weights "
-            f"({cause(error)}). Expected the tokenizer's files in the same folder; save it there with "
-            "AutoTokenizer.from_pretrained(...).save_pretrained(folder)."
-        ) from error
-    return check_vocabulary(tokenizer, name)
+            f"{said} as one: {kind} is an encoder-decoder, through which two streams pass. Say which is to "
+            "be read: stack='encoder' or stack='decoder'."
+        )
+    if reads != "seq2seq" and stack is not None:
+        raise InputError(f"The model {name!r} has one stack. Leave stack={stack!r} out.")
+    if reads == "audio":
+        raise InputError(f"{said}: {kind} reads sound. Expected a model of text or a vision transformer.")
+    try:
+        determine_architecture_from_hf_config(config)
+    except ValueError:
+        classes = ", ".join(map(str, getattr(config, "architectures", None) or ())) or "no class"
+        raise InputError(
+            f"{said}: TransformerLens has no adapter for it (model type {kind!r}, {classes})."
+        ) from None
+    layers = getattr(get_effective_text_config(config), "num_hidden_layers", None)
+    if isinstance(layers, int):
+        LAYERS.check(layers, f"The model {name!r}")
+        if layers < 1:
+            raise InputError(f"{said}: its configuration says {layers} layers. Expected at least 1.")
 
 
 def check_vocabulary(tokenizer: Any, name: str) -> Any:
-    """Refuse a tokenizer that was made of nothing, since its files are not there."""
-    from transformers import PreTrainedTokenizerBase
-
-    check(tokenizer, PreTrainedTokenizerBase, "tokenizer")
+    """Refuse a tokenizer that transformers made of nothing, since its files are not there."""
     if not {*tokenizer.get_vocab()} - {*tokenizer.all_special_tokens}:
         raise InputError(
-            f"The model {called(name)} has no tokenizer: no vocabulary lies beside its weights. Expected the "
-            "tokenizer's files (tokenizer.json, or vocab.json and merges.txt) in the same folder; save it "
-            "there with AutoTokenizer.from_pretrained(...).save_pretrained(folder)."
+            f"The model {name!r} has no tokenizer: no vocabulary lies beside its weights. Save it there with "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(folder)."
         )
     return tokenizer
 
@@ -64,36 +100,72 @@ class CompleteModel:
     @staticmethod
     def from_pretrained(name: str, *, config: Any, **options: Any) -> Any:
         """The model of a folder or of the hub, with every tensor out of its checkpoint."""
-        from transformer_lens.model_bridge.sources._hf_format import determine_architecture_from_hf_config
-        from transformer_lens.model_bridge.sources.transformers.helpers import (
-            get_hf_model_class_for_architecture,
-        )
-
-        model_class = get_hf_model_class_for_architecture(determine_architecture_from_hf_config(config))
-        model, report = model_class.from_pretrained(name, config=config, output_loading_info=True, **options)
-        _check_complete(name, report, model)
-        return model
+        loaded = auto_class(config).from_pretrained(name, config=config, output_loading_info=True, **options)
+        return _complete(name, *loaded)
 
 
-def _check_complete(name: str, report: dict[str, Any], model: Any) -> None:
+def auto_class(config: Any) -> Any:
+    """The class of transformers that loads a model of this configuration."""
+    from transformer_lens.model_bridge.sources._hf_format import determine_architecture_from_hf_config
+    from transformer_lens.model_bridge.sources.transformers.helpers import get_hf_model_class_for_architecture
+
+    return get_hf_model_class_for_architecture(determine_architecture_from_hf_config(config))
+
+
+def _complete(name: str, model: Any, report: dict[str, Any]) -> Any:
     lacking = sorted(report["missing_keys"]) + sorted(map(str, report.get("mismatched_keys", ())))
     if lacking:
         raise InputError(
-            f"The model '{name}' could not be loaded: its weights lack {len(lacking)} tensors, {lacking[0]} "
+            f"The model {name!r} could not be loaded: its weights lack {len(lacking)} tensors, {lacking[0]} "
             "among them. Expected a complete checkpoint with its language-model head."
         )
     places = {re.sub(r"\d+", "#", key) for key, _ in model.named_parameters()}
     more = sorted(key for key in report.get("unexpected_keys", ()) if re.sub(r"\d+", "#", key) in places)
     if more:
         raise InputError(
-            f"The model '{name}' could not be loaded: its weights hold {len(more)} tensors of blocks that "
+            f"The model {name!r} could not be loaded: its weights hold {len(more)} tensors of blocks that "
             f"its configuration does not have, {more[0]} among them. Expected the config.json of "
             "these weights."
         )
+    return model
 
 
 def read_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    """The tokenizer and the model of a GGUF file, whose weights are quantized no more."""
+    """The tokenizer and the model of a GGUF file, from the cache if they are there."""
+    cache = default_cache()
+    if cache is None:
+        return _dequantize(path, dtype)
+    key = gguf_key(cache, path)
+    entry = cache.find(MODEL, key)
+    if entry is None:
+        loaded = _dequantize(path, torch.float32)
+
+        def fill(folder: Path) -> None:
+            _write(folder, *loaded)
+            if not _are_equal(loaded, _load(folder, torch.float32)):
+                raise ValueError("what is read back is not what was written")
+
+        try:
+            entry = cache.keep(MODEL, key, fill, about={"what": path.name, "of": str(path.absolute())})
+        except Exception as error:  # other libraries cannot write it, or read it back, or not as it was
+            reason = f"{type(error).__name__}: {error}"
+            tell(f"Nothing is kept of {path.name} in the cache {cache.root}: {reason}.")
+        if entry is None:
+            return loaded if dtype == torch.float32 else _dequantize(path, dtype)
+    return _load(entry.folder, dtype)
+
+
+def gguf_key(cache: Cache, path: Path) -> dict[str, Any]:
+    """What the model of a GGUF file depends on: its content, and the libraries that read it."""
+    return {"content": hash_contents(cache, [path])[path.name], "software": software()}
+
+
+def software() -> dict[str, str]:
+    """Versions of the libraries that read models."""
+    return {name: version(name) for name in _READERS}
+
+
+def _dequantize(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     # In a folder of its own, where no other model's configuration or tokenizer comes before the file's.
@@ -104,21 +176,60 @@ def read_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             alone, gguf_file=path.name, dtype=dtype, output_loading_info=True
         )
-    model, report = loaded
-    _check_complete(str(path), report, model)
+    model = _complete(str(path), *loaded)
     # transformers does not always say of which class the model is, and the bridge does not know every kind.
     model.config.architectures = [type(model).__name__]
     check_supported(str(path), model.config)
     return check_vocabulary(tokenizer, str(path)), model
 
 
-def read_wikilm_model(path: Path, dtype: torch.dtype, stack: str | None = None) -> tuple[Any, Any]:
-    """The tokenizer and the model of a fairseq checkpoint, which TransformerLens knows from then on."""
-    from matlens.models.families.wikilm.adapter import register_wikilm
-    from matlens.models.families.wikilm.checkpoint import read_wikilm
+def _write(folder: Path, tokenizer: Any, model: Any) -> None:
+    config, quantizer = model.config, getattr(model, "hf_quantizer", None)
+    quantization = vars(config).pop("quantization_config", None)
+    model.hf_quantizer = None  # its weights are plain by now
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+    finally:
+        model.hf_quantizer = quantizer
+        if quantization is not None:
+            config.quantization_config = quantization
 
-    register_wikilm()
-    model, dictionary = read_wikilm(path)
-    check_supported(str(path), model.config, stack)
-    torch.nn.Module.to(model, dtype=dtype)  # that of transformers has no type
-    return dictionary.tokenizer(longest=model.config.max_position_embeddings), model
+
+def _load(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    import transformers
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        config = transformers.AutoConfig.from_pretrained(folder)
+        model_class = getattr(transformers, config.architectures[0])
+        model = model_class.from_pretrained(folder, config=config, dtype=dtype)
+    return tokenizer, model
+
+
+def _are_equal(written: tuple[Any, Any], read: tuple[Any, Any]) -> bool:
+    ours, theirs = (model.state_dict() for _, model in (written, read))
+    same = ours.keys() == theirs.keys() and all(
+        ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in ours
+    )
+    one, other = (
+        [type(tokenizer), type(model), _tokenization(tokenizer), _without_origin(model.config.to_dict())]
+        for tokenizer, model in (written, read)
+    )
+    return same and one == other
+
+
+def _tokenization(tokenizer: Any) -> list[Any]:
+    """All that decides what a text becomes, and what tokens become again."""
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    parts = [backend.get(part) for part in ("model", "normalizer", "pre_tokenizer", "decoder")]
+    special = [getattr(tokenizer, f"{name}_token_id") for name in _SPECIAL]
+    encoded = [tokenizer(text)["input_ids"] for text in _TEXTS]
+    return [*parts, tokenizer.get_vocab(), special, encoded, tokenizer.model_max_length]
+
+
+def _without_origin(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in _ORIGIN}

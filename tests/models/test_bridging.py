@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -99,3 +100,41 @@ def test_distances_that_no_mask_holds_stay() -> None:
     assert bridging.count_once(torch.nn.Identity(), (), {"alibi": None}) is None
     _, taken = bridging.count_once(torch.nn.Identity(), (), given | {"alibi": torch.ones(2, 4, 1, 5)})
     assert taken == {"alibi": None, "attention_mask": None}
+
+
+@pytest.mark.parametrize("name", FALCONS)
+def test_a_bridge_that_counts_twice_is_refused(
+    name: str, model_folder: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_alone = types.FunctionType((lambda *_: None).__code__, vars(bridging), "count_once")
+    monkeypatch.setattr(bridging, "count_once", left_alone)
+    with pytest.raises(InputError, match="counts the distances between tokens"):
+        matlens.load(str(model_folder(name)), device="cpu")
+    with pytest.raises(InputError, match="counts the distances between tokens"):
+        matlens.wrap(boot(model_folder(name)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", FALCONS)
+def test_half_precision_is_no_difference(
+    name: str, dtype: torch.dtype, model_folder: Models, plain_model: Models
+) -> None:
+    half = matlens.load(str(model_folder(name)), dtype=dtype, device="cpu")
+    with torch.inference_mode():
+        assert_near(half(TOKENS[:1]).float(), plain_model(name)(TOKENS[:1]).logits, 0.03)
+
+
+def test_a_bridge_with_a_hook_of_its_own_is_compared_no_more(model_folder: Models) -> None:
+    """What somebody hung on it changes its logits, and is named as a change."""
+    bridge = boot(model_folder(FALCONS[0]))
+    bridge.add_hook("blocks.1.hook_out", lambda h, hook: 2 * h)
+    assert len(changes_of(matlens.wrap(bridge))) == 1
+
+
+def test_other_models_are_not_compared(model_folder: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every comparison is a second pass."""
+    compared: list[str] = []
+    monkeypatch.setattr(bridging, "plain_state", lambda model: compared.append(model.cfg.model_name))
+    matlens.load(str(model_folder("gpt2")), device="cpu")
+    matlens.wrap(boot(model_folder("bloom")))
+    assert not compared

@@ -24,9 +24,9 @@ def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     names: list[str] = []
     read = sizes.read_configuration
 
-    def counting(name: str, **options: Any) -> Any:
-        names.append(name)
-        return read(name, **options)
+    def counting(folder: str, **options: Any) -> Any:
+        names.append(folder)
+        return read(folder, **options)
 
     monkeypatch.setattr(sizes, "read_configuration", counting)
     return names

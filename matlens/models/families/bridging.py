@@ -12,11 +12,21 @@ The bridge's attention takes a mask for the whole truth: with one, tokens would 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
+from matlens.errors import InputError
+from matlens.models.changes import changes_of
+from matlens.models.weights import is_quantized, plain_model, plain_state
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+_TOKENS = 32
+_ROUNDING = 8  # times the precision of the numbers, of the length of all logits
 _WITH_DISTANCES = "ALiBiJointQKVAttentionBridge"  # the class of TransformerLens
 _FIRST_GPT = "transformers.models.openai.modeling_openai"
 
@@ -35,18 +45,39 @@ def is_amended(model: Any) -> bool:
     return next(_unamended(model), None) is None
 
 
-def has_distances(model: Any) -> bool:
-    """Whether attention's mask holds the distances between tokens, which the bridge could count twice."""
-    return any(type(getattr(block, "attn", None)).__name__ == _WITH_DISTANCES for block in _blocks(model))
+@torch.inference_mode()
+def check_plain_logits(model: TransformerBridge) -> None:
+    """Raise InputError for a bridge that does not compute what transformers does when it loads the model.
 
-
-def may_differ(model: Any) -> str:
-    """Why a bridge may compute something else than its model, in words; empty where nothing is known."""
-    if has_distances(model):
-        return "attention counts the distances between tokens (ALiBi) in another way"
-    if getattr(model.original_model.config, "new_decoder_architecture", False):
-        return "attention takes queries, keys and values from other rows of the matrix that holds them all"
-    return ""
+    Only architectures whose bridges are known to differ are compared, by a pass of each over a few tokens. A
+    bridge that is changed is meant to give other logits, and passes.
+    """
+    inner: Any = model.original_model
+    if any(_has_distances(block) for block in _blocks(model)):
+        reason = "attention counts the distances between tokens (ALiBi) in another way"
+    elif getattr(inner.config, "new_decoder_architecture", False):
+        reason = "attention takes queries, keys and values from other rows of the matrix that holds them all"
+    else:
+        return
+    # Code that came with a model asks for anything, and quantized weights are not those that it is made with.
+    ours = type(inner).__module__.startswith("transformers.") and not inner.training
+    if not ours or is_quantized(model) or changes_of(model):
+        return
+    plain, state = plain_model(model, as_loaded=True), plain_state(model)
+    if plain is None or len({tensor.device for tensor in state.values()}) > 1:
+        return
+    names = [name for name, _ in (*plain.named_parameters(), *plain.named_buffers())]
+    tokens = torch.arange(1, _TOKENS + 1, device=model.cfg.device)[None] % model.cfg.d_vocab
+    given = {"input_ids": tokens, "use_cache": False}
+    truth = functional_call(plain.eval(), {name: state[name] for name in names}, (), given).logits
+    logits = model(tokens, return_type="logits")
+    slack = max(1e-4, _ROUNDING * torch.finfo(inner.dtype).eps)
+    if not bool((logits.float() - truth.float()).norm() <= slack * truth.float().norm()):
+        raise InputError(
+            f"TransformerLens does not compute {model.cfg.model_name} as transformers does: the logits of a "
+            f"few tokens differ, since {reason}. Load it with matlens.load(name); if this is said of such a "
+            "model, please report it, with the versions of transformers and transformer_lens."
+        )
 
 
 def count_once(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -75,12 +106,16 @@ def _blocks(model: Any) -> Any:
     return getattr(model, "blocks", ())
 
 
+def _has_distances(block: Any) -> bool:
+    return type(getattr(block, "attn", None)).__name__ == _WITH_DISTANCES
+
+
 def _unamended(model: Any) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
     """Modules that have still to be put right, and the hook that does it."""
     for block in _blocks(model):
         attention: Any = getattr(block, "attn", None)
         hooks: list[tuple[Any, Callable[..., Any]]] = []
-        if type(attention).__name__ == _WITH_DISTANCES:
+        if _has_distances(block):
             hooks = [(attention, count_once)]
         elif type(getattr(block, "original_component", None)).__module__ == _FIRST_GPT:
             hooks = [(attention, hide_later), (block, give_tuple)]

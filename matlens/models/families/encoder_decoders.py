@@ -8,12 +8,12 @@ decoder is given besides its own tokens are those of the source.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch import Tensor
 
 from matlens.errors import InputError
+from matlens.models.sites import stack_hooks
 
 ENCODER, DECODER = "encoder", "decoder"
 STACKS = (ENCODER, DECODER)
@@ -26,19 +26,12 @@ def stack_of(model: Any) -> str | None:
     return getattr(model, _CHOSEN, None)
 
 
-def choose_stack(model: Any, stack: str, renamed: Mapping[str, str]) -> None:
-    """Let a bridge stand for one of its two stacks, in place; ``renamed`` are beginnings of names of hooks.
-
-    Raises
-    ------
-    InputError
-        It has no two stacks that are known.
-    """
+def choose_stack(model: Any, stack: str) -> None:
+    """Let a bridge stand for one of its two stacks, in place."""
     blocks = getattr(model, f"{stack}_blocks", None)
     if blocks is None:
         raise InputError(
-            f"{model.cfg.architecture} has no stacks that are known. Expected an encoder-decoder such as T5, "
-            "whose blocks TransformerLens calls encoder_blocks and decoder_blocks."
+            f"{model.cfg.architecture} has no stacks that are known. Expected an encoder-decoder such as T5."
         )
     setattr(model, _CHOSEN, stack)
     model.blocks = blocks
@@ -48,7 +41,7 @@ def choose_stack(model: Any, stack: str, renamed: Mapping[str, str]) -> None:
         model.ln_final = norm
     # Hooks of the stack are called as those of other models are.
     for name, point in list(model._hook_registry.items()):
-        for old, new in renamed.items():
+        for old, new in stack_hooks(stack).items():
             if name.startswith(old):
                 called = new + name.removeprefix(old)
                 if point.name in (None, name, called):
@@ -60,21 +53,10 @@ def choose_stack(model: Any, stack: str, renamed: Mapping[str, str]) -> None:
 def inputs_of(
     model: Any, tokens: Tensor, mask: Tensor, source: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What a model is called with: ``model(first, **others)``.
+    """What a model is called with, ``model(first, **others)``.
 
-    Parameters
-    ----------
-    model
-        The model.
-    tokens, mask
-        ``[batch, length]`` of the stack that the model stands for.
-    source
-        What the encoder reads where the model stands for the decoder, as tokens and mask.
-
-    Raises
-    ------
-    InputError
-        The model stands for a decoder and no source is given.
+    ``tokens`` and ``mask`` are of the stack that the model stands for, ``source`` is what the encoder of a
+    decoder reads, as tokens and mask.
     """
     if stack_of(model) != DECODER:
         return tokens, {"attention_mask": mask}

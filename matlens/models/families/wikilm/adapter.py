@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import torch
 from transformer_lens.factories import architecture_adapter_factory
 from transformer_lens.model_bridge.architecture_adapter import ArchitectureAdapter
 from transformer_lens.model_bridge.generalized_components import (
@@ -17,6 +19,7 @@ from transformer_lens.model_bridge.generalized_components import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from matlens.models.families.wikilm.checkpoint import read_wikilm
 from matlens.models.families.wikilm.modelling import ARCHITECTURE, MODEL_TYPE, WikiLMConfig, WikiLMForCausalLM
 
 
@@ -75,3 +78,11 @@ def register_wikilm() -> None:
     architecture_adapter_factory.ArchitectureAdapterFactory.register_adapter(ARCHITECTURE, WikiLMAdapter)
     AutoConfig.register(MODEL_TYPE, WikiLMConfig, exist_ok=True)
     AutoModelForCausalLM.register(WikiLMConfig, WikiLMForCausalLM, exist_ok=True)
+
+
+def load_wikilm(path: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """The tokenizer and the model of a fairseq checkpoint, which TransformerLens knows from then on."""
+    register_wikilm()
+    model, dictionary = read_wikilm(path)
+    torch.nn.Module.to(model, dtype=dtype)  # that of transformers has no type
+    return dictionary.tokenizer(longest=model.config.max_position_embeddings), model
