@@ -18,7 +18,7 @@ JOINS = {
 Function = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 
 
-@torch.inference_mode()
+@torch.no_grad()  # weights that inference mode converts could not be trained any more
 def run(
     name: str, model: Any, functions: Sequence[tuple[str, Function]], sentence: Sequence[int]
 ) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ from matlens import (
 )  # fmt: skip
 from matlens.data import Corpus, make_judged_text, make_windows
 from matlens.lens import VocabularySample
-from matlens.linear import LeastSquares, PairMoments, fit_samples
+from matlens.linear import LeastSquares, fit_samples
 from matlens.linearity.scores import held_out_scores
 from matlens.models import ModelIdentity
 from matlens.numerics import split_product
@@ -202,9 +202,9 @@ OF_TENSORS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "fit": lambda x, y: fits_of({"h.0": x, "h.1": y}),
     "weighted fit": lambda x, y: fits_of({"h.0": x, "h.1": y}, weights=x[:, 0].abs(), intercept=True),
     "split fit": lambda x, y: fits_of({"h.0": x, "h.1": y}, split=True),
-    "fit of x elsewhere": lambda x, y: LeastSquares(4, 4).update(x, y.cpu()).solve().weight,
+    "fit of x elsewhere": lambda x, y: LeastSquares(4, 4).update(x, y.cpu()).solve()["y"].weight,
     "split_product": split_product,
-    "norms": lambda x, y: PairMoments([("h.0", "h.1")], norms=True).update({"h.0": x, "h.1": y}).norms("h.0"),
+    "norms": lambda x, y: LeastSquares(4, 4, norms=True).update(x, y).norms,
     "r2": metrics.r2,
     "mean": lambda x, y: metrics.mean(x)[:3],
     "then": followed,
@@ -307,9 +307,9 @@ def test_maps_are_fitted_on_another_device_and_brought_back(
         how["weights"] = torch.rand(200, generator=generator)
     places, add = set[torch.device](), LeastSquares._add
 
-    def seen(self: LeastSquares, n: int, rows: torch.Tensor, blocks: Any) -> None:
+    def seen(self: LeastSquares, n: int, rows: torch.Tensor, blocks: Any, norms: Any) -> None:
         places.update(part.device for part in (rows, *blocks))
-        add(self, n, rows, blocks)
+        add(self, n, rows, blocks, norms)
 
     monkeypatch.setattr("matlens.linear.fitting.chunk_size", lambda _: 64)
     monkeypatch.setattr(LeastSquares, "_add", seen)

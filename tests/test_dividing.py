@@ -124,7 +124,10 @@ def test_what_is_summed_up_is_that_of_one_process_in_float64(
         kept = lens_moments(model, examples, ["mat", "weighted"], batch_tokens=BATCH, progress=False)
         kept.solve("mat")  # the last samples wait until somebody asks
         return {
-            (kind, layer): (moments.state[0].T @ moments.state[0], moments.state[0].T @ moments.state[1])
+            (kind, layer): (
+                moments.tensors()["r"].T @ moments.tensors()["r"],
+                moments.tensors()["r"].T @ moments.tensors()["z"],
+            )
             for kind, sets in kept._sums.items()
             for layer, moments in sets.items()
         }

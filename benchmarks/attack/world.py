@@ -249,7 +249,6 @@ RECIPES: dict[str, Callable[[World], Any]] = {
     "TextLosses": lambda w: ffn.text_losses(w.model, w["Corpus"], progress=False),
     "Study": lambda w: w.study(w.root / f"study-of-{w.seed}"),
     "Exploration": lambda w: explorer.explore(w.model, w.sentences[0], progress=False),
-    "PairMoments": lambda w: linear.PairMoments([("h.0", "h.3")]).update(dict(w["Activations"])),
     "StoredMoments": lambda w: activations.StoredMoments(w.saved("moments")),
     "Standardisation": lambda _: lens.Standardisation("rms"),
     "Shape": lambda w: study.Shape.from_model(w.model),

@@ -6,43 +6,23 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-import torch
-from jaxtyping import Float
-from torch import Tensor
-
 from matlens import parallel
 from matlens.errors import InputError, checked
 from matlens.io.artifact import Artifact
 from matlens.io.files import damaged
 from matlens.linear.least_squares import LeastSquares
 from matlens.linear.pairs import by_source
-from matlens.linear.sums import MomentsOfPairs, check_source
 from matlens.models.identity import Provenance
 
 HOLDS = "moments"
-_NORMS = "norms"
-
-
-def write_source(artifact: Artifact, name: str, kept: MomentsOfPairs, source: str) -> None:
-    """Write the state of a source into a file."""
-    norms = kept.norms(source)
-    artifact.write(name, kept.moments(source).tensors() | ({} if norms is None else {_NORMS: norms}))
-
-
-def read_source(
-    artifact: Artifact, name: str, source: str, targets: Sequence[str]
-) -> tuple[LeastSquares, Tensor | None]:
-    """Read what `write_source` has written."""
-    tensors = artifact.read_all(name)
-    return LeastSquares.from_tensors(tensors, source, ", ".join(targets)), tensors.get(_NORMS)
 
 
 @checked
 class StoredMoments:
-    """Moments of pairs of sites in finished folders, each read when it is asked for.
+    """Sufficient statistics of pairs of sites in finished folders, each read when it is asked for.
 
-    Those of several folders count as one: of the shards of one job, in the order of their numbers, whatever
-    the order of the folders, so that the maps are the same bytes.
+    ``moments["h.3"]`` is the `LeastSquares` of a source and its targets. Those of several folders, which are
+    the parts of one job, are merged in the order of their numbers, whatever the order of the folders.
 
     Attributes
     ----------
@@ -95,26 +75,17 @@ class StoredMoments:
                 "missing. Expected the folders of all shards."
             )
 
-    def moments(self, source: str) -> LeastSquares:
-        """What is kept of a source and all of its targets, in all folders."""
-        return self._read(source)[0]
-
-    def norms(self, source: str) -> Float[Tensor, " n"] | None:
-        """Squared norms of the samples of a source, where they were kept."""
-        return self._read(source)[1]
-
-    def _read(self, source: str) -> tuple[LeastSquares, Tensor | None]:
-        check_source(source, self.targets)
+    def __getitem__(self, source: str) -> LeastSquares:
+        """The sufficient statistics of a source and all of its targets, of all folders together."""
+        targets = {target: self.widths[target] for target in self.targets[source]}
         whole: LeastSquares | None = None
-        norms: list[Tensor] = []
         for artifact in self._artifacts:
-            moments, of_shard = read_source(artifact, source, source, self.targets[source])
-            if moments.n != artifact.request["n_samples"]:
+            fit = LeastSquares.from_tensors(artifact.read_all(source), targets, source=source)
+            if fit.n != artifact.request["n_samples"]:
                 raise damaged(artifact.folder / source, "is of another number of samples than the folder")
-            whole = moments if whole is None else whole.merge(moments)
-            norms += [] if of_shard is None else [of_shard]
+            whole = fit if whole is None else whole.merge(fit)
         assert whole is not None
-        return whole, torch.cat(norms) if len(norms) == len(self._artifacts) else None
+        return whole
 
 
 def _check_same_job(first: Artifact, other: Artifact) -> None:
@@ -165,6 +136,6 @@ def merge_moments(moments: StoredMoments, folder: str | Path) -> StoredMoments:
     with Artifact.writing(folder, HOLDS, request, only_unfinished=("batch_tokens",)) as artifact:
         if not artifact.finished:
             for source in moments.targets if parallel.is_main() else ():
-                write_source(artifact, source, moments, source)
+                artifact.write(source, moments[source].tensors())
             artifact.finish()
     return StoredMoments(folder)

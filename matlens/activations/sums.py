@@ -19,13 +19,14 @@ from torch import Tensor
 from matlens import parallel
 from matlens.activations.activations import Positions
 from matlens.activations.collecting import Rows, batch_counts, default_batch_tokens, hook_names, stream
-from matlens.activations.stored_moments import HOLDS, StoredMoments, read_source, write_source
+from matlens.activations.stored_moments import HOLDS, StoredMoments
 from matlens.data.examples import Examples
 from matlens.errors import InputError, PositiveInt, check_int, checked
 from matlens.io.artifact import Artifact
+from matlens.linear.least_squares import LeastSquares
 from matlens.linear.pairs import Pairs, resolve_pairs
 from matlens.linear.samples import Chosen, are_few
-from matlens.linear.sums import PairMoments, gathered
+from matlens.linear.sums import PairFits
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.layout import ModelLayout
 
@@ -103,7 +104,7 @@ def stream_moments(
         "n_samples": n_own,
         "batch_tokens": batch_tokens or default_batch_tokens(model),
     }
-    kept = PairMoments(wanted, widths=widths, norms=are_few(whole, identity.d_model))
+    fits = PairFits(wanted, widths, norms=are_few(whole, identity.d_model))
     parallel.check_same([request, str(folder)], "the job of moments")
 
     def batches(numbers: range) -> Iterator[Rows]:
@@ -117,12 +118,12 @@ def stream_moments(
     n_batches = 0 if own is None else len(batch_counts(model, own, positions, request["batch_tokens"]))
     with Artifact.writing(folder, HOLDS, request, only_unfinished=("batch_tokens",)) as artifact:
         if not artifact.finished:
-            states = _States(artifact, kept)
+            states = _States(artifact, fits)
             done = parallel.broadcast(states.n_batches, "batches that are done")
             left = range(done, n_batches)
-            kept = _sum_up(kept, batches(left), left, chosen, states)
-            for source in kept.targets if parallel.is_main() else ():
-                write_source(artifact, source, kept, source)
+            _add_all(fits, batches(left), left, chosen, states)
+            for source in fits.targets if parallel.is_main() else ():
+                artifact.write(source, fits[source].tensors())
             states.remove()
             artifact.finish()
     return StoredMoments(folder)
@@ -201,62 +202,55 @@ def _offsets(lengths: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths)])
 
 
-def _sum_up(
-    kept: PairMoments, batches: Iterator[Rows], numbers: range, chosen: Chosen | None, states: _States
-) -> PairMoments:
+def _add_all(
+    fits: PairFits, batches: Iterator[Rows], numbers: range, chosen: Chosen | None, states: _States
+) -> None:
     """Add all batches; of several processes the main one has the sums of all in the end."""
-    mine, world_size = kept, parallel.world_size()
+    world_size = parallel.world_size()
     for start in numbers[::world_size]:  # in step: in the last one there is no batch for some processes
         rows = next(batches, None)
         if rows is not None and chosen is None:
-            mine.update(rows.vectors)
+            fits.update(rows.vectors)
         elif rows is not None and chosen is not None:
             taken, weights = chosen.of_batch(rows.index)
             if bool(taken.any()):
                 vectors = {site: of_site[taken.to(of_site.device)] for site, of_site in rows.vectors.items()}
-                mine.update(vectors, weights=weights)
+                fits.update(vectors, weights=weights)
         # A state of samples that wait would divide them otherwise than a run that is not interrupted.
-        ready = mine.settled or world_size > 1
+        ready = fits.settled or world_size > 1
         if parallel.broadcast(ready and states.are_due(), "whether to store a state"):
-            mine = _whole_again(gathered(mine), kept)
+            fits.reduce()
             if parallel.is_main():
-                states.write(mine, min(start + world_size, numbers.stop))
+                states.write(fits, min(start + world_size, numbers.stop))
     for _ in batches:  # to its end, where it checks the model
         pass
-    return _whole_again(gathered(mine), kept)
-
-
-def _whole_again(merged: PairMoments, like: PairMoments) -> PairMoments:
-    """Sums that can be added to, also where all of them have gone to the main process."""
-    if parallel.world_size() == 1 or (parallel.is_main() and merged.widths):
-        merged.widths = dict(like.widths)
-        return merged
-    return like.empty()
+    fits.reduce()
 
 
 class _States:
     """The sums after so many batches, stored now and then, from which an interrupted run resumes."""
 
-    def __init__(self, artifact: Artifact, kept: PairMoments) -> None:
+    def __init__(self, artifact: Artifact, fits: PairFits) -> None:
         self._artifact, self.n_batches = artifact, 0
         self._last, self._pause = time.monotonic(), _KEPT_EVERY
-        there = {*artifact.written()} if parallel.is_main() else set()
-        counts = {int(name.partition("@")[2]) for name in there if "@" in name}
-        whole = [n for n in counts if {*self._names(kept, n).values()} <= there]
+        existing = {*artifact.written()} if parallel.is_main() else set()
+        counts = {int(name.partition("@")[2]) for name in existing if "@" in name}
+        whole = [n for n in counts if {*self._names(fits, n).values()} <= existing]
         if whole:
             self.n_batches = max(whole)
-            for source, name in self._names(kept, self.n_batches).items():
-                kept.restore(source, *read_source(artifact, name, source, kept.targets[source]))
+            for source, name in self._names(fits, self.n_batches).items():
+                targets = fits[source].targets
+                fits[source] = LeastSquares.from_tensors(artifact.read_all(name), targets, source=source)
 
     def are_due(self) -> bool:
         """Whether it is time for the next one."""
         return parallel.is_main() and time.monotonic() - self._last > self._pause
 
-    def write(self, kept: PairMoments, n_batches: int) -> None:
+    def write(self, fits: PairFits, n_batches: int) -> None:
         """Write a state next to the one before, and remove that."""
-        began, names = time.monotonic(), self._names(kept, n_batches)
+        began, names = time.monotonic(), self._names(fits, n_batches)
         for source, name in names.items():
-            write_source(self._artifact, name, kept, source)
+            self._artifact.write(name, fits[source].tensors())
         self.remove(but={*names.values()})
         self._last = time.monotonic()
         self._pause = max(_KEPT_EVERY, _SHARE_OF_WRITING * (self._last - began))
@@ -268,5 +262,5 @@ class _States:
             self._artifact.remove(*(name for name in found if name not in but))
 
     @staticmethod
-    def _names(kept: PairMoments, n_batches: int) -> dict[str, str]:
-        return {source: f"{source}@{n_batches}" for source in kept.targets}
+    def _names(fits: PairFits, n_batches: int) -> dict[str, str]:
+        return {source: f"{source}@{n_batches}" for source in fits.targets}

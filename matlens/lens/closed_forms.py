@@ -59,10 +59,6 @@ class Solution(NamedTuple):
 
 def solve(config: LensConfig, sums: LeastSquares, held_out: HeldOut | None = None) -> Solution:
     """The map of a closed form; leave-one-out chooses a penalty by some of the samples in the sums."""
-    if sums.n == 0:
-        raise InputError(
-            f"No samples of {sums.source} -> {sums.target} have been seen, so nothing can be fitted."
-        )
     if config.ridge == "loo":
         assert held_out is not None
         ridge = STRENGTHS[int(leave_one_out(config, sums, held_out, STRENGTHS).argmin())]
@@ -199,7 +195,7 @@ class LensMoments:
         self.sites = [*(f"h.{layer}" for layer in stream), self._last]
         self._sums = {
             kind: {
-                layer: LeastSquares(self._width, self._width, source=f"h.{layer}", target=self._last)
+                layer: LeastSquares(self._width, {self._last: self._width}, source=f"h.{layer}")
                 for layer in self.layers
             }
             for kind in dict.fromkeys(map(_kind, configs))

@@ -1,4 +1,3 @@
-from .fitting import fit_rows as fit_rows
 from .fitting import fit_samples as fit_samples
 from .fitting import fit_stream as fit_stream
 from .least_squares import LeastSquares as LeastSquares
@@ -10,4 +9,3 @@ from .pairs import resolve_pairs as resolve_pairs
 from .pickles import arrays_of as arrays_of
 from .pickles import read_pickle as read_pickle
 from .published import convert_published as convert_published
-from .sums import PairMoments as PairMoments

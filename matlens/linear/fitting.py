@@ -11,8 +11,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from matlens import parallel
-from matlens.errors import InputError, checked
-from matlens.linear.least_squares import check_finite, check_ridge, noise_of_fit
+from matlens.errors import InputError, NonNegative, checked
+from matlens.linear.least_squares import LeastSquares, check_finite, noise_of_fit
 from matlens.linear.maps import LinearMap, tensor_digest
 from matlens.linear.pairs import Pair, by_source, check_collected, list_pairs
 from matlens.linear.samples import (
@@ -21,12 +21,12 @@ from matlens.linear.samples import (
     Samples,
     StoredSamples,
     check_alike,
-    check_collection,
     chosen_of_batches,
     chosen_samples,
+    vectors_of,
     warn_of_noise,
 )
-from matlens.linear.sums import PairMoments, chunk_size, gathered, maps_for_all, solve_pairs
+from matlens.linear.sums import PairFits, chunk_size, maps_for_all, solve_pairs
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
 from matlens.numerics.precision import check_float64_device, in_float64
@@ -44,13 +44,13 @@ def fitting_bar(maps: Iterable[LinearMap], n: int, *, progress: bool) -> Bar:
 
 @checked
 def fit_samples(
-    samples: Mapping[str, Float[Tensor, "n d"]],
+    samples: Samples | Mapping[str, Float[Tensor, "n d"]],
     pairs: Sequence[Pair],
     *,
     rows: Bool[Tensor, " n"] | None = None,
     weights: Float[Tensor, " n"] | None = None,
     intercept: bool = False,
-    ridge: float = 0.0,
+    ridge: NonNegative = 0.0,
     provenance: Provenance | None = None,
     split: bool = False,
     device: torch.device | str | None = None,
@@ -64,24 +64,23 @@ def fit_samples(
     Parameters
     ----------
     samples
-        Vectors by site, such as `Activations`; row ``s`` of every site belongs to the same token.
+        `Activations`, or vectors by site; row ``s`` of every site belongs to the same token.
     pairs
-        Sites by name, or by number for layers of the stream.
+        Sites by name, or by number for layers of the residual stream.
     rows
         True for the samples to fit on, by default all. An attention sink's activations are so large that a
-        fit follows little else: ``~sink_rows(...)`` leaves them out.
+        fit follows little else: ``~sink_rows(...)`` excludes them.
     weights
-        How much each sample counts, by default 1: numbers of at least 0, as scikit-learn's
-        ``sample_weight``.
+        How much each sample counts, by default 1: scikit-learn's ``sample_weight``.
     intercept, ridge
         See `LeastSquares.solve`.
     provenance
-        Goes into the maps; by default what `Activations` say of themselves.
+        Goes into the maps; by default what `Activations` say of themselves, and how the maps were fitted.
     split
         Whether products in float64 are sums of exact ones in float32, see `LeastSquares`: for devices
         that are slow in float64.
     device
-        Where products are taken and maps are solved, by default where the samples are; these are brought
+        Where products are taken and maps are solved, by default where the samples are; these are moved
         there part by part, and the maps back.
     noisy
         Collects the fits that follow the noise of their samples (`noise_of_fit`), instead of a warning.
@@ -90,72 +89,75 @@ def fit_samples(
     ------
     InputError
         A value is not finite, where the message names the site; a site has no samples; rows or weights are
-        not those of these samples; the ridge is negative or not finite; or the device has no float64.
+        not those of these samples, or exclude all; or the device has no float64.
     """
-    ridge, there = check_ridge(ridge), None if device is None else check_float64_device(device)
-    if provenance is None:
-        provenance = getattr(samples, "provenance", None)
+    there = None if device is None else check_float64_device(device)
     resolve = getattr(samples, "resolve", Site.parse)  # Activations know which layer is the last
     named = [(str(resolve(source)), str(resolve(target))) for source, target in list_pairs(pairs)]
     check_collected(named, samples)
-    wanted = {site: samples[site] for pair in named for site in pair}
+    sites = list(dict.fromkeys(itertools.chain(*named)))
+    n = samples.n_rows if isinstance(samples, Samples) else len(samples[sites[0]])
+    chosen, own_weights = chosen_samples(rows, weights, n)
+    if provenance is None and isinstance(samples, Samples):
+        n_fitted = n if chosen is None else len(chosen)
+        details: dict[str, Any] = {"n_fitted": n_fitted, "intercept": intercept, "ridge": ridge}
+        details |= {} if chosen is None else {"rows": tensor_digest(chosen)}
+        details |= {} if own_weights is None else {"weights": tensor_digest(own_weights)}
+        provenance = samples.provenance.with_details(**details)
+    options: dict[str, Any] = {"intercept": intercept, "ridge": ridge, "provenance": provenance}
+    found: list[NoisyFit] = []
+    if isinstance(samples, StoredSamples) and samples.stored_bytes(sites) > KEPT // 2:
+        for source, targets in by_source(named).items():
+            maps = fit_stream(
+                samples.shards([source, *targets], divided=True, device=there),
+                [(source, target) for target in targets],
+                rows=rows, weights=weights, divided=True, split=split, noisy=found, **options,
+            )  # fmt: skip
+            yield from (linear.to("cpu") for linear in maps)
+        _report(found, len(named), noisy)
+        return
+    wanted = {site: samples[site] for site in sites}
     check_alike(wanted)
-    chosen, weights = chosen_samples(rows, weights, len(wanted[named[0][0]]))
     if chosen is not None:
         wanted = {site: vectors[chosen] for site, vectors in wanted.items()}
-    n = len(wanted[named[0][0]])
-    if (world_size := parallel.world_size()) > 1:
-        _check_same_everywhere(wanted, weights, [named, n, intercept, ridge])
-        rank = parallel.rank()
-        share = slice(rank * n // world_size, (rank + 1) * n // world_size)
-        wanted = {site: vectors[share] for site, vectors in wanted.items()}
-        weights = None if weights is None else weights[share]
+    wanted, weights = _own_share(wanted, own_weights, [named, intercept, ridge])
     for site, vectors in wanted.items():
         check_finite(vectors, site)
     side_by_side = _SideBySide(wanted)
-    found: list[NoisyFit] = []
-    n_fits = 0
+    n, few = len(wanted[sites[0]]), slice(None, None, max(1, -(-len(wanted[sites[0]]) // LEFT_OUT)))
     for source, targets in by_source(named).items():
-        pairs_of_source = [(source, target) for target in targets]
-        widths = {site: of.shape[1] for site, of in wanted.items()}
-        kept = PairMoments(pairs_of_source, widths=widths, split=split)
-        n, size = len(wanted[source]), chunk_size(wanted[source])
+        widths = {target: wanted[target].shape[1] for target in targets}
+        fit = LeastSquares(wanted[source].shape[1], widths, source=source, split=split)
+        size = chunk_size(wanted[source].shape[1])
         for start in range(0, n, size):
             part = slice(start, start + size)
-            of_part = None if weights is None else weights[part]
             x, blocks = wanted[source][part], side_by_side.blocks(targets, part)
             if there is not None:
                 x, blocks = x.to(there), [block.to(there) for block in blocks]
-            kept.moments(source).update(x, blocks, weights=of_part)
-        kept = gathered(kept)
-        n_fits += len(targets)
+            fit.update(x, blocks, weights=None if weights is None else weights[part])
+        fit = fit.reduce()
         if not ridge and parallel.is_main():
-            few = slice(None, None, max(1, -(-n // LEFT_OUT)))
-            x, ys = wanted[source][few], [wanted[target][few] for target in targets]
+            ys, of_few = (
+                [wanted[target][few] for target in targets],
+                None if weights is None else weights[few],
+            )
             names = [f"{source} -> {target}" for target in targets]
-            samples_left_out = [(x, ys, None if weights is None else weights[few])]
-            found += noise_of_fit(kept.moments(source), samples_left_out, names, intercept=intercept)
-        maps = maps_for_all(
-            solve_pairs(kept, pairs_of_source, intercept=intercept, ridge=ridge, provenance=provenance),
-            pairs_of_source, provenance,
-        )  # fmt: skip
-        yield from maps if there is None else (linear.to(wanted[source].device) for linear in maps)
-    _report(found, n_fits, noisy)
+            found += noise_of_fit(fit, [(wanted[source][few], ys, of_few)], names, intercept=intercept)
+        solved = fit.solve(**options) if parallel.is_main() else {}
+        in_order = (solved.pop(target) for target in targets)
+        for linear in maps_for_all(in_order, [(source, target) for target in targets], provenance):
+            yield linear if there is None else linear.to(wanted[source].device)
+    _report(found, len(named), noisy)
 
 
-def _report(found: list[NoisyFit], n_fits: int, noisy: list[NoisyFit] | None) -> None:
-    if noisy is None:
-        warn_of_noise(found, n_fits)
-    else:
-        noisy += found
-
-
-def _check_same_everywhere(
-    samples: Mapping[str, Tensor], weights: Tensor | None, arguments: Sequence[Any]
-) -> None:
-    """Refuse to divide samples among processes of which one was given others, by a few of them."""
-    parallel.check_same([*arguments, sorted(samples), weights is not None], "fitting")
-    n = len(next(iter(samples.values())))
+def _own_share(
+    samples: dict[str, Tensor], weights: Tensor | None, arguments: Sequence[Any]
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """The samples of this process, of samples that all processes were given."""
+    if (world_size := parallel.world_size()) == 1:
+        return samples, weights
+    n, rank = len(next(iter(samples.values()))), parallel.rank()
+    parallel.check_same([*arguments, n, sorted(samples), weights is not None], "fitting")
     few = torch.linspace(0, n - 1, min(n, _COMPARED)).long()
     ours = {site: vectors[few.to(vectors.device)].cpu() for site, vectors in samples.items()}
     if weights is not None:
@@ -166,70 +168,19 @@ def _check_same_everywhere(
         slack = _ALIKE * float(theirs[site].abs().max())
         if values.shape != theirs[site].shape or bool(((values - theirs[site]).abs() > slack).any()):
             raise InputError(
-                f"Process {parallel.rank()} was given other samples of {site} than process 0. Expected all "
-                "samples in every process, as matlens.collect gives them: they are divided inside. Rows that "
-                "differ from process to process go through fit_stream(..., divided=True)."
+                f"The samples of {site} must be the same in all processes, and those of process {rank} are "
+                "not those of process 0. Use fit_stream(..., divided=True) for samples of each process."
             )
+    share = slice(rank * n // world_size, (rank + 1) * n // world_size)
+    own = {site: vectors[share] for site, vectors in samples.items()}
+    return own, None if weights is None else weights[share]
 
 
-@checked
-def fit_rows(
-    samples: Samples,
-    pairs: Sequence[tuple[str, str]],
-    *,
-    rows: Bool[Tensor, " n"] | None = None,
-    weights: Float[Tensor, " n"] | None = None,
-    intercept: bool = False,
-    ridge: float = 0.0,
-    split: bool = False,
-    device: torch.device | str | None = None,
-    noisy: list[NoisyFit] | None = None,
-) -> Iterator[LinearMap]:
-    """Fit maps on collected samples or some of them, and write into the maps how many they were.
-
-    Parameters
-    ----------
-    samples
-        Vectors by site, such as `matlens.collect` gives.
-    pairs
-        Names of the sites of each map.
-    rows, weights, intercept, ridge, split, device, noisy
-        See `fit_samples`.
-
-    Raises
-    ------
-    InputError
-        A site was not collected, or rows or weights are not those of the samples, or none is chosen.
-    """
-    check_collection(samples)
-    ridge, pairs = check_ridge(ridge), [(str(a), str(b)) for a, b in list_pairs(pairs)]
-    check_collected(pairs, samples)
-    chosen, kept_weights = chosen_samples(rows, weights, samples.n_rows)
-    sites = dict.fromkeys(itertools.chain(*pairs))
-    n = samples.n_rows if chosen is None else len(chosen)
-    details: dict[str, Any] = {"n_fitted": n, "intercept": intercept, "ridge": ridge}
-    if chosen is not None:
-        details["rows"] = tensor_digest(chosen)
-    if kept_weights is not None:
-        details["weights"] = tensor_digest(kept_weights)
-    provenance = samples.provenance.with_details(**details)
-    options: dict[str, Any] = {
-        "intercept": intercept, "ridge": ridge, "split": split, "provenance": provenance,
-    }  # fmt: skip
-    if isinstance(samples, StoredSamples) and samples.stored_bytes(sites) > KEPT // 2:
-        found: list[NoisyFit] = []
-        for source, targets in by_source(pairs).items():
-            of_source = [(source, target) for target in targets]
-            batches = samples.shards([source, *targets], divided=True, device=device)
-            yield from fit_stream(
-                batches, of_source, rows=rows, weights=weights, divided=True, noisy=found, **options
-            )
-        _report(found, len(pairs), noisy)
-        return
-    vectors = {site: samples[site] for site in sites}
-    if chosen is not None:
-        vectors = {site: of_site[chosen] for site, of_site in vectors.items()}
-    yield from fit_samples(vectors, pairs, weights=kept_weights, device=device, noisy=noisy, **options)
+def _report(found: list[NoisyFit], n_fits: int, noisy: list[NoisyFit] | None) -> None:
+    if noisy is None:
+        warn_of_noise(found, n_fits)
+    else:
+        noisy += found
 
 
 class _SideBySide:
@@ -275,7 +226,7 @@ def fit_stream(
     rows: Bool[Tensor, " n"] | None = None,
     weights: Float[Tensor, " n"] | None = None,
     intercept: bool = False,
-    ridge: float = 0.0,
+    ridge: NonNegative = 0.0,
     provenance: Provenance | None = None,
     divided: bool = False,
     split: bool = False,
@@ -305,24 +256,27 @@ def fit_stream(
         As in `fit_samples`; or the batches are of a model with other changes than the provenance says, or
         are divided among processes otherwise than ``divided`` says.
     """
-    ridge = check_ridge(ridge)
-    kept = PairMoments(pairs, split=split)
-    named = [(source, target) for source, targets in kept.targets.items() for target in targets]
-    own, batches = _with_provenance(_check_division(batches, divided))
-    first = _FirstSamples()
-    for vectors, of_batch in chosen_of_batches(batches, rows, weights, provenance or own):
-        kept.update(vectors, weights=of_batch)
-        first.add({site: vectors[site] for pair in named for site in pair}, of_batch)
-    n = {"n": torch.tensor(kept.n)}
+    named = [(str(Site.parse(source)), str(Site.parse(target))) for source, target in list_pairs(pairs)]
+    widths, own, batches = _first_of(_check_division(batches, divided))
+    provenance = provenance or own
     if divided:
-        kept = gathered(kept)
-        n = parallel.broadcast_tensors({"n": torch.tensor(kept.n)}, "the number of samples")
-    if provenance is None and own is not None:
-        provenance = own.with_details(n_fitted=int(n["n"]), intercept=intercept, ridge=ridge)
-    maps = solve_pairs(kept, named, intercept=intercept, ridge=ridge, provenance=provenance)
+        widths = parallel.broadcast(widths, "widths of the samples")
+    if not widths:
+        raise InputError("batches must have at least one sample to fit maps on, got none.")
+    check_collected(named, widths)
+    fits, sample = PairFits(named, widths, split=split), _FirstSamples()
+    for vectors, of_batch in chosen_of_batches(batches, rows, weights, provenance):
+        fits.update(vectors, weights=of_batch)
+        sample.add({site: vectors[site] for pair in named for site in pair}, of_batch)
+    if divided:
+        fits.reduce()
+    if own is not None and provenance is own:
+        n = parallel.broadcast(fits.n, "the number of samples") if divided else fits.n
+        provenance = own.with_details(n_fitted=n, intercept=intercept, ridge=ridge)
+    maps = solve_pairs(fits, named, intercept=intercept, ridge=ridge, provenance=provenance)
     yield from maps_for_all(maps, named, provenance) if divided else maps
     if not ridge and (parallel.is_main() or not divided):
-        _report(first.noisy(kept, intercept=intercept), len(named), noisy)
+        _report(sample.noisy(fits, intercept=intercept), len(named), noisy)
 
 
 class _FirstSamples:
@@ -340,23 +294,24 @@ class _FirstSamples:
             self._parts.append((part, None if weights is None else weights[few]))
             self._n += len(next(iter(part.values())))
 
-    def noisy(self, kept: PairMoments, *, intercept: bool) -> list[NoisyFit]:
+    def noisy(self, fits: PairFits, *, intercept: bool) -> list[NoisyFit]:
         found: list[NoisyFit] = []
-        for source, targets in kept.targets.items() if self._n else ():
+        for source, targets in fits.targets.items() if self._n else ():
             samples = (
                 (part[source], [part[target] for target in targets], weights) for part, weights in self._parts
             )
             names = [f"{source} -> {target}" for target in targets]
-            found += noise_of_fit(kept.moments(source), samples, names, intercept=intercept)
+            found += noise_of_fit(fits[source], samples, names, intercept=intercept)
         return found
 
 
-def _with_provenance(batches: Iterator[Any]) -> tuple[Provenance | None, Iterator[Any]]:
-    """What the first batch says of the model and the examples, where it does, and all batches."""
+def _first_of(batches: Iterator[Any]) -> tuple[dict[str, int], Provenance | None, Iterator[Any]]:
+    """Widths of the sites in the first batch, what it says of its origin, and all batches."""
     first = list(itertools.islice(batches, 1))
+    widths = {site: of_site.shape[1] for batch in first for site, of_site in vectors_of(batch).items()}
     known = getattr(first[0], "provenance", None) if first else None
-    # Handed on and not kept: a batch may be most of the memory.
-    return known, itertools.chain(_drained(first), batches)
+    # Passed on and not kept: a batch may be most of the memory.
+    return widths, known, itertools.chain(_drained(first), batches)
 
 
 def _drained(batches: list[Any]) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""What least squares keeps of samples, and the solution from it.
+"""Least squares from sufficient statistics that are updated, merged and solved.
 
 All fits minimise ``sum_s w_s ||A x_s - y_s||^2 + ridge ||A||^2`` (definitions, section 3), by default with
 no weights, no intercept and no penalty; where the samples do not determine ``A``, the solution of least norm.
@@ -8,21 +8,21 @@ Everything is accumulated and solved in float64, whatever the samples' precision
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Annotated, Self
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from matlens import parallel
-from matlens.errors import InputError, NonNegativeInt, check_int, check_number, checked
+from matlens.errors import Between, InputError, NonNegative, checked
 from matlens.linear.maps import LinearMap
 from matlens.linear.samples import NoisyFit, check_weights
 from matlens.models.identity import Provenance
 from matlens.numerics.precision import in_float64
 from matlens.numerics.products import split_product
 
-_WIDEST = 2**31  # coordinates of a vector; no model is near
+_Width = Annotated[int, Between(1, 2**31)]
 _DOMINATED = 4  # error on other samples over that on the fit's own, from which most of it is noise
 _ALONE = 1e-6  # of one less the leverage, below which a sample alone settles a direction
 _BLOCK = 32  # samples whose errors are computed together, to take less memory than the fit
@@ -31,32 +31,54 @@ _EXACT = 1e-6  # error, in variances, below which a fit is exact but for roundin
 
 @checked
 class LeastSquares:
-    """What least squares needs to know of samples ``(x, y)``, in memory that does not grow with them.
+    """Sufficient statistics of a source and its targets, in memory that does not grow with the samples.
 
-    Kept is not the matrix of second moments but its triangular square root: the factor ``R`` of
-    ``[x 1] = QR``, and ``Q^T y``. Squaring would lose every direction of the stream that is a millionth
-    as strong as the strongest, and streams have coordinates a thousand times larger than the rest.
-    Parts merge into the whole by factorising their factors once more.
+    They are not the second moments but their triangular square root: the factor ``R`` of ``[x 1] = QR``, and
+    ``Q^T y``. Squaring would lose every direction that is a millionth as strong as the strongest, and
+    residual streams have dimensions a thousand times larger than the rest. Two of them are merged by
+    factorising both factors together.
 
     Parameters
     ----------
-    d_in, d_out
-        Widths of ``x`` and ``y``.
-    source, target
-        What ``x`` and ``y`` are, for errors and for the map.
+    d_in
+        Width of ``x``.
+    d_out
+        Width of ``y``, or the width of each target by name, which stand side by side in ``y``.
+    source
+        What ``x`` is, for errors and for the maps.
     split
         Whether products with the targets, which are most of the work, are sums of exact products in float32
-        (`split_product`): quicker on a device that is slow in float64, and slower on all others.
+        (`split_product`): faster on a device that is slow in float64, and slower on all others.
+    norms
+        Whether to keep the squared norm of each ``x`` too, from which a ridge for few samples is chosen.
     """
 
     def __init__(
-        self, d_in: int, d_out: int, *, source: str = "x", target: str = "y", split: bool = False
+        self,
+        d_in: _Width,
+        d_out: _Width | Mapping[str, int],
+        *,
+        source: str = "x",
+        split: bool = False,
+        norms: bool = False,
     ) -> None:
-        check_int(d_in, "d_in", min=1, max=_WIDEST)
-        check_int(d_out, "d_out", min=1, max=_WIDEST)
-        self.source, self.target, self.n, self.split = source, target, 0, split
+        self.targets = {"y": d_out} if isinstance(d_out, int) else dict(d_out)
+        self.source, self.split, self.n = source, split, 0
         self._r = torch.zeros(0, d_in + 1, dtype=torch.float64)
-        self._z = torch.zeros(0, d_out, dtype=torch.float64)
+        self._z = torch.zeros(0, sum(self.targets.values()), dtype=torch.float64)
+        self._norms = [torch.zeros(0, dtype=torch.float64)] if norms else []
+
+    @property
+    def name(self) -> str:
+        """The source and the targets, for messages."""
+        return f"{self.source} -> {', '.join(self.targets)}"
+
+    @property
+    def norms(self) -> Float[Tensor, " n"] | None:
+        """Squared norms of the samples, where they are kept."""
+        if len(self._norms) > 1:
+            self._norms = [torch.cat(self._norms)]
+        return self._norms[0] if self._norms else None
 
     def update(
         self,
@@ -82,127 +104,128 @@ class LeastSquares:
             negative or not finite. Nothing is added then.
         """
         x, blocks = x.detach(), [block.detach() for block in ([y] if isinstance(y, Tensor) else y)]
-        fits = all(block.ndim == 2 for block in (x, *blocks))
-        shape = (
-            sum(block.shape[-1] for block in blocks if block.ndim),
-            {len(block) for block in blocks if fits},
-        )
-        if not fits or x.shape[1] + 1 != self._r.shape[1] or shape != (self._z.shape[1], {len(x)}):
-            raise InputError(
-                f"Samples x {list(x.shape)} and y {[list(block.shape) for block in blocks]} do not fit: "
-                f"expected as many rows in each, and widths {self._r.shape[1] - 1} and {self._z.shape[1]}."
-            )
+        self._check_shapes(x, blocks)
+        root = None
         if weights is not None:
-            of_rows = check_weights(weights, len(x)).sqrt()[:, None]
-            kept = of_rows[:, 0] > 0
-            x, blocks = x[kept.to(x.device)], [block[kept.to(block.device)] for block in blocks]
-            if len(x):  # a weight is a factor on the squared error
-                rows = _with_ones(x)
-                roots = of_rows[kept].to(rows.device)
-                blocks = [in_float64(block).to(rows.device) * roots for block in blocks]
-                self._add(len(x), rows.mul_(roots), blocks)
-        elif len(x):
-            self._add(len(x), _with_ones(x), blocks)
+            weights = check_weights(weights, len(x))
+            used = weights > 0
+            root = weights[used].sqrt()[:, None]  # a weight is a factor on the squared error
+            x, blocks = x[used.to(x.device)], [block[used.to(block.device)] for block in blocks]
+        if not len(x):
+            return self
+        rows, norms = _with_ones(x), []
+        if self._norms:
+            norms = [rows[:, :-1].square().sum(1).cpu()]
+        if root is not None:
+            root = root.to(rows.device)
+            rows, blocks = rows.mul_(root), [in_float64(block).to(rows.device) * root for block in blocks]
+        self._add(len(x), rows, blocks, norms)
         return self
+
+    def _check_shapes(self, x: Tensor, blocks: Sequence[Tensor]) -> None:
+        d_in, d_out = self._r.shape[1] - 1, self._z.shape[1]
+        matrices = all(block.ndim == 2 and len(block) == len(x) for block in (x, *blocks))
+        if not matrices or x.shape[1] != d_in or sum(block.shape[1] for block in blocks) != d_out:
+            raise InputError(
+                f"x must be [n, {d_in}] and y [n, {d_out}], got {list(x.shape)} and "
+                f"{', '.join(str(list(block.shape)) for block in blocks)}."
+            )
 
     def merge(self, other: LeastSquares) -> Self:
-        """Add the samples that another object has seen."""
-        if (self.source, self.target) != (other.source, other.target):
-            raise InputError(
-                f"other must be LeastSquares of {self.source} -> {self.target}, got {other.source} -> "
-                f"{other.target}."
-            )
+        """Add the samples that another object has seen, of the same source and targets."""
+        if (self.source, self.targets) != (other.source, other.targets):
+            raise InputError(f"other must be of {self.name}, got one of {other.name}.")
         if other.n:
-            self._add(other.n, other._r, [other._z])
+            self._add(other.n, other._r, [other._z], other._norms if self._norms else [])
         return self
 
-    @property
-    def state(self) -> tuple[Float[Tensor, "rank d_in_and_1"], Float[Tensor, "rank d_out"]]:
-        """The triangular factor ``R`` of ``[x 1]`` and ``Q^T y``, in float64: all there is of the samples."""
-        return self._r, self._z
+    def tensors(self) -> dict[str, Tensor]:
+        """All that there is of the samples, for `from_tensors`: ``r``, ``z``, ``n`` and maybe ``norms``."""
+        tensors = {"r": self._r, "z": self._z, "n": torch.tensor(self.n)}
+        return tensors if self.norms is None else tensors | {"norms": self.norms}
 
     @classmethod
-    def from_state(
+    def from_tensors(
         cls,
-        r: Float[Tensor, "rank d_in_and_1"],
-        z: Float[Tensor, "rank d_out"],
-        n: NonNegativeInt,
+        tensors: Mapping[str, Tensor],
+        targets: Mapping[str, int] | None = None,
         *,
         source: str = "x",
-        target: str = "y",
         split: bool = False,
     ) -> Self:
-        """What another object, such as one of another process, has kept of ``n`` samples.
+        """The object whose `tensors` these are, such as that of another process.
 
         Raises
         ------
         InputError
-            The factors do not belong together, are not in float64, or hold a number that is not finite.
+            The factors do not belong together, are not in float64, or hold a value that is not finite.
         """
+        r, z, n = tensors["r"], tensors["z"], int(tensors["n"])
         fits = r.ndim == z.ndim == 2 and len(r) == len(z) and r.shape[1] > 1 and z.shape[1] > 0
         if not fits or r.dtype != torch.float64 or z.dtype != torch.float64 or (len(r) > 0) != (n > 0):
             raise InputError(
-                f"Factors {list(r.shape)} of {r.dtype} and {list(z.shape)} of {z.dtype} do not belong to {n} "
-                "samples. Expected two of float64 with as many rows, as those of LeastSquares."
+                f"r and z must be float64 with as many rows for {n} samples, got {list(r.shape)} of "
+                f"{r.dtype} and {list(z.shape)} of {z.dtype}."
             )
+        made = cls(
+            r.shape[1] - 1, targets or z.shape[1], source=source, split=split, norms="norms" in tensors
+        )
         check_finite(r, source)
-        check_finite(z, target)
-        made = cls(r.shape[1] - 1, z.shape[1], source=source, target=target, split=split)
+        check_finite(z, made.name)
         made._r, made._z, made.n = r, z, n
+        made._norms = [tensors["norms"]] if "norms" in tensors else []
         return made
 
-    def tensors(self) -> dict[str, Tensor]:
-        """What `from_tensors` makes the same object of, in another process."""
-        return {"r": self._r, "z": self._z, "n": torch.tensor(self.n)}
-
-    @classmethod
-    def from_tensors(
-        cls, tensors: Mapping[str, Tensor], source: str, target: str, *, split: bool = False
-    ) -> Self:
-        """The object whose `tensors` these are."""
-        return cls.from_state(
-            tensors["r"], tensors["z"], int(tensors["n"]), source=source, target=target, split=split
-        )
-
     def reduce(self, *, to_all: bool = False) -> Self:
-        """The samples of all processes, in rank order: in the main process, or in all of them.
+        """The samples of all processes, merged in rank order.
 
-        Without ``to_all``, the other processes get their own samples back.
+        The main process has them, and with ``to_all`` each; otherwise the others have none.
         """
         if parallel.world_size() == 1:
             return self
-        name = f"{self.source} -> {self.target}"
-        whole: Self | None = None
-        for tensors in parallel.gather(self.tensors(), f"least squares of {name}"):
-            part = self.from_tensors(tensors, self.source, self.target, split=self.split)
-            whole = part if whole is None else whole.merge(part)
-        whole = self if whole is None else whole
+        whole = self.empty()
+        for tensors in parallel.gather(self.tensors(), f"least squares of {self.name}"):
+            whole.merge(self._like(tensors))
         if not to_all:
             return whole
-        shared = parallel.broadcast_tensors(whole.tensors(), f"reduced least squares of {name}")
-        return self.from_tensors(shared, self.source, self.target, split=self.split)
+        return self._like(parallel.broadcast_tensors(whole.tensors(), f"least squares of {self.name}"))
 
-    def _add(self, n: int, rows: Tensor, blocks: list[Tensor]) -> None:
-        held = len(self._r)
-        q, r = torch.linalg.qr(torch.cat([self._r.to(rows.device), rows]) if held else rows)
+    def empty(self) -> Self:
+        """The same source and targets, without samples."""
+        return type(self)(
+            self._r.shape[1] - 1, self.targets, source=self.source, split=self.split, norms=bool(self._norms)
+        )
+
+    def _like(self, tensors: Mapping[str, Tensor]) -> Self:
+        return self.from_tensors(tensors, self.targets, source=self.source, split=self.split)
+
+    def _add(self, n: int, rows: Tensor, blocks: list[Tensor], norms: list[Tensor]) -> None:
+        n_old = len(self._r)
+        q, r = torch.linalg.qr(torch.cat([self._r.to(rows.device), rows]) if n_old else rows)
         check_finite(r, self.source)
         z = torch.empty(len(r), self._z.shape[1], dtype=torch.float64, device=r.device)
         start = 0
         for block in blocks:
             columns = slice(start, start := start + block.shape[1])
             if self.split:
-                z[:, columns] = split_product(q[held:], block.to(r.device))
+                z[:, columns] = split_product(q[n_old:], block.to(r.device))
             else:
-                torch.matmul(q[held:].T, in_float64(block).to(r.device), out=z[:, columns])
-            if held:
-                z[:, columns] += q[:held].T @ self._z[:, columns].to(r.device)
-        check_finite(z, self.target)
+                torch.matmul(q[n_old:].T, in_float64(block).to(r.device), out=z[:, columns])
+            if n_old:
+                z[:, columns] += q[:n_old].T @ self._z[:, columns].to(r.device)
+        check_finite(z, ", ".join(self.targets))
         self._r, self._z, self.n = r, z, self.n + n
+        self._norms += norms
 
     def solve(
-        self, *, intercept: bool = False, ridge: float = 0.0, provenance: Provenance | None = None
-    ) -> LinearMap:
-        """Find the best map for what has been seen so far.
+        self,
+        *,
+        intercept: bool = False,
+        ridge: NonNegative = 0.0,
+        targets: Sequence[str] | None = None,
+        provenance: Provenance | None = None,
+    ) -> dict[str, LinearMap]:
+        """The best map onto each target, or onto some of them, for the samples so far, in float32.
 
         Singular values below ``eps * max(n, d_in)`` of the largest count as zero, as in
         ``torch.linalg.lstsq(driver="gelsd")``. An intercept is not penalised by ``ridge``.
@@ -213,15 +236,18 @@ class LeastSquares:
             There are no samples, or the ridge is negative or not finite.
         """
         weight, bias = self.solution(intercept=intercept, ridge=ridge)
-        return LinearMap.from_solution(weight, bias, self.source, self.target, provenance)
+        maps, widths = {}, list(self.targets.values())
+        biases = [None] * len(widths) if bias is None else bias.split(widths)
+        for target, of_target, b in zip(self.targets, weight.split(widths), biases, strict=True):
+            if targets is None or target in targets:
+                maps[target] = LinearMap.from_solution(of_target, b, self.source, target, provenance)
+        return maps
 
-    def solution(self, *, intercept: bool, ridge: float) -> tuple[Tensor, Tensor | None]:
+    def solution(
+        self, *, intercept: bool, ridge: NonNegative
+    ) -> tuple[Float[Tensor, "d_out d_in"], Float[Tensor, " d_out"] | None]:
         """Weight and bias of the best map in float64; the bias is ``None`` without an intercept."""
-        ridge = check_ridge(ridge)
-        if self.n == 0:
-            raise InputError(
-                f"No samples of {self.source} -> {self.target} have been seen, or none with a weight above 0."
-            )
+        self._check_samples()
         width = self._r.shape[1] - 1
         if not intercept:
             return _least_norm(self._r[:width, :width], self._z[:width], self.n, ridge).T, None
@@ -230,6 +256,10 @@ class LeastSquares:
         floor = r[:, 1:].norm(dim=0).max()
         weight = _least_norm(r[1:, 1:], z[1:], self.n, ridge, floor=floor).T
         return weight, (z[0] - weight @ r[0, 1:]) / r[0, 0]
+
+    def _check_samples(self) -> None:
+        if self.n == 0:
+            raise InputError(f"{self.name} must have at least one sample with a weight above 0, got none.")
 
     def _with_constant_first(self) -> tuple[Tensor, Tensor]:
         """The factor of ``[1 x]``: the rows below the constant's own are that of the centred samples."""
@@ -255,14 +285,13 @@ class LeastSquares:
         InputError
             There are no samples.
         """
-        if self.n == 0:
-            raise InputError(f"No samples of {self.source} -> {self.target} have been seen.")
+        self._check_samples()
         r, z = self._with_constant_first()
         return r[0, 1:] / r[0, 0], z[0] / r[0, 0], float(r[0, 0].square())
 
 
 def noise_of_fit(
-    moments: LeastSquares,
+    state: LeastSquares,
     samples: Iterable[tuple[Tensor, Sequence[Tensor], Tensor | None]],
     names: Sequence[str],
     *,
@@ -282,21 +311,21 @@ def noise_of_fit(
 
     Parameters
     ----------
-    moments
+    state
         Of all samples.
     samples
-        Some of these: ``x``, the targets in the order of the moments' columns, and weights, batch by batch.
+        Some of these: ``x``, the targets in their order, and weights, batch by batch.
     names
         What the fits are called.
     intercept
         Whether the fit has one.
     """
-    n, d = moments.n, moments.state[0].shape[1] - 1
+    n, d = state.n, state.factors()[0].shape[1]
     if n <= d:
         return [NoisyFit(name, n, d) for name in names]
-    r, z = moments.factors(centred=intercept)
-    floor = moments.factors()[0].norm(dim=0).max() if intercept else None
-    x_mean, y_mean, total = moments.means() if intercept else (r.new_zeros(d), z[0] * 0, torch.inf)
+    r, z = state.factors(centred=intercept)
+    floor = state.factors()[0].norm(dim=0).max() if intercept else None
+    x_mean, y_mean, total = state.means() if intercept else (r.new_zeros(d), z[0] * 0, torch.inf)
     white, basis = _whitening(r, n, floor=floor)
     if basis is not None:
         z = basis.T @ z
@@ -385,11 +414,6 @@ def _whitening(r: Tensor, n: int, *, floor: Tensor | None) -> tuple[Tensor, Tens
     u, s, vh = torch.linalg.svd(r, full_matrices=False)
     kept = s > level * torch.stack([s.max(), *bounds[1:]]).max()
     return vh[kept].T / s[kept], u[:, kept]
-
-
-def check_ridge(ridge: Any) -> float:
-    """Read the penalty of a fit: a finite number of at least 0."""
-    return check_number(ridge, "The ridge penalty", min=0)
 
 
 def check_finite(values: Tensor, name: str) -> None:

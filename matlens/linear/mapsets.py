@@ -14,14 +14,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from matlens import parallel
-from matlens.errors import InputError, checked
+from matlens.errors import InputError, NonNegative, checked
 from matlens.io.artifact import Artifact
 from matlens.io.files import damaged
-from matlens.linear.fitting import fit_rows, fitting_bar
-from matlens.linear.least_squares import check_ridge
+from matlens.linear.fitting import fit_samples, fitting_bar
 from matlens.linear.maps import LinearMap, fitted_samples
 from matlens.linear.pairs import Pairs, both_ends, by_source, list_pairs, resolve_pairs
-from matlens.linear.samples import Samples, check_collection
+from matlens.linear.samples import Samples
 from matlens.models.changes import describe_changes
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
@@ -146,7 +145,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         rows: Bool[Tensor, " n"] | None = None,
         weights: Float[Tensor, " n"] | None = None,
         intercept: bool = False,
-        ridge: float = 0.0,
+        ridge: NonNegative = 0.0,
         split: bool = False,
         device: torch.device | str | None = None,
         progress: bool = True,
@@ -179,10 +178,9 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
             These are no activations, a pair is not usable, a site was not collected, rows or weights are not
             those of the samples, no sample is left, or the ridge is negative or not finite.
         """
-        check_collection(activations)
         wanted = resolve_pairs(pairs, activations.provenance)
-        maps = fit_rows(
-            activations, wanted, rows=rows, weights=weights, intercept=intercept, ridge=check_ridge(ridge),
+        maps = fit_samples(
+            activations, wanted, rows=rows, weights=weights, intercept=intercept, ridge=ridge,
             split=split, device=device,
         )  # fmt: skip
         return cls(fitting_bar(maps, len(dict.fromkeys(wanted)), progress=progress))

@@ -8,7 +8,7 @@ from typing import Literal
 from matlens.errors import check_choice, check_int, checked
 from matlens.linear import fitting
 from matlens.linear.samples import are_few
-from matlens.linear.sums import samples_together
+from matlens.linear.sums import chunk_size
 
 _DOUBLE, _SINGLE = 8, 4
 _MOST = 2**60
@@ -57,7 +57,7 @@ def collected_fit_bytes(n_rows: int, width: int, *, n_sites: int, most_targets: 
     most_targets
         The most targets that a source has; all of its maps are written together.
     """
-    d, most = width, samples_together(width)
+    d, most = width, chunk_size(width)
     kept = n_rows * n_sites * d
     beside_each_other = kept * _DOUBLE <= fitting.KEPT
     moments = (d + 1) * (d + 1 + most_targets * d)
@@ -90,7 +90,7 @@ def streamed_fit_bytes(
     written
         Whether the moments are written into files, whose bytes are made before, and not solved at once.
     """
-    most = max(samples_together(d) for d, _ in sources)
+    most = max(chunk_size(d) for d, _ in sources)
     sample = of_sample * _SINGLE
     left_out = 0 if written else min(n_rows, fitting.LEFT_OUT) * sample
     kept = [moments_bytes(*widths, n_rows) for widths in sources]
@@ -136,7 +136,10 @@ def stored_fit_bytes(
     if n_shards == 1:
         return peak
     joined = [
-        2 * held + _DOUBLE * _update(d_in + 1, d_in, d_out, made=0, passing=(d_in + 1) * d_out, held=True)
+        # The samples are the factor of a part, which is read already.
+        2 * held
+        + _DOUBLE
+        * (_update(d_in + 1, d_in, d_out, made=0, passing=(d_in + 1) * d_out, held=True) - (d_in + 1) ** 2)
         for held, (d_in, d_out) in zip(kept, sources, strict=True)
     ]
     return max(peak, *joined)

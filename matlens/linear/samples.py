@@ -67,11 +67,6 @@ class Passing(Protocol):
         """The model and the examples that they are of."""
 
 
-def check_collection(samples: object) -> None:
-    """Raise InputError unless vectors are collected activations."""
-    check(samples, Samples, "activations")
-
-
 def check_alike(samples: Mapping[str, Tensor]) -> None:
     """Refuse sites whose samples are not as many as those of the others, or are no vectors."""
     for site, vectors in samples.items():
@@ -166,6 +161,11 @@ class Chosen:
         return kept, None if self.weights is None else self.weights[places[kept]]
 
 
+def vectors_of(batch: Any) -> Mapping[str, Tensor]:
+    """The vectors of a batch that says where they come from, or of one that is vectors by site alone."""
+    return batch.vectors if isinstance(batch, Passing) else batch
+
+
 def chosen_of_batches(
     batches: Iterable[Any], rows: Any, weights: Any, provenance: Provenance | None
 ) -> Iterator[tuple[Mapping[str, Tensor], Tensor | None]]:
@@ -176,7 +176,7 @@ def chosen_of_batches(
     chosen = Chosen.of(rows, weights, expected or 0)
     seen = 0
     for batch in batches:
-        vectors = batch.vectors if isinstance(batch, Passing) else batch
+        vectors = vectors_of(batch)
         if isinstance(batch, Passing) and provenance is not None and provenance.model is not None:
             provenance.check_same(batch.provenance, ours="the provenance", theirs="the vectors")
         count = len(next(iter(vectors.values()), ()))
@@ -282,10 +282,3 @@ def warn_of_same_sentences(fitted: Provenance, validation: Provenance, what: str
             f"{what} were fitted on the sentences of {validation.corpus} that they are judged on here, so "
             "r2 and predictions are better than on new text. Use other sentences, see Corpus.split."
         )
-
-
-def described(value: object) -> str:
-    """What somebody has given in the place of a tensor."""
-    if isinstance(value, Tensor):
-        return f"a tensor {list(value.shape)} of {value.dtype}"
-    return repr(type(value).__name__)

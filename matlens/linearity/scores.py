@@ -146,8 +146,7 @@ class PartSums:
     def _empty(self) -> dict[str, LeastSquares]:
         sums = {
             source: LeastSquares(
-                self._widths[source], sum(self._widths[target] for target in targets), source=source,
-                target=", ".join(targets),
+                self._widths[source], {target: self._widths[target] for target in targets}, source=source
             )
             for source, targets in self._targets.items()
         }  # fmt: skip

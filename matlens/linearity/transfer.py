@@ -15,7 +15,7 @@ from matlens.activations.activations import Activations
 from matlens.errors import PositiveInt, checked
 from matlens.io.tables import result_row, result_table
 from matlens.lens.evaluation import fit_quality, prediction_quality
-from matlens.linear.fitting import fit_rows, fit_samples
+from matlens.linear.fitting import fit_samples
 from matlens.linear.mapsets import MapSet
 from matlens.linear.pairs import resolve_pairs
 from matlens.metrics import Estimate
@@ -44,7 +44,7 @@ def fit_equally_many(samples: Mapping[str, Activations], *, every: PositiveInt =
         pairs = resolve_pairs("last", of_corpus.provenance)[::every]
         if of_corpus.positions == "all":
             chosen = torch.arange(of_corpus.n_rows) < equal
-            maps[name] = MapSet(fit_rows(of_corpus, pairs, rows=chosen))
+            maps[name] = MapSet(fit_samples(of_corpus, pairs, rows=chosen))
         else:
             maps[name] = MapSet(fit_samples(of_corpus.head(equal), pairs))
     return maps

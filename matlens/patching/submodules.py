@@ -17,7 +17,7 @@ from torch import Tensor
 
 from matlens.activations.activations import Activations
 from matlens.errors import InputError, checked, short
-from matlens.linear.fitting import fit_rows, fitting_bar
+from matlens.linear.fitting import fit_samples, fitting_bar
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet
 from matlens.linear.pairs import check_collected, resolve_pairs
@@ -90,7 +90,9 @@ def fit_submodules(
     check_collected(pairs, samples)
     noisy: list[NoisyFit] = []
     one_by_one = (
-        fit_rows(samples, [pair], rows=rows, weights=weights, intercept=intercept, ridge=ridge, noisy=noisy)
+        fit_samples(
+            samples, [pair], rows=rows, weights=weights, intercept=intercept, ridge=ridge, noisy=noisy
+        )
         for pair in pairs
     )
     yield from fitting_bar(itertools.chain.from_iterable(one_by_one), len(pairs), progress=progress)

@@ -120,7 +120,7 @@ def fold(
         return Matrix(factor[:, None] * weight, None if bias is None else factor * bias)
     d_model, refit = len(weight), method in REFITTED
     width = weight.shape[1] if refit else d_model
-    sums = LeastSquares(width, d_model, source="the FFN's matrix", target="its target")
+    sums = LeastSquares(width, d_model, source="the FFN's matrix")
     total = 0.0
     for part, truth in zip(read.split(_ROWS), right.split(_ROWS), strict=True):
         written = part.double() @ weight.T + (0 if bias is None else bias)

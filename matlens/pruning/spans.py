@@ -101,7 +101,9 @@ def linearity_of(
 ) -> float:
     """The r2 of the best affine map of a stream to a later one, on the tokens that it is fitted on."""
     x, y = h[kept].double(), later[kept].double()
-    moments = LeastSquares(x.shape[1], y.shape[1], source="the stream", target="the stream behind the span")
+    moments = LeastSquares(
+        x.shape[1], {"the residual stream after the span": y.shape[1]}, source="the residual stream"
+    )
     weight, bias = moments.update(x, y).solution(intercept=True, ridge=0.0)
     return metrics.r2(x @ weight.T + (0 if bias is None else bias), y)
 

@@ -96,7 +96,11 @@ def fit_moments(
     penalty = ridge
     if penalty is None:
         few = are_few(moments.n_samples, moments.provenance.identity.d_model)
-        penalty = _typical(list(map(moments.norms, dict.fromkeys(a for a, _ in wanted)))) if few else 0.0
+        penalty = (
+            _typical([moments[source].norms for source in dict.fromkeys(a for a, _ in wanted)])
+            if few
+            else 0.0
+        )
     origin = moments.provenance.with_details(  # which say what was chosen of the samples
         n_samples=moments.n_samples, intercept=intercept, ridge=penalty
     )

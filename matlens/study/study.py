@@ -34,7 +34,7 @@ from matlens.ffn.trace import Trace
 from matlens.ffn.updates import DOMINANT
 from matlens.ffn.values import ValueVectors
 from matlens.io.artifact import is_finished
-from matlens.linear.fitting import fit_rows, fitting_bar
+from matlens.linear.fitting import fit_samples, fitting_bar
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
 from matlens.linear.pairs import Pairs, resolve_pairs
@@ -236,7 +236,7 @@ class Study:
         ridge = chosen_ridge(self.ridge, samples, wanted, n_fitted=n)
 
         def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
-            maps = fit_rows(samples, missing, rows=rows, intercept=intercept, ridge=ridge)
+            maps = fit_samples(samples, missing, rows=rows, intercept=intercept, ridge=ridge)
             return fitting_bar(maps, len(missing), progress=True)
 
         origin = samples.provenance.samples.with_details(

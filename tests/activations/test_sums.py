@@ -43,8 +43,8 @@ def whole(model: Any, examples: Examples, tmp_path_factory: pytest.TempPathFacto
 def assert_same_predictions(one: StoredMoments, other: StoredMoments, most: float = 1e-10) -> None:
     for source in one.targets:
         x = torch.eye(one.widths[source], dtype=torch.float64)
-        ours, _ = one.moments(source).solution(intercept=True, ridge=0.1)
-        theirs, _ = other.moments(source).solution(intercept=True, ridge=0.1)
+        ours, _ = one[source].solution(intercept=True, ridge=0.1)
+        theirs, _ = other[source].solution(intercept=True, ridge=0.1)
         assert float((x @ ours.T - x @ theirs.T).norm() / (x @ theirs.T).norm()) < most
 
 
@@ -60,7 +60,7 @@ def test_moments_are_those_of_the_rows(
     for source, targets in kept.targets.items():
         y = torch.cat([rows[target] for target in targets], 1).double()
         for ridge, intercept in ((0.0, False), (0.3, True)):
-            ours, bias = kept.moments(source).solution(intercept=intercept, ridge=ridge)
+            ours, bias = kept[source].solution(intercept=intercept, ridge=ridge)
             direct = LeastSquares(rows[source].shape[1], y.shape[1]).update(rows[source], y)
             theirs, other_bias = direct.solution(intercept=intercept, ridge=ridge)
             x = rows[source].double()
@@ -90,7 +90,7 @@ def test_chosen_and_weighted_samples_are_those_of_the_collection(
         x, y = collected[source][taken], torch.cat([collected[target][taken] for target in targets], 1)
         direct, bias = LeastSquares(x.shape[1], y.shape[1]).update(x, y).solution(intercept=True, ridge=0.3)
         for stored, most in ((kept, 1e-10), (joined, 1e-6)):
-            ours, other = stored.moments(source).solution(intercept=True, ridge=0.3)
+            ours, other = stored[source].solution(intercept=True, ridge=0.3)
             assert float((x.double() @ (ours - direct).T).norm() / (x.double() @ direct.T).norm()) < most
             torch.testing.assert_close(other, bias, rtol=1e-4, atol=1e-6)
     with pytest.raises(InputError, match="belongs to another job"):
@@ -138,7 +138,7 @@ def test_shards_in_any_order_are_the_whole(
         x = torch.cat([part[source] for part in parts]).double()
         y = torch.cat([torch.cat([part[target] for target in targets], 1) for part in parts])
         theirs, _ = LeastSquares(x.shape[1], y.shape[1]).update(x, y).solution(intercept=False, ridge=0.0)
-        ours, _ = joined.moments(source).solution(intercept=False, ridge=0.0)
+        ours, _ = joined[source].solution(intercept=False, ridge=0.0)
         assert float((x @ ours.T - x @ theirs.T).norm() / (x @ theirs.T).norm()) < 1e-10
     maps = [
         fit_moments(StoredMoments(*(folders[i] for i in order)), tmp_path / str(order), progress=False)
@@ -150,7 +150,7 @@ def test_shards_in_any_order_are_the_whole(
     assert_same_predictions(merged, joined)
     # It is the folder of the undivided job, which need not be run any more.
     again = stream_moments(model, examples, tmp_path / "merged", pairs=PAIRS, **QUIET)
-    assert torch.equal(again.moments("h.0").state[0], merged.moments("h.0").state[0])
+    assert torch.equal(again["h.0"].tensors()["r"], merged["h.0"].tensors()["r"])
 
 
 def test_a_shard_without_sentences_adds_nothing(model: Any, examples: Examples, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from matlens.cli import app
 from matlens.cli.distributed import ask_main, on_main
 from matlens.cli.scripts import Report, run_study
 from matlens.lens.lens import Lens
-from matlens.linear.sums import PairMoments
+from matlens.linear.sums import PairFits
 from matlens.study.study import Study
 
 
@@ -187,16 +187,16 @@ def test_an_interruption_of_one_process_ends_all(
         "run", "--model", model_folder("llama"), "--corpus", tmp_path / "words.txt", "--train", 30,
         "--val", 10, "--device", "cpu", "--positions", "all", "--pairs", "last", "--out", tmp_path / "out",
     ]  # fmt: skip
-    update, calls = PairMoments.update, []
+    update, calls = PairFits.update, []
 
-    def stopped(self: PairMoments, *given: Any, **named: Any) -> Any:
+    def stopped(self: PairFits, *given: Any, **named: Any) -> Any:
         calls.append(1)
         if len(calls) == 2 and parallel.rank() == interrupted:
             raise KeyboardInterrupt
         return update(self, *given, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(PairMoments, "update", stopped)
+        patch.setattr(PairFits, "update", stopped)
         outcomes = run_ranks(
             2, of_a_command(*options, "--batch-tokens", 20), tmp_path / "outcomes", join=False
         )

@@ -47,7 +47,7 @@ def kind_of(small_model: Callable[[str], Any]) -> Callable[[str], tuple[Make, Re
 
     def read_moments(folder: Path) -> Any:
         stored = StoredMoments(folder)
-        return {source: [*stored.moments(source).state, stored.norms(source)] for source in stored.targets}
+        return {source: stored[source].tensors() for source in stored.targets}
 
     def read_lens(folder: Path) -> Any:
         lens = matlens.Lens.load(folder)
@@ -144,7 +144,7 @@ def test_several_processes_write_what_one_writes(kind: str, n: int, kind_of: Any
     if kind == "moments":  # merged in another order: maps are the same, factors need not be
         one, several = (StoredMoments(tmp_path / name) for name in ("one", "several"))
         for source in one.targets:
-            ours, theirs = (stored.moments(source).solve(intercept=True) for stored in (one, several))
+            ours, theirs = (stored[source].solve(intercept=True) for stored in (one, several))
             torch.testing.assert_close(ours.weight, theirs.weight)
     else:
         assert_same(read(tmp_path / "several"), read(tmp_path / "one"))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from matlens.linear import LeastSquares, fit_samples, fit_stream, fitting, needs
-from matlens.linear.sums import PairMoments, solve_pairs
+from matlens.linear.sums import PairFits, solve_pairs
 
 Pairs = Literal["last", "all"]
 JOBS: list[tuple[int, int, int, Pairs]] = [
@@ -101,29 +101,34 @@ def test_a_fit_on_sites_of_other_widths() -> None:
 
 
 class Stored:
-    """Moments as files give them: read anew each time, those of several shards joined."""
+    """Sufficient statistics as files give them: read each time, those of several parts merged."""
 
-    def __init__(self, shards: list[PairMoments]) -> None:
-        self._shards, self.targets, self.widths = shards, shards[0].targets, shards[0].widths
+    def __init__(self, parts: list[PairFits]) -> None:
+        self._parts, self.targets = parts, parts[0].targets
 
-    def moments(self, source: str) -> LeastSquares:
+    def __getitem__(self, source: str) -> LeastSquares:
         whole: LeastSquares | None = None
-        for shard in self._shards:
-            kept = shard.moments(source)
-            read = LeastSquares.from_state(*(part.clone() for part in kept.state), kept.n)
+        for part in self._parts:
+            fit = part[source]
+            tensors = {name: tensor.clone() for name, tensor in fit.tensors().items()}
+            read = LeastSquares.from_tensors(tensors, fit.targets, source=source)
             whole = read if whole is None else whole.merge(read)
         assert whole is not None
         return whole
 
-    def norms(self, source: str) -> None: ...
+
+def pair_fits(pairs: list[tuple[str, str]], samples: dict[str, Tensor]) -> PairFits:
+    fits = PairFits(pairs, {site: of_site.shape[1] for site, of_site in samples.items()})
+    fits.update(samples)
+    _ = [fits[source] for source in fits.targets]  # nothing waits any more
+    return fits
 
 
 @pytest.mark.parametrize("n_shards", [1, 2])
 @pytest.mark.parametrize(("n_layers", "width", "pairs"), [(4, 96, "all"), (4, 96, "last"), (3, 256, "last")])
 def test_a_fit_on_moments_in_files(n_layers: int, width: int, pairs: Pairs, n_shards: int) -> None:
     named = [(f"h.{source}", f"h.{target}") for source, target in sites(n_layers, pairs)]
-    stored = Stored([PairMoments(named).update(vectors(n_layers, width, 800)) for _ in range(n_shards)])
-    _ = [stored.moments(source) for source in stored.targets]  # nothing waits any more
+    stored = Stored([pair_fits(named, vectors(n_layers, width, 800)) for _ in range(n_shards)])
 
     def fit() -> None:
         for _ in solve_pairs(stored, named, intercept=False, ridge=0.0, provenance=None):
@@ -142,7 +147,9 @@ def test_moments_are_as_large_as_said_however_many_samples_there_are() -> None:
     assert needs.stream_widths(3, 20, "all") == [(20, 60), (20, 40), (20, 20)]
     assert needs.stream_widths(3, 20, "last") == [(20, 20)] * 3
     few = LeastSquares(20, 60).update(torch.randn(7, 20), torch.randn(7, 60))
-    assert sum(8 * part.numel() for part in few.state) == needs.moments_bytes(20, 60, 7)
+    assert sum(8 * part.numel() for part in (few.tensors()["r"], few.tensors()["z"])) == needs.moments_bytes(
+        20, 60, 7
+    )
 
 
 def test_a_stream_takes_no_more_for_more_samples() -> None:
@@ -155,8 +162,7 @@ def test_few_samples_are_solved_by_singular_values_which_take_more(n_rows: int) 
     # What LAPACK works in is not torch's: of 6.5 (measured, at 1,024 dimensions) torch has three.
     rank, d = min(n_rows, 96), 96
     samples = vectors(1, d, n_rows)
-    kept = PairMoments([("h.0", "h.1")]).update(samples)
-    moments = kept.moments("h.0")
+    moments = pair_fits([("h.0", "h.1")], samples)["h.0"]
     arrays = peak(lambda: none(moments.solution(intercept=False, ridge=1.0)))
     stored = needs.stored_fit_bytes([(d, d)], n_rows=n_rows)
     assert stored == needs.moments_bytes(d, d) + 8 * 13 * rank * d // 2

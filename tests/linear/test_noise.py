@@ -12,7 +12,7 @@ from identities import make_identity
 from torch import Tensor
 
 import matlens
-from matlens.linear.fitting import fit_rows, fit_samples, fit_stream
+from matlens.linear.fitting import fit_samples, fit_stream
 from matlens.linear.least_squares import LeastSquares, noise_of_fit
 from matlens.linear.mapsets import MapSet
 from matlens.models.identity import Provenance
@@ -119,7 +119,6 @@ def halves_of(samples: Any) -> list[dict[str, Tensor]]:
 
 FITS: dict[str, Callable[..., Any]] = {
     "MapSet.fit": lambda samples, **how: MapSet.fit(samples, pairs=PAIRS, progress=False, **how),
-    "rows": lambda samples, **how: list(fit_rows(samples, PAIRS, **how)),
     "samples": lambda samples, **how: list(fit_samples(samples, PAIRS, **how)),
     "stream": lambda samples, **how: list(fit_stream(halves_of(samples), PAIRS, **how)),
 }

@@ -14,7 +14,7 @@ from sklearn.linear_model import LinearRegression, Ridge
 from torch import Tensor
 
 from matlens.errors import InputError
-from matlens.linear.fitting import fit_rows, fit_samples, fit_stream
+from matlens.linear.fitting import fit_samples, fit_stream
 from matlens.linear.least_squares import LeastSquares
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet
@@ -64,7 +64,7 @@ def in_order() -> Iterator[dict[str, Tensor]]:
 
 WAYS: dict[str, Callable[..., Any]] = {
     "samples": lambda **options: list(fit_samples(SAMPLES, PAIR, **options)),
-    "rows": lambda **options: list(fit_rows(Collected(SAMPLES), PAIR, **options)),  # type: ignore[arg-type]
+    "rows": lambda **options: list(fit_samples(Collected(SAMPLES), PAIR, **options)),  # type: ignore[arg-type]
     "set": lambda **options: list(
         MapSet.fit(Collected(SAMPLES), pairs=PAIR, progress=False, **options).values()
     ),
@@ -166,8 +166,6 @@ def test_what_is_no_collection_is_refused_with_the_way() -> None:
     for samples in (SAMPLES, [X, Y], None, X):
         with pytest.raises(InputError, match=r"matlens\.collect.*fit_samples"):
             MapSet.fit(samples, progress=False)  # type: ignore[arg-type]
-        with pytest.raises(InputError, match=r"matlens\.collect.*fit_samples"):
-            list(fit_rows(samples, PAIR))  # type: ignore[arg-type]
     for samples in ([X, Y], None, X):
         with pytest.raises(InputError, match=r"^samples must be"):
             list(fit_samples(samples, PAIR))  # type: ignore[arg-type]
@@ -178,7 +176,7 @@ def test_what_is_no_collection_is_refused_with_the_way() -> None:
 @pytest.mark.parametrize(
     ("samples", "pairs", "message"),
     [
-        ({}, PAIR, r"no vectors of h\.0|no samples"),
+        ({}, PAIR, r"no vectors of h\.0|at least one sample"),
         (SAMPLES, [("h.0", "h.7")], r"no vectors of h\.7"),
         (SAMPLES, [("h.0",)], r"pair"),
         (SAMPLES, [(0, 1, 2)], r"pair"),

@@ -102,7 +102,7 @@ def test_a_job_has_as_much_room_as_its_files_and_a_state_of_before_take(
     made = study().shard_moments(1, 1)
     pairs = [(source, target) for source, targets in made.targets.items() for target in targets]
     planned = written_bytes(made.n_samples, pairs, made.widths)
-    tensors = [part for source in made.targets for part in made.moments(source).tensors().values()]
+    tensors = [part for source in made.targets for part in made[source].tensors().values()]
     assert planned == sum(8 * part.numel() for part in tensors)
     (tmp_path / "config.json").unlink()
     held = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
