@@ -84,7 +84,10 @@ class _Handler(BaseHTTPRequestHandler):
             asked = json.loads(body)
             name = f"{asked.get('organization')}/{asked['name']}"
             if name in hub.repositories:
-                return self._refuse(409, "", "You already created this model repo.")
+                message = "You already created this model repo."
+                return self._answer(
+                    409, {"error": message, "url": f"{hub.address}/{name}"}, X_Error_Message=message
+                )
             if asked.get("visibility") == "private" or asked.get("private"):
                 hub.private.add(name)
             hub.add(name, {".gitattributes": b""})

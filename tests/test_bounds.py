@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from matlens.errors import InputError
-from matlens.io.bounds import BOUNDS, NESTING, Bound, parse_json
+from matlens.io.bounds import BOUNDS, Bound, parse_json
 
 PLANKS = Bound("MATLENS_TEST_PLANKS", 3, "planks in a box", 10)
 
@@ -55,30 +55,6 @@ def test_json_within_the_bounds_is_read_as_it_is(value: Any) -> None:
     assert parse_json(json.dumps(value), "it") == value
 
 
-@pytest.mark.parametrize("opening", ["[", '{"a":', '[{"b":'])
-def test_nesting_is_bounded_and_brackets_in_texts_are_none(opening: str) -> None:
-    n = opening.count("[") + opening.count("{")
-    closing = "".join("]" if c == "[" else "}" for c in reversed(opening) if c in "[{")
-
-    def nested(times: int) -> str:
-        return opening * times + "1" + closing * times
-
-    parse_json(nested(NESTING.limit // n), "it")
-    for times in (NESTING.limit // n + 1, 100_000):
-        with pytest.raises(
-            InputError, match=r"JSON in it has more than 100 lists and .* MATLENS_MAX_NESTING\."
-        ):
-            parse_json(nested(times), "it")
-    texts = ["[" * 500, '"' + "{" * 500, "\\" * 3 + "[" * 200]
-    assert parse_json(json.dumps(texts), "it") == texts
-    assert len(parse_json("[" + ",".join(["[]"] * 500) + "]", "it")) == 500
-
-
-def test_brackets_after_a_text_that_never_ends_take_no_time() -> None:
-    with pytest.raises(InputError, match="no JSON in it"):
-        parse_json('["' + '\\"' * 500_000 + "[" * 1000, "it")
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -86,10 +62,8 @@ def test_brackets_after_a_text_that_never_ends_take_no_time() -> None:
         ("", "no JSON in it"),
         ("1" * 5000, "no JSON in it .*digits"),
         ('{"n": -' + "7" * 9000 + "}", "no JSON in it .*digits"),
-        ('{"a": 1, "b": 2, "a": 1}', "the key 'a' is there twice"),
-        ('[{"x": {"": 0, "": 0}}]', "the key '' is there twice"),
+        ("[" * 100_000, "no JSON in it"),
         ("nul", "no JSON in it"),
-        ('{"a\\u001b": 1, "a\\u001b": 2}', r"the key 'a\\x1b' is there twice"),
     ],
 )
 def test_json_that_cannot_be_read_is_refused_in_words(text: str, message: str) -> None:

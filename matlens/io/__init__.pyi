@@ -14,8 +14,6 @@ from .files import write_json as write_json
 from .files import write_text as write_text
 from .files import write_together as write_together
 from .numbers import number_text as number_text
-from .repository import HubRepository as HubRepository
-from .repository import HubSnapshot as HubSnapshot
 from .rows import Column as Column
 from .rows import keep_rows as keep_rows
 from .rows import read_rows as read_rows

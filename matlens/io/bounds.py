@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from dataclasses import dataclass
 from typing import Any
 
 from matlens.errors import InputError, printable
 
 _LARGEST = 2**62
-_BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 _REASON = 200  # characters of what another package says of a fault
 
 
@@ -56,20 +54,7 @@ class Bound:
         return int(text) * self.scale
 
     def check(self, count: int, where: str) -> None:
-        """Refuse what is past the bound.
-
-        Parameters
-        ----------
-        count
-            How much there is.
-        where
-            What it is that holds so much, at the beginning of a sentence.
-
-        Raises
-        ------
-        InputError
-            It is too much.
-        """
+        """Raise InputError if there is more than the bound; ``where`` begins the message."""
         if count > self.limit:
             raise self.error(where)
 
@@ -89,57 +74,24 @@ MEMBERS = Bound("MATLENS_MAX_MEMBERS", 10_000, "files packed into it")
 HEADER = Bound("MATLENS_MAX_HEADER_MIB", 4, "MiB of names and headers", _MIB)
 SENTENCES = Bound("MATLENS_MAX_SENTENCES", 100_000_000, "sentences")
 CORPUS = Bound("MATLENS_MAX_CORPUS_MIB", 1024, "MiB of text to be kept in memory", _MIB)
-NESTING = Bound("MATLENS_MAX_NESTING", 100, "lists and objects of JSON inside each other")
 JSON = Bound("MATLENS_MAX_JSON_MIB", 64, "MiB of JSON", _MIB)
 TABLE = Bound("MATLENS_MAX_TABLE_MIB", 1024, "MiB in a table", _MIB)
 SHEET = Bound("MATLENS_MAX_SHEET_MIB", 64, "MiB in a filled sheet", _MIB)
 LAYERS = Bound("MATLENS_MAX_LAYERS", 1000, "layers")
-BOUNDS = (LINE, UNPACKED, RATIO, MEMBERS, HEADER, SENTENCES, CORPUS, NESTING, JSON, TABLE, SHEET, LAYERS)
+BOUNDS = (LINE, UNPACKED, RATIO, MEMBERS, HEADER, SENTENCES, CORPUS, JSON, TABLE, SHEET, LAYERS)
 """All bounds of foreign text; the how-to on bounds has them in a table."""
 
 
 def parse_json(text: str, where: str) -> Any:
-    """Read JSON that somebody else wrote.
-
-    Parameters
-    ----------
-    text
-        The JSON.
-    where
-        Words that say in messages where it stands, such as ``"line 3 of 'a.jsonl'"``.
+    """Read JSON that somebody else wrote; ``where`` says where it stands, such as ``"line 3 of 'a.jsonl'"``.
 
     Raises
     ------
     InputError
-        It is no JSON, names a key of an object twice, has a number of thousands of digits, or is nested too
-        deeply.
+        It is not JSON, has a number of thousands of digits, or is nested too deeply.
     """
-    if text.count("[") + text.count("{") > NESTING.limit:
-        NESTING.check(_depth(text), f"The JSON in {where}")
     try:
-        return json.loads(text, object_pairs_hook=_unambiguous)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         reason = printable(str(error).partition("\n")[0], most=_REASON)
         raise InputError(f"There is no JSON in {where} ({reason}).") from error
-
-
-def _depth(text: str) -> int:
-    depth = deepest = 0
-    for bracket in _BRACKETS.finditer(text):
-        if bracket[0] in "[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif bracket[0] in "]}":
-            depth -= 1
-    return deepest
-
-
-def _unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"the key '{printable(key, most=60)}' is there twice")
-            seen.add(key)
-    return content
