@@ -25,9 +25,8 @@ from matlens.linear.maps import tensor_digest
 from matlens.models.hooks import hanging, intervening
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import COEFFICIENTS, Site
-from matlens.patching.contexts import find_reserved, reserve_parts
+from matlens.patching.contexts import TokenPlaces, find_reserved, reserve_parts
 from matlens.patching.replacements import Replacement
-from matlens.patching.token_places import TokenPlaces
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

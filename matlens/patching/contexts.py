@@ -1,13 +1,14 @@
 """Running a model with parts of it replaced by linear maps, for as long as a context lasts.
 
-Blocks that are jumped over are not computed; a sub-module that is replaced runs, and hooks put the
-stand-in's output in place of its own. Between any other two sites everything is computed, and hooks put what
-is made of the first in the place of the second.
+Blocks that are jumped over are not computed: they run a function that returns their input, which the first of
+them maps. A sub-module that is replaced runs, and hooks replace its output. Between any other two sites
+everything is computed, and hooks write at the second what is made of the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -17,12 +18,18 @@ from torch import Tensor
 
 from matlens.errors import InputError, check, checked
 from matlens.linear.maps import LinearMap
+from matlens.models.families.encoder_decoders import DECODER, stack_of
+from matlens.models.families.vision import is_visual, places_of_image
 from matlens.models.hooks import hanging, intervening
 from matlens.models.layout import ModelLayout
-from matlens.patching.replacements import Replacement, describe_replacement, stand_in
-from matlens.patching.resolution import find_overlap, resolve_replacements
-from matlens.patching.skipping import replaced_forwards, skipping_forwards
-from matlens.patching.token_places import TokenPlaces
+from matlens.patching.replacements import (
+    Replacement,
+    Where,
+    describe_replacement,
+    find_overlap,
+    resolve_replacements,
+    stand_in,
+)
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -160,3 +167,230 @@ def _writing_hook(
         return _put(replacement, instead, value, places)
 
     return leave
+
+
+_RETURNED = 2  # values, at most, of a block that can be skipped: its vectors, and what its attention weighs
+_RETURNED_BY_T5 = 3  # vectors, and how far tokens lie apart, for its attention and for that to the encoder
+
+
+def skipping_forwards(
+    model: TransformerBridge, jump: Replacement, layout: ModelLayout
+) -> dict[int, Callable[..., Any]]:
+    """What the blocks of a jump run instead: they hand on their input, which the first of them maps."""
+    if reason := _reason_against(model, layout):
+        raise InputError(
+            f"{jump} skips blocks, and the blocks of this model cannot be skipped: {reason}. Its layers can "
+            "be collected, and their maps fitted and read out."
+        )
+    if all(map(_is_of_t5, model.blocks)):
+        return _skipping_forwards_of_t5(model, jump)
+
+    def forward_of(layer: int) -> Callable[..., Any]:
+        block = model.blocks[layer]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if layer == jump.blocks[0]:  # a pass may be asked to start or to stop here
+                args, kwargs = block._maybe_inject_start_residual(args, kwargs)
+                block._check_stop_at_layer(*args, **kwargs)
+            else:
+                _check_no_end_inside(block, layer, jump)
+            h = args[0] if args else kwargs["hidden_states"]
+            _keep_place_in_cache((*args[1:], *kwargs.values()), layer, h)
+            h = _hand_on(jump, block, layer, h)
+            return (h, None)[: layout.n_returned] if layout.blocks_return_tuples else h
+
+        return forward
+
+    return {layer: forward_of(layer) for layer in jump.blocks}
+
+
+def _hand_on(jump: Replacement, block: Any, layer: int, h: Tensor) -> Tensor:
+    """What a skipped block returns: its input, which the first of them maps."""
+    if layer == jump.blocks[0]:
+        h = stand_in(jump, block.hook_in(h), h)
+    return block.hook_out(h) if layer == jump.blocks[-1] else h
+
+
+def _reason_against(model: TransformerBridge, layout: ModelLayout) -> str | None:
+    """Why the input of a block cannot be returned in the place of its output."""
+    if all(map(_is_of_t5, model.blocks)):
+        first = model.blocks[0].original_component.layer[0]
+        known = layout.n_returned == _RETURNED_BY_T5 and hasattr(first, "SelfAttention")
+        return None if known else f"they return {layout.n_returned} values, and not what T5's do"
+    needed = ("_maybe_inject_start_residual", "_check_stop_at_layer")
+    kinds = {
+        type(block).__name__ for block in model.blocks if not all(hasattr(block, name) for name in needed)
+    }
+    if kinds:
+        return f"TransformerLens runs them as {', '.join(sorted(kinds))}"
+    if layout.n_returned > _RETURNED:
+        return f"each returns {layout.n_returned} values, of which only the first, its vectors, is known"
+    return None
+
+
+def _is_of_t5(block: Any) -> bool:
+    return hasattr(getattr(block, "original_component", None), "layer")
+
+
+def _skipping_forwards_of_t5(model: TransformerBridge, jump: Replacement) -> dict[int, Callable[..., Any]]:
+    """The same for T5, whose first block computes how far tokens lie apart, for all blocks of its stack."""
+
+    def forward_of(layer: int) -> Callable[..., Any]:
+        block = model.blocks[layer]
+
+        def forward(
+            h: Tensor, mask: Any = None, bias: Any = None, encoder: Any = None, *others: Any, **more: Any
+        ) -> Any:
+            _check_first_pass(more.get("past_key_values"), layer, len(model.blocks), h.shape[1], jump)
+            if bias is None:
+                attention = block.original_component.layer[0].SelfAttention
+                attention = getattr(attention, "original_component", attention)
+                bias = attention.compute_bias(h.shape[1], h.shape[1], device=h.device)
+            h = _hand_on(jump, block, layer, h)
+            return h, bias, others[1] if len(others) > 1 else None
+
+        return forward
+
+    return {layer: forward_of(layer) for layer in jump.blocks}
+
+
+def _check_first_pass(cache: Any, layer: int, n_layers: int, length: int, jump: Replacement) -> None:
+    """Refuse to go on with a cache, in which skipped blocks have kept no place."""
+    if cache is None:
+        return
+    lengths = [cache.get_seq_length(number) for number in range(n_layers)]
+    if any(lengths[layer:]) or any(kept > length for kept in lengths[:layer]):
+        raise InputError(
+            f"The blocks of the jump {jump} keep no keys and values, so a pass cannot go on with a cache. "
+            "Run the model with use_cache=False."
+        )
+
+
+def _check_no_end_inside(block: Any, layer: int, jump: Replacement) -> None:
+    asked = (getattr(block, "_start_at_layer_idx", None), getattr(block, "_stop_at_layer_idx", None))
+    if layer in asked:
+        raise InputError(f"A pass cannot start or stop at layer {layer}: the jump {jump} passes over it.")
+
+
+def _keep_place_in_cache(given: Sequence[Any], layer: int, h: Tensor) -> None:
+    # The model reads off the cache how many tokens there were, and may ask a skipped layer for it.
+    from transformers import Cache, EncoderDecoderCache
+
+    for cache in given:
+        if isinstance(cache, EncoderDecoderCache):
+            cache = cache.self_attention_cache
+        if not isinstance(cache, Cache):
+            continue
+        place = cache.layers[layer] if layer < len(cache.layers) else None
+        # Linear attention keeps a state, and no keys and values; it is asked whether there was a pass.
+        states = getattr(place, "has_previous_state", {})
+        states.update(dict.fromkeys(states, True))
+        if place is None or hasattr(place, "update"):
+            nothing = h.new_zeros(h.shape[0], 1, h.shape[1], 1)
+            cache.update(nothing, nothing, layer)
+
+
+@contextmanager
+def replaced_forwards(model: TransformerBridge, forwards: Mapping[int, Callable[..., Any]]) -> Iterator[None]:
+    """Let blocks run other functions, given by their layer."""
+    # An attribute of the instance goes before the method of its class, and leaves no trace when deleted.
+    before = {layer: vars(model.blocks[layer]).get("forward") for layer in forwards}
+    try:
+        for layer, forward in forwards.items():
+            vars(model.blocks[layer])["forward"] = forward
+        yield
+    finally:
+        for layer, forward in before.items():
+            vars(model.blocks[layer]).pop("forward", None)
+            if forward is not None:
+                vars(model.blocks[layer])["forward"] = forward
+
+
+class TokenPlaces:
+    """The position of every token of a running batch in its sentence, and -1 for padding.
+
+    Padding is never replaced: a map's output there could overflow and reach the other tokens through an
+    attention weight of zero. Only one pass of a patched model runs at a time, see `matlens.models.hooks`.
+    """
+
+    def __init__(self, model: TransformerBridge) -> None:
+        self._model, self._inner = model, model.original_model
+        self._signature = inspect.signature(self._inner.forward)
+        self.of_batch = torch.empty(0, 0)  # [batch, length], of the running pass
+        self.read: dict[Any, Tensor] = {}  # vectors of the running pass that are still to be used
+        self.look: Callable[..., None] = self._look  # one object, by which the hook is known
+
+    def starts_behind(self, order: int) -> bool:
+        """Whether the running pass starts at a later layer than a hook, which then carries nothing of it."""
+        start = getattr(self._model.blocks[0], "_start_at_layer_idx", None)
+        return start is not None and order < ModelLayout.from_model(self._model).start_of_block(start)
+
+    def chosen(self, where: Where) -> Tensor:
+        """``[batch, length]``: the tokens at which something is replaced."""
+        places = self.of_batch
+        if isinstance(where, str) and where == "last":  # a pass that goes on from a cache reads no prompt
+            last = places.max(1, keepdim=True).values
+            return (places == last) & (places >= 0) & (places == 0).any(1, keepdim=True)
+        if isinstance(where, str):
+            return places >= (1 if where == "not-first" else 0)
+        if len(where) != len(places):
+            raise InputError(
+                f"'where' has {len(where)} rows for a batch of {len(places)} sentences. Expected one row for "
+                "each sentence."
+            )
+        where = where.to(places.device)
+        if where.dtype != torch.bool:
+            outside = (places == 0).any(1) & (where > places.max(1).values)
+            if bool(outside.any()):
+                sentence = int(outside.int().argmax())
+                raise InputError(
+                    f"'where' has the position {int(where[sentence])} for sentence {sentence}, which has the "
+                    f"tokens 0 to {int(places[sentence].max())}. Expected one of them; truth values for each "
+                    "token mean those to come, too."
+                )
+            return places == where[:, None]
+        known = places < where.shape[1]
+        meant = where.gather(1, places.clamp(0, where.shape[1] - 1)) | ~known
+        return meant & (places >= 0)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note the places of the tokens that each forward pass is given."""
+        handle = self._inner.register_forward_pre_hook(self.look, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def keep(self, key: Any) -> Callable[..., None]:
+        """A hook that keeps the vectors of the running pass, those of all heads side by side."""
+
+        def hook(value: Tensor, hook: Any) -> None:
+            self.read[key] = value.flatten(2)
+
+        return hook
+
+    def _look(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.read.clear()
+        given = self._signature.bind_partial(*args, **kwargs).arguments
+        given |= given.pop("kwargs", {})
+        if is_visual(self._model):
+            n, length = len(given["pixel_values"]), places_of_image(self._model)
+            self.of_batch = torch.arange(length, device=given["pixel_values"].device).expand(n, length)
+            return
+        of_stack = "decoder_" if stack_of(self._model) == DECODER else ""
+        tokens = given.get(f"{of_stack}input_ids")
+        tokens = given[f"{of_stack}inputs_embeds"] if tokens is None else tokens
+        n, length = tokens.shape[:2]
+        mask, cache = given.get(f"{of_stack}attention_mask"), given.get("past_key_values")
+        if mask is not None and mask.ndim != 2:
+            raise InputError(
+                "To know which tokens are padding, an attention mask [batch, length] is needed: got one of "
+                f"{mask.ndim} dimensions."
+            )
+        if mask is not None:
+            real = mask.bool()
+            self.of_batch = (real.cumsum(1) - 1).masked_fill(~real, -1)[:, -length:]
+            return
+        past = 0 if cache is None else cache.get_seq_length()
+        self.of_batch = torch.arange(past, past + length, device=tokens.device).expand(n, length)

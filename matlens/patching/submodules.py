@@ -1,4 +1,4 @@
-"""Sub-modules of blocks: fitting their linear stand-ins, and attention's without any context.
+"""Sub-modules of blocks: fitting linear maps of them, and attention replaced without any context.
 
 A sub-module is named by its sites: ``ffn`` is what lies between ``ffn_in`` and ``ffn_out``. In every family
 of blocks a stand-in is fitted on the sub-module's own input and output (paper A, section 7), so what it
@@ -22,10 +22,11 @@ from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet
 from matlens.linear.pairs import check_collected, resolve_pairs
 from matlens.linear.samples import NoisyFit, warn_of_noise
-from matlens.models.layout import ModelLayout, output_multiplier
+from matlens.models.families.vision import is_visual
+from matlens.models.layout import ModelLayout, probe_inputs
 from matlens.models.sites import CROSS, STREAM, Site, check_finite
-from matlens.patching.replacements import mat_attn
-from matlens.patching.resolution import resolve_replacements
+from matlens.patching.replacements import Replacement, mat_attn, resolve_replacements
+from matlens.patching.variants import run_to_layers
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -104,83 +105,31 @@ def fit_submodules(
 def attend_nowhere(
     model: TransformerBridge, maps: MapSet, h: Float[Tensor, "n d_model"], first: int, last: int
 ) -> Float[Tensor, "n d_model"]:
-    """``mat_attn`` from layer ``first`` to ``last`` for single vectors: no attention is run at all.
+    """``mat_attn`` from layer ``first`` to ``last`` for single vectors, without their sentences.
 
-    The stand-in of attention reads no other token, so a vector of layer ``first`` alone determines what
-    ``mat_attn`` makes of it (appendix A). Equal to a pass that is patched at all tokens, and far cheaper.
-    Negative layers count from the end.
+    The map of attention reads no other token, so a vector of layer ``first`` alone determines what
+    ``mat_attn`` makes of it (appendix A): each vector is run as a sentence of one token. Negative layers count
+    from the end.
 
     Raises
     ------
     InputError
-        The range runs backwards or leaves the model, or a map is missing; or the blocks read other tokens
-        without that attention too, as the decoder of an encoder-decoder does, or have an FFN in no module.
+        The range runs backwards or leaves the model, or the blocks read other tokens without that attention
+        too, as the decoder of an encoder-decoder does.
     """
     layout = ModelLayout.from_model(model)
     first, last = (layout.resolve(Site(STREAM, layer)).layer for layer in (first, last))
-    _check_alone(model, layout)
-    attention = {
-        replacement.source.layer: replacement.function
-        for replacement in resolve_replacements(model, mat_attn(maps, first, last))
-    }
-    check_finite(h, str(Site(STREAM, first)))
-    multiplier, h = output_multiplier(model), h[:, None]
-    for layer in range(first, last):
-        h = h.to(next(model.blocks[layer].parameters()).device, model.cfg.dtype)
-        h = _run_block(model.blocks[layer], layout.family.name, attention[layer], h, multiplier)
-    return h[:, 0].float()
-
-
-def _check_alone(model: TransformerBridge, layout: ModelLayout) -> None:
-    """Refuse blocks that cannot be run on a vector alone."""
-    reason = ""
-    if layout.family.name == CROSS.name:
-        reason = "they read the encoder's last layer as well"
-    elif not all(map(_ffn_modules, model.blocks)):
-        reason = "their FFN is in no module of its own"
-    if reason:
+    if layout.family is CROSS:
         raise InputError(
-            f"The blocks of {model.cfg.architecture} cannot be run on single vectors: {reason}. A patched "
-            "pass can: matlens.patched(model, matlens.mat_attn(maps, first, last))."
+            f"The blocks of {model.cfg.architecture} cannot be run on single vectors: they read the "
+            "encoder's last layer as well. Use matlens.patched(model, matlens.mat_attn(maps, first, last))."
         )
-
-
-def _run_block(block: Any, family: str, attend: Any, h: Tensor, multiplier: float) -> Tensor:
-    if family == "post-norm":
-        mid = block.ln1(h + attend(h).to(h.dtype))
-        return block.ln2(mid + _run_ffn(block, mid))
-    if family == "output-norm":
-        mid = h + block.ln1_post(attend(h).to(h.dtype))
-        return mid + block.ln2_post(_run_ffn(block, mid))
-    read = block.ln1(h)
-    written = attend(read).to(h.dtype)
-    if family == "parallel":
-        return h + written + _run_ffn(block, block.ln2(h) if hasattr(block, "ln2") else read)
-    if family == "extra-norm":
-        mid = h + block.ln1_post(written)
-        return mid + block.ln2_post(_run_ffn(block, block.ln2(mid)))
-    mid = h + written
-    return mid + multiplier * _run_ffn(block, block.ln2(mid))
-
-
-_FFN_OF_LAYER = ("fc1", "activation_fn", "fc2")  # what a layer of OPT or BART runs one after the other
-
-
-def _ffn_modules(block: Any) -> tuple[Any, ...]:
-    """What the FFN of a block runs one after the other; nothing where that is not known."""
-    layer = block.original_component
-    if hasattr(layer, "intermediate") and hasattr(getattr(layer, "output", None), "dense"):  # BERT's
-        return layer.intermediate, layer.output.dense
-    if getattr(block.mlp, "name", "") is not None:
-        return (block.mlp,)
-    if all(hasattr(layer, part) for part in _FFN_OF_LAYER):
-        return tuple(getattr(layer, part) for part in _FFN_OF_LAYER)
-    return ()
-
-
-def _run_ffn(block: Any, x: Tensor) -> Tensor:
-    """What the FFN of a block writes."""
-    for module in _ffn_modules(block):
-        written = module(x)
-        x = written[0] if isinstance(written, tuple) else written  # some routers say what they have chosen
-    return x
+    check_finite(h, str(Site(STREAM, first)))
+    start = Site(STREAM, first)
+    vectors = Replacement(lambda value: h[:, None].to(value).expand_as(value), start, start)
+    replacements = resolve_replacements(model, [vectors, *mat_attn(maps, first, last)])
+    one, options = probe_inputs(model)[0][:1], dict[str, Any]()
+    if not is_visual(model):
+        one, options = one[:, :1], {"use_cache": False}
+    inputs = one.repeat(len(h), *[1] * (one.ndim - 1)), options
+    return run_to_layers(model, inputs, replacements, [last])[last][:, 0].float()

@@ -24,8 +24,7 @@ from matlens.models.layout import ModelLayout
 from matlens.models.sites import STREAM, Site
 from matlens.parallel import Bar
 from matlens.patching.contexts import apply_replacements
-from matlens.patching.replacements import Replacement, describe_replacement
-from matlens.patching.resolution import resolve_replacements
+from matlens.patching.replacements import Replacement, describe_replacement, resolve_replacements
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -156,13 +155,14 @@ def _run(
     model: TransformerBridge, batch: Batch, variants: Mapping[str, Variant], places: tuple[Tensor, Tensor]
 ) -> dict[str, Tensor]:
     last, index = ModelLayout.from_model(model).n_layers, torch.from_numpy(batch.index)
-    clean = _run_to_layers(model, batch, [], sorted({variant.first for variant in variants.values()} - {0}))
+    inputs = batch.inputs(model)
+    clean = run_to_layers(model, inputs, [], sorted({variant.first for variant in variants.values()} - {0}))
     final = {}
     for name, variant in variants.items():
         replacements = [_for_rows(replacement, index) for replacement in variant.replacements]
         if variant.first:
             replacements.insert(0, _start_from(clean[variant.first], variant.first))
-        h = _run_to_layers(model, batch, replacements, [last])[last]
+        h = run_to_layers(model, inputs, replacements, [last])[last]
         row, column = (place.to(h.device) for place in places)
         final[name] = h[row, column].float()
     device = h.device  # blocks that are left out leave vectors where they were
@@ -180,10 +180,13 @@ def _start_from(h: Tensor, layer: int) -> Replacement:
     return Replacement(lambda _: h, Site(STREAM, 0), Site(STREAM, layer))
 
 
-def _run_to_layers(
-    model: TransformerBridge, batch: Batch, replacements: Sequence[Replacement], layers: Sequence[int]
+def run_to_layers(
+    model: TransformerBridge,
+    inputs: tuple[Tensor, Mapping[str, Any]],
+    replacements: Sequence[Replacement],
+    layers: Sequence[int],
 ) -> dict[int, Tensor]:
-    """Run a batch with replacements, no further than the last of the wanted layers of the stream."""
+    """Residual streams of a batch with replacements; nothing runs after the last of the layers."""
     if not layers:
         return {}
     layout = ModelLayout.from_model(model)
@@ -200,6 +203,5 @@ def _run_to_layers(
     with apply_replacements(model, replacements):
         hooks = [(layout.hook(Site(STREAM, layer)), keep(layer)) for layer in layers]
         with reading(model, hooks):
-            first, others = batch.inputs(model)
-            model(first, **others, return_type=None)
+            model(inputs[0], **inputs[1], return_type=None)
     return seen
