@@ -36,9 +36,8 @@ class InputError(ValueError):
     """Something the user gave cannot be used.
 
     The message says what was wrong, what was expected and what to do. The command line
-    prints it without a traceback and exits with code 2; everything else is a defect of ours.
-    What cannot be seen in it, such as control characters that a file brought, is written by its number, and
-    a message that echoes too much is cut in the middle.
+    prints it without a traceback and exits with code 2. What cannot be seen in it, such as control characters
+    from a file, is escaped, and a message that echoes too much is cut.
     """
 
     def __init__(self, message: object = "") -> None:
@@ -66,42 +65,19 @@ def warn(message: str) -> None:
     warnings.warn(printable(message, most=_MOST, keep="\n"), InputWarning, stacklevel=level)
 
 
-def printable(text: str, *, most: int | None = None, keep: str = "") -> str:
+def printable(text: str, *, most: int = sys.maxsize, keep: str = "") -> str:
     r"""Write foreign text so that a terminal shows it and does nothing else.
 
-    Control characters, marks that turn the direction of reading, halves of surrogate pairs and whatever else
-    cannot be seen are written by their numbers, such as ``\x1b`` and ``\u202e``.
-
-    Parameters
-    ----------
-    text
-        What somebody else wrote: tokens, sentences, names of files, answers of servers.
-    most
-        Number of characters from which the text is cut in its middle, with a note of how many are left out.
-    keep
-        Characters that stay as they are, such as a line break.
+    Control characters, marks that turn the direction of reading, halves of surrogate pairs and all else that
+    cannot be seen are escaped as in ``\x1b``, except for the characters in ``keep``. A text of more than
+    ``most`` characters is cut.
     """
-    if most is not None:
-        text = _cut(text, most)
-    if not text.isprintable():
-        text = "".join(
-            c if c.isprintable() or c in keep or unicodedata.category(c) == _SHOWN_SPACES else _number(c)
-            for c in text
-        )
-    return text if most is None else _cut(text, most)
-
-
-def _number(character: str) -> str:
-    return character.encode("unicode_escape").decode()
-
-
-def _cut(text: str, most: int) -> str:
-    if len(text) <= most:
-        return text
-    note = f" … ({len(text):,} characters, cut here) … "
-    head = max(2 * (most - len(note)) // 3, 0)
-    tail = max(most - len(note) - head, 0)
-    return text[:head] + note + text[len(text) - tail :] if tail else f"{text[: max(most - 1, 0)]}…"
+    shown = "".join(
+        c if c.isprintable() or c in keep or unicodedata.category(c) == _SHOWN_SPACES
+        else c.encode("unicode_escape").decode()
+        for c in text[:most]
+    )  # fmt: skip
+    return shown if max(len(text), len(shown)) <= most else f"{shown[: most - 1]}…"
 
 
 Public = TypeVar("Public", bound=Callable[..., Any])
@@ -128,31 +104,21 @@ class _Tokenizer(Protocol):
 
 PositiveInt = Annotated[int, Between(1)]
 NonNegativeInt = Annotated[int, Between(0)]
-Seed = Annotated[int, Between(0, 2**63 - 1)]  # which torch and NumPy both take
+Seed = Annotated[int, Between(0, 2**32 - 1)]  # which torch, NumPy and scikit-learn take
 NonNegative = Annotated[float, Between(0)]
 Fraction = Annotated[float, Between(0, 1)]
 Tokenizer = Annotated[Any, _Tokenizer]
 
-_SOURCES = {
+_REMEDIES = {
     "Activations": "Use matlens.collect.",
     "Clusters": "Use ffn.Clusters.fit.",
     "Corpus": "Use matlens.load_corpus.",
     "Examples": "Use matlens.make_examples for a corpus, make_prompts for texts, or make_token_examples.",
-    "LayerMap": "Give one such as lens.maps[3].",
     "Lens": "Use matlens.Lens.fit or matlens.Lens.load.",
-    "LinearMap": "Give one such as maps[0, 3] of a MapSet.",
     "MapSet": "Use matlens.MapSet.fit or matlens.MapSet.load.",
-    "Member": "Give one that lens.fit_members gives by name.",
-    "Projection": "Use ffn.Projection.from_model.",
-    "Readout": "Use matlens.Readout(model).",
     "Samples": "Use matlens.collect, or matlens.linear.fit_samples for vectors of your own.",
-    "Site": "Use matlens.Site.parse('h.3').",
-    "TokenFrequency": "Use data.TokenFrequency.from_corpus.",
-    "TopTokens": "Use ffn.top_tokens_of_all.",
     "Trace": "Use ffn.Trace.run.",
     "TransformerBridge": "Use matlens.load.",
-    "Updates": "Use ffn.Updates.run.",
-    "ValueVectors": "Use ffn.ValueVectors(model).",
     "_Tokenizer": "Use model.tokenizer.",
 }
 
@@ -187,7 +153,7 @@ def _checked_function(function: Any) -> Any:
         for name, value in bound.arguments.items():
             if name in kinds and not kinds[name].holds(value):
                 raise kinds[name].error(name, value)
-            if _is_numpy_scalar(value):  # so that it can be written as JSON
+            if type(value).__module__ == "numpy" and "generic" in _names(value):  # a scalar, which JSON lacks
                 bound.arguments[name] = value.item()
         if is_reduced():
             with own_precision():
@@ -233,15 +199,6 @@ def check_rows(rows: Any, n: int, name: str = "rows", *, min: int = 1) -> None:
         raise InputError(
             f"{name} must be a Boolean mask of the {n} examples, true for {more}, got {short(rows)}."
         )
-
-
-def random_state(seed: Seed) -> Any:
-    """What scikit-learn and pandas take for a seed: a generator where the number is too large."""
-    if seed < 2**32:
-        return seed
-    import numpy as np
-
-    return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seed)))
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
@@ -324,7 +281,12 @@ def _kind(hint: Any) -> Kind | None:
     if hint in _SIMPLE:
         return _SIMPLE[hint]
     if origin is Annotated:
-        return _of_bounds(*parts) if isinstance(parts[1], Between) else _kind(parts[1])
+        if not isinstance(bounds := parts[1], Between):
+            return _kind(parts[1])
+        number = _SIMPLE[parts[0]]
+        return Kind(
+            f"{number.words}{bounds}", lambda value: number.holds(value) and bounds.min <= value <= bounds.max
+        )
     if origin in (UnionType, typing.Union):
         paths = [part for part in parts if part is Path or get_origin(part) is os.PathLike]
         return _of_several([_TEXT_PATH if paths and part is str else _kind(part) for part in parts])
@@ -335,7 +297,10 @@ def _kind(hint: Any) -> Kind | None:
     if hasattr(hint, "dim_str") and hasattr(hint, "array_type"):
         return _of_array(hint)
     if origin is Literal:
-        return Kind(" or ".join(map(repr, parts)), lambda value: _is_word(value) and value in parts)
+        return Kind(
+            " or ".join(map(repr, parts)),
+            lambda value: isinstance(value, str | int | None) and value in parts,
+        )
     if origin is tuple and Ellipsis not in parts:
         return _of_places(parts)
     if origin in (Sequence, Iterable, list, tuple, Iterator):
@@ -353,13 +318,13 @@ def _kind(hint: Any) -> Kind | None:
         return Kind(
             f"an object with {', '.join(members)}",
             lambda value: all(hasattr(value, name) for name in members),
-            _SOURCES.get(hint.__name__, ""),
+            _REMEDIES.get(hint.__name__, ""),
         )
     return _of_class(hint.__name__)
 
 
 def _of_class(name: str) -> Kind:
-    return Kind(f"a {name}", lambda value: name in _names(value), _SOURCES.get(name, ""))
+    return Kind(f"a {name}", lambda value: name in _names(value), _REMEDIES.get(name, ""))
 
 
 def _of_several(kinds: Sequence[Kind | None]) -> Kind | None:
@@ -369,13 +334,6 @@ def _of_several(kinds: Sequence[Kind | None]) -> Kind | None:
     words = " or ".join(dict.fromkeys(kind.words for kind in known))
     remedy = next((kind.remedy for kind in known if kind.remedy), "")
     return Kind(words, lambda value: any(kind.holds(value) for kind in known), remedy)
-
-
-def _of_bounds(number: Any, bounds: Between) -> Kind:
-    kind = _SIMPLE[number]
-    return Kind(
-        f"{kind.words}{bounds}", lambda value: kind.holds(value) and bounds.min <= value <= bounds.max
-    )
 
 
 def _of_items(hints: Sequence[Any], *, once: bool) -> Kind:
@@ -442,14 +400,6 @@ def _of_array(hint: Any) -> Kind:
         return value.ndim >= n_axes if is_open else value.ndim == n_axes
 
     return Kind(f"{hint.__name__.partition('[')[0]}[{array}, '{' '.join(axes)}']", holds)
-
-
-def _is_numpy_scalar(value: Any) -> bool:
-    return type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
-
-
-def _is_word(value: Any) -> bool:
-    return isinstance(value, str | int | None)
 
 
 def _is_int(value: Any) -> bool:

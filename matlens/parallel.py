@@ -6,7 +6,6 @@ inside is divided by examples. The main process (rank 0) writes files, prints an
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import weakref
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm.auto import tqdm
 
-from matlens.errors import InputError, check_number, plain_number, printable
+from matlens.errors import InputError, check_number, printable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -130,11 +129,11 @@ def alone() -> Iterator[None]:
         _current.reset(place)
 
 
-# JSON that all processes know
+# Values that all processes know
 
 
 def broadcast(value: Any, what: str) -> Any:
-    """The main process's value, after a round trip through JSON, in every process.
+    """The main process's value, in every process.
 
     Raises
     ------
@@ -229,21 +228,12 @@ def merge(tensors: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
 
 def _exchange(value: Any, what: str) -> list[Any]:
     """What every process says, in rank order; all must be at the same call."""
-    import torch
     import torch.distributed as dist
 
     place = _current.get()
-    said = torch.frombuffer(
-        bytearray(json.dumps([what, value], default=plain_number).encode()), dtype=torch.uint8
-    )
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(place.world_size)]
-    _careful(lambda: dist.all_gather(sizes, torch.tensor([len(said)]), group=place.group))
-    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
-    padded[: len(said)] = said
-    heard = [torch.empty_like(padded) for _ in sizes]
-    _careful(lambda: dist.all_gather(heard, padded, group=place.group))
-    texts = [bytes(part[: int(size)].numpy()).decode() for part, size in zip(heard, sizes, strict=True)]
-    calls, values = zip(*map(json.loads, texts), strict=True)
+    said: list[Any] = [None] * place.world_size
+    _careful(lambda: dist.all_gather_object(said, (what, value), group=place.group))
+    calls, values = zip(*said, strict=True)
     for number, call in enumerate(calls):
         if call != calls[0]:
             raise InputError(
@@ -254,15 +244,13 @@ def _exchange(value: Any, what: str) -> list[Any]:
 
 
 def _layout(tensors: Mapping[str, Tensor]) -> list[Any]:
-    return [
-        [name, list(part.shape), str(part.dtype).removeprefix("torch.")] for name, part in tensors.items()
-    ]
+    return [(name, part.shape, part.dtype) for name, part in tensors.items()]
 
 
 def _empty(layout: list[Any]) -> dict[str, Tensor]:
     import torch
 
-    return {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, shape, dtype in layout}
+    return {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in layout}
 
 
 def _transfer(move: Callable[[Tensor], Any], tensor: Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from annotation.sheets import read_sheet, refuse_lines
 from matlens import metrics
-from matlens.errors import InputError, Seed, checked, random_state, short
+from matlens.errors import InputError, Seed, checked, short
 from matlens.lens.predictions import METHODS
 from matlens.models.tokens import visible
 
@@ -33,7 +33,7 @@ def make_plausibility_sheet(predictions: pd.DataFrame, *, seed: Seed = 0) -> pd.
         Seed of the order.
     """
     pairs = predictions[["prompt", "token"]].drop_duplicates()
-    shuffled = pairs.sample(frac=1, random_state=random_state(seed))
+    shuffled = pairs.sample(frac=1, random_state=seed)
     # One sentence after the other, in their first order, so that each is read once.
     order = {prompt: i for i, prompt in enumerate(predictions["prompt"].unique())}
     shuffled = shuffled.sort_values("prompt", key=lambda column: column.map(order), kind="stable")

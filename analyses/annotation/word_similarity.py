@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from sklearn.decomposition import TruncatedSVD
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 
-from matlens.errors import InputError, PositiveInt, Seed, check_int, checked, random_state, short
+from matlens.errors import InputError, PositiveInt, Seed, check_int, checked, short
 
 WINDOW, DIMENSIONS, MIN_COUNT = 5, 100, 4
 SHARE_ALIKE = 0.01  # of all pairs of words are used alike
@@ -98,7 +98,7 @@ class WordSimilarity:
                 "take a larger corpus."
             )
         information = _pointwise_information(_cooccurrences(texts, known, window))
-        reduction = TruncatedSVD(min(dimensions, len(known) - 1), random_state=random_state(seed))
+        reduction = TruncatedSVD(min(dimensions, len(known) - 1), random_state=seed)
         vectors = _unit_length(reduction.fit_transform(information)[chosen])
         vectors = _unit_length(vectors - vectors.mean(0))
         words = tuple(known[i] for i in chosen)

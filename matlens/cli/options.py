@@ -97,7 +97,7 @@ Out = Annotated[
     typer.Option("--out", parser=folder_of, metavar="FOLDER", help="Folder for everything that is written."),
 ]
 Seed = Annotated[
-    int, typer.Option(min=0, max=2**63 - 1, help="Random seed of the split and of the positions.")
+    int, typer.Option(min=0, max=2**32 - 1, help="Random seed of the split and of the positions.")
 ]
 BatchTokens = Annotated[
     int | None, typer.Option(min=1, help="Most tokens in a batch; by default what suits the device.")

@@ -21,7 +21,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -61,24 +61,10 @@ def agglomerate(
     unit: Float[np.ndarray, "n d"], n_clusters: int, method: str, linkage: Linkage = "average",
     memory: float = math.inf, folder: Path | None = None, progress: bool = False,
 ) -> Int[np.ndarray, " n"]:  # fmt: skip
-    """Cluster vectors: which cluster each is in, numbered by size, then by their first vector.
+    """The cluster of each unit vector in float64, numbered by size, then by their first vector.
 
-    Parameters
-    ----------
-    unit
-        Vectors of length 1, in float64.
-    n_clusters
-        How many clusters to make, from 1 to as many as there are vectors.
-    method
-        ``exact`` or ``neighbours``.
-    linkage
-        What exact clusters are linked by, ``average`` or ``complete``.
-    memory
-        Most GiB that the distances may take in memory; more of them are kept on the disk.
-    folder
-        Where they are kept there; by default where temporary files are.
-    progress
-        Whether to show bars over what is done on the disk.
+    ``method`` is ``exact`` or ``neighbours``. Exact clusters keep their distances in memory if that takes at
+    most ``memory`` GiB, else in a file in ``folder``, by default where temporary files are.
     """
     if n_clusters == len(unit):
         return np.arange(len(unit))
@@ -90,15 +76,7 @@ def agglomerate(
 
 
 def merges_in_memory(unit: Float[np.ndarray, "n d"], linkage: Linkage) -> Int[np.ndarray, "n_minus_1 2"]:
-    """The merges of vectors, the nearest clusters first; a cluster is called by one of its vectors.
-
-    Parameters
-    ----------
-    unit
-        Vectors of length 1, in float64; they take `gib_in_memory` beside themselves.
-    linkage
-        ``average`` or ``complete``.
-    """
+    """The merges of unit vectors in float64, nearest clusters first, each named by one of its vectors."""
     n = len(unit)
     children = scipy_linkage(_condensed_distances(unit), linkage)[:, :2].astype(int)
     vector_of = np.concatenate([np.arange(n), np.empty(n - 1, dtype=int)])
@@ -110,25 +88,10 @@ def merges_in_memory(unit: Float[np.ndarray, "n d"], linkage: Linkage) -> Int[np
 def merges_on_disk(
     unit: Float[np.ndarray, "n d"], linkage: Linkage, folder: Path | None = None, *, progress: bool = True
 ) -> Int[np.ndarray, "n_minus_1 2"]:
-    """The merges of vectors, as `merges_in_memory` gives them, with the distances in a file.
+    """The merges as by `merges_in_memory`, with the distances in a temporary file of `gib_on_disk`.
 
-    Memory is taken for the vectors in float32 and for some rows of distances, which are in float32 too: where
-    two merges are equally near to seven digits, either may come first. The file is gone when the work ends,
-    however it ends.
-
-    Parameters
-    ----------
-    unit, linkage
-        See `merges_in_memory`.
-    folder
-        Where the file is, of `gib_on_disk`; by default where temporary files are.
-    progress
-        Whether to show bars over the rows and the merges.
-
-    Raises
-    ------
-    InputError
-        There is no room for the file.
+    Memory holds the vectors in float32 and a few rows of distances, which are in float32 too: of two merges
+    that are equally near to seven digits, either may come first.
     """
     place = Path(tempfile.gettempdir()) if folder is None else folder
     place.mkdir(parents=True, exist_ok=True)
@@ -138,8 +101,9 @@ def merges_on_disk(
             f"The distances of {len(unit):,} vectors take {gib_on_disk(len(unit)):.1f} GiB, and "
             f"{free:.1f} GiB are free in {place}. Expected a folder on a disk with more room."
         )
-    with tempfile.TemporaryFile(dir=place, buffering=0) as file:
-        return _follow_chains(_Rows(unit.astype(np.float32), linkage, file, progress), progress)
+    with tempfile.TemporaryFile(dir=place) as file:
+        rows = np.memmap(file, np.float32, "w+", shape=(len(unit), len(unit)))
+        return _follow_chains(_Rows(rows, unit.astype(np.float32), linkage, progress), progress)
 
 
 def cut(merges: Int[np.ndarray, "n_minus_1 2"], n_clusters: int) -> Int[np.ndarray, " n"]:
@@ -199,19 +163,15 @@ class _Rows:
     """
 
     def __init__(
-        self, unit: Float[np.ndarray, "n d"], linkage: Linkage, file: BinaryIO, progress: bool
+        self, rows: np.ndarray, unit: Float[np.ndarray, "n d"], linkage: Linkage, progress: bool
     ) -> None:
-        self._n, self._file, self._complete = len(unit), file, linkage == "complete"
+        self.n, self._rows, self._complete = len(unit), rows, linkage == "complete"
         self._nothing = -np.inf if self._complete else 0.0  # what a row says of itself and of what is merged
-        self._cluster_of = np.arange(self._n)
-        self._sizes = np.ones(self._n, dtype=np.int64)
+        self._cluster_of = np.arange(self.n)
+        self._sizes = np.ones(self.n, dtype=np.int64)
         for first, block in _blocks_of_distances(unit, progress=progress):
             block[np.arange(len(block)), first + np.arange(len(block))] = self._nothing
-            file.write(block.tobytes())
-
-    @property
-    def n(self) -> int:
-        return self._n
+            rows[first : first + len(block)] = block
 
     def first(self) -> int:
         """A cluster that is not part of another."""
@@ -222,7 +182,7 @@ class _Rows:
         row = self._read(cluster)
         others = self._sizes > 0
         others[cluster] = False
-        distances = np.full(self._n, np.inf)
+        distances = np.full(self.n, np.inf)
         sizes = 1 if self._complete else self._sizes[others] * self._sizes[cluster]
         distances[others] = row[others] / sizes
         return distances
@@ -235,20 +195,15 @@ class _Rows:
         self._cluster_of[self._cluster_of == gone] = kept
         self._sizes[kept] += self._sizes[gone]
         self._sizes[gone] = 0
-        self._file.seek(self._offset(kept))
-        self._file.write(row.astype(np.float32).tobytes())
+        self._rows[kept] = row
 
     def _read(self, cluster: int) -> Float[np.ndarray, " n"]:
-        self._file.seek(self._offset(cluster))
-        row = np.fromfile(self._file, dtype=np.float32, count=self._n)
+        row = self._rows[cluster]
         if not self._complete:
-            return np.bincount(self._cluster_of, row, minlength=self._n)
-        latest = np.full(self._n, self._nothing, dtype=np.float32)
+            return np.bincount(self._cluster_of, row, minlength=self.n)
+        latest = np.full(self.n, self._nothing, dtype=np.float32)
         np.maximum.at(latest, self._cluster_of, row)
         return latest
-
-    def _offset(self, cluster: int) -> int:
-        return cluster * self._n * np.dtype(np.float32).itemsize
 
 
 def _follow_chains(rows: _Rows, progress: bool) -> Int[np.ndarray, "n_minus_1 2"]:

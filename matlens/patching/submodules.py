@@ -108,8 +108,8 @@ def attend_nowhere(
     """``mat_attn`` from layer ``first`` to ``last`` for single vectors, without their sentences.
 
     The map of attention reads no other token, so a vector of layer ``first`` alone determines what
-    ``mat_attn`` makes of it (appendix A): each vector is run as a sentence of one token. Negative layers count
-    from the end.
+    ``mat_attn`` makes of it (appendix A): each vector is run as a sentence of one token. Negative layers
+    count from the end.
 
     Raises
     ------

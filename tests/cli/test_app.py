@@ -866,7 +866,7 @@ def test_a_model_is_looked_for_before_the_corpus_is_read(run_matlens: Matlens, t
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--seed", str(2**63)], "'--seed'"),
+        (["--seed", str(2**32)], "'--seed'"),
         (["--seed", "9" * 5000], "'--seed'"),
         (["--positions", "all", "--skip-special"], "special tokens"),
         (["--device", "abacus"], "The device abacus cannot be used"),
