@@ -18,16 +18,15 @@ import resource
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
+import pandas as pd
 import typer
 from marked import table_lines, write_between
 from mutating import Mutant, mutants
-from named_faults import NAMED, NamedFault, faulty
+from named_faults import NAMED, faulty
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPLAINED = Path(__file__).with_name("mutants_explained.json")
@@ -158,22 +157,53 @@ def main(
         for module in modules:
             of_module = [mutant for fault, mutant in named if fault.module == module]
             run_module(module, [*of_module, *draw(module, sample, seed)], results, end)
-    counts = [
-        Counts.of_module(
-            module, drawn_or_tried(module, sample, seed, results), results, explanations().get(module, {})
+    tried = outcomes_of(modules, sample, seed, results)
+    alive = tried[tried["outcome"] == "lives"].to_dict("records")
+    for line in count(tried):
+        print(
+            f"{line[0]:26}"
+            + "".join(f"{cell:>11,}" if isinstance(cell, int) else f"{cell:>11}" for cell in line[1:])
         )
-        for module in modules
+    for row in alive:
+        print(f"{row['module']}:{row['line']}  {row['key']}\n    {row['reason'] or 'UNEXPLAINED'}")
+    of_named = [
+        (fault.name, f"`{fault.module}`", results.outcome(fault.module, mutant) or "not tried")
+        for fault, mutant in named
     ]
-    print_table(counts)
-    outcomes = [(fault, results.outcome(fault.module, mutant) or "not tried") for fault, mutant in named]
-    for fault, outcome in outcomes:
-        print(f"{outcome:10} {fault.module:24} {fault.name}")
+    print(*map("  ".join, of_named), sep="\n")
     if page is not None:
-        write_table(page, counts)
-        write_named(page, outcomes)
-    unseen = any(outcome == "lives" for _, outcome in outcomes)
-    unexplained = any(row.untried or set(row.lives) - set(row.reasons) for row in counts)
+        reasons = [f"- `{row['module']}`, `{row['key']}`: {row['reason']}" for row in alive if row["reason"]]
+        table = "\n".join(table_lines(count(tried)))
+        write_between(page, _MARK, "\n\n".join([table, "\n".join(reasons)]))
+        lines = table_lines([("fault", "module", "outcome"), *of_named])
+        write_between(page, _NAMED_MARK, "\n".join(lines))
+    unseen = any(outcome == "lives" for *_, outcome in of_named)
+    unexplained = (tried["outcome"] == "untried").any() or not all(row["reason"] for row in alive)
     raise typer.Exit(1 if unseen or unexplained else 0)
+
+
+def outcomes_of(modules: Sequence[str], sample: int, seed: int, results: Results) -> pd.DataFrame:
+    """A row for each mutant, with its outcome, and why it changes no number if it lives."""
+    reasons = explanations()
+    rows = [
+        (
+            module, mutant.line, mutant.key, results.outcome(module, mutant) or "untried",
+            reasons.get(module, {}).get(mutant.key, ""),
+        )
+        for module in modules for mutant in drawn_or_tried(module, sample, seed, results)
+    ]  # fmt: skip
+    return pd.DataFrame(rows, columns=["module", "line", "key", "outcome", "reason"])
+
+
+def count(outcomes: pd.DataFrame) -> list[tuple[Any, ...]]:
+    """A table: its heads, a line for each module that was tried, and one for all."""
+    tried = outcomes[outcomes["outcome"] != "untried"]
+    lines: list[tuple[Any, ...]] = [("module", "tried", "killed", "timeout", "lives", "explained")]
+    for module, part in [*tried.groupby("module", sort=False), ("all", tried)]:
+        counts = [int((part["outcome"] == outcome).sum()) for outcome in ("killed", "timeout", "lives")]
+        explained = int(((part["outcome"] == "lives") & (part["reason"] != "")).sum())
+        lines.append((module, len(part), *counts, explained))
+    return lines
 
 
 def path_of(module: str) -> Path:
@@ -353,86 +383,6 @@ def _tests_in_this_process(module: str, source: str, tests: Sequence[str]) -> in
 def explanations() -> dict[str, dict[str, str]]:
     """Why mutants that live change no number: by module and key."""
     return dict(json.loads(EXPLAINED.read_text())) if EXPLAINED.is_file() else {}
-
-
-@dataclass(frozen=True)
-class Counts:
-    """What became of the mutants of a module.
-
-    Attributes
-    ----------
-    module
-        The module.
-    outcomes
-        How many of those that were tried are ``killed``, ran past their time (``timeout``) or ``lives``.
-    untried
-        How many were not tried.
-    lives
-        The lines of those that live, by their keys.
-    reasons
-        Why they change no number, by their keys, where that is explained.
-    """
-
-    module: str
-    outcomes: Counter[str]
-    untried: int
-    lives: dict[str, int]
-    reasons: dict[str, str]
-
-    @classmethod
-    def of_module(
-        cls, module: str, drawn: Sequence[Mutant], results: Results, reasons: dict[str, str]
-    ) -> Self:
-        """Count what is known of a module's mutants."""
-        outcomes = {mutant: results.outcome(module, mutant) for mutant in drawn}
-        known = Counter(outcome for outcome in outcomes.values() if outcome is not None)
-        alive = sorted((mutant for mutant in drawn if outcomes[mutant] == "lives"), key=lambda it: it.line)
-        lives = {mutant.key: mutant.line for mutant in alive}
-        explained = {key: reasons[key] for key in lives if key in reasons}
-        return cls(module, known, len(drawn) - known.total(), lives, explained)
-
-    @property
-    def cells(self) -> list[int]:
-        """How many were tried, killed, ran past their time, live, and are explained."""
-        numbers = [self.outcomes[outcome] for outcome in ("killed", "timeout", "lives")]
-        return [sum(numbers), *numbers, len(self.reasons)]
-
-
-COLUMNS = ("tried", "killed", "timeout", "lives", "explained")
-
-
-def lines_of(counts: Sequence[Counts]) -> list[list[str]]:
-    """A table: the heads of its columns, a line for each module that was tried, and one for all."""
-    lines = [[row.module, *(f"{cell:,}" for cell in row.cells)] for row in counts if row.cells[0]]
-    totals = [sum(cells) for cells in zip(*(row.cells for row in counts), strict=True)]
-    return [["module", *COLUMNS], *lines, ["all", *(f"{total:,}" for total in totals)]]
-
-
-def print_table(counts: Sequence[Counts]) -> None:
-    """Print a line for each module and each mutant that lives."""
-    for line in lines_of(counts):
-        print(f"{line[0]:26}" + "".join(f"{cell:>11}" for cell in line[1:]))
-    print()
-    for row in counts:
-        for key, number in row.lives.items():
-            print(f"{row.module}:{number}  {key}\n    {row.reasons.get(key, 'UNEXPLAINED')}")
-    unexplained = sum(len(set(row.lives) - set(row.reasons)) for row in counts)
-    print(f"{unexplained} live unexplained, {sum(row.untried for row in counts)} were not tried.")
-
-
-def write_table(page: Path, counts: Sequence[Counts]) -> None:
-    """Write the table, and why the mutants that live change no number, between the two marks of a page."""
-    reasons = [
-        f"- `{row.module}`, `{key}`: {reason}" for row in counts for key, reason in row.reasons.items()
-    ]
-    table = "\n".join(table_lines(lines_of(counts)))
-    write_between(page, _MARK, "\n\n".join([table, "\n".join(reasons)]))
-
-
-def write_named(page: Path, outcomes: Sequence[tuple[NamedFault, str]]) -> None:
-    """Write what became of the named faults between their two marks of a page."""
-    rows = [(fault.name, f"`{fault.module}`", outcome) for fault, outcome in outcomes]
-    write_between(page, _NAMED_MARK, "\n".join(table_lines([("fault", "module", "outcome"), *rows])))
 
 
 if __name__ == "__main__":
