@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import pickle
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
@@ -14,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as tokenizer_models
 
@@ -26,7 +23,6 @@ from matlens import (
     ffn,
     lens,
     linear,
-    linearity,
     models,
     patching,
     pruning,
@@ -149,38 +145,6 @@ def _table(world: World) -> Any:
     return lens.fit_quality(world["maps"], world["Activations"], progress=False)
 
 
-def _write_atlas(world: World, folder: Path) -> Any:
-    fitted, judged = (
-        data.make_judged_text(world.model, world["Corpus"], size=12, most=most, seed=most) for most in (20, 3)
-    )
-    return linearity.linearity_atlas(world.model, fitted, judged, folder=folder, jumps=[2], progress=False)
-
-
-def _write_published(_: World, folder: Path) -> None:
-    """A map as the authors of paper A publish it."""
-    folder.mkdir()
-    (folder / "0_3.pickle").write_bytes(pickle.dumps(np.eye(32, dtype=np.float32)))
-
-
-def _write_exported(world: World, folder: Path) -> None:
-    """Vectors of two prompts, as another engine writes them."""
-    folder.mkdir()
-    examples = world["prompts"]
-    vectors = matlens.collect(world.model, examples, ["h.0", "h.3"], positions="all", progress=False)
-    both = torch.stack([vectors["h.0"], vectors["h.3"]], 1)
-    for number, (start, end) in enumerate(zip(examples.offsets[:-1], examples.offsets[1:], strict=True)):
-        tokens = torch.from_numpy(examples.tokens[start:end].astype(np.int64))
-        tensors = {"token_ids": tokens, "hidden_states": both[start:end].contiguous()}
-        save_file(tensors, folder / f"{number}.safetensors")
-
-
-def _write_tuned(_: World, folder: Path) -> None:
-    """A folder of tuned-lens."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"d_model": 32, "num_hidden_layers": 3}))
-    torch.save({f"{layer}.weight": torch.eye(32) for layer in range(3)}, folder / "params.pt")
-
-
 # What writes a folder, or a file, of each kind.
 WRITERS: dict[str, Callable[[World, Path], Any]] = {
     "maps": lambda w, f: w["maps"].save(f),
@@ -194,16 +158,6 @@ WRITERS: dict[str, Callable[[World, Path], Any]] = {
         w.model, w["Examples"], f, pairs="all", positions="drawn", batch_tokens=100, progress=False
     ),
     "study": lambda w, f: w.study(f).evaluate(),
-    "value pages": lambda w, f: explorer.write_value_pages(
-        w.model, f, corpus=w["Corpus"], k=3, among=6, neighbours=2, n_best=2, progress=False
-    ),
-    "atlas": _write_atlas,
-    "pruned model": lambda w, f: pruning.save_pruned(w["Pruned"], f),
-    "published": _write_published,
-    "exported": _write_exported,
-    "tuned lens": _write_tuned,
-    "lens.pt": lambda w, f: w["Lens"].to_jacobian_lens(f),
-    "predictions": lambda w, f: w["top_predictions"].to_csv(f, index=False),
     "prompts": lambda _, f: f.write_text('{"prompt": "w1 w2 w3"}\n{"prompt": "w4 w5"}\n'),
 }
 # Which of them a parameter is given.
@@ -211,10 +165,7 @@ _READ = {
     "MapSet.load.folder": "maps", "io.verify.folder": "maps", "Lens.load.folder": "lens",
     "load_lens.folder": "lens", "Activations.load.folder": "activations", "Trace.load.folder": "trace",
     "Clusters.load.folder": "clusters", "StoredMoments.folder": "moments", "read_results.folder": "study",
-    "plot_results.folder": "study", "evaluate_maps.folder": "study", "atlas_seconds.folder": "atlas",
-    "convert_published.source": "published", "read_exported.source": "exported",
-    "from_tuned_lens.folder": "tuned lens", "from_jacobian_lens.path": "lens.pt",
-    "read_predictions.path": "predictions", "read_prompts.path": "prompts",
+    "plot_results.folder": "study", "evaluate_maps.folder": "study", "read_prompts.path": "prompts",
 }  # fmt: skip
 RECIPES: dict[str, Callable[[World], Any]] = {
     # By class: owners of methods, and arguments that are annotated with them.
@@ -309,9 +260,6 @@ RECIPES: dict[str, Callable[[World], Any]] = {
     "attention": lambda _: [1],
     "spellings": lambda _: ["w1", "w2"],
     **{parameter: partial(World.saved, kind=kind) for parameter, kind in _READ.items()},
-    "top_predictions": lambda w: lens.top_predictions(
-        w["Readout"], w["maps"], matlens.collect(w.model, w["prompts"], progress=False), [0, 3], k=3
-    ),
     **dict.fromkeys(("folder", "path", "out"), lambda _: NEW),
     "prompts": lambda w: data.make_prompts(w.model, list(w.sentences[:2])),
     "windows": lambda w: data.make_windows(w.model, w["Corpus"], size=16),
