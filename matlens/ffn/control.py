@@ -25,7 +25,7 @@ from matlens.linear.maps import tensor_digest
 from matlens.models.hooks import hanging, intervening
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import COEFFICIENTS, Site
-from matlens.patching.contexts import TokenPlaces, find_reserved, reserve_parts
+from matlens.patching.contexts import TokenPlaces, find_reserved, replaced_methods, reserve_parts
 from matlens.patching.replacements import Replacement
 
 if TYPE_CHECKING:
@@ -221,28 +221,19 @@ class _ChosenTokens:
             for name in ("generate", "generate_stream")
             if hasattr(type(owner), name) and isinstance(self._where, str)
         ]
-        before = [vars(owner).get(name) for owner, name in ways]
-        try:
-            for owner, name in ways:
-                vars(owner)[name] = self._noting(getattr(owner, name))
-            with self.places.watching():
-                yield
-        finally:
-            for (owner, name), method in zip(ways, before, strict=True):
-                vars(owner).pop(name, None)
-                if method is not None:
-                    vars(owner)[name] = method
+        methods = [(owner, name, self._noting(getattr(owner, name))) for owner, name in ways]
+        with replaced_methods(methods), self.places.watching():
+            yield
 
     def _noting(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            with self._generating():
-                return generate(*args, **kwargs)
+        if not inspect.isgeneratorfunction(generate):
+            return self._generating()(generate)
 
         def noted_stream(*args: Any, **kwargs: Any) -> Iterator[Any]:
             with self._generating():
                 yield from generate(*args, **kwargs)
 
-        return noted_stream if inspect.isgeneratorfunction(generate) else noted
+        return noted_stream
 
     @contextmanager
     def _generating(self) -> Iterator[None]:
@@ -278,18 +269,18 @@ def _hooks(
 
 
 def _changing_hook(changes: Mapping[int, CoefficientChange], tokens: _ChosenTokens) -> Any:
-    """A hook that changes the coefficients of a layer, given by their index."""
+    """A hook that changes coefficients of a layer, by their index, to ``factor * old + constant``."""
     index = torch.tensor(list(changes))
+    scaled = torch.tensor([change.how == "scaled" for change in changes.values()])
+    kept = torch.tensor([change.how != "set" for change in changes.values()])
     numbers = torch.tensor([float(change.number) for change in changes.values()])
-    is_set, is_added = (
-        torch.tensor([change.how == how for change in changes.values()]) for how in ("set", "added")
-    )
+    factors, constants = torch.where(scaled, numbers, kept.float()), numbers.where(~scaled, 0.0)
 
     def change_coefficients(m: Tensor, hook: Any) -> Tensor:
-        at, number = index.to(m.device), numbers.to(m)
+        at = index.to(m.device)
         old = m[..., at]
-        new = torch.where(is_added.to(m.device), old + number, old * number)
-        new = torch.where(is_set.to(m.device), number, new)
+        factor, constant = factors.to(m), constants.to(m)
+        new = torch.where(factor == 0, constant, factor * old + constant)
         if not tokens.everywhere:
             new = torch.where(tokens()[..., None].to(m.device), new, old)
         changed = m.clone()

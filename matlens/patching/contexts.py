@@ -8,7 +8,7 @@ everything is computed, and hooks write at the second what is made of the first.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -108,7 +108,8 @@ def apply_replacements(model: TransformerBridge, replacements: Sequence[Replacem
         stack.enter_context(intervening(model, changes, functions))
         if any(not replacement.is_jump for replacement in replacements):
             stack.enter_context(places.watching())
-        stack.enter_context(replaced_forwards(model, forwards))
+        methods = [(model.blocks[layer], "forward", forward) for layer, forward in forwards.items()]
+        stack.enter_context(replaced_methods(methods))
         stack.enter_context(hanging(model, hooks))
         stack.enter_context(reserve_parts(model, replacements))
         yield
@@ -291,19 +292,19 @@ def _keep_place_in_cache(given: Sequence[Any], layer: int, h: Tensor) -> None:
 
 
 @contextmanager
-def replaced_forwards(model: TransformerBridge, forwards: Mapping[int, Callable[..., Any]]) -> Iterator[None]:
-    """Let blocks run other functions, given by their layer."""
+def replaced_methods(methods: Sequence[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
+    """Let objects run other functions in place of methods, given by their names."""
     # An attribute of the instance goes before the method of its class, and leaves no trace when deleted.
-    before = {layer: vars(model.blocks[layer]).get("forward") for layer in forwards}
+    before = [vars(owner).get(name) for owner, name, _ in methods]
     try:
-        for layer, forward in forwards.items():
-            vars(model.blocks[layer])["forward"] = forward
+        for owner, name, function in methods:
+            vars(owner)[name] = function
         yield
     finally:
-        for layer, forward in before.items():
-            vars(model.blocks[layer]).pop("forward", None)
-            if forward is not None:
-                vars(model.blocks[layer])["forward"] = forward
+        for (owner, name, _), own in zip(methods, before, strict=True):
+            vars(owner).pop(name, None)
+            if own is not None:
+                vars(owner)[name] = own
 
 
 class TokenPlaces:
