@@ -1,4 +1,4 @@
-"""Mutants are given up after processor time, not after what passes on the clock of a busy machine."""
+"""Mutants end after processor time, and tables of benchmarks are written into pages."""
 
 from __future__ import annotations
 
@@ -93,3 +93,26 @@ def test_named_faults_are_put_where_their_code_is(mutants: Any, tmp_path: Path) 
     assert len({fault.name for fault in mutants.NAMED}) == len(mutants.NAMED) == 11
     with pytest.raises(ValueError, match="0 times"):
         mutants.faulty(mutants.NAMED[0]._replace(before="no such code"), "x = 1")
+
+
+def test_a_table_is_written_between_two_marks_and_nothing_else_is_touched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    marked, page = importlib.import_module("marked"), tmp_path / "page.md"
+    page.write_text("before\n<!-- races -->\nold\n<!-- races -->\nafter <!-- kills -->\n<!-- kills -->\n")
+    for _ in range(2):
+        lines = marked.table_lines([["command", "n", "races"], ["fit", "2", 1200], ["all", "", 1200]])
+        marked.write_between(page, "races", "\n".join(lines))
+        assert page.read_text() == (
+            "before\n<!-- races -->\n| command | n | races |\n| --- | --- | --- |\n| fit | 2 | 1,200 |\n"
+            "| **all** |  | **1,200** |\n<!-- races -->\nafter <!-- kills -->\n<!-- kills -->\n"
+        )
+
+
+def test_the_page_has_the_marks_of_every_table() -> None:
+    page = (BENCHMARKS.parent / "docs" / "results" / "robustness.md").read_text()
+    for mark in ("attack", "races", "kills", "mutants", "named faults"):
+        first, table, _ = page.split(f"<!-- {mark} -->")
+        assert table.startswith("\n| ")
+        assert first

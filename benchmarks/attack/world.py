@@ -235,7 +235,7 @@ RECIPES: dict[str, Callable[[World], Any]] = {
     **dict.fromkeys(("Exploration.save.path", "save.path"), lambda w: w.fresh("figure.html")),
     **dict.fromkeys(("moments.source", "norms.source"), lambda _: "h.0"),
     **dict.fromkeys(("polish.last", "scale_map.last", "tune.last"), lambda w: w["h"]),
-    **dict.fromkeys(("stand_ins.names", "submodule_pairs.names"), lambda _: ["attn"]),
+    **dict.fromkeys(("submodule_pairs.names",), lambda _: ["attn"]),
     **dict.fromkeys(("ValueVector.index", "column"), lambda _: 2),
     "ValueVector.parse.text": lambda _: "L0D1",
     "matrix_cosine.first": lambda w: w["h"],

@@ -4,12 +4,10 @@ from .clusters import N_CLUSTERS as N_CLUSTERS
 from .clusters import Clusters as Clusters
 from .clusters import cluster_table as cluster_table
 from .control import PAPER_COEFFICIENT as PAPER_COEFFICIENT
-from .control import CoefficientChange as CoefficientChange
 from .control import added as added
 from .control import controlled as controlled
 from .control import scaled as scaled
 from .events import Events as Events
-from .events import Saturation as Saturation
 from .events import event_scores as event_scores
 from .events import find_events as find_events
 from .events import find_saturation as find_saturation
@@ -17,7 +15,6 @@ from .events import lift_scores as lift_scores
 from .events import odds_scores as odds_scores
 from .events import saturation_frequency as saturation_frequency
 from .events import update_scores as update_scores
-from .events import updates_by_effect as updates_by_effect
 from .perplexity import TextLosses as TextLosses
 from .perplexity import perplexity_estimate as perplexity_estimate
 from .perplexity import perplexity_ratio as perplexity_ratio

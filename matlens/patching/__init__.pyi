@@ -1,14 +1,11 @@
 from .contexts import patched as patched
 from .replacements import Replacement as Replacement
-from .replacements import Where as Where
 from .replacements import jump as jump
 from .replacements import mat_attn as mat_attn
 from .replacements import mat_ffn as mat_ffn
 from .replacements import mat_ln1_ln2 as mat_ln1_ln2
-from .replacements import stand_ins as stand_ins
 from .schemes import Scheme as Scheme
 from .schemes import r2_schemes as r2_schemes
-from .schemes import r2_score as r2_score
 from .schemes import wrr_schemes as wrr_schemes
 from .submodules import attend_nowhere as attend_nowhere
 from .submodules import fit_submodules as fit_submodules

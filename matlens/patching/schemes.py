@@ -113,15 +113,10 @@ def wrr_schemes(n_layers: PositiveInt) -> list[tuple[int, int, Scheme]]:
 
 
 @checked
-def r2_score(scheme: Scheme, r2: Float[Tensor, "layers layers"]) -> float:
-    """Product of ``r2[l, l']`` over the ``mat`` segments of a scheme; 1 where it has none."""
-    return float(np.prod([float(r2[pair]) for pair in scheme.jumps]))
-
-
-@checked
 def r2_schemes(r2: Float[Tensor, "layers layers"]) -> dict[int, tuple[Scheme, float]]:
-    """For each number of blocks kept, the scheme of the greatest `r2_score` and that score (R2).
+    """For each number of blocks kept, the scheme of the greatest score, and that score (R2).
 
+    A score is the product of ``r2[l, l']`` over the ``mat`` segments of a scheme, and 1 where it has none.
     Exact, by dynamic programming over ``(layer, blocks kept, kind of the last segment)``. Two negative r2
     make a positive product, so the least product of each state is stored as well as the greatest.
 

@@ -108,14 +108,6 @@ def test_clusters_of_neighbours_are_wards_on_the_same_graph(n: int) -> None:
     assert not same(agglomerate(unit, n // 3, NEIGHBOURS), agglomerate(unit, n // 3, EXACT))
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("sizes", [[20, 15, 12, 30], [2, 40, 11, 11, 3], [50]])
-def test_bundles_apart_from_each_other_are_found(sizes: list[int], method: str) -> None:
-    """The graph of such vectors falls into parts, of which nothing is to be heard."""
-    unit, truth = bundles(sizes)
-    assert same(agglomerate(unit, len(sizes), method), truth)
-
-
 def test_a_graph_in_parts_is_joined() -> None:
     unit, truth = bundles([20, 15, 12, 30])
     for n_clusters in (1, 2, 3):

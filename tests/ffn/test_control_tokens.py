@@ -15,7 +15,8 @@ from patched_models import LENGTHS, SENTENCES, assert_as_before, state, vectors
 from torch import Tensor
 
 from matlens import InputError
-from matlens.ffn import CoefficientChange, added, controlled, scaled
+from matlens.ffn import added, controlled, scaled
+from matlens.ffn.control import CoefficientChange
 from matlens.models.changes import changes_of
 
 Models = Callable[[str], Any]
