@@ -14,12 +14,13 @@ from typing import Annotated
 
 import pandas as pd
 import typer
+from pruning_methods import added_perplexity, pruning_table
 from rich.console import Console
 from rich.table import Table
 
 from matlens.cli import Report, run_study
 from matlens.data import Corpus, make_windows
-from matlens.pruning import Choice, Method, added_perplexity, pruning_table
+from matlens.pruning import Choice, Method
 from matlens.study import Study
 
 NAME = "pruning"

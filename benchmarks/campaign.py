@@ -46,7 +46,7 @@ _modules = {
         "matlens.cli.app", "matlens.models.loading", "matlens.io.rows", "matlens.study.study",
         "matlens.linear.mapsets", "matlens.linear.sums", "matlens.activations.sums", "matlens.lens.lens",
         "matlens.explorer.usage",
-        "matlens.explorer.value_pages", "matlens.pruning.evaluation", "matlens.pruning.timing",
+        "matlens.explorer.value_pages", "matlens.pruning.evaluation",
         "matlens.pruning.saving",
         "matlens.linearity.atlas", "matlens.linearity.ranking",
     )
@@ -117,7 +117,7 @@ class Campaign:
         # What was taken by the clock is the one thing that is not the same again: here, as much each time.
         setattr(_modules["matlens.linearity.atlas"], "time", SimpleNamespace(process_time=float))  # noqa: B010
         clock = SimpleNamespace(perf_counter=count().__next__)
-        setattr(_modules["matlens.pruning.timing"], "time", clock)  # noqa: B010
+        setattr(_modules["matlens.pruning.evaluation"], "time", clock)  # noqa: B010
         if not draws:
             setattr(Figure, "savefig", _write_instead)  # noqa: B010
         data = ["--model", folder, "--corpus", corpus, "--device", "cpu", "--out", "out"]

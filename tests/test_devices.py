@@ -35,7 +35,7 @@ from matlens.linear import LeastSquares, fit_samples
 from matlens.linearity.scores import held_out_scores
 from matlens.models import ModelIdentity
 from matlens.numerics import split_product
-from matlens.pruning.spans import angles
+from matlens.pruning.choosing import angles
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from matlens.data import Examples
 from matlens.lens import divergence, exit_layers, matrix_cosine
 from matlens.linear import LeastSquares, LinearMap
 from matlens.numerics import split_product
-from matlens.pruning.spans import angles
+from matlens.pruning.choosing import angles
 
 # What says so: the package to every user where it can, and otherwise the annotations to its tests.
 WRONG = (InputError, TypeCheckError)

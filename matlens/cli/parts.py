@@ -137,10 +137,9 @@ def prune(
         import pandas as pd
 
         from matlens.data.prompts import make_windows
-        from matlens.pruning.evaluation import compare_pruned, judged_tokens
+        from matlens.pruning.evaluation import compare_costs, compare_pruned, judged_tokens
         from matlens.pruning.pruned import prune as prune_model
         from matlens.pruning.pruned import prune_attention
-        from matlens.pruning.timing import compare_costs
 
         bridge = model.load()
         calibration = make_windows(bridge, fitted_on, size=window, most=windows)
@@ -194,7 +193,7 @@ def _pruning_operations(
     model: Any, calibration: int, judged: int, wanted: int | list[int], method: Method
 ) -> float:
     """About how many floating-point operations pruning takes, by numbers of tokens."""
-    from matlens.pruning.calibration import CHOSEN_ON
+    from matlens.pruning.choosing import CHOSEN_ON
     from matlens.study.plan import Shape
 
     shape = Shape.from_model(model)

@@ -1,12 +1,10 @@
-from .choices import Choice as Choice
-from .choices import Method as Method
-from .comparison import pruning_table as pruning_table
+from .choosing import Choice as Choice
+from .evaluation import compare_costs as compare_costs
 from .evaluation import compare_pruned as compare_pruned
-from .gone import added_perplexity as added_perplexity
+from .folding import Method as Method
 from .harness import task_scores as task_scores
 from .layouts import plain_copy as plain_copy
 from .pruned import Pruned as Pruned
 from .pruned import prune as prune
 from .pruned import prune_attention as prune_attention
 from .saving import save_pruned as save_pruned
-from .timing import compare_costs as compare_costs

@@ -36,11 +36,6 @@ class Method(StrEnum):
 PENALTIES = {Method.refit: 0.1, Method.chain: 0.3}
 
 
-def usual_penalty(method: Method) -> float:
-    """The penalty of a method unless another is given."""
-    return PENALTIES.get(method, 0.0)
-
-
 class Choice(StrEnum):
     """How the blocks to be left out are chosen.
 

@@ -1,27 +1,38 @@
-"""The map that stands in for blocks left out, folded into the matrix before them (definitions, section 11).
+"""Maps in the place of what is left out, folded into the weights, and healed (definitions, section 11).
 
 Blocks ``i .. i+n-1`` are left out. ``m`` is what the FFN of the block before them adds to the stream, ``y``
-the stream without it, so ``h^i = y + m``; what would be right in the place of ``m`` is ``h^{i+n} - y``.
+the stream without it, so ``h^i = y + m``; what would be right in the place of ``m`` is ``h^{i+n} - y``. In
+the place of attention it is attention's output and ``m``, where the FFN reads what attention adds.
+
+Healing trains folded matrices, and nothing else, towards the original model's predictions: the mean of
+``KL(p || q)`` over tokens of the text that maps were fitted on. The original model's are known from its
+streams, and blocks before the first folded matrix need not be run.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import NamedTuple
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from matlens.errors import InputError
 from matlens.linear.least_squares import LeastSquares
 from matlens.numerics.precision import in_float64
+from matlens.numerics.probabilities import kl_divergence
 from matlens.parallel import Bar
-from matlens.pruning.choices import Method
-from matlens.pruning.spans import spans_of
-from matlens.pruning.streams import Streams
+from matlens.pruning.choices import PENALTIES, Method
+from matlens.pruning.choosing import spans_of, without_attention
+from matlens.pruning.layouts import Layout, Streams, attention_output, differ, full_block, silence
 
-REFITTED = (Method.refit, Method.chain)  # the matrix itself is fitted, not a map of what it writes
+RATE = 3e-4  # of Adam, at its highest
+_TOKENS = 1024  # of an update
 _ROWS = 8192  # of a part that moments take in
 
 
@@ -30,6 +41,52 @@ class Matrix(NamedTuple):
 
     weight: Float[Tensor, "d_model d_mlp"]
     bias: Float[Tensor, " d_model"] | None
+
+
+# What can be folded
+
+
+def check_foldable(layout: Layout) -> None:
+    """Refuse a model in whose blocks something stands between the FFN's output matrix and the stream.
+
+    It is shown by a sum: with the matrix set to zero, a block must give what it gave less what the matrix had
+    written.
+    """
+    streams = Streams.tried(layout)
+    for index, block in enumerate(map(full_block, layout.blocks)):
+        h = streams.h[index]
+        whole, _, written = streams.through(index, block, h, layout.writer_of(block))
+        silent = copy.deepcopy(block)
+        silence(layout.writer_of(silent))
+        if differ(whole - written, streams.after(index, silent, h), whole):
+            raise InputError(
+                f"In block {index} of {type(layout.model).__name__} what the FFN's output matrix writes is "
+                "not added to the stream as it is (a norm or a factor stands between, as in Gemma 2 and 3, "
+                "Granite and post-norm models), so no map can be folded into it. Expected a model of "
+                "GPT-2's, Llama's, GPT-NeoX's or GPT-J's kind."
+            )
+
+
+def check_foldable_attention(layout: Layout) -> None:
+    """Refuse a model whose FFNs do not read what attention adds, or read it changed.
+
+    Without its attention, a block that is given the stream with attention's output must give what the whole
+    block gives.
+    """
+    streams = Streams.tried(layout)
+    for index, block in enumerate(map(full_block, layout.blocks)):
+        whole, _, written = streams.through(index, block, streams.h[index], attention_output(block))
+        rest = streams.after(index, without_attention(block), streams.h[index] + written)
+        if differ(rest, whole, whole):
+            raise InputError(
+                f"In block {index} of {type(layout.model).__name__} the FFN does not read the stream with "
+                "what attention adds to it: attention and FFN stand side by side, or a norm or a factor "
+                "stands between. So a map cannot be folded in the place of attention. Expected a model of "
+                "GPT-2's or Llama's kind."
+            )
+
+
+# Folding
 
 
 def changed_by(method: Method, blocks: Sequence[int], n_layers: int) -> list[int]:
@@ -45,45 +102,66 @@ def changed_by(method: Method, blocks: Sequence[int], n_layers: int) -> list[int
 def fold_spans(
     streams: Streams, blocks: Sequence[int], method: Method, penalty: float, *, progress: bool = True
 ) -> dict[int, Matrix]:
-    """The matrices of the blocks that a method changes, by number; see `changed_by`.
+    """The matrices of the blocks that a method changes, by number; see `changed_by`."""
+    layout, behind = streams.layout, dict(spans_of(blocks))
+    stay = {index: block for index, block in enumerate(layout.blocks) if index not in set(blocks)}
+    changed = changed_by(method, blocks, len(layout.blocks))
 
-    They are fitted one after another, each on the stream that the changed model has before its block.
-    """
+    def right(index: int) -> Tensor:
+        return streams.h[behind.get(index + 1, index + 1)]
+
+    return _fold_in_turn(streams, stay, changed, right, method, penalty, progress)
+
+
+def fold_attention(
+    streams: Streams, layers: Sequence[int], method: Method, penalty: float, *, progress: bool = True
+) -> dict[int, Matrix]:
+    """The matrix of the block before each that loses its attention."""
+    own = streams.layout.blocks
+    blocks = {i: without_attention(block) if i in layers else block for i, block in enumerate(own)}
+    changed = [] if method == Method.out else [layer - 1 for layer in sorted(layers)]
+
+    def right(index: int) -> Tensor:
+        h, block = streams.h[index + 1], own[index + 1]
+        return h + streams.through(index + 1, block, h, attention_output(block))[2]
+
+    return _fold_in_turn(streams, blocks, changed, right, method, penalty, progress)
+
+
+def _fold_in_turn(
+    streams: Streams, blocks: Mapping[int, nn.Module], changed: Sequence[int],
+    right: Callable[[int], Tensor], method: Method, penalty: float, progress: bool,
+) -> dict[int, Matrix]:  # fmt: skip
+    """Fit matrices one after another, each on the stream that the changed model has before its block."""
     layout, matrices = streams.layout, dict[int, Matrix]()
-    behind, changed = dict(spans_of(blocks)), changed_by(method, blocks, len(streams.layout.blocks))
     if not changed:
         return matrices
-    stay = [index for index in range(changed[0], changed[-1] + 1) if index not in set(blocks)]
     h = streams.h[changed[0]]
     with Bar(total=len(changed), desc="folding", unit="block", disable=not progress) as bar:
-        for index in stay:
-            block = layout.blocks[index]
+        for index in range(changed[0], changed[-1] + 1):
+            if index not in blocks:
+                continue
+            block = blocks[index]
             if index in changed:
-                right = streams.h[behind.get(index + 1, index + 1)]
-                matrices[index] = fold_block(streams, index, block, h, right, method, penalty)
+                matrices[index] = _fold_block(streams, index, block, h, right(index), method, penalty)
                 block = copy.deepcopy(block)
-                layout.write(block, matrices[index].weight, matrices[index].bias)
+                layout.write(block, *matrices[index])
                 bar.update(1)
-            if index != stay[-1]:
+            if index != changed[-1]:
                 h = streams.after(index, block, h)
     return matrices
 
 
-def fold_block(
-    streams: Streams,
-    index: int,
-    block: nn.Module,
-    h: Float[Tensor, "n length d_model"],
-    right: Float[Tensor, "n length d_model"],
-    method: Method,
-    penalty: float,
+def _fold_block(
+    streams: Streams, index: int, block: nn.Module, h: Tensor, right: Tensor, method: Method, penalty: float
 ) -> Matrix:
     """The matrix with which a block, run on the stream before it, best gives the right stream after it."""
-    passed = streams.through(index, block, h)
-    rest = passed.h.float() - passed.written.float()
-    matrix, bias = streams.layout.weight_of(block), streams.layout.writer_of(block).bias
-    own = Matrix(matrix.detach(), None if bias is None else bias.detach())
-    return fold(method, own, passed.read.flatten(0, 1), (right.float() - rest).flatten(0, 1), penalty=penalty)
+    writer = streams.layout.writer_of(block)
+    out, read, written = streams.through(index, block, h, writer)
+    bias = None if writer.bias is None else writer.bias.detach()
+    own = Matrix(streams.layout.weight_of(block).detach(), bias)
+    wanted = right.float() - (out.float() - written.float())
+    return fold(method, own, read.flatten(0, 1), wanted.flatten(0, 1), penalty=penalty)
 
 
 def fold(
@@ -118,7 +196,7 @@ def fold(
             torch.finfo(torch.float64).tiny
         )
         return Matrix(factor[:, None] * weight, None if bias is None else factor * bias)
-    d_model, refit = len(weight), method in REFITTED
+    d_model, refit = len(weight), method in PENALTIES
     width = weight.shape[1] if refit else d_model
     sums = LeastSquares(width, d_model, source="the FFN's matrix")
     total = 0.0
@@ -132,3 +210,86 @@ def fold(
         return Matrix(weight + change, None if bias is None or shift is None else bias + shift)
     turned = change + torch.eye(d_model, dtype=torch.float64)
     return Matrix(turned @ weight, None if bias is None else turned @ bias)
+
+
+# Healing
+
+
+class Healed(NamedTuple):
+    """Tokens that healing read, the divergence from the original model that is left, in nats, and seconds."""
+
+    n_tokens: int
+    divergence: float
+    seconds: float
+
+
+def heal(
+    streams: Streams, pruned: Any, blocks: Sequence[int], method: Method, n_tokens: int, *,
+    seed: int = 0, progress: bool = True,
+) -> Healed:  # fmt: skip
+    """Train the matrices that a method has changed in a model without some blocks, in place.
+
+    At least ``n_tokens`` are read, in whole updates of some 1,024.
+    """
+    began = time.monotonic()
+    layout, original = replace(streams.layout, model=pruned), streams.layout
+    kept = [index for index in range(len(original.blocks)) if index not in set(blocks)]
+    folded = changed_by(method, blocks, len(original.blocks))
+    first = min(folded)
+    start = kept.index(first)
+    weights = [
+        parameter
+        for index in folded
+        for parameter in layout.writer_of(layout.blocks[kept.index(index)]).parameters()
+    ]
+    before = [parameter.requires_grad for parameter in pruned.parameters()]
+    length = streams.tokens.shape[1]
+    size = max(1, _TOKENS // length)
+    updates = max(1, math.ceil(n_tokens / (size * length)))
+    # Steps are smaller than half precision can tell, so they are taken in float32.
+    stepped = [weight.detach().float() if weight.element_size() < 4 else weight for weight in weights]
+    optimizer = torch.optim.Adam(stepped, lr=RATE)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1, (step + 1) / (0.1 * updates)) * (1 - step / updates)
+    )
+    order = _order(len(streams.tokens), size * updates, seed)
+    divergences: list[float] = []
+    try:
+        pruned.requires_grad_(False)
+        for weight in weights:
+            weight.requires_grad_(True)
+        with Bar(total=updates, desc="healing", unit="update", disable=not progress) as bar:
+            for texts in order.split(size):
+                tokens = streams.tokens[texts]
+                with torch.no_grad():
+                    truth = streams.log_probs(original, len(original.blocks), streams.h[-1][texts], tokens)
+                given = streams.log_probs(layout, start, streams.h[first][texts], tokens)
+                loss = kl_divergence(truth, given).mean()
+                if not bool(loss.isfinite()):
+                    raise InputError("The divergence is not finite while healing. Expected a larger penalty.")
+                pruned.zero_grad()
+                loss.backward()
+                apart = [pair for pair in zip(stepped, weights, strict=True) if pair[0] is not pair[1]]
+                for full, weight in apart:
+                    full.grad = weight.grad.float()
+                optimizer.step()
+                with torch.no_grad():
+                    for full, weight in apart:
+                        weight.copy_(full)
+                schedule.step()
+                divergences.append(float(loss.detach()))
+                bar.update(1)
+                bar.set_postfix(kl=f"{divergences[-1]:.3f}")
+    finally:
+        for parameter, wanted in zip(pruned.parameters(), before, strict=True):
+            parameter.requires_grad_(wanted)
+            parameter.grad = None
+    last = divergences[-max(1, updates // 10) :]
+    return Healed(len(order) * length, sum(last) / len(last), time.monotonic() - began)
+
+
+def _order(n_texts: int, n: int, seed: int) -> Int[Tensor, " n"]:
+    """Numbers of texts, all of them in a new order each time."""
+    generator = torch.Generator().manual_seed(seed)
+    rounds = [torch.randperm(n_texts, generator=generator) for _ in range(-(-n // n_texts))]
+    return torch.cat(rounds)[:n]

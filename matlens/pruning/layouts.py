@@ -1,25 +1,37 @@
-"""Plain Hugging Face models: their blocks, and the matrix that writes what an FFN adds to the stream."""
+"""Plain Hugging Face models: their blocks, the matrices in these, and their streams on calibration text."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from matlens.errors import InputError, checked
+from matlens.models.sites import check_finite
 from matlens.models.weights import plain_model, plain_state
+from matlens.numerics.precision import in_float64
+from matlens.numerics.probabilities import log_softmax
+from matlens.parallel import Bar
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
+    from matlens.data.examples import Examples
+
 _ATTENTION = frozenset({"attn", "attention", "self_attn", "self_attention"})
 _WRITERS = ("down_proj", "c_proj", "dense_4h_to_h", "fc_out", "fc2", "w2", "wo", "proj")
+_OUTPUTS = ("o_proj", "c_proj", "dense", "out_proj", "wo")
+_TOKENS = 1024  # of a batch
+_TRIED = 6  # tokens on which a block's sum is tried
+_TOLERANCE = 1e-4  # of the largest number that a block gives
+MOST_BYTES = 8 << 30  # of the streams of all layers; set matlens.pruning.layouts.MOST_BYTES for more
 
 
 @dataclass(frozen=True)
@@ -31,13 +43,7 @@ class Layout:
 
     @classmethod
     def from_model(cls, model: Any) -> Layout:
-        """Find the blocks.
-
-        Raises
-        ------
-        InputError
-            The model predicts no next token, or its blocks are not found.
-        """
+        """Find the blocks; raises InputError if there are none, or no head that predicts the next token."""
         n_layers = model.config.get_text_config().num_hidden_layers
         lists = [
             (path, module)
@@ -51,17 +57,6 @@ class Layout:
             )
         return cls(model, lists[0][0])
 
-    @cached_property
-    def writer(self) -> str:
-        """The path, in each block, of the matrix that writes what its FFN adds to the stream.
-
-        Raises
-        ------
-        InputError
-            There is not one, as in a mixture of experts: blocks can be left out of it, but nothing folded.
-        """
-        return _writer_path(self.blocks[0], type(self.model).__name__)
-
     @property
     def blocks(self) -> nn.ModuleList:
         """The blocks of the model."""
@@ -69,9 +64,33 @@ class Layout:
         assert isinstance(blocks, nn.ModuleList)
         return blocks
 
+    @contextmanager
+    def with_blocks(self, blocks: Sequence[nn.Module]) -> Iterator[Any]:
+        """Run the model with other blocks in the place of its own."""
+        own, (parent, _, name) = self.blocks, self.path.rpartition(".")
+        place = self.model.get_submodule(parent)
+        setattr(place, name, nn.ModuleList(blocks))
+        try:
+            yield self.model
+        finally:
+            setattr(place, name, own)
+
+    @cached_property
+    def _writer(self) -> str:
+        paths = _matrices(self.blocks[0], _WRITERS, of_attention=False)
+        if len(paths) != 1:
+            what = "more than one matrix" if paths else "no matrix"
+            raise InputError(
+                f"The blocks of {type(self.model).__name__} have {what} that writes what their FFN adds to "
+                f"the stream ({', '.join(paths[:4]) or 'none of ' + ', '.join(_WRITERS)}). Expected one, as "
+                "in GPT-2, Llama, GPT-NeoX and GPT-J; FFNs of several experts cannot be folded into. With "
+                "method='out' (--method out) blocks are left out alone, of such a model too."
+            )
+        return paths[0]
+
     def writer_of(self, block: nn.Module) -> Any:
-        """The module that writes what a block's FFN adds to the stream."""
-        return block.get_submodule(self.writer)
+        """The module that writes what a block's FFN adds to the stream; raises InputError if not one does."""
+        return block.get_submodule(self._writer)
 
     def weight_of(self, block: nn.Module) -> Float[Tensor, "d_model d_mlp"]:
         """Its matrix, as one that is multiplied from the left; GPT-2 keeps it the other way round."""
@@ -88,7 +107,7 @@ class Layout:
             module.bias.copy_(bias.to(module.bias.dtype))
 
 
-def matrices(block: nn.Module, names: Sequence[str], *, of_attention: bool) -> list[str]:
+def _matrices(block: nn.Module, names: Sequence[str], *, of_attention: bool) -> list[str]:
     """Paths of the modules of these names that have a matrix, in a block's attention or outside of it."""
     return [
         path
@@ -99,22 +118,27 @@ def matrices(block: nn.Module, names: Sequence[str], *, of_attention: bool) -> l
     ]
 
 
-def _writer_path(block: nn.Module, name: str) -> str:
-    paths = matrices(block, _WRITERS, of_attention=False)
+def attention_output(block: nn.Module) -> Any:
+    """The module whose output a block's attention adds to the residual stream."""
+    paths = _matrices(block, _OUTPUTS, of_attention=True)
     if len(paths) != 1:
-        what = "more than one matrix" if paths else "no matrix"
         raise InputError(
-            f"The blocks of {name} have {what} that writes what their FFN adds to the stream "
-            f"({', '.join(paths[:4]) or 'none of ' + ', '.join(_WRITERS)}). Expected one, as in GPT-2, "
-            "Llama, GPT-NeoX and GPT-J; FFNs of several experts cannot be folded into. With method='out' "
-            "(--method out) blocks are left out alone, of such a model too."
+            f"The blocks of this model have {len(paths) or 'no'} output matrices of attention. Expected one, "
+            "as in GPT-2 and Llama."
         )
-    return paths[0]
+    return block.get_submodule(paths[0])
+
+
+@torch.no_grad()
+def silence(module: nn.Module) -> None:
+    """Let a linear module write nothing."""
+    for parameter in module.parameters():
+        parameter.zero_()
 
 
 @checked
 def plain_copy(model: TransformerBridge) -> Any:
-    """The plain Hugging Face model under a bridge: the same numbers, in memory of its own.
+    """The plain Hugging Face model under a bridge: the same weights, in memory of its own.
 
     Raises
     ------
@@ -152,3 +176,185 @@ def plain_copy(model: TransformerBridge) -> Any:
     if getattr(source, "generation_config", None) is not None:
         copied.generation_config = copy.deepcopy(source.generation_config)
     return copied.eval()
+
+
+# Streams
+
+
+def whole_windows(windows: Examples) -> Int[Tensor, "n length"]:
+    """The tokens of the windows that are as long as the first."""
+    length = int(windows.lengths[0])
+    starts = windows.offsets[:-1][windows.lengths == length]
+    return torch.stack([torch.from_numpy(windows.tokens[start : start + length]) for start in starts]).long()
+
+
+class Streams:
+    """The stream before every block and after the last, on texts of equal length.
+
+    Attributes
+    ----------
+    h
+        ``h^0 .. h^L``.
+    """
+
+    def __init__(self, layout: Layout, tokens: Int[Tensor, "n length"], *, progress: bool = True) -> None:
+        self.layout, self.tokens = layout, tokens
+        config = layout.model.config.get_text_config()
+        of_vector = config.hidden_size * layout.model.dtype.itemsize
+        size = (config.num_hidden_layers + 1) * tokens.numel() * of_vector
+        if size > MOST_BYTES:
+            raise InputError(
+                f"The streams of all layers on {tokens.numel():,} tokens take {size / 2**30:.1f} GiB. "
+                f"Expected {MOST_BYTES / 2**30:.0f} at most: take fewer or shorter windows, or set "
+                "matlens.pruning.layouts.MOST_BYTES."
+            )
+        self._step = max(1, _TOKENS // tokens.shape[1])
+        self._rest: tuple[Any, ...] | None = None  # what blocks return after their vectors
+        self._calls: list[list[tuple[tuple[Any, ...], dict[str, Any]]]] = []
+        self.h: list[Tensor] = self._run(progress)
+
+    @torch.inference_mode()
+    def _run(self, progress: bool) -> list[Tensor]:
+        """Run the model, and remember what each block was called with."""
+        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        seen: list[Tensor] = []
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            rest = dict(kwargs)
+            seen.append((args[0] if args else rest.pop("hidden_states")).cpu())
+            calls.append((args[1:], rest))
+
+        def after(_: nn.Module, __: Any, output: Any) -> None:
+            self._rest = tuple(output[1:]) if isinstance(output, tuple | list) else None
+            seen.append(_first(output).cpu())
+
+        blocks, parts = self.layout.blocks, []
+        with ExitStack() as stack:
+            for block in blocks:
+                stack.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
+            stack.callback(blocks[-1].register_forward_hook(after).remove)
+            bar = stack.enter_context(
+                Bar(total=len(self.tokens), desc="streams", unit="window", disable=not progress)
+            )
+            for batch in self.tokens.split(self._step):
+                self.layout.model(batch.to(self.layout.model.device), use_cache=False)
+                self._calls.append(calls[:])
+                parts.append(seen[:])
+                calls.clear()
+                seen.clear()
+                bar.update(len(batch))
+        streams = [torch.cat(layer) for layer in zip(*parts, strict=True)]
+        for layer, h in enumerate(streams):
+            check_finite(h, f"h.{layer}")
+        return streams
+
+    @classmethod
+    def tried(cls, layout: Layout) -> Streams:
+        """Streams of a few sampled tokens, on which sums are tried, in float32 at least.
+
+        So no sum is hidden by rounding; see `full_block`.
+        """
+        generator = torch.Generator().manual_seed(0)
+        vocabulary = layout.model.config.get_text_config().vocab_size
+        tokens = torch.randint(vocabulary, (1, _TRIED), generator=generator)
+        streams = cls(layout, tokens, progress=False)
+        streams._calls, streams.h = _in_full(streams._calls), _in_full(streams.h)
+        return streams
+
+    def beginning(self, n_tokens: int) -> Streams:
+        """The same of the first texts alone: so many tokens or a few more, in whole batches."""
+        n_batches = max(1, -(-n_tokens // (self._step * self.tokens.shape[1])))
+        part = copy.copy(self)
+        part._calls = self._calls[:n_batches]
+        part.tokens = self.tokens[: n_batches * self._step]
+        part.h = [h[: n_batches * self._step] for h in self.h]
+        return part
+
+    @torch.inference_mode()
+    def after(self, index: int, block: nn.Module, h: Float[Tensor, "n length d_model"]) -> Tensor:
+        """The stream after a block, or another in its place, run on a stream before it."""
+        device = self.layout.model.device
+        return torch.cat(
+            [
+                _first(block(part.to(device), *calls[index][0], **calls[index][1])).cpu()
+                for part, calls in zip(h.split(self._step), self._calls, strict=True)
+            ]
+        )
+
+    def through(
+        self, index: int, block: nn.Module, h: Float[Tensor, "n length d_model"], module: nn.Module
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The stream after a block, what one of its linear modules read, and what that wrote."""
+        reads: list[Tensor] = []
+        writes: list[Tensor] = []
+
+        def hook(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            reads.append(args[0].cpu())
+            writes.append(output.to("cpu", copy=True))  # to which some blocks add in place
+
+        handle = module.register_forward_hook(hook)
+        try:
+            out = self.after(index, block, h)
+        finally:
+            handle.remove()
+        read, written = (
+            torch.cat([x.reshape(-1, h.shape[1], x.shape[-1]) for x in parts]) for parts in (reads, writes)
+        )
+        return out, read, written
+
+    @torch.inference_mode()
+    def losses(self, h: Float[Tensor, "n length d_model"]) -> Float[Tensor, " n"]:
+        """``-ln p`` of the next token, the mean over each text, from an approximation of the last stream."""
+        losses = []
+        for part, tokens in zip(h.split(self._step), self.tokens.split(self._step), strict=True):
+            log_p = self.log_probs(self.layout, len(self.layout.blocks), part, tokens)[:, :-1]
+            of_next = log_p.gather(2, tokens[:, 1:, None].to(log_p.device))[..., 0]
+            losses.append(-in_float64(of_next).mean(1).cpu())
+        return torch.cat(losses)
+
+    def log_probs(
+        self, layout: Layout, start: int, h: Float[Tensor, "n length d_model"], tokens: Tensor
+    ) -> Float[Tensor, "n length d_vocab"]:
+        """Log probabilities by a model, such as this one, from the stream before its block ``start``."""
+        device = layout.model.device
+        # A vector that was made without gradients cannot be part of what has some.
+        known = _ConstantBlock(h.clone().to(device), self._rest)
+        with layout.with_blocks([known] * start + list(layout.blocks[start:])) as model:
+            return log_softmax(model(tokens.to(device), use_cache=False).logits.float())
+
+
+class _ConstantBlock(nn.Module):
+    """A block that returns what it was made with."""
+
+    def __init__(self, h: Tensor, rest: tuple[Any, ...] | None) -> None:
+        super().__init__()
+        self._returned = h if rest is None else (h, *rest)
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Return it, whatever is given."""
+        return self._returned
+
+
+def _first(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple | list) else output
+
+
+def _in_full(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.float() if value.is_floating_point() and value.element_size() < 4 else value
+    if isinstance(value, dict):
+        return {key: _in_full(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_in_full, value))
+    return value
+
+
+def full_block(block: nn.Module) -> nn.Module:
+    """A block in float32: itself, or a copy of one in half precision."""
+    half = any(weight.element_size() < 4 for weight in block.parameters())
+    return copy.deepcopy(block).float() if half else block
+
+
+def differ(given: Tensor, expected: Tensor, whole: Tensor) -> bool:
+    """Whether two streams differ by more than rounding, or hold what is not finite."""
+    return not bool((given - expected).abs().max() <= _TOLERANCE * whole.abs().max())

@@ -1,23 +1,52 @@
-"""The job: choose blocks, leave them out, fold maps in their place, and build a plain model of the rest."""
+"""Pruned models: blocks chosen and left out, maps folded in their place, and a plain model of the rest."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+
 from matlens.data.examples import Examples
-from matlens.errors import Between, InputError, NonNegative, Seed, check_choice, checked
+from matlens.data.readers import check_decoder, check_own_tokens
+from matlens.errors import Between, InputError, NonNegative, Seed, check_choice, checked, short
+from matlens.models.changes import describe_changes
 from matlens.models.identity import ModelIdentity, Provenance
-from matlens.pruning.calibration import Calibration
-from matlens.pruning.choices import Choice, Method, usual_penalty
-from matlens.pruning.healing import heal as train_folded
-from matlens.pruning.spans import parse_blocks, spans_of
+from matlens.pruning.choices import PENALTIES, Choice, Method
+from matlens.pruning.choosing import (
+    CHOSEN_ON,
+    ROWS_A_COLUMN,
+    choose_attention,
+    choose_span,
+    greedy_order,
+    parse_blocks,
+    spans_of,
+)
+from matlens.pruning.folding import (
+    Matrix,
+    check_foldable,
+    check_foldable_attention,
+    fold_attention,
+    fold_spans,
+)
+from matlens.pruning.folding import heal as train_folded
+from matlens.pruning.layouts import (
+    Layout,
+    Streams,
+    attention_output,
+    differ,
+    full_block,
+    plain_copy,
+    silence,
+    whole_windows,
+)
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
-
-_MOST_HEALED = 10**9  # tokens
 
 
 @dataclass(frozen=True)
@@ -62,7 +91,7 @@ def prune(
     method: str = Method.chain,
     choice: str = Choice.greedy,
     penalty: NonNegative | None = None,
-    heal: Annotated[int, Between(0, _MOST_HEALED)] = 0,
+    heal: Annotated[int, Between(0, 10**9)] = 0,
     seed: Seed = 0,
     progress: bool = True,
 ) -> Pruned:
@@ -111,17 +140,19 @@ def prune(
         raise InputError(
             "There is no folded matrix to heal. Expected blocks to leave out, and another method than out."
         )
-    calibration = Calibration.run(model, windows, fold=method != Method.out, progress=progress)
+    penalty = PENALTIES.get(method, 0.0) if penalty is None else penalty
+    calibration = Calibration.run(model, windows, method, progress=progress)
     gone = calibration.choose(wanted, choice, progress=progress) if isinstance(wanted, int) else wanted
-    penalty = usual_penalty(method) if penalty is None else penalty
-    details = _settings(calibration, "blocks_left_out", gone, method, penalty)
-    details["choice"] = choice.value if isinstance(wanted, int) else "given"
     made = calibration.without(gone, method, penalty, progress=progress)
+    details: dict[str, Any] = {
+        "blocks_left_out": list(gone), "method": method.value, "penalty": penalty,
+        "n_tokens": calibration.streams.tokens.numel(),
+        "choice": choice.value if isinstance(wanted, int) else "given",
+    }  # fmt: skip
     if heal:
         healed = train_folded(calibration.streams, made, gone, method, heal, seed=seed, progress=progress)
         details["healed"] = {**healed._asdict(), "seed": seed}
-    provenance = Provenance(ModelIdentity.from_model(model), data=windows.provenance, details=details)
-    return Pruned(made, model.tokenizer, gone, method, provenance)
+    return Pruned(made, model.tokenizer, gone, method, calibration.provenance.with_details(**details))
 
 
 @checked
@@ -154,25 +185,186 @@ def prune_attention(
         The model cannot be folded into, such as where attention and FFN stand side by side; or blocks, text
         or settings are not usable.
     """
-    method = Method(check_choice(method, Method, "method"))
-    if method == Method.chain:
-        others = ", ".join(known for known in Method if known != Method.chain)
-        raise InputError(
-            "The method chain refits the FFNs behind blocks that are left out, and is not there for "
-            f"attention alone. Expected one of {others}."
-        )
+    method = Method(check_choice(method, [known for known in Method if known != Method.chain], "method"))
     wanted = parse_blocks(attention, model.cfg.n_layers, "attentions")
-    penalty = usual_penalty(method) if penalty is None else penalty
-    calibration = Calibration.run(model, windows, fold=method != Method.out, progress=progress)
-    made, layers = calibration.without_attention(wanted, method, penalty, progress=progress)
-    details = _settings(calibration, "attention_left_out", layers, method, penalty)
-    details["choice"] = "loss" if isinstance(wanted, int) else "given"
-    provenance = Provenance(ModelIdentity.from_model(model), data=windows.provenance, details=details)
+    penalty = PENALTIES.get(method, 0.0) if penalty is None else penalty
+    calibration = Calibration.run(model, windows, method, progress=progress)
+    streams, layers = calibration.streams, wanted
+    calibration.check_enough(method)
+    if method != Method.out:
+        check_foldable_attention(calibration.layout)
+    if isinstance(layers, int):
+        layers = choose_attention(streams.beginning(CHOSEN_ON), layers, progress=progress)
+    matrices = fold_attention(streams, layers, method, penalty, progress=progress)
+    made = build(calibration.layout, (), matrices)
+    blocks = replace(calibration.layout, model=made).blocks
+    for layer in layers:
+        silence(attention_output(blocks[layer]))
+    provenance = calibration.provenance.with_details(
+        attention_left_out=list(layers), method=method.value, penalty=penalty,
+        n_tokens=streams.tokens.numel(), choice="loss" if isinstance(wanted, int) else "given",
+    )  # fmt: skip
     return Pruned(made, model.tokenizer, (), method, provenance, layers)
 
 
-def _settings(
-    calibration: Calibration, what: str, gone: Sequence[int], method: Method, penalty: float
-) -> dict[str, Any]:
-    n_tokens = calibration.streams.tokens.numel()
-    return {what: list(gone), "method": method.value, "penalty": penalty, "n_tokens": n_tokens}
+@dataclass(frozen=True)
+class Calibration:
+    """A plain model, and what its blocks read and write on calibration text."""
+
+    layout: Layout
+    streams: Streams
+    provenance: Provenance
+    _order: list[int] = field(default_factory=list)  # blocks as they go one after the other
+
+    @classmethod
+    def run(
+        cls, model: TransformerBridge, windows: Examples, method: Method = Method.out, *, progress: bool
+    ) -> Calibration:
+        """Read the text; a map of any method but ``out`` must be foldable into the model."""
+        check_decoder(model, "cannot be pruned")
+        identity = ModelIdentity.from_model(model)
+        if identity.changes:
+            raise InputError(
+                f"The model runs with {describe_changes(identity.changes)}, which its weights do not hold. "
+                "Expected a model without changes: prune it outside of the context, or without the hooks."
+            )
+        check_own_tokens(model, windows)
+        layout = Layout.from_model(plain_copy(model))
+        if method != Method.out:
+            check_foldable(layout)
+        streams = Streams(layout, whole_windows(windows), progress=progress)
+        return cls(layout, streams, Provenance(identity, data=windows.provenance))
+
+    def choose(self, n: int, choice: Choice, *, progress: bool = True) -> tuple[int, ...]:
+        """Choose ``n`` blocks to leave out, on the beginning of the text."""
+        n_tokens = CHOSEN_ON
+        if choice == Choice.r2:
+            n_tokens = max(n_tokens, ROWS_A_COLUMN * self.streams.h[0].shape[-1])
+        beginning = self.streams.beginning(n_tokens)
+        if choice != Choice.greedy:
+            return choose_span(beginning, n, choice, progress=progress)
+        if n > len(self._order):
+            self._order[:] = greedy_order(beginning, n, progress=progress)
+        return tuple(sorted(self._order[:n]))
+
+    def without(
+        self, blocks: Sequence[int], method: Method, penalty: float | None = None, *, progress: bool = True
+    ) -> Any:
+        """A plain model without these blocks, with maps in their place by a method."""
+        self.check_enough(method)
+        penalty = PENALTIES.get(method, 0.0) if penalty is None else penalty
+        matrices = fold_spans(self.streams, blocks, method, penalty, progress=progress)
+        return build(self.layout, blocks, matrices)
+
+    def check_enough(self, method: Method) -> None:
+        """Refuse fewer tokens than a fit has columns: it would be exact, and worth nothing."""
+        if method == Method.out:
+            return
+        rows, columns = self.layout.weight_of(self.layout.blocks[0]).shape
+        if method in PENALTIES:
+            least, what, other = columns, f"a matrix of {columns} columns", "'replaceme' needs fewer"
+        else:
+            least, what, other = rows, f"a map of {rows} coordinates", "'out' needs none"
+        n_tokens = self.streams.tokens.numel()
+        if n_tokens < least:
+            raise InputError(
+                f"The calibration text has {n_tokens} tokens in whole windows, and {what} is to be fitted. "
+                f"Expected {least} at least, better ten times as many; method={other}."
+            )
+
+
+def build(layout: Layout, blocks: Iterable[int], matrices: dict[int, Matrix]) -> Any:
+    """A new plain model without some blocks, and with other matrices in some of those that stay."""
+    whole, gone = layout.model, set(blocks)
+    kept = [index for index in range(len(layout.blocks)) if index not in gone]
+    config = cut_config(whole.config, kept)
+    with torch.random.fork_rng(devices=[]):
+        pruned = type(whole)(config).to(whole.device, whole.dtype)
+    names = {f"{layout.path}.{index}.": f"{layout.path}.{place}." for place, index in enumerate(kept)}
+    lost = tuple(f"{layout.path}.{index}." for index in gone)
+
+    def of_pruned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        stay = ((name, tensor) for name, tensor in tensors.items() if not name.startswith(lost))
+        return {
+            next((new + name.removeprefix(old) for old, new in names.items() if name.startswith(old)), name):
+            tensor for name, tensor in stay
+        }  # fmt: skip
+
+    state = of_pruned(whole.state_dict())
+    shapes = {name: tensor.shape for name, tensor in pruned.state_dict().items()}
+    if shapes != {name: tensor.shape for name, tensor in state.items()}:
+        raise _of_its_place(whole)
+    pruned.load_state_dict(state)
+    pruned.tie_weights()
+    # Frequencies of positions are no weights, and stay in float32 where these are in half precision.
+    for name, buffer in of_pruned(dict(whole.named_buffers())).items():
+        place, _, last = name.rpartition(".")
+        module = pruned.get_submodule(place)
+        module._buffers[last] = buffer.to(module.get_buffer(last).device, copy=True)
+    pruned_layout = replace(layout, model=pruned.eval())
+    _check_moved_alike(layout, pruned_layout, kept)
+    for index, matrix in matrices.items():
+        pruned_layout.write(pruned_layout.blocks[kept.index(index)], matrix.weight, matrix.bias)
+    pruned.generation_config = copy.deepcopy(whole.generation_config)
+    return pruned
+
+
+def _check_moved_alike(whole: Layout, pruned: Layout, kept: Sequence[int]) -> None:
+    """Refuse blocks that do something else in their new place, tried on a few tokens, in float32 at least."""
+    moved = [(place, index) for place, index in enumerate(kept) if place != index]
+    if not moved:
+        return
+    before, after = Streams.tried(whole), Streams.tried(pruned)
+    for place, index in moved:
+        h = before.h[index]
+        expected = before.after(index, full_block(whole.blocks[index]), h.clone())
+        given = after.after(place, full_block(pruned.blocks[place]), h.clone())
+        if differ(given, expected, expected):
+            raise _of_its_place(whole.model, f"block {index} gives something else as block {place}")
+
+
+def _of_its_place(model: Any, how: str = "blocks differ in their shapes") -> InputError:
+    return InputError(
+        f"A block of {type(model).__name__} depends on its place: {how}, as where GPT-2's "
+        "scale_attn_by_inverse_layer_idx is set, or a setting that counts them. So none before it can be "
+        "left out. Expected a model whose blocks do the same wherever they stand, or blocks at the end alone."
+    )
+
+
+_PER_LAYER = (  # settings of transformers that hold an entry a block, where they are lists
+    "layer_types", "mlp_layer_types", "layers_block_type", "attention_layers", "no_rope_layers",
+    "layer_rope_theta", "kv_sharing_modes", "indexer_types", "sliding_windows", "swiglu_limits",
+    "swiglu_limits_shared", "activation_sparsity_pattern", "num_attention_heads_per_layer",
+    "num_key_value_heads_per_layer", "intermediate_size", "attention_window",
+)  # fmt: skip
+
+
+def cut_config(config: Any, kept: Sequence[int]) -> Any:
+    """A configuration of the blocks that stay: their number, and every setting with an entry per block."""
+    cut = copy.deepcopy(config)
+    text = cut.get_text_config()
+    lists = {
+        key: [value[index] for index in kept]
+        for key in _PER_LAYER
+        if isinstance(value := getattr(text, key, None), list | tuple)
+        and len(value) == text.num_hidden_layers
+        and not isinstance(getattr(type(text), key, None), property)
+    }
+    text.num_hidden_layers = len(kept)
+    for key, value in lists.items():
+        setattr(text, key, value)
+    if "attention_layers" in lists and hasattr(text, "attention_types"):
+        text.attention_types = [[lists["attention_layers"], 1]]  # GPT-Neo's files hold these alone
+    try:
+        again = type(cut).from_dict(cut.to_dict()).get_text_config()
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise InputError(
+            f"The configuration of {type(cut).__name__} without some blocks is not valid: {short(error)}. "
+            "Expected a model whose settings an entry a block are known."
+        ) from error
+    if any(list(getattr(again, key)) != value for key, value in lists.items()):
+        raise InputError(
+            f"The settings {', '.join(lists)} of {type(cut).__name__} would be others in a file. Expected a "
+            "model that keeps its settings an entry a block."
+        )
+    return cut

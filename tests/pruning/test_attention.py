@@ -14,10 +14,9 @@ from conftest import LAYERS, WORDS, assert_near
 
 from matlens import InputError, pruning
 from matlens.data import Corpus, make_windows
-from matlens.pruning.attention import choose_attention
-from matlens.pruning.choices import Method
-from matlens.pruning.layouts import Layout
-from matlens.pruning.streams import Streams, whole_windows
+from matlens.pruning import Method
+from matlens.pruning.choosing import choose_attention
+from matlens.pruning.layouts import Layout, Streams, whole_windows
 
 Models = Callable[[str], Any]
 # What of a block is turned to nothing; that of BLOOM adds the stream itself.

@@ -17,9 +17,8 @@ from patched_models import patched
 from matlens import InputError, pruning
 from matlens.data import Corpus, make_windows
 from matlens.linear import LinearMap
-from matlens.pruning.calibration import PER_LAYER, build, cut_config
-from matlens.pruning.layouts import Layout
-from matlens.pruning.streams import whole_windows
+from matlens.pruning.layouts import Layout, whole_windows
+from matlens.pruning.pruned import _PER_LAYER, build, cut_config
 
 Models = Callable[[str], Any]
 SIZES: dict[str, Any] = {
@@ -98,7 +97,7 @@ def test_a_list_of_another_length_and_one_that_is_of_no_block_stay() -> None:
     config.scales, config.no_rope_layers = [1.0, 2.0, 3.0], [0, 1]
     cut = cut_config(config, [0, 2])
     assert (cut.scales, cut.no_rope_layers, cut.layer_types) == ([1.0, 2.0, 3.0], [0, 1], MIXED[::2])
-    assert "eos_token_id" not in PER_LAYER
+    assert "eos_token_id" not in _PER_LAYER
 
 
 def test_a_block_that_depends_on_its_place_cannot_move() -> None:

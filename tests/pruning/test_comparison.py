@@ -9,16 +9,17 @@ import numpy as np
 import pandas as pd
 import pytest
 from conftest import WORDS
+from pruning_methods import added_perplexity, pruning_table
 
 from matlens import InputError, pruning
 from matlens.data import Corpus, make_windows
-from matlens.pruning.calibration import Calibration
-from matlens.pruning.choices import Choice, Method
+from matlens.pruning import Choice, Method
 from matlens.pruning.evaluation import read_text
-from matlens.pruning.healing import heal
-from matlens.pruning.streams import whole_windows
+from matlens.pruning.folding import heal
+from matlens.pruning.layouts import whole_windows
+from matlens.pruning.pruned import Calibration
 
-METHODS, CHOICES = ("out", "replaceme", "refit"), ("angle", "loss")
+METHODS, CHOICES = (Method.out, Method.replaceme, Method.refit), (Choice.angle, Choice.loss)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def texts(small_model: Callable[[str], Any]) -> list[Any]:
 @pytest.fixture(scope="module")
 def table(small_model: Callable[[str], Any], texts: list[Any]) -> pd.DataFrame:
     judged = {"a": texts[1], "b": texts[2]}
-    return pruning.pruning_table(
+    return pruning_table(
         small_model("gpt2"), texts[0], judged, [1, 2], methods=METHODS, choices=CHOICES, progress=False
     )
 
@@ -62,11 +63,11 @@ def test_a_row_is_what_pruning_alone_gives(
 def test_a_healed_model_is_judged_healed(small_model: Callable[[str], Any], texts: list[Any]) -> None:
     """Blocks go one after the other; the model that is healed is another than the folded one."""
     model = small_model("gpt2")
-    table = pruning.pruning_table(
-        model, texts[0], {"a": texts[1]}, [1, 2], methods=["chain", "out"], choices=["greedy", "angle"],
-        heal=60, progress=False,
+    table = pruning_table(
+        model, texts[0], {"a": texts[1]}, [1, 2], methods=[Method.chain, Method.out],
+        choices=[Choice.greedy, Choice.angle], heal=60, progress=False,
     )  # fmt: skip
-    calibration = Calibration.run(model, texts[0], fold=True, progress=False)
+    calibration = Calibration.run(model, texts[0], Method.chain, progress=False)
     tokens, perplexities = whole_windows(texts[1]), list[float]()
     for n in (1, 2):
         blocks = calibration.choose(n, Choice.greedy, progress=False)
@@ -99,9 +100,9 @@ def test_each_size_is_timed_once_beside_the_whole(
         slow = 10.0 if len(turns) % 5 == 0 else 1.0
         return n_tokens * slow * turns[-1], 40 * 1000 * turns[-1]
 
-    monkeypatch.setattr("matlens.pruning.timing._written", written)
-    table = pruning.pruning_table(
-        small_model("gpt2"), texts[0], {"a": texts[1]}, [2, 1], methods=["out"], choices=["angle", "loss"],
+    monkeypatch.setattr("matlens.pruning.evaluation._written", written)
+    table = pruning_table(
+        small_model("gpt2"), texts[0], {"a": texts[1]}, [2, 1], methods=[Method.out], choices=CHOICES,
         progress=False,
     )  # fmt: skip
     assert turns == [3, 1] * 7 + [3, 2] * 7
@@ -121,7 +122,7 @@ def test_each_size_is_timed_once_beside_the_whole(
 
 
 def test_what_is_gone_is_told_with_an_interval(table: pd.DataFrame) -> None:
-    gone = pruning.added_perplexity(table)
+    gone = added_perplexity(table)
     assert len(gone) == 2 * len(CHOICES) * len(METHODS) * 2
     rows = table[table["metric"] == "gone"]
     assert np.allclose(rows["value"], gone["gone"])
@@ -132,13 +133,6 @@ def test_what_is_gone_is_told_with_an_interval(table: pd.DataFrame) -> None:
     assert (others["gone"] < others["high"]).all()
 
 
-def test_nothing_to_compare_is_refused(small_model: Callable[[str], Any], texts: list[Any]) -> None:
-    with pytest.raises(InputError, match="nothing to compare"):
-        pruning.pruning_table(small_model("gpt2"), texts[0], {}, [1], progress=False)
-    with pytest.raises(InputError, match="from 1 to 2"):
-        pruning.pruning_table(small_model("gpt2"), texts[0], {"a": texts[1]}, [3], progress=False)
-
-
 def test_one_window_alone_is_refused_before_the_work(
     small_model: Callable[[str], Any], texts: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,10 +140,10 @@ def test_one_window_alone_is_refused_before_the_work(
     corpus = Corpus("few", (" ".join(WORDS[:30]),), 1, 0, 0, 0)
     one, two = make_windows(model, corpus, size=20), make_windows(model, corpus, size=15)
     pruned = pruning.prune(model, texts[0], 1, method="out", progress=False)
-    monkeypatch.delattr("matlens.pruning.calibration.Calibration.run")
+    monkeypatch.delattr("matlens.pruning.pruned.Calibration.run")
     for judge in (
         lambda: pruning.compare_pruned(model, pruned, one, progress=False),
-        lambda: pruning.pruning_table(model, texts[0], {"a": texts[1], "b": one}, [1], progress=False),
+        lambda: pruning_table(model, texts[0], {"a": texts[1], "b": one}, [1], progress=False),
     ):
         with pytest.raises(InputError, match=r"one whole window of 20 tokens.*two at least"):
             judge()
@@ -161,8 +155,8 @@ def test_what_cannot_be_folded_into_is_left_out_alone(small_model: Callable[[str
     model = small_model("granite")
     text = Corpus("text", (" ".join(np.random.default_rng(5).choice(WORDS, 300)),), 1, 0, 0, 0)
     windows = make_windows(model, text, size=20)
-    asked: dict[str, Any] = {"choices": ["angle"], "progress": False}
-    table = pruning.pruning_table(model, windows, {"a": windows}, [1], methods=["out"], **asked)
+    asked: dict[str, Any] = {"choices": [Choice.angle], "progress": False}
+    table = pruning_table(model, windows, {"a": windows}, [1], methods=[Method.out], **asked)
     assert set(table["method"]) == {"whole", "pruned", "out"}
     with pytest.raises(InputError, match="stands between"):
-        pruning.pruning_table(model, windows, {"a": windows}, [1], methods=["out", "refit"], **asked)
+        pruning_table(model, windows, {"a": windows}, [1], methods=[Method.out, Method.refit], **asked)

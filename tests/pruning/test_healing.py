@@ -14,10 +14,9 @@ from conftest import LAYERS, WORDS, assert_near
 import matlens
 from matlens import InputError, pruning
 from matlens.data import Corpus, make_windows
-from matlens.pruning import Method, healing
-from matlens.pruning.layouts import Layout
+from matlens.pruning import Method, folding
+from matlens.pruning.layouts import Layout, Streams, whole_windows
 from matlens.pruning.saving import model_card
-from matlens.pruning.streams import Streams, whole_windows
 
 Models = Callable[[str], Any]
 WRITERS = {"gpt2": "mlp.c_proj", "llama": "mlp.down_proj", "gptj": "mlp.fc_out"}
@@ -46,14 +45,14 @@ def test_an_update_is_a_step_of_adam_by_hand(
     n_update = min(len(tokens), 1024 // 24)
     expected = {key: value.clone() for key, value in folded.state_dict().items()}
     writer = folded.get_submodule(path)
-    chosen = healing._order(len(tokens), n_update, 5)
+    chosen = folding._order(len(tokens), n_update, 5)
     loss = divergence(plain_model(name), folded, tokens[chosen])
     gradients = torch.autograd.grad(loss, list(writer.parameters()))
     for (key, _), gradient in zip(writer.named_parameters(), gradients, strict=True):
         # The first step of Adam is the sign of the gradient, times the step width.
         expected[f"{path}.{key}"] -= 1e-3 * gradient / (gradient.abs() + 1e-8)
-    monkeypatch.setattr(healing, "RATE", 1e-3)
-    healed = healing.heal(streams, folded, [2], Method.replaceme, 24 * n_update, seed=5, progress=False)
+    monkeypatch.setattr(folding, "RATE", 1e-3)
+    healed = folding.heal(streams, folded, [2], Method.replaceme, 24 * n_update, seed=5, progress=False)
     assert healed.divergence == pytest.approx(float(loss.detach()), rel=1e-4)
     changed = [key for key, value in folded.state_dict().items() if key.startswith(path)]
     for key, value in folded.state_dict().items():
@@ -76,14 +75,14 @@ def test_steps_grow_for_a_tenth_of_the_updates_and_then_fall(
     weight = by_hand.get_parameter("transformer.h.1.mlp.c_proj.weight")
     bias = by_hand.get_parameter("transformer.h.1.mlp.c_proj.bias")
     optimizer = torch.optim.Adam([weight, bias])
-    texts = healing._order(len(tokens), 30 * (size := 1024 // 24), 2).split(size)
+    texts = folding._order(len(tokens), 30 * (size := 1024 // 24), 2).split(size)
     for step, rate in enumerate([1 / 3, 2 / 3, 1, *[1] * 27]):
         optimizer.param_groups[0]["lr"] = 1e-3 * rate * (30 - step) / 30
         optimizer.zero_grad()
         divergence(whole, by_hand, tokens[texts[step]]).backward()
         optimizer.step()
-    monkeypatch.setattr(healing, "RATE", 1e-3)
-    healing.heal(streams, folded, [2], Method.replaceme, 24 * 30 * size, seed=2, progress=False)
+    monkeypatch.setattr(folding, "RATE", 1e-3)
+    folding.heal(streams, folded, [2], Method.replaceme, 24 * 30 * size, seed=2, progress=False)
     assert_near(folded.get_parameter("transformer.h.1.mlp.c_proj.weight"), weight.detach(), 1e-3)
 
 
@@ -122,7 +121,7 @@ def test_streams_begin_at_the_first_folded_block(small_model: Models, windows: M
     with torch.no_grad():
         whole = layout.model(tokens).logits.log_softmax(-1)
         for start in range(4):
-            ours = healing._read_from(layout, start, streams, streams.h[start], torch.arange(3))
+            ours = streams.log_probs(layout, start, streams.h[start], tokens)
             assert_near(ours, whole, 1e-5)
 
 
@@ -148,8 +147,8 @@ def test_half_precision_is_healed_in_small_steps(
     folded = pruning.prune(half, windows("llama"), [2], method="replaceme", progress=False).model
     writer = folded.get_submodule(f"{LAYERS['llama'][0]}.1.{WRITERS['llama']}")
     before = writer.weight.clone()
-    monkeypatch.setattr(healing, "RATE", 1e-5)
-    healing.heal(streams, folded, [2], Method.replaceme, 60 * 1024, progress=False)
+    monkeypatch.setattr(folding, "RATE", 1e-5)
+    folding.heal(streams, folded, [2], Method.replaceme, 60 * 1024, progress=False)
     assert writer.weight.dtype == dtype
     assert bool(writer.weight.isfinite().all())
     assert float((writer.weight != before).float().mean()) > 0.5

@@ -15,8 +15,7 @@ from conftest import D_MODEL, N_LAYERS, WORDS
 import matlens
 from matlens import InputError, pruning
 from matlens.data import Corpus, make_windows
-from matlens.pruning.layouts import Layout
-from matlens.pruning.spans import (
+from matlens.pruning.choosing import (
     angles,
     choose_span,
     greedy_order,
@@ -25,7 +24,7 @@ from matlens.pruning.spans import (
     no_sinks,
     spans_of,
 )
-from matlens.pruning.streams import Streams, whole_windows
+from matlens.pruning.layouts import Layout, Streams, whole_windows
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +127,7 @@ def test_greedy_is_the_least_of_every_round_where_losses_rise(
         out = sorted(gone)
         return float(alone[out].sum() + together[np.ix_(out, out)].sum())
 
-    monkeypatch.setattr("matlens.pruning.spans.loss_without", lambda _, gone: loss(gone))
+    monkeypatch.setattr("matlens.pruning.choosing.loss_without", lambda _, gone: loss(gone))
     deep = copy.copy(streams)
     deep.layout = SimpleNamespace(blocks=range(n_layers))  # type: ignore[assignment]
     order = greedy_order(deep, 6, progress=False)

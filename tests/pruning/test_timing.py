@@ -13,8 +13,8 @@ from conftest import WORDS
 
 from matlens import InputError, pruning
 from matlens.data import Corpus, make_windows
-from matlens.pruning import timing
-from matlens.pruning.timing import by_turns
+from matlens.pruning import evaluation
+from matlens.pruning.evaluation import by_turns
 
 Models = Callable[[str], Any]
 SMALL: dict[str, Any] = {"n_layer": 2, "n_embd": 8, "n_head": 2, "bos_token_id": None, "eos_token_id": None}
@@ -56,7 +56,7 @@ def test_models_take_turns_and_medians_count(plain_model: Models, monkeypatch: p
         assert prompt.tolist() == [[3, 4, 5, 6, 7, 8, 9, 10]]
         return n_tokens * next(seconds), 0
 
-    monkeypatch.setattr(timing, "_written", written)
+    monkeypatch.setattr(evaluation, "_written", written)
     first, second = by_turns(models, rounds=3)
     assert turns == models * 3
     assert (first.rounds, second.rounds) == ([3, 50, 4], [1, 10, 2])
@@ -75,14 +75,14 @@ def test_small_vocabularies_and_contexts_are_timed(
     sizes: dict[str, int], cached: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, n_seen = gpt2(**sizes), []
-    real = timing._written
+    real = evaluation._written
 
     def written(model: Any, prompt: torch.Tensor, n_tokens: int) -> tuple[float, int]:
         took, held = real(model, prompt, n_tokens)
         n_seen.append(held // (2 * 2 * 8 * 4))
         return took, held
 
-    monkeypatch.setattr(timing, "_written", written)
+    monkeypatch.setattr(evaluation, "_written", written)
     (timed,) = by_turns([model], rounds=1)
     assert timed.cache == 2 * 2 * 8 * 4
     assert n_seen == [cached]

@@ -1,16 +1,17 @@
-"""Which blocks are left out: as the user says, or as the calibration text does."""
+"""Which blocks, or whose attention, are left out: as the user says, or as the calibration text does."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from matlens import metrics
 from matlens.activations.sinks import outlying_rows
@@ -19,7 +20,10 @@ from matlens.linear.least_squares import LeastSquares
 from matlens.numerics.precision import in_float64
 from matlens.parallel import Bar
 from matlens.pruning.choices import Choice
-from matlens.pruning.streams import Streams
+from matlens.pruning.layouts import Streams, attention_output, silence
+
+CHOSEN_ON = 2048  # tokens of the text: every candidate is a pass over them, and 1,024 choose worse
+ROWS_A_COLUMN = 4  # where maps are fitted to choose by, at least
 
 
 def parse_blocks(blocks: Any, n_layers: int, what: str = "blocks") -> int | tuple[int, ...]:
@@ -47,21 +51,19 @@ def choose_span(streams: Streams, n: int, choice: Choice, *, progress: bool = Tr
     """The ``n`` blocks in a row to leave out, by ``angle``, ``r2`` or ``loss``."""
     if n == 0:
         return ()
-    n_layers = len(streams.layout.blocks)
-    starts = range(1, n_layers - n + 1)
-    if choice == Choice.angle:
-        worth = [float(angles(streams.h[start], streams.h[start + n]).mean()) for start in starts]
-    else:
-        worth, kept = [], no_sinks(streams) if choice == Choice.r2 else None
-        with Bar(total=len(starts), desc="spans", unit="span", disable=not progress) as bar:
-            for start in starts:
-                if kept is None:
-                    worth.append(loss_without(streams, range(start, start + n)))
-                else:
-                    worth.append(-linearity_of(streams.h[start], streams.h[start + n], kept))
-                bar.update(1)
+    starts = range(1, len(streams.layout.blocks) - n + 1)
+    kept = no_sinks(streams) if choice == Choice.r2 else None
+    worth = []
+    for start in Bar(starts, desc="spans", unit="span", disable=not progress):
+        before, after = streams.h[start], streams.h[start + n]
+        if choice == Choice.angle:
+            worth.append(float(angles(before, after).mean()))
+        elif kept is not None:
+            worth.append(-linearity_of(before, after, kept))
+        else:
+            worth.append(loss_without(streams, range(start, start + n)))
     _check_finite(min(worth))
-    best = starts[min(range(len(starts)), key=worth.__getitem__)]
+    best = starts[int(np.argmin(worth))]
     return tuple(range(best, best + n))
 
 
@@ -108,17 +110,21 @@ def linearity_of(
     return metrics.r2(x @ weight.T + (0 if bias is None else bias), y)
 
 
-def loss_without(streams: Streams, blocks: Iterable[int]) -> float:
-    """Mean loss of the next token on the calibration text where blocks are left out alone.
+def loss_without(
+    streams: Streams, blocks: Iterable[int], instead: Mapping[int, nn.Module] | None = None
+) -> float:
+    """Mean loss of the next token where blocks are left out alone, or others stand in their place.
 
     It is infinite where the model without them gives no numbers.
     """
-    out = set(blocks)
-    first = min(out)
+    own = dict(enumerate(streams.layout.blocks))
+    changed: dict[int, nn.Module | None] = {**dict.fromkeys(blocks), **(instead or {})}
+    first = min(changed)
     h = streams.h[first]
-    for index in range(first, len(streams.layout.blocks)):
-        if index not in out:
-            h = streams.after(index, streams.layout.blocks[index], h)
+    for index in range(first, len(own)):
+        block = changed.get(index, own[index])
+        if block is not None:
+            h = streams.after(index, block, h)
     loss = float(streams.losses(h).mean())
     return loss if math.isfinite(loss) else math.inf
 
@@ -146,3 +152,19 @@ def greedy_order(streams: Streams, n: int, *, progress: bool = True) -> list[int
             del losses[best]
             bar.update(1)
     return gone
+
+
+def choose_attention(streams: Streams, n: int, *, progress: bool = True) -> tuple[int, ...]:
+    """The ``n`` blocks without whose attention the loss on the text rises least, each for itself."""
+    blocks = streams.layout.blocks
+    losses = []
+    for index in Bar(range(1, len(blocks)), desc="attention", unit="block", disable=not progress):
+        losses.append((loss_without(streams, (), {index: without_attention(blocks[index])}), index))
+    return tuple(sorted(index for _, index in sorted(losses)[:n]))
+
+
+def without_attention(block: nn.Module) -> nn.Module:
+    """A copy of a block whose attention writes nothing."""
+    silent = copy.deepcopy(block)
+    silence(attention_output(silent))
+    return silent
