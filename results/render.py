@@ -29,8 +29,8 @@ What a section can say, beside all that Jinja2 and pandas offer:
     Rows of a table that lies beside the sections.
 ``2 | number(3)``, ``0.5 | percent``, ``4000 | whole``, ``0.1 | signed(2)``
     2.000, 50%, 4,000 and +0.10.
-``judging``, ``lens``, ``linearity``, ``trials``
-    The rooms of matlens, whose ``lens.savings(table)`` and the like sum a table up.
+``lens``, ``linearity``, ``added_perplexity``
+    Of matlens and its analyses, whose ``lens.savings(table)`` and the like sum a table up.
 """
 
 from __future__ import annotations
@@ -50,10 +50,14 @@ import jinja2
 import pandas as pd
 from markdown.extensions.toc import slugify
 
-from matlens import InputError, lens, linearity, pruning
+from matlens import InputError, lens, linearity
 from matlens.io import read_table
 
 RESULTS = Path(__file__).resolve().parent
+sys.path.append(str(RESULTS.parent / "analyses"))
+
+from pruning_methods import added_perplexity  # noqa: E402
+
 PAGES = RESULTS.parent / "docs" / "results"
 BENCHMARKS = ("speed_", "tuned_lens")  # how tables of benchmarks begin
 MADE_BY = "Make it with 'make results'."
@@ -261,7 +265,7 @@ def _render(folder: Path, results: Path) -> tuple[str, dict[str, Section]]:
         "table": quoted.table, "kept": quoted.kept, "value": quoted.value, "origin": quoted.origin,
         "command": quoted.command, "costs": quoted.costs,
         "claim": quoted.claim, "verdict": verdict, "grid": grid,
-        "lens": lens, "linearity": linearity, "pruning": pruning,
+        "lens": lens, "linearity": linearity, "added_perplexity": added_perplexity,
         "rows_of": partial(_rows_of, folder), "section": _sections_of_pages(folder.parent, results),
     }  # fmt: skip
     environment.filters |= {"number": number, "signed": signed, "percent": percent, "whole": whole}
