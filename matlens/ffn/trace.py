@@ -31,7 +31,6 @@ from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
 from matlens.models.sites import COEFFICIENTS, PARALLEL, STREAM, Site
-from matlens.models.weights import weights_at_rest
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -220,9 +219,8 @@ class _BatchReader:
     """Reads the rows of a trace off batches of vectors, in the layout in which they are stored."""
 
     def __init__(self, model: TransformerBridge, examples: Examples, k: int, seed: int) -> None:
-        with weights_at_rest(model):
-            self._values, self._readout = ValueVectors(model), Readout(model)
-            self.model = ModelIdentity.from_model(model)
+        self._values, self._readout = ValueVectors(model), Readout(model)
+        self.model = ModelIdentity.from_model(model)
         self._embedding = unembedding(model)
         self._k = check_int(k, "k", min=1, max=self._values.d_mlp)
         layers = range(self._values.n_layers)

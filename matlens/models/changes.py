@@ -18,14 +18,14 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 from torch.nn.utils import parametrize
 
 from matlens.errors import InputError, checked
-from matlens.models.constants import other_constants, remember_settings
 from matlens.models.hooks import LOCK, record_of
-from matlens.models.weights import is_quantized, modules_below, parts_of, plain_model
+from matlens.models.weights import is_quantized, modules_below, plain_model, plain_place
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -45,25 +45,30 @@ _HOOKS = {
     "backward hook": "_backward_hooks",  # which change Jacobians, and what is trained through a model
     "backward pre-hook": "_backward_pre_hooks",
 }
+_CHANGING = ("dynamic", "longrope")  # rotary embeddings whose frequencies follow the length of a text
+_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+_KEPT = "matlens_settings"  # an attribute, so that a copy of the bridge has it too
+_SETTINGS = (
+    "n_heads", "n_key_value_heads", "d_head", "d_model", "n_layers", "eps", "act_fn", "attention_dir",
+    "positional_embedding_type", "rotary_adjacent_pairs", "rotary_interleaved_cos_sin", "gated_q_proj",
+    "qk_norm_after_rope", "rmsnorm_uses_offset", "uses_rms_norm", "parallel_attn_mlp",
+    "scale_attn_by_inverse_layer_idx", "attn_scale",
+)  # fmt: skip
 _PROCESS = secrets.token_hex(3)
 _NUMBERS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _COUNT = itertools.count(1)
 
 
 @dataclass(eq=False)
-class _PartsRecord:
-    """The modules of a plain model, and what of them was found to be another."""
+class _Plain:
+    """What a model's configuration makes: the class and settings of each module, and buffers by name."""
 
-    plain: dict[str, str] | None = None  # as `parts_of` gives them
-    seen: tuple[list[Any], tuple[str, ...]] | None = None  # by what is there, what is not the plain model's
-
-
-_PARTS: WeakKeyDictionary[Any, _PartsRecord] = WeakKeyDictionary()
+    parts: dict[str, tuple[type, dict[str, Any]]]
+    buffers: dict[str, Tensor]
+    seen: list[Any] | None = None  # modules of the model that were found to be the plain ones
 
 
-def _parts_record(model: TransformerBridge) -> _PartsRecord:
-    with LOCK:
-        return _PARTS.setdefault(model, _PartsRecord())
+_PLAIN: WeakKeyDictionary[Any, _Plain] = WeakKeyDictionary()
 
 
 @checked
@@ -85,20 +90,28 @@ def changes_of(model: TransformerBridge) -> tuple[str, ...]:
         return (*ours, *_foreign_changes(model, hung))
 
 
-def remember_parts(model: TransformerBridge) -> None:
+def remember_as_loaded(model: TransformerBridge) -> None:
     """Take the modules that a model has now, as it was loaded, for those of the plain model."""
-    _parts_record(model).plain = parts_of(model.original_model, _class_name)
+    buffers = _plain_buffers(model, None if is_quantized(model) else plain_model(model))
+    _PLAIN[model] = _Plain(_parts_of(model.original_model), buffers)
     remember_settings(model)
 
 
-def check_eval_mode(model: TransformerBridge) -> None:
-    """Refuse a model in which dropout is on, whose vectors are others at every pass.
+def remember_settings(model: TransformerBridge) -> None:
+    """Take the settings that a bridge has now for its own."""
+    setattr(model, _KEPT, _settings(model))
 
-    Raises
-    ------
-    InputError
-        It is in training mode, and its dropout is not zero.
-    """
+
+def _plain(model: TransformerBridge) -> _Plain:
+    if model not in _PLAIN:
+        plain = None if is_quantized(model) else plain_model(model)
+        parts = _parts_of(model.original_model if plain is None else plain)
+        _PLAIN[model] = _Plain(parts, _plain_buffers(model, plain))
+    return _PLAIN[model]
+
+
+def check_eval_mode(model: TransformerBridge) -> None:
+    """Raise InputError for a model in training mode with dropout, whose vectors differ at every pass."""
     if _drops_out(model, _modules(model)):
         raise InputError(
             f"{model.cfg.model_name} must be in eval mode, got training mode with dropout: its vectors would "
@@ -108,22 +121,15 @@ def check_eval_mode(model: TransformerBridge) -> None:
 
 @contextmanager
 def unchanged(model: TransformerBridge, changes: Sequence[str]) -> Iterator[None]:
-    """Refuse a pass during which the model is not changed as it was said to be.
-
-    Raises
-    ------
-    InputError
-        Something was replaced, set or hooked since, or no longer is.
-    """
-    record = record_of(model)
-    before, elsewhere = changes_of(model), record.changed_elsewhere()
-    if before == tuple(changes):
+    """Refuse a pass during which the model is not changed as it was said to be."""
+    found = changes_of(model)
+    if found == tuple(changes):
         yield
-        before = changes_of(model)
-    if before != tuple(changes) or record.changed_elsewhere() != elsewhere:
+        found = changes_of(model)
+    if found != tuple(changes):
         raise InputError(
             f"The model was changed while it was read: it had {describe_changes(changes)} at first, and "
-            f"{describe_changes(before)} later. Read a model to the end before a context around it is "
+            f"{describe_changes(found)} later. Read a model to the end before a context around it is "
             "entered or left, or a hook is added."
         )
 
@@ -137,21 +143,17 @@ def describe_changes(changes: Sequence[str] | None) -> str:
     return "; ".join(changes[:3]) + more
 
 
-def function_name(function: Any, registered: int | None = None) -> str:
+def function_name(function: Any) -> str:
     """A function by its name and a number that no other function has, in this process or another."""
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
     parts = (function.__func__, function.__self__) if isinstance(function, MethodType) else (function,)
     try:
         with LOCK:
-            numbers = [_NUMBERS.setdefault(part, next(_COUNT)) for part in parts]
-    except TypeError:  # it cannot be told from others that are equal to it
-        numbers = [id(function) if registered is None else registered, 0]
-    number = ".".join(map(str, numbers))
-    return f"{name!r} of {getattr(function, '__module__', None)} (number {number} of process {_process()})"
-
-
-def _process() -> str:
-    return f"{_PROCESS}-{os.getpid()}"
+            number = ".".join(str(_NUMBERS.setdefault(part, next(_COUNT))) for part in parts)
+    except TypeError:  # it cannot be hashed, or referred to weakly
+        number = f"{id(function)}.0"
+    process = f"{_PROCESS}-{os.getpid()}"
+    return f"{name!r} of {getattr(function, '__module__', None)} (number {number} of process {process})"
 
 
 def _foreign_changes(model: TransformerBridge, ours: frozenset[int]) -> Iterator[str]:
@@ -164,11 +166,11 @@ def _foreign_changes(model: TransformerBridge, ours: frozenset[int]) -> Iterator
         for handle in (*own.get("fwd_hooks", ()), *own.get("bwd_hooks", ())):
             of_points.add(handle.hook.id)
             if id(handle.user_hook) not in ours and not _is_builders(handle.user_hook):
-                yield f"a hook {function_name(handle.user_hook, handle.hook.id)} at {name}"
+                yield f"a hook {function_name(handle.user_hook)} at {name}"
         for kind, of_kind in _HOOKS.items():
             for number, function in own[of_kind].items():
                 if number not in of_points and id(function) not in ours and not _is_builders(function):
-                    yield f"a {kind} {function_name(function, number)} at {name}"
+                    yield f"a {kind} {function_name(function)} at {name}"
         if "parametrizations" in module._modules and parametrize.is_parametrized(module):
             yield f"a parametrization of {name}"
         forward = own.get("forward")
@@ -179,45 +181,114 @@ def _foreign_changes(model: TransformerBridge, ours: frozenset[int]) -> Iterator
     for function in _replaced_methods(modules):
         yield f"another forward {function_name(function)} of a class"
     everywhere = (getattr(torch_modules, f"_global{of_kind}") for of_kind in _HOOKS.values())
-    for number, function in itertools.chain(*(hooks.items() for hooks in everywhere)):
-        yield f"a hook {function_name(function, number)} at all modules"
+    for function in itertools.chain(*(hooks.values() for hooks in everywhere)):
+        yield f"a hook {function_name(function)} at all modules"
     yield from _other_parts(model)
-    yield from other_constants(model)
+    yield from _other_constants(model)
     yield from _adapters(module for _, module in modules)
     if _drops_out(model, modules):
         yield "training mode, in which dropout makes every pass another"
 
 
-def _other_parts(model: TransformerBridge) -> tuple[str, ...]:
-    """Modules that are not those that the model's configuration makes."""
-    record, inner = _parts_record(model), model.original_model
-    # Reading every place takes long; this is the same where nothing has been put elsewhere.
+def _other_parts(model: TransformerBridge) -> Iterator[str]:
+    """Modules and settings of modules that are not those that the model's configuration makes."""
+    plain, inner = _plain(model), model.original_model
+    # Names of places take long to make; without them this is the same where nothing was replaced.
     seen = [
         (type(module), *(value for value in vars(module).values() if type(value) in (float, str)))
-        for _, module in modules_below("", inner)
+        for _, module in modules_below("", inner, set())
     ]
-    if record.plain is None:
-        plain = None if is_quantized(model) else plain_model(model)
-        record.plain = parts_of(inner if plain is None else plain, _class_name)
-    if record.seen is None or record.seen[0] != seen:
-        now = parts_of(inner, _class_name)
-        others = [
-            f"another module {part} at {place or 'the top'}"
-            for place, part in now.items()
-            if record.plain.get(place, part) != part
-        ]
-        record.seen = (
-            seen,
-            (*others, *(f"no module at {place}" for place in record.plain if place not in now)),
+    if seen == plain.seen:
+        return
+    now = _parts_of(inner)
+    if now == plain.parts:
+        plain.seen = seen
+    for place, (kind, settings) in now.items():
+        if plain.parts.get(place, (kind, settings)) != (kind, settings):
+            builtin = kind.__module__.startswith(("torch.", *_BUILDERS))
+            name = f"{kind.__module__}.{kind.__qualname__}" if builtin else function_name(kind)
+            listed = ", ".join(f"{key}={value!r:.60}" for key, value in sorted(settings.items()))
+            yield f"another module {name}({listed}) at {place or 'the top'}"
+    yield from (f"no module at {place}" for place in plain.parts if place not in now)
+
+
+def _parts_of(inner: nn.Module) -> dict[str, tuple[type, dict[str, Any]]]:
+    """The class and settings of every module by its place, without those of bridges around them."""
+    return {
+        plain_place(path): (
+            type(module),
+            {
+                key: value
+                for key, value in vars(module).items()
+                if type(value) in (float, str) and not key.startswith("_")
+            },
         )
-    return record.seen[1]
+        for path, module in modules_below("", inner, None)
+        if not type(module).__module__.startswith("transformer_lens.")
+    }
 
 
-def _class_name(kind: type) -> str:
-    """The name of a module's class, with a number where this process alone can know it again."""
-    if kind.__module__.startswith(("torch.", *_BUILDERS)):
-        return f"{kind.__module__}.{kind.__qualname__}"
-    return function_name(kind)
+def _other_constants(model: TransformerBridge) -> Iterator[str]:
+    """Name buffers with other values than the configuration gives, and settings that were changed."""
+    for name, values in _buffers(model.original_model):
+        plain = _plain(model).buffers.get(name)
+        if plain is not None and not _agree(values, plain):
+            flat = values.detach().double().flatten().cpu()
+            total = flat @ torch.arange(1, len(flat) + 1, dtype=torch.float64)
+            dtype = str(values.dtype).removeprefix("torch.")
+            yield f"other numbers in the buffer {name} ({len(flat)} of {dtype}, in all {total:.17g})"
+    if not hasattr(model, _KEPT):
+        remember_settings(model)
+    kept, now = getattr(model, _KEPT), _settings(model)
+    for name in _SETTINGS:
+        if now[name] != kept[name]:
+            yield f"the setting {name}={now[name]!r:.60} of the bridge, which was {kept[name]!r:.60}"
+
+
+def _settings(model: TransformerBridge) -> dict[str, Any]:
+    return {name: getattr(model.cfg, name, None) for name in _SETTINGS}
+
+
+def _buffers(inner: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that a checkpoint does not hold, by their places in the model without a bridge."""
+    for path, module in modules_below("", inner, set()):
+        names = module._non_persistent_buffers_set
+        if names and not any(kind in str(vars(module).get("rope_type")) for kind in _CHANGING):
+            place = plain_place(path)
+            for name in sorted(names):
+                values = module._buffers.get(name)
+                if values is not None and not values.is_meta and values.dtype != torch.bool:
+                    yield f"{place}.{name}" if place else name, values
+
+
+def _plain_buffers(model: TransformerBridge, plain: Any) -> dict[str, Tensor]:
+    """What the configuration makes of each buffer; where it does not alone, what is there now."""
+    present = {name: values.detach().cpu() for name, values in _buffers(model.original_model)}
+    made: dict[str, Tensor] = {}
+    for path, module in plain.named_modules() if hasattr(plain, "_init_weights") else ():
+        names = [name for name in module._non_persistent_buffers_set if f"{path}.{name}" in present]
+        for name in names:
+            module._buffers[name] = torch.full_like(module._buffers[name], -1, device="cpu")
+        if names:
+            try:
+                with torch.random.fork_rng(devices=[]), torch.no_grad():
+                    plain._init_weights(module)
+            except Exception:  # code that came with a model can ask for anything
+                continue
+            filled = {f"{path}.{name}": module._buffers[name] for name in names}
+            made |= {name: values for name, values in filled.items() if not bool((values == -1).all())}
+    alike = {name: values for name, values in made.items() if values.shape == present[name].shape}
+    return {name: alike[name] if name in alike else values.clone() for name, values in present.items()}
+
+
+def _agree(values: Tensor, plain: Tensor) -> bool:
+    if values.shape != plain.shape:
+        return False
+    now = values.detach().cpu()
+    if not now.is_floating_point():
+        return torch.equal(now, plain.to(now.dtype))
+    # Rounded to another precision, or computed on another device, they are the same.
+    return torch.allclose(now.double(), plain.double(), rtol=_TOLERANCE.get(now.dtype, 1e-5), atol=0)
 
 
 def _adapters(modules: Iterable[nn.Module]) -> Iterator[str]:

@@ -76,7 +76,7 @@ class ModelIdentity:
             token_policy=policy.words,
             rounded=rounded,
             unembed_hash=unembed_hash(model) if hash_unembedding else None,
-            dtype=precision(model),
+            dtype=str(precision(model)).removeprefix("torch."),
             n_layers=model.cfg.n_layers,
             d_model=model.cfg.d_model,
             changes=changes_of(model),

@@ -13,7 +13,7 @@ import torch
 
 from matlens import parallel
 from matlens.errors import InputError, Tokenizer, checked
-from matlens.models.changes import remember_parts
+from matlens.models.changes import remember_as_loaded, remember_settings
 from matlens.models.checkpoints import (
     CompleteModel,
     check_supported,
@@ -22,7 +22,6 @@ from matlens.models.checkpoints import (
     read_configuration,
     read_gguf,
 )
-from matlens.models.constants import remember_settings
 from matlens.models.families.bridging import amend, check_plain_logits
 from matlens.models.families.encoder_decoders import Stack, choose_stack, stack_of
 from matlens.models.identity import check_raw
@@ -114,7 +113,7 @@ def load(
     check_finite_weights(model)
     amend(model.eval())
     check_plain_logits(model)
-    remember_parts(model)
+    remember_as_loaded(model)
     return model
 
 

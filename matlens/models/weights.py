@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -99,30 +98,20 @@ def rounded_fingerprints(model: TransformerBridge) -> dict[str, str]:
     the same. A model in half precision has that of its own precision alone.
     """
     wide = {tensor.dtype for _, tensor in _tensors(model) if tensor.is_floating_point()} - {*HALF}
-    kinds = HALF if wide else [dtype for dtype in HALF if dtype == _dtype(model)]
+    kinds = HALF if wide else [dtype for dtype in HALF if dtype == precision(model)]
     return {str(dtype).removeprefix("torch."): _digest(model, dtype) for dtype in kinds}
 
 
-@contextmanager
-def weights_at_rest(model: TransformerBridge) -> Iterator[None]:
-    """Look at the weights once, while several things are made of them that each ask whose they are.
-
-    For a few lines, in which nothing changes the model.
-    """
-    token = _AT_HAND.set((model, fingerprint(model)))
-    try:
-        yield
-    finally:
-        _AT_HAND.reset(token)
-
-
 def known_fingerprints(model: TransformerBridge) -> tuple[str, dict[str, str]]:
-    """Both, the second remembered for as long as the first is the same."""
-    at_hand = _AT_HAND.get()
-    exact = at_hand[1] if at_hand is not None and at_hand[0] is model else fingerprint(model)
-    if model not in _ROUNDED or _ROUNDED[model][0] != exact:
-        _ROUNDED[model] = (exact, _kept_fingerprints(model, exact))
-    return exact, dict(_ROUNDED[model][1])
+    """Both kinds of fingerprints, remembered for as long as a faster checksum of the weights is the same."""
+    tensors = list(_tensors(model))
+    checksum = fast_checksum(tensor for _, tensor in tensors)
+    key = (_configuration(model), [name for name, _ in tensors], checksum)
+    if model not in _KNOWN or _KNOWN[model][0] != key:
+        exact = fingerprint(model)
+        _KNOWN[model] = (key, exact, _kept_fingerprints(model, exact))
+    _, exact, rounded = _KNOWN[model]
+    return exact, dict(rounded)
 
 
 def _kept_fingerprints(model: TransformerBridge, exact: str) -> dict[str, str]:
@@ -142,8 +131,7 @@ def _kept_fingerprints(model: TransformerBridge, exact: str) -> dict[str, str]:
     return rounded
 
 
-_AT_HAND: ContextVar[tuple[Any, str] | None] = ContextVar("fingerprint at hand", default=None)
-_ROUNDED: WeakKeyDictionary[Any, tuple[str, dict[str, str]]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[Any, tuple[Any, str, dict[str, str]]] = WeakKeyDictionary()
 
 
 class WeightChecksum:
@@ -200,12 +188,8 @@ def fast_checksum(tensors: Iterable[Tensor]) -> str:
     return digest.hexdigest()
 
 
-def precision(model: TransformerBridge) -> str:
+def precision(model: TransformerBridge) -> torch.dtype:
     """The precision of the weights, or where they are of several, that of the configuration."""
-    return str(_dtype(model)).removeprefix("torch.")
-
-
-def _dtype(model: TransformerBridge) -> torch.dtype:
     kinds = {tensor.dtype for _, tensor in _tensors(model) if tensor.is_floating_point()}
     return kinds.pop() if len(kinds) == 1 else model.cfg.dtype
 
@@ -268,15 +252,18 @@ def check_finite_weights(model: TransformerBridge) -> None:
 
 
 def _digest(model: TransformerBridge, rounding: torch.dtype | None) -> str:
-    shaping = _shaping(model.original_model.config.to_dict())
-    digest = hashlib.sha256(json.dumps(shaping, sort_keys=True, default=str).encode())
-    if stack_of(model) is not None:  # the streams of both stacks are those of two models
-        digest.update(str(stack_of(model)).encode())
+    digest = hashlib.sha256(_configuration(model))
     for name, tensor in _tensors(model):
         kind = "rounded" if rounding and tensor.is_floating_point() else tensor.dtype
         digest.update(f"{name}{tuple(tensor.shape)}{kind}".encode())
         digest.update(_checksums(tensor, rounding).tobytes())
     return digest.hexdigest()[:16]
+
+
+def _configuration(model: TransformerBridge) -> bytes:
+    """What a fingerprint begins with; the streams of both stacks of an encoder-decoder are two models'."""
+    shaping = _shaping(model.original_model.config.to_dict())
+    return f"{json.dumps(shaping, sort_keys=True, default=str)}{stack_of(model) or ''}".encode()
 
 
 def _shaping(config: Mapping[Any, Any]) -> dict[str, Any]:
@@ -296,7 +283,7 @@ def _tensors(model: TransformerBridge) -> Iterator[tuple[str, Tensor]]:
 
 def _tensors_of(inner: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from inner.named_parameters()
-    for place, module in modules_below("", inner):
+    for place, module in modules_below("", inner, set()):
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield f"{place}.{name}", buffer
@@ -368,36 +355,19 @@ def plain_state(model: TransformerBridge) -> dict[str, Tensor]:
     return {name.replace("_original_component.", ""): tensor.detach() for name, tensor in named}
 
 
-def modules_below(
-    top: str, module: nn.Module, seen: set[int] | None = None
-) -> Iterator[tuple[str, nn.Module]]:
-    """A module and all below it that are not ``seen`` yet, each once and with its place below ``top``.
+def modules_below(top: str, module: nn.Module, seen: set[int] | None) -> Iterator[tuple[str, nn.Module]]:
+    """A module and all below it, by their places below ``top``: those not ``seen`` yet, or for None all.
 
     In the order of `nn.Module.named_modules`, which takes many times longer: it hands every module up through
     a generator for each module above it.
     """
-    seen = set() if seen is None else seen
     waiting = [(top, module)]
     while waiting:
         place, module = waiting.pop()
-        if id(module) not in seen:
-            seen.add(id(module))
+        if seen is None or id(module) not in seen:
+            if seen is not None:
+                seen.add(id(module))
             yield place, module
             prefix = f"{place}." if place else ""
             below = [(prefix + name, inner) for name, inner in module._modules.items() if inner is not None]
             waiting += reversed(below)
-
-
-def parts_of(inner: nn.Module, class_name: Callable[[type], str]) -> dict[str, str]:
-    """The class and the settings of every module by its place, but for what a bridge puts around them."""
-    parts = {}
-    for path, module in inner.named_modules(remove_duplicate=False):
-        kind = type(module)
-        if not kind.__module__.startswith("transformer_lens."):
-            settings = sorted(
-                f"{key}={value!r:.60}"
-                for key, value in vars(module).items()
-                if isinstance(value, float | str) and not key.startswith("_")
-            )
-            parts[plain_place(path)] = f"{class_name(kind)}({', '.join(settings)})"
-    return parts

@@ -18,7 +18,7 @@ import matlens
 from matlens.errors import InputError
 from matlens.models import weights
 from matlens.models.identity import ModelIdentity
-from matlens.models.weights import fingerprint, rounded_fingerprints, weights_at_rest
+from matlens.models.weights import fingerprint, rounded_fingerprints
 
 
 def _changed(model: Any, name: str) -> str:
@@ -220,26 +220,6 @@ def test_fingerprint_of_the_same_numbers_is_the_same_in_every_layout() -> None:
     plain, turned = torch.nn.Linear(30, 40, bias=False), torch.nn.Linear(30, 40, bias=False)
     plain.weight.data, turned.weight.data = weight, weight.T.contiguous().T
     assert fingerprint(TransformerBridge(plain)) == fingerprint(TransformerBridge(turned))  # type: ignore[arg-type]
-
-
-def test_weights_at_rest_are_looked_at_once_and_afterwards_anew(
-    small_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, other, looked = small_model("llama"), small_model("gpt2"), list[Any]()
-    look = weights.fingerprint
-    expected, of_other = ModelIdentity.from_model(model), ModelIdentity.from_model(other)
-    monkeypatch.setattr(weights, "fingerprint", lambda model: looked.append(model) or look(model))
-    with weights_at_rest(model):
-        assert [ModelIdentity.from_model(model) for _ in range(3)] == [expected] * 3
-        assert ModelIdentity.from_model(other) == of_other
-    assert looked == [model, other]
-    parameter = next(model.original_model.parameters())
-    kept = parameter.detach().clone()
-    with torch.no_grad():
-        parameter[0].add_(1)
-        changed = ModelIdentity.from_model(model)
-        parameter.copy_(kept)
-    assert changed.fingerprint != expected.fingerprint
 
 
 def test_weights_that_are_offloaded_are_refused_in_words() -> None:
