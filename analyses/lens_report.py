@@ -16,7 +16,7 @@ import typer
 
 from matlens import plots
 from matlens.cli import Report, print_members, run_study
-from matlens.lens import best_start, compare_lenses, read_evaluations
+from matlens.lens import compare_lenses, default_methods, read_evaluations
 from matlens.study import Study
 
 NAME = "lens_report"
@@ -48,7 +48,7 @@ def main(
     """Fit, judge, and draw quality against seconds."""
     model = study.model
     names = [*CLOSED, *TRAINED] if tuned else [*CLOSED, *TRAINED[:-1]]
-    if best_start(model) == "affine":  # the head does not begin with a norm
+    if "normed" not in default_methods(model):  # the head does not begin with a norm
         names = [name for name in names if not name.startswith("normed")]
     sixth = study.n_layers / 6
     comparison = compare_lenses(

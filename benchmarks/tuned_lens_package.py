@@ -20,7 +20,7 @@ from torch import Tensor
 
 from matlens import Lens, Readout, collect, make_examples
 from matlens.cli import Report, print_members, run_study
-from matlens.lens import Member, exit_sweep, report_table, training_flops
+from matlens.lens import Member, exit_sweep, fit_flops, report_table
 from matlens.pruning import plain_copy
 from matlens.study import Study
 
@@ -81,7 +81,7 @@ def main(
     package.save(folder)
     read = Lens.from_tuned_lens(folder, model)
     lens = replace(read, maps={at: read.maps[at] for at in layers})
-    flops = training_flops(min(2 * rows.n_rows, _ROWS), int(model.cfg.d_model), study.readout.d_vocab)
+    flops = fit_flops("tuned", rows.n_rows, study.readout)
     members = {METHOD: Member(lens, seconds, flops * len(layers))}
     table = report_table(members, validation, layers=layers)
     print_members(table, exit_sweep({METHOD: lens}, validation, layers=layers))

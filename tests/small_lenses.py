@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from conftest import D_MODEL
+from conftest import D_MODEL, N_LAYERS
 from torch import Tensor
 
-from matlens import Lens
-from matlens.lens.maps import LayerMap
+from matlens import Lens, LinearMap
 from matlens.models.identity import ModelIdentity, Provenance
 
 
@@ -17,11 +16,17 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def linear(layer: int, weight: Tensor, bias: Tensor | None = None, right: Tensor | None = None) -> LinearMap:
+    """A map from a layer to the last one."""
+    return LinearMap(weight, bias, f"h.{layer}", f"h.{N_LAYERS}", right=right)
+
+
 def make_lens(model: Any, **options: Any) -> Lens:
     """A lens of every kind of map: whole with a bias, narrow, and the identity with a scale."""
     maps = {
-        0: LayerMap(numbers(D_MODEL, D_MODEL), bias=numbers(D_MODEL, seed=1)),
-        1: LayerMap(numbers(D_MODEL, 3, seed=2), numbers(3, D_MODEL, seed=3)),
-        2: LayerMap(scale=0.5),
+        0: linear(0, numbers(D_MODEL, D_MODEL), numbers(D_MODEL, seed=1)),
+        1: linear(1, numbers(D_MODEL, 3, seed=2), right=numbers(3, D_MODEL, seed=3)),
+        2: None,
     }
-    return Lens(maps, "by hand", Provenance(ModelIdentity.from_model(model)), **options)
+    provenance = Provenance(ModelIdentity.from_model(model))
+    return Lens(maps, "by hand", provenance, scales={2: 0.5}, **options)

@@ -30,7 +30,9 @@ from matlens import (
     pruning,
 )  # fmt: skip
 from matlens.data import Corpus, make_judged_text, make_windows
-from matlens.lens import VocabularySample
+from matlens.lens.comparison import matrix_cosine
+from matlens.lens.early_exit import exit_layers, thresholds
+from matlens.lens.trained import token_chances
 from matlens.linear import LeastSquares, fit_samples
 from matlens.linearity.scores import held_out_scores
 from matlens.models import ModelIdentity
@@ -208,11 +210,11 @@ OF_TENSORS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "r2": metrics.r2,
     "mean": lambda x, y: metrics.mean(x)[:3],
     "then": followed,
-    "matrix_cosine": lens.matrix_cosine,
+    "matrix_cosine": matrix_cosine,
     "angles": angles,
-    "exit layers": lambda x, y: lens.exit_layers(x, lens.thresholds(y[:, 0].abs().long(), 0.5)),
+    "exit layers": lambda x, y: exit_layers(x, thresholds(y[:, 0].abs().long(), 0.5)),
     "scores": lambda x, y: list(held_out_scores(x, y).values()),
-    "sample": lambda x, y: VocabularySample.from_weights(x.flatten().abs(), 5).chances,
+    "sample": lambda x, y: token_chances(x.flatten().abs(), 5),
 }
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import D_MODEL, WORDS, make_sentences
+from conftest import WORDS, make_sentences
 from several import run_ranks
 
 import matlens
@@ -19,9 +19,9 @@ from matlens.activations import collecting, find_sinks
 from matlens.data import make_judged_text
 from matlens.data.corpus import Corpus
 from matlens.data.examples import Examples
-from matlens.lens import Lens, LensConfig, fit_jacobian, lens_moments, train_maps
+from matlens.lens import Lens, LensConfig, lens_moments
 from matlens.lens.config import closed_forms
-from matlens.lens.maps import LayerMap
+from matlens.lens.trained import fit_jacobian, train_maps
 from matlens.linearity import atlas
 from matlens.models.readout import Readout
 
@@ -58,9 +58,10 @@ def outcomes(n: int, work: Callable[[], Any], folder: Path) -> list[Any]:
     return [outcome["result"] for outcome in made]
 
 
-def numbers_of(layer: LayerMap) -> dict[str, torch.Tensor]:
+def numbers_of(linear: matlens.LinearMap | None) -> dict[str, torch.Tensor]:
     """The matrix as a whole, whose factors are determined but for signs, and the bias."""
-    return {"matrix": layer.matrix(D_MODEL)} | ({} if layer.bias is None else {"bias": layer.bias})
+    assert linear is not None
+    return {"matrix": linear.matrix} | ({} if linear.bias is None else {"bias": linear.bias})
 
 
 def sums_of(model: Any, data: Any, **options: Any) -> dict[str, Any]:
@@ -68,7 +69,6 @@ def sums_of(model: Any, data: Any, **options: Any) -> dict[str, Any]:
     kept = lens_moments(model, data, list(METHODS.values()), batch_tokens=BATCH, progress=False, **options)
     solved = kept.solve(list(METHODS.values()))
     return {
-        "n": kept.n,
         "maps": {
             (name, layer): numbers_of(of)
             for name, parts in solved.items()
@@ -79,7 +79,6 @@ def sums_of(model: Any, data: Any, **options: Any) -> dict[str, Any]:
 
 
 def check_same_sums(made: dict[str, Any], whole: dict[str, Any]) -> None:
-    assert made["n"] == whole["n"]
     assert made["details"] == whole["details"]
     assert made["maps"].keys() == whole["maps"].keys()
     for at, parts in whole["maps"].items():
@@ -111,7 +110,6 @@ def test_closed_forms_of_several_processes_are_those_of_one(
     for made in outcomes(n, work, tmp_path / "outcomes"):
         for ours, theirs in zip(made[:3], whole[:3], strict=True):
             check_same_sums(ours, theirs)
-        assert made[3]["n"] == whole[3]["n"]
         assert made[3]["details"] == whole[3]["details"]
 
 
@@ -122,7 +120,6 @@ def test_what_is_summed_up_is_that_of_one_process_in_float64(
 
     def work() -> Any:
         kept = lens_moments(model, examples, ["mat", "weighted"], batch_tokens=BATCH, progress=False)
-        kept.solve("mat")  # the last samples wait until somebody asks
         return {
             (kind, layer): (
                 moments.tensors()["r"].T @ moments.tensors()["r"],
@@ -181,14 +178,15 @@ def test_layers_are_trained_by_one_process_each(
         layers.clear()
         collected = matlens.collect(model, examples, positions="all", progress=False)
         lenses = Lens.fit(model, collected, method=["scaled", "normed+affine"], progress=False)
-        fitted = [lens.parts for lens in lenses.values()]
-        tuned = train_maps("tuned", Readout(model), collected, progress=False)
+        tuned = train_maps(
+            "tuned", Readout(model), collected, layers=range(model.cfg.n_layers), progress=False
+        )
         numbers = {
-            (parts.method, layer): (of.parts, of.scale)
-            for parts in (*fitted, tuned)
-            for layer, of in parts.maps.items()
+            (lens.method, layer): (numbers_of(linear), lens.scales.get(layer, 1.0))
+            for lens in (*lenses.values(), tuned)
+            for layer, linear in lens.maps.items()
         }
-        return numbers, list(layers), [list(parts.maps) for parts in (*fitted, tuned)]
+        return numbers, list(layers), [lens.layers for lens in (*lenses.values(), tuned)]
 
     whole, all_layers, order = work()
     made = outcomes(4, work, tmp_path / "outcomes")
@@ -217,7 +215,7 @@ def test_prompts_of_a_jacobian_lens_are_divided(model: Any, tmp_path: Path) -> N
             for prompts in (texts[:3], texts)
         )
         return [
-            ({layer: of.weight for layer, of in parts.maps.items()}, dict(parts.provenance.details))
+            ({layer: parts.matrix(layer) for layer in parts.layers}, dict(parts.provenance.details))
             for parts in (few, many)
         ]
 

@@ -28,7 +28,8 @@ from matlens.ffn.events import find_saturation
 from matlens.ffn.norms import output_kind
 from matlens.ffn.rule import ExitRule, active_clusters
 from matlens.ffn.trace import Trace, sites_before_ffn
-from matlens.lens.early_exit import ExitConfidence, exit_confidences, exit_layers, least_lam, thresholds
+from matlens.lens.early_exit import ExitConfidence, exit_layers, thresholds
+from matlens.lens.evaluation import evaluate
 from matlens.linear.fitting import fit_samples
 from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 RULE, PLACES = "sub-updates rule", "rule, equal places"
 CLASSIFIERS = tuple(f"classifiers on {features}" for features in ("x", "o", "x + o"))
 FIXED, ORACLE = "fixed layer", "where it is made"
+_STEPS = np.linspace(-0.112, 1.112, 613)  # of lam, from where all examples exit at once to where none does
 _PER_DIMENSION = 2  # training examples for each dimension that maps are fitted on
 
 
@@ -214,4 +216,17 @@ class _ConfidenceExits:
             yield f"confidence, {name}", judge_exits(layers.numpy() - 1, right[test].numpy())
 
     def _read(self, vectors: Sequence[Float[Tensor, "n d_model"]]) -> ExitConfidence:
-        return exit_confidences(self._readout, vectors[-1], vectors)
+        layers = dict(enumerate(vectors))
+        evaluated = evaluate(self._readout, vectors[-1], layers, confidence=True, progress=False)
+        return ExitConfidence.from_evaluations(evaluated.values())
+
+
+def least_lam(
+    confidence: ExitConfidence, positions: Int[Tensor, " n"], mean_length: float, wanted: float
+) -> float:
+    """The least ``lam``, in steps of 0.002, at which early exit has at least the wanted Precision@1."""
+    for lam in _STEPS:
+        left = exit_layers(confidence.difference, thresholds(positions, lam, mean_length))
+        if float(confidence.right.gather(1, left[:, None] - 1).double().mean()) >= wanted:
+            return float(lam)
+    return float(_STEPS[-1])  # all layers are run, and all examples right

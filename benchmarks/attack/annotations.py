@@ -127,6 +127,10 @@ def hints_of(function: Any) -> dict[str, Any]:
     """Annotations of parameters, with what is imported for type checkers only."""
     function = inspect.unwrap(function)
     names = {name.rpartition(".")[2]: value for name, value in public()} | _names_in(function.__module__)
+    owner = names.get(function.__qualname__.partition(".")[0])
+    for base in getattr(owner, "__mro__", ()):  # fields of a dataclass are annotated where they are inherited
+        if base.__module__.startswith("matlens."):
+            names = _names_in(base.__module__) | names
     hints = typing.get_type_hints(function, names, names, include_extras=True)
     listed = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     kinds = {name: each.kind for name, each in inspect.signature(function).parameters.items()}

@@ -24,16 +24,14 @@ from matlens.data.readers import is_masked
 from matlens.errors import Between, InputError, NonNegativeInt, PositiveInt, Seed, checked, short, warn
 from matlens.io.tables import result_row, result_table
 from matlens.lens import trained
-from matlens.lens.closed_forms import lens_moments
-from matlens.lens.config import LensConfig, Method, layers_read, parse_methods, resolve_layers
+from matlens.lens.config import Method, layers_read, parse_methods, resolve_layers
 from matlens.lens.early_exit import exit_sweep
 from matlens.lens.evaluation import Member, report_table
 from matlens.lens.lens import Lens
-from matlens.lens.maps import LayerMap, LensParts
+from matlens.lens.maps import LensMaps
 from matlens.lens.open_sets import EvaluationItem, evaluate_open_sets
-from matlens.linear.fitting import fit_samples
 from matlens.metrics import Estimate
-from matlens.models.identity import ModelIdentity, Provenance
+from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout
 from matlens.numerics.precision import in_float64
 from matlens.parallel import Bar
@@ -211,67 +209,43 @@ def fit_members(
     """Fit lenses on the same vectors and measure what each takes; the parameters are those of `Lens.fit`.
 
     A lens is charged with all that it needs but for collecting: ``polished`` with the closed form that it
-    starts from, and each closed form with the moments that it shares with others.
+    starts from, and closed forms of the same sums with the time of all of them.
     """
     configs = parse_methods(methods)
     if "jacobian" in configs:
         raise InputError("'jacobian' is fitted on sentences. Use Lens.fit or compare_lenses.")
-    identity, readout = ModelIdentity.from_model(model), Readout(model)
-    train.provenance.check_same(identity, ours="the activations")
-    wanted = resolve_layers(layers, identity.n_layers)
-    groups: dict[Any, list[LensConfig]] = {}
-    for config in trained.with_start(configs, model):
-        groups.setdefault((config.standardise, config.weighted, config.sinks), []).append(config)
-    fitted: dict[str, Member] = {}
-    flops = closed_form_flops(train.n_rows, readout.d_model) * len(wanted)
-    for group in Bar(list(groups.values()), desc="closed forms", disable=not progress):
+    train.provenance.check_same(ModelIdentity.from_model(model), ours="the activations")
+    wanted = resolve_layers(layers, int(model.cfg.n_layers))
+    groups: dict[Any, list[Method]] = {}
+    for name, config in configs.items():
+        shared = name if config is None else (config.standardise, config.weighted, config.sinks)
+        groups.setdefault(shared, []).append(config or name)
+    members: dict[str, Member] = {}
+    for group in Bar(list(groups.values()), desc="lenses", disable=not progress):
         begin = time.process_time()
-        moments = lens_moments(model, train, group, layers=wanted)
-        shared = time.process_time() - begin
-        for config in group:
-            begin = time.process_time()
-            (parts,) = moments.solve(config).values()
-            seconds = shared + time.process_time() - begin
-            fitted[config.name] = Member(Lens(*parts, readout, model), seconds, flops)
-    start = fitted.get(trained.best_start(model))
-    for name in trained.ON_VECTORS:
-        if name in configs:
-            fitted[name] = _train(name, start, readout, model, train, wanted, seed, progress)
-    if "id" in configs:
-        identities = dict.fromkeys(wanted, LayerMap())
-        fitted["id"] = Member(Lens(identities, "id", Provenance(identity), None, readout, model))
-    return {name: fitted[name] for name in configs}
+        fitted = Lens.fit(model, train, method=group, layers=wanted, seed=seed, progress=progress)
+        seconds = time.process_time() - begin
+        for name, lens in fitted.items():
+            flops = fit_flops(name, train.n_rows, lens.on_readout) * len(wanted)
+            members[name] = Member(lens, seconds, flops) if flops else Member(lens)
+    return {name: members[name] for name in configs}
 
 
-def _train(
-    name: trained.Trained,
-    start: Member | None,
-    readout: Readout,
-    model: TransformerBridge,
-    train: Activations,
-    layers: Sequence[int],
-    seed: int,
-    progress: bool,
-) -> Member:
-    begin = time.process_time()
-    closed = None if start is None else start.lens.parts
-    parts = trained.train_maps(
-        name, readout, train, start=closed, layers=layers, seed=seed, progress=progress
-    )
-    seconds = time.process_time() - begin
-    d, n, vocabulary = readout.d_model, train.n_rows, readout.d_vocab
-    pilot = min(trained.PILOT, n)
-    steps, batch = trained.steps_for(n, trained.STEPS, trained.BATCH)
-    flops: float = {
-        "scaled": training_flops(0, d, 1, pilot=pilot, d_vocab=vocabulary),
-        "polished": training_flops(
-            steps * min(batch, n), d, min(trained.TOKENS, vocabulary), pilot=pilot, d_vocab=vocabulary
-        ),
-        "tuned": training_flops(round(trained.passes_for(n) * n), d, vocabulary),
-    }[name] * len(layers)  # fmt: skip
-    if name != "tuned" and start is not None:
-        seconds, flops = seconds + start.seconds, flops + start.flops
-    return Member(Lens(*parts, readout, model), seconds, flops)
+@checked
+def fit_flops(name: str, n: PositiveInt, readout: Readout) -> int:
+    """Floating-point operations of the fit of one layer on ``n`` samples, counted from sizes."""
+    d, vocabulary, pilot = readout.d_model, readout.d_vocab, min(trained.PILOT, n)
+    if name == "id":
+        return 0
+    if name == "tuned":
+        return training_flops(round(trained.passes_for(n) * n), d, vocabulary)
+    flops = closed_form_flops(n, d)
+    if name in ("scaled", "polished"):
+        steps, batch = trained.steps_for(n, trained.STEPS, trained.BATCH)
+        seen = steps * min(batch, n) if name == "polished" else 0
+        tokens = min(trained.TOKENS, vocabulary)
+        flops += training_flops(seen, d, tokens, pilot=pilot, d_vocab=vocabulary)
+    return flops
 
 
 def _jacobians(
@@ -293,21 +267,26 @@ def _jacobians(
     mean = mean_jacobian(*halves)
     parameters = sum(weight.numel() for weight in model.blocks.parameters() if weight.ndim == 2)
     flops = jacobian_flops(mean.provenance.details["n_tokens"], int(model.cfg.d_model), parameters)
-    first, second, lens = (Lens(*parts).on(model) for parts in (*halves, mean))
+    first, second, lens = (Lens(**vars(maps)).on(model) for maps in (*halves, mean))
     return first, second, Member(lens, seconds, flops)
 
 
-def mean_jacobian(first: LensParts, second: LensParts) -> LensParts:
+def mean_jacobian(first: LensMaps, second: LensMaps) -> LensMaps:
     """The mean of two Jacobian lenses over all their prompts."""
-    width = first.provenance.identity.d_model
-    details = [parts.provenance.details for parts in (first, second)]
+    details = [maps.provenance.details for maps in (first, second)]
     sums = {name: sum(of_half[name] for of_half in details) for name in ("n_fitted", "n_tokens")}
     share = details[0]["n_fitted"] / sums["n_fitted"]
+    provenance = first.provenance.with_details(**sums)
     maps = {
-        layer: LayerMap(share * of_layer.matrix(width) + (1 - share) * second.maps[layer].matrix(width))
-        for layer, of_layer in first.maps.items()
+        layer: linear
+        and replace(
+            linear,
+            weight=share * linear.matrix + (1 - share) * second.matrix(layer),
+            provenance=provenance,
+        )
+        for layer, linear in first.maps.items()
     }
-    return first._replace(maps=maps, provenance=first.provenance.with_details(**sums))
+    return replace(first, maps=maps, provenance=provenance)
 
 
 # Cosines of matrices
@@ -320,22 +299,15 @@ def _cosines(
     plain: dict[str, Lens] = {name: members[name].lens for name in ("mat", "affine") if name in members}
     if not plain:
         return None
-    of_halves = {name: _halves(lens, train, intercept=name == "affine") for name, lens in plain.items()}
-    lenses = {**plain, "jacobian": members["jacobian"].lens}
-    return cosine_table(lenses, {**of_halves, "jacobian": halves})
-
-
-def _halves(lens: Lens, train: Activations, *, intercept: bool) -> tuple[Lens, Lens]:
-    """Least squares on the first half of the samples, and on the second."""
     first = torch.arange(train.n_rows) < train.n_rows // 2
-    pairs = [(layer, lens.n_layers) for layer in lens.layers]
-
-    def of(rows: torch.Tensor) -> Lens:
-        fitted = fit_samples(train, pairs, rows=rows, intercept=intercept)
-        maps = {layer: LayerMap(linear.weight) for layer, linear in zip(lens.layers, fitted, strict=True)}
-        return replace(lens, maps=maps)
-
-    return of(first), of(~first)
+    pairs = {"jacobian": halves}
+    for name, lens in plain.items():
+        one, other = (
+            Lens.fit(lens.model, train, method=name, layers=lens.layers, rows=rows, progress=False)
+            for rows in (first, ~first)
+        )
+        pairs[name] = one, other
+    return cosine_table({**plain, "jacobian": members["jacobian"].lens}, pairs)
 
 
 @checked
@@ -371,10 +343,10 @@ def cosine_table(
     if not shared:
         raise InputError("The lenses have no layer in common. Expected one or more.")
     for layer in shared:
-        matrices = {name: lens.maps[layer].matrix(width) for name, lens in lenses.items()}
+        matrices = {name: lens.matrix(layer) for name, lens in lenses.items()}
         reliability = {}
         for name, pair in (halves or {}).items():
-            c = matrix_cosine(*(half.maps[layer].matrix(width) for half in pair))
+            c = matrix_cosine(*(half.matrix(layer) for half in pair))
             reliability[name] = 2 * c / (1 + c) if c > 0 else 0.0
             add(f"halves of {name}", layer, c)
         for name, other in itertools.combinations(lenses, 2):

@@ -6,7 +6,7 @@ Everything is decided from stored representations, for all thresholds at once: t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,25 +19,13 @@ from matlens import metrics
 from matlens.activations.activations import Activations
 from matlens.errors import Fraction, InputError, checked, short
 from matlens.io.tables import check_columns, result_table
-from matlens.lens.evaluation import (
-    Scores,
-    as_scores,
-    chunks,
-    lens_scores,
-    shared_layers,
-    validation_row,
-)
+from matlens.lens.evaluation import Evaluation, evaluate_lenses, shared_layers, validation_row
 from matlens.lens.lens import Lens
-from matlens.models.readout import Readout
-from matlens.models.sites import check_finite
 from matlens.numerics.precision import in_float64
-from matlens.numerics.probabilities import log_softmax
-from matlens.parallel import Bar
 
 EXIT = "early_exit"
 PAPER_SWEEP = (-1.112, *(i / 10 for i in range(11)), 1.112)
 SWEEP = tuple(sorted({*PAPER_SWEEP, *np.linspace(1, 1.112, 12)[1:-1].round(6).tolist()}))
-_STEPS = np.linspace(-0.112, 1.112, 613)  # from where all examples exit at once to where none does
 
 
 @checked
@@ -76,12 +64,6 @@ def exit_layers(confidence: Float[Tensor, "n n_layers"], threshold: Float[Tensor
     return passed.to(torch.uint8).argmax(1) + 1
 
 
-def confidence_in_top(logits: Float[Tensor, "n d_vocab"]) -> Float[Tensor, " n"]:
-    """``p1 - p2`` of each row's distribution, in float64."""
-    p1, p2 = in_float64(log_softmax(logits).topk(2).values).exp().unbind(-1)
-    return p1 - p2
-
-
 class ExitConfidence(NamedTuple):
     """How confident every layer is of its prediction, and whether the prediction is right.
 
@@ -96,43 +78,11 @@ class ExitConfidence(NamedTuple):
     difference: Float[Tensor, "n n_layers"]
     right: Bool[Tensor, "n n_layers"]
 
-
-@checked
-def exit_confidences(
-    readout: Readout,
-    truth: Float[Tensor, "n d_model"],
-    predictions: Sequence[Float[Tensor, "n d_model"] | Scores],
-) -> ExitConfidence:
-    """Confidence of every layer in its prediction, and whether it is that of ``h^L`` (``truth``).
-
-    ``predictions`` are those of each layer where the model can be left, as `evaluate` takes them.
-    """
-    n, n_layers = len(truth), len(predictions)
-    if not n_layers:
-        raise InputError("predictions must have one layer or more.")
-    check_finite(truth, "the truth")
-    scores = [as_scores(readout, prediction) for prediction in predictions]
-    confidence = ExitConfidence(torch.empty(n, n_layers), torch.empty(n, n_layers, dtype=torch.bool))
-    with readout.weights.constant():
-        for part in chunks(n):
-            true = readout.log_probs(truth[part])
-            for i, scores_of in enumerate(scores):
-                logits = scores_of(part)
-                confidence.difference[part, i] = confidence_in_top(logits).float().cpu()
-                confidence.right[part, i] = (metrics.rank(true, logits.argmax(-1)) == 1).cpu()
-    return confidence
-
-
-@checked
-def least_lam(
-    confidence: ExitConfidence, positions: Int[Tensor, " n"], mean_length: float, wanted: float
-) -> float:
-    """The least ``lam``, in steps of 0.002, at which early exit has at least the wanted Precision@1."""
-    for lam in _STEPS:
-        left = exit_layers(confidence.difference, thresholds(positions, lam, mean_length))
-        if float(confidence.right.gather(1, left[:, None] - 1).double().mean()) >= wanted:
-            return float(lam)
-    return float(_STEPS[-1])  # all layers are run, and all examples right
+    @classmethod
+    def from_evaluations(cls, layers: Iterable[Evaluation]) -> ExitConfidence:
+        """Those of evaluations with confidences, one for each layer where the model can be left."""
+        ranks, confidences = zip(*((of.rank, of.confidence) for of in layers), strict=True)
+        return cls(torch.stack(confidences, 1), torch.stack(ranks, 1) == 1)
 
 
 @checked
@@ -188,9 +138,9 @@ def sweep_and_shares(
         row = validation_row(EXIT, validation, name, layer, last, "precision", 1, precision)
         rows.append(row | {"lam": lam})
 
-    for name, lens in Bar(list(lenses.items()), desc="early exit", disable=not progress):
-        scores = [lens_scores(lens, validation, layer) for layer in wanted]
-        confidence, right = exit_confidences(lens.on_readout, validation[last], scores)
+    evaluated = evaluate_lenses(lenses, validation, wanted, confidence=True, progress=progress)
+    for name in lenses:
+        confidence, right = ExitConfidence.from_evaluations(evaluated[layer, name] for layer in wanted)
         for column, layer in enumerate(wanted):
             add(name, layer, right[:, column], np.nan)
         means, run_all = shares[name] = [], []

@@ -6,7 +6,7 @@ high, n``; ``low`` and ``high`` bound the 95% interval where there is one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -20,12 +20,12 @@ from matlens.activations.activations import Activations
 from matlens.errors import InputError, NonNegative, check_rows, checked, short
 from matlens.io.tables import COLUMNS, check_columns, result_row, result_table
 from matlens.lens.lens import Lens
-from matlens.lens.maps import LayerMap
 from matlens.linear.mapsets import MapSet
 from matlens.linear.samples import warn_of_same_sentences
 from matlens.metrics import Estimate
 from matlens.models.readout import Readout
 from matlens.models.sites import STREAM, Site, check_finite
+from matlens.numerics.precision import in_float64
 from matlens.numerics.probabilities import kl_divergence, log_softmax
 from matlens.parallel import Bar
 
@@ -42,7 +42,6 @@ Metric = tuple[str, int | None]
 Scores = Callable[[slice], Float[Tensor, "rows d_vocab"]]
 
 
-@checked
 class Evaluation(NamedTuple):
     """Predictions at each token, compared with the model's own.
 
@@ -54,11 +53,14 @@ class Evaluation(NamedTuple):
         ``-ln p`` of the predicted token, by the model's distribution.
     kl
         ``KL(p || q)`` from the model's distribution to the predicted one, if it was asked for.
+    confidence
+        ``q1 - q2``, by how much the most probable token leads, if it was asked for.
     """
 
     rank: Int[Tensor, " n"]
     surprisal: Float[Tensor, " n"]
     kl: Float[Tensor, " n"] | None = None
+    confidence: Float[Tensor, " n"] | None = None
 
     def values(self) -> dict[Metric, Float[Tensor, " n"]]:
         """The metrics that are means over tokens: by name and, for Precision@k, k."""
@@ -90,6 +92,7 @@ def evaluate(
     predictions: Mapping[Key, Float[Tensor, "n d_model"] | Scores],
     *,
     kl: bool = False,
+    confidence: bool = False,
     progress: bool = True,
 ) -> dict[Key, Evaluation]:
     """Compare predictions with those of ``h^L``, all on the same tokens.
@@ -103,28 +106,31 @@ def evaluate(
         ``h^L``.
     predictions
         By any name: vectors in place of ``h^L``, or a function from a slice of the tokens to scores.
-    kl
-        Whether to compute divergences, which takes about a third longer.
+    kl, confidence
+        Whether to compute divergences, which takes about a third longer, and confidences.
     """
     n = len(truth)
     if not predictions or not n:
         raise InputError("predictions and truth must not be empty.")
     evaluated = {
-        key: Evaluation(torch.empty(n, dtype=torch.long), torch.empty(n), torch.empty(n) if kl else None)
+        key: Evaluation(
+            torch.empty(n, dtype=torch.long), torch.empty(n),
+            torch.empty(n) if kl else None, torch.empty(n) if confidence else None,
+        )
         for key in predictions
-    }
-    scores = {key: as_scores(readout, given) for key, given in predictions.items()}
+    }  # fmt: skip
     with readout.weights.constant():
-        for part in Bar(list(chunks(n)), desc="predictions", disable=not progress):
+        for start in Bar(range(0, n, _ROWS), desc="predictions", disable=not progress):
+            part = slice(start, start + _ROWS)
             true = readout.log_probs(truth[part])
             check_finite(true, "the read-out")
-            for key, scores_of in scores.items():
-                given = scores_of(part)
-                if given.shape != true.shape:
+            for key, given in predictions.items():
+                scores = _read_out(readout, given[part]) if isinstance(given, Tensor) else given(part)
+                if scores.shape != true.shape:
                     raise InputError(
-                        f"{short(key)} must have scores {tuple(true.shape)}, got {short(given)}."
+                        f"{short(key)} must have scores {tuple(true.shape)}, got {short(scores)}."
                     )
-                _fill(evaluated[key], part, true, given)
+                _fill(evaluated[key], part, true, scores)
     return evaluated
 
 
@@ -132,18 +138,19 @@ def _fill(evaluation: Evaluation, part: slice, true: Tensor, scores: Tensor) -> 
     finite = scores.isfinite().all(-1)
     token = scores.argmax(-1)
     rank, surprisal = metrics.rank(true, token), metrics.surprisal(true, token)
-    evaluation.rank[part] = rank.where(finite, torch.full_like(rank, true.shape[-1] + 1)).cpu()
+    evaluation.rank[part] = rank.where(finite, true.shape[-1] + 1).cpu()
     evaluation.surprisal[part] = surprisal.where(finite, torch.inf).cpu()
     if evaluation.kl is not None:
         kl = kl_divergence(true, log_softmax(scores))
         evaluation.kl[part] = kl.where(finite, torch.inf).cpu()
+    if evaluation.confidence is not None:
+        evaluation.confidence[part] = confidence_in_top(scores).float().cpu()
 
 
-def as_scores(readout: Readout, prediction: Tensor | Scores) -> Scores:
-    """Scores of a slice of the tokens; vectors are read out."""
-    if not isinstance(prediction, Tensor):
-        return prediction
-    return lambda part: _read_out(readout, prediction[part])
+def confidence_in_top(logits: Float[Tensor, "n d_vocab"]) -> Float[Tensor, " n"]:
+    """``p1 - p2`` of each row's distribution, in float64."""
+    p1, p2 = in_float64(log_softmax(logits).topk(2).values).exp().unbind(-1)
+    return p1 - p2
 
 
 def _read_out(readout: Readout, h: Tensor) -> Tensor:
@@ -154,25 +161,18 @@ def _read_out(readout: Readout, h: Tensor) -> Tensor:
     return logits.where(readable.to(logits.device)[:, None], torch.nan)
 
 
-def chunks(n: int) -> Iterator[slice]:
-    """Slices of as many tokens as have their distributions in memory at once."""
-    return (slice(start, start + _ROWS) for start in range(0, n, _ROWS))
-
-
-def lens_scores(lens: Lens, data: Activations, layer: int) -> Scores:
-    """What a lens reads out of the vectors of a layer."""
-    readout, scale = lens.on_readout, lens.maps[layer].scale if layer in lens.maps else 1.0
-    return lambda part: scale * _read_out(readout, lens(data[layer][part].to(readout.device), layer))
-
-
-def _evaluate_lenses(
-    lenses: Mapping[str, Lens], data: Activations, layers: Sequence[int], *, kl: bool, progress: bool
+def evaluate_lenses(
+    lenses: Mapping[str, Lens], data: Activations, layers: Sequence[int], **options: bool
 ) -> dict[tuple[int, str], Evaluation]:
-    readout, last = next(iter(lenses.values())).on_readout, data.provenance.identity.n_layers
-    scores = {
-        (layer, name): lens_scores(lens, data, layer) for layer in layers for name, lens in lenses.items()
-    }
-    return evaluate(readout, data[last], scores, kl=kl, progress=progress)
+    """What lenses read out at some layers, by layer and name; the options are those of `evaluate`."""
+    readout = next(iter(lenses.values())).on_readout
+
+    def scores(layer: int, lens: Lens) -> Scores:
+        scale = lens.scales.get(layer, 1.0)
+        return lambda part: scale * _read_out(readout, lens(data[layer][part].to(readout.device), layer))
+
+    predictions = {(layer, name): scores(layer, lens) for layer in layers for name, lens in lenses.items()}
+    return evaluate(readout, data[data.provenance.identity.n_layers], predictions, **options)
 
 
 @checked
@@ -242,7 +242,7 @@ def prediction_quality(
     last = validation.provenance.identity.n_layers
     layers = [*lenses["mat"].layers, last]
     lenses = {method: lenses[method] for method in methods}
-    evaluated = _evaluate_lenses(lenses, validation, layers, kl=False, progress=progress)
+    evaluated = evaluate_lenses(lenses, validation, layers, kl=False, progress=progress)
     return result_table(
         row
         for (layer, method), evaluation in evaluated.items()
@@ -255,7 +255,7 @@ def map_lenses(readout: Readout, maps: MapSet, validation: Activations) -> dict[
     maps.provenance.check_same(validation.provenance, ours="the maps", theirs="the activations")
     readout.check_same(validation.provenance)
     mat = replace(Lens.from_maps(maps), readout=readout)
-    return {"mat": mat, "id": replace(mat, maps=dict.fromkeys(mat.layers, LayerMap()), method="id")}
+    return {"mat": mat, "id": replace(mat, maps=dict.fromkeys(mat.layers), method="id")}
 
 
 def prediction_rows(
@@ -346,7 +346,7 @@ def report_table(
         check_rows(rows, validation.n_rows, "~sinks", min=2)
     last = validation.provenance.identity.n_layers
     table: list[dict[str, Any]] = []
-    evaluated = _evaluate_lenses(lenses, validation, wanted, kl=True, progress=progress)
+    evaluated = evaluate_lenses(lenses, validation, wanted, kl=True, progress=progress)
     for (layer, name), evaluation in evaluated.items():
         table += [row | {AGAINST: ""} for row in prediction_rows(REPORT, validation, name, layer, evaluation)]
         if against is not None and name != against:

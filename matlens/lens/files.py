@@ -29,8 +29,8 @@ from matlens.io.files import (
     system_errors,
     write_bytes,
 )
-from matlens.lens.maps import LayerMap, LensParts, Standardisation
-from matlens.linear.maps import tensor_digest
+from matlens.lens.maps import LensMaps, Standardisation
+from matlens.linear.maps import LinearMap, tensor_digest
 from matlens.linear.mapsets import CONVENTION
 from matlens.models.identity import ModelIdentity, Provenance
 
@@ -55,62 +55,58 @@ def check_lens_folder(folder: Path, method: str) -> None:
     check_writable(nearest_existing(folder))
 
 
-def write_lens(folder: str | Path, lens: LensParts) -> None:
+def write_lens(folder: str | Path, lens: LensMaps) -> None:
     """Write a safetensors file for each map of a lens, and ``config.json`` when all are there."""
-    files: dict[str, LayerMap] = {}
-    of_layer: dict[str, dict[str, Any]] = {}
-    names: dict[int, str] = {}
-    for layer, held in lens.maps.items():
-        name = names.setdefault(id(held), f"h.{layer}")
-        files[name] = held
-        of_layer[str(layer)] = {"file": name if held.parts else None, "scale": held.scale}
-    for name, held in files.items():
-        if not all(bool(part.isfinite().all()) for part in held.parts.values()):
-            raise InputError(f"The lens cannot be saved: a number of {name} is not finite. Fit it again.")
+    _check_finite(lens, "The lens")
+    linears: dict[str, LinearMap] = {}
+    names: dict[int, str | None] = {}
+    for layer, linear in lens.maps.items():
+        shared = [name for name, of in linears.items() if linear and of.weight is linear.weight]
+        names[layer] = None if linear is None else shared[0] if shared else f"h.{layer}"
+        if linear is not None and not shared:
+            linears[f"h.{layer}"] = linear
     request = {
-        "provenance": lens.provenance.to_json(), "method": lens.method, "layers": of_layer,
-        "norm": None if lens.norm is None else asdict(lens.norm), "content": lens.digest,
-        "convention": CONVENTION, "dtype": "float32",
+        "provenance": lens.provenance.to_json(), "method": lens.method, "layers": names,
+        "scales": lens.scales, "norm": None if lens.norm is None else asdict(lens.norm),
+        "content": lens.digest, "convention": CONVENTION, "dtype": "float32",
     }  # fmt: skip
     with Artifact.writing(folder, _HOLDS, request) as artifact:
         if not artifact.finished:
-            for name, held in files.items() if parallel.is_main() else ():
-                if held.parts:
-                    artifact.write(name, {key: part.float() for key, part in held.parts.items()})
+            for name, linear in linears.items() if parallel.is_main() else ():
+                artifact.write(name, {key: part.float() for key, part in linear.parts.items()})
             artifact.finish()
 
 
-def read_lens(folder: str | Path) -> LensParts:
+def read_lens(folder: str | Path) -> LensMaps:
     """Read what `write_lens` has written, every byte of it checked."""
     artifact = Artifact.open(folder, _HOLDS)
     request = artifact.request
     provenance = Provenance.from_json(request["provenance"])
     norm = None if request["norm"] is None else Standardisation(**request["norm"])
-    read: dict[str, dict[str, Tensor]] = {}
-    maps: dict[int, LayerMap] = {}
-    shared: dict[tuple[str, float], LayerMap] = {}
-    for layer, said in request["layers"].items():
-        name, scale = said["file"], float(said["scale"])
-        if name is not None and name not in read:
-            read[name] = artifact.read_all(name)
-        parts = {} if name is None else read[name]
-        held = LayerMap(parts.get("weight"), parts.get("right"), parts.get("bias"), scale)
-        maps[int(layer)] = shared.setdefault((str(name), scale), held)
-    lens = LensParts(dict(sorted(maps.items())), str(request["method"]), provenance, norm)
+    names = {int(layer): name for layer, name in request["layers"].items()}
+    scales = {int(layer): float(scale) for layer, scale in request["scales"].items()}
+    parts = {name: artifact.read_all(name) for name in dict.fromkeys(names.values()) if name is not None}
+    maps = {layer: name and _linear(parts[name], layer, provenance) for layer, name in names.items()}
+    lens = LensMaps(maps, str(request["method"]), provenance, norm, scales)
     if lens.digest != request["content"]:
         raise damaged(artifact.folder / CONFIG, "is of a lens with other values than these files hold")
     return lens
 
 
-def write_jacobian_lens(path: str | Path, lens: LensParts) -> None:
+def _linear(parts: Mapping[str, Tensor], layer: int, provenance: Provenance) -> LinearMap:
+    bias, right, last = parts.get("bias"), parts.get("right"), f"h.{provenance.identity.n_layers}"
+    return LinearMap(parts["weight"], bias, f"h.{layer}", last, provenance, right)
+
+
+def write_jacobian_lens(path: str | Path, lens: LensMaps) -> None:
     """Write maps as TransformerLens' `JacobianLens` does; see `Lens.to_jacobian_lens`."""
-    if lens.norm is not None or any(it.bias is not None or it.scale != 1 for it in lens.maps.values()):
+    has_bias = any(linear is not None and linear.bias is not None for linear in lens.maps.values())
+    if lens.norm is not None or has_bias or any(scale != 1 for scale in lens.scales.values()):
         raise InputError(
             f"A Jacobian lens is a matrix for each layer, and this lens ({lens.method}) has a bias, a norm "
             "or a scale, without which it would read other tokens. Expected a lens such as 'mat' or 'ridge'."
         )
-    width = lens.provenance.identity.d_model
-    matrices = {layer - 1: held.matrix(width) for layer, held in lens.maps.items() if layer > 0}
+    matrices = {layer - 1: lens.matrix(layer) for layer in lens.layers if layer > 0}
     if not matrices:
         raise InputError("A Jacobian lens begins after the first block, and this lens has layer 0 alone.")
     known = lens.provenance.details.get(_JACOBIAN)
@@ -128,7 +124,7 @@ def write_jacobian_lens(path: str | Path, lens: LensParts) -> None:
         metadata = {"model_name": lens.provenance.identity.name, "estimator": lens.method, _OWN: own}
     content = {
         "J": {layer: matrix.detach().cpu().to(dtype).contiguous() for layer, matrix in matrices.items()},
-        "n_prompts": count, "source_layers": sorted(matrices), "d_model": width,
+        "n_prompts": count, "source_layers": sorted(matrices), "d_model": lens.provenance.identity.d_model,
     }  # fmt: skip
     buffer = io.BytesIO()
     torch.save(content | ({"metadata": dict(metadata)} if metadata else {}), buffer)
@@ -146,11 +142,12 @@ def _digest_of(matrices: Mapping[int, Tensor]) -> str:
     )
 
 
-def read_jacobian_lens(path: str | Path, model: TransformerBridge) -> LensParts:
+def read_jacobian_lens(path: str | Path, model: TransformerBridge) -> LensMaps:
     """Read a file of TransformerLens' `JacobianLens`; see `Lens.from_jacobian_lens`."""
     from transformer_lens.tools.analysis import JacobianLens
 
     path = Path(path)
+    identity = ModelIdentity.from_model(model)
     expected = "Expected a file that JacobianLens.save or Lens.to_jacobian_lens has written, of this model."
     with _foreign(path, expected):
         content = _unpickled(path)
@@ -162,32 +159,30 @@ def read_jacobian_lens(path: str | Path, model: TransformerBridge) -> LensParts:
         lens.validate_model(model)
         dtypes = {str(matrix.dtype).removeprefix("torch.") for matrix in content["J"].values()}
         dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
-        maps = {layer + 1: LayerMap(lens.jacobians[layer].contiguous()) for layer in lens.source_layers}
+        jacobians = {layer + 1: lens.jacobians[layer].contiguous() for layer in lens.source_layers}
         record = lens.metadata.get(_OWN)
-        said = None if record is None else Provenance.from_json({**record["provenance"]})
-        method = "jacobian" if record is None else str(record["method"])
-    _check_finite(maps, path)
-    identity = ModelIdentity.from_model(model)
-    if said is not None:
-        said.check_same(identity, ours="the lens")
-        if record.get("content") != _digest_of(
-            {layer - 1: held.matrix(identity.d_model) for layer, held in maps.items()}
-        ):
-            raise InputError(
-                f"{path} holds other matrices than Lens.to_jacobian_lens wrote: it was changed or damaged. "
-                "Write it anew. Where the change is meant, take 'matlens' out of its metadata: what is said "
-                "there of model and corpus is true of it no more."
-            )
-        return LensParts(maps, method, said)
-    details = {
-        _JACOBIAN: {"n_prompts": lens.n_prompts, "metadata": lens.metadata,
-                    "dtype": dtype if dtype in _DTYPES else "float32"},
-    }  # fmt: skip
-    corpus = {"corpus": str(lens.metadata.get("corpus", "unnamed")), "n": lens.n_prompts}
-    return LensParts(maps, method, Provenance(identity, corpus, details=details))
+        if record is None:
+            method, provenance = "jacobian", Provenance(
+                identity, {"corpus": str(lens.metadata.get("corpus", "unnamed")), "n": lens.n_prompts},
+                details={
+                    _JACOBIAN: {"n_prompts": lens.n_prompts, "metadata": lens.metadata,
+                                "dtype": dtype if dtype in _DTYPES else "float32"},
+                },
+            )  # fmt: skip
+        else:
+            method, provenance = str(record["method"]), Provenance.from_json({**record["provenance"]})
+    provenance.check_same(identity, ours="the lens")
+    if record is not None and record.get("content") != _digest_of(lens.jacobians):
+        raise InputError(
+            f"{path} holds other matrices than Lens.to_jacobian_lens wrote: it was changed or damaged. "
+            "Write it anew. Where the change is meant, take 'matlens' out of its metadata: what is said "
+            "there of model and corpus is true of it no more."
+        )
+    maps = {layer: _linear({"weight": matrix}, layer, provenance) for layer, matrix in jacobians.items()}
+    return _check_finite(LensMaps(maps, method, provenance), path)
 
 
-def read_tuned_lens(folder: str | Path, model: TransformerBridge) -> LensParts:
+def read_tuned_lens(folder: str | Path, model: TransformerBridge) -> LensMaps:
     """Read a folder of tuned-lens, whose maps are added to the identity; see `Lens.from_tuned_lens`."""
     folder = Path(folder)
     expected = "Expected config.json and params.pt as tuned-lens saves them, of this model."
@@ -208,16 +203,17 @@ def read_tuned_lens(folder: str | Path, model: TransformerBridge) -> LensParts:
         names = {f"{layer}.{part}" for layer in range(n_layers) for part in ("weight", "bias")}
         if not {f"{layer}.weight" for layer in range(n_layers)} <= set(state) <= names:
             raise InputError(f"{folder / 'params.pt'} holds {short(sorted(state))}. {expected}")
-        maps = {
-            layer: LayerMap(
-                state[f"{layer}.weight"].float() + torch.eye(width),
-                bias=None if f"{layer}.bias" not in state else state[f"{layer}.bias"].float(),
-            )
-            for layer in range(n_layers)
+        said = {
+            key: config.get(key) for key in ("base_model_name_or_path", "base_model_revision", "lens_type")
         }
-    _check_finite(maps, folder)
-    said = {key: config.get(key) for key in ("base_model_name_or_path", "base_model_revision", "lens_type")}
-    return LensParts(maps, "tuned", Provenance(ModelIdentity.from_model(model), details={"tuned_lens": said}))
+        provenance = Provenance(ModelIdentity.from_model(model), details={"tuned_lens": said})
+        maps = {}
+        for layer in range(n_layers):
+            parts = {"weight": state[f"{layer}.weight"].float() + torch.eye(width)}
+            if f"{layer}.bias" in state:
+                parts["bias"] = state[f"{layer}.bias"].float()
+            maps[layer] = _linear(parts, layer, provenance)
+    return _check_finite(LensMaps(maps, "tuned", provenance), folder)
 
 
 def _has_unembedding(model: TransformerBridge, config: Mapping[str, Any]) -> bool:
@@ -270,7 +266,8 @@ def _foreign(path: Path, expected: str) -> Iterator[None]:
         raise InputError(f"{path} cannot be read ({cause}). {expected}") from error
 
 
-def _check_finite(maps: Mapping[int, LayerMap], path: Path) -> None:
-    for layer, held in maps.items():
-        if not all(bool(part.isfinite().all()) for part in held.parts.values()):
-            raise InputError(f"{path} holds a number at layer {layer} that is not finite.")
+def _check_finite(lens: LensMaps, holder: Path | str) -> LensMaps:
+    for layer, linear in lens.maps.items():
+        if linear is not None and not all(bool(part.isfinite().all()) for part in linear.parts.values()):
+            raise InputError(f"{holder} holds a value at layer {layer} that is not finite.")
+    return lens

@@ -12,6 +12,7 @@ import json
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from matlens.io.numbers import number_text
 from matlens.io.repository import HubConflict, HubRepository, HubSnapshot
 from matlens.io.tables import COLUMNS, check_columns
 from matlens.lens.files import read_jacobian_lens, read_lens, write_lens
-from matlens.lens.maps import LensParts
+from matlens.lens.maps import LensMaps
 from matlens.linear.maps import fitted_samples
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ _ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 _MARKUP = re.compile(r"([\\`*_\[\]<>|~#])")
 
 
-def folder_of(lens: LensParts) -> str:
+def folder_of(lens: LensMaps) -> str:
     """Where a lens lies in a repository unless it is named: ``model/method/corpus``."""
     parts = (bare(lens.provenance.identity.name), lens.method, bare(lens.provenance.corpus))
     return "/".join(
@@ -54,7 +55,7 @@ def folder_of(lens: LensParts) -> str:
 
 
 def push_lens(
-    lens: LensParts,
+    lens: LensMaps,
     repository: HubRepository,
     *,
     name: str | None = None,
@@ -101,7 +102,7 @@ def pull_lens(
     *,
     revision: str | None = None,
     model: TransformerBridge | None = None,
-) -> LensParts:
+) -> LensMaps:
     """Read a lens out of a repository; see `Lens.from_pretrained`."""
     snapshot = repository.snapshot(revision)
     assert snapshot.commit is not None
@@ -130,7 +131,7 @@ def pull_lens(
             f"{repository.name} has no lens {short(name)}. Expected one of {short([*known, *files])}."
         )
     of_hub = {"repository": repository.name, "commit": snapshot.commit, "name": name}
-    return lens._replace(provenance=lens.provenance.with_details(hub=of_hub))
+    return replace(lens, provenance=lens.provenance.with_details(hub=of_hub))
 
 
 def _entries(repository: HubRepository, snapshot: HubSnapshot) -> list[dict[str, Any]]:
@@ -194,7 +195,7 @@ def quality_of(method: str, results: pd.DataFrame) -> dict[int, dict[str, float]
 
 
 def lens_entry(
-    folder: str, lens: LensParts, quality: Mapping[int, Mapping[str, float]] | None
+    folder: str, lens: LensMaps, quality: Mapping[int, Mapping[str, float]] | None
 ) -> dict[str, Any]:
     """The line of a lens in the list of its repository, as JSON."""
     provenance, identity = lens.provenance, lens.provenance.identity
@@ -216,7 +217,7 @@ def bare(name: str) -> str:
     return re.split(r"[\\/]", name.rstrip("\\/"))[-1] if absolute else name
 
 
-def sinks_text(lens: LensParts) -> str:
+def sinks_text(lens: LensMaps) -> str:
     """Whether attention sinks were among the tokens that it was fitted on."""
     if lens.method == "id":
         return "–"
@@ -258,7 +259,7 @@ def repository_card(name: str, entries: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def lens_card(lens: LensParts, quality: Mapping[int, Mapping[str, float]] | None) -> str:
+def lens_card(lens: LensMaps, quality: Mapping[int, Mapping[str, float]] | None) -> str:
     """README of one lens: what it was fitted on, and how well it reads each layer."""
     provenance, identity = lens.provenance, lens.provenance.identity
     data, details = provenance.data or {}, provenance.details

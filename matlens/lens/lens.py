@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -16,13 +16,13 @@ from matlens.activations.collecting import collect
 from matlens.data.corpus import Corpus, as_corpus
 from matlens.data.corpus_examples import make_examples
 from matlens.data.examples import Examples
-from matlens.errors import InputError, PositiveInt, Seed, checked, short
+from matlens.errors import InputError, PositiveInt, Seed, checked
 from matlens.io.repository import HubRepository
 from matlens.lens import files, trained
 from matlens.lens.closed_forms import LensMoments, lens_moments
 from matlens.lens.config import Method, layers_read, parse_methods, resolve_layers
 from matlens.lens.hub import pull_lens, push_lens
-from matlens.lens.maps import LayerMap, LensParts, Standardisation
+from matlens.lens.maps import LensMaps
 from matlens.lens.trajectory import Trajectory, read_trajectory
 from matlens.linear.maps import fitted_samples
 from matlens.linear.mapsets import MapSet
@@ -40,8 +40,8 @@ Layer = int | str | Site
 
 @checked
 @dataclass(frozen=True, eq=False)
-class Lens:
-    """A function for each layer ``l`` that takes ``h^l`` to a stand-in for ``h^L`` (definitions, section 9).
+class Lens(LensMaps):
+    """A function for each layer ``l`` that approximates ``h^L`` from ``h^l`` (definitions, section 9).
 
     ``lens(h, layer)`` maps vectors. A lens that is *on* a model reads them out too: one that was just fitted,
     one that was loaded with it, or ``lens.on(model)``.
@@ -49,38 +49,22 @@ class Lens:
     Attributes
     ----------
     maps
-        The map of each layer, from ``0`` to ``L - 1``; layers may be absent. ``h^L`` itself is read as it is.
+        The map of each layer, from ``0`` to ``L - 1``, ``None`` for the identity; layers may be absent.
+        ``h^L`` itself is read as it is.
     method
         How it was fitted, such as ``"mat"`` or ``"normed+affine without sinks"``.
     provenance
         The model, the corpus, and how much of it. A lens goes with this model alone.
     norm
         What is done to ``h^l`` before its map, for lenses that map standardised vectors to standardised ones.
+    scales
+        Factors on the scores by layer, 1 where there is none.
     readout, model
         The model that the lens is on and its read-out, or ``None``.
     """
 
-    maps: Mapping[int, LayerMap]
-    method: str
-    provenance: Provenance
-    norm: Standardisation | None = None
     readout: Readout | None = field(default=None, repr=False)
     model: Any = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        identity = self.provenance.identity
-        if not self.maps:
-            raise InputError("maps must have one layer or more.")
-        for layer, layer_map in self.maps.items():
-            if type(layer) is not int or not 0 <= layer < identity.n_layers:
-                raise InputError(f"maps must be of layers 0 to {identity.n_layers - 1}, got {short(layer)}.")
-            widths = {len(part) for part in (layer_map.weight, layer_map.bias) if part is not None}
-            if widths - {identity.d_model}:
-                raise InputError(
-                    f"The map of layer {layer} is of {max(widths)} dimensions, and the model has "
-                    f"{identity.d_model}. Is it of another model?"
-                )
-        object.__setattr__(self, "maps", dict(sorted(self.maps.items())))
 
     def __repr__(self) -> str:
         identity, layers = self.provenance.identity, self.layers
@@ -91,7 +75,7 @@ class Lens:
     @classmethod
     def identity(cls, model: TransformerBridge) -> Lens:
         """The logit lens of a model: every layer is read as it is (``id``)."""
-        maps = dict.fromkeys(range(model.cfg.n_layers), LayerMap())
+        maps = dict.fromkeys(range(model.cfg.n_layers))
         return cls(maps, "id", Provenance(ModelIdentity.from_model(model))).on(model)
 
     @classmethod
@@ -111,8 +95,7 @@ class Lens:
         onto_last = {layer: maps[layer, last] for layer in range(last) if (layer, last) in maps}
         if not onto_last:
             raise InputError(f"There is no map onto the last layer, {Site(STREAM, last)}, among the maps.")
-        layer_maps = {layer: LayerMap(linear.weight, bias=linear.bias) for layer, linear in onto_last.items()}
-        return cls(layer_maps, method, maps.provenance)._placed(model)
+        return cls(onto_last, method, maps.provenance)._placed(model)
 
     @overload
     @classmethod
@@ -192,13 +175,17 @@ class Lens:
         if "jacobian" in methods and sentences is None:
             raise InputError("'jacobian' is fitted on sentences: corpus must be a Corpus.")
         identity, readout = ModelIdentity.from_model(model), Readout(model)
-        if on_vectors and not isinstance(data, Activations):
+        read = layers_read(methods, wanted, n_layers)
+        if isinstance(data, Activations):
+            if absent := [f"h.{layer}" for layer in read if f"h.{layer}" not in data]:
+                raise InputError(f"The activations lack {', '.join(absent)}. Collect these sites too.")
+        elif on_vectors:
             examples = data if isinstance(data, Examples) else make_examples(model, data, seed=seed)
             data = collect(
-                model, examples, layers_read(methods, wanted, n_layers), positions=positions, folder=folder,
-                batch_tokens=batch_tokens, progress=progress,
+                model, examples, read, positions=positions, folder=folder, batch_tokens=batch_tokens,
+                progress=progress,
             )  # fmt: skip
-        fitted: dict[str, LensParts] = {}
+        fitted: dict[str, LensMaps] = {}
         if closed := trained.with_start(methods, model):
             moments = lens_moments(
                 model, data, closed, positions=positions, rows=rows, weights=weights, layers=wanted,
@@ -206,7 +193,7 @@ class Lens:
             )  # fmt: skip
             fitted = moments.solve(closed)
         if "id" in methods:
-            fitted["id"] = LensParts(dict.fromkeys(wanted, LayerMap()), "id", Provenance(identity))
+            fitted["id"] = LensMaps(dict.fromkeys(wanted), "id", Provenance(identity))
         if on_vectors:
             assert isinstance(data, Activations)
             data.provenance.check_same(identity, ours="the activations")
@@ -220,7 +207,7 @@ class Lens:
         if "jacobian" in methods and sentences is not None:
             prompts = replace(sentences, sentences=tuple(trained.longest_sentences(sentences, n_prompts)))
             fitted["jacobian"] = trained.fit_jacobian(model, prompts, layers=wanted, progress=progress)
-        lenses = {name: cls(*fitted[name], readout, model) for name in methods}
+        lenses = {name: cls(**vars(fitted[name]), readout=readout, model=model) for name in methods}
         return next(iter(lenses.values())) if isinstance(method, Method) else lenses
 
     @classmethod
@@ -228,8 +215,8 @@ class Lens:
         cls, moments: LensMoments, method: Method, model: TransformerBridge | None = None
     ) -> Lens:
         """The lens of a method from moments of `lens_moments`, perhaps merged of parts."""
-        (parts,) = moments.solve(method).values()
-        return cls(*parts)._placed(model)
+        (maps,) = moments.solve(method).values()
+        return cls(**vars(maps))._placed(model)
 
     @property
     def n_samples(self) -> int | None:
@@ -237,29 +224,9 @@ class Lens:
         return fitted_samples(self.provenance)
 
     @property
-    def layers(self) -> tuple[int, ...]:
-        """The layers that it has maps of."""
-        return tuple(self.maps)
-
-    @property
     def n_layers(self) -> int:
         """``L``, the number of blocks of the model; those mapped can be read, and ``L``."""
         return self.provenance.identity.n_layers
-
-    @property
-    def n_parameters(self) -> int:
-        """How many numbers it has; a map that several layers share counts once."""
-        return sum(of_layer.n_parameters for of_layer in {id(it): it for it in self.maps.values()}.values())
-
-    @property
-    def digest(self) -> str:
-        """Sixteen hex digits that change with the numbers of the lens."""
-        return self.parts.digest
-
-    @property
-    def parts(self) -> LensParts:
-        """What it is made of, without the model."""
-        return LensParts(self.maps, self.method, self.provenance, self.norm)
 
     def resolve(self, layer: Layer) -> int:
         """The number of a layer that this lens reads: negative ones count from the end."""
@@ -276,7 +243,7 @@ class Lens:
         return site.layer
 
     def __call__(self, h: Float[Tensor, "... d_model"], layer: Layer) -> Float[Tensor, "... d_model"]:
-        """What stands in for ``h^L``, in float32; differentiable in ``h``.
+        """The approximation of ``h^L``, in float32; differentiable in ``h``.
 
         Parameters
         ----------
@@ -289,7 +256,8 @@ class Lens:
         layer = self.resolve(layer)
         if layer == self.n_layers:
             return h.float()
-        return self.maps[layer](h.float() if self.norm is None else self.norm(h.float()))
+        h, linear = h.float() if self.norm is None else self.norm(h.float()), self.maps[layer]
+        return h if linear is None else linear(h)
 
     def logits(
         self, h: Float[Tensor, "... d_model"], layer: Layer, *, gradients: bool = False
@@ -305,7 +273,7 @@ class Lens:
         """
         readout, layer = self.on_readout, self.resolve(layer)
         logits = readout.logits(self(h, layer), gradients=gradients)
-        scale = 1.0 if layer == self.n_layers else self.maps[layer].scale
+        scale = self.scales.get(layer, 1.0)
         return logits if scale == 1 else logits * scale
 
     @property
@@ -372,7 +340,7 @@ class Lens:
 
     def save(self, folder: str | Path) -> None:
         """Write a safetensors file for each layer, and ``config.json`` when all are there."""
-        files.write_lens(folder, self.parts)
+        files.write_lens(folder, self)
 
     @classmethod
     def load(
@@ -389,7 +357,7 @@ class Lens:
         same_precision
             Whether the model must run in the precision that the lens was fitted in.
         """
-        return cls(*files.read_lens(folder))._placed(model, same_precision)
+        return cls(**vars(files.read_lens(folder)))._placed(model, same_precision)
 
     def push_to_hub(
         self,
@@ -431,7 +399,7 @@ class Lens:
             finite; or the table has none of its method.
         """
         place = HubRepository(repository, endpoint, token)
-        return push_lens(self.parts, place, name=name, quality=quality, private=private)
+        return push_lens(self, place, name=name, quality=quality, private=private)
 
     @classmethod
     def from_pretrained(
@@ -472,7 +440,7 @@ class Lens:
             file is damaged; or the model is another.
         """
         place = HubRepository(repository, endpoint, token)
-        lens = cls(*pull_lens(place, name, revision=revision, model=model))
+        lens = cls(**vars(pull_lens(place, name, revision=revision, model=model)))
         return lens._placed(model, same_precision)
 
     @classmethod
@@ -488,7 +456,7 @@ class Lens:
         model
             The model that it is of: a decoder that TransformerLens' lens can be used on.
         """
-        return cls(*files.read_jacobian_lens(path, model)).on(model)
+        return cls(**vars(files.read_jacobian_lens(path, model))).on(model)
 
     def to_jacobian_lens(self, path: str | Path) -> None:
         """Write the maps as a file that TransformerLens' `JacobianLens.load` reads, in float32.
@@ -501,7 +469,7 @@ class Lens:
         path
             The file to write.
         """
-        files.write_jacobian_lens(path, self.parts)
+        files.write_jacobian_lens(path, self)
 
     @classmethod
     def from_tuned_lens(cls, folder: str | Path, model: TransformerBridge) -> Lens:
@@ -514,4 +482,4 @@ class Lens:
         model
             The model that it was trained for.
         """
-        return cls(*files.read_tuned_lens(folder, model)).on(model)
+        return cls(**vars(files.read_tuned_lens(folder, model))).on(model)

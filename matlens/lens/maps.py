@@ -1,24 +1,22 @@
-"""What a lens holds for one layer, and the standardisation that may go before it."""
+"""The maps of a lens, and the standardisation that may go before them."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from matlens.errors import InputError, NonNegative, PositiveInt, checked, short
-from matlens.linear.maps import tensor_digest
+from matlens.errors import InputError, NonNegative, checked, short
+from matlens.linear.maps import LinearMap
 from matlens.models.identity import Provenance
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
-
-Kind = Literal["rms", "layer"]
 
 
 @checked
@@ -34,7 +32,7 @@ class Standardisation:
         What the norm adds to the mean square.
     """
 
-    kind: Kind
+    kind: Literal["rms", "layer"]
     eps: NonNegative = 0.0
 
     def __call__(self, h: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
@@ -84,85 +82,49 @@ def _is_gain(standardisation: Standardisation, module: Any, width: int) -> bool:
 
 @checked
 @dataclass(frozen=True, eq=False)
-class LayerMap:
-    """The map of one layer, ``h -> W h + b``; ``W`` is dense, of low rank, or the identity.
+class LensMaps:
+    """What a `Lens` is without the model that it reads out with, see there."""
 
-    Attributes
-    ----------
-    weight
-        ``W``, ``[d, d]``; of low rank its left factor, ``[d, r]``; ``None`` for the identity.
-    right
-        The right factor of a map of rank ``r``, ``[r, d]``: ``W = weight @ right``.
-    bias
-        ``[d]``, or ``None``.
-    scale
-        A factor on the logits that are read out.
-    """
-
-    weight: Float[Tensor, "d k"] | None = None
-    right: Float[Tensor, "k d"] | None = None
-    bias: Float[Tensor, " d"] | None = None
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.weight is None:
-            fits = self.right is None
-        else:
-            d, rank = self.weight.shape
-            right = (d, d) if self.right is None else tuple(self.right.shape)
-            fits = right == (rank, d) and (self.bias is None or len(self.bias) == d)
-        if not fits:
-            shapes = {name: tuple(part.shape) for name, part in self.parts.items()}
-            raise InputError(
-                f"weight, right and bias must be [d, d] or [d, r] with [r, d], and [d], got {shapes}."
-            )
-
-    @property
-    def parts(self) -> dict[str, Tensor]:
-        """Its tensors by name."""
-        named = {"weight": self.weight, "right": self.right, "bias": self.bias}
-        return {name: part for name, part in named.items() if part is not None}
-
-    @property
-    def n_parameters(self) -> int:
-        """How many numbers it has."""
-        return sum(part.numel() for part in self.parts.values()) + (self.scale != 1)
-
-    def matrix(self, width: PositiveInt) -> Float[Tensor, "d d"]:
-        """``W`` as one matrix; ``width`` is that of the identity."""
-        if self.weight is None:
-            return torch.eye(width)
-        return self.weight if self.right is None else self.weight @ self.right
-
-    def __call__(self, h: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
-        """Map vectors, in float32 and on their own device."""
-        if any(len(part) != h.shape[-1] for part in (self.weight, self.bias) if part is not None):
-            raise InputError(f"h must have the width of the map, got {short(h)}.")
-        h = h.float()
-        for factor in (self.right, self.weight):
-            if factor is not None:
-                h = torch.nn.functional.linear(h, factor.to(h.device))
-        return h if self.bias is None else h + self.bias.to(h.device)
-
-    @property
-    def digest(self) -> str:
-        """Sixteen hex digits that change with its numbers."""
-        names = [float(name == part) for name in ("weight", "right", "bias") for part in self.parts]
-        return tensor_digest(torch.tensor([self.scale, *names]).double(), *self.parts.values())
-
-
-class LensParts(NamedTuple):
-    """What a `Lens` is made of, see there."""
-
-    maps: Mapping[int, LayerMap]
+    maps: Mapping[int, LinearMap | None]
     method: str
     provenance: Provenance
     norm: Standardisation | None = None
+    scales: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        identity = self.provenance.identity
+        if not self.maps:
+            raise InputError("maps must have one layer or more.")
+        for layer, linear in self.maps.items():
+            if type(layer) is not int or not 0 <= layer < identity.n_layers:
+                raise InputError(f"maps must be of layers 0 to {identity.n_layers - 1}, got {short(layer)}.")
+            if linear is not None and linear.shape != (identity.d_model, identity.d_model):
+                raise InputError(
+                    f"The map of layer {layer} is {linear.shape}, and the model has {identity.d_model} "
+                    "dimensions. Is it of another model?"
+                )
+        object.__setattr__(self, "maps", dict(sorted(self.maps.items())))
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that it has maps of."""
+        return tuple(self.maps)
+
+    @property
+    def n_parameters(self) -> int:
+        """Number of parameters; a map that several layers share counts once."""
+        parts = [part for linear in self.maps.values() if linear for part in linear.parts.values()]
+        sizes = {id(part): part.numel() for part in parts}
+        return sum(sizes.values()) + sum(scale != 1 for scale in self.scales.values())
 
     @property
     def digest(self) -> str:
         """Sixteen hex digits that change with the numbers."""
-        norm = None if self.norm is None else (self.norm.kind, self.norm.eps)
-        known = {id(held): held.digest for held in {id(h): h for h in self.maps.values()}.values()}
-        content = repr((norm, [(layer, known[id(held)]) for layer, held in self.maps.items()]))
+        digests = {layer: linear and linear.digest for layer, linear in self.maps.items()}
+        content = repr((self.norm, digests, sorted(self.scales.items())))
         return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    def matrix(self, layer: int) -> Float[Tensor, "d_model d_model"]:
+        """The dense matrix of a layer's map, which may be the identity."""
+        linear = self.maps[layer]
+        return torch.eye(self.provenance.identity.d_model) if linear is None else linear.matrix

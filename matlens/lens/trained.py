@@ -9,9 +9,8 @@ distribution is estimated without bias.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -20,18 +19,10 @@ from torch import Tensor
 from matlens import parallel
 from matlens.activations.activations import Activations
 from matlens.data.corpus import Corpus, as_corpus
-from matlens.errors import (
-    Between,
-    InputError,
-    NonNegative,
-    NonNegativeInt,
-    PositiveInt,
-    Seed,
-    checked,
-    short,
-)
+from matlens.errors import InputError, NonNegativeInt, PositiveInt, Seed, checked
 from matlens.lens.config import LensConfig, closed_forms, resolve_layers
-from matlens.lens.maps import LayerMap, LensParts, Standardisation
+from matlens.lens.maps import LensMaps, Standardisation
+from matlens.linear.maps import LinearMap
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import Readout, check_vectors
 from matlens.numerics.precision import in_float64
@@ -55,242 +46,171 @@ _FEWEST = 128  # samples of a step, where there are few
 TUNED = 120_000  # samples that the tuned lens sees at most, over all steps
 SKIPPED = 16  # first positions that TransformerLens excludes, sinks among them
 PROMPTS, LONGEST = 30, 128  # that Jacobians are taken on, and the tokens that each is cut to
+AT_ONCE = 8  # dimensions per backward pass; more take more memory and no more work
 
 
-@checked
-@dataclass(frozen=True)
-class VocabularySample:
-    """Chances by which tokens are sampled, each more than 0 and at most 1."""
-
-    chances: Float[Tensor, " d_vocab"]
-
-    @classmethod
-    def from_weights(cls, weights: Float[Tensor, " d_vocab"], n: PositiveInt) -> VocabularySample:
-        """Chances in proportion to weights, 1 at most, with ``n`` tokens expected."""
-        if not bool(weights.isfinite().all()) or not len(weights) or float(weights.min()) < 0:
-            raise InputError("weights must be finite numbers of at least 0.")
-        if n >= len(weights) or not float(weights.max()) > 0:
-            return cls(torch.ones_like(weights))
-        weights = in_float64(weights)
-        weights = weights + _FLOOR * weights.mean()
-        certain = torch.zeros_like(weights, dtype=torch.bool)
-        while True:  # tokens that are certain leave the rest to the others
-            left = weights.masked_fill(certain, 0)
-            chances = left * ((n - int(certain.sum())) / left.sum())
-            if not bool((chances > 1).any()):
-                return cls(chances.masked_fill(certain, 1).float().clamp(max=1))
-            certain |= chances >= 1
-
-    def draw(self, generator: torch.Generator) -> tuple[Int[Tensor, " k"], Float[Tensor, " k"]]:
-        """Sampled tokens, and the logarithm of each one's chance, which is subtracted from its score."""
-        tokens = (torch.rand(len(self.chances), generator=generator) < self.chances.cpu()).nonzero()[:, 0]
-        return tokens, self.chances.cpu()[tokens].log()
+def token_chances(weights: Float[Tensor, " d_vocab"], n: int) -> Float[Tensor, " d_vocab"]:
+    """Chances in proportion to weights, more than 0 and at most 1, with ``n`` tokens expected."""
+    if n >= len(weights) or not float(weights.max()) > 0:
+        return torch.ones_like(weights)
+    weights = in_float64(weights)
+    weights = weights + _FLOOR * weights.mean()
+    certain = torch.zeros_like(weights, dtype=torch.bool)
+    while True:  # tokens that are certain leave the rest to the others
+        left = weights.masked_fill(certain, 0)
+        chances = left * ((n - int(certain.sum())) / left.sum())
+        if not bool((chances > 1).any()):
+            return chances.masked_fill(certain, 1).float().clamp(max=1)
+        certain |= chances >= 1
 
 
-@checked
+def draw_tokens(
+    chances: Float[Tensor, " d_vocab"], generator: torch.Generator
+) -> tuple[Int[Tensor, " k"], Float[Tensor, " k"]]:
+    """Sampled tokens, and the logarithm of each one's chance, which is subtracted from its score."""
+    tokens = (torch.rand(len(chances), generator=generator) < chances).nonzero()[:, 0]
+    return tokens, chances[tokens].log()
+
+
 def divergence(
-    scores: Float[Tensor, "n k"], truth: Float[Tensor, "n k"], offset: Float[Tensor, " k"] | None = None
+    scores: Float[Tensor, "n k"], truth: Float[Tensor, "n k"], offset: Float[Tensor, " k"] | float = 0.0
 ) -> Float[Tensor, " n"]:
     """``KL(p || q)`` of each row, for scores of ``q`` and of ``p`` (``truth``).
 
     ``offset`` has the logarithms of the chances by which tokens were sampled, if they were.
     """
-    if scores.shape != truth.shape or (offset is not None and len(offset) != scores.shape[1]):
-        raise InputError(
-            f"scores, truth and offset must be of the same tokens, got {short(scores)} and {short(truth)}."
-        )
-    if offset is not None:
-        scores, truth = scores - offset, truth - offset
-    return kl_divergence(log_softmax(truth), log_softmax(scores))
+    return kl_divergence(log_softmax(truth - offset), log_softmax(scores - offset))
 
 
-@checked
-def polish(
-    readout: Readout,
-    start: LayerMap,
-    h: Float[Tensor, "n d_model"],
-    last: Float[Tensor, "n d_model"],
-    *,
-    norm: Standardisation | None = None,
-    tokens: PositiveInt = TOKENS,
-    steps: PositiveInt = STEPS,
-    batch: PositiveInt = BATCH,
-    rate: NonNegative = 0.03,
-    seed: Seed = 0,
-) -> LayerMap:
-    """Improve a map by steps down the divergence of what is read out (definitions, section 9).
-
-    A step changes the matrix as much in every direction: its gradient with momentum, with all singular
-    values made equal. The intercept and a factor on the scores go by Adam.
+class LayerTraining:
+    """A map ``h^l -> h^L`` while it is trained, and what is read out through it (definitions, section 9).
 
     Parameters
     ----------
-    start
-        The map to start from, the best closed form.
-    h, last
-        ``h^l`` and ``h^L``, row by row. No sample is seen more than twice: few samples make smaller steps.
+    readout, h, last
+        The model's read-out, and ``h^l`` and ``h^L`` row by row.
+    start, scale
+        The map to start from, by default 0, and the factor on its scores.
     norm
         What is done to ``h^l`` before the map.
-    tokens
-        Expected number of tokens that are read out at a step.
-    steps, batch, rate
-        Number of steps, samples of each, and the first one's size: about what the singular values of the
-        matrix change by. It falls to 0 linearly.
+    seed
+        For the samples and tokens that are drawn.
     """
-    _check_pairs(readout, h, last)
-    steps, batch = steps_for(len(h), steps, batch)
-    generator = torch.Generator().manual_seed(seed)
-    trained = _Trained(readout, start, norm)
-    pilot = torch.randperm(len(h), generator=generator)[:PILOT]
-    with torch.no_grad():
-        sample = VocabularySample.from_weights(trained.token_weights(h[pilot], last[pilot]), tokens)
-    matrix, bias = trained.parts
-    momentum = torch.zeros_like(matrix)
-    groups: list[dict[str, Any]] = [{"params": [bias]}, {"params": [trained.log_scale], "lr": 0.01}]
-    adam = torch.optim.Adam(groups, lr=1e-3)
-    schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 1 - step / steps)
-    with readout.weights.constant():
-        for step, rows in enumerate(list(_batches(len(h), steps, batch, generator))):
-            drawn, offset = sample.draw(generator)
-            matrix.grad = None
-            adam.zero_grad()
-            trained.loss(h[rows], last[rows], drawn, offset).backward()
-            assert matrix.grad is not None
-            momentum = 0.9 * momentum + matrix.grad
-            with torch.no_grad():
-                matrix -= rate * (1 - step / steps) * _orthogonal(matrix.grad + 0.9 * momentum)
-            adam.step()
-            schedule.step()
-    return trained.result()
-
-
-@checked
-def scale_map(
-    readout: Readout,
-    start: LayerMap,
-    h: Float[Tensor, "n d_model"],
-    last: Float[Tensor, "n d_model"],
-    *,
-    norm: Standardisation | None = None,
-    seed: Seed = 0,
-) -> LayerMap:
-    """The map with the factor on its scores that minimises the divergence, of 0.4, 0.5 to 1; see `polish`."""
-    _check_pairs(readout, h, last)
-    generator = torch.Generator().manual_seed(seed)
-    pilot = torch.randperm(len(h), generator=generator)[:PILOT]
-    trained = _Trained(readout, start, norm)
-    with torch.no_grad():
-        return replace(start, scale=trained.best_scale(h[pilot], last[pilot]))
-
-
-@checked
-def tune(
-    readout: Readout,
-    h: Float[Tensor, "n d_model"],
-    last: Float[Tensor, "n d_model"],
-    *,
-    steps: PositiveInt = 250,
-    passes: Annotated[float, Between(0, 1000)] | None = None,
-    rate: NonNegative = 1.0,
-    seed: Seed = 0,
-) -> LayerMap:
-    """Train ``h + A h + b`` from ``A = 0`` as the package tuned-lens does by default.
-
-    Stochastic gradient descent with Nesterov's momentum of 0.9, weight decay of 0.001, gradients of at most 1
-    in norm, and a rate that falls to 0 linearly. Gradients are bounded for the layer alone, where the package
-    bounds those of all its layers together, and parameters are in float32, not bfloat16.
-
-    Parameters
-    ----------
-    passes
-        How often each sample is seen, which gives the samples of a step; by default twice, and less often
-        where that were more than 120,000 samples.
-    rate
-        The first step's size, as the package counts it: momentum is not counted twice.
-    """
-    passes = passes_for(len(h)) if passes is None else passes
-    steps = max(1, min(steps, math.ceil(len(h) * passes)))
-    rate, seed = rate, seed
-    batch = max(1, math.ceil(len(h) * passes / steps))
-    _check_pairs(readout, h, last)
-    generator = torch.Generator().manual_seed(seed)
-    width = readout.d_model
-    trained = _Trained(readout, LayerMap(torch.zeros(width, width), bias=torch.zeros(width)), residual=True)
-    optimiser = torch.optim.SGD(trained.parts, lr=rate * 0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: 1 - step / steps)
-    with readout.weights.constant():
-        for rows in list(_batches(len(h), steps, batch, generator)):
-            optimiser.zero_grad()
-            trained.loss(h[rows], last[rows]).backward()
-            torch.nn.utils.clip_grad_norm_(trained.parts, 1.0)
-            optimiser.step()
-            schedule.step()
-    return trained.result()
-
-
-class _Trained:
-    """A map while it is trained, and what is read out through it."""
 
     def __init__(
         self,
         readout: Readout,
-        start: LayerMap,
-        norm: Standardisation | None = None,
+        h: Float[Tensor, "n d_model"],
+        last: Float[Tensor, "n d_model"],
         *,
-        residual: bool = False,
+        start: LinearMap | None = None,
+        scale: float = 1.0,
+        norm: Standardisation | None = None,
+        seed: int = 0,
     ) -> None:
         width, device = readout.d_model, readout.device
-        bias = torch.zeros(width) if start.bias is None else start.bias
-        weight = start.matrix(width)
-        if len(weight) != width:
-            raise InputError(f"The map is of {len(weight)} dimensions, the model of {width}: another model?")
-        self.readout, self.norm, self.residual = readout, norm, residual
-        self.parts = [
+        for vectors in (h, last):
+            check_vectors(vectors, width, n_axes=2)
+        if len(h) != len(last) or not len(h):
+            raise InputError(f"h and last must be as many samples, one or more, got {len(h)}, {len(last)}.")
+        weight, bias = torch.zeros(width, width), torch.zeros(width)
+        if start is not None:
+            weight, bias = start.matrix, bias if start.bias is None else start.bias
+        self.readout, self.h, self.last, self.norm = readout, h, last, norm
+        self.weight, self.bias = (
             part.detach().to(device, torch.float32).clone().requires_grad_() for part in (weight, bias)
-        ]
-        self.log_scale = torch.tensor(math.log(start.scale), device=device, requires_grad=True)
+        )
+        self.log_scale = torch.tensor(math.log(scale), device=device, requires_grad=True)
+        self.residual = False  # whether the map is added to the vectors
+        self.generator = torch.Generator().manual_seed(seed)
 
-    def scores(self, h: Tensor, tokens: Tensor | None = None) -> Tensor:
+    def rescale(self) -> None:
+        """Find the factor on the scores that minimises the divergence, of 0.4, 0.5 to 1."""
+        with torch.no_grad():
+            losses = torch.zeros(len(_SCALES), device=self.readout.device)
+            for truth, scores in self._pilot():
+                losses += torch.stack([divergence(scale * scores, truth).sum() for scale in _SCALES])
+            self.log_scale += math.log(_SCALES[int(losses.argmin())])
+
+    def polish(
+        self, *, steps: int = STEPS, batch: int = BATCH, tokens: int = TOKENS, rate: float = 0.03
+    ) -> None:
+        """Take steps down the divergence of what is read out, each with a sample of the vocabulary.
+
+        A step changes the matrix as much in every direction: its gradient with momentum, with all singular
+        values made equal. The intercept and a factor on the scores go by Adam. ``rate`` is about what the
+        singular values of the matrix change by at the first step; it falls to 0 linearly.
+        """
+        steps, batch = steps_for(len(self.h), steps, batch)
+        with torch.no_grad():  # the chance of a token grows with its probability in either distribution
+            squares = torch.zeros(self.readout.d_vocab, device=self.readout.device)
+            for truth, scores in self._pilot():
+                squares += truth.exp().square().sum(0) + log_softmax(scores).exp().square().sum(0)
+            chances = token_chances(squares.sqrt().cpu(), tokens)
+        momentum = torch.zeros_like(self.weight)
+        groups: list[dict[str, Any]] = [{"params": [self.bias]}, {"params": [self.log_scale], "lr": 0.01}]
+        adam = torch.optim.Adam(groups, lr=1e-3)
+        schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 1 - step / steps)
+        with self.readout.weights.constant():
+            for step, rows in enumerate(list(_batches(len(self.h), steps, batch, self.generator))):
+                self.weight.grad = None
+                adam.zero_grad()
+                self._loss(rows, *draw_tokens(chances, self.generator)).backward()
+                assert self.weight.grad is not None
+                momentum = 0.9 * momentum + self.weight.grad
+                with torch.no_grad():
+                    change = _orthogonal(self.weight.grad + 0.9 * momentum)
+                    self.weight -= rate * (1 - step / steps) * change
+                adam.step()
+                schedule.step()
+
+    def tune(self, *, steps: int = 250, rate: float = 1.0) -> None:
+        """Train ``h + A h + b`` from ``A = 0`` as the package tuned-lens does by default.
+
+        Stochastic gradient descent with Nesterov's momentum of 0.9, weight decay of 0.001, gradients of at
+        most 1 in norm, and a rate that falls to 0 linearly; ``rate`` is the first step's as the package
+        counts it, where momentum is not counted twice. Gradients are bounded for the layer alone, where the
+        package bounds those of all its layers together, and parameters are in float32, not bfloat16.
+        """
+        n, parts = len(self.h), [self.weight, self.bias]
+        self.residual = True
+        steps = max(1, min(steps, math.ceil(n * passes_for(n))))
+        batch = max(1, math.ceil(n * passes_for(n) / steps))
+        optimiser = torch.optim.SGD(parts, lr=rate * 0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: 1 - step / steps)
+        with self.readout.weights.constant():
+            for rows in list(_batches(n, steps, batch, self.generator)):
+                optimiser.zero_grad()
+                self._loss(rows).backward()
+                torch.nn.utils.clip_grad_norm_(parts, 1.0)
+                optimiser.step()
+                schedule.step()
+
+    def result(self) -> dict[str, Tensor]:
+        """Weight, bias and scale."""
+        weight = self.weight + torch.eye(len(self.weight)).to(self.weight) if self.residual else self.weight
+        parts = {"weight": weight, "bias": self.bias, "scale": self.log_scale.exp()}
+        if not all(bool(part.isfinite().all()) for part in parts.values()):
+            raise InputError("The training has overflowed. Give a smaller rate.")
+        return {name: part.detach().cpu() for name, part in parts.items()}
+
+    def _scores(self, h: Tensor, tokens: Tensor | None = None) -> Tensor:
         h = h.to(self.readout.device, torch.float32)
         x = h if self.norm is None else self.norm(h)
-        mapped = torch.nn.functional.linear(x, *self.parts)
+        mapped = torch.nn.functional.linear(x, self.weight, self.bias)
         features = self.readout.features(x + mapped if self.residual else mapped)
         return self.log_scale.exp() * self.readout.token_scores(features, tokens)
 
-    def loss(
-        self, h: Tensor, last: Tensor, tokens: Tensor | None = None, offset: Tensor | None = None
-    ) -> Tensor:
+    def _loss(self, rows: Tensor, tokens: Tensor | None = None, offset: Tensor | None = None) -> Tensor:
         with torch.no_grad():
-            truth = self.readout.token_scores(self.readout.features(last), tokens)
-        offset = None if offset is None else offset.to(truth.device)
-        return divergence(self.scores(h, tokens), truth, offset).mean()
+            truth = self.readout.token_scores(self.readout.features(self.last[rows]), tokens)
+        scores = self._scores(self.h[rows], tokens)
+        return divergence(scores, truth, 0.0 if offset is None else offset.to(truth.device)).mean()
 
-    def token_weights(self, h: Tensor, last: Tensor) -> Tensor:
-        """Root of the summed squares of each token's probability in either distribution."""
-        squares = torch.zeros(self.readout.d_vocab, device=self.readout.device)
-        for truth, scores in self._read(h, last):
-            squares += truth.exp().square().sum(0) + log_softmax(scores).exp().square().sum(0)
-        return squares.sqrt()
-
-    def best_scale(self, h: Tensor, last: Tensor) -> float:
-        """The factor on the scores that minimises the divergence, of those tried."""
-        losses = torch.zeros(len(_SCALES), device=self.readout.device)
-        for truth, scores in self._read(h, last):
-            losses += torch.stack([divergence(scale * scores, truth).sum() for scale in _SCALES])
-        return _SCALES[int(losses.argmin())] * float(self.log_scale.exp())
-
-    def _read(self, h: Tensor, last: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        for start in range(0, len(h), 64):
-            part = slice(start, start + 64)
-            yield self.readout.log_probs(last[part]), self.scores(h[part])
-
-    def result(self) -> LayerMap:
-        weight, bias = (part.detach().cpu() for part in self.parts)
-        if self.residual:
-            weight = weight + torch.eye(len(weight))
-        if not bool(weight.isfinite().all() & bias.isfinite().all() & self.log_scale.isfinite()):
-            raise InputError("The training has overflowed. Give a smaller rate.")
-        return LayerMap(weight, bias=bias, scale=float(self.log_scale.detach().exp()))
+    def _pilot(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The model's log-probabilities and the map's scores of a few samples."""
+        for rows in torch.randperm(len(self.h), generator=self.generator)[:PILOT].split(64):
+            yield self.readout.log_probs(self.last[rows]), self._scores(self.h[rows])
 
 
 def _orthogonal(gradient: Tensor) -> Tensor:
@@ -301,13 +221,6 @@ def _orthogonal(gradient: Tensor) -> Tensor:
         square = x @ x.T
         x = a * x + (b * square + c * square @ square) @ x
     return x
-
-
-def _check_pairs(readout: Readout, h: Tensor, last: Tensor) -> None:
-    for vectors in (h, last):
-        check_vectors(vectors, readout.d_model, n_axes=2)
-    if len(h) != len(last) or not len(h):
-        raise InputError(f"h and last must be as many samples, one or more, got {len(h)} and {len(last)}.")
 
 
 def steps_for(n: int, steps: int, batch: int) -> tuple[int, int]:
@@ -331,7 +244,6 @@ def _batches(n: int, steps: int, batch: int, generator: torch.Generator) -> Iter
         order = order[batch:]
 
 
-@checked
 def best_start(model: TransformerBridge) -> str:
     """The closed form that ``scaled`` and ``polished`` start from: standardised if the head allows."""
     try:
@@ -355,64 +267,45 @@ def train_maps(
     readout: Readout,
     rows: Activations,
     *,
-    start: LensParts | None = None,
-    layers: Sequence[int] | None = None,
+    start: LensMaps | None = None,
+    layers: Sequence[int],
     seed: Seed = 0,
     progress: bool = True,
-) -> LensParts:
+) -> LensMaps:
     """Train one map per layer on collected vectors. Several processes each train some of the layers.
 
     Parameters
     ----------
     name
-        ``"scaled"``, see `scale_map`; ``"polished"``, see `polish`; ``"tuned"``, see `tune`.
+        See `LayerTraining`: ``"scaled"`` for `rescale`, ``"polished"`` for `polish`, ``"tuned"`` for `tune`.
     rows
         Vectors of the layers and of the last one.
     start
         The closed form that ``scaled`` and ``polished`` start from, see `best_start`.
     layers
-        The layers, by default those of ``start``, or all but the last.
+        The layers.
     """
     readout.check_same(rows.provenance, theirs="the rows")
-    last = rows.provenance.identity.n_layers
     if name == "tuned":
         start = None
     elif start is None:
         raise InputError(f"{name!r} starts from a closed form: give start.")
-    begin = {} if start is None else dict(start.maps)
-    wanted = list(layers if layers is not None else begin or range(last))
-    absent = [layer for layer in [*wanted, last] if f"h.{layer}" not in rows]
-    absent += [layer for layer in wanted if begin and layer not in begin]
-    if absent or not wanted:
-        raise InputError(f"The rows lack the layers {short(absent)}. Collect these sites too.")
-    norm = None if start is None else start.norm
-    h_last = rows[last]
-    fit: dict[str, Callable[[int], LayerMap]] = {
-        "scaled": lambda layer: scale_map(readout, begin[layer], rows[layer], h_last, norm=norm, seed=seed),
-        "polished": lambda layer: polish(readout, begin[layer], rows[layer], h_last, norm=norm, seed=seed),
-        "tuned": lambda layer: tune(readout, rows[layer], h_last, seed=seed),
-    }
-    mine = wanted[parallel.rank() :: parallel.world_size()]
-    fitted = {layer: fit[name](layer) for layer in Bar(mine, desc=name, disable=not progress)}
-    maps = _merged(fitted, wanted) if parallel.world_size() > 1 else fitted
-    provenance = rows.provenance.with_details(method=name, n_fitted=len(h_last), seed=seed)
-    return LensParts(maps, name, provenance, norm)
-
-
-def _merged(fitted: Mapping[int, LayerMap], wanted: Sequence[int]) -> dict[int, LayerMap]:
-    """The maps of all layers, of which each process has fitted some."""
+    norm, last = None if start is None else start.norm, f"h.{rows.provenance.identity.n_layers}"
     parts: dict[str, Tensor] = {}
-    for layer, of_layer in fitted.items():
-        parts |= {f"{layer}.{name}": part for name, part in of_layer.parts.items()}
-        parts[f"{layer}.scale"] = torch.tensor(of_layer.scale, dtype=torch.float64)
-    whole = parallel.merge(parts, "maps that are trained")
-    maps = {}
-    for layer in wanted:
-        prefix = f"{layer}."
-        named = {key.removeprefix(prefix): part for key, part in whole.items() if key.startswith(prefix)}
-        scale = float(named.pop("scale"))
-        maps[layer] = LayerMap(**named, scale=scale)
-    return maps
+    mine = layers[parallel.rank() :: parallel.world_size()]
+    for layer in Bar(mine, desc=name, disable=not progress):
+        begin = None if start is None else start.maps[layer]
+        training = LayerTraining(readout, rows[layer], rows[last], start=begin, norm=norm, seed=seed)
+        {"scaled": training.rescale, "polished": training.polish, "tuned": training.tune}[name]()
+        parts |= {f"{layer}.{part}": values for part, values in training.result().items()}
+    parts = parallel.merge(parts, "maps that are trained")
+    provenance = rows.provenance.with_details(method=name, n_fitted=rows.n_rows, seed=seed)
+    maps = {
+        layer: LinearMap(parts[f"{layer}.weight"], parts[f"{layer}.bias"], f"h.{layer}", last, provenance)
+        for layer in layers
+    }
+    scales = {layer: float(parts[f"{layer}.scale"]) for layer in layers}
+    return LensMaps(maps, name, provenance, norm, scales)
 
 
 def longest_sentences(corpus: Corpus, n: int) -> list[str]:
@@ -428,10 +321,9 @@ def fit_jacobian(
     layers: Sequence[int] | None = None,
     longest: PositiveInt = LONGEST,
     skip: NonNegativeInt = SKIPPED,
-    at_once: PositiveInt = 8,
     progress: bool = True,
-) -> LensParts:
-    """Fit a Jacobian lens by ``JacobianLens.fit`` of TransformerLens; ``Lens(*parts)`` is the lens.
+) -> LensMaps:
+    """Fit a Jacobian lens by ``JacobianLens.fit`` of TransformerLens.
 
     For each prompt there is a backward pass for every few dimensions of ``h^L``: minutes per prompt on a CPU;
     all layers come from the same passes. Several processes divide the prompts.
@@ -446,8 +338,6 @@ def fit_jacobian(
         Tokens that a prompt is cut to.
     skip
         First positions of a prompt that are no sources.
-    at_once
-        Dimensions per pass; more take more memory and no more work.
 
     Raises
     ------
@@ -468,7 +358,7 @@ def fit_jacobian(
     if own := [text for text, _ in long[parallel.rank() :: parallel.world_size()]]:
         try:
             fitted = JacobianLens.fit(
-                model, own, corpus=name, source_layers=[layer - 1 for layer in wanted], dim_batch=at_once,
+                model, own, corpus=name, source_layers=[layer - 1 for layer in wanted], dim_batch=AT_ONCE,
                 max_seq_len=longest, skip_first_positions=skip,
                 show_progress=progress and parallel.is_main(),
             )  # fmt: skip
@@ -487,8 +377,12 @@ def fit_jacobian(
             "skip": skip,
         },
     )  # fmt: skip
-    maps = {layer: LayerMap(jacobian.clone()) for layer, jacobian in zip(wanted, jacobians, strict=True)}
-    return LensParts(maps, "jacobian", provenance)
+    last = f"h.{model.cfg.n_layers}"
+    maps = {
+        layer: LinearMap(jacobian.clone(), None, f"h.{layer}", last, provenance)
+        for layer, jacobian in zip(wanted, jacobians, strict=True)
+    }
+    return LensMaps(maps, "jacobian", provenance)
 
 
 def _mean(means: Float[Tensor, "layers d d"], n: int) -> tuple[Float[Tensor, "layers d d"], int]:

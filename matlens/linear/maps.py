@@ -24,26 +24,30 @@ class LinearMap:
     Attributes
     ----------
     weight
-        The matrix ``A`` in float32, ``[d_out, d_in]`` (paper A, Eq. 1).
+        The matrix ``A`` in float32, ``[d_out, d_in]`` (paper A, Eq. 1); of a low-rank map its left factor.
     bias
         ``[d_out]``, or ``None``, as in the paper.
     source, target
         The sites that it maps from and to, such as ``"h.3"`` and ``"h.30"``.
     provenance
         The model, the corpus, the seed and the sample count that it was fitted on.
+    right
+        The right factor of a map of rank ``r``, ``[r, d_in]``: ``A = weight @ right``.
     """
 
-    weight: Float[Tensor, "d_out d_in"]
+    weight: Float[Tensor, "d_out k"]
     bias: Float[Tensor, " d_out"] | None
     source: str
     target: str
     provenance: Provenance = field(default_factory=Provenance, repr=False)
+    right: Float[Tensor, "k d_in"] | None = None
 
     def __post_init__(self) -> None:
-        if self.bias is not None and self.bias.shape != self.weight.shape[:1]:
+        shapes = [None if part is None else tuple(part.shape) for part in (self.bias, self.right)]
+        d_out, k = self.weight.shape
+        if shapes[0] not in (None, (d_out,)) or (shapes[1] is not None and shapes[1][0] != k):
             raise InputError(
-                f"A bias of the shape {tuple(self.bias.shape)} does not fit a weight of "
-                f"{tuple(self.weight.shape)}. Expected {self.weight.shape[0]} numbers, one for each row."
+                f"A bias and a right factor of the shapes {shapes} do not fit a weight of {d_out, k}."
             )
 
     @classmethod
@@ -61,17 +65,35 @@ class LinearMap:
             kept, None if bias is None else bias.to(torch.float32), source, target, provenance or Provenance()
         )
 
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """Its tensors by name."""
+        named = {"weight": self.weight, "right": self.right, "bias": self.bias}
+        return {name: part for name, part in named.items() if part is not None}
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(d_out, d_in)``."""
+        return len(self.weight), (self.weight if self.right is None else self.right).shape[1]
+
+    @property
+    def matrix(self) -> Float[Tensor, "d_out d_in"]:
+        """``A``, also of a low-rank map."""
+        return self.weight if self.right is None else self.weight @ self.right
+
     def __call__(self, h: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
         """Map vectors in float32, whatever the precision of the map or of the vectors, on their device."""
-        if not h.ndim or h.shape[-1] != self.weight.shape[1]:
-            width = self.weight.shape[1]
+        if not h.ndim or h.shape[-1] != self.shape[1]:
+            width = self.shape[1]
             raise InputError(
                 f"The map {self.source} -> {self.target} takes vectors of {width} coordinates: it was given "
                 f"{short(h)}. Expected what {self.source} holds."
             )
-        weight = self.weight.to(h.device, torch.float32)
-        bias = None if self.bias is None else self.bias.to(h.device, torch.float32)
-        return torch.nn.functional.linear(h.to(torch.float32), weight, bias)
+        parts = {name: part.to(h.device, torch.float32) for name, part in self.parts.items()}
+        h = h.to(torch.float32)
+        if self.right is not None:
+            h = torch.nn.functional.linear(h, parts["right"])
+        return torch.nn.functional.linear(h, parts["weight"], parts.get("bias"))
 
     @property
     def n_samples(self) -> int | None:
@@ -81,7 +103,7 @@ class LinearMap:
     @property
     def digest(self) -> str:
         """Sixteen hex digits that change with the map's numbers."""
-        parts = [part for part in (self.weight, self.bias) if part is not None]
+        parts = list(self.parts.values())
         checksum, known = fast_checksum(parts), vars(self).get("_digest")
         if known is None or known[0] != checksum:  # its numbers can be edited in place
             known = vars(self)["_digest"] = checksum, tensor_digest(*(part.float() for part in parts))
@@ -101,8 +123,8 @@ class LinearMap:
             raise InputError(
                 f"A map cannot be brought to the device {short(device)}. Expected cpu, cuda or mps."
             ) from error
-        bias = None if self.bias is None else self.bias.to(found)
-        return replace(self, weight=self.weight.to(found), bias=bias)
+        parts = {name: part.to(found) for name, part in self.parts.items()}
+        return replace(self, weight=parts["weight"], right=parts.get("right"), bias=parts.get("bias"))
 
     def then(self, following: LinearMap) -> LinearMap:
         """Compose: this map first, ``following`` after it.
@@ -119,12 +141,12 @@ class LinearMap:
             )
         if None not in (self.provenance.model, following.provenance.model):
             self.provenance.check_same(following.provenance, ours="the first map", theirs="the following map")
-        outer = in_float64(following.weight)
+        outer = in_float64(following.matrix)
         bias = None if self.bias is None else outer @ in_float64(self.bias).to(outer.device)
         if following.bias is not None:
             added = in_float64(following.bias)
             bias = added if bias is None else bias + added
-        weight = outer @ in_float64(self.weight).to(outer.device)
+        weight = outer @ in_float64(self.matrix).to(outer.device)
         return LinearMap.from_solution(weight, bias, self.source, following.target, self.provenance)
 
 

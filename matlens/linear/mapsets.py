@@ -258,10 +258,10 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
 
 
 def _with_names(linear: LinearMap) -> LinearMap:
-    """A map whose sites are spelled as sets spell them, such as ``h.3`` for ``resid_post.2``."""
+    """A dense map whose sites are spelled as sets spell them, such as ``h.3`` for ``resid_post.2``."""
     source, target = str(Site.read(linear.source)), str(Site.read(linear.target))
-    same = (source, target) == (linear.source, linear.target)
-    return linear if same else replace(linear, source=source, target=target)
+    same = (source, target) == (linear.source, linear.target) and linear.right is None
+    return linear if same else replace(linear, source=source, target=target, weight=linear.matrix, right=None)
 
 
 def _said_alike(provenances: Sequence[Provenance]) -> Provenance:

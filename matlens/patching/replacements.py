@@ -324,8 +324,8 @@ def _check_heads(replacement: Replacement, layout: ModelLayout) -> None:
 
 def _check_finite(replacement: Replacement) -> None:
     if isinstance(replacement.function, LinearMap):
-        for part in (replacement.function.weight, replacement.function.bias):
-            if part is not None and not bool(part.isfinite().all()):
+        for part in replacement.function.parts.values():
+            if not bool(part.isfinite().all()):
                 raise InputError(f"The map {replacement} has weights that are not finite.")
 
 

@@ -15,13 +15,13 @@ from matlens import InputError, MapSet, Readout, collect, make_examples
 from matlens.data.corpus import Corpus
 from matlens.lens.early_exit import (
     PAPER_SWEEP,
-    exit_confidences,
+    ExitConfidence,
     exit_layers,
     exit_sweep,
     layers_saved,
     thresholds,
 )
-from matlens.lens.evaluation import map_lenses, prediction_quality
+from matlens.lens.evaluation import evaluate, map_lenses, prediction_quality
 
 # Of the configurations in conftest: d_model 32, 60 tokens; FFNs of 128 in GPT-2 and of 48 in the others.
 BLOCKS = {
@@ -79,7 +79,8 @@ def test_exits_cost_their_maps_and_readouts_and_save_blocks(
             for layer in range(1, N_LAYERS + 1)
         ]
         at = [way(data[layer]) for layer, way in enumerate(ways, 1)]
-        confidence = exit_confidences(readout, data[N_LAYERS], at).difference
+        evaluated = evaluate(readout, data[N_LAYERS], dict(enumerate(at)), confidence=True, progress=False)
+        confidence = ExitConfidence.from_evaluations(evaluated.values()).difference
         points = []
         for lam in sorted(set(sweep[sweep["method"] == method]["lam"].dropna())):
             left = exit_layers(confidence, thresholds(positions, lam)).double()

@@ -19,7 +19,13 @@ from conftest import (
 )
 from exits import comparison
 from exits.classifiers import RIDGE, ExitClassifiers
-from exits.comparison import ExitComparison, classifier_features, classifier_sites, compare_exits
+from exits.comparison import (
+    ExitComparison,
+    classifier_features,
+    classifier_sites,
+    compare_exits,
+    least_lam,
+)
 from exits.outcomes import JudgedExits, judge_exits, split_examples
 from plain_values import NORM_BEHIND
 from torch import Tensor
@@ -31,6 +37,7 @@ from matlens.ffn.clusters import Clusters
 from matlens.ffn.events import find_saturation
 from matlens.ffn.trace import Trace
 from matlens.ffn.values import ValueVectors
+from matlens.lens.early_exit import ExitConfidence, exit_layers, thresholds
 
 SEEDS, FEW, MANY = 2, 70, 90
 OPTIONS: dict[str, Any] = {
@@ -294,3 +301,31 @@ def test_activations_of_other_examples_are_refused(made: Callable[[str, int], Co
     )
     with pytest.raises(InputError, match="different examples"):
         compare_exits(study.model, study.trace, study.clusters, other, **OPTIONS)
+
+
+def confident(difference: list[list[float]], right: list[list[int]]) -> ExitConfidence:
+    return ExitConfidence(torch.tensor(difference), torch.tensor(right, dtype=torch.bool))
+
+
+def test_the_least_lam_is_the_first_of_the_steps_that_is_right_often_enough() -> None:
+    """All at position 0 of sentences of one token: the threshold is 0.9 lam + 0.1."""
+    at = torch.zeros(4, dtype=torch.long)
+    confidence = confident(
+        [[0.2, 0.9, 0.9], [0.3, 0.9, 0.9], [0.5, 0.9, 0.9], [0.7, 0.8, 0.9]],
+        [[0, 1, 1], [0, 1, 1], [1, 1, 1], [1, 0, 1]],
+    )
+    for wanted, gap in ((0.5, 0.0), (0.51, 0.2), (0.75, 0.2), (0.76, 0.3), (1.0, 0.3)):
+        lam = least_lam(confidence, at, 1.0, wanted)
+        if not gap:
+            assert lam == pytest.approx(-0.112)
+            continue
+        # The first step whose threshold that example's confidence does not exceed.
+        assert 0.9 * lam + 0.1 >= gap - 1e-6
+        assert 0.9 * (lam - 0.002) + 0.1 < gap
+
+
+def test_no_lam_but_the_last_is_right_where_only_the_last_layer_is() -> None:
+    confidence = confident([[1.0, 1.0], [1.0, 0.0]], [[0, 1], [0, 1]])
+    lam = least_lam(confidence, torch.tensor([0, 3]), 2.5, 1.0)
+    assert exit_layers(confidence.difference, thresholds(torch.tensor([0, 3]), lam, 2.5)).tolist() == [2, 2]
+    assert lam <= 1.112

@@ -148,7 +148,7 @@ def test_lenses_and_the_atlas_of_two_processes_are_those_of_one(
         assert ours.layers == theirs.layers
         for layer in ours.layers:
             assert_near(ours(h, layer), theirs(h, layer), 1e-4)
-            assert ours.maps[layer].scale == pytest.approx(theirs.maps[layer].scale, rel=1e-3)
+        assert ours.scales == pytest.approx(theirs.scales, rel=1e-3)
 
 
 def test_what_one_process_does_alone_the_others_wait_for(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_trained_lenses_are_fitted_at_chosen_layers(
     expected = Lens.fit(model, corpus, method="polished", layers=[1, 2], progress=False)
     lens = Lens.load(tmp_path / "out", model)
     assert lens.layers == (1, 2)
-    torch.testing.assert_close(lens.maps[1].matrix(1), expected.maps[1].matrix(1), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(lens.matrix(1), expected.matrix(1), rtol=1e-3, atol=1e-4)
     assert f"fitted on {expected.n_samples:,} tokens" in printed
     assert (tmp_path / "rows" / "config.json").exists()
 

@@ -20,15 +20,13 @@ from matlens.io.tables import COLUMNS
 from matlens.lens.early_exit import (
     PAPER_SWEEP,
     ExitConfidence,
-    exit_confidences,
     exit_layers,
     exit_sweep,
     layers_saved,
-    least_lam,
     savings,
     thresholds,
 )
-from matlens.lens.evaluation import map_lenses
+from matlens.lens.evaluation import evaluate, map_lenses
 from matlens.lens.evaluation import prediction_quality as quality
 
 MODELS = ("gpt2", "llama", "bert")
@@ -245,37 +243,11 @@ def test_maps_of_another_model_are_refused(study: Studies) -> None:
         sweep(readout, study("llama")[1], data)
 
 
-def confident(difference: list[list[float]], right: list[list[int]]) -> ExitConfidence:
-    return ExitConfidence(torch.tensor(difference), torch.tensor(right, dtype=torch.bool))
-
-
-def test_the_least_lam_is_the_first_of_the_steps_that_is_right_often_enough() -> None:
-    """All at position 0 of sentences of one token: the threshold is 0.9 lam + 0.1."""
-    at = torch.zeros(4, dtype=torch.long)
-    confidence = confident(
-        [[0.2, 0.9, 0.9], [0.3, 0.9, 0.9], [0.5, 0.9, 0.9], [0.7, 0.8, 0.9]],
-        [[0, 1, 1], [0, 1, 1], [1, 1, 1], [1, 0, 1]],
-    )
-    for wanted, gap in ((0.5, 0.0), (0.51, 0.2), (0.75, 0.2), (0.76, 0.3), (1.0, 0.3)):
-        lam = least_lam(confidence, at, 1.0, wanted)
-        if not gap:
-            assert lam == pytest.approx(-0.112)
-            continue
-        # The first step whose threshold that example's confidence does not exceed.
-        assert 0.9 * lam + 0.1 >= gap - 1e-6
-        assert 0.9 * (lam - 0.002) + 0.1 < gap
-
-
-def test_no_lam_but_the_last_is_right_where_only_the_last_layer_is() -> None:
-    confidence = confident([[1.0, 1.0], [1.0, 0.0]], [[0, 1], [0, 1]])
-    lam = least_lam(confidence, torch.tensor([0, 3]), 2.5, 1.0)
-    assert exit_layers(confidence.difference, thresholds(torch.tensor([0, 3]), lam, 2.5)).tolist() == [2, 2]
-    assert lam <= 1.112
-
-
 def test_confidences_are_those_of_what_is_given(study: Studies) -> None:
     readout, _, data = study("llama")
-    confidence = exit_confidences(readout, data[N_LAYERS], [data[layer] for layer in (2, 0, N_LAYERS)])
+    given = {layer: data[layer] for layer in (2, 0, N_LAYERS)}
+    evaluated = evaluate(readout, data[N_LAYERS], given, confidence=True, progress=False)
+    confidence = ExitConfidence.from_evaluations(evaluated.values())
     for i, layer in enumerate((2, 0, N_LAYERS)):
         p = readout.logits(data[layer]).double().softmax(-1)
         first, second = p.topk(2).values.T
@@ -289,9 +261,7 @@ def test_confidences_are_those_of_what_is_given(study: Studies) -> None:
 def test_a_factor_on_the_scores_changes_when_the_model_is_left(setting: Callable[[str], Any]) -> None:
     model, _, validation = setting("gpt2")
     lens = Lens.identity(model)
-    unsure = replace(
-        lens, maps={layer: replace(of_layer, scale=0.01) for layer, of_layer in lens.maps.items()}
-    )
+    unsure = replace(lens, scales=dict.fromkeys(lens.layers, 0.01))
     table = exit_sweep({"sure": lens, "unsure": unsure}, validation, layers=[2], progress=False)
     means = table[table["lam"] == 0.0].set_index("method")["layer"]
     assert means["unsure"] > means["sure"]

@@ -62,7 +62,7 @@ def test_what_is_not_finite_predicts_nothing_and_harms_no_other(wrong: float, sm
     whole, *others = evaluate(readout, truth, given, kl=True, progress=False).values()
     for other in others:
         of_lost = (readout.d_vocab + 1, math.inf, math.inf)
-        for ours, theirs, value in zip(other, whole, of_lost, strict=True):
+        for ours, theirs, value in zip(other[:3], whole[:3], of_lost, strict=True):
             assert torch.equal(ours[~lost], theirs[~lost])
             assert (ours[lost] == value).all()
         assert other.estimates()["kl", None].value == math.inf
@@ -103,7 +103,7 @@ def test_differences_are_paired() -> None:
     assert theirs.differences(ours)["precision", 1].value == -0.5
     assert differences["kl", None].value == 0
     with pytest.raises(InputError, match="same tokens"):
-        ours.differences(Evaluation(*(part[:3] for part in theirs)))
+        ours.differences(Evaluation(*(part[:3] for part in theirs[:3])))
 
 
 @pytest.mark.refused

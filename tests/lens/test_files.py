@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import D_MODEL, N_LAYERS, assert_near
-from small_lenses import numbers
+from small_lenses import linear, numbers
 from transformer_lens.tools.analysis import JacobianLens
 
 import matlens
 from matlens import InputError, Lens
-from matlens.lens.maps import LayerMap, Standardisation
+from matlens.lens.maps import Standardisation
 from matlens.models.identity import ModelIdentity, Provenance
 
 PROMPT = "w3 w14 w15 w9 w26"
@@ -29,9 +29,9 @@ def lens(small_model: Callable[[str], Any]) -> Lens:
     """A lens without biases: whole at layers 0 and 1, narrow at 2."""
     model = small_model("llama")
     maps = {
-        0: LayerMap(numbers(D_MODEL, D_MODEL)),
-        1: LayerMap(numbers(D_MODEL, D_MODEL, seed=1)),
-        2: LayerMap(numbers(D_MODEL, 4, seed=2), numbers(4, D_MODEL, seed=3)),
+        0: linear(0, numbers(D_MODEL, D_MODEL)),
+        1: linear(1, numbers(D_MODEL, D_MODEL, seed=1)),
+        2: linear(2, numbers(D_MODEL, 4, seed=2), right=numbers(4, D_MODEL, seed=3)),
     }
     return Lens(maps, "mat", Provenance(ModelIdentity.from_model(model), {"corpus": "words", "n": 7})).on(
         model
@@ -44,7 +44,7 @@ def test_transformerlens_reads_ours_as_we_do(lens: Lens, tmp_path: Path) -> None
     assert theirs.source_layers == [0, 1]
     assert theirs.n_prompts == 7
     for layer in (1, 2):
-        assert torch.equal(theirs.jacobians[layer - 1], lens.maps[layer].matrix(D_MODEL))
+        assert torch.equal(theirs.jacobians[layer - 1], lens.matrix(layer))
     readout = theirs.readout(lens.model, PROMPT, top_k=4, return_full_logits=True)
     ours = lens.top_tokens(PROMPT, 4)
     read = readout.top_tokens(lens.model.tokenizer, k=4)
@@ -61,7 +61,7 @@ def test_interventions_with_our_maps_are_hooks_written_by_hand(lens: Lens, tmp_p
     lens.to_jacobian_lens(tmp_path / "lens.pt")
     theirs = JacobianLens.load(str(tmp_path / "lens.pt"))
     ids = torch.tensor([[5, 6, 7, 8]])
-    pair = model.W_U.T[[11, 12]].detach() @ lens.maps[1].matrix(D_MODEL)  # [2, d]
+    pair = model.W_U.T[[11, 12]].detach() @ lens.matrix(1)  # [2, d]
     unit = pair[0] / pair[0].norm()
 
     def steer(h: torch.Tensor, hook: Any) -> torch.Tensor:
@@ -137,10 +137,10 @@ def test_what_a_jacobian_lens_cannot_hold_is_refused(
 ) -> None:
     provenance = lens.provenance
     kinds = {
-        "a bias": Lens({1: LayerMap(torch.eye(D_MODEL), bias=torch.ones(D_MODEL))}, "affine", provenance),
-        "a norm": Lens({1: LayerMap(torch.eye(D_MODEL))}, "normed", provenance, Standardisation("rms")),
-        "a scale": Lens({1: LayerMap(scale=2.0)}, "polished", provenance),
-        "layer 0 alone": Lens({0: LayerMap()}, "mat", provenance),
+        "a bias": Lens({1: linear(1, torch.eye(D_MODEL), torch.ones(D_MODEL))}, "affine", provenance),
+        "a norm": Lens({1: None}, "normed", provenance, Standardisation("rms")),
+        "a scale": Lens({1: None}, "polished", provenance, scales={1: 2.0}),
+        "layer 0 alone": Lens({0: None}, "mat", provenance),
     }
     for words, refused in kinds.items():
         with pytest.raises(InputError, match=words):

@@ -14,13 +14,13 @@ import torch
 from conftest import D_MODEL
 from hub_stand_in import TOKEN, Hub
 from injections import INJECTIONS
-from small_lenses import make_lens, numbers
+from small_lenses import linear, make_lens, numbers
 from transformer_lens.tools.analysis import JacobianLens
 
 from matlens import InputError, Lens
 from matlens.io.tables import COLUMNS
 from matlens.lens.hub import bare, folder_of, lens_card, lens_entry, quality_of, repository_card
-from matlens.lens.maps import LayerMap, LensParts
+from matlens.lens.maps import LensMaps
 from matlens.models.identity import ModelIdentity, Provenance
 
 Models = Callable[[str], Any]
@@ -32,7 +32,7 @@ def fitted(model: Any, *, method: str = "mat", seed: int = 0) -> Lens:
     data = {"corpus": "some words", "n": 7, "seed": 3}
     provenance = Provenance(ModelIdentity.from_model(model), data, positions="all")
     provenance = provenance.with_details(method=method, n_fitted=1234)
-    return Lens({1: LayerMap(numbers(D_MODEL, D_MODEL, seed=seed))}, method, provenance)
+    return Lens({1: linear(1, numbers(D_MODEL, D_MODEL, seed=seed))}, method, provenance)
 
 
 def files(hub: Hub) -> dict[str, bytes]:
@@ -48,7 +48,7 @@ def test_a_lens_comes_back_the_same_at_every_commit(hub: Hub, small_model: Model
     assert len(first) == 40 != second
     for revision, lens in ((first, fitted(model)), (second, again), (None, again)):
         back = Lens.from_pretrained(PLACE, "words/mat", model, revision=revision, **options)
-        assert torch.equal(back.maps[1].matrix(D_MODEL), lens.maps[1].matrix(D_MODEL))
+        assert torch.equal(back.matrix(1), lens.matrix(1))
         assert (back.method, back.layers, back.n_samples) == ("mat", (1,), 1234)
         assert back.provenance.details["hub"] == {
             "repository": PLACE, "commit": revision or second, "name": "words/mat"
@@ -114,7 +114,7 @@ def test_files_of_jacobian_lenses_are_read_from_their_repositories(
     lens = Lens.from_pretrained(
         "neuronpedia/jacobian-lens", path, model, revision=commit, endpoint=hub.address
     )
-    assert torch.equal(lens.maps[1].matrix(D_MODEL), given.jacobians[0])
+    assert torch.equal(lens.matrix(1), given.jacobians[0])
     assert lens.provenance.details["hub"]["commit"] == commit
     with pytest.raises(InputError, match="Give the model"):
         Lens.from_pretrained("neuronpedia/jacobian-lens", path, endpoint=hub.address)
@@ -122,9 +122,9 @@ def test_files_of_jacobian_lenses_are_read_from_their_repositories(
 
 def test_a_folder_is_named_by_model_method_and_corpus(small_model: Models) -> None:
     lens = fitted(small_model("llama"), method="normed+affine without sinks")
-    assert folder_of(lens.parts).split("/")[1:] == ["normed-affine-without-sinks", "some-words"]
-    assert folder_of(lens.parts).count("/") == 2
-    assert ".." not in folder_of(lens.parts)
+    assert folder_of(lens).split("/")[1:] == ["normed-affine-without-sinks", "some-words"]
+    assert folder_of(lens).count("/") == 2
+    assert ".." not in folder_of(lens)
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a//b", "/a", "a/.hidden", "a b", "a/b/c/d/e/f", "x" * 99])
@@ -170,21 +170,21 @@ RESULTS = table(
 
 
 @pytest.fixture
-def lens(small_model: Callable[[str], Any]) -> LensParts:
+def lens(small_model: Callable[[str], Any]) -> LensMaps:
     identity = replace(
         ModelIdentity.from_model(small_model("llama")), name="maker/model-135m", revision="abc", n_layers=30
     )
     data = {"corpus": "wikipedia-sample", "n": 4000, "seed": 7}
     provenance = Provenance(identity, data, positions="all").with_details(n_fitted=112_344, n_sinks=4_001)
-    maps = {layer: LayerMap(torch.eye(D_MODEL)) for layer in (3, 4, 5, 9)}
-    return LensParts(maps, "mat without sinks", provenance)
+    maps = {layer: linear(layer, torch.eye(D_MODEL)) for layer in (3, 4, 5, 9)}
+    return LensMaps(maps, "mat without sinks", provenance)
 
 
 def test_measures_are_those_of_the_method_and_no_differences() -> None:
     assert quality_of("mat", RESULTS) == {4: {"r2": 0.5, "Precision@1": 0.25}, 5: {"Precision@1": 0.35}}
 
 
-def test_a_card_says_what_the_lens_was_fitted_on_and_how_well_it_reads(lens: LensParts) -> None:
+def test_a_card_says_what_the_lens_was_fitted_on_and_how_well_it_reads(lens: LensMaps) -> None:
     card = lens_card(lens, quality_of("mat", RESULTS))
     for part in (
         "# mat without sinks of maker/model-135m", "| corpus | wikipedia-sample, 4,000 sentences |",
@@ -197,10 +197,10 @@ def test_a_card_says_what_the_lens_was_fitted_on_and_how_well_it_reads(lens: Len
     assert "has not been measured" in lens_card(lens, None)
 
 
-def test_the_repository_lists_its_lenses_with_their_means(lens: LensParts) -> None:
+def test_the_repository_lists_its_lenses_with_their_means(lens: LensMaps) -> None:
     entry = lens_entry("model-135m/mat/words", lens, quality_of("mat", RESULTS))
     assert entry["mean"] == {"r2": 0.5, "Precision@1": pytest.approx(0.3)}
-    bare_entry = lens_entry("a/b", lens._replace(method="mat"), None)
+    bare_entry = lens_entry("a/b", replace(lens, method="mat"), None)
     card = repository_card("someone/lenses", [entry, bare_entry])
     assert "base_model:\n- maker/model-135m\n---" in card
     row = "| wikipedia-sample | 112,344 | out (4,001) | 3-5, 9 | 0.500 | 0.300 |"
@@ -218,14 +218,14 @@ def test_folders_of_the_machine_are_not_told(name: str, expected: str) -> None:
     assert bare(name) == expected
 
 
-def test_texts_of_others_add_no_line_and_no_markup(lens: LensParts) -> None:
+def test_texts_of_others_add_no_line_and_no_markup(lens: LensMaps) -> None:
     harmless = lens_card(lens, None)
     for text in INJECTIONS:
         provenance = replace(lens.provenance, data={"corpus": text, "n": 1})
-        card = lens_card(lens._replace(provenance=provenance, method=text), None)
+        card = lens_card(replace(lens, provenance=provenance, method=text), None)
         assert card.count("\n") == harmless.count("\n"), ascii(text)
         assert not re.search(r"(?<!\\)<", card), ascii(text)
-        entry = lens_entry("a/b", lens._replace(provenance=provenance, method=text), None)
+        entry = lens_entry("a/b", replace(lens, provenance=provenance, method=text), None)
         listed = repository_card("a/b", [entry])
         assert listed.count("\n") == repository_card("a/b", [lens_entry("a/b", lens, None)]).count("\n")
         assert not [line for line in listed.splitlines()[10:] if line == "---"]

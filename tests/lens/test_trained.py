@@ -9,26 +9,25 @@ import numpy as np
 import pytest
 import torch
 from conftest import D_MODEL, N_LAYERS, WORDS, make_sentences
-from small_lenses import numbers
+from small_lenses import linear, numbers
 from torch import Tensor
 
 import matlens
 from matlens import InputError, Lens, Readout
 from matlens.data.corpus import Corpus
 from matlens.lens.config import LensConfig, parse_methods
-from matlens.lens.maps import LayerMap, Standardisation
+from matlens.lens.maps import Standardisation
 from matlens.lens.trained import (
-    VocabularySample,
+    LayerTraining,
     best_start,
     divergence,
+    draw_tokens,
     fit_jacobian,
     longest_sentences,
     passes_for,
-    polish,
-    scale_map,
     steps_for,
+    token_chances,
     train_maps,
-    tune,
     with_start,
 )
 
@@ -45,10 +44,19 @@ def pairs(n: int = 400) -> tuple[Tensor, Tensor]:
     return h, h @ numbers(D_MODEL, D_MODEL, seed=1) / 4 + 0.5 * numbers(n, D_MODEL, seed=2)
 
 
-def mean_divergence(readout: Readout, held: LayerMap, h: Tensor, last: Tensor, norm: Any = None) -> float:
+def mean_divergence(
+    readout: Readout,
+    weight: Tensor,
+    h: Tensor,
+    last: Tensor,
+    *,
+    norm: Any = None,
+    bias: Any = 0,
+    scale: Any = 1,
+) -> float:
     """By NumPy in float64, from the model's own scores."""
     p = readout.logits(last).double().numpy()
-    q = readout.logits(held(h if norm is None else norm(h))).double().numpy() * held.scale
+    q = readout.logits((h if norm is None else norm(h)) @ weight.T + bias).double().numpy() * float(scale)
     p, q = (s - np.log(np.exp(s - s.max(1, keepdims=True)).sum(1, keepdims=True)) - s.max(1, keepdims=True)
             for s in (p, q))  # fmt: skip
     return float((np.exp(p) * (p - q)).sum(1).mean())
@@ -65,17 +73,16 @@ def test_the_divergence_is_that_of_the_distributions_which_scores_give() -> None
 
 def test_tokens_are_drawn_by_their_weights_and_those_with_much_are_always_in() -> None:
     weights = torch.tensor([100.0, 8.0, 4.0, 4.0, 2.0, 0.0, 0.0, 2.0])
-    chances = VocabularySample.from_weights(weights, 4).chances
+    chances = token_chances(weights, 4)
     assert chances[0] == 1
     assert float(chances.sum()) == pytest.approx(4, rel=1e-4)
     assert bool((chances > 0).all())
     assert float(chances[2] / chances[4]) == pytest.approx(2, rel=0.02)
-    torch.testing.assert_close(VocabularySample.from_weights(weights, 8).chances, torch.ones(8))
+    torch.testing.assert_close(token_chances(weights, 8), torch.ones(8))
     generator = torch.Generator().manual_seed(0)
-    sample = VocabularySample(chances)
     counts = torch.zeros(8)
     for _ in range(400):
-        tokens, offset = sample.draw(generator)
+        tokens, offset = draw_tokens(chances, generator)
         counts[tokens] += 1
         torch.testing.assert_close(offset, chances[tokens].log())
     assert bool(((counts / 400 - chances).abs() < 0.1).all())
@@ -83,10 +90,10 @@ def test_tokens_are_drawn_by_their_weights_and_those_with_much_are_always_in() -
 
 def test_a_sample_of_tokens_meets_the_normaliser_without_bias() -> None:
     scores, generator = 2 * numbers(40), torch.Generator().manual_seed(0)
-    sample = VocabularySample.from_weights(scores.softmax(0).sqrt(), 12)
+    chances = token_chances(scores.softmax(0).sqrt(), 12)
     sums = []
     for _ in range(4000):
-        tokens, offset = sample.draw(generator)
+        tokens, offset = draw_tokens(chances, generator)
         sums.append(float((scores[tokens] - offset).exp().sum()))
     exact = float(scores.exp().sum())
     assert np.mean(sums) == pytest.approx(exact, abs=4 * np.std(sums) / 4000**0.5)
@@ -119,39 +126,43 @@ def test_polishing_makes_the_divergence_less_on_other_rows(
     model = small_model(name)
     readout, (h, last) = Readout(model), pairs()
     norm = Standardisation.from_model(model) if normed else None
-    start = LayerMap(0.3 * numbers(D_MODEL, D_MODEL, seed=5))
-    options: dict[str, Any] = {"norm": norm, "steps": 30, "batch": 20, "tokens": 30, "rate": 0.1}
-    polished = polish(readout, start, h[:300], last[:300], **options)
-    before = mean_divergence(readout, start, h[300:], last[300:], norm)
-    assert mean_divergence(readout, polished, h[300:], last[300:], norm) < 0.7 * before
-    again = polish(readout, start, h[:300], last[:300], **options)
-    torch.testing.assert_close(again.weight, polished.weight, rtol=0, atol=0)
-    assert polished.bias is not None
-    torch.testing.assert_close(
-        polish(readout, start, h[:300], last[:300], **options | {"rate": 0.0}).weight, start.weight
-    )
+    weight = 0.3 * numbers(D_MODEL, D_MODEL, seed=5)
+
+    def polished(rate: float) -> dict[str, Tensor]:
+        training = LayerTraining(readout, h[:300], last[:300], start=linear(1, weight), norm=norm)
+        training.polish(steps=30, batch=20, tokens=30, rate=rate)
+        return training.result()
+
+    made = polished(0.1)
+    before = mean_divergence(readout, weight, h[300:], last[300:], norm=norm)
+    after = mean_divergence(readout, h=h[300:], last=last[300:], norm=norm, **made)
+    assert after < 0.7 * before
+    torch.testing.assert_close(polished(0.1)["weight"], made["weight"], rtol=0, atol=0)
+    torch.testing.assert_close(polished(0.0)["weight"], weight)
     # Scores that are right but for a factor of two lose it, at most a hundredth of it at a step.
-    doubled = polish(
-        readout, LayerMap(torch.eye(D_MODEL), scale=2.0), last, last, steps=60, batch=20, tokens=30, rate=0.0
-    )
-    assert 1 < doubled.scale < 1.7
+    training = LayerTraining(readout, last, last, start=linear(1, torch.eye(D_MODEL)), scale=2.0)
+    training.polish(steps=60, batch=20, tokens=30, rate=0.0)
+    assert 1 < training.result()["scale"] < 1.7
 
 
 def test_the_scale_is_the_best_of_those_tried(small_model: Models) -> None:
     readout, (h, last) = Readout(small_model("llama")), pairs(200)
-    start = LayerMap(numbers(D_MODEL, D_MODEL, seed=7))
+    weight = numbers(D_MODEL, D_MODEL, seed=7)
     scales = [0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
-    losses = [mean_divergence(readout, LayerMap(start.weight, scale=scale), h, last) for scale in scales]
-    scaled = scale_map(readout, start, h, last)
-    assert scaled.scale == pytest.approx(scales[int(np.argmin(losses))])
-    assert scaled.scale < 1
-    torch.testing.assert_close(scaled.weight, start.weight)
+    losses = [mean_divergence(readout, weight, h, last, scale=scale) for scale in scales]
+    training = LayerTraining(readout, h, last, start=linear(1, weight))
+    training.rescale()
+    assert float(training.result()["scale"]) == pytest.approx(scales[int(np.argmin(losses))])
+    assert training.result()["scale"] < 1
+    torch.testing.assert_close(training.result()["weight"], weight)
 
 
 def test_tuning_takes_the_steps_of_the_recipe(small_model: Models) -> None:
     """Two steps, written out: Nesterov's momentum, decay of weights, bounded gradients, falling rate."""
     readout, (h, last) = Readout(small_model("llama")), pairs(8)
-    tuned = tune(readout, h, last, steps=2, passes=2, seed=3, rate=4.0)
+    training = LayerTraining(readout, h, last, seed=3)
+    training.tune(steps=2, rate=4.0)
+    tuned = training.result()
 
     def gradients(a: Tensor, b: Tensor) -> list[Tensor]:
         parts = [part.clone().requires_grad_() for part in (a, b)]
@@ -168,9 +179,9 @@ def test_tuning_takes_the_steps_of_the_recipe(small_model: Models) -> None:
         step = gradients(*parts)
         momenta = step if momenta is None else [0.9 * m + g for m, g in zip(momenta, step, strict=True)]
         parts = [part - rate * (g + 0.9 * m) for part, g, m in zip(parts, step, momenta, strict=True)]
-    torch.testing.assert_close(tuned.weight, parts[0] + torch.eye(D_MODEL), rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(tuned.bias, parts[1], rtol=1e-4, atol=1e-6)
-    assert tuned.scale == 1
+    torch.testing.assert_close(tuned["weight"], parts[0] + torch.eye(D_MODEL), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(tuned["bias"], parts[1], rtol=1e-4, atol=1e-6)
+    assert tuned["scale"] == 1
 
 
 def test_no_row_is_seen_more_than_twice() -> None:
@@ -185,17 +196,14 @@ def test_no_row_is_seen_more_than_twice() -> None:
 @pytest.mark.refused
 def test_rows_that_do_not_belong_together_are_refused(small_model: Models) -> None:
     readout, (h, last) = Readout(small_model("llama")), pairs(20)
-    start = LayerMap()
     with pytest.raises(InputError, match="as many samples"):
-        polish(readout, start, h[:5], last)
+        LayerTraining(readout, h[:5], last)
     with pytest.raises(InputError, match="NaN"):
-        tune(readout, h * float("nan"), last)
-    with pytest.raises(InputError, match="rate"):
-        polish(readout, start, h, last, rate=-1.0)
+        LayerTraining(readout, h * float("nan"), last)
+    training = LayerTraining(readout, h, last)
+    training.polish(rate=1e39)
     with pytest.raises(InputError, match="overflowed"):
-        polish(readout, start, h, last, rate=1e39)
-    with pytest.raises(InputError, match="finite numbers of at least 0"):
-        VocabularySample.from_weights(torch.tensor([1.0, -1.0]), 1)
+        training.result()
 
 
 # All layers
@@ -228,17 +236,18 @@ def test_a_corpus_gives_every_method_what_its_rows_give(
 ) -> None:
     readout, h, last = Readout(model), rows[1], rows[N_LAYERS]
     start = Lens.fit(model, rows, method="normed+affine", layers=[1], progress=False)
-    expected = {
-        "polished": polish(readout, start.maps[1], h, last, norm=start.norm),
-        "scaled": scale_map(readout, start.maps[1], h, last, norm=start.norm),
-        "tuned": tune(readout, h, last),
-        "mat": Lens.fit(model, rows, method="mat", progress=False).maps[1],
-    }
+    mat = Lens.fit(model, rows, method="mat", progress=False)
+    expected = {"mat": {"weight": mat.matrix(1), "scale": 1}}
+    for name, way in (("polished", "polish"), ("scaled", "rescale"), ("tuned", "tune")):
+        options = {} if name == "tuned" else {"start": start.maps[1], "norm": start.norm}
+        training = LayerTraining(readout, h, last, **options)
+        getattr(training, way)()
+        expected[name] = training.result()
     assert list(lenses) == NAMES
-    for name, held in expected.items():
+    for name, parts in expected.items():
         ours = lenses[name]
-        torch.testing.assert_close(ours.maps[1].matrix(D_MODEL), held.matrix(D_MODEL), rtol=1e-3, atol=1e-4)
-        assert ours.maps[1].scale == pytest.approx(held.scale, rel=1e-3)
+        torch.testing.assert_close(ours.matrix(1), parts["weight"], rtol=1e-3, atol=1e-4)
+        assert ours.scales.get(1, 1) == pytest.approx(float(parts["scale"]), rel=1e-3)
         assert (ours.method, ours.layers) == (name, (1,))
         assert ours.norm == (start.norm if name in ("polished", "scaled") else None)
         assert ours.provenance.corpus == corpus.name
@@ -265,7 +274,7 @@ def test_a_jacobian_lens_is_taken_on_the_longest_sentences(model: Any) -> None:
     lens = Lens.fit(model, make_sentences(), method="jacobian", layers=[0, 2], n_prompts=2, progress=False)
     expected = fit_jacobian(model, longest, layers=[2], progress=False)
     assert lens.layers == (2,)
-    torch.testing.assert_close(lens.maps[2].matrix(D_MODEL), expected.maps[2].matrix(D_MODEL))
+    torch.testing.assert_close(lens.matrix(2), expected.matrix(2))
     assert lens.provenance.corpus == "words"
 
 
@@ -274,6 +283,7 @@ def test_a_masked_model_starts_from_vectors_as_they_are(small_model: Models, cor
     assert best_start(model) == "affine"
     lens = Lens.fit(model, corpus, method="polished", positions="drawn", layers=[1], progress=False)
     assert lens.norm is None
+    assert lens.maps[1] is not None
     assert lens.maps[1].bias is not None
     assert lens.n_samples == len(corpus)
     assert lens.provenance.positions == "drawn"
@@ -291,9 +301,9 @@ def test_what_methods_need_is_known_from_their_names(model: Any) -> None:
 @pytest.mark.refused
 def test_what_cannot_be_trained_is_refused(small_model: Models, model: Any, rows: Any, corpus: Any) -> None:
     with pytest.raises(InputError, match="starts from a closed form"):
-        train_maps("polished", Readout(model), rows)
+        train_maps("polished", Readout(model), rows, layers=[1])
     with pytest.raises(InputError, match=r"^name must be 'scaled' or 'polished' or 'tuned'"):
-        train_maps("mat", Readout(model), rows)
+        train_maps("mat", Readout(model), rows, layers=[1])
     with pytest.raises(InputError, match="corpus must be a Corpus"):
         Lens.fit(model, rows, method="jacobian")
     with pytest.raises(InputError, match="do not belong"):
@@ -310,7 +320,7 @@ def test_it_is_the_mean_over_sources_of_the_sum_over_later_targets(small_model: 
     model, text = small_model("gpt2"), " ".join(WORDS[3:12])
     lens = fit_jacobian(model, [text, "w1 w2"], layers=[2], skip=1, progress=False)
     assert list(lens.maps) == [2]
-    assert lens.maps[2].bias is None
+    assert lens.maps[2].parts.keys() == {"weight"}
     tokens = model.to_tokens(text)
 
     def onward(h: torch.Tensor) -> torch.Tensor:
@@ -331,7 +341,7 @@ def test_it_is_the_mean_over_sources_of_the_sum_over_later_targets(small_model: 
     n = len(stream[0])
     counted = range(1, n - 1)  # neither the first, which is skipped, nor the last
     expected = sum(whole[t, :, s] for s in counted for t in counted if t >= s) / len(counted)
-    torch.testing.assert_close(lens.maps[2].matrix(D_MODEL), expected, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(lens.matrix(2), expected, rtol=1e-3, atol=1e-5)
     assert lens.provenance.details["n_fitted"] == 1  # the second text is too short
     assert lens.provenance.details["n_tokens"] == n
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import D_MODEL, N_LAYERS, assert_near, plain_vectors
+from conftest import N_LAYERS, assert_near, plain_vectors
 from small_lenses import make_lens
 
 from matlens import InputError, Lens
@@ -29,10 +29,9 @@ def expected_logits(lens: Lens, plain: Any, ids: torch.Tensor) -> torch.Tensor:
         for layer in (*lens.layers, N_LAYERS):
             h = seen[f"h.{layer}"][0]
             if layer < N_LAYERS:
-                held = lens.maps[layer]
-                h = h @ held.matrix(D_MODEL).T + held.parts.get("bias", torch.zeros(D_MODEL))
-            scale = 1 if layer == N_LAYERS else lens.maps[layer].scale
-            scores.append(plain.lm_head(plain.model.norm(h)) * scale)
+                bias = getattr(lens.maps[layer], "bias", None)
+                h = h @ lens.matrix(layer).T + (0 if bias is None else bias)
+            scores.append(plain.lm_head(plain.model.norm(h)) * lens.scales.get(layer, 1))
     return torch.stack(scores)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from matlens.lens.early_exit import confidence_in_top
+from matlens.lens.evaluation import confidence_in_top
 from matlens.numerics.probabilities import kl_divergence, log_softmax
 
 D_VOCAB = 262_144  # Gemma's
