@@ -11,10 +11,10 @@ import pandas as pd
 from paper_a import compare_fits, fit_drawn_and_all, fits_side_by_side
 from rich.console import Console
 from rich.table import Table
+from studies import Report, Study, run_study
 
 from matlens import collect, make_examples
-from matlens.cli import Report, run_study
-from matlens.study import Study, origin_of
+from matlens.study import origin_of
 
 NAME = "all_positions"
 

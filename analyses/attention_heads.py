@@ -13,13 +13,13 @@ from typing import Annotated
 import typer
 from figures.paper_a import attention_heads
 from paper_a import head_ablation
+from studies import Patched, Report, Study, run_study
 
 from matlens import MapSet
 from matlens.activations import sink_counts, sink_rows
-from matlens.cli import Patched, Report, run_study
 from matlens.linearity import head_pairs
 from matlens.models import ModelLayout
-from matlens.study import Study, origin_of
+from matlens.study import origin_of
 
 NAME = "attention_heads"
 

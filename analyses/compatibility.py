@@ -15,13 +15,12 @@ import pandas as pd
 import torch
 import transformers
 import typer
+from studies import FEATURES, Report, Study, compatibility, run_study
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from matlens import InputError, load
-from matlens.cli import Report, run_study
 from matlens.models import STACKS, Stack
 from matlens.parallel import Bar
-from matlens.study import FEATURES, Study, compatibility
 
 NAME = "compatibility"
 

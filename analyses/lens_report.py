@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from studies import Report, Study, run_study
 
 from matlens import plots
-from matlens.cli import Report, print_members, run_study
+from matlens.cli import print_members
 from matlens.lens import compare_lenses, default_methods, read_evaluations
-from matlens.study import Study
 
 NAME = "lens_report"
 CLOSED = (

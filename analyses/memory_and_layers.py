@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from figures.paper_a import costs_figure
 from paper_a import exit_costs
-
-from matlens.cli import Report, run_study
-from matlens.study import Study
+from studies import Report, Study, run_study
 
 NAME = "memory_and_layers"
 

@@ -13,9 +13,7 @@ from typing import Annotated
 import typer
 from figures.paper_a import by_method
 from paper_a import submodule_layers
-
-from matlens.cli import Patched, Report, run_study
-from matlens.study import Study
+from studies import Patched, Report, Study, run_study
 
 NAME = "paper_a_fig10_submodules"
 

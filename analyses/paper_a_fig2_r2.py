@@ -8,10 +8,10 @@ be worse than the mean. Figure 2 is ``--model gpt2-xl``, Figure 3 ``--model bert
 
 from __future__ import annotations
 
+from studies import Report, Study, run_study
+
 from matlens import plots
-from matlens.cli import Report, run_study
 from matlens.lens import fit_quality
-from matlens.study import Study
 
 NAME = "paper_a_fig2_r2"
 

@@ -6,11 +6,11 @@ the two meet. The paper's figure is ``--model gpt2-xl`` with 9,000 and 3,000 sen
 
 from __future__ import annotations
 
+from studies import Report, Study, run_study
+
 from matlens import InputError, plots
-from matlens.cli import Report, run_study
 from matlens.data import is_masked
 from matlens.lens import prediction_quality
-from matlens.study import Study
 
 NAME = "paper_a_fig4_next_token"
 

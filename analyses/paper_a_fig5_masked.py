@@ -7,11 +7,11 @@ head. Expect ``id`` near zero in the first half and ``mat`` far above it. The pa
 
 from __future__ import annotations
 
+from studies import Report, Study, run_study
+
 from matlens import InputError, plots
-from matlens.cli import Report, run_study
 from matlens.data import is_masked
 from matlens.lens import prediction_quality
-from matlens.study import Study
 
 NAME = "paper_a_fig5_masked"
 

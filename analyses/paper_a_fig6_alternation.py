@@ -12,9 +12,7 @@ from __future__ import annotations
 
 from figures.paper_a import alternation
 from paper_a import scheme_quality
-
-from matlens.cli import Patched, Report, run_study
-from matlens.study import Study
+from studies import Patched, Report, Study, run_study
 
 NAME = "paper_a_fig6_alternation"
 

@@ -11,12 +11,11 @@ from collections.abc import Iterator
 
 import pandas as pd
 from figures.paper_a import relative_depth
+from studies import Report, Study, run_study
 
 from matlens import InputError
-from matlens.cli import Report, run_study
 from matlens.data import is_masked
 from matlens.lens import prediction_quality
-from matlens.study import Study
 
 NAME = "paper_a_fig7_models"
 

@@ -9,11 +9,10 @@ with ``mat`` and 1.4 with ``id`` (``--model gpt2-medium``), and 4.8 and 3.5 of B
 from __future__ import annotations
 
 from figures.paper_a import early_exit
+from studies import Report, Study, run_study
 
 from matlens import Lens
-from matlens.cli import Report, run_study
 from matlens.lens import PAPER_SWEEP, exit_sweep, savings
-from matlens.study import Study
 
 NAME = "paper_a_fig9_early_exit"
 

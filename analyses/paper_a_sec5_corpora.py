@@ -20,12 +20,13 @@ from figures.paper_a import across_corpora, transfer_heatmaps
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from studies import Report, Study, run_study
 
-from matlens.cli import PositionChoice, Report, run_study
+from matlens.cli import PositionChoice
 from matlens.data import Corpus
 from matlens.errors import InputError, printable
 from matlens.linearity import fit_equally_many, transfer_losses, transfer_means, transfer_quality
-from matlens.study import Study, origin_of
+from matlens.study import origin_of
 
 NAME, MATRIX = "paper_a_sec5_corpora", "paper_a_sec5_matrix"
 _SHARED = 0.01  # of validation sentences that may be among another corpus' training sentences

@@ -12,13 +12,12 @@ from typing import Annotated
 import typer
 from figures.paper_a import token_table
 from rich.console import Console
+from studies import Report, Study, run_study
 
 from matlens import collect, make_prompts
-from matlens.cli import Report, run_study
 from matlens.data import is_masked
 from matlens.lens import predictions_table, prompt_texts, side_by_side, top_predictions
 from matlens.models import ModelLayout
-from matlens.study import Study
 
 NAME = "paper_a_table1_tokens"
 MASKED = (

@@ -17,11 +17,10 @@ folder, for other analyses too.
 from __future__ import annotations
 
 from figures.paper_b import events_figure, layers_figure, saturation_figure
+from studies import Dominant, Report, Study, run_study
 from sub_updates import event_tables
 
 from matlens.activations import sink_counts
-from matlens.cli import Dominant, Report, run_study
-from matlens.study import Study
 
 EVENTS, LAYERS, BY_EFFECT = "paper_b_table4_events", "paper_b_fig3_scores", "paper_b_fig3_by_effect"
 SATURATION = "paper_b_table9_saturation"

@@ -13,10 +13,8 @@ from typing import Annotated
 
 import typer
 from figures.paper_b import shares_by_layer
+from studies import Report, Study, run_study
 from sub_updates import norm_overlap
-
-from matlens.cli import Report, run_study
-from matlens.study import Study
 
 NAME = "paper_b_fig4_overlap"
 

@@ -9,10 +9,8 @@ their vectors round (A.3). The paper's figure is ``--model gpt2-medium``, 2,000 
 from __future__ import annotations
 
 from figures.paper_b import shares_by_layer
+from studies import Dominant, Report, Study, run_study
 from sub_updates import dominance
-
-from matlens.cli import Dominant, Report, run_study
-from matlens.study import Study
 
 NAME = "paper_b_fig6_dominance"
 

@@ -14,10 +14,8 @@ from typing import Annotated
 
 import typer
 from figures.paper_b import removal_figure
+from studies import Report, Study, run_study
 from sub_updates import removal_table
-
-from matlens.cli import Report, run_study
-from matlens.study import Study
 
 NAME = "paper_b_removal"
 

@@ -14,9 +14,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from studies import Report, Study, run_study
 
 from matlens import InputError, make_prompts
-from matlens.cli import Report, run_study
 from matlens.ffn import (
     Projection,
     Updates,
@@ -27,7 +27,6 @@ from matlens.ffn import (
     values_with_tokens,
 )
 from matlens.models import visible
-from matlens.study import Study
 
 NAME, UPDATES = "paper_b_sec4_search", "paper_b_sec4_updates"
 SEARCHES = (

@@ -19,9 +19,7 @@ from figures.paper_b import pattern_sizes
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-
-from matlens.cli import Report, run_study
-from matlens.study import Study
+from studies import Report, Study, run_study
 
 NAME = "paper_b_table1_concept_vectors"
 

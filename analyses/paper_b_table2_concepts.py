@@ -29,10 +29,9 @@ from annotation import (
 from figures.paper_b import concept_shares
 from rich.console import Console
 from rich.table import Table
+from studies import Report, Study, run_study
 
 from matlens import make_examples
-from matlens.cli import Report, run_study
-from matlens.study import Study
 
 NAME = "paper_b_table2_concepts"
 

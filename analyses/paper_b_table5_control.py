@@ -25,6 +25,7 @@ from control import (
     ATTRIBUTES,
     CONTINUATION_TOKENS,
     GRADERS,
+    PROMPT_FIELD,
     SelfDebiasing,
     attribute_table,
     changes_to_compare,
@@ -33,18 +34,18 @@ from control import (
     estimates_by_change,
     main_scores,
     make_grader,
+    read_prompts,
     tokens_of_chosen,
     word_filter,
 )
 from figures.paper_b import toxicity_against_perplexity
 from rich.console import Console
 from rich.table import Table
+from studies import Report, Study, run_study
 
 from matlens import InputError
-from matlens.cli import Report, run_study
-from matlens.data import PROMPT_FIELD, WINDOW_TOKENS, make_windows, read_prompts
+from matlens.data import make_windows
 from matlens.ffn import PAPER_COEFFICIENT, ValueVector
-from matlens.study import Study
 
 NAME = "paper_b_table5_control"
 TOKENS_NAME = "paper_b_table8_tokens"
@@ -103,7 +104,7 @@ def main(
     ] = None,
     window: Annotated[
         int, typer.Option(min=2, help="Tokens that running text is read in, at most the model's context.")
-    ] = WINDOW_TOKENS,
+    ] = 1024,
     windows: Annotated[
         int, typer.Option(min=0, help="How many windows, spread evenly over the text; 0: all of them.")
     ] = 6,

@@ -37,10 +37,9 @@ from exits import (
 from figures.paper_b import exits_figure
 from rich.console import Console
 from rich.table import Column, Table
+from studies import Disk, Dominant, LinkageOption, Memory, Report, Study, run_study
 
-from matlens.cli import Disk, Dominant, LinkageOption, Memory, Report, run_study
 from matlens.ffn import MEMORY_GIB
-from matlens.study import Study
 
 NAME, READINGS = "paper_b_table6_early_exit", "paper_b_sec6_readings"
 

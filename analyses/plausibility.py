@@ -21,11 +21,10 @@ from annotation import (
 )
 from rich.console import Console
 from rich.table import Table
+from studies import Report, Study, run_study
 
 from matlens import InputError, collect, load_corpus, make_examples
-from matlens.cli import Report, run_study
 from matlens.lens import read_predictions, top_predictions
-from matlens.study import Study
 
 NAME = "plausibility"
 

@@ -17,11 +17,10 @@ import typer
 from pruning_methods import added_perplexity, pruning_table
 from rich.console import Console
 from rich.table import Table
+from studies import Report, Study, run_study
 
-from matlens.cli import Report, run_study
 from matlens.data import Corpus, make_windows
 from matlens.pruning import Choice, Method
-from matlens.study import Study
 
 NAME = "pruning"
 SIZES = (3, 6, 9)

@@ -11,9 +11,7 @@ import pandas as pd
 from paper_a import fit_quality_by_size
 from rich.console import Console
 from rich.table import Table
-
-from matlens.cli import Report, run_study
-from matlens.study import Study
+from studies import Report, Study, run_study
 
 NAME = "sample_sizes"
 

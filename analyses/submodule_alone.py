@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from figures.paper_a import by_method
 from paper_a import submodule_alone
-
-from matlens.cli import Patched, Report, run_study
-from matlens.study import Study
+from studies import Patched, Report, Study, run_study
 
 NAME = "submodule_alone"
 

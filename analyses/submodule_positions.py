@@ -15,9 +15,7 @@ from figures.paper_a import by_fitting
 from paper_a import CONTEXTUAL, precision_by_layer, rows_of_replacement, submodule_positions
 from rich.console import Console
 from rich.table import Table
-
-from matlens.cli import Patched, Report, run_study
-from matlens.study import Study
+from studies import Patched, Report, Study, run_study
 
 NAME = "submodule_positions"
 

@@ -92,7 +92,7 @@ class Campaign:
     Attributes
     ----------
     commands
-        By name: ``collect, fit, evaluate, run, trace, cluster, lens fit, shard, merge, values explore,
+        By name: ``collect, fit, evaluate, run, trace, cluster, lens fit, part, merge, values explore,
         prune`` and ``linearity``.
     """
 
@@ -134,8 +134,8 @@ class Campaign:
             "lens fit": Command(
                 _line("lens", "fit", *main, "--method", "mat", "--method", "normed+affine without sinks")
             ),
-            "shard": Command(_line("shard", "--shard", "1/1", *main)),
-            "merge": Command(_line("merge", "out", "--out", "merged"), ("shard",)),
+            "part": Command(_line("part", "--part", "1/1", *main)),
+            "merge": Command(_line("merge", "out", "--out", "merged"), ("part",)),
             "values explore": Command(_line("values", "explore", *data, "--neighbours", 2)),
             "prune": Command(_line("prune", *data, "--blocks", "1,", "--window", 16), told="is not empty"),
             "linearity": Command(_line("linearity", *data, "--window", 12, "--windows", 30, "--judged", 3)),

@@ -20,7 +20,7 @@ from matlens.activations import stream, stream_moments
 from matlens.ffn import Trace
 from matlens.linear import fit_stream
 from matlens.models import SMOLLM2
-from matlens.study import Shape, collect_parts, fit_maps, plan_study
+from matlens.study import Shape, Study, fit_maps, plan_study
 
 Pairs = Literal["last", "all"]
 
@@ -43,15 +43,21 @@ def _pass_by(model: Any, parts: Any, folder: Path, pairs: Pairs) -> None:
         pass
 
 
+def _collect(model: Any, parts: Any, folder: Path, positions: Literal["drawn", "all"]) -> None:
+    study = Study(load_model=lambda: model, out=folder, main_folder=folder, positions=positions)
+    vars(study)["model"], vars(study)["parts"] = model, parts
+    _ = study.stream
+
+
 _ALL = {"positions": "all"}
 _STEPS = {
     "collecting, drawn positions": _Step(
         "collect", {}, None,
-        lambda model, parts, folder, _: collect_parts(model, parts, folder, progress=False),
+        lambda model, parts, folder, _: _collect(model, parts, folder, "drawn"),
     ),
     "collecting, all positions, vectors kept": _Step(
         "collect", _ALL | {"keep_rows": True}, None,
-        lambda model, parts, folder, _: collect_parts(model, parts, folder, positions="all", progress=False),
+        lambda model, parts, folder, _: _collect(model, parts, folder, "all"),
     ),
     "collecting, all positions, moments kept": _Step(
         "collect", _ALL, None,

@@ -16,13 +16,13 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from studies import Report, Study, run_study
 from torch import Tensor
 
 from matlens import Lens, Readout, collect, make_examples
-from matlens.cli import Report, print_members, run_study
+from matlens.cli import print_members
 from matlens.lens import Member, exit_sweep, fit_flops, report_table
 from matlens.pruning import plain_copy
-from matlens.study import Study
 
 NAME = "tuned_lens"
 METHOD = "tuned, by the package"

@@ -29,7 +29,7 @@ from matlens.linear.mapsets import MapSet
 from matlens.models.identity import Provenance
 from matlens.models.layout import ModelLayout
 from matlens.patching.submodules import fit_submodules, submodule_pairs
-from matlens.study.fits import fit_moments
+from matlens.study.steps import fit_moments
 
 BATCH = 40  # tokens of a batch: about fifteen batches of the forty sentences
 PAIRS = [(0, 3), (1, 3), (0, 1)]

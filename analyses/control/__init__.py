@@ -15,6 +15,8 @@ from control.graders import GRADERS as GRADERS
 from control.graders import Grader as Grader
 from control.graders import make_grader as make_grader
 from control.perplexity import debiased_losses as debiased_losses
+from control.prompts import PROMPT_FIELD as PROMPT_FIELD
+from control.prompts import read_prompts as read_prompts
 from control.selection import choose_values as choose_values
 from control.selection import draw_harmless as draw_harmless
 from control.selection import grade_values as grade_values

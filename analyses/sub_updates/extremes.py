@@ -23,7 +23,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from matlens import metrics
-from matlens.data.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
 from matlens.errors import InputError, Seed, checked
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.events import TraceScores, lift_scores, trace_row
@@ -32,6 +31,7 @@ from matlens.ffn.trace import Trace
 from matlens.ffn.values import ValueVectors
 from matlens.io.tables import result_table
 from matlens.models.tokens import token_texts, visible
+from sub_updates.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -1,11 +1,4 @@
 from .app import main as main
-from .options import Disk as Disk
-from .options import Dominant as Dominant
-from .options import LinkageOption as LinkageOption
-from .options import Memory as Memory
-from .options import Patched as Patched
 from .options import PositionChoice as PositionChoice
 from .printing import print_atlas as print_atlas
 from .printing import print_members as print_members
-from .scripts import Report as Report
-from .scripts import run_study as run_study

@@ -9,8 +9,8 @@ import typer
 
 from matlens import __version__
 from matlens.cli import ffn, lens, pages, parts, study
-from matlens.cli.distributed import start
 from matlens.cli.printing import print_line, print_table
+from matlens.cli.starting import start
 from matlens.io.files import system_errors
 
 _GIB, _MIB = 2**30, 2**20
@@ -87,7 +87,7 @@ def clear() -> None:
 
 def main() -> None:
     """Run the command line, as one of several processes where the environment says so."""
-    start(app, dividing=("run", "collect", "fit", "shard", "lens fit", "linearity"))
+    start(app, dividing=("run", "collect", "fit", "part", "lens fit", "linearity"))
 
 
 if __name__ == "__main__":

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from matlens.cli.options import (
-    Disk,
-    Dominant,
-    LinkageOption,
-    Memory,
-    ModelOptions,
-    Out,
-    Prompt,
-    ReadOptions,
-    command,
-)
+from matlens.cli.options import LinkageChoice, ModelOptions, ReadOptions, command
 from matlens.cli.printing import print_frame, print_line, top_texts
-from matlens.errors import InputError
+from matlens.errors import InputError, NonNegative, PositiveInt
 
 if TYPE_CHECKING:
     from matlens.data.examples import Examples
@@ -33,22 +22,16 @@ values = typer.Typer(
     help="Value vectors of feed-forward layers, read in the vocabulary.", no_args_is_help=True
 )
 
-Words = Annotated[
-    list[str],
-    typer.Argument(
-        help="Words of one token each; write a leading space as ␣ or in quotes.", show_default=False
-    ),
-]
-Most = Annotated[int, typer.Option("--limit", min=1, help="Show no more value vectors than this.")]
-
 
 @command(values)
-def show(
-    names: Annotated[list[str], typer.Argument(help="Value vectors, such as L3D12.", show_default=False)],
-    model: ModelOptions,
-    reading: ReadOptions,
-) -> None:
-    """Show the tokens that value vectors promote and demote most, with their scores."""
+def show(names: list[str], /, model: ModelOptions, reading: ReadOptions) -> None:
+    """Show the tokens that value vectors promote and demote most, with their scores.
+
+    Parameters
+    ----------
+    names
+        Value vectors, such as L3D12.
+    """
     from matlens.ffn.projection import token_table
     from matlens.models.tokens import visible
 
@@ -69,15 +52,24 @@ def show(
 
 @command(values)
 def search(
-    words: Words,
+    words: list[str],
+    /,
     model: ModelOptions,
     reading: ReadOptions,
-    among: Annotated[
-        int, typer.Option("--among", min=1, help="How many top tokens of each vector to search.")
-    ] = 30,
-    limit: Most = 20,
+    among: PositiveInt = 30,
+    limit: PositiveInt = 20,
 ) -> None:
-    """Find the value vectors that have a word among their top tokens; of several words, most first."""
+    """Find the value vectors that have a word among their top tokens; of several words, most first.
+
+    Parameters
+    ----------
+    words
+        Words of one token each; write a leading space as ␣ or in quotes.
+    among
+        How many top tokens of each vector to search.
+    limit
+        Show no more value vectors than this.
+    """
     from matlens.ffn.projection import values_with_tokens
     from matlens.models.tokens import word_tokens
 
@@ -100,8 +92,18 @@ def search(
 
 
 @command(values)
-def promoting(words: Words, model: ModelOptions, reading: ReadOptions, limit: Most = 20) -> None:
-    """Find the value vectors that raise the odds of a word, or of several, most over other tokens'."""
+def promoting(
+    words: list[str], /, model: ModelOptions, reading: ReadOptions, limit: PositiveInt = 20
+) -> None:
+    """Find the value vectors that raise the odds of a word, or of several, most over other tokens'.
+
+    Parameters
+    ----------
+    words
+        Words of one token each; write a leading space as ␣ or in quotes.
+    limit
+        Show no more value vectors than this.
+    """
     from matlens.ffn.projection import values_promoting
 
     catalogue = model.catalogue()
@@ -116,32 +118,47 @@ def promoting(words: Words, model: ModelOptions, reading: ReadOptions, limit: Mo
 
 @command(values)
 def cluster(
+    names: list[str] | None = None,
+    /,
+    *,
     model: ModelOptions,
     reading: ReadOptions,
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(help="Value vectors, such as L3D12, whose clusters to show.", show_default=False),
-    ] = None,
-    clusters: Annotated[int, typer.Option(min=1, help="How many clusters.")] = 10_000,
-    linkage: LinkageOption = "average",
-    memory: Memory = 4.0,
-    disk: Disk = 0.0,
-    limit: Annotated[int, typer.Option(min=1, help="Without names, show so many, the largest.")] = 20,
-    out: Out = Path("out"),
+    clusters: PositiveInt = 10_000,
+    linkage: LinkageChoice = "average",
+    memory: NonNegative = 4.0,
+    disk: NonNegative = 0.0,
+    limit: PositiveInt = 20,
+    out: Path = Path("out"),
 ) -> None:
     """Cluster all value vectors by their cosines, and show the largest clusters or those of value vectors.
 
-    The clusters are kept in the output folder, so that the next call has them.
+    The clusters are stored in the output folder, so that the next call has them.
+
+    Parameters
+    ----------
+    names
+        Value vectors, such as L3D12, whose clusters to show.
+    clusters
+        How many clusters.
+    linkage
+        Of exact clusters; complete is what the authors of paper B have.
+    memory
+        Most GiB that exact clusters may take; past it, by near neighbours.
+    disk
+        Most GiB of disk that exact clusters may take where memory has no room.
+    limit
+        Without names, show so many, the largest.
+    out
+        Folder for everything that is written.
     """
     from matlens.ffn.clusters import cluster_table
-    from matlens.study.study import Study
+    from matlens.study.study import cluster_values
 
     catalogue = model.catalogue()
-    study = Study(load_model=lambda: catalogue.model, load_values=lambda: catalogue.values, out=out)
-    values = study.values
+    values = catalogue.values
     asked = [values.resolve(name) for name in names or ()]  # before the work
     projection = reading.projection(catalogue)
-    fitted = study.clusters(clusters, linkage=linkage, memory=memory, disk=disk)
+    fitted = cluster_values(values, out, clusters, linkage=linkage, memory=memory, disk=disk)
     chosen = fitted.holding(values, asked) if asked else list(range(min(limit, len(fitted))))
     table = cluster_table(values, projection, fitted, chosen, n_tokens=reading.tokens)
     how = f"exactly, by {fitted.linkage} linkage" if fitted.method == "exact" else "by near neighbours"
@@ -150,7 +167,7 @@ def cluster(
             str(first) if first == last else f"{first}-{last}"
             for first, last in zip(table["first_layer"], table["last_layer"], strict=True)
         ],
-        members=[_members(members, [str(vector) for vector in asked]) for members in table["members"]],
+        members=[_members(members.split(), set(map(str, asked))) for members in table["members"]],
     )
     print_frame(
         f"{len(values):,} value vectors in {len(fitted):,} clusters, {how}",
@@ -163,34 +180,39 @@ def cluster(
     )  # fmt: skip
 
 
-def _members(names: str, asked: Sequence[str]) -> str:
+def _members(members: list[str], asked: set[str]) -> str:
     """Those that were asked for, and then a few others."""
-    members = names.split()
-    named = [name for name in members if name in asked]
-    shown = [*named, *(name for name in members if name not in asked)][: max(_N_NAMED, len(named))]
+    named = sum(name in asked for name in members)
+    shown = sorted(members, key=lambda name: name not in asked)[: max(_N_NAMED, named)]
     more = f" +{len(members) - len(shown)}" if len(shown) < len(members) else ""
     return " ".join(shown) + more
 
 
 @command(app)
 def update(
-    prompt: Prompt,
+    prompt: str,
+    /,
     model: ModelOptions,
     reading: ReadOptions,
-    layer: Annotated[
-        list[int] | None,
-        typer.Option(help="A layer whose dominant sub-updates to show; give it once for each."),
-    ] = None,
-    position: Annotated[
-        int | None,
-        typer.Option(help="Which token, from 0 (negative: from the end); by default the last, or the mask."),
-    ] = None,
-    dominant: Dominant = 10,
+    layer: list[int] | None = None,
+    position: int | None = None,
+    dominant: PositiveInt = 10,
 ) -> None:
     """Take apart what the FFNs write for a prompt: the dominant sub-updates and the tokens they promote.
 
     Without --layer there is a line for each layer, with its greatest sub-update. A sub-update with a negative
     coefficient promotes the tokens that its value vector demotes.
+
+    Parameters
+    ----------
+    prompt
+        A text; for masked-LM models with one mask in it.
+    layer
+        A layer whose dominant sub-updates to show; give it once for each.
+    position
+        Which token, from 0 (negative: from the end); by default the last, or the mask.
+    dominant
+        How many sub-updates count as dominant.
     """
     from matlens.data.prompts import make_prompts
     from matlens.ffn.catalogue import Catalogue

@@ -8,24 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from matlens.cli.distributed import on_main
 from matlens.cli.options import (
-    REPORT_TRAIN,
-    REPORT_VAL,
-    BatchTokens,
     CorpusOptions,
+    Layers,
     ModelOptions,
-    Out,
-    Prompt,
-    ReportTrain,
-    ReportVal,
-    Seed,
-    Train,
-    Val,
+    Names,
     command,
-    folder_of,
-    listed,
-    numbered,
 )
 from matlens.cli.printing import (
     print_expected,
@@ -35,7 +23,8 @@ from matlens.cli.printing import (
     print_members,
     print_table,
 )
-from matlens.errors import InputError
+from matlens.cli.starting import on_main
+from matlens.errors import Between, PositiveInt, Seed
 from matlens.io.files import system_errors
 
 _SUMS = 6  # operations per token, layer and squared width that the sums of a closed form take
@@ -47,49 +36,47 @@ if TYPE_CHECKING:
     from matlens.lens.lens import Lens
 
 app = typer.Typer(help="What every layer of a model predicts, read through a lens.", no_args_is_help=True)
-Layers = Annotated[
-    str | None,
-    typer.Option(
-        "--layers", help="Layers with a comma between.", show_default="five, evenly spread; of lens fit, all"
-    ),
-]
-Prompts = Annotated[
-    int, typer.Option("--prompts", min=2, help="Sentences that Jacobians are taken on, the longest.")
-]
-LensFolder = Annotated[
-    str,
-    typer.Option("--lens", help="A folder of 'matlens lens fit'; or id, the logit lens, which needs no fit."),
-]
+Val = Annotated[int, Between(2)]
+REPORT_TRAIN, REPORT_VAL = 1000, 500
+
+
+def _ridge(text: str) -> float | Literal["loo"]:
+    try:
+        return "loo" if text == "loo" else float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: expected a number or loo.") from None
 
 
 @dataclass(frozen=True)
 class ClosedFormOptions:
-    """Options of `LensConfig`, for every closed form that is fitted."""
+    """Options of `LensConfig`, for every closed form that is fitted.
 
-    intercept: Annotated[bool, typer.Option("--intercept", help="Closed forms with an intercept.")] = False
-    ridge: Annotated[
-        str | None,
-        typer.Option(help="Penalty of closed forms in units of mean diag(X'X); or loo, by leave-one-out."),
-    ] = None
-    rank: Annotated[int | None, typer.Option(help="Rank of closed forms.", show_default="full")] = None
-    exclude_sinks: Annotated[
-        bool, typer.Option("--exclude-sinks", help="Closed forms without attention sinks.")
-    ] = False
+    Attributes
+    ----------
+    intercept
+        Closed forms with an intercept.
+    ridge
+        Penalty of closed forms in units of mean diag(X'X); or loo, by leave-one-out.
+    rank
+        Rank of closed forms, by default full.
+    exclude_sinks
+        Closed forms without attention sinks.
+    """
+
+    intercept: bool = False
+    ridge: Annotated[Any, typer.Option(parser=_ridge, metavar="FLOAT|loo")] = None
+    rank: int | None = None
+    exclude_sinks: bool = False
 
     def methods(self, names: list[str]) -> dict[str, str | LensConfig]:
         """The lenses of some names, with these options, by name."""
         from matlens.lens.config import parse_methods
 
-        given: dict[str, Any] = {"intercept": True} if self.intercept else {}
-        if self.ridge is not None:
-            try:
-                given["ridge"] = self.ridge if self.ridge == "loo" else float(self.ridge)
-            except ValueError:
-                raise InputError(f"--ridge must be a number or loo, got {self.ridge!r}.") from None
-        if self.rank is not None:
-            given["rank"] = self.rank
-        if self.exclude_sinks:
-            given["sinks"] = "exclude"
+        given: Any = {
+            "intercept": self.intercept or None, "ridge": self.ridge, "rank": self.rank,
+            "sinks": "exclude" if self.exclude_sinks else None,
+        }  # fmt: skip
+        given = {option: value for option, value in given.items() if value is not None}
         changed = [
             name if config is None else replace(config, **given)
             for name, config in parse_methods(names).items()
@@ -109,43 +96,52 @@ def _fit_operations(model: Any, part: Corpus, n_closed: int) -> float:
 def fit(
     model: ModelOptions,
     corpus: CorpusOptions,
-    out: Out,
-    method: Annotated[
-        list[str],
-        typer.Option(
-            help="Closed forms: id, mat, affine, ridge, ridge-identity, weighted, normed, normed+affine, "
-            "narrow(64), one-jump. Trained: scaled, polished, tuned, jacobian; tuned takes minutes a layer, "
-            "jacobian minutes a sentence. Give it once for each lens: all come from one pass over the data.",
-        ),
-    ] = ["mat"],  # noqa: B006
-    options: ClosedFormOptions = ClosedFormOptions(),
-    train: Train = None,
-    val: Val = None,
+    options: ClosedFormOptions,
+    out: Path,
+    method: list[str] = ["mat"],  # noqa: B006
+    train: PositiveInt | None = None,
+    val: Val | None = None,
     seed: Seed = 0,
-    positions: Annotated[
-        Literal["all", "drawn"], typer.Option(help="Every token of a sentence, or one that is drawn.")
-    ] = "all",
+    positions: Literal["all", "drawn"] = "all",
     layers: Layers = None,
-    rows: Annotated[
-        Path | None,
-        typer.Option(
-            "--rows",
-            metavar="FOLDER",
-            help="Where vectors are written that lenses are trained on, which can be removed afterwards; "
-            "in memory without.",
-        ),
-    ] = None,
-    prompts: Prompts = 30,
-    batch_tokens: BatchTokens = None,
+    rows: Path | None = None,
+    prompts: Val = 30,
+    batch_tokens: PositiveInt | None = None,
 ) -> None:
-    """Fit lenses and keep them in OUT, each in a folder of its own where there are several.
+    """Fit lenses and save them in OUT, each in a folder of its own where there are several.
 
-    Of the corpus, the validation sentences are left for judging: they are those of the other commands.
+    Of the corpus, the validation sentences are left for evaluation: they are those of the other commands.
+
+    Parameters
+    ----------
+    out
+        Folder for everything that is written.
+    method
+        Closed forms: id, mat, affine, ridge, ridge-identity, weighted, normed, normed+affine, narrow(64),
+        one-jump. Trained: scaled, polished, tuned, jacobian; tuned takes minutes a layer, jacobian minutes a
+        sentence. Give it once for each lens: all come from one pass over the data.
+    train
+        Sentences that maps are fitted on; by default 3000, or fewer of a small corpus. The paper has 9000,
+        and --val 3000: three times the work, and better maps.
+    val
+        Other sentences that the maps are evaluated on; by default 1000, or fewer of a small corpus.
+    seed
+        Random seed of the split and of the positions.
+    positions
+        Every token of a sentence, or one that is drawn.
+    layers
+        Layers with a comma between, by default all.
+    rows
+        Where vectors are written that lenses are trained on, which can be removed afterwards; in memory
+        without.
+    prompts
+        Sentences that Jacobians are taken on, the longest.
+    batch_tokens
+        Most tokens in a batch; by default what suits the device.
     """
     from matlens.study.study import slug
 
     methods = options.methods(method)  # before the work, not after it
-    wanted_layers = numbered(layers)
     folders = {name: out if len(methods) == 1 else out / slug(name) for name in methods}
     from matlens.lens.files import check_lens_folder
 
@@ -158,7 +154,7 @@ def fit(
     from matlens.lens.lens import Lens
 
     lenses = Lens.fit(
-        bridge, part, method=list(methods.values()), positions=positions, layers=wanted_layers,
+        bridge, part, method=list(methods.values()), positions=positions, layers=layers,
         seed=seed, batch_tokens=batch_tokens, n_prompts=prompts, folder=rows,
     )  # fmt: skip
     with on_main("lenses") as is_main:
@@ -185,39 +181,46 @@ def _report_operations(model: Any, parts: tuple[Corpus, Corpus], names: list[str
 def report(
     model: ModelOptions,
     corpus: CorpusOptions,
-    methods: Annotated[
-        str | None,
-        typer.Option(
-            "--methods",
-            help="Lenses with a comma between: closed forms such as mat, affine, ridge-identity, weighted or "
-            "normed+affine, and id, scaled, polished, tuned and jacobian. The last two take minutes a layer.",
-            show_default="all but tuned and jacobian",
-        ),
-    ] = None,
+    methods: Names = None,
     layers: Layers = None,
-    against: Annotated[
-        str | None,
-        typer.Option("--against", help="The lens that others are compared with.", show_default="mat"),
-    ] = None,
-    prompts: Prompts = 30,
-    longest: Annotated[
-        int, typer.Option("--longest", min=1, help="Tokens that such a sentence is cut to.")
-    ] = 128,
-    evaluations: Annotated[
-        Path | None,
-        typer.Option(
-            "--evaluations",
-            help="Folder with lens-eval-multihop.json and the like, of data/evaluations of the repository "
-            "anthropics/jacobian-lens.",
-        ),
-    ] = None,
-    train: ReportTrain = None,
-    val: ReportVal = None,
+    against: str | None = None,
+    prompts: Val = 30,
+    longest: PositiveInt = 128,
+    evaluations: Path | None = None,
+    train: PositiveInt | None = None,
+    val: Val | None = None,
     seed: Seed = 0,
-    out: Out = Path("out"),
+    out: Path = Path("out"),
 ) -> None:
-    """Fit lenses on the same tokens, judge all on the same others, and say what each cost."""
-    names, wanted = listed(methods), numbered(layers)
+    """Fit lenses on the same tokens, evaluate all on the same others, and say what each cost.
+
+    Parameters
+    ----------
+    methods
+        Lenses with a comma between: closed forms such as mat, affine, ridge-identity, weighted or
+        normed+affine, and id, scaled, polished, tuned and jacobian. The last two take minutes a layer. By
+        default all but these two.
+    layers
+        Layers with a comma between, by default five, evenly spread.
+    against
+        The lens that others are compared with, by default mat.
+    prompts
+        Sentences that Jacobians are taken on, the longest.
+    longest
+        Tokens that such a sentence is cut to.
+    evaluations
+        Folder with lens-eval-multihop.json and the like, of data/evaluations of the repository
+        anthropics/jacobian-lens.
+    train
+        Sentences that maps are fitted on; by default 1000, or fewer of a small corpus. The published table
+        has 4000, --val 1000, tuned and jacobian: an hour.
+    val
+        Other sentences that the maps are evaluated on; by default 500, or fewer of a small corpus.
+    seed
+        Random seed of the split and of the positions.
+    out
+        Folder for everything that is written.
+    """
     model.check()
     from matlens import plots
     from matlens.io.tables import write_results
@@ -228,10 +231,10 @@ def report(
     sets = None if evaluations is None else read_evaluations(evaluations)
     bridge = model.load()
     print_expected(
-        bridge, _report_operations(bridge, parts, names), "--train, --val; tuned and jacobian add more"
+        bridge, _report_operations(bridge, parts, methods), "--train, --val; tuned and jacobian add more"
     )
     comparison = compare_lenses(
-        bridge, parts, out, methods=names, layers=wanted, against=against, n_prompts=prompts,
+        bridge, parts, out, methods=methods, layers=layers, against=against, n_prompts=prompts,
         longest=longest, evaluations=sets, seed=seed,
     )  # fmt: skip
     tables = {
@@ -250,13 +253,18 @@ def report(
 
 
 @command(app)
-def show(
-    prompt: Prompt,
-    model: ModelOptions,
-    lens: LensFolder = "id",
-    last: Annotated[int, typer.Option(min=1, help="Show the last so many tokens of the prompt.")] = 8,
-) -> None:
-    """Show what every layer predicts after each token of a prompt: a line a layer, a column a token."""
+def show(prompt: str, /, model: ModelOptions, lens: str = "id", last: PositiveInt = 8) -> None:
+    """Show what every layer predicts after each token of a prompt: a line a layer, a column a token.
+
+    Parameters
+    ----------
+    prompt
+        A text; for masked-LM models with one mask in it.
+    lens
+        A folder of 'matlens lens fit'; or id, the logit lens, which needs no fit.
+    last
+        Show the last so many tokens of the prompt.
+    """
     from matlens.models.tokens import visible
 
     trajectory = _lens(model, lens).trajectory(prompt, k=1)
@@ -271,22 +279,32 @@ def show(
 
 @command(app)
 def trajectory(
-    prompt: Prompt,
+    prompt: str,
+    /,
     model: ModelOptions,
-    lens: LensFolder = "id",
-    token: Annotated[
-        list[str] | None,
-        typer.Option(help="A word of one token whose rank to show at each layer; give it once for each."),
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw a cell for each token and layer: .png or .pdf.")
-    ] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write a row for each token, layer and --token.")] = None,
-    colour: Annotated[
-        Literal["probability", "kl", "rank", "entropy"], typer.Option(help="What colours the cells.")
-    ] = "probability",
+    lens: str = "id",
+    token: list[str] | None = None,
+    plot: Path | None = None,
+    csv: Path | None = None,
+    colour: Literal["probability", "kl", "rank", "entropy"] = "probability",
 ) -> None:
-    """Follow the prediction after the prompt through the layers, and draw all tokens and layers."""
+    """Follow the prediction after the prompt through the layers, and draw all tokens and layers.
+
+    Parameters
+    ----------
+    prompt
+        A text; for masked-LM models with one mask in it.
+    lens
+        A folder of 'matlens lens fit'; or id, the logit lens, which needs no fit.
+    token
+        A word of one token whose rank to show at each layer; give it once for each.
+    plot
+        Draw a cell for each token and layer: .png or .pdf.
+    csv
+        Write a row for each token, layer and --token.
+    colour
+        What colours the cells.
+    """
     from matlens.models.tokens import visible
 
     read = _lens(model, lens).trajectory(prompt)
@@ -316,27 +334,16 @@ def trajectory(
 
 
 @command(app)
-def convert(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            help="A folder of 'matlens lens fit', a file of TransformerLens' JacobianLens, or a folder of "
-            "tuned-lens.",
-            show_default=False,
-        ),
-    ],
-    target: Annotated[
-        Path,
-        typer.Argument(
-            help="A .pt file for JacobianLens, or a folder of matlens.",
-            show_default=False,
-            parser=folder_of,
-            metavar="TARGET",
-        ),
-    ],
-    model: ModelOptions,
-) -> None:
-    """Turn a lens of TransformerLens or tuned-lens into a folder of matlens, or a folder into their file."""
+def convert(source: Path, target: Path, /, model: ModelOptions) -> None:
+    """Turn a lens of TransformerLens or tuned-lens into a folder of matlens, or a folder into their file.
+
+    Parameters
+    ----------
+    source
+        A folder of 'matlens lens fit', a file of TransformerLens' JacobianLens, or a folder of tuned-lens.
+    target
+        A .pt file for JacobianLens, or a folder of matlens.
+    """
     bridge = model.load()
     from matlens.lens.lens import Lens
 
@@ -353,31 +360,30 @@ def convert(
     print_line(f"A lens of {len(lens.layers)} layers ({lens.method}) in {target}.")
 
 
-Repository = Annotated[
-    str, typer.Argument(help="A repository of the hub, such as someone/lenses.", show_default=False)
-]
-
-
 @command(app)
 def push(
-    source: Annotated[Path, typer.Argument(help="A folder of 'matlens lens fit'.", show_default=False)],
-    repository: Repository,
-    name: Annotated[
-        str | None, typer.Option(help="Its folder there.", show_default="model/method/corpus")
-    ] = None,
-    results: Annotated[
-        Path | None,
-        typer.Option(
-            "--results",
-            metavar="CSV",
-            help="Table of 'matlens lens report' with r2 and Precision@1 for its card.",
-        ),
-    ] = None,
-    private: Annotated[
-        bool, typer.Option("--private", help="Make a repository that others cannot read.")
-    ] = False,
+    source: Path,
+    repository: str,
+    /,
+    name: str | None = None,
+    results: Path | None = None,
+    private: bool = False,
 ) -> None:
-    """Put a lens into a repository of the hub, with a card that says what it was fitted on."""
+    """Put a lens into a repository of the hub, with a card that says what it was fitted on.
+
+    Parameters
+    ----------
+    source
+        A folder of 'matlens lens fit'.
+    repository
+        A repository of the hub, such as someone/lenses.
+    name
+        Its folder there, by default model/method/corpus.
+    results
+        Table of 'matlens lens report' with r2 and Precision@1 for its card.
+    private
+        Make a repository that others cannot read.
+    """
     from matlens.io.tables import read_table
     from matlens.lens.lens import Lens
 
@@ -393,17 +399,20 @@ def push(
 
 
 @command(app)
-def pull(
-    repository: Repository,
-    out: Out,
-    name: Annotated[
-        str | None, typer.Argument(help="The folder of the lens there; where there is one, none.")
-    ] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="A commit, a branch or a tag.", show_default="main")
-    ] = None,
-) -> None:
-    """Read a lens of a repository of the hub into OUT, every byte of it checked."""
+def pull(repository: str, name: str | None = None, /, *, out: Path, revision: str | None = None) -> None:
+    """Read a lens of a repository of the hub into OUT, every byte of it checked.
+
+    Parameters
+    ----------
+    repository
+        A repository of the hub, such as someone/lenses.
+    name
+        The folder of the lens there; where there is one, none.
+    out
+        Folder for everything that is written.
+    revision
+        A commit, a branch or a tag, by default main.
+    """
     from matlens.lens.lens import Lens
 
     lens = Lens.from_pretrained(repository, name, revision=revision)

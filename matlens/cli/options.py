@@ -1,22 +1,27 @@
-"""Options of the commands and of the analyses, each declared once, and groups of them.
+"""Commands made of functions: help texts are read from docstrings, bounds and choices from annotations.
 
-A parameter of a command that is annotated with one of the dataclasses becomes their fields on the command
-line. Every command loads its model and its corpus through them.
+A parameter that is annotated with a dataclass becomes its fields on the command line. Positional-only
+parameters become arguments.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+import math
+import re
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
+from typer.models import OptionInfo, ParameterInfo
 
-from matlens.errors import InputError, check_int, short
+from matlens.errors import Between, InputError, NonNegative, PositiveInt, Seed, check_int, short
 from matlens.parallel import waiting
 
 if TYPE_CHECKING:
@@ -25,166 +30,183 @@ if TYPE_CHECKING:
     from matlens.data.corpus import Corpus
     from matlens.ffn.catalogue import Catalogue
     from matlens.ffn.projection import Projection
-    from matlens.linear.pairs import Pairs
     from matlens.study.study import Study
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 PositionChoice = Literal["auto", "drawn", "all"]
 LinkageChoice = Literal["average", "complete"]
 _ABOUT_THE_WORK = {"device", "out", "batch_tokens", "keep_rows"}  # and nothing that comes out of it
+TRAIN, VAL = 3000, 1000
+"""Sentences of a command that answers within minutes; the paper has 9,000 and 3,000."""
 
 
-def folder_of(text: str | Path) -> Path:
-    """A folder; an empty word, such as a variable of the shell that is not set, is not the current one.
+def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a function a command; it can be called as before."""
 
-    A ``~`` is the user's folder, as with models and corpora: shells leave it alone in ``--out=~/here``.
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+        hints = get_type_hints(function, include_extras=True)
+
+        @wraps(function)
+        def run(**given: Any) -> Any:
+            arguments: Any = {}
+            for parameter in signature.parameters:
+                if is_dataclass(hints[parameter]):
+                    group: Any = hints[parameter]
+                    of_group = {field.name: given[field.name] for field in fields(group)}
+                    arguments[parameter] = group(**of_group)
+                else:
+                    arguments[parameter] = given[parameter]
+            bound = inspect.BoundArguments(signature, arguments)
+            return function(*bound.args, **bound.kwargs)
+
+        app.command(name, help=documented(function)[0])(with_signature(run, options_of(function)))
+        return function
+
+    return register
+
+
+def options_of(function: Any, *, but: Sequence[str] = ()) -> list[Parameter]:
+    """Parameters of a function, or fields of a dataclass, annotated for typer, required ones first."""
+    hints, (_, helps) = get_type_hints(function, include_extras=True), documented(function)
+    options: list[Parameter] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        hint = hints.get(name, str)
+        if name in but:
+            continue
+        if is_dataclass(hint):
+            options += options_of(hint)
+        else:
+            kind, notes = _without_notes(hint)
+            info = _info(parameter, kind, notes)
+            info.help = info.help or helps.get(name)
+            options.append(parameter.replace(annotation=Annotated[kind, info], kind=Parameter.KEYWORD_ONLY))
+    return sorted(options, key=lambda option: option.default is not Parameter.empty)
+
+
+def _info(parameter: Parameter, kind: Any, notes: list[Any]) -> Any:
+    info: Any = next((copy(note) for note in notes if isinstance(note, ParameterInfo)), None)
+    if info is None:
+        if parameter.kind is Parameter.POSITIONAL_ONLY:
+            info = typer.Argument(show_default=False)
+        else:
+            info = typer.Option(f"--{parameter.name.replace('_', '-')}")
+    for bounds in (note for note in notes if isinstance(note, Between)):
+        info.min = None if bounds.min == -math.inf else bounds.min
+        info.max = None if bounds.max == math.inf else bounds.max
+    if Path in (kind, *get_args(kind)):
+        is_option = isinstance(info, OptionInfo)
+        info.parser, info.metavar = path_of, "PATH" if is_option else parameter.name.upper()
+    return info
+
+
+def _without_notes(hint: Any) -> tuple[Any, list[Any]]:
+    """A type without the annotations of it and of its parts, and these."""
+    if get_origin(hint) is Annotated:
+        kind, *notes = get_args(hint)
+        plain, more = _without_notes(kind)
+        return plain, [*notes, *more]
+    if get_origin(hint) in (Union, UnionType):
+        parts = [_without_notes(part) for part in get_args(hint)]
+        return Union[tuple(part for part, _ in parts)], [note for _, notes in parts for note in notes]  # noqa: UP007
+    return hint, []
+
+
+def documented(function: Any) -> tuple[str, dict[str, str]]:
+    """What a docstring says before its section of parameters, and of each parameter."""
+    summary, *sections = re.split(r"\n\n(?:Parameters|Attributes)\n-+\n", inspect.getdoc(function) or "")
+    helps: dict[str, str] = {}
+    for entry in re.split(r"\n(?=\S)", "\n".join(sections)):
+        names, _, text = entry.partition("\n")
+        helps |= dict.fromkeys(names.split(", "), " ".join(text.split()))
+    return summary, helps
+
+
+def with_signature(function: Callable[..., Any], parameters: list[Parameter]) -> Callable[..., Any]:
+    """Give a function that takes anything by name the parameters that typer is to see."""
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return function
+
+
+# How texts on the command line are read
+
+
+def path_of(text: str | Path) -> Path:
+    """A path; an empty word, such as a variable of the shell that is not set, is not the current folder.
+
+    A ``~`` is the user's folder: shells leave it alone in ``--out=~/here``.
     """
     if not str(text).strip():
-        raise typer.BadParameter("it is empty. Expected the path of a folder; '.' for this one.")
+        raise typer.BadParameter("it is empty. Expected a path; '.' for this folder.")
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
-        raise typer.BadParameter(f"{error} Expected the path of a folder.") from error
+        raise typer.BadParameter(f"{error} Expected a path.") from error
 
 
-def listed(text: str | None) -> list[str] | None:
+def names_of(text: str) -> list[str]:
     """Names with a comma between."""
-    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def numbered(text: str | None) -> list[int] | None:
+def layers_of(text: str) -> list[int]:
     """Layers with a comma between."""
     try:
-        return None if text is None else [int(name) for name in listed(text) or []]
+        return [int(name) for name in names_of(text)]
     except ValueError:
-        raise InputError(f"The layers are {text!r}. Expected numbers with a comma between.") from None
+        raise typer.BadParameter(f"{short(text)}: expected numbers with a comma between.") from None
 
 
-Model = Annotated[
-    str,
-    typer.Option(
-        "--model", help="Hub name, Hugging Face folder, .gguf file, .pt file of a WikiLM, or smollm2-135m."
-    ),
-]
-CorpusName = Annotated[
-    str,
-    typer.Option(
-        "--corpus",
-        help="wikipedia-sample, news-sample, messages-de (and other languages), a text file with one "
-        "sentence a line, a .jsonl file, a Leipzig corpus, or a dataset id (name or name:config).",
-    ),
-]
-Models = Annotated[list[str], typer.Option("--model", help="Like --model elsewhere; give it once for each.")]
-Corpora = Annotated[
-    list[str], typer.Option("--corpus", help="Like --corpus elsewhere; give it once for each.")
-]
-Patched = Annotated[
-    int,
-    typer.Option("--patched", min=2, help="Validation sentences that the patched model is run on."),
-]
-Memory = Annotated[
-    float, typer.Option(min=0, help="Most GiB that exact clusters may take; past it, by near neighbours.")
-]
-Disk = Annotated[
-    float, typer.Option(min=0, help="Most GiB of disk that exact clusters may take where memory has no room.")
-]
-LinkageOption = Annotated[
-    LinkageChoice,
-    typer.Option("--linkage", help="Of exact clusters; complete is what the authors of paper B have."),
-]
-Out = Annotated[
-    Path,
-    typer.Option("--out", parser=folder_of, metavar="FOLDER", help="Folder for everything that is written."),
-]
-Seed = Annotated[
-    int, typer.Option(min=0, max=2**32 - 1, help="Random seed of the split and of the positions.")
-]
-BatchTokens = Annotated[
-    int | None, typer.Option(min=1, help="Most tokens in a batch; by default what suits the device.")
-]
-KeepRows = Annotated[
-    bool,
-    typer.Option(
-        "--keep-rows/--stream",
-        help="Keep vectors of all positions on disk, or only what fits need of them; 'collect' keeps them.",
-    ),
-]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda or mps; by default the best there is.")]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the hub.")]
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the model brings.")]
-Stack = Annotated[
-    Literal["encoder", "decoder"] | None,
-    typer.Option("--stack", help="Of an encoder-decoder such as T5, the stack whose stream is read."),
-]
-PairsOption = Annotated[
-    str, typer.Option("--pairs", help="all, last, or a list such as 0:12,6:12 (negative: from the end).")
-]
-Folder = Annotated[
-    Path,
-    typer.Argument(
-        parser=folder_of,
-        metavar="FOLDER",
-        help="The --out folder of 'matlens collect' or 'matlens run'.",
-        show_default=False,
-    ),
-]
-Title = Annotated[str | None, typer.Option("--title", help="Title of the figures, instead of their own.")]
-Suffix = Annotated[
-    str, typer.Option("--suffix", help="Put behind the names of tables and figures, such as _bert.")
-]
-Prompt = Annotated[
-    str, typer.Argument(help="A text; for masked-LM models with one mask in it.", show_default=False)
-]
-Dominant = Annotated[int, typer.Option(min=1, help="How many sub-updates count as dominant.")]
-
-TRAIN, VAL = 3000, 1000
-"""Sentences of a command that answers within minutes; the paper has 9,000 and 3,000."""
-REPORT_TRAIN, REPORT_VAL = 1000, 500
+def pairs_of(text: str) -> Any:
+    """All pairs of layers, those onto the last, or a list."""
+    try:
+        if text in ("all", "last"):
+            return text
+        pairs = [pair.split(":") for pair in text.split(",")]
+        return [(int(source), int(target)) for source, target in pairs]
+    except ValueError:
+        raise typer.BadParameter(f"{short(text)}: expected all, last, or a list such as 0:12,6:12.") from None
 
 
-def size_option(name: str, described: str, fewest: int, default: int) -> Any:
-    """An option that tells what the user gave from a default, which gives way to a small corpus."""
-    return typer.Option(
-        name, min=fewest, help=described, show_default=f"{default}, or fewer of a small corpus"
-    )
+PairsOption = Annotated[Any, typer.Option("--pairs", parser=pairs_of, metavar="PAIRS")]
+Layers = Annotated[Any, typer.Option("--layers", parser=layers_of, metavar="LAYERS")]
+Names = Annotated[Any, typer.Option(parser=names_of, metavar="NAMES")]
+KeepRows = Annotated[bool, typer.Option("--keep-rows/--stream")]
 
 
-OF_TRAIN, OF_VAL = "Sentences that maps are fitted on.", "Other sentences that the maps are evaluated on."
-_PAPER = " The paper has 9000, and --val 3000: three times the work, and better maps."
-_PUBLISHED = " The published table has 4000, --val 1000, tuned and jacobian: an hour."
-Train = Annotated[int | None, size_option("--train", OF_TRAIN + _PAPER, 1, TRAIN)]
-Val = Annotated[int | None, size_option("--val", OF_VAL, 2, VAL)]
-ReportTrain = Annotated[int | None, size_option("--train", OF_TRAIN + _PUBLISHED, 1, REPORT_TRAIN)]
-ReportVal = Annotated[int | None, size_option("--val", OF_VAL, 2, REPORT_VAL)]
-
-
-def sizes_of(
-    train: int | None, val: int | None, *, default_train: int = TRAIN, default_val: int = VAL
-) -> dict[str, Any]:
-    """Sizes of a study, as its arguments: what the user gave is kept, and a default gives way if it must."""
-    sizes = {"train": train, "validation": val}
-    return {
-        "n_train": default_train if train is None else train,
-        "n_validation": default_val if val is None else val,
-        "adjustable": tuple(part for part, size in sizes.items() if size is None),
-    }
+# Groups of options
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model, and how it is loaded."""
+    """Which model, and how it is loaded.
 
-    model: Model
-    device: Device = None
-    dtype: Annotated[Dtype, typer.Option(help="Precision of the model; fits are in float64 anyway.")] = (
-        "float32"
-    )
-    revision: Revision = None
-    trust_remote_code: Trust = False
-    stack: Stack = None
+    Attributes
+    ----------
+    model
+        Hub name, Hugging Face folder, .gguf file, .pt file of a WikiLM, or smollm2-135m.
+    device
+        cpu, cuda or mps; by default the best there is.
+    dtype
+        Precision of the model; fits are in float64 anyway.
+    revision
+        Branch, tag or commit of a model on the hub.
+    trust_remote_code
+        Run code that the model brings.
+    stack
+        Of an encoder-decoder such as T5, the stack whose stream is read.
+    """
+
+    model: str
+    device: str | None = None
+    dtype: Dtype = "float32"
+    revision: str | None = None
+    trust_remote_code: bool = False
+    stack: Literal["encoder", "decoder"] | None = None
 
     def check(self) -> None:
-        """Refuse a name that there is no model of, or a device that is not there, before any work."""
+        """Raise InputError for a model or a device that does not exist, before any work."""
         from matlens.models.places import locate
 
         locate(self.model, self.revision)
@@ -196,36 +218,45 @@ class ModelOptions:
     def _loading(self) -> dict[str, Any]:
         import torch
 
-        return {
-            "device": self.device, "dtype": getattr(torch, self.dtype), "revision": self.revision,
-            "trust_remote_code": self.trust_remote_code, "stack": self.stack,
-        }  # fmt: skip
+        options = asdict(self)
+        return {"name": options.pop("model"), **options, "dtype": getattr(torch, self.dtype)}
 
     def catalogue(self) -> Catalogue:
-        """What is read of the model's weights, without the model where that is known."""
+        """The value vectors of the model, without loading it where they are cached."""
         with waiting("looking for the model"):
             from matlens.ffn.catalogue import Catalogue
 
-            return Catalogue(self.model, **self._loading())
+            return Catalogue(**self._loading())
 
     def load(self) -> TransformerBridge:
         """Load the model."""
         with waiting("loading the model"):
             from matlens.models.loading import load
 
-            return load(self.model, **self._loading())
+            return load(**self._loading())
 
 
 @dataclass(frozen=True)
 class CorpusOptions:
-    """Which corpus, and what is read of it."""
+    """Which corpus, and how much of it is read.
 
-    corpus: CorpusName
-    field: Annotated[str, typer.Option(help="Where the text is in JSON lines and datasets.")] = "text"
-    split: Annotated[str, typer.Option(help="Which split of a dataset to read.")] = "train"
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Read no more sentences of the corpus than this.")
-    ] = None
+    Attributes
+    ----------
+    corpus
+        wikipedia-sample, news-sample, messages-de (and other languages), a text file with one sentence a
+        line, a .jsonl file, a Leipzig corpus, or a dataset id (name or name:config).
+    field
+        Where the text is in JSON lines and datasets.
+    split
+        Which split of a dataset to read.
+    limit
+        Read no more sentences of the corpus than this.
+    """
+
+    corpus: str
+    field: str = "text"
+    split: str = "train"
+    limit: PositiveInt | None = None
 
     def load(self) -> Corpus:
         """Read the sentences."""
@@ -234,47 +265,68 @@ class CorpusOptions:
 
             return load_corpus(self.corpus, field=self.field, split=self.split, limit=self.limit)
 
-    def _described(self) -> Corpus:
-        sentences = self.load()
-        print(sentences.report())
-        return sentences
-
     def parts(self, train: int | None, val: int | None, seed: int, **defaults: int) -> tuple[Corpus, Corpus]:
         """Read the sentences and split them; a small corpus has fewer than the defaults in each part."""
         from matlens.study.plan import fitting_sizes
 
-        sentences = self._described()
+        sentences = self.load()
+        print(sentences.report())
         n_train, n_validation = fitting_sizes(len(sentences), *sizes_of(train, val, **defaults).values())
         return sentences.split(n_train=n_train, n_validation=n_validation, seed=seed)
 
     def tenth(self, seed: int = 0) -> tuple[Corpus, Corpus]:
         """Read the sentences: nine tenths to fit on, and the rest, two at least, to evaluate on."""
-        sentences = self._described()
+        sentences = self.load()
+        print(sentences.report())
         n_judged = max(2, len(sentences) // 10)
         return sentences.split(n_train=len(sentences) - n_judged, n_validation=n_judged, seed=seed)
 
 
+def sizes_of(
+    train: int | None, val: int | None, *, default_train: int = TRAIN, default_val: int = VAL
+) -> dict[str, Any]:
+    """Sizes of a study, as its arguments: given ones are kept, and defaults give way to a small corpus."""
+    sizes = {"train": train, "validation": val}
+    return {
+        "n_train": default_train if train is None else train,
+        "n_validation": default_val if val is None else val,
+        "adjustable": tuple(part for part, size in sizes.items() if size is None),
+    }
+
+
 @dataclass(frozen=True)
 class SampleOptions:
-    """How many sentences are run, which tokens give samples, and where the vectors are written."""
+    """How many sentences are run, which tokens give samples, and where the vectors are written.
 
-    out: Out
-    train: Train = None
-    val: Val = None
+    Attributes
+    ----------
+    out
+        Folder for everything that is written.
+    train
+        Sentences that maps are fitted on; by default 3000, or fewer of a small corpus. The paper has 9000,
+        and --val 3000: three times the work, and better maps.
+    val
+        Other sentences that the maps are evaluated on; by default 1000, or fewer of a small corpus.
+    seed
+        Random seed of the split and of the positions.
+    positions
+        One drawn token of each training sentence, or all of them. auto: drawn, as in the paper, or all where
+        there are fewer sentences than twice the width of the model.
+    draw_special
+        May the position fall on [CLS] and the like?
+    batch_tokens
+        Most tokens in a batch; by default what suits the device.
+    keep_rows
+        Store vectors of all positions on disk, or only what fits need of them; 'collect' stores them.
+    """
+
+    out: Path
+    train: PositiveInt | None = None
+    val: Annotated[int, Between(2)] | None = None
     seed: Seed = 0
-    positions: Annotated[
-        PositionChoice,
-        typer.Option(
-            "--positions",
-            help="One drawn token of each training sentence, or all of them. auto: drawn, as in the paper, "
-            "or all where there are fewer sentences than twice the width of the model.",
-        ),
-    ] = "auto"
-    draw_special: Annotated[
-        bool,
-        typer.Option("--draw-special/--skip-special", help="May the position fall on [CLS] and the like?"),
-    ] = True
-    batch_tokens: BatchTokens = None
+    positions: PositionChoice = "auto"
+    draw_special: Annotated[bool, typer.Option("--draw-special/--skip-special")] = True
+    batch_tokens: PositiveInt | None = None
     keep_rows: KeepRows = False
 
     def study(self, model: ModelOptions, corpus: CorpusOptions, **more: Any) -> Study:
@@ -297,41 +349,39 @@ class SampleOptions:
 
 @dataclass(frozen=True)
 class FitOptions:
-    """Which maps are fitted, and how."""
+    """Which maps are fitted, and how: the arguments of `fit_maps`.
+
+    Attributes
+    ----------
+    pairs
+        all, last, or a list such as 0:12,6:12 (negative: from the end).
+    intercept
+        Fit a bias too. The paper does not.
+    ridge
+        Penalty on the maps; by default 0, or one that suits where samples are fewer than twice the width. The
+        paper has none.
+    """
 
     pairs: PairsOption = "all"
-    intercept: Annotated[bool, typer.Option("--intercept", help="Fit a bias too. The paper does not.")] = (
-        False
-    )
-    ridge: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            show_default="0, or a penalty that suits where samples are fewer than twice the width",
-            help="Penalty on the maps. The paper has none.",
-        ),
-    ] = None
-
-    def arguments(self) -> dict[str, Any]:
-        """Arguments of `fit_maps`."""
-        return {"pairs": _pairs(self.pairs), "intercept": self.intercept, "ridge": self.ridge}
+    intercept: bool = False
+    ridge: NonNegative | None = None
 
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How vectors are read in the vocabulary."""
+    """How vectors are read in the vocabulary.
 
-    tokens: Annotated[
-        int, typer.Option("--tokens", min=1, help="How many tokens to show of each vector.")
-    ] = 10
-    read: Annotated[
-        Literal["plain", "norm", "head"],
-        typer.Option(
-            "--read",
-            help="plain: E v, as in the paper. norm: through the final norm first. head: through the gain "
-            "of the final norm, and in masked-LM models the dense layer of the head.",
-        ),
-    ] = "plain"
+    Attributes
+    ----------
+    tokens
+        How many tokens to show of each vector.
+    read
+        plain: E v, as in the paper. norm: through the final norm first. head: through the gain of the final
+        norm, and in masked-LM models the dense layer of the head.
+    """
+
+    tokens: PositiveInt = 10
+    read: Literal["plain", "norm", "head"] = "plain"
 
     def projection(self, catalogue: Catalogue) -> Projection:
         """How vectors of the model are read."""
@@ -342,73 +392,8 @@ class ReadOptions:
 
 
 def asked(**groups: Any) -> dict[str, dict[str, Any]]:
-    """Those of the options that decide what comes out, by group and name."""
+    """The options that results depend on, by group and name."""
     return {
         name: {key: value for key, value in asdict(group).items() if key not in _ABOUT_THE_WORK}
         for name, group in groups.items()
     }
-
-
-def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function a command, which has the options of the groups among its parameters."""
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        app.command(name)(_grouped(function))
-        return function
-
-    return register
-
-
-def _grouped(function: Callable[..., Any]) -> Callable[..., Any]:
-    hints = get_type_hints(function, include_extras=True)
-    groups: dict[str, Any] = {}
-    parameters: list[Parameter] = []
-    for name, parameter in inspect.signature(function).parameters.items():
-        if is_dataclass(hints[name]):
-            groups[name] = hints[name]
-            parameters += _options_of(hints[name])
-        else:
-            parameters.append(parameter.replace(annotation=hints[name]))
-
-    @wraps(function)
-    def run(**given: Any) -> Any:
-        arguments = {
-            name: group(**{field.name: given.pop(field.name) for field in fields(group)})
-            for name, group in groups.items()
-        }
-        return function(**arguments, **given)
-
-    parameters.sort(key=lambda parameter: parameter.default is not Parameter.empty)
-    return with_signature(run, parameters)
-
-
-def _options_of(group: Any) -> list[Parameter]:
-    hints = get_type_hints(group, include_extras=True)
-    return [
-        Parameter(
-            field.name, Parameter.KEYWORD_ONLY, annotation=hints[field.name],
-            default=Parameter.empty if field.default is MISSING else field.default,
-        )
-        for field in fields(group)
-    ]  # fmt: skip
-
-
-def with_signature(function: Callable[..., Any], parameters: Iterable[Parameter]) -> Callable[..., Any]:
-    """Give a function that takes anything by name the parameters that typer is to see."""
-    named = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in parameters]
-    function.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
-    function.__annotations__ = {parameter.name: parameter.annotation for parameter in named}
-    return function
-
-
-def _pairs(text: str) -> Pairs:
-    if text == "all":
-        return "all"
-    if text == "last":
-        return "last"
-    try:
-        pairs = [pair.split(":") for pair in text.split(",")]
-        return [(int(source), int(target)) for source, target in pairs]
-    except ValueError:
-        shown = text if 0 < len(text) <= 40 else short(text)
-        raise InputError(f"--pairs {shown}: expected all, last, or a list such as 0:12,6:12.") from None

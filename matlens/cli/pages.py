@@ -8,43 +8,45 @@ from typing import Annotated, Literal
 import typer
 
 from matlens.cli import ffn
-from matlens.cli.options import Dominant, ModelOptions, Out, Prompt, command
+from matlens.cli.options import ModelOptions, command
 from matlens.cli.printing import print_line
+from matlens.errors import Between, NonNegativeInt, PositiveInt
 
 _OTHERS = 2  # sentences that a split of a corpus leaves out at least
-Lenses = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--lens",
-        metavar="FOLDER",
-        help="A lens, or maps that 'matlens fit' has written; repeat it for several. The page opens on the "
-        "first; id is always in it.",
-    ),
-]
-
 
 app = typer.Typer()
 
 
 @command(app)
 def explore(
-    prompt: Prompt,
+    prompt: str,
+    /,
     model: ModelOptions,
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The page, a .html or .htm file.")],
-    lens: Lenses = None,
-    pin: Annotated[
-        list[str] | None,
-        typer.Option("--pin", help="A word of one token to follow through all layers; once for each."),
-    ] = None,
-    dominant: Dominant = 10,
-    read: Annotated[
-        Literal["plain", "head"],
-        typer.Option(help="How value vectors are read: E v, or through the linear parts of the head."),
-    ] = "plain",
+    out: Path,
+    lens: list[Path] | None = None,
+    pin: list[str] | None = None,
+    dominant: PositiveInt = 10,
+    read: Literal["plain", "head"] = "plain",
 ) -> None:
     """Show a prompt layer by layer in a page for a browser, which needs nothing else.
 
     Each cell opens to its likeliest tokens and to the sub-updates that the FFN below it wrote.
+
+    Parameters
+    ----------
+    prompt
+        A text; for masked-LM models with one mask in it.
+    out
+        The page, a .html or .htm file.
+    lens
+        A lens, or maps that 'matlens fit' has written; repeat it for several. The page opens on the first; id
+        is always in it.
+    pin
+        A word of one token to follow through all layers; once for each.
+    dominant
+        How many sub-updates count as dominant.
+    read
+        How value vectors are read: E v, or through the linear parts of the head.
     """
     from matlens.explorer.exploration import explore as explore_prompt
     from matlens.explorer.exploration import load_lens
@@ -58,27 +60,29 @@ def explore(
 @command(ffn.values, "explore")
 def explore_values(
     model: ModelOptions,
-    out: Out,
-    corpus: Annotated[
-        str | None,
-        typer.Option(
-            "--corpus",
-            help="Sentences to show uses of the vectors in, such as wikipedia-sample; none without.",
-        ),
-    ] = None,
-    sentences: Annotated[int, typer.Option(min=1, help="How many sentences are drawn of the corpus.")] = 2000,
-    clusters: Annotated[
-        Path | None,
-        typer.Option("--clusters", metavar="FOLDER", help="Clusters that 'matlens values cluster' has kept."),
-    ] = None,
-    neighbours: Annotated[
-        int, typer.Option(min=0, help="Neighbours of each vector; 0 where all pairs are too many.")
-    ] = 8,
+    out: Path,
+    corpus: str | None = None,
+    sentences: PositiveInt = 2000,
+    clusters: Path | None = None,
+    neighbours: NonNegativeInt = 8,
 ) -> None:
     """Write pages of all value vectors into a folder: open OUT/index.html.
 
     They are found by token, name, layer and cluster, with their tokens, neighbours and sentences. A call that
-    was killed goes on where it was.
+    was killed resumes.
+
+    Parameters
+    ----------
+    out
+        Folder for everything that is written.
+    corpus
+        Sentences to show uses of the vectors in, such as wikipedia-sample; none without.
+    sentences
+        How many sentences are drawn of the corpus.
+    clusters
+        Clusters that 'matlens values cluster' has stored.
+    neighbours
+        Neighbours of each vector; 0 where all pairs are too many.
     """
     model.check()
     from matlens.data.corpus import load_corpus
@@ -96,21 +100,24 @@ def explore_values(
 @command(app)
 def serve(
     model: ModelOptions,
-    lens: Lenses = None,
-    maps: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--maps",
-            metavar="FOLDER",
-            help="Maps to put in the place of blocks and sub-modules, such as a study keeps; give it "
-            "once for each folder.",
-        ),
-    ] = None,
-    port: Annotated[int, typer.Option(min=1024, max=65_535, help="Where the server listens.")] = 8765,
+    lens: list[Path] | None = None,
+    maps: list[Path] | None = None,
+    port: Annotated[int, Between(1024, 65_535)] = 8765,
 ) -> None:
     """Answer the pages of a model to a browser on this machine: type prompts, and change the model.
 
     The address that is printed has a secret in it, without which nothing is answered.
+
+    Parameters
+    ----------
+    lens
+        A lens, or maps that 'matlens fit' has written; repeat it for several. The page opens on the first; id
+        is always in it.
+    maps
+        Maps to put in the place of blocks and sub-modules, such as a study stores; give it once for each
+        folder.
+    port
+        Where the server listens.
     """
     from matlens.explorer.exploration import load_lens
     from matlens.explorer.server import LiveModel, check_server, run_server

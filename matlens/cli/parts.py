@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from matlens.cli.distributed import on_main
-from matlens.cli.options import CorpusOptions, ModelOptions, Out, Seed, command
+from matlens.cli.options import CorpusOptions, ModelOptions, command
 from matlens.cli.printing import print_atlas, print_expected, print_figures, print_frame, print_line
-from matlens.errors import InputError
+from matlens.cli.starting import on_main
+from matlens.errors import Between, InputError, NonNegative, NonNegativeInt, PositiveInt, Seed
 from matlens.io.numbers import number_text
 from matlens.pruning.choices import Choice, Method
 
@@ -20,23 +20,53 @@ _CHAINED = 0.5  # of all blocks, which chain fits
 _FOLD = 12  # operations per token and squared width of the FFN that a fit of its matrix takes
 
 app = typer.Typer()
+TwoOrMore = Annotated[int, Between(2)]
+
+
+def _blocks(text: str) -> int | list[int]:
+    try:
+        numbers = [int(part) for part in text.removesuffix(",").split(",")]
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text[:40]!r}: expected how many, or their numbers with a comma behind each, such as 13,14,15 "
+            "(one block alone: 13,)."
+        ) from None
+    return numbers if "," in text else numbers[0]
+
+
+Blocks = Annotated[Any, typer.Option(parser=_blocks, metavar="BLOCKS")]
 
 
 @command(app)
 def linearity(
     model: ModelOptions,
     corpus: CorpusOptions,
-    window: Annotated[int, typer.Option(min=2, help="Tokens of a window, or most of a sentence.")] = 64,
-    windows: Annotated[int, typer.Option(min=2, help="Most windows or sentences to fit maps on.")] = 80,
-    judged: Annotated[int, typer.Option(min=2, help="Most windows or sentences to take losses of.")] = 4,
-    every: Annotated[int, typer.Option(min=1, help="Only parts of every so many blocks; 1 for all.")] = 2,
+    window: TwoOrMore = 64,
+    windows: TwoOrMore = 80,
+    judged: TwoOrMore = 4,
+    every: PositiveInt = 2,
     seed: Seed = 0,
-    out: Out = Path("out"),
+    out: Path = Path("out"),
 ) -> None:
     """Say how linear every part of a model is, and what it costs to put its map in its place.
 
-    Nine tenths of the corpus are to fit on, the rest to judge on. A run that was killed goes on where it was.
-    A thorough run has '--every 1 --windows 160 --judged 8': it takes four times as long.
+    Nine tenths of the corpus are to fit on, the rest to judge on. A run that was killed resumes. A thorough
+    run has '--every 1 --windows 160 --judged 8': it takes four times as long.
+
+    Parameters
+    ----------
+    window
+        Tokens of a window, or most of a sentence.
+    windows
+        Most windows or sentences to fit maps on.
+    judged
+        Most windows or sentences to take losses of.
+    every
+        Only parts of every so many blocks; 1 for all.
+    seed
+        Random seed of the split and of the positions.
+    out
+        Folder for everything that is written.
     """
     model.check()
     parts = corpus.tenth(seed)
@@ -78,56 +108,52 @@ def linearity(
 def prune(
     model: ModelOptions,
     corpus: CorpusOptions,
-    out: Out,
-    blocks: Annotated[
-        str | None,
-        typer.Option(
-            "--blocks", help="How many blocks to leave out, or which: 13,14,15.", show_default=False
-        ),
-    ] = None,
-    attention: Annotated[
-        str | None,
-        typer.Option(
-            "--attention",
-            help="Instead: of how many blocks attention is left out, or of which.",
-            show_default=False,
-        ),
-    ] = None,
-    method: Annotated[
-        Method | None,
-        typer.Option(
-            help="What becomes of the FFN's output matrix before each span.",
-            show_default="chain, and refit where attention is left out",
-        ),
-    ] = None,
-    choice: Annotated[
-        Choice, typer.Option(help="How blocks are chosen where only their number is given.")
-    ] = Choice.greedy,
-    penalty: Annotated[
-        float | None,
-        typer.Option(
-            min=0, help="How much it is held near what it was.", show_default="0.1 for refit, 0.3 for chain"
-        ),
-    ] = None,
-    heal: Annotated[
-        int,
-        typer.Option(min=0, help="Train the changed matrices alone on so many tokens, minutes for 100,000."),
-    ] = 0,
-    window: Annotated[int, typer.Option(min=2, help="Tokens of a window of running text.")] = 256,
-    windows: Annotated[int, typer.Option(min=1, help="Most windows to calibrate on.")] = 40,
-    judged: Annotated[int, typer.Option(min=2, help="Most windows to judge both models on.")] = 20,
+    out: Path,
+    blocks: Blocks = None,
+    attention: Blocks = None,
+    method: Method | None = None,
+    choice: Choice = Choice.greedy,
+    penalty: NonNegative | None = None,
+    heal: NonNegativeInt = 0,
+    window: TwoOrMore = 256,
+    windows: PositiveInt = 40,
+    judged: TwoOrMore = 20,
 ) -> None:
     """Leave blocks out, fold a map into the weights before them, and write a plain Hugging Face folder.
 
     Nine tenths of the corpus are for calibration, the rest to judge on. A thorough run has '--windows 160
     --judged 40'. It takes three times as long, and perplexity rises less: of SmolLM2-135M without 3 blocks by
     6%, not 8%.
+
+    Parameters
+    ----------
+    out
+        Folder for everything that is written.
+    blocks
+        How many blocks to leave out, or which: 13,14,15.
+    attention
+        Instead: of how many blocks attention is left out, or of which.
+    method
+        What becomes of the FFN's output matrix before each span; by default chain, and refit where attention
+        is left out.
+    choice
+        How blocks are chosen where only their number is given.
+    penalty
+        How much it is held near what it was; by default 0.1 for refit, 0.3 for chain.
+    heal
+        Train the changed matrices alone on so many tokens, minutes for 100,000.
+    window
+        Tokens of a window of running text.
+    windows
+        Most windows to calibrate on.
+    judged
+        Most windows to judge both models on.
     """
     if (blocks is None) == (attention is None) or (attention is not None and heal):
         raise InputError(
             "Expected --blocks or --attention, and one of them alone; --heal goes with the first."
         )
-    wanted = _blocks("--blocks", blocks) if attention is None else _blocks("--attention", attention)
+    wanted: Any = blocks if attention is None else attention
     method = method or (Method.chain if attention is None else Method.refit)
     from matlens.pruning.saving import reserved, save_pruned
 
@@ -204,14 +230,3 @@ def _pruning_operations(
         folded = wanted if isinstance(wanted, int) else len(wanted)
     passes = (1 + 2 * folded / shape.n_layers) * calibration + tries * CHOSEN_ON + 2 * judged
     return 2 * shape.n_parameters * passes + _FOLD * folded * calibration * shape.d_mlp**2
-
-
-def _blocks(option: str, text: str | None) -> int | list[int]:
-    try:
-        numbers = [int(part) for part in str(text).removesuffix(",").split(",")]
-    except ValueError:
-        raise InputError(
-            f"{option} {str(text)[:40]!r}: expected how many, or their numbers with a comma behind each, "
-            "such as 13,14,15 (one block alone: 13,)."
-        ) from None
-    return numbers[0] if "," not in str(text) else numbers

@@ -1,29 +1,23 @@
-"""What commands print: tables, paths, and one line for an error that the user can mend."""
+"""What commands print: tables, paths, and how long they will take."""
 
 from __future__ import annotations
 
 import csv
-import io
 import json
-import os
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from tqdm import tqdm
 
 from matlens import parallel
-from matlens.errors import InputError, InputWarning, printable
+from matlens.errors import printable
 from matlens.io.files import system_errors
 from matlens.io.numbers import number_text
 
@@ -32,79 +26,11 @@ if TYPE_CHECKING:
 
     from matlens.ffn.projection import Projection
 
-_BAD_INPUT, INTERRUPTED, _PIPE_CLOSED = 2, 130, 141
 _WIDTH_OF_TEXT = 24  # characters that the last column of a table has at least, however narrow the terminal
 _METRICS = {"r2": "r2", "precision": "P@1", "surprisal": "surprisal"}  # and what their columns are called
 _SIDE = 1024  # of the square matrices whose product is timed
 _SHARE = 0.6  # of the speed of such products that whole models reach, as measured on SmolLM2-135M
 _WORTH_SAYING = 30  # seconds
-_LONGEST_ECHO = 400  # characters of a message about an option; what was typed can be of any length
-
-
-def report_errors(work: Callable[[], Any]) -> None:
-    """Do some work; print what the user can mend in a line, and exit with code 2.
-
-    An exit code that the work gives back is the process's. An interruption is a line as well, and a reader
-    of the output who has gone, as ``head`` does, ends the process without a word.
-    """
-    for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character is shown its number
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-    refusal: Exception | None = None
-    message = ""
-    try:
-        with system_errors("the output folder"), _warnings_as_lines():
-            code = work()
-            sys.stdout and sys.stdout.flush()
-        if not isinstance(code, int) or not code:
-            return
-    except InputError as error:
-        code, message = _BAD_INPUT, str(error)
-    except (typer.Abort, KeyboardInterrupt):
-        code = INTERRUPTED
-    except SystemExit as stop:
-        if stop.code != INTERRUPTED:
-            raise
-        code = INTERRUPTED
-    except BrokenPipeError:
-        code = _PIPE_CLOSED
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
-    except Exception as error:
-        if not hasattr(error, "format_message"):  # typer's word on options that it cannot read
-            raise
-        code, refusal = _BAD_INPUT, error
-    # Printed only here: while the exception lives, a bar that it came through is open, on an unfinished line.
-    if message:
-        Console(stderr=True).print(Text.assemble(("error:", "bold red"), f" {message}"), soft_wrap=True)
-    elif refusal is not None:
-        _print_refusal(refusal)
-    elif code == INTERRUPTED:
-        Console(stderr=True).print("Interrupted. Run the same command again, and it goes on from here.")
-    sys.exit(code)
-
-
-@contextmanager
-def _warnings_as_lines() -> Iterator[None]:
-    """Print each `InputWarning` as one line, without the place in the code that Python puts before it."""
-    with warnings.catch_warnings():
-        show = warnings.showwarning
-
-        def print_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-            if issubclass(category, InputWarning):
-                tqdm.write(f"warning: {message}", file=sys.stderr)  # above the bars
-            else:
-                show(message, category, *where, **more)
-
-        warnings.showwarning = print_warning
-        yield
-
-
-def _print_refusal(refusal: Any) -> None:
-    """Print typer's word on options; what was typed is echoed no longer than a message can be."""
-    from typer.rich_utils import rich_format_error
-
-    refusal.message = printable(refusal.message, most=_LONGEST_ECHO, keep="\n")
-    rich_format_error(refusal)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import typer
 
-from matlens.cli import options
-from matlens.cli.distributed import ask_main, on_main
 from matlens.cli.options import (
+    TRAIN,
+    VAL,
     CorpusOptions,
-    Device,
     Dtype,
     FitOptions,
-    Folder,
+    KeepRows,
     ModelOptions,
-    Out,
+    PairsOption,
+    PositionChoice,
     SampleOptions,
-    Title,
+    asked,
     command,
 )
 from matlens.cli.printing import print_expected, print_figures, print_line, print_results, print_table
-from matlens.errors import InputError, check_choice, printable
+from matlens.cli.starting import ask_main, on_main
+from matlens.errors import InputError, NonNegativeInt, PositiveInt, check_choice
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -32,24 +34,32 @@ app = typer.Typer()
 
 @command(app)
 def run(
-    model: ModelOptions, corpus: CorpusOptions, samples: SampleOptions, fit: FitOptions, title: Title = None
+    model: ModelOptions,
+    corpus: CorpusOptions,
+    samples: SampleOptions,
+    fit: FitOptions,
+    title: str | None = None,
 ) -> None:
-    """Do the main job: collect, fit, evaluate and plot. A run that was killed goes on where it was."""
-    fit_arguments = fit.arguments()  # before the work, not after it
-    from matlens.study.finished import PARTS, RunNote
-    from matlens.study.output import FIGURES, check_output
+    """Do the main job: collect, fit, evaluate and plot. A run that was killed resumes.
 
-    check_output(samples.out, {part: {} for part in PARTS})
-    groups = options.asked(model=model, corpus=corpus, samples=samples, fit=fit)
+    Parameters
+    ----------
+    title
+        Title of the figures, instead of their own.
+    """
+    from matlens.study.output import FIGURES, MAPS, TRAIN, VALIDATION, RunNote, check_output
+
+    check_output(samples.out, {TRAIN: {}, VALIDATION: {}, MAPS: {}})
+    groups = asked(model=model, corpus=corpus, samples=samples, fit=fit)
     note = RunNote(samples.out, {**groups, "figures": {"title": title}})
     if ask_main(note.answers, "whether the run is finished"):
         print_line(f"This run is finished in {samples.out}, with the same options, model and corpus.")
         print_results(samples.out)
         print_figures([samples.out / figure for figure in FIGURES if (samples.out / figure).exists()])
         return
-    from matlens.study.results import plot_results
+    from matlens.study.steps import plot_results
 
-    study = samples.study(model, corpus, **fit_arguments)
+    study = samples.study(model, corpus, **asdict(fit))
     print_expected(study.model, study.operations, "--train, --val")
     _ = study.maps
     with on_main("results") as is_main:
@@ -63,7 +73,7 @@ def run(
 
 @command(app)
 def collect(model: ModelOptions, corpus: CorpusOptions, samples: SampleOptions) -> None:
-    """Run sentences through a model once and keep the stream of every layer.
+    """Run sentences through a model once and store the stream of every layer.
 
     It is written to OUT/train and OUT/validation.
     """
@@ -75,84 +85,82 @@ def collect(model: ModelOptions, corpus: CorpusOptions, samples: SampleOptions) 
     print_line(f"Activations in {study.folder}. Next: matlens fit {study.folder}")
 
 
-def _name_the_command(part: str | None) -> None:
-    if part is not None:
-        raise InputError(
-            "'matlens fit' fits what 'collect' has written, all at once. A part of a job is run by "
-            f"'matlens shard --shard {printable(part, most=12)} --model ... --corpus ... --out FOLDER', and "
-            "'matlens merge FOLDER... --out FOLDER' joins the parts and fits the maps."
-        )
-
-
 @command(app)
-def fit(
-    folder: Folder,
-    how: FitOptions,
-    shard: Annotated[
-        str | None, typer.Option("--shard", hidden=True, is_eager=True, callback=_name_the_command)
-    ] = None,
-) -> None:
+def fit(folder: Path, /, how: FitOptions) -> None:
     """Fit linear maps between layers on what 'collect' has written, in FOLDER/maps.
 
-    Parts of a job, such as 3/8, are run by 'matlens shard', and 'matlens merge' joins them and fits the maps.
-    """
-    fit_arguments = how.arguments()
-    from matlens.study.fits import fit_maps
-    from matlens.study.output import MAPS
+    Parts of a job, such as 3/8, are run by 'matlens part', and 'matlens merge' joins them and fits the maps.
 
-    maps = fit_maps(folder, **fit_arguments)
+    Parameters
+    ----------
+    folder
+        The --out folder of 'matlens collect' or 'matlens run'.
+    """
+    from matlens.study.output import MAPS
+    from matlens.study.steps import fit_maps
+
+    maps = fit_maps(folder, **asdict(how))
     print_line(f"{len(maps)} maps in {folder / MAPS}. Next: matlens evaluate {folder}")
 
 
-@command(app)
-def shard(
-    shard: Annotated[
-        str,
-        typer.Option("--shard", metavar="K/N", help="Which part of the training sentences, such as 3/8."),
-    ],
+def _part_of(text: str) -> tuple[int, int]:
+    read = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
+    if read is None or not 1 <= int(read[1]) <= int(read[2]):
+        raise typer.BadParameter(f"{text[:40]}: expected a part such as 3/8, from 1/8 to 8/8.")
+    return int(read[1]), int(read[2])
+
+
+@command(app, "part")
+def run_part(
+    part: Annotated[Any, typer.Option("--part", parser=_part_of, metavar="K/N")],
     model: ModelOptions,
     corpus: CorpusOptions,
     samples: SampleOptions,
-    pairs: options.PairsOption = "all",
+    pairs: PairsOption = "all",
 ) -> None:
-    """Run one part of the training sentences and keep what fits need of it: moments, and no vectors.
+    """Run one part of the training sentences and store what fits need of it: moments, and no vectors.
 
-    All parts are given the same options but for --shard and --out. 'matlens merge' joins them.
+    All parts are given the same options but for --part and --out. 'matlens merge' joins them.
+
+    Parameters
+    ----------
+    part
+        Which part of the training sentences, such as 3/8.
+    pairs
+        all, last, or a list such as 0:12,6:12 (negative: from the end).
     """
-    read = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", shard)
-    if read is None or not 1 <= int(read[1]) <= int(read[2]):
-        raise InputError(f"--shard {shard[:40]}: expected a part such as 3/8, from 1/8 to 8/8.")
-    wanted = FitOptions(pairs).arguments()["pairs"]
     from matlens.io.files import check_writable
 
     check_writable(samples.out)
-    study = samples.study(model, corpus, pairs=wanted)
-    moments = study.shard_moments(int(read[1]), int(read[2]))
+    study = samples.study(model, corpus, pairs=pairs)
+    number, of = part
+    moments = study.part_moments(number, of)
     print_line(
-        f"Shard {shard}: moments of {moments.n_samples:,} samples in {samples.out}. When all are there: "
+        f"Part {number}/{of}: moments of {moments.n_samples:,} samples in {samples.out}. When all are there: "
         "matlens merge FOLDER... --out FOLDER"
     )
 
 
 @command(app)
-def merge(
-    shards: Annotated[
-        list[Path], typer.Argument(help="Folders that 'matlens shard' has written.", show_default=False)
-    ],
-    out: Out,
-    how: FitOptions,
-) -> None:
-    """Join the moments of all shards of a job, in OUT/moments, and fit maps on them, in OUT/maps."""
-    arguments = how.arguments()
+def merge(parts: list[Path], /, out: Path, how: FitOptions) -> None:
+    """Join the moments of all parts of a job, in OUT/moments, and fit maps on them, in OUT/maps.
+
+    Parameters
+    ----------
+    parts
+        Folders that 'matlens part' has written.
+    out
+        Folder for everything that is written.
+    """
     from matlens.activations.stored_moments import StoredMoments, merge_moments
     from matlens.linear.pairs import resolve_pairs
     from matlens.linear.sums import check_kept
-    from matlens.study.fits import fit_moments
     from matlens.study.output import MAPS, MOMENTS
     from matlens.study.plan import check_merge
+    from matlens.study.steps import fit_moments
 
-    moments = StoredMoments(*shards)
-    if how.pairs == "all":  # all that the shards have kept
+    moments, arguments = StoredMoments(*parts), asdict(how)
+    if how.pairs == "all":  # all that the parts have stored
         arguments["pairs"] = None
     else:
         check_kept(moments, resolve_pairs(arguments["pairs"], moments.provenance))  # before it is written
@@ -160,35 +168,43 @@ def merge(
     maps = fit_moments(merge_moments(moments, out / MOMENTS), out / MAPS, **arguments)
     print_line(
         f"{len(maps)} maps of {moments.n_samples:,} samples in {out / MAPS}. 'matlens run' with the options "
-        f"of the shards and --out {out} evaluates them."
+        f"of the parts and --out {out} evaluates them."
     )
 
 
 @command(app)
 def evaluate(
-    folder: Folder,
-    model: Annotated[
-        str | None, typer.Option(help="Where the model is now, if not where it was collected from.")
-    ] = None,
-    device: Device = None,
-    dtype: Annotated[
-        Dtype | None,
-        typer.Option(help="Precision of the model.", show_default="that of the maps' model"),
-    ] = None,
-    same_precision: Annotated[
-        bool,
-        typer.Option(
-            "--same-precision/--other-precision",
-            help="Must the model run in the precision that the maps were fitted in?",
-        ),
-    ] = True,
-    trust_remote_code: options.Trust = False,
-    stack: options.Stack = None,
+    folder: Path,
+    /,
+    model: str | None = None,
+    device: str | None = None,
+    dtype: Dtype | None = None,
+    same_precision: Annotated[bool, typer.Option("--same-precision/--other-precision")] = True,
+    trust_remote_code: bool = False,
+    stack: Literal["encoder", "decoder"] | None = None,
 ) -> None:
-    """Evaluate maps layer by layer: r2, Precision@k and surprisal, in FOLDER/results.csv."""
+    """Evaluate maps layer by layer: r2, Precision@k and surprisal, in FOLDER/results.csv.
+
+    Parameters
+    ----------
+    folder
+        The --out folder of 'matlens collect' or 'matlens run'.
+    model
+        Where the model is now, if not where it was collected from.
+    device
+        cpu, cuda or mps; by default the best there is.
+    dtype
+        Precision of the model, by default that of the maps' model.
+    same_precision
+        Must the model run in the precision that the maps were fitted in?
+    trust_remote_code
+        Run code that the model brings.
+    stack
+        Of an encoder-decoder such as T5, the stack whose stream is read.
+    """
     from matlens.linear.mapsets import MapSet
     from matlens.study.output import MAPS, RESULTS
-    from matlens.study.results import evaluate_maps
+    from matlens.study.steps import evaluate_maps
 
     fitted_on = MapSet.load(folder / MAPS).provenance.identity
     name, revision = (model, None) if model else (fitted_on.name, fitted_on.revision)
@@ -205,41 +221,74 @@ def evaluate(
 
 
 @command(app)
-def plot(folder: Folder, title: Title = None) -> None:
-    """Draw the figures of FOLDER/results.csv, as PNG and PDF."""
-    from matlens.study.results import plot_results
+def plot(folder: Path, /, title: str | None = None) -> None:
+    """Draw the figures of FOLDER/results.csv, as PNG and PDF.
+
+    Parameters
+    ----------
+    folder
+        The --out folder of 'matlens collect' or 'matlens run'.
+    title
+        Title of the figures, instead of their own.
+    """
+    from matlens.study.steps import plot_results
 
     print_figures(plot_results(folder, title=title))
 
 
 @command(app)
 def plan(
-    model: Annotated[
-        str | None, typer.Option(help="Like --model elsewhere; only its configuration is read.")
-    ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="L, where there is no --model.")] = None,
-    width: Annotated[int | None, typer.Option(min=1, help="Width of the stream, with --layers.")] = None,
-    mlp: Annotated[
-        int | None, typer.Option(min=1, help="Coefficients of an FFN.", show_default="4 x width")
-    ] = None,
-    vocab: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens of the vocabulary, with --layers.", show_default="50000"),
-    ] = None,
-    sentences: Annotated[int, typer.Option(min=1, help="Sentences that maps are fitted on.")] = options.TRAIN,
-    val: Annotated[int, typer.Option(min=0, help="Sentences that they are evaluated on.")] = options.VAL,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a sentence.")] = 30,
-    positions: Annotated[
-        options.PositionChoice, typer.Option(help="drawn, all or auto, as in 'matlens run'.")
-    ] = "drawn",
-    keep_rows: options.KeepRows = False,
-    pairs: Annotated[Literal["last", "all"], typer.Option(help="all or last, as in 'matlens run'.")] = "all",
-    intercept: Annotated[bool, typer.Option("--intercept", help="Fit a bias too.")] = False,
-    dtype: Annotated[Dtype, typer.Option(help="Precision of the model.")] = "float32",
-    revision: options.Revision = None,
-    trust_remote_code: options.Trust = False,
+    model: str | None = None,
+    layers: PositiveInt | None = None,
+    width: PositiveInt | None = None,
+    mlp: PositiveInt | None = None,
+    vocab: PositiveInt | None = None,
+    sentences: PositiveInt = TRAIN,
+    val: NonNegativeInt = VAL,
+    tokens: PositiveInt = 30,
+    positions: PositionChoice = "drawn",
+    keep_rows: KeepRows = False,
+    pairs: Literal["last", "all"] = "all",
+    intercept: bool = False,
+    dtype: Dtype = "float32",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
 ) -> None:
-    """Say what memory, disk and operations each step takes, and which maps fit, before anything runs."""
+    """Say what memory, disk and operations each step takes, and which maps fit, before anything runs.
+
+    Parameters
+    ----------
+    model
+        Like --model elsewhere; only its configuration is read.
+    layers
+        L, where there is no --model.
+    width
+        Width of the stream, with --layers.
+    mlp
+        Coefficients of an FFN, by default 4 x width.
+    vocab
+        Tokens of the vocabulary, with --layers; by default 50000.
+    sentences
+        Sentences that maps are fitted on.
+    val
+        Sentences that they are evaluated on.
+    tokens
+        Tokens of a sentence.
+    positions
+        drawn, all or auto, as in 'matlens run'.
+    keep_rows
+        Store vectors of all positions on disk, or only what fits need of them.
+    pairs
+        all or last, as in 'matlens run'.
+    intercept
+        Fit a bias too.
+    dtype
+        Precision of the model.
+    revision
+        Branch, tag or commit of a model on the hub.
+    trust_remote_code
+        Run code that the model brings.
+    """
     from matlens.linear.samples import are_few
     from matlens.study.plan import Plan, Shape, format_bytes, free_disk, free_memory, plan_study
 
@@ -308,13 +357,15 @@ def plan(
     print_line(f"{memory_and}{format_bytes(disk)} of disk are free here.")
 
 
-@app.command()
-def verify(
-    folder: Annotated[
-        Path, typer.Argument(help="A folder that matlens has written into.", show_default=False)
-    ],
-) -> None:
-    """Check all bytes of what matlens has written in FOLDER and below it; exit with code 2 on damage."""
+@command(app)
+def verify(folder: Path, /) -> None:
+    """Check all bytes of what matlens has written in FOLDER and below it; exit with code 2 on damage.
+
+    Parameters
+    ----------
+    folder
+        A folder that matlens has written into.
+    """
     from matlens.io.verification import verify as verify_folder
 
     damages = []

@@ -3,16 +3,10 @@ from .corpus import load_corpus as load_corpus
 from .corpus_examples import make_examples as make_examples
 from .corpus_examples import make_pairs as make_pairs
 from .examples import Examples as Examples
-from .frequency import TokenFrequency as TokenFrequency
 from .images import make_image_examples as make_image_examples
 from .judged import JudgedText as JudgedText
 from .judged import make_judged_text as make_judged_text
-from .prompts import PROMPT_FIELD as PROMPT_FIELD
-from .prompts import WINDOW_TOKENS as WINDOW_TOKENS
 from .prompts import make_prompts as make_prompts
 from .prompts import make_windows as make_windows
-from .prompts import read_prompts as read_prompts
 from .readers import is_masked as is_masked
-from .sources import SAMPLES as SAMPLES
-from .sources import Source as Source
 from .token_examples import make_token_examples as make_token_examples

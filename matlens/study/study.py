@@ -1,8 +1,8 @@
-"""One model on one corpus: what all analyses of the pair share, collected, fitted and traced once.
+"""One model on one corpus: collected and fitted once, for the command line and all analyses.
 
-An output folder holds ``studies/<model>--<corpus>/`` with ``train/``, ``validation/`` and sets of maps,
-``traces/`` and ``clusters/``; every analysis that is given the same output folder finds there what another
-has left.
+An output folder holds ``studies/<model>--<corpus>/`` with ``train/`` and ``validation/`` (activations; of all
+positions ``moments/`` in the place of the first), ``maps/`` and results. What exists is not made again, and
+an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -11,50 +11,52 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
-import torch
 from tqdm.auto import tqdm
 
 from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
-from matlens.activations.sinks import sink_rows
 from matlens.activations.stored_moments import StoredMoments
+from matlens.activations.sums import check_shard, pairs_and_widths, stream_moments
 from matlens.data.corpus import Corpus
 from matlens.data.corpus_examples import make_examples
 from matlens.data.examples import Examples
+from matlens.data.readers import is_masked
 from matlens.errors import InputError, NonNegative, checked, printable
 from matlens.ffn.clusters import MEMORY_GIB, N_CLUSTERS, Clusters
-from matlens.ffn.trace import Trace
-from matlens.ffn.updates import DOMINANT
 from matlens.ffn.values import ValueVectors
 from matlens.io.artifact import is_finished
-from matlens.linear.fitting import fit_samples, fitting_bar
-from matlens.linear.maps import LinearMap
-from matlens.linear.mapsets import MapSet, write_maps
+from matlens.linear.mapsets import MapSet
 from matlens.linear.pairs import Pairs, resolve_pairs
 from matlens.linear.samples import are_few
-from matlens.linearity.heads import head_outputs, head_pairs
-from matlens.models.identity import ModelIdentity
-from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
 from matlens.numerics.agglomeration import Linkage, method_within
-from matlens.patching.submodules import fit_submodules, submodule_pairs
-from matlens.study.fits import chosen_ridge, fit_maps
-from matlens.study.output import MAPS, MOMENTS, TRAIN, VALIDATION, check_output
-from matlens.study.parts import PositionsOrAuto, accumulate, collect_parts, training_positions
-from matlens.study.plan import CHARACTERS, Part, Shape, check_fit, fitting_sizes, plan_study
-from matlens.study.results import evaluate_maps, origin_of
+from matlens.study.output import MAPS, MOMENTS, TRAIN, VALIDATION, check_output, has_moments
+from matlens.study.plan import (
+    CHARACTERS,
+    Part,
+    Shape,
+    check_disk,
+    check_fit,
+    check_moments,
+    collected_bytes,
+    fitting_sizes,
+    free_disk,
+    plan_study,
+    written_bytes,
+)
+from matlens.study.steps import evaluate_maps, fit_maps, origin_of
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-Fitted = Literal["all", "not-first", "not-sink"]
+PositionsOrAuto = Positions | Literal["auto"]
 
 
 @checked
@@ -65,31 +67,30 @@ class Study:
     Attributes
     ----------
     load_model, load_corpus
-        What gives the model and the corpus; a study of the weights alone has no corpus, and one of a corpus
-        alone no model.
-    load_values
-        What gives the value vectors, where that is not the model.
+        Functions that return the model and the corpus; a study may do without one of them.
     out
         The output folder.
     n_train, n_validation, seed
-        Sizes of the two parts of the corpus, and the seed of `Corpus.split`, of the positions and of the
-        random sub-updates. Without sizes the corpus is not split.
+        Sizes of the two parts of the corpus, and the seed of `Corpus.split` and of the positions. Without
+        sizes the corpus is not split.
     adjustable
         Which of the two sizes are made smaller where the corpus has too few sentences; see `fitting_sizes`.
     main_folder
         Where activations, maps and results are, by default ``studies/<model>--<corpus>/`` of ``out``.
-    positions, draw_special, batch_tokens
-        How the stream is collected, as in `collect_parts`.
+    positions
+        With ``"all"`` maps are fitted on every token of the training part; the validation part has one
+        sampled position a sentence, so that its numbers compare. ``"auto"`` is ``"all"`` where the training
+        sentences are fewer than twice the width of the model, and that is possible.
+    draw_special, batch_tokens
+        As in `make_examples` and `collect`.
     pairs, intercept, ridge
         Which maps are fitted and how, as in `fit_maps`.
     keep_rows
-        Whether the vectors of all positions are kept on disk; else only what fits need of them is, and
-        `stream` collects once more if it is asked for.
+        Whether the vectors of all positions are stored on disk, or only the moments that fits need of them.
     """
 
     load_model: Callable[[], TransformerBridge] | None = None
     load_corpus: Callable[[], Corpus] | None = None
-    load_values: Callable[[], ValueVectors] | None = None
     out: Path
     n_train: int = 1
     n_validation: int | None = None
@@ -159,7 +160,7 @@ class Study:
         """About how many floating-point operations collecting, fitting and evaluating take."""
         train, _ = self.parts
         positions: Positions = "all" if self.positions == "all" else "drawn"
-        if self.positions == "auto" and not self.ridge and are_few(len(train), self.model.cfg.d_model):
+        if self._positions == "auto" and are_few(len(train), self.model.cfg.d_model):
             positions = "all"
         plan = plan_study(
             Shape.from_model(self.model), *self.sizes, positions=positions,
@@ -177,7 +178,12 @@ class Study:
     @property
     def folder(self) -> Path:
         """Where activations, maps and results are."""
-        return self.main_folder or self.out / "studies" / self._name
+        return self.main_folder or self.out / "studies" / self.name
+
+    @property
+    def name(self) -> str:
+        """The model and the corpus, as folders are named after them."""
+        return f"{slug(self.model.cfg.model_name)}--{slug(self.corpus.name)}"
 
     @cached_property
     def readout(self) -> Readout:
@@ -185,37 +191,99 @@ class Study:
         return Readout(self.model)
 
     @cached_property
+    def examples(self) -> tuple[Examples, Examples]:
+        """The training and the validation sentences as the model reads them, with a sampled position each."""
+        train, validation = (
+            make_examples(self.model, part, seed=self.seed, draw_special=self.draw_special)
+            for part in self.parts
+        )
+        for examples in (train, validation):
+            if examples.n_truncated:
+                name = printable(examples.provenance["corpus"])
+                tqdm.write(f"{examples.n_truncated} sentences of {name} were cut at the model's context.")
+        return train, validation
+
+    @cached_property
     def stream(self) -> tuple[Activations, Activations]:
         """The stream of the training and of the validation sentences."""
-        return self._collect(keep_rows=True)
+        return self._training_vectors(keep_rows=True), self._vectors(VALIDATION, "drawn")
 
     @cached_property
     def validation(self) -> Activations:
         """The stream of the validation sentences; the training part exists then as well."""
-        return self.stream[1] if self.keep_rows else self._collect(keep_rows=False)[1]
+        if self.keep_rows:
+            return self.stream[1]
+        self._training_vectors(keep_rows=False)
+        return self._vectors(VALIDATION, "drawn")
 
-    def _collect(self, *, keep_rows: bool) -> tuple[Any, Activations]:
-        return collect_parts(
-            self.model, self.parts, self.folder, seed=self.seed, positions=self._positions,
-            draw_special=self.draw_special, pairs=self.pairs, keep_rows=keep_rows,
+    def _training_vectors(self, *, keep_rows: bool) -> Any:
+        keep_rows = keep_rows or (self.folder / TRAIN).is_dir()
+        positions = self._chosen_positions(keep_rows)
+        if keep_rows or (positions == "drawn" and not has_moments(self.folder)):
+            return self._vectors(TRAIN, positions)
+        return self._moments(positions, self.folder / MOMENTS, (1, 1))
+
+    def _vectors(self, name: str, positions: Positions) -> Activations:
+        examples, folder = self.examples[name == VALIDATION], self.folder / name
+        if not folder.exists():  # what was begun has its space
+            n_tokens = len(examples.tokens)
+            n_rows = n_tokens if positions == "all" else examples.n_positions
+            advice = "Collect fewer sentences, or write elsewhere (--out)."
+            if positions == "all":
+                advice = "One drawn token of each sentence takes far less (--positions drawn)."
+            needed = collected_bytes(Shape.from_model(self.model), n_rows, n_tokens, examples.n_positions)
+            check_disk(needed, folder, f"Collecting {n_rows:,} vectors of each layer", advice)
+        return collect(
+            self.model, examples, positions=positions, folder=folder, batch_tokens=self.batch_tokens
+        )
+
+    def _moments(self, positions: Positions, folder: Path, part: tuple[int, int]) -> StoredMoments:
+        examples, (wanted, widths) = self.examples[0], pairs_and_widths(self.model, self.pairs)
+        _, of = check_shard(part)
+        n_rows = examples.n_positions if positions == "drawn" else len(examples.tokens)
+        check_moments(-(-n_rows // of), wanted, widths, folder)
+        return stream_moments(
+            self.model, examples, folder, pairs=wanted, positions=positions, shard=part,
             batch_tokens=self.batch_tokens,
         )  # fmt: skip
+
+    def part_moments(self, number: int, of: int) -> StoredMoments:
+        """Moments of one of several parts of the training sentences, in the study's folder."""
+        return self._moments(self._chosen_positions(keep_rows=False), self.folder, (number, of))
 
     @property
     def _positions(self) -> PositionsOrAuto:
-        """Where a penalty is asked for, it is what few sentences are met with."""
+        """With a ridge, which is the other remedy for few sentences, ``"auto"`` is ``"drawn"``."""
         return "drawn" if self.positions == "auto" and self.ridge else self.positions
 
-    def shard_moments(self, number: int, of: int) -> StoredMoments:
-        """Moments of one of several parts of the training sentences, in the study's folder."""
-        examples = self._examples(self.parts[0])
-        positions = training_positions(
-            self.model, examples, self.folder, self.pairs, self._positions, self.draw_special, False
+    def _chosen_positions(self, keep_rows: bool) -> Positions:
+        """Positions of the training sentences that maps are fitted on, where ``"auto"`` is decided."""
+        positions, model, examples = self._positions, self.model, self.examples[0]
+        if positions == "all" and is_masked(model):
+            raise InputError(
+                "All positions of a masked-LM model cannot be used: only the drawn token of each sentence is "
+                "masked, and the others are no predictions. Expected positions='drawn'."
+            )
+        if positions == "all" and not self.draw_special:
+            raise InputError("All positions include the special tokens: skip them only with drawn positions.")
+        if positions != "auto":
+            return positions
+        n_tokens, d_model = len(examples.tokens), model.cfg.d_model
+        if is_masked(model) or not self.draw_special or not are_few(len(examples), d_model):
+            return "drawn"
+        if not (self.folder / (TRAIN if keep_rows else MOMENTS)).exists():
+            if keep_rows:
+                n_bytes = collected_bytes(Shape.from_model(model), n_tokens, n_tokens, len(examples))
+            else:
+                n_bytes = written_bytes(n_tokens, *pairs_and_widths(model, self.pairs))
+            if n_bytes > free_disk(self.folder) / 2:
+                return "drawn"
+        tqdm.write(
+            f"{len(examples):,} sentences are few for {d_model:,} dimensions: the maps are fitted on all of "
+            f"their {n_tokens:,} tokens. --positions drawn takes one of each sentence.",
+            file=sys.stderr,
         )
-        return accumulate(
-            self.model, examples, self.folder, pairs=self.pairs, positions=positions, shard=(number, of),
-            batch_tokens=self.batch_tokens,
-        )  # fmt: skip
+        return "all"
 
     @cached_property
     def maps(self) -> MapSet:
@@ -227,23 +295,6 @@ class Study:
         _ = self.validation
         return fit_maps(self.folder, pairs=self.pairs, intercept=self.intercept, ridge=self.ridge)
 
-    @cached_property
-    def maps_without_sinks(self) -> MapSet:
-        """``mat`` for the pairs of layers, fitted on all samples but attention sinks."""
-        samples = self.stream[0]
-        rows, wanted = ~sink_rows(samples), resolve_pairs(self.pairs, samples.provenance)
-        n, intercept = int(rows.sum()), self.intercept
-        ridge = chosen_ridge(self.ridge, samples, wanted, n_fitted=n)
-
-        def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
-            maps = fit_samples(samples, missing, rows=rows, intercept=intercept, ridge=ridge)
-            return fitting_bar(maps, len(missing), progress=True)
-
-        origin = samples.provenance.samples.with_details(
-            n_samples=n, fitted="not-sink", intercept=intercept, ridge=ridge
-        )
-        return write_maps(self.folder / "maps-not-sink", wanted, fit, origin)
-
     def evaluate(self) -> pd.DataFrame:
         """Evaluate the maps on the validation sentences, into ``results.csv`` of the folder."""
         _ = self.maps
@@ -253,134 +304,6 @@ class Study:
     def origin(self) -> dict[str, Any]:
         """What the study's numbers come from."""
         return origin_of(self.maps, self.validation)
-
-    @property
-    def origin_of_weights(self) -> dict[str, Any]:
-        """What numbers come from that no map has a part in: the model and the seed."""
-        return {"model": ModelIdentity.from_model(self.model).to_json(), "seed": self.seed}
-
-    @cached_property
-    def submodule_samples(self) -> Activations:
-        """Inputs and outputs of all sub-modules at the drawn positions of the training sentences.
-
-        Asked for before anything else, they are collected in one pass with the stream and what heads give.
-        """
-        layout = ModelLayout.from_model(self.model)
-        ends = _sites_of(submodule_pairs(layout))
-        train = self.folder / TRAIN
-        if is_finished(train):
-            return self._training(ends, "train-submodules")
-        examples = self._examples(self.parts[0])
-        return collect(self.model, examples, [*layout.stream, *ends, *head_outputs(layout)], folder=train)
-
-    def submodule_maps(self, fitted: Fitted = "all") -> MapSet:
-        """Stand-ins for all sub-modules, fitted on all samples, all but first tokens, or all but sinks."""
-        samples = self.submodule_samples
-        rows = {
-            "all": lambda: None,
-            "not-first": lambda: torch.from_numpy(samples.places > 0),
-            "not-sink": lambda: ~sink_rows(self.stream[0]),
-        }[fitted]()
-
-        def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
-            return fit_submodules(samples, missing, rows=rows)
-
-        maps = write_maps(
-            self.folder / f"submodule-maps-{fitted}",
-            submodule_pairs(ModelLayout.from_model(self.model)), fit,
-            samples.provenance.samples.with_details(
-                n_samples=samples.n_rows if rows is None else int(rows.sum()), fitted=fitted
-            ),
-        )  # fmt: skip
-        return maps.held(device=self.model.cfg.device)
-
-    def stand_ins(self, *fitted: Fitted) -> dict[str, MapSet]:
-        """Stand-ins for all sub-modules, each set under the name of what it was fitted on."""
-        return {name: self.submodule_maps(name) for name in fitted}
-
-    @cached_property
-    def head_samples(self) -> tuple[Activations, Activations]:
-        """What enters attention and what its heads give, of the training and the validation sentences."""
-        layout = ModelLayout.from_model(self.model)
-        ends = _sites_of(head_pairs(layout))
-        sites = [*ends, str(layout.stream[-1])]
-        validation = collect(
-            self.model, self.validation_examples, sites, folder=self.folder / "validation-heads"
-        )
-        return self._training(ends, "train-heads"), validation
-
-    def _training(self, sites: list[str], otherwise: str) -> Activations:
-        """Sites of the training sentences: in ``train/`` if it has them, else in another folder."""
-        folder = self.folder / TRAIN
-        existing = list(Activations.load(folder)) if is_finished(folder) else []
-        if set(sites) <= set(existing):
-            sites = existing
-        else:
-            folder = self.folder / otherwise
-        return collect(self.model, self._examples(self.parts[0]), sites, folder=folder)
-
-    @cached_property
-    def validation_examples(self) -> Examples:
-        """The validation sentences as the model reads them, with a position drawn in each."""
-        return self._examples(self.parts[1])
-
-    def _examples(self, part: Corpus) -> Examples:
-        """Sentences as the model reads them, with a position drawn in each."""
-        return make_examples(self.model, part, seed=self.seed, draw_special=self.draw_special)
-
-    @cached_property
-    def values(self) -> ValueVectors:
-        """The model's value vectors."""
-        return ValueVectors(self.model) if self.load_values is None else self.load_values()
-
-    def trace(self, k: int = DOMINANT) -> Trace:
-        """What FFNs do to the predictions for the validation sentences, with ``k`` dominant sub-updates.
-
-        It is in ``traces/`` of the output folder; one that was broken off is gone on with.
-        """
-        return Trace.run(
-            self.model, self.validation_examples, k=k, seed=self.seed, folder=self._traces(f"k{k}")
-        )
-
-    def collect_validation(self, sites: Sequence[str]) -> Activations:
-        """Vectors of sites at the drawn positions of the validation sentences, kept beside the traces."""
-        return collect(self.model, self.validation_examples, sites, folder=self._traces("stream"))
-
-    def clusters(
-        self,
-        n_clusters: int = N_CLUSTERS,
-        *,
-        linkage: Linkage = "average",
-        memory: float = MEMORY_GIB,
-        disk: float = 0.0,
-    ) -> Clusters:
-        """Clusters of the model's value vectors, in ``clusters/`` of the output folder; see `Clusters.fit`.
-
-        Raises
-        ------
-        InputError
-            More clusters than vectors, a vector without a direction, or complete linkage without room.
-        """
-        method = method_within(len(self.values), memory, disk)
-        kind = f"{linkage}-{method}" if linkage == "complete" else method
-        return Clusters.fit(
-            self.values, n_clusters, linkage=linkage, memory=memory, disk=disk,
-            folder=self.out / "clusters" / f"{self._model_name}--{n_clusters}-{kind}",
-        )  # fmt: skip
-
-    @property
-    def _model_name(self) -> str:
-        named = self.load_values is not None
-        return slug(self.values.identity.name if named else self.model.cfg.model_name)
-
-    @property
-    def _name(self) -> str:
-        return f"{self._model_name}--{slug(self.corpus.name)}"
-
-    def _traces(self, what: str) -> Path:
-        n_train, n_validation = self.sizes
-        sizes = f"{n_validation}" if n_train == 1 else f"{n_train}+{n_validation}"
-        return self.out / "traces" / f"{self._name}--{sizes}-seed{self.seed}-{what}"
 
 
 @checked
@@ -394,5 +317,17 @@ def slug(name: str) -> str:
     return f"{path.resolve().name}-{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
 
 
-def _sites_of(pairs: Iterable[tuple[str, str]]) -> list[str]:
-    return sorted({site for pair in pairs for site in pair})
+def cluster_values(
+    values: ValueVectors,
+    out: Path,
+    n_clusters: int = N_CLUSTERS,
+    *,
+    linkage: Linkage = "average",
+    memory: float = MEMORY_GIB,
+    disk: float = 0.0,
+) -> Clusters:
+    """Clusters of a model's value vectors, in ``clusters/`` of an output folder; see `Clusters.fit`."""
+    method = method_within(len(values), memory, disk)
+    kind = f"{linkage}-{method}" if linkage == "complete" else method
+    folder = out / "clusters" / f"{slug(values.identity.name)}--{n_clusters}-{kind}"
+    return Clusters.fit(values, n_clusters, linkage=linkage, memory=memory, disk=disk, folder=folder)

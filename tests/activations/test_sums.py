@@ -19,7 +19,7 @@ from matlens.errors import InputError
 from matlens.io.verification import verify
 from matlens.linear.least_squares import LeastSquares
 from matlens.linear.mapsets import MapSet
-from matlens.study.fits import fit_moments, typical_penalty
+from matlens.study.steps import fit_moments, typical_penalty
 
 PAIRS = [("h.0", "h.3"), ("attn_in.1", "attn_out.1"), ("h.0", "h.1")]
 QUIET: dict[str, Any] = {"batch_tokens": 40, "progress": False}

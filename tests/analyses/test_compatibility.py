@@ -8,9 +8,9 @@ from typing import Any
 
 import pandas as pd
 from analysing import run
+from studies import FEATURES, compatibility
 
 from matlens.models import STACKS
-from matlens.study import FEATURES, compatibility
 
 
 def test_each_architecture_has_what_works_with_a_model_of_its_kind(

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from conftest import N_LAYERS
+from matlens.data.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
 from plain_values import plain_unit_vectors, plain_values
 from sub_updates.extremes import (
     cluster_activity,
@@ -25,7 +26,6 @@ from sub_updates.extremes import (
 from traces import K, N, make_clusters, make_trace_of_model
 
 from matlens import InputError
-from matlens.data.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.events import lift_scores
 from matlens.ffn.projection import TOP, Projection

@@ -20,13 +20,12 @@ from command_lines import Outcome
 from conftest import N_LAYERS, WORDS
 from safetensors.torch import load_file, save_file
 from sklearn.metrics import r2_score
+from studying import study_of
 
 import matlens
 from matlens.activations import collecting
 from matlens.io.files import sealed, write_json
-from matlens.study.fits import fit_maps
-from matlens.study.parts import collect_parts
-from matlens.study.results import evaluate_maps, plot_results
+from matlens.study.steps import evaluate_maps, fit_maps, plot_results
 
 COLUMNS = "experiment,model,corpus,method,layer,target,metric,k,value,low,high,n"
 N_TRAIN, N_VALIDATION = 70, 20
@@ -78,8 +77,7 @@ def _finished(
     out = tmp_path_factory.mktemp("finished") / "out"
     model = matlens.load(str(gpt2), device="cpu")
     texts = matlens.load_corpus(str(corpus))
-    parts = texts.split(n_train=N_TRAIN, n_validation=N_VALIDATION)
-    collect_parts(model, parts, out, progress=False)
+    _ = study_of(model, texts, out, n_train=N_TRAIN, n_validation=N_VALIDATION).stream
     fit_maps(out, progress=False)
     evaluate_maps(model, out, progress=False)
     plot_results(out)
@@ -506,12 +504,12 @@ def test_corpus_that_cannot_be_used(
         (["--dtype", "int8"], ["'--dtype'", "float32", "bfloat16"]),
         (["--device", "abacus"], ["The device abacus cannot be used here", "Expected cpu, cuda or mps"]),
         (["--no-such-option"], ["--no-such-option"]),
-        (["--pairs", "3"], ["--pairs 3", "expected all, last, or a list such as 0:12,6:12"]),
+        (["--pairs", "3"], ["'--pairs'", "3", "expected all, last, or a list such as 0:12,6:12"]),
         (["--pairs", ""], ["--pairs", "expected all, last, or a list"]),
-        (["--pairs", "first"], ["--pairs first", "expected all, last, or a list"]),
-        (["--pairs", "0:1:2"], ["--pairs 0:1:2", "expected all, last, or a list"]),
-        (["--pairs", "0:3,,1:3"], ["--pairs 0:3,,1:3", "expected all, last, or a list"]),
-        (["--pairs", "0:h"], ["--pairs 0:h", "expected all, last, or a list"]),
+        (["--pairs", "first"], ["'--pairs'", "first", "expected all, last, or a list"]),
+        (["--pairs", "0:1:2"], ["'--pairs'", "0:1:2", "expected all, last, or a list"]),
+        (["--pairs", "0:3,,1:3"], ["'--pairs'", "0:3,,1:3", "expected all, last, or a list"]),
+        (["--pairs", "0:h"], ["'--pairs'", "0:h", "expected all, last, or a list"]),
         (["--pairs", "0:4"], ["Layer 4 of site 'h' is out of range", "h.0 to h.3"]),
         (["--pairs", "-5:3"], ["Layer -5 of site 'h' is out of range", "h.0 to h.3"]),
         (["--pairs", "2:1"], ["from layer 2 to layer 1", "the source must lie before the target"]),
@@ -531,7 +529,7 @@ def test_option_that_makes_no_sense(
 @pytest.mark.parametrize(
     ("options", "messages"),
     [
-        (["--pairs", "1"], ["--pairs 1", "expected all, last, or a list"]),
+        (["--pairs", "1"], ["'--pairs'", "1", "expected all, last, or a list"]),
         (["--pairs", "0:9"], ["Layer 9 of site 'h' is out of range", "h.0 to h.3"]),
         (["--pairs", "3:0"], ["the source must lie before the target"]),
         (["--ridge", "-1"], ["'--ridge'", "greater than or equal to 0"]),
@@ -889,7 +887,7 @@ def test_it_runs_as_a_module_and_a_closed_pipe_is_no_error() -> None:
     assert done.stderr == ""
     assert done.stdout.splitlines()[-1] in ("0", "1", "141")
     loud = (
-        "from matlens.cli.printing import report_errors\n"
+        "from matlens.cli.starting import report_errors\n"
         "report_errors(lambda: [print('x' * 1000) for _ in range(1000)] and None)"
     )
     code = f'{sys.executable} -c "{loud}" | head -c 10; code=${{PIPESTATUS[0]}}; echo; echo $code'

@@ -17,14 +17,13 @@ import torch
 from command_lines import run_command
 from conftest import D_MODEL, assert_near, make_sentences
 from several import run_ranks
+from studies import Report, Study, run_study
 
 from matlens import parallel
 from matlens.cli import app
-from matlens.cli.distributed import ask_main, on_main
-from matlens.cli.scripts import Report, run_study
+from matlens.cli.starting import ask_main, on_main
 from matlens.lens.lens import Lens
 from matlens.linear.sums import PairFits
-from matlens.study.study import Study
 
 
 def of_a_command(*arguments: object) -> Callable[[], Any]:
@@ -48,7 +47,7 @@ def test_a_run_of_two_processes_is_that_of_one(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("matlens.study.results.plot_results", lambda *_, **__: [])
+    monkeypatch.setattr("matlens.study.steps.plot_results", lambda *_, **__: [])
     (tmp_path / "words.txt").write_text("\n".join(make_sentences().sentences))
     options = [
         "run", "--model", model_folder("llama"), "--corpus", tmp_path / "words.txt", "--train", 30,
@@ -209,5 +208,5 @@ def test_an_interruption_of_one_process_ends_all(
         else "Another process of this job failed"
     )
     assert said in outcomes[0]["result"][2]
-    monkeypatch.setattr("matlens.study.results.plot_results", lambda *_, **__: [])
+    monkeypatch.setattr("matlens.study.steps.plot_results", lambda *_, **__: [])
     assert run_command([*options, "--batch-tokens", 20], capsys).code == 0

@@ -1,93 +1,131 @@
-"""Options as typer reads them, and groups of them: a command takes several options as one parameter."""
+"""Functions as commands: help from docstrings, bounds from annotations, options from dataclasses."""
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import fields
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Any, get_args
 
 import pytest
 import torch
 import typer
-from typer.models import OptionInfo
 from typer.testing import CliRunner
 
 from matlens import InputError
 from matlens.activations.activations import Positions
 from matlens.cli import options
-from matlens.cli.options import CorpusOptions, FitOptions, ModelOptions, ReadOptions, SampleOptions, Title
+from matlens.cli.app import app
+from matlens.cli.options import CorpusOptions, FitOptions, ModelOptions, ReadOptions, SampleOptions
+from matlens.errors import PositiveInt
 from matlens.numerics.agglomeration import Linkage
 
 
-def run(command: Any, *arguments: str) -> str:
+def run(*arguments: str) -> str:
     """Run a function as a command; what it prints."""
     app = typer.Typer()
     assert options.command(app)(command) is command, "it can be called as it is"
     outcome = CliRunner().invoke(app, arguments)
     if outcome.exception and not isinstance(outcome.exception, SystemExit):
         raise outcome.exception
-    return outcome.output
+    return " ".join(outcome.output.replace("│", " ").split())
 
 
-def names(group: Any) -> set[str]:
-    return {field.name for field in fields(group)}
+def command(
+    names: list[str],
+    /,
+    model: ModelOptions,
+    fit: FitOptions,
+    out_folder: Path,
+    n: PositiveInt | None = None,
+    some_flag: bool = False,
+) -> None:
+    """Print what is given.
 
-
-def command(model: ModelOptions, fit: FitOptions, title: Title = None) -> None:
-    """Print what is given."""
-    print(model)
-    print(fit)
-    print(title)
+    Parameters
+    ----------
+    names
+        Names of things.
+    out_folder
+        Where it is
+        written.
+    n, some_flag
+        About both.
+    """
+    print(names, model, fit, out_folder, n, some_flag)
 
 
 def test_a_command_is_given_its_groups_and_its_own_options() -> None:
-    printed = run(command, "--model", "m", "--dtype", "float16", "--ridge", "2", "--title", "some title")
+    given = ["a", "--model", "m", "--dtype", "float16", "--ridge", "2", "b", "--out-folder", "x", "--n", "3"]
     model = ModelOptions(model="m", dtype="float16")
-    assert printed == f"{model}\n{FitOptions(ridge=2.0)}\nsome title\n"
+    expected = f"['a', 'b'] {model} {FitOptions(ridge=2.0)} x 3"
+    assert run(*given) == f"{expected} False"
+    assert run(*given, "--some-flag") == f"{expected} True"
 
 
-def test_required_options_come_first_and_all_are_known() -> None:
-    app = typer.Typer()
-    options.command(app)(command)
-    (registered,) = app.registered_commands
-    assert registered.callback is not None
-    parameters = list(inspect.signature(registered.callback).parameters)
-    assert parameters[0] == "model"
-    assert set(parameters) == names(ModelOptions) | names(FitOptions) | {"title"}
-    assert registered.callback.__doc__ == "Print what is given."
-    assert "Missing option '--model'" in run(command)
+def test_help_and_bounds_are_those_of_the_function() -> None:
+    printed = run("--help")
+    for text in ("Print what is given. ", "Names of things.", "Where it is written.", "[x>=1] About both."):
+        assert text in printed
+    assert "Parameters" not in printed
+    assert "--no-some-flag" not in printed
+    required = ["a", "--model", "m", "--out-folder", "x"]
+    assert "greater than or equal to 1" in run(*required, "--n", "0")
+    assert "greater than or equal to 0" in run(*required, "--ridge", "-1")
+    assert "Missing option '--model'" in run("a", "--out-folder", "x")
+    assert "'--out-folder': it is empty" in run("a", "--model", "m", "--out-folder", " ")
 
 
-def test_no_two_groups_of_the_main_job_share_an_option() -> None:
-    groups = [names(group) for group in (ModelOptions, CorpusOptions, SampleOptions, FitOptions)]
-    assert sum(map(len, groups)) == len(set[str]().union(*groups))
+def callbacks(of: typer.Typer) -> list[Any]:
+    inner = [callback for group in of.registered_groups for callback in callbacks(group.typer_instance)]  # type: ignore[arg-type]
+    return [*(command.callback for command in of.registered_commands), *inner]
+
+
+@pytest.mark.parametrize("function", callbacks(app), ids=lambda function: function.__qualname__)
+def test_every_option_of_every_command_has_a_help(function: Any) -> None:
+    for name, parameter in inspect.signature(function).parameters.items():
+        assert get_args(parameter.annotation)[1].help, name
+
+
+def test_choices_are_those_of_the_library() -> None:
+    assert all(isinstance(getattr(torch, name), torch.dtype) for name in get_args(options.Dtype))
+    assert get_args(options.LinkageChoice) == get_args(Linkage)
+    assert set(get_args(options.PositionChoice)) == {"auto", *get_args(Positions)}
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [("all", "all"), ("last", "last"), ("0:12,6:-1", [(0, 12), (6, -1)])],
+    ("read", "text", "expected"),
+    [
+        (options.pairs_of, "all", "all"),
+        (options.pairs_of, "last", "last"),
+        (options.pairs_of, "0:12,6:-1", [(0, 12), (6, -1)]),
+        *((options.pairs_of, text, None) for text in ("", "most", "1", "1:2:3", "1:x", "1:2,")),
+        (options.layers_of, "5, 10,-3", [5, 10, -3]),
+        (options.layers_of, "5,x", None),
+        (options.names_of, "a, b,,c ", ["a", "b", "c"]),
+        (options.path_of, "~/a folder", Path("/home/me/a folder")),
+        (options.path_of, Path("out"), Path("out")),
+        (options.path_of, " ", None),
+        (options.path_of, "~nobody-of-this-name/out", None),
+    ],
 )
-def test_pairs_are_spelled_out(text: str, expected: Any) -> None:
-    assert FitOptions(pairs=text).arguments() == {"pairs": expected, "intercept": False, "ridge": None}
-
-
-@pytest.mark.parametrize("text", ["", "most", "1", "1:2:3", "1:x", "1:2,"])
-def test_pairs_that_cannot_be_read_are_refused(text: str) -> None:
-    with pytest.raises(InputError, match=r"--pairs .*: expected all, last, or a list such as 0:12,6:12\."):
-        FitOptions(pairs=text).arguments()
+def test_how_texts_are_read(read: Any, text: Any, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    if expected is not None:
+        assert read(text) == expected
+        return
+    with pytest.raises(typer.BadParameter, match=r"[Ee]xpected"):
+        read(text)
 
 
 def test_a_model_is_loaded_as_the_options_say(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(
-        "matlens.models.loading.load", lambda *names, **options: calls.append((names, options))
-    )
-    ModelOptions("m", "cpu", "bfloat16", "v2", True).load()
-    ModelOptions("m", "cpu", "bfloat16", "v2", True, "encoder").load()
-    options = {"device": "cpu", "dtype": torch.bfloat16, "revision": "v2", "trust_remote_code": True}
-    assert calls == [(("m",), options | {"stack": None}), (("m",), options | {"stack": "encoder"})]
+    monkeypatch.setattr("matlens.models.loading.load", lambda **options: calls.append(options))
+    given = ModelOptions("m", "cpu", "bfloat16", "v2", True, "encoder")
+    given.load()
+    given = asdict(given)
+    assert calls == [{"name": given.pop("model"), **given, "dtype": torch.bfloat16}]
 
 
 def test_a_corpus_is_read_as_the_options_say(tmp_path: Path) -> None:
@@ -119,70 +157,7 @@ def test_vectors_are_read_as_the_options_say() -> None:
         projection=lambda reading: SimpleNamespace(reading=reading, unembedding=range(60))
     )
     for choice in ("plain", "norm", "head"):
-        read: Any = ReadOptions(read=choice).projection(catalogue)
+        read: Any = ReadOptions(read=choice).projection(catalogue)  # type: ignore[arg-type]
         assert read.reading == choice
     with pytest.raises(InputError, match=r"^The number of tokens must be"):
         ReadOptions(tokens=61).projection(catalogue)
-
-
-def described(option: Any) -> OptionInfo:
-    """What typer knows of an option."""
-    (info,) = (part for part in get_args(option)[1:] if hasattr(part, "help"))
-    return info
-
-
-def hints() -> dict[str, Any]:
-    """All options by name: shared ones, and those of groups."""
-    shared = {name: value for name, value in vars(options).items() if get_args(value)[1:]}
-    groups = (ModelOptions, CorpusOptions, SampleOptions, FitOptions, ReadOptions)
-    of_groups = {
-        f"{group.__name__}.{name}": hint
-        for group in groups
-        for name, hint in get_type_hints(group, include_extras=True).items()
-    }
-    literals = ("Dtype", "PositionChoice", "LinkageChoice")
-    return {name: hint for name, hint in (shared | of_groups).items() if name not in literals}
-
-
-@pytest.mark.parametrize("name", hints())
-def test_every_option_has_a_help(name: str) -> None:
-    assert described(hints()[name]).help
-
-
-def test_choices_are_those_of_the_library() -> None:
-    assert all(isinstance(getattr(torch, name), torch.dtype) for name in get_args(options.Dtype))
-    assert get_args(options.LinkageChoice) == get_args(Linkage)
-    assert set(get_args(options.PositionChoice)) == {"auto", *get_args(Positions)}
-
-
-@pytest.mark.parametrize(("number", "code"), [("10", 0), ("9", 2), ("many", 2)])
-def test_there_is_a_fewest_number_of_sentences(number: str, code: int) -> None:
-    app = typer.Typer()
-
-    def command(sentences: Any = None) -> None:
-        print(sentences)
-
-    option = options.size_option("--sentences", "How many.", 10, 20)
-    command.__annotations__["sentences"] = Annotated[int | None, option]
-    app.command()(command)
-    outcome = CliRunner().invoke(app, ["--sentences", number])
-    assert outcome.exit_code == code
-    assert (outcome.output == "10\n") == (code == 0)
-
-
-def test_the_users_folder_is_known_behind_an_equals_sign(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert options.folder_of("~/a folder") == tmp_path / "a folder"
-    assert options.folder_of(Path("out")) == Path("out")
-    for wrong in (" ", "~nobody-of-this-name/out"):
-        with pytest.raises(typer.BadParameter, match="Expected the path of a folder"):
-            options.folder_of(wrong)
-
-
-def test_layers_are_numbers_with_a_comma_between() -> None:
-    assert options.numbered("5, 10,-3") == [5, 10, -3]
-    assert options.numbered(None) is None
-    with pytest.raises(InputError, match="Expected numbers"):
-        options.numbered("5,x")

@@ -11,7 +11,7 @@ from command_lines import cells
 from tqdm.auto import tqdm
 
 from matlens import InputError
-from matlens.cli import printing
+from matlens.cli import printing, starting
 from matlens.io.tables import csv_text, result_row, result_table
 from matlens.metrics import Estimate
 
@@ -24,7 +24,7 @@ def test_an_error_has_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> N
         raise InputError(f"No row {next(rows)}.")
 
     with pytest.raises(SystemExit) as ended:
-        printing.report_errors(work)
+        starting.report_errors(work)
     assert ended.value.code == 2
     assert "slow work" in (said := capsys.readouterr().err)
     assert said.endswith("\nerror: No row 0.\n")
@@ -38,7 +38,7 @@ def test_an_exit_comes_through_and_an_interruption_is_explained(
         raise SystemExit(code)
 
     with pytest.raises(SystemExit) as ended:
-        printing.report_errors(work)
+        starting.report_errors(work)
     assert ended.value.code == code
     assert ("Run the same command again" in capsys.readouterr().err) == hint
 
@@ -48,13 +48,13 @@ def test_a_message_with_brackets_is_printed_as_it_is(capsys: pytest.CaptureFixtu
         raise InputError("Expected exactly one [MASK] in [bold]it[/bold].")
 
     with pytest.raises(SystemExit):
-        printing.report_errors(work)
+        starting.report_errors(work)
     assert capsys.readouterr().err == "error: Expected exactly one [MASK] in [bold]it[/bold].\n"
 
 
 def test_a_defect_of_ours_comes_through() -> None:
     with pytest.raises(ZeroDivisionError):
-        printing.report_errors(lambda: 1 / 0)
+        starting.report_errors(lambda: 1 / 0)
 
 
 def test_tables_show_what_looks_like_markup(
@@ -100,7 +100,7 @@ def test_what_others_wrote_does_nothing_to_the_terminal(
     printing.print_table(f"Of {foreign}", ("token", "other"), [(f"a{foreign}b", f"{foreign}:smile:")])
     printing.print_line("Figures:", Path(f"a{foreign}.png"))
     with pytest.raises(SystemExit):
-        printing.report_errors(lambda: refuse(f"The file {foreign} :smile: [red]"))
+        starting.report_errors(lambda: refuse(f"The file {foreign} :smile: [red]"))
     printed = "".join(capsys.readouterr())
     assert foreign not in printed.replace("\r\n", "\n")
     assert foreign.encode("unicode_escape").decode() in printed

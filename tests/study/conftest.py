@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from studying import collect_parts
 
 import matlens
-from matlens.study import collect_parts
 
 
 @pytest.fixture
@@ -17,8 +17,7 @@ def collect(sentences: matlens.data.Corpus) -> Callable[..., Any]:
     """25 sentences to train on and 15 to validate on, read by a model into a folder."""
 
     def collect_both(model: Any, folder: Path, *, seed: int = 0, **options: Any) -> Any:
-        parts = sentences.split(n_train=25, n_validation=15, seed=seed)
-        return collect_parts(model, parts, folder, progress=False, seed=seed, **options)
+        return collect_parts(model, sentences, folder, seed=seed, **options)
 
     return collect_both
 

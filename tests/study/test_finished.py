@@ -15,7 +15,7 @@ from matlens.errors import InputError
 from matlens.io.artifact import Artifact
 from matlens.io.tables import write_results
 from matlens.io.verification import verify
-from matlens.study.finished import RUN, RunNote, corpus_identity, model_identity
+from matlens.study.output import RUN, RunNote, corpus_identity, model_identity
 
 
 def options(folder: Path, **changed: Any) -> dict[str, dict[str, Any]]:
@@ -124,7 +124,7 @@ def test_verify_names_every_file_of_a_run_that_is_gone_or_changed(
 
 
 def test_other_software_does_the_run_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("matlens.study.finished.software_versions", lambda: {"torch": "another"})
+    monkeypatch.setattr("matlens.study.output.software_versions", lambda: {"torch": "another"})
     assert not answers(folder)
 
 

@@ -15,7 +15,7 @@ import matlens
 from matlens.linear.fitting import fit_samples
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet
-from matlens.study.fits import fit_maps, typical_penalty
+from matlens.study.steps import fit_maps, typical_penalty
 
 
 def test_fit_is_least_squares_on_the_training_part(collected: Path) -> None:
@@ -47,7 +47,7 @@ def test_a_failed_fit_leaves_nothing(collected: Path, monkeypatch: pytest.Monkey
             yield linear
 
     with monkeypatch.context() as patch:
-        patch.setattr("matlens.study.fits.fit_samples", fails_late)
+        patch.setattr("matlens.study.steps.fit_samples", fails_late)
         with pytest.raises(RuntimeError, match="out of memory"):
             fit_maps(collected, progress=False)
     assert not (collected / "maps").exists()

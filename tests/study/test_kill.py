@@ -34,7 +34,7 @@ def _serve() -> None:
     # What every child needs.
     for module in (
         "matlens.cli.app",
-        "matlens.study.results",
+        "matlens.study.steps",
         "transformer_lens.model_bridge",
         "transformers",
     ):

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from studying import collect_parts
 
 import matlens
-from matlens.study.parts import collect_parts
 
 
 def test_the_parts_share_no_sentence_and_are_those_of_the_corpus(
@@ -86,7 +86,7 @@ def test_all_positions_of_a_masked_model_are_no_predictions(
     with pytest.raises(matlens.InputError, match=r"masked|special tokens"):
         collect_parts(
             small_model(name),
-            sentences.split(n_train=30, n_validation=10),
+            sentences,
             tmp_path,
             positions="all",
             **options,

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from studying import collect_parts, study_of
 
 from matlens import InputError, collect, make_examples
 from matlens.activations import sums
 from matlens.data.corpus import Corpus
 from matlens.ffn import Trace
 from matlens.linear.samples import are_few
-from matlens.study import collect_parts, fit_maps
+from matlens.study import fit_maps
 from matlens.study.plan import Shape, collected_bytes, fitting_sizes, format_bytes, plan_study, trace_bytes
 
 BIG = Shape(n_layers=32, d_model=4096, d_mlp=14336, d_vocab=128_256, n_parameters=8_030_261_248)
@@ -54,8 +55,11 @@ def test_all_positions_write_moments_and_a_state_of_before(
 ) -> None:
     """With states as often as can be, the disk is never fuller than planned, and it has been as full."""
     model, shape = small_model("llama"), Shape.from_model(small_model("llama"))
-    parts = sentences.split(n_train=4 if few else 25, n_validation=10)
-    train, validation = (make_examples(model, part) for part in parts)
+    study = study_of(
+        model, sentences, tmp_path, n_train=4 if few else 25, n_validation=10, pairs=pairs, positions="all",
+        keep_rows=False, batch_tokens=40,
+    )  # fmt: skip
+    train, validation = study.examples
     seen = [0]
     write = sums.write_source
 
@@ -67,9 +71,7 @@ def test_all_positions_write_moments_and_a_state_of_before(
     monkeypatch.setattr(sums, "_SHARE_OF_WRITING", 0)
     monkeypatch.setattr("matlens.linear.sums.samples_together", lambda _: 1)  # no samples wait
     monkeypatch.setattr(sums, "write_source", watched)
-    collect_parts(
-        model, parts, tmp_path, pairs=pairs, positions="all", keep_rows=False, batch_tokens=40, progress=False
-    )
+    _ = study.validation
     needs = plan_study(shape, len(train), 0, positions="all", pairs=pairs, train_tokens=len(train.tokens))
     assert (len(train.tokens) < 2 * shape.d_model) is few
     assert 2 * written(tmp_path / "moments") == needs["collect"].disk
@@ -98,7 +100,7 @@ def test_maps_are_written_in_as_many_bytes_as_planned(
     pairs: Any, small_model: Callable[[str], Any], sentences: Corpus, tmp_path: Path
 ) -> None:
     model = small_model("gpt2")
-    collect_parts(model, sentences.split(n_train=20, n_validation=4), tmp_path, progress=False)
+    collect_parts(model, sentences, tmp_path, n_train=20, n_validation=4)
     fit_maps(tmp_path, pairs=pairs, intercept=True, progress=False)
     planned = plan_study(Shape.from_model(model), 20, pairs=pairs, intercept=True)
     assert planned["fit from collected vectors"].disk == written(tmp_path / "maps")

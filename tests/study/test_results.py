@@ -11,15 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 from sklearn.metrics import r2_score
+from studying import collect_parts
 
 import matlens
 from matlens.activations.activations import Activations
 from matlens.io.tables import write_results
 from matlens.io.verification import verify
 from matlens.models.weights import unembed_hash
-from matlens.study.fits import fit_maps
-from matlens.study.parts import collect_parts
-from matlens.study.results import _note_on_samples, evaluate_maps, plot_results, read_results
+from matlens.study.steps import _note_on_samples, evaluate_maps, fit_maps, plot_results, read_results
 
 
 def test_evaluate_returns_what_it_writes(small_model: Callable[[str], Any], collected: Path) -> None:
@@ -106,7 +105,7 @@ def test_without_maps_onto_the_last_layer_only_the_fit_is_evaluated(
     small_model: Callable[[str], Any], sentences: matlens.data.Corpus, tmp_path: Path
 ) -> None:
     model = small_model("llama")
-    collect_parts(model, sentences.split(n_train=30, n_validation=10), tmp_path, progress=False)
+    collect_parts(model, sentences, tmp_path)
     fit_maps(tmp_path, pairs=[(0, 1), (0, 2)], progress=False)
     results = evaluate_maps(model, tmp_path, progress=False)
     assert set(results["metric"]) == {"r2"}
@@ -131,7 +130,7 @@ def test_a_figure_of_an_earlier_table_does_not_stay(
     small_model: Callable[[str], Any], sentences: matlens.data.Corpus, tmp_path: Path
 ) -> None:
     model = small_model("llama")
-    collect_parts(model, sentences.split(n_train=30, n_validation=10), tmp_path, progress=False)
+    collect_parts(model, sentences, tmp_path)
     for pairs, figures in (("all", ["prediction.png", "r2.png"]), ([(0, 1)], ["r2.png"])):
         shutil.rmtree(tmp_path / "maps", ignore_errors=True)
         fit_maps(tmp_path, pairs=pairs, progress=False)

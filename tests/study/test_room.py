@@ -14,7 +14,7 @@ import matlens.study.plan as module
 from matlens import InputError, make_examples, parallel
 from matlens.activations import StoredMoments, merge_moments, stream_moments
 from matlens.data.corpus import Corpus
-from matlens.study import Study, collect_parts, fit_maps
+from matlens.study import Study, fit_maps
 from matlens.study.plan import check_merge, format_bytes, free_memory, written_bytes
 
 
@@ -44,17 +44,16 @@ def study(small_model: Callable[[str], Any], sentences: Corpus, tmp_path: Path) 
 
 
 def test_jobs_that_have_no_room_are_refused_before_they_begin(
-    small_model: Callable[[str], Any], sentences: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    study: Callable[..., Study], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, parts = small_model("gpt2"), sentences.split(n_train=20, n_validation=4)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2000))
         with pytest.raises(InputError, match=r"takes 1.* kB of disk at .*train, and 2 kB are free.*--out"):
-            collect_parts(model, parts, tmp_path, progress=False)
+            _ = study(positions="drawn", keep_rows=True).stream
         with pytest.raises(InputError, match="--positions drawn"):
-            collect_parts(model, parts, tmp_path, positions="all", progress=False)
+            _ = study(keep_rows=True).stream
     assert not list(tmp_path.iterdir())
-    collect_parts(model, parts, tmp_path, progress=False)
+    _ = study(positions="drawn", keep_rows=True).stream
     monkeypatch.setattr(module, "free_memory", lambda: 30_000)
     with pytest.raises(InputError, match=r"Fitting 6 maps of 32 .* 30 kB are free\..*--pairs last.*--train"):
         fit_maps(tmp_path, progress=False)
@@ -71,12 +70,12 @@ def test_moments_that_have_no_room_are_refused_before_they_begin(
     with pytest.raises(InputError, match=said + r".*--pairs last.*machine with more memory"):
         _ = study().maps
     with pytest.raises(InputError, match=r"for 3 maps of 32 dimensions takes .* of memory"):
-        study(pairs="last").shard_moments(1, 2)
+        study(pairs="last").part_moments(1, 2)
     free(disk=30_000)
     with pytest.raises(InputError, match=r"takes .* of disk at .*moments, and 30 kB .*--pairs last"):
         _ = study().maps
     with pytest.raises(InputError, match=r"for 3 maps .* of disk at .*--pairs last.*--out"):
-        study(pairs="last").shard_moments(2, 2)
+        study(pairs="last").part_moments(2, 2)
     assert not list(tmp_path.iterdir())
     free()
     maps = study().maps
@@ -99,7 +98,7 @@ def test_vectors_of_all_positions_that_fits_have_no_room_for_are_not_collected(
 def test_a_job_has_as_much_room_as_its_files_and_a_state_of_before_take(
     study: Callable[..., Study], free: Callable[..., None], tmp_path: Path
 ) -> None:
-    made = study().shard_moments(1, 1)
+    made = study().part_moments(1, 1)
     pairs = [(source, target) for source, targets in made.targets.items() for target in targets]
     planned = written_bytes(made.n_samples, pairs, made.widths)
     tensors = [part for source in made.targets for part in made[source].tensors().values()]
@@ -108,7 +107,7 @@ def test_a_job_has_as_much_room_as_its_files_and_a_state_of_before_take(
     held = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     free(disk=2 * planned - held - 1)
     with pytest.raises(InputError, match="of disk"):
-        study().shard_moments(1, 1)
+        study().part_moments(1, 1)
     free(disk=2 * planned - held)
     module.check_moments(made.n_samples, pairs, made.widths, tmp_path)
 

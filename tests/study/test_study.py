@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import D_MODEL, N_LAYERS, assert_near
+from studies import Study
 from torch import Tensor
 from trees import tree
 
@@ -25,8 +26,7 @@ from matlens.ffn.clusters import Clusters
 from matlens.ffn.trace import Trace
 from matlens.linearity.heads import head_outputs
 from matlens.patching.submodules import fit_submodules, submodule_pairs
-from matlens.study.fits import typical_penalty
-from matlens.study.study import Study
+from matlens.study.steps import typical_penalty
 
 N_TRAIN, N_VALIDATION = 26, 12
 STREAM = [f"h.{layer}" for layer in range(N_LAYERS + 1)]
@@ -97,7 +97,7 @@ def test_two_analyses_of_one_folder_collect_and_fit_once(
     def fits(*_: object, **__: object) -> None:
         raise AssertionError("the maps are fitted again")
 
-    monkeypatch.setattr("matlens.study.fits.fit_samples", fits)
+    monkeypatch.setattr("matlens.study.steps.fit_samples", fits)
     second = study()
     assert_same(second.maps, maps)
     assert torch.equal(second.validation[1], validation[1])
@@ -194,7 +194,7 @@ def test_stand_ins_are_fitted_on_the_samples_that_are_asked_for(
     model: str, study: Callable[..., Study], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Small models have no sinks, so half of the samples are taken for some.
-    monkeypatch.setattr("matlens.study.study.sink_rows", upper_half)
+    monkeypatch.setattr("studies.study.sink_rows", upper_half)
     tested = study(model)
     samples, pairs = (
         tested.submodule_samples,
@@ -244,7 +244,7 @@ def test_stand_ins_are_fitted_once(study: Callable[..., Study], monkeypatch: pyt
     def fits(*_: object, **__: object) -> None:
         raise AssertionError("the stand-ins are fitted again")
 
-    monkeypatch.setattr("matlens.study.study.fit_submodules", fits)
+    monkeypatch.setattr("studies.study.fit_submodules", fits)
     assert_same(study().submodule_maps(), maps)
     with pytest.raises(AssertionError, match="fitted again"):
         study().submodule_maps("not-first")
@@ -428,7 +428,7 @@ def test_a_study_without_corpus_or_sizes_says_so(small_model: Callable[[str], An
 def test_maps_without_sinks_are_those_of_the_settings_or_refused(
     study: Callable[..., Study], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("matlens.study.study.sink_rows", upper_half)
+    monkeypatch.setattr("studies.study.sink_rows", upper_half)
     maps = study(ridge=None).maps_without_sinks
     samples = study().stream[0]
     ridge = typical_penalty(samples, STREAM[:-1])

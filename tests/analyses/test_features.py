@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from conftest import FAMILY_OF
+from studies import FEATURES, compatibility
 from transformer_lens.model_bridge import TransformerBridge
 
 from matlens import InputError, load
-from matlens.study import FEATURES, compatibility
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "analyses" / "compatibility.py"))
 Models = Callable[[str], TransformerBridge]

@@ -1,4 +1,4 @@
-"""Shards from the command line: run apart, joined, and evaluated as one run would be."""
+"""Parts of a job from the command line: run apart, merged, and evaluated as one run would be."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Matlens = Callable[..., Outcome]
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures take longer than all else."""
-    monkeypatch.setattr("matlens.study.results.plot_results", lambda *_, **__: [])
+    monkeypatch.setattr("matlens.study.steps.plot_results", lambda *_, **__: [])
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def options(model_folder: Callable[[str], Path], tmp_path: Path) -> list[str]:
     return ["--model", str(model_folder("llama")), "--corpus", corpus, *sizes]
 
 
-def test_shards_joined_give_the_table_of_one_run(
+def test_parts_merged_give_the_table_of_one_run(
     run_matlens: Matlens, options: list[str], tmp_path: Path
 ) -> None:
     whole = run_matlens("run", *options, "--out", tmp_path / "whole")
@@ -40,9 +40,9 @@ def test_shards_joined_give_the_table_of_one_run(
         "moments", "validation", "maps",
     }  # fmt: skip
     for number in (2, 1):
-        done = run_matlens("shard", "--shard", f"{number}/2", *options, "--out", tmp_path / f"s{number}")
+        done = run_matlens("part", "--part", f"{number}/2", *options, "--out", tmp_path / f"s{number}")
         assert done.code == 0, done.err
-        assert f"Shard {number}/2: moments of" in done.out
+        assert f"Part {number}/2: moments of" in done.out
     joined = run_matlens("merge", tmp_path / "s2", tmp_path / "s1", "--out", tmp_path / "joined")
     assert joined.code == 0, joined.err
     assert "6 maps of" in joined.out
@@ -62,25 +62,13 @@ def test_shards_joined_give_the_table_of_one_run(
     pd.testing.assert_frame_equal(tables[0], table, rtol=1e-4)
 
 
-def test_who_looks_for_parts_where_maps_are_fitted_is_told_of_shards(
-    run_matlens: Matlens, tmp_path: Path
-) -> None:
-    for arguments in (["--shard", "3/8"], [tmp_path, "--shard", "3/8"]):
-        refused = run_matlens("fit", *arguments)
-        assert refused.code == 2
-        said = " ".join(refused.err.split())
-        assert "'matlens shard --shard 3/8 --model ... --corpus ... --out FOLDER'" in said
-        assert "'matlens merge FOLDER... --out FOLDER'" in said
-    assert "'matlens shard'" in run_matlens("fit", "--help").out
-
-
 def test_what_cannot_be_joined_is_refused(run_matlens: Matlens, options: list[str], tmp_path: Path) -> None:
-    for shard in ("9/8", "0/8", "3", "a/b", "1/0"):
-        refused = run_matlens("shard", "--shard", shard, *options, "--out", tmp_path / "s")
+    for part in ("9/8", "0/8", "3", "a/b", "1/0"):
+        refused = run_matlens("part", "--part", part, *options, "--out", tmp_path / "s")
         assert refused.code == 2
         assert "expected a part such as 3/8" in refused.err
     assert not (tmp_path / "s").exists()
-    assert run_matlens("shard", "--shard", "1/3", *options, "--out", tmp_path / "s").code == 0
+    assert run_matlens("part", "--part", "1/3", *options, "--out", tmp_path / "s").code == 0
     refused = run_matlens("merge", tmp_path / "s", "--out", tmp_path / "joined")
     assert refused.code == 2
     assert "Shards 2/3, 3/3 of the job are missing" in " ".join(refused.err.split())

@@ -9,23 +9,49 @@ from dataclasses import dataclass
 from functools import cache
 from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import pandas as pd
 import typer
 from matplotlib.figure import Figure
 
 from matlens import plots
-from matlens.cli import options
-from matlens.cli.distributed import start
-from matlens.cli.options import CorpusOptions, ModelOptions, size_option, sizes_of, with_signature
+from matlens.cli.options import (
+    CorpusOptions,
+    LinkageChoice,
+    ModelOptions,
+    documented,
+    options_of,
+    path_of,
+    sizes_of,
+    with_signature,
+)
 from matlens.cli.printing import print_line
+from matlens.cli.starting import start
 from matlens.io.files import system_errors, write_text
 from matlens.io.tables import csv_text, write_results
-from matlens.study.study import Study
+from studies.study import Study
 
 SECONDS = "processor_seconds"
 """The key under which the JSON beside a table says what its analysis has taken."""
+
+Dominant = Annotated[int, typer.Option(min=1, help="How many sub-updates count as dominant.")]
+Patched = Annotated[
+    int, typer.Option("--patched", min=2, help="Validation sentences that the patched model is run on.")
+]
+Memory = Annotated[
+    float, typer.Option(min=0, help="Most GiB that exact clusters may take; past it, by near neighbours.")
+]
+Disk = Annotated[
+    float, typer.Option(min=0, help="Most GiB of disk that exact clusters may take where memory has no room.")
+]
+LinkageOption = Annotated[
+    LinkageChoice,
+    typer.Option("--linkage", help="Of exact clusters; complete is what the authors of paper B have."),
+]
+_Seed = Annotated[
+    int, typer.Option(min=0, max=2**32 - 1, help="Random seed of the split and of the positions.")
+]
 
 
 @dataclass(frozen=True)
@@ -114,22 +140,22 @@ def run_study(
     """
     shared: dict[str, tuple[Any, Any]] = {}  # annotation and default
     if model is not None:
-        shared["model"] = _named(model, options.Model, options.Models)
+        shared["model"] = _named(model, "--model", "Hub name, folder, file, or smollm2-135m")
     if corpus is not None:
-        shared["corpus"] = _named(corpus, options.CorpusName, options.Corpora)
+        shared["corpus"] = _named(corpus, "--corpus", "A sample, a file or a dataset, as in 'matlens run'")
     if sentences is not None:
-        of_sentences = size_option("--sentences", "How many sentences to run.", fewest, sentences)
-        shared["sentences"] = Annotated[int | None, of_sentences], None
+        shared["sentences"] = _size("How many sentences to run", fewest, sentences)
     elif train is not None and corpus is not None:
-        shared["train"] = Annotated[int | None, size_option("--train", options.OF_TRAIN, 1, train)], None
-        shared["val"] = Annotated[int | None, size_option("--val", options.OF_VAL, 2, val)], None
-    shared["seed"] = options.Seed, 0
+        shared["train"] = _size("Sentences that maps are fitted on", 1, train)
+        shared["val"] = _size("Other sentences that the maps are evaluated on", 2, val)
+    shared["seed"] = _Seed, 0
     if model is not None:
-        shared["device"] = options.Device, None
-        shared["suffix"] = options.Suffix, ""
-    shared["out"] = options.Out, Path("out")
+        shared["device"] = _option(str | None, "cpu, cuda or mps; by default the best there is."), None
+        shared["suffix"] = _option(str, "Put behind the names of tables and figures, such as _bert."), ""
+    out = typer.Option(parser=path_of, metavar="PATH", help="Folder for everything that is written.")
+    shared["out"] = Annotated[Path, out], Path("out")
     if figures:
-        shared["title"] = options.Title, None
+        shared["title"] = _option(str | None, "Title of the figures, instead of their own."), None
     several = "studies" in inspect.signature(work).parameters
     beside = corpus is not None and not isinstance(corpus, str)
 
@@ -148,24 +174,30 @@ def run_study(
         studies = _studies(chosen, sizes)
         work(studies if several else next(studies), report, **given)
 
-    command.__doc__ = work.__doc__
-    hints = get_type_hints(work, include_extras=True)
-    parameters = [
-        parameter.replace(annotation=hints[name])
-        for name, parameter in inspect.signature(work).parameters.items()
-        if name not in ("study", "studies", "report")
-    ]
-    parameters += [
+    own = options_of(work, but=("study", "studies", "report"))
+    added = [
         Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
         for name, (annotation, default) in shared.items()
     ]
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(with_signature(command, parameters))
+    app.command(help=documented(work)[0])(with_signature(command, [*own, *added]))
     start(app)
 
 
-def _named(default: str | Sequence[str], single: Any, several: Any) -> tuple[Any, Any]:
-    return (single, default) if isinstance(default, str) else (several, list(default))
+def _option(kind: Any, described: str) -> Any:
+    return Annotated[kind, typer.Option(help=described)]
+
+
+def _named(default: str | Sequence[str], name: str, described: str) -> tuple[Any, Any]:
+    if isinstance(default, str):
+        return Annotated[str, typer.Option(name, help=f"{described}.")], default
+    return Annotated[list[str], typer.Option(name, help=f"{described}; give it once for each.")], [*default]
+
+
+def _size(described: str, fewest: int, default: int) -> tuple[Any, Any]:
+    """An option that tells what the user gave from a default, which gives way to a small corpus."""
+    text = f"{described}; by default {default}, or fewer of a small corpus."
+    return Annotated[int | None, typer.Option(min=fewest, help=text)], None
 
 
 def _studies(chosen: Mapping[str, Any], sizes: Mapping[str, Any]) -> Iterator[Study]:

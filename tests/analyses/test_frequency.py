@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from sub_updates.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
 
 from matlens.data.corpus import Corpus
-from matlens.data.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
 
 
 def test_common_are_the_fewest_tokens_that_make_half_of_the_text() -> None:

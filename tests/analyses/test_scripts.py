@@ -12,9 +12,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
-
-from matlens.cli.scripts import Report, run_study
-from matlens.study.study import Study
+from studies import Report, Study, run_study
 
 
 def run(work: Callable[..., None], *arguments: object, **options: Any) -> None:

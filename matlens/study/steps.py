@@ -1,0 +1,259 @@
+"""The steps after collecting, each on the folder of a study: maps fitted, evaluated and drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import torch
+
+from matlens import parallel, plots
+from matlens.activations.activations import Activations
+from matlens.activations.stored_moments import StoredMoments
+from matlens.errors import InputError, NonNegative, checked
+from matlens.io.artifact import is_finished
+from matlens.io.tables import COLUMNS, check_described, read_table, write_results
+from matlens.lens.evaluation import FIT, PREDICTION, fit_quality, prediction_quality
+from matlens.linear.fitting import fit_samples, fitting_bar
+from matlens.linear.maps import LinearMap
+from matlens.linear.mapsets import MapSet, write_maps
+from matlens.linear.pairs import Pairs, check_collected, resolve_pairs
+from matlens.linear.samples import NoisyFit, are_few, warn_of_noise
+from matlens.linear.sums import solve_pairs
+from matlens.models.families.encoder_decoders import ENCODER, stack_of
+from matlens.models.identity import ModelIdentity
+from matlens.models.layout import ModelLayout
+from matlens.models.readout import Readout
+from matlens.numerics.precision import in_float64
+from matlens.study.output import MAPS, MOMENTS, RESULTS, RUN, TRAIN, VALIDATION, has_moments, write_list
+from matlens.study.plan import check_fit, check_solve
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+_PLENTY = 10  # samples per dimension from which a map worse than `id` is not for want of samples
+
+
+@checked
+def fit_maps(
+    folder: str | Path,
+    *,
+    pairs: Pairs = "all",
+    intercept: bool = False,
+    ridge: NonNegative | None = 0.0,
+    progress: bool = True,
+) -> MapSet:
+    """Fit maps between layers of the stream on ``train/`` or ``moments/``, into ``maps/``.
+
+    Parameters
+    ----------
+    pairs
+        ``"all"`` for every ``0 <= l < l' <= L``, ``"last"`` for those onto ``L``, or a list of pairs.
+    intercept, ridge
+        Off by default, as in the paper. With ``ridge=None`` the penalty is 0 where samples are at least twice
+        as many as the width of the model, and else what `typical_penalty` gives.
+    """
+    if has_moments(Path(folder)):
+        kept = StoredMoments(Path(folder) / MOMENTS)
+        return fit_moments(
+            kept, Path(folder) / MAPS, pairs=pairs, intercept=intercept, ridge=ridge, progress=progress
+        )
+    train = Activations.load(Path(folder) / TRAIN)
+    wanted = resolve_pairs(pairs, train.provenance)
+    check_collected(wanted, train)
+    ridge = chosen_ridge(ridge, train, wanted)
+    origin = train.provenance.samples.with_details(n_samples=train.n_rows, intercept=intercept, ridge=ridge)
+
+    def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
+        if not missing:
+            return ()
+        check_fit(train.n_rows, train.provenance.identity.d_model, missing)
+        maps = fit_samples(train, missing, intercept=intercept, ridge=ridge)
+        return fitting_bar(maps, len(missing), progress=progress)
+
+    return write_maps(Path(folder) / MAPS, wanted, fit, origin)
+
+
+@checked
+def fit_moments(
+    moments: StoredMoments,
+    folder: str | Path,
+    *,
+    pairs: Pairs | None = None,
+    intercept: bool = False,
+    ridge: NonNegative | None = 0.0,
+    progress: bool = True,
+) -> MapSet:
+    """Fit maps on moments of one folder, or of all parts of a job, into a folder of maps.
+
+    Without ``pairs``, all maps of which moments were stored; the rest is as in `fit_maps`.
+    """
+    moments.check_complete()
+    there = [(source, target) for source, targets in moments.targets.items() for target in targets]
+    wanted = there if pairs is None else resolve_pairs(pairs, moments.provenance)
+    n, width = moments.n_samples, moments.provenance.identity.d_model
+    penalty = ridge
+    if penalty is None:
+        sources = dict.fromkeys(source for source, _ in wanted)
+        norms = [moments[source].norms for source in sources]
+        penalty = _typical(norms) if are_few(n, width) else 0.0
+    origin = moments.provenance.with_details(n_samples=n, intercept=intercept, ridge=penalty)
+
+    def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
+        if not parallel.is_main():
+            return iter(())
+        if missing:
+            check_solve(moments, missing)
+            if not penalty and are_few(n, width):  # of moments alone no sample can be left out
+                warn_of_noise([NoisyFit("maps", n, width)], 1)
+        maps = solve_pairs(moments, missing, intercept=intercept, ridge=penalty, provenance=origin)
+        return fitting_bar(maps, len(missing), progress=progress)
+
+    return write_maps(folder, wanted, fit, origin)
+
+
+def chosen_ridge(
+    ridge: float | None,
+    samples: Activations,
+    pairs: Iterable[tuple[str, str]],
+    *,
+    n_fitted: int | None = None,
+) -> float:
+    """The penalty of `fit_maps` for maps that are fitted on ``n_fitted`` of some samples, by default all."""
+    if ridge is not None:
+        return ridge
+    few = are_few(samples.n_rows if n_fitted is None else n_fitted, samples.provenance.identity.d_model)
+    return typical_penalty(samples, dict.fromkeys(source for source, _ in pairs)) if few else 0.0
+
+
+def typical_penalty(samples: Activations, sources: Iterable[str]) -> float:
+    """A ridge for few samples: the squared norm of a typical sample.
+
+    The median over samples, and of these the median over sources, to two digits. What one sample says in a
+    direction weighs no more then than the penalty does.
+    """
+    return _typical([in_float64(samples[source]).square().sum(1) for source in sources])
+
+
+def _typical(norms: Sequence[torch.Tensor | None]) -> float:
+    medians = [of_source.median() for of_source in norms if of_source is not None and len(of_source)]
+    return float(f"{float(torch.stack(medians).median()):.1e}") if medians else 0.0
+
+
+@checked
+def evaluate_maps(
+    model: TransformerBridge, folder: str | Path, *, same_precision: bool = True, progress: bool = True
+) -> pd.DataFrame:
+    """Evaluate ``maps/`` on ``validation/``, into ``results.csv`` and ``results.json``.
+
+    Predictions are read from maps onto the last layer; where there are none, or the model is an encoder,
+    which predicts nothing, only r2 is evaluated. With ``same_precision=False`` the model may run in another
+    precision than the one that the maps were fitted in.
+    """
+    folder = Path(folder)
+    maps = MapSet.load(folder / MAPS, same_precision=same_precision)
+    validation = Activations.load(folder / VALIDATION)
+    validation.provenance = replace(validation.provenance, same_precision=same_precision)
+    maps.provenance.check_same(ModelIdentity.from_model(model), ours="the maps")
+    _check_fitted_here(maps, folder)
+    parts = [fit_quality(maps, validation, progress=progress)]
+    last = str(ModelLayout.from_model(model).stream[-1])
+    if stack_of(model) != ENCODER and any(target == last for _, target in maps):
+        parts.append(prediction_quality(Readout(model), maps, validation, progress=progress))
+    results = pd.concat([part.astype({"k": "Int64"}) for part in parts], ignore_index=True)
+    write_results(folder, RESULTS, results, origin_of(maps, validation, results) | {"listed_in": RUN})
+    write_list(folder)
+    return results
+
+
+def _check_fitted_here(maps: MapSet, folder: Path) -> None:
+    """Refuse maps of other training samples, which may have seen the validation sentences."""
+    if is_finished(folder / TRAIN):
+        name, provenance = TRAIN, Activations.load(folder / TRAIN).provenance
+    elif is_finished(folder / MOMENTS):
+        name, provenance = MOMENTS, StoredMoments(folder / MOMENTS).provenance
+    else:
+        return
+    fitted, there = maps.provenance.samples.to_json(), provenance.samples.to_json()
+    differing = [key for key in there if fitted.get(key) != there[key]]
+    if differing:
+        raise InputError(
+            f"The maps in {folder / MAPS} were fitted on other samples than {folder / name} holds "
+            f"({', '.join(differing)} differ), so they may have seen the validation sentences. Remove "
+            f"{folder / MAPS} and fit again."
+        )
+
+
+@checked
+def origin_of(maps: MapSet, validation: Activations, results: pd.DataFrame | None = None) -> dict[str, Any]:
+    """What maps were fitted on, whether that is enough for them, and what they were tested on."""
+    fit = maps.provenance.to_json()
+    validated = validation.provenance.to_json("data")["data"]
+    return {"maps": fit, "note": _note_on_samples(fit, results), "validation": validated}
+
+
+@checked
+def plot_results(folder: str | Path, *, title: str | None = None) -> list[Path]:
+    """Draw ``r2`` and ``prediction`` from ``results.csv``, as PNG and PDF; returns what was written."""
+    results = read_results(folder)
+    figures = (("r2", plots.plot_r2, FIT), ("prediction", plots.plot_layers, PREDICTION))
+    written = []
+    for name, draw, experiment in figures:
+        part = results[results["experiment"] == experiment]
+        if not part.empty:
+            written += plots.save(draw(part), Path(folder) / name, title=title)
+            continue
+        for suffix in ("png", "pdf"):  # a figure of an earlier table
+            (Path(folder) / f"{name}.{suffix}").unlink(missing_ok=True)
+    write_list(Path(folder))
+    return written
+
+
+@checked
+def read_results(folder: str | Path) -> pd.DataFrame:
+    """Read the table that `evaluate_maps` has written."""
+    path = Path(folder) / f"{RESULTS}.csv"
+    if path.is_file() and not check_described(path):
+        raise InputError(
+            f"{path.with_suffix('.json')} is missing, so nothing says that {path.name} is as it was written. "
+            f"Run 'matlens evaluate {folder}' again."
+        )
+    numbers = dict.fromkeys(("layer", "target", "n"), "int64") | dict.fromkeys(
+        ("value", "low", "high"), "float64"
+    )
+    results = read_table(
+        path, dict.fromkeys(COLUMNS, "str") | numbers | {"k": "Int64"}, what="a table of results",
+        made_by="'matlens evaluate' writes it.", keep_default_na=True,
+    )  # fmt: skip
+    # Maps between other sites than the stream's have their sites in the name.
+    methods = {method for method in results["method"] if not method.startswith("mat ")}
+    if FIT not in set(results["experiment"]) or not methods <= {"mat", "id"}:
+        raise InputError(
+            f"{path} is not a whole table of results: expected rows of {FIT}, for the methods "
+            "mat and id. 'matlens evaluate' writes it."
+        )
+    return results
+
+
+def _note_on_samples(fit: Mapping[str, Any], results: pd.DataFrame | None = None) -> str | None:
+    """A warning if maps were fitted on too few samples, from their provenance and their r2; else ``None``.
+
+    Without a ridge that is fewer than twice as many as dimensions, or fewer than ten times as many where r2
+    of a map is below that of ``id``, which fits nothing.
+    """
+    n, width, ridge = fit.get("n_samples"), (fit.get("model") or {}).get("d_model"), fit.get("ridge", 0)
+    if n is None or width is None:
+        return None
+    few = f"The maps were fitted on {n:,} samples, which is few for {width:,} dimensions"
+    if ridge:
+        return f"{few}: a ridge of {ridge:g} limits their noise." if are_few(n, width) else None
+    remedy = "Use more sentences (--train), all positions (--positions all) or a penalty (--ridge)."
+    if results is not None and n < _PLENTY * width:
+        r2 = results[results["metric"] == "r2"].pivot_table("value", ["layer", "target"], "method")
+        worse = int((r2["mat"] < r2["id"]).sum()) if {"mat", "id"} <= {*r2} else 0
+        if worse:
+            return f"{few}: r2 of mat is below that of id for {worse} of {len(r2)} pairs of layers. {remedy}"
+    return f"{few}: most of their error on other sentences is noise. {remedy}" if are_few(n, width) else None
