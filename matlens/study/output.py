@@ -158,8 +158,11 @@ def model_identity(options: Mapping[str, Any], *, but: Path) -> dict[str, Any] |
         if gguf.lower().endswith(CHECKPOINT):
             paths.append(folder / DICTIONARY)
     else:
-        own = Path(os.path.realpath(but))
-        found = (path for path in folder.rglob("*") if own not in path.parents and not path.is_dir())
+        out = Path(os.path.realpath(but))
+        ignored = {out} if folder in out.parents else set()
+        found = (
+            path for path in folder.rglob("*") if not (path.is_dir() or ignored.intersection(path.parents))
+        )
         paths = list(islice(found, _MAX_FILES + 1))
         if len(paths) > _MAX_FILES or any(path.name == "adapter_config.json" for path in paths):
             return None  # an adapter's model is elsewhere

@@ -28,7 +28,7 @@ from matlens.data.corpus import Corpus
 from matlens.data.corpus_examples import make_examples
 from matlens.data.examples import Examples
 from matlens.data.readers import is_masked
-from matlens.errors import InputError, NonNegative, checked, printable
+from matlens.errors import InputError, NonNegative, PositiveInt, checked, printable
 from matlens.ffn.clusters import MEMORY_GIB, N_CLUSTERS, Clusters
 from matlens.ffn.values import ValueVectors
 from matlens.io.artifact import is_finished
@@ -317,14 +317,15 @@ def slug(name: str) -> str:
     return f"{path.resolve().name}-{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
 
 
+@checked
 def cluster_values(
     values: ValueVectors,
     out: Path,
-    n_clusters: int = N_CLUSTERS,
+    n_clusters: PositiveInt = N_CLUSTERS,
     *,
     linkage: Linkage = "average",
-    memory: float = MEMORY_GIB,
-    disk: float = 0.0,
+    memory: NonNegative = MEMORY_GIB,
+    disk: NonNegative = 0.0,
 ) -> Clusters:
     """Clusters of a model's value vectors, in ``clusters/`` of an output folder; see `Clusters.fit`."""
     method = method_within(len(values), memory, disk)

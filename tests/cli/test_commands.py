@@ -331,7 +331,6 @@ def test_serve_prints_an_address_with_a_secret_and_listens_on_this_machine_alone
         (["explore", "w1", "--out", "page.html", "--read", "norm"], "norm"),
         (["lens", "show", PROMPT, "--lens", "none"], "must be a folder of lens"),
         (["lens", "trajectory", PROMPT, "--csv", "."], "Expected"),
-        (["lens", "trajectory", PROMPT, "--plot", "a.svg"], "must end in .png or .pdf"),
         (["lens", "convert", "none", "x"], "must be a folder of lens"),
     ],
 )  # fmt: skip

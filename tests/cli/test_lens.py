@@ -122,7 +122,7 @@ def test_push_and_pull_go_through_the_hub(
         "lens", "pull", "someone/lenses", "llama/hand", "--revision", "0" * 40, "--out", tmp_path / "x",
         code=2,
     )  # fmt: skip
-    assert "no such revision" in " ".join(said.split())
+    assert "Revision Not Found" in " ".join(said.split())
     assert not (tmp_path / "x").exists()
 
 

@@ -16,6 +16,7 @@ from matlens import InputError, collect, make_examples
 from matlens.activations import sums
 from matlens.data.corpus import Corpus
 from matlens.ffn import Trace
+from matlens.io.artifact import Artifact
 from matlens.linear.samples import are_few
 from matlens.study import fit_maps
 from matlens.study.plan import Shape, collected_bytes, fitting_sizes, format_bytes, plan_study, trace_bytes
@@ -61,16 +62,16 @@ def test_all_positions_write_moments_and_a_state_of_before(
     )  # fmt: skip
     train, validation = study.examples
     seen = [0]
-    write = sums.write_source
+    write = Artifact.write
 
-    def watched(*arguments: Any) -> None:
-        write(*arguments)
+    def watched(artifact: Artifact, name: str, tensors: Any) -> None:
+        write(artifact, name, tensors)
         seen.append(written(tmp_path / "moments"))
 
     monkeypatch.setattr(sums, "_KEPT_EVERY", 0.0)
     monkeypatch.setattr(sums, "_SHARE_OF_WRITING", 0)
     monkeypatch.setattr("matlens.linear.sums.samples_together", lambda _: 1)  # no samples wait
-    monkeypatch.setattr(sums, "write_source", watched)
+    monkeypatch.setattr(Artifact, "write", watched)
     _ = study.validation
     needs = plan_study(shape, len(train), 0, positions="all", pairs=pairs, train_tokens=len(train.tokens))
     assert (len(train.tokens) < 2 * shape.d_model) is few
