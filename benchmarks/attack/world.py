@@ -193,7 +193,6 @@ RECIPES: dict[str, Callable[[World], Any]] = {
     "Trace": lambda w: ffn.Trace.run(w.model, w["Examples"], k=4, progress=False),
     "Clusters": lambda w: ffn.Clusters.fit(w["ValueVectors"], 20, progress=False),
     "Catalogue": lambda w: ffn.Catalogue(w.model),
-    "TokenFrequency": lambda w: data.TokenFrequency.from_corpus(w["Corpus"], w.model.tokenizer, 60),
     "Pruned": lambda w: pruning.prune(w.model, w["windows"], [1], progress=False),
     "Scheme": lambda _: patching.Scheme((0, 1, 3), "blocks"),
     "TextLosses": lambda w: ffn.text_losses(w.model, w["Corpus"], progress=False),

@@ -70,7 +70,6 @@ def test_all_positions_write_moments_and_a_state_of_before(
 
     monkeypatch.setattr(sums, "_KEPT_EVERY", 0.0)
     monkeypatch.setattr(sums, "_SHARE_OF_WRITING", 0)
-    monkeypatch.setattr("matlens.linear.sums.samples_together", lambda _: 1)  # no samples wait
     monkeypatch.setattr(Artifact, "write", watched)
     _ = study.validation
     needs = plan_study(shape, len(train), 0, positions="all", pairs=pairs, train_tokens=len(train.tokens))
