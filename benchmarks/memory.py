@@ -23,10 +23,10 @@ from turns import Measured, Out
 from watched import EARLY, IN_USE, MIB, PEAK, SECONDS, TAKEN, Work, in_a_process
 
 from matlens import collect
-from matlens.activations import stream, stream_moments
+from matlens.activations import stream
 from matlens.data import Examples
 from matlens.ffn import Trace
-from matlens.linear import fit_stream
+from matlens.linear import fit_stream, stream_moments
 from matlens.models import ModelLayout
 from matlens.patching import submodule_pairs
 

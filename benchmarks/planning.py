@@ -16,9 +16,9 @@ from turns import Measured, Out
 from watched import MIB, TAKEN, Work, in_a_process
 
 import matlens
-from matlens.activations import stream, stream_moments
+from matlens.activations import stream
 from matlens.ffn import Trace
-from matlens.linear import fit_stream
+from matlens.linear import fit_stream, stream_moments
 from matlens.models import SMOLLM2
 from matlens.study import Shape, Study, fit_maps, plan_study
 

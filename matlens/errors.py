@@ -116,7 +116,6 @@ _REMEDIES = {
     "Examples": "Use matlens.make_examples for a corpus, make_prompts for texts, or make_token_examples.",
     "Lens": "Use matlens.Lens.fit or matlens.Lens.load.",
     "MapSet": "Use matlens.MapSet.fit or matlens.MapSet.load.",
-    "Samples": "Use matlens.collect, or matlens.linear.fit_samples for vectors of your own.",
     "Trace": "Use ffn.Trace.run.",
     "TransformerBridge": "Use matlens.load.",
     "_Tokenizer": "Use model.tokenizer.",

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from matlens.models.identity import ModelIdentity
+from collections.abc import Mapping
+
+import numpy as np
+from torch import Tensor
+
+from matlens.activations import Activations
+from matlens.data.examples import Examples
+from matlens.models.identity import ModelIdentity, Provenance
 
 
 def make_identity(
@@ -21,3 +28,11 @@ def make_identity(
         token_policy=token_policy, rounded=rounded or {}, unembed_hash=None, dtype=dtype, n_layers=n_layers,
         d_model=d_model,
     )  # fmt: skip
+
+
+def make_activations(vectors: Mapping[str, Tensor], provenance: Provenance) -> Activations:
+    """Vectors as if they had been collected, each of a sentence of one token."""
+    n = len(next(iter(vectors.values())))
+    ones = np.arange(n)
+    examples = Examples(np.zeros(n, int), np.arange(n + 1), np.zeros(n, int), {}, ones)
+    return Activations(dict(vectors), examples, "drawn", provenance)

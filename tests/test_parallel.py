@@ -18,11 +18,12 @@ from torch import Tensor
 
 import matlens
 from matlens import parallel
-from matlens.activations import collecting, stream, stream_moments
+from matlens.activations import collecting, stream
 from matlens.activations.activations import Activations
 from matlens.data.examples import Examples
 from matlens.errors import InputError
 from matlens.ffn.trace import Trace
+from matlens.linear import stream_moments
 from matlens.linear.fitting import fit_samples, fit_stream
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet

@@ -17,7 +17,6 @@ from tokenizers import models as tokenizer_models
 
 import matlens
 from matlens import (
-    activations,
     data,
     explorer,
     ffn,
@@ -154,7 +153,7 @@ WRITERS: dict[str, Callable[[World, Path], Any]] = {
         w.model, w["Examples"], k=4, folder=f, batch_tokens=100, progress=False
     ),
     "clusters": lambda w, f: ffn.Clusters.fit(w["ValueVectors"], 20, folder=f, progress=False),
-    "moments": lambda w, f: activations.stream_moments(
+    "moments": lambda w, f: linear.stream_moments(
         w.model, w["Examples"], f, pairs="all", positions="drawn", batch_tokens=100, progress=False
     ),
     "study": lambda w, f: w.study(f).evaluate(),
@@ -198,7 +197,7 @@ RECIPES: dict[str, Callable[[World], Any]] = {
     "TextLosses": lambda w: ffn.text_losses(w.model, w["Corpus"], progress=False),
     "Study": lambda w: w.study(w.root / f"study-of-{w.seed}"),
     "Exploration": lambda w: explorer.explore(w.model, w.sentences[0], progress=False),
-    "StoredMoments": lambda w: activations.StoredMoments(w.saved("moments")),
+    "StoredMoments": lambda w: linear.StoredMoments(w.saved("moments")),
     "Shape": lambda w: study.Shape.from_model(w.model),
     "JudgedText": lambda w: data.make_judged_text(w.model, w["Corpus"], size=12, most=3),
     # By name; where several functions mean other things by a name, with theirs before it.

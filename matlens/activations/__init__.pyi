@@ -9,7 +9,3 @@ from .sinks import find_sinks as find_sinks
 from .sinks import outlying_rows as outlying_rows
 from .sinks import sink_counts as sink_counts
 from .sinks import sink_rows as sink_rows
-from .stored_moments import StoredMoments as StoredMoments
-from .stored_moments import merge_moments as merge_moments
-from .sums import shard_of as shard_of
-from .sums import stream_moments as stream_moments

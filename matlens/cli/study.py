@@ -152,8 +152,8 @@ def merge(parts: list[Path], /, out: Path, how: FitOptions) -> None:
     out
         Folder for everything that is written.
     """
-    from matlens.activations.stored_moments import StoredMoments, merge_moments
     from matlens.linear.pairs import resolve_pairs
+    from matlens.linear.stored import StoredMoments, merge_moments
     from matlens.linear.sums import check_kept
     from matlens.study.output import MAPS, MOMENTS
     from matlens.study.plan import check_merge

@@ -26,7 +26,7 @@ from matlens.lens.config import LensConfig, Method, closed_forms, layers_read, r
 from matlens.lens.maps import LensMaps, Standardisation
 from matlens.linear.least_squares import LeastSquares, noise_of_fit
 from matlens.linear.maps import LinearMap
-from matlens.linear.samples import Chosen, NoisyFit, warn_of_noise
+from matlens.linear.samples import NoisyFit, Selection, warn_of_noise
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.numerics.precision import in_float64
 
@@ -349,7 +349,7 @@ def lens_moments(
         examples = data if isinstance(data, Examples) else make_examples(model, data, seed=seed)
         provenance = Provenance(identity, examples.provenance, examples.fingerprint, positions)
         n = examples.n_positions if positions == "drawn" else len(examples.tokens)
-    chosen = Chosen.of(rows, weights, n)
+    chosen = Selection.parse(rows, weights, n)
     if chosen is not None:
         provenance = provenance.with_details(**chosen.details)
     moments = LensMoments(provenance, methods, layers=layers, norm=norm)
@@ -368,8 +368,7 @@ def lens_moments(
         part |= {"places": torch.from_numpy(batch.places).long(), "keys": keys[batch.index]}
         of_part = None
         if chosen is not None:
-            kept, of_part = chosen.of_batch(batch.index)
-            part = _take(part, kept)
+            part, of_part = chosen.part(batch.index).apply(part)
         part["weights"] = torch.ones(len(part["keys"])).double() if of_part is None else of_part
         waiting.append(part)
         n_waiting += len(part["keys"])

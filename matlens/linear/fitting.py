@@ -11,18 +11,16 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from matlens import parallel
+from matlens.activations.activations import Activations, Rows
 from matlens.errors import InputError, NonNegative, checked
 from matlens.linear.least_squares import LeastSquares, check_finite, noise_of_fit
-from matlens.linear.maps import LinearMap, tensor_digest
+from matlens.linear.maps import LinearMap
 from matlens.linear.pairs import Pair, by_source, check_collected, list_pairs
 from matlens.linear.samples import (
     NoisyFit,
-    Passing,
-    Samples,
-    StoredSamples,
+    Selection,
     check_alike,
-    chosen_of_batches,
-    chosen_samples,
+    selected_batches,
     vectors_of,
     warn_of_noise,
 )
@@ -44,7 +42,7 @@ def fitting_bar(maps: Iterable[LinearMap], n: int, *, progress: bool) -> Bar:
 
 @checked
 def fit_samples(
-    samples: Samples | Mapping[str, Float[Tensor, "n d"]],
+    samples: Activations | Mapping[str, Float[Tensor, "n d"]],
     pairs: Sequence[Pair],
     *,
     rows: Bool[Tensor, " n"] | None = None,
@@ -96,17 +94,16 @@ def fit_samples(
     named = [(str(resolve(source)), str(resolve(target))) for source, target in list_pairs(pairs)]
     check_collected(named, samples)
     sites = list(dict.fromkeys(itertools.chain(*named)))
-    n = samples.n_rows if isinstance(samples, Samples) else len(samples[sites[0]])
-    chosen, own_weights = chosen_samples(rows, weights, n)
-    if provenance is None and isinstance(samples, Samples):
-        n_fitted = n if chosen is None else len(chosen)
+    n = samples.n_rows if isinstance(samples, Activations) else len(samples[sites[0]])
+    selection = Selection.parse(rows, weights, n)
+    if provenance is None and isinstance(samples, Activations):
+        n_fitted = n if selection is None else selection.n
         details: dict[str, Any] = {"n_fitted": n_fitted, "intercept": intercept, "ridge": ridge}
-        details |= {} if chosen is None else {"rows": tensor_digest(chosen)}
-        details |= {} if own_weights is None else {"weights": tensor_digest(own_weights)}
+        details |= {} if selection is None else selection.details
         provenance = samples.provenance.with_details(**details)
     options: dict[str, Any] = {"intercept": intercept, "ridge": ridge, "provenance": provenance}
     found: list[NoisyFit] = []
-    if isinstance(samples, StoredSamples) and samples.stored_bytes(sites) > KEPT // 2:
+    if isinstance(samples, Activations) and samples.stored_bytes(sites) > KEPT // 2:
         for source, targets in by_source(named).items():
             maps = fit_stream(
                 samples.shards([source, *targets], divided=True, device=there),
@@ -118,9 +115,9 @@ def fit_samples(
         return
     wanted = {site: samples[site] for site in sites}
     check_alike(wanted)
-    if chosen is not None:
-        wanted = {site: vectors[chosen] for site, vectors in wanted.items()}
-    wanted, weights = _own_share(wanted, own_weights, [named, intercept, ridge])
+    if selection is not None:
+        wanted, weights = selection.apply(wanted)
+    wanted, weights = _own_share(wanted, weights, [named, intercept, ridge])
     for site, vectors in wanted.items():
         check_finite(vectors, site)
     side_by_side = _SideBySide(wanted)
@@ -220,7 +217,7 @@ class _SideBySide:
 
 @checked
 def fit_stream(
-    batches: Iterable[Mapping[str, Float[Tensor, "n d"]] | Passing],
+    batches: Iterable[Rows | Mapping[str, Float[Tensor, "n d"]]],
     pairs: Sequence[Pair],
     *,
     rows: Bool[Tensor, " n"] | None = None,
@@ -265,7 +262,7 @@ def fit_stream(
         raise InputError("batches must have at least one sample to fit maps on, got none.")
     check_collected(named, widths)
     fits, sample = PairFits(named, widths, split=split), _FirstSamples()
-    for vectors, of_batch in chosen_of_batches(batches, rows, weights, provenance):
+    for vectors, of_batch in selected_batches(batches, rows, weights, provenance):
         fits.update(vectors, weights=of_batch)
         sample.add({site: vectors[site] for pair in named for site in pair}, of_batch)
     if divided:

@@ -14,13 +14,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from matlens import parallel
+from matlens.activations.activations import Activations
 from matlens.errors import InputError, NonNegative, checked
 from matlens.io.artifact import Artifact
 from matlens.io.files import damaged
 from matlens.linear.fitting import fit_samples, fitting_bar
 from matlens.linear.maps import LinearMap, fitted_samples
 from matlens.linear.pairs import Pairs, both_ends, by_source, list_pairs, resolve_pairs
-from matlens.linear.samples import Samples
 from matlens.models.changes import describe_changes
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
@@ -139,7 +139,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
     @classmethod
     def fit(
         cls,
-        activations: Samples,
+        activations: Activations,
         *,
         pairs: Pairs = "last",
         rows: Bool[Tensor, " n"] | None = None,

@@ -4,67 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int, Num, Real
+from jaxtyping import Bool, Float, Num, Real
 from torch import Tensor
 
+from matlens.activations.activations import Rows
 from matlens.errors import InputError, check, short, warn
 from matlens.linear.maps import tensor_digest
 from matlens.models.identity import Provenance
 from matlens.numerics.precision import in_float64
 
 ENOUGH = 2  # samples per dimension; with fewer, least squares follows the noise of Gaussian samples
-
-
-@runtime_checkable
-class Samples(Protocol):
-    """As much of `Activations` as a fit needs."""
-
-    @property
-    def provenance(self) -> Provenance:
-        """Where the vectors come from."""
-
-    @property
-    def n_rows(self) -> int:
-        """The number of vectors of each site."""
-
-    def __getitem__(self, site: Any, /) -> Tensor:
-        """The vectors of a site."""
-
-    def __iter__(self) -> Iterator[str]:
-        """The sites."""
-
-
-@runtime_checkable
-class StoredSamples(Samples, Protocol):
-    """Samples in a folder, which may be more than fit into memory."""
-
-    def stored_bytes(self, sites: Iterable[str]) -> int:
-        """Bytes that the vectors of some sites take in memory; 0 where they are there already."""
-
-    def shards(
-        self, sites: Sequence[Any], *, divided: bool, device: torch.device | str | None
-    ) -> Iterator[Passing]:
-        """The vectors of some sites part by part."""
-
-
-@runtime_checkable
-class Passing(Protocol):
-    """Vectors of one batch that know which samples they are, such as `matlens.activations.Rows`."""
-
-    @property
-    def index(self) -> Any:
-        """The place of each vector among all samples."""
-
-    @property
-    def vectors(self) -> Mapping[str, Tensor]:
-        """The vectors by site."""
-
-    @property
-    def provenance(self) -> Provenance:
-        """The model and the examples that they are of."""
 
 
 def check_alike(samples: Mapping[str, Tensor]) -> None:
@@ -79,65 +31,42 @@ def check_alike(samples: Mapping[str, Tensor]) -> None:
         )
 
 
-def chosen_samples(
-    rows: Any, weights: Any, n: int
-) -> tuple[Int[Tensor, " chosen"] | None, Float[Tensor, " chosen"] | None]:
-    """Read which of so many samples are fitted on, ``None`` for all, and the weights of these.
-
-    Raises
-    ------
-    InputError
-        Rows are no mask, or weights no numbers of at least 0, or not as many as samples; or none is chosen.
-    """
-    if weights is not None:
-        weights = check_weights(weights, n)
-    check(rows, Bool[Tensor, " n"] | None, "rows")
-    if rows is not None and len(rows) != n:
-        raise InputError(f"'rows' has {len(rows)} values for {n} samples. Expected one for each.")
-    counted = rows if weights is None else (weights > 0 if rows is None else rows & (weights > 0))
-    if counted is None:
-        return None, None
-    chosen = counted.nonzero()[:, 0]
-    if not len(chosen):
-        raise InputError(
-            "No sample is left to fit on. Expected at least one true value in 'rows', and a weight above 0 "
-            "there."
-        )
-    return chosen, None if weights is None else weights[chosen]
-
-
 @dataclass(frozen=True)
-class Chosen:
-    """Which of all samples are fitted on, for those that pass by in batches.
+class Selection:
+    """Which of all samples are fitted on, and how much each counts.
 
     Attributes
     ----------
     mask
-        True for each sample that is; of those whose weight is 0 none is.
+        True for each sample that is fitted on; of those whose weight is 0 none is.
     weights
-        How much each sample counts in float64, or ``None`` where all count as much.
+        The weight of each sample in float64, or ``None`` where all count the same.
     """
 
     mask: Bool[Tensor, " n"]
     weights: Float[Tensor, " n"] | None
 
     @classmethod
-    def of(cls, rows: Any, weights: Any, n: int) -> Chosen | None:
-        """Read what a caller says of so many samples; ``None`` where that is nothing, so that all count.
+    def parse(cls, rows: Any, weights: Any, n: int) -> Selection | None:
+        """Read ``rows`` and ``weights`` of so many samples; ``None`` where neither is given.
 
         Raises
         ------
         InputError
-            As `chosen_samples`.
+            They are not of so many samples, a weight is negative or not finite, or no sample is selected.
         """
-        index, kept = chosen_samples(rows, weights, n)
-        if index is None:
+        if weights is not None:
+            weights = check_weights(weights, n)
+        check(rows, Bool[Tensor, " n"] | None, "rows")
+        if rows is not None and len(rows) != n:
+            raise InputError(f"rows must have a value for each of the {n} samples, got {len(rows)}.")
+        given = [mask for mask in (rows, None if weights is None else weights > 0) if mask is not None]
+        if not given:
             return None
-        mask = torch.zeros(n, dtype=torch.bool)
-        mask[index.cpu()] = True
-        if kept is None:
-            return cls(mask, None)
-        return cls(mask, torch.zeros(n, dtype=torch.float64).masked_scatter_(mask, kept.cpu()))
+        selected = torch.stack([mask.cpu() for mask in given]).all(0)
+        if not bool(selected.any()):
+            raise InputError("rows and weights must select at least one sample, got none.")
+        return cls(selected, None if weights is None else weights.cpu())
 
     @property
     def n(self) -> int:
@@ -146,57 +75,57 @@ class Chosen:
 
     @property
     def details(self) -> dict[str, str]:
-        """What goes into the provenance of what is fitted: that it is of some samples, or weighted."""
-        weights = {} if self.weights is None else {"weights": tensor_digest(self.weights)}
+        """What goes into the provenance of what is fitted on some samples, or on weighted ones."""
+        weights = {} if self.weights is None else {"weights": tensor_digest(self.weights[self.mask])}
         return {"rows": tensor_digest(self.mask)} | weights
 
-    def among(self, rows: Bool[Tensor, " n"]) -> Chosen:
-        """The same of some of the samples, in their order."""
-        return Chosen(self.mask[rows], None if self.weights is None else self.weights[rows])
+    def part(self, index: Any) -> Selection:
+        """The same of some of the samples, by their index or a mask."""
+        index = torch.as_tensor(index)
+        return Selection(self.mask[index], None if self.weights is None else self.weights[index])
 
-    def of_batch(self, places: Any) -> tuple[Bool[Tensor, " batch"], Float[Tensor, " chosen"] | None]:
-        """Which samples of a batch are fitted on, by their places among all, and the weights of these."""
-        places = torch.as_tensor(places)
-        kept = self.mask[places]
-        return kept, None if self.weights is None else self.weights[places[kept]]
-
-
-def vectors_of(batch: Any) -> Mapping[str, Tensor]:
-    """The vectors of a batch that says where they come from, or of one that is vectors by site alone."""
-    return batch.vectors if isinstance(batch, Passing) else batch
+    def apply(self, vectors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
+        """The selected vectors, and their weights."""
+        selected = {site: of_site[self.mask.to(of_site.device)] for site, of_site in vectors.items()}
+        return selected, None if self.weights is None else self.weights[self.mask]
 
 
-def chosen_of_batches(
-    batches: Iterable[Any], rows: Any, weights: Any, provenance: Provenance | None
+def vectors_of(batch: Rows | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The vectors of a batch by site."""
+    return batch.vectors if isinstance(batch, Rows) else batch
+
+
+def selected_batches(
+    batches: Iterable[Rows | Mapping[str, Tensor]], rows: Any, weights: Any, provenance: Provenance | None
 ) -> Iterator[tuple[Mapping[str, Tensor], Tensor | None]]:
-    """Vectors of the chosen samples and their weights, batch by batch."""
+    """Vectors of the selected samples and their weights, batch by batch."""
     expected = next(
         (len(given) for given in (rows, weights) if isinstance(given, Tensor) and given.ndim), None
     )
-    chosen = Chosen.of(rows, weights, expected or 0)
+    selection = Selection.parse(rows, weights, expected or 0)
     seen = 0
     for batch in batches:
-        vectors = vectors_of(batch)
-        if isinstance(batch, Passing) and provenance is not None and provenance.model is not None:
-            provenance.check_same(batch.provenance, ours="the provenance", theirs="the vectors")
+        vectors, index = vectors_of(batch), None
+        if isinstance(batch, Rows):
+            index = torch.as_tensor(batch.index)
+            if provenance is not None and provenance.model is not None:
+                provenance.check_same(batch.provenance, ours="the provenance", theirs="the vectors")
         count = len(next(iter(vectors.values()), ()))
         if not count:
             continue
-        places = (
-            torch.as_tensor(batch.index) if isinstance(batch, Passing) else torch.arange(seen, seen + count)
-        )
+        if index is None:
+            index = torch.arange(seen, seen + count)
         seen += count
-        if chosen is None:
+        if selection is None:
             yield vectors, None
-        elif int(places.max()) < len(chosen.mask):
-            kept, of_kept = chosen.of_batch(places)
-            yield {site: of_site[kept.to(of_site.device)] for site, of_site in vectors.items()}, of_kept
+        elif int(index.max()) < len(selection.mask):
+            yield selection.part(index).apply(vectors)
         else:
             break
     if expected not in (None, seen):
         raise InputError(
-            f"'rows' or 'weights' has {expected} values, and the batches hold another number of samples. "
-            "Expected one value for each."
+            f"rows and weights must have a value for each sample, got {expected} for another number of "
+            "samples."
         )
 
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from matlens import parallel
 from matlens.activations.activations import Positions
-from matlens.activations.stored_moments import StoredMoments
 from matlens.errors import Between, InputError, check_choice, check_int, checked
 from matlens.io.artifact import is_finished
 from matlens.io.files import nearest_existing, system_errors
@@ -32,6 +31,7 @@ from matlens.linear.needs import (
 )
 from matlens.linear.pairs import by_source
 from matlens.linear.samples import are_few
+from matlens.linear.stored import StoredMoments
 from matlens.models.families.vision import is_visual
 from matlens.models.layout import ModelLayout
 

@@ -12,7 +12,6 @@ import torch
 
 from matlens import parallel, plots
 from matlens.activations.activations import Activations
-from matlens.activations.stored_moments import StoredMoments
 from matlens.errors import InputError, NonNegative, checked
 from matlens.io.artifact import is_finished
 from matlens.io.tables import COLUMNS, check_described, read_table, write_results
@@ -22,6 +21,7 @@ from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
 from matlens.linear.pairs import Pairs, check_collected, resolve_pairs
 from matlens.linear.samples import NoisyFit, are_few, warn_of_noise
+from matlens.linear.stored import StoredMoments
 from matlens.linear.sums import solve_pairs
 from matlens.models.families.encoder_decoders import ENCODER, stack_of
 from matlens.models.identity import ModelIdentity

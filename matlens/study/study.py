@@ -22,8 +22,6 @@ from tqdm.auto import tqdm
 
 from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
-from matlens.activations.stored_moments import StoredMoments
-from matlens.activations.sums import check_shard, pairs_and_widths, stream_moments
 from matlens.data.corpus import Corpus
 from matlens.data.corpus_examples import make_examples
 from matlens.data.examples import Examples
@@ -35,6 +33,8 @@ from matlens.io.artifact import is_finished
 from matlens.linear.mapsets import MapSet
 from matlens.linear.pairs import Pairs, resolve_pairs
 from matlens.linear.samples import are_few
+from matlens.linear.stored import StoredMoments
+from matlens.linear.streaming import check_shard, pairs_and_widths, stream_moments
 from matlens.models.readout import Readout
 from matlens.numerics.agglomeration import Linkage, method_within
 from matlens.study.output import MAPS, MOMENTS, TRAIN, VALIDATION, check_output, has_moments

@@ -17,11 +17,11 @@ from several import run_ranks
 
 import matlens
 from matlens import InputError, ffn
-from matlens.activations import Activations, StoredMoments, merge_moments, shard_of, stream_moments, sums
+from matlens.activations import Activations
 from matlens.data import make_judged_text
 from matlens.explorer import value_pages, write_value_pages
 from matlens.io import Artifact
-from matlens.linear import fitting
+from matlens.linear import StoredMoments, fitting, merge_moments, shard_of, stream_moments, streaming
 from matlens.linearity import linearity_atlas
 from matlens.patching import variants
 
@@ -124,8 +124,8 @@ def _parts(maps: matlens.MapSet) -> Any:
 def test_artifacts_keep_the_contract(
     kind: str, kind_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sums, "_KEPT_EVERY", 0.0)  # a state after every batch
-    monkeypatch.setattr(sums, "_SHARE_OF_WRITING", 0)
+    monkeypatch.setattr(streaming, "_KEPT_EVERY", 0.0)  # a state after every batch
+    monkeypatch.setattr(streaming, "_SHARE_OF_WRITING", 0)
     monkeypatch.setattr("matlens.linearity.atlas.time.process_time", lambda: 0.0)
     if kind == "moments":  # where chunks fall depends on where a run resumes
         monkeypatch.setattr("matlens.linear.sums.chunk_size", lambda x: 1)

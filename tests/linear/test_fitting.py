@@ -11,6 +11,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from identities import make_activations
 from sklearn.linear_model import LinearRegression, Ridge
 from torch import Tensor
 
@@ -482,22 +483,17 @@ def test_moments_of_targets_side_by_side_are_those_of_the_joined_target() -> Non
     torch.testing.assert_close(apart.solution(intercept=False, ridge=0.0)[0], joined[0])
 
 
-class Known(dict[str, Tensor]):
-    """Samples that know where they come from, as `Activations` do."""
-
-    provenance = Provenance(data={"corpus": "words"})
-    n_rows = N
-
-
 def test_numbers_are_layers_of_the_stream_and_provenance_is_the_samples_own() -> None:
-    samples = Known({"h.0": SITES["a.0"], "h.1": SITES["b.0"], "ln1_out.0": SITES["c.0"]})
+    vectors = {"h.0": SITES["a.0"], "h.1": SITES["b.0"], "ln1_out.0": SITES["c.0"]}
+    known = Provenance(data={"corpus": "words"})
+    samples = make_activations(vectors, known)
     pairs: list[tuple[str | int, str | int]] = [(0, 1), ("h.0", 1), ("ln1_out.0", 0)]
     by_number = list(fit_samples(samples, pairs))
     assert [(m.source, m.target) for m in by_number] == [("h.0", "h.1"), ("ln1_out.0", "h.0")]
-    fitted = Known.provenance.with_details(n_fitted=N, intercept=False, ridge=0.0)
+    fitted = known.with_details(n_fitted=N, intercept=False, ridge=0.0)
     assert [m.provenance for m in by_number] == [fitted] * 2
     assert next(fit_samples(samples, pairs, provenance=SEED)).provenance == SEED
-    for one, other in zip(by_number, fit_stream([samples], pairs), strict=True):
+    for one, other in zip(by_number, fit_stream([vectors], pairs), strict=True):
         torch.testing.assert_close(one.weight, other.weight)
         assert (one.source, one.target) == (other.source, other.target)
 

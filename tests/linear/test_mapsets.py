@@ -319,7 +319,7 @@ def test_maps_fitted_in_one_line_are_least_squares(
         torch.testing.assert_close(
             maps[pair].bias, None if bias is None else bias.float(), rtol=1e-4, atol=1e-5
         )
-    which = {} if rows is None else {"rows": tensor_digest(taken)}
+    which = {} if rows is None else {"rows": tensor_digest(rows)}
     assert maps.provenance == samples.provenance.with_details(n_fitted=len(taken), **options, **which)
 
 
@@ -353,14 +353,18 @@ def test_rows_that_are_no_mask_are_refused(rows: Any) -> None:
         MapSet.fit(collected(), rows=rows, progress=False)
 
 
-def test_what_cannot_be_fitted_is_told() -> None:
+@pytest.mark.refused
+def test_what_cannot_be_fitted_is_refused() -> None:
     samples = collected()
     for options, told in (
         ({"pairs": [(0, "ln1_out.0")]}, r"no vectors of ln1_out\.0; collected were h\.0"),
         ({"pairs": [(2, 1)]}, "the source must lie before the target"),
         ({"pairs": "every"}, r"^pairs must be"),
-        ({"rows": torch.ones(N - 1, dtype=torch.bool)}, f"'rows' has {N - 1} values for {N} samples"),
-        ({"rows": torch.zeros(N, dtype=torch.bool)}, "No sample is left to fit on"),
+        (
+            {"rows": torch.ones(N - 1, dtype=torch.bool)},
+            f"rows must have a value for each of the {N}",
+        ),
+        ({"rows": torch.zeros(N, dtype=torch.bool)}, "select at least one sample"),
     ):
         with pytest.raises(InputError, match=told):
             MapSet.fit(samples, progress=False, **options)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from identities import make_identity
+from identities import make_activations, make_identity
 from torch import Tensor
 
 import matlens
@@ -96,17 +96,10 @@ def test_fits_whose_error_is_mostly_noise_are_found_beyond_twice_the_width(
     assert bool(found) is noisy
 
 
-class Collected(dict[str, Tensor]):
-    provenance = Provenance(make_identity(n_layers=2))
-
-    @property
-    def n_rows(self) -> int:
-        return len(self["h.0"])
-
-
 def collected(n: int) -> Any:
     x, y = tensors(gaussian(n))
-    return Collected({"h.0": x, "h.1": torch.cat([y, y, y], 1) + x, "h.2": torch.cat([y, y, y], 1)})
+    vectors = {"h.0": x, "h.1": torch.cat([y, y, y], 1) + x, "h.2": torch.cat([y, y, y], 1)}
+    return make_activations(vectors, Provenance(make_identity(n_layers=2)))
 
 
 PAIRS = [("h.0", "h.1"), ("h.0", "h.2"), ("h.1", "h.2")]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from identities import make_identity
+from identities import make_activations, make_identity
 from sklearn.linear_model import LinearRegression, Ridge
 from torch import Tensor
 
+from matlens.activations import Rows
 from matlens.errors import InputError
 from matlens.linear.fitting import fit_samples, fit_stream
 from matlens.linear.least_squares import LeastSquares
@@ -37,24 +38,13 @@ def sklearn(rows: Tensor | None, weights: Tensor | None, intercept: bool, ridge:
     return model.fit(X[keep], Y[keep], sample_weight=None if weights is None else weights[keep])
 
 
-class Collected(dict[str, Tensor]):
-    """What a fit needs of collected activations."""
-
-    provenance = Provenance(make_identity(n_layers=1))
-    n_rows = N
+COLLECTED = make_activations(SAMPLES, Provenance(make_identity(n_layers=1)))
 
 
-@dataclass
-class Batch:
-    index: np.ndarray
-    vectors: Mapping[str, Tensor]
-    provenance: Provenance = field(default_factory=Provenance)
-
-
-def shuffled() -> Iterator[Batch]:
+def shuffled() -> Iterator[Rows]:
     """Batches that know which samples they are, in another order than the collection's."""
     for part in np.split(np.random.default_rng(1).permutation(N), [11, 12, 40]):
-        yield Batch(part, {site: vectors[part] for site, vectors in SAMPLES.items()})
+        yield Rows(part, part, {site: vectors[part] for site, vectors in SAMPLES.items()})
 
 
 def in_order() -> Iterator[dict[str, Tensor]]:
@@ -64,10 +54,8 @@ def in_order() -> Iterator[dict[str, Tensor]]:
 
 WAYS: dict[str, Callable[..., Any]] = {
     "samples": lambda **options: list(fit_samples(SAMPLES, PAIR, **options)),
-    "rows": lambda **options: list(fit_samples(Collected(SAMPLES), PAIR, **options)),  # type: ignore[arg-type]
-    "set": lambda **options: list(
-        MapSet.fit(Collected(SAMPLES), pairs=PAIR, progress=False, **options).values()
-    ),
+    "rows": lambda **options: list(fit_samples(COLLECTED, PAIR, **options)),
+    "set": lambda **options: list(MapSet.fit(COLLECTED, pairs=PAIR, progress=False, **options).values()),
     "stream": lambda **options: list(fit_stream(shuffled(), PAIR, **options)),
     "stream in order": lambda **options: list(fit_stream(in_order(), PAIR, **options)),
 }
@@ -135,11 +123,11 @@ def test_samples_of_weight_zero_are_left_out_however_bad_they_are() -> None:
         ({"weights": torch.full((N,), -1.0)}, r"^weights must be finite"),
         ({"weights": torch.full((N,), torch.nan)}, r"^weights must be finite"),
         ({"weights": torch.full((N,), torch.inf)}, r"^weights must be finite"),
-        ({"weights": torch.zeros(N)}, "No sample is left"),
+        ({"weights": torch.zeros(N)}, "select at least one sample"),
         ({"weights": torch.ones(N, 1)}, r"weights.*(60, 1)|\[60, 1\]"),
         ({"weights": [1.0] * N}, r"^weights must be"),
-        ({"weights": ROWS.float(), "rows": ROWS.logical_not()}, "No sample is left"),
-        ({"rows": ~torch.ones(N, dtype=torch.bool)}, "No sample is left"),
+        ({"weights": ROWS.float(), "rows": ROWS.logical_not()}, "select at least one sample"),
+        ({"rows": ~torch.ones(N, dtype=torch.bool)}, "select at least one sample"),
         ({"rows": torch.ones(N)}, r"rows.*[Tt]ensor"),
         ({"ridge": -1.0}, "ridge"),
         ({"ridge": float("nan")}, "ridge"),
@@ -164,7 +152,7 @@ def test_values_for_another_number_of_samples_are_refused(way: str, n: int) -> N
 @pytest.mark.refused
 def test_what_is_no_collection_is_refused_with_the_way() -> None:
     for samples in (SAMPLES, [X, Y], None, X):
-        with pytest.raises(InputError, match=r"matlens\.collect.*fit_samples"):
+        with pytest.raises(InputError, match=r"matlens\.collect"):
             MapSet.fit(samples, progress=False)  # type: ignore[arg-type]
     for samples in ([X, Y], None, X):
         with pytest.raises(InputError, match=r"^samples must be"):
@@ -209,13 +197,13 @@ def test_weights_are_told_apart_in_the_record() -> None:
 def test_a_stream_of_a_changed_model_does_not_take_the_plain_models_provenance() -> None:
     plain = Provenance(make_identity(n_layers=1))
     changed = Provenance(replace(make_identity(n_layers=1), changes=("something was replaced",)))
-    batches = [Batch(np.arange(N), SAMPLES, changed)]
+    batches = [Rows(np.arange(N), np.arange(N), SAMPLES, changed)]
     with pytest.raises(InputError, match=r"nothing replaced or hooked.*something was replaced"):
         list(fit_stream(batches, PAIR, provenance=plain))
 
 
 def test_maps_know_how_many_samples_they_were_fitted_on() -> None:
-    maps = MapSet.fit(Collected(SAMPLES), pairs=PAIR, rows=ROWS, progress=False)  # type: ignore[arg-type]
+    maps = MapSet.fit(COLLECTED, pairs=PAIR, rows=ROWS, progress=False)
     assert maps.n_samples == maps["h.0", "h.1"].n_samples == int(ROWS.sum())
     assert LinearMap(torch.eye(2), None, "h.0", "h.1").n_samples is None
 

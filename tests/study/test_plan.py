@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from studying import collect_parts, study_of
 
 from matlens import InputError, collect, make_examples
-from matlens.activations import sums
 from matlens.data.corpus import Corpus
 from matlens.ffn import Trace
 from matlens.io.artifact import Artifact
+from matlens.linear import streaming
 from matlens.linear.samples import are_few
 from matlens.study import fit_maps
 from matlens.study.plan import Shape, collected_bytes, fitting_sizes, format_bytes, plan_study, trace_bytes
@@ -68,8 +68,9 @@ def test_all_positions_write_moments_and_a_state_of_before(
         write(artifact, name, tensors)
         seen.append(written(tmp_path / "moments"))
 
-    monkeypatch.setattr(sums, "_KEPT_EVERY", 0.0)
-    monkeypatch.setattr(sums, "_SHARE_OF_WRITING", 0)
+    monkeypatch.setattr(streaming, "_KEPT_EVERY", 0.0)
+    monkeypatch.setattr(streaming, "_SHARE_OF_WRITING", 0)
+    monkeypatch.setattr("matlens.linear.sums.chunk_size", lambda _: 1)  # no samples wait
     monkeypatch.setattr(Artifact, "write", watched)
     _ = study.validation
     needs = plan_study(shape, len(train), 0, positions="all", pairs=pairs, train_tokens=len(train.tokens))

@@ -12,8 +12,8 @@ import pytest
 
 import matlens.study.plan as module
 from matlens import InputError, make_examples, parallel
-from matlens.activations import StoredMoments, merge_moments, stream_moments
 from matlens.data.corpus import Corpus
+from matlens.linear import StoredMoments, merge_moments, stream_moments
 from matlens.study import Study, fit_maps
 from matlens.study.plan import check_merge, format_bytes, free_memory, written_bytes
 

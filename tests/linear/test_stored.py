@@ -11,8 +11,8 @@ import pytest
 from conftest import make_sentences
 
 import matlens
-from matlens.activations import StoredMoments, merge_moments, stream_moments
 from matlens.errors import InputError
+from matlens.linear import StoredMoments, merge_moments, stream_moments
 
 
 @pytest.fixture(scope="module")

@@ -19,13 +19,13 @@ from torch import Tensor
 from matlens import parallel
 from matlens.activations.activations import Positions
 from matlens.activations.collecting import Rows, batch_counts, default_batch_tokens, hook_names, stream
-from matlens.activations.stored_moments import HOLDS, StoredMoments
 from matlens.data.examples import Examples
 from matlens.errors import InputError, PositiveInt, check_int, checked
 from matlens.io.artifact import Artifact
 from matlens.linear.least_squares import LeastSquares
 from matlens.linear.pairs import Pairs, resolve_pairs
-from matlens.linear.samples import Chosen, are_few
+from matlens.linear.samples import Selection, are_few
+from matlens.linear.stored import HOLDS, StoredMoments
 from matlens.linear.sums import PairFits
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.layout import ModelLayout
@@ -88,14 +88,14 @@ def stream_moments(
     hooks = hook_names(ModelLayout.from_model(model), widths)
     provenance = Provenance(identity, examples.provenance, examples.fingerprint, positions, hooks=hooks)
     whole = examples.n_positions if positions == "drawn" else len(examples.tokens)
-    chosen = Chosen.of(rows, weights, whole)
+    selection = Selection.parse(rows, weights, whole)
     own, n_own = shard_of(examples, number, of), 0
     if own is not None:
         n_own = own.n_positions if positions == "drawn" else len(own.tokens)
-    if chosen is not None:
-        provenance, whole = provenance.with_details(**chosen.details), chosen.n
-        chosen = chosen.among(_rows_of_shard(examples, number, of, positions))
-        n_own = chosen.n
+    if selection is not None:
+        provenance, whole = provenance.with_details(**selection.details), selection.n
+        selection = selection.part(_rows_of_shard(examples, number, of, positions))
+        n_own = selection.n
     request: dict[str, Any] = {
         "provenance": provenance.to_json(),
         "pairs": wanted,
@@ -121,7 +121,7 @@ def stream_moments(
             states = _States(artifact, fits)
             done = parallel.broadcast(states.n_batches, "batches that are done")
             left = range(done, n_batches)
-            _add_all(fits, batches(left), left, chosen, states)
+            _add_all(fits, batches(left), left, selection, states)
             for source in fits.targets if parallel.is_main() else ():
                 artifact.write(source, fits[source].tensors())
             states.remove()
@@ -203,18 +203,17 @@ def _offsets(lengths: np.ndarray) -> np.ndarray:
 
 
 def _add_all(
-    fits: PairFits, batches: Iterator[Rows], numbers: range, chosen: Chosen | None, states: _States
+    fits: PairFits, batches: Iterator[Rows], numbers: range, selection: Selection | None, states: _States
 ) -> None:
     """Add all batches; of several processes the main one has the sums of all in the end."""
     world_size = parallel.world_size()
     for start in numbers[::world_size]:  # in step: in the last one there is no batch for some processes
-        rows = next(batches, None)
-        if rows is not None and chosen is None:
-            fits.update(rows.vectors)
-        elif rows is not None and chosen is not None:
-            taken, weights = chosen.of_batch(rows.index)
-            if bool(taken.any()):
-                vectors = {site: of_site[taken.to(of_site.device)] for site, of_site in rows.vectors.items()}
+        batch = next(batches, None)
+        if batch is not None and selection is None:
+            fits.update(batch.vectors)
+        elif batch is not None and selection is not None:
+            vectors, weights = selection.part(batch.index).apply(batch.vectors)
+            if len(next(iter(vectors.values()))):
                 fits.update(vectors, weights=weights)
         # A state of samples that wait would divide them otherwise than a run that is not interrupted.
         ready = fits.settled or world_size > 1

@@ -12,13 +12,14 @@ import torch
 from conftest import make_sentences
 
 import matlens
-from matlens.activations import StoredMoments, collecting, merge_moments, sums
-from matlens.activations.sums import check_shard, shard_of, stream_moments
+from matlens.activations import collecting
 from matlens.data.examples import Examples
 from matlens.errors import InputError
 from matlens.io.verification import verify
+from matlens.linear import StoredMoments, merge_moments, streaming
 from matlens.linear.least_squares import LeastSquares
 from matlens.linear.mapsets import MapSet
+from matlens.linear.streaming import check_shard, shard_of, stream_moments
 from matlens.study.steps import fit_moments, typical_penalty
 
 PAIRS = [("h.0", "h.3"), ("attn_in.1", "attn_out.1"), ("h.0", "h.1")]
@@ -95,7 +96,7 @@ def test_chosen_and_weighted_samples_are_those_of_the_collection(
             torch.testing.assert_close(other, bias, rtol=1e-4, atol=1e-6)
     with pytest.raises(InputError, match="belongs to another job"):
         stream_moments(model, examples, tmp_path / "m", **asked | {"rows": ~rows})
-    with pytest.raises(InputError, match=f"'rows' has 3 values for {collected.n_rows} samples"):
+    with pytest.raises(InputError, match=f"rows must have a value for each of the {collected.n_rows}"):
         stream_moments(model, examples, tmp_path / "n", **asked | {"rows": rows[:3], "weights": None})
     maps = fit_moments(joined, tmp_path / "maps", progress=False)
     assert {"rows", "weights"} < set(maps.provenance.details)
@@ -218,8 +219,8 @@ def test_a_killed_run_goes_on_from_its_last_state_to_the_same_bytes(
         return run(*arguments)
 
     monkeypatch.setattr(collecting, "_run", counted)
-    monkeypatch.setattr(sums, "_KEPT_EVERY", 0.0)
-    monkeypatch.setattr(sums, "_SHARE_OF_WRITING", 0)
+    monkeypatch.setattr(streaming, "_KEPT_EVERY", 0.0)
+    monkeypatch.setattr(streaming, "_SHARE_OF_WRITING", 0)
     with pytest.raises(_Killed):
         stream_moments(model, examples, tmp_path / "m", pairs=PAIRS, **QUIET)
     states = {int(path.stem.partition("@")[2]) for path in (tmp_path / "m").glob("*.safetensors")}
