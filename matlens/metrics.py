@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from matlens.errors import InputError, checked, warn
-from matlens.numerics.precision import in_float64
+from matlens.numerics import in_float64
 
 _HOPELESS = -1000.0  # an r2 that no reader can use
 _STEADY = 0.1  # of the median standard deviation of a coordinate, below which one hardly varies

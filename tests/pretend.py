@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from matlens.numerics import precision
+from matlens import numerics
 
 FIRST, SECOND = torch.device("lazy", 0), torch.device("lazy", 1)  # a type that needs no set-up
 _NO_FLOAT64 = "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64."
@@ -134,7 +134,7 @@ def devices(*, without_float64: bool = False) -> Iterator[None]:
         patch.setattr(torch.inference_mode, "__exit__", _NoGradients.__exit__)
         if without_float64:
             _narrow.update((FIRST, SECOND))
-            patch.setattr(precision, "WITHOUT_FLOAT64", frozenset({FIRST.type}))
+            patch.setattr(numerics, "WITHOUT_FLOAT64", frozenset({FIRST.type}))
         try:
             with _Devices():
                 yield

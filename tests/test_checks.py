@@ -52,7 +52,6 @@ UNCHECKED = {
     "result_row", "result_table", "software_versions", "system_errors", "to_json", "write_bytes",
     "print_members", "print_atlas", "register_wikilm", "WikiLMForCausalLM", "distributed",
     "write_json", "write_results", "write_text", "write_together", "write_maps", "make_token_examples",
-    "agglomerate",
 }  # fmt: skip
 
 

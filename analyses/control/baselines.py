@@ -17,7 +17,7 @@ from transformers import LogitsProcessor, NoBadWordsLogitsProcessor
 from control.graders import ATTRIBUTES
 from matlens.data.readers import context_length
 from matlens.errors import InputError, check_choice, check_number, short
-from matlens.numerics.probabilities import log_softmax
+from matlens.numerics import log_softmax
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

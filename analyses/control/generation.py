@@ -22,7 +22,7 @@ from matlens.data.readers import check_decoder
 from matlens.errors import InputError, PositiveInt, Seed, checked
 from matlens.models.identity import check_raw
 from matlens.models.tokens import encode_text
-from matlens.numerics.precision import has_float64, in_float64
+from matlens.numerics import has_float64, in_float64
 from matlens.parallel import Bar
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from control.baselines import SelfDebiasing, announced_tokens
 from matlens.data.examples import Batch, Examples
 from matlens.errors import InputError, checked
 from matlens.ffn.perplexity import BATCH_TOKENS, TextLosses, next_token_logits, sum_losses
-from matlens.numerics.probabilities import log_softmax
+from matlens.numerics import log_softmax
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -22,7 +22,7 @@ from matlens.linear.mapsets import MapSet
 from matlens.metrics import Estimate
 from matlens.models.sites import STREAM, Site
 from matlens.models.tokens import token_texts
-from matlens.numerics.precision import in_float64
+from matlens.numerics import in_float64
 
 SINK_NORMS, SINK_FIT = "sinks", "sinks_r2"  # experiments
 _BEFORE = 4  # tokens that are shown before a sink

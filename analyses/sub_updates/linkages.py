@@ -10,9 +10,9 @@ from jaxtyping import Float, Int
 from sklearn.metrics import adjusted_rand_score
 
 from matlens.errors import Seed, checked
+from matlens.ffn.agglomeration import EXACT, NEIGHBOURS, Linkage, agglomerate, gib_in_memory
 from matlens.ffn.clusters import N_CLUSTERS, unit_vectors
 from matlens.ffn.values import ValueVectors
-from matlens.numerics.agglomeration import EXACT, NEIGHBOURS, Linkage, agglomerate, gib_in_memory
 
 
 @checked

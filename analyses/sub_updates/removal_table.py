@@ -21,7 +21,7 @@ from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
 from matlens.models.sites import POST_NORM
 from matlens.models.weights import float32_on
-from matlens.numerics.precision import in_float64
+from matlens.numerics import in_float64
 from sub_updates.overlap import iou
 from sub_updates.removal import remove_sub_updates
 

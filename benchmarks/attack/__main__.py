@@ -58,11 +58,10 @@ def main(
 def _report(judgements: list[Judgement], out: Path, *, show: bool) -> pd.DataFrame:
     """Write and print the tables."""
     out.mkdir(parents=True, exist_ok=True)
-    cases = pd.DataFrame(
-        [(each.case.fault, each.case.name, each.verdict, each.words) for each in judgements],
-        columns=["class", "case", "verdict", "words"],
-    )
-    cases.to_csv(out / "cases.csv", index=False, errors="backslashreplace")  # half a surrogate pair
+    # Halves of surrogate pairs, which Hypothesis draws, fit neither pandas nor a file.
+    rows = [(c.case.fault, printable(c.case.name), c.verdict, printable(c.words)) for c in judgements]
+    cases = pd.DataFrame(rows, columns=["class", "case", "verdict", "words"])
+    cases.to_csv(out / "cases.csv", index=False)
     rows = []
     for fault, part in cases.groupby("class", sort=False):
         counts = Counter(part["verdict"])
@@ -72,7 +71,7 @@ def _report(judgements: list[Judgement], out: Path, *, show: bool) -> pd.DataFra
     table.to_csv(out / "attack.csv", index=False)
     if show:
         for _, row in cases[cases["verdict"] != CLEAR].iterrows():
-            print(printable(f"{row['verdict']:9} {row['case'][:200]}: {row['words']}"))
+            print(f"{row['verdict']:9} {row['case'][:200]}: {row['words']}")
     print(table.to_string(index=False))
     return table
 

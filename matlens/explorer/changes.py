@@ -21,7 +21,7 @@ from matlens.linear.mapsets import MapSet
 from matlens.models.identity import check_raw
 from matlens.models.sites import STREAM, Site
 from matlens.models.tokens import encode_text, token_texts, visible
-from matlens.numerics.probabilities import log_softmax
+from matlens.numerics import log_softmax
 from matlens.patching.contexts import patched
 from matlens.patching.replacements import Replacement, mat_attn, mat_ffn, mat_ln1_ln2, norm_names
 

@@ -1,6 +1,6 @@
 """Clusters of value vectors that point the same way (section 5.2).
 
-Value vectors are clustered by agglomeration on their cosine distances (`matlens.numerics.agglomeration`):
+Value vectors are clustered by agglomeration on their cosine distances (`matlens.ffn.agglomeration`):
 ``exact`` while the distances of all pairs have room in memory or on the disk, else by ``neighbours``.
 """
 
@@ -20,13 +20,7 @@ from tqdm.auto import tqdm
 
 from matlens import parallel
 from matlens.errors import InputError, NonNegative, check_int, checked, short
-from matlens.ffn.projection import Projection
-from matlens.ffn.values import ValueName, ValueVectors
-from matlens.io.artifact import Artifact, make_config
-from matlens.io.files import damaged
-from matlens.models.identity import Provenance
-from matlens.models.tokens import token_texts, visible
-from matlens.numerics.agglomeration import (
+from matlens.ffn.agglomeration import (
     EXACT,
     NEIGHBOURS,
     Linkage,
@@ -35,6 +29,12 @@ from matlens.numerics.agglomeration import (
     gib_on_disk,
     method_within,
 )
+from matlens.ffn.projection import Projection
+from matlens.ffn.values import ValueName, ValueVectors
+from matlens.io.artifact import Artifact, make_config
+from matlens.io.files import damaged
+from matlens.models.identity import Provenance
+from matlens.models.tokens import token_texts, visible
 from matlens.parallel import waiting
 
 CLUSTERS, _LABELS = "clusters", "labels"

@@ -23,8 +23,7 @@ from matlens.data.readers import check_decoder, check_own_tokens
 from matlens.errors import InputError, PositiveInt, checked
 from matlens.metrics import Estimate
 from matlens.models.sites import check_finite
-from matlens.numerics.precision import in_float64
-from matlens.numerics.probabilities import log_softmax
+from matlens.numerics import in_float64, log_softmax
 from matlens.parallel import Bar
 
 if TYPE_CHECKING:

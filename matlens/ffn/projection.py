@@ -25,7 +25,7 @@ from matlens.models.identity import ModelIdentity, Provenance, check_raw
 from matlens.models.readout import check_vectors, head_modules, narrowing
 from matlens.models.tokens import token_texts, word_tokens
 from matlens.models.weights import WeightChecksum, float32_on
-from matlens.numerics.largest import largest
+from matlens.numerics import largest
 from matlens.parallel import Bar
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from matlens.linear.least_squares import LeastSquares, noise_of_fit
 from matlens.linear.maps import LinearMap
 from matlens.linear.samples import NoisyFit, Selection, warn_of_noise
 from matlens.models.identity import ModelIdentity, Provenance
-from matlens.numerics.precision import in_float64
+from matlens.numerics import in_float64
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -33,7 +33,7 @@ from matlens.lens.open_sets import EvaluationItem, evaluate_open_sets
 from matlens.metrics import Estimate
 from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout
-from matlens.numerics.precision import in_float64
+from matlens.numerics import in_float64
 from matlens.parallel import Bar
 
 if TYPE_CHECKING:

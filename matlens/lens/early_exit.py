@@ -21,7 +21,7 @@ from matlens.errors import Fraction, InputError, checked, short
 from matlens.io.tables import check_columns, result_table
 from matlens.lens.evaluation import Evaluation, evaluate_lenses, shared_layers, validation_row
 from matlens.lens.lens import Lens
-from matlens.numerics.precision import in_float64
+from matlens.numerics import in_float64
 
 EXIT = "early_exit"
 PAPER_SWEEP = (-1.112, *(i / 10 for i in range(11)), 1.112)

@@ -25,8 +25,7 @@ from matlens.linear.samples import warn_of_same_sentences
 from matlens.metrics import Estimate
 from matlens.models.readout import Readout
 from matlens.models.sites import STREAM, Site, check_finite
-from matlens.numerics.precision import in_float64
-from matlens.numerics.probabilities import kl_divergence, log_softmax
+from matlens.numerics import in_float64, kl_divergence, log_softmax
 from matlens.parallel import Bar
 
 FIT, PREDICTION, REPORT = "fit_quality", "prediction_quality", "lens_report"

@@ -25,7 +25,7 @@ from matlens.io.tables import check_columns, read_table
 from matlens.linear.mapsets import MapSet
 from matlens.models.readout import Readout
 from matlens.models.tokens import encode_text, visible
-from matlens.numerics.probabilities import log_softmax
+from matlens.numerics import log_softmax
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

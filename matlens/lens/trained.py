@@ -25,8 +25,7 @@ from matlens.lens.maps import LensMaps, Standardisation
 from matlens.linear.maps import LinearMap
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import Readout, check_vectors
-from matlens.numerics.precision import in_float64
-from matlens.numerics.probabilities import kl_divergence, log_softmax
+from matlens.numerics import in_float64, kl_divergence, log_softmax
 from matlens.parallel import Bar
 
 if TYPE_CHECKING:

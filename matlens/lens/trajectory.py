@@ -19,7 +19,7 @@ from matlens.data.prompts import make_prompts
 from matlens.errors import InputError, check_int, checked, short
 from matlens.models.sites import Site
 from matlens.models.tokens import token_texts, visible, word_token
-from matlens.numerics.probabilities import kl_divergence, log_softmax
+from matlens.numerics import kl_divergence, log_softmax
 from matlens.plots.page_assembly import framed
 from matlens.plots.page_trajectory import LensCells, trajectory_page
 

@@ -27,7 +27,7 @@ from matlens.linear.samples import (
 from matlens.linear.sums import PairFits, chunk_size, maps_for_all, solve_pairs
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
-from matlens.numerics.precision import check_float64_device, in_float64
+from matlens.numerics import check_float64_device, in_float64
 from matlens.parallel import Bar
 
 _COMPARED, _ALIKE = 16, 1e-2  # samples that processes compare, and by how much of the largest they may differ

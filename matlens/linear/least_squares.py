@@ -19,8 +19,7 @@ from matlens.errors import Between, InputError, NonNegative, checked
 from matlens.linear.maps import LinearMap
 from matlens.linear.samples import NoisyFit, check_weights
 from matlens.models.identity import Provenance
-from matlens.numerics.precision import in_float64
-from matlens.numerics.products import split_product
+from matlens.numerics import in_float64, split_product
 
 _Width = Annotated[int, Between(1, 2**31)]
 _DOMINATED = 4  # error on other samples over that on the fit's own, from which most of it is noise

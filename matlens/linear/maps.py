@@ -13,7 +13,7 @@ from matlens.errors import InputError, checked, short
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
 from matlens.models.weights import fast_checksum
-from matlens.numerics.precision import find_device, in_float64
+from matlens.numerics import find_device, in_float64
 
 
 @checked

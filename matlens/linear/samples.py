@@ -14,7 +14,7 @@ from matlens.activations.activations import Rows
 from matlens.errors import InputError, check, short, warn
 from matlens.linear.maps import tensor_digest
 from matlens.models.identity import Provenance
-from matlens.numerics.precision import in_float64
+from matlens.numerics import in_float64
 
 ENOUGH = 2  # samples per dimension; with fewer, least squares follows the noise of Gaussian samples
 

@@ -15,7 +15,7 @@ from matlens.linear.least_squares import LeastSquares, check_finite
 from matlens.linear.maps import LinearMap
 from matlens.linear.pairs import by_source, check_collected
 from matlens.models.identity import Provenance
-from matlens.numerics.freed import give_back_freed
+from matlens.numerics import give_back_freed
 
 _CHUNK = 4096  # samples factorised at a time; never fewer than eight for each dimension
 

@@ -20,7 +20,7 @@ from matlens.linear.least_squares import LeastSquares
 from matlens.linear.maps import LinearMap
 from matlens.linearity.parts import Part
 from matlens.models.identity import Provenance
-from matlens.numerics.precision import in_float64
+from matlens.numerics import in_float64
 
 R2, R2_OF_VARIANCE = "r2", "r2 of the variance"
 PROCRUSTES, ROTATION, BOUND = "procrustes", "rotation", "nbl bound"

@@ -33,7 +33,7 @@ from matlens.models.sites import (
     Site,
     block_hook,
 )
-from matlens.numerics.precision import in_float64
+from matlens.numerics import in_float64
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

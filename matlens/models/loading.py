@@ -28,7 +28,7 @@ from matlens.models.identity import check_raw
 from matlens.models.places import CHECKPOINT, SMOLLM2, locate
 from matlens.models.tokens import check_tokenizer, encode_text
 from matlens.models.weights import check_finite_weights
-from matlens.numerics.precision import find_device
+from matlens.numerics import find_device
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -16,10 +16,10 @@ from matlens.models.families.wikilm.adaptive import AdaptiveSoftmax
 from matlens.models.hooks import reading
 from matlens.models.identity import ModelIdentity, Provenance, check_raw
 from matlens.models.layout import ModelLayout
+from matlens.models.screening import Screen
 from matlens.models.sites import check_finite
 from matlens.models.weights import WeightChecksum, check_finite_weights, float32_on
-from matlens.numerics.probabilities import log_softmax
-from matlens.numerics.screening import Screen
+from matlens.numerics import log_softmax
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -17,7 +17,7 @@ from matlens import metrics
 from matlens.activations.sinks import outlying_rows
 from matlens.errors import InputError, check_int, short
 from matlens.linear.least_squares import LeastSquares
-from matlens.numerics.precision import in_float64
+from matlens.numerics import in_float64
 from matlens.parallel import Bar
 from matlens.pruning.choices import Choice
 from matlens.pruning.layouts import Streams, attention_output, silence

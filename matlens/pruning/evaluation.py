@@ -20,8 +20,7 @@ from matlens.ffn.perplexity import TextLosses, perplexity_estimate, perplexity_r
 from matlens.io.tables import result_row, result_table
 from matlens.metrics import Estimate
 from matlens.models.identity import ModelIdentity
-from matlens.numerics.precision import in_float64
-from matlens.numerics.probabilities import log_softmax
+from matlens.numerics import in_float64, log_softmax
 from matlens.parallel import Bar
 from matlens.pruning.layouts import plain_copy, whole_windows
 from matlens.pruning.pruned import Pruned

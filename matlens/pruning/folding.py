@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from matlens.errors import InputError
 from matlens.linear.least_squares import LeastSquares
-from matlens.numerics.precision import in_float64
-from matlens.numerics.probabilities import kl_divergence
+from matlens.numerics import in_float64, kl_divergence
 from matlens.parallel import Bar
 from matlens.pruning.choices import PENALTIES, Method
 from matlens.pruning.choosing import spans_of, without_attention

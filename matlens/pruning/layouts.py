@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from matlens.errors import InputError, checked
 from matlens.models.sites import check_finite
 from matlens.models.weights import plain_model, plain_state
-from matlens.numerics.precision import in_float64
-from matlens.numerics.probabilities import log_softmax
+from matlens.numerics import in_float64, log_softmax
 from matlens.parallel import Bar
 
 if TYPE_CHECKING:

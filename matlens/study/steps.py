@@ -27,7 +27,7 @@ from matlens.models.families.encoder_decoders import ENCODER, stack_of
 from matlens.models.identity import ModelIdentity
 from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
-from matlens.numerics.precision import in_float64
+from matlens.numerics import in_float64
 from matlens.study.output import MAPS, MOMENTS, RESULTS, RUN, TRAIN, VALIDATION, has_moments, write_list
 from matlens.study.plan import check_fit, check_solve
 

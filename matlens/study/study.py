@@ -27,6 +27,7 @@ from matlens.data.corpus_examples import make_examples
 from matlens.data.examples import Examples
 from matlens.data.readers import is_masked
 from matlens.errors import InputError, NonNegative, PositiveInt, checked, printable
+from matlens.ffn.agglomeration import Linkage, method_within
 from matlens.ffn.clusters import MEMORY_GIB, N_CLUSTERS, Clusters
 from matlens.ffn.values import ValueVectors
 from matlens.io.artifact import is_finished
@@ -36,7 +37,6 @@ from matlens.linear.samples import are_few
 from matlens.linear.stored import StoredMoments
 from matlens.linear.streaming import check_shard, pairs_and_widths, stream_moments
 from matlens.models.readout import Readout
-from matlens.numerics.agglomeration import Linkage, method_within
 from matlens.study.output import MAPS, MOMENTS, TRAIN, VALIDATION, check_output, has_moments
 from matlens.study.plan import (
     CHARACTERS,

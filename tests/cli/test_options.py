@@ -19,7 +19,7 @@ from matlens.cli import options
 from matlens.cli.app import app
 from matlens.cli.options import CorpusOptions, FitOptions, ModelOptions, ReadOptions, SampleOptions
 from matlens.errors import PositiveInt
-from matlens.numerics.agglomeration import Linkage
+from matlens.ffn.agglomeration import Linkage
 
 
 def run(*arguments: str) -> str:

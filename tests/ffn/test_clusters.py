@@ -24,10 +24,7 @@ from traces import make_clusters
 
 import matlens
 from matlens import InputError
-from matlens.ffn.clusters import Clusters, cluster_table
-from matlens.ffn.projection import Projection
-from matlens.ffn.values import ValueVectors
-from matlens.numerics.agglomeration import (
+from matlens.ffn.agglomeration import (
     EXACT,
     NEIGHBOURS,
     agglomerate,
@@ -35,6 +32,9 @@ from matlens.numerics.agglomeration import (
     gib_on_disk,
     method_within,
 )
+from matlens.ffn.clusters import Clusters, cluster_table
+from matlens.ffn.projection import Projection
+from matlens.ffn.values import ValueVectors
 
 COMPUTING = "matlens.ffn.clusters.agglomerate"
 

@@ -22,7 +22,7 @@ from matlens.linear.fitting import fit_samples, fit_stream
 from matlens.linear.least_squares import LeastSquares
 from matlens.linear.maps import LinearMap
 from matlens.models.identity import Provenance
-from matlens.numerics.products import split_product
+from matlens.numerics import split_product
 
 EPS = torch.finfo(torch.float64).eps
 N, D_IN, D_OUT = 40, 7, 3

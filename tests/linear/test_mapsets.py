@@ -20,7 +20,7 @@ from matlens.linear.maps import LinearMap, tensor_digest
 from matlens.linear.mapsets import CONVENTION, MapSet, write_maps
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
-from matlens.numerics.products import split_product
+from matlens.numerics import split_product
 
 # Sets of maps
 

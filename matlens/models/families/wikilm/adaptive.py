@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
 from matlens.errors import InputError, check_int, check_number, short
-from matlens.numerics.probabilities import log_softmax
+from matlens.numerics import log_softmax
 
 
 def band_edges(cutoffs: Sequence[int], d_vocab: int) -> tuple[tuple[int, int], ...]:

@@ -15,7 +15,7 @@ from sklearn.cluster import AgglomerativeClustering
 from sklearn.metrics import adjusted_rand_score
 
 from matlens import InputError
-from matlens.numerics.agglomeration import cut, gib_on_disk, merges_in_memory, merges_on_disk
+from matlens.ffn.agglomeration import cut, gib_on_disk, merges_in_memory, merges_on_disk
 
 LINKAGES = ("average", "complete")
 

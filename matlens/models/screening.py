@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from matlens.numerics.precision import has_float64
+from matlens.numerics import has_float64
 
 _BLOCK = 1024  # tokens whose highest logit is looked at before each of theirs
 _TOGETHER = 4096  # logits that are computed in float64 together

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from matlens.numerics import screening
-from matlens.numerics.screening import Screen
+from matlens.models import screening
+from matlens.models.screening import Screen
 
 WIDTH = 48
 

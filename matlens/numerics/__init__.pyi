@@ -1,2 +1,0 @@
-from .agglomeration import agglomerate as agglomerate
-from .products import split_product as split_product

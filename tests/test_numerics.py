@@ -1,0 +1,235 @@
+"""Float64 on devices, products, log-probabilities and largest entries are those of plain torch in float64."""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+from pathlib import Path
+from typing import Any
+
+import pretend
+import pytest
+import torch
+from torch import Tensor
+
+from matlens import InputError, numerics
+from matlens.lens.evaluation import confidence_in_top
+from matlens.linear import LeastSquares
+from matlens.numerics import (
+    check_float64_device,
+    find_device,
+    give_back_freed,
+    has_float64,
+    in_float64,
+    kl_divergence,
+    largest,
+    log_softmax,
+    split_product,
+)
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), "meta"])
+def test_a_device_that_is_here_is_found(device: str | torch.device) -> None:
+    assert find_device(device) == torch.device(device)
+
+
+@pytest.mark.parametrize("device", ["nowhere", "cuda:99", "cpu:cpu", "", None, 1.5])
+def test_a_device_that_is_not_here_is_no_device_to_any_who_ask(device: Any) -> None:
+    with pytest.raises(ValueError, match=r".") as refused:
+        find_device(device)
+    assert not isinstance(refused.value, InputError)  # whoever asked has words of its own
+    with pytest.raises(InputError, match="cannot be used here"):
+        check_float64_device(device)
+
+
+def test_a_device_to_compute_in_float64_on_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_float64_device("cpu") == torch.device("cpu")
+    monkeypatch.setattr(numerics, "WITHOUT_FLOAT64", frozenset({"cpu"}))
+    with pytest.raises(InputError, match="cpu has no float64"):
+        check_float64_device("cpu")
+
+
+def test_a_device_without_float64_refuses_it_and_its_numbers_are_taken_to_the_cpu() -> None:
+    with pretend.devices(without_float64=True):
+        x = torch.tensor([0.1, 2.0], device=pretend.FIRST)
+        for asked in (
+            lambda: x.double(),
+            lambda: x.to("cpu", torch.float64),
+            lambda: torch.zeros(3, dtype=torch.float64).to(x.device),
+            lambda: x.new_zeros(2, dtype=torch.float64),
+            lambda: torch.zeros(2, dtype=torch.float64).copy_(x),
+        ):
+            with pytest.raises(TypeError, match="float64"):
+                asked()
+        wide = in_float64(x)
+    assert wide.dtype == torch.float64
+    assert wide.device == torch.device("cpu")
+    assert wide.tolist() == torch.tensor([0.1, 2.0]).tolist()
+
+
+def test_other_devices_keep_their_numbers() -> None:
+    with pretend.devices():
+        assert in_float64(torch.ones(2, device=pretend.SECOND)).device == pretend.SECOND
+    assert has_float64(torch.device("cuda", 1))
+    assert not has_float64(torch.device("mps"))
+
+
+def stream(n: int, width: int, seed: int) -> Tensor:
+    """Vectors of which one coordinate is a thousand times larger than the others."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, width, generator=generator) @ torch.randn(width, width, generator=generator)
+    x[:, 2] *= 1000
+    x[0] *= 300  # a sink
+    return x
+
+
+@pytest.mark.parametrize("n", [1, 256, 257, 1500])
+def test_a_product_is_as_exact_as_in_float64(n: int) -> None:
+    a, b = stream(n, 20, 0).double() / 3, stream(n, 30, 1)
+    product = split_product(a, b)
+    assert product.dtype == torch.float64
+    bound = n * 6 * 2.0**-46 * a.abs().amax(0)[:, None] * b.double().abs().amax(0)
+    error = (product - a.T @ b.double()).abs()
+    assert bool((error <= bound + 1e-15 * (a.abs().T @ b.double().abs())).all())
+    single = (a.float().T @ b).double() - a.T @ b.double()
+    if n > 1:
+        assert float(single.abs().max()) > 1e4 * float(error.max()), "float32 alone would do as well"
+
+
+def test_more_slices_are_more_exact_and_whole_numbers_are_exact() -> None:
+    a, b = stream(300, 8, 2), stream(300, 8, 3)
+    errors = [
+        float((split_product(a, b, slices=n) - a.double().T @ b.double()).abs().max()) for n in (1, 2, 3, 6)
+    ]
+    assert errors[0] > 5 * errors[1] > 25 * errors[2]
+    assert errors[2] > 50 * errors[3]
+    whole = torch.randint(-255, 256, (700, 9), generator=torch.Generator().manual_seed(0)).float()
+    assert torch.equal(split_product(whole, whole), whole.double().T @ whole.double())
+    assert torch.equal(split_product(torch.zeros(5, 2), torch.zeros(5, 3)), torch.zeros(2, 3).double())
+
+
+@pytest.mark.parametrize("batch", [70, 2000])
+def test_maps_are_those_of_float64(batch: int) -> None:
+    x, y = stream(2000, 24, 4), stream(2000, 40, 5)
+    y += x @ torch.randn(24, 40, generator=torch.Generator().manual_seed(6))
+    solutions = []
+    for split in (False, True):
+        moments = LeastSquares(24, 40, split=split)
+        for start in range(0, 2000, batch):
+            moments.update(x[start : start + batch], y[start : start + batch])
+        solutions.append(moments.solution(intercept=True, ridge=0.0))
+    (weight, bias), (ours, our_bias) = solutions
+    assert bias is not None
+    assert our_bias is not None
+    predicted, expected = x.double() @ ours.T + our_bias, x.double() @ weight.T + bias
+    assert float((predicted - expected).norm() / expected.norm()) < 1e-12
+
+
+def test_factors_that_do_not_belong_together_are_refused() -> None:
+    with pytest.raises(InputError, match="slices"):
+        split_product(torch.ones(3, 2), torch.ones(3, 2), slices=0)
+
+
+D_VOCAB = 262_144  # Gemma's
+
+
+def draw(n: int, seed: int) -> Tensor:
+    """Logits as peaked as those of a language model."""
+    return 3 * torch.randn(n, D_VOCAB, generator=torch.Generator().manual_seed(seed))
+
+
+def test_log_probabilities_of_a_large_vocabulary_are_those_of_float64() -> None:
+    logits = draw(4, 0)
+    ours = log_softmax(logits)
+    assert ours.dtype == torch.float32
+    expected = logits.double().log_softmax(-1)
+    # Values of 16 to 32 have steps of 2e-6 in float32; what must not be is an error common to all.
+    torch.testing.assert_close(ours.double(), expected, rtol=0, atol=3e-6)
+    assert abs(float((ours.double() - expected).mean())) < 1e-6
+
+
+def test_divergence_and_confidence_of_a_large_vocabulary_are_those_of_float64() -> None:
+    p, q = draw(4, 0), draw(4, 1)
+    log_p, log_q = p.double().log_softmax(-1), q.double().log_softmax(-1)
+    expected = torch.nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+    ours = kl_divergence(log_softmax(p), log_softmax(q))
+    torch.testing.assert_close(ours.double(), expected, rtol=4e-6, atol=0)
+    best = log_p.exp().topk(2).values
+    torch.testing.assert_close(confidence_in_top(p), best[:, 0] - best[:, 1], rtol=2e-6, atol=0)
+
+
+def test_tokens_without_probability_add_nothing_to_a_divergence() -> None:
+    p, q = torch.tensor([[0.0, 1.0, -torch.inf]]), torch.tensor([[0.5, 0.0, -torch.inf]])
+    expected = torch.nn.functional.kl_div(
+        q[:, :2].log_softmax(-1), p[:, :2].log_softmax(-1), reduction="sum", log_target=True
+    )
+    assert float(kl_divergence(log_softmax(p), log_softmax(q))) == pytest.approx(float(expected))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_scores_that_are_not_finite_have_no_divergence(bad: float) -> None:
+    scores, spoilt = torch.rand(1, 5), torch.tensor([[bad, 0.0, 1.0, 2.0, 3.0]])
+    for p, q in ((spoilt, scores), (scores, spoilt)):
+        assert kl_divergence(log_softmax(p), log_softmax(q)).isnan().all()
+
+
+def test_the_gradient_is_that_of_torch() -> None:
+    logits = draw(1, 0)[:, :100].double().requires_grad_()
+    (ours,) = torch.autograd.grad(log_softmax(logits)[0, 7], logits)
+    (expected,) = torch.autograd.grad(logits.log_softmax(-1)[0, 7], logits)
+    torch.testing.assert_close(ours, expected)
+
+
+def check(scores: Tensor, k: int) -> None:
+    values, places = largest(scores, k)
+    assert torch.equal(values, scores.topk(k).values)
+    assert torch.equal(scores.gather(1, places), values)
+    assert all(len(set(row)) == k for row in places.tolist())
+
+
+@pytest.mark.parametrize(
+    "m", [30, 255, 256, 1000, 3 * 2**10, 5 * 2**10 + 511, 2**14 - 1, 2**14, 2**14 + 7, 21503]
+)
+@pytest.mark.parametrize("k", [1, 5, 30])
+def test_they_are_those_of_topk(m: int, k: int) -> None:
+    generator = torch.Generator().manual_seed(m)
+    check(torch.randn(7, m, generator=generator), k)
+    check(-torch.rand(3, m, generator=generator), k)
+
+
+def test_many_of_one_group_and_of_what_is_left_over_are_found() -> None:
+    scores = torch.zeros(2, 17 * 1024 + 5)
+    scores[0, 3::1024] = torch.arange(1.0, 19.0)  # 18, all in the fourth of 1,024 groups and behind
+    scores[1, -5:] = torch.arange(1.0, 6.0)
+    check(scores[:1], 18)
+    values, places = largest(scores, 5)
+    assert places[1].tolist() == [17 * 1024 + i for i in (4, 3, 2, 1, 0)]
+    assert values[0].tolist() == [18, 17, 16, 15, 14]
+
+
+def test_equal_numbers_are_taken_once_each() -> None:
+    check(torch.ones(2, 17 * 1024), 30)
+    check(torch.arange(20 * 1024.0).remainder(7).repeat(3, 1), 200)
+    check(torch.randn(2, 17 * 1024, generator=torch.Generator().manual_seed(0)), 300)  # most groups
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_what_lies_between_what_is_in_use_is_given_back() -> None:
+    if not hasattr(ctypes.CDLL(None), "malloc_trim"):
+        assert not give_back_freed()
+        return
+    size, n = 50_000, 800  # small enough for the heap, 40 MB in all
+    kept = [bytes(size) if i % 2 else bytearray(b"x" * size) for i in range(n)]
+    kept[::2] = [b""] * (n // 2)
+    before = resident()
+    assert give_back_freed()
+    assert before - resident() > 0.5 * size * n / 2
+    assert sum(map(len, kept)) == size * n // 2
+
+
+def test_another_c_library_has_nothing_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
+    assert not give_back_freed()
