@@ -44,10 +44,10 @@ if TYPE_CHECKING:
 
 # Made by the library, checks of its own, or below what a user hands over; `cli` takes its words from typer.
 UNCHECKED = {
-    "InputError", "fingerprint", "rounded_fingerprints", "unembed_hash", "controlled", "Family",
+    "InputError", "controlled",
     "number_text", "InputWarning", "added", "scaled", "CoefficientChange", "SinkWarning", "csv_text",
     "check_writable", "sink_counts",
-    "block_hook", "check_finite", "Report", "main", "run_study", "Rows", "Column",
+    "Report", "main", "run_study", "Rows", "Column",
     "Artifact", "Plan", "command_line", "keep_rows", "make_config", "read_rows",
     "result_row", "result_table", "software_versions", "system_errors", "to_json", "write_bytes",
     "print_members", "print_atlas", "register_wikilm", "WikiLMForCausalLM", "distributed",

@@ -62,7 +62,7 @@ TAKEN = (
     "ValueVector.parse(text", "ValueVector(layer", "Variant(first", "Variant(replacements", "Study(",
     "head(n", "shard_of(examples", "shortened(examples", "at(row",
     "trajectory(layers", "top_tokens(layers", "patched(replacements", "compare_changes(changes",
-    "prune(blocks", "from_maps(method", "encode_text(text", "cosines(directions", "fit_samples(pairs",
+    "prune(blocks", "from_maps(method", "cosines(directions", "fit_samples(pairs",
     "ModelIdentity.difference(other", "origin_of(maps",
 )  # fmt: skip
 

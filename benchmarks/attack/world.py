@@ -211,7 +211,7 @@ RECIPES: dict[str, Callable[[World], Any]] = {
     "attend_nowhere.h": lambda w: w["Activations"][1],
     "parse.text": lambda _: "h.3",
     **dict.fromkeys(("resolve.name", "column.name"), lambda _: "L0D1"),
-    **dict.fromkeys(("load.name", "Catalogue.name", "locate.name"), lambda w: str(w.model_folder)),
+    **dict.fromkeys(("load.name", "Catalogue.name"), lambda w: str(w.model_folder)),
     "visible.token": lambda _: "w1",
     "top_predictions.prompts": lambda w: w["Activations"],
     "savings.table": lambda w: lens.exit_sweep({"mat": w["Lens"]}, w["Activations"], progress=False),

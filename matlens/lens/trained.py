@@ -109,7 +109,7 @@ class LayerTraining:
     ) -> None:
         width, device = readout.d_model, readout.device
         for vectors in (h, last):
-            check_vectors(vectors, width, n_axes=2)
+            check_vectors(vectors, width)
         if len(h) != len(last) or not len(h):
             raise InputError(f"h and last must be as many samples, one or more, got {len(h)}, {len(last)}.")
         weight, bias = torch.zeros(width, width), torch.zeros(width)

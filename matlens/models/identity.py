@@ -97,42 +97,30 @@ class ModelIdentity:
         narrow = {self.dtype, other.dtype} & self.rounded.keys() & other.rounded.keys()
         return self.dtype != other.dtype and any(self.rounded[k] == other.rounded[k] for k in narrow)
 
-    def check_same_changes(self, other: ModelIdentity, *, ours: str, theirs: str) -> None:
-        """Refuse what is of the same model, but with other parts of it replaced, set or hooked.
-
-        Raises
-        ------
-        InputError
-            The changes differ; what is read off the weights goes with any.
-        """
-        if None not in (self.changes, other.changes) and self.changes != other.changes:
-            raise InputError(
-                f"{ours[:1].upper()}{ours[1:]} and {theirs} do not belong together. Both are of "
-                f"{self.name!r}: {ours} with {describe_changes(self.changes)}, and {theirs} with "
-                f"{describe_changes(other.changes)}. Make {ours} anew, or use both where the same changes "
-                "hold."
-            )
-
     def difference(self, other: ModelIdentity) -> str:
-        """Say in words what tells another model from this one."""
+        """What tells another model from this one; empty if they are the same."""
         if self.fingerprint != other.fingerprint:
-            if self.same_but_rounded(other):
-                return (
-                    f"the weights are the same but for their precision, {self.dtype} in the first and "
-                    f"{other.dtype} in the second. Where that is meant, use the maps with "
-                    "same_precision=False (as in MapSet.load(folder, same_precision=False))"
-                )
-            return "weights or precision differ"
+            if not self.same_but_rounded(other):
+                return "weights or precision differ"
+            return (
+                f"the weights are the same but for their precision, {self.dtype} in the first and "
+                f"{other.dtype} in the second. Where that is meant, use the maps with "
+                "same_precision=False (as in MapSet.load(folder, same_precision=False))"
+            )
         if self.tokens != other.tokens:
+            words = f"{self.token_policy} in the first, {other.token_policy} in the second"
             if self.token_policy == other.token_policy:
                 words = f"their vocabularies or special tokens differ ({self.token_policy} in both)"
-            else:
-                words = f"{self.token_policy} in the first, {other.token_policy} in the second"
             return (
                 f"the weights are the same, but the same text becomes other tokens: {words}. Name how text "
                 "becomes tokens with matlens.wrap(), or load both with matlens.load()"
             )
-        return "nothing differs"
+        if None not in (self.changes, other.changes) and self.changes != other.changes:
+            return (
+                f"the first has {describe_changes(self.changes)}, the second "
+                f"{describe_changes(other.changes)}"
+            )
+        return ""
 
     def to_json(self) -> dict[str, Any]:
         """What is written into files; the model's name is called there what adapters' files call it."""
@@ -252,10 +240,9 @@ class Provenance:
             apart = self.same_precision and getattr(other, "same_precision", True)
             if not apart and self.model.same_but_rounded(model):
                 model = replace(model, fingerprint=self.model.fingerprint)
-            if self.model.key == model.key:
-                self.model.check_same_changes(model, ours=ours, theirs=theirs)
-                return
             reason = self.model.difference(model)
+            if not reason:
+                return
         raise InputError(
             f"{ours[:1].upper()}{ours[1:]} and {theirs} do not belong together. Their models are "
             f"{_named(self.model)}, and {_named(model)}: {reason}. Make {ours} anew for this model, or "

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from matlens.errors import InputError, check, check_int, checked
+from matlens.errors import InputError, check_int, checked
 from matlens.models.families.encoder_decoders import ENCODER, stack_of
 from matlens.models.families.vision import is_visual, probe_images
 from matlens.models.families.wikilm.adaptive import AdaptiveSoftmax
@@ -29,13 +28,12 @@ _SCREENED = 1 << 24  # logits that are looked at together
 
 @checked
 class Readout:
-    """What the model does after its last block, alone and in float32.
+    """What the model does after its last block, in float32.
 
-    For decoders the final norm and the unembedding; for masked-LM models the whole head (dense,
-    activation, norm, decoder and its bias). Logit scaling and soft capping are part of it
-    (paper A, Eq. 2; BERT: section 4.2). A half-precision model is read out in float32 too, with its
-    own weights. The adaptive softmax of a WikiLM gives log-probabilities. In a vision transformer that
-    classifies images, classes stand in the place of tokens.
+    For decoders the final norm and the unembedding; for masked-LM models the whole head. Logit scaling and
+    soft capping are part of it (paper A, Eq. 2; BERT: section 4.2). The adaptive softmax of a WikiLM gives
+    log-probabilities. In a vision transformer, classes take the place of tokens. Every method raises
+    InputError for vectors of another width or that are not finite, and once the head's weights have changed.
 
     Raises
     ------
@@ -51,8 +49,8 @@ class Readout:
     d_model, d_vocab
         The width of the vectors that are read, and the number of tokens.
     weights
-        The head's weights; every method raises InputError once they have changed. Inside of
-        ``with readout.weights.constant():`` they are compared at the beginning and at the end alone.
+        The head's weights. Inside of ``with readout.weights.constant():`` they are compared at the beginning
+        and at the end alone, instead of at every call.
     """
 
     def __init__(self, model: TransformerBridge) -> None:
@@ -81,13 +79,7 @@ class Readout:
         self._agrees_with(model)
 
     def check_same(self, other: Provenance | ModelIdentity, *, theirs: str = "the activations") -> None:
-        """Refuse vectors of another model; those of which no model is known are taken.
-
-        Raises
-        ------
-        InputError
-            The models differ; see `Provenance.check_same`.
-        """
+        """Refuse vectors of another model; those of which no model is known are taken."""
         if isinstance(other, ModelIdentity) or other.model is not None:
             Provenance(self.identity).check_same(other, ours="the read-out", theirs=theirs)
 
@@ -101,28 +93,14 @@ class Readout:
     ) -> Float[Tensor, "... d_vocab"]:
         """Scores of all tokens for vectors that stand for ``h^L``, in float32 on the model's device.
 
-        Parameters
-        ----------
-        h
-            The vectors.
-        gradients
-            Whether the scores can be differentiated in ``h``; the head's weights are constants.
-
-        Raises
-        ------
-        InputError
-            The vectors are of another width, or not finite.
+        With ``gradients`` they can be differentiated in ``h``; the head's weights are constants.
         """
+        if gradients:
+            return self.token_scores(self.features(h))
         check_vectors(h, self.d_model)
         self.weights.check()
-        if not gradients:
-            with torch.inference_mode():
-                return self._scores(h, self._head)
-        constants = {name: weight.detach() for name, weight in self._head.named_parameters()}
-        return self._scores(h, lambda x: torch.func.functional_call(self._head, constants, (x,)))
-
-    def _scores(self, h: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-        return self._scaled(head(h.to(self.device, torch.float32)))
+        with torch.inference_mode():
+            return self._scaled(self._head(h.to(self.device, torch.float32)))
 
     def _scaled(self, logits: Tensor) -> Tensor:
         if self._scale != 1:
@@ -132,158 +110,102 @@ class Readout:
     def features(self, h: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_features"]:
         """What the unembedding is applied to: vectors after the norm and, for BERT, the rest of the head.
 
-        It can be differentiated in ``h``; the head's weights are constants.
-
-        Raises
-        ------
-        InputError
-            The vectors are of another width, or not finite.
+        Differentiable in ``h``; the head's weights are constants.
         """
         check_vectors(h, self.d_model)
         self.weights.check()
         features = h.to(self.device, torch.float32)
         for module in list(self._head)[:-1]:
-            constants = {name: weight.detach() for name, weight in module.named_parameters()}
-            features = torch.func.functional_call(module, constants, (features,))
+            features = _with_constants(module, features)
         return features
 
     def token_scores(
         self, features: Float[Tensor, "... d_features"], tokens: Int[Tensor, " k"] | None = None
     ) -> Float[Tensor, "... k"]:
-        """Scores of some tokens alone: those columns of `logits`, for the price of so many.
+        """Scores of some tokens, by default all, for what `features` gives; differentiable in it.
 
-        Parameters
-        ----------
-        features
-            What `features` gives; the scores can be differentiated in them.
-        tokens
-            The tokens, by default all.
-
-        Raises
-        ------
-        InputError
-            A token is not in the vocabulary, or the features are of another width.
+        They are those columns of `logits`, computed alone.
         """
         self.weights.check()
         unembedding: Any = self._head[-1]
         adaptive = isinstance(unembedding, AdaptiveSoftmax)
         width = unembedding.in_features if adaptive else unembedding.weight.shape[1]
         if features.shape[-1] != width:
-            raise InputError(
-                f"The features have {features.shape[-1]} coordinates. Expected the {width} that "
-                "Readout.features gives."
-            )
-        if adaptive:  # each score depends on those of other tokens
-            constants = {name: weight.detach() for name, weight in unembedding.named_parameters()}
-            scores = self._scaled(torch.func.functional_call(unembedding, constants, (features,)))
-            return scores if tokens is None else scores[..., self._check_tokens(tokens)]
-        parts = [unembedding.weight.detach(), None if unembedding.bias is None else unembedding.bias.detach()]
+            raise InputError(f"features must be {width} wide, got {features.shape[-1]}.")
         if tokens is not None:
-            tokens = self._check_tokens(tokens)
-            parts = [None if part is None else part[tokens] for part in parts]
-        weight, bias = parts
-        assert weight is not None
+            self._check_tokens(tokens)
+        if adaptive:  # each score depends on those of other tokens
+            scores = self._scaled(_with_constants(unembedding, features))
+            return scores if tokens is None else scores[..., tokens]
+        weight, bias = unembedding.weight.detach(), unembedding.bias
+        bias = None if bias is None else bias.detach()
+        if tokens is not None:
+            weight, bias = weight[tokens], None if bias is None else bias[tokens]
         return self._scaled(nn.functional.linear(features, weight, bias))
 
-    def _check_tokens(self, tokens: Tensor) -> Tensor:
+    def _check_tokens(self, tokens: Tensor) -> None:
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.d_vocab:
-            raise InputError(f"A token is not among those from 0 to {self.d_vocab - 1}. Expected these.")
-        return tokens
+            raise InputError(f"tokens must be from 0 to {self.d_vocab - 1}.")
 
-    @torch.inference_mode()
     def top_ids(self, h: Float[Tensor, "n d_model"]) -> Int[Tensor, " n"]:
         """The token with the highest logit for each vector, the first of equals; on the model's device.
 
         The same for all batches and numbers of threads: logits that are too close to be told apart in
         another precision are computed in float64, from the head's input and weights in float32. That takes
         a fraction of the time of `logits`.
-
-        Raises
-        ------
-        InputError
-            The vectors are of another width, or not finite.
         """
-        check_vectors(h, self.d_model, n_axes=2)
-        with self.weights.constant():
-            screened = [
-                self.logits(part).argmax(-1) if screen is None else screen.top(features)
-                for part, features, screen in self._screened(h)
-            ]
-        return torch.cat([h.new_empty(0, dtype=torch.int64, device=self.device), *screened])
+        return self._tops(h, None)[0]
 
-    @torch.inference_mode()
     def top_ids_and_ranks(
         self, h: Float[Tensor, "n d_model"], ids: Int[Tensor, " n"]
     ) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:
-        """For each vector the token with the highest logit, and the rank of a given one, 1 for the highest.
-
-        Parameters
-        ----------
-        h, ids
-            The vectors, and a token for each of them.
-
-        Raises
-        ------
-        InputError
-            The vectors are of another width, or not finite, or the ids are not as many tokens of the model.
-        """
-        check_vectors(h, self.d_model, n_axes=2)
+        """The token with the highest logit for each vector, and the rank of a given one (1 for the best)."""
         if ids.shape != h.shape[:1]:
             raise InputError(f"ids must be a token for each of the {len(h)} vectors, got {len(ids)}.")
-        ids, start = self._check_tokens(ids).to(self.device, torch.int64), 0
-        tops, ranks = [ids[:0]], [ids[:0]]
+        self._check_tokens(ids)
+        tops, ranks = self._tops(h, ids.to(self.device, torch.int64))
+        return tops, ranks + 1
+
+    @torch.inference_mode()
+    def _tops(self, h: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The best tokens, and how many are above given ones; a few vectors at a time."""
+        check_vectors(h, self.d_model)
+        unembedding: Any = self._head[-1]
+        # A cap grows with the logit and a factor is greater than 0, so neither changes which token is above.
+        screened = Screen.suits(unembedding) and self._scale > 0
+        if screened and (self._screen is None or not self._screen.holds(unembedding)):
+            self._screen = Screen(unembedding)
+        n_parts = max(-(-len(h) // max(_SCREENED // self.d_vocab, 1)), 1)  # of one size, none of a few rows
+        tops, ranks = [], []
         with self.weights.constant():
-            for part, features, screen in self._screened(h):
-                of_part, start = ids[start : start + len(part)], start + len(part)
-                if screen is None:
+            parts = h.tensor_split(n_parts)
+            for part, given in zip(parts, parts if ids is None else ids.tensor_split(n_parts), strict=True):
+                features = part.to(self.device, torch.float32)
+                for module in list(self._head)[:-1]:
+                    features = module(features)
+                screen = self._screen if screened else None
+                if screen is None or not screen.takes(features):
                     logits = self.logits(part)
-                    top, rank = logits.argmax(-1), (logits > logits.gather(1, of_part[:, None])).sum(1)
+                    tops.append(logits.argmax(-1))
+                    if ids is not None:
+                        ranks.append((logits > logits.gather(1, given[:, None])).sum(1))
+                elif ids is None:
+                    tops.append(screen.top(features))
                 else:
-                    top, rank = screen.top_and_rank(features, of_part)
-                tops.append(top)
-                ranks.append(rank)
-        return torch.cat(tops), torch.cat(ranks) + 1
-
-    def _screened(self, h: Tensor) -> Iterator[tuple[Tensor, Tensor, Screen | None]]:
-        """Vectors a few at a time, what the unembedding makes logits of, and by what it is screened.
-
-        A cap grows with the logit and a factor is greater than 0, so neither changes which token is above.
-        """
-        unembed: Any = self._head[-1]
-        screened = Screen.suits(unembed) and self._scale > 0
-        if screened and (self._screen is None or not self._screen.holds(unembed)):
-            self._screen = Screen(unembed)
-        most = max(_SCREENED // self.d_vocab, 1)
-        for part in h.tensor_split(max(-(-len(h) // most), 1)):  # all of one size, none of a few rows
-            features = part.to(self.device, torch.float32)
-            for module in list(self._head)[:-1]:
-                features = module(features)
-            screen = self._screen if screened else None
-            yield part, features, screen if screen is not None and screen.takes(features) else None
+                    top, rank = screen.top_and_rank(features, given)
+                    tops.append(top)
+                    ranks.append(rank)
+        return torch.cat(tops), torch.cat(ranks or tops)
 
     def log_probs(self, h: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_vocab"]:
-        """Natural logarithms of ``delta(h)``.
-
-        Raises
-        ------
-        InputError
-            The vectors are of another width, or not finite.
-        """
+        """Natural logarithms of ``delta(h)``."""
         return log_softmax(self.logits(h))
 
     def top_tokens(self, h: Float[Tensor, " d_model"], k: int = 5) -> list[tuple[str, float]]:
-        """The ``k`` most probable tokens of ``delta(h)`` and their probabilities, the most probable first.
-
-        Raises
-        ------
-        InputError
-            It is not one vector of the model's width, is not finite, ``k`` is more than there are tokens, or
-            the model has no tokenizer.
-        """
-        k = check_int(k, "The number of tokens", min=1, max=self.d_vocab)
+        """The ``k`` most probable tokens of ``delta(h)`` and their probabilities, the most probable first."""
+        k = check_int(k, "k", min=1, max=self.d_vocab)
         if self.tokenizer is None:
             raise InputError("The model of this read-out has no tokenizer. Read its logits instead.")
-        check_vectors(h, self.d_model, n_axes=1)
         probability, token = self.log_probs(h).exp().topk(k)
         return [
             (self.tokenizer.decode([t]), p) for t, p in zip(token.tolist(), probability.tolist(), strict=True)
@@ -314,38 +236,20 @@ class Readout:
             )
 
 
-def check_vectors(vectors: Any, width: int, *, n_axes: int | None = None) -> None:
-    """Refuse what is no tensor of finite vectors of this width.
-
-    Parameters
-    ----------
-    vectors
-        What the user gave, a vector along the last axis.
-    width
-        How many coordinates a vector has.
-    n_axes
-        How many axes there are, by default any number from one.
-
-    Raises
-    ------
-    InputError
-        It is something else; the message says what.
-    """
-    check(vectors, Tensor, "vectors")
-    expected = (
-        f"Expected {'one vector' if n_axes == 1 else 'vectors'} of {width} coordinates, the model's width"
-    )
-    if vectors.ndim < 1 or vectors.shape[-1] != width or n_axes not in (None, vectors.ndim):
-        raise InputError(
-            f"The vectors have the shape {tuple(vectors.shape)}. {expected}, along the last axis."
-        )
-    if not vectors.is_floating_point():
-        raise InputError(f"The vectors are of {vectors.dtype}. {expected}, in float32 or another precision.")
+def check_vectors(vectors: Tensor, width: int) -> None:
+    """Refuse vectors of another width or that are not finite."""
+    if vectors.shape[-1] != width:
+        raise InputError(f"Vectors must be {width} wide, as the model, got {vectors.shape[-1]}.")
     if not bool(vectors.isfinite().all()):
         raise InputError(
-            "The vectors hold NaN or infinity, so no token can be read from them. Expected finite numbers; "
-            "vectors mapped by a fit of too few samples can overflow."
+            "Vectors must be finite, got NaN or infinity. Maps fitted on too few samples can overflow."
         )
+
+
+def _with_constants(module: nn.Module, x: Tensor) -> Tensor:
+    """The output of a module whose weights are constants, differentiable in its input."""
+    constants = {name: weight.detach() for name, weight in module.named_parameters()}
+    return torch.func.functional_call(module, constants, (x,))
 
 
 def head_modules(model: TransformerBridge) -> list[nn.Module]:

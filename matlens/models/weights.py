@@ -207,47 +207,32 @@ def unembed_hash(model: TransformerBridge) -> str | None:
 
 
 def check_in_memory(model: TransformerBridge) -> None:
-    """Refuse a model whose weights are brought in from elsewhere for each pass, as accelerate offloads them.
-
-    Raises
-    ------
-    InputError
-        A parameter is on no device.
-    """
+    """Refuse a model with weights that accelerate brings in from elsewhere for each pass."""
     parameters = model.original_model.named_parameters()
     absent = next((name for name, tensor in parameters if tensor.is_meta), None)
     if absent is not None:
-        absent = absent.replace("_original_component.", "")
         raise InputError(
-            f"Weights of {model.cfg.model_name} are not in memory, {absent} among them: "
-            "they are offloaded to the disk or to the processor, where what is read off weights "
-            "cannot find them. Expected a model that is wholly on its devices: give it more of them "
-            "(device_map), or load it in half precision (dtype)."
+            f"Weights of {model.cfg.model_name} are not in memory, {plain_place(absent)} among them: "
+            "they are offloaded to the disk or to the CPU. Give the model more devices (device_map), or load "
+            "it in half precision (dtype)."
         )
 
 
 @checked
 def check_finite_weights(model: TransformerBridge) -> None:
-    """Refuse weights that are not finite, or not there.
-
-    Raises
-    ------
-    InputError
-        A parameter holds NaN or infinity; the message names it. Or it is on no device.
-    """
+    """Raise InputError for weights that are not finite, or on no device."""
     check_in_memory(model)
     for name, tensor in model.original_model.named_parameters():
         # A sum is not finite if a term is not, and is quicker than looking at each. It may overflow itself.
         if not tensor.is_floating_point() or bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()):
             continue
-        place = name.replace("_original_component.", "")
-        if bool(tensor.isnan().any()) or tensor.dtype != torch.float16:
-            reason = "The checkpoint is damaged, or its training failed: get another."
-        else:
-            reason = "In float16 weights overflow past 65504: load the model in bfloat16 or float32."
         value = "NaN" if bool(tensor.isnan().any()) else "infinity"
+        reason = "The checkpoint is damaged, or its training failed."
+        if value == "infinity" and tensor.dtype == torch.float16:
+            reason = "In float16 weights overflow past 65504: load the model in bfloat16 or float32."
         raise InputError(
-            f"The weights of {model.cfg.model_name} are not finite: {place} holds {value}. {reason}"
+            f"The weights of {model.cfg.model_name} are not finite: {plain_place(name)} holds {value}. "
+            f"{reason}"
         )
 
 
@@ -344,7 +329,7 @@ def is_quantized(model: TransformerBridge) -> bool:
 
 
 def plain_place(path: str) -> str:
-    """A module's place in the model without a bridge."""
+    """The name of a module or parameter in the model without a bridge."""
     return ".".join(name for name in path.split(".") if name != "_original_component")
 
 
@@ -352,7 +337,7 @@ def plain_state(model: TransformerBridge) -> dict[str, Tensor]:
     """All parameters and buffers of a model, by their names without a bridge; the model's own tensors."""
     inner = model.original_model
     named = (*inner.named_parameters(remove_duplicate=False), *inner.named_buffers(remove_duplicate=False))
-    return {name.replace("_original_component.", ""): tensor.detach() for name, tensor in named}
+    return {plain_place(name): tensor.detach() for name, tensor in named}
 
 
 def modules_below(top: str, module: nn.Module, seen: set[int] | None) -> Iterator[tuple[str, nn.Module]]:

@@ -17,6 +17,7 @@ from matlens import collect, make_examples
 from matlens.activations.activations import Activations
 from matlens.data.corpus import Corpus
 from matlens.data.examples import Examples
+from matlens.models.weights import fingerprint
 
 STREAM = [f"h.{layer}" for layer in range(N_LAYERS + 1)]
 
@@ -40,7 +41,7 @@ def test_activations_are_read_by_name_number_or_site(llama: tuple[Any, Examples]
 def test_provenance_says_what_was_run(llama: tuple[Any, Examples]) -> None:
     model, examples = llama
     found = collect(model, examples, progress=False).provenance
-    assert found.identity.fingerprint == matlens.models.fingerprint(model)
+    assert found.identity.fingerprint == fingerprint(model)
     assert found.data == examples.provenance
     assert (list(found.details["columns"]), found.positions, found.examples) == (
         STREAM,

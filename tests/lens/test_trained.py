@@ -115,7 +115,7 @@ def test_scores_of_some_tokens_are_those_of_all(name: str, small_model: Models) 
     assert moving.grad is not None
     assert float(moving.grad[0, 2]) == pytest.approx(float(slope), rel=0.02, abs=1e-5)
     assert all(weight.grad is None for weight in small_model(name).parameters())
-    with pytest.raises(InputError, match="not among those from 0 to 59"):
+    with pytest.raises(InputError, match="must be from 0 to 59"):
         readout.token_scores(readout.features(h), torch.tensor([60]))
 
 

@@ -15,7 +15,8 @@ from transformer_lens.model_bridge import TransformerBridge
 import matlens
 from matlens import InputError, ffn, lens
 from matlens.ffn import controlled
-from matlens.models import ModelLayout, Provenance, changes_of, read_wikilm, register_wikilm, token_policy
+from matlens.models import ModelLayout, Provenance, changes_of, register_wikilm, token_policy
+from matlens.models.families.wikilm.checkpoint import read_wikilm
 from matlens.models.sizes import read_sizes
 
 SENTENCES = ["w1 w40 w17 w3 w29 w9", "w17 w2", "w8 w8 w30 w21 w49 w35 w45"]
@@ -91,7 +92,7 @@ def test_the_readout_is_true_to_the_adaptive_softmax(model: Any, samples: Any) -
     torch.testing.assert_close(scores, expected[:, some], atol=1e-5, rtol=0)
     scores.sum().backward()
     assert given.grad is not None
-    with pytest.raises(InputError, match="not among"):
+    with pytest.raises(InputError, match="must be from 0 to"):
         readout.token_scores(readout.features(h), torch.tensor([N_WORDS]))
 
 

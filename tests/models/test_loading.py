@@ -26,7 +26,8 @@ from transformers import AutoTokenizer
 
 import matlens
 from matlens import InputError
-from matlens.models import ModelIdentity, encode_text, token_policy
+from matlens.models import ModelIdentity, token_policy
+from matlens.models.tokens import encode_text
 
 TEXT = " ".join(WORDS[3:15])
 

@@ -17,7 +17,8 @@ from transformer_lens.model_bridge import TransformerBridge
 import matlens
 from matlens import InputError, MapSet
 from matlens.data import Corpus
-from matlens.models import ModelIdentity, encode_text, token_policy
+from matlens.models import ModelIdentity, token_policy
+from matlens.models.tokens import encode_text
 
 TEXT = " ".join(WORDS[:6])
 

@@ -17,7 +17,7 @@ import matlens
 from matlens.activations.activations import Activations
 from matlens.io.tables import write_results
 from matlens.io.verification import verify
-from matlens.models.weights import unembed_hash
+from matlens.models.weights import fingerprint, unembed_hash
 from matlens.study.steps import _note_on_samples, evaluate_maps, fit_maps, plot_results, read_results
 
 
@@ -29,7 +29,7 @@ def test_evaluate_returns_what_it_writes(small_model: Callable[[str], Any], coll
     assert list(again.columns) == list(results.columns)
     assert again.to_csv(index=False) == results.to_csv(index=False)
     origin = json.loads((collected / "results.json").read_text())
-    assert origin["maps"]["model"]["fingerprint"] == matlens.models.fingerprint(small_model("gpt2"))
+    assert origin["maps"]["model"]["fingerprint"] == fingerprint(small_model("gpt2"))
     assert origin["maps"]["model"]["unembed_hash"] == unembed_hash(small_model("gpt2"))
 
 
