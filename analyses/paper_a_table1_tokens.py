@@ -11,12 +11,12 @@ from typing import Annotated
 
 import typer
 from figures.paper_a import token_table
+from paper_a import predictions_table, prompt_texts, side_by_side, top_predictions
 from rich.console import Console
 from studies import Report, Study, run_study
 
 from matlens import collect, make_prompts
 from matlens.data import is_masked
-from matlens.lens import predictions_table, prompt_texts, side_by_side, top_predictions
 from matlens.models import ModelLayout
 
 NAME = "paper_a_table1_tokens"

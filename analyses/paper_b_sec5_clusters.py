@@ -24,12 +24,12 @@ from typing import Annotated
 
 import typer
 from figures.paper_b import extremes_figure
+from paper_a import prediction_confidence
 from studies import Disk, LinkageOption, Memory, Report, Study, run_study
 from sub_updates import TokenFrequency, compare_linkages, concentration, extreme_tables
 
 from matlens.activations import sink_counts
 from matlens.ffn import MEMORY_GIB, N_CLUSTERS, Clusters, Projection
-from matlens.lens import prediction_confidence
 
 NAME, GROUPS, PLACES = "paper_b_sec5_clusters", "paper_b_sec5_groups", "paper_b_sec5_places"
 ALONE, FEW, LARGEST, WAYS = (f"paper_b_sec5_{name}" for name in ("alone", "few", "largest", "ways"))

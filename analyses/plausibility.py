@@ -19,12 +19,12 @@ from annotation import (
     read_plausibility_sheet,
     write_sheet,
 )
+from paper_a import read_predictions, top_predictions
 from rich.console import Console
 from rich.table import Table
 from studies import Report, Study, run_study
 
 from matlens import InputError, collect, load_corpus, make_examples
-from matlens.lens import read_predictions, top_predictions
 
 NAME = "plausibility"
 

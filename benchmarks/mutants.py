@@ -53,7 +53,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "patching/variants": (),
     "lens/evaluation": ("tests/lens/test_masked.py",),
     "lens/early_exit": (),
-    "lens/predictions": (),
+    "paper_a/predictions": ("tests/analyses/test_predictions.py",),
     "lens/maps": ("tests/lens/test_lens.py", "tests/lens/test_closed_forms.py"),
     "lens/closed_forms": ("tests/test_dividing.py",),
     "lens/trained": (),

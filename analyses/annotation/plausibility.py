@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
+from paper_a.predictions import METHODS
 
 from annotation.sheets import read_sheet, refuse_lines
 from matlens import metrics
 from matlens.errors import InputError, Seed, checked, short
-from matlens.lens.predictions import METHODS
 from matlens.models.tokens import visible
 
 SHEET_COLUMNS = ("item", "sentence", "token", "plausible")
@@ -28,7 +28,7 @@ def make_plausibility_sheet(predictions: pd.DataFrame, *, seed: Seed = 0) -> pd.
     Parameters
     ----------
     predictions
-        The table of `lens.top_predictions`.
+        The table of `top_predictions`.
     seed
         Seed of the order.
     """
@@ -82,7 +82,7 @@ def plausibility_rates(predictions: pd.DataFrame, sheet: pd.DataFrame) -> pd.Dat
     Parameters
     ----------
     predictions
-        The table of `lens.top_predictions` that the sheet was made of.
+        The table of `top_predictions` that the sheet was made of.
     sheet
         The filled sheet, as `read_plausibility_sheet` gives it.
 

@@ -299,7 +299,7 @@ def group_table(
     clusters, values, trace
         Clusters of the model's value vectors, the value vectors, and the trace.
     confidence
-        The probability of the prediction for each example, see `matlens.lens.prediction_confidence`.
+        The probability of the prediction for each example, see `paper_a.prediction_confidence`.
     """
     of_extreme, of_drawn = (_with_kinds(chosen, clusters, kind_of) for chosen in (extreme, drawn))
     of_extreme = of_extreme.assign(sink=trace.sinks[extreme.example].numpy(), row=extreme.row.numpy())

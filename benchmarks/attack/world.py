@@ -213,7 +213,6 @@ RECIPES: dict[str, Callable[[World], Any]] = {
     **dict.fromkeys(("resolve.name", "column.name"), lambda _: "L0D1"),
     **dict.fromkeys(("load.name", "Catalogue.name"), lambda w: str(w.model_folder)),
     "visible.token": lambda _: "w1",
-    "top_predictions.prompts": lambda w: w["Activations"],
     "savings.table": lambda w: lens.exit_sweep({"mat": w["Lens"]}, w["Activations"], progress=False),
     **dict.fromkeys(("sinks",), lambda _: torch.arange(60) % 9 == 0),
     **dict.fromkeys(("x", "y", "second", "outputs", "directions"), lambda w: w["Activations"][3]),

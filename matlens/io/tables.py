@@ -166,7 +166,7 @@ def check_columns(table: pd.DataFrame, columns: Iterable[str], *, what: str) -> 
     columns
         Columns that must be there.
     what
-        What the table should be, such as ``"the table of lens.top_predictions"``.
+        What the table should be, such as ``"the table of lens.exit_sweep"``.
 
     Raises
     ------

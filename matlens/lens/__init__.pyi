@@ -16,10 +16,3 @@ from .evaluation import report_table as report_table
 from .lens import Lens as Lens
 from .open_sets import evaluate_open_sets as evaluate_open_sets
 from .open_sets import read_evaluations as read_evaluations
-from .predictions import masked_accuracy as masked_accuracy
-from .predictions import prediction_confidence as prediction_confidence
-from .predictions import predictions_table as predictions_table
-from .predictions import prompt_texts as prompt_texts
-from .predictions import read_predictions as read_predictions
-from .predictions import side_by_side as side_by_side
-from .predictions import top_predictions as top_predictions

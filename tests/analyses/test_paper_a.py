@@ -41,13 +41,13 @@ from analysing import (
 from conftest import N_LAYERS
 from judged_by_hand import assert_judged
 from paper_a import scheme_quality
+from paper_a.predictions import top_predictions
 from paper_a_by_hand import PAIRS, fitted
 from sklearn.metrics import r2_score
 
 import matlens
 from matlens import collect, make_examples, make_prompts
 from matlens.data.readers import is_masked
-from matlens.lens import top_predictions
 from matlens.patching.schemes import wrr_schemes
 
 OF_NO_MODEL = ("small_bert", "small_gpts", "small_wikilm", "compatibility")  # these make models of their own

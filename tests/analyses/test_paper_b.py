@@ -33,12 +33,12 @@ from annotation import WordSimilarity
 from conftest import N_LAYERS, SINK_TOKENS
 from figures import paper_b
 from hand_controlled import controlled_by_hand
+from paper_a.predictions import prediction_confidence
 from plain_values import plain_unembedding, plain_values
 
 import matlens
 from matlens import ffn
 from matlens.data import TokenFrequency, make_windows
-from matlens.lens import prediction_confidence
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from annotation.plausibility import (
     plausibility_rates,
     read_plausibility_sheet,
 )
+from paper_a.predictions import COLUMNS
 from scipy import stats
 
 from matlens import InputError
-from matlens.lens.predictions import COLUMNS
 from matlens.models.tokens import visible
 
 # Two sentences, three layers, two tokens each; the last layer has one way to be read.

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ARCHITECTURES, N_CTX, assert_near, load_plain, plain_vectors
+from paper_a.predictions import prompt_texts
 from patched_models import LENGTHS, SENTENCES, padded, run_variants
 from transformers import BatchEncoding
 
@@ -18,7 +19,6 @@ from matlens import InputError, LinearMap, Readout, make_token_examples
 from matlens.activations import Activations, stream
 from matlens.data.examples import Examples
 from matlens.ffn import Trace
-from matlens.lens import prompt_texts
 from matlens.patching import Replacement, Variant
 
 Models = Callable[[str], Any]

@@ -168,9 +168,6 @@ PASSES: dict[str, Callable[[Any], Any]] = {
     "text_losses": lambda w: text_losses(w.model, Corpus("c", ("w1 w2",), 1, 0, 0, 0), progress=False),
     "continue_prompts": lambda w: continue_prompts(w.model, ["w1"], n_tokens=1, progress=False),
     "Lens.fit": lambda w: matlens.Lens.fit(w.model, w.examples, progress=False),
-    "prediction_confidence": lambda w: matlens.lens.prediction_confidence(
-        w.model, w.examples, progress=False
-    ),
 }
 
 

@@ -12,14 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from conftest import D_MODEL, MASKED, N_LAYERS, make_tokenizer, plain_vectors
-from rich.console import Console
-from torch import Tensor
-
-from matlens import InputError, LinearMap, MapSet, Readout, collect, make_examples, make_prompts
-from matlens.activations.activations import Activations
-from matlens.data.corpus import Corpus
-from matlens.data.examples import Examples
-from matlens.lens.predictions import (
+from paper_a.predictions import (
     COLUMNS,
     masked_accuracy,
     prediction_confidence,
@@ -28,6 +21,13 @@ from matlens.lens.predictions import (
     side_by_side,
     top_predictions,
 )
+from rich.console import Console
+from torch import Tensor
+
+from matlens import InputError, LinearMap, MapSet, Readout, collect, make_examples, make_prompts
+from matlens.activations.activations import Activations
+from matlens.data.corpus import Corpus
+from matlens.data.examples import Examples
 from matlens.models.identity import Provenance
 from matlens.models.tokens import visible
 

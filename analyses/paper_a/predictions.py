@@ -126,7 +126,7 @@ def side_by_side(table: pd.DataFrame, prompt: str) -> pd.DataFrame:
     InputError
         It is no table of predictions, or has none for the prompt.
     """
-    check_columns(table, COLUMNS, what="the table of lens.top_predictions")
+    check_columns(table, COLUMNS, what="the table of top_predictions")
     predictions = table[table["prompt"] == prompt]
     if predictions.empty:
         raise InputError(f"The table has no predictions for the prompt {short(prompt)}.")
