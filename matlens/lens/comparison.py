@@ -24,14 +24,13 @@ from matlens.data.readers import is_masked
 from matlens.errors import Between, InputError, NonNegativeInt, PositiveInt, Seed, checked, short, warn
 from matlens.io.tables import result_row, result_table
 from matlens.lens import trained
-from matlens.lens.config import Method, layers_read, parse_methods, resolve_layers
+from matlens.lens.config import LensConfig, Method, layers_read, parse_methods, resolve_layers
 from matlens.lens.early_exit import exit_sweep
 from matlens.lens.evaluation import Member, report_table
 from matlens.lens.lens import Lens
-from matlens.lens.maps import LensMaps
 from matlens.lens.open_sets import EvaluationItem, evaluate_open_sets
+from matlens.linear.maps import LinearMap
 from matlens.metrics import Estimate
-from matlens.models.identity import ModelIdentity
 from matlens.models.readout import Readout
 from matlens.numerics import in_float64
 from matlens.parallel import Bar
@@ -150,15 +149,14 @@ def compare_lenses(
         model, make_examples(model, parts[1], seed=seed), folder=Path(folder) / "lens-validation",
         progress=progress,
     )  # fmt: skip
-    fitted_on_vectors = [config or name for name, config in configs.items() if name != "jacobian"]
-    members: dict[str, Member] = {}
-    if fitted_on_vectors:
-        members = fit_members(model, train, fitted_on_vectors, layers=wanted, seed=seed, progress=progress)
+    on_vectors = {name: config for name, config in configs.items() if name != "jacobian"}
+    members = fit_members(model, train, on_vectors, wanted, seed=seed, progress=progress)
     cosines = None
     if "jacobian" in configs:
         *halves, members["jacobian"] = _jacobians(model, parts[0], wanted, n_prompts, longest, progress)
         cosines = _cosines(members, (halves[0], halves[1]), train)
     members = {name: members[name] for name in configs}
+    lenses = {name: member.lens for name, member in members.items()}
     evaluated_at = [layer for layer in wanted if layer or "jacobian" not in configs]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SinkWarning)
@@ -166,56 +164,36 @@ def compare_lenses(
     table = report_table(
         members, validation, layers=evaluated_at, sinks=sinks, progress=progress, against=against
     )
-    lenses = {name: member.lens for name, member in members.items()}
     exits = exit_sweep(lenses, validation, layers=evaluated_at, progress=progress)
     read = None
     if evaluations is not None:
         read = evaluate_open_sets(lenses, evaluations, layers=evaluated_at, progress=progress)
-    origin = {
-        **_origin(train, validation, lenses),
-        "layers": wanted, "methods": list(configs), "seed": seed, "n_sinks": int(sinks.sum()),
-    }  # fmt: skip
-    return Comparison(table, exits, cosines, read, members, origin)
-
-
-def _origin(train: Activations, validation: Activations, lenses: Mapping[str, Lens]) -> dict[str, Any]:
-    """What the values come from, as far as the data and the lenses say."""
     details = {name: lens.provenance.details for name, lens in lenses.items()}
     origin = {
         **validation.provenance.to_json("model", "data"),
-        "train": train.provenance.to_json("data", "positions"),
-        "n_rows": train.n_rows,
+        "train": train.provenance.to_json("data", "positions"), "n_rows": train.n_rows,
         "strengths": {name: its["strengths"] for name, its in details.items() if "strengths" in its},
-    }
-    if "jacobian" in details:
-        jacobian = details["jacobian"]
+        "layers": wanted, "methods": list(configs), "seed": seed, "n_sinks": int(sinks.sum()),
+    }  # fmt: skip
+    if jacobian := details.get("jacobian"):
         origin |= {"n_prompts": jacobian["n_fitted"], "n_prompt_tokens": jacobian["n_tokens"]}
-    return origin
+    return Comparison(table, exits, cosines, read, members, origin)
 
 
-# Lenses fitted one by one
-
-
-@checked
 def fit_members(
     model: TransformerBridge,
     train: Activations,
-    methods: Sequence[Method] = METHODS,
+    configs: Mapping[str, LensConfig | None],
+    layers: Sequence[int],
     *,
-    layers: Sequence[int] | None = None,
-    seed: Seed = 0,
+    seed: int = 0,
     progress: bool = True,
 ) -> dict[str, Member]:
-    """Fit lenses on the same vectors and measure what each takes; the parameters are those of `Lens.fit`.
+    """Fit lenses on the same vectors and measure what each takes.
 
     A lens is charged with all that it needs but for collecting: ``polished`` with the closed form that it
     starts from, and closed forms of the same sums with the time of all of them.
     """
-    configs = parse_methods(methods)
-    if "jacobian" in configs:
-        raise InputError("'jacobian' is fitted on sentences. Use Lens.fit or compare_lenses.")
-    train.provenance.check_same(ModelIdentity.from_model(model), ours="the activations")
-    wanted = resolve_layers(layers, int(model.cfg.n_layers))
     groups: dict[Any, list[Method]] = {}
     for name, config in configs.items():
         shared = name if config is None else (config.standardise, config.weighted, config.sinks)
@@ -223,12 +201,12 @@ def fit_members(
     members: dict[str, Member] = {}
     for group in Bar(list(groups.values()), desc="lenses", disable=not progress):
         begin = time.process_time()
-        fitted = Lens.fit(model, train, method=group, layers=wanted, seed=seed, progress=progress)
+        fitted = Lens.fit(model, train, method=group, layers=layers, seed=seed, progress=progress)
         seconds = time.process_time() - begin
         for name, lens in fitted.items():
-            flops = fit_flops(name, train.n_rows, lens.on_readout) * len(wanted)
+            flops = fit_flops(name, train.n_rows, lens.on_readout) * len(layers)
             members[name] = Member(lens, seconds, flops) if flops else Member(lens)
-    return {name: members[name] for name in configs}
+    return members
 
 
 @checked
@@ -264,29 +242,23 @@ def _jacobians(
         for i in (0, 1)
     ]  # fmt: skip
     seconds = time.process_time() - begin
-    mean = mean_jacobian(*halves)
-    parameters = sum(weight.numel() for weight in model.blocks.parameters() if weight.ndim == 2)
-    flops = jacobian_flops(mean.provenance.details["n_tokens"], int(model.cfg.d_model), parameters)
-    first, second, lens = (Lens(**vars(maps)).on(model) for maps in (*halves, mean))
-    return first, second, Member(lens, seconds, flops)
-
-
-def mean_jacobian(first: LensMaps, second: LensMaps) -> LensMaps:
-    """The mean of two Jacobian lenses over all their prompts."""
-    details = [maps.provenance.details for maps in (first, second)]
-    sums = {name: sum(of_half[name] for of_half in details) for name in ("n_fitted", "n_tokens")}
-    share = details[0]["n_fitted"] / sums["n_fitted"]
-    provenance = first.provenance.with_details(**sums)
+    n_fitted, n_tokens = (
+        [half.provenance.details[name] for half in halves] for name in ("n_fitted", "n_tokens")
+    )
+    share = n_fitted[0] / sum(n_fitted)
+    provenance = halves[0].provenance.with_details(n_fitted=sum(n_fitted), n_tokens=sum(n_tokens))
     maps = {
-        layer: linear
-        and replace(
-            linear,
-            weight=share * linear.matrix + (1 - share) * second.matrix(layer),
-            provenance=provenance,
+        layer: LinearMap(
+            share * halves[0].matrix(layer) + (1 - share) * halves[1].matrix(layer), None,
+            f"h.{layer}", f"h.{model.cfg.n_layers}", provenance,
         )
-        for layer, linear in first.maps.items()
-    }
-    return replace(first, maps=maps, provenance=provenance)
+        for layer in halves[0].layers
+    }  # fmt: skip
+    mean = replace(halves[0], maps=maps, provenance=provenance)
+    parameters = sum(weight.numel() for weight in model.blocks.parameters() if weight.ndim == 2)
+    flops = jacobian_flops(sum(n_tokens), int(model.cfg.d_model), parameters)
+    first, second, lens = (Lens(**vars(of)).on(model) for of in (*halves, mean))
+    return first, second, Member(lens, seconds, flops)
 
 
 # Cosines of matrices

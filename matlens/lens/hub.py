@@ -12,13 +12,13 @@ import json
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from matlens.errors import InputError, printable, short
+from matlens.errors import InputError, check, checked, printable, short
 from matlens.io.artifact import CONFIG
 from matlens.io.bounds import parse_json
 from matlens.io.numbers import number_text
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 INDEX, CARD = "lenses.json", "README.md"
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _ATTEMPTS = 4
-_ENTRY: Mapping[str, type] = {
-    "folder": str, "model": str, "method": str, "corpus": str, "sinks": str, "layers": list, "mean": dict
-}  # fmt: skip
 MEASURES: Mapping[tuple[str, int | None], str] = {
     ("r2", None): "r2", ("r2 without sinks", None): "r2 without sinks", ("precision", 1): "Precision@1",
     ("precision", 5): "Precision@5", ("precision", 10): "Precision@10", ("surprisal", None): "surprisal",
@@ -44,6 +41,35 @@ MEASURES: Mapping[tuple[str, int | None], str] = {
 }  # fmt: skip
 _ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 _MARKUP = re.compile(r"([\\`*_\[\]<>|~#])")
+
+
+@checked
+@dataclass(frozen=True)
+class LensEntry:
+    """The line of a lens in the list of its repository."""
+
+    folder: str
+    model: str
+    method: str
+    corpus: str
+    tokens: int | None
+    sinks: str
+    layers: Sequence[int]
+    mean: Mapping[str, float]
+    digest: str
+
+    @classmethod
+    def from_lens(
+        cls, folder: str, lens: LensMaps, quality: Mapping[int, Mapping[str, float]] | None
+    ) -> LensEntry:
+        """The line of a lens, with its measures averaged over layers."""
+        provenance = lens.provenance
+        means = pd.DataFrame(list((quality or {}).values())).mean()
+        return cls(
+            folder, bare(provenance.identity.name), lens.method, bare(provenance.corpus),
+            fitted_samples(provenance), sinks_text(lens), list(lens.maps),
+            {str(name): value for name, value in means.items()}, lens.digest,
+        )  # fmt: skip
 
 
 def folder_of(lens: LensMaps) -> str:
@@ -76,12 +102,12 @@ def push_lens(
         of_lens[f"{folder}/{CARD}"] = lens_card(lens, measures).encode()
         for _ in range(_ATTEMPTS):
             onto = repository.snapshot(absent=True)
-            entries = [entry for entry in _entries(repository, onto) if entry["folder"] != folder]
-            entries.append(lens_entry(folder, lens, measures))
-            entries.sort(key=lambda entry: entry["folder"])
+            entries = [entry for entry in _entries(repository, onto) if entry.folder != folder]
+            entries.append(LensEntry.from_lens(folder, lens, measures))
+            entries.sort(key=lambda entry: entry.folder)
             files: dict[str, bytes | Path] = {
                 **of_lens,
-                INDEX: (json.dumps(entries, indent=1) + "\n").encode(),
+                INDEX: (json.dumps(list(map(asdict, entries)), indent=1) + "\n").encode(),
                 CARD: repository_card(repository.name, entries).encode(),
             }
             try:
@@ -134,28 +160,20 @@ def pull_lens(
     return replace(lens, provenance=lens.provenance.with_details(hub=of_hub))
 
 
-def _entries(repository: HubRepository, snapshot: HubSnapshot) -> list[dict[str, Any]]:
+def _entries(repository: HubRepository, snapshot: HubSnapshot) -> list[LensEntry]:
     """The list of lenses that a repository has by now."""
     if snapshot.commit is None or INDEX not in snapshot.files:
         return []
     path = repository.download(INDEX, snapshot.commit)
     entries = parse_json(path.read_text(encoding="utf-8", errors="replace"), f"{INDEX} of {repository.name}")
-    if not isinstance(entries, list) or not all(map(_is_entry, entries)):
+    try:
+        check(entries, Sequence[Mapping[str, Any]], INDEX)
+        return [LensEntry(**entry) for entry in entries]
+    except (TypeError, InputError) as error:
         raise InputError(
-            f"{INDEX} of {repository.name} is no list of lenses as matlens writes it. Push to another "
-            "repository, or mend the file."
-        )
-    return entries
-
-
-def _is_entry(entry: Any) -> bool:
-    return (
-        isinstance(entry, dict)
-        and all(isinstance(entry.get(key), kind) for key, kind in _ENTRY.items())
-        and all(type(layer) is int for layer in entry["layers"])
-        and all(isinstance(number, int | float) for number in entry["mean"].values())
-        and isinstance(entry.get("tokens"), int | None)
-    )
+            f"{INDEX} of {repository.name} is no list of lenses as matlens writes it ({error}). Push to "
+            "another repository, or mend the file."
+        ) from error
 
 
 def _check_folder(name: str) -> str:
@@ -183,32 +201,17 @@ def quality_of(method: str, results: pd.DataFrame) -> dict[int, dict[str, float]
     rows = results[(results["method"] == method) & results["layer"].notna()]
     if "against" in rows:
         rows = rows[rows["against"].isna() | (rows["against"].astype(str) == "")]
-    quality: dict[int, dict[str, float]] = {}
-    for row in rows.to_dict("records"):
-        name = MEASURES.get((str(row["metric"]), None if pd.isna(row["k"]) else int(row["k"])))
-        if name is not None and float(row["value"]) == float(row["value"]):
-            quality.setdefault(int(row["layer"]), {})[name] = float(row["value"])
+    metrics = zip(rows["metric"], rows["k"], strict=True)
+    names = [MEASURES.get((metric, None if pd.isna(k) else int(k))) for metric, k in metrics]
+    named = rows.assign(name=names).dropna(subset=["name", "value"])
+    quality = {
+        int(layer): dict(zip(of_layer["name"], of_layer["value"], strict=True))
+        for layer, of_layer in named.groupby("layer")
+    }
     if not quality:
         known = sorted(set(results["method"].astype(str)))
         raise InputError(f"The table has no number of {short(method)}. It has those of {short(known)}.")
     return quality
-
-
-def lens_entry(
-    folder: str, lens: LensMaps, quality: Mapping[int, Mapping[str, float]] | None
-) -> dict[str, Any]:
-    """The line of a lens in the list of its repository, as JSON."""
-    provenance, identity = lens.provenance, lens.provenance.identity
-    mean = {
-        name: sum(values) / len(values)
-        for name in MEASURES.values()
-        if (values := [of_layer[name] for of_layer in (quality or {}).values() if name in of_layer])
-    }
-    return {
-        "folder": folder, "model": bare(identity.name), "method": lens.method,
-        "corpus": bare(provenance.corpus), "tokens": fitted_samples(provenance), "sinks": sinks_text(lens),
-        "layers": list(lens.maps), "mean": mean, "digest": lens.digest,
-    }  # fmt: skip
 
 
 def bare(name: str) -> str:
@@ -227,21 +230,19 @@ def sinks_text(lens: LensMaps) -> str:
     return "in"
 
 
-def repository_card(name: str, entries: Sequence[Mapping[str, Any]]) -> str:
+def repository_card(name: str, entries: Sequence[LensEntry]) -> str:
     """README of a repository of lenses."""
-    models = sorted({entry["model"] for entry in entries if _ON_HUB.fullmatch(str(entry["model"]))})
+    models = sorted({entry.model for entry in entries if _ON_HUB.fullmatch(entry.model)})
     base = ["base_model:", *(f"- {model}" for model in models)] if models else []
     heads = ("lens", "model", "method", "corpus", "tokens", "sinks", "layers", "r2", "Precision@1")
     rows = [
         (
-            f"[{_plain(entry['folder'])}]({entry['folder']})", _plain(entry["model"]),
-            _plain(entry["method"]), _plain(entry["corpus"]), _whole(entry["tokens"]), _plain(entry["sinks"]),
-            _ranges(entry["layers"]),
-            *(_measure(entry["mean"], measure) for measure in ("r2", "Precision@1")),
+            f"[{_plain(entry.folder)}]({entry.folder})", _plain(entry.model), _plain(entry.method),
+            _plain(entry.corpus), _whole(entry.tokens), _plain(entry.sinks), _ranges(entry.layers),
+            *(_measure(entry.mean, measure) for measure in ("r2", "Precision@1")),
         )
         for entry in entries
     ]  # fmt: skip
-    example = entries[0]
     lines = [
         "---", "library_name: matlens", "tags:", "- matlens", "- logit-lens", "- interpretability", *base,
         "---", "",
@@ -251,8 +252,8 @@ def repository_card(name: str, entries: Sequence[Mapping[str, Any]]) -> str:
         "Measures are means over the layers that were judged.", "",
         *_table(heads, rows), "",
         "```python", "from matlens import Lens, load", "",
-        f"model = load({_quoted(example['model'])})",
-        f"lens = Lens.from_pretrained({_quoted(name)}, {_quoted(example['folder'])}, model, "
+        f"model = load({_quoted(entries[0].model)})",
+        f"lens = Lens.from_pretrained({_quoted(name)}, {_quoted(entries[0].folder)}, model, "
         'revision="...")  # a commit of this repository',
         'lens.trajectory("The Eiffel Tower stands in the city of").plot()', "```", "",
     ]  # fmt: skip

@@ -10,6 +10,7 @@ of their words that rank among the first k; words that have no single token are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +20,15 @@ import pandas as pd
 import torch
 
 from matlens import metrics
+from matlens.activations.activations import Activations
 from matlens.activations.collecting import collect
 from matlens.data.prompts import make_prompts
-from matlens.errors import InputError, check_choice, checked, short
+from matlens.errors import InputError, checked, short
 from matlens.io.files import read_json, system_errors
 from matlens.io.tables import result_row, result_table
 from matlens.lens.evaluation import KS
 from matlens.lens.lens import Lens
+from matlens.metrics import Estimate
 from matlens.models.tokens import check_tokenizer
 from matlens.parallel import Bar
 
@@ -68,30 +71,16 @@ class EvaluationItem:
 
 
 @checked
-def read_evaluations(
-    folder: str | Path, names: Sequence[str] | None = None
-) -> dict[str, list[EvaluationItem]]:
-    """Read the evaluations that a folder has: ``lens-eval-multihop.json`` and the others, by their names.
-
-    Parameters
-    ----------
-    names
-        Which to read, of ``multihop``, ``multilingual``, ``order-ops``, ``association``, ``poetry`` and
-        ``typo``; by default those that there are.
-    """
-    folder = Path(folder).expanduser()
-    for name in names or ():
-        check_choice(name, EVALUATIONS, "The name of an evaluation")
-    wanted = [name for name in EVALUATIONS if name in names] if names is not None else list(EVALUATIONS)
-    paths = {name: folder / f"lens-eval-{name}.json" for name in wanted}
-    absent = [name for name, path in paths.items() if not path.is_file()]
-    if len(absent) == len(paths) or (names is not None and absent):
-        missing = paths[absent[0]].name if absent else "an evaluation"
+def read_evaluations(folder: str | Path) -> dict[str, list[EvaluationItem]]:
+    """Read the evaluations that a folder has: ``lens-eval-multihop.json`` and the others, by their names."""
+    paths = {name: Path(folder).expanduser() / f"lens-eval-{name}.json" for name in EVALUATIONS}
+    existing = {name: path for name, path in paths.items() if path.is_file()}
+    if not existing:
         raise InputError(
-            f"There is no {missing} in {short(str(folder))}. Expected the files of data/evaluations of "
-            "the repository anthropics/jacobian-lens, or of your own in the same form."
+            f"folder must have one or more of {', '.join(path.name for path in paths.values())}, got "
+            f"{short(str(folder))}. They are in data/evaluations of the repository anthropics/jacobian-lens."
         )
-    return {name: _read_items(name, path) for name, path in paths.items() if name not in absent}
+    return {name: _read_items(name, path) for name, path in existing.items()}
 
 
 def _read_items(name: str, path: Path) -> list[EvaluationItem]:
@@ -102,25 +91,23 @@ def _read_items(name: str, path: Path) -> list[EvaluationItem]:
         raise InputError(f"{path} has no items. Expected an object with a list of them under 'items'.")
     items = []
     for number, row in enumerate(rows, start=1):
-        where = f"Item {number} of {path}"
-        prompt = row.get("prompt") if isinstance(row, Mapping) else None
-        words = row.get("intermediates") if isinstance(row, Mapping) else None
-        if not isinstance(prompt, str) or not prompt.strip():
-            raise InputError(f"{where} has no text under 'prompt'. Expected one.")
-        if not isinstance(words, list) or not words or not all(isinstance(w, str) and w for w in words):
-            raise InputError(f"{where} has no words under 'intermediates'. Expected a list of one or more.")
+        of_row: Mapping[str, Any] = row if isinstance(row, Mapping) else {}
+        prompt, words = of_row.get("prompt", ""), of_row.get("intermediates", [])
+        given = isinstance(prompt, str) and prompt.strip() and isinstance(words, list) and words
+        if not given or not all(isinstance(word, str) and word for word in words):
+            raise InputError(
+                f"Item {number} of {path} must have a text under 'prompt' and words under 'intermediates', "
+                f"got {short(row)}."
+            )
+        text = prompt.rstrip()
+        if name == "poetry":  # read at the end of its last whole line
+            line, newline, _ = prompt.rpartition("\n")
+            text = line + newline
+            if not newline:
+                raise InputError(f"Item {number} of {path} has no end of a line, where poetry is read.")
         spellings = tuple(_spellings(word) if name == "order-ops" else (word,) for word in words)
-        items.append(EvaluationItem(str(row.get("name", number)), _read_text(name, prompt, where), spellings))
+        items.append(EvaluationItem(str(row.get("name", number)), text, spellings))
     return items
-
-
-def _read_text(name: str, prompt: str, where: str) -> str:
-    if name != "poetry":
-        return prompt.rstrip()
-    line, newline, _ = prompt.rpartition("\n")
-    if not newline:
-        raise InputError(f"{where} has no end of a line, which a prompt of poetry is read at.")
-    return line + newline
 
 
 def _spellings(word: str) -> tuple[str, ...]:
@@ -165,30 +152,27 @@ def evaluate_open_sets(
         Layers to read, by default all that every lens has.
     """
     if not lenses or not evaluations:
-        raise InputError("There is nothing to evaluate. Expected a lens or more, and an evaluation or more.")
-    first = next(iter(lenses.values()))
-    model = first.model
-    _ = first.on_readout
-    wanted = sorted(set.intersection(*(set(lens.layers) for lens in lenses.values())))
+        raise InputError("lenses and evaluations must not be empty.")
+    wanted = set.intersection(*(set(lens.layers) for lens in lenses.values()))
     if layers is not None:
-        wanted = sorted({lens.resolve(layer) for lens in lenses.values() for layer in layers})
+        wanted = {lens.resolve(layer) for lens in lenses.values() for layer in layers}
     if not wanted:
         raise InputError("layers must have one that all lenses have.")
+    model = next(iter(lenses.values())).model
     rows: list[dict[str, Any]] = []
     for name, items in Bar(list(evaluations.items()), desc="evaluating", disable=not progress):
-        vectors = collect(model, make_prompts(model, [item.text for item in items]), wanted, progress=False)
+        vectors = collect(
+            model, make_prompts(model, [item.text for item in items]), sorted(wanted), progress=False
+        )
         tokens = [[word_tokens(model, spellings) for spellings in item.words] for item in items]
         for method, lens in lenses.items():
             lens.provenance.check_same(vectors.provenance, ours="the lens", theirs="the prompts")
-            best = _best_ranks(lens, [vectors[layer] for layer in wanted], wanted, tokens)
-            scored = [ranks for ranks in best if ranks]
+            scored = [ranks for ranks in _best_ranks(lens, vectors, sorted(wanted), tokens) if ranks]
             for k in KS:
                 shares = [sum(rank < k for rank in ranks) / len(ranks) for ranks in scored]
-                estimate = (
-                    metrics.mean(torch.tensor(shares))
-                    if shares
-                    else metrics.Estimate(float("nan"), float("nan"), float("nan"), 0)
-                )
+                estimate = Estimate.without_interval(math.nan, 0)
+                if shares:
+                    estimate = metrics.mean(torch.tensor(shares))
                 rows.append(
                     result_row(
                         "lens_evaluation", model=vectors.provenance.identity.name, corpus=name, method=method,
@@ -199,15 +183,16 @@ def evaluate_open_sets(
 
 
 def _best_ranks(
-    lens: Lens, vectors: Sequence[torch.Tensor], layers: Sequence[int], tokens: list[list[list[int]]]
+    lens: Lens, vectors: Activations, layers: Sequence[int], tokens: list[list[list[int]]]
 ) -> list[list[int]]:
     """Of each item and each of its words that has a token, the best rank over layers and spellings."""
-    best: list[dict[int, int]] = [{} for _ in tokens]
-    for layer, h in zip(layers, vectors, strict=True):
-        logits = lens.logits(h, layer)
-        for row, (words, ranks) in enumerate(zip(tokens, best, strict=True)):
-            for number, ids in enumerate(words):
-                if ids:
-                    rank = int((logits[row] > logits[row, ids].max()).sum())
-                    ranks[number] = min(rank, ranks.get(number, rank))
-    return [list(ranks.values()) for ranks in best]
+    of_layers = []
+    for layer in layers:
+        logits = lens.logits(vectors[layer], layer)
+        of_layers.append(
+            [
+                [int((scores > scores[ids].max()).sum()) for ids in words if ids]
+                for scores, words in zip(logits, tokens, strict=True)
+            ]
+        )
+    return [[min(ranks) for ranks in zip(*items, strict=True)] for items in zip(*of_layers, strict=True)]

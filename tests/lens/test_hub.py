@@ -19,7 +19,7 @@ from transformer_lens.tools.analysis import JacobianLens
 
 from matlens import InputError, Lens
 from matlens.io.tables import COLUMNS
-from matlens.lens.hub import bare, folder_of, lens_card, lens_entry, quality_of, repository_card
+from matlens.lens.hub import LensEntry, bare, folder_of, lens_card, quality_of, repository_card
 from matlens.lens.maps import LensMaps
 from matlens.models.identity import ModelIdentity, Provenance
 
@@ -198,9 +198,9 @@ def test_a_card_says_what_the_lens_was_fitted_on_and_how_well_it_reads(lens: Len
 
 
 def test_the_repository_lists_its_lenses_with_their_means(lens: LensMaps) -> None:
-    entry = lens_entry("model-135m/mat/words", lens, quality_of("mat", RESULTS))
-    assert entry["mean"] == {"r2": 0.5, "Precision@1": pytest.approx(0.3)}
-    bare_entry = lens_entry("a/b", replace(lens, method="mat"), None)
+    entry = LensEntry.from_lens("model-135m/mat/words", lens, quality_of("mat", RESULTS))
+    assert entry.mean == {"r2": 0.5, "Precision@1": pytest.approx(0.3)}
+    bare_entry = LensEntry.from_lens("a/b", replace(lens, method="mat"), None)
     card = repository_card("someone/lenses", [entry, bare_entry])
     assert "base_model:\n- maker/model-135m\n---" in card
     row = "| wikipedia-sample | 112,344 | out (4,001) | 3-5, 9 | 0.500 | 0.300 |"
@@ -225,7 +225,9 @@ def test_texts_of_others_add_no_line_and_no_markup(lens: LensMaps) -> None:
         card = lens_card(replace(lens, provenance=provenance, method=text), None)
         assert card.count("\n") == harmless.count("\n"), ascii(text)
         assert not re.search(r"(?<!\\)<", card), ascii(text)
-        entry = lens_entry("a/b", replace(lens, provenance=provenance, method=text), None)
+        entry = LensEntry.from_lens("a/b", replace(lens, provenance=provenance, method=text), None)
         listed = repository_card("a/b", [entry])
-        assert listed.count("\n") == repository_card("a/b", [lens_entry("a/b", lens, None)]).count("\n")
+        assert listed.count("\n") == repository_card("a/b", [LensEntry.from_lens("a/b", lens, None)]).count(
+            "\n"
+        )
         assert not [line for line in listed.splitlines()[10:] if line == "---"]

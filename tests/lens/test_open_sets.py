@@ -39,7 +39,6 @@ def test_each_evaluation_is_read_at_its_own_token(tmp_path: Path) -> None:
     assert items["order-ops"][0].words == (
         ("5", "five"), ("multiplication", "*", "times", "multiply", "product"), ("77",)
     )  # fmt: skip
-    assert list(read_evaluations(tmp_path, ["poetry"])) == ["poetry"]
 
 
 def test_words_are_tokens_where_one_of_their_spellings_is(small_model: Models) -> None:
@@ -105,14 +104,10 @@ def test_files_that_are_not_as_expected_are_refused(tmp_path: Path, small_model:
     with pytest.raises(InputError, match=r"lens-eval-multihop\.json"):
         read_evaluations(tmp_path)
     write(tmp_path, "typo", [{"prompt": "a", "intermediates": []}])
-    with pytest.raises(InputError, match="no words under 'intermediates'"):
+    with pytest.raises(InputError, match="words under 'intermediates'"):
         read_evaluations(tmp_path)
-    with pytest.raises(InputError, match=r"lens-eval-poetry\.json"):
-        read_evaluations(tmp_path, ["poetry", "typo"])
-    with pytest.raises(InputError, match="The name of an evaluation"):
-        read_evaluations(tmp_path, ["chess"])
     write(tmp_path, "typo", [{"prompt": 3, "intermediates": ["a"]}])
-    with pytest.raises(InputError, match=r"Item 1 .* has no text"):
+    with pytest.raises(InputError, match=r"Item 1 .* must have a text"):
         read_evaluations(tmp_path)
     write(tmp_path, "typo", [])
     with pytest.raises(InputError, match="no items"):
@@ -125,5 +120,5 @@ def test_files_that_are_not_as_expected_are_refused(tmp_path: Path, small_model:
     with pytest.raises(InputError, match="end of a line"):
         read_evaluations(tmp_path)
     lens = Lens.identity(small_model("gpt2"))
-    with pytest.raises(InputError, match="nothing to evaluate"):
+    with pytest.raises(InputError, match="must not be empty"):
         evaluate_open_sets({"id": lens}, {})
