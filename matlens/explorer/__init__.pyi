@@ -1,12 +1,6 @@
 from .changes import Change as Change
 from .changes import compare_changes as compare_changes
-from .changes import offered_maps as offered_maps
-from .dominant import dominant_cells as dominant_cells
-from .exploration import Exploration as Exploration
 from .exploration import explore as explore
 from .exploration import load_lens as load_lens
 from .server import LiveModel as LiveModel
-from .usage import Usage as Usage
-from .usage import max_activating_examples as max_activating_examples
-from .usage import shortened as shortened
 from .value_pages import write_value_pages as write_value_pages

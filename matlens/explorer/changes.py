@@ -28,10 +28,19 @@ from matlens.patching.replacements import Replacement, mat_attn, mat_ffn, mat_ln
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-_STAND_INS: Mapping[str, Callable[[MapSet, int, int], list[Replacement]]] = {
+_SUBMODULES: Mapping[str, Callable[[MapSet, int, int], list[Replacement]]] = {
     "mat_attn": mat_attn, "mat_ffn": mat_ffn, "mat_ln1_ln2": mat_ln1_ln2
 }  # fmt: skip
-KINDS = ("value", "jump", "mat", "attn", "ffn", *_STAND_INS)
+KINDS = {  # what they are called, and an example of what is changed
+    "value": ("coefficient of a value vector", "L3D12"),
+    "jump": ("jump over blocks", "4-8"),
+    "mat": ("map in the place of blocks", "4-8"),
+    "attn": ("no attention in blocks", "7 or 4-8"),
+    "ffn": ("no FFN in blocks", "7 or 4-8"),
+    "mat_attn": ("map in the place of attention", "7 or 4-8"),
+    "mat_ffn": ("map in the place of the FFN", "7 or 4-8"),
+    "mat_ln1_ln2": ("maps in the place of the norms", "7 or 4-8"),
+}
 _RANGE = re.compile(r"([0-9]{1,4})(?:\s*-\s*([0-9]{1,4}))?")
 
 
@@ -122,18 +131,17 @@ def compare_changes(
     return outcomes[0], outcomes[1]
 
 
-@checked
 def offered_maps(maps: Sequence[MapSet]) -> dict[str, list[str]]:
     """What each kind of change has maps for: blocks such as ``"4-8"``, or numbers of single blocks.
 
     Nothing is read for it but the names of the sites that the maps come from and go to.
     """
-    offers: dict[str, list[str]] = {kind: [] for kind in ("mat", *_STAND_INS)}
+    offers: dict[str, list[str]] = {kind: [] for kind in ("mat", *_SUBMODULES)}
     for of_set in maps:
         pairs = [(Site.read(source), Site.read(target)) for source, target in of_set]
         offers["mat"] += [f"{a.layer}-{b.layer}" for a, b in pairs if a.kind == b.kind == STREAM]
-        for kind in _STAND_INS:
-            names = _names(kind, of_set)
+        for kind in _SUBMODULES:
+            names = norm_names(of_set) if kind == "mat_ln1_ln2" else (kind.removeprefix("mat_"),)
             offers[kind] += [
                 str(layer)
                 for layer in sorted({a.layer for a, _ in pairs})
@@ -142,25 +150,21 @@ def offered_maps(maps: Sequence[MapSet]) -> dict[str, list[str]]:
     return {kind: list(dict.fromkeys(which)) for kind, which in offers.items()}
 
 
-def _names(kind: str, maps: MapSet) -> tuple[str, ...]:
-    return norm_names(maps) if kind == "mat_ln1_ln2" else (kind.removeprefix("mat_"),)
-
-
 def _replacements(model: TransformerBridge, change: Change, maps: Sequence[MapSet]) -> list[Replacement]:
     n = int(model.cfg.n_layers)
     first, last = _blocks(change.which, n)
     if change.kind == "jump":
         return [Replacement(lambda h: h, Site(STREAM, first), Site(STREAM, last))]
     if change.kind == "mat":
-        known = next((of_set for of_set in maps if (first, last) in of_set), None)
-        if known is None:
-            raise _no_map(f"from layer {first} to {last}")
-        return [Replacement.from_map(known[first, last])]
-    if change.kind in _STAND_INS:
+        for of_set in maps:
+            if (first, last) in of_set:
+                return [Replacement.from_map(of_set[first, last])]
+        raise _no_map(f"from layer {first} to {last}")
+    if change.kind in _SUBMODULES:
         for of_set in maps:
             offered = set(offered_maps([of_set])[change.kind])
             if set(map(str, range(first, last))) <= offered:
-                return _STAND_INS[change.kind](of_set, first, last)
+                return _SUBMODULES[change.kind](of_set, first, last)
         raise _no_map(f"of this kind in all of the blocks {first} to {last - 1}")
     return [
         Replacement(torch.zeros_like, Site(f"{change.kind}_in", layer), Site(f"{change.kind}_out", layer))

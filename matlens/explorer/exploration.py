@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from jaxtyping import Int
+from torch import Tensor
 
 from matlens.activations.collecting import collect
 from matlens.data.prompts import make_prompts
 from matlens.errors import PositiveInt, check_choice, check_int, checked
-from matlens.explorer.dominant import dominant_cells
 from matlens.ffn.norms import FFN_OUT
 from matlens.ffn.projection import Projection
 from matlens.ffn.updates import DOMINANT, Updates
 from matlens.ffn.values import ValueVectors
 from matlens.io.artifact import CONFIG, read_record
-from matlens.io.files import PAGE_SUFFIXES, check_file_name, system_errors, write_text
 from matlens.lens.lens import Lens
 from matlens.lens.trajectory import read_cells, texts_of, tokens_of_interest
 from matlens.linear.mapsets import HOLDS as MAPS
@@ -29,81 +28,20 @@ from matlens.linear.mapsets import MapSet
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import COEFFICIENTS, STREAM, Site
 from matlens.models.tokens import visible, word_token
-from matlens.plots.page_assembly import framed
-from matlens.plots.page_trajectory import LensCells, UpdateCells, trajectory_page
+from matlens.parallel import Bar
+from matlens.plots.pages import LensCells, PromptPage, UpdateCells
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
+_PROMOTED = 5  # tokens of each sub-update
+_READ = {
+    "plain": "Value vectors are read as E v, without the final norm.",
+    "head": "Value vectors are read through the linear parts of the model's head.",
+}
+_LAYERS_LEFT_OUT = "Layers that a lens has no map of are left out."
 _ROOM = 900_000  # bytes, before base64, that tokens which are followed through all cells may take
 _FEWEST, _MOST = 6, 64  # tokens that are followed
-
-
-@checked
-@dataclass(frozen=True, eq=False)
-class Exploration:
-    """A prompt through lenses, with the sub-updates of every cell; a notebook shows its page.
-
-    Attributes
-    ----------
-    model, prompt
-        What was run on what, as people read it.
-    tokens
-        The prompt's tokens.
-    layers
-        Layers that all lenses read, ascending; the last is the model's own prediction.
-    lenses
-        What each lens reads in every cell, by its name: those that were given, then ``id``. The page opens
-        on the first.
-    followed
-        Tokens whose ranks are known in every cell: those asked for, what the model predicts at the tokens of
-        the prompt, and the prompt's own.
-    texts
-        How people read each token that comes up.
-    updates
-        The sub-updates of every FFN at every token; ``None`` where the model has no known value vectors.
-    pinned
-        Tokens that the page begins with.
-    notes
-        Sentences about how it was made.
-    """
-
-    model: str
-    prompt: str
-    tokens: Int[np.ndarray, " n"]
-    layers: tuple[int, ...]
-    lenses: dict[str, LensCells]
-    followed: Int[np.ndarray, " followed"]
-    texts: dict[int, str]
-    updates: UpdateCells | None
-    pinned: tuple[int, ...]
-    notes: tuple[str, ...]
-
-    def to_html(self) -> str:
-        """The page: one HTML text that needs nothing from elsewhere."""
-        return trajectory_page(
-            model=self.model, prompt=self.prompt, tokens=self.tokens, layers=self.layers, lenses=self.lenses,
-            followed=self.followed, texts=self.texts, updates=self.updates, pinned=self.pinned,
-            notes=self.notes,
-        )  # fmt: skip
-
-    def save(self, path: str | Path) -> Path:
-        """Write the page to a ``.html`` or ``.htm`` file; an existing one is replaced.
-
-        Raises
-        ------
-        InputError
-            The name has another suffix, or the file cannot be written there.
-        """
-        path = Path(path)
-        check_file_name(path, suffixes=PAGE_SUFFIXES)
-        with system_errors(path):
-            path.absolute().parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, self.to_html())
-        return path
-
-    def _repr_html_(self) -> str:
-        return framed(self.to_html())
 
 
 @checked
@@ -118,7 +56,7 @@ def explore(
     read: Literal["plain", "head"] = "plain",
     proceed: Callable[[], None] | None = None,
     progress: bool = True,
-) -> Exploration:
+) -> PromptPage:
     """Look at a prompt layer by layer: what lenses read everywhere, and the sub-updates that wrote it.
 
     Parameters
@@ -151,45 +89,45 @@ def explore(
         less than 1 or more than there are.
     """
     check_choice(read, ("plain", "head"), "read")
-    go_on = proceed or _nothing
+    go_on = proceed or (lambda: None)
     logit_lens = Lens.identity(model)
-    named = _named([logit_lens, *(_beside(logit_lens, lens) for lens in lenses)])
-    readout = named["id"].on_readout
+    named = _named([logit_lens, *(_sharing(logit_lens, lens) for lens in lenses)])
+    named["id"] = named.pop("id")  # a page opens on the first
+    readout, last = logit_lens.on_readout, logit_lens.n_layers
     check_int(k, "k", min=1, max=readout.d_vocab)
     asked = [_token_id(pin, readout.tokenizer, readout.d_vocab) for pin in pins]
     examples = make_prompts(model, [prompt])
-    last = named["id"].n_layers
     layers = sorted(set.intersection(*(set(lens.layers) for lens in named.values())) | {last})
     has_values = COEFFICIENTS in ModelLayout.from_model(model).kinds
     values = ValueVectors(model) if has_values else None
-    kinds = list(dict.fromkeys((COEFFICIENTS, FFN_OUT, values.output_kind))) if values is not None else []
+    kinds = [] if values is None else list(dict.fromkeys((COEFFICIENTS, FFN_OUT, values.output_kind)))
     sites = [Site(STREAM, layer) for layer in layers] + [Site(kind, b) for b in range(last) for kind in kinds]
     activations = collect(model, examples, sites, positions="all", progress=False)
     vectors = [activations[layer] for layer in layers]
     tokens = torch.from_numpy(examples.tokens).long()
     place = int(examples.positions[0])
     final = readout.logits(vectors[-1]).topk(k).indices.cpu()
-    room = _followed_tokens(len(tokens), len(layers), len(named), last if has_values else 0, dominant)
-    wanted = [*asked, *tokens_of_interest(final, tokens, place)]
-    followed = torch.tensor([*dict.fromkeys(wanted)][: max(room, len(set(asked)))])
+    # As many tokens are followed as keep the page of a long prompt one that can be sent.
+    each = len(tokens) * (8 * len(layers) * len(named) + (last if has_values else 0) * (4 + dominant))
+    n_followed = max(min(max(_ROOM // each, _FEWEST), _MOST), len(set(asked)))
+    wanted = dict.fromkeys([*asked, *tokens_of_interest(final, tokens, place)])
+    followed = torch.tensor([*wanted][:n_followed])
     cells: dict[str, LensCells] = {}
-    for name, lens in [*list(named.items())[1:], ("id", named["id"])]:  # a page opens on the first
+    for name, lens in named.items():
         go_on()
         cells[name] = read_cells(lens.logits, vectors, layers, followed=followed, k=k)
     updates: UpdateCells | None = None
     go_on()
     if values is not None:
-        make = Projection.from_model if read == "plain" else Projection.through_head
-        updates = dominant_cells(
-            Updates(values, activations), make(model), followed, k=dominant, proceed=proceed,
-            progress=progress,
-        )  # fmt: skip
+        projection = (Projection.from_model if read == "plain" else Projection.through_head)(model)
+        of_prompt = Updates(values, activations)
+        updates = dominant_cells(of_prompt, projection, followed, dominant, go_on, progress=progress)
     shown = [tokens.numpy(), followed.numpy(), *(of_lens.ids for of_lens in cells.values())]
     texts = texts_of(readout.tokenizer, shown if updates is None else [*shown, updates.promoted])
-    pinned = tuple(dict.fromkeys(asked)) or tuple(final[place, :2].tolist())
-    return Exploration(
-        activations.provenance.identity.name, visible(prompt), tokens.numpy(), tuple(layers), cells,
-        followed.numpy(), texts, updates, pinned, _notes(read, last, layers),
+    notes = [_READ[read], *([_LAYERS_LEFT_OUT] if len(layers) <= last else [])]
+    return PromptPage(
+        activations.provenance.identity.name, visible(prompt), tokens.numpy(), layers, cells,
+        followed.numpy(), texts, updates, list(dict.fromkeys(asked)) or final[place, :2].tolist(), notes,
     )  # fmt: skip
 
 
@@ -209,11 +147,7 @@ def load_lens(folder: str | Path) -> Lens:
     return Lens.from_maps(MapSet.load(folder)) if holds == MAPS else Lens.load(folder)
 
 
-def _nothing() -> None:
-    """Between two steps of what nobody calls off."""
-
-
-def _beside(logit_lens: Lens, lens: Lens | MapSet) -> Lens:
+def _sharing(logit_lens: Lens, lens: Lens | MapSet) -> Lens:
     """A lens on the model of the logit lens, whose read-out it shares: making one takes seconds."""
     bare = Lens.from_maps(lens) if isinstance(lens, MapSet) else lens
     bare.provenance.check_same(logit_lens.provenance.identity, ours="the lens", theirs="the model")
@@ -238,18 +172,46 @@ def _token_id(pin: str | int, tokenizer: object, d_vocab: int) -> int:
     return check_int(pin, "A pinned token", min=0, max=d_vocab - 1)
 
 
-def _followed_tokens(n_tokens: int, n_layers: int, n_lenses: int, n_ffns: int, dominant: int) -> int:
-    """How many tokens may be followed, so that the page of a long prompt stays one that can be sent."""
-    each = n_tokens * (8 * n_layers * n_lenses + n_ffns * (4 + dominant))
-    return min(max(_ROOM // each, _FEWEST), _MOST)
+@torch.inference_mode()
+def dominant_cells(
+    updates: Updates, projection: Projection, followed: Int[Tensor, " followed"], k: int,
+    proceed: Callable[[], None], *, progress: bool,
+) -> UpdateCells:  # fmt: skip
+    """Take the updates of all layers apart, and sum up what each part does to the followed tokens.
 
-
-def _notes(read: str, last: int, layers: Sequence[int]) -> tuple[str, ...]:
-    notes = [
-        "Value vectors are read as E v, without the final norm."
-        if read == "plain"
-        else "Value vectors are read through the linear parts of the model's head."
-    ]
-    if len(layers) <= last:
-        notes.append("Layers that a lens has no map of are left out.")
-    return tuple(notes)
+    The projection has to be linear: effects of parts add up to that of the whole.
+    """
+    values = updates.values
+    words = Projection(projection.unembedding[followed], projection.tokenizer, projection.norm)
+    parts: dict[str, list[np.ndarray]] = {}
+    n_ways = 0
+    for layer in Bar(range(values.n_layers), desc="sub-updates", unit="layer", disable=not progress):
+        proceed()
+        vectors, m, scale = values.layer(layer), updates.coefficients(layer), updates.scales(layer)
+        index = updates.dominant(layer, k)
+        coefficient = m.gather(1, index)
+        code, way = torch.unique(2 * index + (coefficient < 0), return_inverse=True)
+        sign = 1 - 2 * (code % 2)
+        pointing = sign[:, None] * vectors[code // 2]
+        of_layer = {
+            "way": way + n_ways,
+            "coefficient": coefficient,
+            "share": updates.shares(layer).gather(1, index),
+            "scale": scale,
+            "rest": scale[:, None] * (m.scatter(1, index, 0) @ words.scores(vectors).to(m.device)),
+            "bias": words.scores(values.bias(layer)),
+            "layer": torch.full_like(code, layer),
+            "index": code // 2,
+            "negative": code % 2,
+            "promoted": projection.top(pointing, _PROMOTED).ids,
+            "static": words.scores(pointing),
+        }
+        n_ways += len(code)
+        for name, numbers in of_layer.items():
+            parts.setdefault(name, []).append(numbers.cpu().numpy())
+    by_cell = {
+        name: np.stack(parts.pop(name)) for name in ("way", "coefficient", "share", "scale", "rest", "bias")
+    }
+    return UpdateCells(
+        **by_cell, **{name: np.concatenate(p) for name, p in parts.items()}, d_mlp=values.d_mlp
+    )

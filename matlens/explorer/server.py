@@ -10,21 +10,20 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
 from matlens.errors import Between, InputError, checked, printable
-from matlens.explorer.changes import Change, Outcome, compare_changes, offered_maps
+from matlens.explorer.changes import KINDS, Change, Outcome, compare_changes, offered_maps
 from matlens.explorer.exploration import explore
 from matlens.io.bounds import parse_json
 from matlens.lens.lens import Lens
 from matlens.linear.mapsets import MapSet
 from matlens.models.identity import ModelIdentity
 from matlens.models.tokens import visible
-from matlens.plots.page_assembly import assemble
+from matlens.plots.pages import assemble
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -38,16 +37,6 @@ _PAGES = 32  # that are kept
 _POLL = 0.1  # seconds between two looks whether who asked is still there
 _LONGEST_PROMPT, _MOST_CHANGES = 8000, 32
 _COEFFICIENT = 3.0
-_CHANGES = {
-    "value": ("coefficient of a value vector", "L3D12"),
-    "jump": ("jump over blocks", "4-8"),
-    "mat": ("map in the place of blocks", "4-8"),
-    "attn": ("no attention in blocks", "7 or 4-8"),
-    "ffn": ("no FFN in blocks", "7 or 4-8"),
-    "mat_attn": ("map in the place of attention", "7 or 4-8"),
-    "mat_ffn": ("map in the place of the FFN", "7 or 4-8"),
-    "mat_ln1_ln2": ("maps in the place of the norms", "7 or 4-8"),
-}
 _HEADERS = {
     "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin", "X-Frame-Options": "SAMEORIGIN",
@@ -113,7 +102,7 @@ class LiveModel:
         self._hosts = {f"{name}:{port}" for name in (HOST, "localhost")}
         self._worker = ThreadPoolExecutor(max_workers=1)
         self._waiting = 0
-        self._pages: OrderedDict[str, Callable[[], str]] = OrderedDict()
+        self._pages: dict[str, str] = {}  # the newest last
         self.address = f"http://{HOST}:{port}/{self._token}/"
 
     @property
@@ -169,10 +158,9 @@ class LiveModel:
     async def _page(self, request: Request) -> Response:
         from starlette.responses import HTMLResponse
 
-        make = self._pages.get(request.path_params["number"])
-        if make is None:
+        page = self._pages.get(request.path_params["number"])
+        if page is None:
             raise _Refused(404, "This page is not kept any more. Look at the prompt again.")
-        page = make()
         saved = {"Content-Disposition": 'attachment; filename="page.html"'}
         return HTMLResponse(page, headers=saved if "save" in request.query_params else None)
 
@@ -186,14 +174,14 @@ class LiveModel:
                 self._model, prompt, self._lenses, proceed=proceed, progress=False
             ).to_html(),
         )
-        return JSONResponse({"page": self._kept(lambda: page)})
+        return JSONResponse({"page": self._kept(page)})
 
-    def _kept(self, make: Callable[[], str]) -> str:
+    def _kept(self, page: str) -> str:
         """Where a page can be asked for from now on; the oldest ones are let go."""
         number = secrets.token_hex(8)
-        self._pages[number] = make
-        while len(self._pages) > _PAGES:
-            self._pages.popitem(last=False)
+        self._pages[number] = page
+        if len(self._pages) > _PAGES:
+            del self._pages[next(iter(self._pages))]
         return f"page/{number}"
 
     async def _compare(self, request: Request) -> Response:
@@ -205,7 +193,7 @@ class LiveModel:
             request,
             lambda proceed: compare_changes(self._model, prompt, changes, maps=self._maps, proceed=proceed),
         )
-        saved = self._kept(lambda: compared_page(self._name, prompt, changes, before, after))
+        saved = self._kept(compared_page(self._name, prompt, changes, before, after))
         return JSONResponse({"before": vars(before), "after": vars(after), "page": saved})
 
     async def _computed(self, request: Request, work: Callable[[Callable[[], None]], Any]) -> Any:
@@ -242,7 +230,7 @@ def live_page(model: str, offers: Mapping[str, Sequence[str]]) -> str:
     """The page that asks for prompts and changes; ``offers`` is what there are maps for."""
     kinds = [
         {"kind": kind, "name": name, "example": example, "known": list(offers.get(kind, ()))}
-        for kind, (name, example) in _CHANGES.items()
+        for kind, (name, example) in KINDS.items()
         if offers.get(kind) or not kind.startswith("mat")
     ]
     return assemble(
@@ -255,7 +243,7 @@ def live_page(model: str, offers: Mapping[str, Sequence[str]]) -> str:
 def compared_page(model: str, prompt: str, changes: Sequence[Change], before: Outcome, after: Outcome) -> str:
     """What a prompt predicts as the model is and changed, as a page that needs nothing else."""
     listed = [
-        f"{_CHANGES[change.kind][0]} {printable(change.which)}"
+        f"{KINDS[change.kind][0]} {printable(change.which)}"
         + (f": {change.value:g}" if change.kind == "value" else "")
         for change in changes
     ]
@@ -316,14 +304,7 @@ def check_server() -> None:
 
 
 def run_server(live: LiveModel) -> None:
-    """Answer requests until the process is interrupted.
-
-    Raises
-    ------
-    InputError
-        uvicorn and Starlette are not installed.
-    """
-    check_server()
+    """Answer requests until the process is interrupted."""
     import uvicorn
 
     uvicorn.run(live.application, host=HOST, port=live.port, log_level="warning", access_log=False)

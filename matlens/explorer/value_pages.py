@@ -1,4 +1,8 @@
-"""All value vectors of a model as pages: static files that any server serves, and a disk as well."""
+"""All value vectors of a model as pages: static files that any server serves, and a disk as well.
+
+A browser lets a page that is opened from a disk run scripts beside it, and fetch nothing. So every part of
+the data is a script that hands its content over by name, and is asked for when it is needed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from torch import Tensor
 from matlens.data.corpus import Corpus
 from matlens.data.corpus_examples import make_examples
 from matlens.data.examples import Examples
-from matlens.errors import InputError, PositiveInt, check_int, checked
+from matlens.errors import InputError, PositiveInt, check_int, checked, printable
 from matlens.explorer.usage import Usage, max_activating_examples, shortened
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.projection import Projection
@@ -24,22 +28,16 @@ from matlens.io.artifact import Artifact, check_file, describe_file
 from matlens.models.identity import Provenance
 from matlens.models.tokens import token_texts, visible
 from matlens.parallel import Bar
-from matlens.plots.page_assembly import packed
-from matlens.plots.page_values import (
-    BLOCK,
-    INDEX,
-    SENTENCES,
-    TOKENS,
-    VectorBlock,
-    index_page,
-    shard,
-    vector_shard,
-)
+from matlens.plots.pages import assemble, embedded_json, packed
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 HOLDS = "pages of value vectors"
+INDEX = "index.html"
+_BLOCK = 256  # value vectors in one script
+_SENTENCES = 1024  # sentences in one script
+_TOKENS = 1024  # tokens whose value vectors are listed in one script
 _IN_LISTS = 5  # top tokens of a vector where many vectors are listed
 _USAGE = "usage"
 
@@ -115,111 +113,129 @@ def write_value_pages(
             for _ in artifact.check():
                 pass
         else:
-            pages = _Pages(artifact, model, values, plain, k, among, neighbours, progress)
-            pages.write(corpus, clusters, n_best)
+            examples = usage = None
+            if corpus is not None:
+                examples = shortened(make_examples(model, corpus))
+                usage = max_activating_examples(
+                    model, examples, values, artifact.folder / _USAGE, n_best=n_best, progress=progress
+                )
+            projections = {"plain": plain}
+            if hasattr(model, "ln_final"):
+                projections["norm"] = Projection.after_norm(model)
+            pages = _Pages(artifact, values, projections, request, examples, usage)
+            top = np.concatenate(list(pages.write_layers(progress)))
+            pages.write_lists(top, clusters)
+            page = _index_page(values, among, corpus, clusters)
+            artifact.write_text(INDEX, page)
+            for layer in range(values.n_layers):
+                artifact.remove(_name(layer))
+                (artifact.folder / f"{_name(layer)}.json").unlink(missing_ok=True)
+            shutil.rmtree(artifact.folder / _USAGE, ignore_errors=True)
             artifact.finish()
     return artifact.folder / INDEX
+
+
+def _index_page(values: ValueVectors, among: int, corpus: Corpus | None, clusters: Clusters | None) -> str:
+    """The page that finds and shows value vectors."""
+    model, name = values.identity.name, None if corpus is None else corpus.name
+    data = {
+        "model": model, "nLayers": values.n_layers, "dMlp": values.d_mlp, "block": _BLOCK,
+        "sentences": _SENTENCES, "tokens": _TOKENS, "among": among, "corpus": name,
+        "nClusters": 0 if clusters is None else len(clusters),
+    }  # fmt: skip
+    return assemble(
+        "values.html", "values.js", title=f"Value vectors of {model}", data=data, sources=["'self'"],
+        model=printable(model), corpus=None if name is None else printable(name), among=among,
+        n_vectors=f"{len(values):,}",
+    )  # fmt: skip
 
 
 class _Pages:
     """The files of the pages, written part by part."""
 
     def __init__(
-        self, artifact: Artifact, model: TransformerBridge, values: ValueVectors, plain: Projection, k: int,
-        among: int, neighbours: int, progress: bool,
+        self, artifact: Artifact, values: ValueVectors, projections: dict[str, Projection],
+        request: dict[str, Any], examples: Examples | None, usage: Usage | None,
     ) -> None:  # fmt: skip
-        self._artifact, self._folder = artifact, artifact.folder
-        self._model, self._values = model, values
-        self._k, self._among, self._neighbours, self._progress = k, among, neighbours, progress
-        self._projections = {"plain": plain}
-        if hasattr(model, "ln_final"):
-            self._projections["norm"] = Projection.after_norm(model)
-        self._d_vocab = len(plain.unembedding)
+        self._artifact, self._values, self._projections = artifact, values, projections
+        self._k, self._among, self._neighbours = (request[name] for name in ("k", "among", "neighbours"))
+        self._examples, self._usage = examples, usage
 
-    def write(self, corpus: Corpus | None, clusters: Clusters | None, n_best: int) -> None:
-        examples = None if corpus is None else shortened(make_examples(self._model, corpus))
-        usage = None
-        if examples is not None:
-            usage = max_activating_examples(
-                self._model, examples, self._values, n_best=n_best, folder=self._folder / _USAGE,
-                progress=self._progress,
-            )  # fmt: skip
-        lengths = np.empty(0, dtype=np.int64) if examples is None else examples.lengths
-        top = np.concatenate(list(self._layers(usage, lengths)))
-        self._script("vocabulary", self._texts())
-        self._summary(top, usage, clusters)
-        self._tokens(top)
-        if examples is not None:
-            self._sentences(examples)
-        page = index_page(
-            model=self._values.identity.name, n_layers=self._values.n_layers, d_mlp=self._values.d_mlp,
-            among=self._among, corpus=None if corpus is None else corpus.name,
-            n_clusters=0 if clusters is None else len(clusters),
-        )  # fmt: skip
-        self._artifact.write_text(INDEX, page)
-        for layer in range(self._values.n_layers):
-            self._artifact.remove(_name(layer))
-            (self._folder / f"{_name(layer)}.json").unlink(missing_ok=True)
-        shutil.rmtree(self._folder / _USAGE, ignore_errors=True)
-
-    def _script(self, name: str, content: Any) -> None:
-        self._artifact.write_text(f"{name}.js", shard(name, content))
-
-    def _layers(self, usage: Usage | None, lengths: np.ndarray) -> Iterator[np.ndarray]:
+    def write_layers(self, progress: bool) -> Iterator[np.ndarray]:
         """Write the value vectors of each layer, and yield their top tokens."""
-        units = self._units() if self._neighbours else None
+        units = None
+        if self._neighbours:
+            rows = [self._values.layer(layer) for layer in range(self._values.n_layers)]
+            units = torch.nn.functional.normalize(torch.cat(rows), dim=1)
         layers = range(self._values.n_layers)
-        for layer in Bar(layers, desc="value vectors", unit="layer", disable=not self._progress):
+        for layer in Bar(layers, desc="value vectors", unit="layer", disable=not progress):
             if not self._is_written(layer):
-                files = self._layer(layer, usage, lengths, units)
+                files = self._write_layer(layer, units)
                 records = {path.name: describe_file(path) for path in files}
                 self._artifact.write_json(_name(layer), records)  # which says that all are there
             yield self._artifact.read(_name(layer), "top").numpy().astype(np.int64)
 
     def _is_written(self, layer: int) -> bool:
         """Whether all files of a layer exist; raises InputError if one is not what was written."""
-        records = self._artifact.read_json(_name(layer))
-        if records is None or not all(os.path.lexists(self._folder / name) for name in records):
+        records, folder = self._artifact.read_json(_name(layer)), self._artifact.folder
+        if records is None or not all(os.path.lexists(folder / name) for name in records):
             return False
         for name, record in records.items():
-            check_file(self._folder / name, record)
+            check_file(folder / name, record)
         return True
 
-    def _units(self) -> Tensor:
-        rows = [self._values.layer(layer) for layer in range(self._values.n_layers)]
-        return torch.nn.functional.normalize(torch.cat(rows), dim=1)
+    def _write(self, name: str, content: Any) -> Path:
+        """Write a script that hands a part of the data over."""
+        text = f"matlensShard({embedded_json(name)},{embedded_json(content)});\n"
+        self._artifact.write_text(f"{name}.js", text)
+        return self._artifact.folder / f"{name}.js"
 
-    def _layer(
-        self, layer: int, usage: Usage | None, lengths: np.ndarray, units: Tensor | None
-    ) -> list[Path]:
+    def _write_layer(self, layer: int, units: Tensor | None) -> list[Path]:
         """Write the files of a layer, and its top tokens beside."""
-        files = []
         vectors = self._values.layer(layer)
-        lists = {name: self._extremes(projection, vectors) for name, projection in self._projections.items()}
+        lists = {
+            (reading, side): extremes
+            for reading, projection in self._projections.items()
+            for side, extremes in self._extremes(projection, vectors).items()
+        }
         near, cosines = self._near(layer, units)
-        norms = vectors.norm(dim=1).cpu().numpy()
-        for number, start in enumerate(range(0, self._values.d_mlp, BLOCK)):
-            part = slice(start, start + BLOCK)
-            tokens: dict[tuple[str, str], np.ndarray] = {}
-            scores: dict[tuple[str, str], np.ndarray] = {}
-            for name, sides in lists.items():
-                for side, (ids, numbers) in sides.items():
-                    tokens[name, side] = ids[part, : self._k].numpy()
-                    scores[name, side] = numbers[part, : self._k].numpy()
-            used: dict[str, np.ndarray] = {}
-            if usage is not None:
-                used = {
-                    "dominant": (usage.dominant[layer, part] / max(usage.n_tokens, 1)).numpy(),
-                    "sentences": usage.sentence[layer, :, part].T.numpy(),
-                    "peaks": usage.peak[layer, :, part].T.numpy(),
-                    "coefficients": usage.coefficients[layer, :, part].transpose(0, 1).numpy(),
-                }
-            block = VectorBlock(tokens, scores, norms[part], near[part], cosines[part], **used)
-            text = vector_shard(layer, number, block, lengths)
-            files.append(self._folder / f"vectors-{layer}-{number}.js")
-            self._artifact.write_text(files[-1].name, text)
-        self._artifact.write(_name(layer), {"top": lists["plain"]["top"][0].int()})
-        return [*files, self._folder / f"{_name(layer)}.safetensors"]
+        norms, files = vectors.norm(dim=1).cpu().numpy(), []
+        for number, start in enumerate(range(0, self._values.d_mlp, _BLOCK)):
+            part = slice(start, start + _BLOCK)
+            content: dict[str, Any] = {
+                "lists": [
+                    {
+                        "reading": reading, "side": side, "ids": packed(ids[part, : self._k].numpy()),
+                        "scores": packed(scores[part, : self._k].numpy()),
+                    }
+                    for (reading, side), (ids, scores) in lists.items()
+                ],
+                "norms": packed(norms[part]),
+                "neighbours": packed(near[part]),
+                "cosines": packed(cosines[part]),
+                **self._uses(layer, part),
+            }  # fmt: skip
+            files.append(self._write(f"vectors-{layer}-{number}", content))
+        self._artifact.write(_name(layer), {"top": lists["plain", "top"][0].int()})
+        return [*files, self._artifact.folder / f"{_name(layer)}.safetensors"]
+
+    def _uses(self, layer: int, part: slice) -> dict[str, Any]:
+        """The sentences that use some value vectors most, and at which share of tokens these are dominant."""
+        usage, examples = self._usage, self._examples
+        if usage is None or examples is None:
+            return {"sentences": None}
+        sentence = usage.sentence[layer, :, part].T.numpy()
+        coefficients = usage.coefficients[layer, :, part].transpose(0, 1).numpy()
+        known = sentence >= 0
+        lengths = np.where(known, examples.lengths[sentence], 0)
+        inside = np.arange(coefficients.shape[-1]) < lengths[..., None]
+        return {
+            "dominant": packed(usage.dominant_share()[layer, part].numpy()),
+            "sentences": packed(np.where(known, sentence + 1, 0)),
+            "peaks": packed(np.where(known, usage.peak[layer, :, part].T.numpy(), 0)),
+            "coefficients": packed(coefficients[inside].astype(np.int64) + 128),
+            "starts": packed(np.concatenate([[0], np.cumsum(inside.sum((1, 2)))])),
+        }
 
     def _extremes(self, projection: Projection, vectors: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Ids and scores of the tokens at both ends, of scores that are made once."""
@@ -244,33 +260,36 @@ class _Pages:
         return best.indices.cpu().numpy(), best.values.cpu().numpy()
 
     def _texts(self) -> list[str]:
-        return list(map(visible, token_texts(self._projections["plain"].tokenizer, range(self._d_vocab))))
+        plain = self._projections["plain"]
+        return list(map(visible, token_texts(plain.tokenizer, range(len(plain.unembedding)))))
 
-    def _summary(self, top: np.ndarray, usage: Usage | None, clusters: Clusters | None) -> None:
-        content: dict[str, Any] = {"top": packed(top[:, :_IN_LISTS])}
-        if usage is not None:
-            content["dominant"] = packed((usage.dominant / max(usage.n_tokens, 1)).flatten().numpy())
+    def write_lists(self, top: np.ndarray, clusters: Clusters | None) -> None:
+        """Write texts of tokens, a few facts of all vectors, the vectors of each token, and sentences."""
+        texts = self._texts()
+        self._write("vocabulary", texts)
+        facts = {"top": packed(top[:, :_IN_LISTS])}
+        if self._usage is not None:
+            facts["dominant"] = packed(self._usage.dominant_share().flatten().numpy())
         if clusters is not None:
-            content["cluster"] = packed(clusters.labels)
-        self._script("summary", content)
-
-    def _tokens(self, top: np.ndarray) -> None:
-        """Which value vectors have each token among their top tokens, those that rank it highest first."""
+            facts["cluster"] = packed(clusters.labels)
+        self._write("summary", facts)
+        # Which value vectors have each token among their top tokens, those that rank it highest first.
         n, among = top.shape
         order = np.lexsort((np.repeat(np.arange(n), among), np.tile(np.arange(among), n), top.ravel()))
         tokens, rows = top.ravel()[order], order // among
-        bounds = np.searchsorted(tokens, np.arange(self._d_vocab + 1))
-        for number, first in enumerate(range(0, self._d_vocab, TOKENS)):
-            starts = bounds[first : min(first + TOKENS, self._d_vocab) + 1]
+        bounds = np.searchsorted(tokens, np.arange(len(texts) + 1))
+        for number, first in enumerate(range(0, len(texts), _TOKENS)):
+            starts = bounds[first : min(first + _TOKENS, len(texts)) + 1]
             content = {"starts": packed(starts - starts[0]), "rows": packed(rows[starts[0] : starts[-1]])}
-            self._script(f"tokens-{number}", content)
+            self._write(f"tokens-{number}", content)
 
-    def _sentences(self, examples: Examples) -> None:
-        for number, first in enumerate(range(0, len(examples), SENTENCES)):
-            bounds = examples.offsets[first : first + SENTENCES + 1]
+        examples = self._examples
+        for number, first in enumerate(range(0, 0 if examples is None else len(examples), _SENTENCES)):
+            assert examples is not None
+            bounds = examples.offsets[first : first + _SENTENCES + 1]
             tokens = examples.tokens[bounds[0] : bounds[-1]]
             content = {"starts": packed(bounds - bounds[0]), "tokens": packed(tokens)}
-            self._script(f"sentences-{number}", content)
+            self._write(f"sentences-{number}", content)
 
 
 def _name(layer: int) -> str:

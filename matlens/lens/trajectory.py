@@ -20,8 +20,7 @@ from matlens.errors import InputError, check_int, checked, short
 from matlens.models.sites import Site
 from matlens.models.tokens import token_texts, visible, word_token
 from matlens.numerics import kl_divergence, log_softmax
-from matlens.plots.page_assembly import framed
-from matlens.plots.page_trajectory import LensCells, trajectory_page
+from matlens.plots.pages import LensCells, PromptPage
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -174,21 +173,23 @@ class Trajectory:
 
         Tokens that the model predicts, and the prompt's own, are followed through all cells.
         """
+        return self._page().to_html()
+
+    def _repr_html_(self) -> str:
+        return self._page()._repr_html_()
+
+    def _page(self) -> PromptPage:
         wanted = tokens_of_interest(self.top_ids[-1], self.ids, len(self.ids) - 1)
         followed = torch.tensor([*dict.fromkeys(wanted)][:_FOLLOWED])
         cells = read_cells(
             self.lens.logits, list(self._vectors), self.layers, followed=followed, k=self.top_ids.shape[2]
         )
         ids, readout = self.ids.numpy(), self.lens.on_readout
-        return trajectory_page(
-            model=self.lens.provenance.identity.name, prompt=visible(self.prompt), tokens=ids,
-            layers=self.layers, lenses={self.lens.method: cells}, followed=followed.numpy(),
-            texts=texts_of(readout.tokenizer, [ids, cells.ids, followed.numpy()]),
-            pinned=followed[:2].tolist(),
+        return PromptPage(
+            self.lens.provenance.identity.name, visible(self.prompt), ids, self.layers,
+            {self.lens.method: cells}, followed.numpy(),
+            texts_of(readout.tokenizer, [ids, cells.ids, followed.numpy()]), pinned=followed[:2].tolist(),
         )  # fmt: skip
-
-    def _repr_html_(self) -> str:
-        return framed(self.to_html())
 
     def to_dataframe(self, answers: Sequence[str | int] = ()) -> pd.DataFrame:
         """A row for each token and layer and, where answers are given, for each of them.

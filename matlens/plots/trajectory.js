@@ -10,7 +10,7 @@ const followed = Array.from(unpack(data.followed).values);
 const lenses = data.lenses.map(unpackAll);
 const updates = data.updates && unpackAll(data.updates);
 const layers = data.layers;
-const [nLayers, nTokens, nBest] = lenses[0].top.shape;
+const [nLayers, nTokens, nBest] = lenses[0].ids.shape;
 const PINS = 8, STEPS = 16;
 const NO_PINS = "No pinned tokens. Choose one under Pin, or press p on a cell, to see its rank here.";
 const find = (name) => document.getElementById(name);
@@ -23,7 +23,7 @@ const shown = {
 // What a lens says of a cell
 
 const MEASURES = {
-  probability: { name: "probability of the top token", of: (lens, r, c) => Math.exp(lens.logProbs.at(r, c, 0)), text: percent, scale: () => [0, 1] },
+  probability: { name: "probability of the top token", of: (lens, r, c) => Math.exp(lens.log_probs.at(r, c, 0)), text: percent, scale: () => [0, 1] },
   entropy: { name: "entropy (nats)", of: (lens, r, c) => lens.entropy.at(r, c), text: number, scale: usual("entropy"), open: true },
   kl: { name: "KL to the end (nats)", of: (lens, r, c) => lens.kl.at(r, c), text: number, scale: usual("kl"), open: true },
   rank: { name: "rank of the final prediction", of: (lens, r, c) => lens.rank.at(r, c), text: whole, logarithmic: true, scale: largest("rank") },
@@ -43,15 +43,15 @@ function usual(key) {
 
 function rankOf(lens, row, column, place) {
   const known = followed.indexOf(place);
-  if (known >= 0) return lens.followedRanks.at(row, column, known);
-  for (let k = 0; k < nBest; k++) if (lens.top.at(row, column, k) === place) return k + 1;
+  if (known >= 0) return lens.followed_ranks.at(row, column, known);
+  for (let k = 0; k < nBest; k++) if (lens.ids.at(row, column, k) === place) return k + 1;
   return NaN;
 }
 
 function logProbOf(lens, row, column, place) {
   const known = followed.indexOf(place);
-  if (known >= 0) return lens.followedLogProbs.at(row, column, known);
-  for (let k = 0; k < nBest; k++) if (lens.top.at(row, column, k) === place) return lens.logProbs.at(row, column, k);
+  if (known >= 0) return lens.followed_log_probs.at(row, column, known);
+  for (let k = 0; k < nBest; k++) if (lens.ids.at(row, column, k) === place) return lens.log_probs.at(row, column, k);
   return NaN;
 }
 
@@ -101,7 +101,7 @@ function grid(made) {
       const cell = pattern.cloneNode(true);
       cell.dataset.row = row;
       cell.dataset.column = column;
-      cell.firstChild.data = text(made.first.top.at(row, column, 0));
+      cell.firstChild.data = text(made.first.ids.at(row, column, 0));
       made.cells[row][column] = cell;
       line.append(cell);
     }
@@ -141,13 +141,13 @@ function paint() {
           const value = differences[row][column];
           const size = most ? Math.round((Math.abs(value) / most) * (STEPS - 1)) : 0;
           cell.className = Number.isFinite(value) ? `${value < 0 ? "less" : "more"}${size}` : "step0";
-          cell.firstChild.data = text(second.top.at(row, column, 0));
+          cell.firstChild.data = text(second.ids.at(row, column, 0));
           small.textContent = chosen.logarithmic ? signed(second, first, chosen, row, column) : withSign(value, chosen.text);
         } else {
           cell.className = `step${step(chosen.of(first, row, column), scale, chosen.logarithmic)}`;
           small.textContent = whole(first.rank.at(row, column));
         }
-        if (grids.length > 1 && grids[0].first.top.at(row, column, 0) !== grids[1].first.top.at(row, column, 0)) cell.classList.add("differs");
+        if (grids.length > 1 && grids[0].first.ids.at(row, column, 0) !== grids[1].first.ids.at(row, column, 0)) cell.classList.add("differs");
       }
     }
   }
@@ -212,7 +212,7 @@ const MOVES = {
 
 function move(event) {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
-  if (event.key === "p") pin(lenses[shown.lens].top.at(shown.row, shown.column, 0));
+  if (event.key === "p") pin(lenses[shown.lens].ids.at(shown.row, shown.column, 0));
   else if (event.key === "l") setLens((shown.lens + 1) % lenses.length, true);
   else if (event.key in MOVES) {
     const [row, column] = MOVES[event.key]();
@@ -233,7 +233,7 @@ function hover(event, { first, second }) {
   const lens = second || first;
   box.replaceChildren(
     element("b", {}, `${lens.name}, layer ${layers[row]}`),
-    ...Array.from({ length: Math.min(5, nBest) }, (_, k) => element("div", {}, token(text(lens.top.at(row, column, k))), ` ${percent(Math.exp(lens.logProbs.at(row, column, k)))}`)),
+    ...Array.from({ length: Math.min(5, nBest) }, (_, k) => element("div", {}, token(text(lens.ids.at(row, column, k))), ` ${percent(Math.exp(lens.log_probs.at(row, column, k)))}`)),
   );
   const place = cell.getBoundingClientRect();
   box.style.left = `${Math.max(Math.min(place.right + 6, document.documentElement.clientWidth - 190), 4)}px`;
@@ -256,8 +256,8 @@ function open() {
 
 function best(lens, row, column) {
   const rows = Array.from({ length: nBest }, (_, k) => {
-    const place = lens.top.at(row, column, k);
-    return [String(k + 1), token(text(place)), percent(Math.exp(lens.logProbs.at(row, column, k))), pinButton(place)];
+    const place = lens.ids.at(row, column, k);
+    return [String(k + 1), token(text(place)), percent(Math.exp(lens.log_probs.at(row, column, k))), pinButton(place)];
   });
   const about = `entropy ${number(lens.entropy.at(row, column))}, KL ${number(lens.kl.at(row, column))}, the final prediction has rank ${whole(lens.rank.at(row, column))}`;
   return element("div", { class: "best", "data-lens": lens.name }, table(["rank", "token", "probability", "pin"], rows, { caption: `${lens.name}: ${about}` }));
@@ -318,7 +318,7 @@ function openUpdates() {
   const rest = at.map((place) => updates.rest.at(ffn, column, place));
   const bias = at.map((place) => scale * updates.bias.at(ffn, place));
   const foot = [
-    [`the other ${whole(updates.dMlp - n)}`, "", percent(1 - share), "", ...rest.map(number)],
+    [`the other ${whole(updates.d_mlp - n)}`, "", percent(1 - share), "", ...rest.map(number)],
     ...(bias.some((value) => value !== 0) ? [["bias", "", "", "", ...bias.map(number)]] : []),
     ["the whole FFN", "", percent(1), "", ...sums.map((sum, i) => number(sum + rest[i] + bias[i]))],
   ];
@@ -387,7 +387,7 @@ function openTable() {
   choose(position, Array.from(prompt, (place, i) => [String(i), `${i} ${text(place)}`]), String(shown.column));
   const tables = chosen.map((lens) => {
     const rows = layers.map((layer, row) => [
-      String(layer), token(text(lens.top.at(row, shown.column, 0))),
+      String(layer), token(text(lens.ids.at(row, shown.column, 0))),
       ...Object.values(MEASURES).map((one) => one.text(one.of(lens, row, shown.column))),
       ...shown.pins.map((place) => `${orMore(rankOf(lens, row, shown.column, place))} (${percent(Math.exp(logProbOf(lens, row, shown.column, place)))})`),
     ]).reverse();

@@ -11,7 +11,8 @@ from conftest import make_sentences
 
 import matlens
 from matlens import InputError, MapSet
-from matlens.explorer import Change, LiveModel, compare_changes, offered_maps
+from matlens.explorer import Change, LiveModel, compare_changes
+from matlens.explorer.changes import offered_maps
 from matlens.models.layout import ModelLayout
 from matlens.patching import fit_submodules, mat_attn, mat_ffn, mat_ln1_ln2, submodule_pairs
 

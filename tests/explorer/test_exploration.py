@@ -14,7 +14,8 @@ from conftest import LAYERS, SPECIAL, WORDS, load_plain, make_sentences, plain_v
 
 import matlens
 from matlens.errors import InputError
-from matlens.explorer import Exploration, explore, load_lens
+from matlens.explorer import explore, load_lens
+from matlens.plots.pages import PromptPage
 
 PROMPT = "w1 w7 w3 w49"
 OUTPUTS = {"gpt2": "mlp.c_proj", "gemma2": "mlp.down_proj"}
@@ -23,7 +24,7 @@ OUTPUTS = {"gpt2": "mlp.c_proj", "gemma2": "mlp.down_proj"}
 @pytest.fixture(scope="module")
 def explored(
     small_model: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], tuple[Exploration, matlens.MapSet, Path]]:
+) -> Callable[[str], tuple[PromptPage, matlens.MapSet, Path]]:
     """A prompt through id and the maps of a small model, and its page."""
     known: dict[str, Any] = {}
 

@@ -187,7 +187,7 @@ def test_what_costs_nothing_is_answered_while_the_queue_is_full(
         raise InputError("no answer is needed")
 
     monkeypatch.setattr(server_module, "compare_changes", standing)
-    page = live._kept(lambda: "<p>kept</p>")
+    page = live._kept("<p>kept</p>")
 
     async def clients() -> tuple[list[int], list[int]]:
         transport = httpx.ASGITransport(live.application)

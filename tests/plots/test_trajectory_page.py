@@ -13,7 +13,7 @@ import pytest
 from browsing import Visit, numbers, visiting
 from injections import INJECTIONS
 
-from matlens.plots.page_trajectory import LensCells, UpdateCells, trajectory_page
+from matlens.plots.pages import LensCells, PromptPage, UpdateCells
 
 LAYERS, TOKENS, FOLLOWED, VOCABULARY = 4, 5, 3, 100
 
@@ -47,6 +47,10 @@ def made_up(
         "followed": np.array([3, 17, 60]), "updates": updates, "pinned": [17, 3],
         "texts": {i: f"␣w{i}" for i in range(VOCABULARY)} | (texts or {}), "notes": ["A note."],
     }  # fmt: skip
+
+
+def trajectory_page(**arguments: Any) -> str:
+    return PromptPage(**arguments).to_html()
 
 
 @pytest.fixture(scope="module")

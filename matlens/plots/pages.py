@@ -1,0 +1,301 @@
+"""One file for a browser: a template with its style sheet, script and data; and the page of a prompt.
+
+Nothing is fetched when such a page is opened: the Content-Security-Policy that it carries allows the one
+script and the one style sheet in it, by their hashes, and no request at all. Scripts are ES modules beside
+this file. They are joined here into one, which is all the building there is: imports of each other are left
+out, and exports are plain names.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int, Shaped
+
+from matlens.errors import printable
+from matlens.io.files import PAGE_SUFFIXES, check_file_name, system_errors, write_text
+
+_IMPORT = re.compile(r'^import [^;]*?from "\./([a-z_]+\.js)";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(?:const|let|function|class|async) )", re.MULTILINE)
+_KINDS = {"f4": "f32", "i2": "i16", "u1": "u8", "u2": "u16", "u4": "u32"}
+_OUTSIDE = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
+_LONGEST_TITLE = 120
+_STEPS = 2**15 - 1  # of a score kept as a whole number, against the largest of its value vector
+_FRAME_HEIGHT = 760  # pixels of a page in a notebook
+
+
+def assemble(
+    template: str,
+    script: str,
+    *,
+    title: str,
+    data: Mapping[str, Any],
+    sources: Sequence[str] = (),
+    rules: Sequence[str] = (),
+    **more: Any,
+) -> str:
+    """Make the text of a page, which needs nothing but itself.
+
+    ``template`` and ``script`` are files beside this one, the Jinja template and the script that imports the
+    others. ``title`` may hold what others wrote, and ``data`` is what the script shows, with arrays as
+    `packed` writes them. ``sources`` is where else the page may take scripts from, as the policy spells it,
+    such as ``"'self'"``, and ``rules`` are more rules of the policy. The template names ``more``.
+    """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=PackageLoader("matlens", "plots"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    style, joined = read_asset("style.css"), join_script(script)
+    policy = "; ".join(
+        (
+            "default-src 'none'",
+            " ".join(["script-src", source_hash(joined), *sources]),
+            f"style-src {source_hash(style)}",
+            *([] if sources else ["require-trusted-types-for 'script'"]),
+            "base-uri 'none'",
+            "form-action 'none'",
+            *rules,
+        )
+    )
+    return environment.get_template(template).render(
+        title=printable(title, most=_LONGEST_TITLE), policy=policy, style=Markup(style),
+        script=Markup(joined), data=Markup(embedded_json(data)), **more,
+    )  # fmt: skip
+
+
+@cache
+def read_asset(name: str) -> str:
+    """The text of a file beside this one."""
+    return files("matlens.plots").joinpath(name).read_text(encoding="utf-8")
+
+
+@cache
+def join_script(name: str) -> str:
+    """A script with all that it imports before it, each module once."""
+    order: list[str] = []
+
+    def visit(module: str) -> None:
+        if module not in order:
+            for imported in _IMPORT.findall(read_asset(module)):
+                visit(imported)
+            order.append(module)
+
+    visit(name)
+    return "".join(_EXPORT.sub("", _IMPORT.sub("", read_asset(module))) for module in order)
+
+
+def source_hash(text: str) -> str:
+    """How a Content-Security-Policy names a script or a style sheet by what it holds."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def embedded_json(data: Any) -> str:
+    """JSON that can stand in a script element, whatever texts are in it."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).translate(_OUTSIDE)
+
+
+def packed(array: Shaped[np.ndarray, ...]) -> dict[str, Any]:
+    """An array as the page's script reads it: its kind of numbers, its shape, and its bytes in base64.
+
+    Whole numbers take as many bytes as the largest of them needs, all others are float32.
+    """
+    if array.dtype.kind == "f":
+        array = array.astype("<f4")
+    elif array.dtype == np.int16:
+        array = array.astype("<i2")
+    else:
+        largest = int(array.max(initial=0))
+        if int(array.min(initial=0)) < 0 or largest >= 2**32:
+            raise ValueError("Whole numbers below 0 or past 4,294,967,295 cannot be packed.")
+        array = array.astype("u1" if largest < 2**8 else "<u2" if largest < 2**16 else "<u4")
+    return {
+        "kind": _KINDS[array.dtype.str[1:]],
+        "shape": list(array.shape),
+        "base64": base64.b64encode(np.ascontiguousarray(array).tobytes()).decode(),
+    }
+
+
+def packed_fields(record: Any, **instead: Shaped[np.ndarray, ...]) -> dict[str, Any]:
+    """The arrays of a dataclass, packed, by their names; others in the place of some, or beside them."""
+    values = {each.name: getattr(record, each.name) for each in fields(record)} | instead
+    return {name: packed(v) if isinstance(v, np.ndarray) else v for name, v in values.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class LensCells:
+    """What one lens reads at every layer and token of a prompt.
+
+    Attributes
+    ----------
+    ids, log_probs
+        The ``k`` most probable tokens, the most probable first, and the natural logarithms of their
+        probabilities.
+    entropy
+        Of the distribution, in nats.
+    kl
+        ``KL(delta(h^L) || q)``, from the model's own distribution to this one, in nats.
+    rank
+        Of the token that the model predicts in the end, from 1.
+    followed_ranks, followed_log_probs
+        Of the tokens that are followed through all cells, from 1.
+    """
+
+    ids: Int[np.ndarray, "layers tokens k"]
+    log_probs: Float[np.ndarray, "layers tokens k"]
+    entropy: Float[np.ndarray, "layers tokens"]
+    kl: Float[np.ndarray, "layers tokens"]
+    rank: Int[np.ndarray, "layers tokens"]
+    followed_ranks: Int[np.ndarray, "layers tokens followed"]
+    followed_log_probs: Float[np.ndarray, "layers tokens followed"]
+
+
+@dataclass(frozen=True, eq=False)
+class UpdateCells:
+    """The dominant sub-updates of every FFN at every token, and what they do to the followed tokens.
+
+    A sub-update ``s m_i v_i`` points one way along its value vector or, where its coefficient is negative,
+    the other; ``way`` says which of these each is. The effect of one on the score of a token is
+    ``scale * |coefficient| * static[way]``. The effects of the dominant ones, ``rest`` and ``scale * bias``
+    add up to that of the whole FFN.
+
+    Attributes
+    ----------
+    way
+        Rows of ``layer``, ``index``, ``negative``, ``promoted`` and ``static``, the greatest first.
+    coefficient, share
+        ``m_i``, and the part of the lengths of all sub-updates of the FFN.
+    scale
+        ``s``, by which a norm after the FFN multiplies all of a token's sub-updates; 1 where there is none.
+    rest, bias
+        Effects of all other sub-updates together, and of the FFN's bias, on the followed tokens.
+    layer, index, negative
+        Value vectors by the number of their FFN and their index in it, and which way they point.
+    promoted
+        The tokens that each promotes most, this way.
+    static
+        ``E v_i``, or its opposite, for the followed tokens.
+    d_mlp
+        How many sub-updates an FFN has.
+    """
+
+    way: Int[np.ndarray, "ffns tokens k"]
+    coefficient: Float[np.ndarray, "ffns tokens k"]
+    share: Float[np.ndarray, "ffns tokens k"]
+    scale: Float[np.ndarray, "ffns tokens"]
+    rest: Float[np.ndarray, "ffns tokens followed"]
+    bias: Float[np.ndarray, "ffns followed"]
+    layer: Int[np.ndarray, " ways"]
+    index: Int[np.ndarray, " ways"]
+    negative: Int[np.ndarray, " ways"]
+    promoted: Int[np.ndarray, "ways n"]
+    static: Float[np.ndarray, "ways followed"]
+    d_mlp: int
+
+
+@dataclass(frozen=True, eq=False)
+class PromptPage:
+    """A prompt through lenses, with the sub-updates of every cell; a notebook shows its page.
+
+    Attributes
+    ----------
+    model, prompt
+        What was run on what, as people read it.
+    tokens
+        The prompt's tokens.
+    layers
+        Layers that all lenses read, ascending; the last is the model's own prediction.
+    lenses
+        What each lens reads in every cell, by its name. The page opens on the first.
+    followed
+        Tokens whose ranks are known in every cell.
+    texts
+        How people read each token that comes up.
+    updates
+        The sub-updates of every FFN at every token; ``None`` where the model has no known value vectors.
+    pinned
+        Those of the followed tokens that are pinned at first.
+    notes
+        Sentences about how it was made.
+    """
+
+    model: str
+    prompt: str
+    tokens: Int[np.ndarray, " tokens"]
+    layers: Sequence[int]
+    lenses: Mapping[str, LensCells]
+    followed: Int[np.ndarray, " followed"]
+    texts: Mapping[int, str]
+    updates: UpdateCells | None = None
+    pinned: Sequence[int] = ()
+    notes: Sequence[str] = ()
+
+    def to_html(self) -> str:
+        """The page: one HTML text that needs nothing from elsewhere."""
+        parts = [self.tokens, self.followed, *(cells.ids for cells in self.lenses.values())]
+        if self.updates is not None:
+            parts.append(self.updates.promoted)
+        ids = np.unique(np.concatenate([part.ravel() for part in parts]))  # tokens by their place in it
+
+        def places(tokens: Shaped[np.ndarray, ...]) -> Shaped[np.ndarray, ...]:
+            return np.searchsorted(ids, tokens)
+
+        updates = None
+        if self.updates is not None:
+            static = self.updates.static
+            largest = np.abs(static).max(1, initial=0)
+            steps = static / np.where(largest > 0, largest, 1)[:, None] * _STEPS
+            updates = packed_fields(
+                self.updates, promoted=places(self.updates.promoted), step=largest / _STEPS,
+                static=steps.round().astype(np.int16),
+            )  # fmt: skip
+        data = {
+            "prompt": self.prompt,
+            "layers": list(map(int, self.layers)),
+            "texts": [self.texts[int(token)] for token in ids],
+            "ids": packed(ids),
+            "tokens": packed(places(self.tokens)),
+            "followed": packed(places(self.followed)),
+            "pinned": places(np.asarray(self.pinned, dtype=np.int64)).tolist(),
+            "lenses": [
+                {"name": name, **packed_fields(cells, ids=places(cells.ids))}
+                for name, cells in self.lenses.items()
+            ],
+            "updates": updates,
+        }
+        return assemble(
+            "trajectory.html", "trajectory.js", title=f"{self.prompt} · {self.model}", data=data,
+            model=printable(self.model), notes=list(map(printable, self.notes)),
+        )  # fmt: skip
+
+    def save(self, path: str | Path) -> Path:
+        """Write the page to a ``.html`` or ``.htm`` file; an existing one is replaced."""
+        path = Path(path)
+        check_file_name(path, suffixes=PAGE_SUFFIXES)
+        with system_errors(path):
+            path.absolute().parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, self.to_html())
+        return path
+
+    def _repr_html_(self) -> str:
+        """The page inside another, such as a notebook, of which it can touch nothing."""
+        return (
+            f'<iframe sandbox="allow-scripts" width="100%" height="{_FRAME_HEIGHT}" style="border:0" '
+            f'title="matlens" srcdoc="{escape(self.to_html())}"></iframe>'
+        )
