@@ -116,7 +116,7 @@ def test_a_trajectory_is_a_page(small_model: Callable[[str], Any]) -> None:
     data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])  # type: ignore[index]
     assert data["prompt"] == PROMPT
     assert [held["name"] for held in data["lenses"]] == [lens.method]
-    top = np.frombuffer(base64.b64decode(data["lenses"][0]["top"]["base64"]), "u1")
+    top = np.frombuffer(base64.b64decode(data["lenses"][0]["ids"]["base64"]), "u1")
     ids = np.frombuffer(base64.b64decode(data["ids"]["base64"]), "u1")
     assert torch.equal(torch.from_numpy(ids[top].astype(int)).view(4, 5, 5), trajectory.top_ids)
     assert trajectory._repr_html_().startswith("<iframe sandbox")
