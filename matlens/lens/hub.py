@@ -201,13 +201,11 @@ def quality_of(method: str, results: pd.DataFrame) -> dict[int, dict[str, float]
     rows = results[(results["method"] == method) & results["layer"].notna()]
     if "against" in rows:
         rows = rows[rows["against"].isna() | (rows["against"].astype(str) == "")]
-    metrics = zip(rows["metric"], rows["k"], strict=True)
-    names = [MEASURES.get((metric, None if pd.isna(k) else int(k))) for metric, k in metrics]
-    named = rows.assign(name=names).dropna(subset=["name", "value"])
-    quality = {
-        int(layer): dict(zip(of_layer["name"], of_layer["value"], strict=True))
-        for layer, of_layer in named.groupby("layer")
-    }
+    quality: dict[int, dict[str, float]] = {}
+    for row in rows.dropna(subset="value").to_dict("records"):
+        name = MEASURES.get((row["metric"], None if pd.isna(row["k"]) else int(row["k"])))
+        if name is not None:
+            quality.setdefault(int(row["layer"]), {})[name] = float(row["value"])
     if not quality:
         known = sorted(set(results["method"].astype(str)))
         raise InputError(f"The table has no number of {short(method)}. It has those of {short(known)}.")
