@@ -1,4 +1,4 @@
-"""Pages of the site that are made from what stands elsewhere: README, changelog, notebooks and faces."""
+"""Pages of the site that are generated: README, changelog, notebooks and the API reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOTEBOOKS = PROJECT / "docs" / "notebooks"
 
 
 class Face(NamedTuple):
-    """The public names of a package, and its rooms where it is the whole."""
+    """The public names of a package, and the packages inside it."""
 
     package: str
     sentence: str
@@ -46,10 +46,10 @@ def read_face(package: str) -> Face:
 
 
 def api_pages() -> Iterator[tuple[str, str]]:
-    """Yield the reference's pages: the top-level names, then one page a room."""
+    """Yield the reference: the top-level names, then one page per package."""
     top = read_face("matlens")
     lines = ["# matlens", "", top.sentence, "", "```python sketch", "import matlens as ml", "```", ""]
-    lines += ["| room | what lives there |", "|---|---|"]
+    lines += ["| package | what it does |", "|---|---|"]
     faces = {room: read_face(f"matlens.{room}") for room in top.rooms}
     for room, face in faces.items():
         lines.append(f"| [`matlens.{room}`]({room}.md) | {face.sentence.splitlines()[0]} |")
@@ -62,7 +62,7 @@ def api_pages() -> Iterator[tuple[str, str]]:
             elsewhere = [name for name in face.names if face.homes[name] in shown_at_top]
             if elsewhere:
                 links = ", ".join(f"[`{name}`](index.md#matlens.{name})" for name in elsewhere)
-                lines += [f"Also among the names of `matlens` itself: {links}.", ""]
+                lines += [f"Also exported by `matlens`: {links}.", ""]
             lines += [reference(face.package, name) for name in face.names if name not in elsewhere]
         else:
             lines.append(f"::: matlens.{room}\n    options:\n      show_root_toc_entry: false\n")
@@ -70,40 +70,37 @@ def api_pages() -> Iterator[tuple[str, str]]:
 
 
 def reference(package: str, name: str) -> str:
-    """Write what mkdocstrings replaces by a name's documentation."""
+    """Return the line that mkdocstrings replaces by the documentation of a name."""
     return f"::: {package}.{name}\n"
 
 
 def home_page() -> str:
-    """README, with its links as they are from here."""
+    """README, with links relative to docs."""
     text = re.sub(r"\]\(docs/", "](", (PROJECT / "README.md").read_text())
     return re.sub(r"\[([^\]]+)\]\((analyses|benchmarks|results)\)", r"\1", text)
 
 
 def notebook_page(path: Path) -> str:
-    """Show a notebook as a page: its prose and its code."""
+    """Show a notebook as a page of prose and code."""
     notebook = jupytext.read(path)
     cells = [
         cell.source if cell.cell_type == "markdown" else f"```python\n{cell.source}\n```"
         for cell in notebook.cells
     ]
-    about = (
-        f"*A notebook: [{path.stem}.ipynb]({path.stem}.ipynb), kept as text in `docs/notebooks/{path.name}`.*"
-    )
+    about = f"*Download as [{path.stem}.ipynb]({path.stem}.ipynb).*"
     title, *rest = cells
     return "\n\n".join([title, about, *rest]) + "\n"
 
 
 def on_config(config: Any) -> Any:
-    """Put the rooms' pages into the navigation."""
-    for entry in config["nav"]:
-        if "API" in entry:
-            entry["API"] += [{room: f"api/{room}.md"} for room in read_face("matlens").rooms]
+    """Put the packages' pages into the navigation, as the last part of the reference."""
+    api = config["nav"][-1]["Reference"][-1]["API"]
+    api += [{room: f"api/{room}.md"} for room in read_face("matlens").rooms]
     return config
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that are made."""
+    """Add the generated pages."""
     pages = {"index.md": home_page(), "changelog.md": (PROJECT / "CHANGELOG.md").read_text()}
     pages |= dict(api_pages())
     for path in sorted(NOTEBOOKS.glob("*.py")):
@@ -115,5 +112,5 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Leave out what a fence says for the tests alone."""
+    """Drop what a fence tells the tests."""
     return re.sub(r"^(```\w+) (?:sketch|real)$", r"\1", markdown, flags=re.MULTILINE)

@@ -63,15 +63,9 @@ def test_commands_and_paths_in_the_text_are_there(path: Path) -> None:
             assert (PROJECT / code).exists(), code
 
 
-def now_of(path: Path) -> str:
-    """Text of a page, without the first column of the changelog's table of names."""
-    text = path.read_text()
-    return re.sub(r"^\|.*?\|", "", text, flags=re.MULTILINE) if path.name == "CHANGELOG.md" else text
-
-
 @pytest.mark.parametrize("path", [*PAGES, PROJECT / "CHANGELOG.md"], ids=name_of)
 def test_names_of_rooms_in_the_text_are_there(path: Path) -> None:
-    for code in re.findall(r"(?<!`)`(?:matlens\.)?((?:\w+\.)+\w+)(?:\(.*?\))?`(?!`)", now_of(path)):
+    for code in re.findall(r"(?<!`)`(?:matlens\.)?((?:\w+\.)+\w+)(?:\(.*?\))?`(?!`)", path.read_text()):
         room, *names = code.split(".")
         if room in matlens.__all__ and not names[-1].endswith(("py", "md")):
             reduce(getattr, names, getattr(matlens, room))

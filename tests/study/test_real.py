@@ -1,11 +1,10 @@
 """SmolLM2 on Wikipedia sentences: our numbers are those of a computation that shares no code with us.
 
-What README says that its code prints is what comes out, too.
+The output shown in README and on pages is what their code prints.
 """
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -160,43 +159,38 @@ def test_prompt_is_tokenised_as_the_model_was_published(plain: tuple[Any, Any]) 
     assert tokenizer("The capital of France").input_ids[0] != tokenizer.bos_token_id
 
 
-# README
+# Pages that show output
 
-# What takes minutes: fitting on thousands of sentences, and tracing hundreds. `make verify` runs it too.
-COSTLY, FULL = {"maps", "trace"}, 2000
+# They fit on thousands of sentences or trace hundreds, which takes minutes: `make verify` runs them.
+FULL = 2000
 
 
-def printed() -> Iterator[tuple[Block, str | None]]:
-    """Python blocks of README, each with the output that stands below it."""
-    blocks = blocks_of(PROJECT / "README.md")
-    for i, block in enumerate(blocks):
+def printed(path: Path) -> Iterator[tuple[Block, str | None]]:
+    """Python blocks of a page, each with the output that follows it."""
+    blocks = blocks_of(path)
+    for block, following in zip(blocks, [*blocks[1:], None], strict=True):
         if block.language == "python":
-            following = blocks[i + 1] if i + 1 < len(blocks) else block
-            yield block, following.source if following.language == "text" else None
+            yield block, following.source if following and following.language == "text" else None
 
 
-def is_costly(block: Block) -> bool:
-    names = {node.id for node in ast.walk(ast.parse(block.source)) if isinstance(node, ast.Name)}
-    return bool(names & COSTLY)
-
-
-def test_readme_prints_what_it_says(
+@pytest.mark.parametrize("name", ["README.md"])
+def test_pages_print_what_they_show(
+    name: str,
     capsys: pytest.CaptureFixture[str],
     request: pytest.FixtureRequest,
-    loaded: Loaded,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # it draws a figure
-    full = request.config.getoption("--real-train") >= FULL
-    namespace = {"matlens": matlens, "model": loaded.model}
+    if name != "README.md" and request.config.getoption("--real-train") < FULL:
+        pytest.skip("runs with --real-train 2000 or more")
+    monkeypatch.chdir(tmp_path)  # some draw figures
+    namespace: dict[str, Any] = {}
     n_compared = 0
-    for block, expected in printed():
-        if full or not is_costly(block):
-            capsys.readouterr()
-            exec(compile(block.source, "README.md", "exec"), namespace)
-            if expected is not None:
-                lines = [line.rstrip() for line in capsys.readouterr().out.strip().splitlines()]
-                assert lines == [line.rstrip() for line in expected.strip().splitlines()]
-                n_compared += 1
-    assert n_compared >= 2
+    for block, expected in printed(PROJECT / name):
+        capsys.readouterr()
+        exec(compile(block.source, name, "exec"), namespace)
+        if expected is not None:
+            lines = [line.rstrip() for line in capsys.readouterr().out.strip().splitlines()]
+            assert lines == [line.rstrip() for line in expected.strip().splitlines()]
+            n_compared += 1
+    assert n_compared >= 1
