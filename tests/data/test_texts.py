@@ -1,4 +1,4 @@
-"""Text files are read in pieces, to their checksum and within bounds; nothing in an archive leads out."""
+"""Text files are read in pieces, to their checksum and within bounds."""
 
 from __future__ import annotations
 
@@ -174,41 +174,7 @@ def test_an_archive_that_is_none(tmp_path: Path) -> None:
         load_corpus(write(tmp_path / "eng.tar.gz", "<html>Not found</html>"))
 
 
-# No way out
-
-NOT_PLAIN = r"'odd.*leads out of it, or is a link, a device"
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE,
-        tarfile.GNUTYPE_SPARSE,
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("first", [True, False])
-def test_links_and_devices_are_refused_wherever_they_stand(kind: bytes, first: bool, tmp_path: Path) -> None:
-    odd = ("odd-sentences.txt" if first else "odd", b"", kind)
-    members = [odd, SENTENCES] if first else [SENTENCES, odd]
-    with pytest.raises(InputError, match=NOT_PLAIN):
-        load_corpus(write(tmp_path / "a.tgz", tarred(members)))
-
-
-@pytest.mark.parametrize(
-    "name", ["/etc/eng-sentences.txt", "../eng-sentences.txt", "a/../../b", "C:\\x", "\\\\h\\x"]
-)
-def test_paths_that_lead_out_are_refused(name: str, tmp_path: Path) -> None:
-    for content in (tarred([(name, LEIPZIG, tarfile.REGTYPE)]), zipped({name: LEIPZIG})):
-        with pytest.raises(InputError, match="leads out of it"):
-            load_corpus(write(tmp_path / "a.zip", content))
-
-
-@pytest.mark.parametrize("mode", [0o120777, 0o020666, 0o060666, 0o010666])
-def test_links_and_devices_in_a_zip_are_refused(mode: int, tmp_path: Path) -> None:
-    content = zipped({"a-sentences.txt": LEIPZIG, "odd": b"/etc/passwd"}, modes={"odd": mode})
-    with pytest.raises(InputError, match=NOT_PLAIN):
-        load_corpus(write(tmp_path / "a.zip", content))
-
+# No other text
 
 @pytest.mark.parametrize(
     "content",
@@ -222,7 +188,7 @@ def test_links_and_devices_in_a_zip_are_refused(mode: int, tmp_path: Path) -> No
     ids=["two in a tar", "none in a tar", "two in a zip", "two others in a zip", "empty zip"],
 )
 def test_an_archive_without_one_text_is_no_corpus(content: bytes, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"not one file that ends in '-sentences\.txt'"):
+    with pytest.raises(InputError, match=r"must hold one file that ends in '-sentences\.txt'"):
         load_corpus(write(tmp_path / "a.tar", content))
 
 
