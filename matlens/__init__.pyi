@@ -17,8 +17,8 @@ from . import pruning as pruning
 from . import study as study
 from .activations.collecting import collect as collect
 from .data.corpus import load_corpus as load_corpus
-from .data.corpus_examples import make_examples as make_examples
-from .data.prompts import make_prompts as make_prompts
+from .data.making import make_examples as make_examples
+from .data.making import make_prompts as make_prompts
 from .data.token_examples import make_token_examples as make_token_examples
 from .errors import InputError as InputError
 from .errors import InputWarning as InputWarning

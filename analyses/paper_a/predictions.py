@@ -18,7 +18,7 @@ from matlens import metrics
 from matlens.activations.activations import Activations
 from matlens.activations.collecting import collect
 from matlens.data.corpus import Corpus, as_corpus
-from matlens.data.corpus_examples import make_examples
+from matlens.data.making import make_examples
 from matlens.data.readers import is_masked
 from matlens.errors import InputError, PositiveInt, Seed, checked, printable, short
 from matlens.io.tables import check_columns, read_table

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from matlens.activations.collecting import collect
 from matlens.data.examples import Examples
-from matlens.data.images import make_image_examples
+from matlens.data.making import make_image_examples
 from matlens.data.token_examples import make_token_examples
 from matlens.errors import InputError, checked
 from matlens.ffn.control import PAPER_COEFFICIENT, controlled

@@ -214,7 +214,7 @@ def update(
     dominant
         How many sub-updates count as dominant.
     """
-    from matlens.data.prompts import make_prompts
+    from matlens.data.making import make_prompts
     from matlens.ffn.catalogue import Catalogue
     from matlens.ffn.updates import Updates, dominant_table
     from matlens.models.tokens import token_texts, visible

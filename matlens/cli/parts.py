@@ -71,7 +71,7 @@ def linearity(
     model.check()
     parts = corpus.tenth(seed)
     from matlens import plots
-    from matlens.data.judged import make_judged_text
+    from matlens.data.making import make_judged_text
     from matlens.io.files import check_writable
     from matlens.io.tables import write_results
     from matlens.linearity.atlas import ATLAS, atlas_seconds, linearity_atlas
@@ -162,7 +162,7 @@ def prune(
         fitted_on, judged_on = corpus.tenth()
         import pandas as pd
 
-        from matlens.data.prompts import make_windows
+        from matlens.data.making import make_windows
         from matlens.pruning.evaluation import compare_costs, compare_pruned, judged_tokens
         from matlens.pruning.pruned import prune as prune_model
         from matlens.pruning.pruned import prune_attention

@@ -1,6 +1,7 @@
 """Text files that others wrote, plain or packed: read to their checksum.
 
-Nothing is unpacked to disk or held in memory whole, so names and links in archives lead nowhere. `matlens.io.bounds` has the bounds.
+Nothing is unpacked to disk or held in memory whole, so names and links in archives lead nowhere. The bounds
+are those of `matlens.io.bounds`.
 """
 
 from __future__ import annotations

@@ -167,8 +167,6 @@ def _rows(values: Any, name: str, kinds: str) -> list[np.ndarray]:
 
 
 def _array(values: Any) -> np.ndarray:
-    if np.ma.is_masked(values):
-        raise InputError("Tokens and positions must not be masked: numbers behind the mask would be read.")
     try:
         return np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
     except (ValueError, TypeError, RuntimeError):  # ragged lists, kinds that NumPy does not have, no numbers

@@ -14,7 +14,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from matlens.activations.collecting import collect
-from matlens.data.prompts import make_prompts
+from matlens.data.making import make_prompts
 from matlens.errors import PositiveInt, check_choice, check_int, checked
 from matlens.ffn.norms import FFN_OUT
 from matlens.ffn.projection import Projection

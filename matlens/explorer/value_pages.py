@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from matlens.data.corpus import Corpus
-from matlens.data.corpus_examples import make_examples
 from matlens.data.examples import Examples
 from matlens.errors import InputError, PositiveInt, check_int, checked, printable
 from matlens.explorer.usage import Usage, max_activating_examples, shortened

@@ -17,8 +17,8 @@ from scipy import stats
 from torch import Tensor
 
 from matlens.data.corpus import Corpus
-from matlens.data.corpus_examples import make_examples
 from matlens.data.examples import Batch, Examples
+from matlens.data.making import make_examples
 from matlens.data.readers import check_decoder, check_own_tokens
 from matlens.errors import InputError, PositiveInt, checked
 from matlens.metrics import Estimate

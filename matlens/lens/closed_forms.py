@@ -19,8 +19,8 @@ from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import stream
 from matlens.activations.sinks import FACTOR, outlying_rows
 from matlens.data.corpus import Corpus
-from matlens.data.corpus_examples import make_examples
 from matlens.data.examples import Examples
+from matlens.data.making import make_examples
 from matlens.errors import InputError, PositiveInt, Seed, checked
 from matlens.lens.config import LensConfig, Method, closed_forms, layers_read, resolve_layers
 from matlens.lens.maps import LensMaps, Standardisation

@@ -19,7 +19,7 @@ from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
 from matlens.activations.sinks import SinkWarning, sink_rows
 from matlens.data.corpus import Corpus
-from matlens.data.corpus_examples import make_examples
+from matlens.data.making import make_examples
 from matlens.data.readers import is_masked
 from matlens.errors import Between, InputError, NonNegativeInt, PositiveInt, Seed, checked, short, warn
 from matlens.io.tables import result_row, result_table

@@ -14,8 +14,8 @@ from torch import Tensor
 from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
 from matlens.data.corpus import Corpus, as_corpus
-from matlens.data.corpus_examples import make_examples
 from matlens.data.examples import Examples
+from matlens.data.making import make_examples
 from matlens.errors import InputError, PositiveInt, Seed, checked
 from matlens.io.repository import HubRepository
 from matlens.lens import files, trained

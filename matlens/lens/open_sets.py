@@ -22,7 +22,7 @@ import torch
 from matlens import metrics
 from matlens.activations.activations import Activations
 from matlens.activations.collecting import collect
-from matlens.data.prompts import make_prompts
+from matlens.data.making import make_prompts
 from matlens.errors import InputError, checked, short
 from matlens.io.files import read_json, system_errors
 from matlens.io.tables import result_row, result_table

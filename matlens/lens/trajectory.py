@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from matlens.activations.collecting import collect
-from matlens.data.prompts import make_prompts
+from matlens.data.making import make_prompts
 from matlens.errors import InputError, check_int, checked, short
 from matlens.models.sites import Site
 from matlens.models.tokens import token_texts, visible, word_token

@@ -25,7 +25,7 @@ from matlens import metrics, parallel
 from matlens.activations.collecting import collect, stream
 from matlens.activations.sinks import find_sinks
 from matlens.data.examples import Examples
-from matlens.data.judged import JudgedText
+from matlens.data.making import JudgedText
 from matlens.errors import PositiveInt, checked
 from matlens.ffn.perplexity import TextLosses, perplexity_ratio
 from matlens.io.artifact import Artifact

@@ -23,8 +23,8 @@ from tqdm.auto import tqdm
 from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
 from matlens.data.corpus import Corpus
-from matlens.data.corpus_examples import make_examples
 from matlens.data.examples import Examples
+from matlens.data.making import make_examples
 from matlens.data.readers import is_masked
 from matlens.errors import InputError, NonNegative, PositiveInt, checked, printable
 from matlens.ffn.agglomeration import Linkage, method_within

@@ -28,7 +28,7 @@ from self_debiasing import debiased_probabilities
 
 from matlens import InputError
 from matlens.data.corpus import Corpus
-from matlens.data.corpus_examples import make_examples
+from matlens.data.making import make_examples
 
 Models = Callable[[str], Any]
 PROMPTS = ["w4 w40 w11", "w17", "w8 w8 w30 w21"]

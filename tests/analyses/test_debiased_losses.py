@@ -16,7 +16,7 @@ from self_debiasing import debiased_probabilities
 
 from matlens import InputError, make_examples
 from matlens.data.corpus import Corpus
-from matlens.data.prompts import make_windows
+from matlens.data.making import make_windows
 from matlens.ffn.perplexity import text_losses
 
 Models = Callable[[str], Any]

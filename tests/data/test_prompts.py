@@ -15,7 +15,7 @@ from conftest import N_CTX
 from matlens import InputError, make_prompts
 from matlens.data.corpus import Corpus
 from matlens.data.examples import Examples
-from matlens.data.prompts import make_windows
+from matlens.data.making import make_windows
 from matlens.models.tokens import TextTokens, token_policy
 
 Models = Callable[[str], Any]
@@ -60,7 +60,7 @@ def test_what_stands_in_front_of_a_text_stands_in_front_of_each_window(
     model = small_model("llama")
     ids = model.tokenizer(" ".join(sentences.sentences))["input_ids"]
     around = TextTokens([58, *ids, 59], [True, *[False] * len(ids), True])  # a BOS, and an EOS behind all
-    monkeypatch.setattr("matlens.data.prompts.encode_text", lambda *_: around)
+    monkeypatch.setattr("matlens.data.making.encode_text", lambda *_: around)
     windows = sentences_of(make_windows(model, sentences, size=20))
     assert {window[0] for window in windows} == {58}
     assert [token for window in windows for token in window[1:]] == ids
@@ -71,7 +71,7 @@ def test_a_window_that_what_stands_in_front_fills_is_refused(
     small_model: Models, sentences: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     front = TextTokens([57, 58, 5, 6], [True, True, False, False])
-    monkeypatch.setattr("matlens.data.prompts.encode_text", lambda *_: front)
+    monkeypatch.setattr("matlens.data.making.encode_text", lambda *_: front)
     with pytest.raises(InputError, match=r"of 2 tokens has no room for text.* Expected a size of 3 at least"):
         make_windows(small_model("llama"), sentences, size=2)
     assert sentences_of(make_windows(small_model("llama"), sentences, size=3)) == [[57, 58, 5], [57, 58, 6]]

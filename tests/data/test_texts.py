@@ -176,6 +176,7 @@ def test_an_archive_that_is_none(tmp_path: Path) -> None:
 
 # No other text
 
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -227,8 +227,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         "marks padding",
     ),
     "no marks": (RAGGED, {"positions": [[False, False], [True]]}, "Sentence 0 has no position"),
-    "partly masked": (np.ma.masked_equal(BATCH.numpy(), int(BATCH[1, 1])), {}, "masked"),
-    "masked positions": (BATCH, {"positions": np.ma.array([[0], [1]], mask=[[0], [1]])}, "masked"),
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from scipy import stats
 import matlens
 from matlens import InputError
 from matlens.data.corpus import Corpus
-from matlens.data.prompts import make_windows
+from matlens.data.making import make_windows
 from matlens.ffn.control import controlled
 from matlens.ffn.perplexity import TextLosses, perplexity_estimate, perplexity_ratio, text_losses
 

@@ -15,7 +15,7 @@ import matlens
 from matlens import InputError
 from matlens.activations.collecting import collect
 from matlens.data.corpus import Corpus
-from matlens.data.corpus_examples import make_examples
+from matlens.data.making import make_examples
 from matlens.ffn.control import controlled
 from matlens.ffn.updates import Updates
 from matlens.ffn.values import ValueVector, ValueVectors
