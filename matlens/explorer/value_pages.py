@@ -18,6 +18,7 @@ from torch import Tensor
 
 from matlens.data.corpus import Corpus
 from matlens.data.examples import Examples
+from matlens.data.making import make_examples
 from matlens.errors import InputError, PositiveInt, check_int, checked, printable
 from matlens.explorer.usage import Usage, max_activating_examples, shortened
 from matlens.ffn.clusters import Clusters
