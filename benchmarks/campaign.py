@@ -110,7 +110,7 @@ class Campaign:
         # Every process has the model already, and is too short for the usual time between two notes.
         setattr(_modules["matlens.models.loading"], "load", lambda *_, **__: model)  # noqa: B010
         setattr(_modules["matlens.io.rows"], "_NOTED_EVERY", 0.0)  # noqa: B010
-        setattr(_modules["matlens.linear.streaming"], "_KEPT_EVERY", 0.0)  # noqa: B010
+        setattr(_modules["matlens.linear.streaming"], "_STATE_EVERY", 0.0)  # noqa: B010
         setattr(_modules["matlens.linear.streaming"], "_SHARE_OF_WRITING", 0.0)  # noqa: B010
         setattr(_modules["matlens.linear.sums"], "chunk_size", lambda _: 64)  # noqa: B010
         setattr(_modules["matlens.explorer.usage"], "_CHUNK", 16)  # noqa: B010

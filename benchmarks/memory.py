@@ -26,7 +26,7 @@ from matlens import collect
 from matlens.activations import stream
 from matlens.data import Examples
 from matlens.ffn import Trace
-from matlens.linear import fit_stream, stream_moments
+from matlens.linear import fit_stream, stream_least_squares
 from matlens.models import ModelLayout
 from matlens.patching import submodule_pairs
 
@@ -108,7 +108,7 @@ def _all_positions(model: Any, examples: Any, folder: Path) -> None:
 
 
 def _moments(model: Any, examples: Any, folder: Path) -> None:
-    stream_moments(model, examples, folder, progress=False)
+    stream_least_squares(model, examples, folder, progress=False)
 
 
 def _passing(model: Any, examples: Any, folder: Path) -> None:
@@ -119,7 +119,7 @@ def _passing(model: Any, examples: Any, folder: Path) -> None:
 
 
 def _submodules(model: Any, examples: Any, folder: Path) -> None:
-    stream_moments(
+    stream_least_squares(
         model, examples, folder, pairs=submodule_pairs(ModelLayout.from_model(model)), progress=False
     )
 

@@ -18,7 +18,7 @@ from watched import MIB, TAKEN, Work, in_a_process
 import matlens
 from matlens.activations import stream
 from matlens.ffn import Trace
-from matlens.linear import fit_stream, stream_moments
+from matlens.linear import fit_stream, stream_least_squares
 from matlens.models import SMOLLM2
 from matlens.study import Shape, Study, fit_maps, plan_study
 
@@ -61,7 +61,7 @@ _STEPS = {
     ),
     "collecting, all positions, moments kept": _Step(
         "collect", _ALL, None,
-        lambda model, parts, folder, pairs: stream_moments(
+        lambda model, parts, folder, pairs: stream_least_squares(
             model, matlens.make_examples(model, parts[0]), folder / "moments", pairs=pairs, progress=False
         ),
     ),

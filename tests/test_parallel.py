@@ -23,7 +23,7 @@ from matlens.activations.activations import Activations
 from matlens.data.examples import Examples
 from matlens.errors import InputError
 from matlens.ffn.trace import Trace
-from matlens.linear import stream_moments
+from matlens.linear import stream_least_squares
 from matlens.linear.fitting import fit_samples, fit_stream
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet
@@ -66,7 +66,7 @@ def everything(model: Any, examples: Examples, few: Examples, folder: Path) -> d
             "stored": weights(MapSet.fit(whole, pairs=PAIRS, ridge=0.5, progress=False)),
             "streamed": weights(fit_stream(passing, PAIRS, ridge=0.5, divided=True)),
         }
-    moments = stream_moments(model, examples, folder / "moments", pairs=PAIRS, **quiet)
+    moments = stream_least_squares(model, examples, folder / "moments", pairs=PAIRS, **quiet)
     fit_moments(moments, folder / "maps", ridge=0.5, progress=False)
     return {
         "maps": maps,

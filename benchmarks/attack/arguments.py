@@ -60,7 +60,7 @@ _OF_A_MODEL = (
 TAKEN = (
     "Site.parse(text", "Site.read(text", "resolve(site", "resolve_pairs(pairs",
     "ValueVector.parse(text", "ValueVector(layer", "Variant(first", "Variant(replacements", "Study(",
-    "head(n", "shard_of(examples", "at(row",
+    "head(n", "at(row",
     "trajectory(layers", "top_tokens(layers", "patched(replacements", "compare_changes(changes",
     "prune(blocks", "from_maps(method", "cosines(directions", "fit_samples(pairs",
     "ModelIdentity.difference(other", "origin_of(maps",

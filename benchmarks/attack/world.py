@@ -153,7 +153,7 @@ WRITERS: dict[str, Callable[[World, Path], Any]] = {
         w.model, w["Examples"], k=4, folder=f, batch_tokens=100, progress=False
     ),
     "clusters": lambda w, f: ffn.Clusters.fit(w["ValueVectors"], 20, folder=f, progress=False),
-    "moments": lambda w, f: linear.stream_moments(
+    "moments": lambda w, f: linear.stream_least_squares(
         w.model, w["Examples"], f, pairs="all", positions="drawn", batch_tokens=100, progress=False
     ),
     "study": lambda w, f: w.study(f).evaluate(),
@@ -163,7 +163,8 @@ WRITERS: dict[str, Callable[[World, Path], Any]] = {
 _READ = {
     "MapSet.load.folder": "maps", "io.verify.folder": "maps", "Lens.load.folder": "lens",
     "load_lens.folder": "lens", "Activations.load.folder": "activations", "Trace.load.folder": "trace",
-    "Clusters.load.folder": "clusters", "StoredMoments.folder": "moments", "read_results.folder": "study",
+    "Clusters.load.folder": "clusters", "StoredLeastSquares.folder": "moments",
+    "read_results.folder": "study",
     "plot_results.folder": "study", "evaluate_maps.folder": "study",
 }  # fmt: skip
 RECIPES: dict[str, Callable[[World], Any]] = {
@@ -196,7 +197,7 @@ RECIPES: dict[str, Callable[[World], Any]] = {
     "Scheme": lambda _: patching.Scheme((0, 1, 3), "blocks"),
     "TextLosses": lambda w: ffn.text_losses(w.model, w["Corpus"], progress=False),
     "Study": lambda w: w.study(w.root / f"study-of-{w.seed}"),
-    "StoredMoments": lambda w: linear.StoredMoments(w.saved("moments")),
+    "StoredLeastSquares": lambda w: linear.StoredLeastSquares(w.saved("moments")),
     "Shape": lambda w: study.Shape.from_model(w.model),
     "JudgedText": lambda w: data.make_judged_text(w.model, w["Corpus"], size=12, most=3),
     # By name; where several functions mean other things by a name, with theirs before it.

@@ -153,19 +153,19 @@ def merge(parts: list[Path], /, out: Path, how: FitOptions) -> None:
         Folder for everything that is written.
     """
     from matlens.linear.pairs import resolve_pairs
-    from matlens.linear.stored import StoredMoments, merge_moments
+    from matlens.linear.streaming import StoredLeastSquares
     from matlens.linear.sums import check_kept
     from matlens.study.output import MAPS, MOMENTS
     from matlens.study.plan import check_merge
     from matlens.study.steps import fit_moments
 
-    moments, arguments = StoredMoments(*parts), asdict(how)
+    moments, arguments = StoredLeastSquares(*parts), asdict(how)
     if how.pairs == "all":  # all that the parts have stored
         arguments["pairs"] = None
     else:
         check_kept(moments, resolve_pairs(arguments["pairs"], moments.provenance))  # before it is written
     check_merge(moments, out / MOMENTS)
-    maps = fit_moments(merge_moments(moments, out / MOMENTS), out / MAPS, **arguments)
+    maps = fit_moments(moments.merge(out / MOMENTS), out / MAPS, **arguments)
     print_line(
         f"{len(maps)} maps of {moments.n_samples:,} samples in {out / MAPS}. 'matlens run' with the options "
         f"of the parts and --out {out} evaluates them."

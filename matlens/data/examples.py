@@ -197,13 +197,26 @@ class Examples:
     def head(self, n: PositiveInt) -> Examples:
         """The first ``n`` sentences, with all of their positions."""
         n = min(n, len(self))
-        kept = int(np.searchsorted(self.sentences, n))
+        return self.select(np.arange(n), n=n)
+
+    def select(self, sentences: Int[np.ndarray, " some"], **details: Any) -> Examples:
+        """Some sentences by their numbers, in rising order, with all of their positions.
+
+        ``details`` go into the provenance.
+        """
+        selected = np.zeros(len(self), dtype=bool)
+        selected[sentences] = True
+        of_positions = selected[self.sentences]
+        sources = {}
+        if self.has_sources:
+            lengths = np.diff(self.source_offsets)
+            sources["source_tokens"] = self.source_tokens[np.repeat(selected, lengths)]
+            sources["source_offsets"] = _offsets(lengths[sentences])
         return Examples(
-            self.tokens[: self.offsets[n]], self.offsets[: n + 1], self.positions[:kept],
-            {**self.provenance, "n": n}, self.sentences[:kept],
-            self.source_tokens[: self.source_offsets[n] if self.has_sources else 0],
-            self.source_offsets[: n + 1],
-            self.images[:n],
+            self.tokens[np.repeat(selected, self.lengths)], _offsets(self.lengths[sentences]),
+            self.positions[of_positions], {**self.provenance, **details},
+            np.searchsorted(sentences, self.sentences[of_positions]), **sources,
+            images=self.images[sentences] if len(self.images) else self.images,
         )  # fmt: skip
 
     def up_to_positions(self) -> Examples:
@@ -214,7 +227,7 @@ class Examples:
         last = np.zeros(len(self), dtype=np.int64)
         np.maximum.at(last, self.sentences, self.positions)
         kept = self.places <= np.repeat(last, self.lengths)
-        offsets = np.concatenate([[0], np.cumsum(last + 1)])
+        offsets = _offsets(last + 1)
         return replace(self, tokens=self.tokens[kept], offsets=offsets)
 
     def rows_of(
@@ -264,6 +277,11 @@ class Examples:
         return Batch(index, *padded(self.tokens, self.offsets, index), source, images)
 
 
+def _offsets(lengths: np.ndarray) -> np.ndarray:
+    """Where texts of these lengths start, end to end, and where the last of them ends."""
+    return np.concatenate([[0], np.cumsum(lengths)])
+
+
 def end_to_end(
     ids: Sequence[np.ndarray],
     positions: np.ndarray,
@@ -271,7 +289,7 @@ def end_to_end(
     sentences: np.ndarray | None = None,
 ) -> Examples:
     """Examples of sentences that are given one by one."""
-    offsets = np.concatenate([[0], np.cumsum([len(tokens) for tokens in ids])])
+    offsets = _offsets(np.array([len(tokens) for tokens in ids]))
     of_each = np.arange(len(ids)) if sentences is None else sentences
     return Examples(np.concatenate(ids), offsets, positions, provenance, of_each)
 

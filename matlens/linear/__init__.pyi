@@ -9,7 +9,5 @@ from .pairs import resolve_pairs as resolve_pairs
 from .pickles import arrays_of as arrays_of
 from .pickles import read_pickle as read_pickle
 from .published import convert_published as convert_published
-from .stored import StoredMoments as StoredMoments
-from .stored import merge_moments as merge_moments
-from .streaming import shard_of as shard_of
-from .streaming import stream_moments as stream_moments
+from .streaming import StoredLeastSquares as StoredLeastSquares
+from .streaming import stream_least_squares as stream_least_squares

@@ -1,18 +1,17 @@
-"""Moments of a corpus while it passes by: no vector is kept, and what was broken off is gone on with.
+"""Sufficient statistics of a corpus, summed while it is streamed: no vector is stored.
 
-A job can be divided into shards, whose folders are made anywhere and at any time; together they hold the
-moments of the whole job.
+A job can be divided into parts, whose folders are made anywhere and at any time; merged, they are the
+statistics of the whole job.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -20,12 +19,12 @@ from matlens import parallel
 from matlens.activations.activations import Positions
 from matlens.activations.collecting import Rows, batch_counts, default_batch_tokens, hook_names, stream
 from matlens.data.examples import Examples
-from matlens.errors import InputError, PositiveInt, check_int, checked
+from matlens.errors import InputError, PositiveInt, checked
 from matlens.io.artifact import Artifact
+from matlens.io.files import damaged
 from matlens.linear.least_squares import LeastSquares
-from matlens.linear.pairs import Pairs, resolve_pairs
+from matlens.linear.pairs import Pairs, by_source, resolve_pairs
 from matlens.linear.samples import Selection, are_few
-from matlens.linear.stored import HOLDS, StoredMoments
 from matlens.linear.sums import PairFits
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.layout import ModelLayout
@@ -33,12 +32,109 @@ from matlens.models.layout import ModelLayout
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-_KEPT_EVERY = 60.0  # seconds, at least, between two states that a killed run can go on from
+HOLDS = "moments"
+_STATE_EVERY = 60.0  # seconds, at least, between two states that a killed run can resume from
 _SHARE_OF_WRITING = 20  # and so many times as long as it takes to write one
 
 
 @checked
-def stream_moments(
+class StoredLeastSquares:
+    """`LeastSquares` of pairs of sites in finished folders: ``stored["h.3"]`` reads that of a source.
+
+    Several folders, which are the parts of one job, are merged in the order of their numbers, whatever the
+    order in which they are given.
+
+    Attributes
+    ----------
+    targets, widths
+        The targets of each source, and the width of each site.
+    provenance
+        The model, the examples and the positions, of all parts together.
+    n_samples
+        How many samples there are in all.
+    parts
+        ``(number, of how many)`` of each folder, in their order.
+    request
+        What the first of the folders was asked for.
+
+    Raises
+    ------
+    InputError
+        The folders are of different jobs, or overlap.
+    """
+
+    def __init__(self, folder: str | Path, *more: str | Path) -> None:
+        artifacts = [Artifact.open(place, HOLDS) for place in (folder, *more)]
+        self._artifacts = sorted(artifacts, key=lambda artifact: tuple(artifact.request["part"]))
+        first = self._artifacts[0]
+        for other in self._artifacts[1:]:
+            _check_same_job(first, other)
+        self.parts = [tuple(artifact.request["part"]) for artifact in self._artifacts]
+        if len({*self.parts}) < len(self.parts) or len({of for _, of in self.parts}) > 1:
+            found = ", ".join(f"{number}/{of}" for number, of in self.parts)
+            raise InputError(
+                f"The folders must be different parts of one division of a job, got the parts {found}: "
+                "sentences would count twice."
+            )
+        self.request = first.request
+        self.targets = by_source([(source, target) for source, target in self.request["pairs"]])
+        self.widths: dict[str, int] = self.request["widths"]
+        self.provenance = Provenance.from_json(self.request["provenance"])
+        self.n_samples = sum(artifact.request["n_samples"] for artifact in self._artifacts)
+
+    def check_complete(self) -> None:
+        """Raise InputError, with the numbers, if parts of the job are missing."""
+        of = self.parts[0][1]
+        missing = sorted({*range(1, of + 1)} - {number for number, _ in self.parts})
+        if missing:
+            names = ", ".join(f"{number}/{of}" for number in missing[:6]) + (", ..." if missing[6:] else "")
+            raise InputError(f"The folders of all parts of the job must be given; missing are {names}.")
+
+    def __getitem__(self, source: str) -> LeastSquares:
+        targets = {target: self.widths[target] for target in self.targets[source]}
+        whole: LeastSquares | None = None
+        for artifact in self._artifacts:
+            fit = LeastSquares.from_tensors(artifact.read_all(source), targets, source=source)
+            if fit.n != artifact.request["n_samples"]:
+                raise damaged(artifact.folder / source, "is of another number of samples than the folder")
+            whole = fit if whole is None else whole.merge(fit)
+        assert whole is not None
+        return whole
+
+    def merge(self, folder: str | Path) -> StoredLeastSquares:
+        """Write the statistics of all parts as one, as an undivided job would have written them.
+
+        Raises
+        ------
+        InputError
+            A part is missing, or the folder holds something else.
+        """
+        self.check_complete()
+        request = {**self.request, "part": [1, 1], "n_samples": self.n_samples}
+        with Artifact.writing(folder, HOLDS, request, only_unfinished=("batch_tokens",)) as artifact:
+            if not artifact.finished:
+                for source in self.targets if parallel.is_main() else ():
+                    artifact.write(source, self[source].tensors())
+                artifact.finish()
+        return StoredLeastSquares(folder)
+
+
+def _check_same_job(first: Artifact, other: Artifact) -> None:
+    for key, named in (("provenance", "samples"), ("pairs", "pairs of sites"), ("widths", "widths")):
+        ours, theirs = first.request[key], other.request[key]
+        if ours != theirs:
+            about = ""
+            if key == "provenance":
+                differing = [of for of in {**ours, **theirs} if ours.get(of) != theirs.get(of)]
+                about = f" ({', '.join(differing)} differ)"
+            raise InputError(
+                f"{other.folder} must be a part of the same job as {first.folder}, and is of other "
+                f"{named}{about}. Make all parts with the same model, corpus and options."
+            )
+
+
+@checked
+def stream_least_squares(
     model: TransformerBridge,
     examples: Examples,
     folder: str | Path,
@@ -47,30 +143,28 @@ def stream_moments(
     positions: Positions = "all",
     rows: Bool[Tensor, " n"] | None = None,
     weights: Float[Tensor, " n"] | None = None,
-    shard: tuple[int, int] = (1, 1),
+    part: tuple[PositiveInt, PositiveInt] = (1, 1),
     batch_tokens: PositiveInt | None = None,
     progress: bool = True,
-) -> StoredMoments:
-    """Run the examples through the model once and keep, in a folder, what least squares needs of them.
+) -> StoredLeastSquares:
+    """Run the examples through the model once and store what least squares needs of them.
 
-    It takes ``(d + 1)(d + 1 + sum of the targets' widths)`` numbers of 8 bytes for each source, however many
-    the samples are. A killed run goes on where it was; a finished folder is opened without running anything.
+    It takes ``(d + 1)(d + 1 + sum of the targets' widths)`` values of 8 bytes for each source, however many
+    the samples are. A killed run resumes; a finished folder is opened without running anything.
 
     Parameters
     ----------
-    model, examples
-        What is run on what.
-    folder
-        Where the moments are written.
+    model, examples, folder
+        What is run on what, and where the statistics are written.
     pairs
         As in `MapSet.fit`.
     positions
         ``"drawn"``: only at the positions of the examples. ``"all"``: at every token.
     rows, weights
-        True for the samples that are kept, by default all, and how much each of all samples counts, as in
-        `MapSet.fit`: of all shards together, in the order of ``collect`` at these positions.
-    shard
-        Which part of the examples, such as ``(3, 8)`` for the third of eight. `StoredMoments` joins them.
+        As in `MapSet.fit`: of all parts together, in the order of ``collect`` at these positions.
+    part
+        Which part of the sentences, such as ``(3, 8)`` for the third of eight; `StoredLeastSquares` merges
+        them.
     batch_tokens
         Most tokens in a batch, padding counted.
     progress
@@ -79,127 +173,68 @@ def stream_moments(
     Raises
     ------
     InputError
-        A vector is not finite, a pair is not usable, rows or weights are not those of the samples, there is
-        no such shard, or the folder is of another job.
+        A vector is not finite, a pair is not usable, rows or weights are not those of the samples, or the
+        folder is of another job.
     """
-    number, of = check_shard(shard)
+    number, of = part
+    if number > of:
+        raise InputError(f"part must be one of {of}, such as (1, {of}), got {part}.")
     identity = ModelIdentity.from_model(model)
     wanted, widths = pairs_and_widths(model, pairs)
     hooks = hook_names(ModelLayout.from_model(model), widths)
     provenance = Provenance(identity, examples.provenance, examples.fingerprint, positions, hooks=hooks)
-    whole = examples.n_positions if positions == "drawn" else len(examples.tokens)
-    selection = Selection.parse(rows, weights, whole)
-    own, n_own = shard_of(examples, number, of), 0
-    if own is not None:
-        n_own = own.n_positions if positions == "drawn" else len(own.tokens)
+    n_all = _n_samples(examples, positions)
+    selection = Selection.parse(rows, weights, n_all)
+    own = examples
+    if of > 1:
+        own = examples.select(np.arange(number - 1, len(examples), of), part=f"{number}/{of}")
+    n_own = _n_samples(own, positions)
     if selection is not None:
-        provenance, whole = provenance.with_details(**selection.details), selection.n
-        selection = selection.part(_rows_of_shard(examples, number, of, positions))
+        provenance, n_all = provenance.with_details(**selection.details), selection.n
+        sentences = examples.sentences
+        if positions == "all":
+            sentences = np.repeat(np.arange(len(examples)), examples.lengths)
+        selection = selection.part(sentences % of == number - 1)
         n_own = selection.n
     request: dict[str, Any] = {
         "provenance": provenance.to_json(),
         "pairs": wanted,
         "widths": widths,
-        "shard": [number, of],
+        "part": [number, of],
         "n_samples": n_own,
         "batch_tokens": batch_tokens or default_batch_tokens(model),
     }
-    fits = PairFits(wanted, widths, norms=are_few(whole, identity.d_model))
-    parallel.check_same([request, str(folder)], "the job of moments")
-
-    def batches(numbers: range) -> Iterator[Rows]:
-        if own is None:
-            return iter(())
-        return stream(
-            model, own, list(widths), positions=positions, batch_tokens=request["batch_tokens"],
-            progress=progress, divided=True, numbers=numbers,
-        )  # fmt: skip
-
-    n_batches = 0 if own is None else len(batch_counts(model, own, positions, request["batch_tokens"]))
+    fits = PairFits(wanted, widths, norms=are_few(n_all, identity.d_model))
+    parallel.check_same([request, str(folder)], "streaming into least squares")
     with Artifact.writing(folder, HOLDS, request, only_unfinished=("batch_tokens",)) as artifact:
         if not artifact.finished:
             states = _States(artifact, fits)
-            done = parallel.broadcast(states.n_batches, "batches that are done")
-            left = range(done, n_batches)
-            _add_all(fits, batches(left), left, selection, states)
+            if len(own):
+                n_batches = len(batch_counts(model, own, positions, request["batch_tokens"]))
+                left = range(parallel.broadcast(states.n_batches, "batches that are done"), n_batches)
+                batches = stream(
+                    model, own, list(widths), positions=positions, batch_tokens=request["batch_tokens"],
+                    progress=progress, divided=True, numbers=left,
+                )  # fmt: skip
+                _add_all(fits, batches, left, selection, states)
             for source in fits.targets if parallel.is_main() else ():
                 artifact.write(source, fits[source].tensors())
             states.remove()
             artifact.finish()
-    return StoredMoments(folder)
+    return StoredLeastSquares(folder)
+
+
+def _n_samples(examples: Examples, positions: Positions) -> int:
+    return examples.n_positions if positions == "drawn" else len(examples.tokens)
 
 
 @checked
 def pairs_and_widths(model: TransformerBridge, pairs: Pairs) -> tuple[list[tuple[str, str]], dict[str, int]]:
-    """The pairs of sites that are meant in a model, and how many coordinates each of their sites has.
-
-    Raises
-    ------
-    InputError
-        A pair is not usable.
-    """
+    """Names of the sites of each pair in a model, and the width of each site."""
     layout = ModelLayout.from_model(model)
     named = resolve_pairs(pairs, Provenance(ModelIdentity.from_model(model)))
     wanted = [(str(layout.resolve(source)), str(layout.resolve(target))) for source, target in named]
     return wanted, {site: layout.width(site) for pair in wanted for site in pair}
-
-
-@checked
-def check_shard(shard: Sequence[int]) -> tuple[int, int]:
-    """Read which part of a job is meant: ``(3, 8)`` is the third of eight.
-
-    Raises
-    ------
-    InputError
-        It is no part.
-    """
-    if len(shard) != 2:
-        raise InputError(f"The shard has {len(shard)} numbers. Expected two, such as (3, 8) for 3 of 8.")
-    of = check_int(shard[1], "The number of shards", min=1, max=100_000)
-    return check_int(shard[0], "The number of the shard", min=1, max=of), of
-
-
-@checked
-def shard_of(examples: Examples, number: int, of: int) -> Examples | None:
-    """Every ``of``-th sentence from the ``number``-th on, with all of its positions; ``None`` for none."""
-    number, of = check_shard((number, of))
-    chosen = np.arange(number - 1, len(examples), of)
-    if of == 1 or not len(chosen):
-        return examples if of == 1 else None
-    taken = _sentences_of_shard(examples, number, of)
-    of_tokens, of_positions = np.repeat(taken, examples.lengths), taken[examples.sentences]
-    offsets = _offsets(examples.lengths[chosen])
-    sentences = np.searchsorted(chosen, examples.sentences[of_positions])
-    sources: dict[str, np.ndarray] = {}
-    if examples.has_sources:
-        lengths = np.diff(examples.source_offsets)
-        sources["source_tokens"] = examples.source_tokens[np.repeat(taken, lengths)]
-        sources["source_offsets"] = _offsets(lengths[chosen])
-    return Examples(
-        examples.tokens[of_tokens], offsets, examples.positions[of_positions],
-        {**examples.provenance, "shard": f"{number}/{of}"}, sentences, **sources,
-        images=examples.images[chosen] if len(examples.images) else examples.images,
-    )  # fmt: skip
-
-
-def _sentences_of_shard(examples: Examples, number: int, of: int) -> np.ndarray:
-    taken = np.zeros(len(examples), dtype=bool)
-    taken[number - 1 :: of] = True
-    return taken
-
-
-def _rows_of_shard(
-    examples: Examples, number: int, of: int, positions: Positions
-) -> Bool[Tensor, " n_samples"]:
-    """Which samples of the whole job are those of a shard."""
-    taken = _sentences_of_shard(examples, number, of)
-    of_rows = taken[examples.sentences] if positions == "drawn" else np.repeat(taken, examples.lengths)
-    return torch.from_numpy(of_rows)
-
-
-def _offsets(lengths: np.ndarray) -> np.ndarray:
-    """Where texts of these lengths start, end to end, and where the last of them ends."""
-    return np.concatenate([[0], np.cumsum(lengths)])
 
 
 def _add_all(
@@ -231,7 +266,7 @@ class _States:
 
     def __init__(self, artifact: Artifact, fits: PairFits) -> None:
         self._artifact, self.n_batches = artifact, 0
-        self._last, self._pause = time.monotonic(), _KEPT_EVERY
+        self._last, self._pause = time.monotonic(), _STATE_EVERY
         existing = {*artifact.written()} if parallel.is_main() else set()
         counts = {int(name.partition("@")[2]) for name in existing if "@" in name}
         whole = [n for n in counts if {*self._names(fits, n).values()} <= existing]
@@ -252,7 +287,7 @@ class _States:
             self._artifact.write(name, fits[source].tensors())
         self.remove(but={*names.values()})
         self._last = time.monotonic()
-        self._pause = max(_KEPT_EVERY, _SHARE_OF_WRITING * (self._last - began))
+        self._pause = max(_STATE_EVERY, _SHARE_OF_WRITING * (self._last - began))
 
     def remove(self, but: Collection[str] = ()) -> None:
         """Remove the states, as the main process."""

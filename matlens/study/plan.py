@@ -31,7 +31,7 @@ from matlens.linear.needs import (
 )
 from matlens.linear.pairs import by_source
 from matlens.linear.samples import are_few
-from matlens.linear.stored import StoredMoments
+from matlens.linear.streaming import StoredLeastSquares
 from matlens.models.families.vision import is_visual
 from matlens.models.layout import ModelLayout
 
@@ -385,23 +385,23 @@ def check_moments(
         check_disk(needed, folder, work, advice)
 
 
-def check_merge(moments: StoredMoments, folder: Path) -> None:
+def check_merge(moments: StoredLeastSquares, folder: Path) -> None:
     """Raise InputError if memory or disk have no room to merge parts into a folder of moments."""
     if is_finished(folder):
         return
     pairs = [(source, target) for source, targets in moments.targets.items() for target in targets]
-    sources, n_parts = _widths_of(pairs, moments.widths), len(moments.shards)
-    work = f"Joining {n_parts} shards of moments of {max(moments.widths.values()):,} dimensions"
+    sources, n_parts = _widths_of(pairs, moments.widths), len(moments.parts)
+    work = f"Merging {n_parts} parts of moments of {max(moments.widths.values()):,} dimensions"
     needed = stored_fit_bytes(sources, n_shards=n_parts, written=True)
     check_memory(needed, work, "Join them on a machine with more memory.")
     check_disk(written_moments_bytes(moments.n_samples, sources), folder, work, "Write elsewhere (--out).")
 
 
-def check_solve(moments: StoredMoments, pairs: Sequence[tuple[str, str]]) -> None:
+def check_solve(moments: StoredLeastSquares, pairs: Sequence[tuple[str, str]]) -> None:
     """Raise InputError if memory has no room to fit maps on moments in folders."""
     read = [(source, target) for source in by_source(pairs) for target in moments.targets.get(source, ())]
     if read:
-        sources, n_parts = _widths_of(read, moments.widths), len(moments.shards)
+        sources, n_parts = _widths_of(read, moments.widths), len(moments.parts)
         check_memory(
             stored_fit_bytes(sources, n_rows=moments.n_samples, n_shards=n_parts),
             f"Fitting {len(pairs)} maps of {max(moments.widths.values()):,} dimensions",

@@ -21,7 +21,7 @@ from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
 from matlens.linear.pairs import Pairs, check_collected, resolve_pairs
 from matlens.linear.samples import NoisyFit, are_few, warn_of_noise
-from matlens.linear.stored import StoredMoments
+from matlens.linear.streaming import StoredLeastSquares
 from matlens.linear.sums import solve_pairs
 from matlens.models.families.encoder_decoders import ENCODER, stack_of
 from matlens.models.identity import ModelIdentity
@@ -57,7 +57,7 @@ def fit_maps(
         as many as the width of the model, and else what `typical_penalty` gives.
     """
     if has_moments(Path(folder)):
-        kept = StoredMoments(Path(folder) / MOMENTS)
+        kept = StoredLeastSquares(Path(folder) / MOMENTS)
         return fit_moments(
             kept, Path(folder) / MAPS, pairs=pairs, intercept=intercept, ridge=ridge, progress=progress
         )
@@ -79,7 +79,7 @@ def fit_maps(
 
 @checked
 def fit_moments(
-    moments: StoredMoments,
+    moments: StoredLeastSquares,
     folder: str | Path,
     *,
     pairs: Pairs | None = None,
@@ -174,7 +174,7 @@ def _check_fitted_here(maps: MapSet, folder: Path) -> None:
     if is_finished(folder / TRAIN):
         name, provenance = TRAIN, Activations.load(folder / TRAIN).provenance
     elif is_finished(folder / MOMENTS):
-        name, provenance = MOMENTS, StoredMoments(folder / MOMENTS).provenance
+        name, provenance = MOMENTS, StoredLeastSquares(folder / MOMENTS).provenance
     else:
         return
     fitted, there = maps.provenance.samples.to_json(), provenance.samples.to_json()

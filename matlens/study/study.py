@@ -34,8 +34,7 @@ from matlens.io.artifact import is_finished
 from matlens.linear.mapsets import MapSet
 from matlens.linear.pairs import Pairs, resolve_pairs
 from matlens.linear.samples import are_few
-from matlens.linear.stored import StoredMoments
-from matlens.linear.streaming import check_shard, pairs_and_widths, stream_moments
+from matlens.linear.streaming import StoredLeastSquares, pairs_and_widths, stream_least_squares
 from matlens.models.readout import Readout
 from matlens.study.output import MAPS, MOMENTS, TRAIN, VALIDATION, check_output, has_moments
 from matlens.study.plan import (
@@ -237,17 +236,17 @@ class Study:
             self.model, examples, positions=positions, folder=folder, batch_tokens=self.batch_tokens
         )
 
-    def _moments(self, positions: Positions, folder: Path, part: tuple[int, int]) -> StoredMoments:
+    def _moments(self, positions: Positions, folder: Path, part: tuple[int, int]) -> StoredLeastSquares:
         examples, (wanted, widths) = self.examples[0], pairs_and_widths(self.model, self.pairs)
-        _, of = check_shard(part)
+        _, of = part
         n_rows = examples.n_positions if positions == "drawn" else len(examples.tokens)
         check_moments(-(-n_rows // of), wanted, widths, folder)
-        return stream_moments(
-            self.model, examples, folder, pairs=wanted, positions=positions, shard=part,
+        return stream_least_squares(
+            self.model, examples, folder, pairs=wanted, positions=positions, part=part,
             batch_tokens=self.batch_tokens,
         )  # fmt: skip
 
-    def part_moments(self, number: int, of: int) -> StoredMoments:
+    def part_moments(self, number: int, of: int) -> StoredLeastSquares:
         """Moments of one of several parts of the training sentences, in the study's folder."""
         return self._moments(self._chosen_positions(keep_rows=False), self.folder, (number, of))
 

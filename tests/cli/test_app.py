@@ -795,7 +795,7 @@ def test_few_samples_take_all_positions_and_say_so(
     few = [*inputs, "--train", 40]
     outcome = run_matlens("run", *few, "--out", tmp_path / "auto")
     assert "40 sentences are few for 32 dimensions" in " ".join(outcome.err.split())
-    assert matlens.linear.StoredMoments(tmp_path / "auto" / "moments").provenance.positions == "all"
+    assert matlens.linear.StoredLeastSquares(tmp_path / "auto" / "moments").provenance.positions == "all"
     assert not (tmp_path / "auto" / "train").exists()
     assert "few for" not in outcome.out
     assert json.loads((tmp_path / "auto/results.json").read_text())["note"] is None

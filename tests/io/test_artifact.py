@@ -21,7 +21,7 @@ from matlens.activations import Activations
 from matlens.data import make_judged_text
 from matlens.explorer import value_pages, write_value_pages
 from matlens.io import Artifact
-from matlens.linear import StoredMoments, fitting, merge_moments, shard_of, stream_moments, streaming
+from matlens.linear import StoredLeastSquares, fitting, stream_least_squares, streaming
 from matlens.linearity import linearity_atlas
 from matlens.patching import variants
 
@@ -46,7 +46,7 @@ def kind_of(small_model: Callable[[str], Any]) -> Callable[[str], tuple[Make, Re
         return [trace.before, trace.rank, trace.index, trace.coefficient, trace.score, trace.norm]
 
     def read_moments(folder: Path) -> Any:
-        stored = StoredMoments(folder)
+        stored = StoredLeastSquares(folder)
         return {source: stored[source].tensors() for source in stored.targets}
 
     def read_lens(folder: Path) -> Any:
@@ -82,7 +82,7 @@ def kind_of(small_model: Callable[[str], Any]) -> Callable[[str], tuple[Make, Re
             read_trace,
         ),
         "moments": (
-            lambda folder, job: stream_moments(
+            lambda folder, job: stream_least_squares(
                 model, samples[job], folder, pairs="all", batch_tokens=40, **QUIET
             ),
             read_moments,
@@ -124,7 +124,7 @@ def _parts(maps: matlens.MapSet) -> Any:
 def test_artifacts_keep_the_contract(
     kind: str, kind_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streaming, "_KEPT_EVERY", 0.0)  # a state after every batch
+    monkeypatch.setattr(streaming, "_STATE_EVERY", 0.0)  # a state after every batch
     monkeypatch.setattr(streaming, "_SHARE_OF_WRITING", 0)
     monkeypatch.setattr("matlens.linearity.atlas.time.process_time", lambda: 0.0)
     if kind == "moments":  # where chunks fall depends on where a run resumes
@@ -142,7 +142,7 @@ def test_several_processes_write_what_one_writes(kind: str, n: int, kind_of: Any
     outcomes = run_ranks(n, lambda: make(tmp_path / "several", 0) and None, tmp_path / "ranks")
     assert [outcome.get("error") for outcome in outcomes] == [None] * n
     if kind == "moments":  # merged in another order: maps are the same, factors need not be
-        one, several = (StoredMoments(tmp_path / name) for name in ("one", "several"))
+        one, several = (StoredLeastSquares(tmp_path / name) for name in ("one", "several"))
         for source in one.targets:
             ours, theirs = (stored[source].solve(intercept=True) for stored in (one, several))
             for target, linear in ours.items():
@@ -175,12 +175,12 @@ def test_parts_of_a_job_merge(small_model: Callable[[str], Any], tmp_path: Path)
     model = small_model("gpt2")
     examples = matlens.make_examples(model, make_sentences())
     for part in (1, 2, 3):
-        stream_moments(model, examples, tmp_path / f"{part}", shard=(part, 3), **QUIET)
-    parts = StoredMoments(*(tmp_path / f"{part}" for part in (3, 1, 2)))
-    merged = merge_moments(parts, tmp_path / "merged")
-    assert merged.n_samples == sum(len(shard_of(examples, part, 3).tokens) for part in (1, 2, 3))
+        stream_least_squares(model, examples, tmp_path / f"{part}", part=(part, 3), **QUIET)
+    parts = StoredLeastSquares(*(tmp_path / f"{part}" for part in (3, 1, 2)))
+    merged = parts.merge(tmp_path / "merged")
+    assert merged.n_samples == sum(int(examples.lengths[part::3].sum()) for part in range(3))
     with pytest.raises(InputError):
-        merge_moments(StoredMoments(tmp_path / "1", tmp_path / "3"), tmp_path / "half")
+        StoredLeastSquares(tmp_path / "1", tmp_path / "3").merge(tmp_path / "half")
 
 
 # Folders that are not this job's

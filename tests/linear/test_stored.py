@@ -12,7 +12,7 @@ from conftest import make_sentences
 
 import matlens
 from matlens.errors import InputError
-from matlens.linear import StoredMoments, merge_moments, stream_moments
+from matlens.linear import StoredLeastSquares, stream_least_squares
 
 
 @pytest.fixture(scope="module")
@@ -25,22 +25,22 @@ def shards(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPat
 
     def make(name: str, *arguments: Any, **more: Any) -> None:
         given: dict[str, Any] = {"pairs": [(0, 1)], "progress": False, **more}
-        stream_moments(model, *arguments, root / name, **given)
+        stream_least_squares(model, *arguments, root / name, **given)
 
-    make("1-2", examples, shard=(1, 2))
-    make("2-2", examples, shard=(2, 2))
-    make("1-3", examples, shard=(1, 3))
-    make("other", other, shard=(2, 2))
-    make("pairs", examples, shard=(2, 2), pairs=[(0, 2)])
+    make("1-2", examples, part=(1, 2))
+    make("2-2", examples, part=(2, 2))
+    make("1-3", examples, part=(1, 3))
+    make("other", other, part=(2, 2))
+    make("pairs", examples, part=(2, 2), pairs=[(0, 2)])
     return root
 
 
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (("1-2", "1-2"), "is given twice"),
-        (("1-2", "copy"), r"both hold shard 1/2, so its sentences would count twice"),
-        (("2-2", "1-3"), r"shards of jobs in 2 and in 3 shards, which overlap"),
+        (("1-2", "1-2"), "got the parts 1/2, 1/2"),
+        (("1-2", "copy"), "got the parts 1/2, 1/2"),
+        (("2-2", "1-3"), "got the parts 1/3, 2/2"),
         (("1-2", "other"), r"other samples \(data, examples differ\)"),
         (("1-2", "pairs"), "other pairs of sites"),
     ],
@@ -51,14 +51,13 @@ def test_shards_that_overlap_or_are_of_another_job_are_refused(
     shutil.copytree(shards / "1-2", tmp_path / "copy")
     places = [tmp_path / name if name == "copy" else shards / name for name in names]
     with pytest.raises(InputError, match=message):
-        StoredMoments(*places)
+        StoredLeastSquares(*places)
 
 
 def test_missing_shards_are_named(shards: Path, tmp_path: Path) -> None:
-    some = StoredMoments(shards / "1-3")
-    assert not some.complete
-    with pytest.raises(InputError, match=r"Shards 2/3, 3/3 of the job are missing"):
-        merge_moments(some, tmp_path / "m")
+    some = StoredLeastSquares(shards / "1-3")
+    with pytest.raises(InputError, match="missing are 2/3, 3/3"):
+        some.merge(tmp_path / "m")
     assert not (tmp_path / "m").exists()
-    both = StoredMoments(shards / "2-2", shards / "1-2")
-    assert both.complete
+    both = StoredLeastSquares(shards / "2-2", shards / "1-2")
+    both.check_complete()

@@ -16,10 +16,10 @@ from matlens.activations import collecting
 from matlens.data.examples import Examples
 from matlens.errors import InputError
 from matlens.io.verification import verify
-from matlens.linear import StoredMoments, merge_moments, streaming
+from matlens.linear import StoredLeastSquares, streaming
 from matlens.linear.least_squares import LeastSquares
 from matlens.linear.mapsets import MapSet
-from matlens.linear.streaming import check_shard, shard_of, stream_moments
+from matlens.linear.streaming import stream_least_squares
 from matlens.study.steps import fit_moments, typical_penalty
 
 PAIRS = [("h.0", "h.3"), ("attn_in.1", "attn_out.1"), ("h.0", "h.1")]
@@ -37,11 +37,15 @@ def examples(model: Any) -> Examples:
 
 
 @pytest.fixture(scope="module")
-def whole(model: Any, examples: Examples, tmp_path_factory: pytest.TempPathFactory) -> StoredMoments:
-    return stream_moments(model, examples, tmp_path_factory.mktemp("whole") / "m", pairs=PAIRS, **QUIET)
+def whole(model: Any, examples: Examples, tmp_path_factory: pytest.TempPathFactory) -> StoredLeastSquares:
+    return stream_least_squares(model, examples, tmp_path_factory.mktemp("whole") / "m", pairs=PAIRS, **QUIET)
 
 
-def assert_same_predictions(one: StoredMoments, other: StoredMoments, most: float = 1e-10) -> None:
+def part_of(examples: Examples, number: int, of: int) -> Examples:
+    return examples.select(np.arange(number - 1, len(examples), of))
+
+
+def assert_same_predictions(one: StoredLeastSquares, other: StoredLeastSquares, most: float = 1e-10) -> None:
     for source in one.targets:
         x = torch.eye(one.widths[source], dtype=torch.float64)
         ours, _ = one[source].solution(intercept=True, ridge=0.1)
@@ -55,7 +59,7 @@ def test_moments_are_those_of_the_rows(
 ) -> None:
     sites = sorted({site for pair in PAIRS for site in pair})
     rows = matlens.collect(model, examples, sites, positions=positions, **QUIET)
-    kept = stream_moments(model, examples, tmp_path / "m", pairs=PAIRS, positions=positions, **QUIET)
+    kept = stream_least_squares(model, examples, tmp_path / "m", pairs=PAIRS, positions=positions, **QUIET)
     assert kept.n_samples == rows.n_rows
     assert kept.provenance.samples.to_json() == rows.provenance.samples.to_json()
     for source, targets in kept.targets.items():
@@ -79,14 +83,14 @@ def test_chosen_and_weighted_samples_are_those_of_the_collection(
     rows = torch.from_numpy(generator.random(collected.n_rows) < 0.8)
     weights = torch.from_numpy(generator.integers(0, 3, collected.n_rows))
     asked: Any = {"pairs": PAIRS, "positions": positions, "rows": rows, "weights": weights.double(), **QUIET}
-    kept = stream_moments(model, examples, tmp_path / "m", **asked)
+    kept = stream_least_squares(model, examples, tmp_path / "m", **asked)
     shards = [
-        stream_moments(model, examples, tmp_path / str(number), shard=(number, 3), **asked)
+        stream_least_squares(model, examples, tmp_path / str(number), part=(number, 3), **asked)
         for number in (1, 2, 3)
     ]
     taken = torch.arange(collected.n_rows)[rows].repeat_interleave(weights[rows])
     assert kept.n_samples == int((rows & (weights > 0)).sum()) == sum(part.n_samples for part in shards)
-    joined = StoredMoments(*(tmp_path / name for name in "312"))
+    joined = StoredLeastSquares(*(tmp_path / name for name in "312"))
     for source, targets in kept.targets.items():
         x, y = collected[source][taken], torch.cat([collected[target][taken] for target in targets], 1)
         direct, bias = LeastSquares(x.shape[1], y.shape[1]).update(x, y).solution(intercept=True, ridge=0.3)
@@ -95,23 +99,23 @@ def test_chosen_and_weighted_samples_are_those_of_the_collection(
             assert float((x.double() @ (ours - direct).T).norm() / (x.double() @ direct.T).norm()) < most
             torch.testing.assert_close(other, bias, rtol=1e-4, atol=1e-6)
     with pytest.raises(InputError, match="belongs to another job"):
-        stream_moments(model, examples, tmp_path / "m", **asked | {"rows": ~rows})
+        stream_least_squares(model, examples, tmp_path / "m", **asked | {"rows": ~rows})
     with pytest.raises(InputError, match=f"rows must have a value for each of the {collected.n_rows}"):
-        stream_moments(model, examples, tmp_path / "n", **asked | {"rows": rows[:3], "weights": None})
+        stream_least_squares(model, examples, tmp_path / "n", **asked | {"rows": rows[:3], "weights": None})
     maps = fit_moments(joined, tmp_path / "maps", progress=False)
     assert {"rows", "weights"} < set(maps.provenance.details)
     for intercept in (False, True):
         fitted = fit_moments(joined, tmp_path / f"maps-{intercept}", intercept=intercept, progress=False)
         assert fitted.provenance.details["intercept"] is intercept
-    merge_moments(joined, tmp_path / "merged")
-    assert stream_moments(model, examples, tmp_path / "merged", **asked).n_samples == kept.n_samples
+    joined.merge(tmp_path / "merged")
+    assert stream_least_squares(model, examples, tmp_path / "merged", **asked).n_samples == kept.n_samples
 
 
 def test_few_samples_have_the_penalty_of_their_rows(model: Any, examples: Examples, tmp_path: Path) -> None:
     few = examples.head(4)
     rows = matlens.collect(model, few, positions="all", **QUIET)
     assert rows.n_rows < 2 * rows.provenance.identity.d_model
-    kept = stream_moments(model, few, tmp_path / "m", pairs="last", **QUIET)
+    kept = stream_least_squares(model, few, tmp_path / "m", pairs="last", **QUIET)
     maps = fit_moments(kept, tmp_path / "maps", ridge=None, progress=False)
     expected = typical_penalty(rows, ["h.0", "h.1", "h.2"])
     assert maps.provenance.details["ridge"] == expected > 0
@@ -121,19 +125,19 @@ def test_few_samples_have_the_penalty_of_their_rows(model: Any, examples: Exampl
 
 
 def test_shards_in_any_order_are_the_whole(
-    model: Any, examples: Examples, whole: StoredMoments, tmp_path: Path
+    model: Any, examples: Examples, whole: StoredLeastSquares, tmp_path: Path
 ) -> None:
     folders = [tmp_path / name for name in "abc"]
     for number, folder in enumerate(folders, start=1):
-        stream_moments(model, examples, folder, pairs=PAIRS, shard=(number, 3), **QUIET)
-    joined = StoredMoments(*folders)
+        stream_least_squares(model, examples, folder, pairs=PAIRS, part=(number, 3), **QUIET)
+    joined = StoredLeastSquares(*folders)
     assert joined.n_samples == whole.n_samples
-    assert joined.shards == [(1, 3), (2, 3), (3, 3)]
+    assert joined.parts == [(1, 3), (2, 3), (3, 3)]
     # Other batches: the vectors themselves agree to float32 alone. Of the same vectors, all digits do.
     assert_same_predictions(joined, whole, 1e-6)
     parts = [
         matlens.collect(model, part, sorted(joined.widths), positions="all", **QUIET)
-        for part in (shard_of(examples, number, 3) for number in (3, 1, 2)) if part is not None
+        for part in (part_of(examples, number, 3) for number in (3, 1, 2))
     ]  # fmt: skip
     for source, targets in joined.targets.items():
         x = torch.cat([part[source] for part in parts]).double()
@@ -142,15 +146,15 @@ def test_shards_in_any_order_are_the_whole(
         ours, _ = joined[source].solution(intercept=False, ridge=0.0)
         assert float((x @ ours.T - x @ theirs.T).norm() / (x @ theirs.T).norm()) < 1e-10
     maps = [
-        fit_moments(StoredMoments(*(folders[i] for i in order)), tmp_path / str(order), progress=False)
+        fit_moments(StoredLeastSquares(*(folders[i] for i in order)), tmp_path / str(order), progress=False)
         for order in ((0, 1, 2), (2, 0, 1))
     ]
     for pair in maps[0]:
         assert torch.equal(maps[0][pair].weight, maps[1][pair].weight)
-    merged = merge_moments(joined, tmp_path / "merged")
+    merged = joined.merge(tmp_path / "merged")
     assert_same_predictions(merged, joined)
     # It is the folder of the undivided job, which need not be run any more.
-    again = stream_moments(model, examples, tmp_path / "merged", pairs=PAIRS, **QUIET)
+    again = stream_least_squares(model, examples, tmp_path / "merged", pairs=PAIRS, **QUIET)
     assert torch.equal(again["h.0"].tensors()["r"], merged["h.0"].tensors()["r"])
 
 
@@ -158,10 +162,10 @@ def test_a_shard_without_sentences_adds_nothing(model: Any, examples: Examples, 
     few = examples.head(2)
     folders = [tmp_path / str(number) for number in (1, 2, 3)]
     for number, folder in enumerate(folders, start=1):
-        stream_moments(model, few, folder, pairs=PAIRS, shard=(number, 3), **QUIET)
-    assert StoredMoments(folders[2]).n_samples == 0
-    alone = stream_moments(model, few, tmp_path / "alone", pairs=PAIRS, **QUIET)
-    assert_same_predictions(StoredMoments(*folders), alone, 1e-6)
+        stream_least_squares(model, few, folder, pairs=PAIRS, part=(number, 3), **QUIET)
+    assert StoredLeastSquares(folders[2]).n_samples == 0
+    alone = stream_least_squares(model, few, tmp_path / "alone", pairs=PAIRS, **QUIET)
+    assert_same_predictions(StoredLeastSquares(*folders), alone, 1e-6)
 
 
 def test_shards_part_the_sentences_with_their_positions(model: Any) -> None:
@@ -169,13 +173,12 @@ def test_shards_part_the_sentences_with_their_positions(model: Any) -> None:
     examples = matlens.make_token_examples(model, marked, positions=[[0, 2], [3], [1], [0, 1, 2]])
     read = []
     for number in (1, 2, 3):
-        part = shard_of(examples, number, 3)
-        assert part is not None
+        part = part_of(examples, number, 3)
         for sentence, position in zip(part.sentences, part.positions, strict=True):
             read.append(int(part.tokens[part.offsets[sentence] + position]))
     everything = examples.tokens[examples.offsets[examples.sentences] + examples.positions]
     assert sorted(read) == sorted(map(int, everything)) == [5, 7, 11, 13, 14, 15, 16]
-    assert np.array_equal(shard_of(examples, 1, 3).tokens, [5, 6, 7, 14, 15, 16])  # type: ignore[union-attr]
+    assert np.array_equal(part_of(examples, 1, 3).tokens, [5, 6, 7, 14, 15, 16])
 
 
 def test_shards_keep_the_sources_of_a_decoder_and_the_images_of_a_vision_transformer(
@@ -191,8 +194,7 @@ def test_shards_keep_the_sources_of_a_decoder_and_the_images_of_a_vision_transfo
         rows = matlens.collect(model, examples, ["h.1"], positions="all", progress=False)["h.1"]
         found = []
         for number in (1, 2, 3):
-            part = shard_of(examples, number, 3)
-            assert part is not None
+            part = part_of(examples, number, 3)
             vectors = matlens.collect(model, part, ["h.1"], positions="all", progress=False)["h.1"]
             found += list(zip(range(number - 1, 7, 3), vectors.split(part.lengths.tolist()), strict=True))
         joined = torch.cat([vectors for _, vectors in sorted(found, key=lambda each: each[0])])
@@ -205,11 +207,11 @@ class _Killed(BaseException):
 
 @pytest.mark.parametrize("chunk", [1, 90])
 def test_a_killed_run_goes_on_from_its_last_state_to_the_same_bytes(
-    chunk: int, model: Any, examples: Examples, whole: StoredMoments, tmp_path: Path,
+    chunk: int, model: Any, examples: Examples, whole: StoredLeastSquares, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("matlens.linear.sums.chunk_size", lambda _: chunk)
-    stream_moments(model, examples, tmp_path / "lone", pairs=PAIRS, **QUIET)
+    stream_least_squares(model, examples, tmp_path / "lone", pairs=PAIRS, **QUIET)
     run, passes = collecting._run, list[int]()
 
     def counted(*arguments: Any) -> Any:
@@ -219,10 +221,10 @@ def test_a_killed_run_goes_on_from_its_last_state_to_the_same_bytes(
         return run(*arguments)
 
     monkeypatch.setattr(collecting, "_run", counted)
-    monkeypatch.setattr(streaming, "_KEPT_EVERY", 0.0)
+    monkeypatch.setattr(streaming, "_STATE_EVERY", 0.0)
     monkeypatch.setattr(streaming, "_SHARE_OF_WRITING", 0)
     with pytest.raises(_Killed):
-        stream_moments(model, examples, tmp_path / "m", pairs=PAIRS, **QUIET)
+        stream_least_squares(model, examples, tmp_path / "m", pairs=PAIRS, **QUIET)
     states = {int(path.stem.partition("@")[2]) for path in (tmp_path / "m").glob("*.safetensors")}
     assert len(states) == 1  # and none of an earlier state
     done = states.pop()
@@ -231,7 +233,7 @@ def test_a_killed_run_goes_on_from_its_last_state_to_the_same_bytes(
     assert [verdict.damage for verdict in verify(tmp_path / "m")] == [None]
     passes.clear()
     passes += [-1] * 8  # never seven again
-    kept = stream_moments(model, examples, tmp_path / "m", pairs=PAIRS, **QUIET)
+    kept = stream_least_squares(model, examples, tmp_path / "m", pairs=PAIRS, **QUIET)
     n_batches = sum(1 for _ in examples.batches(40))
     assert len(passes) - 8 == n_batches - done > 3
     assert_same_predictions(kept, whole)
@@ -242,7 +244,9 @@ def test_a_killed_run_goes_on_from_its_last_state_to_the_same_bytes(
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("shard", [(0, 3), (4, 3), (1, 0), (1.0, 2), (1, 2, 3)])
-def test_what_is_no_shard_is_refused(shard: Any) -> None:
-    with pytest.raises(InputError, match="shard"):
-        check_shard(shard)
+@pytest.mark.parametrize("part", [(0, 3), (4, 3), (1, 0), (1.0, 2), (1, 2, 3)])
+def test_a_part_that_does_not_exist_is_refused(
+    part: Any, model: Any, examples: Examples, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=r"^part must"):
+        stream_least_squares(model, examples, tmp_path / "m", part=part, **QUIET)

@@ -68,7 +68,7 @@ def test_all_positions_write_moments_and_a_state_of_before(
         write(artifact, name, tensors)
         seen.append(written(tmp_path / "moments"))
 
-    monkeypatch.setattr(streaming, "_KEPT_EVERY", 0.0)
+    monkeypatch.setattr(streaming, "_STATE_EVERY", 0.0)
     monkeypatch.setattr(streaming, "_SHARE_OF_WRITING", 0)
     monkeypatch.setattr("matlens.linear.sums.chunk_size", lambda _: 1)  # no samples wait
     monkeypatch.setattr(Artifact, "write", watched)

@@ -13,7 +13,7 @@ import pytest
 import matlens.study.plan as module
 from matlens import InputError, make_examples, parallel
 from matlens.data.corpus import Corpus
-from matlens.linear import StoredMoments, merge_moments, stream_moments
+from matlens.linear import StoredLeastSquares, stream_least_squares
 from matlens.study import Study, fit_maps
 from matlens.study.plan import check_merge, format_bytes, free_memory, written_bytes
 
@@ -119,15 +119,15 @@ def test_shards_that_cannot_be_joined_for_want_of_room(
     examples = make_examples(model, sentences).head(20)
     folders = [tmp_path / "s1", tmp_path / "s2"]
     for number, folder in enumerate(folders, 1):
-        stream_moments(model, examples, folder, shard=(number, 2), progress=False)
-    shards = StoredMoments(*folders)
+        stream_least_squares(model, examples, folder, part=(number, 2), progress=False)
+    shards = StoredLeastSquares(*folders)
     for few, missing in ({"memory": 9000}, "of memory"), ({"disk": 9000}, "of disk at .*joined"):
         free(**few)
-        with pytest.raises(InputError, match=f"Joining 2 shards of moments of 32 dimensions .* {missing}"):
+        with pytest.raises(InputError, match=f"Merging 2 parts of moments of 32 dimensions .* {missing}"):
             check_merge(shards, tmp_path / "joined")
     free()
     check_merge(shards, tmp_path / "joined")
-    merge_moments(shards, tmp_path / "joined")
+    shards.merge(tmp_path / "joined")
     free(memory=0, disk=0)
     check_merge(shards, tmp_path / "joined")
 
