@@ -7,18 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pandas as pd
+import torch
 from jaxtyping import Bool
 from torch import Tensor
 
 from matlens.activations.activations import Activations
 from matlens.activations.sinks import find_sinks, sink_rows
-from matlens.lens.evaluation import (
-    evaluate,
-    fit_quality,
-    prediction_quality,
-    prediction_rows,
-    r2_matrix,
-)
+from matlens.errors import InputError, short
+from matlens.lens.evaluation import evaluate, fit_quality, prediction_quality, prediction_rows
 from matlens.linear.mapsets import MapSet
 from matlens.models.readout import Readout
 from matlens.patching.replacements import Where
@@ -40,6 +36,19 @@ def best_schemes(
         scheme
         for scheme, _ in r2_schemes(r2_matrix(fit_quality(maps, validation, rows=rows), "mat")).values()
     ]
+
+
+def r2_matrix(results: pd.DataFrame, method: str) -> Tensor:
+    """r2 of a method as ``[layer, target]``, NaN where there is no map."""
+    part = results[(results["metric"] == "r2") & (results["method"] == method)]
+    if part.empty:
+        raise InputError(f"The table has no r2 by {short(method)}. Expected a method that it has.")
+    size = int(results["target"].max()) + 1
+    grid = torch.full((size, size), float("nan"))
+    grid[torch.tensor(part["layer"].to_numpy()), torch.tensor(part["target"].to_numpy())] = torch.tensor(
+        part["value"].to_numpy(), dtype=torch.float32
+    )
+    return grid
 
 
 def named_schemes(maps: MapSet, validation: Activations) -> list[tuple[str, Scheme]]:

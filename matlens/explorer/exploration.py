@@ -115,7 +115,7 @@ def explore(
     cells: dict[str, LensCells] = {}
     for name, lens in named.items():
         go_on()
-        cells[name] = read_cells(lens.logits, vectors, layers, followed=followed, k=k)
+        cells[name] = read_cells(lens, vectors, layers, followed=followed, k=k)
     updates: UpdateCells | None = None
     go_on()
     if values is not None:

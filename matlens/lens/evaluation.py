@@ -428,18 +428,3 @@ def layer_table(results: pd.DataFrame) -> pd.DataFrame:
             if (metric, method) in wide
         }
     )
-
-
-@checked
-def r2_matrix(results: pd.DataFrame, method: str) -> Tensor:
-    """r2 of a method as ``[layer, target]``, NaN where there is no map."""
-    check_columns(results, COLUMNS, what="the table of lens.fit_quality")
-    part = results[(results["metric"] == "r2") & (results["method"] == method)]
-    if part.empty:
-        raise InputError(f"The table has no r2 by {short(method)}. Expected a method that it has.")
-    size = int(results["target"].max()) + 1
-    grid = torch.full((size, size), float("nan"))
-    grid[torch.tensor(part["layer"].to_numpy()), torch.tensor(part["target"].to_numpy())] = torch.tensor(
-        part["value"].to_numpy(), dtype=torch.float32
-    )
-    return grid

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,6 +56,8 @@ class Trajectory:
         The rank of the token that the model itself predicts there, 1 for the most probable.
     lens
         The lens that read it.
+    place
+        The token whose prediction one wants to read: the mask of a masked-LM prompt, or else the last.
     """
 
     prompt: str
@@ -68,13 +70,8 @@ class Trajectory:
     kl: Float[Tensor, "layers n"]
     final_rank: Int[Tensor, "layers n"]
     lens: Any = field(repr=False)
+    place: int = field(repr=False)
     _vectors: Float[Tensor, "layers n d"] = field(repr=False)
-    _place: int = field(repr=False)
-
-    @property
-    def place(self) -> int:
-        """The token whose prediction one wants to read: the mask of a masked-LM prompt, or else the last."""
-        return self._place
 
     def token_id(self, token: str | int) -> int:
         """The number of a token: of a word as it is typed, such as ``" Paris"``, or the number itself.
@@ -182,7 +179,7 @@ class Trajectory:
         wanted = tokens_of_interest(self.top_ids[-1], self.ids, len(self.ids) - 1)
         followed = torch.tensor([*dict.fromkeys(wanted)][:_FOLLOWED])
         cells = read_cells(
-            self.lens.logits, list(self._vectors), self.layers, followed=followed, k=self.top_ids.shape[2]
+            self.lens, list(self._vectors), self.layers, followed=followed, k=self.top_ids.shape[2]
         )
         ids, readout = self.ids.numpy(), self.lens.on_readout
         return PromptPage(
@@ -280,59 +277,41 @@ def read_trajectory(
     lens: Any, prompt: str, *, k: int = 5, layers: Sequence[int | str | Site] | None = None
 ) -> Trajectory:
     """Run a prompt through the model of a lens and read every layer at every token; see `Lens.trajectory`."""
-    readout = lens.on_readout
-    k = check_int(k, "k", min=1, max=readout.d_vocab)
+    check_int(k, "k", min=1, max=lens.on_readout.d_vocab)
     wanted = sorted({*(lens.layers if layers is None else map(lens.resolve, layers)), lens.n_layers})
     examples = make_prompts(lens.model, [prompt])
     activations = collect(lens.model, examples, wanted, positions="all", progress=False)
     lens.provenance.check_same(activations.provenance, ours="the lens")
     vectors = torch.stack([activations[layer] for layer in wanted])
     ids = torch.from_numpy(examples.tokens).long()
-    cells = read_cells(lens.logits, list(vectors), wanted, followed=ids[:0], k=k)
+    cells = read_cells(lens, list(vectors), wanted, followed=ids[:0], k=k)
     top_ids, log_probs, entropy, kl, rank = map(
         torch.from_numpy, (cells.ids, cells.log_probs, cells.entropy, cells.kl, cells.rank)
     )
     tokens = tuple(token_texts(lens.model.tokenizer, ids.tolist()))
     return Trajectory(
-        prompt, ids, tokens, tuple(wanted), top_ids, log_probs.exp(), entropy, kl, rank, lens, vectors,
-        int(examples.positions[0]),
+        prompt, ids, tokens, tuple(wanted), top_ids, log_probs.exp(), entropy, kl, rank, lens,
+        int(examples.positions[0]), vectors,
     )  # fmt: skip
 
 
-@checked
 @torch.inference_mode()
 def read_cells(
-    logits: Callable[[Tensor, int], Tensor],
+    lens: Any,
     vectors: Sequence[Float[Tensor, "n d_model"]],
     layers: Sequence[int],
     *,
     followed: Int[Tensor, " followed"],
     k: int = 10,
 ) -> LensCells:
-    """Read every token of a prompt at every layer.
+    """Read every token of a prompt at every layer, the last layer of the model at the end.
 
-    Parameters
-    ----------
-    logits
-        Scores of all tokens for vectors of a layer, such as `Lens.logits`.
-    vectors, layers
-        The stream of the prompt at each layer and its number, the last layer of the model at the end.
-    followed
-        Tokens whose ranks and probabilities are in every cell.
-    k
-        Number of most probable tokens.
+    The ranks and probabilities of ``followed`` tokens are in every cell, besides the ``k`` most probable.
     """
-    if len(vectors) != len(layers) or not layers:
-        raise InputError(f"There are vectors of {len(vectors)} layers for {len(layers)} numbers of layers.")
-    n_tokens = len(vectors[-1])
-    width = logits(vectors[-1][:1], layers[-1]).shape[-1]
-    check_int(k, "k", min=1, max=width)
-    if len(followed) and not 0 <= int(followed.min()) <= int(followed.max()) < width:
-        raise InputError(f"The followed tokens are not all in the vocabulary, which has 0 to {width - 1}.")
-    step = max(_SCORES // width, 1)
+    step = max(_SCORES // lens.on_readout.d_vocab, 1)
     blocks = [
-        _read_block([of_layer[start : start + step] for of_layer in vectors], layers, logits, followed, k)
-        for start in range(0, n_tokens, step)
+        _read_block(lens, [of_layer[start : start + step] for of_layer in vectors], layers, followed, k)
+        for start in range(0, len(vectors[-1]), step)
     ]
     return LensCells(*(torch.cat(parts, 1).numpy() for parts in zip(*blocks, strict=True)))
 
@@ -358,19 +337,15 @@ def texts_of(tokenizer: Any, ids: Iterable[np.ndarray]) -> dict[int, str]:
 
 
 def _read_block(
-    vectors: Sequence[Tensor],
-    layers: Sequence[int],
-    logits: Callable[[Tensor, int], Tensor],
-    followed: Tensor,
-    k: int,
+    lens: Any, vectors: Sequence[Tensor], layers: Sequence[int], followed: Tensor, k: int
 ) -> list[Tensor]:
     """The parts of `LensCells` for some of the tokens."""
-    true = log_softmax(logits(vectors[-1], layers[-1]))
+    true = log_softmax(lens.logits(vectors[-1], layers[-1]))
     final = true.argmax(-1, keepdim=True)
     chosen = followed.to(true.device)
     columns: list[tuple[Tensor, ...]] = []
     for h, layer in zip(vectors, layers, strict=True):
-        log_q = log_softmax(logits(h, layer))
+        log_q = log_softmax(lens.logits(h, layer))
         best = log_q.topk(k)
         of_followed = log_q[:, chosen]
         ranks = [1 + (log_q > of_followed[:, [i]]).sum(-1) for i in range(len(chosen))]

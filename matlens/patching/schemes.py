@@ -123,7 +123,7 @@ def r2_schemes(r2: Float[Tensor, "layers layers"]) -> dict[int, tuple[Scheme, fl
     Parameters
     ----------
     r2
-        ``r2[l, l']`` of ``mat`` from layer ``l`` to ``l'``, as `matlens.lens.r2_matrix` gives it.
+        ``r2[l, l']`` of ``mat`` from layer ``l`` to ``l'``.
 
     Raises
     ------

@@ -13,6 +13,7 @@ import pytest
 import torch
 from identities import make_identity
 from linear_head import VOCAB, D, Head, distribution, random
+from paper_a.alternation import r2_matrix
 from scipy import stats
 from sklearn.metrics import r2_score
 
@@ -31,7 +32,6 @@ from matlens.lens.evaluation import (
     layer_table,
     prediction_quality,
     prediction_rows,
-    r2_matrix,
     report_by_member,
     report_table,
 )

@@ -134,7 +134,7 @@ def test_cells_are_those_of_a_trajectory(
     followed = torch.tensor([7, 30])
     for held in (2**24, 100):  # all tokens at once, and one at a time
         monkeypatch.setattr("matlens.lens.trajectory._SCORES", held)
-        cells = read_cells(lens.logits, list(trajectory._vectors), trajectory.layers, followed=followed, k=4)
+        cells = read_cells(lens, list(trajectory._vectors), trajectory.layers, followed=followed, k=4)
         assert torch.equal(torch.from_numpy(cells.ids), trajectory.top_ids)
         for ours, theirs in (
             (cells.log_probs, trajectory.probabilities.log()),
@@ -145,20 +145,6 @@ def test_cells_are_those_of_a_trajectory(
         final = trajectory.rank(trajectory.top_ids[-1, :, 0])
         assert torch.equal(torch.from_numpy(cells.rank), final)
         assert torch.equal(torch.from_numpy(cells.followed_ranks[..., 0]), trajectory.rank(7))
-
-
-@pytest.mark.refused
-def test_cells_that_cannot_be_read_are_refused(small_model: Callable[[str], Any]) -> None:
-    model = small_model("llama")
-    lens = make_lens(model).on(model)
-    h, nothing = torch.randn(2, 32), torch.empty(0, dtype=torch.long)
-    with pytest.raises(InputError, match="1 layers for 2"):
-        read_cells(lens.logits, [h], [0, 3], followed=nothing)
-    with pytest.raises(InputError, match="0 to 59"):
-        read_cells(lens.logits, [h], [3], followed=torch.tensor([60]))
-    with pytest.raises(InputError, match=r"^k must be"):
-        read_cells(lens.logits, [h], [3], followed=nothing, k=61)
-    assert read_cells(lens.logits, [h], [3], followed=nothing, k=60).followed_ranks.shape == (1, 2, 0)
 
 
 def test_what_is_predicted_is_of_more_interest_than_what_is_there(small_model: Callable[[str], Any]) -> None:
