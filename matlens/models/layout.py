@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from matlens.errors import InputError, check_int, checked
+from matlens.errors import InputError, checked
 from matlens.models.changes import changes_of
 from matlens.models.families.mixtures import Mixture, attached
 from matlens.models.families.vision import is_visual, places_of_image, probe_images
@@ -184,14 +184,7 @@ class ModelLayout:
         return self.hooks[self.written_at(site)[0]].order
 
     def start_of_block(self, layer: int) -> int:
-        """When a pass comes to a block, in the numbers of `order`.
-
-        Raises
-        ------
-        InputError
-            There is no such block.
-        """
-        layer = check_int(layer, "The block", min=0, max=self.n_layers - 1)
+        """When a pass comes to a block, in the numbers of `order`."""
         return self.hooks[block_hook(layer, STREAM_HOOKS["h"])].order
 
     def names(self, site: str | int | Site) -> list[str]:
@@ -276,20 +269,21 @@ def _examine(model: TransformerBridge) -> ModelLayout:
         for hook in [Hook(hook_name, names, *_carried(fired.get(hook_name, []), places))]
         for name in names
     }
-    blocks: Any = {"hooks": by_name, "blocks_return_tuples": returned[0] is not None}
-    blocks["n_returned"] = returned[0] or 1
-
+    common: Any = {
+        "n_layers": n_layers, "d_model": model.cfg.d_model, "hooks": by_name,
+        "blocks_return_tuples": returned[0] is not None, "n_returned": returned[0] or 1,
+    }  # fmt: skip
     for family in families:
         if all(_sums_hold(family, seen, layer) for layer in range(n_layers)):
-            there = [
+            d_mlp = _d_mlp(model, family, seen)
+            kinds = tuple(
                 kind
                 for kind, name in family.hooks.items()
-                if all(block_hook(layer, name) in seen for layer in range(n_layers))
-            ]
-            d_mlp = _d_mlp(model, family, seen)
-            kinds = tuple(kind for kind in there if kind != COEFFICIENTS or d_mlp)
-            return ModelLayout(family, n_layers, model.cfg.d_model, kinds, d_mlp, **blocks)
-    return ModelLayout(STREAM_ONLY, n_layers, model.cfg.d_model, (), **blocks)
+                if (kind != COEFFICIENTS or d_mlp)
+                and all(block_hook(layer, name) in seen for layer in range(n_layers))
+            )
+            return ModelLayout(family, kinds=kinds, d_mlp=d_mlp, **common)
+    return ModelLayout(STREAM_ONLY, kinds=(), **common)
 
 
 def probe_inputs(model: TransformerBridge) -> tuple[Tensor, tuple[int, int]]:
@@ -297,16 +291,11 @@ def probe_inputs(model: TransformerBridge) -> tuple[Tensor, tuple[int, int]]:
     if is_visual(model):
         images = probe_images(model)
         return images, (len(images), places_of_image(model))
-    tokens = probe_tokens(model)
-    return tokens, (len(tokens), tokens.shape[1])
-
-
-def probe_tokens(model: TransformerBridge) -> Tensor:
-    """A few sentences whose number and length tell a batch's dimensions from all others."""
+    # A length that tells a batch's axes from all others.
     heads = {getattr(model.cfg, name, None) for name in ("n_heads", "n_key_value_heads", "d_head")}
     length = next(length for length in (7, 5, 11, 13, 9) if length not in heads)
     tokens = torch.arange(1, 3 * length + 1, device=model.cfg.device) % model.cfg.d_vocab
-    return tokens.view(3, length)
+    return tokens.view(3, length), (3, length)
 
 
 def _points(model: TransformerBridge) -> dict[str, tuple[str, ...]]:
@@ -363,16 +352,8 @@ def _of_mixtures(family: Family) -> Family:
     return replace(family, hooks={**family.hooks, COEFFICIENTS: MIXTURE_HOOK})
 
 
-@checked
 def output_layer(model: TransformerBridge, layer: int) -> nn.Module:
-    """The linear layer of block ``layer`` that reads ``ffn_post`` and writes ``ffn_out``.
-
-    Raises
-    ------
-    InputError
-        There is no such block.
-    """
-    layer = check_int(layer, "layer", min=0, max=model.cfg.n_layers - 1)
+    """The linear layer of a block that reads ``ffn_post`` and writes ``ffn_out``."""
     return model.blocks[layer].mlp.out.original_component
 
 

@@ -18,14 +18,12 @@ import torch
 import transformers
 from conftest import N_CTX, WORDS, assert_near, load_plain, make_tokenizer
 from safetensors.torch import load_file, save_file
-from transformer_lens.model_bridge import TransformerBridge
 
 import matlens
 from matlens import InputError
 from matlens.io.entries import default_cache
 from matlens.models import checkpoints
 from matlens.models.identity import ModelIdentity
-from matlens.models.places import locate
 
 TEXT = " ".join(WORDS[3:15])
 
@@ -195,22 +193,6 @@ def test_a_corrupt_gguf_file_is_refused(kind: str, gguf_file: Path, tmp_path: Pa
     )
     with pytest.raises(InputError, match=r"broken\.gguf.*could not be loaded"):
         matlens.load(str(path), device="cpu")
-
-
-def test_a_name_is_known_without_loading(
-    model_folder: Callable[[str], Path],
-    gguf_file: Path,
-    no_network: list[str],
-    empty_cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(TransformerBridge, "boot_transformers", None)
-    for name in (model_folder("gpt2"), str(model_folder("bert")), gguf_file):
-        locate(name, None)
-    assert no_network == []
-    with pytest.raises(InputError, match="hub cannot be reached"):
-        locate("someone/no-such-model", None)
-    assert len(no_network) <= 2
 
 
 def _truncate(folder: Path) -> None:

@@ -76,7 +76,6 @@ def test_a_file_is_read_as_fairseq_reads_it(tmp_path: Path) -> None:
         (b"a -1\n", "Line 1"),
         (b"<unk> 3\n", "second time"),
         (b"a 1\na 2\n", "second time"),
-        (b"\xff\xfe 1\n", "UTF-8"),
         (b"a " + b"9" * 40 + b"\n", "Line 1"),
     ],
 )

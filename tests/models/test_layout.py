@@ -137,16 +137,6 @@ def test_the_plain_model_adds_up_as_its_family_says(name: str, plain_model: Call
             assert torch.equal(block["ffn_in"], block[FFN_READS[name]])
 
 
-@pytest.mark.parametrize("name", [*WIRINGS, *KINDS])
-def test_our_sites_add_up_as_the_family_says(name: str, small_model: Callable[[str], Any]) -> None:
-    found = vectors(small_model(name))
-    for layer in range(N_LAYERS):
-        block = {kind: found[f"{kind}.{layer}"] for kind in ["h", *SITE_MODULES[name]]}
-        block["next"] = found[f"h.{layer + 1}"]
-        for total, parts in SUMS[(FAMILY_OF | KINDS)[name]].items():
-            assert_near(block[total], torch.stack([block[part] for part in parts]).sum(0), 1e-6)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", WIRINGS)
 def test_half_precision_has_the_same_layout(
@@ -221,39 +211,6 @@ def test_missing_site_names_those_that_exist(
         assert FAMILY_OF[name] in message
         listed = message.split("it has ")[1].rstrip(".").split(", ")
         assert set(listed) == {"h", *SITE_MODULES[name]}
-
-
-@pytest.mark.parametrize(("typo", "meant"), [("atn_out", "attn_out"), ("ffn_ou", "ffn_out"), ("midd", "mid")])
-def test_a_typo_names_the_nearest(typo: str, meant: str, small_model: Callable[[str], Any]) -> None:
-    with pytest.raises(InputError, match=f"The nearest is '{meant}'"):
-        ModelLayout.from_model(small_model("llama")).resolve(f"{typo}.1")
-
-
-@pytest.mark.parametrize(
-    ("given", "resolved"),
-    [
-        (-1, "h.3"), (-4, "h.0"), (0, "h.0"), ("2", "h.2"), ("-2", "h.2"), ("h.-1", "h.3"),
-        (Site("h", -3), "h.1"),
-        ("attn_out.-1", "attn_out.2"), ("attn_out.-3", "attn_out.0"), (Site("mid", 1), "mid.1"),
-    ],
-)  # fmt: skip
-def test_layers_count_from_both_ends(
-    given: str | int | Site, resolved: str, small_model: Callable[[str], Any]
-) -> None:
-    found = ModelLayout.from_model(small_model("gpt2"))
-    assert str(found.resolve(given)) == resolved
-    assert found.hook(given) == found.hook(resolved)
-
-
-@pytest.mark.parametrize(
-    ("given", "last"),
-    [(4, "h.3"), (-5, "h.3"), ("h.99", "h.3"), ("attn_out.3", "attn_out.2"), ("mid.-4", "mid.2")],
-)
-def test_layers_out_of_range_name_the_range(
-    given: str | int, last: str, small_model: Callable[[str], Any]
-) -> None:
-    with pytest.raises(InputError, match=rf"out of range: this model has \w+\.0 to {last}\."):
-        ModelLayout.from_model(small_model("gpt2")).resolve(given)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from conftest import (
     save_model,
     save_with_ends,
 )
-from tokenizers import processors
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoTokenizer
 
@@ -44,40 +42,6 @@ def test_a_folder_gives_the_plain_models_logits_without_network(
     assert not model.training
     assert not any(module.training for module in model.original_model.modules())
     assert model.cfg.model_name == str(model_folder(name))
-
-
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_text_becomes_the_tokenizers_own_tokens(name: str, small_model: Callable[[str], Any]) -> None:
-    tokenizer = small_model(name).tokenizer
-    own = make_tokenizer(bert=name == "bert")
-    assert tokenizer(TEXT)["input_ids"] == own(TEXT)["input_ids"]
-    ends = (["[CLS]"], ["[SEP]"]) if name == "bert" else ([], [])
-    assert tokenizer.convert_ids_to_tokens(tokenizer(TEXT)["input_ids"]) == [
-        *ends[0],
-        *TEXT.split(),
-        *ends[1],
-    ]
-
-
-@pytest.mark.parametrize("adds", [True, False])
-def test_a_bos_that_the_tokenizer_has_is_put_in_front_only_if_it_does_so_itself(
-    adds: bool, tmp_path: Path
-) -> None:
-    save_model("llama", tmp_path)
-    tokenizer = make_tokenizer()
-    tokenizer.add_special_tokens({"bos_token": "w49", "eos_token": "w48"})
-    bos = tokenizer.bos_token_id
-    if adds:
-        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-            single="w49 $A", special_tokens=[("w49", bos)]
-        )
-    tokenizer.save_pretrained(tmp_path)
-    own = transformers.AutoTokenizer.from_pretrained(tmp_path)(TEXT)["input_ids"]
-    assert own == ([bos] if adds else []) + make_tokenizer()(TEXT)["input_ids"]
-    model = matlens.load(str(tmp_path), device="cpu")
-    assert model.tokenizer(TEXT)["input_ids"] == own
-    corpus = matlens.data.Corpus("one", (TEXT,), 1, 0, 0, 0)
-    assert matlens.make_examples(model, corpus).tokens.tolist() == own
 
 
 def test_the_tokenizer_tells_the_truth_about_itself(model_folder: Callable[[str], Path]) -> None:
@@ -109,22 +73,6 @@ def test_a_device_that_is_not_there_is_refused(device: str, model_folder: Callab
 def test_what_is_no_precision_is_refused(dtype: Any, model_folder: Callable[[str], Path]) -> None:
     with pytest.raises(InputError, match=r"^dtype (must be|is)"):
         matlens.load(str(model_folder("gpt2")), dtype=dtype)
-
-
-@pytest.mark.parametrize("bos", [None, "w50"])
-def test_the_bridge_reads_text_as_the_tokenizer_does(
-    bos: str | None, model_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """A tokenizer may have a BOS that it does not put in front, as GPT-2's."""
-    shutil.copytree(model_folder("gpt2"), tmp_path / "model")
-    tokenizer = make_tokenizer()
-    if bos:
-        tokenizer.add_special_tokens({"bos_token": "w0"})
-    tokenizer.save_pretrained(tmp_path / "model")
-    model = matlens.load(str(tmp_path / "model"), device="cpu")
-    text = "w1 w2 w3 w4"
-    assert model.to_tokens(text).tolist() == [model.tokenizer(text)["input_ids"]]
-    assert model.to_tokens(text).shape == (1, 4)
 
 
 # Bridges booted elsewhere

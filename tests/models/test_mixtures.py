@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import D_MODEL, N_LAYERS, assert_near, plain_vectors
+from conftest import N_LAYERS, assert_near, plain_vectors
 from torch import Tensor
 
 import matlens
@@ -207,12 +207,3 @@ def test_a_model_with_experts_in_some_layers_says_so(small_model: Callable[[str]
     assert "ffn_out" in ModelLayout.from_model(model).kinds
     with pytest.raises(InputError, match=r"some layers have experts and some a plain FFN \(layer 0\)"):
         ValueVectors(model)
-
-
-def test_rows_are_those_of_the_matrix(small_model: Callable[[str], Any]) -> None:
-    for name in MIXTURES:
-        experts = mixture(small_model(name), 2)
-        assert experts is not None
-        columns = torch.tensor([0, len(experts) - 1, 17, 3])
-        assert torch.equal(experts.rows(columns), experts.matrix()[columns])
-        assert experts.matrix().shape == (len(experts), D_MODEL)

@@ -103,7 +103,6 @@ def test_a_new_model_predicts_about_evenly() -> None:
         ({"num_attention_heads": 3}, "divide"),
         ({"hidden_act": "tanh"}, "hidden_act"),
         ({"cutoffs": [9, 3]}, "cutoffs"),
-        ({"dropout": float("nan")}, "dropout"),
         ({"adaptive_factor": 0}, "factor"),
     ],
 )

@@ -218,18 +218,6 @@ def test_compatibility_mode_is_refused_with_the_reason(
             attempt()
 
 
-def test_compatibility_mode_would_have_changed_the_vectors(model_folder: Callable[[str], Path]) -> None:
-    """Why it is refused: the same hook carries another vector."""
-    model = matlens.load(str(model_folder("gpt2")), device="cpu")
-    h: list[Tensor] = []
-    hook = matlens.models.ModelLayout.from_model(model).hook(N_LAYERS)
-    for _ in range(2):
-        with torch.inference_mode(), model.hooks(fwd_hooks=[(hook, lambda x, hook: h.append(x.clone()))]):
-            model(random_tokens(), return_type=None)
-        model.enable_compatibility_mode(disable_warnings=True)
-    assert (h[0] - h[1]).abs().max() > 1e-3 * h[0].abs().max()
-
-
 def test_unembed_hash_is_of_the_unembedding_alone(tmp_path: Path) -> None:
     folder = save_model("llama", tmp_path / "a")
     plain = load_plain("llama", folder)
@@ -321,12 +309,3 @@ def test_a_number_of_tokens_that_there_are_not_is_refused(k: Any, small_model: C
     for attempt in (projection.top, projection.bottom):
         with pytest.raises(InputError, match=r"^k must be an integer from 1 to 60"):
             attempt(torch.zeros(2, D_MODEL), k)
-
-
-def test_no_hook_is_left(small_model: Callable[[str], Any]) -> None:
-    model = small_model("gpt2")
-    model(random_tokens(), return_type=None)
-    before = [len(point.fwd_hooks) for point in model.hook_dict.values()]
-    Readout(model).logits(torch.zeros(D_MODEL))
-    assert [len(point.fwd_hooks) for point in model.hook_dict.values()] == before
-    assert sum(before) == 0

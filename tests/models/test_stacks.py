@@ -17,7 +17,6 @@ from torch import Tensor
 import matlens
 from matlens import InputError, LinearMap, MapSet, Readout
 from matlens.data.examples import Examples
-from matlens.ffn.updates import Updates
 from matlens.models.layout import ModelLayout
 from matlens.patching.submodules import submodule_pairs
 
@@ -206,24 +205,6 @@ def test_patched_passes_are_those_of_the_plain_model_patched_by_hand(
         assert float((ours - before).abs().max()) > 1e-3 * float(before.abs().max())
     after = matlens.collect(model, examples, [last], positions="all", progress=False)[last]
     assert torch.equal(after, before)
-
-
-def test_the_decoders_last_layer_reads_out_to_the_models_logits(stacks: dict[str, Any], plain: Any) -> None:
-    model = stacks["decoder"]
-    examples, readout = examples_of("decoder", model), Readout(model)
-    collected = matlens.collect(model, examples, ["h.2"], positions="all", progress=False)
-    for number in range(len(examples)):
-        theirs = plain_vectors("decoder", plain, *sentence_of(examples, number))["logits"]
-        ours = readout.logits(collected["h.2"][examples.offsets[number] : examples.offsets[number + 1]])
-        assert_near(ours, theirs, 2e-6)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_sub_updates_add_up_in_both_stacks(name: str, stacks: dict[str, Any]) -> None:
-    updates = Updates.run(stacks[name], examples_of(name, stacks[name]), progress=False)
-    for layer in range(LAYERS[name]):
-        for row in range(len(SOURCES)):
-            assert_near(updates.sub_updates(layer, row).sum(0), updates.outputs(layer)[row])
 
 
 def test_what_does_not_belong_together_is_refused(stacks: dict[str, Any], model_folder: Any) -> None:

@@ -21,49 +21,20 @@ from matlens.numerics import log_softmax
 
 
 def band_edges(cutoffs: Sequence[int], d_vocab: int) -> tuple[tuple[int, int], ...]:
-    """First word and end of each band.
-
-    Parameters
-    ----------
-    cutoffs
-        Where a band ends and the next begins; the last band goes on to the end of the vocabulary.
-    d_vocab
-        The number of words.
-
-    Raises
-    ------
-    InputError
-        The cutoffs are no rising whole numbers within the vocabulary.
-    """
-    d_vocab = check_int(d_vocab, "The number of words", min=1)
-    if isinstance(cutoffs, str) or not isinstance(cutoffs, Sequence) or not cutoffs:
-        raise InputError(f"The cutoffs are {short(cutoffs)}. Expected a list such as [20000, 60000].")
-    ends = [check_int(end, "A cutoff", min=1) for end in cutoffs]
-    if ends != sorted(set(ends)) or ends[-1] > d_vocab:
-        raise InputError(
-            f"The cutoffs are {short(ends)}, in a vocabulary of {d_vocab} words. Expected numbers that rise "
-            "and lie within it."
-        )
+    """First word and end of each band; each ends at a cutoff, and the last with the vocabulary."""
+    ends = [check_int(end, "A cutoff", min=1, max=d_vocab) for end in cutoffs]
+    if not ends or ends != sorted(set(ends)):
+        raise InputError(f"The cutoffs must rise, such as [20000, 60000], got {short(ends)}.")
     ends += [d_vocab] if ends[-1] < d_vocab else []
     return tuple(zip([0, *ends], ends, strict=False))
 
 
 def band_widths(d_model: int, factor: float, n_bands: int) -> tuple[int, ...]:
-    """How wide the embeddings of each band are.
-
-    Raises
-    ------
-    InputError
-        A band would have no width.
-    """
-    d_model = check_int(d_model, "The width of the stream", min=1)
+    """How wide the embeddings of each band are."""
     factor = check_number(factor, "The factor between bands", min=1)
     widths = tuple(int(d_model // factor**band) for band in range(n_bands))
     if widths[-1] < 1:
-        raise InputError(
-            f"{n_bands} bands that narrow by {factor:g} leave a stream of {d_model} no width in the last. "
-            "Expected fewer cutoffs, or a smaller factor."
-        )
+        raise InputError(f"{n_bands} bands that narrow by {factor:g} leave the last no width of {d_model}.")
     return widths
 
 

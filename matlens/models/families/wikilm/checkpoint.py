@@ -51,21 +51,8 @@ class _Inert:
 def read_wikilm(path: str | Path) -> tuple[WikiLMForCausalLM, WordDictionary]:
     """Read a model and its dictionary: a checkpoint of fairseq with ``dict.txt`` beside it.
 
-    Parameters
-    ----------
-    path
-        The checkpoint, such as ``"wiki103/model.pt"``.
-
-    Returns
-    -------
-    model, dictionary
-        The model in float32, in evaluation mode, on the CPU.
-
-    Raises
-    ------
-    InputError
-        There is no such file; it is truncated, holds code or objects, or another model; or the dictionary is
-        not there or of another size.
+    The file is not executed. Raises InputError if it is damaged, holds code, is of another kind of model, or
+    the dictionary is of another size.
     """
     path = Path(path)
     content = _read(path)
@@ -234,26 +221,20 @@ def _config(
         raise refuse(f"it is made with {', '.join(others)}, which is not read here")
     if f"{_SOFTMAX}.version" not in tensors:
         raise refuse("its adaptive softmax is of the first kind, whose bands stand elsewhere")
-    width: Any = settings.get("decoder_embed_dim")
+    # Before a model of the settings is made, which could have any number of blocks.
     layers: Any = settings.get("decoder_layers")
-    if any(settings.get(f"decoder_{side}_dim", width) != width for side in ("input", "output")):
-        raise refuse("its input or output is of another width than its stream")
-    # Before a model of the settings is made, which could be of any size.
     blocks = {block[1] for block in map(_BLOCK.match, tensors) if block}
     if layers != len(blocks):
         raise refuse(f"its settings say {short(layers)} blocks, and it has weights of {len(blocks)}")
-    embeddings = [tensor for name, tensor in tensors.items() if _EMBEDDINGS.fullmatch(name)]
-    if len(cutoffs[0]) > len(embeddings):
-        raise refuse(f"it has {len(embeddings)} bands of words, which end at {short(cutoffs[0])}")
-    known = sum(len(tensor) for tensor in embeddings if tensor.ndim)
+    known = sum(
+        len(tensor) for name, tensor in tensors.items() if _EMBEDDINGS.fullmatch(name) and tensor.ndim
+    )
     if known != n_words:
         raise InputError(
             f"The dictionary {path.parent / DICTIONARY} has {n_words} words, the special ones included, and "
             f"the checkpoint {path.name} embeddings of {known}. Expected the dictionary of this checkpoint."
         )
-    longest = settings.get("max_target_positions") or settings.get("tokens_per_sample") or 1024
-    heads: Any = settings.get("decoder_attention_heads")
-    inner: Any = settings.get("decoder_ffn_embed_dim")
+    given: Any = settings.get
     ties = bool(settings.get("tie_adaptive_weights"))
     # Old checkpoints say it the other way round.
     ties_projections = settings.get("no_tie_adaptive_proj") is False or bool(
@@ -261,12 +242,14 @@ def _config(
     )
     try:
         return WikiLMConfig(
-            vocab_size=n_words, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
-            intermediate_size=inner, max_position_embeddings=longest,
-            cutoffs=cutoffs[0], adaptive_factor=factors[0], hidden_act=settings.get("activation_fn", "relu"),
+            vocab_size=n_words, hidden_size=given("decoder_embed_dim"), num_hidden_layers=layers,
+            num_attention_heads=given("decoder_attention_heads"),
+            intermediate_size=given("decoder_ffn_embed_dim"),
+            max_position_embeddings=given("max_target_positions") or given("tokens_per_sample") or 1024,
+            cutoffs=cutoffs[0], adaptive_factor=factors[0], hidden_act=given("activation_fn", "relu"),
             tie_word_embeddings=ties, tie_projections=ties and ties_projections,
             final_norm=not _lacks_final_norm(settings, tensors),
-            scale_embedding=not settings.get("no_scale_embedding", False),
+            scale_embedding=not given("no_scale_embedding", False),
         )  # fmt: skip
     except InputError as error:
         raise refuse(printable(str(error))) from error

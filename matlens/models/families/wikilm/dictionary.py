@@ -88,15 +88,7 @@ class WordDictionary:
             There is no such file, it is no text, a line is no word with its count, or a word is there twice.
         """
         path = Path(path)
-        try:
-            text = read_bounded(path, TABLE).decode()
-        except OSError as error:
-            raise InputError(
-                f"There is no dictionary {path} ({error.strerror}). Expected fairseq's dict.txt, a word and "
-                "its count on each line, beside the checkpoint."
-            ) from error
-        except UnicodeDecodeError as error:
-            raise InputError(f"The dictionary {path} is no UTF-8 text at byte {error.start}.") from error
+        text = read_bounded(path, TABLE).decode()
         number_of = {word: number for number, word in enumerate(SPECIAL)}
         counts = [0] * len(SPECIAL)
         for row, line in enumerate(text.rstrip("\n").split("\n") if text else [], start=1):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from matlens.errors import InputError, check_int, check_number, short
+from matlens.errors import InputError, check_choice, check_int
 from matlens.models.families.wikilm.adaptive import AdaptiveInput, AdaptiveSoftmax, band_edges, band_widths
 
 ARCHITECTURE, MODEL_TYPE = "WikiLMForCausalLM", "wikilm"
@@ -77,12 +77,7 @@ class WikiLMConfig(PreTrainedConfig):
                 f"hidden_size is {self.hidden_size}, which {self.num_attention_heads} heads do not divide. "
                 "Expected a multiple of num_attention_heads."
             )
-        if self.hidden_act not in ACTIVATIONS:
-            raise InputError(
-                f"hidden_act is {short(self.hidden_act)}. Expected one of {', '.join(ACTIVATIONS)}."
-            )
-        check_number(self.dropout, "dropout", min=0, max=1)
-        check_number(self.layer_norm_eps, "layer_norm_eps", min=0)
+        check_choice(self.hidden_act, ACTIVATIONS, "hidden_act")
         bands = band_edges(list(self.cutoffs), self.vocab_size)
         band_widths(self.hidden_size, self.adaptive_factor, len(bands))
         self.cutoffs = list(self.cutoffs)
