@@ -59,8 +59,8 @@ def _report(judgements: list[Judgement], out: Path, *, show: bool) -> pd.DataFra
     """Write and print the tables."""
     out.mkdir(parents=True, exist_ok=True)
     # Halves of surrogate pairs, which Hypothesis draws, fit neither pandas nor a file.
-    rows = [(c.case.fault, printable(c.case.name), c.verdict, printable(c.words)) for c in judgements]
-    cases = pd.DataFrame(rows, columns=["class", "case", "verdict", "words"])
+    lines = [(c.case.fault, printable(c.case.name), c.verdict, printable(c.words)) for c in judgements]
+    cases = pd.DataFrame(lines, columns=["class", "case", "verdict", "words"])
     cases.to_csv(out / "cases.csv", index=False)
     rows = []
     for fault, part in cases.groupby("class", sort=False):
