@@ -91,26 +91,6 @@ def _side_by_side(small: dict[str, Any], large: dict[str, Any]) -> list[list[Any
     return [[part, small[part], large[part]] for part in small if part != SECONDS]
 
 
-def _collected(model: Any, examples: Any, **how: Any) -> None:
-    collect(model, examples, progress=False, **how)
-
-
-def _on_disk(model: Any, examples: Any, folder: Path) -> None:
-    _collected(model, examples, folder=folder)
-
-
-def _in_memory(model: Any, examples: Any, folder: Path) -> None:
-    _collected(model, examples)
-
-
-def _all_positions(model: Any, examples: Any, folder: Path) -> None:
-    _collected(model, examples, folder=folder, positions="all")
-
-
-def _moments(model: Any, examples: Any, folder: Path) -> None:
-    stream_least_squares(model, examples, folder, progress=False)
-
-
 def _passing(model: Any, examples: Any, folder: Path) -> None:
     sites = [f"h.{layer}" for layer in range(_LAYERS + 1)]
     rows = stream(model, examples, sites, positions="all", progress=False)
@@ -118,23 +98,21 @@ def _passing(model: Any, examples: Any, folder: Path) -> None:
         pass
 
 
-def _submodules(model: Any, examples: Any, folder: Path) -> None:
-    stream_least_squares(
-        model, examples, folder, pairs=submodule_pairs(ModelLayout.from_model(model)), progress=False
-    )
-
-
-def _trace(model: Any, examples: Any, folder: Path) -> None:
-    Trace.run(model, examples, folder=folder, progress=False)
-
-
+_QUIET: dict[str, Any] = {"progress": False}
 _IN_MEMORY = "collecting in memory"
-_MODES: dict[str, Callable[[Any, Any, Path], None]] = {
-    "collecting to disk": _on_disk, _IN_MEMORY: _in_memory,
-    "collecting all positions to disk": _all_positions,
-    "moments of all positions": _moments, "maps while vectors pass by": _passing,
-    "moments of sub-modules": _submodules, "tracing to disk": _trace,
-}  # fmt: skip
+_MODES: dict[str, Callable[[Any, Any, Path], object]] = {
+    "collecting to disk": lambda m, examples, f: collect(m, examples, folder=f, **_QUIET),
+    _IN_MEMORY: lambda m, examples, _: collect(m, examples, **_QUIET),
+    "collecting all positions to disk": lambda m, examples, f: collect(
+        m, examples, folder=f, positions="all", **_QUIET
+    ),
+    "moments of all positions": lambda m, examples, f: stream_least_squares(m, examples, f, **_QUIET),
+    "maps while vectors pass by": _passing,
+    "moments of sub-modules": lambda m, examples, f: stream_least_squares(
+        m, examples, f, pairs=submodule_pairs(ModelLayout.from_model(m)), **_QUIET
+    ),
+    "tracing to disk": lambda m, examples, f: Trace.run(m, examples, folder=f, **_QUIET),
+}
 
 
 def _prepared(sentences: int) -> tuple[Any, Examples]:

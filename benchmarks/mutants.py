@@ -47,7 +47,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     ),
     "activations/collecting": ("tests/activations/test_activations.py",),
     "models/readout": (),
-    "activations/sinks": ("tests/linearity/test_submodules.py", "tests/test_dividing.py"),
+    "activations/sinks": ("tests/test_dividing.py",),
     "patching/schemes": (),
     "patching/submodules": (),
     "patching/variants": (),
@@ -129,8 +129,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "sub_updates/linkages": ("tests/ffn/test_clusters.py",),
     "sub_updates/overlap": ("tests/analyses/test_overlap.py",),
     "sub_updates/removal_table": ("tests/analyses/test_removal_table.py", "tests/analyses/test_removal.py"),
-    "study/fits": ("tests/activations/test_sums.py",),
-    "study/results": (),
+    "study/steps": ("tests/study/test_fits.py", "tests/study/test_results.py"),
 }
 
 

@@ -79,6 +79,13 @@ def test_the_limit_is_four_times_the_processor_time_of_the_module_as_it_is(
     assert [again.outcome("metrics", mutant) for mutant in drawn] == ["killed", "killed"]
 
 
+def test_modules_and_their_tests_exist(mutants: Any) -> None:
+    for module, tests in mutants.MORE_TESTS.items():
+        assert mutants.path_of(module).is_file()
+        assert mutants.tests_of(module), module
+        assert [path for path in tests if not (mutants.ROOT / path).is_file()] == [], module
+
+
 def test_named_faults_are_put_where_their_code_is(mutants: Any, tmp_path: Path) -> None:
     results = mutants.Results(tmp_path / "results.jsonl")
     for fault in mutants.NAMED:
