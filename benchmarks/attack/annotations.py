@@ -24,11 +24,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import matlens
-from attack.cases import Case, Unnamed
+from attack.cases import EXCLUDED, Case, Unnamed
 from matlens import InputError
 from matlens.errors import Between, short
 
-EXCLUDED = "what annotations exclude"
 ROOT = Path(matlens.__file__).parent
 _CONF = BeartypeConf(is_pep484_tower=True)
 

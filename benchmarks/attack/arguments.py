@@ -20,18 +20,19 @@ from matplotlib.figure import Figure
 
 import matlens
 from attack.annotations import Call, calls, fits
-from attack.cases import STORAGE, Case, quiet
+from attack.cases import Case, quiet
 from attack.meaning import has_no_number, is_nothing, meaning
 from attack.world import NEW, World
 from matlens import data, patching
 
-RANGE, HUGE, SHAPE, FINITE, EMPTY, OTHER, FILES = (
+RANGE, HUGE, SHAPE, STORAGE, FINITE, EMPTY, OTHER, FILES = (
     "numbers and names out of range",
     "huge numbers and texts",
     "wrong shapes",
+    "arrays of other kinds",
     "NaN and infinity",
     "nothing at all",
-    "other models and tables",
+    "other models",
     "paths, links and devices",
 )
 _HUGE = 10**40
@@ -63,7 +64,8 @@ TAKEN = (
     "head(n", "at(row",
     "trajectory(layers", "top_tokens(layers", "patched(replacements", "compare_changes(changes",
     "prune(blocks", "from_maps(method", "cosines(directions", "fit_samples(pairs",
-    "ModelIdentity.difference(other", "origin_of(maps",
+    "Study(out", "Study(pairs", "shards(sites", "controlled(names", "blocks(vectors", "plots.save(path",
+    "prune_attention(attention", "ModelIdentity.difference(other", "origin_of(maps",
 )  # fmt: skip
 
 
@@ -126,7 +128,7 @@ def _cases_of(
     for name, hint in call.hints.items():
         value = good.get(name, world[name] if name in world and fits(world[name], hint) else None)
         for bad in bads(name, value, world):
-            if bad.fault == OTHER and alone and not isinstance(value, pd.DataFrame):
+            if bad.fault == OTHER and alone:
                 continue
             label = f"{call.name}({name}={bad.label})"
 
@@ -155,7 +157,6 @@ def bads(name: str, value: Any, world: World) -> Iterator[Bad]:
         yield from _examples(value)
     elif isinstance(value, pd.DataFrame):
         yield Bad(EMPTY, "no rows", value.head(0))
-        yield Bad(OTHER, "another table", pd.DataFrame({"a": [1, 2], "b": ["x", "y"]}))
     elif isinstance(value, Path) or value is NEW:
         yield from _paths(world)
     elif name in _LAYERS:

@@ -14,7 +14,7 @@ from typing import Any
 from matlens import InputError
 
 CLEAR, UNCLEAR, SILENT, TRACEBACK, HANG = VERDICTS = ("clear", "unclear", "silent", "traceback", "hang")
-STORAGE = "arrays of other kinds"
+EXCLUDED = "what annotations exclude"
 SECONDS = 30.0  # that a case may take
 _SHORTEST = 20
 
@@ -72,14 +72,11 @@ def judge(case: Case, *, seconds: float = SECONDS) -> Judgement:
         return Judgement(case, *_judge_message(str(error)))
     except Unnamed as error:
         return Judgement(case, UNCLEAR, str(error))
-    except (NotImplementedError, RuntimeError, TypeError) as error:
-        if case.fault == STORAGE:  # what torch says of its own arrays passes through
-            return Judgement(case, CLEAR, _cut(str(error)))
-        return Judgement(case, TRACEBACK, _origin(error))
-    except KeyError as error:  # what a mapping says of a key that is not there
-        if ".__getitem__(" in case.name and isinstance(error.args[0], str) and " " in error.args[0]:
-            return Judgement(case, *_judge_message(error.args[0]))
-        return Judgement(case, TRACEBACK, _origin(error))
+    except (LookupError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        # What Python, torch and pandas say of a value passes through, but for what an annotation excludes.
+        said = str(error.args[0]) if error.args else ""
+        clear = case.fault != EXCLUDED and len(said) >= _SHORTEST
+        return Judgement(case, CLEAR if clear else TRACEBACK, _origin(error))
     except (Exception, SystemExit) as error:
         return Judgement(case, TRACEBACK, _origin(error))
 
