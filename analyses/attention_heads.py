@@ -14,10 +14,10 @@ import typer
 from figures.paper_a import attention_heads
 from paper_a import head_ablation
 from studies import Patched, Report, Study, run_study
+from studies.heads import head_pairs
 
 from matlens import MapSet
 from matlens.activations import sink_counts, sink_rows
-from matlens.linearity import head_pairs
 from matlens.models import ModelLayout
 from matlens.study import origin_of
 

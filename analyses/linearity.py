@@ -11,12 +11,13 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from atlas import atlas_summary
 from studies import Report, Study, run_study
 
 from matlens import plots
 from matlens.cli import print_atlas
 from matlens.data import make_judged_text
-from matlens.linearity import atlas_seconds, atlas_summary, linearity_atlas, rank_correlations
+from matlens.linearity import atlas_seconds, linearity_atlas, rank_correlations
 
 NAME = "linearity"
 

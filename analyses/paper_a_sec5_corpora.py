@@ -17,6 +17,7 @@ from typing import Annotated
 import pandas as pd
 import typer
 from figures.paper_a import across_corpora, transfer_heatmaps
+from paper_a import fit_equally_many, transfer_losses, transfer_means, transfer_quality
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -25,7 +26,6 @@ from studies import Report, Study, run_study
 from matlens.cli import PositionChoice
 from matlens.data import Corpus
 from matlens.errors import InputError, printable
-from matlens.linearity import fit_equally_many, transfer_losses, transfer_means, transfer_quality
 from matlens.study import origin_of
 
 NAME, MATRIX = "paper_a_sec5_corpora", "paper_a_sec5_matrix"

@@ -63,7 +63,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "models/changes": ("tests/models/test_buffers.py",),
     "paper_a/submodules": ("tests/analyses/test_submodules.py",),
     "paper_a/alternation": ("tests/analyses/test_alternation.py",),
-    "linearity/transfer": (),
+    "paper_a/corpora": ("tests/analyses/test_corpora.py",),
     "paper_a/fits": ("tests/analyses/test_fits.py",),
     "paper_a/heads": ("tests/analyses/test_heads.py",),
     "paper_a/costs": ("tests/analyses/test_costs.py",),

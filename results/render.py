@@ -29,7 +29,7 @@ What a section can say, beside all that Jinja2 and pandas offer:
     Rows of a table that lies beside the sections.
 ``2 | number(3)``, ``0.5 | percent``, ``4000 | whole``, ``0.1 | signed(2)``
     2.000, 50%, 4,000 and +0.10.
-``lens``, ``linearity``, ``added_perplexity``
+``lens``, ``added_perplexity``, ``added_rise``, ``transfer_losses``
     Of matlens and its analyses, whose ``lens.savings(table)`` and the like sum a table up.
 """
 
@@ -50,12 +50,14 @@ import jinja2
 import pandas as pd
 from markdown.extensions.toc import slugify
 
-from matlens import InputError, lens, linearity
+from matlens import InputError, lens
 from matlens.io import read_table
 
 RESULTS = Path(__file__).resolve().parent
 sys.path.append(str(RESULTS.parent / "analyses"))
 
+from atlas import added_rise  # noqa: E402
+from paper_a import transfer_losses  # noqa: E402
 from pruning_methods import added_perplexity  # noqa: E402
 
 PAGES = RESULTS.parent / "docs" / "results"
@@ -265,7 +267,8 @@ def _render(folder: Path, results: Path) -> tuple[str, dict[str, Section]]:
         "table": quoted.table, "kept": quoted.kept, "value": quoted.value, "origin": quoted.origin,
         "command": quoted.command, "costs": quoted.costs,
         "claim": quoted.claim, "verdict": verdict, "grid": grid,
-        "lens": lens, "linearity": linearity, "added_perplexity": added_perplexity,
+        "lens": lens, "added_perplexity": added_perplexity, "added_rise": added_rise,
+        "transfer_losses": transfer_losses,
         "rows_of": partial(_rows_of, folder), "section": _sections_of_pages(folder.parent, results),
     }  # fmt: skip
     environment.filters |= {"number": number, "signed": signed, "percent": percent, "whole": whole}

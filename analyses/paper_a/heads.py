@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Bool
+from studies.heads import head_pairs
 from torch import Tensor
 
 from matlens import metrics
@@ -25,7 +26,6 @@ from matlens.io.tables import result_table
 from matlens.lens.evaluation import evaluate, prediction_rows, validation_row
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet
-from matlens.linearity.heads import head_pairs
 from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
 from matlens.patching.replacements import Replacement, Where

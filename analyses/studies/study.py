@@ -20,13 +20,13 @@ from matlens.io.artifact import is_finished
 from matlens.linear import LinearMap, MapSet, write_maps
 from matlens.linear.fitting import fit_samples, fitting_bar
 from matlens.linear.pairs import resolve_pairs
-from matlens.linearity.heads import head_outputs, head_pairs
 from matlens.models import ModelLayout
 from matlens.models.identity import ModelIdentity
 from matlens.patching.submodules import fit_submodules, submodule_pairs
 from matlens.study import cluster_values
 from matlens.study.output import TRAIN
 from matlens.study.steps import chosen_ridge
+from studies.heads import head_outputs, head_pairs
 
 Fitted = Literal["all", "not-first", "not-sink"]
 

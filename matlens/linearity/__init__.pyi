@@ -1,13 +1,4 @@
 from .atlas import atlas_seconds as atlas_seconds
 from .atlas import linearity_atlas as linearity_atlas
-from .heads import head_pairs as head_pairs
-from .ranking import GROUPS as GROUPS
-from .ranking import added_rise as added_rise
-from .ranking import atlas_summary as atlas_summary
 from .ranking import first_parts as first_parts
 from .ranking import rank_correlations as rank_correlations
-from .scores import SCORES as SCORES
-from .transfer import fit_equally_many as fit_equally_many
-from .transfer import transfer_losses as transfer_losses
-from .transfer import transfer_means as transfer_means
-from .transfer import transfer_quality as transfer_quality

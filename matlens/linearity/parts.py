@@ -12,11 +12,12 @@ from matlens.errors import check_int, checked
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import STREAM, Site
 from matlens.patching.replacements import Replacement, Where
-from matlens.patching.submodules import SUBMODULES, submodule_pairs
+from matlens.patching.submodules import submodule_pairs
 
 JUMPS = (2, 4, 8)
 WRITING = ("attn", "ffn")  # what is added to the stream: nothing stands for it where it is left out
 BLOCK = "block"
+_KINDS = ("ln1", "attn", "ln2", "ffn")
 
 
 @checked
@@ -58,12 +59,8 @@ class Part:
 
     def left_out(self, where: Where) -> Replacement:
         """The part left out: attention and FFN write nothing, and norms and blocks give what they read."""
-        function = _nothing if self.writes else _unchanged
+        function = torch.zeros_like if self.writes else _unchanged
         return Replacement(function, Site.parse(self.source), Site.parse(self.target), where)
-
-
-def _nothing(h: Tensor) -> Tensor:
-    return torch.zeros_like(h)
 
 
 def _unchanged(h: Tensor) -> Tensor:
@@ -87,17 +84,17 @@ def model_parts(layout: ModelLayout, *, jumps: Sequence[int] = JUMPS) -> list[Pa
         A jump goes over fewer than two blocks.
     """
     spans = [check_int(jump, "The blocks of a jump", min=2) for jump in dict.fromkeys(jumps)]
-    pairs = submodule_pairs(layout, SUBMODULES) if layout.kinds else []
+    pairs: dict[tuple[str, int], tuple[str, str]] = {}
+    for source, target in submodule_pairs(layout) if layout.kinds else ():
+        site = Site.parse(source)
+        pairs[site.kind.removesuffix("_in").removesuffix("_post"), site.layer] = source, target
     parts = []
     for layer in range(layout.n_layers):
-        for source, target in pairs:
-            if Site.parse(source).layer == layer:
-                kind = Site.parse(source).kind.removesuffix("_in").removesuffix("_post")
-                parts.append(Part(kind, layer, source, target))
+        for kind in _KINDS:
+            if (kind, layer) in pairs:
+                parts.append(Part(kind, layer, *pairs[kind, layer]))
         for n_blocks in (1, *spans):
             if layer + n_blocks <= layout.n_layers:
                 kind = BLOCK if n_blocks == 1 else f"jump {n_blocks}"
-                ends = Site(STREAM, layer), Site(STREAM, layer + n_blocks)
-                parts.append(Part(kind, layer, *map(str, ends)))
-    order = {kind: number for number, kind in enumerate((*SUBMODULES[2:3], "attn", "ln2", "ffn"))}
-    return sorted(parts, key=lambda part: (part.layer, order.get(part.kind, len(order))))
+                parts.append(Part(kind, layer, f"{STREAM}.{layer}", f"{STREAM}.{layer + n_blocks}"))
+    return parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, cast
@@ -10,12 +11,12 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from matlens.errors import Between, InputError, PositiveInt, Seed, checked
-from matlens.io.tables import check_columns, result_row, result_table
+from matlens.errors import Between, PositiveInt, Seed, checked
+from matlens.io.tables import result_row, result_table
 from matlens.linearity.scores import BOUND, SCORES
 from matlens.metrics import Estimate
 
-CORRELATIONS, SUMMARY = "linearity_correlations", "linearity_kinds"
+CORRELATIONS = "linearity_correlations"
 Group = Literal["norms", "attn", "ffn", "block", "any"]
 Tokens = Literal["all", "no sinks"]
 GROUPS: dict[Group, tuple[str, ...]] = {
@@ -24,15 +25,13 @@ GROUPS: dict[Group, tuple[str, ...]] = {
 }  # fmt: skip
 """Kinds of parts among which the first are looked for; a norm that is replaced saves nothing."""
 FIRST = 3
-_COLUMNS = ("method", "layer", "target", "metric", "value", "kind", "tokens")
 _RESAMPLES = 999
 _FEWEST = 6  # parts of which a correlation is told
 _EVERY = "all kinds"
 
 
-def _rises(table: pd.DataFrame, tokens: str) -> pd.DataFrame:
+def rises(table: pd.DataFrame, tokens: str) -> pd.DataFrame:
     """By how much the loss rises with the map of a part in its place."""
-    _check_atlas(table)
     return table[(table["metric"] == "rise") & (table["method"] == "map") & (table["tokens"] == tokens)]
 
 
@@ -53,7 +52,7 @@ def first_parts(
     tokens
         The tokens at which parts are replaced.
     """
-    rows = _rises(table, tokens)
+    rows = rises(table, tokens)
     rows = rows[rows["kind"].isin(GROUPS[group])].sort_values("value", kind="stable")
     chosen: list[tuple[str, int]] = []
     for kind, layer in zip(rows["kind"], rows["layer"].astype(int), strict=True):
@@ -61,48 +60,6 @@ def first_parts(
         if len(chosen) < n and not taken & {kind, "block"} and not (kind == "block" and taken):
             chosen.append((kind, layer))
     return chosen
-
-
-@checked
-def added_rise(table: pd.DataFrame, parts: str, *, tokens: Tokens = "all") -> float:
-    """The sum of the rises of the loss for each of some parts alone.
-
-    ``table`` is that of `linearity_atlas`; ``parts`` are names with a comma between, as in its column.
-    """
-    alone = _rises(table, tokens)
-    alone = alone[alone["layer"].notna()]
-    names = alone["kind"] + " " + alone["layer"].astype("Int64").astype(str)
-    by_name = dict(zip(names, alone["value"], strict=True))
-    return float(sum(by_name[name] for name in parts.split(", ")))
-
-
-@checked
-def atlas_summary(table: pd.DataFrame) -> pd.DataFrame:
-    """Means over the layers of every score and rise, and the median of the rise, for each kind of part.
-
-    Parameters
-    ----------
-    table
-        The table of `linearity_atlas`.
-    """
-    _check_atlas(table, "model", "corpus")
-    single = table[~table["kind"].str.startswith("together")]
-    rows = []
-    for (kind, tokens, method, metric), part in single.groupby(
-        ["kind", "tokens", "method", "metric"], sort=False
-    ):
-        values = {metric: part["value"].mean()}
-        if metric == "rise":
-            values["median rise"] = part["value"].median()
-        rows += [
-            result_row(
-                SUMMARY, model=str(table["model"].iloc[0]), corpus=str(table["corpus"].iloc[0]),
-                method=str(method), layer=None, target=None, metric=str(name),
-                estimate=Estimate.without_interval(value, len(part)), kind=kind, tokens=tokens,
-            )
-            for name, value in values.items()
-        ]  # fmt: skip
-    return result_table(rows, "kind", "tokens")
 
 
 @checked
@@ -124,41 +81,30 @@ def rank_correlations(
         Seed of the bootstrap.
     resamples
         How many resamples it takes.
-
-    Raises
-    ------
-    InputError
-        It is no such table.
     """
-    _check_atlas(table, "model", "corpus")
     single = table[~table["kind"].str.startswith("together")]
     wide = single.pivot_table(
         index=["kind", "layer", "target", "tokens"], columns=["method", "metric"], values="value", sort=False,
         dropna=False,
     ).dropna(how="all")  # fmt: skip
-    if ("map", "rise") not in wide:
-        raise InputError("The table has no rise. Expected the table of linearity.linearity_atlas.")
+    kinds = list(dict.fromkeys(wide.index.get_level_values("kind")))
     rows: list[dict[str, Any]] = []
-    kinds = [_EVERY, *dict.fromkeys(wide.index.get_level_values("kind"))]
     for tokens in dict.fromkeys(wide.index.get_level_values("tokens")):
-        of_tokens = cast(pd.DataFrame, wide.xs(tokens, level="tokens"))
+        of_tokens = cast(pd.DataFrame, wide.xs(tokens, level="tokens")).copy()
         if ("left out", "rise") in wide:  # at all tokens, whatever the scores are of
-            of_tokens = of_tokens.copy()
             of_tokens["left out", "rise"] = wide.xs("all", level="tokens")["left out", "rise"]
-        for kind in kinds:
-            of_kind = of_tokens.index.get_level_values("kind").isin(kinds if kind == _EVERY else [kind])
-            part = of_tokens.loc[of_kind]
-            for method in ("map", "left out"):
-                for score in SCORES:
-                    estimate = _correlation(part, method, score, seed, resamples)
-                    if estimate is not None:
-                        rows.append(
-                            result_row(
-                                CORRELATIONS, model=str(table["model"].iloc[0]),
-                                corpus=str(table["corpus"].iloc[0]), method=method, layer=None, target=None,
-                                metric=score, estimate=estimate, kind=kind, tokens=tokens,
-                            )
-                        )  # fmt: skip
+        by_kind = {kind: of_tokens[of_tokens.index.get_level_values("kind") == kind] for kind in kinds}
+        by_kind = {_EVERY: of_tokens, **by_kind}
+        for kind, method, score in itertools.product(by_kind, ("map", "left out"), SCORES):
+            estimate = _correlation(by_kind[kind], method, score, seed, resamples)
+            if estimate is not None:
+                rows.append(
+                    result_row(
+                        CORRELATIONS, model=str(table["model"].iloc[0]), corpus=str(table["corpus"].iloc[0]),
+                        method=method, layer=None, target=None, metric=score, estimate=estimate, kind=kind,
+                        tokens=tokens,
+                    )
+                )  # fmt: skip
     return result_table(rows, "kind", "tokens")
 
 
@@ -195,7 +141,3 @@ def spearman(
     ).confidence_interval  # fmt: skip
     low, high = float(limits.low), float(limits.high)
     return value, low if math.isfinite(low) else math.nan, high if math.isfinite(high) else math.nan
-
-
-def _check_atlas(table: pd.DataFrame, *more: str) -> None:
-    check_columns(table, (*more, *_COLUMNS), what="the table of linearity.linearity_atlas")

@@ -23,9 +23,9 @@ from paper_a import (
     later_sinks,
     sink_norms,
 )
+from studies.heads import head_pairs
 
 from matlens import MapSet, collect, plots
-from matlens.linearity import head_pairs
 from matlens.models import ModelLayout
 
 

@@ -15,11 +15,11 @@ from handpatched import run
 from judged_by_hand import assert_judged, judged_by_hand
 from paper_a.heads import constant_maps, head_ablation, head_r2, head_replacements
 from sklearn.metrics import r2_score
+from studies.heads import head_pairs
 from torch import Tensor
 
 from matlens import InputError, MapSet, Readout, collect, make_examples
 from matlens.data.corpus import Corpus
-from matlens.linearity import head_pairs
 from matlens.models.layout import ModelLayout
 from matlens.patching.contexts import patched
 from matlens.patching.replacements import Replacement

@@ -20,6 +20,8 @@ from matlens.activations import find_sinks
 from matlens.data import Corpus, JudgedText, make_judged_text
 from matlens.io.verification import verify
 from matlens.linearity import atlas
+from matlens.linearity.ranking import GROUPS
+from matlens.linearity.scores import SCORES
 
 Models = Callable[[str], Any]
 SIZE = 16
@@ -135,12 +137,12 @@ def test_costs_are_those_of_a_model_patched_by_hand(
 def test_a_table_has_every_part_and_number(tables: Callable[[str], pd.DataFrame]) -> None:
     table = tables("llama-sinks")
     single = table[~table["kind"].str.startswith("together")]
-    scores = single[single["metric"].isin(linearity.SCORES)]
+    scores = single[single["metric"].isin(SCORES)]
     assert len(scores) == 17 * 5 * 2  # three blocks of five parts, and two jumps
     assert len(single) - len(scores) == 17 * 2 * 3
     assert set(tables("llama")["tokens"]) == {"all"}
     together = table[table["kind"].str.startswith("together")]
-    assert set(together["kind"]) == {f"together: {group}" for group in linearity.GROUPS}
+    assert set(together["kind"]) == {f"together: {group}" for group in GROUPS}
 
 
 def test_the_first_parts_are_replaced_together(
@@ -186,10 +188,10 @@ def test_what_was_broken_off_goes_on(
     table = linearity.linearity_atlas(*asked, folder=tmp_path / "atlas", progress=False)
     # Scores and one layer until 20 squared; from 30 squared on two layers and what is replaced together.
     assert linearity.atlas_seconds(tmp_path / "atlas") == 20**2 + 60**2 - 30**2
-    assert len(calls) == 1 + 3 + len(linearity.GROUPS)  # the first layer is not run again
+    assert len(calls) == 1 + 3 + len(GROUPS)  # the first layer is not run again
     pd.testing.assert_frame_equal(table, whole)
     again = linearity.linearity_atlas(*asked, folder=tmp_path / "atlas", progress=False)
-    assert len(calls) == 1 + 3 + len(linearity.GROUPS)
+    assert len(calls) == 1 + 3 + len(GROUPS)
     pd.testing.assert_frame_equal(again, table)
     with pytest.raises(InputError, match="belongs to another job"):
         linearity.linearity_atlas(*asked, folder=tmp_path / "atlas", jumps=[2], progress=False)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from atlas import added_rise, atlas_summary
 from scipy import stats
 
 from matlens import InputError, linearity
@@ -70,12 +71,12 @@ def test_scores_of_some_tokens_are_held_against_rises_of_maps_at_these_and_of_le
                 assert ours.loc[(tokens, "all kinds", method, score), "value"] == pytest.approx(expected)
                 seen.add(round(float(expected), 9))
     assert len(seen) >= 7, "the two kinds of tokens tell nothing apart"
-    sums = linearity.atlas_summary(table).set_index(["tokens", "kind", "method", "metric"])["value"]
+    sums = atlas_summary(table).set_index(["tokens", "kind", "method", "metric"])["value"]
     for tokens in ("all", "no sinks"):
         part = table[(table["tokens"] == tokens) & (table["kind"] == "attn") & (table["method"] == "map")]
         rises = part[part["metric"] == "rise"].set_index("layer")["value"]
         assert sums[tokens, "attn", "map", "median rise"] == pytest.approx(rises.median())
-        added = linearity.added_rise(table, "attn 0, attn 3", tokens=tokens)
+        added = added_rise(table, "attn 0, attn 3", tokens=tokens)
         assert added == pytest.approx(rises[0] + rises[3])
 
 
@@ -117,24 +118,16 @@ def test_rises_are_added_up() -> None:
     table = atlas_table()
     rises = table[(table["metric"] == "rise") & (table["method"] == "map")].set_index(["kind", "layer"])
     expected = rises.loc[("ffn", 2), "value"] + rises.loc[("attn", 5), "value"]
-    assert linearity.added_rise(table, "ffn 2, attn 5") == pytest.approx(expected)
+    assert added_rise(table, "ffn 2, attn 5") == pytest.approx(expected)
     with pytest.raises(KeyError, match="ffn 9"):
-        linearity.added_rise(table, "ffn 9")
+        added_rise(table, "ffn 9")
 
 
 def test_a_summary_has_means_and_medians_of_each_kind() -> None:
     table = atlas_table()
-    ours = linearity.atlas_summary(table).set_index(["kind", "method", "metric"])["value"]
+    ours = atlas_summary(table).set_index(["kind", "method", "metric"])["value"]
     for kind in ("ffn", "attn"):
         rises = table[(table["kind"] == kind) & (table["metric"] == "rise") & (table["method"] == "map")]
         assert ours[kind, "map", "rise"] == pytest.approx(rises["value"].mean())
         assert ours[kind, "map", "median rise"] == pytest.approx(rises["value"].median())
     assert ("ffn", "left out", "rise") in ours.index
-
-
-def test_what_is_no_atlas_is_refused() -> None:
-    table = atlas_table()
-    with pytest.raises(InputError, match="no rise"):
-        linearity.rank_correlations(table[table["metric"] != "rise"])
-    with pytest.raises(InputError, match="linearity_atlas"):
-        linearity.first_parts(table.drop(columns="kind"))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import D_MODEL, N_LAYERS, assert_near
 from studies import Study
+from studies.heads import head_outputs
 from torch import Tensor
 from trees import tree
 
@@ -24,7 +25,6 @@ from matlens.activations.activations import Activations
 from matlens.data.corpus import Corpus
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.trace import Trace
-from matlens.linearity.heads import head_outputs
 from matlens.patching.submodules import fit_submodules, submodule_pairs
 from matlens.study.steps import typical_penalty
 

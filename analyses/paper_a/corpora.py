@@ -6,13 +6,12 @@ Corpora can be of other languages and domains, as many as one likes: each set of
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 import torch
 
 from matlens.activations.activations import Activations
-from matlens.errors import PositiveInt, checked
 from matlens.io.tables import result_row, result_table
 from matlens.lens.evaluation import fit_quality, prediction_quality
 from matlens.linear.fitting import fit_samples
@@ -21,23 +20,11 @@ from matlens.linear.pairs import resolve_pairs
 from matlens.metrics import Estimate
 from matlens.models.readout import Readout
 
-if TYPE_CHECKING:
-    pass
-
 ACROSS_CORPORA = "paper_a_sec5_corpora"  # the experiment
 
 
-@checked
-def fit_equally_many(samples: Mapping[str, Activations], *, every: PositiveInt = 1) -> dict[str, MapSet]:
-    """Maps of each corpus onto the last layer, fitted on as many samples as the corpus with fewest has.
-
-    Parameters
-    ----------
-    samples
-        The stream on training sentences, by their corpus; at all positions a sample is a token.
-    every
-        From every how many layers, from the embeddings on.
-    """
+def fit_equally_many(samples: Mapping[str, Activations], *, every: int = 1) -> dict[str, MapSet]:
+    """Maps of each corpus onto the last layer, fitted on as many samples as the corpus with fewest has."""
     equal = min(of_corpus.n_rows for of_corpus in samples.values())
     maps = {}
     for name, of_corpus in samples.items():
@@ -50,7 +37,6 @@ def fit_equally_many(samples: Mapping[str, Activations], *, every: PositiveInt =
     return maps
 
 
-@checked
 def transfer_quality(
     readout: Readout, maps: Mapping[str, MapSet], validations: Mapping[str, Activations]
 ) -> pd.DataFrame:
@@ -58,15 +44,6 @@ def transfer_quality(
 
     ``corpus`` says which one they are tested on, and the method, ``mat of <corpus>``, which they were fitted
     on. The last layer, where there is no map, is left out.
-
-    Parameters
-    ----------
-    readout
-        The read-out of the model.
-    maps
-        Maps onto the last layer, by the corpus that they were fitted on.
-    validations
-        The stream on validation sentences, by their corpus.
     """
     tables = []
     for fitted, fits in maps.items():
@@ -80,16 +57,10 @@ def transfer_quality(
     return pd.concat(tables, ignore_index=True)
 
 
-@checked
 def transfer_means(table: pd.DataFrame) -> pd.DataFrame:
     """Means over layers of what `transfer_quality` gives: a row for each two corpora and each number.
 
     The columns are the same, without a layer; `matlens.plots.transfer_heatmaps` draws them as matrices.
-
-    Parameters
-    ----------
-    table
-        A table of `transfer_quality`.
     """
     named = ["experiment", "model", "corpus", "method", "target", "metric", "k"]
     rows = []
@@ -101,17 +72,11 @@ def transfer_means(table: pd.DataFrame) -> pd.DataFrame:
     return result_table(rows)
 
 
-@checked
 def transfer_losses(table: pd.DataFrame) -> pd.DataFrame:
     """Precision@1 averaged over layers, beside that of the maps of the tested corpus itself.
 
     Columns are ``corpus, method, precision, difference, relative``; ``relative`` is the mean over layers of
     the difference as a share of what the maps of the same corpus have.
-
-    Parameters
-    ----------
-    table
-        A table of `transfer_quality`.
     """
     best = table[(table["metric"] == "precision") & (table["k"] == 1)]
     wide = best.pivot_table(index="layer", columns=["corpus", "method"], values="value")

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from matlens.errors import InputError, checked
+from matlens.errors import InputError
 from matlens.models.layout import ModelLayout
 
 
-@checked
 def head_pairs(layout: ModelLayout) -> list[tuple[str, str]]:
-    """What enters attention, and what its heads give, in every block.
-
-    Raises
-    ------
-    InputError
-        The blocks have no known attention, or what its heads give cannot be seen.
-    """
+    """What enters attention, and what its heads give, in every block; refused where unknown."""
     if "attn_in" not in layout.kinds:
         raise InputError(f"The attention of these blocks ({layout.family.name}) is not known.")
     pairs = []

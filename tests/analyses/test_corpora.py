@@ -11,16 +11,11 @@ import pytest
 import torch
 from conftest import N_LAYERS
 from judged_by_hand import assert_judged, judged_by_hand
+from paper_a import fit_equally_many, transfer_losses, transfer_means, transfer_quality
 from plain_streams import corpus, mapped, plain_stream
 from sklearn.metrics import r2_score
 
 from matlens import Readout, collect, make_examples
-from matlens.linearity.transfer import (
-    fit_equally_many,
-    transfer_losses,
-    transfer_means,
-    transfer_quality,
-)
 
 Models = Callable[[str], Any]
 
