@@ -107,9 +107,8 @@ class Campaign:
         corpus.write_text("\n".join(lines))
         model = matlens.load(str(folder), device="cpu")
         examples, values = matlens.make_examples(model, matlens.load_corpus(str(corpus))), ValueVectors(model)
-        # Every process has the model already, and is too short for the usual time between two notes.
+        # Every process has the model already, and is too short for the usual time between two states.
         setattr(_modules["matlens.models.loading"], "load", lambda *_, **__: model)  # noqa: B010
-        setattr(_modules["matlens.io.rows"], "_NOTED_EVERY", 0.0)  # noqa: B010
         setattr(_modules["matlens.linear.streaming"], "_STATE_EVERY", 0.0)  # noqa: B010
         setattr(_modules["matlens.linear.streaming"], "_SHARE_OF_WRITING", 0.0)  # noqa: B010
         setattr(_modules["matlens.linear.sums"], "chunk_size", lambda _: 64)  # noqa: B010
