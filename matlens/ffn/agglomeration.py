@@ -16,6 +16,7 @@ that a graph of neighbours has would chain thousands of vectors together.
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import tempfile
 import warnings
@@ -102,6 +103,8 @@ def merges_on_disk(
             f"{free:.1f} GiB are free in {place}. Expected a folder on a disk with more room."
         )
     with tempfile.TemporaryFile(dir=place) as file:
+        if hasattr(os, "posix_fallocate"):  # a map on a disk that fills up later would kill the process
+            os.posix_fallocate(file.fileno(), 0, np.dtype(np.float32).itemsize * len(unit) ** 2)
         rows = np.memmap(file, np.float32, "w+", shape=(len(unit), len(unit)))
         return _follow_chains(_Rows(rows, unit.astype(np.float32), linkage, progress), progress)
 
