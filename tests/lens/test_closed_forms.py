@@ -390,20 +390,6 @@ def test_a_row_of_weight_two_is_two_rows_and_one_of_weight_zero_is_none(
     assert both.provenance.details["weights"] != lenses["affine"].provenance.details["weights"]
 
 
-def test_weights_are_merged_with_the_rows_that_they_are_of(model: Any, data: Activations) -> None:
-    methods = ["mat", "ridge", LensConfig(weighted=True, ridge="loo", sinks="exclude")]
-    weights = torch.from_numpy(np.random.default_rng(7).uniform(0.5, 2, data.n_rows))
-    weights[: data.n_rows // 2] = 1  # which are not said of the first part
-    whole = Lens.fit(model, data, method=methods, weights=weights)
-    half, parts = data.n_rows // 2, []
-    for index, of_part in ((range(half), None), (range(half, data.n_rows), weights)):
-        part = LensMoments(data.provenance, methods)
-        parts.append(part.update(samples(data, part, list(index), of_part)))
-    merged = parts[0].merge(parts[1])
-    for method, lens in zip(methods, whole.values(), strict=True):
-        assert_same(Lens.from_moments(merged, method), lens, 1e-3)
-
-
 def test_leave_one_out_looks_at_the_rows_of_least_keys(
     model: Any, data: Activations, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,14 +19,13 @@ from matlens.activations.activations import Activations
 from matlens.io.tables import COLUMNS
 from matlens.lens.early_exit import (
     PAPER_SWEEP,
-    ExitConfidence,
     exit_layers,
     exit_sweep,
     layers_saved,
     savings,
     thresholds,
 )
-from matlens.lens.evaluation import evaluate, map_lenses
+from matlens.lens.evaluation import map_lenses
 from matlens.lens.evaluation import prediction_quality as quality
 
 MODELS = ("gpt2", "llama", "bert")
@@ -215,15 +214,6 @@ def test_the_sweep_is_the_one_of_the_definition(study: Studies) -> None:
     assert np.diff([1, *more, 1.112]) == pytest.approx(0.112 / 11, abs=1e-6)
 
 
-def test_confidence_is_read_a_few_examples_at_a_time(study: Studies, monkeypatch: pytest.MonkeyPatch) -> None:
-    readout, maps, data = study("llama")
-    whole = sweep(readout, maps, data)
-    monkeypatch.setattr("matlens.lens.evaluation._ROWS", 7)
-    monkeypatch.setattr(readout, "largest", 0)
-    pd.testing.assert_frame_equal(sweep(readout, maps, data), whole)
-    assert readout.largest == 7  # type: ignore[attr-defined]
-
-
 def test_a_missing_map_is_refused(study: Studies) -> None:
     readout, maps, data = study("gpt2")
     for layer in (1, 2):
@@ -235,27 +225,6 @@ def test_a_missing_map_is_refused(study: Studies) -> None:
     # Nobody leaves before the first layer, so no map from there is needed.
     rest = MapSet((linear for pair, linear in maps.items() if pair[0] != "h.0"), provenance=maps.provenance)
     pd.testing.assert_frame_equal(sweep(readout, rest, data), sweep(readout, maps, data))
-
-
-def test_maps_of_another_model_are_refused(study: Studies) -> None:
-    readout, _, data = study("gpt2")
-    with pytest.raises(InputError, match="maps and the activations do not belong together"):
-        sweep(readout, study("llama")[1], data)
-
-
-def test_confidences_are_those_of_what_is_given(study: Studies) -> None:
-    readout, _, data = study("llama")
-    given = {layer: data[layer] for layer in (2, 0, N_LAYERS)}
-    evaluated = evaluate(readout, data[N_LAYERS], given, confidence=True, progress=False)
-    confidence = ExitConfidence.from_evaluations(evaluated.values())
-    for i, layer in enumerate((2, 0, N_LAYERS)):
-        p = readout.logits(data[layer]).double().softmax(-1)
-        first, second = p.topk(2).values.T
-        torch.testing.assert_close(confidence.difference[:, i].double(), first - second, atol=1e-6, rtol=0)
-        said = p.argmax(-1) == readout.logits(data[N_LAYERS]).argmax(-1)
-        assert confidence.right[:, i].tolist() == said.tolist()
-    assert confidence.right[:, 2].all()
-    assert not confidence.right[:, 1].all()
 
 
 def test_a_factor_on_the_scores_changes_when_the_model_is_left(setting: Callable[[str], Any]) -> None:
@@ -315,12 +284,6 @@ def test_layers_saved_is_where_straight_lines_reach_the_precision(
 ) -> None:
     other = curve([(1, 1.0), (10, 1.0)], "id")
     assert layers_saved(pd.concat([curve(points), other]), "mat") == pytest.approx(saved, abs=1e-12)
-
-
-@pytest.mark.parametrize(("precision", "saved"), [(0.5, 9), (0.6, 7.5), (0.9, 3), (1.0, 0)])
-def test_layers_saved_at_another_precision(precision: float, saved: float) -> None:
-    table = curve([(1, 0.5), (7, 0.9), (10, 1.0)])
-    assert layers_saved(table, "mat", precision) == pytest.approx(saved, abs=1e-12)
 
 
 def test_a_precision_that_no_threshold_reaches_is_refused() -> None:

@@ -31,7 +31,6 @@ from matlens.lens.evaluation import (
     fit_quality,
     layer_table,
     prediction_quality,
-    prediction_rows,
     report_by_member,
     report_table,
 )
@@ -74,20 +73,6 @@ def test_a_truth_that_is_not_finite_is_refused() -> None:
     truth[3, 2] = math.inf
     with pytest.raises(InputError, match="vectors at the read-out are not finite"):
         evaluate(Head(), truth, {"x": truth}, progress=False)
-
-
-@pytest.mark.parametrize("progress", [True, False])
-def test_the_bar_is_shown_as_asked(progress: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden = []
-
-    def bar(parts: list[slice], **options: Any) -> list[slice]:
-        hidden.append(options["disable"])
-        return parts
-
-    monkeypatch.setattr(evaluation, "Bar", bar)
-    truth = random(N, D, seed=1)
-    evaluate(Head(), truth, {"x": truth}, progress=progress)
-    assert hidden == [not progress]
 
 
 def test_differences_are_paired() -> None:
@@ -287,21 +272,6 @@ def test_results_do_not_depend_on_how_many_examples_are_read_at_once(
     pd.testing.assert_frame_equal(parts, whole, rtol=1e-5)
 
 
-def test_only_layers_with_a_map_to_the_last_are_shown() -> None:
-    maps = mapset([("h.0", "h.2"), ("h.1", "h.3")])
-    table = prediction_quality(Head(), maps, activations(), progress=False)
-    assert sorted(set(table["layer"])) == [1, 3]
-    assert set(table["target"]) == {3}
-
-
-@pytest.mark.parametrize("pairs", [[], INSIDE, [("h.0", "h.1"), ("h.1", "h.2")]])
-def test_without_a_map_to_the_last_layer_there_is_nothing_to_predict_from(
-    pairs: list[tuple[str, str]],
-) -> None:
-    with pytest.raises(InputError, match=r"no map onto the last layer, h\.3"):
-        prediction_quality(Head(), mapset(pairs), activations(), progress=False)
-
-
 def test_maps_of_another_model_are_refused() -> None:
     maps = mapset(ALL, replace(MODEL, fingerprint="beef"))
     models = "'small' with the fingerprint beef, and 'small' with the fingerprint f00d"
@@ -318,31 +288,6 @@ def test_one_example_gives_a_prediction_without_an_interval_of_its_surprisal() -
 
 
 # Rows and tables
-
-
-def test_rows_of_a_method_are_shares_of_ranks_and_a_mean() -> None:
-    surprisals = [0.1, 0.5, 1.5, 2.0, 0.25, 7.0, 4.0]
-    judged = Evaluation(torch.tensor([1, 2, 5, 6, 10, 11, VOCAB + 1]), torch.tensor(surprisals))
-    data = activations(7)
-    table = pd.DataFrame(prediction_rows("some study", data, "scheme", 2.5, judged))
-    assert list(table.columns) == list(COLUMNS)
-    assert table["metric"].tolist() == ["precision"] * 3 + ["surprisal"]
-    for k, hits in ((1, 1), (5, 3), (10, 5)):
-        row = only_row(table, metric="precision", k=k)
-        interval = stats.binomtest(hits, 7).proportion_ci(0.95, method="wilson")
-        assert row[["value", "low", "high"]].tolist() == pytest.approx(
-            [hits / 7, interval.low, interval.high]
-        )
-    row = only_row(table, metric="surprisal")
-    assert row["value"] == pytest.approx(np.mean(surprisals))
-    low, high = stats.t.interval(0.95, 6, loc=np.mean(surprisals), scale=stats.sem(surprisals))
-    assert (row["low"], row["high"]) == pytest.approx((low, high))
-    assert pd.isna(row["k"])
-    named = {"experiment": "some study", "model": "small", "corpus": "words", "method": "scheme"}
-    for column, value in {**named, "layer": 2.5, "target": L, "n": 7}.items():
-        assert (table[column] == value).all()
-    data.provenance = replace(data.provenance, data={})
-    assert {line["corpus"] for line in prediction_rows("x", data, "scheme", 0, judged)} == {"unnamed"}
 
 
 # Tables for people and figures

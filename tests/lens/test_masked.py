@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import torch
 import transformers
-from conftest import WORDS, load_plain, make_tokenizer
+from conftest import WORDS, make_tokenizer
 from torch import Tensor
 
 import matlens
@@ -142,42 +142,6 @@ def test_the_model_knows_the_language(run: Run) -> None:
     assert float(known.double().mean()) < 0.15
 
 
-def test_the_plain_model_says_the_same_of_the_masked_sentence(run: Run, trained: Path) -> None:
-    """The collected vectors are those of the sentence with [MASK], and not those of the sentence itself."""
-    plain, tokenizer = load_plain("bert", trained), make_tokenizer(bert=True)
-    examples = run.validation.examples
-    texts = list(corpus_of(run.sentences).sentences)
-    tokens = tokenizer(texts, return_tensors="pt")["input_ids"]
-    rows, at = torch.arange(len(texts)), torch.from_numpy(examples.positions)
-    masked = tokens.clone()
-    masked[rows, at] = tokenizer.mask_token_id
-    assert torch.equal(torch.from_numpy(examples.tokens).view(len(texts), -1), masked)
-    with torch.inference_mode():
-        states, open_states = (
-            plain(sentence, output_hidden_states=True).hidden_states for sentence in (masked, tokens)
-        )
-    for layer in range(N_LAYERS + 1):
-        ours = run.validation[layer]
-        torch.testing.assert_close(ours, states[layer][rows, at], rtol=0, atol=1e-4)
-        apart = (ours - open_states[layer][rows, at]).norm(dim=-1) / ours.norm(dim=-1)
-        assert float(apart.median()) > 0.02
-
-
-def test_the_hidden_word_changes_nothing(run: Run) -> None:
-    """Two sentences that differ in the hidden word alone give the same vectors, bit for bit."""
-    sentence = language(1, seed=5)
-    changed = sentence.clone()
-    changed[0, 4] = (changed[0, 4] + 1) % N_WORDS
-    both = [corpus_of(sentence), corpus_of(changed)]
-    for seed in range(10_000):
-        examples = [make_examples(run.model, corpus, seed=seed) for corpus in both]
-        if all(drawn.positions[0] == 5 for drawn in examples):  # the fifth word, after [CLS]
-            break
-    assert [int(drawn.positions[0]) for drawn in examples] == [5, 5]
-    first, second = (collect(run.model, drawn, positions="all", progress=False) for drawn in examples)
-    assert all(torch.equal(first[layer], second[layer]) for layer in range(N_LAYERS + 1))
-
-
 def test_nothing_is_known_at_the_embeddings(run: Run) -> None:
     """There the mask is all there is to see, so no map from there can tell the word."""
     assert precision(run, "mat")[0] < 0.2
@@ -205,12 +169,3 @@ def test_the_last_layer_predicts_itself(run: Run) -> None:
     assert precision(run, "mat")[-1] == precision(run, "id")[-1] == 1
     mat = precision(run, "mat")
     assert mat[-1] >= mat[3] > mat[1] > mat[0]
-
-
-@pytest.mark.parametrize("draw_special", [True, False])
-def test_one_token_of_each_sentence_is_hidden(draw_special: bool, run: Run) -> None:
-    corpus = corpus_of(run.sentences)
-    examples = make_examples(run.model, corpus, draw_special=draw_special)
-    hidden = examples.tokens.reshape(len(corpus), -1) == make_tokenizer(bert=True).mask_token_id
-    assert (hidden.sum(1) == 1).all()
-    assert np.array_equal(hidden.argmax(1), examples.positions)
