@@ -72,7 +72,8 @@ def check_supported(name: str, config: Any, stack: str | None = None) -> None:
     except ValueError:
         classes = ", ".join(map(str, getattr(config, "architectures", None) or ())) or "no class"
         raise InputError(
-            f"{said}: TransformerLens has no adapter for it (model type {kind!r}, {classes})."
+            f"{said}: TransformerLens has no adapter for it (model type {kind!r}, {classes!r}). "
+            "Expected a model that TransformerLens 4 supports."
         ) from None
     layers = getattr(get_effective_text_config(config), "num_hidden_layers", None)
     if isinstance(layers, int):

@@ -37,6 +37,7 @@ class Kind(NamedTuple):
     attn: tuple[str, str]
     ffn: tuple[str, str]
     stack: Any = None
+    cross: tuple[str, str] | None = None  # attention to an encoder
 
 
 def _decoder(config: Any) -> Kind:
@@ -46,7 +47,9 @@ def _decoder(config: Any) -> Kind:
 def _t5(stack: str, **settings: Any) -> Kind:
     ffn = f"layer.{1 + (stack == 'decoder')}.DenseReluDense"
     config = transformers.T5Config(**_T5, **settings)
-    return Kind(config, "Seq2SeqLM", f"{stack}.block", ("layer.0.SelfAttention",) * 2, (ffn,) * 2, stack)
+    cross = ("layer.1.EncDecAttention",) * 2 if stack == "decoder" else None
+    attn = ("layer.0.SelfAttention",) * 2
+    return Kind(config, "Seq2SeqLM", f"{stack}.block", attn, (ffn,) * 2, stack, cross)
 
 
 KINDS = {
@@ -155,9 +158,12 @@ def _by_hand(kind: Kind, plain: Any, linear: LinearMap) -> Iterator[None]:
             handle.remove()
 
 
-def _replaceable(model: Any) -> list[tuple[str, str]]:
-    last = ModelLayout.from_model(model).n_layers
-    inside = [(f"{part}_in.{layer}", f"{part}_out.{layer}") for layer in (0, 1) for part in ("attn", "ffn")]
+def _replaceable(kind: Kind, model: Any) -> list[tuple[str, str]]:
+    last, parts = (
+        ModelLayout.from_model(model).n_layers,
+        ["attn", "ffn", *["cross"] * (kind.cross is not None)],
+    )
+    inside = [(f"{part}_in.{layer}", f"{part}_out.{layer}") for layer in (0, 1) for part in parts]
     return [*inside, ("h.0", "h.1"), ("h.1", f"h.{last}"), ("h.0", f"h.{last}")]
 
 
@@ -169,7 +175,7 @@ def test_logits_are_those_of_transformers(named: tuple[Kind, Any, Any]) -> None:
 def test_patches_are_those_of_the_plain_model_patched_by_hand(named: tuple[Kind, Any, Any]) -> None:
     kind, model, plain = named
     unpatched, generator = _logits(kind, model), torch.Generator().manual_seed(0)
-    for source, target in _replaceable(model):
+    for source, target in _replaceable(kind, model):
         weight = torch.randn(36, 36, generator=generator) / 6
         linear = LinearMap(weight, torch.randn(36, generator=generator), source, target)
         with patched(model, [linear]), _by_hand(kind, plain, linear):
@@ -185,7 +191,7 @@ def test_a_patch_that_is_exact_changes_nothing(named: tuple[Kind, Any, Any]) -> 
     """
     kind, model, _ = named
     unpatched, vectors = _logits(kind, model), _vectors(kind, model)
-    for source, target in _replaceable(model):
+    for source, target in _replaceable(kind, model):
         if source in ("h.0", "attn_in.0"):
             continue
         x, y = (vectors[site].flatten(0, -2).double() for site in (source, target))

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from conftest import D_MODEL, N_LAYERS, WORDS, assert_near, make_sentences
+from conftest import N_LAYERS, WORDS, assert_near, make_sentences
 from patched_models import patched
 from torch import Tensor
 
 import matlens
-from matlens import InputError, LinearMap, MapSet, Readout
+from matlens import InputError, MapSet, Readout
 from matlens.data.examples import Examples
 from matlens.models.layout import ModelLayout
-from matlens.patching.submodules import submodule_pairs
 
 SOURCES = [" ".join(WORDS[(3 * i + j) % 50] for j in range(4 + i)) for i in range(5)]
 TARGETS = [" ".join(WORDS[(7 * i + 2 * j) % 50] for j in range(8 - i)) for i in range(5)]
@@ -139,72 +137,6 @@ def test_positions_are_read_as_in_the_whole_sentence(name: str, stacks: dict[str
     every = matlens.collect(model, examples, positions="all", progress=False)
     for site in drawn:
         assert_near(drawn[site], every[site][examples.offsets[:-1] + examples.positions])
-
-
-@contextmanager
-def patched_by_hand(name: str, plain: Any, linear: LinearMap) -> Iterator[None]:
-    """Blocks run and are overwritten, so that the first still says how far tokens lie apart."""
-    (kind, first), (other, last) = (site.split(".") for site in (linear.source, linear.target))
-    blocks = getattr(plain, name).block
-    given: list[Tensor] = []
-    handles = []
-
-    def enter(_: Any, args: Any, kwargs: Any) -> None:
-        given[:] = [args[0] if args else kwargs["hidden_states"]]
-
-    def leave(_: Any, __: Any, output: Any) -> Any:
-        instead = linear(given[0])
-        return (instead, *output[1:]) if isinstance(output, tuple) else instead
-
-    if kind == "h":
-        entered, left = blocks[int(first)], blocks[int(last) - 1]
-    else:
-        entered, left = (
-            blocks[int(layer)].get_submodule(MODULES[name][end][0])
-            for end, layer in ((kind, first), (other, last))
-        )
-    handles.append(entered.register_forward_pre_hook(enter, with_kwargs=True))
-    handles.append(left.register_forward_hook(leave))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def random_map(source: str, target: str) -> LinearMap:
-    generator = torch.Generator().manual_seed(1)
-    weight = torch.randn(D_MODEL, D_MODEL, generator=generator) / D_MODEL**0.5
-    return LinearMap(weight, torch.randn(D_MODEL, generator=generator), source, target)
-
-
-def pairs_to_patch(name: str, model: Any) -> Sequence[tuple[str, str]]:
-    cross = [("cross_in.1", "cross_out.1"), ("ln_cross_in.0", "ln_cross_out.0")] if name == "decoder" else []
-    return [
-        ("h.0", "h.1"), ("h.0", f"h.{LAYERS[name]}"), ("h.1", "h.2"), *cross,
-        *submodule_pairs(ModelLayout.from_model(model))[:4],
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_patched_passes_are_those_of_the_plain_model_patched_by_hand(
-    name: str, stacks: dict[str, Any], plain: Any
-) -> None:
-    model = stacks[name]
-    examples = examples_of(name, model)
-    last = f"h.{LAYERS[name]}"
-    before = matlens.collect(model, examples, [last], positions="all", progress=False)[last]
-    for source, target in pairs_to_patch(name, model):
-        linear = random_map(source, target)
-        with patched(model, [linear]):
-            ours = matlens.collect(model, examples, [last], positions="all", progress=False)[last]
-            with patched_by_hand(name, plain, linear):
-                for number in range(len(examples)):
-                    theirs = plain_vectors(name, plain, *sentence_of(examples, number))[last]
-                    assert_near(ours[examples.offsets[number] : examples.offsets[number + 1]], theirs)
-        assert float((ours - before).abs().max()) > 1e-3 * float(before.abs().max())
-    after = matlens.collect(model, examples, [last], positions="all", progress=False)[last]
-    assert torch.equal(after, before)
 
 
 def test_what_does_not_belong_together_is_refused(stacks: dict[str, Any], model_folder: Any) -> None:

@@ -109,6 +109,7 @@ def _swap(w: torch.Tensor, a: tuple[int, ...], b: tuple[int, ...]) -> None:
 EDITS: dict[str, Callable[[torch.Tensor], Any]] = {
     "one number": lambda w: w[311, 1234].add_(0.25),
     "the first number": lambda w: w[0, 0].add_(0.25),
+    "the end of a run": lambda w: w.view(-1)[2**20 - 1].add_(0.25),
     "the last number": lambda w: w[699, 2999].add_(0.25),
     "the last bit": lambda w: w.view(torch.int16)[311, 1235].bitwise_xor_(1),
     "two signs": lambda w: w[5, 101:104:2].neg_(),
