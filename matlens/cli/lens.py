@@ -31,7 +31,6 @@ _SUMS = 6  # operations per token, layer and squared width that the sums of a cl
 _READS = 60  # operations per vector, token of the vocabulary and dimension that a lens is judged with
 
 if TYPE_CHECKING:
-    from matlens.data.corpus import Corpus
     from matlens.lens.config import LensConfig
     from matlens.lens.lens import Lens
 
@@ -82,14 +81,6 @@ class ClosedFormOptions:
             for name, config in parse_methods(names).items()
         ]
         return {method if isinstance(method, str) else method.name: method for method in changed}
-
-
-def _fit_operations(model: Any, part: Corpus, n_closed: int) -> float:
-    """About how many floating-point operations closed forms take; what is trained says it by its bars."""
-    from matlens.study.plan import CHARACTERS, Shape
-
-    shape, n_tokens = Shape.from_model(model), sum(map(len, part.sentences)) / CHARACTERS
-    return n_tokens * (2 * shape.n_parameters + _SUMS * n_closed * shape.n_layers * shape.d_model**2)
 
 
 @command(app)
@@ -150,7 +141,8 @@ def fit(
     model.check()
     part, _ = corpus.parts(train, val, seed)
     bridge = model.load()
-    print_expected(bridge, _fit_operations(bridge, part, len(methods)), "--train, --positions drawn")
+    sums = _SUMS * len(methods) * bridge.cfg.n_layers * bridge.cfg.d_model**2
+    print_expected(bridge, part.n_tokens, sums * part.n_tokens, "--train, --positions drawn")
     from matlens.lens.lens import Lens
 
     lenses = Lens.fit(
@@ -164,17 +156,6 @@ def fit(
             n = lens.n_samples
             samples = "" if n is None else f", fitted on {n:,} tokens"
             print_line(f"{name}: {lens.n_parameters:,} numbers{samples}, in {folder}")
-
-
-def _report_operations(model: Any, parts: tuple[Corpus, Corpus], names: list[str] | None) -> float:
-    """About how many floating-point operations a report takes without what is trained for minutes."""
-    from matlens.lens.comparison import default_methods
-    from matlens.study.plan import CHARACTERS, Shape
-
-    shape, n_lenses = Shape.from_model(model), len(default_methods(model) if names is None else names)
-    n_tokens = sum(len(text) for part in parts for text in part.sentences) / CHARACTERS
-    read = n_lenses * len(parts[1]) * shape.d_vocab * shape.d_model
-    return 2 * shape.n_parameters * n_tokens + _READS * read
 
 
 @command(app)
@@ -224,15 +205,16 @@ def report(
     model.check()
     from matlens import plots
     from matlens.io.tables import write_results
-    from matlens.lens.comparison import compare_lenses
+    from matlens.lens.comparison import compare_lenses, default_methods
     from matlens.lens.open_sets import read_evaluations
 
     parts = corpus.parts(train, val, seed, default_train=REPORT_TRAIN, default_val=REPORT_VAL)
     sets = None if evaluations is None else read_evaluations(evaluations)
     bridge = model.load()
-    print_expected(
-        bridge, _report_operations(bridge, parts, methods), "--train, --val; tuned and jacobian add more"
-    )
+    n_lenses, n_read = len(methods or default_methods(bridge)), len(parts[1])
+    reads = _READS * n_lenses * n_read * bridge.cfg.d_vocab * bridge.cfg.d_model
+    n_tokens = sum(part.n_tokens for part in parts)
+    print_expected(bridge, n_tokens, reads, "--train, --val; tuned and jacobian add more")
     comparison = compare_lenses(
         bridge, parts, out, methods=methods, layers=layers, against=against, n_prompts=prompts,
         longest=longest, evaluations=sets, seed=seed,

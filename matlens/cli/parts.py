@@ -86,7 +86,10 @@ def linearity(
         for part, most in zip(parts, (windows, judged), strict=True)
     )
     n_tokens = len(fitted_on.examples.tokens), len(judged_on.examples.tokens)
-    print_expected(bridge, _atlas_operations(bridge, *n_tokens, every), "--every, --windows, --judged")
+    n_blocks = bridge.cfg.n_layers / every
+    n_passed = 2 * n_tokens[0] + _WAYS * n_blocks * n_tokens[1]
+    solving = _SOLVE * n_blocks * bridge.cfg.d_model**3
+    print_expected(bridge, n_passed, solving, "--every, --windows, --judged")
     table = linearity_atlas(bridge, fitted_on, judged_on, folder=out / "atlas", every=every)
     with on_main("tables of the atlas") as is_main:
         if not is_main:
@@ -163,6 +166,7 @@ def prune(
         import pandas as pd
 
         from matlens.data.making import make_windows
+        from matlens.pruning.choosing import CHOSEN_ON
         from matlens.pruning.evaluation import compare_costs, compare_pruned, judged_tokens
         from matlens.pruning.pruned import prune as prune_model
         from matlens.pruning.pruned import prune_attention
@@ -171,8 +175,14 @@ def prune(
         calibration = make_windows(bridge, fitted_on, size=window, most=windows)
         judged_windows = make_windows(bridge, judged_on, size=window, most=judged)
         judged_tokens(judged_windows)  # refused before the work, as all that is
-        n_tokens = int(calibration.lengths.sum()), int(judged_windows.lengths.sum())
-        print_expected(bridge, _pruning_operations(bridge, *n_tokens, wanted, method), "--windows, --judged")
+        n_calibration, n_judged = (int(text.lengths.sum()) for text in (calibration, judged_windows))
+        n_layers, n_gone = bridge.cfg.n_layers, wanted if isinstance(wanted, int) else len(wanted)
+        n_folded = _CHAINED * n_layers if method == Method.chain else n_gone
+        tried = _TRIED * n_layers * CHOSEN_ON if isinstance(wanted, int) else 0
+        print_expected(
+            bridge, (1 + 2 * n_folded / n_layers) * n_calibration + tried + 2 * n_judged,
+            _FOLD * n_folded * n_calibration * (bridge.cfg.d_mlp or 0) ** 2, "--windows, --judged",
+        )  # fmt: skip
         if attention is None:
             pruned = prune_model(
                 bridge, calibration, wanted, method=method, choice=choice, penalty=penalty, heal=heal
@@ -204,29 +214,3 @@ def prune(
     what = "attention of the blocks" if attention is not None else "blocks"
     gone = pruned.blocks if attention is None else pruned.attention
     print_line(f"Without the {what} {', '.join(map(str, gone)) or 'none'}: {out}")
-
-
-def _atlas_operations(model: Any, fitted: int, judged: int, every: int) -> float:
-    """About how many floating-point operations the atlas takes, by numbers of tokens."""
-    from matlens.study.plan import Shape
-
-    shape = Shape.from_model(model)
-    passes = 2 * fitted + _WAYS * shape.n_layers / every * judged
-    return 2 * shape.n_parameters * passes + _SOLVE * shape.n_layers / every * shape.d_model**3
-
-
-def _pruning_operations(
-    model: Any, calibration: int, judged: int, wanted: int | list[int], method: Method
-) -> float:
-    """About how many floating-point operations pruning takes, by numbers of tokens."""
-    from matlens.pruning.choosing import CHOSEN_ON
-    from matlens.study.plan import Shape
-
-    shape = Shape.from_model(model)
-    tries = _TRIED * shape.n_layers if isinstance(wanted, int) else 0
-    if method == Method.chain:
-        folded = _CHAINED * shape.n_layers
-    else:
-        folded = wanted if isinstance(wanted, int) else len(wanted)
-    passes = (1 + 2 * folded / shape.n_layers) * calibration + tries * CHOSEN_ON + 2 * judged
-    return 2 * shape.n_parameters * passes + _FOLD * folded * calibration * shape.d_mlp**2

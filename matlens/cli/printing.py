@@ -169,15 +169,15 @@ def top_texts(projection: Projection, vectors: Any, k: int) -> list[str]:
     ]
 
 
-def print_expected(model: TransformerBridge, operations: float, thorough: str = "") -> None:
-    """Print on stderr about how long so many floating-point operations take where the model is.
+def print_expected(model: TransformerBridge, n_tokens: float, more: float, thorough: str) -> None:
+    """Print on stderr about how long a model takes for so many tokens, and for ``more`` operations.
 
-    ``thorough`` is what less or more of it is asked for by.
+    ``thorough`` names the options that less or more is asked for by.
     """
+    operations = 2 * sum(weight.numel() for weight in model.parameters()) * n_tokens + more
     seconds = operations / (_SHARE * _operations_per_second(model))
     if parallel.is_main() and seconds > _WORTH_SAYING:
-        more = f" ({thorough})" if thorough else ""
-        print(f"This takes about {duration(seconds)} on this machine{more}.", file=sys.stderr)
+        print(f"This takes about {duration(seconds)} on this machine ({thorough}).", file=sys.stderr)
 
 
 def duration(seconds: float) -> str:

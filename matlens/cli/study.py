@@ -60,7 +60,7 @@ def run(
     from matlens.study.steps import plot_results
 
     study = samples.study(model, corpus, **asdict(fit))
-    print_expected(study.model, study.operations, "--train, --val")
+    print_expected(study.model, 0, study.operations, "--train, --val")
     _ = study.maps
     with on_main("results") as is_main:
         if is_main:

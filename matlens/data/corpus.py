@@ -59,6 +59,11 @@ class Corpus:
     def __len__(self) -> int:
         return len(self.sentences)
 
+    @property
+    def n_tokens(self) -> int:
+        """About how many tokens the sentences have, at four characters a token."""
+        return sum(map(len, self.sentences)) // 4
+
     @cached_property
     def fingerprint(self) -> str:
         """Sixteen hexadecimal digits that change with any sentence and with their order."""

@@ -43,7 +43,6 @@ Size = Annotated[int, Between(1, 10**8)]  # of a shape
 Count = Annotated[int, Between(1, 2**40)]  # of sentences
 CountOrNone = Annotated[int, Between(0, 2**50)]
 
-CHARACTERS = 4  # of a token of English, about
 _BATCH_TOKENS = 2048  # of a batch on a processor
 _SENTENCE = 30  # tokens, where nobody says how long sentences are
 _ROWS = 256  # distributions that are held together while maps are evaluated

@@ -38,7 +38,6 @@ from matlens.linear.streaming import StoredLeastSquares, pairs_and_widths, strea
 from matlens.models.readout import Readout
 from matlens.study.output import MAPS, MOMENTS, TRAIN, VALIDATION, check_output, has_moments
 from matlens.study.plan import (
-    CHARACTERS,
     Part,
     Shape,
     check_disk,
@@ -164,7 +163,7 @@ class Study:
         plan = plan_study(
             Shape.from_model(self.model), *self.sizes, positions=positions,
             pairs="last" if self.pairs == "last" else "all",
-            train_tokens=sum(map(len, train.sentences)) // CHARACTERS, keep_rows=self.keep_rows,
+            train_tokens=train.n_tokens, keep_rows=self.keep_rows,
         )  # fmt: skip
         steps = [step for step in plan.needs if step.startswith(("collect", "fit from", "evaluate"))]
         return sum(plan[step].operations for step in steps)

@@ -439,30 +439,13 @@ def test_model_that_is_not_there(run_matlens: Matlens, corpus: Path, tmp_path: P
         assert state(tmp_path / "out") is None
 
 
-@pytest.mark.parametrize(
-    ("name", "kept", "messages"),
-    [
-        ("config.json", None, ["holds no config.json", "Expected a Hugging Face model folder"]),
-        ("model.safetensors", 0.5, ["could not be loaded", "Expected a complete model"]),
-        ("model.safetensors", None, ["could not be loaded", "model.safetensors", "a complete model"]),
-        ("tokenizer.json", 0.01, ["could not be loaded", "Expected a complete model"]),
-    ],
-)
-def test_model_that_is_damaged(
-    run_matlens: Matlens,
-    gpt2: Path,
-    corpus: Path,
-    tmp_path: Path,
-    name: str,
-    kept: float | None,
-    messages: list[str],
-) -> None:
-    """A file of it is missing, or cut."""
-    path = Path(shutil.copytree(gpt2, tmp_path / "model")) / name
-    content = path.read_bytes()
-    path.unlink() if kept is None else path.write_bytes(content[: int(len(content) * kept)])
-    inputs = ["--model", path.parent, "--corpus", corpus, *sizes()]
-    assert_refused(run_matlens("run", *inputs, "--out", tmp_path / "out"), str(path.parent), *messages)
+def test_model_that_is_damaged(run_matlens: Matlens, gpt2: Path, corpus: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(gpt2, tmp_path / "model")) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    outcome = run_matlens(
+        "run", "--model", path.parent, "--corpus", corpus, *sizes(), "--out", tmp_path / "out"
+    )
+    assert_refused(outcome, str(path.parent), "could not be loaded", "Expected a complete model")
     assert state(tmp_path / "out") is None
 
 
@@ -471,10 +454,6 @@ def test_model_that_is_damaged(
     [
         (None, ["There is no file or folder", "Give one of the samples"]),
         (b"only this one sentence here\n", ["70+20 sentences", "were asked for", "has 1.", "Ask for fewer"]),
-        (
-            b"a good line of five words\nin Latin-1: Z\xfcrich, K\xf6ln\n",
-            ["Line 2 of", "not text in UTF-8", "iconv"],
-        ),
     ],
 )
 def test_corpus_that_cannot_be_used(
@@ -494,22 +473,11 @@ def test_corpus_that_cannot_be_used(
         (["--train", 90, "--val", 20], ["90+20 sentences", "were asked for", "has 100.", "Ask for fewer"]),
         (["--limit", 70], ["70+20 sentences", "were asked for", "has 70."]),
         (["--val", 1], ["'--val'", "greater than or equal to 2"]),
-        (["--train", 0], ["'--train'", "greater than or equal to 1"]),
-        (["--seed", -1], ["'--seed'", "greater than or equal to 0"]),
-        (["--seed", "x"], ["'--seed'"]),
-        (["--ridge", -0.1], ["'--ridge'", "greater than or equal to 0"]),
         (["--ridge", "inf"], ["ridge must be a finite number of at least 0 or None, got inf"]),
-        (["--batch-tokens", 0], ["'--batch-tokens'"]),
-        (["--positions", "some"], ["'--positions'", "drawn", "all"]),
         (["--dtype", "int8"], ["'--dtype'", "float32", "bfloat16"]),
         (["--device", "abacus"], ["The device abacus cannot be used here", "Expected cpu, cuda or mps"]),
         (["--no-such-option"], ["--no-such-option"]),
         (["--pairs", "3"], ["'--pairs'", "3", "expected all, last, or a list such as 0:12,6:12"]),
-        (["--pairs", ""], ["--pairs", "expected all, last, or a list"]),
-        (["--pairs", "first"], ["'--pairs'", "first", "expected all, last, or a list"]),
-        (["--pairs", "0:1:2"], ["'--pairs'", "0:1:2", "expected all, last, or a list"]),
-        (["--pairs", "0:3,,1:3"], ["'--pairs'", "0:3,,1:3", "expected all, last, or a list"]),
-        (["--pairs", "0:h"], ["'--pairs'", "0:h", "expected all, last, or a list"]),
         (["--pairs", "0:4"], ["Layer 4 of site 'h' is out of range", "h.0 to h.3"]),
         (["--pairs", "-5:3"], ["Layer -5 of site 'h' is out of range", "h.0 to h.3"]),
         (["--pairs", "2:1"], ["from layer 2 to layer 1", "the source must lie before the target"]),
@@ -529,10 +497,8 @@ def test_option_that_makes_no_sense(
 @pytest.mark.parametrize(
     ("options", "messages"),
     [
-        (["--pairs", "1"], ["'--pairs'", "1", "expected all, last, or a list"]),
         (["--pairs", "0:9"], ["Layer 9 of site 'h' is out of range", "h.0 to h.3"]),
         (["--pairs", "3:0"], ["the source must lie before the target"]),
-        (["--ridge", "-1"], ["'--ridge'", "greater than or equal to 0"]),
         (["--ridge", "nan"], ["ridge"]),
     ],
 )
@@ -543,16 +509,6 @@ def test_fit_refuses(
     before = state(finished)
     assert_refused(run_matlens("fit", finished, *options), *messages)
     assert state(finished) == before
-
-
-@pytest.mark.parametrize("place", ["file/out", "/proc/out"])
-def test_output_folder_that_cannot_be_written(
-    run_matlens: Matlens, inputs: list[str], tmp_path: Path, place: str
-) -> None:
-    (tmp_path / "file").write_text("mine")
-    outcome = run_matlens("run", *inputs, "--out", tmp_path / place)
-    assert_refused(outcome, str(tmp_path / place), "cannot be written", "Expected a folder that you may")
-    assert state(tmp_path) == {"file": b"mine"}
 
 
 def test_output_folder_with_other_files(run_matlens: Matlens, inputs: list[str], finished: Path) -> None:
@@ -679,11 +635,6 @@ def test_table_that_is_damaged(run_matlens: Matlens, finished: Path, damage: Cal
     assert path.read_text() != whole
     before = state(finished)
     assert_refused(run_matlens("plot", finished), f"{path} is not the table that results.json describes")
-    assert state(finished) == before
-
-    (finished / "results.json").unlink()
-    before = state(finished)
-    assert_refused(run_matlens("plot", finished), "results.json is missing", "'matlens evaluate")
     assert state(finished) == before
 
 

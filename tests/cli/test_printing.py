@@ -128,8 +128,8 @@ def test_the_time_is_operations_over_the_speed_and_short_work_says_nothing(
     capsys.readouterr()
     monkeypatch.setattr(printing, "_operations_per_second", lambda _: 1e9)
     monkeypatch.setattr(printing, "_SHARE", 0.5)
-    printing.print_expected(model, 240 * 0.5e9, "--windows")
-    printing.print_expected(model, 20 * 0.5e9)
+    printing.print_expected(model, 0, 240 * 0.5e9, "--windows")
+    printing.print_expected(model, 0, 20 * 0.5e9, "--windows")
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err == "This takes about 4 minutes on this machine (--windows).\n"
