@@ -173,7 +173,7 @@ def printed(path: Path) -> Iterator[tuple[Block, str | None]]:
             yield block, following.source if following and following.language == "text" else None
 
 
-@pytest.mark.parametrize("name", ["README.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/how-to/patching.md", "docs/how-to/updates.md"])
 def test_pages_print_what_they_show(
     name: str,
     capsys: pytest.CaptureFixture[str],
