@@ -62,11 +62,11 @@ def _report(judgements: list[Judgement], out: Path, *, show: bool) -> pd.DataFra
     lines = [(c.case.fault, printable(c.case.name), c.verdict, printable(c.words)) for c in judgements]
     cases = pd.DataFrame(lines, columns=["class", "case", "verdict", "words"])
     cases.to_csv(out / "cases.csv", index=False)
-    rows = []
+    summary = []
     for fault, part in cases.groupby("class", sort=False):
         counts = Counter(part["verdict"])
-        rows.append((fault, len(part), *(counts[verdict] for verdict in VERDICTS)))
-    table = pd.DataFrame(rows, columns=["class", "cases", *VERDICTS])
+        summary.append((fault, len(part), *(counts[verdict] for verdict in VERDICTS)))
+    table = pd.DataFrame(summary, columns=["class", "cases", *VERDICTS])
     table.loc[len(table)] = ["all", *table.iloc[:, 1:].sum()]
     table.to_csv(out / "attack.csv", index=False)
     if show:

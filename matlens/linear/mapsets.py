@@ -222,7 +222,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         """
         digest = hashlib.sha256()
         for linear in self.values():
-            for part in (linear.weight, linear.bias):
+            for part in (linear.matrix, linear.bias):
                 digest.update(b"" if part is None else _float32(part).numpy().tobytes())
 
         def given(pairs: list[tuple[str, str]]) -> Iterator[LinearMap]:
@@ -326,7 +326,7 @@ def write_maps(
 def _tensors(maps: Iterable[LinearMap]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for linear in maps:
-        parts = {linear.target: _float32(linear.weight)}
+        parts = {linear.target: _float32(linear.matrix)}
         if linear.bias is not None:
             parts[f"{linear.target}/bias"] = _float32(linear.bias)
         tensors |= parts

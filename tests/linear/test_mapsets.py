@@ -379,3 +379,13 @@ def test_maps_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"h\.0 -> h\.1 cannot be saved: a value of it is not finite"):
         MapSet([LinearMap(weight, None, "h.0", "h.1")]).save(tmp_path / "maps")
     assert not (tmp_path / "maps").exists()
+
+
+def test_a_low_rank_map_is_saved_as_its_product(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    left, right, h = (torch.randn(*shape, generator=generator) for shape in ((5, 2), (2, 4), (3, 4)))
+    low_rank = LinearMap(left, torch.ones(5), "h.0", "h.1", right=right)
+    MapSet([low_rank]).save(tmp_path / "maps")
+    expected = h.double() @ (left.double() @ right.double()).T + 1
+    for mapped in (low_rank, MapSet.load(tmp_path / "maps")[0, 1]):
+        torch.testing.assert_close(mapped(h).double(), expected, rtol=1e-5, atol=1e-5)
