@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import LAYERS, WORDS, assert_near
+from calibration_texts import WRITERS
+from conftest import LAYERS, assert_near
 
 from matlens import InputError, pruning
-from matlens.data import Corpus, make_windows
 from matlens.pruning import Method
 from matlens.pruning.choosing import choose_attention
 from matlens.pruning.layouts import Layout, Streams, whole_windows
@@ -27,17 +27,6 @@ OUTPUTS = {
     "gpt2": "attn.c_proj", "llama": "self_attn.o_proj", "bloom": "self_attention.dense",
     "falcon-alibi": "self_attention.dense",
 }  # fmt: skip
-WRITERS = {
-    "gpt2": "mlp.c_proj", "llama": "mlp.down_proj", "bloom": "mlp.dense_4h_to_h",
-    "falcon-alibi": "mlp.dense_4h_to_h",
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def windows(small_model: Models) -> Models:
-    generator = np.random.default_rng(3)
-    text = Corpus("text", (" ".join(generator.choice(WORDS, 1200)),), 1, 0, 0, 0)
-    return lambda name: make_windows(small_model(name), text, size=24)
 
 
 def layers_of(name: str, model: Any) -> Any:

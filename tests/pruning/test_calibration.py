@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import LAYERS, WORDS, assert_near, plain_vectors
+from calibration_texts import WRITERS, running_text
+from conftest import LAYERS, assert_near, plain_vectors
 from patched_models import patched
 
 from matlens import InputError, pruning
-from matlens.data import Corpus, make_windows
+from matlens.data import make_windows
 from matlens.linear import LinearMap
 from matlens.pruning.layouts import Layout, whole_windows
 from matlens.pruning.pruned import _PER_LAYER, build, cut_config
@@ -40,7 +41,6 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         attention_types=[[["global", "local"], 1], [["global"], 1]], eos_token_id=ENDS, bos_token_id=None,
     ),
 }  # fmt: skip
-WRITERS = {"gpt2": "mlp.c_proj", "llama": "mlp.down_proj"}
 NORMS = {"gpt2": "transformer.ln_f", "llama": "model.norm"}
 TOKENS = torch.tensor([[7, 3, 31, 12, 12, 29, 30, 22, 8, 17]])
 
@@ -128,9 +128,7 @@ def test_blocks_of_several_shapes_cannot_move() -> None:
 @pytest.mark.parametrize("method", ["refit", "replaceme", "magnitude", "out"])
 def test_too_few_tokens_for_a_method_are_refused(method: str, small_model: Models) -> None:
     """A fit of as many numbers as there are tokens, or more, would be exact and worth nothing."""
-    generator = np.random.default_rng(3)
-    text = Corpus("text", (" ".join(generator.choice(WORDS, 100)),), 1, 0, 0, 0)
-    model = small_model("llama")
+    text, model = running_text(100), small_model("llama")
     least = {"refit": 48, "replaceme": 32, "magnitude": 32, "out": 0}[method]
     few, enough = (
         make_windows(model, text, size=8, most=n) for n in (max(1, least // 8 - 1), max(1, least // 8))
@@ -179,14 +177,12 @@ def _stream_before(model: Any, index: int, tokens: torch.Tensor, gone: list[int]
 
 
 @pytest.mark.parametrize("method", ["refit", "replaceme"])
-def test_spans_are_fitted_one_after_the_other(method: str, small_model: Models) -> None:
+def test_spans_are_fitted_one_after_the_other(method: str, small_model: Models, windows: Models) -> None:
     """Each on the stream of the model that is pruned so far, and towards the whole model's own."""
     model, gone = small_model("llama-deep"), [1, 4]
-    generator = np.random.default_rng(3)
-    text = Corpus("text", (" ".join(generator.choice(WORDS, 1200)),), 1, 0, 0, 0)
-    windows = make_windows(model, text, size=24)
-    tokens = whole_windows(windows)
-    pruned = pruning.prune(model, windows, gone, method=method, penalty=0.0, progress=False)
+    text = windows("llama-deep")
+    tokens = whole_windows(text)
+    pruned = pruning.prune(model, text, gone, method=method, penalty=0.0, progress=False)
     by_hand, matrices = folded_by_hand(method, model, tokens, gone)
     for block, place in ((0, 0), (3, 2)):
         ours = pruned.model.model.layers[place].mlp.down_proj.weight.detach()
@@ -203,22 +199,21 @@ def test_spans_are_fitted_one_after_the_other(method: str, small_model: Models) 
     jumps = [LinearMap(torch.eye(32), None, f"h.{index}", f"h.{index + 1}") for index in gone]
     with torch.no_grad(), patched(model, [*parts, *jumps]):
         assert_near(logits, model(tokens[:4], return_type="logits"), 1e-4)
-    alone = pruning.prune(model, windows, [4], method=method, penalty=0.0, progress=False)
+    alone = pruning.prune(model, text, [4], method=method, penalty=0.0, progress=False)
     both = (alone.model.model.layers[3], pruned.model.model.layers[2])
     on_its_own, behind_another = (block.mlp.down_proj.weight.detach() for block in both)
     assert float((on_its_own - behind_another).abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", NORMS)
 def test_a_chain_makes_what_is_left_of_the_error_good_behind_the_span(
-    name: str, small_model: Models, plain_model: Models
+    name: str, small_model: Models, plain_model: Models, windows: Models
 ) -> None:
     """The last block's matrix, solved for by numpy from what the pruned model gives it."""
-    text = Corpus("text", (" ".join(np.random.default_rng(3).choice(WORDS, 1200)),), 1, 0, 0, 0)
-    windows, penalty = make_windows(small_model(name), text, size=24), 0.3
+    text, penalty = windows(name), 0.3
     asked: dict[str, Any] = {"penalty": penalty, "progress": False}
     chain, refit = (
-        pruning.prune(small_model(name), windows, [1], method=method, **asked).model
+        pruning.prune(small_model(name), text, [1], method=method, **asked).model
         for method in ("chain", "refit")
     )
     read: list[torch.Tensor] = []
@@ -231,7 +226,7 @@ def test_a_chain_makes_what_is_left_of_the_error_good_behind_the_span(
         ),
         chain.get_submodule(NORMS[name]).register_forward_pre_hook(lambda _, args: final.append(args[0])),
     ]
-    tokens = whole_windows(windows)
+    tokens = whole_windows(text)
     with torch.no_grad():
         chain(tokens)
     for hook in hooks:
@@ -257,13 +252,6 @@ def test_a_chain_makes_what_is_left_of_the_error_good_behind_the_span(
     first = (model.get_submodule(LAYERS[name][0])[0].state_dict() for model in (chain, refit))
     for ours_of, theirs in zip(*(state.values() for state in first), strict=True):
         assert torch.equal(ours_of, theirs)
-
-
-def test_attention_has_no_chain(small_model: Models) -> None:
-    text = Corpus("text", (" ".join(np.random.default_rng(3).choice(WORDS, 300)),), 1, 0, 0, 0)
-    windows = make_windows(small_model("llama"), text, size=24)
-    with pytest.raises(InputError, match="one of out, magnitude, replaceme, refit"):
-        pruning.prune_attention(small_model("llama"), windows, [1], method="chain")
 
 
 def test_a_model_without_some_weights_is_refused(

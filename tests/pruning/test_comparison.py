@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from calibration_texts import running_text
 from conftest import WORDS
 from pruning_methods import added_perplexity, pruning_table
 
@@ -24,13 +25,8 @@ METHODS, CHOICES = (Method.out, Method.replaceme, Method.refit), (Choice.angle, 
 
 @pytest.fixture(scope="module")
 def texts(small_model: Callable[[str], Any]) -> list[Any]:
-    generator = np.random.default_rng(5)
-    return [
-        make_windows(
-            small_model("gpt2"), Corpus(name, (" ".join(generator.choice(WORDS, 400)),), 1, 0, 0, 0), size=20
-        )
-        for name in ("fitted", "a", "b")
-    ]
+    names = enumerate(("fitted", "a", "b"))
+    return [make_windows(small_model("gpt2"), running_text(400, 5 + i, name), size=20) for i, name in names]
 
 
 @pytest.fixture(scope="module")
@@ -153,8 +149,7 @@ def test_one_window_alone_is_refused_before_the_work(
 
 def test_what_cannot_be_folded_into_is_left_out_alone(small_model: Callable[[str], Any]) -> None:
     model = small_model("granite")
-    text = Corpus("text", (" ".join(np.random.default_rng(5).choice(WORDS, 300)),), 1, 0, 0, 0)
-    windows = make_windows(model, text, size=20)
+    windows = make_windows(model, running_text(300), size=20)
     asked: dict[str, Any] = {"choices": [Choice.angle], "progress": False}
     table = pruning_table(model, windows, {"a": windows}, [1], methods=[Method.out], **asked)
     assert set(table["method"]) == {"whole", "pruned", "out"}

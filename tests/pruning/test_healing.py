@@ -6,27 +6,18 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from conftest import LAYERS, WORDS, assert_near
+from calibration_texts import WRITERS
+from conftest import LAYERS, assert_near
 
 import matlens
 from matlens import InputError, pruning
-from matlens.data import Corpus, make_windows
 from matlens.pruning import Method, folding
 from matlens.pruning.layouts import Layout, Streams, whole_windows
 from matlens.pruning.saving import model_card
 
 Models = Callable[[str], Any]
-WRITERS = {"gpt2": "mlp.c_proj", "llama": "mlp.down_proj", "gptj": "mlp.fc_out"}
-
-
-@pytest.fixture(scope="module")
-def windows(small_model: Models) -> Models:
-    generator = np.random.default_rng(3)
-    text = Corpus("text", (" ".join(generator.choice(WORDS, 1200)),), 1, 0, 0, 0)
-    return lambda name: make_windows(small_model(name), text, size=24)
 
 
 def divergence(whole: Any, pruned: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -34,7 +25,7 @@ def divergence(whole: Any, pruned: Any, tokens: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.kl_div(given, truth, log_target=True, reduction="none").sum(-1).mean()
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gptj"])
 def test_an_update_is_a_step_of_adam_by_hand(
     name: str, small_model: Models, plain_model: Models, windows: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,12 +79,10 @@ def test_steps_grow_for_a_tenth_of_the_updates_and_then_fall(
 
 @pytest.mark.parametrize(("method", "places"), [("refit", (0, 2)), ("chain", (0, 1, 2, 3))])
 def test_of_several_spans_the_changed_matrices_alone_are_healed(
-    method: str, places: tuple[int, ...], small_model: Models
+    method: str, places: tuple[int, ...], small_model: Models, windows: Models
 ) -> None:
     """Where blocks before a changed one are gone, it has another number in the pruned model."""
-    text = Corpus("text", (" ".join(np.random.default_rng(3).choice(WORDS, 1200)),), 1, 0, 0, 0)
-    model = small_model("llama-deep")
-    asked = model, make_windows(model, text, size=24), [1, 4]
+    asked = small_model("llama-deep"), windows("llama-deep"), [1, 4]
     before, after = (pruning.prune(*asked, method=method, heal=n, progress=False).model for n in (0, 60))
     state = before.state_dict()
     changed = {key for key, value in after.state_dict().items() if not torch.equal(value, state[key])}

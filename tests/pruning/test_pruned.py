@@ -10,32 +10,16 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import LAYERS, N_LAYERS, WORDS, assert_near, plain_vectors
+from calibration_texts import WRITERS
+from conftest import LAYERS, N_LAYERS, assert_near, plain_vectors
 
 import matlens
 from matlens import InputError, ffn, pruning
-from matlens.data import Corpus, make_windows
 from matlens.pruning.layouts import Layout
 
 Models = Callable[[str], Any]
 FAMILIES = ("gpt2", "llama", "neox", "gptj", "neox-sequential", "falcon", "falcon-alibi")
-WRITERS = {
-    "gpt2": "mlp.c_proj", "llama": "mlp.down_proj", "neox": "mlp.dense_4h_to_h", "gptj": "mlp.fc_out",
-    "neox-sequential": "mlp.dense_4h_to_h", "falcon": "mlp.dense_4h_to_h",
-    "falcon-alibi": "mlp.dense_4h_to_h",
-}  # fmt: skip
 TOKENS = torch.tensor([[7, 3, 41, 12, 12, 59, 30, 22, 8, 17]])
-
-
-@pytest.fixture(scope="session")
-def text() -> Corpus:
-    generator = np.random.default_rng(3)
-    return Corpus("text", (" ".join(generator.choice(WORDS, 1200)),), 1, 0, 0, 0)
-
-
-@pytest.fixture
-def windows(text: Corpus, small_model: Models) -> Models:
-    return lambda name: make_windows(small_model(name), text, size=24)
 
 
 def logits(model: Any, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
@@ -114,39 +98,6 @@ def test_a_fold_is_what_least_squares_by_hand_gives(
     ours = pruned.model.get_submodule(LAYERS[name][0])[0].get_submodule(WRITERS[name])
     with torch.no_grad():
         assert_near(ours(torch.from_numpy(a).float()), torch.from_numpy(written).float(), 1e-4)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_later_block_is_fitted_on_the_stream_of_the_changed_model(
-    name: str, small_model: Models, plain_model: Models, windows: Models
-) -> None:
-    """`chain` without block 1 refits block 2 too, for what it reads once block 0 has been changed."""
-    examples = windows(name)
-    pruned = pruning.prune(small_model(name), examples, [1], method="chain", penalty=0.0, progress=False)
-    changed, original = pruned.model.get_submodule(LAYERS[name][0])[1], plain_model(name)
-    seen = dict[str, list[torch.Tensor]](read=[], written=[], stream=[], right=[])
-    writer = changed.get_submodule(WRITERS[name])
-    hooks = [
-        writer.register_forward_pre_hook(lambda _, args: seen["read"].append(args[0])),
-        writer.register_forward_hook(lambda _, __, output: seen["written"].append(output.clone())),
-        changed.register_forward_hook(
-            lambda _, __, output: seen["stream"].append(output[0] if isinstance(output, tuple) else output)
-        ),
-    ]
-    with torch.no_grad():
-        for start in examples.offsets[:-1][examples.lengths == 24]:
-            tokens = torch.from_numpy(examples.tokens[start : start + 24]).long()[None]
-            pruned.model(tokens)
-            seen["right"].append(plain_vectors(name, original, tokens)["h.3"])
-    for hook in hooks:
-        hook.remove()
-    read, written, stream, right = (
-        torch.cat([part.reshape(-1, part.shape[-1]) for part in parts]).double() for parts in seen.values()
-    )
-    wanted = right - (stream - written)
-    if writer.bias is not None:
-        read = torch.cat([read, torch.ones(len(read), 1)], 1)
-    assert_near(written, read @ torch.linalg.lstsq(read, wanted, driver="gelsd").solution, 1e-4)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import resource
 import subprocess
@@ -17,11 +18,11 @@ import pandas as pd
 import pytest
 import torch
 import transformers
-from conftest import WORDS
+from calibration_texts import running_text
 
 import matlens
 from matlens import InputError, pruning
-from matlens.data import Corpus, make_windows
+from matlens.data import make_windows
 from matlens.io.verification import verify
 from matlens.pruning.saving import model_card, reserved
 
@@ -45,22 +46,15 @@ except ImportError:
 """
 
 
-@pytest.fixture(scope="module")
-def windows(small_model: Callable[[str], Any]) -> Any:
-    generator = np.random.default_rng(3)
-    text = Corpus("text", (" ".join(generator.choice(WORDS, 600)),), 1, 0, 0, 0)
-    return make_windows(small_model("llama"), text, size=24)
-
-
-@pytest.fixture(scope="module")
-def pruned(small_model: Callable[[str], Any], windows: Any) -> pruning.Pruned:
-    return pruning.prune(small_model("llama"), windows, [1], progress=False)
+@pytest.fixture
+def pruned(pruned_llama: pruning.Pruned) -> pruning.Pruned:
+    return pruned_llama
 
 
 def test_a_folder_loads_to_the_same_logits(
     pruned: pruning.Pruned, small_model: Callable[[str], Any], windows: Any, tmp_path: Path
 ) -> None:
-    table = pruning.compare_pruned(small_model("llama"), pruned, windows, progress=False)
+    table = pruning.compare_pruned(small_model("llama"), pruned, windows("llama", 600), progress=False)
     costs = pruning.compare_costs(small_model("llama"), pruned, rounds=1)
     folder = pruning.save_pruned(pruned, tmp_path / "model", pd.concat([table, costs]))
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -144,8 +138,7 @@ def test_folders_load_in_a_process_without_matlens(
     small_model: Callable[[str], Any], model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """One process for all families: the same logits, and weights that are one stay one."""
-    generator = np.random.default_rng(3)
-    text = Corpus("text", (" ".join(generator.choice(WORDS, 600)),), 1, 0, 0, 0)
+    text = running_text(600)
     models = {name: small_model(name) for name in ("gpt2", "llama", "llama-tied", "neox", "gptj")}
     models["bf16"] = matlens.load(str(model_folder("llama-tied")), dtype=torch.bfloat16, device="cpu")
     expected, folders = {}, {}
@@ -254,11 +247,10 @@ def _reserve_too(folder: Path, refused: threading.Event) -> None:
 def test_what_is_measured_is_what_passes_by_hand_give(
     pruned: pruning.Pruned, small_model: Callable[[str], Any], plain_model: Callable[[str], Any], windows: Any
 ) -> None:
-    table = pruning.compare_pruned(small_model("llama"), pruned, windows, progress=False)
+    table = pruning.compare_pruned(small_model("llama"), pruned, windows("llama", 600), progress=False)
     values = {(row.method, row.metric): row.value for row in table.itertuples()}
-    whole = [
-        windows.tokens[a:b] for a, b in zip(windows.offsets, windows.offsets[1:], strict=False) if b - a == 24
-    ]
+    text = windows("llama", 600)
+    whole = [text.tokens[a:b] for a, b in itertools.pairwise(text.offsets) if b - a == 24]
     tokens = torch.from_numpy(np.stack(whole)).long()
     logits = {}
     for name, model in (("whole", plain_model("llama")), ("pruned", pruned.model)):
@@ -277,4 +269,4 @@ def test_another_models_pruned_model_is_refused(
     pruned: pruning.Pruned, small_model: Callable[[str], Any], windows: Any
 ) -> None:
     with pytest.raises(InputError, match="pruned model"):
-        pruning.compare_pruned(small_model("gpt2"), pruned, windows, progress=False)
+        pruning.compare_pruned(small_model("gpt2"), pruned, windows("llama", 600), progress=False)

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import D_MODEL, N_LAYERS, WORDS
+from calibration_texts import running_text
+from conftest import D_MODEL, N_LAYERS
 
 import matlens
 from matlens import InputError, pruning
-from matlens.data import Corpus, make_windows
+from matlens.data import make_windows
 from matlens.pruning.choosing import (
     angles,
     choose_span,
@@ -27,13 +28,14 @@ from matlens.pruning.choosing import (
 from matlens.pruning.layouts import Layout, Streams, whole_windows
 
 
+def streams_of(model: Any) -> Streams:
+    windows = whole_windows(make_windows(model, running_text(200), size=20))
+    return Streams(Layout.from_model(pruning.plain_copy(model)), windows, progress=False)
+
+
 @pytest.fixture(scope="module")
 def streams(small_model: Callable[[str], Any]) -> Streams:
-    generator = np.random.default_rng(3)
-    text = Corpus("text", (" ".join(generator.choice(WORDS, 200)),), 1, 0, 0, 0)
-    model = small_model("gpt2")
-    windows = whole_windows(make_windows(model, text, size=20))
-    return Streams(Layout.from_model(pruning.plain_copy(model)), windows, progress=False)
+    return streams_of(small_model("gpt2"))
 
 
 def loss_by_hand(model: Any, tokens: torch.Tensor, gone: set[int]) -> float:
@@ -137,11 +139,7 @@ def test_greedy_is_the_least_of_every_round_where_losses_rise(
 
 
 def test_greedy_is_the_least_of_every_round_of_a_model(small_model: Callable[[str], Any]) -> None:
-    model = small_model("llama-deep")
-    generator = np.random.default_rng(3)
-    text = Corpus("text", (" ".join(generator.choice(WORDS, 200)),), 1, 0, 0, 0)
-    layout = Layout.from_model(pruning.plain_copy(model))
-    deep = Streams(layout, whole_windows(make_windows(model, text, size=20)), progress=False)
+    deep = streams_of(small_model("llama-deep"))
     order = greedy_order(deep, 3, progress=False)
     assert order == greedy_by_hand(lambda gone: loss_without(deep, gone), 6, 3)
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import WORDS
 
 from matlens import InputError, pruning
-from matlens.data import Corpus, make_windows
 from matlens.pruning import evaluation
 from matlens.pruning.evaluation import by_turns
 
@@ -24,26 +21,18 @@ def gpt2(**sizes: Any) -> Any:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**SMALL, **sizes)).eval()
 
 
-@pytest.fixture(scope="module")
-def pruned(small_model: Models) -> pruning.Pruned:
-    generator = np.random.default_rng(3)
-    text = Corpus("text", (" ".join(generator.choice(WORDS, 600)),), 1, 0, 0, 0)
-    windows = make_windows(small_model("llama"), text, size=24)
-    return pruning.prune(small_model("llama"), windows, [1], progress=False)
-
-
-def test_a_cache_holds_what_its_blocks_write(pruned: pruning.Pruned, small_model: Models) -> None:
-    table = pruning.compare_costs(small_model("llama"), pruned, rounds=1)
+def test_a_cache_holds_what_its_blocks_write(pruned_llama: pruning.Pruned, small_model: Models) -> None:
+    table = pruning.compare_costs(small_model("llama"), pruned_llama, rounds=1)
     values = {(row.method, row.metric): row.value for row in table.itertuples()}
     assert values["whole", "cache"] == 3 * 2 * 2 * 8 * 4  # blocks, keys and values, heads, width, bytes
     assert values["pruned", "cache"] == 2 * 2 * 2 * 8 * 4
-    weights = sum(weight.numel() for weight in pruned.model.parameters()) * 4
+    weights = sum(weight.numel() for weight in pruned_llama.model.parameters()) * 4
     assert values["whole", "weights"] > values["pruned", "weights"] == weights
     ratio = values["pruned", "seconds"] / values["whole", "seconds"]
     assert values["pruned", "seconds ratio"] == pytest.approx(ratio)
     assert set(table["corpus"]) == {""}
     with pytest.raises(InputError, match="pruned model"):
-        pruning.compare_costs(small_model("gpt2"), pruned)
+        pruning.compare_costs(small_model("gpt2"), pruned_llama)
 
 
 def test_models_take_turns_and_medians_count(plain_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
