@@ -68,7 +68,8 @@ def open_source(source: Source, field: str, split: str) -> Iterator[Iterator[str
 
 
 def _file_sentences(path: Path, name: str, lines: Lines, field: str) -> Iterator[str]:
-    check_no_table(name, path)
+    if name.endswith(".csv"):  # its heading and columns would be read as text
+        raise InputError(f"{shown(path)} is a table. Expected a text (.txt) or JSON lines (.jsonl).")
     if name.endswith(JSON_SUFFIXES):
         for where, row in json_rows(lines, path):
             yield text_of_row(row, field, where) if row is not None else ""
@@ -89,12 +90,6 @@ def _leipzig_sentence(line: str, where: str) -> str:
             "it, or give the sentences one a line in a file named .txt."
         )
     return sentence
-
-
-def check_no_table(name: str, path: Path) -> None:
-    """Refuse a file whose heading and columns would be read as text."""
-    if name.endswith(".csv"):
-        raise InputError(f"{shown(path)} is a table. Expected a text (.txt) or JSON lines (.jsonl).")
 
 
 def text_of_row(row: Mapping[str, Any], field: str, where: str) -> str:
