@@ -340,35 +340,37 @@ def report_table(
     fitted = [lens.provenance for lens in lenses.values() if lens.n_samples]
     if fitted:
         warn_of_same_sentences(fitted[0], validation.provenance, "The lenses", parts=False)
-    kept: dict[str, Any] = {} if sinks is None else {"r2 without sinks": ~sinks}
-    for rows in kept.values():
-        check_rows(rows, validation.n_rows, "~sinks", min=2)
+    counted: dict[str, Any] = {"r2": slice(None)}
+    if sinks is not None:
+        check_rows(~sinks, validation.n_rows, "~sinks", min=2)
+        counted["r2 without sinks"] = ~sinks
     last = validation.provenance.identity.n_layers
     table: list[dict[str, Any]] = []
+
+    def add(
+        name: str, layer: int | None, metric: str, k: int | None, estimate: Estimate, other: str = ""
+    ) -> None:
+        row = validation_row(REPORT, validation, name, layer, last, metric, k, estimate)
+        table.append(row | {AGAINST: other})
+
     evaluated = evaluate_lenses(lenses, validation, wanted, kl=True, progress=progress)
     for (layer, name), evaluation in evaluated.items():
-        table += [row | {AGAINST: ""} for row in prediction_rows(REPORT, validation, name, layer, evaluation)]
+        for key, estimate in evaluation.estimates().items():
+            add(name, layer, *key, estimate)
         if against is not None and name != against:
-            differences = evaluation.differences(evaluated[layer, against])
-            table += [
-                validation_row(REPORT, validation, name, layer, last, *key, estimate) | {AGAINST: against}
-                for key, estimate in differences.items()
-            ]
+            for key, estimate in evaluation.differences(evaluated[layer, against]).items():
+                add(name, layer, *key, estimate, against)
         if lenses[name].norm is not None:  # r2 of standardised vectors is of another variance
             continue
-        for metric, rows in ({"r2": slice(None)} | kept).items():
+        for metric, rows in counted.items():
             truth = validation[last][rows]
             score = metrics.r2(lenses[name](validation[layer][rows], layer), truth)
-            estimate = Estimate.without_interval(score, len(truth))
-            row = validation_row(REPORT, validation, name, layer, last, metric, None, estimate)
-            table.append(row | {AGAINST: ""})
+            add(name, layer, metric, None, Estimate.without_interval(score, len(truth)))
     for name, member in members.items():
         n = len(member.lens.layers)
         size = member.lens.n_parameters / n
         for metric, value in zip(COSTS, (member.seconds / n, member.flops / n, size, 4 * size), strict=True):
-            estimate = Estimate(value, float("nan"), float("nan"), n)
-            row = validation_row(REPORT, validation, name, None, last, metric, None, estimate)
-            table.append(row | {AGAINST: ""})
+            add(name, None, metric, None, Estimate.without_interval(value, n))
     return result_table(table, AGAINST)
 
 
