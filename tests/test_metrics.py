@@ -181,3 +181,10 @@ def test_an_infinite_mean_has_no_interval(values: list[float], dtype: torch.dtyp
     assert (found.value, found.n) == (math.inf, len(values))
     assert math.isnan(found.low)
     assert math.isnan(found.high)
+
+
+def test_nothing_has_no_mean() -> None:
+    with pytest.raises(InputError, match="no examples to take a mean of"):
+        mean(torch.zeros(0))
+    with pytest.raises(InputError, match="no examples to take a mean of"):
+        proportion(torch.zeros(0, dtype=torch.bool))
