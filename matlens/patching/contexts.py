@@ -27,8 +27,8 @@ from matlens.patching.replacements import (
     Where,
     describe_replacement,
     find_overlap,
+    replaced_vectors,
     resolve_replacements,
-    stand_in,
 )
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def reserve_parts(model: TransformerBridge, replacements: Sequence[Replacement])
 
 def _mapping_hook(replacement: Replacement, places: TokenPlaces) -> Any:
     def hook(value: Tensor, hook: Any) -> Tensor:
-        instead = stand_in(replacement, value, value)
+        instead = replaced_vectors(replacement, value, value)
         return instead if replacement.is_jump else _put(replacement, instead, value, places)
 
     return hook
@@ -162,7 +162,7 @@ def _writing_hook(
                 "nothing to put there. Expected a pass that starts no later than the replacement."
             )
         read, *added = map(places.read.pop, keys)
-        instead = stand_in(replacement, read, value.flatten(2))
+        instead = replaced_vectors(replacement, read, value.flatten(2))
         for before in added:
             instead = instead - before.to(instead)
         return _put(replacement, instead, value, places)
@@ -208,7 +208,7 @@ def skipping_forwards(
 def _hand_on(jump: Replacement, block: Any, layer: int, h: Tensor) -> Tensor:
     """What a skipped block returns: its input, which the first of them maps."""
     if layer == jump.blocks[0]:
-        h = stand_in(jump, block.hook_in(h), h)
+        h = replaced_vectors(jump, block.hook_in(h), h)
     return block.hook_out(h) if layer == jump.blocks[-1] else h
 
 

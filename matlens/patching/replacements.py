@@ -111,13 +111,13 @@ def jump(maps: MapSet, first: int, last: int, *, where: Where = "all") -> list[R
 @checked
 def mat_attn(maps: MapSet, first: int, last: int, *, where: Where = "all") -> list[Replacement]:
     """Attention replaced by ``A_attn`` in the blocks from layer ``first`` to ``last`` (appendix A)."""
-    return stand_ins(maps, ("attn",), first, last, where=where)
+    return replace_submodules(maps, ("attn",), first, last, where=where)
 
 
 @checked
 def mat_ffn(maps: MapSet, first: int, last: int, *, where: Where = "all") -> list[Replacement]:
     """FFN replaced by ``A_ffn`` in the blocks from layer ``first`` to ``last`` (appendix A)."""
-    return stand_ins(maps, ("ffn",), first, last, where=where)
+    return replace_submodules(maps, ("ffn",), first, last, where=where)
 
 
 @checked
@@ -127,7 +127,7 @@ def mat_ln1_ln2(maps: MapSet, first: int, last: int, *, where: Where = "all") ->
     In blocks with one norm (GPT-J) only that one; norms after attention and FFN are kept (Gemma), unless
     there are no others (OLMo-2).
     """
-    return stand_ins(maps, norm_names(maps), first, last, where=where)
+    return replace_submodules(maps, norm_names(maps), first, last, where=where)
 
 
 def norm_names(maps: MapSet) -> tuple[str, ...]:
@@ -139,7 +139,7 @@ def norm_names(maps: MapSet) -> tuple[str, ...]:
 
 
 @checked
-def stand_ins(
+def replace_submodules(
     maps: MapSet, names: Sequence[str], first: int, last: int, *, where: Where = "all"
 ) -> list[Replacement]:
     """Replace the named sub-modules in the blocks from layer ``first`` of the stream to layer ``last``.
@@ -173,19 +173,13 @@ def describe_replacement(replacement: Replacement) -> str:
     return f"{replacement} replaced by {by} at {at}{heads}"
 
 
-def stand_in(replacement: Replacement, entered: Tensor, left: Tensor) -> Tensor:
-    """What stands in for vectors that leave a part of a model, from those that enter it.
-
-    Raises
-    ------
-    InputError
-        The function gives something else than a vector for each token.
-    """
+def replaced_vectors(replacement: Replacement, entered: Tensor, left: Tensor) -> Tensor:
+    """The replacement of the vectors that leave a part of a model, from those that enter it."""
     instead = replacement.function(entered)
     if not isinstance(instead, Tensor) or instead.shape != left.shape:
         raise InputError(
-            f"What stands in for {replacement} gives {short(instead)}. Expected a tensor of the shape "
-            f"{tuple(left.shape)}, a vector for each token."
+            f"The function of {replacement} must give a tensor of the shape {tuple(left.shape)}, a vector "
+            f"for each token, got {short(instead)}."
         )
     return instead.to(left)
 

@@ -1,7 +1,7 @@
 """Sub-modules of blocks: fitting linear maps of them, and attention replaced without any context.
 
 A sub-module is named by its sites: ``ffn`` is what lies between ``ffn_in`` and ``ffn_out``. In every family
-of blocks a stand-in is fitted on the sub-module's own input and output (paper A, section 7), so what it
+of blocks a map is fitted on the sub-module's own input and output (paper A, section 7), so what it
 reads and where its output goes follows from how the block is wired.
 """
 

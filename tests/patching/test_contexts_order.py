@@ -101,7 +101,7 @@ def test_hooks_that_are_taken_off_for_good_are_told(kind: str, small_model: Mode
     model = small_model("llama")
     vectors(model)
     before = state(model)
-    with pytest.raises(InputError, match="were taken off before it ended"), CONTEXTS[kind](model):
+    with pytest.raises(InputError, match="were removed before it ended"), CONTEXTS[kind](model):
         model.reset_hooks(including_permanent=True)
     assert_as_before(model, before)
 
@@ -198,6 +198,6 @@ def test_functions_that_give_no_vectors_are_told(function: Any, source: str, sma
     before = state(model)
     target = {"h.0": "h.1", "ffn_in.0": "ffn_out.0"}[source]
     stand_in = Replacement(function, Site.read(source), Site.read(target))
-    with pytest.raises(InputError, match="What stands in for"), patched(model, [stand_in]):
+    with pytest.raises(InputError, match="The function of"), patched(model, [stand_in]):
         vectors(model)
     assert_as_before(model, before)

@@ -14,7 +14,14 @@ from patched_models import RANGES, SENTENCES, Models, assert_same, linear, patch
 
 import matlens
 from matlens import InputError, LinearMap, MapSet, Site
-from matlens.patching.replacements import Replacement, jump, mat_attn, mat_ffn, mat_ln1_ln2, stand_ins
+from matlens.patching.replacements import (
+    Replacement,
+    jump,
+    mat_attn,
+    mat_ffn,
+    mat_ln1_ln2,
+    replace_submodules,
+)
 
 # What the named functions replace
 
@@ -45,7 +52,7 @@ def test_named_functions_replace_what_they_say(name: str, small_model: Models, p
             with patched(model, function(maps, first, last, where="not-first")):
                 by_hand = [replaced._replace(where="not-first") for replaced in by_hand]
                 assert_same(vectors(model), hand_vectors(name, plain_model(name), by_hand, SENTENCES))
-    with patched(model, [*jump(maps, 0, 1), *stand_ins(maps, ("ffn", "ln1"), 2, 3)]):
+    with patched(model, [*jump(maps, 0, 1), *replace_submodules(maps, ("ffn", "ln1"), 2, 3)]):
         by_hand = [parts["h.0", "h.1"], parts["ffn_in.2", "ffn_out.2"], parts["ln1_in.2", "ln1_out.2"]]
         assert_same(vectors(model), hand_vectors(name, plain_model(name), by_hand, SENTENCES))
 

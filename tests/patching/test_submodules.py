@@ -288,6 +288,13 @@ def test_a_decoder_of_an_encoder_is_refused(small_model: Models, model_folder: C
         attend_nowhere(decoder, attention_maps(decoder), torch.zeros(2, D_MODEL), 0, 1)
 
 
+def test_vectors_that_are_not_finite_are_refused(small_model: Models) -> None:
+    model, h = small_model("llama"), torch.zeros(2, D_MODEL)
+    h[1, 3] = torch.nan
+    with pytest.raises(InputError, match=r"h\.1"):
+        attend_nowhere(model, attention_maps(model), h, 1, 2)
+
+
 def test_a_missing_stand_in_is_refused(small_model: Models) -> None:
     some = MapSet(
         linear for pair, linear in attention_maps(small_model("llama")).items() if pair[0] != "attn_in.1"
