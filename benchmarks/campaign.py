@@ -290,32 +290,27 @@ def main(
     draws: Annotated[bool, typer.Option(help="Draw real figures, which takes far longer.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the moments of starts and kills.")] = 0,
     page: Annotated[
-        Path | None, typer.Option(help="A page whose tables, each between two marks, are written.")
+        Path | None, typer.Option(help="A page whose table, between two marks, is written.")
     ] = None,
 ) -> None:
-    """Race and kill every command, and print two tables."""
+    """Race and kill every command, and print a table."""
     draw, failures = random.Random(seed), list[str]()
-    raced, killed = list[tuple[str, ...]](), list[tuple[str, ...]]()
+    rows: list[tuple[Any, ...]] = []
     page = page and page.resolve()
     with campaign(draws=draws) as setting:
         for name in command or list(setting.commands):
-            for n in (2, 4) if races else ():
-                wrong = [failure for _ in range(races) if (failure := race(setting, name, n, draw))]
-                raced.append((name, str(n), f"{races:,}", f"{races - len(wrong):,}"))
-                failures += wrong
-                print(*raced[-1], flush=True)
+            raced = [race(setting, name, n, draw) for n in (2, 4) for _ in range(races)]
             done, jobs = 0, list[str | None]()
             while done < kills:
                 more, failure = kill(setting, name, draw)
                 done, jobs = done + more, [*jobs, failure]
-            killed.append((name, f"{done:,}", f"{len(jobs):,}", f"{jobs.count(None):,}"))
-            failures += filter(None, jobs)
-            print(*killed[-1], flush=True)
+            failures += filter(None, [*raced, *jobs])
+            rows.append((name, len(raced), raced.count(None), done, len(jobs), jobs.count(None)))
+            print(*rows[-1], flush=True)
     if page is not None:
-        head = ("command", "processes", "races", "identical")
-        write_between(page, "races", "\n".join(table_lines([head, *raced])))
-        head = ("command", "kills", "jobs", "identical")
-        write_between(page, "kills", "\n".join(table_lines([head, *killed])))
+        head = ("command", "races", "identical races", "kills", "killed jobs", "identical jobs")
+        total = [sum(counts) for counts in zip(*(row[1:] for row in rows), strict=True)]
+        write_between(page, "campaign", "\n".join(table_lines([head, *rows, ("all", *total)])))
     for failure in failures[:5]:
         print(failure)
     raise typer.Exit(bool(failures))

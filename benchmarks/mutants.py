@@ -180,9 +180,8 @@ def main(
     ]
     print(*map("  ".join, of_named), sep="\n")
     if page is not None:
-        reasons = [f"- `{row['module']}`, `{row['key']}`: {row['reason']}" for row in alive if row["reason"]]
-        table = "\n".join(table_lines(count(tried)))
-        write_between(page, _MARK, "\n\n".join([table, "\n".join(reasons)]))
+        packages = tried.assign(module=tried["module"].str.partition("/")[0])
+        write_between(page, _MARK, "\n".join(table_lines(count(packages))))
         lines = table_lines([("fault", "module", "outcome"), *of_named])
         write_between(page, _NAMED_MARK, "\n".join(lines))
     unseen = any(outcome == "lives" for *_, outcome in of_named)

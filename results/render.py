@@ -1,36 +1,35 @@
-"""Render the pages of results from their sections and from the tables beside them.
+"""Render the pages of results from their sections and the tables in ``results/``.
 
 A page is a folder of sections, ``results/pages/paper-a/10-fit.md``, each a Jinja2 template that quotes
 ``results/*.csv``; together they are ``docs/results/paper-a.md``. The first section of a page, its head, is
-rendered last and is given the claims of the others. With ``--check`` nothing is written: a page that is
-not what its sections and tables give is shown, and the exit status is 1.
+rendered last and gets ``sections``, the links and verdicts of the others, and ``verdicts``, their counts.
+With ``--check`` nothing is written: a page that differs from what its sections and tables give is shown, and
+the exit status is 1.
 
-What a section can say, beside all that Jinja2 and pandas offer:
+What a section can use, besides all that Jinja2 and pandas offer:
 
 ``table("NAME", metric="precision", k=1)``
-    The rows of ``results/NAME.csv`` with these cells, as a data frame; no such row is an error.
-``kept("NAME")``
-    Whether there is a ``results/NAME.csv``: a section whose table is made seldom can say so without it.
+    The rows of ``results/NAME.csv`` with these cells, as a data frame; raises if there are none.
 ``value("NAME", method="mat", layer=3)``
-    The number in the column ``value`` of the only such row.
+    The ``value`` of the only such row.
 ``grid(frame, "method", "layer")``
-    A Markdown table: a line for each method, a column for each layer, the column ``value`` in its cells.
+    A Markdown table: a row per method, a column per layer, ``value`` in its cells.
 ``origin("NAME")`` and ``command("NAME")``
-    The JSON beside a table, and the command that made it.
-``verdict(numbers say so)``, ``verdict(numbers say so, "same", "in part")``
-    What a comparison comes to, by a condition.
+    The JSON next to a table, and the command that made it.
+``verdict(condition)``, ``verdict(condition, "same", "in part")``
+    The verdict of a comparison, by a condition on the tables.
 ``claim(claim, paper, ours, verdict(...))``
-    A line ``| claim | paper | ours | verdict |``; it also goes into the page's summary.
+    A row ``| claim | paper | ours | verdict |``; the verdict is counted for the section.
 ``costs()``
-    What each command of the tables has taken: its ``command``, and ``seconds`` of a processor.
+    The CPU ``seconds`` that each ``command`` took.
 ``section("paper-a/10-fit")``
     A section of another page: ``link`` to it and its ``verdicts``.
 ``rows_of("items.csv")``
-    Rows of a table that lies beside the sections.
+    Rows of a table in the folder of the page.
 ``2 | number(3)``, ``0.5 | percent``, ``4000 | whole``, ``0.1 | signed(2)``
     2.000, 50%, 4,000 and +0.10.
 ``lens``, ``added_perplexity``, ``added_rise``, ``transfer_losses``
-    Of matlens and its analyses, whose ``lens.savings(table)`` and the like sum a table up.
+    From matlens and its analyses; ``lens.savings(table)`` and the like summarise a table.
 """
 
 from __future__ import annotations
@@ -70,23 +69,6 @@ class Verdict(str):
     """A verdict that a condition has given; `claim` takes no other."""
 
 
-@dataclass(frozen=True)
-class Claim:
-    """A line of a page's summary."""
-
-    title: str
-    claim: str
-    paper: str
-    ours: str
-    verdict: str
-
-    @property
-    def link(self) -> str:
-        """The section that it is from."""
-        items = re.search(r"\(([^)]+)\)$", self.title)  # the figures and tables that it is about
-        return f"[{items[1] if items else self.title}](#{slugify(self.title, '-')})"
-
-
 @dataclass
 class Results:
     """Tables of results as sections quote them.
@@ -95,14 +77,14 @@ class Results:
     ----------
     folder
         Where ``NAME.csv`` and ``NAME.json`` are.
-    lines
-        What sections have claimed since the list was last emptied.
+    verdicts
+        Those of the claims of the current section.
     models
         By name and precision of each model that a quoted table is of, the table and the model's fingerprint.
     """
 
     folder: Path
-    lines: list[tuple[str, str, str, str]] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
     models: dict[tuple[str, Any], tuple[str, str]] = field(default_factory=dict)
 
     def table(self, name: str, **cells: Any) -> pd.DataFrame:
@@ -118,10 +100,6 @@ class Results:
         if rows.empty and cells:
             raise InputError(f"{path} has no row of {cells}. Correct the section, or make the table anew.")
         return rows
-
-    def kept(self, name: str) -> bool:
-        """Whether there is a table."""
-        return (self.folder / f"{name}.csv").is_file()
 
     def value(self, name: str, column: str = "value", **cells: Any) -> Any:
         """The number of the only row with these cells."""
@@ -164,10 +142,10 @@ class Results:
         return pd.DataFrame(rows, columns=["command", "seconds"])  # its last table says the most
 
     def claim(self, claim: str, paper: str, ours: str, verdict: Verdict) -> str:
-        """Add a line to the page's summary, and give it for the section's own table."""
+        """Format a row of a table of claims, and count its verdict for the section."""
         if not isinstance(verdict, Verdict):
             raise InputError(f"The verdict on {claim!r} follows from nothing. Expected verdict(condition).")
-        self.lines.append((claim, paper, ours, verdict))
+        self.verdicts.append(verdict)
         return f"| {claim} | {paper} | {ours} | {verdict} |"
 
     def _path(self, file: str) -> Path:
@@ -210,9 +188,9 @@ def grid(
     lines = [
         [corner, *(f"{column:g}" if isinstance(column, float) else str(column) for column in wide.columns)]
     ]
-    lines += [["---"] * len(lines[0])]
     lines += [[name, *(number(cell, digits) for cell in wide.loc[line])] for line, name in called.items()]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    head, *body = [f"| {' | '.join(line)} |" for line in lines]
+    return "\n".join([head, "|" + "---|" * len(lines[0]), *body])
 
 
 def number(value: float, digits: int = 2) -> str:
@@ -264,7 +242,7 @@ def _render(folder: Path, results: Path) -> tuple[str, dict[str, Section]]:
         lstrip_blocks=True, extensions=["jinja2.ext.do"], autoescape=False,  # Markdown, of our own
     )  # fmt: skip
     environment.globals |= {
-        "table": quoted.table, "kept": quoted.kept, "value": quoted.value, "origin": quoted.origin,
+        "table": quoted.table, "value": quoted.value, "origin": quoted.origin,
         "command": quoted.command, "costs": quoted.costs,
         "claim": quoted.claim, "verdict": verdict, "grid": grid,
         "lens": lens, "added_perplexity": added_perplexity, "added_rise": added_rise,
@@ -273,26 +251,30 @@ def _render(folder: Path, results: Path) -> tuple[str, dict[str, Section]]:
     }  # fmt: skip
     environment.filters |= {"number": number, "signed": signed, "percent": percent, "whole": whole}
     head, *names = sorted(path.name for path in folder.glob("*.md"))
-    sections: dict[str, str] = {}
-    claims: list[Claim] = []
-    claimed: dict[str, Section] = {}
+    texts: list[str] = []
+    sections: dict[str, Section] = {}
+    verdicts: list[Verdict] = []
     for name in names:
-        quoted.lines.clear()
-        try:
-            sections[name] = environment.get_template(name).render().strip()
-        except Exception as error:  # whatever an expression of the section runs into
-            raise InputError(f"{folder / name}: {error}") from error
-        heading = re.match(r"#+ (.*)", sections[name])
+        quoted.verdicts.clear()
+        texts.append(_render_section(environment, folder / name))
+        heading = re.match(r"#+ (.*)", texts[-1])
         title = heading[1] if heading else ""
-        claims += [Claim(title, *line) for line in quoted.lines]
         link = f"[{title}]({folder.name}.md#{slugify(title, '-')})"
-        claimed[name.removesuffix(".md")] = Section(link, _counted([line[-1] for line in quoted.lines]))
-    whole_page = [environment.get_template(head).render(claims=claims).strip(), *sections.values()]
-    text = "\n\n".join(re.sub(r"\n{3,}", "\n\n", section) for section in whole_page) + "\n"
-    return text, claimed
+        sections[name.removesuffix(".md")] = Section(link, _counted(quoted.verdicts))
+        verdicts += quoted.verdicts
+    summary = {"sections": list(sections.values()), "verdicts": _counted(verdicts)}
+    texts.insert(0, _render_section(environment, folder / head, **summary))
+    return "\n\n".join(re.sub(r"\n{3,}", "\n\n", text) for text in texts) + "\n", sections
 
 
-def _counted(verdicts: list[str]) -> str:
+def _render_section(environment: jinja2.Environment, path: Path, **names: Any) -> str:
+    try:
+        return environment.get_template(path.name).render(**names).strip()
+    except Exception as error:  # anything that an expression of the section raises
+        raise InputError(f"{path}: {error}") from error
+
+
+def _counted(verdicts: list[Verdict]) -> str:
     counts = {word: verdicts.count(word) for word in VERDICTS if word in verdicts}
     return ", ".join(word if count == 1 else f"{word} {count}" for word, count in counts.items()) or "–"
 

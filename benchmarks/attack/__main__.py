@@ -49,8 +49,9 @@ def main(
         judgements = [judge(case) for case in cases if only in f"{case.fault}: {case.name}"]
     table = _report(judgements, out, show=show)
     if page is not None:
-        rows = [(str(name), *map(int, counts)) for name, *counts in table.itertuples(index=False)]
-        write_between(page, "attack", "\n".join(table_lines([list(table.columns), *rows])))
+        counts = table[["class", "cases", CLEAR]].itertuples(index=False)
+        rows = [(str(name), int(n), int(clear)) for name, n, clear in counts]
+        write_between(page, "attack", "\n".join(table_lines([("class", "cases", "clear"), *rows])))
     if any(judgement.verdict != CLEAR for judgement in judgements):
         raise typer.Exit(1)
 

@@ -46,7 +46,7 @@ def test_scores_are_the_plain_unembedding_times_the_vector(
 def test_odds_change_by_the_exponential_of_the_score_where_the_readout_is_linear(
     name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
 ) -> None:
-    """p(w | x + m v) is p(w | x) exp(e_w . m v), normalised (definitions, section 8)."""
+    """p(w | x + m v) is p(w | x) exp(e_w . m v), normalised (definitions)."""
     generator = torch.Generator().manual_seed(3)
     head = plain_model(name).get_output_embeddings()
     x, m = torch.randn(5, D_MODEL, generator=generator), 100 * torch.randn(5, 1, generator=generator)
