@@ -39,7 +39,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -274,7 +274,7 @@ def _render_section(environment: jinja2.Environment, path: Path, **names: Any) -
         raise InputError(f"{path}: {error}") from error
 
 
-def _counted(verdicts: list[Verdict]) -> str:
+def _counted(verdicts: Sequence[str]) -> str:
     counts = {word: verdicts.count(word) for word in VERDICTS if word in verdicts}
     return ", ".join(word if count == 1 else f"{word} {count}" for word, count in counts.items()) or "–"
 
