@@ -190,7 +190,7 @@ def test_what_is_no_lens_is_refused(small_model: Callable[[str], Any]) -> None:
     lens = Lens.identity(model)
     with pytest.raises(InputError, match=r"and mid[.]1 is none"):
         lens(numbers(1, D_MODEL), "mid.1")
-    with pytest.raises(InputError, match="32 coordinates"):
+    with pytest.raises(InputError, match="32 wide"):
         lens(numbers(1, 5), 0)
 
 
