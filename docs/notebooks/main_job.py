@@ -13,9 +13,8 @@
 # %% [markdown]
 # # What do the layers of a model already know?
 #
-# A map from each layer to the last, fitted on a few thousand tokens, says how much of the model's final
-# representation is a linear function of what is there after so many blocks, and how often the token that
-# the model will say can be read off it.
+# A linear map from each layer to the last one, fitted on a few thousand tokens, shows how much of the final
+# representation each layer already determines, and how often it predicts the model's next token.
 
 # %%
 import matlens
@@ -25,22 +24,21 @@ model = matlens.load("smollm2-135m")
 train, validation = matlens.load_corpus("wikipedia-sample").split(n_train=3000, n_validation=500)
 
 # %% [markdown]
-# One position is drawn in each sentence, and the stream of every layer is kept there: `vectors["h.12"]`, or
-# `vectors[12]`, has a row a sentence.
+# Sample one position per sentence and collect the residual stream of every layer there: `vectors["h.12"]`, or
+# `vectors[12]`, has one row per sentence.
 
 # %%
 vectors = matlens.collect(model, matlens.make_examples(model, train))
 held_out = matlens.collect(model, matlens.make_examples(model, validation))
 
 # %% [markdown]
-# The fit itself takes seconds: least squares without penalty, from every layer to the last.
+# Fit by least squares without a penalty, from every layer to the last one. This takes seconds.
 
 # %%
 maps = matlens.MapSet.fit(vectors, pairs="last")
 
 # %% [markdown]
-# How well do the mapped representations stand in for the last one, on sentences that were not fitted? `mat`
-# is the map, `id` the representation as it is (the logit lens).
+# Evaluate on other sentences: `mat` is the mapped representation, `id` the unchanged one (the logit lens).
 
 # %%
 quality = lens.prediction_quality(matlens.Readout(model), maps, held_out)
@@ -61,10 +59,10 @@ for layer in range(0, last, 5):
     print(layer, [token for token, _ in readout.top_tokens(maps[layer, last](h[layer][0]))])
 
 # %% [markdown]
-# ## Leaving blocks out
+# ## Skip blocks
 #
-# The same maps can be put into the model. Here the blocks 24 to 29 are not computed; `mat` of layer 24
-# takes their place at every token.
+# Put the same maps into the model. Blocks 24 to 29 are not computed; the map from layer 24 replaces them at
+# every token.
 
 # %%
 with matlens.patched(model, matlens.jump(maps, 24, last)):

@@ -11,10 +11,10 @@
 # ---
 
 # %% [markdown]
-# # What feed-forward layers write
+# # Feed-forward layers as value vectors
 #
-# An FFN adds up its value vectors, each times a coefficient. Read in the vocabulary, some of them promote
-# one concept; they decide what the model says, and they can be turned on.
+# An FFN adds its value vectors, each times a coefficient, to the residual stream. In the vocabulary, some
+# of them promote one concept. They shape the prediction, and generation can be steered with them.
 
 # %%
 import matlens
@@ -24,22 +24,22 @@ model = matlens.load("smollm2-135m")
 values, projection = ffn.ValueVectors(model), ffn.Projection.from_model(model)
 
 # %% [markdown]
-# ## What one promotes
+# ## Top tokens of a value vector
 
 # %%
 table = ffn.token_table(values, projection, ["L29D186", "L29D99"])
 print(table.to_string(index=False))
 
 # %% [markdown]
-# And the other way round, which of all of them raise a word most:
+# The reverse: which value vectors raise a word most?
 
 # %%
 print(ffn.values_promoting(values, projection, ["␣wine"], n=5).to_string(index=False))
 
 # %% [markdown]
-# ## What they write for a prompt
+# ## Sub-updates for a prompt
 #
-# The update of a layer taken apart: the sub-updates that contribute most, and what each promotes.
+# Decompose the update of a layer: the largest sub-updates, and the tokens that each promotes.
 
 # %%
 prompt = matlens.make_prompts(model, ["The Eiffel Tower stands in the city of"])
@@ -48,11 +48,10 @@ table = ffn.dominant_table(updates, projection, k=5, n_tokens=4)
 print(table[["value", "coefficient", "share", "promoted"]].to_string(index=False))
 
 # %% [markdown]
-# ## Who makes a prediction
+# ## Where a prediction is made
 #
-# A trace holds the top candidate before and after every FFN for many sentences. Events are read off it:
-# where the prediction was made, and where a candidate was pushed down. Sinks among the examples are left
-# out.
+# A trace stores the top candidate before and after every FFN for many sentences. Events show where the
+# prediction is made (saturation) and where a candidate is lowered most (elimination). Sinks are excluded.
 
 # %%
 _, sentences = matlens.load_corpus("wikipedia-sample").split(n_train=1, n_validation=100)
@@ -61,9 +60,9 @@ scores = ffn.event_scores(trace, rows=~trace.sinks)
 print(scores[["experiment", "method", "metric", "value", "low", "high", "n"]].to_string(index=False))
 
 # %% [markdown]
-# ## Turning some of them on
+# ## Steer generation
 #
-# `L20D630` promotes thanks, `L18D748` what is safe and fair.
+# `L20D630` promotes thanks, `L18D748` safety and fairness.
 
 # %%
 with ffn.controlled(model, ["L20D630", "L18D748"], 3.0):
