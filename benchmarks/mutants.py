@@ -30,7 +30,7 @@ from named_faults import NAMED, faulty
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPLAINED = Path(__file__).with_name("mutants_explained.json")
-_MARK, _NAMED_MARK = "mutants", "named faults"
+_MARK = "mutants"
 SMALLEST_LIMIT = 60.0  # seconds of the processor that a mutant's tests may always take
 _PATIENCE = 20  # times the limit may pass on the clock: only what sleeps for ever takes so long
 # Modules by the tests that cover them, those that say most first; a room's module has the test of its name.
@@ -181,9 +181,10 @@ def main(
     print(*map("  ".join, of_named), sep="\n")
     if page is not None:
         packages = tried.assign(module=tried["module"].str.partition("/")[0])
-        write_between(page, _MARK, "\n".join(table_lines(count(packages))))
-        lines = table_lines([("fault", "module", "outcome"), *of_named])
-        write_between(page, _NAMED_MARK, "\n".join(lines))
+        rows = [(module, n, killed, explained) for module, n, killed, *_, explained in count(packages)]
+        seen = sum(outcome == "killed" for *_, outcome in of_named)
+        rows.insert(-1, ("named faults", len(of_named), seen, 0))
+        write_between(page, _MARK, "\n".join(table_lines(rows)))
     unseen = any(outcome == "lives" for *_, outcome in of_named)
     unexplained = (tried["outcome"] == "untried").any() or not all(row["reason"] for row in alive)
     raise typer.Exit(1 if unseen or unexplained else 0)

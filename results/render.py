@@ -28,7 +28,7 @@ What a section can use, besides all that Jinja2 and pandas offer:
     Rows of a table in the folder of the page.
 ``2 | number(3)``, ``0.5 | percent``, ``4000 | whole``, ``0.1 | signed(2)``
     2.000, 50%, 4,000 and +0.10.
-``lens``, ``added_perplexity``, ``added_rise``, ``transfer_losses``
+``lens``, ``added_perplexity``, ``transfer_losses``
     From matlens and its analyses; ``lens.savings(table)`` and the like summarise a table.
 """
 
@@ -55,7 +55,6 @@ from matlens.io import read_table
 RESULTS = Path(__file__).resolve().parent
 sys.path.append(str(RESULTS.parent / "analyses"))
 
-from atlas import added_rise  # noqa: E402
 from paper_a import transfer_losses  # noqa: E402
 from pruning_methods import added_perplexity  # noqa: E402
 
@@ -245,7 +244,7 @@ def _render(folder: Path, results: Path) -> tuple[str, dict[str, Section]]:
         "table": quoted.table, "value": quoted.value, "origin": quoted.origin,
         "command": quoted.command, "costs": quoted.costs,
         "claim": quoted.claim, "verdict": verdict, "grid": grid,
-        "lens": lens, "added_perplexity": added_perplexity, "added_rise": added_rise,
+        "lens": lens, "added_perplexity": added_perplexity,
         "transfer_losses": transfer_losses,
         "rows_of": partial(_rows_of, folder), "section": _sections_of_pages(folder.parent, results),
     }  # fmt: skip

@@ -120,11 +120,10 @@ def test_a_table_is_written_between_two_marks_and_nothing_else_is_touched(
 def test_the_page_has_the_marks_of_every_table() -> None:
     page = (BENCHMARKS.parent / "docs" / "results" / "robustness.md").read_text()
     findings = page.split("## ")[0]
-    for mark in ("attack", "campaign", "mutants", "named faults"):
+    for mark in ("attack", "campaign", "mutants"):
         first, table, _ = page.split(f"<!-- {mark} -->")
         assert table.startswith("\n| ")
         assert first
-        if mark != "named faults":
-            total = table.strip().splitlines()[-1].split("**")
-            assert total[1] == "all"
-            assert total[3] in findings
+        total = table.strip().splitlines()[-1].split("**")
+        assert total[1] == "all"
+        assert total[3] in findings
