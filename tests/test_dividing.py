@@ -19,7 +19,8 @@ from matlens.activations import collecting, find_sinks
 from matlens.data import make_judged_text
 from matlens.data.corpus import Corpus
 from matlens.data.examples import Examples
-from matlens.lens import Lens, LensConfig, lens_moments
+from matlens.lens import Lens, LensConfig
+from matlens.lens.closed_forms import lens_least_squares
 from matlens.lens.config import closed_forms
 from matlens.lens.trained import fit_jacobian, train_maps
 from matlens.linearity import atlas
@@ -66,7 +67,9 @@ def numbers_of(linear: matlens.LinearMap | None) -> dict[str, torch.Tensor]:
 
 def sums_of(model: Any, data: Any, **options: Any) -> dict[str, Any]:
     """What is summed up for lenses, and what comes of it."""
-    kept = lens_moments(model, data, list(METHODS.values()), batch_tokens=BATCH, progress=False, **options)
+    kept = lens_least_squares(
+        model, data, list(METHODS.values()), batch_tokens=BATCH, progress=False, **options
+    )
     solved = kept.solve(list(METHODS.values()))
     return {
         "maps": {
@@ -119,7 +122,7 @@ def test_what_is_summed_up_is_that_of_one_process_in_float64(
     """Products of all samples, from the factors of three parts of them."""
 
     def work() -> Any:
-        kept = lens_moments(model, examples, ["mat", "weighted"], batch_tokens=BATCH, progress=False)
+        kept = lens_least_squares(model, examples, ["mat", "weighted"], batch_tokens=BATCH, progress=False)
         return {
             (kind, layer): (
                 moments.tensors()["r"].T @ moments.tensors()["r"],
@@ -151,7 +154,7 @@ def test_each_process_passes_over_its_part(
 
     def work() -> Any:
         batches.clear()
-        lens_moments(model, examples, "affine", batch_tokens=BATCH, progress=False)
+        lens_least_squares(model, examples, "affine", batch_tokens=BATCH, progress=False)
         lenses = list(batches)
         batches.clear()
         find_sinks(model, examples, batch_tokens=BATCH, progress=False)

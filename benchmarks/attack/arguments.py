@@ -53,7 +53,7 @@ _LAYERS = (
     "cluster",
 )  # which a model, or what is made of one, has or has not
 _OF_A_MODEL = (
-    "TransformerBridge", "Activations", "MapSet", "LinearMap", "Lens", "LensMoments", "Readout", "Trace",
+    "TransformerBridge", "Activations", "MapSet", "LinearMap", "Lens", "Readout", "Trace",
     "ValueVectors", "Projection", "Updates", "Clusters", "Provenance", "ModelIdentity",
 )  # fmt: skip
 # Where functions may take what is unusual: a site or a value vector is named before a model is known, all are

@@ -177,7 +177,6 @@ RECIPES: dict[str, Callable[[World], Any]] = {
     "MapSet": _maps,
     "LinearMap": lambda w: w["maps"][0, 3],
     "LeastSquares": lambda w: linear.LeastSquares(32, 32).update(w["Activations"][0], w["Activations"][3]),
-    "LensMoments": lambda w: lens.lens_moments(w.model, w["Activations"], ["mat"], progress=False),
     "Lens": lambda w: matlens.Lens.from_maps(w["maps"], model=w.model),
     "Trajectory": lambda w: w["Lens"].trajectory(w.sentences[0], k=3),
     "Member": lambda w: lens.Member(w["Lens"]),

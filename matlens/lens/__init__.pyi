@@ -1,4 +1,3 @@
-from .closed_forms import lens_moments as lens_moments
 from .comparison import compare_lenses as compare_lenses
 from .comparison import default_methods as default_methods
 from .comparison import fit_flops as fit_flops

@@ -125,13 +125,13 @@ def _least_keys(rows: Rows) -> Rows:
 
 
 @checked
-class LensMoments:
+class LensLeastSquares:
     """What closed forms need of the data: exact, streamed, and nearly independent of how much there is.
 
     For each layer, and each way of weighing its samples, there is one `LeastSquares`. Which samples are
     attention sinks is known only from the norms of all. So where a method excludes sinks, samples that may be
     some are set aside as they are: long ones, and first tokens that are longer than others,
-    ``4 (L + 1) d`` bytes each. Parts merge into the whole.
+    ``4 (L + 1) d`` bytes each.
 
     Parameters
     ----------
@@ -226,24 +226,6 @@ class LensMoments:
         squares = in_float64(rows[self._last]).square().sum(1)
         return rows["weights"].to(squares.device) * torch.where(squares > 0, 1 / squares, 0)
 
-    def merge(self, other: LensMoments) -> Self:
-        """Add the samples that another object has seen, of the same model and for the same methods."""
-        self.provenance.check_same(other.provenance, ours="these moments", theirs="those")
-        if (self.methods, self.layers, self.norm) != (other.methods, other.layers, other.norm):
-            raise InputError(
-                f"Moments for {', '.join(other.methods)} at {len(other.layers)} layers cannot be merged into "
-                f"those for {', '.join(self.methods)} at {len(self.layers)}. Expected the same methods, "
-                "layers and norm."
-            )
-        for kind, sums in self._sums.items():
-            for site, of_site in sums.items():
-                of_site.merge(other._sums[kind][site])
-        self._seen += other._seen
-        self._n_medians = 0
-        self._aside = _join(self._aside, other._aside)
-        self._held_out = _least_keys(_join(self._held_out, other._held_out))
-        return self
-
     def reduce(self) -> Self:
         """Add what all other processes have seen, in rank order; all then have the whole."""
         if parallel.world_size() > 1:
@@ -321,7 +303,7 @@ def _kind(config: LensConfig) -> str:
 
 
 @checked
-def lens_moments(
+def lens_least_squares(
     model: TransformerBridge,
     data: Corpus | Sequence[str] | Examples | Activations,
     methods: Method | Sequence[Method],
@@ -333,7 +315,7 @@ def lens_moments(
     seed: Seed = 0,
     batch_tokens: PositiveInt | None = None,
     progress: bool = True,
-) -> LensMoments:
+) -> LensLeastSquares:
     """What closed forms need of the data, by one pass over it; the parameters are those of `Lens.fit`.
 
     Several processes each pass over a part of the data, and all get the whole.
@@ -352,7 +334,7 @@ def lens_moments(
     chosen = Selection.parse(rows, weights, n)
     if chosen is not None:
         provenance = provenance.with_details(**chosen.details)
-    moments = LensMoments(provenance, methods, layers=layers, norm=norm)
+    moments = LensLeastSquares(provenance, methods, layers=layers, norm=norm)
     parallel.check_same([provenance.to_json(), list(configs), list(moments.layers)], "the job of lenses")
     if isinstance(data, Activations):
         batches = data.shards(moments.sites, divided=True)

@@ -19,7 +19,7 @@ from matlens.data.making import make_examples
 from matlens.errors import InputError, PositiveInt, Seed, checked
 from matlens.io.repository import HubRepository
 from matlens.lens import files, trained
-from matlens.lens.closed_forms import LensMoments, lens_moments
+from matlens.lens.closed_forms import lens_least_squares
 from matlens.lens.config import Method, layers_read, parse_methods, resolve_layers
 from matlens.lens.hub import pull_lens, push_lens
 from matlens.lens.maps import LensMaps
@@ -187,7 +187,7 @@ class Lens(LensMaps):
             )  # fmt: skip
         fitted: dict[str, LensMaps] = {}
         if closed := trained.with_start(methods, model):
-            moments = lens_moments(
+            moments = lens_least_squares(
                 model, data, closed, positions=positions, rows=rows, weights=weights, layers=wanted,
                 seed=seed, batch_tokens=batch_tokens, progress=progress,
             )  # fmt: skip
@@ -209,14 +209,6 @@ class Lens(LensMaps):
             fitted["jacobian"] = trained.fit_jacobian(model, prompts, layers=wanted, progress=progress)
         lenses = {name: cls(**vars(fitted[name]), readout=readout, model=model) for name in methods}
         return next(iter(lenses.values())) if isinstance(method, Method) else lenses
-
-    @classmethod
-    def from_moments(
-        cls, moments: LensMoments, method: Method, model: TransformerBridge | None = None
-    ) -> Lens:
-        """The lens of a method from moments of `lens_moments`, perhaps merged of parts."""
-        (maps,) = moments.solve(method).values()
-        return cls(**vars(maps))._placed(model)
 
     @property
     def n_samples(self) -> int | None:

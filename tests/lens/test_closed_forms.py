@@ -21,16 +21,15 @@ from matlens.data.examples import Examples
 from matlens.lens import closed_forms, config
 from matlens.lens.closed_forms import (
     STRENGTHS,
-    LensMoments,
+    LensLeastSquares,
     leave_one_out,
-    lens_moments,
+    lens_least_squares,
     row_keys,
     solve,
 )
 from matlens.lens.config import LensConfig, Method
 from matlens.lens.maps import Standardisation
 from matlens.linear.least_squares import LeastSquares
-from matlens.models.identity import Provenance
 
 # One layer
 
@@ -312,32 +311,31 @@ def test_one_map_for_all_layers_is_the_fit_on_their_union(
     assert lens.n_parameters == (6 if "narrow" in name else D_MODEL) * D_MODEL + D_MODEL * ("affine" in name)
 
 
-def test_streamed_is_collected_and_merged_is_whole(
+def lens_of(moments: LensLeastSquares, method: Any) -> Lens:
+    (maps,) = moments.solve(method).values()
+    return Lens(**vars(maps))
+
+
+def test_streamed_is_collected_and_parts_are_whole(
     model: Any, data: Activations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     methods = [*METHODS, *WITHOUT]
     whole = Lens.fit(model, data, method=methods)
     monkeypatch.setattr(closed_forms, "_CHUNK", 64)
-    streamed = lens_moments(model, data.examples, methods, batch_tokens=60, progress=False)
-    parts = []
-    for part in (range(15), range(15, 40)):
-        sentences = list(part)
-        tokens = np.isin(np.repeat(np.arange(40), data.examples.lengths), sentences)
-        moments = LensMoments(data.provenance, methods, norm=streamed.norm)
-        for index in np.array_split(np.flatnonzero(tokens), 4):
-            moments.update(samples(data, moments, index))
-        parts.append(moments)
-    merged = parts[0].merge(parts[1])
+    streamed = lens_least_squares(model, data.examples, methods, batch_tokens=60, progress=False)
+    merged = LensLeastSquares(data.provenance, methods, norm=streamed.norm)
+    for index in np.array_split(np.arange(data.n_rows), 8):
+        merged.update(samples(data, merged, index))
     for method, expected in zip(methods, whole.values(), strict=True):
-        of_parts = Lens.from_moments(merged, method)
-        assert_same(Lens.from_moments(streamed, method), expected, 1e-3)
+        of_parts = lens_of(merged, method)
+        assert_same(lens_of(streamed, method), expected, 1e-3)
         assert_same(of_parts, expected, 1e-3)
         assert of_parts.n_samples == expected.n_samples
         strengths = of_parts.provenance.details.get("strengths")
         assert strengths == expected.provenance.details.get("strengths")
 
 
-def samples(data: Activations, moments: LensMoments, index: Any, weights: Any = None) -> Any:
+def samples(data: Activations, moments: LensLeastSquares, index: Any, weights: Any = None) -> Any:
     """Some of the samples, as an update takes them."""
     index = torch.as_tensor(index)
     keys = torch.from_numpy(row_keys(data.examples, drawn=False))[index]
@@ -357,10 +355,10 @@ def test_rows_that_are_chosen_are_fitted_as_if_they_were_all(
     monkeypatch.setattr(closed_forms, "_CHUNK", 100)
     chosen = Lens.fit(model, data, method=methods, rows=rows)
     streamed = Lens.fit(model, data.examples, method=methods, rows=rows, batch_tokens=60, progress=False)
-    moments = LensMoments(data.provenance, methods, norm=chosen["normed"].norm)
+    moments = LensLeastSquares(data.provenance, methods, norm=chosen["normed"].norm)
     moments.update(samples(data, moments, rows.nonzero()[:, 0]))
     for method in methods:
-        expected = Lens.from_moments(moments, method)
+        expected = lens_of(moments, method)
         for lens in (chosen[expected.method], streamed[expected.method]):
             assert_same(lens, expected, 1e-3)
             assert lens.n_samples == expected.n_samples
@@ -379,10 +377,10 @@ def test_a_row_of_weight_two_is_two_rows_and_one_of_weight_zero_is_none(
     monkeypatch.setattr(closed_forms, "_CHUNK", 100)
     lenses = Lens.fit(model, data, method=methods, weights=times.float())
     repeated = torch.arange(data.n_rows).repeat_interleave(times)
-    moments = LensMoments(data.provenance, methods, norm=lenses["normed"].norm)
+    moments = LensLeastSquares(data.provenance, methods, norm=lenses["normed"].norm)
     moments.update(samples(data, moments, repeated))
     for method, lens in zip(methods, lenses.values(), strict=True):
-        assert_same(lens, Lens.from_moments(moments, method), 1e-3)
+        assert_same(lens, lens_of(moments, method), 1e-3)
         assert lens.n_samples == int((times > 0).sum())
     both = Lens.fit(model, data, method="affine", weights=times.float(), rows=some_rows(data))
     expected = MapSet.fit(data, rows=some_rows(data), weights=times.float(), intercept=True, progress=False)
@@ -395,8 +393,8 @@ def test_leave_one_out_looks_at_the_rows_of_least_keys(
 ) -> None:
     monkeypatch.setattr(closed_forms, "_HELD_OUT", 30)
     monkeypatch.setattr(closed_forms, "_CHUNK", 50)
-    moments = lens_moments(model, data, ["ridge", LensConfig(sinks="exclude")], progress=False)
-    lens = Lens.from_moments(moments, "ridge")
+    moments = lens_least_squares(model, data, ["ridge", LensConfig(sinks="exclude")], progress=False)
+    lens = lens_of(moments, "ridge")
     keys = row_keys(data.examples, drawn=False)
     clear = moments._held_out["keys"].tolist()
     aside = moments._aside["keys"].tolist()
@@ -446,17 +444,13 @@ def test_what_cannot_be_fitted_is_refused(
         Lens.fit(model, data.examples, weights=torch.zeros(data.n_rows))
     with pytest.raises(InputError, match="trained lenses take neither"):
         Lens.fit(model, data, method=["mat", "tuned"], rows=torch.ones(data.n_rows, dtype=torch.bool))
-    moments = LensMoments(data.provenance, "mat")
+    moments = LensLeastSquares(data.provenance, "mat")
     with pytest.raises(InputError, match="at least one sample"):
         moments.solve("mat")
     with pytest.raises(InputError, match="methods must be of"):
         moments.solve("affine")
-    with pytest.raises(InputError, match="cannot be merged"):
-        moments.merge(LensMoments(data.provenance, "affine"))
-    with pytest.raises(InputError, match="do not belong together"):
-        moments.merge(LensMoments(Provenance(Lens.identity(small_model("llama")).provenance.model), "mat"))
     with pytest.raises(InputError, match="needs a norm"):
-        LensMoments(data.provenance, "normed")
+        LensLeastSquares(data.provenance, "normed")
     given = samples(data, moments, range(4))
     with pytest.raises(InputError, match=r"^weights must be"):
         moments.update(given | {"weights": torch.tensor([1.0, 1.0, 1.0, -1.0])})
@@ -465,7 +459,7 @@ def test_what_cannot_be_fitted_is_refused(
 
 
 def test_a_sink_that_was_not_kept_aside_is_not_passed_over(data: Activations) -> None:
-    moments = LensMoments(data.provenance, LensConfig(sinks="exclude"))
+    moments = LensLeastSquares(data.provenance, LensConfig(sinks="exclude"))
     for size, n in ((1000.0, 2000), (1.0, 6000)):
         rows = {site: torch.full((n, D_MODEL), size) for site in moments.sites}
         ones = torch.ones(n)
