@@ -281,7 +281,7 @@ def trajectory(
     token
         A word of one token whose rank to show at each layer; give it once for each.
     plot
-        Draw a cell for each token and layer: .png or .pdf.
+        Draw a cell for each token and layer: .png, .pdf or .svg.
     csv
         Write a row for each token, layer and --token.
     colour

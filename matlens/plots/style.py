@@ -24,6 +24,8 @@ from matlens.io.files import system_errors, write_together
 
 LAYER = r"layer $\ell$"
 SUFFIXES = (".png", ".pdf")
+# What matplotlib writes of the time, by format: the same figure has the same bytes at any time.
+_UNDATED: Mapping[str, dict[str, None]] = {".png": {}, ".pdf": {"CreationDate": None}, ".svg": {"Date": None}}
 SHEET = Path(__file__).with_name("matlens.mplstyle")
 Place = Literal[
     "outside lower center", "outside lower left", "outside lower right", "outside right center"
@@ -64,20 +66,19 @@ def save(figure: Figure, path: str | Path, *, title: str | None = None) -> list[
     Parameters
     ----------
     path
-        A name that ends in ``.png`` or ``.pdf``, or one that the two are appended to.
+        A name that ends in ``.png``, ``.pdf`` or ``.svg``, or one that the first two are appended to.
     title
         Replaces the title of the figure.
     """
     path = Path(path)
-    paths = [path] if path.suffix in SUFFIXES else [path.with_name(path.name + each) for each in SUFFIXES]
+    paths = [path] if path.suffix in _UNDATED else [path.with_name(path.name + each) for each in SUFFIXES]
     drawn: dict[Path, bytes] = {}
     with system_errors(path), style_sheet():
         if title is not None:
             figure.suptitle(literal(title))
         for each in paths:
-            content, dated = io.BytesIO(), each.suffix == ".pdf"
-            # The same figure has the same bytes at any time.
-            figure.savefig(content, format=each.suffix[1:], metadata={"CreationDate": None} if dated else {})
+            content = io.BytesIO()
+            figure.savefig(content, format=each.suffix[1:], metadata=_UNDATED[each.suffix])
             drawn[each] = content.getvalue()
         path.parent.mkdir(parents=True, exist_ok=True)
         write_together(drawn)

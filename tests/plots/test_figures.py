@@ -226,6 +226,8 @@ def test_a_figure_shows_its_table(name: str, tmp_path: Path) -> None:
             assert max(line.get_ydata()) <= ax.get_ylim()[1], "a curve leaves the figure"
             assert line.get_color() == colours.setdefault(label, line.get_color())
     assert all(path.stat().st_size > 5_000 for path in plots.save(figure, tmp_path / "figure"))
+    (drawn,) = plots.save(figure, tmp_path / "figure.svg")
+    assert drawn.read_bytes().startswith(b"<?xml")
 
 
 def test_maps_of_the_corpus_itself_are_solid() -> None:
