@@ -1,9 +1,9 @@
 """Ablation by head: the attention of single heads replaced by linear maps.
 
-Paper A replaces the attention of whole blocks (Figure 10); here each head gets a stand-in of its own, linear
-in what enters attention at the same token and fitted on all tokens but sinks. First r2 of every stand-in;
-then heads replaced one at a time, and more and more of them at once, beside heads that give their mean or
-nothing. What a stand-in recovers over the mean is what the head does without looking at other tokens.
+Paper A replaces the attention of whole blocks (Figure 10); here each head is replaced by a map of its own,
+linear in what enters attention at the same token and fitted on all tokens but sinks. First r2 of every map;
+then heads replaced one at a time, and more and more of them at once, compared with heads that give their mean
+or nothing. What a replacement recovers over the mean is what the head does without looking at other tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(
         int, typer.Option(min=1, help="Heads of every so many blocks are replaced one at a time.")
     ] = 1,
 ) -> None:
-    """Fit a stand-in for every head, replace heads one at a time and together, and draw what is left."""
+    """Fit a replacement for every head, replace heads one at a time and together, and draw what is left."""
     stream, _ = study.stream
     train, validation = study.head_samples
     rows, validation_rows = ~sink_rows(stream), ~sink_rows(study.validation)

@@ -1,8 +1,9 @@
-"""Memory against layers saved: what maps cost in bytes and multiplications beside what they save.
+"""Memory against layers saved: what maps cost in bytes and multiplications compared with what they save.
 
 Fixed exit at every layer: one map in the place of all blocks behind it. Early exit at a Precision@1 of 80% to
-99%: a map for every layer is kept beside all blocks, and each layer that is run costs a map and a read-out of
-the whole vocabulary, which paper A does not count. ``id`` has no maps and needs the same read-outs.
+99%: a map for every layer is stored in addition to all blocks, and each layer that is run costs a map and a
+read-out of the whole vocabulary, which paper A does not count. ``id`` has no maps, and the same
+read-outs.
 """
 
 from __future__ import annotations

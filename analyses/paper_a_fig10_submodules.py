@@ -1,9 +1,9 @@
-"""Paper A, Figure 10: blocks with one kind of sub-module replaced by its linear stand-in.
+"""Paper A, Figure 10: blocks with one kind of sub-module replaced by a linear map.
 
-``mat_attn``, ``mat_ffn`` and ``mat_ln1_ln2`` from every layer to the last, beside ``mat``. Expect attention
-to suffer least. In the paper (``--model gpt2-medium``) all three beat ``mat`` from about layer 7 of 24 on.
-FFNs and norms are fitted and replaced at all tokens, as in the paper, and at all tokens that are no
-attention sinks, which is closer to the paper's picture in models that have them.
+``mat_attn``, ``mat_ffn`` and ``mat_ln1_ln2`` from every layer to the last, compared with ``mat``. Expect
+attention to suffer least. In the paper (``--model gpt2-medium``) all three beat ``mat`` from about layer 7 of
+24 on. FFNs and norms are fitted and replaced at all tokens, as in the paper, and at all tokens but attention
+sinks, which is closer to the paper's picture in models that have them.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from matlens.study import origin_of
 
 NAME, MATRIX = "paper_a_sec5_corpora", "paper_a_sec5_matrix"
 _SHARED = 0.01  # of validation sentences that may be among another corpus' training sentences
-_SIDE_BY_SIDE = 2  # corpora whose layers are drawn beside each other
+_SIDE_BY_SIDE = 2  # corpora whose layers are drawn side by side
 
 
 def main(
@@ -46,7 +46,7 @@ def main(
 ) -> None:
     """Fit on each corpus, test on each, print the means over layers and draw all layers."""
     by_corpus = {study.corpus.name: replace(study, positions=positions) for study in studies}
-    if positions != "drawn":  # beside what others have collected at drawn positions
+    if positions != "drawn":  # apart from what others have collected at sampled positions
         by_corpus = {name: replace(study, out=study.out / positions) for name, study in by_corpus.items()}
     shared = shared_sentences({name: study.parts for name, study in by_corpus.items()})
     samples = {name: study.stream[0] for name, study in by_corpus.items()}

@@ -4,7 +4,7 @@ The dominant sub-updates at one drawn position of each sentence are left out, on
 changes in the logits is compared with the scores that their value vectors give to all tokens: as they are
 (``E v``, the paper's), with the gains of the norms that they pass on their way to the logits, and through the
 final norm. The logits are those of the stream behind the layer, and those of the whole model. A random value
-vector of the layer stands beside them. Expect the readings with the gains to agree better than ``E v``, and
+vector of the layer stands next to them. Expect the readings with the gains to agree better than ``E v``, and
 all of them to agree less with the whole model the earlier the layer is.
 """
 

@@ -47,7 +47,9 @@ def main(
         float | None,
         typer.Option(min=1e-9, help="What the size of a score has to pass; by default one in 100 does."),
     ] = None,
-    beside: Annotated[int, typer.Option(min=1, help="Drawn sub-updates to set beside the extreme.")] = 2000,
+    beside: Annotated[
+        int, typer.Option(min=1, help="Sampled sub-updates to compare with the extreme ones.")
+    ] = 2000,
     compared: Annotated[
         int, typer.Option(min=2, help="Value vectors that the ways to cluster are compared on.")
     ] = 12_000,

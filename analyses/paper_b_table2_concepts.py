@@ -2,7 +2,7 @@
 
 The first run draws ten value vectors, ten random vectors and ten whole FFN updates of every layer, and writes
 the sheet on which a person finds the concepts among the 30 top tokens of each. The folder ``..._sheets`` is
-for the annotators; it does not say what an item is. The key, the ``.csv`` beside it, is not for them. A run
+for the annotators; it does not say what an item is. The key, the ``.csv`` next to it, is not for them. A run
 with ``--filled`` turns filled sheets, a folder each, into shares by kind, layer and class, the figure and, of
 two annotators and more, their agreement. Expect more of the tokens of value vectors in concepts than of
 random ones. The paper's Table 2 has 36.7% for GPT-2's value vectors.

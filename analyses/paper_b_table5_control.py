@@ -1,4 +1,4 @@
-"""Paper B, Tables 5 and 8: less toxic continuations by turning value vectors on, beside two baselines.
+"""Paper B, Tables 5 and 8: less toxic continuations by turning value vectors on, compared with two baselines.
 
 Prompts are continued by 20 tokens: by the unchanged model; with the coefficients of value vectors set to a
 value, those that are named, the ten that hold most of some words among their 30 top tokens, or ten drawn
@@ -63,7 +63,7 @@ def main(
         list[Path] | None,
         typer.Option(
             help="A text with one prompt a line, or JSON lines such as RealToxicityPrompts "
-            "(provocations.txt beside this script); give it once for each list."
+            "(provocations.txt next to this script); give it once for each list."
         ),
     ] = None,
     challenging: Annotated[
@@ -112,7 +112,7 @@ def main(
     """Compare the toxicity of continuations and the perplexity under control with those of two baselines."""
     scorer, debiasing = make_grader(grader), SelfDebiasing(announce or tuple(ATTRIBUTES))
     if samples and beams > 1:
-        raise InputError("Beams are searched where nothing is drawn. Expected --samples 0 beside --beams.")
+        raise InputError("Beams are searched where nothing is drawn. Use --samples 0 with --beams.")
     named = [path.name for path in prompts or ()]
     if len({*named}) < len(named):
         raise InputError(

@@ -8,7 +8,7 @@ and of leaving where the prediction is made, which is the ceiling. The paper's a
 94.1% and 3.2 of 16 layers by the rule, 92.9% to 94.4% and 3.0 to 3.1 by classifiers.
 
 The second, ``paper_b_sec6_readings``: the rule under every reading of its definition, each example tested
-once, beside the accuracy of the same layers dealt out at random and how far apart the two are. Give
+once, with the accuracy of the same layers dealt out at random and how far apart the two are. Give
 ``--beside 10000`` for the readings by as many clusters as section 5.2 has.
 
 Expect the rule level with the classifiers. These take nearly all of the time, lasso far more than ridge alone
@@ -66,7 +66,7 @@ def main(
         list[float] | None,
         typer.Option(min=1e-9, help="Inverse strength of a penalty to try; give it once for each."),
     ] = None,
-    lasso: Annotated[bool, typer.Option("--lasso/--ridge-only", help="Try lasso beside ridge?")] = True,
+    lasso: Annotated[bool, typer.Option("--lasso/--ridge-only", help="Try lasso as well as ridge?")] = True,
 ) -> None:
     """Compare ways of leaving early, print what each saves and how often it is right, and draw it."""
     trace = study.trace(dominant)

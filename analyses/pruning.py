@@ -1,7 +1,7 @@
 """Blocks left out of a model: methods and ways of choosing, on the corpus of calibration and on another.
 
 3, 6 and 9 blocks are left out. The published way is ReplaceMe on the one span that turns the stream least;
-beside it stand leaving out alone, scaled channels, and refitting the output matrix of the FFN before each
+next to it stand leaving out alone, scaled channels, and refitting the output matrix of the FFN before each
 span, with spans that are most linear or cost the calibration text least, and with blocks taken away one after
 the other. Every map is fitted on windows of the first corpus alone. Time and memory are those of a token,
 written with the cache.

@@ -1,4 +1,4 @@
-"""Attention sinks in the stream, and how much of r2 is theirs: beside Figure 2 of paper A.
+"""Attention sinks in the stream, and how much of r2 is theirs: a supplement to Figure 2 of paper A.
 
 How long sinks and first tokens are at each layer, and how much of the variance of the stream lies in one
 coordinate, with them and without; r2 of the maps of ``paper_a_fig2_r2.py`` over the validation sentences

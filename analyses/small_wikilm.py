@@ -9,8 +9,8 @@ analyses find in a model of the kind.
 The folder ``small-wikilm`` that it writes holds a checkpoint as fairseq's and its dictionary:
 ``--model OUT/small-wikilm/checkpoint.pt`` of other analyses. With the same ``--seed``, and no more sentences
 than ``--val`` here, their sentences are among those held out. A run that was killed goes on where it was.
-The table has the loss of training and of held-out sentences, and the perplexity of these beside that of
-n-grams with Kneser-Ney smoothing.
+The table has the loss of training and of held-out sentences, and the perplexity of these compared with
+that of n-grams with Kneser-Ney smoothing.
 """
 
 from __future__ import annotations

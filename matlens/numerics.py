@@ -39,7 +39,7 @@ def has_float64(device: torch.device) -> bool:
 def in_float64(x: Tensor) -> Tensor:
     """The same numbers in float64: on their device, or on the CPU where it has no float64.
 
-    What is put beside them has to come after them: ``other.to(in_float64(x).device)``.
+    Combine other tensors with them as: ``other.to(in_float64(x).device)``.
     """
     return (x if has_float64(x.device) else x.cpu()).double()
 

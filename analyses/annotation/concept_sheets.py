@@ -72,7 +72,7 @@ def write_concept_sheets(
     folder
         The folder, which should hold nothing else.
     describe
-        What each token means, shown beside it, such as ``WordNet().describe``; by default nothing. It has no
+        What each token means, shown next to it, such as ``WordNet().describe``; by default nothing. It has no
         part in the code of the sheet, and is not read back.
 
     Returns
@@ -98,7 +98,7 @@ def write_concept_sheets(
 
 
 def render_page(sample: pd.DataFrame, meanings: Mapping[str, str] | None = None) -> str:
-    """The sheet as one HTML page, which needs nothing from elsewhere; ``meanings`` stand beside tokens."""
+    """The sheet as one HTML page, which needs nothing from elsewhere; ``meanings`` stand next to tokens."""
     environment = Environment(
         loader=PackageLoader("annotation", ""),
         autoescape=True,

@@ -20,7 +20,7 @@ _HOW = (
 class WordNet:
     """Short descriptions of words: the first definition that WordNet has of a word or of its base form.
 
-    Tokens of other words and pieces of words are looked up as they stand, so a description may be beside the
+    Tokens of other words and pieces of words are looked up as they stand, so a description may be off the
     point; most pieces have none.
 
     Raises

@@ -98,7 +98,7 @@ def plausibility_rates(predictions: pd.DataFrame, sheet: pd.DataFrame) -> pd.Dat
         prompt, token = keys[absent][0]
         raise InputError(
             f"The sheet has no mark for {short(token)} in {short(prompt)}, and {int(absent.sum()) - 1} more: "
-            "it belongs to other predictions. Expected the sheet that was written beside them."
+            "it belongs to other predictions. Expected the sheet that was written next to them."
         )
     marked = predictions.assign(plausible=marks[~marks.index.duplicated()].reindex(keys).to_numpy())
     last = marked[marked["layer"] == marked["layer"].max()]

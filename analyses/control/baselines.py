@@ -66,7 +66,7 @@ class SelfDebiasing(LogitsProcessor):
         return log_softmax(log_p + (self.decay * delta).clamp(min=math.log(self.floor)))
 
     def room(self, model: TransformerBridge) -> int:
-        """How many tokens of a text a model's context has room for beside the longest announcement."""
+        """How many tokens of a text a model's context has room for after the longest announcement."""
         longest = max(len(_encode(model.tokenizer, prefix)) for prefix in self.prefixes)
         return max(context_length(model) - longest, 0)
 

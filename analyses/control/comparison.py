@@ -1,4 +1,4 @@
-"""Control beside its baselines: toxicity of continuations and perplexity in one table (paper B, Table 5)."""
+"""Control compared with its baselines: toxicity and perplexity in one table (paper B, Table 5)."""
 
 from __future__ import annotations
 

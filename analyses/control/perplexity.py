@@ -32,7 +32,7 @@ def debiased_losses(
     longest, room = int(texts.lengths.max()), debiasing.room(model)
     if longest > room:
         raise InputError(
-            f"A text has {longest} tokens, and beside an announcement there is room for {room} in the "
+            f"A text has {longest} tokens, and after an announcement there is room for {room} in the "
             "model's context. Expected shorter texts or windows."
         )
     total = np.zeros(len(texts))

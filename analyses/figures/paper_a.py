@@ -1,4 +1,4 @@
-"""Figures of paper A beside those that matlens draws: lines over layers, schemes, exits, heads, tokens."""
+"""Figures of paper A next to those that matlens draws: lines over layers, schemes, exits, heads, tokens."""
 
 from __future__ import annotations
 

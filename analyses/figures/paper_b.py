@@ -237,7 +237,7 @@ def removal_figure(results: pd.DataFrame) -> Figure:
 _AREA = 1400.0  # points squared of a cluster with all extreme sub-updates
 _NAMED = 8  # clusters of each panel that are named
 _NAMES_APART, _LONGEST = 0.14, 38  # of the names: least distance on the axis, and characters
-_LOWER = 0.55  # of the layers: the names of clusters below stand beside their dots
+_LOWER = 0.55  # of the layers: the names of clusters below stand next to their dots
 _REACH = 0.35  # of the layers: how far such a name goes, about
 _BESIDE = 1.07  # of the layers: where the other names start, right of the panel
 _WIDTH, _LETTER = 230, 3.8  # points of a panel and of a letter, about
@@ -288,7 +288,7 @@ def extremes_figure(clusters: pd.DataFrame, n: int) -> Figure:
 
 
 def _name_largest(ax: Axes, extreme: pd.DataFrame, last: int) -> None:
-    """Write names of clusters of lower layers beside their dots, and the others right of the panel."""
+    """Write names of clusters of lower layers next to their dots, and the others right of the panel."""
     largest = extreme.head(_NAMED)
     every = np.column_stack([extreme["layer"] / last, extreme["height"]])
     dots = every[: len(largest)]
@@ -363,7 +363,7 @@ _AROUND = [
 def toxicity_against_perplexity(results: pd.DataFrame) -> Figure:
     """Share of toxic continuations against perplexity (paper B, Table 5), a panel for each list of prompts.
 
-    Control is a line over its coefficients, which stand beside its points; a baseline is a point, and a
+    Control is a line over its coefficients, which stand next to its points; a baseline is a point, and a
     method without perplexity a level. ``results`` has rows of one attribute with the metrics ``toxic`` and
     ``perplexity``, and a column ``coefficient``, which is empty for what is no control.
     """

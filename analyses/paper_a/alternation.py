@@ -72,7 +72,7 @@ def scheme_quality(
     patched: int | None = None,
     folder: str | Path | None = None,
 ) -> pd.DataFrame:
-    """Precision and surprisal of all schemes, and of the fixed exits of ``mat`` and ``id`` beside them.
+    """Precision and surprisal of all schemes, and of the fixed exits of ``mat`` and ``id``.
 
     A table with one more column, ``scheme``; ``layer`` is how many blocks are run. Where maps are given that
     were fitted without attention sinks, there are two more methods: ``R2, scored without sinks``, the same

@@ -73,7 +73,7 @@ def transfer_means(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def transfer_losses(table: pd.DataFrame) -> pd.DataFrame:
-    """Precision@1 averaged over layers, beside that of the maps of the tested corpus itself.
+    """Precision@1 averaged over layers, compared with that of the maps of the tested corpus itself.
 
     Columns are ``corpus, method, precision, difference, relative``; ``relative`` is the mean over layers of
     the difference as a share of what the maps of the same corpus have.

@@ -1,4 +1,4 @@
-"""What maps cost beside what they save: bytes that are kept, and multiplications for a token.
+"""What maps cost compared with what they save: bytes that are kept, and multiplications for a token.
 
 Counted are the products of matrices: a matrix of ``n`` numbers costs ``n`` multiplications for each token
 that it reads. Attention's scores and sums over other tokens come on top, ``2 n d_attn`` for ``n`` tokens.
@@ -112,7 +112,7 @@ def exit_costs(
     - ``map multiplications``, ``readout multiplications`` (beyond the one of the model itself) and
       ``multiplications saved``, that of the blocks that are not run.
 
-    Two more columns, ``share of bytes`` and ``share of multiplications``, put them beside all blocks'.
+    Two more columns, ``share of bytes`` and ``share of multiplications``, relate them to all blocks'.
 
     Attention reads as many tokens as the validation sentences have on average up to their positions.
     """

@@ -1,6 +1,6 @@
 """Ablation by head: the attention of single heads replaced by linear maps (beyond paper A, section 7).
 
-A head's output ``z`` depends on other tokens. Its stand-in is linear in what enters attention at the token
+A head's output ``z`` depends on other tokens. Its replacement is linear in what enters attention at the token
 itself, fitted by least squares as those of sub-modules are; what it explains is what the head does without
 context. Beside it the head gives its mean, or nothing.
 """
@@ -101,7 +101,7 @@ def head_ablation(
     """Heads replaced one at a time, and more and more of them at once.
 
     A table with two more columns, ``head`` and ``share``. Rows of the metric ``r2`` are about every head's
-    stand-in. Rows with a head are about that head alone, in every so many blocks and the last; rows with a
+    replacement. Rows with a head are about that head alone, in every so many blocks and the last; rows with a
     share are about so many of all heads at once, those with the highest r2 first (``linear``, ``mean`` and
     ``nothing``), or in random order (``linear, random order``). The metrics are those of `prediction_rows`
     and ``kl``, the mean of ``KL(delta(h^L) || delta(h'))``. Heads are replaced at all tokens but sinks.

@@ -1,7 +1,7 @@
 """What attention sinks are in the stream, and what they do to r2.
 
 Least squares, and r2 with it, count squares: a few tokens whose vectors are a hundred times as long as all
-others decide over both. Tables beside those of `fit_quality`, for the tokens that are no sinks.
+others decide over both. Tables next to those of `fit_quality`, for the tokens that are no sinks.
 """
 
 from __future__ import annotations

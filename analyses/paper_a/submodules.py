@@ -1,7 +1,7 @@
 """What is left of the prediction when one kind of sub-module is replaced (paper A, Figure 10).
 
 ``mat_attn`` needs no context, so it is computed for single vectors. ``mat_ffn`` and ``mat_ln1_ln2`` keep
-attention, so the model is run; which tokens their stand-ins are fitted on, and at which tokens they stand,
+attention, so the model is run; which tokens their replacements are fitted on, and at which tokens they stand,
 decides over what is left in a model with attention sinks.
 """
 
@@ -51,7 +51,7 @@ class SubmoduleCase(NamedTuple):
     replaced
         ``mat_ffn`` or ``mat_ln1_ln2``.
     fitted
-        Which tokens the stand-ins were fitted on: ``all``, ``not-first`` or ``not-sink``.
+        Which tokens the replacements were fitted on: ``all``, ``not-first`` or ``not-sink``.
     place
         At which tokens they stand: one of `PLACES`.
     layer
@@ -132,11 +132,11 @@ def _check_fitted(maps: Mapping[str, MapSet], wanted: Iterable[str]) -> None:
     """Maps are those of their name: what is called ``not-sink`` was fitted on tokens that are no sinks."""
     for fitted in sorted({*wanted, *maps}):
         if fitted not in maps:
-            raise InputError(f"There are no stand-ins that were fitted on {fitted!r}. Expected a set.")
+            raise InputError(f"There are no replacements that were fitted on {fitted!r}. Expected a set.")
         recorded = maps[fitted].provenance.details.get("fitted", fitted)
         if recorded != fitted:
             raise InputError(
-                f"The stand-ins under the name {fitted!r} were fitted on {recorded!r}. Expected each set "
+                f"The replacements under the name {fitted!r} were fitted on {recorded!r}. Expected each set "
                 "under the name of what it was fitted on."
             )
 
@@ -173,7 +173,7 @@ def submodule_layers(
     patched: int | None = None,
     folder: str | Path | None = None,
 ) -> pd.DataFrame:
-    """Each kind of sub-module replaced from every layer to the last, beside ``mat`` (Figure 10).
+    """Each kind of sub-module replaced from every layer to the last, compared with ``mat`` (Figure 10).
 
     The methods are ``mat``, ``mat_attn``, ``mat_ffn`` and ``mat_ln1_ln2``, the last two once fitted and
     replaced at all tokens, as in the paper, and once, as ``... without sinks``, at all that are no sinks.
@@ -207,9 +207,9 @@ def submodule_positions(
     every: int = 8,
     folder: str | Path | None = None,
 ) -> pd.DataFrame:
-    """``mat_ffn`` and ``mat_ln1_ln2`` by what they are fitted on and where they stand, beside ``mat``.
+    """``mat_ffn`` and ``mat_ln1_ln2`` by what they are fitted on and where they are used, and ``mat``.
 
-    A method is called ``mat_ffn, fit not-sink, replace all``; all combinations of the sets of stand-ins and
+    A method is called ``mat_ffn, fit not-sink, replace all``; all combinations of the sets of maps and
     `PLACES` are run, from every so many layers, from the third layer before the last and from the last block.
     """
     last = data.provenance.identity.n_layers
@@ -258,5 +258,5 @@ def precision_by_layer(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def rows_of_replacement(table: pd.DataFrame, replaced: str) -> pd.DataFrame:
-    """The rows of one kind of sub-module in a table of `submodule_positions`, beside those of ``mat``."""
+    """The rows of one kind of sub-module in a table of `submodule_positions`, and those of ``mat``."""
     return table[table["method"].str.startswith(f"{replaced}, fit ") | (table["method"] == "mat")]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 HEALED = f"{Method.chain}, healed"
-_ROUNDS = 7  # in which the whole model is timed beside one without so many blocks
+_ROUNDS = 7  # in which the whole model is timed in turn with one without so many blocks
 _PUBLISHED = (Choice.angle, Method.replaceme.value)
 _RESAMPLES = 2000
 _OF_A_ROW = ["corpus", "n_left_out", "choice", "method"]

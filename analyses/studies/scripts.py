@@ -33,7 +33,7 @@ from matlens.io.tables import csv_text, write_results
 from studies.study import Study
 
 SECONDS = "processor_seconds"
-"""The key under which the JSON beside a table says what its analysis has taken."""
+"""The key under which the JSON next to a table says what its analysis has taken."""
 
 Dominant = Annotated[int, typer.Option(min=1, help="How many sub-updates count as dominant.")]
 Patched = Annotated[
@@ -76,7 +76,7 @@ class Report:
     def write(
         self, name: str, table: pd.DataFrame, origin: Mapping[str, Any], figure: Figure | None = None
     ) -> None:
-        """Write a table with its origin beside it, and its figure, as ``name``; print where they are.
+        """Write a table with its origin next to it, and its figure, as ``name``; print where they are.
 
         The origin is given the seconds of a processor that the analysis has taken so far: of this run, if it
         goes on where another was broken off.

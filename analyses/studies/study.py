@@ -1,4 +1,4 @@
-"""What several analyses of one model and corpus share beside streams and maps: made once, in one folder."""
+"""What several analyses of one model and corpus share besides vectors and maps: made once, in one folder."""
 
 from __future__ import annotations
 

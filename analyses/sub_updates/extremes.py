@@ -99,7 +99,7 @@ def extreme_sub_updates(
 def draw_sub_updates(
     trace: Trace, values: ValueVectors, n: int, *, scores: TraceScores | None = None, seed: int = 0
 ) -> SubUpdates:
-    """Draw ``n`` dominant sub-updates, or all if there are fewer, to set beside the extreme ones."""
+    """Draw ``n`` dominant sub-updates, or all if there are fewer, to compare with the extreme ones."""
     scores = scores or trace.score
     shape = scores["dominant", "before"].shape
     drawn = np.random.default_rng(seed).permutation(int(np.prod(shape)))[:n]

@@ -1,4 +1,4 @@
-"""Sub-updates left out: what that does to the logits, beside what readings of their value vectors say."""
+"""Removed sub-updates: their effect on the logits, and what readings of their value vectors say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training has come to as a table: losses by update, and perplexities beside those of n-grams."""
+"""A training as a table: losses by update, and perplexities compared with those of n-grams."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Many models let attention that has nowhere to go rest on one token, mostly the first, and mark it by
 activations a hundred times larger than all others. Squares make such a token weigh as much as ten thousand
-others in a fit, and a stand-in at its place ends the sink and, with it, the attention of all tokens after
+others in a fit, and a replacement at its place ends the sink and, with it, the attention of all tokens after
 it. It is not always the first token, and there can be several in a sentence.
 
 A sink is a token whose norm is 20 times the median at some layer. First tokens are sinks together, and known

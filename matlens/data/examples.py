@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 TOKENIZATION = "tokenization"  # the key under which examples say how their texts became tokens
 LAST = "last token"  # where a position was chosen
-ARRAYS = ("tokens", "offsets", "positions", "sentences")  # what is stored of examples beside vectors
+ARRAYS = ("tokens", "offsets", "positions", "sentences")  # what is stored of examples with vectors
 OTHERS = ("source_tokens", "source_offsets", "images")  # and of those that have them
 MAKE_EXAMPLES = (
     "Make examples of a corpus with matlens.make_examples(model, corpus), of prompts with "
@@ -185,7 +185,7 @@ class Examples:
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        """The arrays that are stored beside vectors, by name."""
+        """The arrays that are stored with vectors, by name."""
         others = [name for name in OTHERS if len(getattr(self, name))]
         return {name: getattr(self, name) for name in (*ARRAYS, *others)}
 

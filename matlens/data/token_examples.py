@@ -23,7 +23,7 @@ GivenPositions = (
     Literal["last"] | Sequence[int] | Sequence[Sequence[int]] | Sequence[Sequence[bool]] | Tensor | np.ndarray
 )
 
-# What a tokenizer returns beside ids and mask, and what a model would not read any differently.
+# What a tokenizer returns besides ids and mask, and what a model would not read any differently.
 _NOT_READ = (
     "input_ids", "attention_mask", "special_tokens_mask", "offset_mapping", "length", "labels",
     "overflow_to_sample_mapping", "overflowing_tokens", "num_truncated_tokens",

@@ -1,4 +1,4 @@
-"""A model as it is beside the same model changed: the next token, and how the prompt goes on."""
+"""The original model compared with a modified one: the next token, and how the prompt goes on."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def explore(
     prompt
         A text; for masked-LM models with one mask in it.
     lenses
-        Lenses of the model beside ``id``, which is always there; of a set of maps those onto the last layer.
+        Lenses of the model besides ``id``, which is always there; of a set of maps those onto the last layer.
     pins
         Tokens to follow through all cells and to begin with: words that are one token each, or numbers. By
         default what the model predicts behind the prompt.

@@ -62,7 +62,7 @@ class LiveModel:
     model
         The model, which nothing else may change meanwhile.
     lenses
-        Lenses and maps that prompts are read through, beside ``id``.
+        Lenses and maps that prompts are read through, besides ``id``.
     maps
         Sets of maps that can be put in the place of blocks and sub-modules, see `offered_maps`.
     port

@@ -1,6 +1,6 @@
 """All value vectors of a model as pages: static files that any server serves, and a disk as well.
 
-A browser lets a page that is opened from a disk run scripts beside it, and fetch nothing. So every part of
+A browser lets a page that is opened from a disk run scripts next to it, and fetch nothing. So every part of
 the data is a script that hands its content over by name, and is asked for when it is needed.
 """
 

@@ -105,7 +105,7 @@ class Clusters:
             enough for 23,000 vectors; those of GPT-2 take 10.1 GiB, those of SmolLM2-135M 15.8.
         disk
             Most GiB that the distances may take on the disk, ``4 n n`` bytes, where memory has no room for
-            them: 7.9 for SmolLM2-135M, 36 for gpt2-medium. They are kept beside ``folder`` while the work
+            them: 7.9 for SmolLM2-135M, 36 for gpt2-medium. They are kept next to ``folder`` while the work
             lasts; without a folder where temporary files are.
         folder
             Where the clusters are kept, and read from if they are there.

@@ -146,7 +146,7 @@ class Trace:
         model, examples
             The model to run, and the examples that it is run on.
         k
-            How many sub-updates count as dominant, and how many random ones stand beside them.
+            How many sub-updates count as dominant, and how many random ones are stored as well.
         seed
             Seed of the random sub-updates; they do not depend on the batches.
         folder

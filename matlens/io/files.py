@@ -309,8 +309,8 @@ def check_seal(record: Any, path: Path) -> dict[str, Any]:
 def damaged(path: Path, cause: str) -> InputError:
     """What is raised where a file of a folder is not what was written."""
     return InputError(
-        f"{path} {cause}: the file has been changed or damaged. Remove the folder {path.parent} and make it "
-        "anew."
+        f"{path} {cause}: the file has been changed or damaged. Remove the folder {path.parent} and rerun "
+        "the command."
     )
 
 

@@ -1,7 +1,7 @@
 """The one table of results: its columns, how a row is built, and how tables are read and written.
 
 A table has one row a number: ``experiment, model, corpus, method, layer, target, metric, k, value, low,
-high, n``. ``low`` and ``high`` bound the 95% interval where there is one; beside the table lies a JSON that
+high, n``. ``low`` and ``high`` bound the 95% interval where there is one; next to the table lies a JSON that
 says what it was made from and by what.
 """
 
@@ -37,7 +37,7 @@ COLUMNS = (
 
 
 TABLE = "table"
-"""The key under which the JSON beside a table says which table it is about."""
+"""The key under which the JSON next to a table says which table it is about."""
 
 
 def result_row(
@@ -118,7 +118,7 @@ def read_table(
     Raises
     ------
     InputError
-        The file cannot be read, columns are missing, or the JSON beside it is about another table.
+        The file cannot be read, columns are missing, or the JSON next to it is about another table.
     """
     types = dict(columns) if isinstance(columns, Mapping) else dict.fromkeys(columns, "str")
     try:
@@ -205,7 +205,7 @@ def write_results(folder: str | Path, name: str, table: pd.DataFrame, origin: Ma
 
 
 def check_described(path: Path, content: bytes | None = None) -> bool:
-    """Refuse a table that is not the one which the JSON beside it describes; whether there is such a JSON.
+    """Refuse a table that is not the one which the JSON next to it describes; whether there is such a JSON.
 
     Parameters
     ----------

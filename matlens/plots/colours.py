@@ -32,7 +32,7 @@ class Look(NamedTuple):
 
 MAT, ID = Look(BLUE), Look(VERMILLION, marker="s")
 _LOOKS = {
-    # Linear maps and stand-ins of sub-modules
+    # Linear maps and replacements of sub-modules
     "mat": MAT,
     "id": ID,
     "mat_attn": Look(GREEN, marker="^"),

@@ -51,7 +51,7 @@ def of_metric(results: pd.DataFrame, metric: str, k: int | None = None) -> pd.Da
 
 
 def line_key(label: str, colour: str = DARK, **look: Any) -> Line2D:
-    """What a legend shows beside a name."""
+    """What a legend shows next to a name."""
     return Line2D([], [], color=colour, label=label, **look)
 
 
@@ -72,7 +72,7 @@ def surprisal_axis(ax: Axes) -> None:
 def mark_infinite(ax: Axes) -> None:
     """Mark infinite values above the top edge, a row for each curve that has them, and say where they are.
 
-    The words stand beside the marks of their curve, or above them where there is no room.
+    The words stand next to the marks of their curve, or above them where there is no room.
     """
     curves = [line for line in ax.get_lines() if np.isinf(np.asarray(line.get_ydata(), dtype=float)).any()]
     if not curves:

@@ -1,7 +1,7 @@
 """One file for a browser: a template with its style sheet, script and data; and the page of a prompt.
 
 Nothing is fetched when such a page is opened: the Content-Security-Policy that it carries allows the one
-script and the one style sheet in it, by their hashes, and no request at all. Scripts are ES modules beside
+script and the one style sheet in it, by their hashes, and no request at all. Scripts are ES modules next to
 this file. They are joined here into one, which is all the building there is: imports of each other are left
 out, and exports are plain names.
 """
@@ -47,7 +47,7 @@ def assemble(
 ) -> str:
     """Make the text of a page, which needs nothing but itself.
 
-    ``template`` and ``script`` are files beside this one, the Jinja template and the script that imports the
+    ``template`` and ``script`` are files next to this one, the Jinja template and the script that imports the
     others. ``title`` may hold what others wrote, and ``data`` is what the script shows, with arrays as
     `packed` writes them. ``sources`` is where else the page may take scripts from, as the policy spells it,
     such as ``"'self'"``, and ``rules`` are more rules of the policy. The template names ``more``.
@@ -82,7 +82,7 @@ def assemble(
 
 @cache
 def read_asset(name: str) -> str:
-    """The text of a file beside this one."""
+    """The text of a file next to this one."""
     return files("matlens.plots").joinpath(name).read_text(encoding="utf-8")
 
 
@@ -133,7 +133,7 @@ def packed(array: Shaped[np.ndarray, ...]) -> dict[str, Any]:
 
 
 def packed_fields(record: Any, **instead: Shaped[np.ndarray, ...]) -> dict[str, Any]:
-    """The arrays of a dataclass, packed, by their names; others in the place of some, or beside them."""
+    """The arrays of a dataclass, packed, by their names; others in the place of some, or in addition."""
     values = {each.name: getattr(record, each.name) for each in fields(record)} | instead
     return {name: packed(v) if isinstance(v, np.ndarray) else v for name, v in values.items()}
 

@@ -90,7 +90,7 @@ def compare_texts(rest: ReadText, whole: ReadText) -> dict[str, Estimate]:
 
 
 def check_made_of(pruned: Pruned, model: TransformerBridge) -> None:
-    """Refuse a pruned model beside a whole one that it was not made of."""
+    """Refuse a pruned model with an original model that it was not made from."""
     identity = ModelIdentity.from_model(model)
     pruned.provenance.check_same(identity, ours="the pruned model", theirs="the whole model")
 

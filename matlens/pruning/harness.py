@@ -47,7 +47,7 @@ def task_scores(
     tasks
         Names of tasks that the folder's files define.
     folder
-        Files of tasks, as lm-evaluation-harness reads them (``task.yaml``), with the data beside them: the
+        Files of tasks, as lm-evaluation-harness reads them (``task.yaml``), with the data next to them: the
         paths of data in these files begin in this folder.
     limit
         Read no more than so many items of each task.

@@ -58,7 +58,7 @@ def check_new(folder: Path) -> None:
 def reserved(folder: Path) -> Iterator[Path]:
     """Be the one that makes a new folder, which is there whole or not at all.
 
-    What is given is an empty folder beside it, to be filled and moved to its place; where that is a link, to
+    What is given is an empty folder next to it, to be filled and moved to its place; where that is a link, to
     the place it leads to. Another process that wants the same waits, and then finds it made. What a killed
     one has left there is removed.
 

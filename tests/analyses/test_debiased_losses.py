@@ -60,7 +60,7 @@ def test_a_window_with_an_announcement_has_to_fit(small_model: Models, sentences
     assert debiasing.room(model) == N_CTX - len(model.tokenizer(debiasing.prefixes[0])["input_ids"])
     fitting = make_windows(model, sentences, size=debiasing.room(model), most=1)
     assert debiased_losses(model, fitting, debiasing).total > 0
-    with pytest.raises(InputError, match=f"A text has {N_CTX} tokens, and beside an announcement"):
+    with pytest.raises(InputError, match=f"A text has {N_CTX} tokens, and after an announcement"):
         debiased_losses(model, make_windows(model, sentences), debiasing)
 
 

@@ -229,7 +229,7 @@ def test_stand_ins_under_the_name_of_others_are_refused(bench: Bench) -> None:
         with pytest.raises(InputError, match=r"under the name 'all' were fitted on 'not-sink'"):
             make(bench.readout, bench.model, block_maps(bench.model), swapped, bench.data, *more)
     lacking = {"all": sets["all"]}
-    with pytest.raises(InputError, match=r"no stand-ins that were fitted on 'not-sink'"):
+    with pytest.raises(InputError, match=r"no replacements that were fitted on 'not-sink'"):
         submodule_layers(bench.readout, bench.model, block_maps(bench.model), lacking, bench.data)
     # Maps that do not say what they were fitted on are taken at their name.
     silent = {

@@ -49,7 +49,7 @@ class _Inert:
 
 @checked
 def read_wikilm(path: str | Path) -> tuple[WikiLMForCausalLM, WordDictionary]:
-    """Read a model and its dictionary: a checkpoint of fairseq with ``dict.txt`` beside it.
+    """Read a model and its dictionary: a checkpoint of fairseq with ``dict.txt`` next to it.
 
     The file is not executed. Raises InputError if it is damaged, holds code, is of another kind of model, or
     the dictionary is of another size.
@@ -79,7 +79,7 @@ def read_wikilm(path: str | Path) -> tuple[WikiLMForCausalLM, WordDictionary]:
 
 @checked
 def write_wikilm(model: WikiLMForCausalLM, dictionary: WordDictionary, folder: str | Path) -> Path:
-    """Write a model as fairseq would, with its dictionary beside it; gives the path of the checkpoint.
+    """Write a model as fairseq would, with its dictionary next to it; gives the path of the checkpoint.
 
     Parameters
     ----------
