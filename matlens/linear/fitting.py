@@ -262,13 +262,14 @@ def fit_stream(
         raise InputError("batches must have at least one sample to fit maps on, got none.")
     check_collected(named, widths)
     fits, sample = PairFits(named, widths, split=split), _FirstSamples()
+    named = [(source, target) for source, targets in fits.targets.items() for target in targets]
     for vectors, of_batch in selected_batches(batches, rows, weights, provenance):
         fits.update(vectors, weights=of_batch)
         sample.add({site: vectors[site] for pair in named for site in pair}, of_batch)
     if divided:
         fits.reduce()
+    n = parallel.broadcast(fits.n, "the number of samples") if divided else fits.n
     if own is not None and provenance is own:
-        n = parallel.broadcast(fits.n, "the number of samples") if divided else fits.n
         provenance = own.with_details(n_fitted=n, intercept=intercept, ridge=ridge)
     maps = solve_pairs(fits, named, intercept=intercept, ridge=ridge, provenance=provenance)
     yield from maps_for_all(maps, named, provenance) if divided else maps

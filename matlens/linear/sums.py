@@ -174,6 +174,7 @@ def maps_for_all(
         parts = {}
         if parallel.is_main():
             linear = next(solved)
+            assert (linear.source, linear.target) == (source, target)
             parts = {"weight": linear.weight} | ({} if linear.bias is None else {"bias": linear.bias})
         parts = parallel.broadcast_tensors(parts, f"map {source} -> {target}")
         yield LinearMap(parts["weight"], parts.get("bias"), source, target, provenance or Provenance())

@@ -12,7 +12,6 @@ import pandas as pd
 import pytest
 import torch
 from conftest import N_LAYERS
-from matlens.data.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
 from plain_values import plain_unit_vectors, plain_values
 from sub_updates.extremes import (
     cluster_activity,
@@ -23,6 +22,7 @@ from sub_updates.extremes import (
     group_table,
     place_table,
 )
+from sub_updates.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
 from traces import K, N, make_clusters, make_trace_of_model
 
 from matlens import InputError

@@ -35,10 +35,11 @@ from figures import paper_b
 from hand_controlled import controlled_by_hand
 from paper_a.predictions import prediction_confidence
 from plain_values import plain_unembedding, plain_values
+from sub_updates.frequency import TokenFrequency
 
 import matlens
 from matlens import ffn
-from matlens.data import TokenFrequency, make_windows
+from matlens.data import make_windows
 
 
 @pytest.fixture
