@@ -57,6 +57,8 @@ def everything(model: Any, examples: Examples, few: Examples, folder: Path) -> d
     whole = matlens.collect(model, examples, positions="all", folder=folder / "rows", **quiet)
     trace = Trace.run(model, examples, k=3, folder=folder / "trace", **quiet)
     passing = stream(model, examples, ["h.0", "h.1", "h.3"], positions="all", divided=True, **quiet)
+    again = stream(model, examples, ["h.0", "h.1", "h.3"], positions="all", divided=True, **quiet)
+    some = torch.arange(len(examples.tokens)) % 3 != 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LinearMap, "from_solution", in_float64)
         maps = {
@@ -65,6 +67,7 @@ def everything(model: Any, examples: Examples, few: Examples, folder: Path) -> d
             "submodules": weights(fit_submodules(inner, ends, progress=False)),
             "stored": weights(MapSet.fit(whole, pairs=PAIRS, ridge=0.5, progress=False)),
             "streamed": weights(fit_stream(passing, PAIRS, ridge=0.5, divided=True)),
+            "selected": weights(fit_stream(again, PAIRS, rows=some, ridge=0.5, divided=True)),
         }
     moments = stream_least_squares(model, examples, folder / "moments", pairs=PAIRS, **quiet)
     fit_moments(moments, folder / "maps", ridge=0.5, progress=False)

@@ -168,7 +168,7 @@ class LensLeastSquares:
             kind: {site: LeastSquares(width, {self._last: width}, source=site) for site in fitted}
             for kind in dict.fromkeys(map(_kind, configs))
         }
-        # Of all samples: norms at each site, places, and whether they are set aside.
+        # Of all samples, if sinks are excluded: norms at each site, places, and whether they are set aside.
         self._seen = [
             {
                 "norms": torch.empty(0, len(self.sites)),
@@ -193,11 +193,11 @@ class LensLeastSquares:
             good as random by which leave-one-out samples, and ``weights``. Leave-one-out leaves a sample out
             with all of its weight, and whether it is a sink does not depend on its weight.
         """
-        norms = torch.stack([rows[site].norm(dim=1).cpu() for site in self.sites], 1)
-        aside = torch.zeros(len(norms), dtype=torch.bool)
-        self._seen.append({"norms": norms, "places": rows["places"], "aside": aside})
         kept = {name: rows[name] for name in self._aside}
         if self._finds_sinks:
+            norms = torch.stack([rows[site].norm(dim=1).cpu() for site in self.sites], 1)
+            aside = torch.zeros(len(norms), dtype=torch.bool)
+            self._seen.append({"norms": norms, "places": rows["places"], "aside": aside})
             n = sum(len(part["aside"]) for part in self._seen)
             if n >= 2 * self._n_medians:  # of all so far at each doubling; sinks are far above them
                 self._medians, self._n_medians = _join(*self._seen)["norms"].median(0).values, n
@@ -232,7 +232,8 @@ class LensLeastSquares:
             for sums in self._sums.values():
                 for site, of_site in sums.items():
                     sums[site] = of_site.reduce(to_all=True)
-            self._seen = [parallel.concatenate(_join(*self._seen), "norms of samples")]
+            if self._finds_sinks:
+                self._seen = [parallel.concatenate(_join(*self._seen), "norms of samples")]
             self._aside = parallel.concatenate(self._aside, "samples set aside")
             self._held_out = _least_keys(parallel.concatenate(self._held_out, "held-out samples"))
         return self

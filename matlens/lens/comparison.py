@@ -24,6 +24,7 @@ from matlens.data.readers import is_masked
 from matlens.errors import Between, InputError, NonNegativeInt, PositiveInt, Seed, checked, short, warn
 from matlens.io.tables import result_row, result_table
 from matlens.lens import trained
+from matlens.lens.closed_forms import lens_least_squares
 from matlens.lens.config import LensConfig, Method, layers_read, parse_methods, resolve_layers
 from matlens.lens.early_exit import exit_sweep
 from matlens.lens.evaluation import Member, report_table
@@ -192,20 +193,30 @@ def fit_members(
     """Fit lenses on the same vectors and measure what each takes.
 
     A lens is charged with all that it needs but for collecting: ``polished`` with the closed form that it
-    starts from, and closed forms of the same sums with the time of all of them.
+    starts from, and a closed form with the statistics that it shares with others.
     """
-    groups: dict[Any, list[Method]] = {}
-    for name, config in configs.items():
-        shared = name if config is None else (config.standardise, config.weighted, config.sinks)
-        groups.setdefault(shared, []).append(config or name)
-    members: dict[str, Member] = {}
-    for group in Bar(list(groups.values()), desc="lenses", disable=not progress):
+    readout, groups = Readout(model), dict[Any, list[LensConfig]]()
+    for config in filter(None, configs.values()):
+        groups.setdefault((config.standardise, config.weighted, config.sinks), []).append(config)
+    fitted: dict[str, tuple[Lens, float]] = {}
+    for group in Bar(list(groups.values()), desc="closed forms", disable=not progress):
         begin = time.process_time()
-        fitted = Lens.fit(model, train, method=group, layers=layers, seed=seed, progress=progress)
-        seconds = time.process_time() - begin
-        for name, lens in fitted.items():
-            flops = fit_flops(name, train.n_rows, lens.on_readout) * len(layers)
-            members[name] = Member(lens, seconds, flops) if flops else Member(lens)
+        statistics = lens_least_squares(model, train, group, layers=layers, progress=progress)
+        shared = time.process_time() - begin
+        for config in group:
+            begin = time.process_time()
+            ((name, maps),) = statistics.solve(config).items()
+            lens = Lens(**vars(maps), readout=readout, model=model)
+            fitted[name] = lens, shared + time.process_time() - begin
+    for name in (name for name, config in configs.items() if config is None):
+        begin = time.process_time()
+        lens = Lens.fit(model, train, method=name, layers=layers, seed=seed, progress=progress)
+        fitted[name] = lens, time.process_time() - begin
+    members: dict[str, Member] = {}
+    for name in configs:
+        lens, seconds = fitted[name]
+        flops = fit_flops(name, train.n_rows, readout) * len(layers)
+        members[name] = Member(lens, seconds, flops) if flops else Member(lens)
     return members
 
 

@@ -9,10 +9,11 @@ push at the same time, one reads again.
 from __future__ import annotations
 
 import json
+import math
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,7 @@ class LensEntry:
         return cls(
             folder, bare(provenance.identity.name), lens.method, bare(provenance.corpus),
             fitted_samples(provenance), sinks_text(lens), list(lens.maps),
-            {str(name): value for name, value in means.items()}, lens.digest,
+            {str(name): value for name, value in means.items() if math.isfinite(value)}, lens.digest,
         )  # fmt: skip
 
 
@@ -168,7 +169,8 @@ def _entries(repository: HubRepository, snapshot: HubSnapshot) -> list[LensEntry
     entries = parse_json(path.read_text(encoding="utf-8", errors="replace"), f"{INDEX} of {repository.name}")
     try:
         check(entries, Sequence[Mapping[str, Any]], INDEX)
-        return [LensEntry(**entry) for entry in entries]
+        known = [field.name for field in fields(LensEntry)]
+        return [LensEntry(**{name: entry.get(name) for name in known}) for entry in entries]
     except (TypeError, InputError) as error:
         raise InputError(
             f"{INDEX} of {repository.name} is no list of lenses as matlens writes it ({error}). Push to "

@@ -177,7 +177,8 @@ class Lens(LensMaps):
         identity, readout = ModelIdentity.from_model(model), Readout(model)
         read = layers_read(methods, wanted, n_layers)
         if isinstance(data, Activations):
-            if absent := [f"h.{layer}" for layer in read if f"h.{layer}" not in data]:
+            absent = [f"h.{layer}" for layer in read if f"h.{layer}" not in data]
+            if absent and {*methods} != {"id"}:
                 raise InputError(f"The activations lack {', '.join(absent)}. Collect these sites too.")
         elif on_vectors:
             examples = data if isinstance(data, Examples) else make_examples(model, data, seed=seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -103,7 +103,13 @@ class LensMaps:
                     f"The map of layer {layer} is {linear.shape}, and the model has {identity.d_model} "
                     "dimensions. Is it of another model?"
                 )
-        object.__setattr__(self, "maps", dict(sorted(self.maps.items())))
+        maps = dict(sorted(self.maps.items()))
+        if self.norm is not None:  # such a map alone must not be patched into the stream
+            maps = {
+                layer: None if linear is None else replace(linear, source=f"standardised h.{layer}")
+                for layer, linear in maps.items()
+            }
+        object.__setattr__(self, "maps", maps)
 
     @property
     def layers(self) -> tuple[int, ...]:

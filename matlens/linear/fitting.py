@@ -263,7 +263,7 @@ def fit_stream(
     check_collected(named, widths)
     fits, sample = PairFits(named, widths, split=split), _FirstSamples()
     named = [(source, target) for source, targets in fits.targets.items() for target in targets]
-    for vectors, of_batch in selected_batches(batches, rows, weights, provenance):
+    for vectors, of_batch in selected_batches(batches, rows, weights, provenance, divided=divided):
         fits.update(vectors, weights=of_batch)
         sample.add({site: vectors[site] for pair in named for site in pair}, of_batch)
     if divided:

@@ -132,10 +132,12 @@ class LeastSquares:
 
     def merge(self, other: LeastSquares) -> Self:
         """Add the samples that another object has seen, of the same source and targets."""
-        if (self.source, self.targets) != (other.source, other.targets):
+        if (self.source, [*self.targets.items()]) != (other.source, [*other.targets.items()]):
             raise InputError(f"other must be of {self.name}, got one of {other.name}.")
+        if bool(self._norms) != bool(other._norms):
+            raise InputError("other must keep norms as well, or neither.")
         if other.n:
-            self._add(other.n, other._r, [other._z], other._norms if self._norms else [])
+            self._add(other.n, other._r, [other._z], other._norms)
         return self
 
     def tensors(self) -> dict[str, Tensor]:

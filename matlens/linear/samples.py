@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Num, Real
 from torch import Tensor
 
+from matlens import parallel
 from matlens.activations.activations import Rows
 from matlens.errors import InputError, check, short, warn
 from matlens.linear.maps import tensor_digest
@@ -96,7 +97,12 @@ def vectors_of(batch: Rows | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def selected_batches(
-    batches: Iterable[Rows | Mapping[str, Tensor]], rows: Any, weights: Any, provenance: Provenance | None
+    batches: Iterable[Rows | Mapping[str, Tensor]],
+    rows: Any,
+    weights: Any,
+    provenance: Provenance | None,
+    *,
+    divided: bool = False,
 ) -> Iterator[tuple[Mapping[str, Tensor], Tensor | None]]:
     """Vectors of the selected samples and their weights, batch by batch."""
     expected = next(
@@ -122,6 +128,9 @@ def selected_batches(
             yield selection.part(index).apply(vectors)
         else:
             break
+    if divided and expected is not None:
+        of_ranks = parallel.concatenate({"seen": torch.tensor([seen])}, "the number of samples seen")
+        seen = int(of_ranks["seen"].sum())
     if expected not in (None, seen):
         raise InputError(
             f"rows and weights must have a value for each sample, got {expected} for another number of "

@@ -132,8 +132,8 @@ class RunNote:
         return {"options": self._options, "model": model, "corpus": corpus, "software": software}
 
     def _left(self) -> dict[str, str]:
-        """Digests of what the folders of the run say of themselves; their files must have their sizes."""
-        left = {}
+        """Digests of the table and of the folders' configs; the folders' files must have their sizes."""
+        left = {RESULTS: _digest(self._folder / f"{RESULTS}.csv")}  # which another evaluation replaces
         for name in (MOMENTS if has_moments(self._folder) else TRAIN, VALIDATION, MAPS):
             config = read_json(self._folder / name / "config.json")
             for file, about in config.get("files", {}).items():
@@ -161,7 +161,10 @@ def model_identity(options: Mapping[str, Any], *, but: Path) -> dict[str, Any] |
         out = Path(os.path.realpath(but))
         ignored = {out} if folder in out.parents else set()
         found = (
-            path for path in folder.rglob("*") if not (path.is_dir() or ignored.intersection(path.parents))
+            Path(place, name)
+            for place, _, names in os.walk(folder, followlinks=True)
+            for name in names
+            if not ignored.intersection((Path(place), *Path(place).parents))
         )
         paths = list(islice(found, _MAX_FILES + 1))
         if len(paths) > _MAX_FILES or any(path.name == "adapter_config.json" for path in paths):

@@ -466,3 +466,16 @@ def test_a_sink_that_was_not_kept_aside_is_not_passed_over(data: Activations) ->
         moments.update(rows | {"places": ones.long(), "keys": ones.long(), "weights": ones.double()})
     with pytest.raises(InputError, match="mixed order"):
         moments.solve(LensConfig(sinks="exclude"))
+
+
+def test_a_map_of_standardized_vectors_is_not_patched_in_alone(model: Any, data: Activations) -> None:
+    lens = Lens.fit(model, data, method="normed+affine")
+    with pytest.raises(InputError, match="standardised"), matlens.patched(model, [lens.maps[1]]):
+        pass
+
+
+def test_norms_are_kept_only_where_sinks_are_excluded(data: Activations) -> None:
+    for method, n in (("mat", 0), (LensConfig(sinks="exclude"), data.n_rows)):
+        statistics = LensLeastSquares(data.provenance, method)
+        statistics.update(samples(data, statistics, range(data.n_rows)))
+        assert sum(len(part["norms"]) for part in statistics._seen) == n

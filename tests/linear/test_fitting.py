@@ -605,6 +605,13 @@ def test_moments_of_other_sites_are_not_merged(names: tuple[str, str]) -> None:
     assert torch.equal(state.solution(intercept=False, ridge=0.0)[0], one_update(x, y, False, 0.0)[0])
 
 
+def test_targets_in_another_order_and_norms_on_one_side_are_not_merged() -> None:
+    state = LeastSquares(D_IN, {"h.1": 3, "h.2": 3})
+    for other in (LeastSquares(D_IN, {"h.2": 3, "h.1": 3}), LeastSquares(D_IN, state.targets, norms=True)):
+        with pytest.raises(InputError, match=r"^other must"):
+            state.merge(other)
+
+
 def test_merging_leaves_the_other_as_it_was() -> None:
     x, y = plain(N, 0), targets(plain(N, 0))
     other = moments(x, y).update(x[:20], y[:20])

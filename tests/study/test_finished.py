@@ -15,7 +15,7 @@ from matlens.errors import InputError
 from matlens.io.artifact import Artifact
 from matlens.io.tables import write_results
 from matlens.io.verification import verify
-from matlens.study.output import RUN, RunNote, corpus_identity, model_identity
+from matlens.study.output import RUN, RunNote, corpus_identity, model_identity, write_list
 
 
 def options(folder: Path, **changed: Any) -> dict[str, dict[str, Any]]:
@@ -74,12 +74,28 @@ def test_another_run_is_not(folder: Path, changed: dict[str, Any]) -> None:
     assert not answers(folder, **changed)
 
 
+def link_folder(folder: Path) -> None:
+    (folder / "elsewhere").mkdir()
+    (folder / "elsewhere" / "weights.bin").write_bytes(b"more")
+    (folder / "model" / "linked").symlink_to(folder / "elsewhere")
+
+
+def evaluated_otherwise(folder: Path) -> None:
+    """Another table and figures, listed as those of this run were."""
+    out = folder / "out"
+    listed = json.loads((out / RUN).read_text())
+    write_results(out, "results", pd.DataFrame({"value": [2.0]}), {"listed_in": RUN})
+    write_list(out, {name: listed[name] for name in ("run", "left")})
+
+
 CHANGES: dict[str, Callable[[Path], object]] = {
     "weights": lambda folder: overwrite(folder / "model/model.safetensors", b"\xff"),
     "a file more": lambda folder: (folder / "model/tokenizer.json").write_text("{}"),
     "an adapter": lambda folder: (folder / "model/adapter_config.json").write_text("{}"),
     "corpus": lambda folder: overwrite(folder / "words.txt", b"those"),
     "table": lambda folder: overwrite(folder / "out/results.csv", b"other"),
+    "another evaluation": evaluated_otherwise,
+    "a file behind a link": lambda folder: link_folder(folder),
     "no table": lambda folder: (folder / "out/results.csv").unlink(),
     "no origin": lambda folder: (folder / "out/results.json").unlink(),
     "damaged origin": lambda folder: (folder / "out/results.json").write_text("{"),
