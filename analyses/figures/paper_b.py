@@ -175,8 +175,10 @@ def layers_figure(results: pd.DataFrame) -> Figure:
         ax.set_title(literal(f"top candidate, {chosen}, n = {of_update['n'].iloc[0]:,}"))
     layers = range(int(results["layer"].max()) + 1)
     for event, look in UPDATES.items():
-        curve = curves.loc[examples[-1], event].loc["dominant", "max"]
-        curve = curve[curve["n"] >= _FEW].reindex(layers)  # gaps break the line
+        of_event = (results["examples"] == examples[-1]) & (results["event"] == event)
+        of_max = (results["method"] == "dominant") & (results["metric"] == "max")
+        curve = results[of_event & of_max & (results["n"] >= _FEW)].set_index("layer")
+        curve = curve.reindex(layers)  # gaps break the line
         draw_line(last, curve.rename_axis("layer").reset_index(), look, _UPDATES[event])
     last.set_title(literal(f"max of dominant, {examples[-1]}"))
     for ax in (*panels, last):

@@ -11,7 +11,7 @@ import pandas as pd
 
 from matlens.data.examples import Examples
 from matlens.data.readers import check_own_tokens
-from matlens.errors import InputError
+from matlens.errors import InputError, check_int
 from matlens.ffn.perplexity import TextLosses, perplexity_estimate
 from matlens.io.tables import result_row, result_table
 from matlens.metrics import Estimate
@@ -53,6 +53,8 @@ def pruning_table(
     Rows of no text say what a token costs, see `compare_costs`: of the whole model, and with so many blocks
     left out, method ``pruned``, whichever they are and whatever was folded.
     """
+    for size in sizes:
+        check_int(size, "sizes", min=1, max=model.cfg.n_layers - 1)
     for texts in judged.values():
         check_own_tokens(model, texts)
     tokens = {corpus: judged_tokens(texts) for corpus, texts in judged.items()}

@@ -201,10 +201,10 @@ class _StoredParts:
         if reading != "plain":
             if "final" not in self._record["norms"]:
                 return None
-            norm = self._norm("final")
+            norm = self._norm("final").to(self._device)
             if reading == "head":
-                norm = linear_head(self._tensors.get("dense"), norm, rows.shape[1])
-            norm = norm.to(self._device)
+                dense = self._tensors.get("dense")
+                norm = linear_head(None if dense is None else dense.to(self._device), norm, rows.shape[1])
         identity = replace(self.values.identity, unembed_hash=None)
         return Projection(rows, self._tokenizer, norm, identity)
 

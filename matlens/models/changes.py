@@ -122,11 +122,12 @@ def check_eval_mode(model: TransformerBridge) -> None:
 @contextmanager
 def unchanged(model: TransformerBridge, changes: Sequence[str]) -> Iterator[None]:
     """Refuse a pass during which the model is not changed as it was said to be."""
-    found = changes_of(model)
+    record = record_of(model)
+    before, found = record.changed_elsewhere(), changes_of(model)
     if found == tuple(changes):
         yield
         found = changes_of(model)
-    if found != tuple(changes):
+    if found != tuple(changes) or record.changed_elsewhere() != before:
         raise InputError(
             f"The model was changed while it was read: it had {describe_changes(changes)} at first, and "
             f"{describe_changes(found)} later. Read a model to the end before a context around it is "

@@ -7,6 +7,7 @@ pass, so two threads must not run a model at once.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,8 +42,14 @@ class HookRecord:
     """The contexts around a model, and the thread whose pass is under way inside of one."""
 
     present: list[Presence] = field(default_factory=list)
+    changed: Counter[int] = field(default_factory=Counter)
     reading: threading.RLock = field(default_factory=threading.RLock)
     running: int | None = None
+
+    def changed_elsewhere(self) -> int:
+        """How often other threads have entered or left a context that changes the model."""
+        with LOCK:
+            return self.changed.total() - self.changed[threading.get_ident()]
 
 
 _RECORDS: WeakKeyDictionary[Any, HookRecord] = WeakKeyDictionary()
@@ -87,6 +94,7 @@ def _entered(
                 "threads. Wait until that thread has left its context, or load the model a second time."
             )
         record.present.append(presence)
+        record.changed[here] += bool(changes)
         handles = [
             inner.register_forward_pre_hook(begin),
             inner.register_forward_hook(end, always_call=True),
@@ -96,6 +104,7 @@ def _entered(
     finally:
         with LOCK:
             record.present.remove(presence)
+            record.changed[here] += bool(changes)
             for handle in handles:
                 handle.remove()
             if record.running == here:

@@ -177,20 +177,6 @@ def _vocabulary(tokenizer: Any) -> dict[str, int]:
     return vocabulary
 
 
-def _words(model: TransformerBridge) -> str:
-    """What is added to a text, for messages."""
-    probe = next((text for text in _PROBES if isinstance(_outcome(model, text), list)), None)
-    ids, added = encode_text(model, probe) if probe is not None else TextTokens([], [])
-    first = next((i for i, flag in enumerate(added) if not flag), 0)
-    last = next((i for i, flag in enumerate(reversed(added)) if not flag), 0)
-    parts = []
-    for tokens, place in ((ids[:first], "in front"), (ids[len(ids) - last :], "at the end")):
-        if tokens:
-            pieces = model.tokenizer.convert_ids_to_tokens(tokens)
-            parts.append(f"{' '.join(map(repr, pieces))} {place}")
-    return " and ".join(parts) or "nothing added"
-
-
 _READ: WeakKeyDictionary[Any, tuple[Any, str]] = WeakKeyDictionary()
 
 
@@ -217,7 +203,7 @@ def token_texts(tokenizer: Tokenizer, tokens: Iterable[TokenId]) -> list[str]:
     does not have by its number (``<50300>``).
     """
     ids = tokens.tolist() if hasattr(tokens, "tolist") else tokens
-    return [_text(tokenizer, token) for token in ids]
+    return [_text(tokenizer, int(token)) for token in ids]
 
 
 def _text(tokenizer: Any, token: int) -> str:

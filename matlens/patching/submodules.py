@@ -125,6 +125,8 @@ def attend_nowhere(
             "encoder's last layer as well. Use matlens.patched(model, matlens.mat_attn(maps, first, last))."
         )
     check_finite(h, str(Site(STREAM, first)))
+    if not len(h):
+        return h.float()
     start = Site(STREAM, first)
     vectors = Replacement(lambda value: h[:, None].to(value).expand_as(value), start, start)
     replacements = resolve_replacements(model, [vectors, *mat_attn(maps, first, last)])

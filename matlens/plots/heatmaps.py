@@ -112,7 +112,7 @@ def plot_trajectory(table: pd.DataFrame, *, colour: str = "probability", title: 
     colours, words = _COLOURS[colour]
     norm = _cell_norm(colour, grid.to_numpy(dtype=float))
     image = draw_cells(ax, grid, origin="lower", aspect="auto", cmap=colours, norm=norm)
-    write_cells(ax, image, predicted.map(_short_token), fontsize=6)
+    write_cells(ax, image, predicted.fillna("").map(_short_token), fontsize=6)
     ax.set_xticks(range(n), map(_short_token, tokens), rotation=45, ha="right")
     ticks = [tick for tick in layer_ticks(layers[-1]) if tick in layers]
     ax.set_yticks([layers.index(tick) for tick in ticks], list(map(str, ticks)))

@@ -18,7 +18,7 @@ from torch import Tensor
 import matlens
 from matlens import InputError, Readout, collect
 from matlens.ffn import controlled
-from matlens.models.changes import changes_of
+from matlens.models.changes import changes_of, unchanged
 
 
 def examples_of(model: Any, n: int = 12) -> Any:
@@ -150,3 +150,14 @@ def test_a_pass_while_another_thread_reads_out_is_let_through(
     handle = model.unembed.original_component.register_forward_pre_hook(start)
     readout.logits(torch.randn(2, D_MODEL))
     assert said == [(1, 9, 60)]
+
+
+def test_a_change_that_another_thread_makes_and_takes_back_is_noticed(model: Any) -> None:
+    def enter() -> None:
+        with patched(model, [random_map("ffn_in.2", "ffn_out.2")]):
+            pass
+
+    with pytest.raises(InputError, match="changed while it was read"), unchanged(model, ()):
+        assert in_a_thread(enter) is None
+    with unchanged(model, ()):
+        pass
