@@ -184,8 +184,9 @@ class LeastSquares:
         """
         if parallel.world_size() == 1:
             return self
-        whole = self.empty()
-        for tensors in parallel.gather(self.tensors(), f"least squares of {self.name}"):
+        gathered = parallel.gather(self.tensors(), f"least squares of {self.name}")
+        whole = self if parallel.is_main() else self.empty()
+        for tensors in gathered[1:]:  # the first are the main process's own
             whole.merge(self._like(tensors))
         if not to_all:
             return whole
@@ -216,7 +217,7 @@ class LeastSquares:
                 z[:, columns] += q[:n_old].T @ self._z[:, columns].to(r.device)
         check_finite(z, ", ".join(self.targets))
         self._r, self._z, self.n = r, z, self.n + n
-        self._norms += norms
+        self._norms = [*self._norms, *norms]  # a copy of this object shares the list
 
     def solve(
         self,
