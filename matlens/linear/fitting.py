@@ -121,7 +121,8 @@ def fit_samples(
     for site, vectors in wanted.items():
         check_finite(vectors, site)
     side_by_side = _SideBySide(wanted)
-    n, few = len(wanted[sites[0]]), slice(None, None, max(1, -(-len(wanted[sites[0]]) // LEFT_OUT)))
+    n = len(wanted[sites[0]])
+    few = slice(None, None, max(1, -(-n // LEFT_OUT)))
     for source, targets in by_source(named).items():
         widths = {target: wanted[target].shape[1] for target in targets}
         fit = LeastSquares(wanted[source].shape[1], widths, source=source, split=split)
@@ -134,12 +135,10 @@ def fit_samples(
             fit.update(x, blocks, weights=None if weights is None else weights[part])
         fit = fit.reduce()
         if not ridge and parallel.is_main():
-            ys, of_few = (
-                [wanted[target][few] for target in targets],
-                None if weights is None else weights[few],
-            )
             names = [f"{source} -> {target}" for target in targets]
-            found += noise_of_fit(fit, [(wanted[source][few], ys, of_few)], names, intercept=intercept)
+            ys = [wanted[target][few] for target in targets]
+            some = wanted[source][few], ys, None if weights is None else weights[few]
+            found += noise_of_fit(fit, [some], names, intercept=intercept)
         solved = fit.solve(**options) if parallel.is_main() else {}
         in_order = (solved.pop(target) for target in targets)
         for linear in maps_for_all(in_order, [(source, target) for target in targets], provenance):
