@@ -62,12 +62,12 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "gemma2": lambda: transformers.Gemma2Config(**_GROUPED, final_logit_softcapping=0.05),
     "gemma3": lambda: transformers.Gemma3TextConfig(**_GROUPED, sliding_window=16),
 }
-FAMILY_OF = {
+WIRING_OF = {
     "gpt2": "pre-norm", "llama": "pre-norm", "neox": "parallel", "gptj": "parallel", "bert": "post-norm",
     "gemma2": "extra-norm", "gemma3": "extra-norm", "granite": "scaled", "olmo2": "output-norm",
 }  # fmt: skip
 ARCHITECTURES = tuple(CONFIGS)
-WIRINGS = tuple(FAMILY_OF)  # and two more, for tests of what follows from the wiring
+WIRINGS = tuple(WIRING_OF)  # and two more, for tests of what follows from the wiring
 # Other kinds of models, whose wirings are among these.
 KINDS = {
     "roberta": "post-norm", "olmoe": "pre-norm", "qwen2-moe": "pre-norm", "gpt-oss": "pre-norm",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from conftest import D_MODEL, FAMILY_OF, LAYERS, N_LAYERS, RESIDUAL_MULTIPLIER, SCALED_SITES, SITE_MODULES
+from conftest import D_MODEL, LAYERS, N_LAYERS, RESIDUAL_MULTIPLIER, SCALED_SITES, SITE_MODULES, WIRING_OF
 from torch import Tensor
 
 # Where the heads' outputs enter the matrix that joins them; written by hand from the models' source.
@@ -138,8 +138,8 @@ def function_of(name: str, replaced: Part, sentence: int) -> tuple[str, Function
     """At which site of one sentence of a batch a part is written, and what is put there."""
     kind, layer = ends(replaced)[1]
     site, before = replaced.target, None
-    if kind == "mid" and FAMILY_OF[name] != "post-norm":  # a sum, which no module returns
-        normed = FAMILY_OF[name] in ("extra-norm", "output-norm")
+    if kind == "mid" and WIRING_OF[name] != "post-norm":  # a sum, which no module returns
+        normed = WIRING_OF[name] in ("extra-norm", "output-norm")
         site, before = f"{'ln1_post_out' if normed else 'attn_out'}.{layer}", f"h.{layer}"
 
     def write(value: Tensor, seen: Mapping[str, Tensor]) -> Tensor:

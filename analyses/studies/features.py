@@ -82,7 +82,7 @@ def compatibility(model: TransformerBridge) -> dict[str, str]:
         "control": set_coefficient,
     }
     return {
-        "wiring": layout.family.name,
+        "wiring": layout.wiring.name,
         "sites": ", ".join(("h", *layout.kinds)),
         **{name: _refusal(attempts[name]) for name in FEATURES},
     }

@@ -9,7 +9,7 @@ from matlens.models.layout import ModelLayout
 def head_pairs(layout: ModelLayout) -> list[tuple[str, str]]:
     """What enters attention, and what its heads give, in every block; refused where unknown."""
     if "attn_in" not in layout.kinds:
-        raise InputError(f"The attention of these blocks ({layout.family.name}) is not known.")
+        raise InputError(f"The attention of these blocks ({layout.wiring.name}) is not known.")
     pairs = []
     for layer in range(layout.n_layers):
         target = layout.resolve(f"z.{layer}")

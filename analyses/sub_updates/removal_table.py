@@ -116,7 +116,7 @@ def _readings(model: TransformerBridge, values: ValueVectors) -> dict[str, Calla
         make(model) for make in (Projection.from_model, Projection.after_norm, Projection.through_head)
     )
     gains: list[NormGain] = []
-    if values.output_kind != FFN_OUT or ModelLayout.from_model(model).family is POST_NORM:
+    if values.output_kind != FFN_OUT or ModelLayout.from_model(model).wiring is POST_NORM:
         norms = [norm_after_ffn(model, layer) for layer in range(values.n_layers)]
         gains = [NormGain.from_module(float32_on(norm, values.device), values.d_model) for norm in norms]
     through, is_rms = "f W" if hasattr(model, "mlm_head") else "f", not head.norm.gain.centred  # type: ignore[union-attr]

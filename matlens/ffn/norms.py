@@ -135,8 +135,8 @@ def norm_after_ffn(model: TransformerBridge, layer: int) -> nn.Module:
     layout, block = ModelLayout.from_model(model), model.blocks[layer]
     if NORMED_OUT in layout.kinds:
         return block.ln2_post.original_component
-    if layout.family is POST_NORM:
+    if layout.wiring is POST_NORM:
         return block.ln2.original_component
     raise InputError(
-        f"No norm follows the FFNs of {model.cfg.architecture} (its blocks are {layout.family.name})."
+        f"No norm follows the FFNs of {model.cfg.architecture} (its blocks are {layout.wiring.name})."
     )

@@ -207,10 +207,10 @@ def sites_before_ffn(model: TransformerBridge, layer: int) -> list[str]:
     layout = ModelLayout.from_model(model)
     if "mid" in layout.kinds:
         return [str(Site("mid", layer))]
-    if layout.family is PARALLEL:
+    if layout.wiring is PARALLEL:
         return [str(Site(kind, layer)) for kind in (STREAM, "attn_out")]  # as if attention came first
     raise InputError(
-        f"The blocks of {model.cfg.architecture} ({layout.family.name}) have no place that is known to be "
+        f"The blocks of {model.cfg.architecture} ({layout.wiring.name}) have no place that is known to be "
         "the stream before the FFN, so its updates cannot be traced."
     )
 

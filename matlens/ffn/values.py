@@ -103,7 +103,7 @@ class ValueParts:
         if COEFFICIENTS not in layout.kinds:
             plain = [str(layer) for layer in layers if mixtures[layer] is None]
             reason = (
-                f" (its blocks are {layout.family.name}): their output is not seen to be one matrix times "
+                f" (its blocks are {layout.wiring.name}): their output is not seen to be one matrix times "
                 "coefficients."
             )
             if 0 < len(plain) < layout.n_layers:

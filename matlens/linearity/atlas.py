@@ -352,7 +352,7 @@ def same_sites(layout: ModelLayout) -> dict[str, str]:
     """Sites that carry what another does, by the sums of a family that have one term."""
     return {
         f"{total}.{layer}": f"{terms[0]}.{layer}"
-        for total, terms in layout.family.sums
+        for total, terms in layout.wiring.sums
         if len(terms) == 1 and total in layout.kinds and terms[0] in (STREAM, *layout.kinds)
         for layer in range(layout.n_layers)
     }

@@ -21,7 +21,6 @@ from matlens.models.families.vision import is_visual, places_of_image, probe_ima
 from matlens.models.hooks import reading
 from matlens.models.sites import (
     COEFFICIENTS,
-    FAMILIES,
     MID,
     MID_CROSS,
     MID_HOOK,
@@ -29,8 +28,9 @@ from matlens.models.sites import (
     STREAM,
     STREAM_HOOKS,
     STREAM_ONLY,
-    Family,
+    WIRINGS,
     Site,
+    Wiring,
     block_hook,
 )
 from matlens.numerics import in_float64
@@ -68,7 +68,7 @@ class ModelLayout:
 
     Attributes
     ----------
-    family
+    wiring
         The wiring of its blocks: ``pre-norm``, ``scaled`` (pre-norm, with both outputs multiplied by a
         number before they are added: Granite), ``extra-norm``, ``output-norm`` (norms only behind attention
         and FFN, before the addition: OLMo-2), ``post-norm``, ``parallel``, ``cross-attention`` (the decoder
@@ -83,7 +83,7 @@ class ModelLayout:
         Every hook of the model, by each of its names.
     """
 
-    family: Family
+    wiring: Wiring
     n_layers: int
     d_model: int
     kinds: tuple[str, ...]
@@ -137,7 +137,7 @@ class ModelLayout:
         if site.kind not in kinds:
             near = difflib.get_close_matches(site.kind, kinds, n=1, cutoff=0.0)[0]
             raise InputError(
-                f"This model has no site {site.kind!r} (its blocks are {self.family.name}). "
+                f"This model has no site {site.kind!r} (its blocks are {self.wiring.name}). "
                 f"The nearest is {near!r}; it has {', '.join(kinds)}."
             )
         return site
@@ -155,7 +155,7 @@ class ModelLayout:
         if site.is_hook:
             return self.hooks[str(site)].name
         if site.kind != STREAM:
-            return block_hook(site.layer, self.family.hooks[site.kind])
+            return block_hook(site.layer, self.wiring.hooks[site.kind])
         if site.layer == 0:
             return block_hook(0, STREAM_HOOKS["h"])
         return block_hook(site.layer - 1, STREAM_HOOKS["next"])
@@ -167,12 +167,12 @@ class ModelLayout:
         only a norm reads the sum off a hook, writing there would leave the stream as it is.
         """
         site = self.resolve(site)
-        sums = dict(self.family.sums)
+        sums = dict(self.wiring.sums)
         addends = sums.get(site.kind, ()) if site.kind in (MID, MID_CROSS) else ()
         if not addends:
             return self.hook(site), None
         before, last = addends
-        hooks = {**self.family.hooks, **STREAM_HOOKS}
+        hooks = {**self.wiring.hooks, **STREAM_HOOKS}
         return block_hook(site.layer, hooks[last]), block_hook(site.layer, hooks[before])
 
     def order(self, site: str | int | Site) -> int:
@@ -196,7 +196,7 @@ class ModelLayout:
         """The site of a hook's own name; of two that share a hook the first."""
         sites: dict[str, Site] = {}
         for site in self.sites[self.n_layers + 1 :]:
-            sites.setdefault(block_hook(site.layer, self.family.hooks[site.kind]), site)
+            sites.setdefault(block_hook(site.layer, self.wiring.hooks[site.kind]), site)
         return sites
 
     def _resolve_hook(self, site: Site) -> Site:
@@ -217,7 +217,7 @@ class ModelLayout:
 
     def _hook_of(self, site: Site) -> str | None:
         """Name of the hook of a site inside a block, ``None`` where the model has no such site."""
-        return block_hook(site.layer, self.family.hooks[site.kind]) if site.kind in self.kinds else None
+        return block_hook(site.layer, self.wiring.hooks[site.kind]) if site.kind in self.kinds else None
 
 
 _KNOWN: WeakKeyDictionary[Any, tuple[tuple[Any, ...], ModelLayout]] = WeakKeyDictionary()
@@ -226,9 +226,9 @@ _SWITCHES = ("use_attn_result", "use_split_qkv_input", "use_hook_mlp_in", "use_a
 
 def _examine(model: TransformerBridge) -> ModelLayout:
     n_layers = model.cfg.n_layers
-    candidates = {name for family in FAMILIES for name in family.hooks.values()} | {*STREAM_HOOKS.values()}
+    candidates = {name for wiring in WIRINGS for name in wiring.hooks.values()} | {*STREAM_HOOKS.values()}
     mixtures = [mixture(model, layer) for layer in range(n_layers)]
-    families = [_of_mixtures(family) for family in FAMILIES] if any(mixtures) else FAMILIES
+    wirings = [_of_mixtures(wiring) for wiring in WIRINGS] if any(mixtures) else WIRINGS
     candidates |= {MIXTURE_HOOK}
     wanted = {block_hook(layer, name) for layer in range(n_layers) for name in candidates}
     probe, places = probe_inputs(model)
@@ -273,16 +273,16 @@ def _examine(model: TransformerBridge) -> ModelLayout:
         "n_layers": n_layers, "d_model": model.cfg.d_model, "hooks": by_name,
         "blocks_return_tuples": returned[0] is not None, "n_returned": returned[0] or 1,
     }  # fmt: skip
-    for family in families:
-        if all(_sums_hold(family, seen, layer) for layer in range(n_layers)):
-            d_mlp = _d_mlp(model, family, seen)
+    for wiring in wirings:
+        if all(_sums_hold(wiring, seen, layer) for layer in range(n_layers)):
+            d_mlp = _d_mlp(model, wiring, seen)
             kinds = tuple(
                 kind
-                for kind, name in family.hooks.items()
+                for kind, name in wiring.hooks.items()
                 if (kind != COEFFICIENTS or d_mlp)
                 and all(block_hook(layer, name) in seen for layer in range(n_layers))
             )
-            return ModelLayout(family, kinds=kinds, d_mlp=d_mlp, **common)
+            return ModelLayout(wiring, kinds=kinds, d_mlp=d_mlp, **common)
     return ModelLayout(STREAM_ONLY, kinds=(), **common)
 
 
@@ -348,8 +348,8 @@ def mixture(model: TransformerBridge, layer: int) -> Mixture | None:
     return experts
 
 
-def _of_mixtures(family: Family) -> Family:
-    return replace(family, hooks={**family.hooks, COEFFICIENTS: MIXTURE_HOOK})
+def _of_mixtures(wiring: Wiring) -> Wiring:
+    return replace(wiring, hooks={**wiring.hooks, COEFFICIENTS: MIXTURE_HOOK})
 
 
 def output_layer(model: TransformerBridge, layer: int) -> nn.Module:
@@ -363,12 +363,12 @@ def output_multiplier(model: TransformerBridge) -> float:
 
 
 @torch.inference_mode()
-def _d_mlp(model: TransformerBridge, family: Family, seen: Mapping[str, Tensor]) -> int:
+def _d_mlp(model: TransformerBridge, wiring: Wiring, seen: Mapping[str, Tensor]) -> int:
     """Width of the coefficients, 0 if a block's FFN output is not its output layer's of them."""
     widths, multiplier = set(), output_multiplier(model)
     for layer in range(model.cfg.n_layers):
         given, written = (
-            seen.get(block_hook(layer, family.hooks[kind])) for kind in (COEFFICIENTS, "ffn_out")
+            seen.get(block_hook(layer, wiring.hooks[kind])) for kind in (COEFFICIENTS, "ffn_out")
         )
         if given is None or written is None:
             return 0
@@ -381,10 +381,10 @@ def _d_mlp(model: TransformerBridge, family: Family, seen: Mapping[str, Tensor])
     return widths.pop() if len(widths) == 1 else 0
 
 
-def _sums_hold(family: Family, seen: Mapping[str, Tensor], layer: int) -> bool:
-    names = {**family.hooks, **STREAM_HOOKS}
+def _sums_hold(wiring: Wiring, seen: Mapping[str, Tensor], layer: int) -> bool:
+    names = {**wiring.hooks, **STREAM_HOOKS}
     block = {kind: seen.get(block_hook(layer, name)) for kind, name in names.items()}
-    for total, parts in family.sums:
+    for total, parts in wiring.sums:
         whole, addends = block[total], [block[part] for part in parts]
         if whole is None or any(addend is None for addend in addends):
             if total == "next":

@@ -11,7 +11,7 @@ vector, head after head. A hook that one of the kinds above stands for is that s
 
 Blocks are wired in different ways, and a hook of the same name carries different things in them. So
 the wiring of a model is not looked up by its name: `matlens.models.layout` runs a few tokens through it
-and takes the one family whose sums hold in every block. All hook names of the project are in this file.
+and takes the one wiring whose sums hold in every block. All hook names of the project are in this file.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Family:
+class Wiring:
     """How a block is wired: which hook carries which site, and which sums then hold.
 
     ``hooks`` maps a kind to the hook's name inside the block. ``sums`` lists ``(total, parts)``; the
@@ -183,7 +183,7 @@ _SUBMODULES = {
     "ffn_post": "mlp.out.hook_in",
 }
 
-PRE_NORM = Family(
+PRE_NORM = Wiring(
     "pre-norm",
     {**_LN, **_SUBMODULES, "mid": "ln2.hook_in"},
     (
@@ -195,12 +195,12 @@ PRE_NORM = Family(
     ),
 )
 # Each output is multiplied by one number before it is added; these hooks carry it multiplied.
-SCALED = Family(
+SCALED = Wiring(
     "scaled",
     {**PRE_NORM.hooks, "attn_out": "hook_attn_out", "ffn_out": "hook_mlp_out"},
     PRE_NORM.sums,
 )
-EXTRA_NORM = Family(
+EXTRA_NORM = Wiring(
     "extra-norm",
     {**_LN, **_LN_POST, **_SUBMODULES, "mid": "ln2.hook_in"},
     (
@@ -213,7 +213,7 @@ EXTRA_NORM = Family(
         ("next", ("mid", "ln2_post_out")),
     ),
 )
-POST_NORM = Family(
+POST_NORM = Wiring(
     "post-norm",
     {
         **_LN,
@@ -232,7 +232,7 @@ POST_NORM = Family(
         ("next", ("ln2_out",)),
     ),
 )
-OUTPUT_NORM = Family(
+OUTPUT_NORM = Wiring(
     "output-norm",
     {**_LN_POST, **_SUBMODULES, "mid": "mlp.hook_in"},
     (
@@ -244,7 +244,7 @@ OUTPUT_NORM = Family(
         ("next", ("mid", "ln2_post_out")),
     ),
 )
-PARALLEL = Family(
+PARALLEL = Wiring(
     "parallel",
     {**_LN, **_SUBMODULES},
     (
@@ -256,7 +256,7 @@ PARALLEL = Family(
 )
 # The decoder of an encoder-decoder: attention, attention to the encoder's last layer, FFN. Here ``ln2`` and
 # ``mid`` stand before the FFN as everywhere; what stands before the attention to the encoder is named by it.
-CROSS = Family(
+CROSS = Wiring(
     "cross-attention",
     {
         **{f"ln1_{side}": f"ln1.hook_{side}" for side in ("in", "out")},
@@ -278,8 +278,8 @@ CROSS = Family(
         ("next", (MID, "ffn_out")),
     ),
 )
-FAMILIES = (PRE_NORM, SCALED, EXTRA_NORM, OUTPUT_NORM, POST_NORM, PARALLEL, CROSS)
-STREAM_ONLY = Family("stream-only", {}, ())
+WIRINGS = (PRE_NORM, SCALED, EXTRA_NORM, OUTPUT_NORM, POST_NORM, PARALLEL, CROSS)
+STREAM_ONLY = Wiring("stream-only", {}, ())
 
 
 def stack_hooks(stack: str) -> dict[str, str]:

@@ -48,7 +48,7 @@ def submodule_pairs(layout: ModelLayout, names: Sequence[str] = SUBMODULES) -> l
     """
     if not layout.kinds:
         raise InputError(
-            f"The blocks of this model are {layout.family.name}: none of the known sums holds in them, so "
+            f"The blocks of this model are {layout.wiring.name}: none of the known sums holds in them, so "
             "their sub-modules cannot be fitted or replaced."
         )
     unknown = [name for name in names if name not in (*SUBMODULES, "ln1_post", "ln2_post")]
@@ -119,7 +119,7 @@ def attend_nowhere(
     """
     layout = ModelLayout.from_model(model)
     first, last = (layout.resolve(Site(STREAM, layer)).layer for layer in (first, last))
-    if layout.family is CROSS:
+    if layout.wiring is CROSS:
         raise InputError(
             f"The blocks of {model.cfg.architecture} cannot be run on single vectors: they read the "
             "encoder's last layer as well. Use matlens.patched(model, matlens.mat_attn(maps, first, last))."

@@ -14,10 +14,10 @@ from breaking import break_off_at
 from conftest import (
     ARCHITECTURES,
     D_MODEL,
-    FAMILY_OF,
     LAYERS,
     N_LAYERS,
     SITE_MODULES,
+    WIRING_OF,
     WIRINGS,
     assert_near,
     load_plain,
@@ -302,7 +302,7 @@ def test_nothing_runs_past_the_last_wanted_site(
         for block in range(N_LAYERS):
             assert called.count(f"block {block}") == (n if block < blocks else 0)
         assert called.count("unembed") == called.count("ln_final") == 0
-        if sites == ["attn_out.1"] and FAMILY_OF[name] != "parallel":
+        if sites == ["attn_out.1"] and WIRING_OF[name] != "parallel":
             assert called.count("ffn_out.1") == 0
             assert called.count("ffn_out.0") == n
         if sites == ["h.0"]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import FAMILY_OF
+from conftest import WIRING_OF
 from studies import FEATURES, compatibility
 from transformer_lens.model_bridge import TransformerBridge
 
@@ -18,10 +18,10 @@ SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "analyses" / "compatibil
 Models = Callable[[str], TransformerBridge]
 
 
-@pytest.mark.parametrize("name", [*FAMILY_OF, "roberta"])
+@pytest.mark.parametrize("name", [*WIRING_OF, "roberta"])
 def test_every_feature_works_with_the_claimed_families(name: str, small_model: Models) -> None:
     offered = compatibility(small_model(name))
-    assert offered["wiring"] == FAMILY_OF.get(name, "post-norm")
+    assert offered["wiring"] == WIRING_OF.get(name, "post-norm")
     assert {offered[feature] for feature in FEATURES} == {""}
 
 

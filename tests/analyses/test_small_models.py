@@ -28,7 +28,7 @@ def test_a_small_model_is_trained_and_compared_with_ngrams(name: str, corpora: P
     table = pd.read_csv(out / f"{name}.csv")
     assert_figure(out, name)
     model = matlens.load(out / MODELS[name], device="cpu")
-    assert ModelLayout.from_model(model).family.name == "pre-norm"
+    assert ModelLayout.from_model(model).wiring.name == "pre-norm"
     _, held_out = matlens.load_corpus(words).split(n_train=80, n_validation=20)
     end, logs = model.tokenizer.eos_token_id, []
     for sentence in held_out.sentences:

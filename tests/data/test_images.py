@@ -66,7 +66,7 @@ def test_sites_are_the_plain_models_and_add_up(
 ) -> None:
     model, theirs = small_model("vit"), plain_vectors(plain_model("vit"))
     known, examples = ModelLayout.from_model(model), make_image_examples(model, IMAGES)
-    assert (known.family.name, known.d_mlp) == ("pre-norm", 48)
+    assert (known.wiring.name, known.d_mlp) == ("pre-norm", 48)
     assert {str(site) for site in known.sites} == set(theirs) - {"logits"}
     ours = matlens.collect(model, examples, known.sites, positions="all", progress=False)
     for site in known.sites:

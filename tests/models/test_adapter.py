@@ -59,7 +59,7 @@ def unembedding() -> torch.Tensor:
 
 def test_a_bridge_has_every_site(model: Any) -> None:
     layout = ModelLayout.from_model(model)
-    assert (layout.family.name, layout.n_layers, layout.d_model, layout.d_mlp) == ("pre-norm", 3, 16, 24)
+    assert (layout.wiring.name, layout.n_layers, layout.d_model, layout.d_mlp) == ("pre-norm", 3, 16, 24)
     assert {"ln1_in", "ln1_out", "attn_out", "mid", "ln2_out", "ffn_post", "ffn_out"} <= set(layout.kinds)
     assert layout.resolve("blocks.2.attn.hook_z") is not None
     assert changes_of(model) == ()

@@ -53,7 +53,7 @@ def test_newer_falcons_are_the_model_that_transformers_loads(
     model = matlens.load(str(tmp_path), device="cpu")
     assert_near(logits(model), logits(plain))
     layout = ModelLayout.from_model(model)
-    assert layout.family.name == "parallel"
+    assert layout.wiring.name == "parallel"
     assert ("ln2_out" in layout.kinds) == (settings.get("num_ln_in_parallel_attn") != 1)
     _, seen = model.run_with_cache(TOKENS[:1])
     attention, given = plain.transformer.h[1].self_attention, seen["blocks.1.attn.hook_in"]

@@ -209,7 +209,7 @@ def test_sites_and_sub_updates_add_up(named: tuple[Kind, Any, Any]) -> None:
     for layer in range(layout.n_layers):
         block = {name: vectors[f"{name}.{layer}"] for name in ("h", *layout.kinds)}
         block["next"] = vectors[f"h.{layer + 1}"]
-        for total, parts in layout.family.sums:
+        for total, parts in layout.wiring.sums:
             if {total, *parts} <= set(block):
                 assert_near(block[total], torch.stack([block[part] for part in parts]).sum(0), 1e-6)
         written = block["ffn_post"] @ values.matrix(layer) + values.bias(layer)

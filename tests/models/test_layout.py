@@ -13,11 +13,11 @@ from conftest import (
     APART,
     ARCHITECTURES,
     D_MODEL,
-    FAMILY_OF,
     KINDS,
     LAYERS,
     N_LAYERS,
     SITE_MODULES,
+    WIRING_OF,
     WIRINGS,
     assert_near,
     load_plain,
@@ -86,7 +86,7 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_family_and_kinds_are_those_of_the_architecture(name: str, small_model: Callable[[str], Any]) -> None:
     found = ModelLayout.from_model(small_model(name))
     kinds = {*SITE_MODULES[name], *APART.get(name, ())}
-    assert found.family.name == (FAMILY_OF | KINDS)[name]
+    assert found.wiring.name == (WIRING_OF | KINDS)[name]
     assert set(found.kinds) == kinds
     assert (found.n_layers, found.d_model) == (N_LAYERS, D_MODEL)
     assert [str(site) for site in found.stream] == [f"h.{i}" for i in range(N_LAYERS + 1)]
@@ -124,7 +124,7 @@ def test_every_site_is_the_end_of_its_module(
 @pytest.mark.parametrize("name", [*WIRINGS, *KINDS, "neox-sequential"])
 def test_the_plain_model_adds_up_as_its_family_says(name: str, plain_model: Callable[[str], Any]) -> None:
     """The wiring itself, without matlens: where it holds, the family's sites mean what they are said to."""
-    family = (FAMILY_OF | KINDS).get(name, "pre-norm")
+    family = (WIRING_OF | KINDS).get(name, "pre-norm")
     found = plain_vectors(name, plain_model(name), TOKENS)
     for layer in range(N_LAYERS):
         block = {kind: found[f"{kind}.{layer}"] for kind in ["h", *SITE_MODULES[name]]}
@@ -150,7 +150,7 @@ def test_half_precision_has_the_same_layout(
 def test_wiring_is_found_by_its_sums_and_not_by_the_name(tmp_path: Path) -> None:
     """GPT-NeoX without parallel residuals has the same class and hook names, and is a pre-norm model."""
     model = matlens.load(str(save_model("neox-sequential", tmp_path)), device="cpu")
-    assert ModelLayout.from_model(model).family.name == "pre-norm"
+    assert ModelLayout.from_model(model).wiring.name == "pre-norm"
     theirs = plain_vectors("neox-sequential", load_plain("neox-sequential", tmp_path), TOKENS)
     for site, value in vectors(model).items():
         assert_near(value, theirs[site])
@@ -160,7 +160,7 @@ def test_blocks_whose_parts_add_the_stream_themselves_have_only_the_stream(tmp_p
     """What BLOOM's attention and FFN return has the stream in it already, so no known sum holds."""
     model = matlens.load(str(save_model("bloom", tmp_path)), device="cpu")
     found = ModelLayout.from_model(model)
-    assert (found.family.name, found.kinds, found.sites) == ("stream-only", (), found.stream)
+    assert (found.wiring.name, found.kinds, found.sites) == ("stream-only", (), found.stream)
     theirs = plain_vectors("bloom", load_plain("bloom", tmp_path), TOKENS)
     for site, value in vectors(model).items():
         assert_near(value, theirs[site])
@@ -187,7 +187,7 @@ def test_one_block_that_does_not_add_up_is_enough_to_trust_only_the_stream(
     inner = getattr(block, "original_component", block)
     handle = inner.register_forward_hook(shifted)
     try:
-        assert ModelLayout.from_model(model).family.name == "stream-only"
+        assert ModelLayout.from_model(model).wiring.name == "stream-only"
     finally:
         handle.remove()
 
@@ -208,7 +208,7 @@ def test_missing_site_names_those_that_exist(
             ask(missing)
         message = str(caught.value)
         assert repr(missing.split(".")[0]) in message
-        assert FAMILY_OF[name] in message
+        assert WIRING_OF[name] in message
         listed = message.split("it has ")[1].rstrip(".").split(", ")
         assert set(listed) == {"h", *SITE_MODULES[name]}
 
@@ -237,7 +237,7 @@ def test_an_ffn_that_changes_what_its_output_layer_gives_has_no_coefficients(
         found = ModelLayout.from_model(model)
     finally:
         handle.remove()
-    assert found.family.name == FAMILY_OF[name]
+    assert found.wiring.name == WIRING_OF[name]
     assert (set(found.kinds), found.d_mlp) == (kinds - {"ffn_post"}, 0)
 
 
@@ -267,7 +267,7 @@ def test_hooks_are_gone_when_the_run_fails(small_model: Callable[[str], Any], fo
     finally:
         handle.remove()
     assert hook_counts(model) == before
-    assert ModelLayout.from_model(model).family.name == "pre-norm"  # a failure is not remembered
+    assert ModelLayout.from_model(model).wiring.name == "pre-norm"  # a failure is not remembered
 
 
 def test_the_layout_runs_the_model_once(

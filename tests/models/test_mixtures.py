@@ -74,7 +74,7 @@ def test_coefficients_and_value_vectors_are_those_of_the_weights(
     model, plain = small_model(name), plain_model(name)
     layout, values = ModelLayout.from_model(model), ValueVectors(model)
     width, shared = WIDTHS[name]
-    assert (layout.family.name, layout.d_mlp) == ("pre-norm", 4 * width + shared)
+    assert (layout.wiring.name, layout.d_mlp) == ("pre-norm", 4 * width + shared)
     examples = matlens.data.make_token_examples(model, TOKENS, positions=[[*range(TOKENS.shape[1])]])
     sites = [f"{kind}.{layer}" for kind in ("ffn_post", "ffn_out") for layer in range(N_LAYERS)]
     collected = collect(model, examples, sites, progress=False)

@@ -113,7 +113,7 @@ def test_sites_are_the_plain_models_and_add_up(name: str, stacks: dict[str, Any]
     """In padded batches of sources and targets of different lengths, as in each pair alone."""
     model = stacks[name]
     known, examples = ModelLayout.from_model(model), examples_of(name, model)
-    assert known.family.name == {"encoder": "pre-norm", "decoder": "cross-attention"}[name]
+    assert known.wiring.name == {"encoder": "pre-norm", "decoder": "cross-attention"}[name]
     assert (known.n_layers, set(known.kinds), known.d_mlp) == (LAYERS[name], set(MODULES[name]), 48)
     collected = matlens.collect(model, examples, known.sites, positions="all", progress=False)
     for number in range(len(examples)):
