@@ -54,15 +54,27 @@ def shrink(code: str) -> str:
     return re.sub(r"(?<![\w.\"'-])\d[\d_]*(?![\w.\"'-])", lambda number: small(number[0]), code)
 
 
+# Options that make a command small where it does not give them itself.
+SMALL_OPTIONS = {
+    "run": ("--train", "100", "--val", "20", "--pairs", "last"),
+    "collect": ("--train", "100", "--val", "20"),
+    "part": ("--train", "100", "--val", "20", "--pairs", "last"),
+    "fit": ("--pairs", "last"),
+    "merge": ("--pairs", "last"),
+    "lens fit": ("--train", "60"),
+    "lens report": ("--train", "60", "--val", "10"),
+    "linearity": ("--every", "15", "--windows", "12", "--window", "16"),
+    "values cluster": ("--clusters", "50"),
+}
+
+
 def shrink_arguments(arguments: list[str]) -> list[str]:
     """Arguments of a command, with sizes for the small models where they are given and where they are not."""
     shrunk = [shrink(argument) for argument in arguments]
-    defaults = {"run": ("--train", "100", "--val", "20"), "collect": ("--train", "100", "--val", "20")}
-    defaults["shard"] = defaults["run"]
-    defaults["values cluster"] = ("--clusters", "50")
-    for command, options in defaults.items():
-        if " ".join(shrunk).startswith(command) and options[0] not in shrunk:
-            shrunk += options
+    for command, options in SMALL_OPTIONS.items():
+        if " ".join(shrunk).startswith(f"{command} "):
+            for name, value in zip(options[::2], options[1::2], strict=True):
+                shrunk += [] if name in shrunk else [name, value]
     return shrunk
 
 
@@ -151,6 +163,7 @@ def small_world(
     monkeypatch.setattr("matlens.ffn.catalogue.load", small_load)
     (tmp_path / "gpt2").symlink_to(small_models / "gpt2")  # the name is looked up before it is loaded
     monkeypatch.setattr("matlens.data.corpus.open_source", lambda *_: nullcontext(small_sentences()))
+    monkeypatch.setattr("matlens.pruning.evaluation._WRITTEN", 4)
     yield tmp_path
     torch.set_num_threads(threads)
 
