@@ -489,9 +489,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Sizes of the comparison on the real model; `make verify` asks for the full one."""
-    parser.addoption(
-        "--real-train", type=int, default=72, help="train sentences of tests/study/test_real.py"
-    )
+    parser.addoption("--real-train", type=int, default=72, help="train sentences of tests/study/test_real.py")
     parser.addoption(
         "--real-val", type=int, default=24, help="validation sentences of tests/study/test_real.py"
     )
