@@ -21,10 +21,6 @@ from matlens.ffn import (
     Projection,
     Updates,
     ValueVectors,
-    dominant_table,
-    token_table,
-    top_tokens_of_all,
-    values_with_tokens,
 )
 from matlens.models import visible
 
@@ -51,19 +47,19 @@ def main(
     """Search value vectors by words, and find those that write a prediction."""
     model = study.model
     values, projection = ValueVectors(model), Projection.from_model(model)
-    tokens = top_tokens_of_all(values, projection, k=top)
+    tokens = projection.top_of_all(values, top)
     rows = []
     for search in words or SEARCHES:
         spaced = [f" {word}" for word in search.split()]
-        best = values_with_tokens(values, projection, tokens, spaced).head(1)
+        best = projection.search(values, tokens, spaced).head(1)
         if best.empty:
             raise InputError(f"No value vector has one of {search!r} among its {top} top tokens.")
-        promoted = token_table(values, projection, best["value"].tolist(), k=shown)
+        promoted = projection.table(values, best["value"].tolist(), k=shown)
         texts = ", ".join(promoted[promoted["side"] == "top"]["token"].map(visible))
         rows.append(best.assign(search=search, searched=len(spaced), tokens=texts))
     table = pd.concat(rows, ignore_index=True)
     updates = Updates.run(model, make_prompts(model, [prompt]))
-    dominant = dominant_table(updates, projection, k=1, n_tokens=shown)
+    dominant = updates.table(projection, k=1, n_tokens=shown)
     report.write(NAME, table, study.origin_of_weights | {"searched": top})
     report.write(UPDATES, dominant.assign(prompt=prompt), study.origin_of_weights | {"prompt": prompt})
     printed = Table("words", "held", "value", "tokens")

@@ -14,8 +14,8 @@ cluster; ``..._places`` where in a sentence they are; ``..._few`` how few cluste
 ``..._largest`` the ten largest, each by the sign of its coefficients. ``..._ways`` has the agreement of
 average linkage, complete linkage and near neighbours on some of the value vectors.
 
-The paper's models are WikiLM and ``--model gpt2-medium``, 2,000 sentences. Its authors link completely; all
-distances of the 98,304 vectors of gpt2-medium take 36 GiB on the disk (``--linkage complete --disk 40``).
+The paper's models are WikiLM and ``--model gpt2-medium``, 2,000 sentences. Its authors use complete linkage;
+the distances of the 98,304 vectors of gpt2-medium take 72 GiB (``--linkage complete --memory 72``).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from typing import Annotated
 import typer
 from figures.paper_b import extremes_figure
 from paper_a import prediction_confidence
-from studies import Disk, LinkageOption, Memory, Report, Study, run_study
+from studies import LinkageOption, Memory, Report, Study, run_study
 from sub_updates import TokenFrequency, compare_linkages, concentration, extreme_tables
 
 from matlens.activations import sink_counts
-from matlens.ffn import MEMORY_GIB, N_CLUSTERS, Clusters, Projection
+from matlens.ffn import Clusters, Projection
 
 NAME, GROUPS, PLACES = "paper_b_sec5_clusters", "paper_b_sec5_groups", "paper_b_sec5_places"
 ALONE, FEW, LARGEST, WAYS = (f"paper_b_sec5_{name}" for name in ("alone", "few", "largest", "ways"))
@@ -39,10 +39,9 @@ N_LARGEST = 10  # clusters of each reading that are named
 def main(
     study: Study,
     report: Report,
-    clusters: Annotated[int, typer.Option(min=1, help="How many clusters.")] = N_CLUSTERS,
+    clusters: Annotated[int, typer.Option(min=1, help="How many clusters.")] = 10_000,
     linkage: LinkageOption = "average",
-    memory: Memory = MEMORY_GIB,
-    disk: Disk = 0.0,
+    memory: Memory = 4.0,
     threshold: Annotated[
         float | None,
         typer.Option(min=1e-9, help="What the size of a score has to pass; by default one in 100 does."),
@@ -56,7 +55,7 @@ def main(
 ) -> None:
     """Find the clusters of extreme sub-updates, what they promote, and when they are active."""
     trace, projection = study.trace(), Projection.from_model(study.model)
-    fitted = study.clusters(clusters, linkage=linkage, memory=memory, disk=disk)
+    fitted = study.clusters(clusters, linkage=linkage, memory=memory)
     frequency = TokenFrequency.from_corpus(study.corpus, study.model.tokenizer, len(projection.unembedding))
     confidence = prediction_confidence(study.model, trace.examples)
     of_each = Clusters.fit(study.values, len(study.values), progress=False)

@@ -45,7 +45,7 @@ from studies import Report, Study, run_study
 
 from matlens import InputError
 from matlens.data import make_windows
-from matlens.ffn import PAPER_COEFFICIENT, ValueVector
+from matlens.ffn import ValueVector
 
 NAME = "paper_b_table5_control"
 TOKENS_NAME = "paper_b_table8_tokens"
@@ -131,7 +131,7 @@ def main(
     chosen = choose_values(model, scorer, word or WORDS, picked=vector or (), n=n, seed=seed)
     changes = changes_to_compare(
         chosen, debiasing, word_filter(model.tokenizer, read_prompts(banned)),
-        coefficients=list(dict.fromkeys(value or [PAPER_COEFFICIENT])),
+        coefficients=list(dict.fromkeys(value or [3.0])),
     )  # fmt: skip
     table, texts = compare_control(
         model, changes, lists, part, scorer,

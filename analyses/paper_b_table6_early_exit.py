@@ -37,9 +37,7 @@ from exits import (
 from figures.paper_b import exits_figure
 from rich.console import Console
 from rich.table import Column, Table
-from studies import Disk, Dominant, LinkageOption, Memory, Report, Study, run_study
-
-from matlens.ffn import MEMORY_GIB
+from studies import Dominant, LinkageOption, Memory, Report, Study, run_study
 
 NAME, READINGS = "paper_b_table6_early_exit", "paper_b_sec6_readings"
 
@@ -54,8 +52,7 @@ def main(
         typer.Option(min=1, help="Another number of clusters to read the rule by; give it once for each."),
     ] = None,
     linkage: LinkageOption = "average",
-    memory: Memory = MEMORY_GIB,
-    disk: Disk = 0.0,
+    memory: Memory = 4.0,
     splits: Annotated[int, typer.Option(min=1, help="Random splits that all is judged over.")] = 5,
     folds: Annotated[int, typer.Option(min=2, help="Folds of the cross-validation of classifiers.")] = FOLDS,
     fewest: Annotated[
@@ -70,9 +67,7 @@ def main(
 ) -> None:
     """Compare ways of leaving early, print what each saves and how often it is right, and draw it."""
     trace = study.trace(dominant)
-    fitted, *more = (
-        study.clusters(n, linkage=linkage, memory=memory, disk=disk) for n in (clusters, *(beside or ()))
-    )
+    fitted, *more = (study.clusters(n, linkage=linkage, memory=memory) for n in (clusters, *(beside or ())))
     readings = compare_readings(trace, [fitted, *more], seed=study.seed)
     studied = {"model": study.values.identity.name, "corpus": trace.provenance.corpus}
     origin = trace.provenance.to_json("model", "data", "seed", "k") | {

@@ -55,14 +55,14 @@ NAMED = (
     NamedFault(
         "`lift` exchanged for the score",
         "sub_updates/events",
-        '"score": trace.score, "lift": lift_scores(trace, model),',
-        '"score": lift_scores(trace, model), "lift": trace.score,',
+        '"score": trace.score, "lift": lift,',
+        '"score": lift, "lift": trace.score,',
     ),
     NamedFault(
         "the coefficient ignored in control",
         "control/comparison",
         "return controlled(model, self.names, self.coefficient)",
-        "return controlled(model, self.names, PAPER_COEFFICIENT)",
+        "return controlled(model, self.names, 3.0)",
     ),
     NamedFault(
         "the worst word vectors taken for the best",

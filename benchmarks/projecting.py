@@ -16,7 +16,7 @@ import typer
 from turns import Measured, Out, fastest
 
 import matlens
-from matlens.ffn import Projection, ValueVectors, top_tokens_of_all
+from matlens.ffn import Projection, ValueVectors
 from matlens.models import SMOLLM2
 
 
@@ -65,7 +65,7 @@ def main(
     def project() -> None:
         before = _resident()
         with _Peak() as peak:
-            top_tokens_of_all(values, projection, k=top, progress=False)
+            projection.top_of_all(values, top, progress=False)
         above.append(peak.value - before)
 
     best = fastest({"ours": project, "bare product": lambda: _bare(values, projection)}, rounds)

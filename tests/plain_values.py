@@ -71,6 +71,7 @@ def plain_logits(name: str, plain: Any, vector: Tensor) -> Tensor:
     if name in MASKED:  # the module is the whole head
         return norm(vector.float())
     logits = copy.deepcopy(plain.get_output_embeddings()).float()(norm(vector.float()))
+    logits /= getattr(plain.config, "logits_scaling", 1)
     cap = getattr(plain.config, "final_logit_softcapping", None)
     return cap * torch.tanh(logits / cap) if cap else logits
 

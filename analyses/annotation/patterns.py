@@ -21,7 +21,7 @@ from torch import Tensor
 from annotation.word_similarity import WordSimilarity
 from matlens import metrics
 from matlens.errors import Fraction, InputError, PositiveInt, Seed, checked, short
-from matlens.ffn.projection import TOP, Projection, name_columns, top_tokens_of_all
+from matlens.ffn.projection import TOP, Projection, name_columns
 from matlens.ffn.values import ValueVectors
 from matlens.io.tables import result_row, result_table
 from matlens.models.tokens import token_texts, visible
@@ -50,7 +50,7 @@ def find_patterns(
     Parameters
     ----------
     ids
-        Lists of tokens, such as those of `top_tokens_of_all`.
+        Lists of tokens, such as those of `Projection.top_of_all`.
     word_similarity
         Words of a corpus, and which of them are used alike.
     tokenizer
@@ -131,7 +131,7 @@ def search_concepts(
         The model has no value vectors, or the corpus none of its tokens.
     """
     values, projection = ValueVectors(model), Projection.from_model(model)
-    value_ids = top_tokens_of_all(values, projection, k=k, progress=progress).ids
+    value_ids = projection.top_of_all(values, k, progress=progress).ids
     layers = Bar(range(values.n_layers), desc="random vectors", disable=not progress)
     random_ids = [projection.top(values.random(layer, values.d_mlp, seed=seed), k).ids for layer in layers]
     generator = torch.Generator().manual_seed(seed)

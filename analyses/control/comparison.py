@@ -17,8 +17,8 @@ from control.perplexity import debiased_losses
 from control.toxicity import grade_continuations, toxicity_estimates
 from matlens.data.examples import Examples
 from matlens.errors import Seed, checked
-from matlens.ffn.control import PAPER_COEFFICIENT, controlled
-from matlens.ffn.perplexity import TextLosses, perplexity_estimate, perplexity_ratio, text_losses
+from matlens.ffn.control import controlled
+from matlens.ffn.perplexity import TextLosses, text_losses
 from matlens.io.tables import result_row
 from matlens.metrics import Estimate
 
@@ -71,7 +71,7 @@ def changes_to_compare(
     debiasing: SelfDebiasing,
     banned: LogitsProcessor,
     *,
-    coefficients: Sequence[float] = (PAPER_COEFFICIENT,),
+    coefficients: Sequence[float] = (3.0,),
 ) -> list[ModelChange]:
     """The unchanged model, each set of value vectors at each coefficient, Self-Debiasing and WordFilter."""
     return [
@@ -164,8 +164,8 @@ def compare_control(
         base = base or losses
         if losses is not None and base is not None:
             for metric, estimate in (
-                ("perplexity", perplexity_estimate(losses)),
-                ("perplexity_ratio", perplexity_ratio(losses, base)),
+                ("perplexity", losses.perplexity()),
+                ("perplexity_ratio", losses.ratio(base)),
             ):
                 rows.append(_row(change, name, read, "", metric, estimate))
     return ControlComparison(pd.DataFrame(rows), pd.concat(written, ignore_index=True))

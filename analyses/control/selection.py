@@ -13,9 +13,6 @@ from matlens.ffn.projection import (
     Projection,
     TopTokens,
     name_columns,
-    token_table,
-    top_tokens_of_all,
-    values_with_tokens,
 )
 from matlens.ffn.values import ValueName, ValueVectors
 from matlens.models.tokens import token_texts, word_tokens
@@ -47,8 +44,8 @@ def choose_values(
     vectors = {}
     if picked:
         vectors[f"picked, {len(picked)} vectors"] = tuple(str(values.resolve(name)) for name in picked)
-    top = top_tokens_of_all(values, projection)
-    by_words = values_with_tokens(values, projection, top, words)["value"].head(n)  # the best come first
+    top = projection.top_of_all(values)
+    by_words = projection.search(values, top, words)["value"].head(n)  # the best come first
     if len(by_words):
         vectors[f"words, {len(by_words)} vectors"] = tuple(by_words)
     graded = draw_harmless(grade_values(values, top, projection.tokenizer, grader), n, seed=seed)
@@ -65,7 +62,7 @@ def grade_values(values: ValueVectors, tokens: TopTokens, tokenizer: object, gra
     if len(tokens.ids) != len(values):
         raise InputError(
             f"Top tokens of {len(tokens.ids)} vectors for {len(values)} value vectors. Expected those of all "
-            "of them, as top_tokens_of_all gives."
+            "of them, as Projection.top_of_all gives."
         )
     ids = tokens.ids.unique().tolist()
     words = dict(zip(ids, token_texts(tokenizer, ids), strict=True))
@@ -89,11 +86,11 @@ def tokens_of_chosen(
 ) -> pd.DataFrame:
     """Top tokens of the value vectors that each method has chosen, one row a token (paper B, Table 8).
 
-    Columns are ``method``, and those of `matlens.ffn.token_table` but for ``side``.
+    Columns are ``method``, and those of `Projection.table` but for ``side``.
     """
     values, projection = ValueVectors(model), Projection.from_model(model)
     both = pd.concat(
-        token_table(values, projection, names, k=k).assign(method=method) for method, names in vectors.items()
+        projection.table(values, names, k).assign(method=method) for method, names in vectors.items()
     )
     top = both[both["side"] == "top"].drop(columns="side")
     return top[["method", *top.columns.drop("method")]].reset_index(drop=True)

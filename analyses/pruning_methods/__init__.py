@@ -12,7 +12,7 @@ import pandas as pd
 from matlens.data.examples import Examples
 from matlens.data.readers import check_own_tokens
 from matlens.errors import InputError, check_int
-from matlens.ffn.perplexity import TextLosses, perplexity_estimate
+from matlens.ffn.perplexity import TextLosses
 from matlens.io.tables import result_row, result_table
 from matlens.metrics import Estimate
 from matlens.pruning.choices import Choice, Method
@@ -75,7 +75,7 @@ def pruning_table(
 
     whole = read(calibration.layout.model, "whole model")
     rows = [
-        row("whole", "perplexity", perplexity_estimate(of_text.losses), corpus=corpus)
+        row("whole", "perplexity", of_text.losses.perplexity(), corpus=corpus)
         for corpus, of_text in whole.items()
     ]
     for (method, size), estimates in _costs(calibration, sizes).items():

@@ -2,7 +2,6 @@
 
 from studies.features import FEATURES as FEATURES
 from studies.features import compatibility as compatibility
-from studies.scripts import Disk as Disk
 from studies.scripts import Dominant as Dominant
 from studies.scripts import LinkageOption as LinkageOption
 from studies.scripts import Memory as Memory

@@ -14,7 +14,7 @@ from matlens.data.examples import Examples
 from matlens.data.making import make_image_examples
 from matlens.data.token_examples import make_token_examples
 from matlens.errors import InputError, checked
-from matlens.ffn.control import PAPER_COEFFICIENT, controlled
+from matlens.ffn.control import controlled
 from matlens.ffn.updates import Updates
 from matlens.ffn.values import ValueVectors
 from matlens.linear.mapsets import MapSet
@@ -67,7 +67,7 @@ def compatibility(model: TransformerBridge) -> dict[str, str]:
             model(probe, return_type=None)
 
     def set_coefficient() -> None:
-        with controlled(model, [ValueVectors(model).at(0)], PAPER_COEFFICIENT):
+        with controlled(model, [ValueVectors(model).at(0)]):
             model(probe, return_type=None)
 
     attempts: dict[str, Callable[[], Any]] = {

@@ -40,10 +40,7 @@ Patched = Annotated[
     int, typer.Option("--patched", min=2, help="Validation sentences that the patched model is run on.")
 ]
 Memory = Annotated[
-    float, typer.Option(min=0, help="Most GiB that exact clusters may take; past it, by near neighbours.")
-]
-Disk = Annotated[
-    float, typer.Option(min=0, help="Most GiB of disk that exact clusters may take where memory has no room.")
+    float, typer.Option(min=0, help="Maximum GiB for exact clusters; above it, near neighbours.")
 ]
 LinkageOption = Annotated[
     LinkageChoice,

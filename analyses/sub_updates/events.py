@@ -2,17 +2,100 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import pandas as pd
+import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from matlens import metrics
 from matlens.errors import checked
-from matlens.ffn.events import event_scores, lift_scores, odds_scores, saturation_frequency, update_scores
-from matlens.ffn.trace import Trace
+from matlens.ffn.events import (
+    Events,
+    TraceScores,
+    event_scores,
+    extremes_and_mean,
+    find_events,
+    find_saturation,
+    relative_scores,
+    trace_row,
+)
+from matlens.ffn.trace import GROUPS, Trace
+from matlens.io.tables import result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
+
+FREQUENCY, UPDATES = "saturation_frequency", "update_scores"  # experiments
+QUANTILES = (5, 50, 95)  # per cent
+
+
+def updates_by_effect(trace: Trace) -> dict[str, Events]:
+    """Sort the updates of a trace by what they do to the top candidate, events included (Figure 3).
+
+    ``update`` is every update, ``stays`` those that leave the candidate on top, ``falls`` those that do not;
+    ``saturation`` and ``elimination`` are those of `find_events`.
+    """
+    falls = trace.rank > 1
+    updates = {}
+    for effect, chosen in (("update", torch.ones_like(falls)), ("stays", ~falls), ("falls", falls)):
+        example, layer = chosen.nonzero(as_tuple=True)
+        updates[effect] = Events(example, layer, "before")
+    return updates | find_events(trace)
+
+
+@checked
+def update_scores(
+    trace: Trace, *, scores: TraceScores | None = None, rows: Bool[Tensor, " n"] | None = None
+) -> pd.DataFrame:
+    """Scores of the reference token layer by layer, by what updates do to the top candidate (Figure 3).
+
+    A table as that of `event_scores`, with the kinds of `updates_by_effect` in the column ``event``, and
+    without rows where a layer has no update of a kind. Next to ``max``, ``mean`` and ``min`` there are their
+    quantiles over the updates, such as ``max_p95``, for the kind ``update``.
+    """
+    table = list[dict[str, Any]]()
+    kinds = {kind: updates.of_examples(rows) for kind, updates in updates_by_effect(trace).items()}
+    for layer in range(trace.n_layers):
+        for kind, updates in kinds.items():
+            example = updates.example[updates.layer == layer]
+            if not len(example):
+                continue
+            for group in GROUPS:
+                of_layer = (scores or trace.score)[group, updates.reference][example, layer]
+                for metric, values in extremes_and_mean(of_layer).items():
+                    estimates = {metric: metrics.mean(values)}
+                    if kind == "update":
+                        estimates |= _quantiles(metric, values)
+                    for name, estimate in estimates.items():
+                        row = trace_row(trace, UPDATES, group, layer, name, estimate)
+                        table.append({"event": kind, **row})
+    return pd.DataFrame(table)
+
+
+@checked
+def saturation_frequency(trace: Trace) -> pd.DataFrame:
+    """Share of the examples whose prediction is made at each layer (Tables 9 and 10).
+
+    The methods say by what: ``ffn``, ``attention``, or ``either``, which sums to 1 over the layers.
+    """
+    made_at, by_ffn = find_saturation(trace)
+    rows = []
+    for layer in range(trace.n_layers):
+        made = made_at == layer
+        for method, hits in (("either", made), ("ffn", made & by_ffn), ("attention", made & ~by_ffn)):
+            rows.append(trace_row(trace, FREQUENCY, method, layer, "share", metrics.proportion(hits)))
+    return result_table(rows)
+
+
+def _quantiles(metric: str, values: Float[Tensor, " m"]) -> dict[str, metrics.Estimate]:
+    quantiles = np.quantile(values.double().numpy(), [percent / 100 for percent in QUANTILES])
+    return {
+        f"{metric}_p{percent:02}": metrics.Estimate.without_interval(value, len(values))
+        for percent, value in zip(QUANTILES, quantiles, strict=True)
+    }
 
 
 class EventTables(NamedTuple):
@@ -27,13 +110,12 @@ class EventTables(NamedTuple):
 def event_tables(trace: Trace, model: TransformerBridge) -> EventTables:
     """`event_scores` and `update_scores` by every reading of the scores, and `saturation_frequency`.
 
-    The first two have two more columns: ``read``, which is ``score``, the trace's own, ``lift``
-    (`lift_scores`) or ``odds`` (`odds_scores`); and ``examples``, which is ``all examples``, and in a trace
-    with attention sinks also ``sinks left out``.
+    The first two have two more columns: ``read``, which is ``score``, the trace's own, ``lift`` or ``odds``
+    (`relative_scores` to the mean and to the rival); and ``examples``, which is ``all examples``, and in a
+    trace with attention sinks also ``sinks left out``.
     """
-    readings = {
-        "score": trace.score, "lift": lift_scores(trace, model), "odds": odds_scores(trace, model)
-    }  # fmt: skip
+    lift, odds = relative_scores(trace, model, "mean"), relative_scores(trace, model, "rival")
+    readings = {"score": trace.score, "lift": lift, "odds": odds}
     counted: dict[str, Tensor | None] = {"all examples": None}
     if trace.sinks.any():
         counted["sinks left out"] = ~trace.sinks

@@ -25,7 +25,7 @@ from torch import Tensor
 from matlens import metrics
 from matlens.errors import InputError, Seed, checked
 from matlens.ffn.clusters import Clusters
-from matlens.ffn.events import TraceScores, lift_scores, trace_row
+from matlens.ffn.events import TraceScores, relative_scores, trace_row
 from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.trace import Trace
 from matlens.ffn.values import ValueVectors
@@ -248,7 +248,7 @@ def extreme_tables(
     values, projection = ValueVectors(model), Projection.from_model(model)
     tables: dict[str, list[pd.DataFrame]] = {"activity": [], "groups": [], "places": []}
     thresholds = {}
-    for read, scores in (("score", trace.score), ("lift", lift_scores(trace, model))):
+    for read, scores in (("score", trace.score), ("lift", relative_scores(trace, model, "mean"))):
         thresholds[read] = default_threshold(scores) if threshold is None else threshold
         extreme = extreme_sub_updates(trace, values, scores=scores, threshold=thresholds[read])
         drawn = draw_sub_updates(trace, values, n_drawn, scores=scores, seed=seed)

@@ -10,15 +10,15 @@ from jaxtyping import Float, Int
 from sklearn.metrics import adjusted_rand_score
 
 from matlens.errors import Seed, checked
-from matlens.ffn.agglomeration import EXACT, NEIGHBOURS, Linkage, agglomerate, gib_in_memory
-from matlens.ffn.clusters import N_CLUSTERS, unit_vectors
+from matlens.ffn.agglomeration import EXACT, NEIGHBOURS, Linkage, agglomerate
+from matlens.ffn.clusters import unit_vectors
 from matlens.ffn.values import ValueVectors
 
 
 @checked
 def compare_linkages(
     values: ValueVectors,
-    n_clusters: int = N_CLUSTERS,
+    n_clusters: int = 10_000,
     *,
     n_vectors: int = 12_000,
     seed: Seed = 0,
@@ -37,10 +37,7 @@ def compare_linkages(
     ways: tuple[tuple[str, str, Linkage], ...] = (
         ("average", EXACT, "average"), ("complete", EXACT, "complete"), (NEIGHBOURS, NEIGHBOURS, "average"),
     )  # fmt: skip
-    labels = {
-        name: agglomerate(unit, n, method, linkage, gib_in_memory(len(unit)))
-        for name, method, linkage in ways
-    }
+    labels = {name: agglomerate(unit, n, method, linkage) for name, method, linkage in ways}
     tight = {name: _tightness(unit, each) for name, each in labels.items()}
     rows = [
         (name, other, adjusted_rand_score(labels[name], labels[other]), tight[name], tight[other])

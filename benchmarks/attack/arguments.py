@@ -64,7 +64,7 @@ TAKEN = (
     "head(n", "at(row",
     "trajectory(layers", "top_tokens(layers", "patched(replacements", "compare_changes(changes",
     "prune(blocks", "from_maps(method", "cosines(directions", "fit_samples(pairs",
-    "Study(out", "Study(pairs", "shards(sites", "controlled(names", "blocks(vectors", "plots.save(path",
+    "Study(out", "Study(pairs", "shards(sites", "controlled(vectors", "blocks(vectors", "plots.save(path",
     "prune_attention(attention", "ModelIdentity.difference(other", "origin_of(maps",
 )  # fmt: skip
 

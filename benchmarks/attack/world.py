@@ -187,7 +187,7 @@ RECIPES: dict[str, Callable[[World], Any]] = {
     "Provenance": lambda w: w["Activations"].provenance,
     "ValueVectors": lambda w: ffn.ValueVectors(w.model),
     "Projection": lambda w: ffn.Projection.from_model(w.model),
-    "TopTokens": lambda w: ffn.top_tokens_of_all(w["ValueVectors"], w["Projection"], k=5, progress=False),
+    "TopTokens": lambda w: w["Projection"].top_of_all(w["ValueVectors"], 5, progress=False),
     "Updates": lambda w: ffn.Updates.run(w.model, w["prompts"], progress=False),
     "Trace": lambda w: ffn.Trace.run(w.model, w["Examples"], k=4, progress=False),
     "Clusters": lambda w: ffn.Clusters.fit(w["ValueVectors"], 20, progress=False),

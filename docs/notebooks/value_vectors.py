@@ -27,14 +27,14 @@ values, projection = ffn.ValueVectors(model), ffn.Projection.from_model(model)
 # ## Top tokens of a value vector
 
 # %%
-table = ffn.token_table(values, projection, ["L29D186", "L29D99"])
+table = projection.table(values, ["L29D186", "L29D99"])
 print(table.to_string(index=False))
 
 # %% [markdown]
 # The reverse: which value vectors raise a word most?
 
 # %%
-print(ffn.values_promoting(values, projection, ["␣wine"], n=5).to_string(index=False))
+print(projection.promoting(values, ["␣wine"], n=5).to_string(index=False))
 
 # %% [markdown]
 # ## Sub-updates for a prompt
@@ -44,7 +44,7 @@ print(ffn.values_promoting(values, projection, ["␣wine"], n=5).to_string(index
 # %%
 prompt = matlens.make_prompts(model, ["The Eiffel Tower stands in the city of"])
 updates = ffn.Updates.run(model, prompt, layers=[24])
-table = ffn.dominant_table(updates, projection, k=5, n_tokens=4)
+table = updates.table(projection, k=5, n_tokens=4)
 print(table[["value", "coefficient", "share", "promoted"]].to_string(index=False))
 
 # %% [markdown]

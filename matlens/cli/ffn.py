@@ -32,11 +32,10 @@ def show(names: list[str], /, model: ModelOptions, reading: ReadOptions) -> None
     names
         Value vectors, such as L3D12.
     """
-    from matlens.ffn.projection import token_table
     from matlens.models.tokens import visible
 
     catalogue = model.catalogue()
-    table = token_table(catalogue.values, reading.projection(catalogue), names, k=reading.tokens)
+    table = reading.projection(catalogue).table(catalogue.values, names, k=reading.tokens)
     table["token"] = table["token"].map(visible)
     for value, scores in table.groupby("value", sort=False):
         top, bottom = (scores[scores["side"] == side] for side in ("top", "bottom"))
@@ -70,14 +69,13 @@ def search(
     limit
         Show no more value vectors than this.
     """
-    from matlens.ffn.projection import values_with_tokens
     from matlens.models.tokens import word_tokens
 
     catalogue = model.catalogue()
     values, projection = catalogue.values, reading.projection(catalogue)
     word_tokens(projection.tokenizer, words)  # before the work, not after it
     tokens = catalogue.top_tokens(values, projection, reading=reading.read, k=among)
-    matches = values_with_tokens(values, projection, tokens, words)
+    matches = projection.search(values, tokens, words)
     if matches.empty:
         print_line(
             f"No value vector has {', '.join(words)} among its {among} top tokens. A larger --among may help."
@@ -104,11 +102,9 @@ def promoting(
     limit
         Show no more value vectors than this.
     """
-    from matlens.ffn.projection import values_promoting
-
     catalogue = model.catalogue()
     values, projection = catalogue.values, reading.projection(catalogue)
-    lifts = values_promoting(values, projection, words, n=min(limit, len(values)))
+    lifts = projection.promoting(values, words, n=min(limit, len(values)))
     print_frame(
         "By lift, the score above the mean of all tokens",
         lifts.assign(tokens=top_texts(projection, values.vectors(lifts["value"]), reading.tokens)),
@@ -126,7 +122,6 @@ def cluster(
     clusters: PositiveInt = 10_000,
     linkage: LinkageChoice = "average",
     memory: NonNegative = 4.0,
-    disk: NonNegative = 0.0,
     limit: PositiveInt = 20,
     out: Path = Path("out"),
 ) -> None:
@@ -143,24 +138,21 @@ def cluster(
     linkage
         Of exact clusters; complete is what the authors of paper B have.
     memory
-        Most GiB that exact clusters may take; past it, by near neighbours.
-    disk
-        Most GiB of disk that exact clusters may take where memory has no room.
+        Maximum GiB for exact clusters; if they need more, cluster by near neighbours.
     limit
         Without names, show so many, the largest.
     out
         Folder for everything that is written.
     """
-    from matlens.ffn.clusters import cluster_table
     from matlens.study.study import cluster_values
 
     catalogue = model.catalogue()
     values = catalogue.values
     asked = [values.resolve(name) for name in names or ()]  # before the work
     projection = reading.projection(catalogue)
-    fitted = cluster_values(values, out, clusters, linkage=linkage, memory=memory, disk=disk)
-    chosen = fitted.holding(values, asked) if asked else list(range(min(limit, len(fitted))))
-    table = cluster_table(values, projection, fitted, chosen, n_tokens=reading.tokens)
+    fitted = cluster_values(values, out, clusters, linkage=linkage, memory=memory)
+    chosen = fitted.containing(values, asked) if asked else list(range(min(limit, len(fitted))))
+    table = fitted.table(values, projection, chosen, n_tokens=reading.tokens)
     how = f"exactly, by {fitted.linkage} linkage" if fitted.method == "exact" else "by near neighbours"
     shown = table.assign(
         layers=[
@@ -216,7 +208,7 @@ def update(
     """
     from matlens.data.making import make_prompts
     from matlens.ffn.catalogue import Catalogue
-    from matlens.ffn.updates import Updates, dominant_table
+    from matlens.ffn.updates import Updates
     from matlens.models.tokens import token_texts, visible
 
     bridge = model.load()
@@ -226,7 +218,7 @@ def update(
     place = int(examples.positions[0])
     (token,) = token_texts(bridge.tokenizer, examples.tokens[[place]])
     at = f"{prompt}\nAt token {place}, '{visible(token)}'"
-    table = dominant_table(updates, projection, k=dominant, n_tokens=reading.tokens)
+    table = updates.table(projection, k=dominant, n_tokens=reading.tokens)
     table["of layer"] = table.groupby("layer")["share"].transform("sum").map("{:.1%}".format)
     table["share"] = table["share"].map("{:.1%}".format)
     columns = {"value": "value", "coefficient": "coefficient", "share": "share", "promoted": "promoted"}

@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 
 from matlens.data.readers import check_decoder
 from matlens.errors import InputError, PositiveInt, check_choice, check_int, check_number, checked, short
-from matlens.ffn.control import Value, controlled
+from matlens.ffn.control import controlled
 from matlens.ffn.values import ValueName, ValueVector
 from matlens.linear.mapsets import MapSet
 from matlens.models.identity import check_raw
@@ -113,7 +113,7 @@ def compare_changes(
     check_int(k, "k", min=1, max=model.cfg.d_vocab_out)
     kinds = [change for change in changes if change.kind != "value"]
     wanted = [replacement for change in kinds for replacement in _replacements(model, change, maps)]
-    coefficients: dict[ValueName, Value] = {}
+    coefficients: dict[ValueName, float] = {}
     for change in changes:
         if change.kind == "value":
             vector = ValueVector.parse(change.which)
@@ -126,7 +126,7 @@ def compare_changes(
             if changed and wanted:
                 stack.enter_context(patched(model, wanted))
             if changed and coefficients:
-                stack.enter_context(controlled(model, list(coefficients), coefficients))
+                stack.enter_context(controlled(model, coefficients))
             outcomes.append(_outcome(model, prompt, k, n_tokens, proceed or (lambda: None)))
     return outcomes[0], outcomes[1]
 

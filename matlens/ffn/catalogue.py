@@ -1,9 +1,8 @@
-"""Value vectors of a model and their projections, from the cache if the model is known there.
+"""Value vectors of a model and their projections, from the cache if the model is in it.
 
-The first time a model is asked for, it is loaded, and its value matrices, unembedding, norms and tokenizer
-are stored in the cache, under the hashes of the model's files. From then on they are read from there without
-building the model, equal bit by bit. A model in memory, which may have been changed, is never answered from
-the cache.
+The first time the model is loaded, and its value vectors, unembedding, the linear parts of its head and its
+tokenizer are cached by the hashes of the model's files. Then they are read without building the model, equal
+bit by bit. A model in memory, which may have been changed, is never read from the cache.
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
-from torch import nn
 
 from matlens.errors import InputError, checked
-from matlens.ffn.norms import PlainNorm, linear_head
-from matlens.ffn.projection import TOP, Projection, TopTokens, top_tokens_of_all, unembedding
+from matlens.ffn.norms import LinearHead, NormGain
+from matlens.ffn.projection import TOP, Projection, TopTokens, unembedding
 from matlens.ffn.values import ValueParts, ValueVectors
 from matlens.io.contents import hash_contents
 from matlens.io.entries import Cache, default_cache
@@ -41,16 +39,15 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 Reading = Literal["plain", "norm", "head"]
-PARTS, TOP_TOKENS = "parts", "tops"
-"""Kinds of cache entries: what value vectors and projections consist of, and top tokens of value vectors."""
-_LAYOUT = 3  # of the entries
+PARTS, TOP_TOKENS = "parts", "tops"  # kinds of cache entries
+_LAYOUT = 4  # of the entries
 _TENSORS, _RECORD, _TOKENIZER = "parts.safetensors", "parts.json", "tokenizer.json"
 _TOP_FILE = "top.safetensors"
 _SOFTWARE = ("matlens", "transformer-lens")
 
 
 class _NotStorable(Exception):
-    """A part of a model that cannot be rebuilt without the model, such as a mixture of experts."""
+    """The model has parts that cannot be rebuilt without it."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +68,6 @@ class Catalogue:
     ----------
     name
         The model, as `matlens.load` takes it; a loaded model is read itself, without the cache.
-    device, dtype, revision, trust_remote_code, stack
-        As in `matlens.load`.
     """
 
     def __init__(
@@ -98,7 +93,7 @@ class Catalogue:
 
     @cached_property
     def model(self) -> TransformerBridge:
-        """The model itself, which is loaded when it is first asked for."""
+        """The model, loaded when it is first needed."""
         return self._load()
 
     @cached_property
@@ -107,7 +102,7 @@ class Catalogue:
         return ValueVectors(self.model if self._stored is None else self._stored.values)
 
     def projection(self, reading: Reading = "plain") -> Projection:
-        """The projection to the vocabulary: by ``E``, after the final norm, or through the head."""
+        """The projection: by ``E``, after the final norm (which needs the model), or through the head."""
         stored = None if self._stored is None else self._stored.projection(reading)
         make = {
             "plain": Projection.from_model, "norm": Projection.after_norm, "head": Projection.through_head,
@@ -123,19 +118,9 @@ class Catalogue:
         k: int = TOP,
         progress: bool = True,
     ) -> TopTokens:
-        """Top tokens of every value vector, as `top_tokens_of_all` gives them, stored in the cache.
-
-        Parameters
-        ----------
-        values, projection
-            Those of this catalogue.
-        reading, k
-            The projection's name, and how many tokens of each vector.
-        progress
-            Whether to show a progress bar if they are computed.
-        """
+        """Top tokens of every value vector by a reading, as `Projection.top_of_all`, stored in the cache."""
         if self._place is None:
-            return top_tokens_of_all(values, projection, k=k, progress=progress)
+            return projection.top_of_all(values, k, progress=progress)
         projection.check_same(values.identity)
         key = {
             **self._place.key, "reading": reading, "k": k, "device": str(values.device),
@@ -143,10 +128,10 @@ class Catalogue:
         }  # fmt: skip
         entry = self._place.cache.find(TOP_TOKENS, key)
         if entry is not None:
-            with suppress(OSError):  # cleared meanwhile
+            with suppress(OSError):  # the cache was cleared meanwhile
                 tensors = load_file(entry.folder / _TOP_FILE)
                 return TopTokens(tensors["ids"].long(), tensors["scores"])
-        top = top_tokens_of_all(values, projection, k=k, progress=progress)
+        top = projection.top_of_all(values, k, progress=progress)
 
         def fill(folder: Path) -> None:
             tensors = {"ids": top.ids.to(torch.int32), "scores": top.scores}
@@ -158,13 +143,13 @@ class Catalogue:
 
     @cached_property
     def _stored(self) -> _StoredParts | None:
-        """The parts in the cache; None the first time, and for models that cannot be stored."""
+        """The cached parts; None the first time, and for models that cannot be stored."""
         place = self._place
         if place is None:
             return None
         entry = place.cache.find(PARTS, place.key)
         if entry is not None:
-            with suppress(OSError):  # cleared meanwhile
+            with suppress(OSError):  # the cache was cleared meanwhile
                 return _StoredParts(entry.folder, place, self._device)
         about = {"what": "value vectors and unembedding", "of": place.name}
         with suppress(_NotStorable, InputError):
@@ -174,7 +159,7 @@ class Catalogue:
 
 class _StoredParts:
     def __init__(self, folder: Path, place: _Place, device: torch.device) -> None:
-        self._folder, self._place, self._device = folder, place, device
+        self._place, self._device = place, device
         self._record: Mapping[str, Any] = read_json(folder / _RECORD)
         self._tensors = load_file(folder / _TENSORS)  # mapped: read from the disk when they are used
         self._tokenizer = _read_tokenizer(folder, self._record["tokenizer"])
@@ -182,90 +167,73 @@ class _StoredParts:
     @property
     def values(self) -> ValueParts:
         identity = ModelIdentity.from_json(self._record["identity"])
-        layers, take = range(self._record["n_layers"]), self._tensors.get
+        layers = range(self._record["n_layers"])
         matrices = [self._tensors[f"matrix.{layer}"] for layer in layers]
         return ValueParts(
             replace(identity, name=self._place.name, revision=self._place.commit),
             self._device,
             matrices[0].shape,
+            self._record["output_kind"],
             matrices,
-            [take(f"bias.{layer}") for layer in layers],
-            [self._norm(f"norm.{layer}") for layer in layers if f"norm.{layer}" in self._record["norms"]],
-            multiplier=self._record["multiplier"],
+            [self._tensors.get(f"bias.{layer}") for layer in layers],
         )
 
     def projection(self, reading: Reading) -> Projection | None:
-        """None if there is no final norm where one is needed."""
-        rows = self._tensors["unembedding"].to(self._device).float()
-        norm: nn.Module | None = None
-        if reading != "plain":
-            if "final" not in self._record["norms"]:
-                return None
-            norm = self._norm("final").to(self._device)
-            if reading == "head":
-                dense = self._tensors.get("dense")
-                norm = linear_head(None if dense is None else dense.to(self._device), norm, rows.shape[1])
+        """None for a reading that needs the model."""
+        rows, head = self._tensors["unembedding"].to(self._device).float(), None
+        if reading == "head" and "gain" in self._tensors:
+            dense = self._tensors.get("dense")
+            gain = NormGain(self._tensors["gain"].to(self._device), self._record["centred"])
+            head = LinearHead(None if dense is None else dense.to(self._device), gain)
+        elif reading != "plain":
+            return None
         identity = replace(self.values.identity, unembed_hash=None)
-        return Projection(rows, self._tokenizer, norm, identity)
-
-    def _norm(self, name: str) -> PlainNorm:
-        gain, bias = self._tensors[f"{name}.gain"], self._tensors.get(f"{name}.bias")
-        return PlainNorm(gain, bias, **self._record["norms"][name])
+        return Projection(rows, self._tokenizer, head, identity)
 
 
 def _write_parts(model: TransformerBridge, folder: Path) -> None:
     parts, dtype = ValueParts.from_model(model), model.cfg.dtype
     if any(parts.mixtures):
-        raise _NotStorable("a mixture of experts")
-    rows = unembedding(model)
-    packed = rows.to(dtype)  # exact, unless it is a product of two matrices
-    tensors = {"unembedding": packed if torch.equal(packed.float(), rows) else rows}
-    for layer, (matrix, bias) in enumerate(zip(parts.matrices, parts.biases, strict=True)):
-        assert matrix is not None
-        tensors[f"matrix.{layer}"] = matrix
-        if bias is not None:
-            tensors[f"bias.{layer}"] = bias
-    if hasattr(model, "mlm_head"):
-        tensors["dense"] = model.mlm_head.original_component.weight
-    norms = {f"norm.{layer}": norm for layer, norm in enumerate(parts.norms)}
+        raise _NotStorable
+    values, layers = ValueVectors(parts), range(len(parts.matrices))
+    exact = {"unembedding": unembedding(model)} | {f"matrix.{layer}": values.layer(layer) for layer in layers}
+    exact |= {f"bias.{layer}": values.bias(layer) for layer in layers if parts.biases[layer] is not None}
+    tensors = {}
+    for name, tensor in exact.items():
+        packed = tensor.to(dtype)  # the same, unless it is a product
+        tensors[name] = packed if torch.equal(packed.float(), tensor) else tensor
+    centred = None
     if hasattr(model, "ln_final"):
-        norms["final"] = model.ln_final.original_component
-    settings = {}
-    for name, norm in norms.items():
-        plain = PlainNorm.equal_to(norm)
-        if plain is None:
-            raise _NotStorable(repr(norm))
-        tensors |= {f"{name}.{key}": tensor for key, tensor in plain.named_parameters()}
-        settings[name] = {"eps": plain.eps, "centred": plain.centred}
+        head = Projection.through_head(model).norm
+        assert isinstance(head, LinearHead)
+        tensors["gain"], centred = head.gain.gain, head.gain.centred
+        if head.dense is not None:
+            tensors["dense"] = head.dense
     own = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
     save_file(own, folder / _TENSORS)
     record = {
-        "identity": parts.identity.to_json(), "n_layers": len(parts.matrices), "norms": settings,
-        "multiplier": parts.multiplier, "tokenizer": _write_tokenizer(folder, model.tokenizer),
+        "identity": parts.identity.to_json(), "n_layers": len(layers), "output_kind": values.output_kind,
+        "centred": centred, "tokenizer": _write_tokenizer(folder, model.tokenizer),
     }  # fmt: skip
     write_json(folder / _RECORD, record)
 
 
 def _write_tokenizer(folder: Path, tokenizer: Any) -> dict[str, Any]:
-    """Write a tokenizer that reads back as the same one; returns its special tokens.
-
-    Special tokens that the vocabulary lacks are excluded: tokenizers add them when they are built, and a
-    bridge names one without adding it.
-    """
+    """Write a tokenizer that reads back as the same one; returns the special tokens of its vocabulary."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
-        raise _NotStorable("the tokenizer")
+        raise _NotStorable
     content = json.loads(backend.to_str()) | {"truncation": None, "padding": None}  # left by the last text
     (folder / _TOKENIZER).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
     special, vocabulary = tokenizer.special_tokens_map, tokenizer.get_vocab()
     record = {name: token for name, token in special.items() if token in vocabulary}
     if _as_read(_read_tokenizer(folder, record)) != _as_read(tokenizer):
-        raise _NotStorable("the tokenizer")
+        raise _NotStorable
     return record
 
 
 def _as_read(tokenizer: Any) -> list[Any]:
-    """All that tokens are shown and words looked up by."""
+    """Everything that decides how tokens are shown and words are looked up."""
     texts = token_texts(tokenizer, range(len(tokenizer)))
     words = tokenizer(texts, add_special_tokens=False)["input_ids"]
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -291,7 +259,7 @@ def _place_of(
     key: dict[str, Any] = {"layout": _LAYOUT, "dtype": str(dtype), "stack": stack, "software": software()}
     key["software"] |= {package: version(package) for package in _SOFTWARE}
     if gguf is not None and gguf.lower().endswith(CHECKPOINT):
-        return None  # it is read in less time than its parts would be
+        return None  # it is read faster than its parts would be
     if gguf is not None:
         key["gguf"] = gguf_key(cache, Path(folder, gguf))
     else:

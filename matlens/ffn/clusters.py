@@ -1,8 +1,4 @@
-"""Clusters of value vectors that point the same way (section 5.2).
-
-Value vectors are clustered by agglomeration on their cosine distances (`matlens.ffn.agglomeration`):
-``exact`` while the distances of all pairs have room in memory or on the disk, else by ``neighbours``.
-"""
+"""Clusters of value vectors that point the same way (section 5.2)."""
 
 from __future__ import annotations
 
@@ -19,16 +15,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from matlens import parallel
-from matlens.errors import InputError, NonNegative, check_int, checked, short
-from matlens.ffn.agglomeration import (
-    EXACT,
-    NEIGHBOURS,
-    Linkage,
-    agglomerate,
-    gib_in_memory,
-    gib_on_disk,
-    method_within,
-)
+from matlens.errors import InputError, NonNegative, check_int, checked
+from matlens.ffn.agglomeration import EXACT, NEIGHBOURS, Linkage, agglomerate, gib_in_memory, method_within
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueName, ValueVectors
 from matlens.io.artifact import Artifact, make_config
@@ -38,12 +26,7 @@ from matlens.models.tokens import token_texts, visible
 from matlens.parallel import waiting
 
 CLUSTERS, _LABELS = "clusters", "labels"
-N_CLUSTERS = 10_000
-"""How many clusters there are unless another number is given, as in the paper."""
-MEMORY_GIB = 4.0
-"""Memory in GiB that exact clusters may take unless another limit is given."""
 WARD = "ward"  # what clusters by near neighbours are linked by
-_IN_WORDS = {EXACT: "exactly", NEIGHBOURS: "by near neighbours"}
 
 
 @checked
@@ -79,67 +62,53 @@ class Clusters:
     def fit(
         cls,
         values: ValueVectors,
-        n_clusters: int = N_CLUSTERS,
+        n_clusters: int = 10_000,
         *,
         linkage: Linkage = "average",
-        memory: NonNegative = MEMORY_GIB,
-        disk: NonNegative = 0.0,
+        memory: NonNegative = 4.0,
         folder: str | Path | None = None,
         progress: bool = True,
     ) -> Clusters:
-        """Cluster all value vectors of a model.
-
-        Before it begins, a line on the standard error says by which method, and why.
+        """Cluster all value vectors of a model; prints the method to standard error.
 
         Parameters
         ----------
         values
             Value vectors of the model.
         n_clusters
-            How many clusters to make; the paper makes 10,000 of the 36,864 vectors of GPT-2.
+            The paper makes 10,000 clusters of the 36,864 vectors of GPT-2.
         linkage
-            How far apart two clusters are: as their vectors on ``average``, or as the two furthest of them
-            (``complete``), by which the paper's authors cluster. Clusters by near neighbours have none.
+            The distance of two clusters: that of their vectors on ``average``, or of the two furthest of them
+            (``complete``), which the paper's authors use. Clusters by near neighbours have none.
         memory
-            Most GiB that exact clusters may take for their distances, ``8 n (n - 1)`` bytes. The default is
-            enough for 23,000 vectors; those of GPT-2 take 10.1 GiB, those of SmolLM2-135M 15.8.
-        disk
-            Most GiB that the distances may take on the disk, ``4 n n`` bytes, where memory has no room for
-            them: 7.9 for SmolLM2-135M, 36 for gpt2-medium. They are kept next to ``folder`` while the work
-            lasts; without a folder where temporary files are.
+            Maximum GiB for the distances of exact clusters, ``8 n (n - 1)`` bytes: 10.1 for GPT-2, 15.8 for
+            SmolLM2-135M. Where they need more, value vectors are clustered by near neighbours.
         folder
-            Where the clusters are kept, and read from if they are there.
+            Where the clusters are stored, and read from if they exist.
         progress
-            Whether to print the line, and to show bars.
+            Whether to print the method, and to show that work goes on.
 
         Raises
         ------
         InputError
-            More clusters than vectors, a vector without a direction, complete linkage without room for the
-            distances, or a folder of another job.
+            A vector is zero or not finite, complete linkage needs more memory, or the folder has another job.
         """
         n = len(values)
         check_int(n_clusters, "n_clusters", min=1, max=n)
-        method = method_within(n, memory, disk)
+        method = method_within(n, memory)
+        needed = f"exact clusters of {n:,} value vectors need {gib_in_memory(n):.1f} GiB of memory"
         if (method, linkage) == (NEIGHBOURS, "complete"):
-            raise InputError(
-                f"Complete linkage needs the distances of all pairs of {n:,} vectors: {gib_in_memory(n):.1f} "
-                f"GiB of memory or {gib_on_disk(n):.1f} GiB on the disk. Raise memory ({memory:g}) or disk "
-                f"({disk:g}), or use average linkage, which needs no distances of all pairs."
-            )
+            raise InputError(f"Complete linkage: {needed}, and memory is {memory:g}. Raise it.")
         made = {"method": method, "linkage": linkage if method == EXACT else WARD}
         provenance = Provenance(values.identity, details={"n_clusters": n_clusters, **made})
-        beside = None if folder is None else Path(folder).absolute().parent
-
         request = {"provenance": provenance.to_json()}
 
         def cluster() -> np.ndarray:
             if progress:
-                tqdm.write(_reason(n, method, memory, disk), file=sys.stderr)
+                how = f"exactly, by {linkage} linkage" if method == EXACT else "by near neighbours"
+                tqdm.write(f"Clustering {how}: {needed}, and memory is {memory:g}.", file=sys.stderr)
             with waiting("clustering", progress=progress):
-                return agglomerate(
-                    unit_vectors(values), n_clusters, method, linkage, memory, beside, progress
-                )
+                return agglomerate(unit_vectors(values), n_clusters, method, linkage)
 
         if folder is None:
             return cls(cluster(), Provenance.from_config(make_config(CLUSTERS, request)))
@@ -153,13 +122,7 @@ class Clusters:
 
     @classmethod
     def load(cls, folder: str | Path) -> Clusters:
-        """Open clusters that `fit` has stored in a folder.
-
-        Raises
-        ------
-        InputError
-            The folder holds no clusters, or they are damaged.
-        """
+        """Open clusters that `fit` has stored in a folder."""
         return cls._from_artifact(Artifact.open(folder, CLUSTERS))
 
     @classmethod
@@ -174,7 +137,7 @@ class Clusters:
         """Rows of a cluster's value vectors, in their order."""
         return self._members[check_int(cluster, "cluster", min=0, max=len(self) - 1)]
 
-    def holding(self, values: ValueVectors, names: Iterable[ValueName]) -> list[int]:
+    def containing(self, values: ValueVectors, names: Iterable[ValueName]) -> list[int]:
         """The clusters of value vectors, each once, in the order of the names."""
         self.provenance.check_same(values.identity, ours="the clusters")
         vectors = [values.resolve(name) for name in names]
@@ -193,69 +156,36 @@ class Clusters:
     def cosines(
         self, directions: Float[Tensor, "m d_model"], numbers: Sequence[int]
     ) -> Float[np.ndarray, " m"]:
-        """Mean cosine between two vectors of each cluster; NaN where a cluster has only one.
-
-        1 where all vectors point the same way, about 0 where they have nothing to do with each other.
-
-        They follow from the lengths of the clusters' `directions`.
-        """
-        if len(directions) != len(numbers) or not directions.shape[1]:
-            raise InputError(
-                f"directions must be a vector for each of {len(numbers)} clusters, got {short(directions)}."
-            )
+        """Mean cosine of two vectors of each cluster, from its direction; NaN for a single vector."""
         size = self.sizes[list(numbers)].astype(float)
         squared = directions.cpu().double().square().sum(1).numpy()
         return (size * squared - 1) / np.where(size > 1, size - 1, np.nan)
 
+    def table(
+        self, values: ValueVectors, projection: Projection, numbers: Sequence[int], *, n_tokens: int = 10
+    ) -> pd.DataFrame:
+        """Members and promoted tokens of clusters, one row per cluster.
 
-@checked
-def cluster_table(
-    values: ValueVectors,
-    projection: Projection,
-    clusters: Clusters,
-    numbers: Sequence[int],
-    *,
-    n_tokens: int = 10,
-) -> pd.DataFrame:
-    """What clusters are made of and promote, one row each.
-
-    Columns are ``cluster, size, layers, first_layer, last_layer, cosine, members, tokens``: how many layers
-    its vectors are from, the first and the last of these, the mean cosine between two of its vectors, the
-    vectors' names, and the top tokens of its direction, as people see them.
-
-    Parameters
-    ----------
-    values, projection, clusters
-        Value vectors of the model, how they are read, and their clusters.
-    numbers
-        Numbers of the clusters to list, such as `Clusters.holding` gives.
-    n_tokens
-        How many tokens of each cluster.
-    """
-    projection.check_same(values.identity)
-    directions = clusters.directions(values, numbers)
-    top = projection.top(directions, n_tokens).ids.tolist()
-    rows = []
-    for cluster, cosine, ids in zip(numbers, clusters.cosines(directions, numbers), top, strict=True):
-        members = [values.at(row) for row in clusters.members(cluster).tolist()]
-        layers = sorted({value.layer for value in members})
-        texts = ", ".join(map(visible, token_texts(projection.tokenizer, ids)))
-        names = " ".join(map(str, members))
-        rows.append((cluster, len(members), len(layers), layers[0], layers[-1], float(cosine), names, texts))
-    columns = ["cluster", "size", "layers", "first_layer", "last_layer", "cosine", "members", "tokens"]
-    return pd.DataFrame(rows, columns=columns)
-
-
-def _reason(n: int, method: str, memory: float, disk: float) -> str:
-    """By which method vectors are clustered, and why."""
-    needed, relation = gib_in_memory(n), "within" if gib_in_memory(n) <= memory else "over"
-    text = (
-        f"Clustering {n:,} value vectors, {_IN_WORDS[method]}: the distances of exact clusters take "
-        f"{needed:.1f} GiB, {relation} the limit of {memory:g} GiB"
-    )
-    if method == EXACT and needed > memory:
-        text += f", but {gib_on_disk(n):.1f} GiB on the disk, within the limit of {disk:g} GiB there"
-    return f"{text}."
+        Columns are ``cluster, size, layers, first_layer, last_layer, cosine, members, tokens``: the number of
+        different layers of its vectors, the first and the last of them, the mean cosine of two vectors, their
+        names, and the top tokens of the cluster's direction.
+        """
+        projection.check_same(values.identity)
+        directions = self.directions(values, numbers)
+        top = projection.top(directions, n_tokens).ids.tolist()
+        rows = []
+        for cluster, cosine, ids in zip(numbers, self.cosines(directions, numbers), top, strict=True):
+            members = [values.at(row) for row in self.members(cluster).tolist()]
+            layers = sorted({value.layer for value in members})
+            rows.append(
+                {
+                    "cluster": cluster, "size": len(members), "layers": len(layers),
+                    "first_layer": layers[0], "last_layer": layers[-1], "cosine": float(cosine),
+                    "members": " ".join(map(str, members)),
+                    "tokens": ", ".join(map(visible, token_texts(projection.tokenizer, ids))),
+                }
+            )  # fmt: skip
+        return pd.DataFrame(rows)
 
 
 def unit_vectors(values: ValueVectors) -> Float[np.ndarray, "n d_model"]:

@@ -1,7 +1,4 @@
-"""Perplexity: what a changed model loses as a model of language (paper B, Table 5).
-
-The paper reads running text in windows, which `matlens.data.make_windows` makes of it.
-"""
+"""Perplexity of a model, or of a changed one (paper B, Table 5)."""
 
 from __future__ import annotations
 
@@ -29,23 +26,23 @@ from matlens.parallel import Bar
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-BATCH_TOKENS = 512  # of a batch; each has its distribution over the vocabulary held, several times over
-_PLACES = 128  # whose distributions are made at once
+BATCH_TOKENS = 512  # each has several distributions over the vocabulary in memory
+_PLACES = 128  # whose distributions are computed together
 
 
 class TextLosses(NamedTuple):
-    """The loss of a model on each of ``n`` texts: sentences, or windows of running text.
-
-    Attributes
-    ----------
-    total
-        ``-ln p`` summed over the tokens of the text.
-    n_tokens
-        How many tokens the sum is over.
-    """
+    """The loss of a model on each of ``n`` texts: ``-ln p`` summed over its ``n_tokens`` tokens, in nats."""
 
     total: Float[np.ndarray, " n"]
     n_tokens: Int[np.ndarray, " n"]
+
+    def perplexity(self) -> Estimate:
+        """``exp`` of the mean loss of all tokens of all texts, with its 95% interval over texts."""
+        return _exp_of_mean(self.total, self.n_tokens)
+
+    def ratio(self, unchanged: TextLosses) -> Estimate:
+        """Perplexity over that of the unchanged model on the same texts, with its 95% interval over texts."""
+        return _exp_of_mean(self.total - unchanged.total, unchanged.n_tokens)
 
 
 @checked
@@ -57,28 +54,20 @@ def text_losses(
     batch_tokens: PositiveInt = BATCH_TOKENS,
     progress: bool = True,
 ) -> TextLosses:
-    """``-ln p(token | tokens before it)``, summed over each text, in nats.
+    """``-ln p(token | tokens before it)``, summed over each text but its first token.
 
-    The first token of a text, which nothing precedes, does not count. Inside of `controlled` it is the
-    changed model that reads. WordFilter loses without bound: a banned word's probability is zero.
+    Inside `controlled` it is the changed model that reads.
 
     Parameters
     ----------
     model
         A model that predicts the next token.
     texts
-        Windows of running text, see `matlens.data.make_windows`, or a corpus or list of texts, each by
-        itself.
+        Windows of running text, see `matlens.data.make_windows`, or a corpus or list of separate texts.
     batch_tokens
-        Most tokens of a batch, padding counted; a longer text is a batch of its own. It does not change the
-        numbers.
+        Maximum tokens per batch, with padding; a longer text is a batch of its own.
     progress
         Whether to show a bar over the texts.
-
-    Raises
-    ------
-    InputError
-        The model predicts no next token, no text has two tokens, or the logits are not finite.
     """
     check_decoder(model, "has no perplexity")
     examples = texts if isinstance(texts, Examples) else make_examples(model, texts)
@@ -92,27 +81,6 @@ def text_losses(
             total[batch.index] = sum_losses(batch, partial(_log_probs, logits)).cpu().numpy()
             bar.update(len(batch.index))
     return TextLosses(total, n_tokens)
-
-
-@checked
-def perplexity_estimate(losses: TextLosses) -> Estimate:
-    """``exp`` of the mean loss of all tokens of all texts, with its 95% interval over texts."""
-    return _exp_of_mean(losses.total, losses.n_tokens)
-
-
-@checked
-def perplexity_ratio(losses: TextLosses, unchanged: TextLosses) -> Estimate:
-    """Perplexity of a changed model over that of the unchanged one, with its 95% interval over texts.
-
-    Both models have read the same texts, so the interval is far narrower than those of the two
-    perplexities.
-
-    Parameters
-    ----------
-    losses, unchanged
-        Losses of the changed and of the unchanged model, see `text_losses`.
-    """
-    return _exp_of_mean(losses.total - unchanged.total, unchanged.n_tokens)
 
 
 def _log_probs(logits: Tensor, places: slice) -> Float[Tensor, "batch places d_vocab"]:
@@ -147,14 +115,14 @@ def _exp_of_mean(total: np.ndarray, n_tokens: np.ndarray) -> Estimate:
     n, mean = len(total), total.sum() / n_tokens.sum()
     half = math.nan
     if n > 1:
-        # A ratio of two sums varies as its residuals do (the delta method).
+        # The variance of a ratio of two sums, by the delta method.
         error = np.std(total - mean * n_tokens, ddof=1) / (n_tokens.mean() * math.sqrt(n))
         half = float(error * stats.t.ppf(0.975, n - 1))
     return Estimate(_exp(mean), _exp(mean - half), _exp(mean + half), n)
 
 
 def _exp(nats: float) -> float:
-    """``exp``, infinite where that is beyond all numbers, as losses without a final norm can be."""
+    """``exp``, infinite where it overflows."""
     try:
         return math.exp(nats)
     except OverflowError:

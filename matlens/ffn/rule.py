@@ -1,9 +1,4 @@
-"""Self-supervised early exit: dominant sub-updates tell that a prediction is made (section 6.2, A.5).
-
-Saturation events of training examples say at which layers one could have left. The rule needs no more
-training than that: it compares the clusters of an example's dominant sub-updates with those that were
-seen at saturation events of a layer, and with those that were seen there on the way to later events.
-"""
+"""Self-supervised early exit: dominant sub-updates tell that a prediction is made (section 6.2, A.5)."""
 
 from __future__ import annotations
 
@@ -26,19 +21,9 @@ OVERLAPS: tuple[Overlap, ...] = ("sets", "places")
 
 @checked
 def active_clusters(trace: Trace, clusters: Clusters) -> Int[np.ndarray, "n n_layers k"]:
-    """The clusters of the dominant sub-updates of each example, layer by layer (section 6.2).
+    """Clusters of the dominant sub-updates of each example, layer by layer (section 6.2).
 
-    The sub-update with the coefficient of largest size comes first, as in the authors' notebook.
-
-    Parameters
-    ----------
-    trace, clusters
-        A trace, and clusters of the value vectors of the model that was traced.
-
-    Raises
-    ------
-    InputError
-        The clusters are of another model.
+    In the order of the sizes of coefficients, the largest first, as in the authors' notebook.
     """
     clusters.provenance.check_same(trace.provenance, ours="the clusters", theirs="the trace")
     order = trace.coefficient["dominant"].abs().argsort(dim=-1, descending=True, stable=True)
@@ -49,7 +34,7 @@ def active_clusters(trace: Trace, clusters: Clusters) -> Int[np.ndarray, "n n_la
 
 @checked
 class ExitRule:
-    """The rule that leaves where active clusters look like those of saturation events (section 6.2).
+    """Exit where active clusters match those of predictions made at a layer (section 6.2).
 
     At each layer the clusters of an example are compared with those of the training examples whose
     prediction was made there, and with those of others. The signal is that both the mean and the maximal
@@ -58,14 +43,12 @@ class ExitRule:
     Parameters
     ----------
     others
-        ``later``: the training examples whose prediction was made at a later layer, grouped by that layer;
-        every group has to be exceeded (the paper's footnote 7, as the authors' notebook has it).
-        ``by-layer``: the same with earlier layers too, and those whose prediction counts nowhere.
-        ``together``: all other training examples are one group.
+        ``later``: training examples whose prediction was made at a later layer, grouped by that layer; every
+        group has to be exceeded (the paper's footnote 7, and the authors' notebook). ``by-layer``: earlier
+        layers too, and examples whose prediction counts nowhere. ``together``: all others are one group.
     overlap
-        ``sets``: how many clusters two examples have in common, each counted once (the paper's text).
-        ``places``: at how many places of the order of `active_clusters` they have the same cluster (the
-        authors' notebook).
+        ``sets``: the number of common clusters, each counted once (the paper's text). ``places``: the number
+        of ranks with the same cluster (the authors' notebook).
     """
 
     def __init__(self, *, others: Others = "later", overlap: Overlap = "sets") -> None:
@@ -75,14 +58,14 @@ class ExitRule:
         self, active: Int[np.ndarray, "n n_layers k"], made_at: Int[np.ndarray, " n"],
         rows: Int[np.ndarray, " m"],
     ) -> ExitRule:  # fmt: skip
-        """Store the clusters of the training examples.
+        """Store the clusters of training examples.
 
         Parameters
         ----------
         active
-            The active clusters of all examples, see `active_clusters`.
+            Active clusters of all examples, see `active_clusters`.
         made_at
-            The layer that each example's prediction was made at; -1 where none counts.
+            The layer at which each example's prediction is made; -1 if none counts.
         rows
             Rows of the training examples.
         """
@@ -92,10 +75,9 @@ class ExitRule:
     def signals(
         self, active: Int[np.ndarray, "n n_layers k"], rows: Int[np.ndarray, " m"]
     ) -> Bool[np.ndarray, "m n_layers"]:
-        """Whether each layer says that the prediction of an example is made.
+        """Whether each layer says that the predictions of some rows are made.
 
-        A layer at which no prediction of the training examples was made never says so; one that has no
-        others to exceed always does. ``rows`` are those of the examples to decide on.
+        A layer where no training prediction was made never says so; one without others to exceed always does.
         """
         if active.shape[1:] != self.active_.shape[1:]:
             raise InputError(
@@ -115,15 +97,15 @@ class ExitRule:
         if self.others == "together":
             yield self.made_at_ != layer
         else:
-            least = layer + 1 if self.others == "later" else -1
+            first = layer + 1 if self.others == "later" else -1
             made_elsewhere = np.unique(self.made_at_[self.made_at_ != layer])
-            yield from (self.made_at_ == other for other in made_elsewhere if other >= least)
+            yield from (self.made_at_ == other for other in made_elsewhere if other >= first)
 
 
 def overlap_sizes(
     clusters: Int[np.ndarray, "m k"], known: Int[np.ndarray, "n k"], overlap: Overlap
 ) -> Float[np.ndarray, "m n"]:
-    """How much each of ``m`` rows of clusters has in common with each of ``n``, see `ExitRule`."""
+    """The overlap of each of ``m`` rows of clusters with each of ``n``, see `ExitRule`."""
     if overlap == "places":
         sizes = np.zeros((len(clusters), len(known)), dtype=np.float32)
         for place, of_known in zip(clusters.T, known.T, strict=True):

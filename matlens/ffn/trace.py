@@ -1,9 +1,8 @@
-"""What FFNs do to a prediction on its way up: the top candidate around every update, and who pushes it.
+"""Top candidates before and after every FFN, and the sub-updates that move them (section 5).
 
-At layer ``l``, ``x`` is the stream before the FFN and ``x~`` the stream after it. Both are read out by the
-model's own norm and unembedding. The dominant sub-updates, and as many random ones, are scored for two
-reference tokens: the top candidate of ``x``, and the token that the model predicts in the end. Events,
-extreme sub-updates and the exit rule of section 6 are read off these numbers; nothing is run again for them.
+At layer ``l``, ``x`` is the residual stream before the FFN and ``x~`` after it, both read by the model's own
+norm and unembedding. The dominant sub-updates, and as many random ones, are scored for two reference tokens:
+the top candidate of ``x``, and the token that the model predicts in the end.
 """
 
 from __future__ import annotations
@@ -35,42 +34,36 @@ from matlens.models.sites import COEFFICIENTS, PARALLEL, STREAM, Site
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-TRACE = "trace"  # what a folder of a trace says that it holds
+TRACE = "trace"  # the kind of its folder
 GROUPS = ("dominant", "random")
 REFERENCES = ("before", "final")
-_READOUT_ROWS = 4096  # vectors that are read out together, of one layer or of several
+_READOUT_ROWS = 4096  # vectors that are read out together, of one or several layers
 
 
 @checked
 class Trace:
     """Candidates and sub-updates at every layer, for ``n`` examples (section 5).
 
-    A token, a rank and an index are whole numbers; layers are those of the FFNs, ``0 .. n_layers - 1``.
-
-    Attributes
-    ----------
-    examples
-        The examples that the model was run on.
-    provenance
-        Where the trace comes from: the model, the corpus, the number of sub-updates and the seed.
+    Layers are those of the FFNs, ``0 .. n_layers - 1``. ``examples`` are what the model was run on, and
+    ``provenance`` records the model, the corpus, the number of sub-updates and the seed.
     """
 
     def __init__(self, rows: Mapping[str, Any], examples: Examples, provenance: Provenance) -> None:
         self.examples, self.provenance = examples, provenance
         self.n_layers, self.k = provenance.identity.n_layers, int(provenance.details["k"])
-        self._rows = rows  # those of a folder are read when they are asked for
+        self._rows = rows  # of a folder, read when they are needed
 
     def __len__(self) -> int:
         return self.examples.n_positions
 
     @cached_property
     def norm(self) -> Float[Tensor, "n n_layers"]:
-        """The length of ``x~``, by which attention sinks are known."""
+        """The norm of ``x~``, by which attention sinks are found."""
         return self._rows["norm"]
 
     @cached_property
     def scale(self) -> Float[Tensor, "n n_layers"]:
-        """The positive number by which a norm after the FFN multiplies the update; 1 where there is none."""
+        """The positive factor of a norm after the FFN; 1 without such a norm."""
         return self._rows["scale"]
 
     @cached_property
@@ -90,7 +83,7 @@ class Trace:
 
     @cached_property
     def index(self) -> dict[str, Int[Tensor, "n n_layers k"]]:
-        """By group, ``dominant`` or ``random``: the index of each sub-update's value vector in its layer."""
+        """By group, ``dominant`` or ``random``: the column of each sub-update's value vector in its layer."""
         return {group: self._by_layer(f"index.{group}").long() for group in GROUPS}
 
     @cached_property
@@ -100,10 +93,7 @@ class Trace:
 
     @cached_property
     def score(self) -> dict[tuple[str, str], Float[Tensor, "n n_layers k"]]:
-        """By group and reference, such as ``("dominant", "before")``: the scores ``e_w . m_i v_i``.
-
-        They are of the reference token, the scale included.
-        """
+        """By group and reference, such as ``("dominant", "before")``: ``e_w . m_i v_i``, times the scale."""
         return {
             (group, reference): self._by_layer(f"score.{group}.{reference}")
             for group in GROUPS
@@ -117,11 +107,7 @@ class Trace:
 
     @property
     def sinks(self) -> Bool[Tensor, " n"]:
-        """Which examples are read at an attention sink, by the rule of `matlens.activations.sinks`.
-
-        Their sub-updates are hundreds of times as large as all others, so they decide means over all
-        examples.
-        """
+        """Which examples are read at an attention sink; sub-updates there are hundreds of times as large."""
         return outlying_rows(self.norm, places=self.examples.positions)
 
     def _by_layer(self, name: str) -> Tensor:
@@ -139,29 +125,29 @@ class Trace:
         batch_tokens: PositiveInt | None = None,
         progress: bool = True,
     ) -> Trace:
-        """Run a model over examples, one position each, and keep what its FFNs do there.
+        """Run a model over examples, at one position each.
 
         Parameters
         ----------
         model, examples
-            The model to run, and the examples that it is run on.
+            The model and the examples.
         k
-            How many sub-updates count as dominant, and how many random ones are stored as well.
+            Number of dominant sub-updates, and of random ones, per layer.
         seed
             Seed of the random sub-updates; they do not depend on the batches.
         folder
-            Where to write the trace instead of keeping all in memory. A killed run goes on where it was; a
-            finished folder is opened without running anything.
+            Where the trace is stored, by default in memory. An interrupted run resumes there; a finished
+            folder is opened without running anything.
         batch_tokens
-            Most tokens in a batch, padding counted.
+            Maximum tokens per batch, with padding.
         progress
             Whether to show a bar over the examples.
 
         Raises
         ------
         InputError
-            The model has no value vectors, no known stream before its FFNs, or fewer than ``k`` value
-            vectors in a layer; or the folder belongs to another job.
+            The model has no value vectors, no known residual stream before its FFNs, or fewer than ``k``
+            value vectors in a layer; or the folder belongs to another job.
         """
         reader = _BatchReader(model, examples, k, seed)
         size = batch_tokens or default_batch_tokens(model)
@@ -184,39 +170,27 @@ class Trace:
 
     @classmethod
     def load(cls, folder: str | Path) -> Trace:
-        """Open a finished folder of `run`.
-
-        Raises
-        ------
-        InputError
-            The folder holds no finished trace.
-        """
+        """Open a finished folder of `run`."""
         config, arrays, rows = read_rows(folder, TRACE)
         provenance = Provenance.from_config(config)
         return cls(rows, Examples.from_arrays(arrays, provenance.data), provenance)
 
 
 def sites_before_ffn(model: TransformerBridge, layer: int) -> list[str]:
-    """Sites whose vectors add up to the stream before the FFN of a layer.
-
-    Raises
-    ------
-    InputError
-        No such sites are known for the blocks of this model.
-    """
+    """Sites whose vectors add up to the residual stream before the FFN of a layer."""
     layout = ModelLayout.from_model(model)
     if "mid" in layout.kinds:
         return [str(Site("mid", layer))]
     if layout.wiring is PARALLEL:
         return [str(Site(kind, layer)) for kind in (STREAM, "attn_out")]  # as if attention came first
     raise InputError(
-        f"The blocks of {model.cfg.architecture} ({layout.wiring.name}) have no place that is known to be "
-        "the stream before the FFN, so its updates cannot be traced."
+        f"The residual stream before the FFNs of {model.cfg.architecture} ({layout.wiring.name}) is unknown, "
+        "so they cannot be traced."
     )
 
 
 class _BatchReader:
-    """Reads the rows of a trace off batches of vectors, in the layout in which they are stored."""
+    """Computes the rows of a trace from batches of vectors, in the layout in which they are stored."""
 
     def __init__(self, model: TransformerBridge, examples: Examples, k: int, seed: int) -> None:
         self._values, self._readout = ValueVectors(model), Readout(model)
@@ -232,7 +206,7 @@ class _BatchReader:
         outputs = self._outputs if self._values.output_kind != FFN_OUT else []  # where they pass a norm
         self.sites = sorted(stream | {*self._coefficients, *outputs})
         self._norms = [self._values.norms(layer).cpu() for layer in layers]
-        self._drawn = random_sub_updates(self._values, examples.n_positions, k, seed=seed)
+        self._random = random_sub_updates(self._values, examples.n_positions, k, seed=seed)
         n = self._values.n_layers
         scores = [f"score.{group}.{reference}" for group in GROUPS for reference in REFERENCES]
         self.columns = {
@@ -271,10 +245,10 @@ class _BatchReader:
             columns["scale"][:, layer, 0] = scale
             index = {
                 "dominant": contribution.topk(self._k).indices,
-                "random": self._drawn[layer][torch.from_numpy(batch.index)].long(),
+                "random": self._random[layer][torch.from_numpy(batch.index)].long(),
             }
             tokens = {"before": columns["before"][:, layer, 0].long(), "final": final}
-            # All static scores are less work than bringing together the vectors of some of them.
+            # Computing all static scores is faster than gathering the vectors of some.
             vectors = self._values.layer(layer)
             static = {
                 reference: (

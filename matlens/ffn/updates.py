@@ -1,9 +1,7 @@
-"""Updates: what FFNs write for a token, as the sub-updates of their value vectors.
+"""FFN outputs as sums of sub-updates ``m_i v_i``.
 
-The FFN of a layer writes ``sum_i m_i v_i + b``. The sub-update ``m_i v_i`` promotes tokens by its own scores
-``E m_i v_i``; where its coefficient is negative, those that ``v_i`` itself demotes. A few sub-updates do
-most: the contribution of one is ``|m_i| ||v_i||``, its share that over the sum of all (paper B, A.3). Where a
-norm follows the FFN, all of it is as it reaches the stream, see `matlens.ffn.values`.
+The contribution of a sub-update is ``|m_i| ||v_i||``, its share is that over the sum of all (paper B, A.3).
+Where a norm follows the FFN, all of it is as it reaches the residual stream, see `matlens.ffn.values`.
 """
 
 from __future__ import annotations
@@ -29,26 +27,20 @@ from matlens.models.tokens import token_texts, visible
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-_DRAWN = 2**22  # random numbers that are ranked together
+_SAMPLED = 2**22  # random numbers that are ranked together
 DOMINANT = 10  # sub-updates of an update that the paper calls dominant
 
 
 @checked
 class Updates:
-    """What the FFNs of a model write at collected positions, as sub-updates (paper B, section 3).
+    """FFN outputs at collected positions, as sub-updates (paper B, section 3).
 
     Attributes
     ----------
     values
         The model's value vectors.
     activations
-        ``ffn_post`` and ``ffn_out`` of each layer that is asked for, ``n`` rows; and where a norm follows the
-        FFN, ``ln2_post_out``.
-
-    Raises
-    ------
-    InputError
-        The activations are of another model.
+        ``ffn_post`` and ``ffn_out`` of each layer, and ``ln2_post_out`` where a norm follows the FFN.
     """
 
     def __init__(self, values: ValueVectors, activations: Activations) -> None:
@@ -66,25 +58,7 @@ class Updates:
         *,
         progress: bool = True,
     ) -> Updates:
-        """Run a model over examples and collect the coefficients and the outputs of its FFNs.
-
-        Parameters
-        ----------
-        model
-            The model to run.
-        examples
-            What the model is run on, such as `make_prompts` gives; each example has one position, which
-            becomes a row.
-        layers
-            Layers of the FFNs, negative ones counted from the end; by default all.
-        progress
-            Whether to show a bar over the examples.
-
-        Raises
-        ------
-        InputError
-            The model has no value vectors, or a layer is out of range.
-        """
+        """Collect coefficients and outputs of FFNs, of some layers or all, at the examples' positions."""
         values = ValueVectors(model)
         chosen = range(values.n_layers) if layers is None else list(map(values.resolve_layer, layers))
         kinds = dict.fromkeys((COEFFICIENTS, FFN_OUT, values.output_kind))
@@ -98,21 +72,21 @@ class Updates:
         return sorted({site.layer for site in sites if site.kind == COEFFICIENTS})
 
     def coefficients(self, layer: int) -> Float[Tensor, "n d_mlp"]:
-        """``m``, the coefficients of a layer's value vectors; each multiplies one of them."""
+        """``m``, the coefficients of a layer's value vectors."""
         return self._of(COEFFICIENTS, layer)
 
     def outputs(self, layer: int) -> Float[Tensor, "n d_model"]:
-        """What a layer's FFN adds to the stream, as the model computed it, a norm behind the FFN included."""
+        """The vectors that the FFN adds to the residual stream, after a norm if one follows it."""
         return self._of(self.values.output_kind, layer)
 
     def scales(self, layer: int) -> Float[Tensor, " n"]:
-        """By what the norm after the FFN multiplies the sub-updates of each row; 1 where no norm follows."""
+        """The factor of a norm after the FFN for the sub-updates of each row; 1 without such a norm."""
         return self.values.scale(layer, self._of(FFN_OUT, layer))
 
     def sub_updates(self, layer: int, row: int = 0) -> Float[Tensor, "d_mlp d_model"]:
-        """``m_i v_i`` of one position as they reach the stream.
+        """``m_i v_i`` of one position as they reach the residual stream.
 
-        Their sum and ``scales(layer)[row] * values.bias(layer)`` are its row of `outputs`.
+        Their sum plus ``scales(layer)[row] * values.bias(layer)`` is its row of `outputs`.
         """
         check_int(row, "row", min=0, max=self.activations.n_rows - 1)
         scaled = self.scales(layer)[row] * self.coefficients(layer)[row]
@@ -130,59 +104,46 @@ class Updates:
         """The ``k`` sub-updates that contribute most, the greatest first."""
         return self.contributions(layer).topk(check_int(k, "k", min=1, max=self.values.d_mlp)).indices
 
+    def table(
+        self, projection: Projection, *, row: int = 0, k: int = DOMINANT, n_tokens: int = 10
+    ) -> pd.DataFrame:
+        """The ``k`` dominant sub-updates of each layer at one position, with promoted tokens (appendix A.3).
+
+        Columns are ``layer, rank, value, coefficient, contribution, share, promoted``; ``promoted`` are the
+        tokens with the largest scores of ``m v``: where ``m`` is negative, tokens that ``v`` demotes.
+        """
+        projection.check_same(self.activations.provenance, theirs="the updates")
+        rows = []
+        for layer in self.layers:
+            dominant = self.dominant(layer, k)[row]
+            top = projection.top(self.sub_updates(layer, row)[dominant], n_tokens).ids.tolist()
+            quantities = (self.coefficients(layer), self.contributions(layer), self.shares(layer))
+            numbers = torch.stack([quantity[row, dominant] for quantity in quantities], 1).tolist()
+            for rank, (index, three, ids) in enumerate(
+                zip(dominant.tolist(), numbers, top, strict=True), start=1
+            ):
+                texts = ", ".join(map(visible, token_texts(projection.tokenizer, ids)))
+                rows.append((layer, rank, str(self.values.vector(layer, index)), *three, texts))
+        columns = ["layer", "rank", "value", "coefficient", "contribution", "share", "promoted"]
+        return pd.DataFrame(rows, columns=columns)
+
     def _of(self, kind: str, layer: int) -> Tensor:
         site = Site(kind, self.values.resolve_layer(layer))
         return self.activations[site].to(self.values.device)
 
 
 def relative(contributions: Tensor) -> Tensor:
-    """Contributions relative to their sum; 0 where an FFN writes nothing."""
+    """Contributions relative to their sum; 0 if all are."""
     total = contributions.sum(-1, keepdim=True)
     return contributions / total.where(total > 0, torch.ones_like(total))
 
 
 def random_sub_updates(values: ValueVectors, n: int, k: int, *, seed: int) -> list[Int[Tensor, "n k"]]:
-    """Draw for each layer ``k`` different sub-updates of each of ``n`` examples, from the seed alone."""
+    """For each layer ``k`` different sub-updates of each of ``n`` examples, from the seed alone."""
     generator = torch.Generator().manual_seed(seed)
-    sizes = [len(rows) for rows in torch.arange(n).split(max(_DRAWN // values.d_mlp, 1))]
+    sizes = [len(rows) for rows in torch.arange(n).split(max(_SAMPLED // values.d_mlp, 1))]
 
-    def drawn(rows: int) -> Tensor:
+    def sample(rows: int) -> Tensor:
         return torch.rand((rows, values.d_mlp), generator=generator).topk(k).indices.to(torch.int32)
 
-    return [torch.cat([drawn(rows) for rows in sizes]) for _ in range(values.n_layers)]
-
-
-@checked
-def dominant_table(
-    updates: Updates, projection: Projection, *, row: int = 0, k: int = DOMINANT, n_tokens: int = 10
-) -> pd.DataFrame:
-    """The dominant sub-updates of one position with the tokens that they promote (appendix A.3).
-
-    One row per sub-update, layer after layer. Columns are ``layer, rank, value, coefficient, contribution,
-    share, promoted``; ``promoted`` are the tokens with the largest scores of ``m v``, separated by commas.
-    Where the coefficient ``m`` is negative, these are the tokens that the value vector ``v`` itself demotes.
-
-    Parameters
-    ----------
-    updates, projection
-        Updates of the model, and how vectors are read in its vocabulary.
-    row
-        The position's row among the updates.
-    k
-        How many sub-updates of each layer.
-    n_tokens
-        How many tokens of each sub-update.
-    """
-    projection.check_same(updates.activations.provenance, theirs="the updates")
-    rows = []
-    for layer in updates.layers:
-        dominant = updates.dominant(layer, k)[row]
-        tokens = projection.top(updates.sub_updates(layer, row)[dominant], n_tokens).ids
-        quantities = (updates.coefficients(layer), updates.contributions(layer), updates.shares(layer))
-        numbers = torch.stack([quantity[row, dominant] for quantity in quantities], 1).tolist()
-        sub_updates = zip(dominant.tolist(), numbers, tokens, strict=True)
-        for rank, (index, of_sub_update, ids) in enumerate(sub_updates, start=1):
-            texts = ", ".join(map(visible, token_texts(projection.tokenizer, ids)))
-            rows.append((layer, rank, str(updates.values.vector(layer, index)), *of_sub_update, texts))
-    columns = ["layer", "rank", "value", "coefficient", "contribution", "share", "promoted"]
-    return pd.DataFrame(rows, columns=columns)
+    return [torch.cat([sample(rows) for rows in sizes]) for _ in range(values.n_layers)]

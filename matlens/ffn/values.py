@@ -1,17 +1,15 @@
-"""Value vectors: the rows of the feed-forward layers' output matrices (paper B, section 2).
+"""Value vectors: the rows of the output matrices of FFNs (paper B, section 2).
 
-An FFN writes ``sum_i m_i v_i + b``: its coefficients ``m`` weigh the value vectors ``v_i``, the rows of its
-output matrix. There are ``n_layers x d_mlp`` of them, and each has a name: ``L3D12`` is the vector 12 of
-layer 3, both counted from 0. The weights are the model's own, in float32 whatever the model runs in.
+An FFN computes ``sum_i m_i v_i + b``: coefficients ``m`` times value vectors ``v_i``. ``L3D12`` is vector 12
+of layer 3, both counted from 0. They are float32, whatever the precision of the model.
 
-Where a norm follows the FFN before its output joins the stream (Gemma 2 and 3), what reaches the stream of
-``m_i v_i`` is ``s m_i (g * v_i)``: ``g`` is the norm's gain, and ``s`` one positive number for each token.
-There the value vectors are the rows ``g * v_i``. A norm over the whole stream (BERT) is no part of them.
-Where the FFN's output is multiplied by a number before it is added (Granite), so are the rows.
+Where a norm follows the FFN (Gemma 2 and 3), ``m_i v_i`` reaches the residual stream as ``s m_i (g * v_i)``
+with the norm's gain ``g`` and one positive scale ``s`` per token; there the value vectors are ``g * v_i``. A
+norm of the whole stream (BERT) is not included. A multiplier of the FFN's output (Granite) is.
 
-A mixture of experts has the value vectors of all its experts: ``L3E5D120`` is the vector 120 of expert 5 in
-layer 3, and an expert that all tokens share is the last. Its coefficient has the router's weight of the
-expert in it, and is 0 where the expert is not chosen, so that sub-updates add up here too.
+A mixture of experts has the value vectors of all experts: ``L3E5D120`` is vector 120 of expert 5 in layer 3;
+a shared expert is the last. The router's weight is part of the coefficient, which is 0 where the expert is
+not selected, so that sub-updates add up here too.
 """
 
 from __future__ import annotations
@@ -55,13 +53,7 @@ class ValueVector:
 
     @classmethod
     def parse(cls, text: ValueName) -> ValueVector:
-        """Read ``"L3D12"`` or ``"L3E5D120"``; a pair of numbers is a layer and an index.
-
-        Raises
-        ------
-        InputError
-            The text is no name, and it is no pair of numbers either.
-        """
+        """Read ``"L3D12"``, ``"L3E5D120"``, or a pair of a layer and an index."""
         if isinstance(text, ValueVector):
             return text
         if isinstance(text, str):
@@ -71,8 +63,7 @@ class ValueVector:
         elif isinstance(text, Sequence) and list(map(_is_whole, text)) == [True, True]:
             return cls(int(text[0]), int(text[1]))
         raise InputError(
-            f"{short(text)} is not a value vector. Expected L{{layer}}D{{index}}, such as 'L3D12', or a "
-            "layer and an index; in a mixture of experts such as 'L3E5D120'."
+            f"{short(text)} is not a value vector. Write 'L3D12', or 'L3E5D120' in a mixture of experts."
         )
 
 
@@ -81,17 +72,18 @@ ValueName: TypeAlias = str | Sequence[int] | ValueVector
 
 @dataclass(frozen=True, eq=False)
 class ValueParts:
-    """What value vectors consist of, layer by layer; from a model or from the cache."""
+    """The components of value vectors, layer by layer; from a model, or complete vectors from the cache."""
 
     identity: ModelIdentity
     device: torch.device
     shape: tuple[int, int]  # (d_mlp, d_model)
+    output_kind: str
     matrices: Sequence[Tensor | None]  # a row for each coefficient
     biases: Sequence[Tensor | None]
-    norms: Sequence[nn.Module]  # after each FFN, before its output joins the residual stream; or none
-    mixtures: Sequence[Any] = ()  # the experts of each layer, or None; or none at all
+    norms: Sequence[nn.Module] = ()  # after each FFN, before its output joins the residual stream
+    mixtures: Sequence[Any] = ()  # the experts of each layer, or None
     multiplier: float = 1.0  # of FFN outputs
-    modules: Sequence[Sequence[nn.Module]] = ()  # which these are read from; none if from the cache
+    modules: Sequence[Sequence[nn.Module]] = ()  # that these are read from; none if from the cache
 
     @classmethod
     def from_model(cls, model: TransformerBridge) -> ValueParts:
@@ -102,19 +94,13 @@ class ValueParts:
         mixtures = [mixture(model, layer) for layer in layers]
         if COEFFICIENTS not in layout.kinds:
             plain = [str(layer) for layer in layers if mixtures[layer] is None]
-            reason = (
-                f" (its blocks are {layout.wiring.name}): their output is not seen to be one matrix times "
-                "coefficients."
-            )
+            reason = f" (its blocks are {layout.wiring.name})"
             if 0 < len(plain) < layout.n_layers:
                 reason = (
                     f": some layers have experts and some a plain FFN (layer {', '.join(plain)}), so their "
-                    "numbers of coefficients differ. Expected FFNs of one kind in all layers. They can be "
-                    "mapped and replaced all the same."
+                    "numbers of coefficients differ. They can be mapped and replaced all the same."
                 )
-            raise InputError(
-                f"The FFNs of {model.cfg.architecture} have no value vectors that are known{reason}"
-            )
+            raise InputError(f"The FFNs of {model.cfg.architecture} have no known value vectors{reason}.")
         modules = [None if mixtures[layer] else output_layer(model, layer) for layer in layers]
         kind = output_kind(layout)
         norms = [norm_after_ffn(model, layer) for layer in layers] if kind == NORMED_OUT else []
@@ -123,6 +109,7 @@ class ValueParts:
             ModelIdentity.from_model(model).of_weights,
             torch.device(model.cfg.device),
             shape,
+            kind,
             [None if module is None else rows_of_linear(module, shape) for module in modules],
             [getattr(module, "bias", None) for module in modules],
             norms,
@@ -134,25 +121,23 @@ class ValueParts:
 
 @checked
 class ValueVectors:
-    """All value vectors of a model, as they reach its stream (paper B, section 2).
+    """All value vectors of a model, as they reach its residual stream (paper B, section 2).
 
     Attributes
     ----------
     n_layers, d_mlp, d_model
-        There are ``n_layers x d_mlp`` vectors of ``d_model`` coordinates.
+        There are ``n_layers x d_mlp`` vectors of ``d_model`` dimensions.
     output_kind
-        Kind of the site at which what an FFN writes joins the stream: ``ffn_out``, or ``ln2_post_out`` where
-        a norm follows the FFN.
+        Site of what an FFN adds to the residual stream: ``ffn_out``, or ``ln2_post_out`` if a norm follows.
     identity
-        The model's name, the fingerprint of its weights, and what else tells it from others.
+        The model's name, the fingerprint of its weights, and its precision.
     device
-        Where the model's weights are.
+        The device of the model.
 
     Raises
     ------
     InputError
-        The blocks have no FFN whose output is a matrix times coefficients, as far as is known; or a norm
-        follows it that is not known.
+        The FFN's output is not known to be a matrix times coefficients, or an unknown norm follows it.
     """
 
     def __init__(self, model: TransformerBridge | ValueParts) -> None:
@@ -163,20 +148,14 @@ class ValueVectors:
         self._norms = [float32_on(copy.deepcopy(norm), self.device) for norm in parts.norms]
         self._mixtures, self._multiplier = parts.mixtures or [None] * self.n_layers, parts.multiplier
         self._weights = [WeightChecksum(modules, "the object of value vectors") for modules in parts.modules]
-        self.output_kind = NORMED_OUT if parts.norms else FFN_OUT
+        self.output_kind = parts.output_kind
         self._gains = [NormGain.from_module(norm, self.d_model) for norm in self._norms]
 
     def __len__(self) -> int:
         return self.n_layers * self.d_mlp
 
     def resolve(self, name: ValueName) -> ValueVector:
-        """Check a name against this model; negative layers and indices count from the end.
-
-        Raises
-        ------
-        InputError
-            The name is not a name of a value vector, or this model has no such layer or index.
-        """
+        """Check a name against this model; negative layers and indices count from the end."""
         value = ValueVector.parse(name)
         layer = self.resolve_layer(value.layer)
         experts = self._mixtures[layer]
@@ -186,13 +165,12 @@ class ValueVectors:
             return ValueVector(layer, value.index, value.expert)
         if not -self.d_mlp <= value.index < self.d_mlp:
             raise InputError(
-                f"Index {value.index} of {value} is out of range: each layer of this model has the value "
-                f"vectors 0 to {self.d_mlp - 1}."
+                f"index must be between {-self.d_mlp} and {self.d_mlp - 1}, got {value.index} in {value}."
             )
         return self.vector(layer, value.index % self.d_mlp)
 
     def vector(self, layer: int, column: int) -> ValueVector:
-        """The value vector of a column of a layer's coefficients, named with its expert where it has one."""
+        """The value vector of a column of a layer's coefficients."""
         layer = self.resolve_layer(layer)
         column = check_int(column, "column", min=0, max=self.d_mlp - 1)
         experts = self._mixtures[layer]
@@ -202,7 +180,7 @@ class ValueVectors:
         return ValueVector(layer, index, expert)
 
     def column(self, name: ValueName) -> int:
-        """Where a value vector stands in the coefficients of its layer: its index, but for experts."""
+        """The column of a value vector in its layer's coefficients: its index, but for experts."""
         value = self.resolve(name)
         experts = self._mixtures[value.layer]
         if experts is None or value.expert is None:
@@ -220,33 +198,29 @@ class ValueVectors:
         )
 
     def resolve_layer(self, layer: int) -> int:
-        """Check the number of a layer, which is negative from the end."""
+        """Check a layer; negative ones count from the end."""
         if not -self.n_layers <= layer < self.n_layers:
             raise InputError(
-                f"Layer {short(layer)} is out of range: the FFNs of this model are in the layers 0 to "
-                f"{self.n_layers - 1}."
+                f"layer must be between {-self.n_layers} and {self.n_layers - 1}, got {short(layer)}."
             )
         return int(layer) % self.n_layers
 
     def at(self, row: int) -> ValueVector:
-        """The value vector of a row, where the vectors of all layers stand layer after layer."""
+        """The value vector of a row of all value vectors, layer after layer."""
         check_int(row, "row", min=0, max=len(self) - 1)
         return self.vector(*divmod(row, self.d_mlp))
 
     def matrix(self, layer: int) -> Float[Tensor, "d_mlp d_model"]:
-        """The rows of a layer's output matrix as they are, without a norm's gain or a number that follows."""
-        layer = self._checked(layer)
-        matrix, experts = self._matrices[layer], self._mixtures[layer]
-        rows = matrix if experts is None else experts.matrix()
-        assert rows is not None  # there are experts, or a matrix
-        return rows.to(self.device, torch.float32)
+        """The rows of a layer's output matrix, without a norm's gain or a multiplier."""
+        self._check_from_model()
+        return self._rows(layer)
 
     def layer(self, layer: int) -> Float[Tensor, "d_mlp d_model"]:
         """All value vectors of a layer, in float32 on the model's device."""
-        return self._reaching(layer, self.matrix(layer))
+        return self._reaching(layer, self._rows(layer))
 
     def bias(self, layer: int) -> Float[Tensor, " d_model"]:
-        """The output bias of a layer, added whatever the coefficients are; zeros where the model has none."""
+        """The output bias of a layer, independent of the coefficients; zeros if the model has none."""
         bias = self._biases[self._checked(layer)]
         if bias is None:
             return torch.zeros(self.d_model, device=self.device)
@@ -254,28 +228,41 @@ class ValueVectors:
 
     @torch.inference_mode()
     def scale(self, layer: int, outputs: Float[Tensor, "n d_model"]) -> Float[Tensor, " n"]:
-        """The positive number by which a norm after the FFN multiplies all sub-updates of a token.
+        """The factor of a norm after the FFN for all sub-updates of a token; 1 without such a norm.
 
-        It is 1 where no norm follows. ``outputs`` is what the FFN of the layer gives before the norm, the
-        vectors of ``ffn_out``.
+        ``outputs`` are the vectors of ``ffn_out``, before the norm.
         """
         layer = self._checked(layer)
-        if not self._norms:
+        if self.output_kind == FFN_OUT:
             return torch.ones(len(outputs), device=self.device)
+        self._check_from_model()
         outputs = outputs.to(self.device, torch.float32)
         normed, unscaled = self._norms[layer](outputs), self._reaching(layer, outputs)
         size = unscaled.square().sum(1)
         return ((normed * unscaled).sum(1) / size).where(size > 0, torch.ones_like(size))
 
+    def _check_from_model(self) -> None:
+        if not self._weights:
+            raise InputError(
+                "These value vectors are from the cache, without norms. Use ValueVectors(model)."
+            )
+
     def _checked(self, layer: int) -> int:
-        """The number of a layer whose weights are still those that the value vectors were read from."""
+        """Resolve a layer, and check that its weights have not changed since they were read."""
         layer = self.resolve_layer(layer)
         if self._weights:
             self._weights[layer].check()
         return layer
 
+    def _rows(self, layer: int) -> Float[Tensor, "d_mlp d_model"]:
+        layer = self._checked(layer)
+        matrix, experts = self._matrices[layer], self._mixtures[layer]
+        rows = matrix if experts is None else experts.matrix()
+        assert rows is not None  # there are experts, or a matrix
+        return rows.to(self.device, torch.float32)
+
     def _reaching(self, layer: int, vectors: Tensor) -> Tensor:
-        """What reaches the stream of addends of an FFN's output, but for the scale of the token."""
+        """Terms of an FFN's output as they reach the residual stream, up to the token's scale."""
         if self._gains:
             return self._gains[self.resolve_layer(layer)](vectors)
         return vectors if self._multiplier == 1 else self._multiplier * vectors
@@ -294,13 +281,13 @@ class ValueVectors:
         return matrix[value.index].to(self.device, torch.float32)  # type: ignore[index]
 
     def norms(self, layer: int) -> Float[Tensor, " d_mlp"]:
-        """Length of each value vector of a layer."""
+        """Norm of each value vector of a layer."""
         return self.layer(layer).norm(dim=1)
 
     def random(self, layer: int, n: PositiveInt, *, seed: Seed = 0) -> Float[Tensor, "n d_model"]:
-        """Random vectors that look like a layer's: normal, with their mean and standard deviation.
+        """Normal random vectors with the mean and standard deviation of a layer's in each dimension.
 
-        Both are taken coordinate by coordinate (paper B, section 4.1). The same for a seed on any device.
+        The baseline of paper B, section 4.1; the same for a seed on any device.
         """
         layer = self.resolve_layer(layer)
         vectors = self.layer(layer)

@@ -27,7 +27,7 @@ from matlens.activations.sinks import find_sinks
 from matlens.data.examples import Examples
 from matlens.data.making import JudgedText
 from matlens.errors import PositiveInt, checked
-from matlens.ffn.perplexity import TextLosses, perplexity_ratio
+from matlens.ffn.perplexity import TextLosses
 from matlens.io.artifact import Artifact
 from matlens.io.tables import result_row, result_table
 from matlens.linear.maps import LinearMap
@@ -343,7 +343,7 @@ def rise(losses: np.ndarray, whole: np.ndarray, texts: np.ndarray) -> Estimate:
     ours, theirs = (
         TextLosses(np.bincount(index, weights=of_tokens), counts) for of_tokens in (losses, whole)
     )
-    ratio = perplexity_ratio(ours, theirs)
+    ratio = ours.ratio(theirs)
     value, low, high = (float(np.log(each)) for each in ratio[:3])
     return Estimate(value, low, high, len(numbers))
 

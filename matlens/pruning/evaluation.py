@@ -16,7 +16,7 @@ from matlens import metrics
 from matlens.data.examples import Examples
 from matlens.data.readers import check_own_tokens
 from matlens.errors import InputError, PositiveInt, checked
-from matlens.ffn.perplexity import TextLosses, perplexity_estimate, perplexity_ratio
+from matlens.ffn.perplexity import TextLosses
 from matlens.io.tables import result_row, result_table
 from matlens.metrics import Estimate
 from matlens.models.identity import ModelIdentity
@@ -75,7 +75,7 @@ def compare_pruned(
     tokens = judged_tokens(windows)
     whole = read_text(plain_copy(model), tokens, desc="whole model", progress=progress)
     rest = read_text(pruned.model, tokens, desc="pruned model", progress=progress)
-    estimates = [("whole", "perplexity", perplexity_estimate(whole.losses))]
+    estimates = [("whole", "perplexity", whole.losses.perplexity())]
     estimates += [("pruned", *estimate) for estimate in compare_texts(rest, whole).items()]
     return trial_table(pruned, str(windows.provenance.get("corpus", "unnamed")), estimates)
 
@@ -83,8 +83,8 @@ def compare_pruned(
 def compare_texts(rest: ReadText, whole: ReadText) -> dict[str, Estimate]:
     """Perplexity of a pruned model, its ratio to the original's, and the share of tokens predicted alike."""
     return {
-        "perplexity": perplexity_estimate(rest.losses),
-        "ratio": perplexity_ratio(rest.losses, whole.losses),
+        "perplexity": rest.losses.perplexity(),
+        "ratio": rest.losses.ratio(whole.losses),
         "agreement": metrics.proportion((rest.likeliest == whole.likeliest).flatten()),
     }
 

@@ -28,7 +28,7 @@ from matlens.data.making import make_examples
 from matlens.data.readers import is_masked
 from matlens.errors import InputError, NonNegative, PositiveInt, checked, printable
 from matlens.ffn.agglomeration import Linkage, method_within
-from matlens.ffn.clusters import MEMORY_GIB, N_CLUSTERS, Clusters
+from matlens.ffn.clusters import Clusters
 from matlens.ffn.values import ValueVectors
 from matlens.io.artifact import is_finished
 from matlens.linear.mapsets import MapSet
@@ -319,14 +319,13 @@ def slug(name: str) -> str:
 def cluster_values(
     values: ValueVectors,
     out: Path,
-    n_clusters: PositiveInt = N_CLUSTERS,
+    n_clusters: PositiveInt = 10_000,
     *,
     linkage: Linkage = "average",
-    memory: NonNegative = MEMORY_GIB,
-    disk: NonNegative = 0.0,
+    memory: NonNegative = 4.0,
 ) -> Clusters:
     """Clusters of a model's value vectors, in ``clusters/`` of an output folder; see `Clusters.fit`."""
-    method = method_within(len(values), memory, disk)
+    method = method_within(len(values), memory)
     kind = f"{linkage}-{method}" if linkage == "complete" else method
     folder = out / "clusters" / f"{slug(values.identity.name)}--{n_clusters}-{kind}"
-    return Clusters.fit(values, n_clusters, linkage=linkage, memory=memory, disk=disk, folder=folder)
+    return Clusters.fit(values, n_clusters, linkage=linkage, memory=memory, folder=folder)

@@ -27,7 +27,7 @@ from traces import K, N, make_clusters, make_trace_of_model
 
 from matlens import InputError
 from matlens.ffn.clusters import Clusters
-from matlens.ffn.events import lift_scores
+from matlens.ffn.events import relative_scores
 from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.trace import Trace
 from matlens.ffn.values import ValueVectors
@@ -82,7 +82,7 @@ def test_extreme_are_those_that_a_loop_finds(threshold: float, values: ValueVect
 
 def test_scores_can_be_read_otherwise(values: ValueVectors, small_model: Callable[[str], Any]) -> None:
     trace = make_trace_of_model(values)
-    other = lift_scores(trace, small_model("llama"))
+    other = relative_scores(trace, small_model("llama"), "mean")
     ours = as_rows(extreme_sub_updates(trace, values, scores=other, threshold=1.2))
     assert ours == found_by_loop(trace, other, 1.2)
     assert ours != found_by_loop(trace, trace.score, 1.2)

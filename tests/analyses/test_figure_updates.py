@@ -7,13 +7,11 @@ import pytest
 import torch
 from figures.paper_b import events_figure, layers_figure, saturation_figure
 from matplotlib.axes import Axes
-from plot_tables import (
-    assert_legible,
-    named,
-)
+from plot_tables import assert_legible, named
+from sub_updates.events import saturation_frequency, update_scores
 from traces import make_trace
 
-from matlens.ffn.events import event_scores, saturation_frequency, update_scores
+from matlens.ffn.events import event_scores
 from matlens.ffn.trace import Trace
 
 READS = {"score": "score", "lift": "score above the vocabulary's mean"}

@@ -63,7 +63,7 @@ def test_greedy_continuations_are_the_plain_models_own(
     with controlled_by_hand(name, plain, GENTLE if control else {}):
         expected = [go_on(plain, model.tokenizer, prompt, greedy(plain)) for prompt in PROMPTS]
     assert len(set(expected)) > 1
-    with controlled(model, GENTLE, GENTLE) if control else nullcontext():
+    with controlled(model, GENTLE) if control else nullcontext():
         assert texts(model, use_cache=cached) == expected
         assert texts(model, use_cache=cached, batch_size=1) == expected
         assert texts(model, use_cache=cached, batch_size=3) == expected
@@ -112,7 +112,7 @@ def test_beams_find_what_a_search_by_hand_does(name: str, small_model: Models, p
     assert expected != texts(model)
     with controlled_by_hand(name, plain, GENTLE):
         controlled_beams = [beams_by_hand(plain, model.tokenizer, prompt, 3) for prompt in PROMPTS]
-    with controlled(model, GENTLE, GENTLE):
+    with controlled(model, GENTLE):
         assert texts(model, n_beams=3) == controlled_beams
     words = ["w1", "w30", "w44", "w7"]
     without = [model.tokenizer.convert_tokens_to_ids(word) for word in words]

@@ -355,7 +355,7 @@ def test_a_search_gives_the_vector_that_holds_most_words_and_its_tokens(
     assert updates["share"].between(1 / 128, 1).all()
     model = small_model("gpt2")
     run = ffn.Updates.run(model, matlens.make_prompts(model, ["w4 w40 w11"]), progress=False)
-    expected = ffn.dominant_table(run, ffn.Projection.from_model(model), k=1, n_tokens=4)
+    expected = run.table(ffn.Projection.from_model(model), k=1, n_tokens=4)
     assert_table(workbench.out / "paper_b_sec4_updates.csv", expected.assign(prompt="w4 w40 w11"))
 
 
@@ -638,6 +638,4 @@ def test_every_line_of_control_is_that_of_its_change(
     assert_table(workbench.out / f"{CONTROL}.csv", whole)
     assert_table(workbench.out / f"{CONTROL}_texts.csv", texts)
     debiased = measured["Self-Debiasing"].item()
-    assert debiased == pytest.approx(
-        ffn.perplexity_estimate(control.debiased_losses(model, windows, debiasing)).value
-    )
+    assert debiased == pytest.approx(control.debiased_losses(model, windows, debiasing).perplexity().value)

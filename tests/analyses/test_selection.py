@@ -14,7 +14,7 @@ from control.selection import draw_harmless, grade_values
 from plain_values import plain_values
 
 from matlens import InputError
-from matlens.ffn.projection import Projection, TopTokens, top_tokens_of_all
+from matlens.ffn.projection import Projection, TopTokens
 from matlens.ffn.values import ValueVectors
 
 
@@ -39,7 +39,7 @@ def test_the_top_tokens_of_every_value_vector_are_graded_together(
     values = ValueVectors(model)
     graded = grade_values(
         values,
-        top_tokens_of_all(values, Projection.from_model(model), k=5, progress=False),
+        Projection.from_model(model).top_of_all(values, 5, progress=False),
         model.tokenizer,
         EvenWords(),
     )

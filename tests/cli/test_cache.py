@@ -40,7 +40,7 @@ def test_short_commands_build_a_model_once(
         pytest.fail("the model is loaded, or top tokens are worked out again")
 
     monkeypatch.setattr("matlens.ffn.catalogue.load", refuse)
-    monkeypatch.setattr("matlens.ffn.catalogue.top_tokens_of_all", refuse)
+    monkeypatch.setattr("matlens.ffn.projection.Projection.top_of_all", refuse)
     assert [run_command(command, capsys).out for command in commands] == [outcome.out for outcome in first]
     assert matlens.models.loading.load is not refuse
 

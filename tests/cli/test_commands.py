@@ -19,15 +19,11 @@ from matlens import Lens, make_prompts
 from matlens.cli import ffn
 from matlens.cli.app import app
 from matlens.explorer import explore, write_value_pages
-from matlens.ffn.clusters import MEMORY_GIB, N_CLUSTERS, Clusters, cluster_table
+from matlens.ffn.clusters import Clusters
 from matlens.ffn.projection import (
     Projection,
-    token_table,
-    top_tokens_of_all,
-    values_promoting,
-    values_with_tokens,
 )
-from matlens.ffn.updates import Updates, dominant_table
+from matlens.ffn.updates import Updates
 from matlens.ffn.values import ValueVectors
 from matlens.models.tokens import visible
 
@@ -67,7 +63,7 @@ def shown(read: str) -> Callable[[Any], Rows]:
             "norm": Projection.after_norm,
             "head": Projection.through_head,
         }
-        table = token_table(ValueVectors(model), made[read](model), ["L1D7", "L2D0"], k=4)
+        table = made[read](model).table(ValueVectors(model), ["L1D7", "L2D0"], k=4)
         lines = []
         for _name, scores in table.groupby("value", sort=False):
             sides = (scores[scores["side"] == side].itertuples() for side in ("top", "bottom"))
@@ -80,14 +76,12 @@ def shown(read: str) -> Callable[[Any], Rows]:
 
 def searched(model: Any) -> Rows:
     values, projection = ValueVectors(model), Projection.from_model(model)
-    table = values_with_tokens(values, projection, top_tokens_of_all(values, projection, k=6), ["w7", "w30"])
+    table = projection.search(values, projection.top_of_all(values, 6), ["w7", "w30"])
     return [[row.value, str(row.words), str(row.rank), number(row.score)] for row in table.itertuples()][:5]
 
 
 def promoting(model: Any) -> Rows:
-    table = values_promoting(
-        ValueVectors(model), Projection.from_model(model), ["w7", "w9"], n=3, progress=False
-    )
+    table = Projection.from_model(model).promoting(ValueVectors(model), ["w7", "w9"], 3, progress=False)
     return [[row.value, number(row.score), number(row.lift)] for row in table.itertuples()]
 
 
@@ -98,9 +92,7 @@ def clustered(read: str, linkage: Any, limit: float) -> Callable[[Any], Rows]:
         clusters = Clusters.fit(ValueVectors(model), 40, linkage=linkage, memory=limit, progress=False)
         projection = Projection.from_model(model) if read == "plain" else Projection.after_norm(model)
         lines = []
-        for row in cluster_table(
-            ValueVectors(model), projection, clusters, range(3), n_tokens=2
-        ).itertuples():
+        for row in clusters.table(ValueVectors(model), projection, range(3), n_tokens=2).itertuples():
             members = row.members.split()
             lines.append([*cluster_cells(row), f"{' '.join(members[:3])} +{len(members) - 3}", row.tokens])
         return lines
@@ -118,7 +110,7 @@ def updated(prompt: str) -> Callable[[Any], Rows]:
 
     def rows(model: Any) -> Rows:
         updates = Updates.run(model, make_prompts(model, [prompt]), progress=False)
-        table = dominant_table(updates, Projection.from_model(model), n_tokens=2)
+        table = updates.table(Projection.from_model(model), n_tokens=2)
         lines = []
         for layer in range(N_LAYERS):
             part = table[table["layer"] == layer]
@@ -135,7 +127,7 @@ def updated(prompt: str) -> Callable[[Any], Rows]:
 def updated_inside(model: Any) -> Rows:
     """Sub-updates of two layers at the third token, which knows nothing of later ones."""
     updates = Updates.run(model, make_prompts(model, ["w1 w2 w3"]), [0, 2], progress=False)
-    table = dominant_table(updates, Projection.from_model(model), k=4)
+    table = updates.table(Projection.from_model(model), k=4)
     return [
         [str(row.rank), row.value, number(row.coefficient), f"{row.share:.1%}", row.promoted]
         for row in table.itertuples()
@@ -185,12 +177,9 @@ CALLS: list[tuple[list[str], str, Callable[[Any], Rows], str]] = [
         )
         for read in ("plain", "norm")
         for more, linkage, limit, how in (
-            ([], "average", MEMORY_GIB, "exactly, by average linkage"),
+            ([], "average", 4, "exactly, by average linkage"),
             (["--memory", "0"], "average", 0, "by near neighbours"),
-            (
-                ["--memory", "0", "--disk", "1", "--linkage", "complete"], "complete", MEMORY_GIB,
-                "exactly, by complete linkage",
-            ),
+            (["--linkage", "complete"], "complete", 4, "exactly, by complete linkage"),
         )
     ),
     (["update", "w1 w2 w3", "--tokens", "2"], "gpt2", updated("w1 w2 w3"), "At token 2, 'w3'"),
@@ -234,7 +223,7 @@ def test_clusters_of_value_vectors_are_shown(commands: Commands, small_model: Mo
     assert len(largest) > 4
     given = [alone, *largest[-4:], "--clusters", 120, "--limit", 1, "--out", tmp_path]
     printed = commands.run("values", "cluster", *given, model="gpt2")
-    table = cluster_table(values, Projection.from_model(small_model("gpt2")), clusters, [119, 0])
+    table = clusters.table(values, Projection.from_model(small_model("gpt2")), [119, 0])
     named = [alone, f"{' '.join(largest[-4:])} +{len(largest) - 4}"]
     assert [row[:5] for row in cells(printed)] == [
         [*cluster_cells(row), name] for row, name in zip(table.itertuples(), named, strict=True)
@@ -250,13 +239,13 @@ def test_clusters_are_fitted_once(
     assert commands.run(*given, model="llama") == printed
     parameters = inspect.signature(ffn.cluster).parameters
     fitted = inspect.signature(Clusters.fit).parameters
-    assert (parameters["clusters"].default, parameters["memory"].default) == (N_CLUSTERS, MEMORY_GIB)
-    for name in ("disk", "linkage"):
+    assert parameters["clusters"].default == fitted["n_clusters"].default
+    for name in ("memory", "linkage"):
         assert parameters[name].default == fitted[name].default
 
 
 def test_a_search_that_finds_nothing_says_so(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("matlens.ffn.projection.values_with_tokens", lambda *_: pd.DataFrame({"value": []}))
+    monkeypatch.setattr("matlens.ffn.projection.Projection.search", lambda *_: pd.DataFrame({"value": []}))
     printed = commands.run("values", "search", "w7", "--among", 3, model="gpt2")
     assert "No value vector has w7 among its 3 top tokens" in printed
 
@@ -301,27 +290,27 @@ def test_serve_prints_an_address_with_a_secret_and_listens_on_this_machine_alone
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["values", "show", "3D4"], "'3D4' is not a value vector. Expected L{layer}D{index}"),
-        (["values", "show", "L3D0"], "Layer 3 is out of range: the FFNs of this model are in the"),
-        (["values", "show", "L0D128"], "Index 128 of L0D128 is out of range"),
+        (["values", "show", "3D4"], "'3D4' is not a value vector. Write 'L3D12'"),
+        (["values", "show", "L3D0"], "layer must be between -3 and 2, got 3"),
+        (["values", "show", "L0D128"], "index must be between -128 and 127, got 128 in L0D128"),
         (["values", "show", "L0D1", "--tokens", "61"], "tokens must be an integer from 1 to 60, got 61"),
         (["values", "search", "w1 w2"], "The word 'w1 w2' is 2 tokens: 'w1', 'w2'"),
         (["values", "promoting", "tea"], "The word 'tea' is not in the model's vocabulary"),
         (["values", "show", "L0D1", "--read", "other"], "Invalid value for '--read'"),
-        (["values", "cluster", "L0D128", "--clusters", "9"], "Index 128 of L0D128 is out of range"),
-        (["values", "cluster", "--clusters", "9", "some"], "'some' is not a value vector. Expected L{layer}"),
+        (["values", "cluster", "L0D128", "--clusters", "9"], "index must be between -128 and 127, got 128 in L0D128"),
+        (["values", "cluster", "--clusters", "9", "some"], "'some' is not a value vector. Write"),
         (["values", "cluster"], "n_clusters must be an integer from 1 to 384"),
         (["values", "cluster", "--clusters", "0"], "Invalid value for '--clusters'"),
         (["values", "cluster", "--clusters", "9", "--memory", "-1"], "Invalid value for '--memory'"),
         (["values", "cluster", "--clusters", "9", "--linkage", "ward"], "Invalid value for '--linkage'"),
         (
             ["values", "cluster", "--clusters", "9", "--memory", "0", "--linkage", "complete"],
-            "Complete linkage needs the distances of all pairs",
+            "Complete linkage: exact clusters of 384 value vectors need",
         ),
         (["values", "cluster", "--clusters", "9", "--tokens", "61"], "integer from 1 to 60, got 61"),
         (["values", "explore", "--out", "."], "holds other files"),
         (["update", ""], "The prompt '' cannot be read out"),
-        (["update", "w1", "--layer", "3"], "Layer 3 is out of range: the FFNs of this model"),
+        (["update", "w1", "--layer", "3"], "layer must be between -3 and 2, got 3"),
         (["update", "w1", "--position", "1"], "Position 1 is out of range: the prompt has the tokens 0 to 0"),
         (["update", "w1", "--dominant", "129"], "k must be an integer from 1 to 128, got 129"),
         (["explore", "w1", "--out", "."], "is a folder"),
@@ -349,5 +338,5 @@ def test_bad_input_is_refused_and_nothing_is_written(
 def test_models_that_cannot_be_read_are_told(
     words: tuple[str, ...], commands: Commands, tmp_path: Path
 ) -> None:
-    assert "have no value vectors that are known" in commands.run(*words, model="bloom", code=2)
+    assert "have no known value vectors" in commands.run(*words, model="bloom", code=2)
     assert "There is no model" in commands.run(*words, model=tmp_path / "absent", code=2)

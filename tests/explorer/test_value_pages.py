@@ -139,8 +139,8 @@ def test_vectors_are_found_by_token_name_layer_and_cluster(
 ) -> None:
     model = small_model("llama")
     values, projection = ffn.ValueVectors(model), ffn.Projection.from_model(model)
-    tokens = ffn.top_tokens_of_all(values, projection, k=12, progress=False)
-    expected = ffn.values_with_tokens(values, projection, tokens, ["w7"])
+    tokens = projection.top_of_all(values, 12, progress=False)
+    expected = projection.search(values, tokens, ["w7"])
     visit.page.fill("#query", "w7")
     visit.page.keyboard.press("Enter")
     visit.page.click(".choices bdi:text-is('w7')")

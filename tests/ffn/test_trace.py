@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import (
-    ARCHITECTURES,
     MASKED,
     N_LAYERS,
     assert_near,
@@ -31,7 +30,7 @@ from matlens.ffn import trace as module
 from matlens.ffn.trace import GROUPS, REFERENCES, Trace
 from matlens.models.layout import ModelLayout
 
-WIRINGS = (*ARCHITECTURES, "neox-sequential")
+WIRINGS = ("gpt2", "gptj", "bert", "gemma2", "gemma3", "granite", "olmo2")
 
 N, K, BUDGET = 10, 4, 30  # sentences, sub-updates, tokens of a batch
 
@@ -169,7 +168,7 @@ def test_every_number_is_the_plain_models(
     assert all(bool((trace.coefficient[group] != 0).any()) for group in GROUPS)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama"])
 def test_a_half_precision_model_is_traced_in_float32(
     name: str, model_folder: Callable[[str], Path], sentences: Corpus
 ) -> None:
@@ -186,16 +185,11 @@ def test_a_half_precision_model_is_traced_in_float32(
     assert trace.provenance.identity.dtype == "bfloat16"
 
 
-# Batches and chance
-
-
-@pytest.mark.parametrize("name", ["gpt2", "neox", "bert", "gemma3"])
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_batches_change_nothing(name: str, small_model: Callable[[str], Any], sentences: Corpus) -> None:
     model = small_model(name)
     examples = make_examples(model, sentences)
-    traces = [
-        Trace.run(model, examples, k=K, batch_tokens=tokens, progress=False) for tokens in (1, 60, 10_000)
-    ]
+    traces = [Trace.run(model, examples, k=K, batch_tokens=tokens, progress=False) for tokens in (1, 60)]
     for trace in traces[1:]:
         assert torch.equal(trace.index["random"], traces[0].index["random"])
         same = trace.index["dominant"] == traces[0].index["dominant"]
@@ -214,7 +208,7 @@ def test_batches_change_nothing(name: str, small_model: Callable[[str], Any], se
                 assert_near(ours[there], theirs[there])
 
 
-def drawn(model: Any, examples: Examples, **options: Any) -> Tensor:
+def sampled(model: Any, examples: Examples, **options: Any) -> Tensor:
     return Trace.run(model, examples, progress=False, **options).index["random"]
 
 
@@ -223,28 +217,20 @@ def test_random_sub_updates_are_the_seeds_own_distinct_and_uniform(
 ) -> None:
     model = small_model("llama")
     examples, d_mlp = make_examples(model, sentences), 48
-    index = drawn(model, examples, k=10)
-    assert torch.equal(index, drawn(model, examples, k=10, batch_tokens=BUDGET))
-    other = drawn(model, examples, k=10, seed=1)
+    index = sampled(model, examples, k=10)
+    assert torch.equal(index, sampled(model, examples, k=10, batch_tokens=BUDGET))
+    other = sampled(model, examples, k=10, seed=1)
     assert float((index == other).double().mean()) < 0.1
-    assert not torch.equal(index[:, 0], index[:, 1]), "layers draw their own"
+    assert not torch.equal(index[:, 0], index[:, 1]), "each layer has its own"
     assert (int(index.min()), int(index.max())) == (0, d_mlp - 1)
     ordered = index.sort(-1).values
-    assert bool((ordered[..., 1:] > ordered[..., :-1]).all()), "one is drawn twice for one update"
+    assert bool((ordered[..., 1:] > ordered[..., :-1]).all()), "one is sampled twice for one update"
     counts = torch.bincount(index.flatten(), minlength=d_mlp).numpy()
     assert stats.chisquare(counts).pvalue > 0.01
     counts = torch.bincount(index[..., 0].flatten(), minlength=d_mlp).numpy()  # the first has no order
     assert stats.chisquare(counts).pvalue > 0.01
-    everything = drawn(model, examples.head(3), k=d_mlp).sort(-1).values
+    everything = sampled(model, examples.head(3), k=d_mlp).sort(-1).values
     assert torch.equal(everything, torch.arange(d_mlp).expand_as(everything))
-
-
-# On disk
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Bytes of every file but the configuration, which names the command."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "config.json"}
 
 
 def assert_equal(one: Trace, other: Trace) -> None:
@@ -263,35 +249,18 @@ def llama(small_model: Callable[[str], Any]) -> tuple[Any, Examples]:
     return model, make_examples(model, make_sentences())
 
 
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many sentences each batch had that was run."""
-    sizes: list[int] = []
-    stream = module.stream
-
-    def counting(*given: Any, **options: Any) -> Iterator[Any]:
-        for rows in stream(*given, **options):
-            sizes.append(len(rows.index))
-            yield rows
-
-    monkeypatch.setattr(module, "stream", counting)
-    return sizes
-
-
-def test_on_disk_and_in_memory_are_one_and_a_finished_folder_is_only_opened(
-    llama: tuple[Any, Examples], runs: list[int], tmp_path: Path
+def test_a_stored_trace_is_the_one_in_memory_and_a_finished_folder_is_only_opened(
+    llama: tuple[Any, Examples], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"k": K, "seed": 3, "progress": False}
-    memory = Trace.run(*llama, **options)
-    disk = Trace.run(*llama, folder=tmp_path / "deep" / "trace", **options)
-    assert_equal(memory, disk)
-    runs.clear()
-    assert_equal(Trace.run(*llama, folder=tmp_path / "deep" / "trace", batch_tokens=1, **options), disk)
-    assert_equal(Trace.load(tmp_path / "deep" / "trace"), disk)
-    assert not runs
-    provenance = Trace.load(tmp_path / "deep" / "trace").provenance
-    assert (provenance.details["k"], provenance.details["seed"], provenance.corpus) == (K, 3, "words")
-    assert provenance.details["software"]["matlens"] == matlens.__version__
+    folder = tmp_path / "deep" / "trace"
+    stored = Trace.run(*llama, folder=folder, **options)
+    assert_equal(Trace.run(*llama, **options), stored)
+    monkeypatch.setattr(module, "stream", lambda *_, **__: pytest.fail("the model is run"))
+    for again in (Trace.run(*llama, folder=folder, batch_tokens=1, **options), Trace.load(folder)):
+        assert_equal(again, stored)
+        assert (again.provenance.details["k"], again.provenance.details["seed"]) == (K, 3)
+        assert again.provenance.corpus == "words"
 
 
 @pytest.mark.parametrize(
@@ -307,55 +276,19 @@ def test_a_folder_of_another_job_is_refused(
         Trace.run(*llama, **{**options, **changed})
 
 
-# What cannot be done
-
-
-def test_what_cannot_be_traced_is_told_before_anything_is_run(
-    llama: tuple[Any, Examples],
-    small_model: Callable[[str], Any],
-    runs: list[int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_what_cannot_be_traced_is_refused_before_anything_is_run(
+    llama: tuple[Any, Examples], small_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, examples = llama
+    monkeypatch.setattr(module, "stream", lambda *_, **__: pytest.fail("the model is run"))
     for k in (0, 49):
         with pytest.raises(InputError, match=r"^k must be an integer from 1 to 48"):
-            Trace.run(model, examples, k=k, folder=tmp_path / "out")
-    with pytest.raises(InputError, match="no value vectors that are known"):  # these blocks are stream-only
-        Trace.run(small_model("bloom"), examples, k=K, folder=tmp_path / "out")
-    # Blocks with value vectors, but without a place that is the stream before the FFN.
+            Trace.run(model, examples, k=k)
+    with pytest.raises(InputError, match="no known value vectors"):  # these blocks are stream-only
+        Trace.run(small_model("bloom"), examples, k=K)
+    # Blocks with value vectors, but without a known residual stream before the FFN.
     layout = ModelLayout.from_model(model)
     bare = replace(layout, kinds=tuple(kind for kind in layout.kinds if kind != "mid"))
     monkeypatch.setattr(module.ModelLayout, "from_model", lambda _: bare)
-    with pytest.raises(InputError, match=r"pre-norm\) have no place that is known to be the stream before"):
-        Trace.run(model, examples, k=K, folder=tmp_path / "out")
-    assert not runs
-    assert not (tmp_path / "out").exists()
-
-
-def test_nothing_is_left_behind_after_an_exception_in_the_middle(
-    llama: tuple[Any, Examples], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    model, examples = llama
-    model(torch.arange(5, 9)[None], return_type=None)
-
-    def hook_counts() -> list[int]:
-        modules = list(model.original_model.modules())
-        return [len(part._forward_hooks) + len(part._forward_pre_hooks) for part in modules]
-
-    before, rows, calls = hook_counts(), module._BatchReader.rows, []
-
-    def failing(self: Any, batch: Any) -> Any:
-        calls.append(None)
-        if len(calls) == 3:
-            raise RuntimeError("in the middle")
-        return rows(self, batch)
-
-    monkeypatch.setattr(module._BatchReader, "rows", failing)
-    for folder in (None, tmp_path / "out"):
-        calls.clear()
-        with pytest.raises(RuntimeError, match="in the middle"):
-            Trace.run(model, examples, k=K, batch_tokens=55, folder=folder, progress=False)
-        assert hook_counts() == before
-        assert all(not point.fwd_hooks for point in model.hook_dict.values())
-    assert not (tmp_path / "out").exists(), "something half-written is left"
+    with pytest.raises(InputError, match=r"The residual stream before the FFNs of .*pre-norm\) is unknown"):
+        Trace.run(model, examples, k=K)

@@ -48,7 +48,7 @@ HEAD: dict[str, Callable[[Any], Any]] = {
     "prediction_quality": lambda w: matlens.lens.prediction_quality(w.readout, w.maps, w.activations),
     "Projection.scores": lambda w: w.projection.scores(H),
     "Projection.top": lambda w: w.normed.top(H, 2),
-    "values_promoting": lambda w: ffn.values_promoting(w.values, w.projection, ["w3"], progress=False),
+    "values_promoting": lambda w: w.projection.promoting(w.values, ["w3"], progress=False),
 }
 FFN: dict[str, Callable[[Any], Any]] = {
     "ValueVectors.layer": lambda w: w.values.layer(1),

@@ -198,7 +198,7 @@ def test_experts_with_output_biases_are_refused(small_model: Callable[[str], Any
     """A bias times the router's weight is of no value vector."""
     model = small_model("gpt-oss")
     assert "ffn_out" in ModelLayout.from_model(model).kinds
-    with pytest.raises(InputError, match="GptOssForCausalLM have no value vectors that are known"):
+    with pytest.raises(InputError, match="GptOssForCausalLM have no known value vectors"):
         ValueVectors(model)
 
 
