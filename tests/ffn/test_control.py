@@ -261,7 +261,6 @@ def test_control_of_an_ffn_that_is_replaced_is_refused_in_either_order(
 )
 def test_other_input_is_refused_and_nothing_is_hooked(given: Any, message: str, small_model: Models) -> None:
     model, options = small_model("llama"), given[2] if len(given) > 2 else {}
-    vectors(model)  # the first pass leaves its marks on the bridge
     before = state(model)
     with pytest.raises(InputError, match=message):
         controlled(model, *given[:2], **options).__enter__()
