@@ -9,10 +9,11 @@ with ``mat`` and 1.4 with ``id`` (``--model gpt2-medium``), and 4.8 and 3.5 of B
 from __future__ import annotations
 
 from figures.paper_a import early_exit
+from paper_a import PAPER_SWEEP
 from studies import Report, Study, run_study
 
 from matlens import Lens
-from matlens.lens import PAPER_SWEEP, exit_sweep, savings
+from matlens.lens import exit_sweep, savings
 
 NAME = "paper_a_fig9_early_exit"
 

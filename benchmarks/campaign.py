@@ -131,7 +131,7 @@ class Campaign:
             ),
             "cluster": Command(lambda: Clusters.fit(values, 9, folder="out", progress=False)),
             "lens fit": Command(
-                _line("lens", "fit", *main, "--method", "mat", "--method", "normed+affine without sinks")
+                _line("lens", "fit", *main, "--method", "mat", "--method", "affine", "--exclude-sinks")
             ),
             "part": Command(_line("part", "--part", "1/1", *main)),
             "merge": Command(_line("merge", "out", "--out", "merged"), ("part",)),

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from matlens import Lens, Readout, collect, make_examples
 from matlens.cli import print_members
-from matlens.lens import Member, exit_sweep, fit_flops, report_table
+from matlens.lens import evaluate_lenses, exit_sweep
 from matlens.pruning import plain_copy
 
 NAME = "tuned_lens"
@@ -81,9 +81,7 @@ def main(
     package.save(folder)
     read = Lens.from_tuned_lens(folder, model)
     lens = replace(read, maps={at: read.maps[at] for at in layers})
-    flops = fit_flops("tuned", rows.n_rows, study.readout)
-    members = {METHOD: Member(lens, seconds, flops * len(layers))}
-    table = report_table(members, validation, layers=layers)
+    table = evaluate_lenses({METHOD: lens}, validation, layers=layers, seconds={METHOD: seconds})
     print_members(table, exit_sweep({METHOD: lens}, validation, layers=layers))
     report.write(NAME, table, {**validation.provenance.to_json("model", "data"), "n_rows": rows.n_rows})
 

@@ -30,7 +30,6 @@ from matlens import (
     pruning,
 )  # fmt: skip
 from matlens.data import Corpus, make_judged_text, make_windows
-from matlens.lens.comparison import matrix_cosine
 from matlens.lens.early_exit import exit_layers, thresholds
 from matlens.lens.trained import token_chances
 from matlens.linear import LeastSquares, fit_samples
@@ -210,7 +209,6 @@ OF_TENSORS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "r2": metrics.r2,
     "mean": lambda x, y: metrics.mean(x)[:3],
     "then": followed,
-    "matrix_cosine": matrix_cosine,
     "angles": angles,
     "exit layers": lambda x, y: exit_layers(x, thresholds(y[:, 0].abs().long(), 0.5)),
     "scores": lambda x, y: list(held_out_scores(x, y).values()),

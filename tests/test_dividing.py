@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from conftest import WORDS, make_sentences
+from sentences import corpus_of
 from several import run_ranks
 
 import matlens
@@ -21,19 +22,18 @@ from matlens.data.corpus import Corpus
 from matlens.data.examples import Examples
 from matlens.lens import Lens, LensConfig
 from matlens.lens.closed_forms import lens_least_squares
-from matlens.lens.config import closed_forms
-from matlens.lens.trained import fit_jacobian, train_maps
+from matlens.lens.trained import fit_jacobian, fit_on_vectors
 from matlens.linearity import atlas
-from matlens.models.readout import Readout
 
 BATCH = 40
-METHODS = closed_forms(
-    [
-        "mat", "affine", "ridge", "weighted", "normed+affine", "one-jump", LensConfig(rank=4),
-        LensConfig(sinks="exclude"), LensConfig(ridge="loo", sinks="exclude"),
-        LensConfig(shared_map=True, intercept=True, sinks="exclude"),
-    ]
-)  # fmt: skip
+CONFIGS = [
+    LensConfig(**options)
+    for options in (
+        {}, {"ridge": "loo"}, {"weighted": True}, {"standardise": True, "intercept": True}, {"rank": 4},
+        {"shared_map": True}, {"ridge": "loo", "sinks": "exclude"},
+        {"shared_map": True, "intercept": True, "sinks": "exclude"},
+    )
+]  # fmt: skip
 DIGITS = 1e-10
 
 
@@ -67,10 +67,10 @@ def numbers_of(linear: matlens.LinearMap | None) -> dict[str, torch.Tensor]:
 
 def sums_of(model: Any, data: Any, **options: Any) -> dict[str, Any]:
     """What is summed up for lenses, and what comes of it."""
-    kept = lens_least_squares(
-        model, data, list(METHODS.values()), batch_tokens=BATCH, progress=False, **options
+    statistics = lens_least_squares(
+        model, data, CONFIGS, layers=range(3), batch_tokens=BATCH, progress=False, **options
     )
-    solved = kept.solve(list(METHODS.values()))
+    solved = statistics.solve()
     return {
         "maps": {
             (name, layer): numbers_of(of)
@@ -109,7 +109,7 @@ def test_closed_forms_of_several_processes_are_those_of_one(
         ]
 
     whole = work()
-    assert whole[0]["details"]["mat without sinks"]["n_sinks"] > 0
+    assert whole[0]["details"]["ridge=loo+sinks=exclude"]["n_sinks"] > 0
     for made in outcomes(n, work, tmp_path / "outcomes"):
         for ours, theirs in zip(made[:3], whole[:3], strict=True):
             check_same_sums(ours, theirs)
@@ -122,7 +122,10 @@ def test_what_is_summed_up_is_that_of_one_process_in_float64(
     """Products of all samples, from the factors of three parts of them."""
 
     def work() -> Any:
-        kept = lens_least_squares(model, examples, ["mat", "weighted"], batch_tokens=BATCH, progress=False)
+        configs = [LensConfig(), LensConfig(weighted=True)]
+        kept = lens_least_squares(
+            model, examples, configs, layers=range(3), batch_tokens=BATCH, progress=False
+        )
         return {
             (kind, layer): (
                 moments.tensors()["r"].T @ moments.tensors()["r"],
@@ -154,7 +157,7 @@ def test_each_process_passes_over_its_part(
 
     def work() -> Any:
         batches.clear()
-        lens_least_squares(model, examples, "affine", batch_tokens=BATCH, progress=False)
+        lens_least_squares(model, examples, [LensConfig()], layers=[1], batch_tokens=BATCH, progress=False)
         lenses = list(batches)
         batches.clear()
         find_sinks(model, examples, batch_tokens=BATCH, progress=False)
@@ -180,10 +183,8 @@ def test_layers_are_trained_by_one_process_each(
     def work() -> Any:
         layers.clear()
         collected = matlens.collect(model, examples, positions="all", progress=False)
-        lenses = Lens.fit(model, collected, method=["scaled", "normed+affine"], progress=False)
-        tuned = train_maps(
-            "tuned", Readout(model), collected, layers=range(model.cfg.n_layers), progress=False
-        )
+        lenses = Lens.fit(model, collected, method=["scaled", "affine"], progress=False)
+        tuned = fit_on_vectors("tuned", model, collected, layers=range(3), progress=False)
         numbers = {
             (lens.method, layer): (numbers_of(linear), lens.scales.get(layer, 1.0))
             for lens in (*lenses.values(), tuned)
@@ -214,7 +215,7 @@ def test_prompts_of_a_jacobian_lens_are_divided(model: Any, tmp_path: Path) -> N
 
     def work() -> Any:
         few, many = (
-            fit_jacobian(model, [*prompts, "w1 w2"], layers=[1, 2], skip=1, progress=False)
+            fit_jacobian(model, corpus_of([*prompts, "w1 w2"]), layers=[1, 2], skip=1, progress=False)
             for prompts in (texts[:3], texts)
         )
         return [

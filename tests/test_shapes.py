@@ -13,7 +13,6 @@ from jaxtyping import TypeCheckError
 from matlens import InputError, metrics
 from matlens.activations import outlying_rows
 from matlens.data import Examples
-from matlens.lens.comparison import matrix_cosine
 from matlens.lens.early_exit import exit_layers
 from matlens.linear import LeastSquares, LinearMap
 from matlens.numerics import split_product
@@ -34,7 +33,6 @@ CALLS: dict[str, tuple[Callable[..., object], list[tuple[int, ...]], list[tuple[
     "activations.outlying_rows": (outlying_rows, [(10, 3)], [(10,)]),
     "numerics.split_product": (split_product, [(5, 3), (5, 4)], [(5, 3), (6, 4)]),
     "lens.exit_layers": (exit_layers, [(10, 4), (10,)], [(10, 4), (11,)]),
-    "lens.matrix_cosine": (matrix_cosine, [(4, 3), (4, 3)], [(4, 3), (4, 2)]),
     "pruning.angles": (angles, [(4, 3), (4, 3)], [(4, 3), (2, 3)]),
 }
 

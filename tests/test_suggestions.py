@@ -15,8 +15,8 @@ from matlens.lens.config import parse_methods
 TYPOS: dict[str, tuple[Callable[[], Any], str]] = {
     "a model": (lambda: matlens.load("smolm2-135m"), "smollm2-135m"),
     "a sample": (lambda: matlens.load_corpus("wikipedia-smaple"), "wikipedia-sample"),
-    "a method": (lambda: parse_methods("rigde"), "ridge"),
-    "a method of several": (lambda: parse_methods(["mat", "normed+afine"]), "normed+affine"),
+    "a method": (lambda: parse_methods("jacobain"), "jacobian"),
+    "a method of several": (lambda: parse_methods(["mat", "afine"]), "affine"),
     "a trained method": (lambda: parse_methods("polised"), "polished"),
 }
 

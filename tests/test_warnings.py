@@ -14,7 +14,7 @@ import torch
 from conftest import make_sentences
 from sentences import corpus_of
 
-from matlens import InputWarning, MapSet, collect, make_examples, make_prompts
+from matlens import InputWarning, LensConfig, MapSet, collect, make_examples, make_prompts
 from matlens.activations.activations import Activations
 from matlens.lens.comparison import compare_lenses
 from matlens.lens.evaluation import fit_quality, prediction_quality
@@ -22,6 +22,7 @@ from matlens.metrics import r2
 from matlens.models.readout import Readout
 
 Models = Callable[[str], Any]
+RIDGE = [LensConfig(ridge="loo")]
 
 
 @contextmanager
@@ -80,11 +81,9 @@ def test_parts_that_share_sentences(small_model: Models, tmp_path: Path) -> None
     )
     shared = corpus_of([*validation.sentences[:7], *train.sentences[:3]])
     with warned(1, "3 of 10 validation sentences"):
-        compare_lenses(model, (train, shared), tmp_path / "a", methods=["ridge"], layers=[1], progress=False)
+        compare_lenses(model, (train, shared), tmp_path / "a", methods=RIDGE, layers=[1], progress=False)
     with warned(0):
-        compare_lenses(
-            model, (train, validation), tmp_path / "b", methods=["ridge"], layers=[1], progress=False
-        )
+        compare_lenses(model, (train, validation), tmp_path / "b", methods=RIDGE, layers=[1], progress=False)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])

@@ -5,6 +5,7 @@ from paper_a.corpora import fit_equally_many as fit_equally_many
 from paper_a.corpora import transfer_losses as transfer_losses
 from paper_a.corpora import transfer_means as transfer_means
 from paper_a.corpora import transfer_quality as transfer_quality
+from paper_a.costs import PAPER_SWEEP as PAPER_SWEEP
 from paper_a.costs import exit_costs as exit_costs
 from paper_a.fits import compare_fits as compare_fits
 from paper_a.fits import fit_drawn_and_all as fit_drawn_and_all

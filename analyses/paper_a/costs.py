@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
+import torch
 from torch import nn
 
 from matlens.activations.activations import Activations
 from matlens.errors import InputError
 from matlens.io.tables import result_table
-from matlens.lens.early_exit import PAPER_SWEEP, layers_saved, sweep_and_shares
-from matlens.lens.evaluation import map_lenses, prediction_quality, validation_row
+from matlens.lens.early_exit import SWEEP, ExitConfidence, exit_layers, exit_sweep, savings, thresholds
+from matlens.lens.evaluation import evaluate_layers, map_lenses, prediction_quality, validation_row
 from matlens.linear.mapsets import MapSet
 from matlens.metrics import Estimate
 from matlens.models.identity import ModelIdentity
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 COSTS = "memory_and_layers"  # the experiment
 PRECISIONS = (0.8, 0.85, 0.9, 0.95, 0.99)
+PAPER_SWEEP = (-1.112, *(i / 10 for i in range(11)), 1.112)  # of lam; for id the paper has more, `SWEEP`
 
 
 @dataclass(frozen=True)
@@ -143,14 +145,21 @@ def exit_costs(
         }  # fmt: skip
         add(row["method"], layer, None, numbers)
     lenses = map_lenses(readout, maps, validation)
-    before_last = list(range(1, last))
-    sweep, run_all = sweep_and_shares(lenses, validation, layers=before_last, lams={"mat": PAPER_SWEEP})
+    lams = {"mat": PAPER_SWEEP, "id": SWEEP}
+    exits = exit_sweep(lenses, validation, layers=range(1, last), lams=lams)
+    saved_at = {p: savings(exits, p).set_index("method")["saved"] for p in precisions}
+    evaluated = evaluate_layers(lenses, validation, range(1, last + 1), confidence=True)
+    positions = torch.from_numpy(validation.places).long()
     for method in lenses:
         n_maps = int(method == "mat")
+        confidence = ExitConfidence.from_evaluations(evaluated[at, method] for at in range(1, last + 1))
+        left = [exit_layers(confidence.difference, thresholds(positions, lam)) for lam in lams[method]]
+        n_layers = [float(layers.double().mean()) for layers in left]
+        shares_of_all = [float((layers == last).double().mean()) for layers in left]
         for precision in precisions:
-            saved = layers_saved(sweep, method, precision)
+            saved = float(saved_at[precision][method])
             n_run = last - saved
-            n_mapped = n_run - float(np.interp(n_run, *run_all[method]))
+            n_mapped = n_run - float(np.interp(n_run, n_layers, shares_of_all))
             numbers = {
                 "layers saved": saved,
                 "bytes of maps": n_maps * (last - 1) * costs.map * costs.n_bytes,

@@ -43,7 +43,7 @@ _ITEMS: dict[str, tuple[Any, ...]] = {
     "words": ("absent", "", "w1 w2", "x" * 10**6),
     "prompts": ("", "w1 " * 10**4, "w1 \ud800"),
     "pairs": ((0, 99), (3, 0), ("bogus.0", "h.3"), (0, _HUGE)),
-    "methods": ("bogus", "ridge(-1)", "narrow(0)", "+" * 10**5),
+    "methods": ("bogus", "rank=0", "+" * 10**5),
 }
 _LAYERS = (
     "layer",

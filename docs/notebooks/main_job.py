@@ -42,7 +42,7 @@ maps = matlens.MapSet.fit(vectors, pairs="last")
 
 # %%
 quality = lens.prediction_quality(matlens.Readout(model), maps, held_out)
-print(lens.layer_table(quality))
+print(quality.pivot(index="layer", columns=["metric", "k", "method"], values="value"))
 
 # %%
 figure = plots.plot_layers(quality)

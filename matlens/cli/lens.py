@@ -28,7 +28,7 @@ from matlens.errors import Between, PositiveInt, Seed
 from matlens.io.files import system_errors
 
 _SUMS = 6  # operations per token, layer and squared width that the sums of a closed form take
-_READS = 60  # operations per vector, token of the vocabulary and dimension that a lens is judged with
+_READS = 60  # operations per vector, token of the vocabulary and dimension that a lens is evaluated with
 
 if TYPE_CHECKING:
     from matlens.lens.config import LensConfig
@@ -52,19 +52,31 @@ class ClosedFormOptions:
 
     Attributes
     ----------
+    standardise
+        Closed forms from standardised to standardised vectors.
+    weighted
+        Closed forms with samples weighted by the inverse squared norm of the last layer.
     intercept
         Closed forms with an intercept.
     ridge
         Penalty of closed forms in units of mean diag(X'X); or loo, by leave-one-out.
+    toward_identity
+        Closed forms whose penalty pulls them towards the identity.
     rank
         Rank of closed forms, by default full.
+    shared_map
+        Closed forms with one map for all layers.
     exclude_sinks
         Closed forms without attention sinks.
     """
 
+    standardise: bool = False
+    weighted: bool = False
     intercept: bool = False
     ridge: Annotated[Any, typer.Option(parser=_ridge, metavar="FLOAT|loo")] = None
+    toward_identity: bool = False
     rank: int | None = None
+    shared_map: bool = False
     exclude_sinks: bool = False
 
     def methods(self, names: list[str]) -> dict[str, str | LensConfig]:
@@ -72,10 +84,11 @@ class ClosedFormOptions:
         from matlens.lens.config import parse_methods
 
         given: Any = {
-            "intercept": self.intercept or None, "ridge": self.ridge, "rank": self.rank,
-            "sinks": "exclude" if self.exclude_sinks else None,
+            "standardise": self.standardise, "weighted": self.weighted, "intercept": self.intercept,
+            "ridge": self.ridge, "toward": self.toward_identity and "identity", "rank": self.rank,
+            "shared_map": self.shared_map, "sinks": self.exclude_sinks and "exclude",
         }  # fmt: skip
-        given = {option: value for option, value in given.items() if value is not None}
+        given = {option: value for option, value in given.items() if value not in (None, False)}
         changed = [
             name if config is None else replace(config, **given)
             for name, config in parse_methods(names).items()
@@ -108,9 +121,8 @@ def fit(
     out
         Folder for everything that is written.
     method
-        Closed forms: id, mat, affine, ridge, ridge-identity, weighted, normed, normed+affine, narrow(64),
-        one-jump. Trained: scaled, polished, tuned, jacobian; tuned takes minutes a layer, jacobian minutes a
-        sentence. Give it once for each lens: all come from one pass over the data.
+        Closed forms: mat and affine, with the options below; id needs no fit. Trained: scaled, polished,
+        tuned, jacobian; tuned takes minutes a layer, jacobian minutes a sentence. Give it once for each lens.
     train
         Sentences that maps are fitted on; by default 3000, or fewer of a small corpus. The paper has 9000,
         and --val 3000: three times the work, and better maps.
@@ -155,7 +167,7 @@ def fit(
             lens.save(folder)
             n = lens.n_samples
             samples = "" if n is None else f", fitted on {n:,} tokens"
-            print_line(f"{name}: {lens.n_parameters:,} numbers{samples}, in {folder}")
+            print_line(f"{name}: {lens.n_parameters:,} parameters{samples}, in {folder}")
 
 
 @command(app)
@@ -178,9 +190,8 @@ def report(
     Parameters
     ----------
     methods
-        Lenses with a comma between: closed forms such as mat, affine, ridge-identity, weighted or
-        normed+affine, and id, scaled, polished, tuned and jacobian. The last two take minutes a layer. By
-        default all but these two.
+        Lenses with a comma between: id, mat, affine, scaled, polished, tuned, jacobian. The last two take
+        minutes a layer. By default all but these two, and more closed forms.
     layers
         Layers with a comma between, by default five, evenly spread.
     against
@@ -222,7 +233,6 @@ def report(
     tables = {
         "lens_report": (comparison.report, plots.plot_report),
         "lens_exits": (comparison.exits, None),
-        "lens_cosines": (comparison.cosines, plots.plot_cosines),
         "lens_evaluations": (comparison.evaluations, None),
     }
     for name, (table, draw) in tables.items():

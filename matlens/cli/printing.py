@@ -115,18 +115,16 @@ def print_members(report: Any, exits: Any) -> None:
     Parameters
     ----------
     report, exits
-        The tables of `matlens.lens.report_table` and of `matlens.lens.exit_sweep`.
+        The tables of `matlens.lens.evaluate_lenses` and of `matlens.lens.exit_sweep`.
     """
-    from matlens.lens.early_exit import savings
-    from matlens.lens.evaluation import report_by_member
+    from matlens.lens.comparison import summarise
 
-    wide = report_by_member(report).join(savings(exits).set_index("method")["saved"])
     digits = {
-        "P@1": 3, "P@10": 3, "surprisal": 2, "kl": 2, "r2": 3, "saved": 2, "seconds": 2, "numbers": 0
+        "P@1": 3, "P@10": 3, "surprisal": 2, "kl": 2, "r2": 3, "saved": 2, "seconds": 2, "parameters": 0
     }  # fmt: skip
-    wide = wide.reindex(columns=list(digits)).astype(float)  # no lens may have r2
+    wide = summarise(report, exits).reindex(columns=list(digits)).astype(float)  # no lens may have r2
     wide["lens"] = wide.index
-    title = "Means over the layers; layers saved at 95%; seconds of a processor and numbers for one layer"
+    title = "Means over the layers; layers saved at 95%; CPU seconds and parameters per layer"
     print_frame(title, wide, {name: name for name in ("lens", *digits)}, digits=digits)
 
 

@@ -17,12 +17,9 @@ from torch import Tensor
 from matlens import parallel
 from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import stream
-from matlens.activations.sinks import FACTOR, outlying_rows
-from matlens.data.corpus import Corpus
+from matlens.activations.sinks import find_sinks, outlying_rows
 from matlens.data.examples import Examples
-from matlens.data.making import make_examples
-from matlens.errors import InputError, PositiveInt, Seed, checked
-from matlens.lens.config import LensConfig, Method, closed_forms, layers_read, resolve_layers
+from matlens.lens.config import LensConfig, layers_read
 from matlens.lens.maps import LensMaps, Standardisation
 from matlens.linear.least_squares import LeastSquares, noise_of_fit
 from matlens.linear.maps import LinearMap
@@ -37,10 +34,8 @@ STRENGTHS = tuple(10.0 ** (half / 2) for half in range(-20, 5))
 """Penalties that leave-one-out chooses from, in units of ``mean diag(X'X)``."""
 _HELD_OUT = 1024  # samples that leave-one-out looks at
 _CHUNK = 1024  # samples that are factorised at once; never fewer than four for each dimension
-# Of the median norm: longer samples, and first tokens longer than that, are set aside as they may be sinks.
-_LONG, _LONG_FIRST = FACTOR / 4, 1.5
 Rows = dict[str, Tensor]
-"""Samples: vectors by site, and ``places``, ``keys`` and ``weights``, one row per sample."""
+"""Samples, one per row: vectors by site, ``weights``, ``sinks``, and ``keys``."""
 
 
 # One layer
@@ -71,12 +66,13 @@ def solve(
         # The fitted values are the rows of a rotation of r @ weight.T.
         directions = torch.linalg.svd(r @ weight.T, full_matrices=False).Vh[: config.rank]
         weight, right = directions.T, directions @ weight
-        if bias is not None:  # of the centred fit, whose mean is kept whole
+        if bias is not None:  # the low-rank fit is of centred samples, and has their mean
             x_mean, y_mean, _ = sums.means()
             bias = y_mean - weight @ (right @ x_mean)
-    parts = (None if part is None else part.to("cpu", torch.float32).contiguous() for part in (bias, right))
-    bias, right = parts
     weight = weight.to("cpu", torch.float32).contiguous()
+    bias, right = (
+        None if part is None else part.to("cpu", torch.float32).contiguous() for part in (bias, right)
+    )
     return LinearMap(weight, bias, sums.source, next(iter(sums.targets)), right=right), ridge
 
 
@@ -85,8 +81,7 @@ def leave_one_out(
 ) -> Float[Tensor, " strengths"]:
     """Squared errors on held-out samples, each by the map fitted on all others, for each of `STRENGTHS`.
 
-    The error of a sample that is left out is that of the fit on all samples, divided by one less its
-    leverage: nothing is fitted again. Samples count with their weights.
+    The error of a held-out sample is that of the fit on all samples, divided by one minus its leverage.
     """
     r, z = sums.factors(centred=intercept)
     x, y, weights = (part.to(r) for part in (x, y, weights))
@@ -119,28 +114,25 @@ def _join(*parts: Rows) -> Rows:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def _least_keys(rows: Rows) -> Rows:
-    """The samples of the smallest keys, which are as good as drawn at random."""
+def _smallest_keys(rows: Rows) -> Rows:
+    """The samples with the smallest keys, which are as good as sampled at random."""
     return _take(rows, rows["keys"].sort(stable=True).indices[:_HELD_OUT])
 
 
-@checked
 class LensLeastSquares:
-    """What closed forms need of the data: exact, streamed, and nearly independent of how much there is.
+    """Statistics of the data that closed forms are solved from: exact, and streamed.
 
-    For each layer, and each way of weighing its samples, there is one `LeastSquares`. Which samples are
-    attention sinks is known only from the norms of all. So where a method excludes sinks, samples that may be
-    some are set aside as they are: long ones, and first tokens that are longer than others,
-    ``4 (L + 1) d`` bytes each.
+    For each layer, and each way of weighting its samples, there is one `LeastSquares`. Vectors of attention
+    sinks are kept apart, as some closed forms exclude them.
 
     Parameters
     ----------
     provenance
         The model and the examples.
-    methods
-        Closed forms, see `Lens.fit`.
+    configs
+        Closed forms.
     layers
-        The layers, by default all but the last.
+        The layers to map onto the last.
     norm
         The model's standardisation, for standardised vectors.
     """
@@ -148,67 +140,40 @@ class LensLeastSquares:
     def __init__(
         self,
         provenance: Provenance,
-        methods: Method | Sequence[Method],
+        configs: Sequence[LensConfig],
         *,
-        layers: Sequence[int] | None = None,
+        layers: Sequence[int],
         norm: Standardisation | None = None,
     ) -> None:
         identity = provenance.identity
-        self.provenance, self.norm = provenance, norm
-        self.methods = closed_forms(methods)
-        self.layers = resolve_layers(layers, identity.n_layers)
-        configs = self.methods.values()
-        if norm is None and any(config.standardise for config in configs):
-            raise InputError("standardise=True needs a norm. Use Standardisation.from_model(model).")
+        self.provenance, self.norm, self.configs, self.layers = provenance, norm, configs, layers
         self._last, width = f"h.{identity.n_layers}", identity.d_model
-        fitted = [f"h.{layer}" for layer in self.layers]
-        self._finds_sinks = any(config.sinks == "exclude" for config in configs)
-        self.sites = [f"h.{layer}" for layer in layers_read(self.methods, self.layers, identity.n_layers)]
+        sites = [f"h.{layer}" for layer in layers]
         self._sums = {
-            kind: {site: LeastSquares(width, {self._last: width}, source=site) for site in fitted}
+            kind: {site: LeastSquares(width, {self._last: width}, source=site) for site in sites}
             for kind in dict.fromkeys(map(_kind, configs))
         }
-        # Of all samples, if sinks are excluded: norms at each site, places, and whether they are set aside.
-        self._seen = [
-            {
-                "norms": torch.empty(0, len(self.sites)),
-                "places": torch.empty(0, dtype=torch.long),
-                "aside": torch.empty(0, dtype=torch.bool),
-            }
-        ]
-        self._medians, self._n_medians = torch.empty(0), 0
-        self._aside: Rows = dict.fromkeys([*fitted, self._last], torch.empty(0, width)) | {
+        self._sinks: Rows = dict.fromkeys([*sites, self._last], torch.empty(0, width)) | {
             "keys": torch.empty(0, dtype=torch.long), "weights": torch.empty(0, dtype=torch.float64)
         }  # fmt: skip
-        self._held_out = self._aside
+        self._held_out = self._sinks
 
     def update(self, rows: Mapping[str, Tensor]) -> Self:
-        """Add samples, one or more.
+        """Add samples.
 
         Parameters
         ----------
         rows
-            By name, row by row of one token: vectors of ``sites``, ``[n, d_model]``; and ``[n]`` each
-            ``places`` in the sentence from 0, by which first tokens are known as sinks, ``keys``, numbers as
-            good as random by which leave-one-out samples, and ``weights``. Leave-one-out leaves a sample out
-            with all of its weight, and whether it is a sink does not depend on its weight.
+            One row per token: vectors by site, ``[n, d_model]``, and of each ``[n]`` its ``weights``, whether
+            it is one of the ``sinks``, and ``keys``, by which leave-one-out samples.
         """
-        kept = {name: rows[name] for name in self._aside}
-        if self._finds_sinks:
-            norms = torch.stack([rows[site].norm(dim=1).cpu() for site in self.sites], 1)
-            aside = torch.zeros(len(norms), dtype=torch.bool)
-            self._seen.append({"norms": norms, "places": rows["places"], "aside": aside})
-            n = sum(len(part["aside"]) for part in self._seen)
-            if n >= 2 * self._n_medians:  # of all so far at each doubling; sinks are far above them
-                self._medians, self._n_medians = _join(*self._seen)["norms"].median(0).values, n
-            aside |= (norms > _LONG * self._medians).any(1)
-            aside |= (rows["places"] == 0) & (norms > _LONG_FIRST * self._medians).any(1)
-            self._aside = _join(self._aside, _take(kept, aside))
-            kept = _take(kept, ~aside)
+        used = {name: rows[name] for name in self._sinks}
+        self._sinks = _join(self._sinks, _take(used, rows["sinks"]))
+        others = _take(used, ~rows["sinks"])
         for kind, sums in self._sums.items():
-            self._add(sums, kind, kept)
-        if any(config.ridge in (0, "loo") for config in self.methods.values()):
-            self._held_out = _least_keys(_join(self._held_out, kept))
+            self._add(sums, kind, others)
+        if any(config.ridge in (0, "loo") for config in self.configs):  # 0: whether the fit follows noise
+            self._held_out = _smallest_keys(_join(self._held_out, others))
         return self
 
     def _add(self, sums: Mapping[str, LeastSquares], kind: str, rows: Rows) -> None:
@@ -227,40 +192,29 @@ class LensLeastSquares:
         return rows["weights"].to(squares.device) * torch.where(squares > 0, 1 / squares, 0)
 
     def reduce(self) -> Self:
-        """Add what all other processes have seen, in rank order; all then have the whole."""
+        """Add the samples of all other processes, in rank order; all then have the whole."""
         if parallel.world_size() > 1:
             for sums in self._sums.values():
                 for site, of_site in sums.items():
                     sums[site] = of_site.reduce(to_all=True)
-            if self._finds_sinks:
-                self._seen = [parallel.concatenate(_join(*self._seen), "norms of samples")]
-            self._aside = parallel.concatenate(self._aside, "samples set aside")
-            self._held_out = _least_keys(parallel.concatenate(self._held_out, "held-out samples"))
+            self._sinks = parallel.concatenate(self._sinks, "samples of sinks")
+            self._held_out = _smallest_keys(parallel.concatenate(self._held_out, "held-out samples"))
         return self
 
-    def solve(self, methods: Method | Sequence[Method]) -> dict[str, LensMaps]:
-        """Maps of all layers by method, from all that has been seen; warns once if they follow noise.
-
-        Raises
-        ------
-        InputError
-            The moments are not for a method, there are no samples, or sinks were not set aside.
-        """
-        noisy: list[NoisyFit] = []
-        configs = closed_forms(methods)
-        if absent := [name for name in configs if name not in self.methods]:
-            raise InputError(f"methods must be of {', '.join(self.methods)}, got {', '.join(absent)}.")
-        solved = {name: self._solve(name, config, noisy) for name, config in configs.items()}
-        warn_of_noise(noisy, sum(1 if it.shared_map else len(self.layers) for it in configs.values()))
+    def solve(self, configs: Sequence[LensConfig] | None = None) -> dict[str, LensMaps]:
+        """Maps of all layers by name, of all closed forms or some; warns once of fits that follow noise."""
+        configs, noisy = self.configs if configs is None else configs, list[NoisyFit]()
+        solved = {config.name: self._solve(config, noisy) for config in configs}
+        warn_of_noise(noisy, sum(1 if config.shared_map else len(self.layers) for config in configs))
         return solved
 
-    def _solve(self, name: str, config: LensConfig, noisy: list[NoisyFit]) -> LensMaps:
-        kind = _kind(config)
-        back, n_sinks = self._without_sinks() if config.sinks == "exclude" else (self._aside, 0)
-        sums = {site: copy.copy(of_site) for site, of_site in self._sums[kind].items()}
-        self._add(sums, kind, back)
-        details: dict[str, Any] = {"method": name, "n_fitted": next(iter(sums.values())).n}
-        held_out = _least_keys(_join(self._held_out, back))
+    def _solve(self, config: LensConfig, noisy: list[NoisyFit]) -> LensMaps:
+        kind, sums, held_out = _kind(config), self._sums[_kind(config)], self._held_out
+        sums = {site: copy.copy(of_site) for site, of_site in sums.items()}
+        if config.sinks == "include":
+            self._add(sums, kind, self._sinks)
+            held_out = _smallest_keys(_join(held_out, self._sinks))
+        details: dict[str, Any] = {"method": config.name, "n_fitted": next(iter(sums.values())).n}
         y, weights = self._entering(held_out[self._last], kind), self._weights(held_out, kind)
         linears: dict[str, LinearMap] = {}
         ridges: dict[str, float] = {}
@@ -275,80 +229,68 @@ class LensLeastSquares:
             linears |= {site: replace(linear, source=site) for site in sites}
             ridges |= {site.removeprefix("h."): ridge for site in sites}
             if config.ridge == 0:
-                names, given = [f"{name} at {of_group.source}"], [(x, [samples[1]], samples[2])]
+                names, given = [f"{config.name} at {of_group.source}"], [(x, [samples[1]], samples[2])]
                 noisy += noise_of_fit(of_group, given, names, intercept=config.intercept)
         if config.sinks == "exclude":
-            details["n_sinks"] = n_sinks
+            details["n_sinks"] = len(self._sinks["keys"])
         if config.ridge == "loo":
             details["strengths"] = ridges
         provenance = self.provenance.with_details(**details)
         fitted = (replace(linear, provenance=provenance) for linear in linears.values())
         maps = dict(zip(self.layers, fitted, strict=True))
-        return LensMaps(maps, name, provenance, self.norm if config.standardise else None)
-
-    def _without_sinks(self) -> tuple[Rows, int]:
-        """The samples set aside that are no sinks, and how many are sinks."""
-        seen = _join(*self._seen)
-        sinks = outlying_rows(seen["norms"], places=seen["places"].numpy())
-        if bool((sinks & ~seen["aside"]).any()):
-            raise InputError(
-                "A sink was not set aside, because samples before it were many times longer than those "
-                "after it. Expected samples in a mixed order."
-            )
-        return _take(self._aside, ~sinks[seen["aside"]]), int(sinks.sum())
+        return LensMaps(maps, config.name, provenance, self.norm if config.standardise else None)
 
 
 def _kind(config: LensConfig) -> str:
-    """Which sums a method is solved from."""
+    """Which sums a closed form is solved from."""
     return "standardised" if config.standardise else "weighted" if config.weighted else "plain"
 
 
-@checked
 def lens_least_squares(
     model: TransformerBridge,
-    data: Corpus | Sequence[str] | Examples | Activations,
-    methods: Method | Sequence[Method],
+    data: Examples | Activations,
+    configs: Sequence[LensConfig],
     *,
+    layers: Sequence[int],
     positions: Positions = "all",
     rows: Bool[Tensor, " n"] | None = None,
     weights: Float[Tensor, " n"] | None = None,
-    layers: Sequence[int] | None = None,
-    seed: Seed = 0,
-    batch_tokens: PositiveInt | None = None,
+    batch_tokens: int | None = None,
     progress: bool = True,
 ) -> LensLeastSquares:
-    """What closed forms need of the data, by one pass over it; the parameters are those of `Lens.fit`.
+    """Statistics for closed forms by one pass over the data, which several processes divide; see `Lens.fit`.
 
-    Several processes each pass over a part of the data, and all get the whole.
+    Where a closed form excludes sinks, a pass before it finds them.
     """
-    configs = closed_forms(methods)
-    standardise = any(config.standardise for config in configs.values())
-    norm = Standardisation.from_model(model) if standardise else None
+    norm = Standardisation.from_model(model) if any(config.standardise for config in configs) else None
     identity = ModelIdentity.from_model(model)
     if isinstance(data, Activations):
         data.provenance.check_same(identity, ours="the activations")
-        provenance, examples, positions, n = data.provenance, data.examples, data.positions, data.n_rows
+        provenance, examples, positions = data.provenance, data.examples, data.positions
     else:
-        examples = data if isinstance(data, Examples) else make_examples(model, data, seed=seed)
-        provenance = Provenance(identity, examples.provenance, examples.fingerprint, positions)
-        n = examples.n_positions if positions == "drawn" else len(examples.tokens)
-    chosen = Selection.parse(rows, weights, n)
+        provenance, examples = Provenance(identity, data.provenance, data.fingerprint, positions), data
+    keys = torch.from_numpy(row_keys(examples, sampled=positions == "drawn"))
+    chosen = Selection.parse(rows, weights, len(keys))
     if chosen is not None:
         provenance = provenance.with_details(**chosen.details)
-    moments = LensLeastSquares(provenance, methods, layers=layers, norm=norm)
-    parallel.check_same([provenance.to_json(), list(configs), list(moments.layers)], "the job of lenses")
+    job = [provenance.to_json(), [config.name for config in configs], list(layers)]
+    parallel.check_same(job, "the job of lenses")
+    sinks = torch.zeros(len(keys), dtype=torch.bool)
+    if any(config.sinks == "exclude" for config in configs):
+        sinks = _find_sinks(model, data, positions, batch_tokens, progress)
+    statistics = LensLeastSquares(provenance, configs, layers=layers, norm=norm)
+    sites = [f"h.{layer}" for layer in (*layers, identity.n_layers)]
     if isinstance(data, Activations):
-        batches = data.shards(moments.sites, divided=True)
+        batches = data.shards(sites, divided=True)
     else:
         batches = stream(
-            model, examples, moments.sites, positions=positions, batch_tokens=batch_tokens, progress=progress,
+            model, examples, sites, positions=positions, batch_tokens=batch_tokens, progress=progress,
             divided=True,
         )  # fmt: skip
-    keys = torch.from_numpy(row_keys(examples, drawn=positions == "drawn"))
-    chunk, waiting, n_waiting = max(_CHUNK, 4 * identity.d_model), [], 0
+    chunk, waiting, n_waiting = max(_CHUNK, 4 * identity.d_model), list[Rows](), 0
     for batch in batches:
         part: Rows = {site: vectors.float() for site, vectors in batch.vectors.items()}
-        part |= {"places": torch.from_numpy(batch.places).long(), "keys": keys[batch.index]}
+        part |= {"sinks": sinks[batch.index], "keys": keys[batch.index]}
         of_part = None
         if chosen is not None:
             part, of_part = chosen.part(batch.index).apply(part)
@@ -356,14 +298,29 @@ def lens_least_squares(
         waiting.append(part)
         n_waiting += len(part["keys"])
         if n_waiting >= chunk:
-            moments.update(_join(*waiting))
+            statistics.update(_join(*waiting))
             waiting, n_waiting = [], 0
     if n_waiting:
-        moments.update(_join(*waiting))
-    return moments.reduce()
+        statistics.update(_join(*waiting))
+    return statistics.reduce()
 
 
-def row_keys(examples: Examples, *, drawn: bool) -> np.ndarray:
+def _find_sinks(
+    model: TransformerBridge, data: Examples | Activations, positions: Positions, batch_tokens: int | None,
+    progress: bool,
+) -> Bool[Tensor, " n"]:  # fmt: skip
+    """Which samples are attention sinks."""
+    if isinstance(data, Activations):
+        sites = layers_read([LensConfig(sinks="exclude")], [], data.provenance.identity.n_layers)
+        return outlying_rows(torch.stack([data[s].norm(dim=1).cpu() for s in sites], 1), places=data.places)
+    sinks = find_sinks(model, data, batch_tokens=batch_tokens, progress=progress)
+    sentences, places = data.sentences, data.positions
+    if positions == "all":
+        sentences, places = np.repeat(np.arange(len(data)), data.lengths), data.places
+    return sinks[torch.from_numpy(sentences), torch.from_numpy(places)]
+
+
+def row_keys(examples: Examples, *, sampled: bool) -> np.ndarray:
     """A number for each sample, as good as random, that depends on its sentence and place alone."""
     firsts = []
     for start, end in itertools.pairwise(examples.offsets.tolist()):
@@ -371,8 +328,8 @@ def row_keys(examples: Examples, *, drawn: bool) -> np.ndarray:
         firsts.append(int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little"))
     of_sentence = np.asarray(firsts, np.uint64)
     counts = examples.lengths
-    sentences = examples.sentences if drawn else np.repeat(np.arange(len(counts)), counts)
-    places = np.asarray(examples.positions if drawn else examples.places, np.uint64)
+    sentences = examples.sentences if sampled else np.repeat(np.arange(len(counts)), counts)
+    places = np.asarray(examples.positions if sampled else examples.places, np.uint64)
     with np.errstate(over="ignore"):  # splitmix64
         keys = of_sentence[sentences] + (places + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from importlib.metadata import entry_points
 from typing import Literal
 
 from matlens.errors import InputError, NonNegative, PositiveInt, check_choice, checked, short
@@ -19,29 +20,29 @@ class LensConfig:
 
     Attributes
     ----------
+    standardise
+        Map standardised vectors to standardised vectors, as the final norm standardises them.
+    weighted
+        Weight each sample by ``1 / ||h^L||^2``.
     intercept
         Whether the map has a bias.
     ridge
         Penalty in units of ``mean diag(X'X)``; ``"loo"`` chooses it by leave-one-out.
     toward
         What the penalty pulls the map towards.
-    standardise
-        Map standardised vectors to standardised vectors, as the final norm standardises them.
-    weighted
-        Weigh each sample by ``1 / ||h^L||^2``.
     rank
         Rank of the map, full by default.
     shared_map
         Fit one map for all layers.
     sinks
-        Whether attention sinks are among the samples.
+        Whether attention sinks are part of the samples.
     """
 
+    standardise: bool = False
+    weighted: bool = False
     intercept: bool = False
     ridge: NonNegative | Literal["loo"] = 0.0
     toward: Literal["zero", "identity"] = "zero"
-    standardise: bool = False
-    weighted: bool = False
     rank: PositiveInt | None = None
     shared_map: bool = False
     sinks: Literal["include", "exclude"] = "include"
@@ -54,37 +55,29 @@ class LensConfig:
 
     @property
     def name(self) -> str:
-        """What tables and folders call it, such as ``"normed+affine without sinks"``."""
-        ridge = "ridge" if self.toward == "zero" else "ridge-identity"
-        words = {
-            "one-jump": self.shared_map,
-            "weighted": self.weighted,
-            "normed": self.standardise,
-            "affine": self.intercept,
-            ridge if self.ridge == "loo" else f"{ridge}({self.ridge})": self.ridge != 0,
-            f"narrow({self.rank})": self.rank is not None,
-        }
-        name = "+".join(word for word, is_given in words.items() if is_given) or "mat"
-        return name if self.sinks == "include" else f"{name} without sinks"
+        """``"mat"``, ``"affine"``, or the options that differ from ``mat``: ``"standardise+rank=64"``."""
+        options = {option.name: getattr(self, option.name) for option in fields(self)}
+        changed = [
+            option.name if options[option.name] is True else f"{option.name}={options[option.name]}"
+            for option in fields(self)
+            if options[option.name] != option.default
+        ]
+        name = "+".join(changed) or "mat"
+        return "affine" if name == "intercept" else name
 
 
-PRESETS: Mapping[str, LensConfig | None] = {
+METHODS: dict[str, LensConfig | None] = {
     "id": None,
     "mat": LensConfig(),
     "affine": LensConfig(intercept=True),
-    "ridge": LensConfig(ridge="loo"),
-    "ridge-identity": LensConfig(ridge="loo", toward="identity"),
-    "weighted": LensConfig(weighted=True),
-    "normed": LensConfig(standardise=True),
-    "normed+affine": LensConfig(standardise=True, intercept=True),
-    "narrow(64)": LensConfig(rank=64),
-    "one-jump": LensConfig(shared_map=True),
     "scaled": None,
     "polished": None,
     "tuned": None,
     "jacobian": None,
 }
 """Lenses by name; those without a `LensConfig` are not closed forms."""
+ENTRY_POINTS = "matlens.lens_methods"
+"""Group of entry points by which other packages add methods, see docs/architecture.md."""
 Method = str | LensConfig
 
 
@@ -95,36 +88,23 @@ def parse_methods(methods: Method | Sequence[Method]) -> dict[str, LensConfig | 
     Raises
     ------
     InputError
-        A name is none of `PRESETS`, or there is none.
+        There is no method of a name, or no name.
     """
+    known = [*METHODS, *entry_points(group=ENTRY_POINTS).names]
     parsed: dict[str, LensConfig | None] = {}
     for method in [methods] if isinstance(methods, Method) else methods:
         if isinstance(method, LensConfig):
             parsed[method.name] = method
         else:
-            parsed[method] = PRESETS[check_choice(method, PRESETS, "method")]
+            parsed[method] = METHODS.get(check_choice(method, known, "method"))
     if not parsed:
-        raise InputError(f"methods must name one lens or more of {', '.join(PRESETS)}, got none.")
+        raise InputError(f"methods must name one lens or more of {', '.join(known)}, got none.")
     return parsed
 
 
-def closed_forms(methods: Method | Sequence[Method]) -> dict[str, LensConfig]:
-    """Closed forms by name.
-
-    Raises
-    ------
-    InputError
-        A method is none, or no closed form.
-    """
-    parsed = parse_methods(methods)
-    if others := [name for name, config in parsed.items() if config is None]:
-        raise InputError(f"{', '.join(others)} cannot be fitted in closed form. Use Lens.fit.")
-    return {name: config for name, config in parsed.items() if config is not None}
-
-
-def layers_read(methods: Mapping[str, LensConfig | None], layers: Sequence[int], n_layers: int) -> list[int]:
-    """Layers of the stream that methods need vectors of: all where one excludes sinks."""
-    if any(config is not None and config.sinks == "exclude" for config in methods.values()):
+def layers_read(configs: Sequence[LensConfig], layers: Sequence[int], n_layers: int) -> list[int]:
+    """Layers whose vectors are needed: all where sinks are excluded, as these are known by all norms."""
+    if any(config.sinks == "exclude" for config in configs):
         return list(range(n_layers + 1))
     return [*layers, n_layers]
 

@@ -17,15 +17,14 @@ from torch import Tensor
 
 from matlens import metrics
 from matlens.activations.activations import Activations
-from matlens.errors import Fraction, InputError, checked, short
+from matlens.errors import Fraction, InputError, checked
 from matlens.io.tables import check_columns, result_table
-from matlens.lens.evaluation import Evaluation, evaluate_lenses, shared_layers, validation_row
+from matlens.lens.evaluation import Evaluation, evaluate_layers, shared_layers, validation_row
 from matlens.lens.lens import Lens
 from matlens.numerics import in_float64
 
 EXIT = "early_exit"
-PAPER_SWEEP = (-1.112, *(i / 10 for i in range(11)), 1.112)
-SWEEP = tuple(sorted({*PAPER_SWEEP, *np.linspace(1, 1.112, 12)[1:-1].round(6).tolist()}))
+SWEEP = (-1.112, *(i / 10 for i in range(11)), *np.linspace(1, 1.112, 12)[1:-1].round(6).tolist(), 1.112)
 
 
 @checked
@@ -38,9 +37,7 @@ def thresholds(
     the mean of ``i + 1``.
     """
     if not len(positions) or int(positions.min()) < 0:
-        raise InputError("Expected one position or more, each counted from 0.")
-    if mean_length is not None and mean_length <= 0:
-        raise InputError(f"The mean length is {mean_length}. Expected a positive number.")
+        raise InputError("positions must be one or more, each counted from 0.")
     i = in_float64(positions)
     n = float((i + 1).mean()) if mean_length is None else mean_length
     return 0.9 * lam + 0.1 * torch.exp(-4 * i / n)
@@ -52,13 +49,8 @@ def exit_layers(confidence: Float[Tensor, "n n_layers"], threshold: Float[Tensor
 
     Column ``l - 1`` of ``confidence`` is ``p1 - p2`` after layer ``l``.
     """
-    if not confidence.shape[1] or len(confidence) != len(threshold):
-        raise InputError(
-            f"Confidences of the shape {tuple(confidence.shape)} with {len(threshold)} thresholds. Expected "
-            "a threshold for each row, and one layer or more."
-        )
     if not bool(confidence.isfinite().all()) or bool(threshold.isnan().any()):
-        raise InputError("A confidence is not finite, or a threshold is NaN. Expected numbers.")
+        raise InputError("confidence must be finite, and threshold must not be NaN.")
     passed: Bool[Tensor, "n n_layers"] = in_float64(confidence) > in_float64(threshold)[:, None]
     passed[:, -1] = True
     return passed.to(torch.uint8).argmax(1) + 1
@@ -80,8 +72,8 @@ class ExitConfidence(NamedTuple):
 
     @classmethod
     def from_evaluations(cls, layers: Iterable[Evaluation]) -> ExitConfidence:
-        """Those of evaluations with confidences, one for each layer where the model can be left."""
-        ranks, confidences = zip(*((of.rank, of.confidence) for of in layers), strict=True)
+        """Those of evaluations with confidences, one for each exit layer."""
+        ranks, confidences = zip(*((layer.rank, layer.confidence) for layer in layers), strict=True)
         return cls(torch.stack(confidences, 1), torch.stack(ranks, 1) == 1)
 
 
@@ -97,7 +89,7 @@ def exit_sweep(
     """Precision@1 and mean number of layers run, for the sweep over ``lam``, by the confidence of each lens.
 
     A table with one more column, ``lam``. Rows with a ``lam`` are early exit: ``layer`` is the mean number of
-    layers run and ``low`` and ``high`` belong to the precision. Rows without are fixed exit: all tokens leave
+    layers run and ``low`` and ``high`` belong to the precision. Rows without are fixed exit: all tokens exit
     after ``layer``.
 
     Parameters
@@ -107,79 +99,59 @@ def exit_sweep(
     validation
         Vectors of the layers and of the last one.
     layers
-        Layers to leave after, from 1, by default all that there are.
+        Layers to exit after, from 1, by default all that were collected.
     lams
-        The sweep of a lens, by default `SWEEP`.
+        The values of ``lam`` by lens, by default `SWEEP`.
     """
-    return sweep_and_shares(lenses, validation, layers=layers, lams=lams, progress=progress)[0]
-
-
-def sweep_and_shares(
-    lenses: Mapping[str, Lens],
-    validation: Activations,
-    *,
-    layers: Sequence[int] | None = None,
-    lams: Mapping[str, Sequence[float]] | None = None,
-    progress: bool = True,
-) -> tuple[pd.DataFrame, dict[str, tuple[list[float], list[float]]]]:
-    """The table of `exit_sweep`, and by lens the mean numbers of layers and the shares that run all."""
     last = validation.provenance.identity.n_layers
-    wanted = [layer for layer in shared_layers(lenses, validation, layers) if layer > 0]
-    if not wanted:
+    exits = [layer for layer in shared_layers(lenses, validation, layers) if layer > 0]
+    if not exits:
         raise InputError("layers must have one from 1 that was collected.")
-    wanted.append(last)
-    numbers = torch.tensor(wanted).double()
+    exits.append(last)
+    numbers = torch.tensor(exits).double()
     positions = torch.from_numpy(validation.places).long()
     rows: list[dict[str, Any]] = []
-    shares: dict[str, tuple[list[float], list[float]]] = {}
 
     def add(name: str, layer: float, right: Tensor, lam: float) -> None:
         precision = metrics.proportion(right)
         row = validation_row(EXIT, validation, name, layer, last, "precision", 1, precision)
         rows.append(row | {"lam": lam})
 
-    evaluated = evaluate_lenses(lenses, validation, wanted, confidence=True, progress=progress)
+    evaluated = evaluate_layers(lenses, validation, exits, confidence=True, progress=progress)
     for name in lenses:
-        confidence, right = ExitConfidence.from_evaluations(evaluated[layer, name] for layer in wanted)
-        for column, layer in enumerate(wanted):
+        confidence, right = ExitConfidence.from_evaluations(evaluated[layer, name] for layer in exits)
+        for column, layer in enumerate(exits):
             add(name, layer, right[:, column], np.nan)
-        means, run_all = shares[name] = [], []
         for lam in (lams or {}).get(name, SWEEP):
             left = exit_layers(confidence, thresholds(positions, lam)) - 1
-            means.append(float(numbers[left].mean()))
-            run_all.append(float((numbers[left] == last).double().mean()))
-            add(name, means[-1], right.gather(1, left[:, None])[:, 0], lam)
-    return result_table(rows, "lam"), shares
+            add(name, float(numbers[left].mean()), right.gather(1, left[:, None])[:, 0], lam)
+    return result_table(rows, "lam")
 
 
 @checked
-def layers_saved(table: pd.DataFrame, method: str, precision: Fraction = 0.95) -> float:
-    """Layers saved by early exit at a Precision@1, interpolated linearly between the points of the sweep."""
-    check_columns(table, ("method", "layer", "target", "value", "lam"), what="the table of lens.exit_sweep")
-    part = table[(table["method"] == method) & table["lam"].notna()]
-    if part.empty:
-        raise InputError(
-            f"The table has no early exit by {short(method)}. Expected a method that it has: "
-            f"{short(sorted(set(table['method'])))}."
-        )
-    return float(table["target"].max()) - _crossing(
-        part["layer"].to_list(), part["value"].to_list(), precision
-    )
+def savings(exits: pd.DataFrame, precision: Fraction = 0.95) -> pd.DataFrame:
+    """Layers saved by early exit at a Precision@1: ``method, saved, n_layers, share`` of all layers.
 
+    Interpolated linearly between the points of the sweep.
 
-@checked
-def savings(table: pd.DataFrame, precision: float = 0.95) -> pd.DataFrame:
-    """Layers saved by each method, see `layers_saved`: ``method, saved, n_layers, share`` of all layers."""
-    check_columns(table, ["method", "target"], what="the table of lens.exit_sweep")
-    n_layers = int(table["target"].max())
-    saved = {method: layers_saved(table, method, precision) for method in table["method"].unique()}
-    return pd.DataFrame(
-        [(method, value, n_layers, value / n_layers) for method, value in saved.items()],
-        columns=["method", "saved", "n_layers", "share"],
-    )
+    Parameters
+    ----------
+    exits
+        The table of `exit_sweep`.
+    precision
+        The Precision@1 to reach.
+    """
+    check_columns(exits, ("method", "layer", "target", "value", "lam"), what="the table of lens.exit_sweep")
+    n_layers = int(exits["target"].max())
+    rows = []
+    for method, points in exits[exits["lam"].notna()].groupby("method", sort=False):
+        saved = n_layers - _crossing(points["layer"].to_list(), points["value"].to_list(), precision)
+        rows.append((method, saved, n_layers, saved / n_layers))
+    return pd.DataFrame(rows, columns=["method", "saved", "n_layers", "share"])
 
 
 def _crossing(layers: Sequence[float], values: Sequence[float], wanted: float) -> float:
+    """Where the polyline through the points first reaches a value."""
     points = sorted(zip(layers, values, strict=True))
     if points[0][1] >= wanted:
         return points[0][0]

@@ -7,7 +7,7 @@ high, n``; ``low`` and ``high`` bound the 95% interval where there is one.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import pandas as pd
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from matlens import metrics
 from matlens.activations.activations import Activations
-from matlens.errors import InputError, NonNegative, check_rows, checked, short
-from matlens.io.tables import COLUMNS, check_columns, result_row, result_table
+from matlens.errors import InputError, check_rows, checked, short
+from matlens.io.tables import result_row, result_table
 from matlens.lens.lens import Lens
 from matlens.linear.mapsets import MapSet
 from matlens.linear.samples import warn_of_same_sentences
 from matlens.metrics import Estimate
 from matlens.models.readout import Readout
-from matlens.models.sites import STREAM, Site, check_finite
+from matlens.models.sites import STREAM, Site
 from matlens.numerics import in_float64, kl_divergence, log_softmax
 from matlens.parallel import Bar
 
@@ -33,7 +33,6 @@ MapMethod = Literal["mat", "id"]
 METHODS: tuple[MapMethod, ...] = ("mat", "id")
 AGAINST = "against"
 """The column that names the lens from which a row is the difference; empty where it is none."""
-COSTS = ("seconds", "flops", "numbers", "bytes")
 KS = (1, 5, 10)
 _ROWS = 256  # tokens whose distributions are in memory at once
 Key = TypeVar("Key", bound=Hashable)
@@ -76,10 +75,6 @@ class Evaluation(NamedTuple):
 
     def differences(self, other: Evaluation) -> dict[Metric, Estimate]:
         """Each metric minus that of another evaluation, with the 95% interval of the paired differences."""
-        if len(self.rank) != len(other.rank):
-            raise InputError(
-                f"other must be of the same tokens, got {len(other.rank)} instead of {len(self.rank)}."
-            )
         theirs = other.values()
         return {key: metrics.mean(ours - theirs[key]) for key, ours in self.values().items() if key in theirs}
 
@@ -106,7 +101,7 @@ def evaluate(
     predictions
         By any name: vectors in place of ``h^L``, or a function from a slice of the tokens to scores.
     kl, confidence
-        Whether to compute divergences, which takes about a third longer, and confidences.
+        Whether to compute divergences, which take about a third longer, and confidences.
     """
     n = len(truth)
     if not predictions or not n:
@@ -122,7 +117,6 @@ def evaluate(
         for start in Bar(range(0, n, _ROWS), desc="predictions", disable=not progress):
             part = slice(start, start + _ROWS)
             true = readout.log_probs(truth[part])
-            check_finite(true, "the read-out")
             for key, given in predictions.items():
                 scores = _read_out(readout, given[part]) if isinstance(given, Tensor) else given(part)
                 if scores.shape != true.shape:
@@ -160,7 +154,7 @@ def _read_out(readout: Readout, h: Tensor) -> Tensor:
     return logits.where(readable.to(logits.device)[:, None], torch.nan)
 
 
-def evaluate_lenses(
+def evaluate_layers(
     lenses: Mapping[str, Lens], data: Activations, layers: Sequence[int], **options: bool
 ) -> dict[tuple[int, str], Evaluation]:
     """What lenses read out at some layers, by layer and name; the options are those of `evaluate`."""
@@ -182,10 +176,10 @@ def fit_quality(
     rows: Bool[Tensor, " n"] | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """r2 of ``mat`` and ``id`` for every pair of stream layers that there is a map for (paper A, 3.3).
+    """r2 of ``mat`` and ``id`` for every pair of stream layers with a map (paper A, 3.3).
 
-    Of maps between other sites, where both were collected, there is r2 of the map alone; the method's name
-    then says which sites, such as ``mat attn_in.3 -> attn_out.3``.
+    Of maps between other sites, where both were collected, it has r2 of the map alone, under a name such as
+    ``mat attn_in.3 -> attn_out.3``.
 
     Parameters
     ----------
@@ -194,17 +188,17 @@ def fit_quality(
     validation
         Vectors at layers that the maps come from and go to.
     rows
-        True for the examples that count, by default all.
+        True for the samples to use, by default all.
     """
     maps.provenance.check_same(validation.provenance, ours="the maps", theirs="the activations")
     check_rows(rows, validation.n_rows, min=2)
     warn_of_same_sentences(maps.provenance, validation.provenance, "The maps", parts=rows is not None)
-    counted = slice(None) if rows is None else rows
+    used = slice(None) if rows is None else rows
     table: list[dict[str, Any]] = []
     steady: dict[str, int] = {}
     pairs = [pair for pair in maps if all(_is_stream(site) or site in validation for site in pair)]
     for source, target in Bar(pairs, desc="r2", unit="pair", disable=not progress):
-        h, truth = validation[source][counted], validation[target][counted]
+        h, truth = validation[source][used], validation[target][used]
         predictions = {"mat": maps[source, target](h), "id": h}
         if not (_is_stream(source) and _is_stream(target)):
             predictions = {f"mat {source} -> {target}": predictions["mat"]}
@@ -241,7 +235,7 @@ def prediction_quality(
     last = validation.provenance.identity.n_layers
     layers = [*lenses["mat"].layers, last]
     lenses = {method: lenses[method] for method in methods}
-    evaluated = evaluate_lenses(lenses, validation, layers, kl=False, progress=progress)
+    evaluated = evaluate_layers(lenses, validation, layers, progress=progress)
     return result_table(
         row
         for (layer, method), evaluation in evaluated.items()
@@ -286,64 +280,46 @@ def validation_row(
 
 
 @checked
-@dataclass(frozen=True, eq=False)
-class Member:
-    """A lens of a report, and what its fit took.
-
-    Attributes
-    ----------
-    lens
-        The lens, on its model.
-    seconds
-        CPU seconds of its fit, all layers together, without collecting the vectors.
-    flops
-        Floating-point operations of that, counted from the sizes.
-    """
-
-    lens: Lens
-    seconds: NonNegative = 0.0
-    flops: NonNegative = 0.0
-
-
-@checked
-def report_table(
-    members: Mapping[str, Member],
+def evaluate_lenses(
+    lenses: Mapping[str, Lens],
     validation: Activations,
     *,
     layers: Sequence[int] | None = None,
     against: str | None = None,
     sinks: Bool[Tensor, " n"] | None = None,
+    seconds: Mapping[str, float] | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Evaluate lenses on the same validation tokens, with what each cost.
+    """Evaluate lenses on the same validation tokens.
 
     The metrics are Precision@1, 5, 10, surprisal, KL and, unless vectors are standardised, r2. Rows with
-    ``against`` are paired differences. Costs are per layer: ``seconds``, ``flops``, ``numbers``, ``bytes``.
+    ``against`` are paired differences. Costs are per layer: ``parameters`` and, if given, ``seconds``.
 
     Parameters
     ----------
-    members
-        Lenses of one model by name.
+    lenses
+        Lenses of one model, on it, by name.
     validation
         Vectors of the layers and of the last one, at tokens that no lens was fitted on.
     layers
         Layers to evaluate, by default all that every lens has and that were collected.
     against
-        The member from which paired differences are taken, if any.
+        The lens from which paired differences are taken, if any.
     sinks
         True for attention sinks: r2 is then given without them too.
+    seconds
+        CPU seconds of each fit, all layers together.
     """
-    if against is not None and against not in members:
-        raise InputError(f"against must be one of {short(list(members))}, got {short(against)}.")
-    lenses = {name: member.lens for name, member in members.items()}
+    if against is not None and against not in lenses:
+        raise InputError(f"against must be one of {short(list(lenses))}, got {short(against)}.")
     wanted = shared_layers(lenses, validation, layers)
     fitted = [lens.provenance for lens in lenses.values() if lens.n_samples]
     if fitted:
         warn_of_same_sentences(fitted[0], validation.provenance, "The lenses", parts=False)
-    counted: dict[str, Any] = {"r2": slice(None)}
+    samples: dict[str, Any] = {"r2": slice(None)}
     if sinks is not None:
         check_rows(~sinks, validation.n_rows, "~sinks", min=2)
-        counted["r2 without sinks"] = ~sinks
+        samples["r2 without sinks"] = ~sinks
     last = validation.provenance.identity.n_layers
     table: list[dict[str, Any]] = []
 
@@ -353,7 +329,7 @@ def report_table(
         row = validation_row(REPORT, validation, name, layer, last, metric, k, estimate)
         table.append(row | {AGAINST: other})
 
-    evaluated = evaluate_lenses(lenses, validation, wanted, kl=True, progress=progress)
+    evaluated = evaluate_layers(lenses, validation, wanted, kl=True, progress=progress)
     for (layer, name), evaluation in evaluated.items():
         for key, estimate in evaluation.estimates().items():
             add(name, layer, *key, estimate)
@@ -362,15 +338,15 @@ def report_table(
                 add(name, layer, *key, estimate, against)
         if lenses[name].norm is not None:  # r2 of standardised vectors is of another variance
             continue
-        for metric, rows in counted.items():
+        for metric, rows in samples.items():
             truth = validation[last][rows]
             score = metrics.r2(lenses[name](validation[layer][rows], layer), truth)
             add(name, layer, metric, None, Estimate.without_interval(score, len(truth)))
-    for name, member in members.items():
-        n = len(member.lens.layers)
-        size = member.lens.n_parameters / n
-        for metric, value in zip(COSTS, (member.seconds / n, member.flops / n, size, 4 * size), strict=True):
-            add(name, None, metric, None, Estimate.without_interval(value, n))
+    for name, lens in lenses.items():
+        costs = {} if seconds is None else {"seconds": seconds[name]}
+        for metric, value in (costs | {"parameters": lens.n_parameters}).items():
+            n = len(lens.layers)
+            add(name, None, metric, None, Estimate.without_interval(value / n, n))
     return result_table(table, AGAINST)
 
 
@@ -395,38 +371,3 @@ def shared_layers(
             f"with the last one, got {short(sorted(wanted))}."
         )
     return sorted(wanted)
-
-
-@checked
-def report_by_member(table: pd.DataFrame) -> pd.DataFrame:
-    """A table to read: a row per lens, metrics averaged over layers, and its costs."""
-    columns = ["method", "layer", "metric", "k", "value", AGAINST]
-    check_columns(table, columns, what="the table of lens.report_table")
-    plain = table[table[AGAINST].fillna("") == ""]
-    named = plain.assign(
-        measure=[
-            metric if pd.isna(k) else f"P@{int(k)}"
-            for metric, k in zip(plain["metric"], plain["k"], strict=True)
-        ]
-    )
-    wide = named.pivot_table(index="method", columns="measure", values="value", aggfunc="mean", sort=False)
-    order = ["P@1", "P@5", "P@10", "surprisal", "kl", "r2", "r2 without sinks", *COSTS]
-    return wide[[name for name in order if name in wide]]
-
-
-@checked
-def layer_table(results: pd.DataFrame) -> pd.DataFrame:
-    """A table to read, a row per layer: r2 onto the last layer, Precision@1 and surprisal."""
-    check_columns(results, COLUMNS, what="the tables of lens.fit_quality and lens.prediction_quality")
-    last = results["target"].max()
-    shown = results[(results["target"] == last) & (results["k"].isna() | (results["k"] == 1))]
-    wide = shown.pivot(index="layer", columns=["metric", "method"], values="value")
-    heads = {"r2": "r2", "precision": "P@1", "surprisal": "surprisal"}
-    return pd.DataFrame(
-        {
-            f"{head} {method}": wide[metric, method]
-            for metric, head in heads.items()
-            for method in METHODS
-            if (metric, method) in wide
-        }
-    )

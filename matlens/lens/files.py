@@ -38,19 +38,13 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 _HOLDS = "lens"
-_JACOBIAN = "jacobian_lens"  # what is kept in a provenance of such a file
-_OWN = "matlens"  # what is kept in such a file of a provenance
+_JACOBIAN = "jacobian_lens"  # in a provenance: what such a file said
+_OWN = "matlens"  # in such a file: the provenance of ours
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def check_lens_folder(folder: Path, method: str) -> None:
-    """Refuse, before any work, a folder in which a lens of a method could not be kept.
-
-    Raises
-    ------
-    InputError
-        It holds something else, or cannot be made or written into.
-    """
+    """Refuse, before any work, a folder in which a lens of a method could not be stored."""
     Artifact.check_possible(folder, _HOLDS, {"method": method})
     check_writable(nearest_existing(folder))
 
@@ -104,7 +98,7 @@ def write_jacobian_lens(path: str | Path, lens: LensMaps) -> None:
     if lens.norm is not None or has_bias or any(scale != 1 for scale in lens.scales.values()):
         raise InputError(
             f"A Jacobian lens is a matrix for each layer, and this lens ({lens.method}) has a bias, a norm "
-            "or a scale, without which it would read other tokens. Expected a lens such as 'mat' or 'ridge'."
+            "or a scale, without which it would read other tokens. Use a lens such as 'mat'."
         )
     matrices = {layer - 1: lens.matrix(layer) for layer in lens.layers if layer > 0}
     if not matrices:
@@ -174,9 +168,8 @@ def read_jacobian_lens(path: str | Path, model: TransformerBridge) -> LensMaps:
     provenance.check_same(identity, ours="the lens")
     if record is not None and record.get("content") != _digest_of(lens.jacobians):
         raise InputError(
-            f"{path} holds other matrices than Lens.to_jacobian_lens wrote: it was changed or damaged. "
-            "Write it anew. Where the change is meant, take 'matlens' out of its metadata: what is said "
-            "there of model and corpus is true of it no more."
+            f"{path} holds other matrices than Lens.to_jacobian_lens wrote: it was changed or damaged. If "
+            "the change is intended, remove 'matlens' from its metadata."
         )
     maps = {layer: _linear({"weight": matrix}, layer, provenance) for layer, matrix in jacobians.items()}
     return _check_finite(LensMaps(maps, method, provenance), path)
@@ -191,8 +184,8 @@ def read_tuned_lens(folder: str | Path, model: TransformerBridge) -> LensMaps:
         width, n_layers = int(config["d_model"]), int(config["num_hidden_layers"])
         if (width, n_layers) != (model.cfg.d_model, model.cfg.n_layers):
             raise InputError(
-                f"The tuned lens in {folder} is of a model with {n_layers} layers of {width} coordinates, "
-                f"and this model has {model.cfg.n_layers} of {model.cfg.d_model}. Is it of another model?"
+                f"The tuned lens in {folder} is of a model with {n_layers} layers of {width} dimensions; "
+                f"this model has {model.cfg.n_layers} of {model.cfg.d_model}."
             )
         if not _has_unembedding(model, config):
             raise InputError(
@@ -203,10 +196,9 @@ def read_tuned_lens(folder: str | Path, model: TransformerBridge) -> LensMaps:
         names = {f"{layer}.{part}" for layer in range(n_layers) for part in ("weight", "bias")}
         if not {f"{layer}.weight" for layer in range(n_layers)} <= set(state) <= names:
             raise InputError(f"{folder / 'params.pt'} holds {short(sorted(state))}. {expected}")
-        said = {
-            key: config.get(key) for key in ("base_model_name_or_path", "base_model_revision", "lens_type")
-        }
-        provenance = Provenance(ModelIdentity.from_model(model), details={"tuned_lens": said})
+        keys = ("base_model_name_or_path", "base_model_revision", "lens_type")
+        details = {"tuned_lens": {key: config.get(key) for key in keys}}
+        provenance = Provenance(ModelIdentity.from_model(model), details=details)
         maps = {}
         for layer in range(n_layers):
             parts = {"weight": state[f"{layer}.weight"].float() + torch.eye(width)}

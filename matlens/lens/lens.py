@@ -26,7 +26,6 @@ from matlens.lens.maps import LensMaps
 from matlens.lens.trajectory import Trajectory, read_trajectory
 from matlens.linear.maps import fitted_samples
 from matlens.linear.mapsets import MapSet
-from matlens.linear.samples import NoisyFit, warn_of_noise
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import Readout, check_vectors
 from matlens.models.sites import STREAM, Site
@@ -52,7 +51,7 @@ class Lens(LensMaps):
         The map of each layer, from ``0`` to ``L - 1``, ``None`` for the identity; layers may be absent.
         ``h^L`` itself is read as it is.
     method
-        How it was fitted, such as ``"mat"`` or ``"normed+affine without sinks"``.
+        How it was fitted, such as ``"mat"`` or ``"standardise+rank=64"``.
     provenance
         The model, the corpus, and how much of it. A lens goes with this model alone.
     norm
@@ -80,22 +79,12 @@ class Lens(LensMaps):
 
     @classmethod
     def from_maps(cls, maps: MapSet, *, method: str = "mat", model: TransformerBridge | None = None) -> Lens:
-        """A lens of the maps onto the last layer that a set has.
-
-        Parameters
-        ----------
-        maps
-            Maps of a known model, such as ``MapSet.fit(activations, pairs="last")``.
-        method
-            What the lens is called.
-        model
-            The model to put it on.
-        """
+        """A lens of those maps of a set that go onto the last layer, under a name."""
         last = maps.provenance.identity.n_layers
         onto_last = {layer: maps[layer, last] for layer in range(last) if (layer, last) in maps}
         if not onto_last:
             raise InputError(f"There is no map onto the last layer, {Site(STREAM, last)}, among the maps.")
-        return cls(onto_last, method, maps.provenance)._placed(model)
+        return cls(onto_last, method, maps.provenance).on(model)
 
     @overload
     @classmethod
@@ -123,10 +112,11 @@ class Lens(LensMaps):
         seed: Seed = 0,
         batch_tokens: PositiveInt | None = None,
         n_prompts: PositiveInt = trained.PROMPTS,
+        longest: PositiveInt = trained.LONGEST,
         folder: str | Path | None = None,
         progress: bool = True,
     ) -> Lens | dict[str, Lens]:
-        """Fit a lens, or several in one pass over the data (definitions, section 9).
+        """Fit a lens, or several closed forms in one pass over the data (definitions, section 9).
 
         Parameters
         ----------
@@ -134,26 +124,26 @@ class Lens(LensMaps):
             A corpus or a list of texts, examples made from one, or activations of the model with the stream
             at all layers.
         method
-            A `LensConfig`, or a name: ``mat``, least squares; ``affine``, with an intercept; the others of
-            `PRESETS`; ``scaled``, the best closed form with a factor on its scores; ``polished``, that
-            improved by steps down the divergence from the model's distribution; ``tuned``, trained from the
-            identity as the package tuned-lens does; ``jacobian``, the mean Jacobian, by TransformerLens.
-            A list gives a dict of lenses by name.
+            A `LensConfig`, or a name: ``mat``, least squares; ``affine``, with an intercept; ``scaled``, the
+            best closed form with a factor on its scores; ``polished``, that improved by steps down the
+            divergence from the model's distribution; ``tuned``, trained from the identity as the package
+            tuned-lens does; ``jacobian``, the mean Jacobian, by TransformerLens; or the name of a method that
+            another package adds. A list gives a dict of lenses by name.
         positions
             ``"all"``: at every token. ``"drawn"``: at the positions of the examples, which are the masks
             of a masked-LM model.
         rows, weights
-            True for the samples to fit on, by default all, and how much each of all samples counts, in the
-            order of `collect` at these positions; for closed forms. A sample of weight 2 counts as two, but
-            leave-one-out leaves it out as one.
+            For closed forms: True for the samples to fit on, by default all, and how much each of all samples
+            counts, in the order of `collect` at these positions.
         layers
             The layers to fit, by default all.
         seed
-            For the sampled positions of a corpus, and the samples and tokens that training draws.
+            For sampled positions, and the samples and tokens that training samples.
         batch_tokens
             Maximum number of tokens in a batch, padding included.
-        n_prompts
-            How many sentences of the corpus, the longest, Jacobians are taken on.
+        n_prompts, longest
+            How many sentences of the corpus Jacobians are taken on, those with the most words, and the number
+            of tokens that each is cut to.
         folder
             Where vectors are written that are trained on, instead of being in memory; it can be removed
             afterwards. Closed forms write none.
@@ -164,50 +154,45 @@ class Lens(LensMaps):
             The data are of another model, lack a layer or are not finite; the method does not suit the model;
             or rows or weights do not match the samples, or are given for a trained lens.
         """
-        methods = parse_methods(method)
-        n_layers = int(model.cfg.n_layers)
-        wanted = resolve_layers(layers, n_layers)
-        on_vectors = [name for name in trained.ON_VECTORS if name in methods]
-        if (on_vectors or "jacobian" in methods) and (rows is not None or weights is not None):
+        methods, n_layers = parse_methods(method), int(model.cfg.n_layers)
+        requested = resolve_layers(layers, n_layers)
+        configs = [config for config in methods.values() if config is not None]
+        on_vectors = [name for name in methods if methods[name] is None and name not in ("id", "jacobian")]
+        if len(configs) + ("id" in methods) < len(methods) and (rows is not None or weights is not None):
             raise InputError("rows and weights are for closed forms: trained lenses take neither.")
         data = corpus if isinstance(corpus, Examples | Activations) else as_corpus(corpus)
-        sentences = data if isinstance(data, Corpus) else None
-        if "jacobian" in methods and sentences is None:
-            raise InputError("'jacobian' is fitted on sentences: corpus must be a Corpus.")
-        identity, readout = ModelIdentity.from_model(model), Readout(model)
-        read = layers_read(methods, wanted, n_layers)
-        if isinstance(data, Activations):
-            absent = [f"h.{layer}" for layer in read if f"h.{layer}" not in data]
-            if absent and {*methods} != {"id"}:
-                raise InputError(f"The activations lack {', '.join(absent)}. Collect these sites too.")
-        elif on_vectors:
-            examples = data if isinstance(data, Examples) else make_examples(model, data, seed=seed)
+        fitted = {"id": LensMaps(dict.fromkeys(requested), "id", Provenance(ModelIdentity.from_model(model)))}
+        if "jacobian" in methods:
+            if not isinstance(data, Corpus):
+                raise InputError("'jacobian' is fitted on sentences: corpus must be a Corpus.")
+            prompts = replace(data, sentences=tuple(trained.longest_sentences(data.sentences, n_prompts)))
+            fitted["jacobian"] = trained.fit_jacobian(
+                model, prompts, layers=requested, longest=longest, progress=progress
+            )
+        if isinstance(data, Corpus) and (configs or on_vectors):
+            data = make_examples(model, data, seed=seed)
+        needed = layers_read(configs, requested, n_layers)
+        if on_vectors and isinstance(data, Examples):
             data = collect(
-                model, examples, read, positions=positions, folder=folder, batch_tokens=batch_tokens,
+                model, data, needed, positions=positions, folder=folder, batch_tokens=batch_tokens,
                 progress=progress,
             )  # fmt: skip
-        fitted: dict[str, LensMaps] = {}
-        if closed := trained.with_start(methods, model):
-            moments = lens_least_squares(
-                model, data, closed, positions=positions, rows=rows, weights=weights, layers=wanted,
-                seed=seed, batch_tokens=batch_tokens, progress=progress,
+        if isinstance(data, Activations) and {*methods} != {"id"}:
+            data.provenance.check_same(ModelIdentity.from_model(model), ours="the activations")
+            if absent := [f"h.{layer}" for layer in needed if f"h.{layer}" not in data]:
+                raise InputError(f"The activations lack {', '.join(absent)}. Collect these sites too.")
+        if configs and not isinstance(data, Corpus):
+            statistics = lens_least_squares(
+                model, data, configs, layers=requested, positions=positions, rows=rows, weights=weights,
+                batch_tokens=batch_tokens, progress=progress,
             )  # fmt: skip
-            fitted = moments.solve(closed)
-        if "id" in methods:
-            fitted["id"] = LensMaps(dict.fromkeys(wanted), "id", Provenance(identity))
-        if on_vectors:
+            fitted |= statistics.solve()
+        for name in on_vectors:
             assert isinstance(data, Activations)
-            data.provenance.check_same(identity, ours="the activations")
-            if not closed and data.n_rows <= readout.d_model:  # closed forms warn themselves
-                warn_of_noise([NoisyFit(on_vectors[0], data.n_rows, readout.d_model)], 1)
-            start = fitted.get(trained.best_start(model))
-            for name in on_vectors:
-                fitted[name] = trained.train_maps(
-                    name, readout, data, start=start, layers=wanted, seed=seed, progress=progress
-                )
-        if "jacobian" in methods and sentences is not None:
-            prompts = replace(sentences, sentences=tuple(trained.longest_sentences(sentences, n_prompts)))
-            fitted["jacobian"] = trained.fit_jacobian(model, prompts, layers=wanted, progress=progress)
+            fitted[name] = trained.fit_on_vectors(
+                name, model, data, layers=requested, seed=seed, progress=progress
+            )
+        readout = Readout(model)
         lenses = {name: cls(**vars(fitted[name]), readout=readout, model=model) for name in methods}
         return next(iter(lenses.values())) if isinstance(method, Method) else lenses
 
@@ -236,15 +221,7 @@ class Lens(LensMaps):
         return site.layer
 
     def __call__(self, h: Float[Tensor, "... d_model"], layer: Layer) -> Float[Tensor, "... d_model"]:
-        """The approximation of ``h^L``, in float32; differentiable in ``h``.
-
-        Parameters
-        ----------
-        h
-            Vectors ``h^l``.
-        layer
-            The layer that they are of; those of the last are given back as they are.
-        """
+        """The approximation of ``h^L`` from vectors ``h^l``, in float32; differentiable in ``h``."""
         check_vectors(h, self.provenance.identity.d_model)
         layer = self.resolve(layer)
         if layer == self.n_layers:
@@ -257,12 +234,7 @@ class Lens(LensMaps):
     ) -> Float[Tensor, "... d_vocab"]:
         """Scores of all tokens for vectors ``h^l``, read out through the model's own head, in float32.
 
-        Parameters
-        ----------
-        h, layer
-            See `Lens.__call__`.
-        gradients
-            Whether what comes out can be differentiated in ``h``; the model's weights are constants.
+        With ``gradients`` they can be differentiated in ``h``; the model's weights are constants.
         """
         readout, layer = self.on_readout, self.resolve(layer)
         logits = readout.logits(self(h, layer), gradients=gradients)
@@ -279,27 +251,22 @@ class Lens(LensMaps):
             )
         return self.readout
 
-    def on(self, model: TransformerBridge, *, same_precision: bool = True) -> Lens:
+    def on(self, model: TransformerBridge | None, *, same_precision: bool = True) -> Lens:
         """The same lens on a model, which is the one that it was fitted on.
 
         Parameters
         ----------
         model
-            The model.
+            The model, or ``None`` for a lens on no model.
         same_precision
-            Whether it must run in the precision that the lens was fitted in. With ``False`` the same weights
-            in another one are taken too.
+            With ``False`` the same weights in another precision are accepted too.
 
         Raises
         ------
         InputError
-            It is another model, runs in another precision, makes other tokens of text, or has other parts
-            replaced, set or hooked.
+            It is another model or precision, makes other tokens of text, or has other parts replaced, set or
+            hooked.
         """
-        return self._placed(model, same_precision)
-
-    def _placed(self, model: TransformerBridge | None, same_precision: bool = True) -> Lens:
-        """On a model, where one is given; or for models that run in any precision."""
         lens = self
         if not same_precision:
             lens = replace(self, provenance=replace(self.provenance, same_precision=False))
@@ -311,14 +278,8 @@ class Lens(LensMaps):
     def trajectory(self, prompt: str, *, k: int = 5, layers: Sequence[Layer] | None = None) -> Trajectory:
         """What is predicted at every token of a prompt and every layer, see `Trajectory`.
 
-        Parameters
-        ----------
-        prompt
-            A text; for masked-LM models with one mask in it.
-        k
-            How many tokens to keep of each prediction.
-        layers
-            Layers to read, by default all that the lens has; the last one is always read.
+        ``k`` tokens of each prediction, at all layers of the lens or some; the last one is always read. The
+        prompt of a masked-LM model has one mask in it.
         """
         return read_trajectory(self, prompt, k=k, layers=layers)
 
@@ -339,18 +300,8 @@ class Lens(LensMaps):
     def load(
         cls, folder: str | Path, model: TransformerBridge | None = None, *, same_precision: bool = True
     ) -> Lens:
-        """Read what `save` has written, every byte of it checked.
-
-        Parameters
-        ----------
-        folder
-            Where the lens is.
-        model
-            The model to put it on, see `on`.
-        same_precision
-            Whether the model must run in the precision that the lens was fitted in.
-        """
-        return cls(**vars(files.read_lens(folder)))._placed(model, same_precision)
+        """Read what `save` has written, every byte of it checked; on a model, see `on`."""
+        return cls(**vars(files.read_lens(folder))).on(model, same_precision=same_precision)
 
     def push_to_hub(
         self,
@@ -364,32 +315,26 @@ class Lens(LensMaps):
     ) -> str:
         """Put the lens into a repository of the hub, which may hold lenses of many models, in one commit.
 
-        Its card is written from its provenance: model, corpus, tokens, attention sinks in or out.
+        Its card is written from its provenance: model, corpus, tokens, attention sinks.
 
         Parameters
         ----------
         repository
-            Such as ``"someone/lenses"``; it is made where it is not there.
+            Such as ``"someone/lenses"``; it is created if there is none.
         name
-            The folder of the lens, by default ``model/method/corpus``. What is there is replaced.
+            The folder of the lens, by default ``model/method/corpus``; replaced if it exists.
         quality
-            A table of results that has this lens by its ``method``, such as `lens.report_table` makes:
-            its card then says r2 and Precision@1 of each layer.
+            A table of `lens.evaluate_lenses` with this lens by its ``method``, for r2 and Precision@1 of each
+            layer on the card.
         private
-            Whether a repository that is made can be read by its owner alone.
+            Whether a repository that is created can be read by its owner alone.
         endpoint, token
-            The address of the hub and what lets in, by default those of the hub's own client.
+            By default those of the hub's own client.
 
         Returns
         -------
         commit
             Forty hex digits, by which `from_pretrained` reads this very lens.
-
-        Raises
-        ------
-        InputError
-            The repository may not be written to, or the hub does not answer; a number of the lens is not
-            finite; or the table has none of its method.
         """
         place = HubRepository(repository, endpoint, token)
         return push_lens(self, place, name=name, quality=quality, private=private)
@@ -406,7 +351,7 @@ class Lens(LensMaps):
         endpoint: str | None = None,
         token: str | None = None,
     ) -> Lens:
-        """Read a lens of a repository of the hub, every byte of it checked; nothing in it is executed.
+        """Read a lens from a repository of the hub, every byte of it checked; nothing in it is executed.
 
         ``lens.provenance.details["hub"]["commit"]`` is the commit that it was read at.
 
@@ -415,64 +360,36 @@ class Lens(LensMaps):
         repository
             Such as ``"someone/lenses"``.
         name
-            The folder of the lens; or a ``.pt`` file of TransformerLens' `JacobianLens`, such as
-            ``neuronpedia/jacobian-lens`` has. It may be left out where there is one folder.
-        model
+            The folder of the lens, by default the only one; or a ``.pt`` file of TransformerLens'
+            `JacobianLens`, such as ``neuronpedia/jacobian-lens`` has.
+        model, same_precision
             The model to put it on, see `on`; a ``.pt`` file needs one.
         revision
             A commit, which makes it the same lens for good; or a branch or a tag, by default ``main``.
-        same_precision
-            Whether the model must run in the precision that the lens was fitted in.
         endpoint, token
-            See `push_to_hub`.
-
-        Raises
-        ------
-        InputError
-            There is no such repository, revision or lens, or it may not be read; the hub does not answer; a
-            file is damaged; or the model is another.
+            By default those of the hub's own client.
         """
         place = HubRepository(repository, endpoint, token)
         lens = cls(**vars(pull_lens(place, name, revision=revision, model=model)))
-        return lens._placed(model, same_precision)
+        return lens.on(model, same_precision=same_precision)
 
     @classmethod
     def from_jacobian_lens(cls, path: str | Path, model: TransformerBridge) -> Lens:
-        """Read a file of TransformerLens' `JacobianLens`, which says of few models which one it is of.
+        """Read a file of TransformerLens' `JacobianLens`, such as ``lens.pt``; nothing in it is executed.
 
-        Its layer ``l``, what block ``l`` gives out, is ``l + 1`` here.
-
-        Parameters
-        ----------
-        path
-            The file, such as ``lens.pt``. Nothing in it is executed.
-        model
-            The model that it is of: a decoder that TransformerLens' lens can be used on.
+        Its layer ``l``, the output of block ``l``, is ``l + 1`` here.
         """
         return cls(**vars(files.read_jacobian_lens(path, model))).on(model)
 
     def to_jacobian_lens(self, path: str | Path) -> None:
         """Write the maps as a file that TransformerLens' `JacobianLens.load` reads, in float32.
 
-        Its read-out, steering, ablation and swaps then work on them. Layer ``l`` is ``l - 1`` there; layer 0,
-        what enters the first block, is not in such a file.
-
-        Parameters
-        ----------
-        path
-            The file to write.
+        Its read-out, steering, ablation and swaps then work on them. Layer ``l`` is ``l - 1`` there; layer 0
+        is not in such a file.
         """
         files.write_jacobian_lens(path, self)
 
     @classmethod
     def from_tuned_lens(cls, folder: str | Path, model: TransformerBridge) -> Lens:
-        """Read a folder of the package tuned-lens: ``config.json`` and ``params.pt``.
-
-        Parameters
-        ----------
-        folder
-            The folder. Nothing in it is executed.
-        model
-            The model that it was trained for.
-        """
+        """Read ``config.json`` and ``params.pt`` of the package tuned-lens; nothing in them is executed."""
         return cls(**vars(files.read_tuned_lens(folder, model))).on(model)

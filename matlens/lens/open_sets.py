@@ -1,11 +1,11 @@
-"""Open sets of lens evaluations: whether a layer holds a word on the way to what the model will say.
+"""Open sets of lens evaluations: whether a layer predicts a word on the way to the model's answer.
 
 They are the six files of ``data/evaluations`` of *anthropics/jacobian-lens* (Apache-2.0), read from a folder
-that the user names, in their protocol. An item has a prompt and words that come in between, such as
-"Netherlands" for "The capital of the country famous for tulips is". A prompt is read at one token: the last
-one before the answer, white space at the end left out; for poetry, the end of its last whole line. A word's
-rank is the best of its single-token spellings' and of all layers'. pass@k is the mean over items of the share
-of their words that rank among the first k; words that have no single token are not scored.
+that the user names, in their protocol. An item has a prompt and intermediate words, such as "Netherlands" for
+"The capital of the country famous for tulips is". A prompt is read at its last token, without white space at
+the end; for poetry, at the end of its last complete line. A word's rank is the best over its single-token
+spellings and over layers. pass@k is the mean over items of the share of their words with a rank of at most k;
+words without a single token are not scored.
 """
 
 from __future__ import annotations
@@ -91,23 +91,22 @@ def _read_items(name: str, path: Path) -> list[EvaluationItem]:
         raise InputError(f"{path} has no items. Expected an object with a list of them under 'items'.")
     items = []
     for number, row in enumerate(rows, start=1):
-        of_row: Mapping[str, Any] = row if isinstance(row, Mapping) else {}
-        prompt, words = of_row.get("prompt", ""), of_row.get("intermediates", [])
-        given = isinstance(prompt, str) and prompt.strip() and isinstance(words, list) and words
-        if not given or not all(isinstance(word, str) and word for word in words):
+        fields: Mapping[str, Any] = row if isinstance(row, dict) else {}
+        prompt, words = fields.get("prompt", ""), fields.get("intermediates", [])
+        is_text = isinstance(prompt, str) and prompt.strip() and (name != "poetry" or "\n" in prompt)
+        if not is_text or not isinstance(words, list) or not words or not all(map(_is_word, words)):
             raise InputError(
-                f"Item {number} of {path} must have a text under 'prompt' and words under 'intermediates', "
-                f"got {short(row)}."
+                f"Item {number} of {path} must have a text under 'prompt', for poetry of several lines, and "
+                f"words under 'intermediates', got {short(row)}."
             )
-        text = prompt.rstrip()
-        if name == "poetry":  # read at the end of its last whole line
-            line, newline, _ = prompt.rpartition("\n")
-            text = line + newline
-            if not newline:
-                raise InputError(f"Item {number} of {path} has no end of a line, where poetry is read.")
+        text = prompt[: prompt.rindex("\n") + 1] if name == "poetry" else prompt.rstrip()
         spellings = tuple(_spellings(word) if name == "order-ops" else (word,) for word in words)
         items.append(EvaluationItem(str(row.get("name", number)), text, spellings))
     return items
+
+
+def _is_word(word: Any) -> bool:
+    return isinstance(word, str) and bool(word)
 
 
 def _spellings(word: str) -> tuple[str, ...]:
@@ -153,21 +152,21 @@ def evaluate_open_sets(
     """
     if not lenses or not evaluations:
         raise InputError("lenses and evaluations must not be empty.")
-    wanted = set.intersection(*(set(lens.layers) for lens in lenses.values()))
+    shared = set.intersection(*(set(lens.layers) for lens in lenses.values()))
     if layers is not None:
-        wanted = {lens.resolve(layer) for lens in lenses.values() for layer in layers}
-    if not wanted:
+        shared = {lens.resolve(layer) for lens in lenses.values() for layer in layers}
+    if not shared:
         raise InputError("layers must have one that all lenses have.")
     model = next(iter(lenses.values())).model
     rows: list[dict[str, Any]] = []
     for name, items in Bar(list(evaluations.items()), desc="evaluating", disable=not progress):
         vectors = collect(
-            model, make_prompts(model, [item.text for item in items]), sorted(wanted), progress=False
+            model, make_prompts(model, [item.text for item in items]), sorted(shared), progress=False
         )
         tokens = [[word_tokens(model, spellings) for spellings in item.words] for item in items]
         for method, lens in lenses.items():
             lens.provenance.check_same(vectors.provenance, ours="the lens", theirs="the prompts")
-            scored = [ranks for ranks in _best_ranks(lens, vectors, sorted(wanted), tokens) if ranks]
+            scored = [ranks for ranks in _best_ranks(lens, vectors, sorted(shared), tokens) if ranks]
             for k in KS:
                 shares = [sum(rank < k for rank in ranks) / len(ranks) for ranks in scored]
                 estimate = Estimate.without_interval(math.nan, 0)

@@ -9,8 +9,9 @@ distribution is estimated without bias.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -18,11 +19,13 @@ from torch import Tensor
 
 from matlens import parallel
 from matlens.activations.activations import Activations
-from matlens.data.corpus import Corpus, as_corpus
-from matlens.errors import InputError, NonNegativeInt, PositiveInt, Seed, checked
-from matlens.lens.config import LensConfig, closed_forms, resolve_layers
+from matlens.data.corpus import Corpus
+from matlens.errors import InputError
+from matlens.lens.closed_forms import lens_least_squares
+from matlens.lens.config import ENTRY_POINTS, LensConfig
 from matlens.lens.maps import LensMaps, Standardisation
 from matlens.linear.maps import LinearMap
+from matlens.linear.samples import NoisyFit, warn_of_noise
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import Readout, check_vectors
 from matlens.numerics import in_float64, kl_divergence, log_softmax
@@ -31,9 +34,6 @@ from matlens.parallel import Bar
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-Trained = Literal["scaled", "polished", "tuned"]
-ON_VECTORS: tuple[Trained, ...] = ("scaled", "polished", "tuned")
-"""Lenses that are trained on vectors of the layer and of the last one."""
 PILOT = 512  # samples read out over the whole vocabulary before the first step
 _FLOOR = 1e-3  # of the mean weight: the least of a token, so that each can be drawn
 _SCALES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
@@ -243,62 +243,51 @@ def _batches(n: int, steps: int, batch: int, generator: torch.Generator) -> Iter
         order = order[batch:]
 
 
-def best_start(model: TransformerBridge) -> str:
+def best_start(model: TransformerBridge) -> LensConfig:
     """The closed form that ``scaled`` and ``polished`` start from: standardised if the head allows."""
     try:
         Standardisation.from_model(model)
     except InputError:
-        return "affine"
-    return "normed+affine"
+        return LensConfig(intercept=True)
+    return LensConfig(standardise=True, intercept=True)
 
 
-def with_start(methods: Mapping[str, LensConfig | None], model: TransformerBridge) -> list[LensConfig]:
-    """The closed forms in some methods, and the one that trained ones in them start from."""
-    closed = {name: config for name, config in methods.items() if config is not None}
-    if not {"scaled", "polished"}.isdisjoint(methods):
-        closed |= closed_forms(best_start(model))
-    return list(closed.values())
-
-
-@checked
-def train_maps(
-    name: Trained,
-    readout: Readout,
-    rows: Activations,
+def fit_on_vectors(
+    name: str,
+    model: TransformerBridge,
+    vectors: Activations,
     *,
-    start: LensMaps | None = None,
     layers: Sequence[int],
-    seed: Seed = 0,
+    seed: int = 0,
     progress: bool = True,
 ) -> LensMaps:
-    """Train one map per layer on collected vectors. Several processes each train some of the layers.
+    """Fit a lens that needs the vectors themselves: a trained one, or a method of another package.
 
-    Parameters
-    ----------
-    name
-        See `LayerTraining`: ``"scaled"`` for `rescale`, ``"polished"`` for `polish`, ``"tuned"`` for `tune`.
-    rows
-        Vectors of the layers and of the last one.
-    start
-        The closed form that ``scaled`` and ``polished`` start from, see `best_start`.
-    layers
-        The layers.
+    Several processes each train some of the layers.
     """
-    readout.check_same(rows.provenance, theirs="the rows")
-    if name == "tuned":
-        start = None
-    elif start is None:
-        raise InputError(f"{name!r} starts from a closed form: give start.")
-    norm, last = None if start is None else start.norm, f"h.{rows.provenance.identity.n_layers}"
+    details = {"method": name, "n_fitted": vectors.n_rows, "seed": seed}
+    provenance = vectors.provenance.with_details(**details)
+    if name not in TRAINED:
+        (entry,) = entry_points(group=ENTRY_POINTS, name=name)
+        maps = entry.load()(model, vectors, layers=layers, seed=seed, progress=progress)
+        return LensMaps(maps, name, provenance)
+    readout, start = Readout(model), None
+    readout.check_same(vectors.provenance, theirs="the activations")
+    if name != "tuned":
+        config = best_start(model)
+        closed = lens_least_squares(model, vectors, [config], layers=layers, progress=progress)
+        start = closed.solve()[config.name]
+    elif vectors.n_rows <= readout.d_model:
+        warn_of_noise([NoisyFit(name, vectors.n_rows, readout.d_model)], 1)
+    norm, last = None if start is None else start.norm, f"h.{vectors.provenance.identity.n_layers}"
     parts: dict[str, Tensor] = {}
     mine = layers[parallel.rank() :: parallel.world_size()]
     for layer in Bar(mine, desc=name, disable=not progress):
         begin = None if start is None else start.maps[layer]
-        training = LayerTraining(readout, rows[layer], rows[last], start=begin, norm=norm, seed=seed)
-        {"scaled": training.rescale, "polished": training.polish, "tuned": training.tune}[name]()
+        training = LayerTraining(readout, vectors[layer], vectors[last], start=begin, norm=norm, seed=seed)
+        TRAINED[name](training)
         parts |= {f"{layer}.{part}": values for part, values in training.result().items()}
     parts = parallel.merge(parts, "maps that are trained")
-    provenance = rows.provenance.with_details(method=name, n_fitted=rows.n_rows, seed=seed)
     maps = {
         layer: LinearMap(parts[f"{layer}.weight"], parts[f"{layer}.bias"], f"h.{layer}", last, provenance)
         for layer in layers
@@ -307,32 +296,36 @@ def train_maps(
     return LensMaps(maps, name, provenance, norm, scales)
 
 
-def longest_sentences(corpus: Corpus, n: int) -> list[str]:
-    """The sentences of a corpus that have the most words, which are those that Jacobians are taken on."""
-    return sorted(corpus.sentences, key=lambda text: (-len(text.split()), text))[:n]
+TRAINED: dict[str, Callable[[LayerTraining], None]] = {
+    "scaled": LayerTraining.rescale, "polished": LayerTraining.polish, "tuned": LayerTraining.tune,
+}  # fmt: skip
 
 
-@checked
+def longest_sentences(sentences: Sequence[str], n: int) -> list[str]:
+    """The sentences with the most words, which Jacobians are taken on."""
+    return sorted(sentences, key=lambda text: (-len(text.split()), text))[:n]
+
+
 def fit_jacobian(
     model: TransformerBridge,
-    prompts: Corpus | Iterable[str],
+    prompts: Corpus,
     *,
-    layers: Sequence[int] | None = None,
-    longest: PositiveInt = LONGEST,
-    skip: NonNegativeInt = SKIPPED,
+    layers: Sequence[int],
+    longest: int = LONGEST,
+    skip: int = SKIPPED,
     progress: bool = True,
 ) -> LensMaps:
-    """Fit a Jacobian lens by ``JacobianLens.fit`` of TransformerLens.
+    """Fit a Jacobian lens by ``JacobianLens.fit`` of TransformerLens; several processes divide the prompts.
 
     For each prompt there is a backward pass for every few dimensions of ``h^L``: minutes per prompt on a CPU;
-    all layers come from the same passes. Several processes divide the prompts.
+    all layers come from the same passes.
 
     Parameters
     ----------
     prompts
-        The texts, or a corpus. Those with no more than ``skip + 1`` tokens are excluded.
+        The texts. Those with no more than ``skip + 1`` tokens are excluded.
     layers
-        Layers to fit, by default all; layer 0 is skipped.
+        Layers to fit; layer 0 is skipped.
     longest
         Tokens that a prompt is cut to.
     skip
@@ -345,48 +338,40 @@ def fit_jacobian(
     """
     from transformer_lens.tools.analysis import JacobianLens
 
-    wanted = [layer for layer in resolve_layers(layers, int(model.cfg.n_layers)) if layer]
-    if not wanted:
+    layers = [layer for layer in layers if layer]
+    if not layers:
         raise InputError("layers must have one after a block: TransformerLens fits none of layer 0.")
-    name = prompts.name if isinstance(prompts, Corpus) else "given sentences"
-    lengths = [(text, min(longest, len(model.to_tokens(text)[0]))) for text in as_corpus(prompts).sentences]
+    lengths = [(text, min(longest, len(model.to_tokens(text)[0]))) for text in prompts.sentences]
     long = [(text, length) for text, length in lengths if length > skip + 1]
     if not long:
-        raise InputError(f"prompts must have one of more than {skip + 1} tokens.")
-    n_fitted, jacobians = 0, torch.zeros(len(wanted), int(model.cfg.d_model), int(model.cfg.d_model))
+        raise InputError(f"The sentences must have one of more than {skip + 1} tokens.")
+    n_fitted, jacobians = 0, torch.zeros(len(layers), int(model.cfg.d_model), int(model.cfg.d_model))
     if own := [text for text, _ in long[parallel.rank() :: parallel.world_size()]]:
         try:
             fitted = JacobianLens.fit(
-                model, own, corpus=name, source_layers=[layer - 1 for layer in wanted], dim_batch=AT_ONCE,
-                max_seq_len=longest, skip_first_positions=skip,
+                model, own, corpus=prompts.name, source_layers=[layer - 1 for layer in layers],
+                dim_batch=AT_ONCE, max_seq_len=longest, skip_first_positions=skip,
                 show_progress=progress and parallel.is_main(),
             )  # fmt: skip
         except (ValueError, TypeError) as error:
             raise InputError(f"TransformerLens cannot fit a Jacobian lens here: {error}") from error
         n_fitted = fitted.n_prompts
-        jacobians = torch.stack([fitted.jacobians[layer - 1].cpu() for layer in wanted])
-    if parallel.world_size() > 1:
-        jacobians, n_fitted = _mean(jacobians, n_fitted)
-    n_tokens = sum(length for _, length in long)
+        jacobians = torch.stack([fitted.jacobians[layer - 1].cpu() for layer in layers])
+    if parallel.world_size() > 1:  # the mean over all prompts, each of which counts once
+        sums = {"sums": (n_fitted * jacobians.double())[None], "n": torch.tensor([n_fitted])}
+        of_all = parallel.concatenate(sums, "Jacobians")
+        n_fitted = int(of_all["n"].sum())
+        jacobians = (of_all["sums"].sum(0) / n_fitted).float()
     provenance = Provenance(
         ModelIdentity.from_model(model),
-        {"corpus": name, "n": n_fitted},
+        {"corpus": prompts.name, "n": n_fitted},
         details={
-            "method": "jacobian", "n_fitted": n_fitted, "n_tokens": n_tokens, "longest": longest,
-            "skip": skip,
+            "method": "jacobian", "n_fitted": n_fitted, "n_tokens": sum(length for _, length in long),
+            "longest": longest, "skip": skip,
         },
     )  # fmt: skip
-    last = f"h.{model.cfg.n_layers}"
     maps = {
-        layer: LinearMap(jacobian.clone(), None, f"h.{layer}", last, provenance)
-        for layer, jacobian in zip(wanted, jacobians, strict=True)
+        layer: LinearMap(jacobian.clone(), None, f"h.{layer}", f"h.{model.cfg.n_layers}", provenance)
+        for layer, jacobian in zip(layers, jacobians, strict=True)
     }
     return LensMaps(maps, "jacobian", provenance)
-
-
-def _mean(means: Float[Tensor, "layers d d"], n: int) -> tuple[Float[Tensor, "layers d d"], int]:
-    """The mean over the prompts of all processes, each of which counts once, and how many they are."""
-    own = {"sums": (n * means.double())[None], "n": torch.tensor([n])}
-    of_all = parallel.concatenate(own, "Jacobians")
-    count = int(of_all["n"].sum())
-    return (of_all["sums"].sum(0) / count).float(), count

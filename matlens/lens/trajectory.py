@@ -16,7 +16,7 @@ from torch import Tensor
 
 from matlens.activations.collecting import collect
 from matlens.data.making import make_prompts
-from matlens.errors import InputError, check_int, checked, short
+from matlens.errors import check_int, checked, short
 from matlens.models.sites import Site
 from matlens.models.tokens import token_texts, visible, word_token
 from matlens.numerics import kl_divergence, log_softmax
@@ -25,7 +25,6 @@ from matlens.plots.pages import LensCells, PromptPage
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_ROWS = 128  # distributions over the vocabulary that are in memory at once
 _SCORES = 2**24  # scores over the vocabulary in memory at once, 64 MiB; several tensors of this size live
 _FOLLOWED = 24  # tokens whose ranks are known in every cell of a page
 
@@ -73,64 +72,26 @@ class Trajectory:
     place: int = field(repr=False)
     _vectors: Float[Tensor, "layers n d"] = field(repr=False)
 
-    def token_id(self, token: str | int) -> int:
-        """The number of a token: of a word as it is typed, such as ``" Paris"``, or the number itself.
+    def rank(self, token: str | int) -> Int[Tensor, "layers n"]:
+        """The rank of a token at every layer and position, 1 where it is the most probable.
 
-        Raises
-        ------
-        InputError
-            The word is no single token, or there is no such number.
+        ``token`` is a word that is one token, such as ``" Paris"``, or its number.
         """
+        return self._follow(token)[0]
+
+    def probability(self, token: str | int) -> Float[Tensor, "layers n"]:
+        """The probability of a token, see `rank`, at every layer and position."""
+        return self._follow(token)[1]
+
+    def _follow(self, token: str | int) -> tuple[Tensor, Tensor]:
         readout = self.lens.on_readout
         if isinstance(token, str):
-            return word_token(readout.tokenizer, token)
-        return check_int(token, "The number of a token", min=0, max=readout.d_vocab - 1)
-
-    def rank(self, token: str | int | Int[Tensor, " n"]) -> Int[Tensor, "layers n"]:
-        """The rank of a chosen token at every layer and position, 1 where it is the most probable.
-
-        Parameters
-        ----------
-        token
-            A word that is one token, such as ``" Paris"``, or its number; or a number for each token of the
-            prompt, such as ``trajectory.top_ids[-1, :, 0]``, what the model predicts there.
-
-        Raises
-        ------
-        InputError
-            It is no token.
-        """
-        return self._of(token)[0]
-
-    def probability(self, token: str | int | Int[Tensor, " n"]) -> Float[Tensor, "layers n"]:
-        """The probability of a chosen token, see `rank`, everywhere.
-
-        Raises
-        ------
-        InputError
-            It is no token.
-        """
-        return self._of(token)[1]
-
-    def _of(self, token: str | int | Tensor) -> tuple[Tensor, Tensor]:
-        if isinstance(token, Tensor):
-            if token.shape != self.ids.shape or token.is_floating_point():
-                raise InputError(
-                    f"token is {short(token)}. Expected one token, or a number for each of the prompt's "
-                    f"{len(self.ids)} tokens."
-                )
-            chosen = torch.tensor([self.token_id(int(number)) for number in token])
-        else:
-            chosen = torch.full_like(self.ids, self.token_id(token))
-        ranks, probabilities = [], []
-        for layer, h in zip(self.layers, self._vectors, strict=True):
-            for rows, tokens in zip(h.split(_ROWS), chosen.split(_ROWS), strict=True):
-                logits = self.lens.logits(rows, layer)
-                score = logits.gather(1, tokens.to(logits.device)[:, None])
-                ranks.append(1 + (logits > score).sum(1).cpu())
-                probabilities.append((score[:, 0] - logits.logsumexp(1)).exp().cpu())
-        shape = len(self.layers), len(self.ids)
-        return torch.cat(ranks).view(shape), torch.cat(probabilities).view(shape)
+            token = word_token(readout.tokenizer, token)
+        check_int(token, "token", min=0, max=readout.d_vocab - 1)
+        followed = torch.tensor([token])
+        cells = read_cells(self.lens, list(self._vectors), self.layers, followed=followed, k=1)
+        ranks, log_probs = map(torch.from_numpy, (cells.followed_ranks, cells.followed_log_probs))
+        return ranks[..., 0], log_probs[..., 0].exp()
 
     def top_tokens(self) -> dict[int, list[list[str]]]:
         """The most probable tokens as texts: ``top_tokens()[layer][position]`` lists them."""
@@ -141,19 +102,9 @@ class Trajectory:
         }
 
     def first_top1(self, answer: str | int, position: int | None = None) -> int | None:
-        """The first layer from which on an answer is the most probable token; ``None`` if it is not at last.
+        """The first layer from which on an answer is the most probable token, ``None`` if there is none.
 
-        Parameters
-        ----------
-        answer
-            A word that is one token, such as ``" Paris"``, or its number.
-        position
-            Which token of the prompt, negative from the end; by default the one whose prediction one wants.
-
-        Raises
-        ------
-        InputError
-            It is no token, or there is no such position.
+        At a token of the prompt, negative from the end, by default at ``place``; for the answer see `rank`.
         """
         n = len(self.ids)
         place = check_int(self.place if position is None else position, "position", min=-n, max=n - 1)
@@ -166,10 +117,7 @@ class Trajectory:
         return {token: tokenizer.decode([token]) for token in self.top_ids.unique().tolist()}
 
     def to_html(self) -> str:
-        """A page for a browser, which needs nothing from elsewhere; `explorer.explore` puts more into one.
-
-        Tokens that the model predicts, and the prompt's own, are followed through all cells.
-        """
+        """A standalone page for a browser; `explorer.explore` puts more into one."""
         return self._page().to_html()
 
     def _repr_html_(self) -> str:
@@ -189,20 +137,10 @@ class Trajectory:
         )  # fmt: skip
 
     def to_dataframe(self, answers: Sequence[str | int] = ()) -> pd.DataFrame:
-        """A row for each token and layer and, where answers are given, for each of them.
+        """A row for each token and layer and, where answers are given (see `rank`), for each of them.
 
         Columns are ``position, token, layer, predicted, predicted_id, probability, entropy, kl, rank``, the
         last that of what the model itself predicts; and ``answer, answer_rank, answer_probability``.
-
-        Parameters
-        ----------
-        answers
-            Tokens to follow, see `rank`.
-
-        Raises
-        ------
-        InputError
-            An answer is no token.
         """
         layers, n = self.entropy.shape
         texts = self._texts()
@@ -222,7 +160,7 @@ class Trajectory:
         )
         parts = []
         for answer in answers:
-            rank, probability = map(_column, self._of(answer))
+            rank, probability = map(_column, self._follow(answer))
             parts.append(table.assign(answer=answer, answer_rank=rank, answer_probability=probability))
         return pd.concat(parts, ignore_index=True) if parts else table
 
@@ -244,24 +182,14 @@ class Trajectory:
             distribution; ``"rank"`` of the model's own prediction; or ``"entropy"``.
         positions
             Which tokens of the prompt, by default all; negative ones count from the end.
-
-        Raises
-        ------
-        InputError
-            A position is out of range, there are too many to be read side by side, or the file cannot be
-            written.
         """
         from matlens.plots.heatmaps import plot_trajectory  # and matplotlib, which only figures need
         from matlens.plots.style import save
 
         table, n = self.to_dataframe(), len(self.ids)
         if positions is not None:
-            if not all(-n <= position < n for position in positions) or not len(positions):
-                raise InputError(
-                    f"The positions are {short(positions)}. Expected one or more of 0 to {n - 1}, or "
-                    "negative ones from the end."
-                )
-            table = table[table["position"].isin([position % n for position in positions])]
+            places = [check_int(p, "each of the positions", min=-n, max=n - 1) % n for p in positions]
+            table = table[table["position"].isin(places)]
         figure = plot_trajectory(table, colour=colour, title=f"{self.lens.method}: {short(self.prompt)}")
         if path is not None:
             save(figure, path)
@@ -345,19 +273,19 @@ def _read_block(
     chosen = followed.to(true.device)
     columns: list[tuple[Tensor, ...]] = []
     for h, layer in zip(vectors, layers, strict=True):
-        log_q = log_softmax(lens.logits(h, layer))
+        logits = lens.logits(h, layer)
+        log_q = log_softmax(logits)
         best = log_q.topk(k)
-        of_followed = log_q[:, chosen]
-        ranks = [1 + (log_q > of_followed[:, [i]]).sum(-1) for i in range(len(chosen))]
+        ranks = [1 + (logits > logits[:, [token]]).sum(-1) for token in chosen]
         columns.append(
             (
                 best.indices,
                 best.values,
                 torch.special.entr(log_q.exp()).sum(-1),
                 kl_divergence(true, log_q).clamp(min=0),
-                1 + (log_q > log_q.gather(1, final)).sum(-1),
+                1 + (logits > logits.gather(1, final)).sum(-1),
                 torch.stack(ranks, 1) if ranks else torch.empty(len(h), 0, dtype=torch.long),
-                of_followed,
+                log_q[:, chosen],
             )
         )
     return [torch.stack(part).cpu() for part in zip(*columns, strict=True)]

@@ -182,7 +182,7 @@ def plot_report(results: pd.DataFrame) -> Figure:
     Parameters
     ----------
     results
-        The table of `matlens.lens.report_table`.
+        The table of `matlens.lens.evaluate_lenses` with seconds.
     """
     plain = results[results["against"].fillna("") == ""]
     looks = method_looks(plain["method"])
@@ -223,21 +223,3 @@ def _draw_costs(ax: Axes, seconds: pd.Series, looks: Mapping[str, Look]) -> None
     ax.set_yticks(range(len(names)), [literal(name) for name in names])
     ax.invert_yaxis()
     ax.set_xlabel("CPU seconds per layer")
-
-
-@styled
-def plot_cosines(results: pd.DataFrame) -> Figure:
-    """Cosine of two lenses' matrices at each layer, and of two halves of the data (definitions, section 9).
-
-    Parameters
-    ----------
-    results
-        The table of `matlens.lens.cosine_table`.
-    """
-    figure = Figure(figsize=(5.6, 4.0))
-    ax = figure.subplots()
-    draw_methods(ax, results, method_looks(results["method"]))
-    ax.set_ylim(min(0.0, float(results["value"].min()) - 0.05), 1.02)
-    ax.set_ylabel("cosine of matrices")
-    layer_axis(ax, results["target"].max())
-    return finish(figure, title_of(results, "model", "corpus"), columns=2)

@@ -9,18 +9,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import N_LAYERS
-from paper_a.costs import Costs, exit_costs
+from paper_a.costs import PAPER_SWEEP, Costs, exit_costs
 
 from matlens import InputError, MapSet, Readout, collect, make_examples
 from matlens.data.corpus import Corpus
-from matlens.lens.early_exit import (
-    PAPER_SWEEP,
-    ExitConfidence,
-    exit_layers,
-    exit_sweep,
-    layers_saved,
-    thresholds,
-)
+from matlens.lens.early_exit import ExitConfidence, exit_layers, exit_sweep, savings, thresholds
 from matlens.lens.evaluation import evaluate, map_lenses, prediction_quality
 
 # Of the configurations in conftest: d_model 32, 60 tokens; FFNs of 128 in GPT-2 and of 48 in the others.
@@ -72,7 +65,7 @@ def test_exits_cost_their_maps_and_readouts_and_save_blocks(
     wide = table[table["layer"].isna()].pivot(index=["method", "k"], columns="metric", values="value")
     assert set(wide.index) == {("mat", 0.5), ("mat", 1.0), ("id", 0.5), ("id", 1.0)}
     for (method, k), row in wide.iterrows():
-        saved, n_maps = layers_saved(sweep, method, k), int(method == "mat")
+        saved, n_maps = savings(sweep, k).set_index("method")["saved"][method], int(method == "mat")
         # One map for each layer that is run but the last.
         ways = [
             (lambda h: h) if layer == N_LAYERS or not n_maps else maps[layer, N_LAYERS]

@@ -32,14 +32,15 @@ def test_fit_keeps_the_lenses_of_the_training_sentences(
         "--method",
         "mat",
         "--method",
-        "normed+affine",
+        "affine",
+        "--standardise",
         "--exclude-sinks",
         model="llama",
     )
     corpus, _ = matlens.load_corpus(str(corpora / "words.txt")).split(n_train=40, n_validation=20)
     model = small_model("llama")
-    expected = Lens.fit(model, corpus, method=LensConfig(sinks="exclude"), progress=False)
-    lens = Lens.load(tmp_path / "out" / "mat-without-sinks", model)
+    expected = Lens.fit(model, corpus, method=LensConfig(standardise=True, sinks="exclude"), progress=False)
+    lens = Lens.load(tmp_path / "out" / "standardise-sinks-exclude", model)
     h = torch.randn(3, D_MODEL, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(lens(h, 1), expected(h, 1), rtol=1e-3, atol=1e-3)
     folders = sorted(path.name for path in (tmp_path / "out").iterdir())

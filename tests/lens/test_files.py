@@ -253,7 +253,7 @@ def test_a_tuned_lens_of_another_model_is_refused(small_model: Callable[[str], A
         Lens.from_tuned_lens(folder, small_model("gpt2"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
-    with pytest.raises(InputError, match="4 layers of 32 coordinates"):
+    with pytest.raises(InputError, match="4 layers of 32 dimensions"):
         Lens.from_tuned_lens(folder, model)
     (folder / "config.json").write_text(json.dumps(config))
     torch.save({"0.weight": torch.eye(D_MODEL)}, folder / "params.pt")

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import D_MODEL, N_LAYERS, WORDS, make_sentences
+from sentences import corpus_of
 from small_lenses import linear, numbers
 from torch import Tensor
 
 import matlens
-from matlens import InputError, Lens, Readout
-from matlens.data.corpus import Corpus
-from matlens.lens.config import LensConfig, parse_methods
+from matlens import InputError, Lens, LensConfig, Readout
 from matlens.lens.maps import Standardisation
 from matlens.lens.trained import (
     LayerTraining,
@@ -23,16 +24,12 @@ from matlens.lens.trained import (
     divergence,
     draw_tokens,
     fit_jacobian,
-    longest_sentences,
     passes_for,
     steps_for,
     token_chances,
-    train_maps,
-    with_start,
 )
 
 Models = Callable[[str], Any]
-NAMES = ["tuned", "mat", "polished", "scaled"]
 
 
 # One layer
@@ -45,15 +42,9 @@ def pairs(n: int = 400) -> tuple[Tensor, Tensor]:
 
 
 def mean_divergence(
-    readout: Readout,
-    weight: Tensor,
-    h: Tensor,
-    last: Tensor,
-    *,
-    norm: Any = None,
-    bias: Any = 0,
+    readout: Readout, weight: Tensor, h: Tensor, last: Tensor, *, norm: Any = None, bias: Any = 0,
     scale: Any = 1,
-) -> float:
+) -> float:  # fmt: skip
     """By NumPy in float64, from the model's own scores."""
     p = readout.logits(last).double().numpy()
     q = readout.logits((h if norm is None else norm(h)) @ weight.T + bias).double().numpy() * float(scale)
@@ -68,10 +59,9 @@ def test_the_divergence_is_that_of_the_distributions_which_scores_give() -> None
     torch.testing.assert_close(
         divergence(scores, truth).double(), (p * (p / q).log()).sum(1), rtol=1e-5, atol=1e-6
     )
-    torch.testing.assert_close(divergence(truth, truth), torch.zeros(5), atol=1e-6, rtol=0)
 
 
-def test_tokens_are_drawn_by_their_weights_and_those_with_much_are_always_in() -> None:
+def test_tokens_are_sampled_by_their_weights_and_meet_the_normaliser_without_bias() -> None:
     weights = torch.tensor([100.0, 8.0, 4.0, 4.0, 2.0, 0.0, 0.0, 2.0])
     chances = token_chances(weights, 4)
     assert chances[0] == 1
@@ -79,28 +69,20 @@ def test_tokens_are_drawn_by_their_weights_and_those_with_much_are_always_in() -
     assert bool((chances > 0).all())
     assert float(chances[2] / chances[4]) == pytest.approx(2, rel=0.02)
     torch.testing.assert_close(token_chances(weights, 8), torch.ones(8))
-    generator = torch.Generator().manual_seed(0)
-    counts = torch.zeros(8)
-    for _ in range(400):
+    scores, generator = 2 * numbers(40), torch.Generator().manual_seed(0)
+    chances, sums, counts = token_chances(scores.softmax(0).sqrt(), 12), [], torch.zeros(40)
+    for _ in range(3000):
         tokens, offset = draw_tokens(chances, generator)
         counts[tokens] += 1
         torch.testing.assert_close(offset, chances[tokens].log())
-    assert bool(((counts / 400 - chances).abs() < 0.1).all())
-
-
-def test_a_sample_of_tokens_meets_the_normaliser_without_bias() -> None:
-    scores, generator = 2 * numbers(40), torch.Generator().manual_seed(0)
-    chances = token_chances(scores.softmax(0).sqrt(), 12)
-    sums = []
-    for _ in range(4000):
-        tokens, offset = draw_tokens(chances, generator)
         sums.append(float((scores[tokens] - offset).exp().sum()))
+    assert bool(((counts / 3000 - chances).abs() < 0.04).all())
     exact = float(scores.exp().sum())
-    assert np.mean(sums) == pytest.approx(exact, abs=4 * np.std(sums) / 4000**0.5)
-    assert np.mean(sums) != pytest.approx(float(scores.exp().sum()) * 12 / 40, rel=0.2)
+    assert np.mean(sums) == pytest.approx(exact, abs=4 * np.std(sums) / 3000**0.5)
+    assert np.mean(sums) != pytest.approx(exact * 12 / 40, rel=0.2)
 
 
-@pytest.mark.parametrize("name", ["llama", "bert", "gemma2", "granite"])
+@pytest.mark.parametrize("name", ["bert", "gemma2", "granite"])
 def test_scores_of_some_tokens_are_those_of_all(name: str, small_model: Models) -> None:
     readout = Readout(small_model(name))
     h, tokens = numbers(6, D_MODEL), torch.tensor([40, 3, 17])
@@ -115,17 +97,15 @@ def test_scores_of_some_tokens_are_those_of_all(name: str, small_model: Models) 
     assert moving.grad is not None
     assert float(moving.grad[0, 2]) == pytest.approx(float(slope), rel=0.02, abs=1e-5)
     assert all(weight.grad is None for weight in small_model(name).parameters())
-    with pytest.raises(InputError, match="must be from 0 to 59"):
-        readout.token_scores(readout.features(h), torch.tensor([60]))
 
 
-@pytest.mark.parametrize(("name", "normed"), [("llama", True), ("llama", False), ("bert", False)])
-def test_polishing_makes_the_divergence_less_on_other_rows(
-    name: str, normed: bool, small_model: Models
+@pytest.mark.parametrize(("name", "standardised"), [("llama", True), ("bert", False)])
+def test_polishing_makes_the_divergence_less_on_other_samples(
+    name: str, standardised: bool, small_model: Models
 ) -> None:
     model = small_model(name)
     readout, (h, last) = Readout(model), pairs()
-    norm = Standardisation.from_model(model) if normed else None
+    norm = Standardisation.from_model(model) if standardised else None
     weight = 0.3 * numbers(D_MODEL, D_MODEL, seed=5)
 
     def polished(rate: float) -> dict[str, Tensor]:
@@ -143,6 +123,22 @@ def test_polishing_makes_the_divergence_less_on_other_rows(
     training = LayerTraining(readout, last, last, start=linear(1, torch.eye(D_MODEL)), scale=2.0)
     training.polish(steps=60, batch=20, tokens=30, rate=0.0)
     assert 1 < training.result()["scale"] < 1.7
+
+
+def test_a_step_of_polishing_has_the_singular_vectors_of_the_gradient(small_model: Models) -> None:
+    """All tokens are sampled, so the gradient is that of the exact divergence."""
+    readout, (h, last) = Readout(small_model("llama")), pairs(32)
+    weight = 0.3 * numbers(D_MODEL, D_MODEL, seed=5)
+    training = LayerTraining(readout, h, last, start=linear(1, weight))
+    training.polish(steps=1, batch=32, tokens=60, rate=0.1)
+    moving = weight.clone().requires_grad_()
+    q, p = readout.logits(h @ moving.T, gradients=True).log_softmax(1), readout.log_probs(last)
+    (p.exp() * (p - q)).sum(1).mean().backward()
+    u, _, vh = torch.linalg.svd(moving.grad)
+    singular = torch.diag(u.T @ (weight - training.result()["weight"]) @ vh.T) / 0.1
+    # Newton-Schulz brings singular values near 1, except those that are tiny against the largest.
+    assert bool(((singular > -0.01) & (singular < 1.25)).all())
+    assert int((singular > 0.6).sum()) > D_MODEL // 3
 
 
 def test_the_scale_is_the_best_of_those_tried(small_model: Models) -> None:
@@ -168,10 +164,10 @@ def test_tuning_takes_the_steps_of_the_recipe(small_model: Models) -> None:
         parts = [part.clone().requires_grad_() for part in (a, b)]
         scores = readout.logits(h + h @ parts[0].T + parts[1], gradients=True)
         p = readout.log_probs(last)
-        (p.exp() * (p - scores.log_softmax(1))).sum(1).mean().backward()
-        found = [part.grad for part in parts]
-        norm = torch.sqrt(sum(g.square().sum() for g in found))  # type: ignore[arg-type,union-attr]
-        return [g / norm.clamp(min=1) + 1e-3 * part.detach() for g, part in zip(found, parts, strict=True)]  # type: ignore[operator]
+        loss = (p.exp() * (p - scores.log_softmax(1))).sum(1).mean()
+        found = torch.autograd.grad(loss, parts)
+        norm = torch.sqrt(torch.stack([g.square().sum() for g in found]).sum())
+        return [g / norm.clamp(min=1) + 1e-3 * part.detach() for g, part in zip(found, parts, strict=True)]
 
     parts = [torch.zeros(D_MODEL, D_MODEL), torch.zeros(D_MODEL)]
     momenta = None
@@ -184,58 +180,31 @@ def test_tuning_takes_the_steps_of_the_recipe(small_model: Models) -> None:
     assert tuned["scale"] == 1
 
 
-def test_no_row_is_seen_more_than_twice() -> None:
+def test_no_sample_is_seen_more_than_twice() -> None:
     assert steps_for(100_000, 48, 1024) == (48, 1024)
     assert steps_for(10_000, 48, 1024) == (48, 416)
     assert steps_for(1_000, 48, 1024) == (15, 128)
     assert steps_for(5, 48, 1024) == (1, 128)
-    assert steps_for(300, 30, 20) == (30, 20)
     assert [passes_for(n) for n in (5, 60_000, 96_000)] == [2, 2, 1.25]
-
-
-@pytest.mark.refused
-def test_rows_that_do_not_belong_together_are_refused(small_model: Models) -> None:
-    readout, (h, last) = Readout(small_model("llama")), pairs(20)
-    with pytest.raises(InputError, match="as many samples"):
-        LayerTraining(readout, h[:5], last)
-    with pytest.raises(InputError, match="NaN"):
-        LayerTraining(readout, h * float("nan"), last)
-    training = LayerTraining(readout, h, last)
-    training.polish(rate=1e39)
-    with pytest.raises(InputError, match="overflowed"):
-        training.result()
 
 
 # All layers
 
 
 @pytest.fixture(scope="module")
-def corpus() -> Corpus:
+def corpus() -> Any:
     return make_sentences().split(n_train=12, n_validation=2)[0]
 
 
-@pytest.fixture(scope="module")
-def model(small_model: Models) -> Any:
-    return small_model("llama")
-
-
-@pytest.fixture(scope="module")
-def rows(model: Any, corpus: Corpus) -> Any:
-    """The stream at all tokens of the corpus."""
-    examples = matlens.make_examples(model, corpus)
-    return matlens.collect(model, examples, positions="all", progress=False)
-
-
-@pytest.fixture(scope="module")
-def lenses(model: Any, corpus: Corpus) -> dict[str, Lens]:
-    return Lens.fit(model, corpus, method=NAMES, layers=[1], progress=False)
-
-
-def test_a_corpus_gives_every_method_what_its_rows_give(
-    model: Any, corpus: Corpus, rows: Any, lenses: dict[str, Lens]
+def test_a_corpus_gives_every_method_what_its_vectors_give(
+    small_model: Models, corpus: Any, tmp_path: Path
 ) -> None:
+    model, names = small_model("llama"), ["tuned", "mat", "polished", "scaled"]
+    lenses = Lens.fit(model, corpus, method=names, layers=[1], folder=tmp_path / "rows", progress=False)
+    assert (tmp_path / "rows" / "config.json").exists()
+    rows = matlens.collect(model, matlens.make_examples(model, corpus), positions="all", progress=False)
     readout, h, last = Readout(model), rows[1], rows[N_LAYERS]
-    start = Lens.fit(model, rows, method="normed+affine", layers=[1], progress=False)
+    start = Lens.fit(model, rows, method=LensConfig(standardise=True, intercept=True), progress=False)
     mat = Lens.fit(model, rows, method="mat", progress=False)
     expected = {"mat": {"weight": mat.matrix(1), "scale": 1}}
     for name, way in (("polished", "polish"), ("scaled", "rescale"), ("tuned", "tune")):
@@ -243,7 +212,7 @@ def test_a_corpus_gives_every_method_what_its_rows_give(
         training = LayerTraining(readout, h, last, **options)
         getattr(training, way)()
         expected[name] = training.result()
-    assert list(lenses) == NAMES
+    assert list(lenses) == names
     for name, parts in expected.items():
         ours = lenses[name]
         torch.testing.assert_close(ours.matrix(1), parts["weight"], rtol=1e-3, atol=1e-4)
@@ -252,35 +221,12 @@ def test_a_corpus_gives_every_method_what_its_rows_give(
         assert ours.norm == (start.norm if name in ("polished", "scaled") else None)
         assert ours.provenance.corpus == corpus.name
         assert ours.n_samples == len(h)
-        assert ours.logits(h[:2], 1).shape == (2, model.cfg.d_vocab)
     assert lenses["polished"].provenance.details["seed"] == 0
 
 
-def test_one_name_gives_one_lens_and_rows_may_lie_on_disk(
-    model: Any, corpus: Corpus, lenses: dict[str, Lens], tmp_path: Any
-) -> None:
-    lens = Lens.fit(model, corpus, method="polished", layers=[1], folder=tmp_path / "rows", progress=False)
-    h = torch.randn(3, D_MODEL, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(lens(h, 1), lenses["polished"](h, 1))
-    assert (tmp_path / "rows" / "config.json").exists()
-    lens.save(tmp_path / "lens")
-    assert Lens.load(tmp_path / "lens", model).method == "polished"
-
-
-def test_a_jacobian_lens_is_taken_on_the_longest_sentences(model: Any) -> None:
-    longest = longest_sentences(make_sentences(), 2)
-    lengths = sorted(len(text.split()) for text in make_sentences().sentences)
-    assert [len(text.split()) for text in longest] == lengths[:-3:-1]
-    lens = Lens.fit(model, make_sentences(), method="jacobian", layers=[0, 2], n_prompts=2, progress=False)
-    expected = fit_jacobian(model, longest, layers=[2], progress=False)
-    assert lens.layers == (2,)
-    torch.testing.assert_close(lens.matrix(2), expected.matrix(2))
-    assert lens.provenance.corpus == "words"
-
-
-def test_a_masked_model_starts_from_vectors_as_they_are(small_model: Models, corpus: Corpus) -> None:
+def test_a_masked_model_starts_from_vectors_as_they_are(small_model: Models, corpus: Any) -> None:
     model = small_model("bert")
-    assert best_start(model) == "affine"
+    assert best_start(model) == LensConfig(intercept=True)
     lens = Lens.fit(model, corpus, method="polished", positions="drawn", layers=[1], progress=False)
     assert lens.norm is None
     assert lens.maps[1] is not None
@@ -289,26 +235,21 @@ def test_a_masked_model_starts_from_vectors_as_they_are(small_model: Models, cor
     assert lens.provenance.positions == "drawn"
 
 
-def test_what_methods_need_is_known_from_their_names(model: Any) -> None:
-    start = LensConfig(standardise=True, intercept=True)
-    for methods, expected in (
-        (["tuned", "mat", "jacobian"], [LensConfig()]), (["polished", "scaled"], [start]),
-        (["normed+affine", "scaled"], [start]),
-    ):  # fmt: skip
-        assert with_start(parse_methods(methods), model) == expected
-
-
 @pytest.mark.refused
-def test_what_cannot_be_trained_is_refused(small_model: Models, model: Any, rows: Any, corpus: Any) -> None:
-    with pytest.raises(InputError, match="starts from a closed form"):
-        train_maps("polished", Readout(model), rows, layers=[1])
-    with pytest.raises(InputError, match=r"^name must be 'scaled' or 'polished' or 'tuned'"):
-        train_maps("mat", Readout(model), rows, layers=[1])
+def test_what_cannot_be_trained_is_refused(small_model: Models, corpus: Any) -> None:
+    model = small_model("llama")
+    readout, (h, last) = Readout(model), pairs(20)
+    with pytest.raises(InputError, match="as many samples"):
+        LayerTraining(readout, h[:5], last)
+    training = LayerTraining(readout, h, last)
+    training.polish(rate=1e39)
+    with pytest.raises(InputError, match="overflowed"):
+        training.result()
+    few = matlens.collect(model, matlens.make_examples(model, corpus), [1], progress=False)
     with pytest.raises(InputError, match="corpus must be a Corpus"):
-        Lens.fit(model, rows, method="jacobian")
+        Lens.fit(model, few, method="jacobian")
     with pytest.raises(InputError, match="do not belong"):
-        Lens.fit(small_model("gpt2"), rows, method="tuned")
-    few = matlens.collect(model, rows.examples, [1], progress=False)
+        Lens.fit(small_model("gpt2"), few, method="tuned")
     with pytest.raises(InputError, match="lack"):
         Lens.fit(model, few, method="tuned")
 
@@ -318,7 +259,7 @@ def test_what_cannot_be_trained_is_refused(small_model: Models, model: Any, rows
 
 def test_it_is_the_mean_over_sources_of_the_sum_over_later_targets(small_model: Models) -> None:
     model, text = small_model("gpt2"), " ".join(WORDS[3:12])
-    lens = fit_jacobian(model, [text, "w1 w2"], layers=[2], skip=1, progress=False)
+    lens = fit_jacobian(model, corpus_of([text, "w1 w2"]), layers=[0, 2], skip=1, progress=False)
     assert list(lens.maps) == [2]
     assert lens.maps[2].parts.keys() == {"weight"}
     tokens = model.to_tokens(text)
@@ -346,11 +287,24 @@ def test_it_is_the_mean_over_sources_of_the_sum_over_later_targets(small_model: 
     assert lens.provenance.details["n_tokens"] == n
 
 
+def test_a_jacobian_lens_is_taken_on_the_longest_sentences(small_model: Models) -> None:
+    model, corpus = small_model("llama"), make_sentences()
+    lens = Lens.fit(model, corpus, method="jacobian", layers=[2], n_prompts=2, longest=20, progress=False)
+    longest = sorted(corpus.sentences, key=lambda text: (-len(text.split()), text))[:2]
+    two = replace(corpus, sentences=tuple(longest))
+    torch.testing.assert_close(
+        lens.matrix(2), fit_jacobian(model, two, layers=[2], longest=20, progress=False).matrix(2)
+    )
+    assert lens.provenance.corpus == "words"
+    assert lens.provenance.details["longest"] == 20
+
+
 @pytest.mark.refused
 def test_what_has_no_jacobian_lens_is_refused(small_model: Models) -> None:
+    few = corpus_of(["w1 w2 w3"])
     with pytest.raises(InputError, match="cannot fit a Jacobian lens here"):
-        fit_jacobian(small_model("bert"), ["w1 w2 w3"], skip=0)
+        fit_jacobian(small_model("bert"), few, layers=[1], skip=0)
     with pytest.raises(InputError, match="one after a block"):
-        fit_jacobian(small_model("gpt2"), ["w1 w2 w3"], layers=[0])
+        fit_jacobian(small_model("gpt2"), few, layers=[0])
     with pytest.raises(InputError, match="more than 17 tokens"):
-        fit_jacobian(small_model("gpt2"), ["w1 w2 w3"], progress=False)
+        fit_jacobian(small_model("gpt2"), few, layers=[1], progress=False)

@@ -1,4 +1,4 @@
-"""What a trajectory says of each token and layer is computed anew from the plain model's vectors."""
+"""What a trajectory says of each token and layer is recomputed from the plain model's vectors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from conftest import N_LAYERS, assert_near, plain_vectors
 from small_lenses import make_lens
 
 from matlens import InputError, Lens
-from matlens.lens.trajectory import read_cells, texts_of, tokens_of_interest
+from matlens.lens.trajectory import texts_of, tokens_of_interest
 from matlens.models.tokens import word_token
 
+Models = Callable[[str], Any]
 PROMPT = "w3 w14 w15 w9 w26"
 
 
@@ -35,9 +36,11 @@ def expected_logits(lens: Lens, plain: Any, ids: torch.Tensor) -> torch.Tensor:
     return torch.stack(scores)
 
 
+@pytest.mark.parametrize("in_memory", [2**24, 100])  # scores: all tokens at once, and one at a time
 def test_everything_is_as_computed_from_the_plain_model(
-    small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
+    in_memory: int, small_model: Models, plain_model: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("matlens.lens.trajectory._SCORES", in_memory)
     model = small_model("llama")
     lens = make_lens(model).on(model)
     trajectory = lens.trajectory(PROMPT, k=3)
@@ -50,20 +53,18 @@ def test_everything_is_as_computed_from_the_plain_model(
     assert_near(trajectory.probabilities, q.topk(3).values.float())
     assert_near(trajectory.entropy, -(q * q.log()).sum(-1).float())
     assert_near(trajectory.kl, (p * (p.log() - q.log())).sum(-1).float(), 1e-4)
+    final = torch.stack([q[:, i, token] for i, token in enumerate(trajectory.top_ids[-1, :, 0])], 1)
+    assert torch.equal(trajectory.final_rank, 1 + (q > final[..., None]).sum(-1))
     word = word_token(model.tokenizer, "w7")
     assert torch.equal(trajectory.rank("w7"), 1 + (q > q[..., word, None]).sum(-1))
     assert_near(trajectory.probability(word), q[..., word].float())
-    last = trajectory.top_ids[-1, :, 0]
-    each = torch.stack([q[:, i, token] for i, token in enumerate(last)], 1)
-    assert torch.equal(trajectory.rank(last), 1 + (q > each[..., None]).sum(-1))
-    for token in range(q.shape[-1]):
-        for place in range(len(trajectory.ids)):
-            first = next((x for x in range(N_LAYERS + 1) if (q[x:, place].argmax(-1) == token).all()), None)
-            assert trajectory.first_top1(token, place) == first
-    assert trajectory.first_top1(int(last[-1])) is not None
+    for place, token in enumerate([*trajectory.top_ids[-1, :, 0].tolist()[:4], word]):
+        first = next((x for x in range(N_LAYERS + 1) if (q[x:, place].argmax(-1) == token).all()), None)
+        assert trajectory.first_top1(token, place) == first
+    assert trajectory.first_top1(int(trajectory.top_ids[-1, -1, 0])) is not None
 
 
-def test_tokens_are_texts_by_layer_and_position(small_model: Callable[[str], Any]) -> None:
+def test_tokens_are_texts_by_layer_and_position(small_model: Models) -> None:
     model = small_model("llama")
     lens = make_lens(model).on(model)
     texts = lens.top_tokens(PROMPT, 2, layers=[1, -2])
@@ -82,18 +83,21 @@ def test_tokens_are_texts_by_layer_and_position(small_model: Callable[[str], Any
     assert other["answer_probability"] == pytest.approx(float(trajectory.probability(9)[1, 4]))
     assert row.drop(["answer", "answer_rank", "answer_probability"]).equals(other.drop(row.index[-3:]))
     assert (table[table["layer"] == N_LAYERS]["kl"] == 0).all()
+    figure = trajectory.plot(positions=[0, -1])
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["w3", "w26"]
 
 
-def test_a_masked_model_is_read_at_every_token(small_model: Callable[[str], Any]) -> None:
+def test_a_masked_model_is_read_at_every_token(small_model: Models) -> None:
     model = small_model("bert")
     trajectory = Lens.identity(model).trajectory("w3 [MASK] w9")
     assert trajectory.tokens == ("[CLS]", "w3", "[MASK]", "w9", "[SEP]")
+    assert trajectory.place == 2
     logits = model(trajectory.ids[None], return_type="logits").log_softmax(-1)
     assert_near(trajectory.probabilities[-1, 2], logits[0, 2].exp().topk(5).values.detach())
 
 
 @pytest.mark.refused
-def test_what_cannot_be_read_is_refused(small_model: Callable[[str], Any]) -> None:
+def test_what_cannot_be_read_is_refused(small_model: Models) -> None:
     model = small_model("llama")
     lens = Lens.identity(model)
     with pytest.raises(InputError, match=r"^k must be"):
@@ -102,53 +106,26 @@ def test_what_cannot_be_read_is_refused(small_model: Callable[[str], Any]) -> No
         lens.trajectory("")
     with pytest.raises(InputError, match="on no model"):
         make_lens(model).trajectory(PROMPT)
+    trajectory = lens.trajectory(PROMPT)
     with pytest.raises(InputError, match="not in the model's vocabulary"):
-        lens.trajectory(PROMPT).rank("tea")
-    with pytest.raises(InputError, match="a number for each of the prompt's 5 tokens"):
-        lens.trajectory(PROMPT).rank(torch.zeros(3, dtype=torch.long))
+        trajectory.rank("tea")
+    for wrong in (lambda: trajectory.rank(60), lambda: trajectory.plot(positions=[5])):
+        with pytest.raises(InputError, match="must be an integer"):
+            wrong()
 
 
-def test_a_trajectory_is_a_page(small_model: Callable[[str], Any]) -> None:
+def test_a_trajectory_is_a_page(small_model: Models) -> None:
     model = small_model("llama")
     lens = make_lens(model).on(model)
     trajectory = lens.trajectory(PROMPT)
     page = trajectory.to_html()
     data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])  # type: ignore[index]
     assert data["prompt"] == PROMPT
-    assert [held["name"] for held in data["lenses"]] == [lens.method]
+    assert [of_lens["name"] for of_lens in data["lenses"]] == [lens.method]
     top = np.frombuffer(base64.b64decode(data["lenses"][0]["ids"]["base64"]), "u1")
     ids = np.frombuffer(base64.b64decode(data["ids"]["base64"]), "u1")
     assert torch.equal(torch.from_numpy(ids[top].astype(int)).view(4, 5, 5), trajectory.top_ids)
     assert trajectory._repr_html_().startswith("<iframe sandbox")
-
-
-# Cells of pages
-
-
-def test_cells_are_those_of_a_trajectory(
-    small_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = small_model("llama")
-    lens = make_lens(model).on(model)
-    trajectory = lens.trajectory(PROMPT, k=4)
-    followed = torch.tensor([7, 30])
-    for held in (2**24, 100):  # all tokens at once, and one at a time
-        monkeypatch.setattr("matlens.lens.trajectory._SCORES", held)
-        cells = read_cells(lens, list(trajectory._vectors), trajectory.layers, followed=followed, k=4)
-        assert torch.equal(torch.from_numpy(cells.ids), trajectory.top_ids)
-        for ours, theirs in (
-            (cells.log_probs, trajectory.probabilities.log()),
-            (cells.entropy, trajectory.entropy), (cells.kl, trajectory.kl),
-            (cells.followed_log_probs[..., 1], trajectory.probability(30).log()),
-        ):  # fmt: skip
-            assert_near(torch.from_numpy(ours), theirs, 1e-4)
-        final = trajectory.rank(trajectory.top_ids[-1, :, 0])
-        assert torch.equal(torch.from_numpy(cells.rank), final)
-        assert torch.equal(torch.from_numpy(cells.followed_ranks[..., 0]), trajectory.rank(7))
-
-
-def test_what_is_predicted_is_of_more_interest_than_what_is_there(small_model: Callable[[str], Any]) -> None:
     final = torch.tensor([[5, 6], [7, 8], [9, 10]])
     assert tokens_of_interest(final, torch.tensor([1, 2, 3]), 1) == [7, 5, 7, 8, 9, 1, 2, 3]
-    tokenizer = small_model("llama").tokenizer
-    assert texts_of(tokenizer, [final[:1].numpy(), final[0].numpy()]) == {5: "w3", 6: "w4"}
+    assert texts_of(model.tokenizer, [final[:1].numpy(), final[0].numpy()]) == {5: "w3", 6: "w4"}

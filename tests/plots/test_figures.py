@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pandas as pd
 import pytest
 from figures import paper_a, paper_b
+from figures.lenses import plot_cosines
 from matplotlib.figure import Figure
 from plot_tables import (
     METHODS,
@@ -151,7 +152,7 @@ def of_one_panel(draw: Callable[[pd.DataFrame], Figure], table: pd.DataFrame, ti
 
 def lens_cosines() -> Case:
     table = halved(methods_table(["mat and tuned", "two halves"]))
-    return of_one_panel(plots.plot_cosines, table[table["k"] == 1], "model, some-corpus", "{method}")
+    return of_one_panel(plot_cosines, table[table["k"] == 1], "model, some-corpus", "{method}")
 
 
 def shares(corpus: str, title: str) -> Case:
@@ -195,7 +196,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "by fitting": by_fitting,
     "early exit": early_exit,
     "one lens": lambda: lens_measures(2, "mat"),
-    "lenses": lambda: lens_measures(12, "id", "mat", "polished", "tuned", "narrow(64)", "jacobian"),
+    "lenses": lambda: lens_measures(12, "id", "mat", "polished", "tuned", "rank=64", "jacobian"),
     "lenses of a deep model": lambda: lens_measures(80, "id", "mat", "tuned"),
     "cosines": lens_cosines,
     "shares": lambda: shares("none", "gpt2"),

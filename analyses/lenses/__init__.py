@@ -1,0 +1,174 @@
+"""What the lens report of this project adds: operations of fits, and cosines of matrices."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from matlens.data.corpus import Corpus
+from matlens.data.making import make_examples
+from matlens.errors import InputError
+from matlens.io.tables import result_row, result_table
+from matlens.lens import trained
+from matlens.lens.lens import Lens
+from matlens.linear.maps import LinearMap
+from matlens.metrics import Estimate
+from matlens.numerics import in_float64
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+
+# Jacobians
+
+
+def fit_jacobians(
+    model: TransformerBridge, corpus: Corpus, layers: Sequence[int], n_prompts: int, longest: int
+) -> tuple[tuple[Lens, Lens], Lens, float]:
+    """Jacobian lenses of two halves of the longest sentences, their mean, and the CPU seconds of both."""
+    prompts = trained.longest_sentences(corpus.sentences, n_prompts - n_prompts % 2)
+    begin = time.process_time()
+    halves = [
+        Lens.fit(
+            model, replace(corpus, sentences=tuple(prompts[i::2])), method="jacobian", layers=layers,
+            longest=longest, n_prompts=n_prompts,
+        )
+        for i in (0, 1)
+    ]  # fmt: skip
+    seconds = time.process_time() - begin
+    n_fitted, n_tokens = (
+        [half.provenance.details[name] for half in halves] for name in ("n_fitted", "n_tokens")
+    )
+    share = n_fitted[0] / sum(n_fitted)
+    provenance = halves[0].provenance.with_details(n_fitted=sum(n_fitted), n_tokens=sum(n_tokens))
+    maps = {
+        layer: LinearMap(
+            share * halves[0].matrix(layer) + (1 - share) * halves[1].matrix(layer), None,
+            f"h.{layer}", f"h.{model.cfg.n_layers}", provenance,
+        )
+        for layer in halves[0].layers
+    }  # fmt: skip
+    return (halves[0], halves[1]), replace(halves[0], maps=maps, provenance=provenance), seconds
+
+
+def fit_halves(
+    model: TransformerBridge, corpus: Corpus, methods: Sequence[str], layers: Sequence[int], seed: int
+) -> dict[str, tuple[Lens, Lens]]:
+    """Closed forms fitted on each half of the tokens of a corpus."""
+    examples = make_examples(model, corpus, seed=seed)
+    first = torch.arange(len(examples.tokens)) < len(examples.tokens) // 2
+    one, other = (
+        Lens.fit(model, examples, method=list(methods), layers=layers, rows=rows) for rows in (first, ~first)
+    )
+    return {name: (one[name], other[name]) for name in methods}
+
+
+def cosine_table(lenses: Mapping[str, Lens], halves: Mapping[str, tuple[Lens, Lens]]) -> pd.DataFrame:
+    """Cosines of the lenses' matrices, layer by layer, and of two halves of each where these are given.
+
+    A row of the method ``"mat and jacobian"`` is the cosine of their matrices; ``"halves of jacobian"``
+    is that of two fits on half of the data each; and ``"ceiling of mat and jacobian"`` is the most that the
+    first could be were both the same but for what such halves differ in: the geometric mean of both lenses'
+    reliability, ``2 c / (1 + c)`` for a cosine ``c`` of halves (Spearman and Brown).
+    """
+    if any(lens.norm is not None for lens in lenses.values()):
+        raise InputError("lenses must map the stream as it is, without a norm before.")
+    first = next(iter(lenses.values()))
+    identity, width = first.provenance.identity, first.provenance.identity.d_model
+    for lens in lenses.values():
+        first.provenance.check_same(lens.provenance.identity, ours="the first lens", theirs="another lens")
+    rows: list[dict[str, Any]] = []
+
+    def add(method: str, layer: int, value: float) -> None:
+        estimate = Estimate.without_interval(value, width * width)
+        rows.append(
+            result_row(
+                "lens_cosine", model=identity.name, corpus=first.provenance.corpus, method=method,
+                layer=layer, target=identity.n_layers, metric="cosine", estimate=estimate,
+            )
+        )  # fmt: skip
+
+    for layer in sorted(set.intersection(*(set(lens.layers) for lens in lenses.values()))):
+        matrices = {name: lens.matrix(layer) for name, lens in lenses.items()}
+        reliability = {}
+        for name, pair in halves.items():
+            c = matrix_cosine(*(half.matrix(layer) for half in pair))
+            reliability[name] = 2 * c / (1 + c) if c > 0 else 0.0
+            add(f"halves of {name}", layer, c)
+        for name, other in itertools.combinations(lenses, 2):
+            add(f"{name} and {other}", layer, matrix_cosine(matrices[name], matrices[other]))
+            if name in reliability and other in reliability:
+                ceiling = (reliability[name] * reliability[other]) ** 0.5
+                add(f"ceiling of {name} and {other}", layer, ceiling)
+    return result_table(rows)
+
+
+def matrix_cosine(first: Float[Tensor, "n d"], second: Float[Tensor, "n d"]) -> float:
+    """Cosine of two matrices as long vectors; NaN where one is 0."""
+    a, b = in_float64(first).flatten(), in_float64(second).flatten()
+    return float((a @ b) / (a.norm() * b.norm()))
+
+
+# Operations, counted from sizes
+
+
+def flops_rows(report: pd.DataFrame, n: int, lenses: Mapping[str, Lens]) -> pd.DataFrame:
+    """Rows of the floating-point operations of each lens per layer, next to those of its seconds."""
+    rows = report[report["metric"] == "seconds"].assign(metric="flops")
+    return rows.assign(value=[fit_flops(lenses[name], n) for name in rows["method"]])
+
+
+def fit_flops(lens: Lens, n: int) -> float:
+    """Floating-point operations of the fit of one layer of a lens on ``n`` samples."""
+    readout, name = lens.on_readout, lens.method
+    d, vocabulary, pilot = readout.d_model, readout.d_vocab, min(trained.PILOT, n)
+    if name == "id":
+        return 0
+    if name == "jacobian":
+        parameters = sum(weight.numel() for weight in lens.model.blocks.parameters() if weight.ndim == 2)
+        return jacobian_flops(lens.provenance.details["n_tokens"], d, parameters) / len(lens.layers)
+    if name == "tuned":
+        return training_flops(round(trained.passes_for(n) * n), d, vocabulary)
+    flops = closed_form_flops(n, d)
+    if name in ("scaled", "polished"):
+        steps, batch = trained.steps_for(n, trained.STEPS, trained.BATCH)
+        seen = steps * min(batch, n) if name == "polished" else 0
+        tokens = min(trained.TOKENS, vocabulary)
+        flops += training_flops(seen, d, tokens, pilot=pilot, d_vocab=vocabulary)
+    return flops
+
+
+def closed_form_flops(n: int, d: int) -> int:
+    """Floating-point operations of least squares for one layer: ``n`` samples factorised, and solved.
+
+    Householder's ``QR`` of ``[x 1]`` with ``Q`` written out takes ``4 n d^2 - 4/3 d^3``, ``Q'y`` takes
+    ``2 n d^2``, and solving the triangle ``d^3``.
+    """
+    return round(6 * n * d**2 - d**3 / 3) if n >= d else 6 * d * n**2
+
+
+def training_flops(rows: int, d: int, tokens: int, *, pilot: int = 0, d_vocab: int = 0) -> int:
+    """Floating-point operations of steps down the divergence, over all steps of one layer.
+
+    A sample is mapped, and its gradient goes back into the map: ``4 d^2``. It is read out, the gradient goes
+    back through the read-out, and ``h^L`` is read out as well: ``6 d`` for each of ``tokens``. One of the
+    ``pilot`` is mapped once and read out twice over the whole vocabulary.
+    """
+    return rows * (4 * d**2 + 6 * d * tokens) + pilot * (2 * d**2 + 4 * d * d_vocab)
+
+
+def jacobian_flops(tokens: int, d: int, parameters: int, *, at_once: int = trained.AT_ONCE) -> int:
+    """Floating-point operations of Jacobians, all layers: a backward pass through the blocks per dimension.
+
+    ``parameters`` are those of the blocks' matrices. Each of ``at_once`` dimensions needs a copy of the
+    forward pass. Attention's own products and norms, a few hundredths, are not counted.
+    """
+    return 2 * tokens * parameters * (d + at_once)
