@@ -14,7 +14,7 @@ import torch
 import typer
 from turns import Measured, Out, fastest
 
-from matlens.linear import LeastSquares, update_bytes
+from matlens.linear import LeastSquares
 
 
 def _peak() -> int:
@@ -54,7 +54,9 @@ def main(
             moments.update(x, y)
 
     seconds = fastest({"updates": update}, 1)["updates"]
-    planned, taken = update_bytes(width, width, 1, held=updates > 1), _peak() - before
+    later = updates > 1  # samples, the old factor on top of them, its Q, and both moments
+    planned = 8 * width * width * (9 if later else 6)
+    taken = _peak() - before
     measured = Measured("wide", out, width=width, samples=updates * width, split=split)
     measured.add("updates", seconds, unit="seconds")
     measured.add("memory of a fit, planned", planned / 1e9, unit="GB")

@@ -4,10 +4,7 @@ from .least_squares import LeastSquares as LeastSquares
 from .maps import LinearMap as LinearMap
 from .mapsets import MapSet as MapSet
 from .mapsets import write_maps as write_maps
-from .needs import update_bytes as update_bytes
 from .pairs import resolve_pairs as resolve_pairs
-from .pickles import arrays_of as arrays_of
-from .pickles import read_pickle as read_pickle
 from .published import convert_published as convert_published
 from .streaming import StoredLeastSquares as StoredLeastSquares
 from .streaming import stream_least_squares as stream_least_squares

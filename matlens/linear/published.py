@@ -1,4 +1,4 @@
-"""The maps that the authors of paper A published, read without running their pickles.
+"""The maps that the authors of paper A published, read without executing their pickles.
 
 ``sashay/linear-shortcut`` has a folder for each model and corpus, such as ``gpt2-medium/wikipedia``, in which
 ``6_9.pickle`` is the map from layer 6 to layer 9, and the authors' code (``sashayd/mat``) writes
@@ -8,18 +8,23 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import pickle
+import pickletools
 import re
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from matlens.errors import InputError, checked
+from matlens.errors import InputError, checked, printable
 from matlens.io.files import open_regular, system_errors
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
-from matlens.linear.pickles import arrays_of, read_pickle
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import STREAM, Site
@@ -29,19 +34,18 @@ if TYPE_CHECKING:
 
 _FILE = re.compile(r"(?:p(?P<block>[0-9]{1,4})_)?(?P<first>[0-9]{1,4})_(?P<last>[0-9]{1,4})\.(?:pickle|pkl)")
 _SUBMODULES = {(0, 1): "ln1", (1, 2): "attn", (3, 4): "ln2", (4, 5): "ffn"}
-_SUMS = {(2, 3), (5, 6)}  # what is added to the stream, from itself; these are no sub-modules
-_WIDEST = 16  # bytes of a number; protocols before 3 write each byte as a character, of up to two bytes
-_BESIDE = 2**20  # bytes of a pickle besides its values
+_SUMS = {(2, 3), (5, 6)}  # additions to the residual stream, which are no sub-modules
+_VALUE_BYTES = 16  # of a value; protocols before 3 write each byte as a character, of up to two bytes
+_OTHER_BYTES = 2**20  # of a pickle apart from its values
 
 
 @checked
 def convert_published(source: str | Path, model: TransformerBridge, folder: str | Path) -> MapSet:
     """Turn the maps that the authors published for a model into a folder of maps.
 
-    Maps between layers, ``6_9.pickle``, and of the norms, attention and FFNs of blocks, ``p6_1_2.pickle``;
-    what the authors' code writes for the sums in between is left out. The files do not say which model they
-    are of: its number of layers and its width are compared, and that its weights are the right ones is yours
-    to know.
+    Maps between layers, ``6_9.pickle``, and of norms, attention and FFNs of blocks, ``p6_1_2.pickle``; files
+    of the additions in between are skipped. The files do not name their model: only its number of layers and
+    its width are compared, so make sure that the weights are the right ones.
 
     Parameters
     ----------
@@ -51,17 +55,11 @@ def convert_published(source: str | Path, model: TransformerBridge, folder: str 
         The model that they were fitted on, such as ``matlens.load("gpt2-medium")``.
     folder
         Where the maps are written, as `MapSet.save` does.
-
-    Raises
-    ------
-    InputError
-        There are no such files; a file is no pickle of a map, asks for anything but arrays, or is of another
-        model.
     """
     source, layout = Path(source), ModelLayout.from_model(model)
-    files = _files(source, layout)
-    digest = hashlib.sha256()
     with system_errors(source):
+        files = _files(source, layout)
+        digest = hashlib.sha256()
         for path in files.values():
             digest.update(_content(path, layout.d_model))
     provenance = Provenance(
@@ -69,75 +67,129 @@ def convert_published(source: str | Path, model: TransformerBridge, folder: str 
         details={"published": "sashay/linear-shortcut", "files": len(files)},
     )  # fmt: skip
 
-    def read(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
-        return _maps(missing, files, layout.d_model, provenance)
+    def read(missing: list[tuple[str, str]]) -> Iterator[LinearMap]:
+        for pair in missing:
+            weight, bias = _read_map(files[pair], layout.d_model)
+            yield LinearMap.from_solution(weight, bias, *pair, provenance)
 
     return write_maps(folder, list(files), read, provenance, content=digest.hexdigest()[:16])
 
 
 def _files(source: Path, layout: ModelLayout) -> dict[tuple[str, str], Path]:
     """The files of a folder, by the sites that each maps between."""
-    if not source.is_dir():
-        raise InputError(f"There is no folder {source}. Expected one with files such as 6_9.pickle.")
-    with system_errors(source):
-        names = sorted(path for path in source.iterdir() if _FILE.fullmatch(path.name))
     files: dict[tuple[str, str], Path] = {}
-    for path in names:
-        pair = _sites(path, layout)
-        if pair is None:
-            continue
+    for path in sorted(source.iterdir()):
+        match = _FILE.fullmatch(path.name)
+        pair = None if match is None else _sites(match, path, layout)
         if pair in files:
-            raise InputError(
-                f"{files[pair]} and {path} are both the map of {' to '.join(pair)}. Expected one."
-            )
-        files[pair] = path
+            raise InputError(f"{files[pair]} and {path} must not be the map of one pair of sites.")
+        if pair is not None:
+            files[pair] = path
     if not files:
-        raise InputError(f"{source} holds no published maps. Expected files such as 6_9.pickle.")
+        raise InputError(f"{source} must hold published maps, such as 6_9.pickle, and holds none.")
     return files
 
 
-def _sites(path: Path, layout: ModelLayout) -> tuple[str, str] | None:
-    match = _FILE.fullmatch(path.name)
-    assert match is not None
+def _sites(match: re.Match[str], path: Path, layout: ModelLayout) -> tuple[str, str] | None:
     ends = int(match["first"]), int(match["last"])
     if match["block"] is None:
         if not 0 <= ends[0] < ends[1] <= layout.n_layers:
             raise InputError(
-                f"{path} is a map from layer {ends[0]} to layer {ends[1]}, and the model has the layers 0 to "
-                f"{layout.n_layers}. Is it of another model?"
+                f"{path} must map a layer to a later one of 0 to {layout.n_layers}. Is it of another model?"
             )
         return str(Site(STREAM, ends[0])), str(Site(STREAM, ends[1]))
     if ends in _SUMS:
         return None
     name, block = _SUBMODULES.get(ends), int(match["block"])
     if name is None or f"{name}_in" not in layout.kinds or block >= layout.n_layers:
-        raise InputError(f"{path} is of no sub-module of this model. Is it of another model?")
+        raise InputError(f"{path} must be of a sub-module of this model. Is it of another model?")
     return f"{name}_in.{block}", f"{name}_out.{block}"
 
 
 def _content(path: Path, d_model: int) -> bytes:
-    most = _WIDEST * (d_model + 1) * d_model + _BESIDE
+    limit = _VALUE_BYTES * (d_model + 1) * d_model + _OTHER_BYTES
     with open_regular(path) as file:
-        content: bytes = file.read(most + 1)
-    if len(content) > most:
-        raise InputError(
-            f"{path} is larger than a map of {d_model} coordinates can be. Is it of another model?"
-        )
+        content: bytes = file.read(limit + 1)
+    if len(content) > limit:
+        raise InputError(f"{path} is larger than a map of {d_model} dimensions. Is it of another model?")
     return content
 
 
-def _maps(
-    pairs: list[tuple[str, str]], files: dict[tuple[str, str], Path], d_model: int, provenance: Provenance
-) -> Iterator[LinearMap]:
-    for pair in pairs:
-        path = files[pair]
-        with system_errors(path):
-            arrays = arrays_of(read_pickle(_content(path, d_model), str(path)), str(path))
-        shapes = [array.shape for array in arrays]
-        if shapes not in ([(d_model, d_model)], [(d_model, d_model), (d_model,)]):
-            raise InputError(
-                f"{path} holds arrays of the shapes {', '.join(map(str, shapes))}, and the model has "
-                f"{d_model} coordinates. Expected a square matrix of these, and an intercept at most."
-            )
-        weight, *bias = (torch.from_numpy(array.astype("=f8")) for array in arrays)
-        yield LinearMap.from_solution(weight, bias[0] if bias else None, *pair, provenance)
+def _read_map(path: Path, d_model: int) -> tuple[Tensor, Tensor | None]:
+    with system_errors(path):
+        tensors = read_tensors(_content(path, d_model), str(path))
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if shapes not in ([(d_model, d_model)], [(d_model, d_model), (d_model,)]):
+        raise InputError(
+            f"{path} must hold a matrix [{d_model}, {d_model}], and an intercept at most, got the shapes "
+            f"{', '.join(map(str, shapes))}. Is it of another model?"
+        )
+    weight, *bias = (tensor.detach().double() for tensor in tensors)
+    return weight, bias[0] if bias else None
+
+
+# Pickles of tensors and arrays. `pickle` calls what a file names, so that names and instructions are few.
+
+
+def _load_storage(content: bytes) -> Any:
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+def _float_dtype(name: str, *_: Any) -> np.dtype[Any]:
+    if name not in ("f2", "f4", "f8"):
+        raise pickle.UnpicklingError("its values are not of floating point")
+    return np.dtype(name, copy=True)
+
+
+_NAMES: dict[str, Callable[..., Any]] = {
+    "torch._utils._rebuild_tensor_v2": torch._utils._rebuild_tensor_v2,
+    "torch.storage._load_from_bytes": _load_storage,
+    "collections.OrderedDict": lambda: OrderedDict(),  # of hooks: without arguments, which could hold a bomb
+    "numpy.core.multiarray._reconstruct": np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
+    "numpy._core.numeric._frombuffer": np._core.numeric._frombuffer,  # type: ignore[attr-defined]
+    "numpy.ndarray": np.ndarray,
+    "numpy.dtype": _float_dtype,
+    "_codecs.encode": lambda text, _: text.encode("latin1"),  # as protocol 2 writes bytes
+}
+_NAMES["numpy._core.multiarray._reconstruct"] = _NAMES["numpy.core.multiarray._reconstruct"]
+# Without sets and dicts, whose keys are hashed, and without places in the memo beyond the pickle's length.
+_INSTRUCTIONS = {
+    "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2",
+    "LONG1", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES",
+    "BINBYTES8", "BYTEARRAY8", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_LIST",
+    "APPEND", "APPENDS", "MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "GLOBAL",
+    "STACK_GLOBAL", "REDUCE", "BUILD",
+}  # fmt: skip
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Callable[..., Any]:
+        if f"{module}.{name}" not in _NAMES:
+            raise pickle.UnpicklingError(f"it asks for '{module}.{name}'")
+        return _NAMES[f"{module}.{name}"]
+
+
+def _as_tensor(value: Any) -> Tensor:
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value.astype(value.dtype.newbyteorder("=")))
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        raise pickle.UnpicklingError("it holds other values")
+    return value
+
+
+def read_tensors(content: bytes, what: str) -> list[Tensor]:
+    """The tensor of a pickle, or those of a list; raises InputError for any other content."""
+    try:
+        for instruction, argument, _ in pickletools.genops(content):
+            place = argument if instruction.name == "LONG_BINPUT" else 0
+            if instruction.name not in _INSTRUCTIONS or place > len(content):
+                raise pickle.UnpicklingError(f"it has the instruction {instruction.name}")
+        loaded = _Unpickler(io.BytesIO(content)).load()
+        tensors = [_as_tensor(value) for value in (loaded if isinstance(loaded, list) else [loaded])]
+        if not tensors:
+            raise pickle.UnpicklingError("it is empty")
+    except Exception as error:  # a damaged pickle can fail in any way
+        raise InputError(
+            f"{what} must be a pickle of tensors of floating point: {printable(str(error), most=200)}."
+        ) from error
+    return tensors

@@ -1,34 +1,34 @@
-"""Maps as the authors publish them become maps of this project, number for number."""
+"""Maps as the authors publish them become maps, value for value, and no pickle is executed."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import D_MODEL, N_LAYERS
-from sklearn.linear_model import LinearRegression
 from torch import Tensor
 
 from matlens import InputError, MapSet
-from matlens.linear.published import convert_published
+from matlens.linear.published import convert_published, read_tensors
 
 Models = Callable[[str], Any]
+VALUES = np.random.default_rng(0).normal(size=(5, 3))
 
 
 def published(folder: Path) -> dict[tuple[str, str], Tensor]:
-    """A folder as the authors' code writes it: the coefficients of scikit-learn, as tensors."""
+    """A folder as the authors' code writes it: coefficients as tensors."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(60, D_MODEL, generator=generator)
     maps = {}
 
     def write(name: str, *sites: str) -> None:
-        y = torch.randn(60, D_MODEL, generator=generator)
-        weight = torch.from_numpy(LinearRegression(fit_intercept=False).fit(x, y).coef_)
+        weight = torch.randn(D_MODEL, D_MODEL, generator=generator, dtype=torch.float64)
         (folder / name).write_bytes(pickle.dumps(weight))
         if sites:
             maps[sites[0], sites[1]] = weight
@@ -58,38 +58,123 @@ def test_published_maps_become_maps(small_model: Models, tmp_path: Path) -> None
     assert torch.allclose(again[0, -1](h), h @ expected["h.0", f"h.{N_LAYERS}"].float().T, atol=1e-5)
 
 
-def test_an_intercept_is_kept(small_model: Models, tmp_path: Path) -> None:
+def test_an_intercept_becomes_the_bias(small_model: Models, tmp_path: Path) -> None:
     weight, bias = torch.randn(D_MODEL, D_MODEL), torch.randn(D_MODEL)
     (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "0_2.pickle").write_bytes(pickle.dumps([weight, bias]))
+    (tmp_path / "in" / "0_2.pickle").write_bytes(pickle.dumps([weight, bias.numpy()]))
     (linear,) = convert_published(tmp_path / "in", small_model("bert"), tmp_path / "maps").values()
     assert torch.equal(linear.weight, weight)
     assert linear.bias is not None
     assert torch.equal(linear.bias, bias)
 
 
+SQUARE = torch.zeros(D_MODEL, D_MODEL)
+
+
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    ("name", "value"),
     [
-        (
-            "0_4.pickle",
-            torch.zeros(D_MODEL, D_MODEL),
-            "from layer 0 to layer 4, and the model has the layers",
-        ),
-        ("p3_1_2.pickle", torch.zeros(D_MODEL, D_MODEL), "is of no sub-module of this model"),
-        ("p0_0_3.pickle", torch.zeros(D_MODEL, D_MODEL), "is of no sub-module of this model"),
-        ("0_1.pickle", torch.zeros(D_MODEL, 8), r"shapes \(32, 8\), and the model has 32 coordinates"),
-        ("0_1.pickle", torch.zeros(600, 600), "larger than a map of 32 coordinates can be"),
-        ("0_1.pickle", os.system, "asks for"),
-        ("map.pickle", torch.zeros(D_MODEL, D_MODEL), "holds no published maps. Expected files such as"),
+        ("0_4.pickle", SQUARE), ("p3_1_2.pickle", SQUARE), ("p0_0_3.pickle", SQUARE), ("map.pickle", SQUARE),
+        ("0_1.pickle", torch.zeros(D_MODEL, 8)), ("0_1.pickle", torch.zeros(600, 600)),
+        ("0_1.pickle", [SQUARE, SQUARE]), ("0_1.pickle", torch.zeros(1).expand(300_000, 300_000)),
+        ("0_1.pickle", os.system),
     ],
-)
+)  # fmt: skip
 def test_what_are_no_maps_of_the_model_is_refused(
-    name: str, value: Any, message: str, small_model: Models, tmp_path: Path
+    name: str, value: Any, small_model: Models, tmp_path: Path
 ) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / name).write_bytes(pickle.dumps(value))
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=str(tmp_path / "in")):
         convert_published(tmp_path / "in", small_model("gpt2"), tmp_path / "maps")
-    with pytest.raises(InputError, match="absent"):
-        convert_published(tmp_path / "absent", small_model("gpt2"), tmp_path / "maps")
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_arrays_and_tensors_come_out_as_they_went_in(protocol: int) -> None:
+    single = torch.from_numpy(VALUES).float()
+    tensors = [single, single.double(), single.half(), single.T, single[1:, 1:], single[2]]
+    for array in (VALUES, VALUES.astype(np.float32), np.asfortranarray(VALUES), VALUES.astype(">f8")):
+        (found,) = read_tensors(pickle.dumps(array, protocol), "a")
+        np.testing.assert_array_equal(found, array)
+    for tensor in tensors:
+        (found,) = read_tensors(pickle.dumps(tensor, protocol), "a")
+        assert torch.equal(found, tensor)
+        assert found.dtype == tensor.dtype
+    for found, tensor in zip(read_tensors(pickle.dumps(tensors, protocol), "a"), tensors, strict=True):
+        assert torch.equal(found, tensor)
+
+
+class Runs:
+    """An object that calls something when it is loaded."""
+
+    def __init__(self, call: Any, *arguments: Any) -> None:
+        self.call, self.arguments = call, arguments
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return self.call, self.arguments
+
+
+def harmful(path: Path) -> list[bytes]:
+    """Pickles that leave a file when they are loaded, in some of the ways that there are."""
+    command = f"touch {path}"
+    tensor = torch.zeros(2)
+    inner = pickle.dumps(Runs(os.system, command))
+    return [
+        *(pickle.dumps(Runs(os.system, command), protocol) for protocol in range(6)),
+        pickle.dumps([tensor, Runs(os.system, command)]),
+        pickle.dumps(Runs(eval, f"__import__('pathlib').Path({str(path)!r}).touch()")),
+        pickle.dumps({"coef_": VALUES, "intercept_": Runs(os.system, command)}),
+        pickle.dumps(np.array([Runs(os.system, command)])),
+        f"(S'{command}'\nios\nsystem\n.".encode(),
+        f"(cos\nsystem\nS'{command}'\no.".encode(),
+        pickle.dumps(Runs(torch.storage._load_from_bytes, inner)),
+        pickle.dumps(tensor)[:-1] + pickle.dumps(Runs(os.system, command)),
+    ]
+
+
+def test_nothing_is_executed(tmp_path: Path) -> None:
+    path = tmp_path / "touched"
+    for content in harmful(path):
+        with pytest.raises(InputError, match=r"^a must be a pickle of tensors"):
+            read_tensors(content, "a")
+        assert not path.exists()
+    for content in harmful(path)[:12]:  # loaded by pickle they do harm
+        with contextlib.suppress(Exception):
+            pickle.loads(content)
+        assert path.exists()
+        path.unlink()
+
+
+def bombs() -> list[bytes]:
+    """Forty tuples, each of two of the one before, to be hashed; and a place in the memo that takes 32 GB."""
+    nested = b"(" + b"t" + b"".join(b"\x94" + b"h" + bytes([i]) + b"\x86" for i in range(40))
+    return [
+        b"\x80\x04}" + nested + b"Ns.",
+        b"\x80\x04ccollections\nOrderedDict\n(" + nested + b"N\x86l\x85R.",
+        b"\x80\x04ccollections\nOrderedDict\n(" + nested + b"N\x86t\x85R.",
+        b"\x80\x04Nr\xff\xff\xff\xff.",
+    ]
+
+
+def test_other_contents_are_refused() -> None:
+    values = [Path("a"), {1, 2}, {"a": VALUES}, np.arange(3), torch.arange(3), "text", [], [[VALUES]], None]
+    for content in [*map(pickle.dumps, values), *bombs()]:
+        with pytest.raises(InputError, match=r"^a must be a pickle of tensors"):
+            read_tensors(content, "a")
+
+
+def test_damaged_pickles_are_refused_or_hold_tensors() -> None:
+    draw = np.random.default_rng(0)
+    refused = 0
+    for content in map(pickle.dumps, (torch.from_numpy(VALUES), VALUES, [VALUES])):
+        cut = [content[:length] for length in range(0, len(content), 11)]
+        changed = [
+            content[:place] + bytes([draw.integers(256)]) + content[place + 1 :]
+            for place in draw.integers(len(content), size=60)
+        ]
+        for damaged in [*cut, *changed]:
+            try:
+                assert all(tensor.is_floating_point() for tensor in read_tensors(damaged, "a"))
+            except InputError:
+                refused += 1
+    assert refused > 60
