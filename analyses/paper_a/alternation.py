@@ -126,7 +126,9 @@ def _variants(
         chosen = [item for item in named if item[1].jumps and (item[0] != WITHOUT_SINKS) == at_all]
         if of_case is None or not chosen:
             continue
-        held = of_case.held([pair for _, scheme in chosen for pair in scheme.jumps], device=model.cfg.device)
+        held = of_case.in_memory(
+            [pair for _, scheme in chosen for pair in scheme.jumps], device=model.cfg.device
+        )
         where: Where = "all" if at_all else ~find_sinks(model, data.examples)
         for method, scheme in chosen:
             replacements = scheme.replacements(model, held, where=where)

@@ -123,11 +123,11 @@ def head_ablation(
         readout.check_same(samples.provenance, theirs=theirs)
     layout = ModelLayout.from_model(model)
     last, scores = layout.n_layers, head_r2(layout, maps, validation, rows=validation_rows)
-    linear = maps.held(head_pairs(layout))
+    linear = maps.in_memory(head_pairs(layout))
     stand_ins = {
-        "linear": linear.held(device=model.cfg.device),
-        "mean": constant_maps(linear, train, rows=rows).held(device=model.cfg.device),
-        "nothing": constant_maps(linear).held(device=model.cfg.device),
+        "linear": linear.in_memory(device=model.cfg.device),
+        "mean": constant_maps(linear, train, rows=rows).in_memory(device=model.cfg.device),
+        "nothing": constant_maps(linear).in_memory(device=model.cfg.device),
     }
     data = validation if patched is None else validation.head(patched)
     where = ~find_sinks(model, data.examples)

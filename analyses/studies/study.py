@@ -92,7 +92,7 @@ class Study(matlens.study.Study):
                 n_samples=samples.n_rows if rows is None else int(rows.sum()), fitted=fitted
             ),
         )  # fmt: skip
-        return maps.held(device=self.model.cfg.device)
+        return maps.in_memory(device=self.model.cfg.device)
 
     def stand_ins(self, *fitted: Fitted) -> dict[str, MapSet]:
         """Sets of `submodule_maps` by what each was fitted on."""

@@ -1,4 +1,4 @@
-"""Maps between many pairs of sites at once, from samples that are at hand or that pass by once."""
+"""Maps between many pairs of sites at once, from samples in memory or streamed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from matlens import parallel
 from matlens.activations.activations import Activations, Rows
 from matlens.errors import InputError, NonNegative, checked
-from matlens.linear.least_squares import LeastSquares, check_finite, noise_of_fit
+from matlens.linear.least_squares import LeastSquares, noise_of_fit
 from matlens.linear.maps import LinearMap
 from matlens.linear.pairs import Pair, by_source, check_collected, list_pairs
 from matlens.linear.samples import (
@@ -26,13 +26,13 @@ from matlens.linear.samples import (
 )
 from matlens.linear.sums import PairFits, chunk_size, maps_for_all, solve_pairs
 from matlens.models.identity import Provenance
-from matlens.models.sites import Site
+from matlens.models.sites import Site, check_finite
 from matlens.numerics import check_float64_device, in_float64
 from matlens.parallel import Bar
 
 _COMPARED, _ALIKE = 16, 1e-2  # samples that processes compare, and by how much of the largest they may differ
 LEFT_OUT = 1024  # samples that leave-one-out looks at
-KEPT = 4 << 30  # bytes of float64 copies that are kept rather than made again for every source
+KEPT = 4 << 30  # bytes of float64 copies that are stored rather than made again for every source
 
 
 def fitting_bar(maps: Iterable[LinearMap], n: int, *, progress: bool) -> Bar:
@@ -56,8 +56,8 @@ def fit_samples(
 ) -> Iterator[LinearMap]:
     """Fit a map for each ``(source, target)``; one factorisation serves all targets of a source.
 
-    Yields the maps source by source, so that a caller who writes them away never holds them all. At the end
-    an `InputWarning` says if fits without a ridge follow the noise of their samples.
+    Yields the maps source by source, so that a caller who writes them never has them all. At the end an
+    `InputWarning` says if fits without a ridge follow the noise of their samples.
 
     Parameters
     ----------
@@ -73,23 +73,15 @@ def fit_samples(
     intercept, ridge
         See `LeastSquares.solve`.
     provenance
-        Goes into the maps; by default what `Activations` say of themselves, and how the maps were fitted.
+        Goes into the maps; by default that of `Activations`, with how the maps were fitted.
     split
-        Whether products in float64 are sums of exact ones in float32, see `LeastSquares`: for devices
-        that are slow in float64.
+        As in `LeastSquares`.
     device
-        Where products are taken and maps are solved, by default where the samples are; these are moved
-        there part by part, and the maps back.
+        Where maps are fitted, by default where the samples are, which are moved there part by part.
     noisy
         Collects the fits that follow the noise of their samples (`noise_of_fit`), instead of a warning.
-
-    Raises
-    ------
-    InputError
-        A value is not finite, where the message names the site; a site has no samples; rows or weights are
-        not those of these samples, or exclude all; or the device has no float64.
     """
-    there = None if device is None else check_float64_device(device)
+    device = None if device is None else check_float64_device(device)
     resolve = getattr(samples, "resolve", Site.parse)  # Activations know which layer is the last
     named = [(str(resolve(source)), str(resolve(target))) for source, target in list_pairs(pairs)]
     check_collected(named, samples)
@@ -97,52 +89,52 @@ def fit_samples(
     n = samples.n_rows if isinstance(samples, Activations) else len(samples[sites[0]])
     selection = Selection.parse(rows, weights, n)
     if provenance is None and isinstance(samples, Activations):
-        n_fitted = n if selection is None else selection.n
-        details: dict[str, Any] = {"n_fitted": n_fitted, "intercept": intercept, "ridge": ridge}
-        details |= {} if selection is None else selection.details
-        provenance = samples.provenance.with_details(**details)
+        provenance = samples.provenance.with_details(
+            n_fitted=n if selection is None else selection.n, intercept=intercept, ridge=ridge,
+            **({} if selection is None else selection.details),
+        )  # fmt: skip
     options: dict[str, Any] = {"intercept": intercept, "ridge": ridge, "provenance": provenance}
     found: list[NoisyFit] = []
     if isinstance(samples, Activations) and samples.stored_bytes(sites) > KEPT // 2:
         for source, targets in by_source(named).items():
             maps = fit_stream(
-                samples.shards([source, *targets], divided=True, device=there),
+                samples.shards([source, *targets], divided=True, device=device),
                 [(source, target) for target in targets],
                 rows=rows, weights=weights, divided=True, split=split, noisy=found, **options,
             )  # fmt: skip
             yield from (linear.to("cpu") for linear in maps)
         _report(found, len(named), noisy)
         return
-    wanted = {site: samples[site] for site in sites}
-    check_alike(wanted)
+    selected = {site: samples[site] for site in sites}
+    check_alike(selected)
     if selection is not None:
-        wanted, weights = selection.apply(wanted)
-    wanted, weights = _own_share(wanted, weights, [named, intercept, ridge])
-    for site, vectors in wanted.items():
+        selected, weights = selection.apply(selected)
+    selected, weights = _own_share(selected, weights, [named, intercept, ridge])
+    for site, vectors in selected.items():
         check_finite(vectors, site)
-    side_by_side = _SideBySide(wanted)
-    n = len(wanted[sites[0]])
-    few = slice(None, None, max(1, -(-n // LEFT_OUT)))
+    in_one_matrix = _OneMatrix(selected)
+    n = len(selected[sites[0]])
+    some = slice(None, None, max(1, -(-n // LEFT_OUT)))
     for source, targets in by_source(named).items():
-        widths = {target: wanted[target].shape[1] for target in targets}
-        fit = LeastSquares(wanted[source].shape[1], widths, source=source, split=split)
-        size = chunk_size(wanted[source].shape[1])
+        widths = {target: selected[target].shape[1] for target in targets}
+        fit = LeastSquares(selected[source].shape[1], widths, source=source, split=split)
+        size = chunk_size(selected[source].shape[1])
         for start in range(0, n, size):
             part = slice(start, start + size)
-            x, blocks = wanted[source][part], side_by_side.blocks(targets, part)
-            if there is not None:
-                x, blocks = x.to(there), [block.to(there) for block in blocks]
+            x, blocks = selected[source][part], in_one_matrix.blocks(targets, part)
+            if device is not None:
+                x, blocks = x.to(device), [block.to(device) for block in blocks]
             fit.update(x, blocks, weights=None if weights is None else weights[part])
         fit = fit.reduce()
         if not ridge and parallel.is_main():
             names = [f"{source} -> {target}" for target in targets]
-            ys = [wanted[target][few] for target in targets]
-            some = wanted[source][few], ys, None if weights is None else weights[few]
-            found += noise_of_fit(fit, [some], names, intercept=intercept)
+            ys = [selected[target][some] for target in targets]
+            left_out = selected[source][some], ys, None if weights is None else weights[some]
+            found += noise_of_fit(fit, [left_out], names, intercept=intercept)
         solved = fit.solve(**options) if parallel.is_main() else {}
         in_order = (solved.pop(target) for target in targets)
         for linear in maps_for_all(in_order, [(source, target) for target in targets], provenance):
-            yield linear if there is None else linear.to(wanted[source].device)
+            yield linear if device is None else linear.to(selected[source].device)
     _report(found, len(named), noisy)
 
 
@@ -155,17 +147,16 @@ def _own_share(
     n, rank = len(next(iter(samples.values()))), parallel.rank()
     parallel.check_same([*arguments, n, sorted(samples), weights is not None], "fitting")
     few = torch.linspace(0, n - 1, min(n, _COMPARED)).long()
-    ours = {site: vectors[few.to(vectors.device)].cpu() for site, vectors in samples.items()}
-    if weights is not None:
-        ours["weights"] = weights[few.to(weights.device)].cpu()
+    given = samples if weights is None else samples | {"weights": weights}
+    ours = {name: values[few.to(values.device)].cpu() for name, values in given.items()}
     theirs = parallel.broadcast_tensors(ours, "some of the samples")
     for site, values in ours.items():
         # Each may have run the model itself, where sums are taken in another order.
         slack = _ALIKE * float(theirs[site].abs().max())
         if values.shape != theirs[site].shape or bool(((values - theirs[site]).abs() > slack).any()):
             raise InputError(
-                f"The samples of {site} must be the same in all processes, and those of process {rank} are "
-                "not those of process 0. Use fit_stream(..., divided=True) for samples of each process."
+                f"The samples of {site} must be the same in all processes, and differ in process {rank}. Use "
+                "fit_stream(..., divided=True) for samples of each process."
             )
     share = slice(rank * n // world_size, (rank + 1) * n // world_size)
     own = {site: vectors[share] for site, vectors in samples.items()}
@@ -179,25 +170,25 @@ def _report(found: list[NoisyFit], n_fits: int, noisy: list[NoisyFit] | None) ->
         noisy += found
 
 
-class _SideBySide:
+class _OneMatrix:
     """Float64 copies of all samples in one matrix, where they are not too many to be copied.
 
-    Targets that are neighbours in it are one product with a source's factor, a quarter quicker than one
-    product for each.
+    Targets whose columns follow each other are one product with a source's factor, a quarter quicker than
+    one product for each.
     """
 
     def __init__(self, samples: Mapping[str, Tensor]) -> None:
         self._samples = samples
         self._columns: dict[str, tuple[int, int]] = {}
-        alike = len({(len(vectors), vectors.device) for vectors in samples.values()}) == 1
-        if alike and sum(vectors.numel() * 8 for vectors in samples.values()) <= KEPT:
+        same_device = len({vectors.device for vectors in samples.values()}) == 1
+        if same_device and sum(vectors.numel() * 8 for vectors in samples.values()) <= KEPT:
             first = next(iter(samples.values()))
             width = sum(vectors.shape[1] for vectors in samples.values())
-            self._wide = in_float64(first.new_empty(0)).new_empty(len(first), width)
+            self._matrix = in_float64(first.new_empty(0)).new_empty(len(first), width)
             start = 0
             for site, vectors in samples.items():
                 end = start + vectors.shape[1]
-                self._wide[:, start:end] = vectors.to(self._wide.device)
+                self._matrix[:, start:end] = vectors.to(self._matrix.device)
                 self._columns[site] = start, end
                 start = end
 
@@ -211,7 +202,7 @@ class _SideBySide:
                 runs[-1] = runs[-1][0], end
             else:
                 runs.append((start, end))
-        return [self._wide[rows, start:end] for start, end in runs]
+        return [self._matrix[rows, start:end] for start, end in runs]
 
 
 @checked
@@ -228,29 +219,22 @@ def fit_stream(
     split: bool = False,
     noisy: list[NoisyFit] | None = None,
 ) -> Iterator[LinearMap]:
-    """Fit the same maps from samples that pass by once and are not kept.
+    """Fit the same maps from samples that are streamed and not stored.
 
     Parameters
     ----------
     batches
         What `matlens.activations.stream` yields, or vectors by site.
     rows, weights
-        As in `fit_samples`, in the order of the collection; where batches are vectors by site alone, in the
-        order in which these pass by.
+        As in `fit_samples`, in the order of the collection; for vectors by site, in the order of the batches.
     pairs, intercept, ridge, split, noisy
         As in `fit_samples`.
     provenance
-        Goes into the maps; by default what the first batch of `matlens.activations.stream` says of itself.
-        Vectors by site alone say nothing, and `patched` refuses maps of an unknown model.
+        Goes into the maps; by default that of the first batch of `matlens.activations.stream`. Vectors by
+        site have none, and `patched` refuses maps of an unknown model.
     divided
-        Whether several processes each pass batches of their own, as ``stream(..., divided=True)`` gives
-        them: their moments are merged at the end, and each process has the maps of all samples.
-
-    Raises
-    ------
-    InputError
-        As in `fit_samples`; or the batches are of a model with other changes than the provenance says, or
-        are divided among processes otherwise than ``divided`` says.
+        Whether several processes each have batches of their own, as from ``stream(..., divided=True)``:
+        their statistics are merged at the end, and each process has the maps of all samples.
     """
     named = [(str(Site.parse(source)), str(Site.parse(target))) for source, target in list_pairs(pairs)]
     widths, own, batches = _first_of(_check_division(batches, divided))
@@ -303,28 +287,20 @@ class _FirstSamples:
 
 
 def _first_of(batches: Iterator[Any]) -> tuple[dict[str, int], Provenance | None, Iterator[Any]]:
-    """Widths of the sites in the first batch, what it says of its origin, and all batches."""
-    first = list(itertools.islice(batches, 1))
-    widths = {site: of_site.shape[1] for batch in first for site, of_site in vectors_of(batch).items()}
-    known = getattr(first[0], "provenance", None) if first else None
-    # Passed on and not kept: a batch may be most of the memory.
-    return widths, known, itertools.chain(_drained(first), batches)
-
-
-def _drained(batches: list[Any]) -> Iterator[Any]:
-    while batches:
-        yield batches.pop()
+    """Widths of the sites in the first batch, its provenance, and all batches."""
+    first = next(batches, None)
+    if first is None:
+        return {}, None, batches
+    widths = {site: of_site.shape[1] for site, of_site in vectors_of(first).items()}
+    return widths, getattr(first, "provenance", None), itertools.chain([first], batches)
 
 
 def _check_division(batches: Iterable[Any], divided: bool) -> Iterator[Any]:
     """Refuse batches that would be counted by every process, or those of one process for all samples."""
-    several = parallel.world_size() > 1
     for batch in batches:
-        if several and getattr(batch, "divided", divided) != divided:
-            whose = "these are all samples" if divided else "these are batches of this process alone"
+        if parallel.world_size() > 1 and getattr(batch, "divided", divided) != divided:
             raise InputError(
-                f"fit_stream has divided={divided} in one of several processes, and {whose}. "
-                "Expected the same of both: stream(..., divided=True) with fit_stream(..., divided=True), or "
-                "neither."
+                f"divided must be {batch.divided} for these batches, got {divided}: stream and fit_stream "
+                "must have the same divided."
             )
         yield batch

@@ -19,6 +19,7 @@ from matlens.errors import Between, InputError, NonNegative, checked
 from matlens.linear.maps import LinearMap
 from matlens.linear.samples import NoisyFit, check_weights
 from matlens.models.identity import Provenance
+from matlens.models.sites import check_finite
 from matlens.numerics import in_float64, split_product
 
 _Width = Annotated[int, Between(1, 2**31)]
@@ -42,14 +43,14 @@ class LeastSquares:
     d_in
         Width of ``x``.
     d_out
-        Width of ``y``, or the width of each target by name, which stand side by side in ``y``.
+        Width of ``y``, or the width of each target by name, in the order of their columns in ``y``.
     source
         What ``x`` is, for errors and for the maps.
     split
-        Whether products with the targets, which are most of the work, are sums of exact products in float32
+        Compute products with the targets, which are most of the work, as sums of exact products in float32
         (`split_product`): faster on a device that is slow in float64, and slower on all others.
     norms
-        Whether to keep the squared norm of each ``x`` too, from which a ridge for few samples is chosen.
+        Store the squared norm of each ``x`` too, from which a ridge for few samples is chosen.
     """
 
     def __init__(
@@ -65,19 +66,12 @@ class LeastSquares:
         self.source, self.split, self.n = source, split, 0
         self._r = torch.zeros(0, d_in + 1, dtype=torch.float64)
         self._z = torch.zeros(0, sum(self.targets.values()), dtype=torch.float64)
-        self._norms = [torch.zeros(0, dtype=torch.float64)] if norms else []
+        self.norms = torch.zeros(0, dtype=torch.float64) if norms else None
 
     @property
     def name(self) -> str:
         """The source and the targets, for messages."""
         return f"{self.source} -> {', '.join(self.targets)}"
-
-    @property
-    def norms(self) -> Float[Tensor, " n"] | None:
-        """Squared norms of the samples, where they are kept."""
-        if len(self._norms) > 1:
-            self._norms = [torch.cat(self._norms)]
-        return self._norms[0] if self._norms else None
 
     def update(
         self,
@@ -86,24 +80,29 @@ class LeastSquares:
         *,
         weights: Float[Tensor, " n"] | None = None,
     ) -> Self:
-        """Add samples.
+        """Add samples, or none if an error is raised.
 
         Parameters
         ----------
         x, y
-            The samples; ``y`` may be several tensors that stand side by side.
+            The samples; ``y`` may be several tensors whose columns follow each other.
         weights
-            How much each sample counts, by default 1; a weight of 2 is the sample twice, and one of 0 leaves
-            it out.
+            How much each sample counts, by default 1; a weight of 2 is the sample twice, and one of 0 is no
+            sample.
 
         Raises
         ------
         InputError
-            Shapes do not fit, or a value is not finite, where the message names the site; or a weight is
-            negative or not finite. Nothing is added then.
+            A value is not finite, where the message names the site, or a weight is negative.
         """
         x, blocks = x.detach(), [block.detach() for block in ([y] if isinstance(y, Tensor) else y)]
-        self._check_shapes(x, blocks)
+        d_in, d_out = self._r.shape[1] - 1, self._z.shape[1]
+        matrices = all(block.ndim == 2 and len(block) == len(x) for block in (x, *blocks))
+        if not matrices or x.shape[1] != d_in or sum(block.shape[1] for block in blocks) != d_out:
+            raise InputError(
+                f"x must be [n, {d_in}] and y [n, {d_out}], got {list(x.shape)} and "
+                f"{', '.join(str(list(block.shape)) for block in blocks)}."
+            )
         root = None
         if weights is not None:
             weights = check_weights(weights, len(x))
@@ -112,36 +111,29 @@ class LeastSquares:
             x, blocks = x[used.to(x.device)], [block[used.to(block.device)] for block in blocks]
         if not len(x):
             return self
-        rows, norms = _with_ones(x), []
-        if self._norms:
-            norms = [rows[:, :-1].square().sum(1).cpu()]
+        x = in_float64(x)
+        norms = None if self.norms is None else x.square().sum(1).cpu()
+        rows = torch.cat([x, x.new_ones(len(x), 1)], 1)
+        n = len(x)
+        del x
         if root is not None:
             root = root.to(rows.device)
             rows, blocks = rows.mul_(root), [in_float64(block).to(rows.device) * root for block in blocks]
-        self._add(len(x), rows, blocks, norms)
+        self._add(n, rows, blocks, norms)
         return self
 
-    def _check_shapes(self, x: Tensor, blocks: Sequence[Tensor]) -> None:
-        d_in, d_out = self._r.shape[1] - 1, self._z.shape[1]
-        matrices = all(block.ndim == 2 and len(block) == len(x) for block in (x, *blocks))
-        if not matrices or x.shape[1] != d_in or sum(block.shape[1] for block in blocks) != d_out:
-            raise InputError(
-                f"x must be [n, {d_in}] and y [n, {d_out}], got {list(x.shape)} and "
-                f"{', '.join(str(list(block.shape)) for block in blocks)}."
-            )
-
     def merge(self, other: LeastSquares) -> Self:
-        """Add the samples that another object has seen, of the same source and targets."""
+        """Add the samples of another object, of the same source and targets."""
         if (self.source, [*self.targets.items()]) != (other.source, [*other.targets.items()]):
             raise InputError(f"other must be of {self.name}, got one of {other.name}.")
-        if bool(self._norms) != bool(other._norms):
-            raise InputError("other must keep norms as well, or neither.")
+        if (self.norms is None) != (other.norms is None):
+            raise InputError("other must have norms as well, or neither.")
         if other.n:
-            self._add(other.n, other._r, [other._z], other._norms)
+            self._add(other.n, other._r, [other._z], other.norms)
         return self
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that there is of the samples, for `from_tensors`: ``r``, ``z``, ``n`` and maybe ``norms``."""
+        """All that is known of the samples, for `from_tensors`: ``r``, ``z``, ``n`` and maybe ``norms``."""
         tensors = {"r": self._r, "z": self._z, "n": torch.tensor(self.n)}
         return tensors if self.norms is None else tensors | {"norms": self.norms}
 
@@ -154,13 +146,7 @@ class LeastSquares:
         source: str = "x",
         split: bool = False,
     ) -> Self:
-        """The object whose `tensors` these are, such as that of another process.
-
-        Raises
-        ------
-        InputError
-            The factors do not belong together, are not in float64, or hold a value that is not finite.
-        """
+        """The object whose `tensors` these are; raises InputError if they do not belong together."""
         r, z, n = tensors["r"], tensors["z"], int(tensors["n"])
         fits = r.ndim == z.ndim == 2 and len(r) == len(z) and r.shape[1] > 1 and z.shape[1] > 0
         if not fits or r.dtype != torch.float64 or z.dtype != torch.float64 or (len(r) > 0) != (n > 0):
@@ -168,40 +154,35 @@ class LeastSquares:
                 f"r and z must be float64 with as many rows for {n} samples, got {list(r.shape)} of "
                 f"{r.dtype} and {list(z.shape)} of {z.dtype}."
             )
-        made = cls(
-            r.shape[1] - 1, targets or z.shape[1], source=source, split=split, norms="norms" in tensors
-        )
+        made = cls(r.shape[1] - 1, targets or z.shape[1], source=source, split=split)
         check_finite(r, source)
         check_finite(z, made.name)
-        made._r, made._z, made.n = r, z, n
-        made._norms = [tensors["norms"]] if "norms" in tensors else []
+        made._r, made._z, made.n, made.norms = r, z, n, tensors.get("norms")
         return made
 
     def reduce(self, *, to_all: bool = False) -> Self:
-        """The samples of all processes, merged in rank order.
+        """The samples of all processes, merged in rank order, in the main process or ``to_all``.
 
-        The main process has them, and with ``to_all`` each; otherwise the others have none.
+        The other processes have none then.
         """
         if parallel.world_size() == 1:
             return self
-        gathered = parallel.gather(self.tensors(), f"least squares of {self.name}")
-        whole = self if parallel.is_main() else self.empty()
+        what = f"least squares of {self.name}"
+        gathered = parallel.gather(self.tensors(), what)
+        whole = self if parallel.is_main() else self._like(self._without_samples())
         for tensors in gathered[1:]:  # the first are the main process's own
             whole.merge(self._like(tensors))
-        if not to_all:
-            return whole
-        return self._like(parallel.broadcast_tensors(whole.tensors(), f"least squares of {self.name}"))
+        return self._like(parallel.broadcast_tensors(whole.tensors(), what)) if to_all else whole
 
-    def empty(self) -> Self:
-        """The same source and targets, without samples."""
-        return type(self)(
-            self._r.shape[1] - 1, self.targets, source=self.source, split=self.split, norms=bool(self._norms)
-        )
+    def _without_samples(self) -> dict[str, Tensor]:
+        return {
+            name: part.new_zeros(()) if name == "n" else part[:0] for name, part in self.tensors().items()
+        }
 
     def _like(self, tensors: Mapping[str, Tensor]) -> Self:
         return self.from_tensors(tensors, self.targets, source=self.source, split=self.split)
 
-    def _add(self, n: int, rows: Tensor, blocks: list[Tensor], norms: list[Tensor]) -> None:
+    def _add(self, n: int, rows: Tensor, blocks: list[Tensor], norms: Tensor | None) -> None:
         n_old = len(self._r)
         q, r = torch.linalg.qr(torch.cat([self._r.to(rows.device), rows]) if n_old else rows)
         check_finite(r, self.source)
@@ -217,7 +198,8 @@ class LeastSquares:
                 z[:, columns] += q[:n_old].T @ self._z[:, columns].to(r.device)
         check_finite(z, ", ".join(self.targets))
         self._r, self._z, self.n = r, z, self.n + n
-        self._norms = [*self._norms, *norms]  # a copy of this object shares the list
+        if self.norms is not None and norms is not None:
+            self.norms = torch.cat([self.norms, norms])
 
     def solve(
         self,
@@ -231,11 +213,6 @@ class LeastSquares:
 
         Singular values below ``eps * max(n, d_in)`` of the largest count as zero, as in
         ``torch.linalg.lstsq(driver="gelsd")``. An intercept is not penalised by ``ridge``.
-
-        Raises
-        ------
-        InputError
-            There are no samples, or the ridge is negative or not finite.
         """
         weight, bias = self.solution(intercept=intercept, ridge=ridge)
         maps, widths = {}, list(self.targets.values())
@@ -250,13 +227,11 @@ class LeastSquares:
     ) -> tuple[Float[Tensor, "d_out d_in"], Float[Tensor, " d_out"] | None]:
         """Weight and bias of the best map in float64; the bias is ``None`` without an intercept."""
         self._check_samples()
-        width = self._r.shape[1] - 1
         if not intercept:
-            return _least_norm(self._r[:width, :width], self._z[:width], self.n, ridge).T, None
+            r, z = self.factors()
+            return _least_norm(r, z, self.n, ridge).T, None
         r, z = self._with_constant_first()
-        # What centring leaves of a constant column is rounding of the column itself.
-        floor = r[:, 1:].norm(dim=0).max()
-        weight = _least_norm(r[1:, 1:], z[1:], self.n, ridge, floor=floor).T
+        weight = _least_norm(r[1:, 1:], z[1:], self.n, ridge, floor=_rounding_of(r[:, 1:])).T
         return weight, (z[0] - weight @ r[0, 1:]) / r[0, 0]
 
     def _check_samples(self) -> None:
@@ -269,7 +244,7 @@ class LeastSquares:
         return r, q.T @ self._z
 
     def factors(self, *, centred: bool = False) -> tuple[Float[Tensor, "k d_in"], Float[Tensor, "k d_out"]]:
-        """``R`` and ``Q^T y`` of ``x = Q R``, in float64; of the centred samples where that is asked for.
+        """``R`` and ``Q^T y`` of ``x = Q R``, in float64, or of the centred samples.
 
         ``R^T R`` is ``X^T X``, and ``R^T Q^T y`` is ``X^T Y``, of rows times the roots of their weights.
         """
@@ -280,13 +255,7 @@ class LeastSquares:
         return r[1:, 1:], z[1:]
 
     def means(self) -> tuple[Float[Tensor, " d_in"], Float[Tensor, " d_out"], float]:
-        """Weighted means of ``x`` and ``y``, and the sum of the weights.
-
-        Raises
-        ------
-        InputError
-            There are no samples.
-        """
+        """Weighted means of ``x`` and ``y``, and the sum of the weights."""
         self._check_samples()
         r, z = self._with_constant_first()
         return r[0, 1:] / r[0, 0], z[0] / r[0, 0], float(r[0, 0].square())
@@ -307,10 +276,6 @@ def noise_of_fit(
     that on its own samples: ``n < 2 d_in``. Real samples are not Gaussian, and rare tokens make it worse, so
     the error on others is measured: leave-one-out is the residual divided by one less the leverage.
 
-    In SmolLM2-135M (576 dimensions) r2 of h.0 -> h.30 and of h.15 -> h.30, left out and on 1,000 other
-    sentences: with 1,200 samples -1.35 and 0.15, others -1.05 and 0.22 (both are found); with 1,400 -0.46 and
-    0.25, others -0.27 and 0.33 (the first is); with 2,000 0.08 and 0.41, others 0.16 and 0.45 (none is).
-
     Parameters
     ----------
     state
@@ -319,28 +284,21 @@ def noise_of_fit(
         Some of these: ``x``, the targets in their order, and weights, batch by batch.
     names
         What the fits are called.
-    intercept
-        Whether the fit has one.
     """
     n, d = state.n, state.factors()[0].shape[1]
     if n <= d:
         return [NoisyFit(name, n, d) for name in names]
     r, z = state.factors(centred=intercept)
-    floor = state.factors()[0].norm(dim=0).max() if intercept else None
+    floor = _rounding_of(state.factors()[0]) if intercept else 0.0
     x_mean, y_mean, total = state.means() if intercept else (r.new_zeros(d), z[0] * 0, torch.inf)
-    white, basis = _whitening(r, n, floor=floor)
-    if basis is not None:
-        z = basis.T @ z
-    # Of each target: its width, and sums over samples of the weights, y, y^2 and the squares of both errors.
-    widths: list[int] = []
-    sums = z.new_zeros(4, z.shape[1])
-    weight = 0.0
+    white, z = _whitened(r, z, n, floor)
+    # Of each target dimension: sums over samples of y, y^2, and the squares of both errors.
+    sums, weight = z.new_zeros(4, z.shape[1]), 0.0
     for x, targets, weights in samples:
-        widths = [target.shape[1] for target in targets]
-        for rows in torch.arange(len(x)).split(_BLOCK):
-            part = slice(int(rows[0]), int(rows[-1]) + 1)
-            w = r.new_ones(len(rows)) if weights is None else in_float64(weights[part]).to(r.device)
+        for start in range(0, len(x), _BLOCK):
+            part = slice(start, start + _BLOCK)
             h, *ys = (in_float64(of[part].detach()).to(r.device) for of in (x, *targets))
+            w = r.new_ones(len(h)) if weights is None else in_float64(weights[part]).to(r.device)
             y = torch.cat(ys, 1) - y_mean
             errors = _both_errors(h - x_mean, y, w, white, z, 1 / total)
             sums[0] += w @ y
@@ -349,7 +307,8 @@ def noise_of_fit(
             weight += float(w.sum())
     noisy = []
     spread = sums[1] - sums[0].square() / max(weight, 1e-300)
-    for name, of_name in zip(names, torch.cat([sums[2:], spread[None]]).split(widths, 1), strict=True):
+    by_target = torch.cat([sums[2:], spread[None]]).split(list(state.targets.values()), 1)
+    for name, of_name in zip(names, by_target, strict=True):
         residual, left_out, variance = of_name[:, of_name[2] > 0]
         fitted, other = float((residual / variance).mean()), float((left_out / variance).mean())
         if other > max(_DOMINATED * fitted, _EXACT):
@@ -373,56 +332,46 @@ def _both_errors(
     return residual, left_out
 
 
-def _with_ones(x: Tensor) -> Tensor:
-    """``[x 1]`` in float64."""
-    x = in_float64(x)
-    return torch.cat([x, x.new_ones(len(x), 1)], 1)
+# Which singular values count: those above ``eps * max(n, d)`` of the largest, as gelsd has it.
 
 
-def _least_norm(r: Tensor, z: Tensor, n: int, ridge: float, *, floor: Tensor | None = None) -> Tensor:
-    """Solve ``min ||r a - z||^2 + ridge ||a||^2`` for the smallest ``a``.
+def _rounding_of(r: Tensor) -> float:
+    """What centring leaves of a constant column is rounding of the column itself, which sets the level."""
+    return float(r.norm(dim=0).max())
 
-    Singular values below ``eps * max(n, d)`` of the largest, or of ``floor``, count as zero.
-    """
-    level = torch.finfo(r.dtype).eps * max(n, r.shape[1])
-    bounds = [r.norm()] if floor is None else [r.norm(), floor]
-    if ridge == 0 and _inverse(r, level * torch.stack(bounds).max()) is not None:
+
+def _least_norm(r: Tensor, z: Tensor, n: int, ridge: float, *, floor: float = 0.0) -> Tensor:
+    """Solve ``min ||r a - z||^2 + ridge ||a||^2`` for the smallest ``a``."""
+    if ridge == 0 and _inverse(r, n, floor) is not None:
         return torch.linalg.solve_triangular(r, z, upper=True)
-    u, s, vh = torch.linalg.svd(r, full_matrices=False)
-    least = level * torch.stack([s.max() if len(s) else r.norm(), *bounds[1:]]).max()
-    u, s, vh = u[:, s > least], s[s > least], vh[s > least]
+    u, s, vh = _svd(r, n, floor)
     return vh.T @ (u.T @ z).mul_((1 / (s + ridge / s))[:, None])
 
 
-def _inverse(r: Tensor, level: Tensor) -> Tensor | None:
-    """The inverse of a triangle if none of its singular values can be below a level, else ``None``."""
+def _whitened(r: Tensor, z: Tensor, n: int, floor: float) -> tuple[Tensor, Tensor]:
+    """``W`` and ``B``, where ``W W^T`` is the pseudo-inverse of ``r^T r``, and ``W B`` solves for ``z``."""
+    inverse = _inverse(r, n, floor)
+    if inverse is not None:
+        return inverse, z
+    u, s, vh = _svd(r, n, floor)
+    return vh.T / s, u.T @ z
+
+
+def _inverse(r: Tensor, n: int, floor: float) -> Tensor | None:
+    """The inverse of a triangle if all of its singular values count, else ``None``."""
     if len(r) < r.shape[1]:
         return None
     inverse = torch.linalg.solve_triangular(r, torch.eye(len(r)).to(r), upper=True)
-    # The smallest singular value is at least this.
-    return inverse if bool(1 / inverse.norm() > level) else None
+    # The smallest singular value is at least the one, and the largest at most the other.
+    return inverse if bool(1 / inverse.norm() > _level(r, n) * max(float(r.norm()), floor)) else None
 
 
-def _whitening(r: Tensor, n: int, *, floor: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """``W`` and ``B`` so that ``W W^T`` is the pseudo-inverse of ``r^T r``, and ``W B^T`` that of ``r``.
-
-    ``B`` is ``None`` where it is the identity.
-    """
-    level = torch.finfo(r.dtype).eps * max(n, r.shape[1])
-    bounds = [r.norm()] if floor is None else [r.norm(), floor]
-    inverse = _inverse(r, level * torch.stack(bounds).max())
-    if inverse is not None:
-        return inverse, None
+def _svd(r: Tensor, n: int, floor: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Singular values that count, and their vectors."""
     u, s, vh = torch.linalg.svd(r, full_matrices=False)
-    kept = s > level * torch.stack([s.max(), *bounds[1:]]).max()
-    return vh[kept].T / s[kept], u[:, kept]
+    counted = s > _level(r, n) * max(float(s[0]) if len(s) else 0.0, floor)
+    return u[:, counted], s[counted], vh[counted]
 
 
-def check_finite(values: Tensor, name: str) -> None:
-    """Refuse samples that a model has overflowed to."""
-    # A sum is not finite if a term is not, and is quicker than looking at each. It may overflow itself.
-    if not bool(values.sum().isfinite()) and not bool(values.isfinite().all()):
-        raise InputError(
-            f"The samples of {name} hold values that are not finite. A float16 model has probably "
-            "overflowed: run it in bfloat16 or float32."
-        )
+def _level(r: Tensor, n: int) -> float:
+    return torch.finfo(r.dtype).eps * max(n, r.shape[1])

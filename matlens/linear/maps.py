@@ -1,4 +1,4 @@
-"""Linear maps between sites: applied, composed, and kept with where they come from."""
+"""Linear maps between sites: applied, composed, and with their provenance."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from matlens.errors import InputError, checked, short
+from matlens.errors import InputError, checked
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
 from matlens.models.weights import fast_checksum
-from matlens.numerics import find_device, in_float64
+from matlens.numerics import in_float64
 
 
 @checked
@@ -43,11 +43,11 @@ class LinearMap:
     right: Float[Tensor, "k d_in"] | None = None
 
     def __post_init__(self) -> None:
-        shapes = [None if part is None else tuple(part.shape) for part in (self.bias, self.right)]
+        bias, right = (None if part is None else len(part) for part in (self.bias, self.right))
         d_out, k = self.weight.shape
-        if shapes[0] not in (None, (d_out,)) or (shapes[1] is not None and shapes[1][0] != k):
+        if bias not in (None, d_out) or right not in (None, k):
             raise InputError(
-                f"A bias and a right factor of the shapes {shapes} do not fit a weight of {d_out, k}."
+                f"bias and right must have {d_out} and {k} rows for this weight, got {bias}, {right}."
             )
 
     @classmethod
@@ -59,11 +59,9 @@ class LinearMap:
         target: str,
         provenance: Provenance | None = None,
     ) -> LinearMap:
-        """Keep a solution that was found in float64, in float32."""
-        kept = weight.to(torch.float32).contiguous()
-        return cls(
-            kept, None if bias is None else bias.to(torch.float32), source, target, provenance or Provenance()
-        )
+        """A map in float32 of a solution in float64."""
+        weight, bias = weight.float().contiguous(), None if bias is None else bias.float()
+        return cls(weight, bias, source, target, provenance or Provenance())
 
     @property
     def parts(self) -> dict[str, Tensor]:
@@ -82,13 +80,7 @@ class LinearMap:
         return self.weight if self.right is None else self.weight @ self.right
 
     def __call__(self, h: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
-        """Map vectors in float32, whatever the precision of the map or of the vectors, on their device."""
-        if not h.ndim or h.shape[-1] != self.shape[1]:
-            width = self.shape[1]
-            raise InputError(
-                f"The map {self.source} -> {self.target} takes vectors of {width} coordinates: it was given "
-                f"{short(h)}. Expected what {self.source} holds."
-            )
+        """Map vectors in float32 on their device, whatever the precision of the map or of the vectors."""
         parts = {name: part.to(h.device, torch.float32) for name, part in self.parts.items()}
         h = h.to(torch.float32)
         if self.right is not None:
@@ -102,42 +94,23 @@ class LinearMap:
 
     @property
     def digest(self) -> str:
-        """Sixteen hex digits that change with the map's numbers."""
+        """Sixteen hex digits that change with the map's values."""
         parts = list(self.parts.values())
         checksum, known = fast_checksum(parts), vars(self).get("_digest")
-        if known is None or known[0] != checksum:  # its numbers can be edited in place
+        if known is None or known[0] != checksum:  # its values can be edited in place
             known = vars(self)["_digest"] = checksum, tensor_digest(*(part.float() for part in parts))
         return str(known[1])
 
     def to(self, device: torch.device | str) -> LinearMap:
-        """The same map on a device, where it need not be brought at every use.
-
-        Raises
-        ------
-        InputError
-            There is no such device here.
-        """
-        try:
-            found = find_device(device)
-        except ValueError as error:
-            raise InputError(
-                f"A map cannot be brought to the device {short(device)}. Expected cpu, cuda or mps."
-            ) from error
-        parts = {name: part.to(found) for name, part in self.parts.items()}
+        """The same map on a device, where it need not be moved at every use."""
+        parts = {name: part.to(device) for name, part in self.parts.items()}
         return replace(self, weight=parts["weight"], right=parts.get("right"), bias=parts.get("bias"))
 
     def then(self, following: LinearMap) -> LinearMap:
-        """Compose: this map first, ``following`` after it.
-
-        Raises
-        ------
-        InputError
-            ``following`` does not start where this one ends, or is of another model.
-        """
+        """Compose: this map first, ``following`` after it."""
         if Site.read(self.target) != Site.read(following.source):
             raise InputError(
-                f"A map onto {self.target} cannot be followed by one from {following.source}: "
-                "the first must end where the second starts."
+                f"following must map from {self.target}, to which this one maps, got {following.source}."
             )
         if None not in (self.provenance.model, following.provenance.model):
             self.provenance.check_same(following.provenance, ours="the first map", theirs="the following map")
@@ -151,17 +124,16 @@ class LinearMap:
 
 
 def fitted_samples(provenance: Provenance) -> int | None:
-    """How many samples maps of this provenance were fitted on, where it says so."""
-    details = provenance.details
-    number = details.get("n_fitted", details.get("n_samples"))
+    """How many samples maps of this provenance were fitted on, where that is known."""
+    number = provenance.details.get("n_fitted", provenance.details.get("n_samples"))
     return number if isinstance(number, int) else None
 
 
 def tensor_digest(*tensors: Tensor) -> str:
-    """Sixteen hex digits that change with the numbers in tensors, their shapes and their kinds."""
+    """Sixteen hex digits that change with the values in tensors, their shapes and their dtypes."""
     digest = hashlib.sha256()
     for tensor in tensors:
-        numbers = tensor.detach().cpu().contiguous()
-        digest.update(f"{tuple(numbers.shape)}{numbers.dtype}".encode())
-        digest.update(numbers.numpy().tobytes())
+        values = tensor.detach().cpu().contiguous()
+        digest.update(f"{tuple(values.shape)}{values.dtype}".encode())
+        digest.update(values.numpy().tobytes())
     return digest.hexdigest()[:16]

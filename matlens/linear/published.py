@@ -181,8 +181,8 @@ def read_tensors(content: bytes, what: str) -> list[Tensor]:
     """The tensor of a pickle, or those of a list; raises InputError for any other content."""
     try:
         for instruction, argument, _ in pickletools.genops(content):
-            place = argument if instruction.name == "LONG_BINPUT" else 0
-            if instruction.name not in _INSTRUCTIONS or place > len(content):
+            beyond = instruction.name == "LONG_BINPUT" and int(argument or 0) > len(content)
+            if instruction.name not in _INSTRUCTIONS or beyond:
                 raise pickle.UnpicklingError(f"it has the instruction {instruction.name}")
         loaded = _Unpickler(io.BytesIO(content)).load()
         tensors = [_as_tensor(value) for value in (loaded if isinstance(loaded, list) else [loaded])]

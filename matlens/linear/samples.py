@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Num, Real
+from jaxtyping import Bool, Float, Num
 from torch import Tensor
 
 from matlens import parallel
@@ -21,15 +21,13 @@ ENOUGH = 2  # samples per dimension; with fewer, least squares follows the noise
 
 
 def check_alike(samples: Mapping[str, Tensor]) -> None:
-    """Refuse sites whose samples are not as many as those of the others, or are no vectors."""
+    """Raise InputError unless all sites have as many vectors: row by row they are of one token."""
     for site, vectors in samples.items():
         check(vectors, Num[Tensor, "n width"], f"samples of {site}")
     counts = {site: len(vectors) for site, vectors in samples.items()}
     if len(set(counts.values())) > 1:
         numbers = ", ".join(f"{count} of {site}" for site, count in counts.items())
-        raise InputError(
-            f"There are {numbers}. Expected as many samples of every site: row by row they are of one token."
-        )
+        raise InputError(f"There must be as many samples of every site, got {numbers}.")
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class Selection:
     Attributes
     ----------
     mask
-        True for each sample that is fitted on; of those whose weight is 0 none is.
+        True for each sample that is fitted on, whose weight is above 0.
     weights
         The weight of each sample in float64, or ``None`` where all count the same.
     """
@@ -48,26 +46,19 @@ class Selection:
     weights: Float[Tensor, " n"] | None
 
     @classmethod
-    def parse(cls, rows: Any, weights: Any, n: int) -> Selection | None:
-        """Read ``rows`` and ``weights`` of so many samples; ``None`` where neither is given.
-
-        Raises
-        ------
-        InputError
-            They are not of so many samples, a weight is negative or not finite, or no sample is selected.
-        """
-        if weights is not None:
-            weights = check_weights(weights, n)
-        check(rows, Bool[Tensor, " n"] | None, "rows")
-        if rows is not None and len(rows) != n:
-            raise InputError(f"rows must have a value for each of the {n} samples, got {len(rows)}.")
-        given = [mask for mask in (rows, None if weights is None else weights > 0) if mask is not None]
-        if not given:
+    def parse(cls, rows: Tensor | None, weights: Tensor | None, n: int) -> Selection | None:
+        """Check ``rows`` and ``weights`` of so many samples; ``None`` where neither is given."""
+        if rows is None and weights is None:
             return None
-        selected = torch.stack([mask.cpu() for mask in given]).all(0)
-        if not bool(selected.any()):
+        mask = torch.ones(n, dtype=torch.bool) if rows is None else rows.cpu()
+        if len(mask) != n:
+            raise InputError(f"rows must have a value for each of the {n} samples, got {len(mask)}.")
+        if weights is not None:
+            weights = check_weights(weights, n).cpu()
+            mask = mask & (weights > 0)
+        if not bool(mask.any()):
             raise InputError("rows and weights must select at least one sample, got none.")
-        return cls(selected, None if weights is None else weights.cpu())
+        return cls(mask, weights)
 
     @property
     def n(self) -> int:
@@ -76,7 +67,7 @@ class Selection:
 
     @property
     def details(self) -> dict[str, str]:
-        """What goes into the provenance of what is fitted on some samples, or on weighted ones."""
+        """What the provenance of a fit says of its samples and their weights."""
         weights = {} if self.weights is None else {"weights": tensor_digest(self.weights[self.mask])}
         return {"rows": tensor_digest(self.mask)} | weights
 
@@ -98,29 +89,24 @@ def vectors_of(batch: Rows | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 def selected_batches(
     batches: Iterable[Rows | Mapping[str, Tensor]],
-    rows: Any,
-    weights: Any,
+    rows: Tensor | None,
+    weights: Tensor | None,
     provenance: Provenance | None,
     *,
     divided: bool = False,
 ) -> Iterator[tuple[Mapping[str, Tensor], Tensor | None]]:
     """Vectors of the selected samples and their weights, batch by batch."""
-    expected = next(
-        (len(given) for given in (rows, weights) if isinstance(given, Tensor) and given.ndim), None
-    )
+    expected = next((len(given) for given in (rows, weights) if given is not None), None)
     selection = Selection.parse(rows, weights, expected or 0)
     seen = 0
     for batch in batches:
-        vectors, index = vectors_of(batch), None
-        if isinstance(batch, Rows):
-            index = torch.as_tensor(batch.index)
-            if provenance is not None and provenance.model is not None:
-                provenance.check_same(batch.provenance, ours="the provenance", theirs="the vectors")
+        vectors = vectors_of(batch)
+        if isinstance(batch, Rows) and provenance is not None and provenance.model is not None:
+            provenance.check_same(batch.provenance, ours="the provenance", theirs="the vectors")
         count = len(next(iter(vectors.values()), ()))
         if not count:
             continue
-        if index is None:
-            index = torch.arange(seen, seen + count)
+        index = torch.as_tensor(batch.index) if isinstance(batch, Rows) else torch.arange(seen, seen + count)
         seen += count
         if selection is None:
             yield vectors, None
@@ -132,21 +118,11 @@ def selected_batches(
         of_ranks = parallel.concatenate({"seen": torch.tensor([seen])}, "the number of samples seen")
         seen = int(of_ranks["seen"].sum())
     if expected not in (None, seen):
-        raise InputError(
-            f"rows and weights must have a value for each sample, got {expected} for another number of "
-            "samples."
-        )
+        raise InputError(f"rows and weights must have a value for each sample, got {expected}.")
 
 
-def check_weights(weights: Any, n: int) -> Float[Tensor, " n"]:
-    """Read the weights of so many samples, in float64.
-
-    Raises
-    ------
-    InputError
-        They are no tensor of one number for each sample, or one is negative or not finite.
-    """
-    check(weights, Real[Tensor, " n"], "weights")
+def check_weights(weights: Tensor, n: int) -> Float[Tensor, " n"]:
+    """Read the weights of so many samples, in float64; raises InputError unless they are finite and >= 0."""
     if len(weights) != n or not bool((weights.isfinite() & (weights >= 0)).all()):
         raise InputError(
             f"weights must be finite numbers of at least 0 for the {n} samples, got {short(weights)}."
@@ -169,8 +145,8 @@ class NoisyFit(NamedTuple):
     n, width
         How many samples it was fitted on, and of how many dimensions.
     r2, r2_fitted
-        On samples left out of the fit, and on the same samples in the fit; ``None`` where that is known from
-        the numbers of samples and dimensions alone.
+        On samples excluded from the fit, and on the same samples in the fit; ``None`` where the numbers of
+        samples and dimensions tell already.
     """
 
     name: str
@@ -193,23 +169,16 @@ def warn_of_noise(fits: Sequence[NoisyFit], n_fits: int) -> None:
     else:
         what = (
             f"{len(fits)} of {n_fits} fits on {worst.n:,} samples in {worst.width:,} dimensions mostly "
-            f"follow noise: r2 of {worst.name} is {worst.r2:.2f} on samples left out of the fit, and "
+            f"follow noise: r2 of {worst.name} is {worst.r2:.2f} on samples excluded from the fit, and "
             f"{worst.r2_fitted:.2f} on the same samples in it."
         )
     warn(f"{what} Use more samples or a ridge.")
 
 
 def warn_of_same_sentences(fitted: Provenance, validation: Provenance, what: str, *, parts: bool) -> None:
-    """Warn, with `InputWarning`, of maps that are judged on the sentences that they were fitted on.
+    """Warn, with `InputWarning`, of maps that are evaluated on the sentences that they were fitted on.
 
-    Parameters
-    ----------
-    fitted, validation
-        Where the samples of a fit, and those that it is judged on, come from.
-    what
-        What was fitted, as the first words of the message.
-    parts
-        Whether only some samples count here. If the fit took only some too, they may well be others.
+    With ``parts`` only some of the samples count here; if the fit took only some too, they may be others.
     """
     if parts and "rows" in fitted.details:
         return
@@ -217,6 +186,6 @@ def warn_of_same_sentences(fitted: Provenance, validation: Provenance, what: str
     same_texts = texts[0] is not None and texts[0] == texts[1]
     if same_texts or (fitted.examples is not None and fitted.examples == validation.examples):
         warn(
-            f"{what} were fitted on the sentences of {validation.corpus} that they are judged on here, so "
-            "r2 and predictions are better than on new text. Use other sentences, see Corpus.split."
+            f"{what} were fitted on the sentences of {validation.corpus} that they are evaluated on, so r2 "
+            "and predictions are better than on new text. Use other sentences, see Corpus.split."
         )

@@ -1,11 +1,11 @@
 """Sufficient statistics of a corpus, summed while it is streamed: no vector is stored.
 
-A job can be divided into parts, whose folders are made anywhere and at any time; merged, they are the
-statistics of the whole job.
+A job can be divided into parts, which are computed anywhere and at any time and merged afterwards.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -55,32 +55,32 @@ class StoredLeastSquares:
     parts
         ``(number, of how many)`` of each folder, in their order.
     request
-        What the first of the folders was asked for.
-
-    Raises
-    ------
-    InputError
-        The folders are of different jobs, or overlap.
+        The request of the first folder.
     """
 
     def __init__(self, folder: str | Path, *more: str | Path) -> None:
         artifacts = [Artifact.open(place, HOLDS) for place in (folder, *more)]
         self._artifacts = sorted(artifacts, key=lambda artifact: tuple(artifact.request["part"]))
-        first = self._artifacts[0]
-        for other in self._artifacts[1:]:
-            _check_same_job(first, other)
-        self.parts = [tuple(artifact.request["part"]) for artifact in self._artifacts]
+        requests = [artifact.request for artifact in self._artifacts]
+        self.request = requests[0]
+        self.provenance = Provenance.from_json(self.request["provenance"])
+        for other in requests[1:]:
+            differing = [key for key in ("provenance", "pairs", "widths") if other[key] != self.request[key]]
+            if differing:
+                raise InputError(
+                    f"The folders must be parts of one job, and their {' and '.join(differing)} differ. Make "
+                    "all parts with the same model, corpus and options."
+                )
+        self.parts = [tuple(request["part"]) for request in requests]
         if len({*self.parts}) < len(self.parts) or len({of for _, of in self.parts}) > 1:
             found = ", ".join(f"{number}/{of}" for number, of in self.parts)
             raise InputError(
                 f"The folders must be different parts of one division of a job, got the parts {found}: "
                 "sentences would count twice."
             )
-        self.request = first.request
         self.targets = by_source([(source, target) for source, target in self.request["pairs"]])
         self.widths: dict[str, int] = self.request["widths"]
-        self.provenance = Provenance.from_json(self.request["provenance"])
-        self.n_samples = sum(artifact.request["n_samples"] for artifact in self._artifacts)
+        self.n_samples = sum(request["n_samples"] for request in requests)
 
     def check_complete(self) -> None:
         """Raise InputError, with the numbers, if parts of the job are missing."""
@@ -92,23 +92,18 @@ class StoredLeastSquares:
 
     def __getitem__(self, source: str) -> LeastSquares:
         targets = {target: self.widths[target] for target in self.targets[source]}
-        whole: LeastSquares | None = None
-        for artifact in self._artifacts:
-            fit = LeastSquares.from_tensors(artifact.read_all(source), targets, source=source)
-            if fit.n != artifact.request["n_samples"]:
-                raise damaged(artifact.folder / source, "is of another number of samples than the folder")
-            whole = fit if whole is None else whole.merge(fit)
-        assert whole is not None
-        return whole
+        fits = (self._read(artifact, source, targets) for artifact in self._artifacts)
+        return functools.reduce(LeastSquares.merge, fits)
+
+    @staticmethod
+    def _read(artifact: Artifact, source: str, targets: dict[str, int]) -> LeastSquares:
+        fit = LeastSquares.from_tensors(artifact.read_all(source), targets, source=source)
+        if fit.n != artifact.request["n_samples"]:
+            raise damaged(artifact.folder / source, "is of another number of samples than the folder")
+        return fit
 
     def merge(self, folder: str | Path) -> StoredLeastSquares:
-        """Write the statistics of all parts as one, as an undivided job would have written them.
-
-        Raises
-        ------
-        InputError
-            A part is missing, or the folder holds something else.
-        """
+        """Write the statistics of all parts into a folder, as an undivided job would have written them."""
         self.check_complete()
         request = {**self.request, "part": [1, 1], "n_samples": self.n_samples}
         with Artifact.writing(folder, HOLDS, request, only_unfinished=("batch_tokens",)) as artifact:
@@ -117,20 +112,6 @@ class StoredLeastSquares:
                     artifact.write(source, self[source].tensors())
                 artifact.finish()
         return StoredLeastSquares(folder)
-
-
-def _check_same_job(first: Artifact, other: Artifact) -> None:
-    for key, named in (("provenance", "samples"), ("pairs", "pairs of sites"), ("widths", "widths")):
-        ours, theirs = first.request[key], other.request[key]
-        if ours != theirs:
-            about = ""
-            if key == "provenance":
-                differing = [of for of in {**ours, **theirs} if ours.get(of) != theirs.get(of)]
-                about = f" ({', '.join(differing)} differ)"
-            raise InputError(
-                f"{other.folder} must be a part of the same job as {first.folder}, and is of other "
-                f"{named}{about}. Make all parts with the same model, corpus and options."
-            )
 
 
 @checked
@@ -166,15 +147,9 @@ def stream_least_squares(
         Which part of the sentences, such as ``(3, 8)`` for the third of eight; `StoredLeastSquares` merges
         them.
     batch_tokens
-        Most tokens in a batch, padding counted.
+        Maximum number of tokens in a batch, padding included.
     progress
-        Whether to show a bar.
-
-    Raises
-    ------
-    InputError
-        A vector is not finite, a pair is not usable, rows or weights are not those of the samples, or the
-        folder is of another job.
+        Show a bar.
     """
     number, of = part
     if number > of:
@@ -232,7 +207,7 @@ def _n_samples(examples: Examples, positions: Positions) -> int:
 def pairs_and_widths(model: TransformerBridge, pairs: Pairs) -> tuple[list[tuple[str, str]], dict[str, int]]:
     """Names of the sites of each pair in a model, and the width of each site."""
     layout = ModelLayout.from_model(model)
-    named = resolve_pairs(pairs, Provenance(ModelIdentity.from_model(model)))
+    named = resolve_pairs(pairs, layout.n_layers)
     wanted = [(str(layout.resolve(source)), str(layout.resolve(target))) for source, target in named]
     return wanted, {site: layout.width(site) for pair in wanted for site in pair}
 

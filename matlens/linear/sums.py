@@ -11,10 +11,11 @@ from torch import Tensor
 
 from matlens import parallel
 from matlens.errors import InputError
-from matlens.linear.least_squares import LeastSquares, check_finite
+from matlens.linear.least_squares import LeastSquares
 from matlens.linear.maps import LinearMap
 from matlens.linear.pairs import by_source, check_collected
 from matlens.models.identity import Provenance
+from matlens.models.sites import check_finite
 from matlens.numerics import give_back_freed
 
 _CHUNK = 4096  # samples factorised at a time; never fewer than eight for each dimension
@@ -52,15 +53,11 @@ class PairFits:
         norms: bool = False,
         split: bool = False,
     ) -> None:
-        self.targets = by_source(pairs)
-        self._pairs = pairs
-        self._fits = {
-            source: LeastSquares(
-                widths[source], {target: widths[target] for target in targets}, source=source, norms=norms,
-                split=split,
-            )
-            for source, targets in self.targets.items()
-        }  # fmt: skip
+        self.targets, self._pairs = by_source(pairs), pairs
+        self._fits: dict[str, LeastSquares] = {}
+        for source, targets in self.targets.items():
+            d_out = {target: widths[target] for target in targets}
+            self._fits[source] = LeastSquares(widths[source], d_out, source=source, norms=norms, split=split)
         self._waiting: list[tuple[dict[str, Tensor], Tensor | None]] = []
 
     def __getitem__(self, source: str) -> LeastSquares:
@@ -72,22 +69,16 @@ class PairFits:
 
     @property
     def n(self) -> int:
-        """How many samples have been seen, without those whose weight is 0."""
+        """How many samples there are, without those whose weight is 0."""
         return self[next(iter(self._fits))].n
 
     @property
     def settled(self) -> bool:
-        """Whether no samples wait, so that looking at the statistics changes no bit of what comes of them."""
+        """Whether no samples wait, so that reading the statistics does not change how they are divided."""
         return not self._waiting
 
     def update(self, vectors: Mapping[str, Tensor], *, weights: Tensor | None = None) -> None:
-        """Add samples.
-
-        Raises
-        ------
-        InputError
-            A site is missing, or a value is not finite, where the message names the site.
-        """
+        """Add samples; raises InputError, which names the site, if a value is not finite."""
         check_collected(self._pairs, vectors)
         own = {site: vectors[site] for site in dict.fromkeys(itertools.chain(*self._pairs))}
         self._waiting.append((own, weights))
@@ -103,10 +94,10 @@ class PairFits:
     def _flush(self) -> None:
         if not self._waiting:
             return
-        for part, _ in self._waiting:
+        waiting, self._waiting = self._waiting, []
+        for part, _ in waiting:
             for site, vectors in part.items():
                 check_finite(vectors, site)
-        waiting, self._waiting = self._waiting, []
         weighed = [weights for _, weights in waiting if weights is not None]
         weights = torch.cat(weighed) if weighed else None
         last_use = {site: source for source, targets in self.targets.items() for site in (source, *targets)}
@@ -120,7 +111,6 @@ class PairFits:
             self._fits[source].update(joined[source], [joined[target] for target in targets], weights=weights)
             for site in [site for site in joined if last_use[site] == source]:
                 del joined[site]
-        del waiting, joined
         give_back_freed()
 
 
@@ -137,13 +127,7 @@ def solve_pairs(
     ridge: float,
     provenance: Provenance | None,
 ) -> Iterator[LinearMap]:
-    """Maps of some of the pairs, source by source.
-
-    Raises
-    ------
-    InputError
-        There are no statistics of a pair, or there were no samples.
-    """
+    """Maps of some of the pairs, source by source."""
     check_kept(fits, pairs)
     for source, targets in by_source(pairs).items():
         maps = fits[source].solve(intercept=intercept, ridge=ridge, targets=targets, provenance=provenance)
@@ -151,7 +135,7 @@ def solve_pairs(
 
 
 def check_kept(fits: FitsBySource, pairs: Sequence[tuple[str, str]]) -> None:
-    """Refuse pairs of which there are no sufficient statistics."""
+    """Raise InputError for pairs without sufficient statistics."""
     absent = [
         f"{source} -> {target}" for source, target in pairs if target not in fits.targets.get(source, ())
     ]
@@ -165,16 +149,12 @@ def check_kept(fits: FitsBySource, pairs: Sequence[tuple[str, str]]) -> None:
 def maps_for_all(
     maps: Iterable[LinearMap], pairs: Sequence[tuple[str, str]], provenance: Provenance | None
 ) -> Iterator[LinearMap]:
-    """Maps that the main process solves, in every process; ``pairs`` are what they are between."""
+    """Maps between ``pairs`` that the main process solves, in every process."""
     if parallel.world_size() == 1:
         yield from maps
         return
     solved = iter(maps)
     for source, target in pairs:
-        parts = {}
-        if parallel.is_main():
-            linear = next(solved)
-            assert (linear.source, linear.target) == (source, target)
-            parts = {"weight": linear.weight} | ({} if linear.bias is None else {"bias": linear.bias})
+        parts = next(solved).parts if parallel.is_main() else {}
         parts = parallel.broadcast_tensors(parts, f"map {source} -> {target}")
         yield LinearMap(parts["weight"], parts.get("bias"), source, target, provenance or Provenance())

@@ -72,14 +72,7 @@ def test_errors_on_others_are_those_of_fits_without_each_sample(
 
 @pytest.mark.parametrize(
     ("n", "tails", "noisy"),
-    [
-        (D, False, True),
-        (18, False, True),
-        (40, False, False),
-        (26, False, False),
-        (26, True, True),
-        (1200, True, False),
-    ],
+    [(D, False, True), (18, False, True), (26, False, False), (26, True, True), (1200, True, False)],
 )
 def test_fits_whose_error_is_mostly_noise_are_found_beyond_twice_the_width(
     n: int, tails: bool, noisy: bool

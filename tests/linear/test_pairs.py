@@ -1,63 +1,49 @@
-"""Pairs of sites: spelled out, refused where they run backwards or were not collected, and grouped."""
+"""Pairs of sites: resolved, refused where they run backward or were not collected, and grouped."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from identities import make_identity
 
 from matlens.errors import InputError
 from matlens.linear.pairs import by_source, check_collected, resolve_pairs
+from matlens.models.identity import Provenance
 from matlens.models.sites import Site
-
-SITES = ["a.0", "b.0", "c.0"]
 
 
 @pytest.mark.parametrize(
     ("pairs", "expected"),
     [
-        ("all", [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]),
-        ("last", [(0, 3), (1, 3), (2, 3)]),
-        ([(1, 2)], [(1, 2)]),
-        ([(-3, -1), (0, -2)], [(1, 3), (0, 2)]),
-        ([("h.0", "h.2"), ("1", "-1")], [(0, 2), (1, 3)]),
-        ([(Site("h", 0), Site("h", -1))], [(0, 3)]),
-        (iter([(0, 3)]), [(0, 3)]),
+        ("all", "01 02 03 12 13 23"), ("last", "03 13 23"), ([(1, 2)], "12"), ([(-3, -1), (0, -2)], "13 02"),
+        ([("h.0", "h.2"), ("1", "-1")], "02 13"), ([(Site("h", 0), Site("h", -1))], "03"),
+        (iter([(0, 3)]), "03"),
     ],
-)
-def test_layers_are_spelled_out(pairs: Any, expected: list[tuple[int, int]]) -> None:
-    assert resolve_pairs(pairs, 3) == [(f"h.{a}", f"h.{b}") for a, b in expected]
+)  # fmt: skip
+def test_layers_are_resolved(pairs: Any, expected: str) -> None:
+    asked = list(pairs) if not isinstance(pairs, str) else pairs
+    for model in (3, Provenance(make_identity(n_layers=3))):
+        assert resolve_pairs(asked, model) == [(f"h.{a}", f"h.{b}") for a, b in expected.split()]
 
 
-def test_sites_inside_blocks_are_spelled_out() -> None:
+def test_sites_inside_blocks_are_resolved() -> None:
     pairs = [("ffn_in.-1", "ffn_out.-1"), ("ln1_out.2", "attn_out.0"), ("mid.1", 0)]
     expected = [("ffn_in.2", "ffn_out.2"), ("ln1_out.2", "attn_out.0"), ("mid.1", "h.0")]
     assert resolve_pairs(pairs, 3) == expected
 
 
 @pytest.mark.parametrize(
-    ("pairs", "told"),
+    "pairs",
     [
-        ([(0, 4)], r"Layer 4 of site 'h' is out of range: this model has h\.0 to h\.3"),
-        ([(-5, 3)], "Layer -5 of site 'h' is out of range"),
-        ([(2, 2)], "from layer 2 to layer 2: the source must lie before the target"),
-        ([(0, 3), (-1, 1)], "from layer 3 to layer 1"),
-        ([("ln1_out.3", 3)], r"this model has ln1_out\.0 to ln1_out\.2"),
-        ([("x", 3)], "'x' is not a site"),
-        ("every", r"^pairs must be"),
-        (None, r"^pairs must be"),
-        ({0: 3}, r"pair"),
-        ((0, 3), r"^pairs must be|pair of sites must be"),
-        (["h.0", "h.3"], r"^pairs must be"),
-        (["03"], r"^pairs must be"),
-        ([(0, 1, 3)], r"\(0, 1, 3\)"),
+        [(0, 4)], [(-5, 3)], [(2, 2)], [(0, 3), (-1, 1)], [("ln1_out.3", 3)], [("x", 3)], "every", None,
+        {0: 3}, (0, 3), ["03"], [(0, 1, 3)], [], "last",
     ],
-)
-def test_pairs_that_cannot_be_fitted(pairs: Any, told: str) -> None:
-    with pytest.raises(InputError, match=told):
-        resolve_pairs(pairs, 3)
+)  # fmt: skip
+def test_pairs_that_cannot_be_fitted(pairs: Any) -> None:
+    model: Any = Provenance() if pairs == "last" else 3  # of an unknown model, the last layer is unknown
+    with pytest.raises(InputError):
+        resolve_pairs(pairs, model)
 
 
 def test_pairs_that_were_not_collected_are_named_in_their_order() -> None:
@@ -66,11 +52,7 @@ def test_pairs_that_were_not_collected_are_named_in_their_order() -> None:
         check_collected(iter([("h.0", "h.10"), ("h.2", "h.3")]), iter(["h.0", "h.3"]))
 
 
-@given(st.lists(st.tuples(st.sampled_from(SITES), st.sampled_from(SITES)), max_size=12))
-def test_pairs_are_grouped_by_source_in_the_order_of_first_occurrence(pairs: list[tuple[str, str]]) -> None:
+def test_pairs_are_grouped_by_source_in_the_order_of_first_occurrence() -> None:
+    pairs = [("b.0", "c.0"), ("a.0", "b.0"), ("b.0", "a.0"), ("a.0", "b.0"), ("b.0", "c.0")]
     grouped = by_source(pairs)
-    assert {(source, t) for source, targets in grouped.items() for t in targets} == set(pairs)
-    assert sum(map(len, grouped.values())) == len(set(pairs))
-    assert list(grouped) == sorted(grouped, key=[source for source, _ in pairs].index)
-    for source, targets in grouped.items():
-        assert targets == sorted(targets, key=[t for s, t in pairs if s == source].index)
+    assert list(grouped.items()) == [("b.0", ["c.0", "a.0"]), ("a.0", ["b.0"])]

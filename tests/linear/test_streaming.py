@@ -1,7 +1,8 @@
-"""Moments of a corpus that passes by: those of its rows, whole, in shards, and after a kill."""
+"""Sufficient statistics of a streamed corpus: those of its vectors, whole, in parts, and after a kill."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,70 +54,66 @@ def assert_same_predictions(one: StoredLeastSquares, other: StoredLeastSquares, 
         assert float((x @ ours.T - x @ theirs.T).norm() / (x @ theirs.T).norm()) < most
 
 
+@pytest.mark.parametrize("selected", [False, True], ids=["all samples", "some, weighted"])
 @pytest.mark.parametrize("positions", ["all", "drawn"])
-def test_moments_are_those_of_the_rows(
-    positions: Any, model: Any, examples: Examples, tmp_path: Path
-) -> None:
-    sites = sorted({site for pair in PAIRS for site in pair})
-    rows = matlens.collect(model, examples, sites, positions=positions, **QUIET)
-    kept = stream_least_squares(model, examples, tmp_path / "m", pairs=PAIRS, positions=positions, **QUIET)
-    assert kept.n_samples == rows.n_rows
-    assert kept.provenance.samples.to_json() == rows.provenance.samples.to_json()
-    for source, targets in kept.targets.items():
-        y = torch.cat([rows[target] for target in targets], 1).double()
-        for ridge, intercept in ((0.0, False), (0.3, True)):
-            ours, bias = kept[source].solution(intercept=intercept, ridge=ridge)
-            direct = LeastSquares(rows[source].shape[1], y.shape[1]).update(rows[source], y)
-            theirs, other_bias = direct.solution(intercept=intercept, ridge=ridge)
-            x = rows[source].double()
-            assert float((x @ ours.T - x @ theirs.T).norm() / (x @ theirs.T).norm()) < 1e-10
-            assert (bias is None) == (other_bias is None) == (not intercept)
-
-
-@pytest.mark.parametrize("positions", ["all", "drawn"])
-def test_chosen_and_weighted_samples_are_those_of_the_collection(
-    positions: Any, model: Any, examples: Examples, tmp_path: Path
+def test_moments_are_those_of_collected_vectors_whole_and_in_parts(
+    positions: Any, selected: bool, model: Any, examples: Examples, tmp_path: Path
 ) -> None:
     sites = sorted({site for pair in PAIRS for site in pair})
     collected = matlens.collect(model, examples, sites, positions=positions, **QUIET)
-    generator = np.random.default_rng(3)
-    rows = torch.from_numpy(generator.random(collected.n_rows) < 0.8)
-    weights = torch.from_numpy(generator.integers(0, 3, collected.n_rows))
-    asked: Any = {"pairs": PAIRS, "positions": positions, "rows": rows, "weights": weights.double(), **QUIET}
-    kept = stream_least_squares(model, examples, tmp_path / "m", **asked)
-    shards = [
+    n = collected.n_rows
+    asked: dict[str, Any] = {"pairs": PAIRS, "positions": positions, **QUIET}
+    taken = torch.arange(n)
+    if selected:
+        generator = np.random.default_rng(3)
+        rows = torch.from_numpy(generator.random(n) < 0.8)
+        weights = torch.from_numpy(generator.integers(0, 3, n))
+        asked |= {"rows": rows, "weights": weights.double()}
+        taken = taken[rows].repeat_interleave(weights[rows])
+    stored = stream_least_squares(model, examples, tmp_path / "m", **asked)
+    parts = [
         stream_least_squares(model, examples, tmp_path / str(number), part=(number, 3), **asked)
         for number in (1, 2, 3)
     ]
-    taken = torch.arange(collected.n_rows)[rows].repeat_interleave(weights[rows])
-    assert kept.n_samples == int((rows & (weights > 0)).sum()) == sum(part.n_samples for part in shards)
+    assert stored.n_samples == len(taken.unique()) == sum(part.n_samples for part in parts)
+    assert stored.provenance.data == collected.provenance.data
     joined = StoredLeastSquares(*(tmp_path / name for name in "312"))
-    for source, targets in kept.targets.items():
+    assert joined.parts == [(1, 3), (2, 3), (3, 3)]
+    for source, targets in stored.targets.items():
         x, y = collected[source][taken], torch.cat([collected[target][taken] for target in targets], 1)
-        direct, bias = LeastSquares(x.shape[1], y.shape[1]).update(x, y).solution(intercept=True, ridge=0.3)
-        for stored, most in ((kept, 1e-10), (joined, 1e-6)):
-            ours, other = stored[source].solution(intercept=True, ridge=0.3)
-            assert float((x.double() @ (ours - direct).T).norm() / (x.double() @ direct.T).norm()) < most
-            torch.testing.assert_close(other, bias, rtol=1e-4, atol=1e-6)
-    with pytest.raises(InputError, match="belongs to another job"):
-        stream_least_squares(model, examples, tmp_path / "m", **asked | {"rows": ~rows})
-    with pytest.raises(InputError, match=f"rows must have a value for each of the {collected.n_rows}"):
-        stream_least_squares(model, examples, tmp_path / "n", **asked | {"rows": rows[:3], "weights": None})
-    maps = fit_moments(joined, tmp_path / "maps", progress=False)
-    assert {"rows", "weights"} < set(maps.provenance.details)
-    for intercept in (False, True):
-        fitted = fit_moments(joined, tmp_path / f"maps-{intercept}", intercept=intercept, progress=False)
-        assert fitted.provenance.details["intercept"] is intercept
-    joined.merge(tmp_path / "merged")
-    assert stream_least_squares(model, examples, tmp_path / "merged", **asked).n_samples == kept.n_samples
+        direct = LeastSquares(x.shape[1], y.shape[1]).update(x, y)
+        for ridge, intercept in ((0.0, False), (0.3, True)):
+            if ridge == 0 and positions == "drawn":
+                continue  # fewer samples than dimensions
+            theirs, bias = direct.solution(intercept=intercept, ridge=ridge)
+            # In parts there are other batches, so the vectors themselves agree to float32 alone.
+            for ours, limit in ((stored, 1e-10), (joined, 1e-5)):
+                weight, other = ours[source].solution(intercept=intercept, ridge=ridge)
+                difference = (x.double() @ (weight - theirs).T).norm() / (x.double() @ theirs.T).norm()
+                assert float(difference) < limit
+                torch.testing.assert_close(other, bias, rtol=1e-4, atol=1e-6)
+    merged = joined.merge(tmp_path / "merged")
+    assert_same_predictions(merged, joined)
+    # It is the folder of the undivided job, which need not be run any more.
+    again = stream_least_squares(model, examples, tmp_path / "merged", **asked)
+    assert torch.equal(again["h.0"].tensors()["r"], merged["h.0"].tensors()["r"])
+    if selected:
+        with pytest.raises(InputError, match="belongs to another job"):
+            stream_least_squares(model, examples, tmp_path / "m", **asked | {"rows": ~rows})
+        with pytest.raises(InputError, match=f"rows must have a value for each of the {n}"):
+            stream_least_squares(
+                model, examples, tmp_path / "n", **asked | {"rows": rows[:3], "weights": None}
+            )
+        maps = fit_moments(joined, tmp_path / "maps", intercept=True, progress=False)
+        assert {"rows", "weights"} < set(maps.provenance.details)
 
 
 def test_few_samples_have_the_penalty_of_their_rows(model: Any, examples: Examples, tmp_path: Path) -> None:
     few = examples.head(4)
     rows = matlens.collect(model, few, positions="all", **QUIET)
     assert rows.n_rows < 2 * rows.provenance.identity.d_model
-    kept = stream_least_squares(model, few, tmp_path / "m", pairs="last", **QUIET)
-    maps = fit_moments(kept, tmp_path / "maps", ridge=None, progress=False)
+    stored = stream_least_squares(model, few, tmp_path / "m", pairs="last", **QUIET)
+    maps = fit_moments(stored, tmp_path / "maps", ridge=None, progress=False)
     expected = typical_penalty(rows, ["h.0", "h.1", "h.2"])
     assert maps.provenance.details["ridge"] == expected > 0
     reference = MapSet.fit(rows, ridge=expected, progress=False)
@@ -124,41 +121,68 @@ def test_few_samples_have_the_penalty_of_their_rows(model: Any, examples: Exampl
         torch.testing.assert_close(linear.weight, reference[pair].weight, rtol=1e-4, atol=1e-6)
 
 
-def test_shards_in_any_order_are_the_whole(
-    model: Any, examples: Examples, whole: StoredLeastSquares, tmp_path: Path
-) -> None:
+def test_parts_in_any_order_give_the_same_bits(model: Any, examples: Examples, tmp_path: Path) -> None:
     folders = [tmp_path / name for name in "abc"]
     for number, folder in enumerate(folders, start=1):
         stream_least_squares(model, examples, folder, pairs=PAIRS, part=(number, 3), **QUIET)
     joined = StoredLeastSquares(*folders)
-    assert joined.n_samples == whole.n_samples
-    assert joined.parts == [(1, 3), (2, 3), (3, 3)]
-    # Other batches: the vectors themselves agree to float32 alone. Of the same vectors, all digits do.
-    assert_same_predictions(joined, whole, 1e-6)
-    parts = [
-        matlens.collect(model, part, sorted(joined.widths), positions="all", **QUIET)
-        for part in (part_of(examples, number, 3) for number in (3, 1, 2))
-    ]  # fmt: skip
+    one, other = (StoredLeastSquares(*(folders[i] for i in order)) for order in ((0, 1, 2), (2, 0, 1)))
     for source, targets in joined.targets.items():
+        assert all(torch.equal(one[source].tensors()[name], other[source].tensors()[name]) for name in "rz")
+        # Of the same vectors, all digits agree.
+        parts = [
+            matlens.collect(model, part_of(examples, number, 3), [source, *targets], positions="all", **QUIET)
+            for number in (3, 1, 2)
+        ]
         x = torch.cat([part[source] for part in parts]).double()
         y = torch.cat([torch.cat([part[target] for target in targets], 1) for part in parts])
         theirs, _ = LeastSquares(x.shape[1], y.shape[1]).update(x, y).solution(intercept=False, ridge=0.0)
         ours, _ = joined[source].solution(intercept=False, ridge=0.0)
         assert float((x @ ours.T - x @ theirs.T).norm() / (x @ theirs.T).norm()) < 1e-10
-    maps = [
-        fit_moments(StoredLeastSquares(*(folders[i] for i in order)), tmp_path / str(order), progress=False)
-        for order in ((0, 1, 2), (2, 0, 1))
-    ]
-    for pair in maps[0]:
-        assert torch.equal(maps[0][pair].weight, maps[1][pair].weight)
-    merged = joined.merge(tmp_path / "merged")
-    assert_same_predictions(merged, joined)
-    # It is the folder of the undivided job, which need not be run any more.
-    again = stream_least_squares(model, examples, tmp_path / "merged", pairs=PAIRS, **QUIET)
-    assert torch.equal(again["h.0"].tensors()["r"], merged["h.0"].tensors()["r"])
 
 
-def test_a_shard_without_sentences_adds_nothing(model: Any, examples: Examples, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def folders(model: Any, examples: Examples, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Parts of a job, of another division, of other samples and of other pairs."""
+    root = tmp_path_factory.mktemp("parts")
+    other = matlens.make_examples(model, make_sentences(), seed=1)
+
+    def make(name: str, *arguments: Any, **more: Any) -> None:
+        stream_least_squares(model, *arguments, root / name, **{"pairs": [(0, 1)], **QUIET, **more})
+
+    make("1-2", examples, part=(1, 2))
+    make("2-2", examples, part=(2, 2))
+    make("1-3", examples, part=(1, 3))
+    make("other", other, part=(2, 2))
+    make("pairs", examples, part=(2, 2), pairs=[(0, 2)])
+    shutil.copytree(root / "1-2", root / "copy")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("1-2 1-2", "got the parts 1/2, 1/2"), ("1-2 copy", "got the parts 1/2, 1/2"),
+        ("2-2 1-3", "got the parts 1/3, 2/2"), ("1-2 other", "provenance differ"),
+        ("1-2 pairs", "pairs and widths differ"),
+    ],
+)  # fmt: skip
+def test_parts_that_overlap_or_are_of_another_job_are_refused(
+    names: str, message: str, folders: Path
+) -> None:
+    with pytest.raises(InputError, match=message):
+        StoredLeastSquares(*(folders / name for name in names.split()))
+
+
+def test_missing_parts_are_named(folders: Path, tmp_path: Path) -> None:
+    some = StoredLeastSquares(folders / "1-3")
+    with pytest.raises(InputError, match="missing are 2/3, 3/3"):
+        some.merge(tmp_path / "m")
+    assert not (tmp_path / "m").exists()
+    StoredLeastSquares(folders / "2-2", folders / "1-2").check_complete()
+
+
+def test_a_part_without_sentences_adds_nothing(model: Any, examples: Examples, tmp_path: Path) -> None:
     few = examples.head(2)
     folders = [tmp_path / str(number) for number in (1, 2, 3)]
     for number, folder in enumerate(folders, start=1):
@@ -168,7 +192,7 @@ def test_a_shard_without_sentences_adds_nothing(model: Any, examples: Examples, 
     assert_same_predictions(StoredLeastSquares(*folders), alone, 1e-6)
 
 
-def test_shards_part_the_sentences_with_their_positions(model: Any) -> None:
+def test_parts_have_the_sentences_with_their_positions(model: Any) -> None:
     marked = [[5, 6, 7], [8, 9, 10, 11], [12, 13], [14, 15, 16]]
     examples = matlens.make_token_examples(model, marked, positions=[[0, 2], [3], [1], [0, 1, 2]])
     read = []
@@ -181,7 +205,7 @@ def test_shards_part_the_sentences_with_their_positions(model: Any) -> None:
     assert np.array_equal(part_of(examples, 1, 3).tokens, [5, 6, 7, 14, 15, 16])
 
 
-def test_shards_keep_the_sources_of_a_decoder_and_the_images_of_a_vision_transformer(
+def test_parts_have_the_sources_of_a_decoder_and_the_images_of_a_vision_transformer(
     model_folder: Callable[[str], Path],
 ) -> None:
     sentences = make_sentences().sentences[:7]
@@ -233,10 +257,10 @@ def test_a_killed_run_goes_on_from_its_last_state_to_the_same_bytes(
     assert [verdict.damage for verdict in verify(tmp_path / "m")] == [None]
     passes.clear()
     passes += [-1] * 8  # never seven again
-    kept = stream_least_squares(model, examples, tmp_path / "m", pairs=PAIRS, **QUIET)
+    stored = stream_least_squares(model, examples, tmp_path / "m", pairs=PAIRS, **QUIET)
     n_batches = sum(1 for _ in examples.batches(40))
     assert len(passes) - 8 == n_batches - done > 3
-    assert_same_predictions(kept, whole)
+    assert_same_predictions(stored, whole)
     for name in ("h.0.safetensors", "attn_in.1.safetensors"):
         assert (tmp_path / "m" / name).read_bytes() == (tmp_path / "lone" / name).read_bytes()
     assert {path.name for path in (tmp_path / "m").iterdir()} == {
@@ -244,9 +268,6 @@ def test_a_killed_run_goes_on_from_its_last_state_to_the_same_bytes(
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("part", [(0, 3), (4, 3), (1, 0), (1.0, 2), (1, 2, 3)])
-def test_a_part_that_does_not_exist_is_refused(
-    part: Any, model: Any, examples: Examples, tmp_path: Path
-) -> None:
+def test_a_part_that_does_not_exist_is_refused(model: Any, examples: Examples, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^part must"):
-        stream_least_squares(model, examples, tmp_path / "m", part=part, **QUIET)
+        stream_least_squares(model, examples, tmp_path / "m", part=(4, 3), **QUIET)

@@ -173,7 +173,7 @@ def test_maps_of_another_precision_are_used_where_it_is_said(
         matlens.patched(half, matlens.jump(strict, 0, 3)),
     ):
         pass
-    for allowed in (lenient, lenient.held(), MapSet(maps.values(), same_precision=False)):
+    for allowed in (lenient, lenient.in_memory(), MapSet(maps.values(), same_precision=False)):
         with matlens.patched(half, matlens.jump(allowed, 0, 3)):
             assert half(half.to_tokens(TEXT)).dtype == dtype
     with torch.no_grad():

@@ -401,7 +401,7 @@ def test_the_main_job_is_evaluated_in_its_folder(study: Callable[..., Study], tm
 def test_pairs_that_cannot_be_fitted_are_refused_before_the_work(
     study: Callable[..., Study], runs: list[int]
 ) -> None:
-    with pytest.raises(InputError, match="the source must lie before the target"):
+    with pytest.raises(InputError, match="must lie before its target"):
         study(pairs=[(2, 1)]).evaluate()
     assert runs == []
 
