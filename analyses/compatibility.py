@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import pandas as pd
 import torch
@@ -19,7 +19,7 @@ from studies import FEATURES, Report, Study, compatibility, run_study
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from matlens import InputError, load
-from matlens.models import STACKS, Stack
+from matlens.models import Stack
 from matlens.parallel import Bar
 
 NAME = "compatibility"
@@ -148,7 +148,7 @@ def main(
     chosen = model_type or list(CONFIGURATIONS)
     rows = []
     for name in Bar(chosen, unit="architecture", desc="trying"):
-        stacks: tuple[Any, ...] = STACKS if small_configuration(name).is_encoder_decoder else (None,)
+        stacks: tuple[Any, ...] = get_args(Stack) if small_configuration(name).is_encoder_decoder else (None,)
         for stack in stacks:
             with tempfile.TemporaryDirectory() as folder:
                 row = attempt(name, Path(folder), study.seed, stack)

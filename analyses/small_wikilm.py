@@ -21,9 +21,16 @@ import torch
 import typer
 from figures.paper_a import training_curves
 from studies import Report, Study, run_study
-from training import compare_with_ngrams, token_sequences, train, training_table, word_dictionary
-
-from matlens.models import WikiLMConfig, WikiLMForCausalLM, write_wikilm
+from training import (
+    WikiLMConfig,
+    WikiLMForCausalLM,
+    compare_with_ngrams,
+    token_sequences,
+    train,
+    training_table,
+    word_dictionary,
+    write_wikilm,
+)
 
 NAME = "small_wikilm"
 LONGEST = 128  # tokens that the model reads

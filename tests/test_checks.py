@@ -50,7 +50,7 @@ UNCHECKED = {
     "Report", "main", "run_study", "Rows", "Column",
     "Artifact", "Plan", "command_line", "keep_rows", "make_config", "read_rows",
     "result_row", "result_table", "software_versions", "system_errors", "to_json", "write_bytes",
-    "print_members", "print_atlas", "register_wikilm", "WikiLMForCausalLM", "distributed",
+    "print_members", "print_atlas", "distributed", "Family", "register",
     "write_json", "write_results", "write_text", "write_together", "write_maps", "make_token_examples",
 }  # fmt: skip
 

@@ -8,4 +8,7 @@ from training.tables import compare_with_ngrams as compare_with_ngrams
 from training.tables import training_table as training_table
 from training.vocabularies import bpe_tokenizer as bpe_tokenizer
 from training.vocabularies import token_sequences as token_sequences
-from training.vocabularies import word_dictionary as word_dictionary
+from training.wikilm import WikiLMConfig as WikiLMConfig
+from training.wikilm import WikiLMForCausalLM as WikiLMForCausalLM
+from training.wikilm import word_dictionary as word_dictionary
+from training.wikilm import write_wikilm as write_wikilm

@@ -1,31 +1,14 @@
-"""A vocabulary of a corpus: its words with fairseq's dictionary, or pieces of words; sentences as tokens."""
+"""A vocabulary of pieces of words, learnt from a corpus, and its sentences as tokens."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 from matlens.data.corpus import Corpus
 from matlens.errors import Between, InputError, PositiveInt, checked, short
-from matlens.models.families.wikilm.dictionary import WordDictionary, words_of
 
 END = "<|endoftext|>"  # as in GPT-2, before each text and behind it
-
-
-@checked
-def word_dictionary(corpus: Corpus, *, n_words: int) -> WordDictionary:
-    """The most frequent words of a corpus, as a WikiLM reads them.
-
-    Parameters
-    ----------
-    corpus
-        The sentences.
-    n_words
-        How many words at most, the four special ones included.
-    """
-    counts = Counter(word for words in words_of(corpus.sentences) for word in words)
-    return WordDictionary.from_counts(counts.items(), n_words=n_words)
 
 
 @checked

@@ -29,10 +29,10 @@ from matlens.io.contents import hash_contents
 from matlens.io.entries import Cache, default_cache
 from matlens.io.files import read_json, write_json
 from matlens.models.checkpoints import gguf_key, software
-from matlens.models.families.encoder_decoders import Stack
 from matlens.models.identity import ModelIdentity
 from matlens.models.loading import choose_device, load, model_name
-from matlens.models.places import CHECKPOINT, locate
+from matlens.models.places import GGUF, locate
+from matlens.models.registry import Stack
 from matlens.models.tokens import token_texts
 
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ def _place_of(
         return None
     key: dict[str, Any] = {"layout": _LAYOUT, "dtype": str(dtype), "stack": stack, "software": software()}
     key["software"] |= {package: version(package) for package in _SOFTWARE}
-    if gguf is not None and gguf.lower().endswith(CHECKPOINT):
+    if gguf is not None and not gguf.lower().endswith(GGUF):
         return None  # it is read faster than its parts would be
     if gguf is not None:
         key["gguf"] = gguf_key(cache, Path(folder, gguf))

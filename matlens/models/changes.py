@@ -25,6 +25,7 @@ from torch.nn.utils import parametrize
 
 from matlens.errors import InputError, checked
 from matlens.models.hooks import LOCK, record_of
+from matlens.models.registry import families
 from matlens.models.weights import is_quantized, modules_below, plain_model, plain_place
 
 if TYPE_CHECKING:
@@ -36,8 +37,6 @@ _BUILDERS = (
     "transformers.",
     "transformers_modules.",
     "accelerate.",
-    "matlens.models.families.bridging",
-    "matlens.models.families.mixtures",
 )
 _HOOKS = {
     "forward hook": "_forward_hooks",
@@ -317,7 +316,8 @@ def _modules(model: TransformerBridge) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_builders(function: Any) -> bool:
-    return str(getattr(function, "__module__", "")).startswith(_BUILDERS)
+    module = str(getattr(function, "__module__", ""))
+    return module.startswith(_BUILDERS) or any(module == type(family).__module__ for family in families())
 
 
 def _only_moves(module: nn.Module, forward: Any) -> bool:

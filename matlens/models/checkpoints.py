@@ -19,6 +19,7 @@ from matlens.errors import InputError
 from matlens.io.bounds import LAYERS
 from matlens.io.contents import hash_contents
 from matlens.io.entries import Cache, default_cache, tell
+from matlens.models.registry import families
 
 MODEL = "model"
 """What entries of whole models are called."""
@@ -34,9 +35,7 @@ def read_configuration(folder: str, **options: Any) -> Any:
     from transformer_lens.utilities.hf_utils import autoconfig_with_remote_post_init_compat
     from transformers import AutoConfig
 
-    from matlens.models.families.wikilm.adapter import register_wikilm
-
-    register_wikilm()
+    families()  # some let transformers know their configuration
     return autoconfig_with_remote_post_init_compat(
         folder, auto_config=AutoConfig, output_attentions=True, **options
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from matlens.errors import InputError, checked
 from matlens.io.bounds import LAYERS
 from matlens.models.changes import changes_of, check_eval_mode, describe_changes
-from matlens.models.families.bridging import is_amended
+from matlens.models.repairs import is_repaired
 from matlens.models.sites import Site
 from matlens.models.tokens import token_policy
 from matlens.models.weights import known_fingerprints, precision, unembed_hash
@@ -302,20 +302,11 @@ def _named(model: ModelIdentity | None) -> str:
 
 @checked
 def check_raw(model: TransformerBridge) -> None:
-    """Refuse a bridge in compatibility mode or with dropout, or that computes another model than is in it.
-
-    Raises
-    ------
-    InputError
-        Folded norms and centred weights change what the hooks carry: a map fitted on them would
-        belong to another model than the one that was published. See
-        `matlens.models.families.bridging` for the other.
-    """
-    if not is_amended(model):
+    """Raise InputError for folded weights, dropout, or a bridge that computes another model than its own."""
+    if not is_repaired(model):
         raise InputError(
-            "TransformerLens runs this model in another way than transformers does: it counts the distances "
-            "of Falcon's ALiBi twice, and lets tokens of OpenAI's first GPT see those behind them. Load it "
-            "with matlens.load(), or give the bridge to matlens.wrap() first, which puts that right."
+            f"TransformerLens does not compute {model.cfg.architecture} as transformers does. Load it with "
+            "matlens.load(), or give the bridge to matlens.wrap() first, which puts that right."
         )
     check_eval_mode(model)
     if model.compatibility_mode:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from matlens.errors import InputError, checked
 from matlens.models.changes import changes_of
-from matlens.models.families.mixtures import Mixture, attached
-from matlens.models.families.vision import is_visual, places_of_image, probe_images
 from matlens.models.hooks import reading
+from matlens.models.registry import Family, ask
 from matlens.models.sites import (
     COEFFICIENTS,
     MID,
@@ -45,13 +44,13 @@ class Hook(NamedTuple):
     Attributes
     ----------
     name, names
-        Its own name, and all names by which TransformerLens knows it.
+        Its own name, and all its names.
     order
-        When it fires: the number of hooks that fire before it; -1 if it does not fire.
+        The number of hooks that fire before it; -1 if it does not fire.
     shape
         What it carries for a token, ``(width,)`` or ``(heads, width)``; ``()`` where that is no vector.
     carries
-        What it carries, in words.
+        A description for messages.
     """
 
     name: str
@@ -69,18 +68,18 @@ class ModelLayout:
     Attributes
     ----------
     wiring
-        The wiring of its blocks: ``pre-norm``, ``scaled`` (pre-norm, with both outputs multiplied by a
-        number before they are added: Granite), ``extra-norm``, ``output-norm`` (norms only behind attention
-        and FFN, before the addition: OLMo-2), ``post-norm``, ``parallel``, ``cross-attention`` (the decoder
-        of an encoder-decoder: T5), or ``stream-only`` where no known sum holds and only ``h`` can be trusted.
+        How blocks add up: ``pre-norm``, ``scaled`` (outputs multiplied before they are added: Granite),
+        ``extra-norm``, ``output-norm`` (norms only after attention and FFN: OLMo-2), ``post-norm``,
+        ``parallel``, ``cross-attention`` (decoder of T5), or ``stream-only`` where no known sum holds: only
+        ``h`` is known.
     kinds
-        The kinds of sites inside a block that this model has.
+        The kinds of sites inside a block.
     d_mlp
-        Width of ``ffn_post``, 0 where there is none.
+        Width of ``ffn_post``, 0 without one.
     blocks_return_tuples, n_returned
-        Whether a block's module returns its vectors as the first of several values, and of how many.
+        Whether a block returns its vectors as the first of several values, and of how many.
     hooks
-        Every hook of the model, by each of its names.
+        Every hook, by each of its names.
     """
 
     wiring: Wiring
@@ -94,11 +93,8 @@ class ModelLayout:
 
     @classmethod
     def from_model(cls, model: TransformerBridge) -> ModelLayout:
-        """Find how a model's blocks are wired, by running a few tokens and checking the sums.
-
-        The answer is remembered for as long as the model lives, but not where the model is changed: hooks of
-        others can break its sums. Where hooks are turned on in ``model.cfg`` it is asked for anew.
-        """
+        """Run a few tokens and find the wiring whose sums hold; remembered, unless the model is changed."""
+        # Hooks that are turned on in `model.cfg` are found in a new pass.
         switches = tuple(getattr(model.cfg, name, None) for name in _SWITCHES)
         if model in _KNOWN and _KNOWN[model][0] == switches:
             return _KNOWN[model][1]
@@ -122,13 +118,8 @@ class ModelLayout:
     def resolve(self, site: str | int | Site) -> Site:
         """Check a site against this model; negative layers count from the end.
 
-        A hook that carries one of the model's sites is that site.
-
-        Raises
-        ------
-        InputError
-            The kind, the layer or the hook does not exist here, and the message names the nearest that does;
-            or the hook carries no vector for each token.
+        A hook that carries one of the model's sites is that site. Raises InputError for a kind, layer or hook
+        that the model does not have, and for a hook that does not carry one vector per token.
         """
         site = Site.parse(site, self.n_layers)
         if site.is_hook:
@@ -143,7 +134,7 @@ class ModelLayout:
         return site
 
     def width(self, site: str | int | Site) -> int:
-        """How many coordinates a site's vectors have, those of all heads together."""
+        """Dimensions of a site's vectors, heads concatenated."""
         site = self.resolve(site)
         if site.is_hook:
             return math.prod(self.hooks[str(site)].shape)
@@ -163,8 +154,8 @@ class ModelLayout:
     def written_at(self, site: str | int | Site) -> tuple[str, str | None]:
         """The hook at which a site can be written, and one whose vectors are added to what is written there.
 
-        The stream between attention and FFN is the sum of the stream before and what attention writes: where
-        only a norm reads the sum off a hook, writing there would leave the stream as it is.
+        ``mid`` is the stream before plus attention's output: where only a norm reads the sum from a hook,
+        writing there would leave the stream as it is.
         """
         site = self.resolve(site)
         sums = dict(self.wiring.sums)
@@ -212,12 +203,10 @@ class ModelLayout:
         known = self._site_of.get(hook.name)
         if known is None:
             return Site.read(min(hook.names, key=lambda name: (len(name), name)))
-        mid = Site(MID, known.layer)
-        return mid if str(site).endswith(MID_HOOK) and self._hook_of(mid) == hook.name else known
-
-    def _hook_of(self, site: Site) -> str | None:
-        """Name of the hook of a site inside a block, ``None`` where the model has no such site."""
-        return block_hook(site.layer, self.wiring.hooks[site.kind]) if site.kind in self.kinds else None
+        asks_mid = str(site).endswith(MID_HOOK) and MID in self.kinds
+        if asks_mid and block_hook(known.layer, self.wiring.hooks[MID]) == hook.name:
+            return Site(MID, known.layer)
+        return known
 
 
 _KNOWN: WeakKeyDictionary[Any, tuple[tuple[Any, ...], ModelLayout]] = WeakKeyDictionary()
@@ -225,32 +214,32 @@ _SWITCHES = ("use_attn_result", "use_split_qkv_input", "use_hook_mlp_in", "use_a
 
 
 def _examine(model: TransformerBridge) -> ModelLayout:
-    n_layers = model.cfg.n_layers
-    candidates = {name for wiring in WIRINGS for name in wiring.hooks.values()} | {*STREAM_HOOKS.values()}
-    mixtures = [mixture(model, layer) for layer in range(n_layers)]
-    wirings = [_of_mixtures(wiring) for wiring in WIRINGS] if any(mixtures) else WIRINGS
-    candidates |= {MIXTURE_HOOK}
-    wanted = {block_hook(layer, name) for layer in range(n_layers) for name in candidates}
-    probe, places = probe_inputs(model)
+    layers = range(model.cfg.n_layers)
+    wirings: Sequence[Wiring] = WIRINGS
+    mixtures = [mixture(model, layer) for layer in layers]  # each gets its hook
+    if any(experts is not None for experts in mixtures):
+        wirings = [replace(wiring, hooks={**wiring.hooks, COEFFICIENTS: MIXTURE_HOOK}) for wiring in WIRINGS]
+    probe, size = probe_inputs(model)
+    names, closed = _names(model), getattr(model, "_gated_hook_reason", lambda name: None)
+    candidates = {*STREAM_HOOKS.values(), *(name for wiring in wirings for name in wiring.hooks.values())}
+    stored = {block_hook(layer, name) for layer in layers for name in candidates}
     seen: dict[str, Tensor] = {}
     fired: dict[str, list[tuple[int, Any]]] = {}
     count = itertools.count()
+    returned: list[int | None] = []  # how many values, where they are several
 
     def keep(value: Any, hook: Any) -> None:
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         fired.setdefault(hook.name, []).append((next(count), shape))
-        if hook.name in wanted:
+        if hook.name in stored:
             seen[hook.name] = value.detach()
 
-    points = _points(model)
-    returned: list[int | None] = []  # how many values, where they are several
-
-    def count_returned(module: nn.Module, given: Any, value: Any) -> None:
+    def count_returned(module: nn.Module, args: Any, value: Any) -> None:
         returned.append(len(value) if isinstance(value, tuple) else None)
 
     listening = model.blocks[0].register_forward_hook(count_returned)
     try:
-        hooks = [(name, keep) for name in _open(model, points)]
+        hooks = [(name, keep) for name in names if closed(name) is None]  # others are turned on in model.cfg
         with torch.inference_mode(), reading(model, hooks):
             model(probe, return_type=None)
     except (InputError, torch.OutOfMemoryError):  # these say nothing about what the model is
@@ -258,98 +247,71 @@ def _examine(model: TransformerBridge) -> ModelLayout:
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
         raise InputError(
             f"{type(model.original_model).__name__} cannot be run by TransformerLens: a pass over "
-            f"{places[0]} sentences of {places[1]} tokens ends in {type(error).__name__}: {error}. "
+            f"{size[0]} sentences of {size[1]} tokens ends in {type(error).__name__}: {error}. "
             "Expected a model whose configuration fits its weights, and which reads token ids."
         ) from error
     finally:
         listening.remove()
-    by_name = {
+    hooks_by_name = {
         name: hook
-        for hook_name, names in points.items()
-        for hook in [Hook(hook_name, names, *_carried(fired.get(hook_name, []), places))]
-        for name in names
+        for own, others in names.items()
+        for hook in [Hook(own, others, *_carried(fired.get(own, []), size))]
+        for name in others
     }
     common: Any = {
-        "n_layers": n_layers, "d_model": model.cfg.d_model, "hooks": by_name,
+        "n_layers": len(layers), "d_model": model.cfg.d_model, "hooks": hooks_by_name,
         "blocks_return_tuples": returned[0] is not None, "n_returned": returned[0] or 1,
     }  # fmt: skip
     for wiring in wirings:
-        if all(_sums_hold(wiring, seen, layer) for layer in range(n_layers)):
+        if all(_sums_hold(wiring, seen, layer) for layer in layers):
             d_mlp = _d_mlp(model, wiring, seen)
             kinds = tuple(
                 kind
                 for kind, name in wiring.hooks.items()
                 if (kind != COEFFICIENTS or d_mlp)
-                and all(block_hook(layer, name) in seen for layer in range(n_layers))
+                and all(block_hook(layer, name) in seen for layer in layers)
             )
             return ModelLayout(wiring, kinds=kinds, d_mlp=d_mlp, **common)
     return ModelLayout(STREAM_ONLY, kinds=(), **common)
 
 
 def probe_inputs(model: TransformerBridge) -> tuple[Tensor, tuple[int, int]]:
-    """What a model is tried with, tokens or images: how many there are, and how many vectors each has."""
-    if is_visual(model):
-        images = probe_images(model)
-        return images, (len(images), places_of_image(model))
-    # A length that tells a batch's axes from all others.
+    """A few inputs to try a model with, usually tokens: their number, and how many vectors each has."""
+    probe = ask(Family.probe, model)
+    if probe is not None:
+        return probe
+    # A length that tells the axis of tokens from all others.
     heads = {getattr(model.cfg, name, None) for name in ("n_heads", "n_key_value_heads", "d_head")}
     length = next(length for length in (7, 5, 11, 13, 9) if length not in heads)
     tokens = torch.arange(1, 3 * length + 1, device=model.cfg.device) % model.cfg.d_vocab
     return tokens.view(3, length), (3, length)
 
 
-def _points(model: TransformerBridge) -> dict[str, tuple[str, ...]]:
+def mixture(model: TransformerBridge, layer: int) -> Any | None:
+    """The experts of a block's FFN, with a hook for their coefficients; None without known experts."""
+    return ask(Family.experts, model, layer)
+
+
+def _names(model: TransformerBridge) -> dict[str, tuple[str, ...]]:
     """All names of each hook point, by its own."""
+    own: dict[int, str] = {}
     names: dict[int, list[str]] = {}
-    own_names: dict[int, str] = {}
     for name, point in model.hook_dict.items():
-        names.setdefault(id(point), []).append(name)
-        own_names[id(point)] = point.name or name
-    return {own_names[number]: tuple(dict.fromkeys((own_names[number], *names[number]))) for number in names}
+        own.setdefault(id(point), point.name or name)
+        names.setdefault(id(point), [own[id(point)]]).append(name)
+    return {own[number]: tuple(dict.fromkeys(names[number])) for number in names}
 
 
-def _open(model: TransformerBridge, points: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
-    """Names of the hook points that can be used; others have to be turned on in ``model.cfg``."""
-    closed = getattr(model, "_gated_hook_reason", lambda name: None)
-    return (name for name in points if closed(name) is None)
-
-
-def _carried(fired: list[tuple[int, Any]], tokens: tuple[int, ...]) -> tuple[int, tuple[int, ...], str]:
+def _carried(fired: list[tuple[int, Any]], size: tuple[int, int]) -> tuple[int, tuple[int, ...], str]:
     """Order, shape and description of what a hook carries, of all times that it fired."""
     if not fired:
         return -1, (), "does not fire: this model does not compute it, or it has to be turned on in model.cfg"
     order, shape = fired[-1]
     if len(fired) > 1:
         return order, (), f"fires {len(fired)} times in a pass"
-    if isinstance(shape, str):
-        return order, (), f"carries a {shape} and no tensor"
-    if len(shape) not in (3, 4) or shape[:2] != tokens:
-        named = {tokens[0]: "batch", tokens[1]: "token"}
-        words = ", ".join(str(named.get(size, size)) for size in shape)
-        return order, (), f"carries a tensor [{words}]"
+    if isinstance(shape, str) or len(shape) not in (3, 4) or shape[:2] != size:
+        return order, (), f"carries {shape if isinstance(shape, str) else f'a tensor {[*shape]}'}"
     return order, shape[2:], "carries vectors"
-
-
-def mixture(model: TransformerBridge, layer: int) -> Mixture | None:
-    """The experts of a block's FFN, with a hook for their coefficients; ``None`` where it has none known."""
-    from transformer_lens.hook_points import HookPoint
-
-    mlp = getattr(model.blocks[layer], "mlp", None)
-    block = getattr(mlp, "original_component", None)
-    name, attribute = block_hook(layer, MIXTURE_HOOK), MIXTURE_HOOK.rpartition(".")[2]
-    if not isinstance(block, nn.Module):
-        return None
-    point = model.hook_dict.get(name) or HookPoint()
-    experts = attached(block, point)
-    if experts is not None and not hasattr(mlp, attribute):
-        setattr(mlp, attribute, point)
-        point.name = name
-        model._hook_registry[name] = point
-    return experts
-
-
-def _of_mixtures(wiring: Wiring) -> Wiring:
-    return replace(wiring, hooks={**wiring.hooks, COEFFICIENTS: MIXTURE_HOOK})
 
 
 def output_layer(model: TransformerBridge, layer: int) -> nn.Module:

@@ -22,10 +22,10 @@ from matlens.models.checkpoints import (
     read_configuration,
     read_gguf,
 )
-from matlens.models.families.bridging import amend, check_plain_logits
-from matlens.models.families.encoder_decoders import Stack, choose_stack, stack_of
 from matlens.models.identity import check_raw
-from matlens.models.places import CHECKPOINT, SMOLLM2, locate
+from matlens.models.places import EXPECTED, GGUF, SMOLLM2, locate
+from matlens.models.registry import Family, Stack, ask, family_adapters
+from matlens.models.repairs import check_logits, repair
 from matlens.models.tokens import check_tokenizer, encode_text
 from matlens.models.weights import check_finite_weights
 from matlens.numerics import find_device
@@ -80,12 +80,9 @@ def load(
     from transformer_lens.model_bridge import TransformerBridge
     from transformers import AutoTokenizer
 
-    from matlens.models.families.falcon import newer_falcons
-    from matlens.models.families.wikilm.adapter import load_wikilm
-
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": commit}
     tokenizer: Any = None
-    with _naming(name, folder), newer_falcons():
+    with _naming(name, folder), family_adapters():
         if file is None:
             options["model_class"] = CompleteModel
             config = read_configuration(folder, trust_remote_code=trust_remote_code, revision=commit)
@@ -97,22 +94,26 @@ def load(
                 check_vocabulary(tokenizer, name)
         else:
             path = Path(folder, file)
-            is_gguf = path.suffix.lower() != CHECKPOINT
-            tokenizer, hf_model = read_gguf(path, dtype) if is_gguf else load_wikilm(path, dtype)
+            read = (
+                read_gguf(path, dtype) if path.suffix.lower() == GGUF else ask(Family.read_file, path, dtype)
+            )
+            if read is None:
+                raise InputError(f"{path} is a file of no known kind. {EXPECTED}")
+            tokenizer, hf_model = read
             check_supported(name, hf_model.config, stack)
             options = {"hf_model": hf_model.to(device).eval()}
         model = TransformerBridge.boot_transformers(
             folder, tokenizer=tokenizer and _keeping_itself(tokenizer), device=device, dtype=dtype, **options
         )
     if stack is not None:
-        choose_stack(model, stack)
+        _choose_stack(model, stack)
     model.cfg.model_name = model_name(name, commit)
     model.matlens_revision = commit
     if tokenizer is not None:
         _follow(model, tokenizer)
     check_finite_weights(model)
-    amend(model.eval())
-    check_plain_logits(model)
+    repair(model.eval())
+    check_logits(model)
     remember_as_loaded(model)
     return model
 
@@ -192,14 +193,14 @@ def wrap(
     """
     from transformer_lens.model_bridge.sources._bridge_builder import configure_tokenizer
 
-    amend(bridge.eval())
+    repair(bridge.eval())
     check_raw(bridge)
-    chosen = stack_of(bridge)
+    chosen = ask(Family.stack, bridge)
     check_supported(str(bridge.cfg.model_name), bridge.original_model.config, stack or chosen)
     if chosen not in (None, stack or chosen):
         raise InputError(f"This bridge stands for the {chosen} already. Boot another one for the {stack}.")
     if stack is not None and chosen is None:
-        choose_stack(bridge, stack)
+        _choose_stack(bridge, stack)
     if tokenizer is not None:
         if prepend_bos is not None:
             raise InputError("Give either a tokenizer, which decides on the BOS itself, or prepend_bos.")
@@ -213,8 +214,15 @@ def wrap(
         _set_bos(bridge, prepend_bos)
     check_finite_weights(bridge)
     remember_settings(bridge)
-    check_plain_logits(bridge)
+    check_logits(bridge)
     return bridge
+
+
+def _choose_stack(model: TransformerBridge, stack: Stack) -> None:
+    if not ask(Family.choose_stack, model, stack):
+        raise InputError(
+            f"{model.cfg.architecture} has no stacks that are known. Expected an encoder-decoder such as T5."
+        )
 
 
 def _set_bos(bridge: TransformerBridge, prepend_bos: bool) -> None:

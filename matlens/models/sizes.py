@@ -14,7 +14,8 @@ from matlens.io.contents import hash_contents
 from matlens.io.entries import default_cache
 from matlens.io.files import read_json, write_json
 from matlens.models.checkpoints import auto_class, read_configuration, software
-from matlens.models.places import CHECKPOINT, locate
+from matlens.models.places import GGUF, locate
+from matlens.models.registry import Family, ask, family_adapters
 
 SIZES = "sizes"
 """What entries of sizes are called."""
@@ -42,8 +43,8 @@ def read_sizes(
         There is no such model, or its configuration is not usable.
     """
     folder, file, commit = locate(name, revision)
-    is_wikilm = file is not None and file.lower().endswith(CHECKPOINT)
-    cache = None if trust_remote_code or is_wikilm else default_cache()
+    is_gguf = file is None or file.lower().endswith(GGUF)
+    cache = default_cache() if is_gguf and not trust_remote_code else None
     key: dict[str, Any] = {"layout": _LAYOUT, "software": software(), "of": folder, "commit": commit}
     if cache is not None:
         if commit is None:
@@ -69,10 +70,9 @@ def read_sizes(
 def _configuration(folder: str, file: str | None, **options: Any) -> Any:
     if file is None:
         return read_configuration(folder, **options)
-    if file.lower().endswith(CHECKPOINT):
-        from matlens.models.families.wikilm.adapter import load_wikilm
-
-        return load_wikilm(Path(folder, file))[1].config
+    loaded = ask(Family.read_file, Path(folder, file), torch.float32)
+    if loaded is not None:
+        return loaded[1].config
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(folder, gguf_file=file)
@@ -93,7 +93,7 @@ def _sizes(config: Any) -> dict[str, int | None]:
 def _count_parameters(config: Any) -> int:
     """How many parameters a model of this configuration has, from one without memory; 0 if none is made."""
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), family_adapters():
             return sum(weight.numel() for weight in auto_class(config).from_config(config).parameters())
     except Exception:  # of code that is not here, for example; the blocks' sizes tell nearly as much
         return 0

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from matlens.errors import InputError, checked
 from matlens.io.entries import default_cache
 from matlens.io.files import read_json, write_json
-from matlens.models.families.encoder_decoders import stack_of
+from matlens.models.registry import Family, ask
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -248,7 +248,7 @@ def _digest(model: TransformerBridge, rounding: torch.dtype | None) -> str:
 def _configuration(model: TransformerBridge) -> bytes:
     """What a fingerprint begins with; the streams of both stacks of an encoder-decoder are two models'."""
     shaping = _shaping(model.original_model.config.to_dict())
-    return f"{json.dumps(shaping, sort_keys=True, default=str)}{stack_of(model) or ''}".encode()
+    return f"{json.dumps(shaping, sort_keys=True, default=str)}{ask(Family.stack, model) or ''}".encode()
 
 
 def _shaping(config: Mapping[Any, Any]) -> dict[str, Any]:

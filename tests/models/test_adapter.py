@@ -10,12 +10,11 @@ import torch
 from conftest import assert_near, make_sentences
 from control import continue_prompts
 from fairseq_by_hand import BANDS, EMBEDDINGS, LAYERS, N_WORDS, run, save, settings, weights
-from transformer_lens.model_bridge import TransformerBridge
 
 import matlens
 from matlens import InputError, ffn, lens
 from matlens.ffn import controlled
-from matlens.models import ModelLayout, Provenance, changes_of, register_wikilm, token_policy
+from matlens.models import ModelLayout, Provenance, changes_of, token_policy
 from matlens.models.families.wikilm.checkpoint import read_wikilm
 from matlens.models.sizes import read_sizes
 
@@ -155,17 +154,6 @@ def test_a_model_is_known_by_its_weights(model: Any, path: Path, tmp_path: Path)
     other = matlens.load(save(tmp_path / "b", tensors=weights(settings(), seed=1)), device="cpu")
     with pytest.raises(InputError, match="weights or precision differ"):
         Provenance(first).check_same(matlens.models.ModelIdentity.from_model(other), ours="the maps")
-
-
-def test_transformer_lens_reads_it_by_itself(path: Path, tmp_path: Path) -> None:
-    register_wikilm()
-    plain, dictionary = read_wikilm(path)
-    plain.save_pretrained(tmp_path)
-    dictionary.tokenizer(longest=48).save_pretrained(tmp_path)
-    bridge = TransformerBridge.boot_transformers(str(tmp_path), device="cpu")
-    with torch.no_grad():
-        logits = matlens.wrap(bridge)(torch.tensor([tokens_of(SENTENCES[0])]))[0]
-    torch.testing.assert_close(logits, by_hand(SENTENCES[0])["logits"], atol=1e-5, rtol=0)
 
 
 def test_a_norm_behind_the_last_block_is_part_of_the_readout(tmp_path: Path) -> None:

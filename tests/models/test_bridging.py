@@ -15,9 +15,9 @@ from transformers import AutoTokenizer
 
 import matlens
 from matlens import InputError
-from matlens.models import ModelIdentity
+from matlens.models import ModelIdentity, repairs
 from matlens.models.changes import changes_of
-from matlens.models.families import bridging
+from matlens.models.families import falcon
 from matlens.models.layout import ModelLayout
 
 Models = Callable[[str], Any]
@@ -96,9 +96,9 @@ def test_a_mask_hides_what_is_behind_a_token(
 def test_distances_that_no_mask_holds_stay() -> None:
     """With as many axes as blocks add themselves, they are not in the mask yet."""
     given = {"alibi": torch.ones(8, 1, 5), "attention_mask": None}
-    assert bridging.count_once(torch.nn.Identity(), (), given) is None
-    assert bridging.count_once(torch.nn.Identity(), (), {"alibi": None}) is None
-    _, taken = bridging.count_once(torch.nn.Identity(), (), given | {"alibi": torch.ones(2, 4, 1, 5)})
+    assert falcon.count_once(torch.nn.Identity(), (), given) is None
+    assert falcon.count_once(torch.nn.Identity(), (), {"alibi": None}) is None
+    _, taken = falcon.count_once(torch.nn.Identity(), (), given | {"alibi": torch.ones(2, 4, 1, 5)})
     assert taken == {"alibi": None, "attention_mask": None}
 
 
@@ -106,8 +106,8 @@ def test_distances_that_no_mask_holds_stay() -> None:
 def test_a_bridge_that_counts_twice_is_refused(
     name: str, model_folder: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left_alone = types.FunctionType((lambda *_: None).__code__, vars(bridging), "count_once")
-    monkeypatch.setattr(bridging, "count_once", left_alone)
+    left_alone = types.FunctionType((lambda *_: None).__code__, vars(falcon), "count_once")
+    monkeypatch.setattr(falcon, "count_once", left_alone)
     with pytest.raises(InputError, match="counts the distances between tokens"):
         matlens.load(str(model_folder(name)), device="cpu")
     with pytest.raises(InputError, match="counts the distances between tokens"):
@@ -134,7 +134,7 @@ def test_a_bridge_with_a_hook_of_its_own_is_compared_no_more(model_folder: Model
 def test_other_models_are_not_compared(model_folder: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every comparison is a second pass."""
     compared: list[str] = []
-    monkeypatch.setattr(bridging, "plain_state", lambda model: compared.append(model.cfg.model_name))
+    monkeypatch.setattr(repairs, "plain_state", lambda model: compared.append(model.cfg.model_name))
     matlens.load(str(model_folder("gpt2")), device="cpu")
     matlens.wrap(boot(model_folder("bloom")))
     assert not compared

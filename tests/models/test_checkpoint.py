@@ -14,9 +14,10 @@ import pytest
 import torch
 from fairseq_by_hand import EMBEDDINGS, N_WORDS, SOFTMAX, run, save, settings, weights
 from torch import Tensor
+from training import write_wikilm
 
 from matlens import InputError
-from matlens.models.families.wikilm.checkpoint import read_wikilm, write_wikilm
+from matlens.models.families.wikilm.checkpoint import read_wikilm
 
 TOKENS = [2, 5, 40, 17, 55, 6, 31]
 HEAD = f"{SOFTMAX}.head.word_proj.weight"

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from training import word_dictionary
 
 from matlens import InputError
+from matlens.data import Corpus
 from matlens.models.families.wikilm.dictionary import SPECIAL, WordDictionary, words_of
 
 TEXTS = {
@@ -18,11 +20,16 @@ TEXTS = {
 }  # fmt: skip
 
 
+def made_of(counts: dict[str, int]) -> WordDictionary:
+    own = {word: count for word, count in counts.items() if word not in SPECIAL}
+    return WordDictionary((*SPECIAL, *own), (*(0,) * len(SPECIAL), *own.values()))
+
+
 @pytest.mark.parametrize("text", TEXTS)
 def test_text_is_taken_apart_as_in_wikitext(text: str) -> None:
     words = TEXTS[text].split()
     assert words_of([text]) == [words]
-    numbered = WordDictionary.from_counts([(word, 1) for word in words], n_words=64)
+    numbered = made_of(dict.fromkeys(words, 1))
     ids = numbered.tokenizer()(text)["input_ids"]
     assert [numbered.words[i] for i in ids] == ["</s>", *words]
     assert numbered.tokenizer().decode(ids[1:]) == " ".join(words)
@@ -32,7 +39,7 @@ def test_words_of_the_dictionary_stay_whole_between_spaces() -> None:
     """WikiText's own words have signs in them; a sentence's last word is no such word, though it was seen."""
     seen = {"U.S.": 900, "H.": 40, "H": 30, "...": 5, ".": 9000, "(_": 1, "in": 80, "the": 80, "album.": 3,
             "album": 400, "No": 9, "No.": 9, "a^b|c": 2, "@-@": 7, "\"": 8, "based": 2}  # fmt: skip
-    dictionary = WordDictionary.from_counts(seen.items(), n_words=64)
+    dictionary = made_of(seen)
     tokenizer = dictionary.tokenizer()
     apart = 'the U.S. @-@ based H. album . No. ... a^b|c "'
     for text, words in {
@@ -45,8 +52,8 @@ def test_words_of_the_dictionary_stay_whole_between_spaces() -> None:
 
 
 def test_words_are_numbered_by_frequency_and_filled_up() -> None:
-    counts = [("b", 3), ("a", 3), ("c", 9), ("rare", 1), ("<unk>", 50)]
-    made = WordDictionary.from_counts(counts, n_words=7)
+    text = " ".join(3 * ["b", "a"] + 9 * ["c"] + ["rare"] + 50 * ["<unk>"])
+    made = word_dictionary(Corpus("c", (text,), 1, 0, 0, 0), n_words=7)
     assert made.words == (*SPECIAL, "c", "a", "b", "madeupword0000")
     assert made.counts == (0, 0, 0, 0, 9, 3, 3, 0)
     tokenizer = made.tokenizer(longest=12)
@@ -61,10 +68,6 @@ def test_a_file_is_read_as_fairseq_reads_it(tmp_path: Path) -> None:
     dictionary = WordDictionary.read(path)
     assert dictionary.words == (*SPECIAL, "<overwritten 4>", "of a", "a", "the")
     assert dictionary.counts[4:] == (10, 3, 2, 4)
-    plain = WordDictionary.from_counts([("x", 2), ("y", 1)], n_words=8)
-    plain.write(path)
-    assert path.read_text() == "x 2\ny 1\nmadeupword0000 0\nmadeupword0001 0\n"
-    assert WordDictionary.read(path) == plain
 
 
 @pytest.mark.parametrize(

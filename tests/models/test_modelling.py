@@ -12,9 +12,9 @@ from fairseq_by_hand import N_WORDS, positions, run, save, settings, weights
 from transformers import AutoModelForCausalLM
 
 from matlens import InputError
-from matlens.models.families.wikilm.adapter import register_wikilm
 from matlens.models.families.wikilm.checkpoint import read_wikilm
 from matlens.models.families.wikilm.modelling import SinusoidalPositions, WikiLMConfig, WikiLMForCausalLM
+from matlens.models.registry import families
 
 SENTENCES = [[2, 5, 40, 17, 55, 6, 31], [2, 13, 14], [2, 30, 29, 8, 9]]
 
@@ -69,8 +69,7 @@ def test_positions_are_sines_of_each_place() -> None:
 
 
 def test_transformers_writes_and_reads_it(model: WikiLMForCausalLM, tmp_path: Path) -> None:
-    register_wikilm()
-    register_wikilm()
+    families()
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     tokens = torch.tensor(SENTENCES[:1])

@@ -108,7 +108,7 @@ def test_blocks_of_which_no_hook_sees_what_they_give_are_refused(
     model_folder: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of OpenAI's first GPT as a bridge runs them: they give lists."""
-    monkeypatch.setattr("matlens.models.families.bridging._FIRST_GPT", "no module")
+    monkeypatch.setattr("matlens.models.families.gpt1._BLOCKS", "no module")
     model = matlens.load(str(model_folder("gpt1")), device="cpu")
     reason = "hook blocks.[01].hook_out does not fire"
     with pytest.raises(InputError, match=reason), patched(model, [linear(jump_part(0, 1))]):

@@ -1,53 +1,65 @@
-"""Encoder-decoders: two stacks of blocks, of which a model stands for one at a time.
+"""Encoder-decoders: two stacks of blocks, of which a loaded model stands for one.
 
-A stream passes through the encoder and another through the decoder, whose blocks read the encoder's last
-layer as well. So a model with two stacks is read as two models: of the one whose stack is chosen,
-``h.0 .. h.L`` are the layers of that stack, and hooks of its blocks are called as in other models. What the
-decoder is given besides its own tokens are those of the source.
+For the chosen stack, ``h.0 .. h.L`` are its layers and its hooks are named as in other models. The blocks of
+a decoder read the encoder's last layer too, so it is given the tokens of the source besides its own.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from matlens.errors import InputError
+from matlens.models.registry import Family, Stack, register
 from matlens.models.sites import stack_hooks
 
-ENCODER, DECODER = "encoder", "decoder"
-STACKS = (ENCODER, DECODER)
-Stack = Literal["encoder", "decoder"]
-_CHOSEN = "matlens_stack"
+ENCODER: Stack = "encoder"
+DECODER: Stack = "decoder"
+_CHOSEN = "matlens_stack"  # an attribute of the bridge, so that a copy has it too
 
 
-def stack_of(model: Any) -> str | None:
-    """The stack that a model stands for; ``None`` for a model with a single one."""
+@register
+class EncoderDecoder(Family):
+    """Models with an encoder and a decoder, such as T5."""
+
+    def stack(self, model: Any) -> Stack | None:
+        """The stack that was chosen."""
+        return stack_of(model)
+
+    def choose_stack(self, model: Any, stack: Stack) -> bool | None:
+        """Name the blocks, the final norm and the hooks of a stack as other models name theirs."""
+        blocks = getattr(model, f"{stack}_blocks", None)
+        if blocks is None:
+            return None
+        setattr(model, _CHOSEN, stack)
+        model.blocks, model.cfg.n_layers = blocks, len(blocks)
+        norm = getattr(model, f"{stack}_ln_final", None)
+        if norm is not None:
+            model.ln_final = norm
+        for name, point in list(model._hook_registry.items()):
+            for old, new in stack_hooks(stack).items():
+                if name.startswith(old):
+                    called = new + name.removeprefix(old)
+                    if point.name in (None, name, called):
+                        point.name = called
+                    del model._hook_registry[name]
+                    model._hook_registry[called] = point
+        return True
+
+    def head(self, model: Any) -> list[nn.Module] | None:
+        """None of its own, and none at all for an encoder."""
+        if stack_of(model) == ENCODER:
+            raise InputError(
+                "An encoder has no read-out: what its last layer holds is read by the decoder alone. Load "
+                "the model with stack='decoder'. The encoder's layers can be collected and mapped."
+            )
+        return None
+
+
+def stack_of(model: Any) -> Stack | None:
+    """The stack that a model stands for; None for a model with a single one."""
     return getattr(model, _CHOSEN, None)
-
-
-def choose_stack(model: Any, stack: str) -> None:
-    """Let a bridge stand for one of its two stacks, in place."""
-    blocks = getattr(model, f"{stack}_blocks", None)
-    if blocks is None:
-        raise InputError(
-            f"{model.cfg.architecture} has no stacks that are known. Expected an encoder-decoder such as T5."
-        )
-    setattr(model, _CHOSEN, stack)
-    model.blocks = blocks
-    model.cfg.n_layers = len(blocks)
-    norm = getattr(model, f"{stack}_ln_final", None)
-    if norm is not None:
-        model.ln_final = norm
-    # Hooks of the stack are called as those of other models are.
-    for name, point in list(model._hook_registry.items()):
-        for old, new in stack_hooks(stack).items():
-            if name.startswith(old):
-                called = new + name.removeprefix(old)
-                if point.name in (None, name, called):
-                    point.name = called
-                del model._hook_registry[name]
-                model._hook_registry[called] = point
 
 
 def inputs_of(
@@ -55,8 +67,8 @@ def inputs_of(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """What a model is called with, ``model(first, **others)``.
 
-    ``tokens`` and ``mask`` are of the stack that the model stands for, ``source`` is what the encoder of a
-    decoder reads, as tokens and mask.
+    ``tokens`` and ``mask`` are those of the model's stack, ``source`` the tokens and mask that the encoder of
+    a decoder reads.
     """
     if stack_of(model) != DECODER:
         return tokens, {"attention_mask": mask}
@@ -66,8 +78,5 @@ def inputs_of(
             "Make them with matlens.data.make_pairs(model, sources, targets), or of token ids with "
             "matlens.make_token_examples(model, ids, sources=...)."
         )
-    return source[0], {
-        "attention_mask": source[1],
-        "decoder_input_ids": tokens,
-        "decoder_attention_mask": mask,
-    }
+    decoder = {"decoder_input_ids": tokens, "decoder_attention_mask": mask}
+    return source[0], {"attention_mask": source[1], **decoder}

@@ -1,14 +1,17 @@
-"""Falcon's newer blocks (``falcon-40b``, ``falcon-11B``, ``falcon-180B``), read as transformers reads them.
+"""Falcon: its newer blocks and its ALiBi, read as transformers reads them.
 
-The rows of their matrix of queries, keys and values stand group by group: the queries of a group, its key,
-its value. TransformerLens takes them for all queries, then all keys, then all values; so it fails, or where
-the number of rows happens to be the same computes another model. And of their norms it knows one arrangement.
+The rows of the joint query, key and value matrix of newer blocks (``falcon-40b``, ``falcon-11B``) stand group
+by group: the queries of a group, its key, its value. TransformerLens 4.3 takes them for all queries, then all
+keys, then all values, and knows one arrangement of their norms.
+
+With ALiBi, Falcon adds the distances between tokens to its attention mask before the blocks run, and the
+bridge's attention adds them again, as transformers' ``eager`` attention does. ``sdpa``, its default, counts
+them once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,16 +19,43 @@ from transformer_lens.factories.architecture_adapter_factory import Architecture
 from transformer_lens.model_bridge.generalized_components import NormalizationBridge
 from transformer_lens.model_bridge.supported_architectures.falcon import FalconArchitectureAdapter
 
+from matlens.models.registry import Family, Repair, register
+
 _ARCHITECTURE = "FalconForCausalLM"
+_WITH_DISTANCES = "ALiBiJointQKVAttentionBridge"  # the class of TransformerLens
+
+
+@register
+class Falcon(Family):
+    """Falcon, with newer or older blocks, with or without ALiBi."""
+
+    def adapters(self) -> Mapping[str, type]:
+        """An adapter that reads newer blocks, unless somebody else has registered one."""
+        ours = ArchitectureAdapterFactory._adapters[_ARCHITECTURE] is FalconArchitectureAdapter
+        return {_ARCHITECTURE: FalconAdapter} if ours else {}
+
+    def repairs(self, model: Any) -> list[Repair]:
+        """Distances are counted once."""
+        return [Repair(block.attn, count_once) for block in _with_distances(model)]
+
+    def logits_differ(self, model: Any) -> str | None:
+        """ALiBi counted twice, or rows of the joint matrix read in another order."""
+        if _with_distances(model):
+            return "attention counts the distances between tokens (ALiBi) in another way"
+        if getattr(model.original_model.config, "new_decoder_architecture", False):
+            return (
+                "attention takes queries, keys and values from other rows of the matrix that holds them all"
+            )
+        return None
 
 
 class FalconAdapter(FalconArchitectureAdapter):
-    """TransformerLens' adapter; of newer blocks the parts of attention and the norms are put right."""
+    """TransformerLens' adapter, with attention and norms of newer blocks put right."""
 
     def __init__(self, cfg: Any) -> None:
         newer = bool(getattr(cfg, "new_decoder_architecture", False))
         if newer:
-            cfg.multi_query = False  # which newer blocks pass over: they have groups instead
+            cfg.multi_query = False  # which newer blocks ignore: they have groups instead
         super().__init__(cfg)
         if newer:
             two = getattr(cfg, "num_ln_in_parallel_attn", None) != 1
@@ -47,25 +77,21 @@ class FalconAdapter(FalconArchitectureAdapter):
         return query, key, value
 
 
-@contextmanager
-def newer_falcons() -> Iterator[None]:
-    """Let TransformerLens read Falcon's newer blocks as they are, for as long as it boots a model here."""
-    before = ArchitectureAdapterFactory._adapters[_ARCHITECTURE]
-    if before is not FalconArchitectureAdapter:  # somebody else's, or there already
-        yield
-        return
-    ArchitectureAdapterFactory.register_adapter(_ARCHITECTURE, FalconAdapter)
-    try:
-        yield
-    finally:
-        ArchitectureAdapterFactory.register_adapter(_ARCHITECTURE, before)
+def count_once(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Take the distances from attention where the mask holds them: then they have an axis more."""
+    alibi = kwargs.get("alibi")
+    return (args, {**kwargs, "alibi": None}) if isinstance(alibi, Tensor) and alibi.ndim == 4 else None
 
 
-def _of_groups(rows: Tensor, groups: int, queries: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of queries, of keys and of values, out of rows that stand group by group."""
+def _with_distances(model: Any) -> list[Any]:
+    blocks = getattr(model, "blocks", ())
+    return [block for block in blocks if type(getattr(block, "attn", None)).__name__ == _WITH_DISTANCES]
+
+
+def _of_groups(rows: Tensor, groups: int, queries: int) -> tuple[Tensor, ...]:
+    """Rows of queries, of keys and of values, from rows that stand group by group."""
     heads = rows.detach().unflatten(0, (groups, queries + 2, -1))
-    of_queries, of_keys, of_values = heads.split((queries, 1, 1), 1)
-    return of_queries.flatten(0, 2).clone(), of_keys.flatten(0, 2).clone(), of_values.flatten(0, 2).clone()
+    return tuple(part.flatten(0, 2).clone() for part in heads.split((queries, 1, 1), 1))
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

@@ -1,13 +1,10 @@
-"""Experts of a mixture-of-experts layer: what they write for a token, as coefficients of value vectors.
+"""Mixtures of experts: what their FFNs write for a token, as coefficients of value vectors.
 
-A router chooses some experts for each token, and a weight for each. An expert writes ``sum_j a_j v_j`` with
-its own activations ``a`` and value vectors ``v``, and the layer the sum over the chosen experts, each times
-its weight ``w``. So the layer writes ``sum_e sum_j (w_e a_ej) v_ej``: the coefficient of ``v_ej`` is
-``w_e a_ej``, and 0 where the expert is not chosen. An expert that all tokens share counts as the last; its
-weight is its gate's, or 1.
-
-TransformerLens has no hook for these coefficients. `Mixture.attach` gives a layer one; a pass in which nobody
-listens there runs as it did before.
+A router chooses some experts for each token, with weights ``w``. An expert writes ``sum_j a_j v_j`` and the
+layer ``sum_e sum_j (w_e a_ej) v_ej``: the coefficient of ``v_ej`` is ``w_e a_ej``, and 0 where the expert is
+not chosen. An expert that all tokens share counts as the last; its weight is its gate's, or 1.
+TransformerLens has no hook
+for these coefficients, so layers get one, which is computed only in passes in which it has hooks.
 """
 
 from __future__ import annotations
@@ -18,8 +15,37 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from matlens.models.registry import Family, register
+from matlens.models.sites import MIXTURE_HOOK, block_hook
+
 _SHARED = ("shared_expert", "shared_experts")  # what the expert that all tokens share is called
 _GATE = "shared_expert_gate"
+_ATTACHED = "matlens_mixture"
+
+
+@register
+class Mixtures(Family):
+    """Models with mixtures of experts whose output is a sum over value vectors."""
+
+    def experts(self, model: Any, layer: int) -> Mixture | None:
+        """The experts of a block's FFN, with a hook for their coefficients."""
+        from transformer_lens.hook_points import HookPoint
+
+        mlp = getattr(model.blocks[layer], "mlp", None)
+        block: Any = getattr(mlp, "original_component", None)
+        if not isinstance(block, nn.Module):
+            return None
+        if not hasattr(block, _ATTACHED):
+            mixture = Mixture.from_block(block)
+            if mixture is None:
+                return None
+            point, name = HookPoint(), block_hook(layer, MIXTURE_HOOK)
+            setattr(mlp, MIXTURE_HOOK.rpartition(".")[2], point)
+            point.name = name
+            model._hook_registry[name] = point
+            mixture.attach(block, point)
+            setattr(block, _ATTACHED, mixture)
+        return getattr(block, _ATTACHED)
 
 
 class Mixture:
@@ -44,10 +70,7 @@ class Mixture:
 
     @classmethod
     def from_block(cls, block: nn.Module) -> Mixture | None:
-        """The experts of a layer; ``None`` where it has none, or such as write in another way.
-
-        Experts with output biases, and with a norm behind each, do so.
-        """
+        """The experts of a layer; None without experts, or with output biases or a norm after each."""
         experts = _child(block, "experts")
         down, up = getattr(experts, "down_proj", None), getattr(experts, "gate_up_proj", None)
         for weight in (down, up):
@@ -97,10 +120,7 @@ class Mixture:
         return rows
 
     def attach(self, block: nn.Module, point: nn.Module) -> None:
-        """Let the layer send its coefficients through a hook point, in every pass in which it has hooks.
-
-        What a hook makes of them is what the layer then writes.
-        """
+        """Send the coefficients through a hook point; what its hooks return is what the layer then writes."""
         passage = _Passage(self, point)
         self._experts.register_forward_pre_hook(passage.keep_routed, with_kwargs=True)
         if self._shared is not None:
@@ -160,30 +180,27 @@ class Mixture:
 
 
 class _Passage:
-    """What a layer has chosen in the running pass, until its coefficients are sent through the hook point."""
+    """What the running pass has chosen, until its coefficients are sent through the hook point."""
 
     def __init__(self, mixture: Mixture, point: Any) -> None:
         self._mixture, self._point = mixture, point
         self._given: dict[str, Tensor] = {}
 
     def keep_routed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep what the experts are given: the tokens, the chosen experts and their weights."""
         if self._point.has_hooks():
             x, index, weights = [*args, *kwargs.values()][:3]
             self._given |= {"x": x, "index": index, "weights": weights}
 
     def keep_shared(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Keep the activations of the shared expert."""
         if self._point.has_hooks():
             self._given["shared"] = args[0]
 
     def keep_gate(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        """Keep what the gate of the shared expert gives."""
         if self._point.has_hooks():
             self._given["gate"] = output
 
     def send(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Send the coefficients through the hook point, and add what its hooks change to the output."""
+        """Add what hooks change in the coefficients to the output."""
         given, self._given = self._given, {}
         if "x" not in given or not isinstance(output, Tensor):
             return None
@@ -193,17 +210,6 @@ class _Passage:
         if not len(columns):
             return None
         return output + (change[..., columns] @ self._mixture.rows(columns).float()).to(output.dtype)
-
-
-def attached(block: nn.Module, point: Any) -> Mixture | None:
-    """The experts of a layer, attached to a hook point where they are not yet."""
-    if not hasattr(block, "matlens_mixture"):
-        mixture = Mixture.from_block(block)
-        if mixture is None:
-            return None
-        mixture.attach(block, point)
-        block.matlens_mixture = mixture  # type: ignore[assignment]
-    return block.matlens_mixture  # type: ignore[return-value]
 
 
 def _child(module: Any, name: str) -> nn.Module | None:

@@ -1,20 +1,29 @@
-"""Vision transformers: what they read instead of tokens, and how many vectors an image has.
-
-An image is cut into patches, and each becomes a vector of the stream, behind the class token's, which is the
-first. So the places of an image are counted as those of a sentence's tokens are: 0 is the class token.
-"""
+"""Vision transformers, which read images: a class token, counted as position 0, then one vector per patch."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from matlens.errors import InputError
+from matlens.models.registry import Family, register
 
 _POSITIONS = "position_embeddings"  # of all models of the kind, a vector for each place
+
+
+@register
+class Vision(Family):
+    """Vision transformers."""
+
+    def probe(self, model: Any) -> tuple[Tensor, tuple[int, int]] | None:
+        """A few images of noise, the same at each call."""
+        if not is_visual(model):
+            return None
+        images = torch.randn(3, *image_shape(model), generator=torch.Generator().manual_seed(0))
+        images = images.to(model.cfg.device, next(model.original_model.parameters()).dtype)
+        return images, (len(images), places_of_image(model))
 
 
 def is_visual(model: Any) -> bool:
@@ -31,21 +40,8 @@ def image_shape(model: Any) -> tuple[int, int, int]:
 
 
 def places_of_image(model: Any) -> int:
-    """How many vectors an image has in the stream.
-
-    Raises
-    ------
-    InputError
-        It is not known.
-    """
+    """How many vectors an image has in the stream."""
     for name, parameter in model.original_model.named_parameters():
         if name.rpartition(".")[2] == _POSITIONS and parameter.ndim == 3:
             return int(parameter.shape[1])
     raise InputError(f"How many vectors {model.cfg.architecture} makes of an image is not known.")
-
-
-def probe_images(model: Any) -> Float[Tensor, "3 channels height width"]:
-    """A few images of noise, the same at each call."""
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(3, *image_shape(model), generator=generator)
-    return images.to(model.cfg.device, next(model.original_model.parameters()).dtype)

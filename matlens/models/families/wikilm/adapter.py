@@ -1,12 +1,12 @@
-"""What TransformerLens has to be told of WikiLM, which it does not know."""
+"""WikiLM (Baevski and Auli 2019) as a family: its checkpoints, and its adapter for TransformerLens."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformer_lens.factories import architecture_adapter_factory
 from transformer_lens.model_bridge.architecture_adapter import ArchitectureAdapter
 from transformer_lens.model_bridge.generalized_components import (
     AttentionBridge,
@@ -21,6 +21,29 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from matlens.models.families.wikilm.checkpoint import read_wikilm
 from matlens.models.families.wikilm.modelling import ARCHITECTURE, MODEL_TYPE, WikiLMConfig, WikiLMForCausalLM
+from matlens.models.places import CHECKPOINT
+from matlens.models.registry import Family, register
+
+
+@register
+class WikiLM(Family):
+    """fairseq's WikiLM, from its checkpoint or from a folder of `save_pretrained`."""
+
+    def __init__(self) -> None:
+        AutoConfig.register(MODEL_TYPE, WikiLMConfig, exist_ok=True)
+        AutoModelForCausalLM.register(WikiLMConfig, WikiLMForCausalLM, exist_ok=True)
+
+    def adapters(self) -> Mapping[str, type]:
+        """Which module of a WikiLM is which part of a bridge."""
+        return {ARCHITECTURE: WikiLMAdapter}
+
+    def read_file(self, path: Path, dtype: torch.dtype) -> tuple[Any, Any] | None:
+        """The tokenizer and the model of a checkpoint with its dictionary next to it."""
+        if path.suffix.lower() != CHECKPOINT:
+            return None
+        model, dictionary = read_wikilm(path)
+        torch.nn.Module.to(model, dtype=dtype)  # that of transformers has no type
+        return dictionary.tokenizer(longest=model.config.max_position_embeddings), model
 
 
 class WikiLMAdapter(ArchitectureAdapter):
@@ -66,23 +89,3 @@ class WikiLMAdapter(ArchitectureAdapter):
 
     def _norm(self, name: str) -> NormalizationBridge:
         return NormalizationBridge(name=name, config=self.cfg, use_native_layernorm_autograd=True)
-
-
-def register_wikilm() -> None:
-    """Let TransformerLens and transformers know WikiLM; a second time changes nothing.
-
-    After it ``AutoModelForCausalLM.from_pretrained`` and ``TransformerBridge.boot_transformers`` read the
-    folder that a WikiLM's ``save_pretrained`` and its tokenizer's have written.
-    """
-    architecture_adapter_factory.SUPPORTED_ARCHITECTURES[ARCHITECTURE] = WikiLMAdapter
-    architecture_adapter_factory.ArchitectureAdapterFactory.register_adapter(ARCHITECTURE, WikiLMAdapter)
-    AutoConfig.register(MODEL_TYPE, WikiLMConfig, exist_ok=True)
-    AutoModelForCausalLM.register(WikiLMConfig, WikiLMForCausalLM, exist_ok=True)
-
-
-def load_wikilm(path: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """The tokenizer and the model of a fairseq checkpoint, which TransformerLens knows from then on."""
-    register_wikilm()
-    model, dictionary = read_wikilm(path)
-    torch.nn.Module.to(model, dtype=dtype)  # that of transformers has no type
-    return dictionary.tokenizer(longest=model.config.max_position_embeddings), model

@@ -1,4 +1,4 @@
-"""fairseq's checkpoints of WikiLM, read without running what they hold, and written as fairseq reads them.
+"""fairseq's checkpoints of WikiLM, read without running what they hold.
 
 A checkpoint is a pickle. torch reads it with ``weights_only``: tensors and plain values, and of other classes
 those alone that are named here. One is ``argparse.Namespace``, which holds settings; the others are meters of
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from matlens.errors import InputError, checked, printable, short
-from matlens.io.files import open_regular, system_errors, write_bytes
+from matlens.io.files import open_regular
 from matlens.models.families.wikilm.dictionary import DICTIONARY, WordDictionary
 from matlens.models.families.wikilm.modelling import WikiLMConfig, WikiLMForCausalLM
 
@@ -34,7 +34,7 @@ _BLOCK = re.compile(r"decoder\.layers\.(\d{1,5})\.")
 _EMBEDDINGS = re.compile(r"decoder\.embed_tokens\.embeddings\.\d+\.0\.weight")
 _OLD_NORMS = {"layer_norms.0": "self_attn_layer_norm", "layer_norms.2": "final_layer_norm"}
 _NAMED = re.compile(r"GLOBAL ([\w.]+)|unsupported class ([\w.]+)")
-_SOFTMAX = "decoder.adaptive_softmax"
+SOFTMAX = "decoder.adaptive_softmax"
 
 
 class _Inert:
@@ -75,64 +75,6 @@ def read_wikilm(path: str | Path) -> tuple[WikiLMForCausalLM, WordDictionary]:
         _check_tied(model, path)
         model.lm_head.tie(model.embed_tokens, projections=config.tie_projections)
     return model.float().eval(), dictionary
-
-
-@checked
-def write_wikilm(model: WikiLMForCausalLM, dictionary: WordDictionary, folder: str | Path) -> Path:
-    """Write a model as fairseq would, with its dictionary next to it; gives the path of the checkpoint.
-
-    Parameters
-    ----------
-    model, dictionary
-        The model, and its words.
-    folder
-        Where ``checkpoint.pt`` and ``dict.txt`` are written.
-
-    Raises
-    ------
-    InputError
-        The dictionary is of another size than the model's vocabulary, or the folder cannot be written.
-    """
-    import io
-
-    folder, config = Path(folder), model.config
-    if len(dictionary) != config.vocab_size:
-        raise InputError(
-            f"The dictionary has {len(dictionary)} words, and the model {config.vocab_size}. Expected "
-            "as many."
-        )
-    cutoffs = ",".join(map(str, config.cutoffs))
-    args = argparse.Namespace(
-        arch="transformer_lm_wiki103", task="language_modeling", decoder_layers=config.num_hidden_layers,
-        decoder_attention_heads=config.num_attention_heads, decoder_embed_dim=config.hidden_size,
-        decoder_input_dim=config.hidden_size, decoder_output_dim=config.hidden_size,
-        decoder_ffn_embed_dim=config.intermediate_size, decoder_normalize_before=True,
-        no_decoder_final_norm=not config.final_norm, adaptive_input=True, adaptive_input_cutoff=cutoffs,
-        adaptive_input_factor=config.adaptive_factor, adaptive_softmax_cutoff=cutoffs,
-        adaptive_softmax_factor=config.adaptive_factor, tie_adaptive_weights=config.tie_word_embeddings,
-        tie_adaptive_proj=config.tie_projections, activation_fn=config.hidden_act, add_bos_token=False,
-        no_scale_embedding=not config.scale_embedding, tokens_per_sample=config.max_position_embeddings,
-        max_target_positions=config.max_position_embeddings, decoder_learned_pos=False,
-        no_token_positional_embeddings=False, dropout=config.dropout,
-    )  # fmt: skip
-    names = _names(model)
-    ours = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
-    tensors = {
-        theirs: ours[name].T.contiguous() if turned else ours[name]
-        for theirs, (name, turned) in names.items()
-    }
-    if not config.tie_word_embeddings:
-        del tensors[f"{_SOFTMAX}.head.class_proj.weight"]
-        tensors[f"{_SOFTMAX}.head.weight"] = torch.cat([ours["lm_head.words.0"], ours["lm_head.classes"]])
-    tensors["decoder.version"] = torch.tensor([3.0])
-    tensors[f"{_SOFTMAX}.version"] = torch.tensor([1])
-    buffer = io.BytesIO()
-    torch.save({"args": args, "model": tensors, "optimizer_history": [], "extra_state": {}}, buffer)
-    with system_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        dictionary.write(folder / DICTIONARY)
-        write_bytes(folder / "checkpoint.pt", buffer.getbuffer())
-    return folder / "checkpoint.pt"
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -219,7 +161,7 @@ def _config(
     ]  # fmt: skip
     if others:
         raise refuse(f"it is made with {', '.join(others)}, which is not read here")
-    if f"{_SOFTMAX}.version" not in tensors:
+    if f"{SOFTMAX}.version" not in tensors:
         raise refuse("its adaptive softmax is of the first kind, whose bands stand elsewhere")
     # Before a model of the settings is made, which could have any number of blocks.
     layers: Any = settings.get("decoder_layers")
@@ -289,11 +231,11 @@ def _check_tied(model: WikiLMForCausalLM, path: Path) -> None:
         )
 
 
-def _names(model: WikiLMForCausalLM) -> dict[str, tuple[str, bool]]:
+def tensor_names(model: WikiLMForCausalLM) -> dict[str, tuple[str, bool]]:
     """For each tensor that fairseq has, what it is called here, and whether it is turned."""
     config, n_bands = model.config, len(model.lm_head.bands)
     ties = config.tie_word_embeddings and config.tie_projections
-    names: dict[str, tuple[str, bool]] = {f"{_SOFTMAX}.head.class_proj.weight": ("lm_head.classes", False)}
+    names: dict[str, tuple[str, bool]] = {f"{SOFTMAX}.head.class_proj.weight": ("lm_head.classes", False)}
     for band in range(n_bands):
         names[f"decoder.embed_tokens.embeddings.{band}.0.weight"] = (f"embed_tokens.words.{band}", False)
         names[f"decoder.embed_tokens.embeddings.{band}.1.weight"] = (
@@ -301,11 +243,11 @@ def _names(model: WikiLMForCausalLM) -> dict[str, tuple[str, bool]]:
             False,
         )
     for band in range(1, n_bands):
-        tail = f"{_SOFTMAX}.tail.{band - 1}"
+        tail = f"{SOFTMAX}.tail.{band - 1}"
         names[f"{tail}.0.weight"] = (f"lm_head.projections.{band - 1}", not ties)
         names[f"{tail}.2.weight"] = (f"lm_head.words.{band}", False)
     if config.tie_word_embeddings:
-        names[f"{_SOFTMAX}.head.word_proj.weight"] = ("lm_head.words.0", False)
+        names[f"{SOFTMAX}.head.word_proj.weight"] = ("lm_head.words.0", False)
     for name in model.state_dict():
         if name.startswith(("layers.", "layer_norm.")):
             names[f"decoder.{name.replace('.mlp.', '.')}"] = (name, False)
@@ -315,13 +257,13 @@ def _names(model: WikiLMForCausalLM) -> dict[str, tuple[str, bool]]:
 def _weights(model: WikiLMForCausalLM, tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
     """A checkpoint's tensors by the names of the model, none left over and none lacking."""
     tensors = {name: tensor for name, tensor in tensors.items() if not _IGNORED.fullmatch(name)}
-    names, weights = _names(model), {}
-    if not model.config.tie_word_embeddings and f"{_SOFTMAX}.head.weight" in tensors:
+    names, weights = tensor_names(model), {}
+    if not model.config.tie_word_embeddings and f"{SOFTMAX}.head.weight" in tensors:
         # Words of the first band and classes in one matrix.
         first = model.lm_head.bands[0][1]
-        head = tensors.pop(f"{_SOFTMAX}.head.weight")
+        head = tensors.pop(f"{SOFTMAX}.head.weight")
         weights["lm_head.words.0"], weights["lm_head.classes"] = head[:first], head[first:]
-        del names[f"{_SOFTMAX}.head.class_proj.weight"]
+        del names[f"{SOFTMAX}.head.class_proj.weight"]
     lacking, more = sorted(names.keys() - tensors.keys()), sorted(tensors.keys() - names.keys())
     if lacking or more:
         what = f"lacks {lacking[0]}" if lacking else f"has {more[0]}"

@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from matlens.errors import Between, InputError, PositiveInt, checked, printable, short
+from matlens.errors import InputError, PositiveInt, checked, printable, short
 from matlens.io.bounds import TABLE
-from matlens.io.files import read_bounded, system_errors, write_text
+from matlens.io.files import read_bounded
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -20,8 +20,6 @@ DICTIONARY = "dict.txt"
 BOS, PAD, EOS, UNK = SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 """The words that every dictionary begins with; its file does not list them."""
 _OVERWRITE = "#fairseq:overwrite"
-_MULTIPLE = 8  # dictionaries are filled up to a multiple of it
-_FILLER = "madeupword{:04d}"
 # WikiText writes 'well @-@ known', '1 @,@ 000' and '3 @.@ 5' for what stands between letters or digits.
 _JOINERS = ((r"(?<=\w)-(?=\w)", " @-@ "), (r"(?<=\d),(?=\d)", " @,@ "), (r"(?<=\d)\.(?=\d)", " @.@ "))
 _WORD = r"@[-,.]@|<unk>|(?<=\w)'\w+|^'(?:s|t|re|ve|ll|d|m)$|\w+|[^\w\s]"
@@ -56,27 +54,6 @@ class WordDictionary:
 
     def __len__(self) -> int:
         return len(self.words)
-
-    @classmethod
-    def from_counts(
-        cls, counts: Iterable[tuple[str, int]], *, n_words: Annotated[int, Between(len(SPECIAL) + 1)]
-    ) -> WordDictionary:
-        """Number the most frequent words, and fill up to a multiple of 8 as fairseq does.
-
-        Parameters
-        ----------
-        counts
-            Words and how often each was seen; of equally frequent ones the first in the alphabet counts more.
-        n_words
-            How many words there are at most, the special ones included.
-        """
-        seen = {word: int(count) for word, count in counts if word not in SPECIAL}
-        kept = sorted(seen.items(), key=lambda item: (-item[1], item[0]))[: n_words - len(SPECIAL)]
-        words, numbers = [*SPECIAL, *(word for word, _ in kept)], [0, 0, 0, 0, *(count for _, count in kept)]
-        for i in range(-len(words) % _MULTIPLE):
-            words.append(_FILLER.format(i))
-            numbers.append(0)
-        return cls(tuple(words), tuple(numbers))
 
     @classmethod
     def read(cls, path: str | Path) -> WordDictionary:
@@ -114,19 +91,6 @@ class WordDictionary:
         # What was overwritten keeps its number, under a name that no text holds.
         named = tuple(word or f"<overwritten {number}>" for number, word in enumerate(words))
         return cls(named, tuple(counts))
-
-    def write(self, path: str | Path) -> None:
-        """Write a ``dict.txt``, without the special words, as fairseq does.
-
-        Raises
-        ------
-        InputError
-            The file cannot be written there.
-        """
-        path = Path(path)
-        rows = list(zip(self.words, self.counts, strict=True))[len(SPECIAL) :]
-        with system_errors(path):
-            write_text(path, "".join(f"{word} {count}\n" for word, count in rows))
 
     def tokenizer(self, *, longest: PositiveInt | None = None) -> Any:
         """A tokenizer of transformers that reads text as these words, ``</s>`` in front as fairseq has it.

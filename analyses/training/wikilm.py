@@ -1,0 +1,82 @@
+"""A WikiLM and its words, written as fairseq writes them."""
+
+from __future__ import annotations
+
+import argparse
+import io
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import torch
+
+from matlens.data.corpus import Corpus
+from matlens.errors import Between, InputError, checked
+from matlens.io.files import system_errors, write_bytes, write_text
+from matlens.models.families.wikilm.checkpoint import SOFTMAX, tensor_names
+from matlens.models.families.wikilm.dictionary import DICTIONARY, SPECIAL, WordDictionary, words_of
+from matlens.models.families.wikilm.modelling import WikiLMConfig, WikiLMForCausalLM
+
+__all__ = ["WikiLMConfig", "WikiLMForCausalLM", "word_dictionary", "write_wikilm"]
+_MULTIPLE = 8  # fairseq fills dictionaries up to a multiple of it
+_FILLER = "madeupword{:04d}"
+
+
+@checked
+def word_dictionary(corpus: Corpus, *, n_words: Annotated[int, Between(len(SPECIAL) + 1)]) -> WordDictionary:
+    """The most frequent words of a corpus, ``n_words`` with the special ones, filled up to a multiple of 8.
+
+    Of equally frequent words the first in the alphabet counts more.
+    """
+    counts = Counter(word for words in words_of(corpus.sentences) for word in words if word not in SPECIAL)
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[: n_words - len(SPECIAL)]
+    words, numbers = (
+        [*SPECIAL, *(word for word, _ in ordered)],
+        [*(0,) * len(SPECIAL), *(n for _, n in ordered)],
+    )
+    fillers = [_FILLER.format(i) for i in range(-len(words) % _MULTIPLE)]
+    return WordDictionary((*words, *fillers), (*numbers, *(0,) * len(fillers)))
+
+
+@checked
+def write_wikilm(model: WikiLMForCausalLM, dictionary: WordDictionary, folder: str | Path) -> Path:
+    """Write ``checkpoint.pt`` as fairseq would, and ``dict.txt`` next to it; returns the first path."""
+    folder, config = Path(folder), model.config
+    if len(dictionary) != config.vocab_size:
+        raise InputError(
+            f"The dictionary has {len(dictionary)} words, and the model {config.vocab_size}. Expected "
+            "as many."
+        )
+    cutoffs = ",".join(map(str, config.cutoffs))
+    args = argparse.Namespace(
+        arch="transformer_lm_wiki103", task="language_modeling", decoder_layers=config.num_hidden_layers,
+        decoder_attention_heads=config.num_attention_heads, decoder_embed_dim=config.hidden_size,
+        decoder_input_dim=config.hidden_size, decoder_output_dim=config.hidden_size,
+        decoder_ffn_embed_dim=config.intermediate_size, decoder_normalize_before=True,
+        no_decoder_final_norm=not config.final_norm, adaptive_input=True, adaptive_input_cutoff=cutoffs,
+        adaptive_input_factor=config.adaptive_factor, adaptive_softmax_cutoff=cutoffs,
+        adaptive_softmax_factor=config.adaptive_factor, tie_adaptive_weights=config.tie_word_embeddings,
+        tie_adaptive_proj=config.tie_projections, activation_fn=config.hidden_act, add_bos_token=False,
+        no_scale_embedding=not config.scale_embedding, tokens_per_sample=config.max_position_embeddings,
+        max_target_positions=config.max_position_embeddings, decoder_learned_pos=False,
+        no_token_positional_embeddings=False, dropout=config.dropout,
+    )  # fmt: skip
+    names = tensor_names(model)
+    ours = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    tensors = {
+        theirs: ours[name].T.contiguous() if turned else ours[name]
+        for theirs, (name, turned) in names.items()
+    }
+    if not config.tie_word_embeddings:
+        del tensors[f"{SOFTMAX}.head.class_proj.weight"]
+        tensors[f"{SOFTMAX}.head.weight"] = torch.cat([ours["lm_head.words.0"], ours["lm_head.classes"]])
+    tensors["decoder.version"] = torch.tensor([3.0])
+    tensors[f"{SOFTMAX}.version"] = torch.tensor([1])
+    buffer = io.BytesIO()
+    torch.save({"args": args, "model": tensors, "optimizer_history": [], "extra_state": {}}, buffer)
+    rows = list(zip(dictionary.words, dictionary.counts, strict=True))[len(SPECIAL) :]
+    with system_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / DICTIONARY, "".join(f"{word} {count}\n" for word, count in rows))
+        write_bytes(folder / "checkpoint.pt", buffer.getbuffer())
+    return folder / "checkpoint.pt"

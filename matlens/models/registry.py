@@ -1,0 +1,122 @@
+"""Architectures that deviate: one class in `matlens.models.families` for each, asked by everything else.
+
+Most models need none. Their wiring is found from sums and their read-out is checked against their own logits,
+so no other module names an architecture.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+Stack = Literal["encoder", "decoder"]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_PACKAGE = "matlens.models.families"
+_GROUP = "matlens.families"  # entry points of other packages, each a module that registers families
+
+
+class Repair(NamedTuple):
+    """A hook that makes a module of a bridge compute what the module of the model in it does."""
+
+    module: nn.Module
+    hook: Callable[..., Any]
+    after: bool = False  # a forward hook, instead of a forward pre-hook with keyword arguments
+
+
+class Family:
+    """What an architecture does otherwise than most. Override what differs and decorate with `register`.
+
+    A method returns None (or nothing) for models of other architectures.
+    """
+
+    def adapters(self) -> Mapping[str, type]:
+        """Adapters for TransformerLens by class of the model, used while matlens loads one."""
+        return {}
+
+    def read_file(self, path: Path, dtype: torch.dtype) -> tuple[Any, Any] | None:
+        """The tokenizer and the model that a single file holds."""
+
+    def repairs(self, model: TransformerBridge) -> Sequence[Repair]:
+        """Hooks without which the bridge computes something else than the model in it."""
+        return ()
+
+    def logits_differ(self, model: TransformerBridge) -> str | None:
+        """Why a bridge may give other logits than transformers does; `load` and `wrap` then compare them."""
+
+    def choose_stack(self, model: TransformerBridge, stack: Stack) -> bool | None:
+        """Let a model with two stacks of blocks stand for one of them, in place; True where that is done."""
+
+    def stack(self, model: TransformerBridge) -> Stack | None:
+        """The stack that a model stands for."""
+
+    def probe(self, model: TransformerBridge) -> tuple[Tensor, tuple[int, int]] | None:
+        """A small batch that the model reads instead of tokens; its size, and the vectors of each input."""
+
+    def experts(self, model: TransformerBridge, layer: int) -> Any | None:
+        """The experts of a block's FFN, as `matlens.models.families.mixtures.Mixture` describes them."""
+
+    def head(self, model: TransformerBridge) -> list[nn.Module] | None:
+        """The modules after the last block; raises InputError where nothing can be read out."""
+
+
+F = TypeVar("F", bound=type[Family])
+_REGISTERED: list[Family] = []
+
+
+def register(family: F) -> F:
+    """Add a family; of two that answer, the one that was registered later counts."""
+    _REGISTERED.insert(0, family())
+    return family
+
+
+def families() -> Sequence[Family]:
+    """All families: those of matlens, of installed packages and those registered since."""
+    _find()
+    return _REGISTERED
+
+
+@cache
+def _find() -> None:
+    package = importlib.import_module(_PACKAGE)
+    for module in pkgutil.walk_packages(package.__path__, f"{_PACKAGE}."):
+        importlib.import_module(module.name)
+    for point in entry_points(group=_GROUP):
+        point.load()
+
+
+def ask(question: Callable[Concatenate[Family, P], T | None], *args: P.args, **kwargs: P.kwargs) -> T | None:
+    """The first answer to a question, such as ``ask(Family.stack, model)``; None if no family has one."""
+    answers = (getattr(family, question.__name__)(*args, **kwargs) for family in families())
+    return next((answer for answer in answers if answer is not None), None)
+
+
+@contextmanager
+def family_adapters() -> Iterator[None]:
+    """Let TransformerLens use the families' adapters while the context lasts."""
+    from transformer_lens.factories import architecture_adapter_factory as factory
+
+    ours = {name: adapter for family in reversed(families()) for name, adapter in family.adapters().items()}
+    tables: Any = factory.SUPPORTED_ARCHITECTURES, factory.ArchitectureAdapterFactory._adapters
+    before = [dict(table) for table in tables]
+    for table in tables:
+        table |= ours
+    try:
+        yield
+    finally:
+        for table, content in zip(tables, before, strict=True):
+            table.clear()
+            table |= content

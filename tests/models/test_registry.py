@@ -1,0 +1,129 @@
+"""Families are found in their folder and in installed packages, and the core asks them alone."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import D_MODEL, assert_near
+from transformer_lens.factories import architecture_adapter_factory as factory
+
+import matlens
+from matlens import InputError
+from matlens.models import changes_of, registry
+from matlens.models.registry import Family, ask, families, family_adapters, register
+
+PACKAGE = '''
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from matlens.models import Family, register
+
+class Halved(torch.nn.Module):
+    def forward(self, x):
+        return x / 2
+
+def halve(module, args, output):
+    return output / 2
+
+@register
+class Tiny(Family):
+    """Models in files that name a folder, whose logits are halved."""
+
+    def read_file(self, path, dtype):
+        if path.suffix != ".tiny":
+            return None
+        folder = path.read_text()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        return AutoTokenizer.from_pretrained(folder), model
+
+    def repairs(self, model):
+        from matlens.models.registry import Repair
+        tiny = str(model.cfg.model_name).endswith(".tiny")
+        return [Repair(model.unembed, halve, after=True)] if tiny else []
+
+    def head(self, model):
+        if str(model.cfg.model_name).endswith(".tiny"):
+            return [model.ln_final.original_component, Halved(), model.unembed.original_component]
+'''
+
+
+@pytest.fixture
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test registers is gone after it."""
+    families()
+    monkeypatch.setattr(registry, "_REGISTERED", list(registry._REGISTERED))
+    yield
+    registry._find.cache_clear()
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_an_installed_package_adds_an_architecture(
+    model_folder: Callable[[str], Path],
+    plain_model: Callable[[str], Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "tiny_models.py").write_text(PACKAGE)
+    about = tmp_path / "tiny_models-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-models\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[matlens.families]\ntiny = tiny_models\n")
+    (tmp_path / "a.tiny").write_text(str(model_folder("llama")))
+    with pytest.raises(InputError, match="is a file of no known kind"):
+        matlens.load(tmp_path / "a.tiny", device="cpu")
+    monkeypatch.syspath_prepend(tmp_path)
+    registry._find.cache_clear()
+    model = matlens.load(tmp_path / "a.tiny", device="cpu")
+    tokens = torch.arange(1, 9)[None]
+    with torch.inference_mode():
+        expected = plain_model("llama")(tokens).logits / 2
+        assert_near(model(tokens), expected)
+        assert_near(
+            matlens.Readout(model).logits(model.run_with_cache(tokens)[1]["ln_final.hook_in"]), expected
+        )
+    assert changes_of(model) == ()  # its hook is part of the plain model
+    bridge = type(model).boot_transformers(str(model_folder("llama")), device="cpu")
+    bridge.cfg.model_name = "mine.tiny"
+    with pytest.raises(InputError, match=r"does not compute Llama.*matlens\.wrap\(\)"):
+        matlens.Readout(bridge)
+    assert matlens.Readout(matlens.wrap(bridge)).d_model == D_MODEL
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_the_family_that_was_registered_last_answers_first(small_model: Callable[[str], Any]) -> None:
+    model = small_model("gpt2")
+    assert ask(Family.stack, model) is None
+
+    @register
+    class First(Family):
+        def stack(self, model: Any) -> Any:
+            return "encoder"
+
+        def adapters(self) -> Any:
+            return {"FalconForCausalLM": First, "New": First}
+
+    @register
+    class Second(Family):
+        def stack(self, model: Any) -> Any:
+            return "decoder" if model.cfg.n_layers == 3 else None
+
+    assert ask(Family.stack, model) == "decoder"
+    before = dict(factory.SUPPORTED_ARCHITECTURES), dict(factory.ArchitectureAdapterFactory._adapters)
+    with family_adapters():
+        assert factory.SUPPORTED_ARCHITECTURES["New"] is First
+        adapters: Any = factory.ArchitectureAdapterFactory._adapters
+        assert adapters["FalconForCausalLM"] is First
+    assert before == (factory.SUPPORTED_ARCHITECTURES, factory.ArchitectureAdapterFactory._adapters)
+
+
+def test_the_core_imports_no_architecture() -> None:
+    """An architecture is a new file in ``families``, and no other module of the package changes."""
+    for path in Path(registry.__file__).parent.glob("*.py"):
+        imported = {
+            node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)
+        }
+        assert not [name for name in imported if name and "families" in name], path.name
