@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from annotation.sheets import read_sheet, refuse_lines, write_sheets
 from matlens.errors import InputError, checked
 from matlens.io.files import system_errors
 from matlens.io.tables import check_columns
+from matlens.plots.pages import read_template
 
 CLASSES = ("semantic", "syntactic", "names", "stopwords")
 TOKENS_FILE, PATTERNS_FILE, PAGE_FILE = "tokens.csv", "patterns.csv", "sheet.html"
@@ -99,15 +99,8 @@ def write_concept_sheets(
 
 def render_page(sample: pd.DataFrame, meanings: Mapping[str, str] | None = None) -> str:
     """The sheet as one HTML page, which needs nothing from elsewhere; ``meanings`` stand next to tokens."""
-    environment = Environment(
-        loader=PackageLoader("annotation", ""),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     items = [(item, lines["token"].to_list()) for item, lines in _ordered(sample).groupby("item")]
-    return environment.get_template(PAGE_FILE).render(
+    return read_template("annotation", "", PAGE_FILE).render(
         code=sheet_code(sample), items=items, classes=CLASSES, n_patterns=_OFFERED_PATTERNS,
         meanings=meanings or {},
     )  # fmt: skip

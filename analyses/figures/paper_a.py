@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import pandas as pd
 from matplotlib.figure import Figure
 
-from matlens.plots.colours import DARK, DASHED, DOTTED, GREY, REPLACED, SOLID, STYLES, Look, method_looks
+from figures.looks import REPLACED
+from matlens.plots.colours import DARK, DASHED, DOTTED, GREY, SOLID, STYLES, Look, method_looks
 from matlens.plots.heatmaps import draw_cells, write_cells
 from matlens.plots.layers import (
     draw_line,

@@ -14,19 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter, StrMethodFormatter
 from scipy.optimize import linear_sum_assignment
 
-from matlens.plots.colours import (
-    CLASSES,
-    DARK,
-    DOTTED,
-    GREY,
-    LOWERED,
-    OTHER,
-    RAISED,
-    SUMMARIES,
-    UPDATES,
-    Look,
-    method_looks,
-)
+from figures.looks import CLASSES, LOWERED, OTHER, RAISED, SUMMARIES, UPDATES
+from matlens.plots.colours import DARK, DOTTED, GREY, Look, method_looks
 from matlens.plots.layers import draw_line, draw_methods, line_key
 from matlens.plots.style import (
     finish,
