@@ -10,9 +10,10 @@ from typing import Annotated
 
 import torch
 
-from matlens.data.corpus import Corpus
-from matlens.errors import Between, InputError, checked
-from matlens.io.files import system_errors, write_bytes, write_text
+from matlens import InputError
+from matlens.data import Corpus
+from matlens.errors import Between, checked
+from matlens.io import system_errors, write_bytes, write_text
 from matlens.models.families.wikilm.checkpoint import SOFTMAX, tensor_names
 from matlens.models.families.wikilm.dictionary import DICTIONARY, SPECIAL, WordDictionary, words_of
 from matlens.models.families.wikilm.modelling import WikiLMConfig, WikiLMForCausalLM

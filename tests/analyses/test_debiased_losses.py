@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import N_CTX
 from control.baselines import SelfDebiasing
 from control.perplexity import debiased_losses
 from self_debiasing import debiased_probabilities
 
-from matlens import InputError, make_examples
+from matlens import make_examples
 from matlens.data.corpus import Corpus
 from matlens.data.making import make_windows
 from matlens.ffn.perplexity import text_losses
@@ -53,15 +52,6 @@ def test_without_decay_self_debiasing_has_the_models_own(small_model: Models, se
     losses = text_losses(model, sentences, progress=False)
     debiased = debiased_losses(model, make_examples(model, sentences), SelfDebiasing(decay=0.0))
     np.testing.assert_allclose(losses.total, debiased.total, rtol=1e-5)
-
-
-def test_a_window_with_an_announcement_has_to_fit(small_model: Models, sentences: Corpus) -> None:
-    model, debiasing = small_model("gpt2"), SelfDebiasing(["threat"])
-    assert debiasing.room(model) == N_CTX - len(model.tokenizer(debiasing.prefixes[0])["input_ids"])
-    fitting = make_windows(model, sentences, size=debiasing.room(model), most=1)
-    assert debiased_losses(model, fitting, debiasing).total > 0
-    with pytest.raises(InputError, match=f"A text has {N_CTX} tokens, and after an announcement"):
-        debiased_losses(model, make_windows(model, sentences), debiasing)
 
 
 def test_places_that_are_done_apart_change_nothing(

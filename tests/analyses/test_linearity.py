@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from analysing import assert_table, run
-from atlas import atlas_summary
+from linearity import atlas_summary
 
 import matlens
 from matlens import linearity
