@@ -51,7 +51,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "patching/schemes": (),
     "patching/submodules": (),
     "patching/variants": (),
-    "lens/evaluation": ("tests/lens/test_masked.py",),
+    "lens/evaluation": (),
     "lens/early_exit": (),
     "paper_a/predictions": ("tests/analyses/test_predictions.py",),
     "lens/maps": ("tests/lens/test_lens.py", "tests/lens/test_closed_forms.py"),
