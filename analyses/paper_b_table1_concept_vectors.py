@@ -16,7 +16,10 @@ import pandas as pd
 import typer
 from annotation import WordSimilarity, distinct_concepts, pattern_shares, search_concepts
 from figures.paper_b import pattern_sizes
-from studies import Report, Study, run_study, show
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from studies import Report, Study, run_study
 
 NAME = "paper_b_table1_concept_vectors"
 
@@ -45,10 +48,27 @@ def main(
     }
     both = pd.concat([concepts.assign(method=method) for method, concepts in best.items()])
     report.write(f"{NAME}_vectors", both, origin)
-    show("Each of another concept", best["values"][["value", "words", "pattern"]])
+    show(best["values"], table)
+
+
+def show(best: pd.DataFrame, table: pd.DataFrame) -> None:
+    """Print the value vectors that were found, and how many of each kind have a pattern."""
+    printed = Table(
+        "value", "words", "pattern", "top tokens", title="Each of another concept", title_justify="left"
+    )
+    for row in best.itertuples():
+        first = ", ".join(str(row.top).split(", ")[:10])
+        printed.add_row(str(row.value), str(row.words), escape(str(row.pattern)), escape(first))
+    Console().print(printed)
     overall = table[table["layer"].isna() & (table["metric"] == "pattern")]
-    wide = overall.pivot(index="k", columns="method", values="value")
-    show("Share of vectors with a pattern of so many words", wide, **dict.fromkeys(map(str, wide), "{:.3%}"))
+    counted = Table(
+        "words, at least", *overall["method"].unique(), title="Vectors with a pattern", title_justify="left"
+    )
+    for size, part in overall.groupby("k"):
+        counts = (part["value"] * part["n"]).round().astype(int)
+        pairs = zip(part["value"], counts, strict=True)
+        counted.add_row(str(size), *(f"{value:.3%} ({count})" for value, count in pairs))
+    Console().print(counted)
 
 
 if __name__ == "__main__":

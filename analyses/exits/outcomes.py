@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Int
 
-from matlens import InputError
+from matlens.errors import InputError
 
 FEWEST_EXAMPLES = 10  # that can be split into three parts, or tested in ten
 
