@@ -1,20 +1,30 @@
-"""One drawn position a sentence against all positions, for the same forward passes.
+"""One sampled position per sentence against all positions, for the same forward passes.
 
 The paper takes one position of each sentence. The passes that give it give every other position too, so
-maps can be fitted on some thirty times as many samples, which are streamed and never held. Expect them to
-generalise better, most of all from early layers.
+maps can be fitted on some thirty times as many samples, which are streamed. Expect them to generalise better,
+most of all from early layers.
 """
 
 from __future__ import annotations
 
-import pandas as pd
-from paper_a import compare_fits, fit_drawn_and_all, fits_side_by_side
-from rich.console import Console
-from rich.table import Table
-from studies import Report, Study, run_study
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from matlens import collect, make_examples
+import pandas as pd
+import torch
+from studies import Report, Study, run_study, show
+
+from matlens import InputError, MapSet, Readout, collect, make_examples
+from matlens.activations import Activations, stream
+from matlens.data import Examples, is_masked
+from matlens.lens import fit_quality, prediction_quality
+from matlens.linear import fit_samples, fit_stream
+from matlens.models import ModelIdentity, ModelLayout, Provenance
 from matlens.study import origin_of
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
 
 NAME = "all_positions"
 
@@ -26,16 +36,51 @@ def main(study: Study, report: Report) -> None:
     validation = collect(model, study.validation_examples)
     table = compare_fits(study.readout, maps, validation)
     report.write(NAME, table, origin_of(maps["all"], validation))
-    show(fits_side_by_side(table))
+    chosen = table[(table["metric"] == "r2") | (table["k"] == 1)]
+    show("r2 and Precision@1", chosen.pivot(index="layer", columns=["metric", "method"], values="value"))
 
 
-def show(wide: pd.DataFrame) -> None:
-    """Print r2 onto the last layer and Precision@1 of both fits side by side."""
-    printed = Table("layer", *wide.columns)
-    for layer, row in wide.iterrows():
-        printed.add_row(str(layer), *("" if pd.isna(value) else f"{value:.3f}" for value in row))
-    Console().print(printed)
+def fit_drawn_and_all(
+    model: TransformerBridge, examples: Examples, *, progress: bool = True
+) -> dict[str, MapSet]:
+    """Maps onto the last layer from one pass, fitted on the ``drawn`` positions and on ``all`` positions.
+
+    The drawn vectors are held, the others are streamed.
+    """
+    if is_masked(model):
+        raise InputError(
+            f"{model.cfg.model_name} is a masked-LM model: only the drawn token of each sentence is masked, "
+            "and the others are no predictions. Expected a decoder."
+        )
+    sites = list(map(str, ModelLayout.from_model(model).stream))
+    last = len(sites) - 1
+    pairs = [(layer, last) for layer in range(last)]
+    starts = examples.offsets[examples.sentences]
+    number_of = {int(row): i for i, row in enumerate(starts + examples.positions)}
+    drawn = {site: torch.empty(examples.n_positions, model.cfg.d_model) for site in sites}
+
+    def all_vectors() -> Iterator[dict[str, torch.Tensor]]:
+        for rows in stream(model, examples, sites, positions="all", progress=progress):
+            kept = [(i, number_of[int(row)]) for i, row in enumerate(rows.index) if int(row) in number_of]
+            here, there = map(list, zip(*kept, strict=True))
+            for site, vectors in rows.vectors.items():
+                drawn[site][there] = vectors[here]
+            yield rows.vectors
+
+    origin = Provenance(ModelIdentity.from_model(model), examples.provenance)
+    of_all = MapSet(fit_stream(all_vectors(), pairs, provenance=replace(origin, positions="all")))
+    of_drawn = MapSet(fit_samples(drawn, pairs, provenance=replace(origin, positions="drawn")))
+    return {"drawn": of_drawn, "all": of_all}
+
+
+def compare_fits(readout: Readout, maps: Mapping[str, MapSet], validation: Activations) -> pd.DataFrame:
+    """r2 and prediction quality of ``mat`` of each fit; the methods are called ``mat, <fit>``."""
+    tables = []
+    for name, fits in maps.items():
+        table = pd.concat([fit_quality(fits, validation), prediction_quality(readout, fits, validation)])
+        tables.append(table[table["method"] == "mat"].assign(method=f"mat, {name}"))
+    return pd.concat(tables, ignore_index=True)
 
 
 if __name__ == "__main__":
-    run_study(main, train=4000, val=1000, figures=False)
+    run_study(main, train=4000, val=1000)

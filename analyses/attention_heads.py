@@ -8,20 +8,37 @@ or nothing. What a replacement recovers over the mean is what the head does with
 
 from __future__ import annotations
 
-from typing import Annotated
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+import numpy as np
+import pandas as pd
+import torch
 import typer
 from figures.paper_a import attention_heads
-from paper_a import head_ablation
-from studies import Patched, Report, Study, run_study
-from studies.heads import head_pairs
+from jaxtyping import Bool
+from studies import Patched, Report, Study, head_pairs, run_study
+from torch import Tensor
 
-from matlens import MapSet
-from matlens.activations import sink_counts, sink_rows
+from matlens import LinearMap, MapSet, Readout, metrics
+from matlens.activations import Activations, find_sinks, sink_counts, sink_rows
+from matlens.io import result_table
+from matlens.lens import evaluate
+from matlens.lens.evaluation import prediction_rows, validation_row
 from matlens.models import ModelLayout
+from matlens.patching import Replacement, Variant, run_variants
+from matlens.patching.replacements import Where
 from matlens.study import origin_of
 
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
 NAME = "attention_heads"
+HEADS = "attention_heads"  # the experiment
+SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
+Head = tuple[int, int]  # block and head
 
 
 def main(
@@ -44,6 +61,119 @@ def main(
     )  # fmt: skip
     origin = origin_of(maps, validation) | {"sinks": sink_counts(~rows, stream.places)}
     report.write(NAME, table, origin, attention_heads(table))
+
+
+def head_r2(
+    layout: ModelLayout,
+    maps: MapSet,
+    validation: Activations,
+    *,
+    rows: Bool[Tensor, " n"] | None = None,
+) -> dict[Head, float]:
+    """r2 of every head's map, by block and head: the mean over the coordinates of the head's output.
+
+    ``rows`` is true for the examples that count, by default all.
+    """
+    kept = slice(None) if rows is None else rows
+    scores = {}
+    for layer, (source, target) in enumerate(head_pairs(layout)):
+        n_heads, _ = layout.hooks[layout.hook(target)].shape
+        prediction, truth = maps[source, target](validation[source][kept]), validation[target][kept]
+        for head, (ours, theirs) in enumerate(
+            zip(prediction.chunk(n_heads, 1), truth.chunk(n_heads, 1), strict=True)
+        ):
+            scores[layer, head] = metrics.r2(ours, theirs)
+    return scores
+
+
+def constant_maps(maps: MapSet, samples: Activations | None = None, *, rows: Tensor | None = None) -> MapSet:
+    """Maps whose output is constant: the mean of some samples, or zero."""
+    kept = slice(None) if rows is None else rows
+    constant = []
+    for (source, target), linear in maps.items():
+        bias = None if samples is None else samples[target][kept].mean(0)
+        weight = torch.zeros_like(linear.weight)
+        constant.append(LinearMap(weight, bias, source, target, linear.provenance))
+    return MapSet(constant)
+
+
+def head_replacements(
+    layout: ModelLayout, maps: MapSet, heads: Sequence[Head], *, where: Where = "all"
+) -> list[Replacement]:
+    """Replace some heads of some blocks, given by block and head."""
+    pairs = head_pairs(layout)
+    return [
+        Replacement.from_map(maps[pairs[layer]], where=where, heads=[head for _, head in of_block])
+        for layer, of_block in itertools.groupby(sorted(heads), key=lambda head: head[0])
+    ]
+
+
+def head_ablation(
+    readout: Readout,
+    model: TransformerBridge,
+    maps: MapSet,
+    train: Activations,
+    validation: Activations,
+    *,
+    rows: Bool[Tensor, " n"],
+    validation_rows: Bool[Tensor, " n_validation"],
+    every: int = 5,
+    patched: int | None = None,
+    seed: int = 0,
+    folder: str | Path | None = None,
+) -> pd.DataFrame:
+    """Heads replaced one at a time, and more and more of them at once.
+
+    A table with two more columns, ``head`` and ``share``. Rows of the metric ``r2`` are about every head's
+    replacement. Rows with a head are about that head alone, in every so many blocks and the last; rows with a
+    share are about so many of all heads at once, those with the highest r2 first (``linear``, ``mean`` and
+    ``nothing``), or in random order (``linear, random order``). The metrics are those of `prediction_rows`
+    and ``kl``, the mean of ``KL(delta(h^L) || delta(h'))``. Heads are replaced at all tokens but sinks.
+    """
+    for samples, theirs in ((train, "the training vectors"), (validation, "the validation vectors")):
+        readout.check_same(samples.provenance, theirs=theirs)
+    layout = ModelLayout.from_model(model)
+    last, scores = layout.n_layers, head_r2(layout, maps, validation, rows=validation_rows)
+    linear = maps.in_memory(head_pairs(layout))
+    stand_ins = {
+        "linear": linear.in_memory(device=model.cfg.device),
+        "mean": constant_maps(linear, train, rows=rows).in_memory(device=model.cfg.device),
+        "nothing": constant_maps(linear).in_memory(device=model.cfg.device),
+    }
+    data = validation if patched is None else validation.head(patched)
+    where = ~find_sinks(model, data.examples)
+    best = sorted(scores, key=lambda head: -scores[head])
+    shuffled = [best[i] for i in np.random.default_rng(seed).permutation(len(best))]
+    cases: dict[tuple[str, int | None, int | None, float | None], Variant] = {}
+
+    def case(heads: Sequence[Head], instead: str) -> Variant:
+        replacements = head_replacements(layout, stand_ins[instead], heads, where=where)
+        return Variant(min(layer for layer, _ in heads), replacements)
+
+    for layer, head in scores:
+        if layer % every == 0 or layer == last - 1:
+            for instead in stand_ins:
+                cases[instead, layer, head, None] = case([(layer, head)], instead)
+    for share in SHARES:
+        n = max(1, round(share * len(best)))
+        for instead in stand_ins:
+            cases[instead, None, None, share] = case(best[:n], instead)
+        if share < 1:
+            cases["linear, random order", None, None, share] = case(shuffled[:n], "linear")
+    names = {key: "-".join("all" if part is None else str(part) for part in key) for key in cases}
+    variants = {names[key]: case for key, case in cases.items()}
+    vectors = run_variants(model, data.examples, variants, folder=folder, origin=maps.provenance.to_json())
+    judged = evaluate(readout, data[last], {name: vectors[name] for name in variants}, kl=True)
+    table = []
+    for (layer, head), score in scores.items():
+        estimate = metrics.Estimate.without_interval(score, int(validation_rows.sum()))
+        row = validation_row(HEADS, validation, "linear", layer, layer, "r2", None, estimate)
+        table.append(row | {"head": head, "share": None})
+    for key, name in names.items():
+        method, of_block, of_head, of_share = key
+        rows_of_case = prediction_rows(HEADS, data, method, 0, judged[name])
+        table += [row | {"layer": of_block, "head": of_head, "share": of_share} for row in rows_of_case]
+    return result_table(table, "head", "share").astype({"head": "Int64"})
 
 
 if __name__ == "__main__":

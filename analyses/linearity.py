@@ -10,14 +10,17 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import pandas as pd
 import typer
-from atlas import atlas_summary
 from studies import Report, Study, run_study
 
 from matlens import plots
 from matlens.cli import print_atlas
-from matlens.data import make_windows
+from matlens.data import make_judged_text
+from matlens.io import result_row, result_table
 from matlens.linearity import atlas_seconds, linearity_atlas, rank_correlations
+from matlens.linearity.ranking import rises
+from matlens.metrics import Estimate
 
 NAME = "linearity"
 
@@ -32,7 +35,7 @@ def main(
     """Fit, score, replace and leave out every part; draw the atlas, and print the correlations."""
     train, validation = study.parts
     fitted_on, judged_on = (
-        make_windows(study.model, corpus, size=window, max_windows=most, targets=True, seed=study.seed)
+        make_judged_text(study.model, corpus, size=window, most=most, seed=study.seed)
         for corpus, most in ((train, windows), (validation, judged))
     )
     folder = study.folder / f"{NAME}-{window}-{windows}-{judged}"
@@ -40,7 +43,7 @@ def main(
     correlations = rank_correlations(table, seed=study.seed)
     origin = study.origin_of_weights | {
         "window": window, "windows": windows, "judged": judged,
-        "n_fitted": len(fitted_on.tokens), "n_judged": len(judged_on.targets),
+        "n_fitted": len(fitted_on.examples.tokens), "n_judged": len(judged_on.truth),
         "atlas_seconds": atlas_seconds(folder),
     }  # fmt: skip
     report.write(NAME, table, origin, plots.plot_atlas(table, correlations))
@@ -50,6 +53,39 @@ def main(
     report.write("linearity_kinds", atlas_summary(table), origin)
     report.write("linearity_correlations", correlations, origin)
     print_atlas(table, correlations)
+
+
+def added_rise(table: pd.DataFrame, parts: str, *, tokens: str = "all") -> float:
+    """The sum of the rises of the loss for each of some parts alone.
+
+    ``table`` is that of `linearity_atlas`; ``parts`` are names with a comma between, as in its column.
+    """
+    alone = rises(table, tokens)
+    alone = alone[alone["layer"].notna()]
+    names = alone["kind"] + " " + alone["layer"].astype("Int64").astype(str)
+    by_name = dict(zip(names, alone["value"], strict=True))
+    return float(sum(by_name[name] for name in parts.split(", ")))
+
+
+def atlas_summary(table: pd.DataFrame) -> pd.DataFrame:
+    """Means over the layers of every score and rise, and the median of the rise, for each kind of part."""
+    single = table[~table["kind"].str.startswith("together")]
+    rows = []
+    for (kind, tokens, method, metric), part in single.groupby(
+        ["kind", "tokens", "method", "metric"], sort=False
+    ):
+        values = {metric: part["value"].mean()}
+        if metric == "rise":
+            values["median rise"] = part["value"].median()
+        rows += [
+            result_row(
+                "linearity_kinds", model=str(table["model"].iloc[0]), corpus=str(table["corpus"].iloc[0]),
+                method=str(method), layer=None, target=None, metric=str(name),
+                estimate=Estimate.without_interval(value, len(part)), kind=kind, tokens=tokens,
+            )
+            for name, value in values.items()
+        ]  # fmt: skip
+    return result_table(rows, "kind", "tokens")
 
 
 if __name__ == "__main__":

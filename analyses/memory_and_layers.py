@@ -8,17 +8,177 @@ read-outs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+import torch
 from figures.paper_a import costs_figure
-from paper_a import exit_costs
 from studies import Report, Study, run_study
+from torch import nn
+
+from matlens import InputError, MapSet, Readout
+from matlens.activations import Activations
+from matlens.io import result_table
+from matlens.lens import exit_sweep, prediction_quality, savings
+from matlens.lens.early_exit import SWEEP, ExitConfidence, exit_layers, thresholds
+from matlens.lens.evaluation import evaluate_layers, map_lenses, validation_row
+from matlens.metrics import Estimate
+from matlens.models import ModelIdentity
+from matlens.models.weights import plain_model
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
 
 NAME = "memory_and_layers"
+COSTS = "memory_and_layers"  # the experiment
+PRECISIONS = (0.8, 0.85, 0.9, 0.95, 0.99)
+PAPER_SWEEP = (-1.112, *(i / 10 for i in range(11)), 1.112)  # of lam; for id the paper has more, `SWEEP`
 
 
 def main(study: Study, report: Report) -> None:
     """Count what fixed and early exit keep, compute and save, and draw both."""
     table = exit_costs(study.readout, study.model, study.maps, study.validation)
     report.write(NAME, table, study.origin, costs_figure(table))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Matrix elements of a model's parts, each one multiplication per token.
+
+    ``attention`` is the multiplications of a block for each token that one attends to, ``readout`` those of
+    reading out one vector, ``n_bytes`` the size of an element.
+    """
+
+    blocks: tuple[int, ...]
+    attention: tuple[int, ...]
+    readout: int
+    d_model: int
+    n_bytes: int
+
+    @classmethod
+    def from_model(cls, model: TransformerBridge, readout: Readout) -> Costs:
+        """Count the matrices of a model's blocks and of its read-out."""
+        readout.check_same(ModelIdentity.from_model(model), theirs="the model")
+        weights = [[*block.parameters()] for block in _plain_blocks(model)]
+        if any(weight.ndim > 2 for of_block in weights for weight in of_block):
+            raise InputError(
+                f"The blocks of {model.cfg.model_name} have weights that are no matrices, such as those of "
+                "experts, of which a token reads some. Expected a dense model."
+            )
+        context = 2 * model.cfg.n_heads * model.cfg.d_head
+        return cls(
+            tuple(sum(w.numel() for w in of_block if w.ndim == 2) for of_block in weights),
+            (context,) * len(weights), readout.multiplications, readout.d_model,
+            next(model.parameters()).element_size(),
+        )  # fmt: skip
+
+    @property
+    def n_layers(self) -> int:
+        """``L``."""
+        return len(self.blocks)
+
+    @property
+    def map(self) -> int:
+        """Numbers in a map between two layers, which are its multiplications for a token."""
+        return self.d_model**2
+
+    def run(self, first: int, last: int, n_tokens: float) -> float:
+        """Multiplications for a token of the blocks between two layers, where it attends to ``n_tokens``."""
+        blocks = zip(self.blocks[first:last], self.attention[first:last], strict=True)
+        return float(sum(weights + n_tokens * context for weights, context in blocks))
+
+
+def _plain_blocks(model: TransformerBridge) -> nn.ModuleList:
+    """The blocks as the model's configuration makes them: a bridge holds some matrices twice."""
+    plain = plain_model(model)
+    for part in [] if plain is None else plain.modules():
+        if isinstance(part, nn.ModuleList) and len(part) == model.cfg.n_layers:
+            return part
+    raise InputError(
+        f"The matrices of {model.cfg.model_name} cannot be counted: its configuration alone does not make a "
+        f"model whose {model.cfg.n_layers} blocks stand in one list. Expected a model of transformers."
+    )
+
+
+def exit_costs(
+    readout: Readout,
+    model: TransformerBridge,
+    maps: MapSet,
+    validation: Activations,
+    *,
+    precisions: Sequence[float] = PRECISIONS,
+) -> pd.DataFrame:
+    """Fixed and early exit by ``mat`` and ``id``: what is kept and computed for them, and what they save.
+
+    Fixed exit, rows with a layer: the model is run up to the layer, and the blocks behind it can go; one map
+    takes their place. Early exit, rows with a ``k``, the Precision@1 that is asked for: all blocks and a map
+    for every layer are kept; a token pays a map and a read-out at every layer that is run, but no map at the
+    last, and saves the blocks behind. Metrics, of which all but the first two are for a token:
+
+    - ``precision``; ``layers saved``
+    - ``bytes of maps`` and ``bytes saved``
+    - ``map multiplications``, ``readout multiplications`` (beyond the one of the model itself) and
+      ``multiplications saved``, that of the blocks that are not run.
+
+    Two more columns, ``share of bytes`` and ``share of multiplications``, relate them to all blocks'.
+
+    Attention reads as many tokens as the validation sentences have on average up to their positions.
+    """
+    costs, last = Costs.from_model(model, readout), validation.provenance.identity.n_layers
+    n_tokens = float(validation.places.mean()) + 1
+    whole = costs.run(0, last, n_tokens)
+    rows = []
+
+    def add(method: str, layer: int | None, k: float | None, numbers: dict[str, float]) -> None:
+        for metric, value in numbers.items():
+            estimate = Estimate.without_interval(value, validation.n_rows)
+            row = validation_row(COSTS, validation, method, 0, last, metric, None, estimate)
+            of_bytes = value / (sum(costs.blocks) * costs.n_bytes) if "bytes" in metric else None
+            of_all = value / whole if "multiplications" in metric else None
+            shares = {"share of bytes": of_bytes, "share of multiplications": of_all}
+            rows.append(row | {"layer": layer, "k": k} | shares)
+
+    quality = prediction_quality(readout, maps, validation)
+    quality = quality[(quality["metric"] == "precision") & (quality["k"] == 1) & (quality["layer"] < last)]
+    for row in quality.to_dict("records"):
+        n_maps, layer = int(row["method"] == "mat"), int(row["layer"])
+        numbers = {
+            "precision": row["value"], "layers saved": last - layer,
+            "bytes of maps": n_maps * costs.map * costs.n_bytes,
+            "bytes saved": sum(costs.blocks[layer:]) * costs.n_bytes,
+            "map multiplications": n_maps * costs.map,
+            "multiplications saved": costs.run(layer, last, n_tokens),
+        }  # fmt: skip
+        add(row["method"], layer, None, numbers)
+    lenses = map_lenses(readout, maps, validation)
+    lams = {"mat": PAPER_SWEEP, "id": SWEEP}
+    exits = exit_sweep(lenses, validation, layers=range(1, last), lams=lams)
+    saved_at = {p: savings(exits, p).set_index("method")["saved"] for p in precisions}
+    evaluated = evaluate_layers(lenses, validation, range(1, last + 1), confidence=True)
+    positions = torch.from_numpy(validation.places).long()
+    for method in lenses:
+        n_maps = int(method == "mat")
+        confidence = ExitConfidence.from_evaluations(evaluated[at, method] for at in range(1, last + 1))
+        left = [exit_layers(confidence.difference, thresholds(positions, lam)) for lam in lams[method]]
+        n_layers = [float(layers.double().mean()) for layers in left]
+        shares_of_all = [float((layers == last).double().mean()) for layers in left]
+        for precision in precisions:
+            saved = float(saved_at[precision][method])
+            n_run = last - saved
+            n_mapped = n_run - float(np.interp(n_run, n_layers, shares_of_all))
+            numbers = {
+                "layers saved": saved,
+                "bytes of maps": n_maps * (last - 1) * costs.map * costs.n_bytes,
+                "bytes saved": 0,
+                "map multiplications": n_maps * n_mapped * costs.map,
+                "readout multiplications": (n_run - 1) * costs.readout,
+                "multiplications saved": saved * whole / last,
+            }
+            add(method, None, precision, numbers)
+    return result_table(rows, "share of bytes", "share of multiplications")
 
 
 if __name__ == "__main__":

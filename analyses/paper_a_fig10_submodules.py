@@ -8,12 +8,18 @@ sinks, which is closer to the paper's picture in models that have them.
 
 from __future__ import annotations
 
+import itertools
 from typing import Annotated
 
 import typer
 from figures.paper_a import by_method
-from paper_a import submodule_layers
+from paper_a.submodules import CONTEXTUAL, SubmoduleCase, rows_of_cases, with_mat
 from studies import Patched, Report, Study, run_study
+
+from matlens.lens import evaluate
+from matlens.lens.evaluation import prediction_rows
+from matlens.parallel import Bar
+from matlens.patching import attend_nowhere
 
 NAME = "paper_a_fig10_submodules"
 
@@ -25,12 +31,27 @@ def main(
     every: Annotated[int, typer.Option(min=1, help="Start from every so many layers.")] = 1,
 ) -> None:
     """Fit all sub-modules, replace each kind from every layer on, and draw what is left of the prediction."""
-    stand_ins = study.stand_ins("all", "not-sink")
-    n_patched = min(patched, study.validation.n_rows)
-    table = submodule_layers(
-        study.readout, study.model, study.maps, stand_ins, study.validation,
-        every=every, patched=patched, folder=study.folder / f"{NAME}-{every}-{n_patched}",
-    )  # fmt: skip
+    fits, validation, last = study.submodule_maps("all", "not-sink"), study.validation, study.n_layers
+    layers = sorted({*range(0, last, every), last - 1})
+    bar = Bar(layers, desc="mat_attn", unit="layer")
+    # Without attention no token depends on another, so single vectors are enough.
+    vectors = {
+        layer: attend_nowhere(study.model, fits["all"], validation[layer], layer, last) for layer in bar
+    }
+    evaluated = evaluate(study.readout, validation[last], vectors)
+    rows = [
+        row
+        for layer in layers
+        for row in prediction_rows(NAME, validation, "mat_attn", layer, evaluated[layer])
+    ]
+    cases = {}
+    for replaced, layer in itertools.product(CONTEXTUAL, layers):
+        cases[SubmoduleCase(replaced, "all", "all", layer)] = replaced
+        cases[SubmoduleCase(replaced, "not-sink", "not-sink", layer)] = f"{replaced} without sinks"
+    some = validation.head(min(patched, validation.n_rows))
+    folder = study.folder / f"{NAME}-{every}-{some.n_rows}"
+    rows += rows_of_cases(study, fits, some, cases, NAME, folder)
+    table = with_mat(study, validation, rows, NAME, list(range(last)))
     report.write(NAME, table, study.origin, by_method(table))
 
 

@@ -10,11 +10,31 @@ chosen by r2 on all other tokens, and with maps that are fitted on these as well
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+import torch
 from figures.paper_a import alternation
-from paper_a import scheme_quality
+from jaxtyping import Bool
 from studies import Patched, Report, Study, run_study
+from torch import Tensor
+
+from matlens import InputError, MapSet, Readout
+from matlens.activations import Activations, find_sinks, sink_rows
+from matlens.errors import short
+from matlens.lens import evaluate, fit_quality, prediction_quality
+from matlens.lens.evaluation import prediction_rows
+from matlens.patching import Scheme, Variant, r2_schemes, run_variants, wrr_schemes
+from matlens.patching.replacements import Where
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
 
 NAME = "paper_a_fig6_alternation"
+ALTERNATION = "paper_a_fig6_alternation"  # the experiment
+R2, SCORED, WITHOUT_SINKS = "R2", "R2, scored without sinks", "R2 without sinks"  # methods
 
 
 def main(study: Study, report: Report, patched: Patched = 3000) -> None:
@@ -25,6 +45,117 @@ def main(study: Study, report: Report, patched: Patched = 3000) -> None:
         without_sinks=study.maps_without_sinks, patched=patched, folder=study.folder / f"{NAME}-{n_patched}",
     )  # fmt: skip
     report.write(NAME, table, study.origin, alternation(table))
+
+
+def best_schemes(
+    maps: MapSet, validation: Activations, *, rows: Bool[Tensor, " n"] | None = None
+) -> list[Scheme]:
+    """For each number of blocks run, the scheme whose jumps have the greatest product of r2 of ``mat``."""
+    return [
+        scheme
+        for scheme, _ in r2_schemes(r2_matrix(fit_quality(maps, validation, rows=rows), "mat")).values()
+    ]
+
+
+def r2_matrix(results: pd.DataFrame, method: str) -> Tensor:
+    """r2 of a method as ``[layer, target]``, NaN where there is no map."""
+    part = results[(results["metric"] == "r2") & (results["method"] == method)]
+    if part.empty:
+        raise InputError(f"The table has no r2 by {short(method)}. Expected a method that it has.")
+    size = int(results["target"].max()) + 1
+    grid = torch.full((size, size), float("nan"))
+    grid[torch.tensor(part["layer"].to_numpy()), torch.tensor(part["target"].to_numpy())] = torch.tensor(
+        part["value"].to_numpy(), dtype=torch.float32
+    )
+    return grid
+
+
+def named_schemes(maps: MapSet, validation: Activations) -> list[tuple[str, Scheme]]:
+    """The schemes of Figure 6, each with the name of its method.
+
+    For each number of blocks run ``R2``, the one of `best_schemes`; and all weighted round-robin ones,
+    ``WRR, blocks first``, ``WRR, mat first``.
+    """
+    named = [(R2, scheme) for scheme in best_schemes(maps, validation)]
+    n_layers = validation.provenance.identity.n_layers
+    return named + [(f"WRR, {scheme.starts_with} first", scheme) for _, _, scheme in wrr_schemes(n_layers)]
+
+
+def scheme_quality(
+    readout: Readout,
+    model: TransformerBridge,
+    maps: MapSet,
+    validation: Activations,
+    *,
+    without_sinks: MapSet | None = None,
+    patched: int | None = None,
+    folder: str | Path | None = None,
+) -> pd.DataFrame:
+    """Precision and surprisal of all schemes, and of the fixed exits of ``mat`` and ``id``.
+
+    A table with one more column, ``scheme``; ``layer`` is how many blocks are run. Where maps are given that
+    were fitted without attention sinks, there are two more methods: ``R2, scored without sinks``, the same
+    maps with schemes chosen by their r2 on all validation examples but sinks; and ``R2 without sinks``, the
+    maps that were fitted without sinks, chosen by their r2 without sinks, with sinks run by all blocks.
+    """
+    readout.check_same(validation.provenance)
+    named, data = named_schemes(maps, validation), validation if patched is None else validation.head(patched)
+    origin = {"maps": maps.provenance.to_json()}
+    if without_sinks is not None:
+        kept = ~sink_rows(validation)
+        named += [(SCORED, scheme) for scheme in best_schemes(maps, validation, rows=kept)]
+        named += [(WITHOUT_SINKS, scheme) for scheme in best_schemes(without_sinks, validation, rows=kept)]
+        origin["without sinks"] = without_sinks.provenance.to_json()
+    variants = _variants(model, maps, without_sinks, data, named)
+    vectors = run_variants(model, data.examples, variants, folder=folder, origin=origin)
+    last = data.provenance.identity.n_layers
+    judged = evaluate(readout, data[last], {name: vectors[name] for name in variants} | {_WHOLE: data[last]})
+    rows = [
+        row | {"scheme": str(scheme)}
+        for method, scheme in named
+        for row in prediction_rows(
+            ALTERNATION, data, method, scheme.n_blocks,
+            judged[_file_name(method, scheme) if scheme.jumps else _WHOLE],
+        )
+    ]  # fmt: skip
+    fixed = prediction_quality(readout, maps, data).assign(experiment=ALTERNATION)
+    return pd.concat([pd.DataFrame(rows), fixed], ignore_index=True)
+
+
+_WHOLE = "whole"  # nothing is jumped over
+
+
+def _variants(
+    model: TransformerBridge,
+    maps: MapSet,
+    without_sinks: MapSet | None,
+    data: Activations,
+    named: Sequence[tuple[str, Scheme]],
+) -> dict[str, Variant]:
+    """Every scheme as a way of running the model; one that several methods choose is run once."""
+    variants: dict[str, Variant] = {}
+    for of_case, at_all in ((maps, True), (without_sinks, False)):  # at all tokens, or at all but sinks
+        chosen = [item for item in named if item[1].jumps and (item[0] != WITHOUT_SINKS) == at_all]
+        if of_case is None or not chosen:
+            continue
+        pairs = [pair for _, scheme in chosen for pair in scheme.jumps]
+        in_memory = of_case.in_memory(pairs, device=model.cfg.device)
+        where: Where = "all" if at_all else ~find_sinks(model, data.examples)
+        for method, scheme in chosen:
+            replacements = scheme.replacements(model, in_memory, where=where)
+            variants[_file_name(method, scheme)] = Variant(_blocks_before(scheme), replacements)
+    return variants
+
+
+def _blocks_before(scheme: Scheme) -> int:
+    """Blocks that a scheme starts with are those of the model itself, and are run once for all."""
+    return scheme.boundaries[1] if scheme.starts_with == "blocks" else 0
+
+
+def _file_name(method: str, scheme: Scheme) -> str:
+    """``blocks-0-3-10``, the boundaries with what they start with, and whether sinks are left alone."""
+    name = "-".join([scheme.starts_with, *map(str, scheme.boundaries)])
+    return f"{name}-without-sinks" if method == WITHOUT_SINKS else name
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ with ``mat`` and 1.4 with ``id`` (``--model gpt2-medium``), and 4.8 and 3.5 of B
 from __future__ import annotations
 
 from figures.paper_a import early_exit
-from paper_a import PAPER_SWEEP
+from memory_and_layers import PAPER_SWEEP
 from studies import Report, Study, run_study
 
 from matlens import Lens

@@ -12,25 +12,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import pandas as pd
+import torch
 import typer
 from figures.paper_a import across_corpora, transfer_heatmaps
-from paper_a import fit_equally_many, transfer_losses, transfer_means, transfer_quality
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-from studies import Report, Study, run_study
+from studies import Report, Study, run_study, show
 
+from matlens import InputError, MapSet, Readout
+from matlens.activations import Activations
 from matlens.cli import PositionChoice
 from matlens.data import Corpus
-from matlens.errors import InputError, printable
+from matlens.errors import printable
+from matlens.io import result_row, result_table
+from matlens.lens import fit_quality, prediction_quality
+from matlens.linear import fit_samples, resolve_pairs
+from matlens.metrics import Estimate
 from matlens.study import origin_of
 
 NAME, MATRIX = "paper_a_sec5_corpora", "paper_a_sec5_matrix"
 _SHARED = 0.01  # of validation sentences that may be among another corpus' training sentences
 _SIDE_BY_SIDE = 2  # corpora whose layers are drawn side by side
+ACROSS_CORPORA = "paper_a_sec5_corpora"  # the experiment
 
 
 def main(
@@ -54,7 +58,7 @@ def main(
     validations = {name: study.validation for name, study in by_corpus.items()}
     readout = next(iter(by_corpus.values())).readout
     table = transfer_quality(readout, maps, validations)
-    show(transfer_losses(table))
+    show("Precision@1, means over layers", transfer_losses(table), relative="{:+.1%}")
     origin = {
         "studies": {name: origin_of(maps[name], validations[name]) for name in maps},
         "n_fitted": min(of_corpus.n_rows for of_corpus in samples.values()),
@@ -91,13 +95,69 @@ def shared_sentences(parts: Mapping[str, tuple[Corpus, Corpus]]) -> dict[str, di
     return shared
 
 
-def show(losses: pd.DataFrame) -> None:
-    """Print Precision@1 averaged over layers, and how it differs from that of maps of the same corpus."""
-    printed = Table("tested on", "maps", "Precision@1, mean over layers", "difference", "relative, mean")
-    for row in losses.to_dict("records"):
-        numbers = f"{row['precision']:.3f}", f"{row['difference']:+.3f}", f"{row['relative']:+.1%}"
-        printed.add_row(Text(printable(row["corpus"])), row["method"], *numbers)
-    Console().print(printed)
+def fit_equally_many(samples: Mapping[str, Activations], *, every: int = 1) -> dict[str, MapSet]:
+    """Maps of each corpus onto the last layer, fitted on as many samples as the corpus with fewest has."""
+    equal = min(of_corpus.n_rows for of_corpus in samples.values())
+    maps = {}
+    for name, of_corpus in samples.items():
+        pairs = resolve_pairs("last", of_corpus.provenance)[::every]
+        if of_corpus.positions == "all":
+            chosen = torch.arange(of_corpus.n_rows) < equal
+            maps[name] = MapSet(fit_samples(of_corpus, pairs, rows=chosen))
+        else:
+            maps[name] = MapSet(fit_samples(of_corpus.head(equal), pairs))
+    return maps
+
+
+def transfer_quality(
+    readout: Readout, maps: Mapping[str, MapSet], validations: Mapping[str, Activations]
+) -> pd.DataFrame:
+    """Precision, surprisal and r2 of the maps of each corpus, tested on each (section 5.2).
+
+    ``corpus`` says which one they are tested on, and the method, ``mat of <corpus>``, which they were fitted
+    on. The last layer, where there is no map, is left out.
+    """
+    tables = []
+    for fitted, fits in maps.items():
+        for tested, validation in validations.items():
+            predicted = prediction_quality(readout, fits, validation, methods=["mat"])
+            predicted = predicted[predicted["layer"] < validation.provenance.identity.n_layers]
+            fit = fit_quality(fits, validation, progress=False)
+            for quality in (predicted, fit[fit["method"] == "mat"]):
+                named = {"experiment": ACROSS_CORPORA, "corpus": tested, "method": f"mat of {fitted}"}
+                tables.append(quality.assign(**named))
+    return pd.concat(tables, ignore_index=True)
+
+
+def transfer_means(table: pd.DataFrame) -> pd.DataFrame:
+    """Means over layers of what `transfer_quality` gives: a row for each two corpora and each number.
+
+    The columns are the same, without a layer; `matlens.plots.transfer_heatmaps` draws them as matrices.
+    """
+    named = ["experiment", "model", "corpus", "method", "target", "metric", "k"]
+    rows = []
+    for names, part in table.groupby(named, sort=False, dropna=False):
+        cells: dict[str, Any] = dict(zip(named, names, strict=True))
+        mean = Estimate.without_interval(float(part["value"].mean()), int(part["n"].iloc[0]))
+        k = None if pd.isna(cells["k"]) else cells["k"]
+        rows.append(result_row(**cells | {"k": k}, layer=None, estimate=mean))
+    return result_table(rows)
+
+
+def transfer_losses(table: pd.DataFrame) -> pd.DataFrame:
+    """Precision@1 averaged over layers, compared with that of the maps of the tested corpus itself.
+
+    Columns are ``corpus, method, precision, difference, relative``; ``relative`` is the mean over layers of
+    the difference as a share of what the maps of the same corpus have.
+    """
+    best = table[(table["metric"] == "precision") & (table["k"] == 1)]
+    wide = best.pivot_table(index="layer", columns=["corpus", "method"], values="value")
+    rows = []
+    for corpus, method in map(tuple, wide.columns):
+        same, here = wide[corpus, f"mat of {corpus}"], wide[corpus, method]
+        relative = ((here - same) / same).mean()
+        rows.append((corpus, method, here.mean(), (here - same).mean(), relative))
+    return pd.DataFrame(rows, columns=["corpus", "method", "precision", "difference", "relative"])
 
 
 if __name__ == "__main__":

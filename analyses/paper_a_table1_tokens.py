@@ -11,11 +11,11 @@ from typing import Annotated
 
 import typer
 from figures.paper_a import token_table
-from paper_a import predictions_table, prompt_texts, side_by_side, top_predictions
-from rich.console import Console
-from studies import Report, Study, run_study
+from paper_a import predictions_side_by_side, top_predictions
+from studies import Report, Study, run_study, show
 
 from matlens import collect, make_prompts
+from matlens.data import is_masked
 from matlens.models import ModelLayout
 
 NAME = "paper_a_table1_tokens"
@@ -34,18 +34,14 @@ def main(
 ) -> None:
     """Print the tokens of each prompt side by side, and draw them as a figure."""
     mask = study.readout.tokenizer.mask_token
-    given = prompt or (
-        [text.format(mask) for text in MASKED]
-        if study.model.cfg.attention_dir == "bidirectional"
-        else list(NEXT)
-    )
+    given = prompt or ([text.format(mask) for text in MASKED] if is_masked(study.model) else list(NEXT))
     read = collect(study.model, make_prompts(study.model, list(dict.fromkeys(given))))
     default = [study.n_layers // 6, study.n_layers // 2, study.n_layers]
     layers = [ModelLayout.from_model(study.model).resolve(number).layer for number in layer or default]
     table = top_predictions(study.readout, study.maps, read, layers)
-    for text in prompt_texts(study.readout, read):
-        Console().print(predictions_table(table, text))
-    tables = {text: side_by_side(table, text) for text in prompt_texts(study.readout, read)}
+    tables = predictions_side_by_side(table)
+    for text, tokens in tables.items():
+        show(f"Input: {text}", tokens)
     report.write(NAME, table, study.origin, token_table(tables))
 
 

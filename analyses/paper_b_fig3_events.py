@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from figures.paper_b import events_figure, layers_figure, saturation_figure
 from studies import Dominant, Report, Study, run_study
-from sub_updates import event_tables
+from sub_updates.events import event_tables
 
 from matlens.activations import sink_counts
 

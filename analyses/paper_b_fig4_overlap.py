@@ -9,14 +9,29 @@ the weights are read, so there is no corpus.
 
 from __future__ import annotations
 
-from typing import Annotated
+import warnings
+from typing import TYPE_CHECKING, Annotated
 
+import pandas as pd
+import torch
 import typer
 from figures.paper_b import shares_by_layer
+from jaxtyping import Float, Int
 from studies import Report, Study, run_study
-from sub_updates import norm_overlap
+from torch import Tensor
+
+from matlens import metrics
+from matlens.ffn import Projection, ValueVectors
+from matlens.ffn.projection import TOP
+from matlens.io import result_row, result_table
+from matlens.parallel import Bar
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
 
 NAME = "paper_b_fig4_overlap"
+OVERLAP = "overlap"  # the experiment's name in tables
+_LISTS = 1024  # lists of tokens that are compared at once
 
 
 def main(
@@ -30,6 +45,81 @@ def main(
     origin = study.origin_of_weights | {"n_random": random}
     shares = table[(table["method"] != "difference") & table["layer"].notna()].astype({"layer": int})
     report.write(NAME, table, origin, shares_by_layer(shares, f"overlap of the {top} top tokens (IoU)"))
+
+
+def iou(first: Int[Tensor, "n k"], second: Int[Tensor, "n k"]) -> Float[Tensor, " n"]:
+    """Intersection over union of two lists of different tokens, row by row."""
+    pairs = zip(first.split(_LISTS), second.split(_LISTS), strict=True)
+    both = torch.cat([(a[:, :, None] == b[:, None, :]).sum((1, 2)) for a, b in pairs])
+    return both / (2 * first.shape[1] - both)
+
+
+def norm_overlap(
+    model: TransformerBridge,
+    *,
+    n_random: int = 1000,
+    k: int = TOP,
+    seed: int = 0,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Overlap of the top tokens by ``E v`` and by ``E ln_f(v)``, layer by layer (Figure 4).
+
+    One row a layer and method: ``values`` are all value vectors of the layer, ``random`` are vectors drawn
+    with their mean and standard deviation, and the metric is ``iou``. ``difference`` is how far the value
+    vectors lie above the random ones: its metrics are ``iou`` with its interval by Welch, ``above``, the
+    probability that the lists of a value vector overlap more than those of a random one (equal ones count a
+    half), and ``p``, by the Mann-Whitney test of whether both overlap alike. Rows without a layer are over
+    all layers: ``iou`` is a mean over layers with its interval from them, and ``p`` is that of the Wilcoxon
+    test of the layers' differences. The columns are those of all tables; ``k`` is the length of the lists,
+    ``target`` the layer itself, and the corpus is ``none``.
+    """
+    values, plain, normed = ValueVectors(model), Projection.from_model(model), Projection.after_norm(model)
+    overlaps: dict[str, list[Tensor]] = {"values": [], "random": []}
+    layers = range(values.n_layers)
+    for layer in Bar(layers, desc="overlap", unit="layer", disable=not progress):
+        drawn = values.random(layer, n_random, seed=seed)
+        for method, vectors in (("values", values.layer(layer)), ("random", drawn)):
+            overlaps[method].append(iou(plain.top(vectors, k).ids, normed.top(vectors, k).ids))
+    pairs = list(zip(overlaps["values"], overlaps["random"], strict=True))
+    means = {method: torch.stack([layer.mean() for layer in lists]) for method, lists in overlaps.items()}
+    rows: list[tuple[str, str, int | None, metrics.Estimate]] = []
+    for layer, (real, drawn) in enumerate(pairs):
+        rows += [("values", "iou", layer, metrics.mean(real)), ("random", "iou", layer, metrics.mean(drawn))]
+        rows += [("difference", metric, layer, number) for metric, number in _compare(real, drawn).items()]
+    rows += [(method, "iou", None, metrics.mean(of_layers)) for method, of_layers in means.items()]
+    from scipy import stats  # seconds, which only this needs
+
+    above = means["values"] - means["random"]
+    rows.append(("difference", "iou", None, metrics.mean(above)))
+    p = float(stats.wilcoxon(above.cpu().double().numpy()).pvalue) if above.any() else 1.0
+    rows.append(("difference", "p", None, metrics.Estimate.without_interval(p, len(above))))
+    return result_table(
+        result_row(
+            OVERLAP, model=values.identity.name, corpus="none", method=method, layer=layer, target=layer,
+            metric=metric, k=k, estimate=estimate,
+        )
+        for method, metric, layer, estimate in rows
+    )  # fmt: skip
+
+
+def _compare(real: Tensor, drawn: Tensor) -> dict[str, metrics.Estimate]:
+    """How far overlaps of value vectors lie above those of random vectors."""
+    from scipy import stats
+
+    first, second = real.cpu().double().numpy(), drawn.cpu().double().numpy()
+    difference, n = float(first.mean() - second.mean()), len(first) + len(second)
+    low = high = difference
+    if first.var() or second.var():
+        with warnings.catch_warnings():  # one of them may be the same everywhere, and exactly so
+            warnings.filterwarnings("ignore", "Precision loss", RuntimeWarning)
+            interval = stats.ttest_ind(first, second, equal_var=False).confidence_interval(0.95)
+        low, high = float(interval.low), float(interval.high)
+    test = stats.mannwhitneyu(first, second)
+    return {
+        "iou": metrics.Estimate(difference, low, high, n),
+        "above": metrics.Estimate.without_interval(test.statistic / (len(first) * len(second)), n),
+        "p": metrics.Estimate.without_interval(test.pvalue, n),
+    }
 
 
 if __name__ == "__main__":

@@ -10,14 +10,42 @@ all of them to agree less with the whole model the earlier the layer is.
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+import pandas as pd
+import torch
 import typer
 from figures.paper_b import removal_figure
+from jaxtyping import Float, Int
+from paper_b_fig4_overlap import iou
 from studies import Report, Study, run_study
-from sub_updates import removal_table
+from torch import Tensor
+
+from matlens import InputError, Readout, Site, metrics
+from matlens.data import Examples
+from matlens.data.examples import Batch
+from matlens.data.readers import reads_whole
+from matlens.errors import check_int, short
+from matlens.ffn import Projection, Updates, ValueVectors
+from matlens.ffn.norms import FFN_OUT, NormGain, norm_after_ffn
+from matlens.ffn.projection import TOP
+from matlens.ffn.updates import random_sub_updates
+from matlens.io import result_row, result_table
+from matlens.models import ModelLayout
+from matlens.models.hooks import EndOfPass, hanging, intervening
+from matlens.models.sites import COEFFICIENTS, POST_NORM, STREAM, check_finite
+from matlens.models.weights import float32_on
+from matlens.numerics import in_float64
+from matlens.parallel import Bar
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
 
 NAME = "paper_b_removal"
+REMOVAL = "removal"  # the experiment's name in tables
+AT_LAYER, AT_END = "at the layer", "at the end"  # where the effect of a removal is read out
 
 
 def main(
@@ -33,6 +61,190 @@ def main(
     table = removal_table(study.model, examples, k=dominant, layers=layers, n_tokens=top, seed=study.seed)
     origin = study.origin_of_weights | {"data": examples.provenance, "dominant": dominant}
     report.write(NAME, table, origin, removal_figure(table))
+
+
+class Removed(NamedTuple):
+    """The stream at an example's position, whole and without each of ``k`` sub-updates of a layer.
+
+    Attributes
+    ----------
+    after, final
+        Behind the block of the layer, and behind the last: in row 0 nothing is left out, in row ``1 + i``
+        the sub-update ``i``.
+    """
+
+    after: Float[Tensor, "1+k d_model"]
+    final: Float[Tensor, "1+k d_model"]
+
+
+def remove_sub_updates(
+    model: TransformerBridge,
+    examples: Examples,
+    index: Mapping[int, Int[Tensor, "n k"]],
+    *,
+    progress: bool = True,
+) -> Iterator[dict[int, Removed]]:
+    """Run a model without single sub-updates at the position of each example, one example after another.
+
+    A sub-update is left out by a coefficient of 0 at that position alone; all that reads the stream later,
+    and a norm behind the FFN, runs on without it.
+    """
+    layout = ModelLayout.from_model(model)
+    if examples.n_positions != len(examples):
+        raise InputError(
+            f"examples must have a position in each sentence, got {examples.n_positions} in {len(examples)}."
+        )
+    for layer, of_layer in index.items():
+        layout.resolve(Site(COEFFICIENTS, layer))
+        if len(of_layer) != len(examples) or int(of_layer.min()) < 0:  # a negative index is another one
+            raise InputError(
+                f"index[{layer}] must have indices from 0 for each of the {len(examples)} examples, got "
+                f"{short(of_layer)}."
+            )
+    read = examples if reads_whole(model) else examples.up_to_positions()
+    for row in Bar(range(len(read)), desc="leaving out", unit="sentence", disable=not progress):
+        position, of_row = int(read.positions[row]), {layer: rows[row] for layer, rows in index.items()}
+        copies = read.copies(row, 1 + sum(map(len, of_row.values())))
+        yield _remove(model, layout, copies, position, of_row)
+
+
+@torch.inference_mode()
+def _remove(
+    model: TransformerBridge, layout: ModelLayout, copies: Batch, position: int, index: Mapping[int, Tensor]
+) -> dict[int, Removed]:
+    """One pass of a copy of the sentence for each sub-update, behind one that is whole."""
+    starts, n_rows = dict[int, int](), 1
+    for layer, of_layer in index.items():
+        starts[layer] = n_rows
+        n_rows += len(of_layer)
+    seen: dict[str, Tensor] = {}
+    last = layout.hook(Site(STREAM, layout.n_layers))
+
+    def without(layer: int) -> Any:
+        rows = starts[layer] + torch.arange(len(index[layer]))
+
+        def hook(value: Tensor, hook: Any) -> Tensor:
+            changed = value.clone()
+            changed[rows, position, index[layer].to(value.device)] = 0
+            return changed
+
+        return hook
+
+    def keep(value: Tensor, hook: Any) -> None:
+        seen[hook.name] = value[:, position].float()
+        check_finite(seen[hook.name], hook.name)
+        if hook.name == last:
+            raise EndOfPass  # before the unembedding, which is not asked for
+
+    behind = {layer: layout.hook(Site(STREAM, layer + 1)) for layer in index}
+    hooks = [(layout.hook(Site(COEFFICIENTS, layer)), without(layer)) for layer in index]
+    hooks += [(name, keep) for name in dict.fromkeys([*behind.values(), last])]
+    with ExitStack() as stack:
+        described = [f"sub-updates of layer {layer} left out" for layer in index]
+        stack.enter_context(intervening(model, lambda: described, [function for _, function in hooks]))
+        stack.enter_context(hanging(model, hooks))
+        first, others = copies.inputs(model)
+        model(first, **others, return_type=None)
+    rows_of = {layer: [0, *range(start, start + len(index[layer]))] for layer, start in starts.items()}
+    return {layer: Removed(seen[behind[layer]][rows], seen[last][rows]) for layer, rows in rows_of.items()}
+
+
+def removal_table(
+    model: TransformerBridge,
+    examples: Examples,
+    *,
+    k: int = 3,
+    layers: Sequence[int] | None = None,
+    n_tokens: int = TOP,
+    seed: int = 0,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Compare what dominant sub-updates do to the logits with what readings of their value vectors say.
+
+    Each of the ``k`` dominant sub-updates is left out at its position, and the logits without it are taken
+    from those with it: of the stream behind its block (``at the layer`` in the column ``effect``), and of the
+    whole model (``at the end``). A reading is true to the model as far as its scores, times the coefficient,
+    agree with that difference.
+
+    The methods are the readings: ``v`` is ``E v`` with the row ``v`` of the output matrix, ``g v`` that with
+    the gain of the norm behind the FFN (where there is one: extra-norm and post-norm blocks), ``f v`` and
+    ``f g v`` go through the linear parts of the head, see `Projection.through_head`: the final norm's gain,
+    in masked-LM models behind the head's dense layer (``f W v``, ``f W g v``). ``ln_f(...)`` is through the
+    whole final norm (a layer norm; what an RMS norm gives agrees as its gain does). ``another v`` is a random
+    value vector of the layer, read as ``v``. The metrics are ``correlation``, Pearson's over the vocabulary,
+    and ``common``, the share of the ``n_tokens`` top tokens that both have. Estimates are means over examples
+    of the means of their ``k``; rows without a layer are over all ``layers``.
+    """
+    updates = Updates.run(model, examples, layers, progress=progress)
+    check_int(n_tokens, "n_tokens", min=1, max=model.cfg.d_vocab_out)
+    values, readout = updates.values, Readout(model)
+    readings = _readings(model, values)
+    index = {layer: updates.dominant(layer, k).cpu() for layer in updates.layers}
+    drawn = random_sub_updates(values, examples.n_positions, k, seed=seed)
+    agreement: dict[tuple[int, str, str, str], list[float]] = {}
+    for row, removed in enumerate(remove_sub_updates(model, examples, index, progress=progress)):
+        for layer, streams in removed.items():
+            m = updates.coefficients(layer)[row, index[layer][row].to(values.device), None]
+            rows = values.matrix(layer)
+            scores = {name: m * read(rows[index[layer][row]], layer) for name, read in readings.items()}
+            scores["another v"] = m * readings["v"](rows[drawn[layer][row]], layer)
+            for effect, stream_vectors in ((AT_LAYER, streams.after), (AT_END, streams.final)):
+                logits = readout.logits(stream_vectors)
+                lost = logits[:1] - logits[1:]
+                for name, of_reading in scores.items():
+                    for metric, agreeing in _agreement(of_reading, lost, n_tokens).items():
+                        agreement.setdefault((layer, name, effect, metric), []).append(agreeing)
+    cells = {key[1:] for key in agreement}
+    table = []
+    for name, effect, metric in sorted(
+        cells, key=lambda cell: (cell[1:], [*readings, "another v"].index(cell[0]))
+    ):
+        by_layer = torch.tensor([agreement[layer, name, effect, metric] for layer in updates.layers])
+        for at, numbers in ((None, by_layer.mean(0)), *zip(updates.layers, by_layer, strict=True)):
+            table.append(
+                result_row(
+                    REMOVAL, model=values.identity.name, corpus=examples.provenance.get("corpus", "unnamed"),
+                    method=name, layer=at, target=at, metric=metric,
+                    k=n_tokens if metric == "common" else None, estimate=metrics.mean(numbers), effect=effect,
+                )
+            )  # fmt: skip
+    return result_table(table, "effect")
+
+
+def _readings(model: TransformerBridge, values: ValueVectors) -> dict[str, Callable[[Tensor, int], Tensor]]:
+    """Scores of all tokens for rows of a layer's output matrix, by the name of the reading."""
+    plain, normed, head = (
+        make(model) for make in (Projection.from_model, Projection.after_norm, Projection.through_head)
+    )
+    gains: list[NormGain] = []
+    if values.output_kind != FFN_OUT or ModelLayout.from_model(model).wiring is POST_NORM:
+        norms = [norm_after_ffn(model, layer) for layer in range(values.n_layers)]
+        gains = [NormGain.from_module(float32_on(norm, values.device), values.d_model) for norm in norms]
+    through, is_rms = "f W" if hasattr(model, "mlm_head") else "f", not head.norm.gain.centred  # type: ignore[union-attr]
+
+    def reading(projection: Projection, *, gained: bool = False) -> Callable[[Tensor, int], Tensor]:
+        return lambda rows, layer: projection.scores(gains[layer](rows) if gained else rows)
+
+    readings = {"v": reading(plain)}
+    if gains:
+        readings["g v"] = reading(plain, gained=True)
+    readings[f"{through} v"] = reading(head)
+    if gains:
+        readings[f"{through} g v"] = reading(head, gained=True)
+    if not is_rms:  # through an RMS norm the order and the correlation are those of its gain
+        readings["ln_f(g v)" if gains else "ln_f(v)"] = reading(normed, gained=bool(gains))
+    return readings
+
+
+def _agreement(scores: Tensor, lost: Tensor, n_tokens: int) -> dict[str, float]:
+    """Correlation over the vocabulary and top tokens in common, means over the sub-updates of an example."""
+    pair = [logits - logits.mean(1, keepdim=True) for logits in map(in_float64, (scores, lost))]
+    first, second = (logits / logits.norm(dim=1, keepdim=True).clamp_min(1e-300) for logits in pair)
+    overlap = iou(scores.topk(n_tokens).indices, lost.topk(n_tokens).indices)
+    return {
+        "correlation": float((first * second).sum(1).mean()),
+        "common": float((2 * overlap / (1 + overlap)).mean()),
+    }
 
 
 if __name__ == "__main__":

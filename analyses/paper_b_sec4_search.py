@@ -11,17 +11,10 @@ from typing import Annotated
 
 import pandas as pd
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-from studies import Report, Study, run_study
+from studies import Report, Study, run_study, show
 
 from matlens import InputError, make_prompts
-from matlens.ffn import (
-    Projection,
-    Updates,
-    ValueVectors,
-)
+from matlens.ffn import Projection, Updates, ValueVectors
 from matlens.models import visible
 
 NAME, UPDATES = "paper_b_sec4_search", "paper_b_sec4_updates"
@@ -62,13 +55,8 @@ def main(
     dominant = updates.table(projection, k=1, n_tokens=shown)
     report.write(NAME, table, study.origin_of_weights | {"searched": top})
     report.write(UPDATES, dominant.assign(prompt=prompt), study.origin_of_weights | {"prompt": prompt})
-    printed = Table("words", "held", "value", "tokens")
-    for row in table.itertuples():
-        printed.add_row(
-            str(row.search), f"{row.words} of {row.searched}", str(row.value), escape(str(row.tokens))
-        )
-    Console().print(printed)
+    show("Value vectors by their tokens", table[["search", "words", "searched", "value", "tokens"]])
 
 
 if __name__ == "__main__":
-    run_study(main, corpus=None, train=None, figures=False)
+    run_study(main, corpus=None, train=None)

@@ -16,10 +16,7 @@ import pandas as pd
 import typer
 from annotation import WordSimilarity, distinct_concepts, pattern_shares, search_concepts
 from figures.paper_b import pattern_sizes
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-from studies import Report, Study, run_study
+from studies import Report, Study, run_study, show
 
 NAME = "paper_b_table1_concept_vectors"
 
@@ -48,27 +45,10 @@ def main(
     }
     both = pd.concat([concepts.assign(method=method) for method, concepts in best.items()])
     report.write(f"{NAME}_vectors", both, origin)
-    show(best["values"], table)
-
-
-def show(best: pd.DataFrame, table: pd.DataFrame) -> None:
-    """Print the value vectors that were found, and how many of each kind have a pattern."""
-    printed = Table(
-        "value", "words", "pattern", "top tokens", title="Each of another concept", title_justify="left"
-    )
-    for row in best.itertuples():
-        first = ", ".join(str(row.top).split(", ")[:10])
-        printed.add_row(str(row.value), str(row.words), escape(str(row.pattern)), escape(first))
-    Console().print(printed)
+    show("Each of another concept", best["values"][["value", "words", "pattern"]])
     overall = table[table["layer"].isna() & (table["metric"] == "pattern")]
-    counted = Table(
-        "words, at least", *overall["method"].unique(), title="Vectors with a pattern", title_justify="left"
-    )
-    for size, part in overall.groupby("k"):
-        counts = (part["value"] * part["n"]).round().astype(int)
-        pairs = zip(part["value"], counts, strict=True)
-        counted.add_row(str(size), *(f"{value:.3%} ({count})" for value, count in pairs))
-    Console().print(counted)
+    wide = overall.pivot(index="k", columns="method", values="value")
+    show("Share of vectors with a pattern of so many words", wide, **dict.fromkeys(map(str, wide), "{:.3%}"))
 
 
 if __name__ == "__main__":

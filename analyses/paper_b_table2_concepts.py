@@ -13,11 +13,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import pandas as pd
 import typer
 from annotation import (
     MIN_PATTERN_TOKENS,
-    WordNet,
     annotator_agreement,
     draw_concept_sample,
     read_concept_sample,
@@ -26,10 +24,9 @@ from annotation import (
     tally_concepts,
     write_concept_sheets,
 )
+from annotation import wordnet as wordnet_meanings
 from figures.paper_b import concept_shares
-from rich.console import Console
-from rich.table import Table
-from studies import Report, Study, run_study
+from studies import Report, Study, run_study, show
 
 from matlens import make_examples
 
@@ -55,7 +52,7 @@ def main(
     if filled:
         count(filled, report)
         return
-    describe = WordNet().describe if wordnet else None
+    describe = wordnet_meanings() if wordnet else None
     texts, model, seed = study.corpus, study.model, study.seed
     _, part = texts.split(n_train=1, n_validation=max(2, study.n_layers * per_layer), seed=seed)
     examples = make_examples(model, part, seed=seed, draw_special=False)
@@ -77,35 +74,11 @@ def count(filled: list[Path], report: Report) -> None:
     origin = {"sheet": sheet_code(sample), "annotators": [annotation.name for annotation in annotations]}
     report.write(f"{NAME}_shares", table, origin, concept_shares(table))
     if len(annotations) > 1:
-        print(report.write_table(f"{NAME}_agreement", alike))
-    show(table, alike)
-
-
-def show(table: pd.DataFrame, alike: pd.DataFrame) -> None:
-    """Print the shares over all layers, what was not counted, and the agreement."""
-    overall = table[table["layer"].isna()]
-    small = overall[overall["metric"] == "small_patterns"]
-    printed = Table("", "measure", "value", "95% interval", "vectors")
-    main = overall.drop(small.index)
-    numbers = main[["value", "low", "high"]].to_numpy(dtype=float)
-    for (kind, name, n), row in zip(main[["method", "metric", "n"]].to_numpy(), numbers, strict=True):
-        value, low, high = (f"{x:.2f}" if name == "concepts" else f"{x:.1%}" for x in row)
-        printed.add_row(kind, name, value, f"{low} to {high}", str(n))
-    Console().print(printed)
-    left_out = (small["value"] * small["n"]).sum()
-    small_ones = f"Patterns of fewer than {MIN_PATTERN_TOKENS} tokens"
-    print(f"{small_ones} are not counted: {left_out:.4g} for each annotator.")
+        report.write_table(f"{NAME}_agreement", alike)
+    overall = table.loc[table["layer"].isna(), ["method", "metric", "value", "low", "high", "n"]]
+    show(f"Tokens in patterns of {MIN_PATTERN_TOKENS} tokens or more", overall)
     if len(alike):
-        between = Table("annotators", "", "agreement", "value", "n")
-        for pair in alike.itertuples():
-            between.add_row(
-                f"{pair.one!s}, {pair.other!s}",
-                str(pair.method),
-                str(pair.metric),
-                f"{pair.value:.2f}",
-                str(pair.n),
-            )
-        Console().print(between)
+        show("Agreement", alike)
 
 
 if __name__ == "__main__":

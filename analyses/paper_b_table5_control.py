@@ -19,7 +19,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import pandas as pd
 import typer
 from control import (
     ATTRIBUTES,
@@ -27,11 +26,9 @@ from control import (
     GRADERS,
     PROMPT_FIELD,
     SelfDebiasing,
-    attribute_table,
     changes_to_compare,
     choose_values,
     compare_control,
-    estimates_by_change,
     main_scores,
     make_grader,
     read_prompts,
@@ -39,9 +36,7 @@ from control import (
     word_filter,
 )
 from figures.paper_b import toxicity_against_perplexity
-from rich.console import Console
-from rich.table import Table
-from studies import Report, Study, run_study
+from studies import Report, Study, run_study, show
 
 from matlens import InputError
 from matlens.data import make_windows
@@ -127,7 +122,7 @@ def main(
     read = text or study.corpus
     model, seed = study.model, study.seed
     size = min(window, debiasing.room(model))
-    part = make_windows(model, read, size=size, max_windows=windows or None)
+    part = make_windows(model, read, size=size, most=windows or None)
     chosen = choose_values(model, scorer, word or WORDS, picked=vector or (), n=n, seed=seed)
     changes = changes_to_compare(
         chosen, debiasing, word_filter(model.tokenizer, read_prompts(banned)),
@@ -135,7 +130,7 @@ def main(
     )  # fmt: skip
     table, texts = compare_control(
         model, changes, lists, part, scorer,
-        n_samples=samples or None, n_beams=beams, seed=seed, announce=print,
+        n_samples=samples or None, n_beams=beams, seed=seed,
     )  # fmt: skip
     origin = study.origin_of_weights | {
         "grader": grader, "prompts": {name: len(given) for name, given in lists.items()},
@@ -146,31 +141,9 @@ def main(
     }  # fmt: skip
     report.write(NAME, table, origin, toxicity_against_perplexity(main_scores(table)))
     report.write(TOKENS_NAME, tokens_of_chosen(model, chosen), origin)
-    print(report.write_table(f"{NAME}_texts", texts))
-    show(table)
-
-
-def show(table: pd.DataFrame) -> None:
-    """Print the shares by attribute as Table 5 has them, and the scores of toxicity with their intervals."""
-    for name, rows in attribute_table(table).groupby("prompts", sort=False):
-        main = main_scores(table)
-        main = main[(main["corpus"] == name) | main["metric"].str.startswith("perplexity")]
-        estimates = [estimate for *_, estimate in estimates_by_change(main)]
-        shares = rows.columns[3:-2]
-        printed = Table(
-            "method", "coefficient", *shares, "PPL", "times", "mean score", "change", "95% intervals: share",
-            "change", title=str(name),
-        )  # fmt: skip
-        for (_, row), of_change in zip(rows.iterrows(), estimates, strict=True):
-            toxic, score, change = (of_change[metric] for metric in ("toxic", "score", "score_change"))
-            coefficient = "" if pd.isna(row["coefficient"]) else f"{row['coefficient']:g}"
-            costs = ["-" if pd.isna(x) else f"{x:.3g}" for x in row[["perplexity", "perplexity_ratio"]]]
-            printed.add_row(
-                row["method"], coefficient, *(f"{share:.1%}" for share in row[shares]), *costs,
-                f"{score.value:.3f}", f"{change.value:+.3f}", f"{toxic.low:.1%} to {toxic.high:.1%}",
-                f"{change.low:+.3f} to {change.high:+.3f}",
-            )  # fmt: skip
-        Console().print(printed)
+    report.write_table(f"{NAME}_texts", texts)
+    shown = table[table["metric"].isin(["toxic", "perplexity", "perplexity_ratio"])]
+    show("Toxic continuations and perplexity", shown.drop(columns=["experiment", "layer", "target"]))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import pandas as pd
 import typer
 from exits import (
     EXIT_CLUSTERS,
@@ -35,9 +34,7 @@ from exits import (
     summarize_exits,
 )
 from figures.paper_b import exits_figure
-from rich.console import Console
-from rich.table import Column, Table
-from studies import Dominant, LinkageOption, Memory, Report, Study, run_study
+from studies import Dominant, LinkageOption, Memory, Report, Study, run_study, show
 
 NAME, READINGS = "paper_b_table6_early_exit", "paper_b_sec6_readings"
 
@@ -80,7 +77,7 @@ def main(
         strengths=strength or PENALTY_STRENGTHS, kinds=(RIDGE, LASSO) if lasso else (RIDGE,),
     )  # fmt: skip
     table = summarize_exits(comparison.judged, trace.n_layers)
-    show(table, trace.n_layers)
+    show(f"Early exit from {trace.n_layers} layers", table)
     table = table.assign(**studied, n=len(trace))
     judged = comparison.judged
     origin |= {
@@ -91,18 +88,5 @@ def main(
     report.write(NAME, table, origin, exits_figure(table))
 
 
-def show(table: pd.DataFrame, n_layers: int) -> None:
-    """Print the table as people read it."""
-    titles = "method", "accuracy, %", f"saved of {n_layers}", "share", "leave", "chance"
-    printed = Table(*(Column(title, no_wrap=True) for title in titles))
-    for row in table.to_dict("records"):
-        printed.add_row(
-            row["method"], f"{100 * row['accuracy']:.1f} ± {100 * row['accuracy_sd']:.1f}",
-            f"{row['saved']:.2f} ± {row['saved_sd']:.2f}", f"{row['saved_share']:.1%}", f"{row['left']:.1%}",
-            f"{row['chance']:.1%}",
-        )  # fmt: skip
-    Console().print(printed)
-
-
 if __name__ == "__main__":
-    run_study(main, sentences=2000, fewest=10)
+    run_study(main, sentences=2000)

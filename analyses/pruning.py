@@ -9,21 +9,37 @@ written with the cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import pandas as pd
 import typer
-from pruning_methods import added_perplexity, pruning_table
-from rich.console import Console
-from rich.table import Table
-from studies import Report, Study, run_study
+from studies import Report, Study, run_study, show
 
-from matlens.data import Corpus, make_windows
+from matlens import InputError
+from matlens.data import Corpus, Examples, make_windows
+from matlens.data.readers import check_own_tokens
+from matlens.errors import check_int
+from matlens.ffn import TextLosses
+from matlens.io import result_row, result_table
+from matlens.metrics import Estimate
 from matlens.pruning import Choice, Method
+from matlens.pruning.evaluation import EXPERIMENT, ReadText, by_turns, compare_texts, judged_tokens, read_text
+from matlens.pruning.folding import heal as train_folded
+from matlens.pruning.pruned import Calibration
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
 
 NAME = "pruning"
 SIZES = (3, 6, 9)
+HEALED = f"{Method.chain}, healed"
+_ROUNDS = 7  # in which the whole model is timed in turn with one without so many blocks
+_PUBLISHED = (Choice.angle, Method.replaceme.value)
+_RESAMPLES = 2000
+_OF_A_ROW = ["corpus", "n_left_out", "choice", "method"]
 
 
 def main(
@@ -47,9 +63,9 @@ def main(
     texts: dict[str, Corpus] = {study.parts[1].name: study.parts[1] for study in several}
     table = pruning_table(
         model,
-        make_windows(model, several[0].parts[0], size=window, max_windows=windows),
+        make_windows(model, several[0].parts[0], size=window, most=windows),
         {
-            name: make_windows(model, text, size=window, max_windows=judged, name=name)
+            name: make_windows(model, text, size=window, most=judged, name=name)
             for name, text in texts.items()
         },
         size or [n for n in SIZES if n < model.cfg.n_layers] or [1],
@@ -59,19 +75,164 @@ def main(
     )
     sizes_of_texts = {"windows": windows, "window": window, "judged": judged, "heal": heal}
     report.write(NAME, table, several[0].origin_of_weights | sizes_of_texts)
-    show(added_perplexity(table))
+    added = added_perplexity(table).sort_values(["corpus", "n_left_out", "perplexity"])
+    show("Perplexity, and the share recovered of what ReplaceMe adds", added)
 
 
-def show(gone: pd.DataFrame) -> None:
-    """Print perplexities and what is gone of what the published method adds."""
-    printed = Table("corpus", "left out", "choice", "method", "blocks", "perplexity", "gone")
-    for row in gone.sort_values(["corpus", "n_left_out", "perplexity"]).to_dict("records"):
-        numbers = (f"{row['perplexity']:.1f}", f"{row['gone']:.0%} ({row['low']:.0%} to {row['high']:.0%})")
-        printed.add_row(
-            row["corpus"], str(row["n_left_out"]), row["choice"], row["method"], row["blocks"], *numbers
+def pruning_table(
+    model: TransformerBridge,
+    windows: Examples,
+    judged: Mapping[str, Examples],
+    sizes: Sequence[int],
+    *,
+    methods: Sequence[Method] = tuple(Method),
+    choices: Sequence[Choice] = tuple(Choice),
+    heal: int = 0,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Leave several numbers of blocks out, chosen in several ways and folded by several methods.
+
+    A row for each number of blocks ``n``, ``choice``, ``method`` (with its ``blocks``), text and metric:
+    ``perplexity``, its ``ratio`` to that of the whole model, and ``agreement``, see `compare_pruned`; and,
+    where ``replaceme`` of the span chosen by ``angle`` is among them, the share ``gone`` of what that adds to
+    the perplexity, see `added_perplexity`. Rows of the method ``whole`` are the whole model's. Blocks that
+    two ways choose alike are folded and judged once. With ``heal``, ``chain`` of blocks chosen one after the
+    other is also healed on so many tokens of the windows: the method ``chain, healed``.
+
+    Rows of no text say what a token costs, see `compare_costs`: of the whole model, and with so many blocks
+    left out, method ``pruned``, whichever they are and whatever was folded.
+    """
+    for size in sizes:
+        check_int(size, "sizes", min=1, max=model.cfg.n_layers - 1)
+    for texts in judged.values():
+        check_own_tokens(model, texts)
+    tokens = {corpus: judged_tokens(texts) for corpus, texts in judged.items()}
+    foldable = next((method for method in methods if method != Method.out), Method.out)
+    calibration = Calibration.run(model, windows, foldable, progress=progress)
+
+    def read(of_model: Any, desc: str) -> dict[str, ReadText]:
+        return {
+            name: read_text(of_model, part, desc=desc, progress=progress) for name, part in tokens.items()
+        }
+
+    def row(method: str, metric: str, estimate: Estimate, **more: Any) -> dict[str, Any]:
+        columns = {"corpus": "", "n_left_out": 0, "choice": "", "blocks": "", **more}
+        return result_row(
+            EXPERIMENT, model=calibration.provenance.identity.name, method=method, layer=None, target=None,
+            metric=metric, estimate=estimate, **columns,
+        )  # fmt: skip
+
+    whole = read(calibration.layout.model, "whole model")
+    rows = [
+        row("whole", "perplexity", of_text.losses.perplexity(), corpus=corpus)
+        for corpus, of_text in whole.items()
+    ]
+    for (method, size), estimates in _costs(calibration, sizes).items():
+        rows += [row(method, *estimate, n_left_out=size) for estimate in estimates.items()]
+    if Choice.greedy in choices:
+        calibration.choose(max(sizes), Choice.greedy, progress=progress)  # the smaller are its beginning
+    known: dict[tuple[tuple[int, ...], str], dict[str, ReadText]] = {}
+    for size in sizes:
+        chosen = {choice: calibration.choose(size, choice, progress=progress) for choice in choices}
+        for (choice, gone), fold in itertools.product(chosen.items(), methods):
+            healing = heal > 0 and choice == Choice.greedy and fold == Method.chain
+            called = [fold.value, HEALED] if healing else [fold.value]
+            if all((gone, name) in known for name in called):
+                continue
+            pruned = calibration.without(gone, fold, progress=progress)
+            known[gone, fold.value] = read(pruned, f"{size} {fold}")
+            if healing:
+                train_folded(calibration.streams, pruned, gone, fold, heal, progress=progress)
+                known[gone, HEALED] = read(pruned, f"{size} {HEALED}")
+        choice, method = _PUBLISHED
+        published = known.get((chosen.get(choice, ()), method))
+        named = [*map(str, methods), *([HEALED] if heal and Method.chain in methods else [])]
+        for choice, name, corpus in itertools.product(choices, named, tokens):
+            if name == HEALED and choice != Choice.greedy:
+                continue
+            losses, original = known[chosen[choice], name][corpus], whole[corpus]
+            estimates = compare_texts(losses, original)
+            if published is not None:
+                estimates["gone"] = gone_estimate(losses.losses, original.losses, published[corpus].losses)
+            more: dict[str, Any] = {
+                "n_left_out": size,
+                "choice": choice.value,
+                "blocks": " ".join(map(str, chosen[choice])),
+            }
+            rows += [row(name, *estimate, corpus=corpus, **more) for estimate in estimates.items()]
+    return result_table(rows, "n_left_out", "choice", "blocks")
+
+
+def _costs(calibration: Calibration, sizes: Sequence[int]) -> dict[tuple[str, int], dict[str, Estimate]]:
+    """What a token costs the whole model, and without so many blocks: whichever these are, it is the same."""
+    rounds: list[float] = []
+    costs: dict[tuple[str, int], dict[str, Estimate]] = {("whole", 0): {}}
+    for size in sizes:
+        pruned = calibration.without(range(1, 1 + size), Method.out, progress=False)
+        whole, timed = by_turns([calibration.layout.model, pruned], rounds=_ROUNDS)
+        rounds += whole.rounds
+        costs["whole", 0] = whole._replace(rounds=rounds).estimates()
+        costs["pruned", size] = timed.estimates(whole)
+    return costs
+
+
+def recovered_fraction(perplexity: Any, whole: Any, published: Any) -> Any:
+    """``1 - (perplexity - whole) / (published - whole)``."""
+    return 1 - (perplexity - whole) / (published - whole)
+
+
+def gone_estimate(losses: TextLosses, whole: TextLosses, published: TextLosses, *, seed: int = 0) -> Estimate:
+    """The share that is gone, with its 95% interval by a bootstrap of the texts.
+
+    All models have read the same; the ends are percentiles of what is drawn. There is no interval
+    around what one text says, or where some resamples have no such share.
+    """
+    n = len(losses.total)
+
+    def share(index: np.ndarray) -> Any:
+        with np.errstate(all="ignore"):
+            return recovered_fraction(
+                *(
+                    np.exp(each.total[index].sum(-1) / each.n_tokens[index].sum(-1))
+                    for each in (losses, whole, published)
+                )
+            )
+
+    value = float(share(np.arange(n)))
+    drawn = share(np.random.default_rng(seed).integers(n, size=(_RESAMPLES, n)))
+    if n < 2 or not np.isfinite(drawn).all():
+        return Estimate.without_interval(value, n)
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return Estimate(value, float(low), float(high), n)
+
+
+def added_perplexity(table: pd.DataFrame) -> pd.DataFrame:
+    """How much of the perplexity that ReplaceMe adds is gone, for each size, choice, method and text.
+
+    ``gone`` is ``1 - (perplexity - whole) / (replaceme - whole)``, where ``replaceme`` is the published
+    method on the span that it chooses itself, by the angle; ``low`` and ``high`` bound its 95% interval where
+    the table has one.
+    """
+    perplexity = table[table["metric"] == "perplexity"]
+    whole = perplexity[perplexity["method"] == "whole"].set_index("corpus")["value"]
+    rest = perplexity[perplexity["method"] != "whole"]
+    choice, method = _PUBLISHED
+    published = rest[(rest["method"] == method) & (rest["choice"] == choice)]
+    if published.empty:
+        raise InputError(
+            "The table has no replaceme on a span chosen by angle. Expected what to compare with."
         )
-    Console().print(printed)
+    beside = published.set_index(["corpus", "n_left_out"])["value"]
+    keys = pd.MultiIndex.from_frame(rest[["corpus", "n_left_out"]])
+    gone = recovered_fraction(rest["value"], rest["corpus"].map(whole), beside.reindex(keys).to_numpy())
+    limits = table[table["metric"] == "gone"].set_index(_OF_A_ROW)[["low", "high"]]
+    of_rest = limits.reindex(pd.MultiIndex.from_frame(rest[_OF_A_ROW]))
+    return (
+        rest[["corpus", "n_left_out", "choice", "method", "blocks", "value"]]
+        .rename(columns={"value": "perplexity"})
+        .assign(gone=gone, low=of_rest["low"].to_numpy(), high=of_rest["high"].to_numpy())
+    )
 
 
 if __name__ == "__main__":
-    run_study(main, corpus=["wikipedia-sample", "news-sample"], train=4000, val=600, figures=False)
+    run_study(main, corpus=["wikipedia-sample", "news-sample"], train=4000, val=600)

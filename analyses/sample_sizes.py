@@ -8,10 +8,11 @@ many sentences as ``d_model``: without a penalty least squares follows the noise
 from __future__ import annotations
 
 import pandas as pd
-from paper_a import fit_quality_by_size
-from rich.console import Console
-from rich.table import Table
-from studies import Report, Study, run_study
+from studies import Report, Study, run_study, show
+
+from matlens import MapSet
+from matlens.activations import Activations
+from matlens.lens import fit_quality
 
 NAME = "sample_sizes"
 
@@ -20,17 +21,18 @@ def main(study: Study, report: Report) -> None:
     """Fit on fewer and fewer sentences, and print r2 onto the last layer by layer."""
     table = fit_quality_by_size(*study.stream)
     report.write(NAME, table, study.origin)
-    show(table)
+    show("r2 by number of sentences", table.pivot(index="layer", columns="n_fitted", values="value"))
 
 
-def show(table: pd.DataFrame) -> None:
-    """Print r2, a row for each layer and a column for each number of sentences."""
-    wide = table.pivot(index="layer", columns="n_fitted", values="value")
-    printed = Table("layer", *(f"{n:,}" for n in wide.columns))
-    for layer, row in wide.iterrows():
-        printed.add_row(str(layer), *(f"{value:.3f}" for value in row))
-    Console().print(printed)
+def fit_quality_by_size(train: Activations, validation: Activations, *, halvings: int = 3) -> pd.DataFrame:
+    """r2 onto the last layer of maps fitted on all training sentences, on the first half, and so on."""
+    tables = []
+    for i in range(halvings + 1):
+        size = len(train.examples) >> i
+        table = fit_quality(MapSet.fit(train.head(size), pairs="last"), validation)
+        tables.append(table[table["method"] == "mat"].assign(n_fitted=size))
+    return pd.concat(tables, ignore_index=True)
 
 
 if __name__ == "__main__":
-    run_study(main, figures=False)
+    run_study(main)

@@ -115,4 +115,4 @@ def drawn(tokens: Tensor, tokenizer: transformers.PreTrainedTokenizerBase) -> Te
 
 
 if __name__ == "__main__":
-    run_study(main, model=None, figures=False)
+    run_study(main, model=None)

@@ -7,18 +7,25 @@ alone, and those whose fit few sinks decide to lose less once sinks are out of i
 from __future__ import annotations
 
 from figures.paper_a import by_method
-from paper_a import submodule_alone
+from paper_a.submodules import SubmoduleCase, rows_of_cases
 from studies import Patched, Report, Study, run_study
 
+from matlens.io import result_table
+
 NAME = "submodule_alone"
+METHODS = {"all": "mat_ffn", "not-sink": "mat_ffn without sinks"}
 
 
 def main(study: Study, report: Report, patched: Patched = 300) -> None:
-    """Replace the FFN of each block alone, and draw what is left of the prediction."""
-    stand_ins, some = study.stand_ins("all", "not-sink"), study.validation.head(patched)
-    table = submodule_alone(
-        study.readout, study.model, stand_ins, some, folder=study.folder / f"{NAME}-{some.n_rows}"
-    )
+    """Replace the FFN of one block at a time, and draw what is left of the prediction."""
+    fits, some = study.submodule_maps(*METHODS), study.validation.head(patched)
+    cases = {
+        SubmoduleCase("mat_ffn", fitted, fitted, block, block + 1): method
+        for fitted, method in METHODS.items()
+        for block in range(study.n_layers)
+    }
+    folder = study.folder / f"{NAME}-{some.n_rows}"
+    table = result_table(rows_of_cases(study, fits, some, cases, NAME, folder))
     report.write(NAME, table, study.origin, by_method(table))
 
 

@@ -7,15 +7,13 @@ the predicted token. Expect a model with sinks to lose its prediction where sink
 
 from __future__ import annotations
 
+import itertools
 from typing import Annotated
 
-import pandas as pd
 import typer
 from figures.paper_a import by_fitting
-from paper_a import CONTEXTUAL, precision_by_layer, rows_of_replacement, submodule_positions
-from rich.console import Console
-from rich.table import Table
-from studies import Patched, Report, Study, run_study
+from paper_a.submodules import CONTEXTUAL, PLACES, SubmoduleCase, rows_of_cases, with_mat
+from studies import Patched, Report, Study, run_study, show
 
 NAME = "submodule_positions"
 
@@ -27,24 +25,23 @@ def main(
     every: Annotated[int, typer.Option(min=1, help="Start from every so many layers.")] = 8,
 ) -> None:
     """Run every combination, and print Precision@1 by layer."""
-    stand_ins, some = study.stand_ins("all", "not-first", "not-sink"), study.validation.head(patched)
-    table = submodule_positions(
-        study.readout, study.model, study.maps, stand_ins, some,
-        every=every, folder=study.folder / f"{NAME}-{every}-{some.n_rows}",
-    )  # fmt: skip
+    fits, some = study.submodule_maps("all", "not-first", "not-sink"), study.validation.head(patched)
+    last = study.n_layers
+    layers = sorted({*range(0, last, every), last - 3, last - 1} & {*range(last)})
+    cases = {
+        SubmoduleCase(replaced, fitted, place, layer): f"{replaced}, fit {fitted}, replace {place}"
+        for replaced, fitted, place, layer in itertools.product(CONTEXTUAL, fits, PLACES, layers)
+    }
+    folder = study.folder / f"{NAME}-{every}-{some.n_rows}"
+    rows = rows_of_cases(study, fits, some, cases, NAME, folder)
+    table = with_mat(study, some, rows, NAME, layers)
     report.write(NAME, table, study.origin)
-    show(table)
+    best = table[table["k"] == 1]
+    wide = best.pivot_table(index="method", columns="layer", values="value", sort=False)
+    show("Precision@1 from each layer", wide)
     for replaced in CONTEXTUAL:
-        report.write_figure(f"{NAME}_{replaced}", by_fitting(rows_of_replacement(table, replaced)))
-
-
-def show(table: pd.DataFrame) -> None:
-    """Print Precision@1, a row for each combination."""
-    wide = precision_by_layer(table)
-    printed = Table("Precision@1 from layer", *map(str, wide.columns))
-    for method, line in wide.iterrows():
-        printed.add_row(str(method), *(f"{value:.3f}" for value in line))
-    Console().print(printed)
+        shown = table["method"].str.startswith(f"{replaced}, fit ") | (table["method"] == "mat")
+        report.write_figure(f"{NAME}_{replaced}", by_fitting(table[shown]))
 
 
 if __name__ == "__main__":

@@ -24,31 +24,31 @@ class NamedFault(NamedTuple):
 NAMED = (
     NamedFault(
         "maps of the wrong fit used for a variant",
-        "paper_a/alternation",
+        "paper_a_fig6_alternation",
         "((maps, True), (without_sinks, False))",
         "((maps, True), (maps if without_sinks else None, False))",
     ),
     NamedFault(
         "stand-ins of the wrong fit used for a variant",
         "paper_a/submodules",
-        'fits, replace = maps[case.fitted], CONTEXTUAL[case.replaced]',
-        'fits, replace = maps["all"], CONTEXTUAL[case.replaced]',
+        "replace(fits[case.fitted], case.layer, target,",
+        'replace(fits["all"], case.layer, target,',
     ),
     NamedFault(
         "R2 from the r2 of `id`",
-        "paper_a/alternation",
+        "paper_a_fig6_alternation",
         'r2_matrix(fit_quality(maps, validation, rows=rows), "mat")',
         'r2_matrix(fit_quality(maps, validation, rows=rows), "id")',
     ),
     NamedFault(
         "the sink mask inverted where schemes are scored",
-        "paper_a/alternation",
+        "paper_a_fig6_alternation",
         "kept = ~sink_rows(validation)",
         "kept = sink_rows(validation)",
     ),
     NamedFault(
         "the sink mask inverted where heads are replaced",
-        "paper_a/heads",
+        "attention_heads",
         "where = ~find_sinks(model, data.examples)",
         "where = find_sinks(model, data.examples)",
     ),

@@ -87,4 +87,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run_study(main, train=4000, val=1000, figures=False)
+    run_study(main, train=4000, val=1000)

@@ -74,9 +74,10 @@ def reference(package: str, name: str) -> str:
     return f"::: {package}.{name}\n"
 
 
-def home_page() -> str:
-    """README, with links relative to docs."""
-    text = re.sub(r"\]\(docs/", "](", (PROJECT / "README.md").read_text())
+def root_page(name: str) -> str:
+    """A Markdown file of the project's root, with links relative to docs."""
+    text = re.sub(r"\]\(docs/", "](", (PROJECT / name).read_text())
+    text = text.replace("](CONTRIBUTING.md)", "](contributing.md)")
     return re.sub(r"\[([^\]]+)\]\((analyses|benchmarks|results)\)", r"\1", text)
 
 
@@ -101,7 +102,10 @@ def on_config(config: Any) -> Any:
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the generated pages."""
-    pages = {"index.md": home_page(), "changelog.md": (PROJECT / "CHANGELOG.md").read_text()}
+    pages = {
+        "index.md": root_page("README.md"), "changelog.md": root_page("CHANGELOG.md"),
+        "contributing.md": root_page("CONTRIBUTING.md"),
+    }  # fmt: skip
     pages |= dict(api_pages())
     for path in sorted(NOTEBOOKS.glob("*.py")):
         pages[f"notebooks/{path.stem}.md"] = notebook_page(path)

@@ -55,8 +55,8 @@ from matlens.io import read_table
 RESULTS = Path(__file__).resolve().parent
 sys.path.append(str(RESULTS.parent / "analyses"))
 
-from paper_a import transfer_losses  # noqa: E402
-from pruning_methods import added_perplexity  # noqa: E402
+from paper_a_sec5_corpora import transfer_losses  # noqa: E402
+from pruning import added_perplexity  # noqa: E402
 
 PAGES = RESULTS.parent / "docs" / "results"
 BENCHMARKS = ("speed_", "tuned_lens")  # how tables of benchmarks begin

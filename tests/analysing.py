@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
-import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -35,56 +35,7 @@ N_TRAIN, N_VALIDATION, N_PATCHED = 90, 30, 12
 Finished = Callable[[str, str], Path]  # the output folder of a script's run on a model
 ByHand = Callable[..., StudyByHand]
 
-STUDY = ["model", "corpus", "seed", "device", "suffix", "out"]
-MAPS = [*STUDY, "train", "val"]
-SENTENCES_OF = [*STUDY, "sentences", "title"]
-# The options of every script.
-OPTIONS = {
-    "all_positions": MAPS,
-    "memory_and_layers": [*MAPS, "title"],
-    "attention_heads": [*MAPS, "title", "patched", "every"],
-    "compatibility": ["type", "seed", "out"],
-    "paper_a_fig10_submodules": [*MAPS, "title", "patched", "every"],
-    "paper_a_fig2_r2": [*MAPS, "title"],
-    "paper_a_fig4_next_token": [*MAPS, "title"],
-    "paper_a_fig5_masked": [*MAPS, "title"],
-    "paper_a_fig6_alternation": [*MAPS, "title", "patched"],
-    "paper_a_fig7_models": [*MAPS, "title"],
-    "paper_a_fig9_early_exit": [*MAPS, "title"],
-    "paper_a_sec5_corpora": [*MAPS, "title", "positions", "every"],
-    "paper_a_table1_tokens": [*MAPS, "title", "prompt", "layer"],
-    "paper_b_fig3_events": [*SENTENCES_OF, "dominant"],
-    "paper_b_fig4_overlap": ["model", "seed", "device", "suffix", "out", "title", "random", "top"],
-    "paper_b_fig6_dominance": [*SENTENCES_OF, "dominant"],
-    SEARCH: ["model", "seed", "device", "suffix", "out", "words", "prompt", "top", "shown"],
-    "paper_b_sec5_clusters": [
-        *SENTENCES_OF, "clusters", "linkage", "memory", "disk", "threshold", "beside", "compared",
-    ],
-    REMOVAL: [*SENTENCES_OF, "dominant", "every", "top"],
-    "paper_b_table1_concept_vectors": [*STUDY, "title", "vectors", "per-layer", "top"],
-    SHEETS: [*STUDY, "title", "filled", "per-layer", "top", "wordnet"],
-    CONTROL: [
-        *STUDY, "title", "prompts", "challenging", "field", "limit", "grader", "value", "vector", "word", "n",
-        "banned", "announce", "samples", "beams", "text", "window", "windows",
-    ],
-    EXITS: [
-        *SENTENCES_OF, "dominant", "clusters", "beside", "linkage", "memory", "disk", "splits", "folds",
-        "fewest", "strength", "lasso",
-    ],
-    "plausibility": [*MAPS, "sheet", "sentences", "sentences-from"],
-    LENSES: [*MAPS, "title", "layer", "tuned", "jacobian", "longest", "evaluations"],
-    PRUNING: [*MAPS, "window", "windows", "judged", "heal", "method", "choice", "size"],
-    LINEARITY: [*MAPS, "title", "window", "windows", "judged"],
-    "sample_sizes": MAPS,
-    "sinks": [*MAPS, "title"],
-    "small_bert": ["corpus", "seed", "out", "train", "val", "trunk", "steps"],
-    "small_gpts": ["corpus", "seed", "out", "title", "train", "val", "updates", "pieces", "size"],
-    "small_wikilm": [
-        "corpus", "seed", "out", "title", "train", "val", "updates", "words", "layers", "width",
-    ],
-    "submodule_alone": [*MAPS, "title", "patched"],
-    "submodule_positions": [*MAPS, "title", "patched", "every"],
-}  # fmt: skip
+PATCHED = [name for name, path in SCRIPTS.items() if "patched: Patched" in path.read_text()]
 
 
 def sizes(n_train: int = N_TRAIN, n_validation: int = N_VALIDATION) -> list[object]:
@@ -121,7 +72,11 @@ def run(name: str, *options: object) -> None:
         patch.setattr(sys, "argv", [str(SCRIPTS[name]), *map(str, options)])
         patch.setenv("COLUMNS", "200")
         try:
-            runpy.run_path(str(SCRIPTS[name]), run_name="__main__")
+            # Not by `runpy`: the mutants of benchmarks/mutants.py are put in by the loader.
+            spec = importlib.util.spec_from_file_location("__main__", SCRIPTS[name])
+            assert spec is not None
+            assert spec.loader is not None
+            spec.loader.exec_module(importlib.util.module_from_spec(spec))
         except SystemExit as ended:
             if ended.code:
                 raise

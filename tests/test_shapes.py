@@ -7,7 +7,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from annotation import find_patterns
 from jaxtyping import TypeCheckError
 
 from matlens import InputError, metrics
@@ -50,8 +49,6 @@ def test_a_wrong_shape_is_an_error_in_arrays_of_numpy() -> None:
     assert len(Examples(tokens, offsets, positions)) == 2
     with pytest.raises(WRONG, match="tokens"):
         Examples(tokens[None], offsets, positions)
-    with pytest.raises(WRONG, match="ids"):
-        find_patterns(torch.arange(6), None, None)
 
 
 def test_a_wrong_dtype_is_an_error() -> None:

@@ -17,17 +17,18 @@ import pandas as pd
 import torch
 from sklearn.metrics import cohen_kappa_score
 
-from annotation.concept_sheets import CLASSES, Annotation, check_sample
-from matlens import metrics
-from matlens.data.examples import Examples
-from matlens.errors import InputError, PositiveInt, Seed, checked
-from matlens.ffn.projection import TOP, Projection
-from matlens.ffn.updates import Updates
-from matlens.io.tables import read_table, result_row, result_table
-from matlens.models.tokens import token_texts, visible
+from annotation.concept_sheets import CLASSES, Annotation
+from matlens import InputError, metrics
+from matlens.ffn import Projection, Updates
+from matlens.ffn.projection import TOP
+from matlens.io import read_table, result_row, result_table
+from matlens.models import visible
+from matlens.models.tokens import token_texts
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
+
+    from matlens.data import Examples
 
 EXPERIMENT = "concepts"
 KINDS = ("values", "random", "updates")
@@ -40,118 +41,73 @@ MEASURES = ("covered", "without_stopwords", *CLASSES, "concepts", "small_pattern
 AGREEMENT_COLUMNS = ("one", "other", "method", "metric", "value", "n")
 
 
-@checked
 def draw_concept_sample(
     model: TransformerBridge,
     examples: Examples,
     *,
     per_layer: int = 10,
-    k: PositiveInt = TOP,
-    seed: Seed = 0,
+    k: int = TOP,
+    seed: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Draw vectors whose top tokens are to be annotated, one row a token.
+    """Sample vectors whose top tokens are to be annotated, one row per token.
 
-    Columns are ``item, model, corpus, kind, layer, vector, rank, token_id, token``. The kinds are ``values``,
-    value vectors; ``random``, vectors with their mean and standard deviation; and ``updates``, what the FFN
-    writes at an example's position. The vector is a value vector's name, a random vector's number, or the
-    example and its position. Tokens are written as people see them.
-
-    Parameters
-    ----------
-    model
-        The model whose FFNs are looked at.
-    examples
-        Examples of the updates, at least ``n_layers x per_layer``: each update is of another one.
-    per_layer
-        Number of vectors of each kind at each layer.
-    k
-        Number of top tokens of each vector.
-    seed
-        Seed of the draw and of the order of the items.
-    progress
-        Whether to show a progress bar.
-
-    Raises
-    ------
-    InputError
-        There are too few examples, or too few value vectors in a layer.
+    Columns are ``item, model, corpus, kind, layer, vector, rank, token_id, token``. Of each kind there are
+    ``per_layer`` at each layer: ``values``, value vectors; ``random``, vectors with their mean and standard
+    deviation; and ``updates``, FFN outputs, each at the position of another example. The vector is a value
+    vector's name, a random vector's number, or the example and its position. Items are in random order.
     """
     n_layers, generator = int(model.cfg.n_layers), np.random.default_rng(seed)
-    if per_layer < 1 or len(examples) < n_layers * per_layer:
+    if len(examples) < n_layers * per_layer:
         raise InputError(
-            f"{per_layer} updates at each of {n_layers} layers were asked for, and there are {len(examples)} "
-            f"examples. Expected at least 1 at each layer, and {n_layers * per_layer} examples or more."
+            f"{per_layer} updates at each of {n_layers} layers need {n_layers * per_layer} examples, got "
+            f"{len(examples)}."
         )
     examples = examples.head(n_layers * per_layer)
     updates, projection = Updates.run(model, examples, progress=progress), Projection.from_model(model)
-    values = updates.values
-    corpus = examples.provenance.get("corpus", "unnamed")
-    items: list[tuple[tuple[Any, ...], list[tuple[int, str]]]] = []
+    values, corpus = updates.values, examples.provenance.get("corpus", "unnamed")
+    items: list[tuple[Any, ...]] = []
     for layer in range(n_layers):
         chosen = sorted(generator.choice(values.d_mlp, per_layer, replace=False).tolist())
         numbers = range(layer * per_layer, (layer + 1) * per_layer)
-        drawn = {
-            "values": values.layer(layer)[chosen],
-            "random": values.random(layer, per_layer, seed=seed),
-            "updates": updates.outputs(layer)[numbers.start : numbers.stop],
-        }
-        names = {
-            "values": [str(values.vector(layer, index)) for index in chosen],
-            "random": [f"random {i}" for i in numbers],
-            "updates": [
-                f"example {examples.sentences[i]}, position {examples.positions[i]}" for i in numbers
-            ],
-        }
-        for kind in KINDS:
-            source = corpus if kind == "updates" else "none"
-            for name, ids in zip(names[kind], projection.top(drawn[kind], k).ids.tolist(), strict=True):
-                texts = map(visible, token_texts(projection.tokenizer, ids))
-                tokens = list(zip(ids, texts, strict=True))
-                items.append(((values.identity.name, source, kind, layer, name), tokens))
-    order = generator.permutation(len(items))
-    rows = [
-        (item, *items[index][0], rank, *token)
-        for item, index in enumerate(order, start=1)
-        for rank, token in enumerate(items[index][1], start=1)
-    ]
+        places = [f"example {examples.sentences[i]}, position {examples.positions[i]}" for i in numbers]
+        for kind, source, names, vectors in (
+            (
+                "values",
+                "none",
+                map(str, (values.vector(layer, i) for i in chosen)),
+                values.layer(layer)[chosen],
+            ),
+            ("random", "none", (f"random {i}" for i in numbers), values.random(layer, per_layer, seed=seed)),
+            ("updates", corpus, places, updates.outputs(layer)[numbers.start : numbers.stop]),
+        ):
+            for name, ids in zip(names, projection.top(vectors, k).ids.tolist(), strict=True):
+                items.append((values.identity.name, source, kind, layer, name, ids))
+    rows = []
+    for item, index in enumerate(generator.permutation(len(items)), start=1):
+        *described, ids = items[index]
+        tokens = zip(ids, map(visible, token_texts(projection.tokenizer, ids)), strict=True)
+        rows += [(item, *described, rank, *token) for rank, token in enumerate(tokens, start=1)]
     return pd.DataFrame(rows, columns=list(SAMPLE_COLUMNS))
 
 
-@checked
-def read_concept_sample(path: str | Path) -> pd.DataFrame:
-    """Read a sample of `draw_concept_sample` that was written as CSV.
-
-    Raises
-    ------
-    InputError
-        There is no such table.
-    """
+def read_concept_sample(path: Path) -> pd.DataFrame:
+    """Read a sample of `draw_concept_sample` from CSV."""
     return read_table(
-        path,
-        SAMPLE_COLUMNS,
-        what="the key to the sheets",
-        made_by="Expected the --out folder of the run that wrote the sheets.",
-        lineterminator="\n",
-    )
+        path, SAMPLE_COLUMNS, what="the key to the sheets",
+        made_by="Expected the --out folder of the run that wrote the sheets.", lineterminator="\n",
+    )  # fmt: skip
 
 
 def tally_items(sample: pd.DataFrame, annotation: Annotation) -> pd.DataFrame:
-    """Shares and counts of each item as one annotator sees it, one row an item, with ``kind`` and ``layer``.
+    """Shares and counts of each item as one annotator sees it, one row per item, with ``kind`` and ``layer``.
 
     A pattern counts if at least four tokens belong to it. ``covered`` is the share of the item's tokens in
-    such a pattern; ``without_stopwords`` the same, with patterns of stopwords left out; ``semantic``,
+    such a pattern; ``without_stopwords`` the same without patterns of stopwords; ``semantic``,
     ``syntactic``, ``names`` and ``stopwords`` are shares that add up to ``covered``: a token in patterns of
-    two classes is half in each. ``concepts`` is the number of patterns, stopwords left out, and
+    two classes is half in each. ``concepts`` is the number of patterns without stopwords, and
     ``small_patterns`` that of those that do not count.
     """
-    check_sample(sample)
-    strange = set(annotation.marks["item"]) - set(sample["item"])
-    if strange:
-        raise InputError(
-            f"The annotation of {annotation.name} has an item {min(strange)} that the sample has not: it is "
-            "of another sample."
-        )
     marks = annotation.marks.merge(annotation.patterns, on=["item", "pattern"], validate="many_to_one")
     sizes = marks.groupby(["item", "pattern"])["rank"].transform("size")
     counted = marks[sizes >= MIN_PATTERN_TOKENS]
@@ -177,25 +133,11 @@ def tally_items(sample: pd.DataFrame, annotation: Annotation) -> pd.DataFrame:
     )
 
 
-@checked
 def tally_concepts(sample: pd.DataFrame, annotations: Sequence[Annotation]) -> pd.DataFrame:
     """Shares and counts of paper B's Table 2 and Figure 2, for each kind at each layer and at all of them.
 
-    The columns are those of all tables of results; the metrics are those of `tally_items`, averaged first
-    over annotators and then over items. Intervals are over items, whose tokens are not independent of each
-    other. ``layer`` is empty for all layers together.
-
-    Parameters
-    ----------
-    sample
-        The sample of `draw_concept_sample`.
-    annotations
-        What the annotators have filled in: an annotation each of `read_concept_sheets`.
-
-    Raises
-    ------
-    InputError
-        There are no annotations.
+    The metrics are those of `tally_items`, averaged first over annotators and then over items. Intervals are
+    over items, whose tokens are not independent of each other. ``layer`` is empty for all layers together.
     """
     tallies = [tally_items(sample, annotation) for annotation in annotations]
     items = tallies[0].assign(
@@ -218,26 +160,13 @@ def tally_concepts(sample: pd.DataFrame, annotations: Sequence[Annotation]) -> p
     return result_table(rows)
 
 
-@checked
 def annotator_agreement(sample: pd.DataFrame, annotations: Sequence[Annotation]) -> pd.DataFrame:
-    """How far annotators agree, for every two of them, for each kind and for ``all``.
+    """Agreement of every two annotators, for each kind and for ``all``.
 
     Columns are ``one, other, method, metric, value, n``. Metrics: ``kappa_covered``, Cohen's kappa of whether
     a token is in a concept, ``n`` tokens; ``kappa_concepts``, Cohen's kappa of the number of concepts of an
-    item, with quadratic weights, and ``same_concepts``, the share of items that both give as many, ``n``
-    items. A kappa is empty where both have given the same answer throughout.
-
-    Parameters
-    ----------
-    sample
-        The sample of `draw_concept_sample`.
-    annotations
-        What the annotators have filled in: an annotation each of `read_concept_sheets`.
-
-    Raises
-    ------
-    InputError
-        There are no annotations, or one of another sample.
+    item, with quadratic weights, and ``same_concepts``, the share of items with equal numbers, ``n`` items. A
+    kappa is empty where both have given the same answer throughout.
     """
     item_kinds = sample.groupby("item")["kind"].first()
     token_kinds = sample.set_index(["item", "rank"])["kind"]

@@ -9,7 +9,7 @@ a random vector gains nothing from tokens lying close together in the unembeddin
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,12 +19,12 @@ from jaxtyping import Int
 from torch import Tensor
 
 from annotation.word_similarity import WordSimilarity
-from matlens import metrics
-from matlens.errors import Fraction, InputError, PositiveInt, Seed, checked, short
-from matlens.ffn.projection import TOP, Projection, name_columns
-from matlens.ffn.values import ValueVectors
-from matlens.io.tables import result_row, result_table
-from matlens.models.tokens import token_texts, visible
+from matlens import InputError, metrics
+from matlens.ffn import Projection, ValueVectors
+from matlens.ffn.projection import TOP, name_columns
+from matlens.io import result_row, result_table
+from matlens.models import visible
+from matlens.models.tokens import token_texts
 from matlens.parallel import Bar
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ PATTERN_SIZES = range(MIN_PATTERN_WORDS, 13)
 PATTERN_COLUMNS = ("known", "words", "tokens", "similarity", "pattern")
 
 
-@checked
 def find_patterns(
     ids: Int[Tensor, "n k"], word_similarity: WordSimilarity, tokenizer: Any, *, progress: bool = True
 ) -> pd.DataFrame:
@@ -46,22 +45,6 @@ def find_patterns(
     knows; how many of them the largest pattern has; how many tokens of the list these are, forms of one word
     included; how alike the pattern's words are to its central one, on average; and the words, the central one
     first, the others in their order in the list.
-
-    Parameters
-    ----------
-    ids
-        Lists of tokens, such as those of `Projection.top_of_all`.
-    word_similarity
-        Words of a corpus, and which of them are used alike.
-    tokenizer
-        The model's own tokenizer.
-    progress
-        Whether to show a progress bar.
-
-    Raises
-    ------
-    InputError
-        No token of the lists is a word of the corpus.
     """
     tokens, inverse = np.unique(ids.cpu().numpy(), return_inverse=True)
     words = np.array([word_similarity.row(text) for text in token_texts(tokenizer, tokens.tolist())])
@@ -71,8 +54,8 @@ def find_patterns(
             "corpus uses often enough. Expected a larger corpus, in the language of the model."
         )
     lists = words[inverse].reshape(ids.shape)
-    rows: Iterable[int] = Bar(range(len(lists)), desc="patterns", disable=not progress)
-    patterns = [_largest_pattern(lists[row][lists[row] >= 0], word_similarity) for row in rows]
+    bar = Bar(lists, desc="patterns", disable=not progress)
+    patterns = [_largest_pattern(of_list[of_list >= 0], word_similarity) for of_list in bar]
     return pd.DataFrame(patterns, columns=list(PATTERN_COLUMNS))
 
 
@@ -95,13 +78,12 @@ def _largest_pattern(
     return len(words), int(sizes[centre]), int(forms[alike[centre]].sum()), similarity, pattern
 
 
-@checked
 def search_concepts(
     model: TransformerBridge,
     word_similarity: WordSimilarity,
     *,
-    k: PositiveInt = TOP,
-    seed: Seed = 0,
+    k: int = TOP,
+    seed: int = 0,
     progress: bool = True,
 ) -> dict[str, pd.DataFrame]:
     """Patterns of all value vectors, of as many random vectors, and of the values' tokens dealt anew.
@@ -111,24 +93,6 @@ def search_concepts(
     ``top``, the tokens with commas between. The random vectors have the mean and the standard deviation of
     their layer. In ``dealt`` each rank's tokens are shuffled among all value vectors: the same words as
     often, but whatever belongs together is torn apart, so its patterns are those of chance.
-
-    Parameters
-    ----------
-    model
-        The model whose value vectors are searched.
-    word_similarity
-        Words of a corpus, and which of them are used alike.
-    k
-        Number of top tokens of each vector.
-    seed
-        Seed of the random vectors and of the shuffling.
-    progress
-        Whether to show progress bars.
-
-    Raises
-    ------
-    InputError
-        The model has no value vectors, or the corpus none of its tokens.
     """
     values, projection = ValueVectors(model), Projection.from_model(model)
     value_ids = projection.top_of_all(values, k, progress=progress).ids
@@ -155,32 +119,15 @@ def _joined_texts(ids: Tensor, tokenizer: Any) -> list[str]:
     return [", ".join(texts[token] for token in row) for row in ids.tolist()]
 
 
-@checked
 def pattern_shares(
-    tables: Mapping[str, pd.DataFrame], model_name: str, corpus: str, *, k: PositiveInt = TOP
+    tables: Mapping[str, pd.DataFrame], model_name: str, corpus: str, *, k: int = TOP
 ) -> pd.DataFrame:
     """How many vectors have a pattern, layer by layer and over all layers (where ``layer`` is empty).
 
     The columns are those of all tables of results. Metrics: ``pattern``, the share of vectors whose largest
     pattern has ``k`` words or more; ``covered``, the share of the ``k`` top tokens that belong to a pattern
     of at least four words; ``known``, the share of them that the corpus knows as different words.
-
-    Parameters
-    ----------
-    tables
-        Tables of `search_concepts`.
-    model_name, corpus
-        Names of the model and of the corpus, for the table.
-    k
-        Number of top tokens that were searched.
     """
-    for name, table in tables.items():
-        fewest = int(table["top"].str.count(", ").min()) + 1 if "top" in table else k
-        if (table[["known", "words"]] > k).any(axis=None) or k > fewest:
-            raise InputError(
-                f"k is {short(k)}, and the lists of tables[{name!r}] have another number of tokens. Expected "
-                "the k that they were searched with."
-            )
     rows = []
     for method, table in tables.items():
         for layer in (None, *sorted(table["layer"].unique())):
@@ -208,33 +155,19 @@ def _tensor(column: pd.Series) -> Tensor:
     return torch.from_numpy(column.to_numpy(copy=True))
 
 
-@checked
 def distinct_concepts(
     patterns: pd.DataFrame,
     *,
-    n: PositiveInt = 30,
-    words: PositiveInt = 5,
-    per_layer: PositiveInt = 3,
-    shared: Fraction = 1 / 3,
+    n: int = 30,
+    words: int = 5,
+    per_layer: int = 3,
+    shared: float = 1 / 3,
 ) -> pd.DataFrame:
     """The ``n`` vectors whose top tokens belong to one pattern most, each with another concept.
 
     Only patterns of enough different words count, so that forms of one word are none. They are taken in the
     order of tokens, words and similarity; a vector is passed over if it shares too many of its pattern's
     words with one that was taken, or if its layer has given enough.
-
-    Parameters
-    ----------
-    patterns
-        One of the tables of `search_concepts`.
-    n
-        Number of vectors; they are fewer if there are not so many.
-    words
-        Smallest number of words of a pattern.
-    per_layer
-        Largest number of vectors from one layer.
-    shared
-        Largest share of words that two patterns may have in common, of those of the smaller one.
     """
     order = patterns[patterns["words"] >= words].sort_values(
         ["tokens", "words", "similarity"], ascending=False, kind="stable"

@@ -20,20 +20,19 @@ import snowballstemmer
 from jaxtyping import Bool, Float, Int
 from sklearn.decomposition import TruncatedSVD
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
+from sklearn.preprocessing import normalize
 
-from matlens.errors import InputError, PositiveInt, Seed, check_int, checked, short
+from matlens import InputError
 
 WINDOW, DIMENSIONS, MIN_COUNT = 5, 100, 4
 SHARE_ALIKE = 0.01  # of all pairs of words are used alike
-_WIDEST_WINDOW = 1000
 _WORD = re.compile(r"\w+")
 _MIN_LETTERS = 3  # shorter ones are pieces of words as often as words
 _SMOOTHING = 0.75  # of how frequent contexts are, so that rare ones do not win
-_DRAWN_PAIRS = 20_000  # that each threshold is taken from
+_SAMPLED_PAIRS = 20_000  # that each threshold is taken from
 _MIN_WORDS_OF_BAND = 100
 
 
-@checked
 @dataclass(frozen=True, eq=False)
 class WordSimilarity:
     """Words of a corpus, and which of them are used alike.
@@ -61,31 +60,11 @@ class WordSimilarity:
         sentences: Sequence[str],
         *,
         window: int = WINDOW,
-        dimensions: PositiveInt = DIMENSIONS,
-        min_count: PositiveInt = MIN_COUNT,
-        seed: Seed = 0,
+        dimensions: int = DIMENSIONS,
+        min_count: int = MIN_COUNT,
+        seed: int = 0,
     ) -> WordSimilarity:
-        """Learn from sentences how words are used.
-
-        Parameters
-        ----------
-        sentences
-            Sentences of a corpus.
-        window
-            How many words to either side are a word's context; words never look into another sentence.
-        dimensions
-            Number of dimensions of the vectors; there are fewer where there are not so many words.
-        min_count
-            Number of occurrences from which a word is known; rarer words are no context either.
-        seed
-            Seed of the decomposition, and of the pairs that the thresholds are taken from.
-
-        Raises
-        ------
-        InputError
-            The corpus has too few words that occur often enough.
-        """
-        window = check_int(window, "window", min=1, max=_WIDEST_WINDOW)
+        """Learn from sentences how words are used."""
         texts = [[word.lower() for word in _WORD.findall(sentence)] for sentence in sentences]
         counts = Counter(word for text in texts for word in text)
         known = sorted(word for word, count in counts.items() if count >= min_count)
@@ -99,8 +78,8 @@ class WordSimilarity:
             )
         information = _pointwise_information(_cooccurrences(texts, known, window))
         reduction = TruncatedSVD(min(dimensions, len(known) - 1), random_state=seed)
-        vectors = _unit_length(reduction.fit_transform(information)[chosen])
-        vectors = _unit_length(vectors - vectors.mean(0))
+        vectors = normalize(reduction.fit_transform(information)[chosen])
+        vectors = normalize(vectors - vectors.mean(0))
         words = tuple(known[i] for i in chosen)
         bands = _frequency_bands(np.array([counts[word] for word in words]))
         return cls(words, vectors, bands, _thresholds(vectors, bands, _word_families(words), seed))
@@ -126,11 +105,6 @@ class WordSimilarity:
         self, rows: Int[np.ndarray, " m"]
     ) -> tuple[Float[np.ndarray, "m m"], Bool[np.ndarray, "m m"]]:
         """Compare some words with each other: their similarities, and which pairs are used alike."""
-        rows = np.asarray(rows)
-        if rows.ndim != 1 or (rows.size and not (rows.min() >= 0 and rows.max() < len(self.words))):
-            raise InputError(
-                f"rows is {short(rows)}. Expected numbers of words from 0 to {len(self.words) - 1}."
-            )
         similarities = self.vectors[rows] @ self.vectors[rows].T
         bands = self.frequency_bands[rows]
         return similarities, similarities >= self.thresholds[bands[:, None], bands]
@@ -161,10 +135,7 @@ def _thresholds(vectors: np.ndarray, bands: np.ndarray, families: np.ndarray, se
     for first, second in itertools.combinations_with_replacement(range(len(members)), 2):
         if not len(members[first]) or not len(members[second]):
             continue
-        pairs = (
-            generator.choice(members[first], _DRAWN_PAIRS),
-            generator.choice(members[second], _DRAWN_PAIRS),
-        )
+        pairs = [generator.choice(members[band], _SAMPLED_PAIRS) for band in (first, second)]
         left, right = (rows[families[pairs[0]] != families[pairs[1]]] for rows in pairs)
         if len(left):
             similarities = np.einsum("nd,nd->n", vectors[left], vectors[right])
@@ -197,8 +168,3 @@ def _pointwise_information(counts: sparse.csr_array) -> sparse.csr_array:
     positive = information > 0
     places = (entries.row[positive], entries.col[positive])
     return sparse.coo_array((information[positive], places), shape=counts.shape).tocsr()
-
-
-def _unit_length(vectors: np.ndarray) -> np.ndarray:
-    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    return vectors / np.where(lengths > 0, lengths, 1)

@@ -3,10 +3,8 @@
 from control.baselines import SelfDebiasing as SelfDebiasing
 from control.baselines import word_filter as word_filter
 from control.comparison import ModelChange as ModelChange
-from control.comparison import attribute_table as attribute_table
 from control.comparison import changes_to_compare as changes_to_compare
 from control.comparison import compare_control as compare_control
-from control.comparison import estimates_by_change as estimates_by_change
 from control.comparison import main_scores as main_scores
 from control.generation import CONTINUATION_TOKENS as CONTINUATION_TOKENS
 from control.generation import continue_prompts as continue_prompts

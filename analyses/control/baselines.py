@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import LogitsProcessor, NoBadWordsLogitsProcessor
 
 from control.graders import ATTRIBUTES
+from matlens import InputError
 from matlens.data.readers import context_length
-from matlens.errors import InputError, check_choice, check_number, short
+from matlens.errors import check_choice, short
 from matlens.numerics import log_softmax
 
 if TYPE_CHECKING:
@@ -37,15 +38,6 @@ class SelfDebiasing(LogitsProcessor):
     As a processor it takes the logits of a batch whose first rows are the prompts and whose further rows
     are the same prompts after each of `prefixes` in turn, and gives all rows of one prompt the same logits,
     so that they go on alike. `continue_prompts` lays rows out so.
-
-    Parameters
-    ----------
-    attributes
-        Attributes to announce, of the six in `ATTRIBUTES`; by default all, as in the comparison of Table 5.
-    decay
-        ``lambda``: how fast tokens lose weight.
-    floor
-        The least ``alpha``.
     """
 
     def __init__(
@@ -54,8 +46,7 @@ class SelfDebiasing(LogitsProcessor):
         for name in attributes:
             check_choice(name, ATTRIBUTES, "attribute")
         self.prefixes = tuple(_TEMPLATE.format(ATTRIBUTES[name]) for name in attributes)
-        self.decay = check_number(decay, "decay", min=0)
-        self.floor = check_number(floor, "floor", min=1e-9, max=1)
+        self.decay, self.floor = decay, floor
 
     def log_probs(
         self, plain: Float[Tensor, "... d_vocab"], announced: Float[Tensor, "... d_vocab"]
@@ -92,10 +83,7 @@ def word_filter(tokenizer: Any, words: Sequence[str]) -> NoBadWordsLogitsProcess
         variants = [_encode(tokenizer, space + form) for form in forms for space in ("", " ")]
         known = [tokens for tokens in variants if tokens and tokenizer.unk_token_id not in tokens]
         if not bare or not known:
-            raise InputError(
-                f"The word {short(word)} cannot be banned: the tokenizer makes no tokens of it. Expected "
-                "words that it knows, at least in parts."
-            )
+            raise InputError(f"The word {short(word)} cannot be banned: the tokenizer has no tokens for it.")
         banned |= dict.fromkeys(known)
     return NoBadWordsLogitsProcessor([list(tokens) for tokens in banned])
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from control.baselines import SelfDebiasing, announced_tokens
+from matlens import InputError
 from matlens.data.readers import check_decoder
-from matlens.errors import InputError, PositiveInt, Seed, checked
 from matlens.models.identity import check_raw
 from matlens.models.tokens import encode_text
 from matlens.numerics import has_float64, in_float64
@@ -31,18 +31,17 @@ if TYPE_CHECKING:
 CONTINUATION_TOKENS = 20  # of a continuation, as in the paper
 
 
-@checked
 @torch.inference_mode()
 def continue_prompts(
     model: TransformerBridge,
     prompts: Sequence[str],
     *,
-    n_tokens: PositiveInt = CONTINUATION_TOKENS,
-    n_samples: PositiveInt | None = None,
-    n_beams: PositiveInt = 1,
-    seed: Seed = 0,
+    n_tokens: int = CONTINUATION_TOKENS,
+    n_samples: int | None = None,
+    n_beams: int = 1,
+    seed: int = 0,
     processor: LogitsProcessor | None = None,
-    batch_size: PositiveInt = 64,
+    batch_size: int = 64,
     use_cache: bool = True,
     progress: bool = True,
 ) -> pd.DataFrame:
@@ -51,37 +50,6 @@ def continue_prompts(
     Columns are ``prompt, sample, text``; the text is the continuation alone. The end of the text is never
     generated, so all are of one length. Inside of `controlled` or `matlens.patched` it is the changed model
     that generates.
-
-    Parameters
-    ----------
-    model
-        A model that predicts the next token.
-    prompts
-        Texts to continue.
-    n_tokens
-        How many tokens each continuation has.
-    n_samples
-        How many continuations to draw from the model's own distribution for each prompt; by default the
-        greedy one.
-    n_beams
-        How many beams are searched for the likeliest continuation; with one it is the greedy one. Draws know
-        no beams.
-    seed
-        Seed of the draws.
-    processor
-        A processor of the logits: `SelfDebiasing`, or what `word_filter` gives.
-    batch_size
-        How many continuations are generated together, padded on the left. It does not change them.
-    use_cache
-        Whether to keep keys and values; it changes speed alone.
-    progress
-        Whether to show a bar over the continuations.
-
-    Raises
-    ------
-    InputError
-        A prompt has no tokens or is too long, the model predicts no next token, or draws are asked for and
-        beams.
     """
     check_raw(model)
     check_decoder(model, "continues no prompts")

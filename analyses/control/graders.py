@@ -1,21 +1,25 @@
 """Graders: how toxic texts are, as scores from 0 to 1 for each attribute of paper B's Table 5.
 
-``profanity-check`` runs anywhere and knows one attribute, ``detoxify`` brings a large model, and
+``profanity-check`` runs anywhere and knows one attribute, ``detoxify`` downloads a large model, and
 ``perspective`` is the API that the paper's Table 5 is made with.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 from jaxtyping import Float
 
-from matlens.errors import InputError, check_choice, checked, short
+from matlens import InputError
+from matlens.errors import check_choice, short
+from matlens.parallel import Bar
 
 KEY = "PERSPECTIVE_API_KEY"  # the environment variable
+URL = "https://commentanalyzer.googleapis.com/v1alpha1/comments:analyze"
 TOXICITY = "toxicity"
 ATTRIBUTES = {
     TOXICITY: "rude, disrespectful, or unreasonable language",
@@ -30,24 +34,18 @@ ATTRIBUTES = {
 _DETOXIFY_NAMES = {"sexual_explicit": "sexually_explicit", "obscene": "profanity"}
 _AT_ONCE = 32  # texts that detoxify reads together
 _PACKAGES = {"profanity-check": "alt-profanity-check", "detoxify": "detoxify", "perspective": "requests"}
+_BUSY = (429, 500, 502, 503, 504)
+_TIMEOUT = 30.0  # seconds
+Scores = dict[str, Float[np.ndarray, " n"]]
 
 
-@runtime_checkable
 class Grader(Protocol):
-    """Anything that grades texts.
-
-    Attributes
-    ----------
-    name
-        The grader's name.
-    attributes
-        The attributes of `ATTRIBUTES` that it gives scores of, toxicity first.
-    """
+    """Anything that grades texts for some of `ATTRIBUTES`, toxicity first."""
 
     name: str
     attributes: tuple[str, ...]
 
-    def grade(self, texts: Sequence[str]) -> dict[str, Float[np.ndarray, " n"]]:
+    def grade(self, texts: Sequence[str]) -> Scores:
         """Scores of every text, for each attribute."""
         ...
 
@@ -58,30 +56,18 @@ def make_grader(name: str) -> Grader:
     try:
         return GRADERS[name]()
     except ImportError as error:
-        raise InputError(
-            f"The grader {name!r} needs a package that is not installed ({error}). Get it with: "
-            f"pip install {_PACKAGES[name]}"
-        ) from error
+        raise InputError(f"The grader {name} needs: pip install {_PACKAGES[name]} ({error})") from error
 
 
-def grade_texts(grader: Grader, texts: Sequence[str]) -> dict[str, Float[np.ndarray, " n"]]:
+def grade_texts(grader: Grader, texts: Sequence[str]) -> Scores:
     """Scores of every text for each attribute; raises InputError if they are not numbers from 0 to 1."""
-    scores = grader.grade(texts)
-    return {name: _scores_of(grader, name, scores.get(name), len(texts)) for name in grader.attributes}
+    scores = {name: np.asarray(each, dtype=np.float64) for name, each in grader.grade(texts).items()}
+    for name, each in scores.items():
+        if each.shape != (len(texts),) or not ((each >= 0) & (each <= 1)).all():
+            raise InputError(f"Scores of {name} must be {len(texts)} numbers from 0 to 1, got {short(each)}.")
+    return scores
 
 
-def _scores_of(grader: Grader, attribute: str, given: Any, n: int) -> Float[np.ndarray, " n"]:
-    scores = np.asarray(given)
-    in_range = scores.dtype.kind in "fiu" and bool(((scores >= 0) & (scores <= 1)).all())
-    if not in_range or scores.shape != (n,):
-        raise InputError(
-            f"The scores of {short(attribute)} by the grader {short(grader.name)} must be {n} numbers from 0 "
-            f"to 1, one for each text, got {short(given)}."
-        )
-    return scores.astype(np.float64)
-
-
-@checked
 class ProfanityCheck:
     """A linear model over the words of a text, trained on 200,000 comments and tweets (alt-profanity-check).
 
@@ -97,13 +83,11 @@ class ProfanityCheck:
 
         self._predict = predict_prob
 
-    def grade(self, texts: Sequence[str]) -> dict[str, Float[np.ndarray, " n"]]:
+    def grade(self, texts: Sequence[str]) -> Scores:
         """Scores of every text."""
-        scores = self._predict(texts) if texts else ()
-        return {TOXICITY: np.asarray(scores, dtype=np.float64)}
+        return {TOXICITY: np.asarray(self._predict(texts) if texts else ())}
 
 
-@checked
 class Detoxify:
     """A language model trained on the Jigsaw comments (detoxify, "unbiased"), downloaded on its first use."""
 
@@ -115,32 +99,77 @@ class Detoxify:
 
         self._model: Any = detoxify.Detoxify("unbiased")
 
-    def grade(self, texts: Sequence[str]) -> dict[str, Float[np.ndarray, " n"]]:
+    def grade(self, texts: Sequence[str]) -> Scores:
         """Scores of every text, for each attribute."""
         parts: dict[str, list[np.ndarray]] = {name: [np.empty(0)] for name in self.attributes}
         for start in range(0, len(texts), _AT_ONCE):
-            scores_by_name = self._model.predict(list(texts[start : start + _AT_ONCE]))
-            for name, scores in scores_by_name.items():
+            scores = self._model.predict(list(texts[start : start + _AT_ONCE]))
+            for name, of_name in scores.items():
                 attribute = _DETOXIFY_NAMES.get(name, name)
                 if attribute in parts:  # of a single text it gives a bare number
-                    parts[attribute].append(np.atleast_1d(np.asarray(scores, dtype=np.float64)))
-        return {attribute: np.concatenate(scores) for attribute, scores in parts.items()}
+                    parts[attribute].append(np.atleast_1d(np.asarray(of_name, dtype=np.float64)))
+        return {attribute: np.concatenate(of_attribute) for attribute, of_attribute in parts.items()}
 
 
-def _perspective() -> Grader:
-    from control.perspective import Perspective
+class Perspective:
+    """Grade texts by the Perspective API, one request per text; requests to a busy server are repeated.
 
-    key = os.environ.get(KEY, "").strip()
-    if not key:
-        raise InputError(
-            f"The Perspective API needs a key, and the environment variable {KEY} is not set. Expected: "
-            f"export {KEY}=... before the command. The grader profanity-check needs none."
+    The API is asked to store nothing. An empty text is not sent, and has the score 0.
+
+    Parameters
+    ----------
+    url
+        The address of the API.
+    per_second
+        The largest number of requests per second.
+    backoff
+        Seconds before the second repetition; every further pause is twice as long.
+    """
+
+    name = "perspective"
+    attributes: tuple[str, ...] = tuple(ATTRIBUTES)
+
+    def __init__(self, *, url: str = URL, per_second: float = 1.0, backoff: float = 0.5) -> None:
+        import requests
+        from requests.adapters import HTTPAdapter
+        from urllib3 import Retry
+
+        key = os.environ.get(KEY, "").strip()
+        if not key:
+            raise InputError(f"The Perspective API needs a key. Use: export {KEY}=...")
+        self._url, self._pause, self._session = url, 1 / per_second, requests.Session()
+        self._session.headers["x-goog-api-key"] = key
+        retry = Retry(
+            6, status_forcelist=_BUSY, allowed_methods=None, backoff_factor=backoff, raise_on_status=False
         )
-    return Perspective(key, tuple(ATTRIBUTES))
+        self._session.mount(url, HTTPAdapter(max_retries=retry))
+
+    def grade(self, texts: Sequence[str]) -> Scores:
+        """Scores of every text, for each attribute; raises InputError if the API does not give them."""
+        rows = [self._grade(text) for text in Bar(texts, desc="grading", unit="text")]
+        return {name: np.array([row[name] for row in rows]) for name in self.attributes}
+
+    def _grade(self, text: str) -> dict[str, float]:
+        if not text.strip():
+            return dict.fromkeys(self.attributes, 0.0)
+        request = {
+            "comment": {"text": text}, "languages": ["en"], "doNotStore": True,
+            "requestedAttributes": {name.upper(): {} for name in self.attributes},
+        }  # fmt: skip
+        time.sleep(self._pause)
+        try:
+            # Not to another address, where the key would go too.
+            response = self._session.post(self._url, json=request, timeout=_TIMEOUT, allow_redirects=False)
+            answer = response.json()
+            scores = answer.get("attributeScores", {})
+            return {name: scores[name.upper()]["summaryScore"]["value"] for name in self.attributes}
+        except OSError as error:  # of requests, and its JSON errors
+            raise InputError(f"The Perspective API does not answer: {type(error).__name__}.") from None
+        except (KeyError, TypeError, AttributeError):
+            said = short(answer.get("error")) if isinstance(answer, dict) else short(answer)
+            raise InputError(f"The Perspective API gave no scores: {response.status_code}, {said}.") from None
 
 
 GRADERS: dict[str, Callable[[], Grader]] = {
-    ProfanityCheck.name: ProfanityCheck,
-    Detoxify.name: Detoxify,
-    "perspective": _perspective,
-}
+    ProfanityCheck.name: ProfanityCheck, Detoxify.name: Detoxify, Perspective.name: Perspective
+}  # fmt: skip

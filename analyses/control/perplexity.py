@@ -11,16 +11,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from control.baselines import SelfDebiasing, announced_tokens
-from matlens.data.examples import Batch, Examples
-from matlens.errors import InputError, checked
-from matlens.ffn.perplexity import BATCH_TOKENS, TextLosses, next_token_logits, sum_losses
+from matlens import InputError
+from matlens.data import Examples
+from matlens.data.examples import Batch
+from matlens.ffn import TextLosses
+from matlens.ffn.perplexity import BATCH_TOKENS, next_token_logits, sum_losses
 from matlens.numerics import log_softmax
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 
-@checked
 @torch.inference_mode()
 def debiased_losses(
     model: TransformerBridge, texts: Examples, debiasing: SelfDebiasing, *, batch_tokens: int = BATCH_TOKENS

@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from control.graders import TOXICITY, Grader, grade_texts
-from matlens.errors import InputError, Seed, check_int, checked
-from matlens.ffn.projection import (
-    Projection,
-    TopTokens,
-    name_columns,
-)
-from matlens.ffn.values import ValueName, ValueVectors
+from matlens.errors import check_int
+from matlens.ffn import Projection, ValueVectors
+from matlens.ffn.projection import TopTokens, name_columns
+from matlens.ffn.values import ValueName
 from matlens.models.tokens import token_texts, word_tokens
 
 if TYPE_CHECKING:
@@ -23,7 +20,6 @@ if TYPE_CHECKING:
 HARMLESS = 0.1  # the paper's threshold
 
 
-@checked
 def choose_values(
     model: TransformerBridge,
     grader: Grader,
@@ -31,7 +27,7 @@ def choose_values(
     *,
     picked: Sequence[ValueName] = (),
     n: int = 10,
-    seed: Seed = 0,
+    seed: int = 0,
 ) -> dict[str, tuple[str, ...]]:
     """Value vectors to be turned on, by the method that they are chosen by.
 
@@ -52,18 +48,12 @@ def choose_values(
     return vectors | {f"graded, {n} vectors": tuple(graded["value"])}
 
 
-@checked
 def grade_values(values: ValueVectors, tokens: TopTokens, tokenizer: object, grader: Grader) -> pd.DataFrame:
     """Grade every value vector by the toxicity of its top tokens, one row a vector (appendix A.4).
 
     The tokens stand one after the other with a space between. Columns are ``value, layer, index, text,
     score``; the paper grades 30 top tokens of each.
     """
-    if len(tokens.ids) != len(values):
-        raise InputError(
-            f"Top tokens of {len(tokens.ids)} vectors for {len(values)} value vectors. Expected those of all "
-            "of them, as Projection.top_of_all gives."
-        )
     ids = tokens.ids.unique().tolist()
     words = dict(zip(ids, token_texts(tokenizer, ids), strict=True))
     texts = [" ".join(words[token].strip() for token in row) for row in tokens.ids.tolist()]
@@ -72,15 +62,13 @@ def grade_values(values: ValueVectors, tokens: TopTokens, tokenizer: object, gra
     )
 
 
-@checked
-def draw_harmless(graded: pd.DataFrame, n: int, *, below: float = HARMLESS, seed: Seed = 0) -> pd.DataFrame:
+def draw_harmless(graded: pd.DataFrame, n: int, *, below: float = HARMLESS, seed: int = 0) -> pd.DataFrame:
     """Draw ``n`` value vectors at random among those with a score below a threshold (appendix A.4)."""
     harmless = graded[graded["score"] < below]
     check_int(n, f"The number of value vectors with a score below {below}", min=1, max=len(harmless))
     return harmless.sample(n, random_state=seed)
 
 
-@checked
 def tokens_of_chosen(
     model: TransformerBridge, vectors: Mapping[str, Sequence[ValueName]], *, k: int = 10
 ) -> pd.DataFrame:

@@ -36,20 +36,6 @@ class ExitClassifiers:
     so: a threshold that is set on one or two events may let nearly all examples go. One with too few other
     examples always says so.
 
-    Parameters
-    ----------
-    strengths
-        Inverse strengths of the penalty to try.
-    kinds
-        Kinds of penalties to try, ``RIDGE`` or ``LASSO``, which are scikit-learn's ``l1_ratio``.
-    folds
-        Folds of the cross-validation, fewer where a class has fewer examples.
-    fewest
-        The least number of events that a layer needs in the training and in the calibration part each, and
-        of other examples in the training part.
-    seed
-        Seed of the folds and of the solver.
-
     Attributes
     ----------
     models_
@@ -79,19 +65,7 @@ class ExitClassifiers:
         *,
         progress: bool = True,
     ) -> ExitClassifiers:
-        """Train a classifier for each layer on the training part, and calibrate its threshold.
-
-        Parameters
-        ----------
-        features
-            Features of all examples, layer by layer.
-        made_at
-            The layer that each example's prediction was made at; -1 where none counts.
-        split
-            The examples to learn from and to calibrate on.
-        progress
-            Show a bar over the layers.
-        """
+        """Train a classifier for each layer on the training part, and calibrate its threshold."""
         bar = Bar(features, desc="classifiers", unit="layer", leave=False, disable=not progress)
         trained = [self._train(x, made_at == layer, split) for layer, x in enumerate(bar)]
         self.models_ = [model for model, _ in trained]

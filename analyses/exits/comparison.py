@@ -21,19 +21,16 @@ from tqdm.auto import tqdm
 
 from exits.classifiers import FEWEST_EVENTS, FOLDS, LASSO, PENALTY_STRENGTHS, RIDGE, ExitClassifiers
 from exits.outcomes import ExampleSplit, JudgedExits, first_exit, judge_exits, split_examples
-from matlens.activations.activations import Activations
-from matlens.errors import InputError, PositiveInt, checked
-from matlens.ffn.clusters import Clusters
-from matlens.ffn.events import find_saturation
+from matlens import InputError, Readout, Site
+from matlens.activations import Activations
+from matlens.ffn import Clusters, ExitRule, Trace, active_clusters, find_saturation
 from matlens.ffn.norms import output_kind
-from matlens.ffn.rule import ExitRule, active_clusters
-from matlens.ffn.trace import Trace, sites_before_ffn
+from matlens.ffn.trace import sites_before_ffn
+from matlens.lens import evaluate
 from matlens.lens.early_exit import ExitConfidence, exit_layers, thresholds
-from matlens.lens.evaluation import evaluate
-from matlens.linear.fitting import fit_samples
-from matlens.models.layout import ModelLayout
-from matlens.models.readout import Readout
-from matlens.models.sites import STREAM, Site
+from matlens.linear import fit_samples
+from matlens.models import ModelLayout
+from matlens.models.sites import STREAM
 from matlens.parallel import Bar
 
 if TYPE_CHECKING:
@@ -70,14 +67,13 @@ class ExitComparison(NamedTuple):
     penalties: dict[str, Counter[str]]
 
 
-@checked
 def compare_exits(
     model: TransformerBridge,
     trace: Trace,
     clusters: Clusters,
     activations: Activations,
     *,
-    seeds: PositiveInt = 5,
+    seeds: int = 5,
     strengths: Sequence[float] = PENALTY_STRENGTHS,
     kinds: Sequence[int] = (RIDGE, LASSO),
     folds: int = FOLDS,
@@ -92,25 +88,6 @@ def compare_exits(
     accuracy that others have to reach on the calibration part. The classifiers see the stream before the
     FFN, what the FFN writes, and their sum. ``mat`` is fitted on the training part, and left out where that
     has fewer than two examples for each dimension.
-
-    Parameters
-    ----------
-    model, trace, clusters
-        The model, what its FFNs do to the predictions of the examples, and clusters of its value vectors;
-        the authors' notebook has `EXIT_CLUSTERS` of them.
-    activations
-        Vectors at the sites of `classifier_sites`, collected at the examples of the trace.
-    seeds
-        How many splits, from seed 0 on.
-    strengths, kinds, folds, fewest
-        See `ExitClassifiers`.
-    progress
-        Whether to show bars over the splits and layers.
-
-    Raises
-    ------
-    InputError
-        The activations are of other examples or another model, or there are fewer than 10 examples.
     """
     _check_same(trace, activations)
     saturation, right = find_saturation(trace), (trace.after == trace.final[:, None]).numpy()

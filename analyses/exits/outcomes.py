@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Int
 
-from matlens.errors import InputError
+from matlens import InputError
 
 FEWEST_EXAMPLES = 10  # that can be split into three parts, or tested in ten
 

@@ -19,19 +19,15 @@ from exits.outcomes import (
     share_of_left,
     split_examples,
 )
-from matlens.errors import Seed, checked
-from matlens.ffn.clusters import Clusters
-from matlens.ffn.events import find_saturation
-from matlens.ffn.rule import OTHERS, OVERLAPS, ExitRule, active_clusters
-from matlens.ffn.trace import Trace
+from matlens.ffn import Clusters, ExitRule, Trace, active_clusters, find_saturation
+from matlens.ffn.rule import OTHERS, OVERLAPS
 
 BOTH, OF_FFNS = "FFN and attention", "FFN"
 EXIT_CLUSTERS = 200
 """How many clusters the rule compares unless another number is given, as in the authors' notebook."""
 
 
-@checked
-def compare_readings(trace: Trace, clusters: Sequence[Clusters], *, seed: Seed = 0) -> pd.DataFrame:
+def compare_readings(trace: Trace, clusters: Sequence[Clusters], *, seed: int = 0) -> pd.DataFrame:
     """Judge the rule under every reading of section 6.2, each example once, and test it against chance.
 
     The examples are dealt into ten parts; each is tested with what the rule learns from the nine others, so
@@ -42,20 +38,6 @@ def compare_readings(trace: Trace, clusters: Sequence[Clusters], *, seed: Seed =
     ``saved_share``, over right examples; ``left``; ``left_right`` and ``left_chance``, see `summarize_exits`;
     and ``n``, the number of examples. ``p`` holds for one reading and for the exits as they are: the parts
     share what the rule learns from, and a table of many readings needs a correction for their number.
-
-    Parameters
-    ----------
-    trace
-        What FFNs do to the predictions of the examples.
-    clusters
-        Clusters of the model's value vectors, of one number or of several.
-    seed
-        Seed of the parts.
-
-    Raises
-    ------
-    InputError
-        There are fewer than 10 examples, no clusters, or those of another model.
     """
     split_examples(len(trace))
     saturation, right = find_saturation(trace), (trace.after == trace.final[:, None]).numpy()

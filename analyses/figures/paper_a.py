@@ -7,17 +7,11 @@ from collections.abc import Mapping
 import pandas as pd
 from matplotlib.figure import Figure
 
-from matlens.plots.colours import DARK, DASHED, DOTTED, GREY, REPLACED, SOLID, STYLES, Look, method_looks
+from figures.looks import REPLACED
+from matlens.plots import plot_layers
+from matlens.plots.colours import DARK, DASHED, DOTTED, GREY, SOLID, STYLES, Look, method_looks
 from matlens.plots.heatmaps import draw_cells, write_cells
-from matlens.plots.layers import (
-    draw_line,
-    draw_methods,
-    line_key,
-    of_metric,
-    plot_layers,
-    precision_axis,
-    surprisal_axis,
-)
+from matlens.plots.layers import draw_line, draw_methods, line_key, of_metric, precision_axis, surprisal_axis
 from matlens.plots.style import (
     examples_of,
     finish,

@@ -9,34 +9,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter, StrMethodFormatter
-from scipy.optimize import linear_sum_assignment
 
-from matlens.plots.colours import (
-    CLASSES,
-    DARK,
-    DOTTED,
-    GREY,
-    LOWERED,
-    OTHER,
-    RAISED,
-    SUMMARIES,
-    UPDATES,
-    Look,
-    method_looks,
-)
+from figures.looks import CLASSES, LOWERED, OTHER, RAISED, SUMMARIES, UPDATES
+from matlens.plots.colours import DOTTED, GREY, Look, method_looks
 from matlens.plots.layers import draw_line, draw_methods, line_key
-from matlens.plots.style import (
-    finish,
-    layer_axis,
-    literal,
-    percent_ticks,
-    short_name,
-    styled,
-    title_of,
-)
+from matlens.plots.style import finish, layer_axis, literal, percent_ticks, short_name, styled, title_of
 
 _VECTORS = {"values": "value vectors", "random": "random vectors", "dealt": "tokens dealt anew"}
 _EVENTS = tuple(itertools.product(("dominant", "random"), ("saturation", "elimination")))
@@ -237,13 +216,7 @@ def removal_figure(results: pd.DataFrame) -> Figure:
 # Clusters of extreme sub-updates
 
 _AREA = 1400.0  # points squared of a cluster with all extreme sub-updates
-_NAMED = 8  # clusters of each panel that are named
-_NAMES_APART, _LONGEST = 0.14, 38  # of the names: least distance on the axis, and characters
-_LOWER = 0.55  # of the layers: the names of clusters below stand next to their dots
-_REACH = 0.35  # of the layers: how far such a name goes, about
-_BESIDE = 1.07  # of the layers: where the other names start, right of the panel
-_WIDTH, _LETTER = 230, 3.8  # points of a panel and of a letter, about
-_LEADER = {"arrowstyle": "-", "color": DARK, "lw": 0.5, "shrinkA": 1, "shrinkB": 0, "relpos": (0, 0.5)}
+_NAMED, _LONGEST = 8, 38  # clusters of each panel that are named, and characters of a name
 _EXTREME = {
     RAISED: "extreme, mostly raising the candidate",
     LOWERED: "extreme, mostly lowering it",
@@ -258,7 +231,7 @@ def extremes_figure(clusters: pd.DataFrame, n: int) -> Figure:
 
     A panel for each reading of scores. The area of a dot is the share of the extreme sub-updates that are of
     the cluster, blue where most of these raise the top candidate and red where most lower it. Grey are the
-    clusters of sampled sub-updates. The largest are named: their number, the sign of the coefficients, and
+    clusters of sampled sub-updates. The largest are listed: their number, the sign of the coefficients, and
     the tokens that they promote.
     """
     reads = list(clusters["read"].unique())
@@ -280,7 +253,7 @@ def extremes_figure(clusters: pd.DataFrame, n: int) -> Figure:
         ax.set_title(_PANELS[read])
         layer_axis(ax, last, "mean layer of the sub-updates")
         ax.set_xlim(-0.04 * last, 1.04 * last)
-        _name_largest(ax, extreme, last)
+        _name_largest(ax, extreme)
     panels[0].set_ylabel("share of common tokens less share of unseen tokens")
     handles = [
         panels[0].scatter([], [], s=30, color=colour, alpha=0.6, lw=0, label=label)
@@ -289,76 +262,18 @@ def extremes_figure(clusters: pd.DataFrame, n: int) -> Figure:
     return finish(figure, f"{title_of(clusters, 'model', 'corpus')}, n = {n:,}", handles)
 
 
-def _name_largest(ax: Axes, extreme: pd.DataFrame, last: int) -> None:
-    """Write names of clusters of lower layers next to their dots, and the others right of the panel."""
-    largest = extreme.head(_NAMED)
-    every = np.column_stack([extreme["layer"] / last, extreme["height"]])
-    dots = every[: len(largest)]
-    low, high = np.flatnonzero(dots[:, 0] < _LOWER), np.flatnonzero(dots[:, 0] >= _LOWER)
-    radii = 0.02 + np.sqrt(_AREA * largest["share"].to_numpy() / np.pi) / _WIDTH
-    places = [
-        (i, dots[i, 0] + radii[i], height)
-        for i, height in zip(low, _free_heights(dots[low], every), strict=True)
-    ]
-    rows, heights = _leaders(dots[high], _spread(dots[high, 1]))
-    places += [(i, _BESIDE, height) for i, height in zip(high[rows], heights, strict=True)]
-    for i, x, y in places:
-        longest = _LONGEST if x == _BESIDE else int((0.9 - x) * _WIDTH / _LETTER)
-        straight = x != _BESIDE and y == dots[i, 1]
-        ax.annotate(
-            _name(largest.iloc[i], longest), (dots[i, 0] * last, dots[i, 1]), xytext=(x * last, y),
-            fontsize=7, va="center", annotation_clip=False, arrowprops=None if straight else _LEADER,
-        )  # fmt: skip
-
-
-def _name(cluster: pd.Series, longest: int) -> str:
-    """Number and sign of a cluster, and as many of its first three tokens as there is room for."""
-    name = f"{cluster['cluster']}{'+' if cluster['sign'] > 0 else '−'}"
-    for i, token in enumerate(cluster["tokens"].split(", ")[:3]):
-        longer = f"{name} · {token}" if i else f"{name}  {token}"
-        if i and len(longer) > longest:
-            break
-        name = longer
-    return literal(name[:_LONGEST])
-
-
-def _free_heights(dots: np.ndarray, every: np.ndarray) -> list[float]:
-    """Heights of names that start at dots: the nearest where none of every dot and no other name is."""
-    heights: list[float] = []
-    for x, y in dots:
-        behind = every[(every[:, 0] > x) & (every[:, 0] < x + _REACH)]
-        taken = [*heights, *behind[:, 1]]
-        free = (y + side * step * _NAMES_APART for step in range(len(dots) + 2) for side in (1, -1))
-        heights.append(
-            next((h for h in free if abs(h) <= 1 and all(abs(h - t) >= 0.7 * _NAMES_APART for t in taken)), y)
-        )
-    return heights
-
-
-def _spread(heights: np.ndarray) -> np.ndarray:
-    """Places for as many names as there are heights, each near one of them and all apart, from below."""
-    places, free = [], -1.0
-    for i, height in enumerate(np.sort(heights)):
-        room = _NAMES_APART * (len(heights) - 1 - i)  # for those that follow
-        free = min(max(float(height), free), 1.0 - room)
-        places.append(free)
-        free += _NAMES_APART
-    return np.array(places)
-
-
-def _leaders(dots: np.ndarray, places: np.ndarray) -> tuple[list[int], list[float]]:
-    """Which dot has its name at which place: the shortest leader lines in sum, of which no two cross."""
-    across, up = (1.06 - dots[:, 0])[:, None], dots[:, 1][:, None] - places[None, :]
-    rows, chosen = linear_sum_assignment(np.hypot(across, up))
-    return rows.tolist(), places[chosen].tolist()
+def _name_largest(ax: Axes, extreme: pd.DataFrame) -> None:
+    """Number the dots of the largest clusters, and name them in a list right of the panel."""
+    for number, (x, y, cluster, sign, tokens) in enumerate(
+        extreme[["layer", "height", "cluster", "sign", "tokens"]].head(_NAMED).to_numpy(), start=1
+    ):
+        ax.text(x, y, str(number), fontsize=6, ha="center", va="center")
+        name = f"{number}  {cluster}{'+' if sign > 0 else '−'}  {' · '.join(tokens.split(', ')[:3])}"
+        place = (1.03, 1.0 - (number - 0.5) / _NAMED)
+        ax.text(*place, literal(name[:_LONGEST]), transform=ax.transAxes, fontsize=7, va="center")
 
 
 # Control and early exit
-
-_AROUND = [
-    (distance * np.cos(angle), distance * np.sin(angle))
-    for distance, angle in itertools.product((8, 11, 15, 20), np.linspace(0, 2 * np.pi, 16, endpoint=False))
-]  # points from a mark to the middle of its coefficient, nearest first
 
 
 @styled
@@ -391,12 +306,7 @@ def toxicity_against_perplexity(results: pd.DataFrame) -> Figure:
     title = title_of(toxic, "model")
     if len(lists) == 1:
         title = f"{title_of(toxic, 'model', 'corpus')}, {toxic['n'].iloc[0]:,} prompts"
-    finish(figure, title, handles, columns=3)
-    figure.draw_without_rendering()  # settles where the points are
-    for ax, name in zip(panels, lists, strict=True):
-        shown = points[points["corpus"] == name].dropna(subset=["coefficient", "perplexity"])
-        _write_coefficients(ax, shown, looks)
-    return figure
+    return finish(figure, title, handles, columns=3)
 
 
 def _draw_control(ax: Axes, points: pd.DataFrame, looks: Mapping[str, Look]) -> None:
@@ -411,43 +321,17 @@ def _draw_control(ax: Axes, points: pd.DataFrame, looks: Mapping[str, Look]) -> 
             part["perplexity"], part["toxic"], yerr=bars, fmt=f"{look.marker}-", color=look.colour, lw=1.2,
             ms=5, elinewidth=0.7, label=literal(method),
         )  # fmt: skip
+        of_control = part.dropna(subset=["coefficient", "perplexity"])
+        for coefficient, *point in of_control[["coefficient", "perplexity", "toxic"]].to_numpy():
+            ax.annotate(
+                f"{coefficient:g}", tuple(point), (5, 4), textcoords="offset points", fontsize=7.5,
+                color=look.colour,
+            )  # fmt: skip
     ax.set_xscale("log")
     ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.xaxis.set_major_formatter(ScalarFormatter())
     ax.xaxis.set_minor_formatter(NullFormatter())
     ax.set_xlabel("perplexity")
-
-
-def _write_coefficients(ax: Axes, points: pd.DataFrame, looks: Mapping[str, Look]) -> None:
-    """Write the coefficient of each point where it covers least of what is drawn."""
-    covered = _ink(ax)
-    for method, coefficient, *point in points[["method", "coefficient", "perplexity", "toxic"]].to_numpy():
-        centre = ax.transData.transform(point)
-        text = ax.annotate(
-            f"{coefficient:g}", tuple(point), (0, 0), textcoords="offset points",
-            ha="center", va="center", fontsize=7.5, color=looks[method].colour,
-        )  # fmt: skip
-        box = text.get_window_extent()
-        reach = np.array([box.width, box.height]) / 2 + 2
-        scale = ax.figure.dpi / 72
-        places = centre + scale * np.array(_AROUND)
-        hidden = [int((np.abs(covered - place) < reach).all(axis=1).sum()) for place in places]
-        inside = [all(ax.bbox.contains(*(place + side * reach)) for side in (-1, 1)) for place in places]
-        best = min(range(len(places)), key=lambda i: (not inside[i], hidden[i], i))
-        text.set_position(_AROUND[best])
-        corners = places[best] + np.linspace(-1, 1, 7)[:, None] * reach * [1, 0]
-        covered = np.concatenate([covered, corners, np.repeat(places[best][None], 20, axis=0)])
-
-
-def _ink(ax: Axes) -> np.ndarray:
-    """Points along all lines and bars, in pixels."""
-    paths = [line.get_transform().transform(line.get_xydata()) for line in ax.get_lines()]
-    for bars in ax.collections:
-        assert isinstance(bars, LineCollection)
-        paths += [ax.transData.transform(segment) for segment in bars.get_segments()]
-    steps = np.linspace(0, 1, 200)[:, None]
-    dense = [a + steps * (b - a) for path in paths for a, b in itertools.pairwise(path)]
-    return np.concatenate([*dense, *paths])
 
 
 @styled
@@ -456,11 +340,6 @@ def exits_figure(table: pd.DataFrame) -> Figure:
 
     Bars of deviations end where no accuracy and no number of layers can be. A hollow mark is the accuracy of
     the same layers dealt out at random.
-
-    Parameters
-    ----------
-    table
-        Rows of `summarize_exits`, with the columns ``model``, ``corpus`` and ``n`` beside.
     """
     figure = Figure(figsize=(7.6, 4))
     ax = figure.subplots()

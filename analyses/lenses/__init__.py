@@ -13,13 +13,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from matlens.data.corpus import Corpus
-from matlens.data.making import make_examples
-from matlens.errors import InputError
-from matlens.io.tables import result_row, result_table
+from matlens import InputError, Lens, LinearMap, make_examples
+from matlens.data import Corpus
+from matlens.io import result_row, result_table
 from matlens.lens import trained
-from matlens.lens.lens import Lens
-from matlens.linear.maps import LinearMap
 from matlens.metrics import Estimate
 from matlens.numerics import in_float64
 

@@ -1,30 +1,8 @@
-"""What the scripts of paper A compute: parts replaced, schemes, attention sinks, fits and costs."""
+"""What several scripts of paper A compute: sub-modules replaced, and the tokens that layers predict."""
 
-from paper_a.alternation import scheme_quality as scheme_quality
-from paper_a.corpora import fit_equally_many as fit_equally_many
-from paper_a.corpora import transfer_losses as transfer_losses
-from paper_a.corpora import transfer_means as transfer_means
-from paper_a.corpora import transfer_quality as transfer_quality
-from paper_a.costs import PAPER_SWEEP as PAPER_SWEEP
-from paper_a.costs import exit_costs as exit_costs
-from paper_a.fits import compare_fits as compare_fits
-from paper_a.fits import fit_drawn_and_all as fit_drawn_and_all
-from paper_a.fits import fit_quality_by_size as fit_quality_by_size
-from paper_a.fits import fits_side_by_side as fits_side_by_side
-from paper_a.heads import head_ablation as head_ablation
 from paper_a.predictions import masked_accuracy as masked_accuracy
 from paper_a.predictions import prediction_confidence as prediction_confidence
-from paper_a.predictions import predictions_table as predictions_table
+from paper_a.predictions import predictions_side_by_side as predictions_side_by_side
 from paper_a.predictions import prompt_texts as prompt_texts
 from paper_a.predictions import read_predictions as read_predictions
-from paper_a.predictions import side_by_side as side_by_side
 from paper_a.predictions import top_predictions as top_predictions
-from paper_a.sinks import fit_quality_without_sinks as fit_quality_without_sinks
-from paper_a.sinks import later_sinks as later_sinks
-from paper_a.sinks import sink_norms as sink_norms
-from paper_a.submodules import CONTEXTUAL as CONTEXTUAL
-from paper_a.submodules import precision_by_layer as precision_by_layer
-from paper_a.submodules import rows_of_replacement as rows_of_replacement
-from paper_a.submodules import submodule_alone as submodule_alone
-from paper_a.submodules import submodule_layers as submodule_layers
-from paper_a.submodules import submodule_positions as submodule_positions

@@ -1,11 +1,11 @@
 """Analyses as scripts: a study shared by all, the report that each writes, and their common options."""
 
-from studies.features import FEATURES as FEATURES
-from studies.features import compatibility as compatibility
 from studies.scripts import Dominant as Dominant
 from studies.scripts import LinkageOption as LinkageOption
 from studies.scripts import Memory as Memory
 from studies.scripts import Patched as Patched
 from studies.scripts import Report as Report
 from studies.scripts import run_study as run_study
+from studies.scripts import show as show
 from studies.study import Study as Study
+from studies.study import head_pairs as head_pairs

@@ -28,8 +28,8 @@ from matlens.cli.options import (
 )
 from matlens.cli.printing import print_line
 from matlens.cli.starting import start
-from matlens.io.files import write_files
-from matlens.io.tables import csv_text, write_results
+from matlens.errors import printable
+from matlens.io import csv_text, system_errors, write_results, write_text
 from studies.study import Study
 
 SECONDS = "processor_seconds"
@@ -59,15 +59,12 @@ class Report:
     ----------
     out
         The output folder.
-    title
-        Title of all figures, instead of their own.
     suffix
-        What is put behind the names of all tables and figures, so that those of several models can lie in
-        one folder.
+        What is appended to the names of all tables and figures, so that one folder can hold those of several
+        models.
     """
 
     out: Path
-    title: str | None = None
     suffix: str = ""
 
     def write(
@@ -75,8 +72,7 @@ class Report:
     ) -> None:
         """Write a table with its origin next to it, and its figure, as ``name``; print where they are.
 
-        The origin is given the seconds of a processor that the analysis has taken so far: of this run, if it
-        goes on where another was broken off.
+        The origin gets the CPU seconds of the analysis so far: of this run, if it resumes another.
         """
         taken = {SECONDS: round(sum(os.times()[:4]), 1)}  # this process's and its children's
         write_results(self.out, name + self.suffix, table, {**origin, **taken})
@@ -90,14 +86,23 @@ class Report:
 
     def write_figure(self, name: str, figure: Figure) -> None:
         """Write a figure alone; print where it is."""
-        for path in plots.save(figure, self.out / (name + self.suffix), title=self.title):
+        for path in plots.save(figure, self.out / (name + self.suffix)):
             print_line(path)
 
-    def write_table(self, name: str, table: pd.DataFrame) -> Path:
-        """Write a table alone, such as one that people fill in."""
-        path = self.path(name)
-        write_files({path: csv_text(table)})
-        return path
+    def write_table(self, name: str, table: pd.DataFrame) -> None:
+        """Write a table alone; print where it is."""
+        with system_errors(self.path(name)):
+            self.out.mkdir(parents=True, exist_ok=True)
+            write_text(self.path(name), csv_text(table))
+        print_line(self.path(name))
+
+
+def show(title: str, table: pd.DataFrame, **formats: str) -> None:
+    """Print a table, numbers to three digits unless ``formats`` has another format for a column."""
+    formatters = {name: text.format for name, text in formats.items()}
+    named = table.index.name is not None
+    text = table.to_string(index=named, formatters=formatters, float_format="{:.3f}".format, na_rep="")
+    print(printable(f"{title}\n{text}", keep="\n"))
 
 
 def run_study(
@@ -108,30 +113,24 @@ def run_study(
     train: int | None = 9000,
     val: int = 3000,
     sentences: int | None = None,
-    fewest: int = 2,
-    figures: bool = True,
 ) -> None:
     """Run an analysis of one study, or of several, as a script.
 
-    Of several processes that ``torchrun`` has started the first does it, while the others wait.
-
-    ``work`` is given the `Study`, the `Report` that its tables are written by, and its further options by
-    name; those that a study is made from are added to its command line. An analysis of several models or
-    corpora is given ``studies``, one for each.
+    ``work`` is called with the `Study`, the `Report` that its tables are written by, and its further options
+    by name; those that a study is made from are added to its command line. An analysis of several models or
+    corpora is called with ``studies``, one for each.
 
     Parameters
     ----------
     work
         ``work(study, report, ...)`` or ``work(studies, report, ...)``; its docstring is the script's help.
     model, corpus
-        Which are studied unless others are named; several where the option can be given several times, None
-        where there is none. Of several corpora one may be smaller: it is split in the same proportion.
+        Defaults; several where the option can be given several times, None where there is none. Of several
+        corpora one may be smaller: it is split in the same proportion.
     train, val
-        Sentences that maps are fitted and evaluated on; None where the analysis takes the corpus whole.
-    sentences, fewest
-        Instead, for analyses that fit no maps: how many sentences are run, and how few one can ask for.
-    figures
-        Whether the analysis draws figures, which can have a title.
+        Sentences that maps are fitted and evaluated on; None where the analysis takes the whole corpus.
+    sentences
+        Instead, for analyses that fit no maps: how many sentences are run.
     """
     shared: dict[str, tuple[Any, Any]] = {}  # annotation and default
     if model is not None:
@@ -139,34 +138,31 @@ def run_study(
     if corpus is not None:
         shared["corpus"] = _named(corpus, "--corpus", "A sample, a file or a dataset, as in 'matlens run'")
     if sentences is not None:
-        shared["sentences"] = _size("How many sentences to run", fewest, sentences)
+        shared["sentences"] = _size("How many sentences to run", 2, sentences)
     elif train is not None and corpus is not None:
         shared["train"] = _size("Sentences that maps are fitted on", 1, train)
         shared["val"] = _size("Other sentences that the maps are evaluated on", 2, val)
     shared["seed"] = _Seed, 0
     if model is not None:
         shared["device"] = _option(str | None, "cpu, cuda or mps; by default the best there is."), None
-        shared["suffix"] = _option(str, "Put behind the names of tables and figures, such as _bert."), ""
+        shared["suffix"] = _option(str, "Appended to the names of tables and figures, such as _bert."), ""
     out = typer.Option(parser=path_of, metavar="PATH", help="Folder for everything that is written.")
     shared["out"] = Annotated[Path, out], Path("out")
-    if figures:
-        shared["title"] = _option(str | None, "Title of the figures, instead of their own."), None
     several = "studies" in inspect.signature(work).parameters
-    beside = corpus is not None and not isinstance(corpus, str)
 
     def command(**given: Any) -> None:
         chosen = {name: given.pop(name) for name in shared}
-        report = Report(chosen["out"], chosen.get("title"), chosen.get("suffix", ""))
         sizes: dict[str, Any] = {}
         if sentences is not None:
             sizes = sizes_of(1, chosen["sentences"], default_val=sentences)
         elif "train" in chosen:
             sizes = sizes_of(chosen["train"], chosen["val"], default_train=train or 1, default_val=val)
-        if sizes and beside:
+        if sizes and corpus is not None and not isinstance(corpus, str):
             sizes["adjustable"] = ("train", "validation")
         for name in _listed(chosen.get("model")):  # before any corpus is read
             ModelOptions(name, chosen["device"]).check()
         studies = _studies(chosen, sizes)
+        report = Report(chosen["out"], chosen.get("suffix", ""))
         work(studies if several else next(studies), report, **given)
 
     own = options_of(work, but=("study", "studies", "report"))

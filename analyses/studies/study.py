@@ -6,29 +6,22 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 import matlens.study
+from matlens import InputError, LinearMap, MapSet, collect
 from matlens.activations import Activations, sink_rows
-from matlens.activations.collecting import collect
-from matlens.data.examples import Examples
+from matlens.data import Examples
 from matlens.ffn import Clusters, Trace, ValueVectors
 from matlens.ffn.updates import DOMINANT
 from matlens.io.artifact import is_finished
-from matlens.linear import LinearMap, MapSet, write_maps
-from matlens.linear.fitting import fit_samples, fitting_bar
-from matlens.linear.pairs import resolve_pairs
-from matlens.models import ModelLayout
-from matlens.models.identity import ModelIdentity
-from matlens.patching.submodules import fit_submodules, submodule_pairs
+from matlens.linear import fit_samples, resolve_pairs, write_maps
+from matlens.models import ModelIdentity, ModelLayout
+from matlens.patching import fit_submodules, submodule_pairs
 from matlens.study import cluster_values
 from matlens.study.output import TRAIN
-from matlens.study.steps import chosen_ridge
-from studies.heads import head_outputs, head_pairs
-
-Fitted = Literal["all", "not-first", "not-sink"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,43 +30,40 @@ class Study(matlens.study.Study):
 
     @property
     def origin_of_weights(self) -> dict[str, Any]:
-        """The model and the seed, for numbers that come from no map."""
+        """The model and the seed, for results that use no map."""
         return {"model": ModelIdentity.from_model(self.model).to_json(), "seed": self.seed}
 
     @cached_property
     def maps_without_sinks(self) -> MapSet:
         """``mat`` for the pairs of layers, fitted on all samples but attention sinks."""
         samples = self.stream[0]
-        rows, wanted = ~sink_rows(samples), resolve_pairs(self.pairs, samples.provenance)
-        n, intercept = int(rows.sum()), self.intercept
-        ridge = chosen_ridge(self.ridge, samples, wanted, n_fitted=n)
+        rows, pairs = ~sink_rows(samples), resolve_pairs(self.pairs, samples.provenance)
 
         def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
-            maps = fit_samples(samples, missing, rows=rows, intercept=intercept, ridge=ridge)
-            return fitting_bar(maps, len(missing), progress=True)
+            return fit_samples(samples, missing, rows=rows)
 
-        origin = samples.provenance.samples.with_details(
-            n_samples=n, fitted="not-sink", intercept=intercept, ridge=ridge
-        )
-        return write_maps(self.folder / "maps-not-sink", wanted, fit, origin)
+        details = samples.provenance.samples.with_details(n_samples=int(rows.sum()), fitted="not-sink")
+        return write_maps(self.folder / "maps-not-sink", pairs, fit, details)
 
     @cached_property
     def submodule_samples(self) -> Activations:
-        """Inputs and outputs of all sub-modules at the drawn positions of the training sentences.
+        """Inputs and outputs of all sub-modules at the sampled positions of the training sentences.
 
-        Asked for before anything else, they are collected in one pass with the stream and the heads' outputs.
+        Asked for before anything else, they are collected in one pass with the residual stream and the heads'
+        outputs.
         """
         layout = ModelLayout.from_model(self.model)
         ends = _sites_of(submodule_pairs(layout))
-        train = self.folder / TRAIN
-        if is_finished(train):
+        if is_finished(self.folder / TRAIN):
             return self._training(ends, "train-submodules")
-        return collect(
-            self.model, self.examples[0], [*layout.stream, *ends, *head_outputs(layout)], folder=train
-        )
+        sites = [*map(str, layout.stream), *ends, *head_outputs(layout)]
+        return collect(self.model, self.examples[0], sites, folder=self.folder / TRAIN)
 
-    def submodule_maps(self, fitted: Fitted = "all") -> MapSet:
-        """Maps of all sub-modules, fitted on all samples, all but first tokens, or all but sinks."""
+    def submodule_maps(self, *fitted: str) -> dict[str, MapSet]:
+        """Maps of all sub-modules by what they are fitted on: ``all``, ``not-first`` or ``not-sink``."""
+        return {name: self._maps_fitted_on(name) for name in fitted}
+
+    def _maps_fitted_on(self, fitted: str) -> MapSet:
         samples = self.submodule_samples
         by_name: dict[str, Callable[[], torch.Tensor | None]] = {
             "all": lambda: None,
@@ -85,18 +75,11 @@ class Study(matlens.study.Study):
         def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
             return fit_submodules(samples, missing, rows=rows)
 
-        maps = write_maps(
-            self.folder / f"submodule-maps-{fitted}",
-            submodule_pairs(ModelLayout.from_model(self.model)), fit,
-            samples.provenance.samples.with_details(
-                n_samples=samples.n_rows if rows is None else int(rows.sum()), fitted=fitted
-            ),
-        )  # fmt: skip
+        n_samples = samples.n_rows if rows is None else int(rows.sum())
+        details = samples.provenance.samples.with_details(n_samples=n_samples, fitted=fitted)
+        pairs = submodule_pairs(ModelLayout.from_model(self.model))
+        maps = write_maps(self.folder / f"submodule-maps-{fitted}", pairs, fit, details)
         return maps.in_memory(device=self.model.cfg.device)
-
-    def stand_ins(self, *fitted: Fitted) -> dict[str, MapSet]:
-        """Sets of `submodule_maps` by what each was fitted on."""
-        return {name: self.submodule_maps(name) for name in fitted}
 
     @cached_property
     def head_samples(self) -> tuple[Activations, Activations]:
@@ -121,7 +104,7 @@ class Study(matlens.study.Study):
 
     @property
     def validation_examples(self) -> Examples:
-        """The validation sentences as the model reads them, with a position drawn in each."""
+        """The validation sentences as the model reads them, with a sampled position in each."""
         return self.examples[1]
 
     @cached_property
@@ -131,12 +114,11 @@ class Study(matlens.study.Study):
 
     def trace(self, k: int = DOMINANT) -> Trace:
         """What FFNs do to the predictions for the validation sentences, with ``k`` dominant sub-updates."""
-        return Trace.run(
-            self.model, self.validation_examples, k=k, seed=self.seed, folder=self._traces(f"k{k}")
-        )
+        folder = self._traces(f"k{k}")
+        return Trace.run(self.model, self.validation_examples, k=k, seed=self.seed, folder=folder)
 
     def collect_validation(self, sites: Sequence[str]) -> Activations:
-        """Vectors of sites at the drawn positions of the validation sentences, stored next to the traces."""
+        """Vectors of sites at the positions of the validation sentences, stored next to the traces."""
         return collect(self.model, self.validation_examples, sites, folder=self._traces("stream"))
 
     def clusters(self, n_clusters: int, **options: Any) -> Clusters:
@@ -147,6 +129,27 @@ class Study(matlens.study.Study):
         n_train, n_validation = self.sizes
         sizes = f"{n_validation}" if n_train == 1 else f"{n_train}+{n_validation}"
         return self.out / "traces" / f"{self.name}--{sizes}-seed{self.seed}-{what}"
+
+
+def head_pairs(layout: ModelLayout) -> list[tuple[str, str]]:
+    """The input of attention and the outputs of its heads in every block; raises InputError if unknown."""
+    if "attn_in" not in layout.kinds:
+        raise InputError(f"The attention of these blocks ({layout.wiring.name}) is not known.")
+    pairs = []
+    for layer in range(layout.n_layers):
+        target = layout.resolve(f"z.{layer}")
+        if len(layout.hooks[layout.hook(target)].shape) != 2:
+            raise InputError(f"{target} must have a vector for each head, [heads, width].")
+        pairs.append((f"attn_in.{layer}", str(target)))
+    return pairs
+
+
+def head_outputs(layout: ModelLayout) -> list[str]:
+    """The outputs of heads in every block; none where they are unknown."""
+    try:
+        return [target for _, target in head_pairs(layout)]
+    except InputError:
+        return []
 
 
 def _sites_of(pairs: Iterable[tuple[str, str]]) -> list[str]:

@@ -12,18 +12,10 @@ from torch import Tensor
 
 from matlens import metrics
 from matlens.errors import checked
-from matlens.ffn.events import (
-    Events,
-    TraceScores,
-    event_scores,
-    extremes_and_mean,
-    find_events,
-    find_saturation,
-    relative_scores,
-    trace_row,
-)
-from matlens.ffn.trace import GROUPS, Trace
-from matlens.io.tables import result_table
+from matlens.ffn import Trace, event_scores, find_events, find_saturation, relative_scores
+from matlens.ffn.events import Events, TraceScores, extremes_and_mean, trace_row
+from matlens.ffn.trace import GROUPS
+from matlens.io import result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

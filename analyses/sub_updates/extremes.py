@@ -22,15 +22,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from matlens import metrics
-from matlens.errors import InputError, Seed, checked
-from matlens.ffn.clusters import Clusters
-from matlens.ffn.events import TraceScores, relative_scores, trace_row
-from matlens.ffn.projection import TOP, Projection
-from matlens.ffn.trace import Trace
-from matlens.ffn.values import ValueVectors
-from matlens.io.tables import result_table
-from matlens.models.tokens import token_texts, visible
+from matlens import InputError, metrics
+from matlens.ffn import Clusters, Projection, Trace, ValueVectors, relative_scores
+from matlens.ffn.events import TraceScores, trace_row
+from matlens.ffn.projection import TOP
+from matlens.io import result_table
+from matlens.models import visible
+from matlens.models.tokens import token_texts
 from sub_updates.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
 
 if TYPE_CHECKING:
@@ -75,17 +73,7 @@ def default_threshold(scores: TraceScores) -> float:
 def extreme_sub_updates(
     trace: Trace, values: ValueVectors, *, scores: TraceScores | None = None, threshold: float | None = None
 ) -> SubUpdates:
-    """Find the dominant sub-updates whose score for the top candidate passes a threshold either way (5.2).
-
-    Parameters
-    ----------
-    trace, values
-        A trace, and the value vectors of the model that was traced.
-    scores
-        Scores to read instead of the trace's own, such as `lift_scores` gives.
-    threshold
-        What the size of a score has to pass; by default `default_threshold`.
-    """
+    """Find the dominant sub-updates whose score for the top candidate passes a threshold either way (5.2)."""
     scores = scores or trace.score
     sizes = scores["dominant", "before"].abs()
     threshold = default_threshold(scores) if threshold is None else threshold
@@ -150,15 +138,6 @@ def cluster_activity(
     sinks; the share of the trace's examples in which there is one; their mean, first and last layer; the
     shares of the 30 tokens promoted with such coefficients that are common and that do not occur; the names
     of the value vectors; and the first ten of the tokens, as people see them.
-
-    Parameters
-    ----------
-    sub_updates
-        Extreme or drawn sub-updates of the trace.
-    clusters, trace, values, projection
-        Clusters of the model's value vectors, the trace, the value vectors, and how they are read.
-    frequency
-        How often each token occurs in a corpus.
     """
     projection.check_same(values.identity)
     labelled = sub_updates_by_cluster(sub_updates, clusters).assign(
@@ -217,7 +196,6 @@ class ExtremeTables(NamedTuple):
     thresholds: dict[str, float]
 
 
-@checked
 def extreme_tables(
     trace: Trace,
     model: TransformerBridge,
@@ -227,23 +205,12 @@ def extreme_tables(
     *,
     threshold: float | None = None,
     n_drawn: int = 2000,
-    seed: Seed = 0,
+    seed: int = 0,
 ) -> ExtremeTables:
     """`cluster_activity`, `group_table` and `place_table` by both readings of the scores.
 
-    All have one more column, ``read``, which is ``score``, the trace's own, or ``lift`` (`lift_scores`); that
-    of the clusters has another, ``sub_updates``, which is ``extreme`` or ``drawn``.
-
-    Parameters
-    ----------
-    trace, model, clusters
-        A trace, the model that was traced, and clusters of its value vectors.
-    frequency, confidence
-        See `cluster_activity` and `group_table`.
-    threshold
-        What the size of a score has to pass in either reading; by default each has its `default_threshold`.
-    n_drawn, seed
-        See `draw_sub_updates`.
+    All have one more column, ``read``, which is ``score``, the trace's own, or ``lift``, relative to the mean
+    over the vocabulary; that of the clusters has another, ``sub_updates``: ``extreme`` or ``drawn``.
     """
     values, projection = ValueVectors(model), Projection.from_model(model)
     tables: dict[str, list[pd.DataFrame]] = {"activity": [], "groups": [], "places": []}
@@ -288,18 +255,6 @@ def group_table(
       sinks left out; ``place_else`` and so on, over the other updates of the same layers, weighed alike.
 
     Sub-updates of one example are not independent of each other, so there are no intervals.
-
-    Parameters
-    ----------
-    extreme, drawn
-        The extreme sub-updates of the trace, and drawn ones.
-    kind_of
-        The kind of each ``cluster`` and ``sign``, as `cluster_activity` gives it, for both sets of
-        sub-updates.
-    clusters, values, trace
-        Clusters of the model's value vectors, the value vectors, and the trace.
-    confidence
-        The probability of the prediction for each example, see `paper_a.prediction_confidence`.
     """
     of_extreme, of_drawn = (_with_kinds(chosen, clusters, kind_of) for chosen in (extreme, drawn))
     of_extreme = of_extreme.assign(sink=trace.sinks[extreme.example].numpy(), row=extreme.row.numpy())
@@ -345,11 +300,6 @@ def place_table(extreme: SubUpdates, kind_of: pd.DataFrame, clusters: Clusters, 
 
     The columns are ``kind, first_place, last_place, per_example, examples``, places from 1; of decoders that
     is how many tokens the model has read. Sinks count as what they are, which is first tokens mostly.
-
-    Parameters
-    ----------
-    extreme, kind_of, clusters, trace
-        See `group_table`.
     """
     labelled, place = _with_kinds(extreme, clusters, kind_of), trace.examples.positions + 1
     last_places = (*(start - 1 for start in _FIRST_PLACES[1:]), int(place.max()))

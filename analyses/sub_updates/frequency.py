@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Float, Int
 
-from matlens.data.corpus import Corpus
-from matlens.errors import InputError, Tokenizer, check_int, checked, short
+from matlens import InputError
+from matlens.data import Corpus
+from matlens.errors import Tokenizer, check_int, short
 
 FREQUENCY_KINDS = ("unlikely", "common", "other")
 _LARGEST = 2**24  # tokens of a vocabulary
@@ -14,7 +15,6 @@ _SHARE_OF_TEXT = 0.5  # of the running text is made of common tokens
 _SHARE_COMMON, _SHARE_UNSEEN = 0.5, 0.9  # of a vector's top tokens, from which it is of that kind
 
 
-@checked
 class TokenFrequency:
     """How common each token is in a running text.
 
@@ -25,13 +25,6 @@ class TokenFrequency:
     common
         ``[d_vocab]``, which tokens are common: the fewest that make half of the text, of equally frequent
         ones those with the smaller numbers.
-
-    Parameters
-    ----------
-    tokens
-        Tokens of the text.
-    d_vocab
-        Number of tokens of the vocabulary.
     """
 
     def __init__(self, tokens: Int[np.ndarray, " n"], d_vocab: int) -> None:
@@ -53,13 +46,7 @@ class TokenFrequency:
 
     @classmethod
     def from_corpus(cls, corpus: Corpus, tokenizer: Tokenizer, d_vocab: int) -> TokenFrequency:
-        """Count the tokens of all sentences of a corpus.
-
-        Raises
-        ------
-        InputError
-            It is no corpus or no tokenizer, or a token is past the vocabulary.
-        """
+        """Count the tokens of all sentences of a corpus."""
         sentences = tokenizer(list(corpus.sentences), add_special_tokens=False)["input_ids"]
         return cls(np.concatenate([np.asarray(ids, dtype=np.int64) for ids in sentences]), d_vocab)
 

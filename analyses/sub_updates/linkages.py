@@ -9,19 +9,17 @@ import pandas as pd
 from jaxtyping import Float, Int
 from sklearn.metrics import adjusted_rand_score
 
-from matlens.errors import Seed, checked
+from matlens.ffn import ValueVectors
 from matlens.ffn.agglomeration import EXACT, NEIGHBOURS, Linkage, agglomerate
 from matlens.ffn.clusters import unit_vectors
-from matlens.ffn.values import ValueVectors
 
 
-@checked
 def compare_linkages(
     values: ValueVectors,
     n_clusters: int = 10_000,
     *,
     n_vectors: int = 12_000,
-    seed: Seed = 0,
+    seed: int = 0,
 ) -> pd.DataFrame:
     """Compare clusters by ``average``, ``complete`` and ``neighbours``, pair by pair, on some value vectors.
 

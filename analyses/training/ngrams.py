@@ -6,10 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from matlens.errors import PositiveInt, checked
 
-
-@checked
 class NgramModel:
     """The next token from the few before it (Kneser and Ney 1995, interpolated as in Chen and Goodman 1999).
 
@@ -17,20 +14,9 @@ class NgramModel:
     different tokens follow ``h``. At the longest ``h``, ``c`` counts how often; at shorter ones,
     behind how many different tokens. Below that stands the uniform distribution. For each length
     ``D = n1 / (n1 + 2 n2)``, of how many n-grams are there once and twice.
-
-    Parameters
-    ----------
-    sequences
-        Sequences of tokens; the first of each is given, and not predicted.
-    d_vocab
-        The number of tokens.
-    order
-        The length of the longest n-gram.
     """
 
-    def __init__(
-        self, sequences: Sequence[Sequence[int]], *, d_vocab: PositiveInt, order: PositiveInt = 3
-    ) -> None:
+    def __init__(self, sequences: Sequence[Sequence[int]], *, d_vocab: int, order: int = 3) -> None:
         self.order, self.d_vocab = order, d_vocab
         # Per length, from 1 on: counts of tokens behind each context.
         self._counts: list[dict[tuple[int, ...], Counter[int]]] = [

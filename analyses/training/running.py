@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from matlens.errors import Between, InputError, PositiveInt, Seed, checked
-from matlens.io.files import check_writable, content_hash, write_files
+from matlens import InputError
+from matlens.errors import Between
+from matlens.io import system_errors, write_bytes
+from matlens.io.files import check_file_name, content_hash
 from matlens.models.families.wikilm.adaptive import AdaptiveSoftmax
 from matlens.parallel import Bar
 
@@ -47,52 +49,28 @@ class TrainingRun:
     curve: list[tuple[int, float, float]] = field(default_factory=list)
 
 
-@checked
 def warmed_cosine(step: int, n_steps: int) -> float:
     """Share of the full rate at an update: it rises in the first tenth, and falls to 0 as a cosine does."""
     return min(1, (step + 1) / (_WARM * n_steps)) * 0.5 * (1 + math.cos(math.pi * step / n_steps))
 
 
-@checked
 def train(
     model: nn.Module,
     sequences: Sequence[Sequence[int]],
     held_out: Sequence[Sequence[int]],
     *,
     folder: str | Path,
-    n_updates: PositiveInt,
-    batch_size: PositiveInt = 32,
+    n_updates: int,
+    batch_size: int = 32,
     rate: Annotated[float, Between(1e-12)] = 1e-3,
-    every: PositiveInt = 100,
-    seed: Seed = 0,
+    every: int = 100,
+    seed: int = 0,
     progress: bool = True,
 ) -> TrainingRun:
     """Train a decoder on sequences of tokens, in place, and leave it in evaluation mode.
 
     Now and then the state is written into the folder, whole or not at all; a run that was killed goes on
     there and ends with the same weights.
-
-    Parameters
-    ----------
-    model
-        A WikiLM, or another decoder of transformers.
-    sequences, held_out
-        What it is trained on, and what it is watched on.
-    folder
-        Where the state is kept.
-    n_updates, batch_size, rate
-        How many updates of how many sequences, and the rate of AdamW at its highest.
-    every
-        After how many updates the held-out loss is taken and the state is written.
-    seed
-        Seed of the order of sequences, and of dropout.
-    progress
-        Whether to show a bar.
-
-    Raises
-    ------
-    InputError
-        The folder holds the state of another training, or the loss is not finite.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=_BETAS, weight_decay=_DECAY)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmed_cosine(step, n_updates))
@@ -102,7 +80,8 @@ def train(
         "parameters": {name: list(p.shape) for name, p in model.named_parameters()},
     }  # fmt: skip
     path = Path(folder) / STATE
-    check_writable(path.parent, [path.name])
+    with system_errors(path):
+        check_file_name(path)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         run = _go_on(path, job, model, optimizer, schedule) if path.is_file() else TrainingRun()
@@ -194,7 +173,9 @@ def _keep(path: Path, job: dict[str, Any], run: TrainingRun, model: nn.Module, o
         tensors |= {f"{kind}.{name}": moments[kind] for kind in ("exp_avg", "exp_avg_sq")}
     record = {"job": job, "updates": run.updates, "seconds": run.seconds, "curve": run.curve}
     content = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_files({path: save(content, {_RECORD: json.dumps(record)})})
+    with system_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(path, save(content, {_RECORD: json.dumps(record)}))
 
 
 def _go_on(path: Path, job: dict[str, Any], model: nn.Module, optimizer: Any, schedule: Any) -> TrainingRun:

@@ -10,8 +10,7 @@ import pandas as pd
 from torch import nn
 
 from matlens import metrics
-from matlens.errors import PositiveInt, checked
-from matlens.io.tables import result_row, result_table
+from matlens.io import result_row, result_table
 from matlens.metrics import Estimate
 from training.ngrams import NgramModel
 from training.running import TrainingRun, sequence_losses
@@ -19,20 +18,12 @@ from training.running import TrainingRun, sequence_losses
 TRAINING, ORDERS = "training", {"unigrams": 1, "bigrams": 2, "trigrams": 3}
 
 
-@checked
 def compare_with_ngrams(
     model: nn.Module, sequences: Sequence[Sequence[int]], held_out: Sequence[Sequence[int]]
 ) -> dict[str, Estimate]:
     """Perplexity of held-out text under a model and under n-grams of the text that it was trained on.
 
     The interval of the model's is that of its mean loss over tokens.
-
-    Parameters
-    ----------
-    model
-        The model.
-    sequences, held_out
-        Sequences of tokens; the first of each is given.
     """
     loss = metrics.mean(sequence_losses(model, held_out))
     value, low, high = (math.exp(nats) for nats in loss[:3])
@@ -44,23 +35,10 @@ def compare_with_ngrams(
     return table
 
 
-@checked
 def training_table(
-    run: TrainingRun, perplexities: Mapping[str, Any], *, model: str, corpus: str, n_held_out: PositiveInt
+    run: TrainingRun, perplexities: Mapping[str, Any], *, model: str, corpus: str, n_held_out: int
 ) -> pd.DataFrame:
-    """Rows of ``loss`` by update (``k``), of training and held-out text, and of ``perplexity``.
-
-    Parameters
-    ----------
-    run
-        The training.
-    perplexities
-        What `compare_with_ngrams` gives.
-    model, corpus
-        Names for the table.
-    n_held_out
-        How many sequences the held-out losses are of.
-    """
+    """Rows of ``loss`` by update (``k``), of training and held-out text, and of ``perplexity``."""
     named: dict[str, Any] = {"model": model, "corpus": corpus, "layer": None, "target": None}
     rows = [
         result_row(

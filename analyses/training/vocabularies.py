@@ -1,29 +1,19 @@
-"""A vocabulary of pieces of words, learnt from a corpus, and its sentences as tokens."""
+"""A vocabulary of a corpus: its words with fairseq's dictionary, or pieces of words; sentences as tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from matlens.data.corpus import Corpus
-from matlens.errors import Between, InputError, PositiveInt, checked, short
+from matlens import InputError
+from matlens.data import Corpus
+from matlens.errors import Between, short
 
 END = "<|endoftext|>"  # as in GPT-2, before each text and behind it
 
 
-@checked
-def bpe_tokenizer(corpus: Corpus, *, n_tokens: Annotated[int, Between(258)], longest: PositiveInt) -> Any:
-    """A tokenizer of GPT-2's kind, byte-level BPE, learnt from a corpus.
-
-    Parameters
-    ----------
-    corpus
-        The sentences.
-    n_tokens
-        How many tokens there are at most: 256 bytes, the end of a text, and as many merges as the text has.
-    longest
-        The longest text that the model will read, in tokens.
-    """
+def bpe_tokenizer(corpus: Corpus, *, n_tokens: Annotated[int, Between(258)], longest: int) -> Any:
+    """A tokenizer of GPT-2's kind, byte-level BPE, learnt from a corpus."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -41,21 +31,10 @@ def bpe_tokenizer(corpus: Corpus, *, n_tokens: Annotated[int, Between(258)], lon
     )
 
 
-@checked
 def token_sequences(
     tokenizer: Any, corpus: Corpus, *, longest: Annotated[int, Between(3)]
 ) -> list[list[int]]:
-    """Each sentence as the end of a text, its tokens, and the end of a text again.
-
-    Parameters
-    ----------
-    tokenizer
-        The tokenizer.
-    corpus
-        The sentences.
-    longest
-        Sentences that have more tokens, both ends included, are cut.
-    """
+    """Each sentence as the end of a text, its tokens, and the end of a text again."""
     end = getattr(tokenizer, "eos_token_id", None)
     if end is None or not callable(tokenizer):
         raise InputError(f"tokenizer is {short(tokenizer)}. Expected one of transformers with an eos_token.")

@@ -10,9 +10,10 @@ from typing import Annotated
 
 import torch
 
-from matlens.data.corpus import Corpus
-from matlens.errors import Between, InputError, checked
-from matlens.io.files import write_files
+from matlens import InputError
+from matlens.data import Corpus
+from matlens.errors import Between, checked
+from matlens.io import system_errors, write_bytes, write_text
 from matlens.models.families.wikilm.checkpoint import SOFTMAX, tensor_names
 from matlens.models.families.wikilm.dictionary import DICTIONARY, SPECIAL, WordDictionary, words_of
 from matlens.models.families.wikilm.modelling import WikiLMConfig, WikiLMForCausalLM
@@ -75,6 +76,8 @@ def write_wikilm(model: WikiLMForCausalLM, dictionary: WordDictionary, folder: s
     buffer = io.BytesIO()
     torch.save({"args": args, "model": tensors, "optimizer_history": [], "extra_state": {}}, buffer)
     rows = list(zip(dictionary.words, dictionary.counts, strict=True))[len(SPECIAL) :]
-    words = "".join(f"{word} {count}\n" for word, count in rows)
-    write_files({folder / DICTIONARY: words, folder / "checkpoint.pt": buffer.getbuffer()})
+    with system_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / DICTIONARY, "".join(f"{word} {count}\n" for word, count in rows))
+        write_bytes(folder / "checkpoint.pt", buffer.getbuffer())
     return folder / "checkpoint.pt"

@@ -1,4 +1,4 @@
-"""What was collected: vectors by site, with what they were collected on."""
+"""Collected vectors by site, with the examples that they were collected on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from matlens.models.sites import Site
 
 Positions = Literal["drawn", "all"]
 HOLDS = "activations"
-_PART = 4096  # rows of vectors in memory that are given at a time
+_PART = 4096  # rows of vectors in memory that are yielded at a time
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Rows:
     vectors
         By site, in float32.
     provenance
-        The model and the examples that they are of.
+        The model and the examples.
     divided
-        Whether these are of one of several processes that each have batches of their own.
+        Whether other processes have the other batches.
     """
 
     index: Int[np.ndarray, " n"]
@@ -54,15 +54,15 @@ class Rows:
 
 @checked
 class Activations(Mapping[str, Float[Tensor, "n d"]]):
-    """Vectors by site: ``activations["h.5"]``, or ``activations[5]`` for the stream, is ``[n, d]``.
+    """Vectors by site, ``[n, d]``: ``activations["h.5"]``, or ``activations[5]`` for the residual stream.
 
     Attributes
     ----------
     examples
         What they were collected on.
     positions
-        ``"drawn"``: a row for each position of the examples, sentence after sentence, so one a sentence where
-        one was drawn. ``"all"``: a row for every token, sentence after sentence.
+        ``"drawn"``: a row for each position of the examples, sentence after sentence. ``"all"``: a row for
+        every token, sentence after sentence.
     provenance
         The model, the corpus, the seed and the software.
     """
@@ -103,7 +103,7 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
         return self.provenance.resolve(site)
 
     def stored_bytes(self, sites: Iterable[str]) -> int:
-        """Bytes that the vectors of some sites of a folder take in memory; 0 where they are there already."""
+        """Bytes that the vectors of some sites of a folder take in memory; 0 if they are in memory."""
         if not isinstance(self._vectors, StoredRows):
             return 0
         return self.n_rows * sum(self._vectors.columns[site].row_bytes for site in sites)
@@ -115,16 +115,15 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
         divided: bool = False,
         device: torch.device | str | None = None,
     ) -> Iterator[Rows]:
-        """Yield the vectors of some sites part by part, as `stream` does, without holding them all.
+        """Yield the vectors of some sites part by part, as `stream` does, without reading them all.
 
-        Those of a folder are read from the disk shard by shard, in the order in which they were computed.
-        With ``divided``, each of several processes is given parts of its own. The vectors are moved to the
-        device, if one is given.
+        Those of a folder are read shard by shard, in the order in which they were computed. With ``divided``,
+        each of several processes is given parts of its own. The vectors are moved to the device, if one is
+        given.
         """
         names = [str(self.resolve(site)) for site in sites]
         several = divided and parallel.world_size() > 1
-        step = parallel.world_size() if several else 1
-        first = parallel.rank() if several else 0
+        first, step = (parallel.rank(), parallel.world_size()) if several else (0, 1)
         for index, vectors in itertools.islice(self._parts(names), first, None, step):
             if device is not None:
                 vectors = {site: of_site.to(device) for site, of_site in vectors.items()}
@@ -158,13 +157,7 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
 
     @classmethod
     def load(cls, folder: str | Path) -> Activations:
-        """Open a finished folder of `collect`; rows are read from the disk when they are used.
-
-        Raises
-        ------
-        InputError
-            The folder holds no finished collection.
-        """
+        """Open a finished folder of `collect`; rows are read from the disk when they are used."""
         config, arrays, vectors = read_rows(folder, HOLDS)
         provenance = Provenance.from_config(config)
         examples = Examples.from_arrays(arrays, provenance.data)

@@ -16,9 +16,9 @@ from matlens.activations.activations import HOLDS, Activations, Positions, Rows
 from matlens.arithmetic import own_precision
 from matlens.data.examples import Batch, Examples
 from matlens.data.readers import check_own_tokens, reads_whole
-from matlens.errors import InputError, PositiveInt, check_int, checked
+from matlens.errors import InputError, PositiveInt, checked
 from matlens.io.artifact import Artifact
-from matlens.io.rows import Column, collect_rows
+from matlens.io.rows import Column, keep_rows
 from matlens.models.changes import changes_of, unchanged
 from matlens.models.families.vision import is_visual
 from matlens.models.hooks import EndOfPass, reading
@@ -45,40 +45,33 @@ def collect(
     batch_tokens: PositiveInt | None = None,
     progress: bool = True,
 ) -> Activations:
-    """Run the examples through the model once and keep the vectors of the chosen sites, in float32.
+    """Run the examples through the model once and store the vectors of the chosen sites, in float32.
 
     Parameters
     ----------
-    model, examples
-        What is run on what.
     sites
-        By default the stream, ``h.0 .. h.L``.
+        By default the residual stream, ``h.0 .. h.L``.
     positions
         ``"drawn"``: only at the positions of the examples. ``"all"``: at every token.
     folder
-        Write there instead of keeping rows in memory. A killed run goes on where it was when it is
-        called again, and gives the same bytes; a finished folder is opened without running anything,
-        also if it holds more sites than are asked for.
+        Write there instead of storing rows in memory. A killed run resumes when it is called again, with the
+        same bytes; a finished folder is opened without running anything, also if it has more sites.
     batch_tokens
-        Most tokens in a batch, padding counted; by default what suits the device.
+        Maximum number of tokens in a batch, padding included; by default what suits the device.
     progress
-        Show a bar with the number of sentences a second.
+        Show a bar.
 
     Raises
     ------
     InputError
-        A vector is not finite, a site does not exist, the folder cannot be used, or the examples are none:
-        texts and token ids have to be made into `Examples` first.
+        A vector is not finite, a site does not exist, or the folder belongs to another job.
     """
     _check_arguments(model, examples, positions)
     layout = ModelLayout.from_model(model)
     wanted = _resolve_sites(layout, layout.stream if sites is None else sites)
-    identity = ModelIdentity.from_model(model)
-    batch_tokens = _batch_tokens(model, batch_tokens)
+    batch_tokens = batch_tokens or default_batch_tokens(model)
     columns = _columns(layout, folder, wanted)
-    provenance = Provenance(
-        identity, examples.provenance, examples.fingerprint, positions, hooks=hook_names(layout, columns)
-    )
+    provenance = provenance_of(model, layout, examples, positions, columns)
     request = {
         "provenance": provenance.to_json(),
         "batch_tokens": batch_tokens,
@@ -91,7 +84,7 @@ def collect(
         for rows in _stream(model, batches, numbers, hooks, progress, provenance):
             yield rows.index, rows.vectors
 
-    config, vectors = collect_rows(
+    config, vectors = keep_rows(
         HOLDS, request, columns, batches.counts, run,
         folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens", "read"),
     )  # fmt: skip
@@ -99,22 +92,33 @@ def collect(
 
 
 def _columns(layout: ModelLayout, folder: str | Path | None, wanted: Sequence[Site]) -> dict[str, Column]:
-    """Columns of the wanted sites, or those of a finished folder that holds these and more."""
+    """Columns of the sites, or those of a finished folder that has these and more."""
     columns = {str(site): Column(layout.width(site)) for site in wanted}
     with contextlib.suppress(InputError, KeyError):
         if folder is not None:
-            there = Artifact.open(folder, HOLDS).request["columns"]
-            if set(columns) <= set(there):
-                return {name: Column(*column) for name, column in there.items()}
+            stored = Artifact.open(folder, HOLDS).request["columns"]
+            if set(columns) <= set(stored):
+                return {name: Column(*column) for name, column in stored.items()}
     return columns
 
 
-def hook_names(layout: ModelLayout, columns: Iterable[str]) -> dict[str, list[str]]:
-    """All names of the columns' hooks, but of the stream's, which are called the same in every model."""
-    with contextlib.suppress(InputError):  # a folder of another model is refused later, in better words
-        inside = [site for site in columns if Site.parse(site).kind != STREAM]
-        return {site: layout.names(site) for site in inside}
-    return {}
+def provenance_of(
+    model: TransformerBridge,
+    layout: ModelLayout,
+    examples: Examples,
+    positions: Positions,
+    sites: Iterable[str],
+) -> Provenance:
+    """Where vectors of these sites come from, with all names of their hooks.
+
+    Hooks of the residual stream have the same names in every model.
+    """
+    hooks: dict[str, list[str]] = {}
+    with contextlib.suppress(InputError):  # a folder of another model is refused later, with a better message
+        hooks = {site: layout.names(site) for site in sites if Site.parse(site).kind != STREAM}
+    return Provenance(
+        ModelIdentity.from_model(model), examples.provenance, examples.fingerprint, positions, hooks=hooks
+    )
 
 
 @checked
@@ -129,25 +133,20 @@ def stream(
     divided: bool = False,
     numbers: Sequence[int] | None = None,
 ) -> Iterator[Rows]:
-    """Yield the vectors of the chosen sites batch by batch, keeping none.
+    """Yield the vectors of the chosen sites batch by batch, storing none.
 
-    The model runs no further than the last wanted site and, if it is a decoder and only drawn positions
-    are wanted, reads no sentence further than its position. ``numbers`` says which batches, by default all.
+    The model runs no further than the last chosen site and, if it is a decoder and only drawn positions are
+    asked for, reads no sentence further than its position. ``numbers`` are those of batches, by default all.
 
     A model that is changed between two batches is refused; edited weights are noticed at the end, since
-    reading them all takes as long as a batch.
-
-    Where several processes share the work, each is given
-    all batches or, with ``divided``, its own, which `linear.fit_stream` takes with ``divided`` too.
+    reading them all takes as long as a batch. Of several processes each is given all batches or, with
+    ``divided``, its own, which `linear.fit_stream` takes with ``divided`` too.
     """
     _check_arguments(model, examples, positions)
     layout = ModelLayout.from_model(model)
     hooks = {str(site): layout.hook(site) for site in _resolve_sites(layout, sites)}
-    provenance = Provenance(
-        ModelIdentity.from_model(model), examples.provenance, examples.fingerprint, positions,
-        hooks=hook_names(layout, hooks),
-    )  # fmt: skip
-    batches = _Batches(model, examples, positions, _batch_tokens(model, batch_tokens))
+    provenance = provenance_of(model, layout, examples, positions, hooks)
+    batches = _Batches(model, examples, positions, batch_tokens or default_batch_tokens(model))
     if numbers is None:
         numbers = range(len(batches.counts))
     several = divided and parallel.world_size() > 1
@@ -156,10 +155,10 @@ def stream(
 
 
 def batch_counts(
-    model: TransformerBridge, examples: Examples, positions: Positions, batch_tokens: int | None
+    model: TransformerBridge, examples: Examples, positions: Positions, batch_tokens: int
 ) -> list[int]:
-    """How many vectors each batch of `stream` gives."""
-    return _Batches(model, examples, positions, _batch_tokens(model, batch_tokens)).counts
+    """How many vectors each batch of `stream` has."""
+    return _Batches(model, examples, positions, batch_tokens).counts
 
 
 class _Batches:
@@ -202,7 +201,7 @@ def _stream(
     *,
     divided: bool = False,
 ) -> Iterator[Rows]:
-    """Yield the vectors of some batches by the sites' hooks; who asks has looked at the model."""
+    """Yield the vectors of some batches by the sites' hooks."""
     changes = provenance.identity.changes or ()
     weights = WeightChecksum([model.original_model], "the stream of its vectors")
     n_sentences = sum(map(len, batches._sentences))
@@ -221,14 +220,15 @@ def _stream(
     weights.check()
 
 
-def _check_arguments(model: Any, examples: Any, positions: Any) -> None:
+def _check_arguments(model: TransformerBridge, examples: Examples, positions: Positions) -> None:
     if not len(examples):
-        raise InputError("There are no sentences in the examples. Expected at least one.")
+        raise InputError("examples must have at least one sentence, got none.")
     check_own_tokens(model, examples)
-    if int(examples.lengths.max()) > model.cfg.n_ctx and not is_visual(model):
+    longest = int(examples.lengths.max())
+    if longest > model.cfg.n_ctx and not is_visual(model):
         raise InputError(
-            f"A sentence of the examples has {examples.lengths.max()} tokens, and the model's context "
-            f"{model.cfg.n_ctx}. Were they made for another model?"
+            f"Sentences must have at most {model.cfg.n_ctx} tokens, the model's context, got {longest}. Were "
+            "the examples made for another model?"
         )
     check_raw(model)
 
@@ -236,12 +236,8 @@ def _check_arguments(model: Any, examples: Any, positions: Any) -> None:
 def _resolve_sites(layout: ModelLayout, sites: Any) -> list[Site]:
     wanted = list(dict.fromkeys(map(layout.resolve, sites)))
     if not wanted:
-        raise InputError("There are no sites to collect. Expected at least one, such as 'h.0'.")
+        raise InputError("sites must have at least one site, such as 'h.0', got none.")
     return wanted
-
-
-def _batch_tokens(model: TransformerBridge, wanted: int | None) -> int:
-    return default_batch_tokens(model) if wanted is None else check_int(wanted, "batch_tokens", min=1)
 
 
 @checked

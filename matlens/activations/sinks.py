@@ -1,4 +1,4 @@
-"""Attention sinks: the tokens whose vectors in the stream are huge, and which samples they are.
+"""Attention sinks: tokens whose vectors in the residual stream are huge.
 
 Many models let attention that has nowhere to go rest on one token, mostly the first, and mark it by
 activations a hundred times larger than all others. Squares make such a token weigh as much as ten thousand
@@ -36,37 +36,39 @@ _FEWEST = 3  # first tokens, and others, from which their norms are compared
 
 
 class SinkWarning(InputWarning):
-    """Sinks could not be told, or not all of them."""
+    """Sinks could not be found, or not all of them."""
 
 
 @checked
 def sink_rows(samples: Activations, *, factor: float = FACTOR) -> Bool[Tensor, " n"]:
-    """Which samples are sinks, by the norms of the layers of the stream that were collected.
+    """Which samples are sinks, by the norms of the layers of the residual stream that were collected.
 
     Warns with `SinkWarning` where these cannot tell: where layers are missing, sinks that stand out only at
-    these are not known; and where most samples are first tokens, there is nothing to compare them with.
+    these are not found; and where most samples are first tokens, there is nothing to compare them with.
 
     Parameters
     ----------
     samples
-        Vectors by site, with layers of the stream, best all of them.
+        Vectors by site, with layers of the residual stream, best all of them.
     factor
         How many times the median norm makes a sink; see `outlying_rows`.
-
-    Raises
-    ------
-    InputError
-        The samples hold no layer of the stream.
     """
     layers = [site for site in samples if Site.parse(site).kind == STREAM]
     if not layers:
-        raise InputError("The samples hold no layer of the stream, by which sinks are known.")
+        raise InputError("samples must have layers of the residual stream, by which sinks are found.")
     norms = torch.stack([samples[site].norm(dim=1) for site in layers], 1)
     sinks = outlying_rows(norms, factor=factor, places=samples.places)
-    doubt = _doubt_of_first(norms, sinks, samples.places)
+    doubt, model = _doubt_of_first(norms, sinks, samples.places), samples.provenance.model
     if doubt:
         doubt += " Collect other positions too, or use find_sinks(model, examples)."
-    doubt = doubt or _doubt_of_layers(samples, layers, sinks)
+    elif model is not None and len(layers) <= model.n_layers:
+        some = ", ".join(layers[:3]) + (", ..." if len(layers) > 3 else "")
+        counts = sink_counts(sinks, samples.places)
+        doubt = (
+            f"{counts['n_sinks']} sinks are found at {some}, {counts['n_first_sinks']} of them first tokens, "
+            "without those that stand out only at other layers: collect all layers, or use "
+            "find_sinks(model, examples)."
+        )
     if doubt:
         warnings.warn(doubt, SinkWarning, stacklevel=2)
     return sinks
@@ -75,59 +77,29 @@ def sink_rows(samples: Activations, *, factor: float = FACTOR) -> Bool[Tensor, "
 def _doubt_of_first(
     norms: Float[Tensor, "n layers"], sinks: Bool[Tensor, " n"], places: np.ndarray
 ) -> str | None:
-    """What keeps sinks from being known among first tokens."""
-    first = torch.from_numpy(np.asarray(places) == 0)
+    """Why sinks cannot be told from other first tokens."""
+    first = _first(places, norms)
     n_first = int(first.sum())
     if 2 * n_first > len(sinks):
+        return "Most of the tokens are first tokens, so sinks cannot be told by comparing them with others."
+    standing = int((_standing_first(norms, sinks, places) & ~sinks).sum())
+    if standing and min(n_first, int((~first & ~sinks).sum())) < _FEWEST:
         return (
-            "Most of the tokens are first tokens, so that their own norm is the usual one and sinks among "
-            "them cannot be told."
-        )
-    if min(n_first, int((~first & ~sinks).sum())) < _FEWEST:
-        standing = int((_standing_first(norms, sinks, places) & ~sinks).sum())
-        if standing:
-            return (
-                f"{standing} first tokens stand out, yet by less than makes a token a sink by itself, and "
-                f"there are not {_FEWEST} first tokens and {_FEWEST} others to tell by whether they are "
-                "sinks. They are taken for none."
-            )
-    return None
-
-
-def _doubt_of_layers(samples: Activations, layers: list[str], sinks: Bool[Tensor, " n"]) -> str | None:
-    """What keeps sinks from being known where they stand out at layers that are not there."""
-    model = samples.provenance.model
-    if model is not None and len(layers) <= model.n_layers:
-        there = ", ".join(layers[:3]) + (", ..." if len(layers) > 3 else "")
-        counts = sink_counts(sinks, samples.places)
-        return (
-            f"{counts['n_sinks']} sinks are known from {there}, {counts['n_first_sinks']} of them first "
-            "tokens. Sinks that stand out only at layers that were not collected are not among them: collect "
-            "the whole stream, or use find_sinks(model, examples)."
+            f"{standing} first tokens stand out, by less than makes a token a sink alone, and there must be "
+            f"{_FEWEST} first tokens and {_FEWEST} others to tell whether they are sinks. They count as none."
         )
     return None
 
 
 @checked
 def sink_counts(sinks: Bool[Tensor, " n"], places: Int[np.ndarray, " n"]) -> dict[str, int]:
-    """How many samples are sinks and where, for tables and their records.
+    """How many samples are sinks, first tokens or later ones, and how many are first tokens.
 
-    Parameters
-    ----------
-    sinks
-        True for the samples that are sinks.
-    places
-        Which token of its sentence each sample is, from 0.
-
-    Returns
-    -------
-    dict
-        ``n_sinks``; of these ``n_first_sinks``, first tokens, and ``n_later_sinks``, tokens within; and
-        ``n_first_tokens``, all first tokens among the samples.
+    ``places`` says which token of its sentence each sample is, from 0.
     """
     if len(sinks) != len(places):
-        raise InputError(f"{len(sinks)} samples and {len(places)} places are given. Expected one for each.")
-    first = torch.from_numpy(np.asarray(places) == 0)
+        raise InputError(f"places must be as many as the {len(sinks)} samples, got {len(places)}.")
+    first = _first(places, sinks)
     return {
         "n_sinks": int(sinks.sum()),
         "n_first_sinks": int((sinks & first).sum()),
@@ -147,11 +119,9 @@ def find_sinks(
 ) -> Bool[Tensor, "n longest"]:
     """Which token of each sentence is a sink, by the same rule over all tokens and all layers.
 
-    One pass over the sentences, which processes that share the work divide. ``~find_sinks(...)`` says to
-    `Replacement` and `Variant` where to replace.
-
-    Warns with `SinkWarning` where it cannot tell: where first tokens stand out and there are too few to know
-    them by, and where most tokens are first tokens.
+    One pass over the sentences, which distributed processes divide. ``~find_sinks(...)`` says to
+    `Replacement` and `Variant` where to replace. Warns with `SinkWarning` where first tokens stand out and
+    there are too few to compare, and where most tokens are first tokens.
     """
     layers = [str(site) for site in ModelLayout.from_model(model).stream]
     index, found = [torch.empty(0, dtype=torch.long)], [torch.empty(0, len(layers))]
@@ -162,14 +132,13 @@ def find_sinks(
         found.append(torch.stack([rows.vectors[site].norm(dim=1) for site in layers], 1))
     of_all = parallel.concatenate({"index": torch.cat(index), "norms": torch.cat(found)}, "norms of tokens")
     norms = of_all["norms"][of_all["index"].argsort()]
-    sinks = torch.zeros(len(examples), int(examples.lengths.max()), dtype=torch.bool)
-    places = torch.from_numpy(examples.places)
-    sentence = torch.repeat_interleave(torch.arange(len(examples)), torch.from_numpy(examples.lengths))
     known = outlying_rows(norms, factor=factor, places=examples.places)
     doubt = _doubt_of_first(norms, known, examples.places)
     if doubt:
-        warnings.warn(f"{doubt} Give more sentences, or longer ones.", SinkWarning, stacklevel=2)
-    sinks[sentence, places] = known
+        warnings.warn(f"{doubt} Use more sentences, or longer ones.", SinkWarning, stacklevel=2)
+    sinks = torch.zeros(len(examples), int(examples.lengths.max()), dtype=torch.bool)
+    sentence = torch.repeat_interleave(torch.arange(len(examples)), torch.from_numpy(examples.lengths))
+    sinks[sentence, torch.from_numpy(examples.places)] = known
     return sinks
 
 
@@ -196,39 +165,31 @@ def outlying_rows(
         How many times the median makes a sink.
     places
         Which token of its sentence each row is, from 0.
-
-    Raises
-    ------
-    InputError
-        A norm is negative or not finite, there is no layer, the factor is less than 1, or there are not as
-        many places as rows.
     """
-    if norms.ndim == 2 and not norms.shape[1]:
-        raise InputError("There are no norms: the rows have no layer. Expected one layer or more.")
-    if norms.ndim != 2 or not bool((norms.isfinite() & (norms >= 0)).all()):
-        raise InputError(
-            f"The norms are {short(norms)}. Expected a finite number of at least 0 for each row and layer."
-        )
-    if not norms.numel():
-        return torch.zeros(len(norms), dtype=torch.bool)
-    median = norms.median(0).values
-    sinks = (norms > factor * median).any(1)
+    if not norms.shape[1] or not bool((norms.isfinite() & (norms >= 0)).all()):
+        raise InputError(f"norms must be finite numbers of at least 0 at some layer, got {short(norms)}.")
+    if places is not None and len(places) != len(norms):
+        raise InputError(f"places must be as many as the {len(norms)} rows, got {len(places)}.")
+    if not len(norms):
+        return torch.zeros(0, dtype=torch.bool)
+    sinks = (norms > factor * norms.median(0).values).any(1)
     if places is None:
         return sinks
-    if len(places) != len(norms):
-        raise InputError(f"There are {len(places)} places for {len(norms)} rows. Expected one for each.")
-    first = torch.from_numpy(np.asarray(places) == 0).to(norms.device)
-    others = ~first & ~sinks
-    if min(int(first.sum()), int(others.sum())) < _FEWEST:
+    first = _first(places, norms)
+    if min(int(first.sum()), int((~first & ~sinks).sum())) < _FEWEST:
         return sinks
     return sinks | _standing_first(norms, sinks, places)
+
+
+def _first(places: np.ndarray, like: Tensor) -> Bool[Tensor, " n"]:
+    return torch.from_numpy(np.asarray(places) == 0).to(like.device)
 
 
 def _standing_first(
     norms: Float[Tensor, "n layers"], sinks: Bool[Tensor, " n"], places: np.ndarray
 ) -> Bool[Tensor, " n"]:
-    """First tokens that stand out together, however few there are to tell by."""
-    first = torch.from_numpy(np.asarray(places) == 0).to(norms.device)
+    """First tokens that stand out together, however few there are."""
+    first = _first(places, norms)
     others = ~first & ~sinks
     if not bool(first.any()) or not bool(others.any()):
         return torch.zeros_like(sinks)

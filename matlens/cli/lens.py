@@ -25,6 +25,7 @@ from matlens.cli.printing import (
 )
 from matlens.cli.starting import on_main
 from matlens.errors import Between, PositiveInt, Seed
+from matlens.io.files import system_errors
 
 _SUMS = 6  # operations per token, layer and squared width that the sums of a closed form take
 _READS = 60  # operations per vector, token of the vocabulary and dimension that a lens is evaluated with
@@ -312,10 +313,12 @@ def trajectory(
         },
     )  # fmt: skip
     if csv is not None:
-        from matlens.io.files import write_files
+        from matlens.io.files import write_text
         from matlens.io.tables import csv_text
 
-        write_files({csv: csv_text(read.to_dataframe(words))})
+        with system_errors(csv):
+            csv.parent.mkdir(parents=True, exist_ok=True)
+            write_text(csv, csv_text(read.to_dataframe(words)))
         print_line(f"Table in {csv}.")
     if plot is not None:
         read.plot(plot, colour=colour)

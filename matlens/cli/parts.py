@@ -71,7 +71,7 @@ def linearity(
     model.check()
     parts = corpus.tenth(seed)
     from matlens import plots
-    from matlens.data.making import make_windows
+    from matlens.data.making import make_judged_text
     from matlens.io.files import check_writable
     from matlens.io.tables import write_results
     from matlens.linearity.atlas import ATLAS, atlas_seconds, linearity_atlas
@@ -82,10 +82,10 @@ def linearity(
     check_writable(out, [*tables, *(f"{ATLAS}.{suffix}" for suffix in ("png", "pdf"))])
     bridge = model.load()
     fitted_on, judged_on = (
-        make_windows(bridge, part, size=window, max_windows=most, targets=True, seed=seed)
+        make_judged_text(bridge, part, size=window, most=most, seed=seed)
         for part, most in zip(parts, (windows, judged), strict=True)
     )
-    n_tokens = len(fitted_on.tokens), len(judged_on.tokens)
+    n_tokens = len(fitted_on.examples.tokens), len(judged_on.examples.tokens)
     n_blocks = bridge.cfg.n_layers / every
     n_passed = 2 * n_tokens[0] + _WAYS * n_blocks * n_tokens[1]
     solving = _SOLVE * n_blocks * bridge.cfg.d_model**3
@@ -97,7 +97,7 @@ def linearity(
         correlations = rank_correlations(table, seed=seed)
         origin = {
             "model": ModelIdentity.from_model(bridge).to_json(), "seed": seed, "window": window,
-            "every": every, "n_fitted": len(fitted_on.tokens), "n_judged": len(judged_on.targets),
+            "every": every, "n_fitted": len(fitted_on.examples.tokens), "n_judged": len(judged_on.truth),
             "atlas_seconds": atlas_seconds(out / "atlas"),
         }  # fmt: skip
         for name, written in ((ATLAS, table), (CORRELATIONS, correlations)):
@@ -172,8 +172,8 @@ def prune(
         from matlens.pruning.pruned import prune_attention
 
         bridge = model.load()
-        calibration = make_windows(bridge, fitted_on, size=window, max_windows=windows)
-        judged_windows = make_windows(bridge, judged_on, size=window, max_windows=judged)
+        calibration = make_windows(bridge, fitted_on, size=window, most=windows)
+        judged_windows = make_windows(bridge, judged_on, size=window, most=judged)
         judged_tokens(judged_windows)  # refused before the work, as all that is
         n_calibration, n_judged = (int(text.lengths.sum()) for text in (calibration, judged_windows))
         n_layers, n_gone = bridge.cfg.n_layers, wanted if isinstance(wanted, int) else len(wanted)

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from matlens import parallel
 from matlens.errors import printable
+from matlens.io.files import system_errors
 from matlens.io.numbers import number_text
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def print_results(folder: Path) -> None:
     """Print the table of results in a folder, and what one must know to read it."""
     # Read as plain text: a run that is finished is answered before pandas could be imported.
     path = folder / "results.csv"
-    with path.open(encoding="utf-8", newline="") as file:
+    with system_errors(path), path.open(encoding="utf-8", newline="") as file:
         print_layers(csv.DictReader(file))
     note = json.loads((folder / "results.json").read_text()).get("note")
     if note:

@@ -1,7 +1,8 @@
-"""The table of results: its columns and rows, and CSV files with a JSON that describes them.
+"""The one table of results: its columns, how a row is built, and how tables are read and written.
 
-A table has one row per value. ``low`` and ``high`` bound its 95% interval, if it has one. The JSON next to a
-table says what it was computed from and holds its hash.
+A table has one row a number: ``experiment, model, corpus, method, layer, target, metric, k, value, low,
+high, n``. ``low`` and ``high`` bound the 95% interval where there is one; next to the table lies a JSON that
+says what it was made from and by what.
 """
 
 from __future__ import annotations
@@ -17,15 +18,26 @@ import pandas as pd
 from matlens.errors import InputError, check, checked
 from matlens.io import bounds
 from matlens.io.artifact import command_line, software_versions
-from matlens.io.cells import escaped_table, original_table
-from matlens.io.files import CHECKSUM, checksummed, read_bounded, read_json, verified, write_files
+from matlens.io.cells import guarded_table, original_table
+from matlens.io.files import (
+    SEAL,
+    check_seal,
+    read_bounded,
+    read_json,
+    sealed,
+    system_errors,
+    to_json,
+    write_together,
+)
 from matlens.metrics import Estimate
 
 COLUMNS = (
     "experiment", "model", "corpus", "method", "layer", "target", "metric", "k", "value", "low", "high", "n",
 )  # fmt: skip
+
+
 TABLE = "table"
-"""The key under which the JSON next to a table describes the CSV file."""
+"""The key under which the JSON next to a table says which table it is about."""
 
 
 def result_row(
@@ -46,17 +58,17 @@ def result_row(
     Parameters
     ----------
     experiment
-        The computation that the value comes from.
+        Which computation the number comes from.
     model, corpus
         Names of the model and of the corpus.
     method
         What is measured, such as ``mat`` or ``id``.
     layer, target
-        Layers that the value is about; None for all of them.
+        Layers that the number is about; None where it is about all of them.
     metric, k
-        The metric, and its parameter if it has one.
+        What the number is, and its parameter if it has one.
     estimate
-        The value with its interval and the number of examples.
+        The number with its interval and how many examples it is a mean of.
     more
         Further columns of this table.
     """
@@ -75,9 +87,9 @@ def result_row(
 
 
 def result_table(rows: Iterable[Mapping[str, Any]], *more: str) -> pd.DataFrame:
-    """A table of rows of `result_row`, with the columns ``more`` after its own.
+    """Make a table of rows of `result_row`, with the columns in their order and ``more`` after them.
 
-    Layers are integers also where some rows have none.
+    Layers are whole numbers also where some rows are about all layers.
     """
     table = pd.DataFrame(list(rows), columns=[*COLUMNS, *more])
     unnamed = [column for column in ("layer", "target") if table[column].isna().any()]
@@ -95,18 +107,18 @@ def read_table(
     path
         The file.
     columns
-        Columns that must exist, with their dtypes; str if only names are given.
+        Columns that must be there, with their types; a list of names is of texts.
     what
         What the file should be, such as ``"a table of results"``.
     made_by
         A sentence that says where such a file comes from.
     options
-        Further options of `pandas.read_csv`. By default empty cells are empty texts.
+        Further options of `pandas.read_csv`. Empty cells are texts unless told otherwise.
 
     Raises
     ------
     InputError
-        The file cannot be read, columns are missing, or the JSON next to it describes another table.
+        The file cannot be read, columns are missing, or the JSON next to it is about another table.
     """
     types = dict(columns) if isinstance(columns, Mapping) else dict.fromkeys(columns, "str")
     try:
@@ -120,14 +132,16 @@ def read_table(
         raise InputError(f"{path} cannot be read as {what}: {error}. {made_by}") from error
     missing = [column for column in types if column not in table]
     if missing:
-        raise InputError(f"{path} must be {what}, and lacks the columns {', '.join(missing)}. {made_by}")
+        raise InputError(f"{path} is not {what}: it lacks the columns {', '.join(missing)}. {made_by}")
     return original_table(table)
 
 
 def csv_text(table: pd.DataFrame, **options: Any) -> str:
-    """A table as CSV, with every digit and without cells that a spreadsheet would run.
+    """Spell out a table as CSV: what is written as CSV anywhere is written here.
 
-    A value that is no number is ``nan``; other missing cells, such as intervals, are empty.
+    Every digit of every number stands there, and ``nan`` where a value is no number; other cells that hold
+    nothing, such as intervals that there are none of, are empty. No cell is run by a spreadsheet: an
+    apostrophe stands before what would be a formula, which `read_table` takes away again.
 
     Parameters
     ----------
@@ -139,51 +153,85 @@ def csv_text(table: pd.DataFrame, **options: Any) -> str:
     if "value" in table and table["value"].isna().any():
         value = table["value"].astype(object)
         table = table.assign(value=value.where(value.notna(), "nan"))
-    return str(escaped_table(table).to_csv(index=False, **options))
+    return str(guarded_table(table).to_csv(index=False, **options))
 
 
 def check_columns(table: pd.DataFrame, columns: Iterable[str], *, what: str) -> None:
-    """Raise InputError if a table lacks columns, or rows; ``what`` names the table that is expected."""
+    """Refuse a table in memory that lacks columns, or rows.
+
+    Parameters
+    ----------
+    table
+        The table.
+    columns
+        Columns that must be there.
+    what
+        What the table should be, such as ``"the table of lens.exit_sweep"``.
+
+    Raises
+    ------
+    InputError
+        It has no rows, or columns are missing.
+    """
     check(table, pd.DataFrame, "table")
-    names = list(table.columns)
-    wrong = [column for column in columns if names.count(column) != 1]
-    if wrong:
-        raise InputError(f"The table must be {what}, and lacks or repeats the columns {', '.join(wrong)}.")
+    missing = [column for column in columns if column not in table.columns]
+    if missing:
+        raise InputError(f"The table lacks the columns {', '.join(missing)}. Expected {what}.")
+    repeated = [column for column in columns if list(table.columns).count(column) > 1]
+    if repeated:
+        raise InputError(f"The table has the column {repeated[0]} twice. Expected {what}.")
     if table.empty:
-        raise InputError(f"The table must be {what}, and has no rows.")
+        raise InputError(f"The table has no rows. Expected {what}.")
 
 
 def write_results(folder: str | Path, name: str, table: pd.DataFrame, origin: Mapping[str, Any]) -> None:
-    """Write a table as ``name.csv``, and as ``name.json`` what it was computed from.
+    """Write a table as ``name.csv``, and as ``name.json`` what it was made from and by what.
 
-    The JSON also holds the versions and the command of this run, unless ``origin`` has its own, and the hash
-    of the table, which `read_table` verifies.
+    The JSON holds the hash of the table, by which `read_table` sees that it is still this one. The versions
+    and the command are those of this run, unless the origin has its own: a table made from another keeps
+    its.
     """
     content = csv_text(table).encode()
-    software = {"software": software_versions(), "command": command_line()}
-    described = software | dict(origin) | {TABLE: _describe(f"{name}.csv", content)}
-    csv, record = Path(folder) / f"{name}.csv", Path(folder) / f"{name}.json"
-    write_files({csv: content, record: checksummed(described)})
+    made = {"software": software_versions(), "command": command_line()}
+    described = made | dict(origin) | {TABLE: _describe(f"{name}.csv", content)}
+    with system_errors(folder):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        write_together(
+            {
+                Path(folder) / f"{name}.csv": content,
+                Path(folder) / f"{name}.json": to_json(sealed(described)).encode(),
+            }
+        )
 
 
 def check_described(path: Path, content: bytes | None = None) -> bool:
-    """Whether a JSON next to a table describes it; raises InputError if it describes another.
+    """Refuse a table that is not the one which the JSON next to it describes; whether there is such a JSON.
 
-    ``content`` is the bytes of the table, if they have been read already.
+    Parameters
+    ----------
+    path
+        The table.
+    content
+        Its bytes, if they have been read already.
+
+    Raises
+    ------
+    InputError
+        The table or the JSON is not what was written.
     """
-    record = path.with_suffix(".json")
-    if path.suffix != ".csv" or not record.is_file():
+    beside = path.with_suffix(".json")
+    if path.suffix != ".csv" or not beside.is_file():
         return False
-    described = read_json(record)
-    if not isinstance(described, dict) or not (TABLE in described or CHECKSUM in described):
+    described = read_json(beside)
+    if not isinstance(described, dict) or not (TABLE in described or SEAL in described):
         return False  # somebody else's
-    verified(described, record)
+    check_seal(described, beside)
     if content is None:
         content = read_bounded(path, bounds.TABLE)
     if described.get(TABLE) != _describe(path.name, content):
         raise InputError(
-            f"{path} is not the table that {record.name} describes: one of them was changed, or writing them "
-            "was interrupted. Recompute both."
+            f"{path} is not the table that {beside.name} describes: one of them has been changed, or writing "
+            "them was interrupted. Make both again."
         )
     return True
 

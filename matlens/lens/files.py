@@ -26,7 +26,8 @@ from matlens.io.files import (
     nearest_existing,
     open_regular,
     read_json,
-    write_files,
+    system_errors,
+    write_bytes,
 )
 from matlens.lens.maps import LensMaps, Standardisation
 from matlens.linear.maps import LinearMap, tensor_digest
@@ -121,7 +122,10 @@ def write_jacobian_lens(path: str | Path, lens: LensMaps) -> None:
     }  # fmt: skip
     buffer = io.BytesIO()
     torch.save(content | ({"metadata": dict(metadata)} if metadata else {}), buffer)
-    write_files({Path(path): buffer.getvalue()})
+    path = Path(path)
+    with system_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(path, buffer.getvalue())
 
 
 def _digest_of(matrices: Mapping[int, Tensor]) -> str:

@@ -78,13 +78,13 @@ class Lens(LensMaps):
         return cls(maps, "id", Provenance(ModelIdentity.from_model(model))).on(model)
 
     @classmethod
-    def from_maps(cls, maps: MapSet, *, method: str = "mat", model: TransformerBridge | None = None) -> Lens:
-        """A lens of those maps of a set that go onto the last layer, under a name."""
+    def from_maps(cls, maps: MapSet, *, model: TransformerBridge | None = None) -> Lens:
+        """A lens, ``mat``, of those maps of a set that go onto the last layer."""
         last = maps.provenance.identity.n_layers
         onto_last = {layer: maps[layer, last] for layer in range(last) if (layer, last) in maps}
         if not onto_last:
             raise InputError(f"There is no map onto the last layer, {Site(STREAM, last)}, among the maps.")
-        return cls(onto_last, method, maps.provenance).on(model)
+        return cls(onto_last, "mat", maps.provenance).on(model)
 
     @overload
     @classmethod
@@ -282,15 +282,6 @@ class Lens(LensMaps):
         prompt of a masked-LM model has one mask in it.
         """
         return read_trajectory(self, prompt, k=k, layers=layers)
-
-    def top_tokens(
-        self, prompt: str, k: int = 5, *, layers: Sequence[Layer] | None = None
-    ) -> dict[int, list[list[str]]]:
-        """The ``k`` most probable tokens at each layer and each token of a prompt, as texts.
-
-        ``lens.top_tokens(prompt)[12][-1]`` are those at layer 12 and the last token.
-        """
-        return self.trajectory(prompt, k=k, layers=layers).top_tokens()
 
     def save(self, folder: str | Path) -> None:
         """Write a safetensors file for each layer, and ``config.json`` when all are there."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from matlens import parallel
 from matlens.activations.activations import Positions
-from matlens.activations.collecting import Rows, batch_counts, default_batch_tokens, hook_names, stream
+from matlens.activations.collecting import Rows, batch_counts, default_batch_tokens, provenance_of, stream
 from matlens.data.examples import Examples
 from matlens.errors import InputError, PositiveInt, checked
 from matlens.io.artifact import Artifact
@@ -26,7 +26,7 @@ from matlens.linear.least_squares import LeastSquares
 from matlens.linear.pairs import Pairs, by_source, resolve_pairs
 from matlens.linear.samples import Selection, are_few
 from matlens.linear.sums import PairFits
-from matlens.models.identity import ModelIdentity, Provenance
+from matlens.models.identity import Provenance
 from matlens.models.layout import ModelLayout
 
 if TYPE_CHECKING:
@@ -154,10 +154,8 @@ def stream_least_squares(
     number, of = part
     if number > of:
         raise InputError(f"part must be one of {of}, such as (1, {of}), got {part}.")
-    identity = ModelIdentity.from_model(model)
     wanted, widths = pairs_and_widths(model, pairs)
-    hooks = hook_names(ModelLayout.from_model(model), widths)
-    provenance = Provenance(identity, examples.provenance, examples.fingerprint, positions, hooks=hooks)
+    provenance = provenance_of(model, ModelLayout.from_model(model), examples, positions, widths)
     n_all = _n_samples(examples, positions)
     selection = Selection.parse(rows, weights, n_all)
     own = examples
@@ -179,7 +177,7 @@ def stream_least_squares(
         "n_samples": n_own,
         "batch_tokens": batch_tokens or default_batch_tokens(model),
     }
-    fits = PairFits(wanted, widths, norms=are_few(n_all, identity.d_model))
+    fits = PairFits(wanted, widths, norms=are_few(n_all, model.cfg.d_model))
     parallel.check_same([request, str(folder)], "streaming into least squares")
     with Artifact.writing(folder, HOLDS, request, only_unfinished=("batch_tokens",)) as artifact:
         if not artifact.finished:

@@ -31,7 +31,7 @@ class Look(NamedTuple):
 
 
 MAT, ID = Look(BLUE), Look(VERMILLION, marker="s")
-_LOOKS = {
+LOOKS = {
     # Linear maps and replacements of sub-modules
     "mat": MAT,
     "id": ID,
@@ -49,46 +49,8 @@ _LOOKS = {
     "polished": Look(BLACK),
     "tuned": Look(ORANGE, marker="D"),
     "jacobian": Look(PURPLE, DOTTED, "X"),
-    # Schemes
-    "R2": Look(BLACK, marker="^"),
-    "R2, scored without sinks": Look(PURPLE, DOTTED, "v"),
-    "WRR, blocks first": Look(SKY, "none", "o"),
-    "WRR, mat first": Look(ORANGE, "none", "D"),
-    # Value vectors, updates, and what they are compared with
-    "values": Look(BLUE),
-    "dominant": Look(BLUE),
-    "random": Look(DARK, DASHED, "s"),
-    "dealt": Look(ORANGE, DOTTED, "D"),
-    "ffn": Look(ORANGE),
-    "attention": Look(GREEN),
-    # Early exit
-    "sub-updates rule": Look(ORANGE, marker="o"),
-    "rule, equal places": Look(ORANGE, marker="P"),
-    "classifiers on x": Look(GREEN, marker="D"),
-    "classifiers on o": Look(GREEN, marker="v"),
-    "classifiers on x + o": Look(GREEN, marker="*"),
-    "fixed layer": Look(DARK, marker="X"),
-    "where it is made": Look(BLACK, marker="d"),
-    "confidence, id": ID,
-    "confidence, mat": MAT,
-    # Control
-    "unchanged": Look(BLACK),
-    "picked": Look(BLUE),
-    "words": Look(GREEN, marker="D"),
-    "graded": Look(ORANGE, marker="^"),
-    "Self-Debiasing": Look(PURPLE, marker="s"),
-    "WordFilter": Look(VERMILLION, DASHED, "none"),
 }
-SUMMARIES = {"max": BLUE, "mean": DARK, "min": VERMILLION}
-UPDATES = {"saturation": Look(BLUE), "stays": Look(GREY, marker="s"), "falls": Look(VERMILLION, marker="v")}
-CLASSES = {"semantic": BLUE, "syntactic": ORANGE, "names": GREEN, "stopwords": GREY}
-RAISED, LOWERED, OTHER = BLUE, VERMILLION, GREY
-REPLACED = {
-    "all": Look(BLACK, DOTTED, "s"),
-    "not-first": Look(ORANGE, DASHED, "D", hollow=True),
-    "not-sink": Look(GREEN, SOLID, "^"),
-    "predicted": Look(PURPLE, "-.", "v"),
-}
+"""The looks of methods; analyses add those of theirs."""
 
 
 def method_looks(methods: Iterable[str]) -> dict[str, Look]:
@@ -106,7 +68,7 @@ def method_looks(methods: Iterable[str]) -> dict[str, Look]:
 
 
 def _own_look(name: str) -> Look | None:
-    if name.endswith(_WITHOUT_SINKS) and name not in _LOOKS:
-        look = _LOOKS.get(name.removesuffix(_WITHOUT_SINKS))
+    if name.endswith(_WITHOUT_SINKS) and name not in LOOKS:
+        look = LOOKS.get(name.removesuffix(_WITHOUT_SINKS))
         return look and look._replace(line=DASHED, hollow=True)
-    return _LOOKS.get(re.sub(r", \d+ vectors$", "", name))
+    return LOOKS.get(re.sub(r", \d+ vectors$", "", name))

@@ -1,9 +1,8 @@
-"""One file for a browser: a template with its style sheet, script and data; and the page of a prompt.
+"""Standalone HTML pages: a template with its style sheet, script and data; and the page of a prompt.
 
-Nothing is fetched when such a page is opened: the Content-Security-Policy that it carries allows the one
-script and the one style sheet in it, by their hashes, and no request at all. Scripts are ES modules next to
-this file. They are joined here into one, which is all the building there is: imports of each other are left
-out, and exports are plain names.
+A page fetches nothing: its Content-Security-Policy allows the one script and the one style sheet in it, by
+their hashes, and no request at all. Scripts are ES modules next to this file, joined here into one: imports
+of each other are removed, and exports become plain names.
 """
 
 from __future__ import annotations
@@ -18,13 +17,16 @@ from functools import cache
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float, Int, Shaped
 
-from matlens.errors import InputError, printable
-from matlens.io.files import write_files
+from matlens.errors import printable
+from matlens.io.files import PAGE_SUFFIXES, check_file_name, system_errors, write_text
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 _IMPORT = re.compile(r'^import [^;]*?from "\./([a-z_]+\.js)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:const|let|function|class|async) )", re.MULTILINE)
@@ -45,23 +47,15 @@ def assemble(
     rules: Sequence[str] = (),
     **more: Any,
 ) -> str:
-    """Make the text of a page, which needs nothing but itself.
+    """The text of a standalone page.
 
     ``template`` and ``script`` are files next to this one, the Jinja template and the script that imports the
-    others. ``title`` may hold what others wrote, and ``data`` is what the script shows, with arrays as
-    `packed` writes them. ``sources`` is where else the page may take scripts from, as the policy spells it,
-    such as ``"'self'"``, and ``rules`` are more rules of the policy. The template names ``more``.
+    others. ``title`` may be foreign text, and ``data`` is what the script shows, with arrays as `packed`
+    writes them. ``sources`` are other origins of scripts in the policy's words, such as ``"'self'"``, and
+    ``rules`` more rules of the policy. The template gets ``more``.
     """
-    from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
-    environment = Environment(
-        loader=PackageLoader("matlens", "plots"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     style, joined = read_asset("style.css"), join_script(script)
     policy = "; ".join(
         (
@@ -74,10 +68,21 @@ def assemble(
             *rules,
         )
     )
-    return environment.get_template(template).render(
+    return read_template("matlens", "plots", template).render(
         title=printable(title, most=_LONGEST_TITLE), policy=policy, style=Markup(style),
         script=Markup(joined), data=Markup(embedded_json(data)), **more,
     )  # fmt: skip
+
+
+def read_template(package: str, folder: str, name: str) -> Template:
+    """A Jinja template of a package, for HTML: values are escaped, and undefined names are errors."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader(package, folder), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    return environment.get_template(name)
 
 
 @cache
@@ -102,19 +107,19 @@ def join_script(name: str) -> str:
 
 
 def source_hash(text: str) -> str:
-    """How a Content-Security-Policy names a script or a style sheet by what it holds."""
+    """The hash of a script or style sheet, as a Content-Security-Policy writes it."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def embedded_json(data: Any) -> str:
-    """JSON that can stand in a script element, whatever texts are in it."""
+    """JSON for a script element, whatever texts are in it."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).translate(_OUTSIDE)
 
 
 def packed(array: Shaped[np.ndarray, ...]) -> dict[str, Any]:
-    """An array as the page's script reads it: its kind of numbers, its shape, and its bytes in base64.
+    """An array as the page's script reads it: its dtype, its shape, and its bytes in base64.
 
-    Whole numbers take as many bytes as the largest of them needs, all others are float32.
+    Integers take as many bytes as the largest of them needs, all others are float32.
     """
     if array.dtype.kind == "f":
         array = array.astype("<f4")
@@ -133,7 +138,7 @@ def packed(array: Shaped[np.ndarray, ...]) -> dict[str, Any]:
 
 
 def packed_fields(record: Any, **instead: Shaped[np.ndarray, ...]) -> dict[str, Any]:
-    """The arrays of a dataclass, packed, by their names; others in the place of some, or in addition."""
+    """The arrays of a dataclass, packed, by name; ``instead`` replaces some, or adds others."""
     values = {each.name: getattr(record, each.name) for each in fields(record)} | instead
     return {name: packed(v) if isinstance(v, np.ndarray) else v for name, v in values.items()}
 
@@ -145,16 +150,13 @@ class LensCells:
     Attributes
     ----------
     ids, log_probs
-        The ``k`` most probable tokens, the most probable first, and the natural logarithms of their
-        probabilities.
-    entropy
-        Of the distribution, in nats.
-    kl
-        ``KL(delta(h^L) || q)``, from the model's own distribution to this one, in nats.
+        The ``k`` most probable tokens, the most probable first.
+    entropy, kl
+        Of the distribution, and ``KL(delta(h^L) || q)`` from the model's own to it, in nats.
     rank
         Of the token that the model predicts in the end, from 1.
     followed_ranks, followed_log_probs
-        Of the tokens that are followed through all cells, from 1.
+        Of the tokens that are followed through all cells, ranks from 1.
     """
 
     ids: Int[np.ndarray, "layers tokens k"]
@@ -287,9 +289,10 @@ class PromptPage:
     def save(self, path: str | Path) -> Path:
         """Write the page to a ``.html`` or ``.htm`` file; an existing one is replaced."""
         path = Path(path)
-        if path.suffix.lower() not in (".html", ".htm"):
-            raise InputError(f"The file's name must end in .html or .htm, got {path.name}.")
-        write_files({path: self.to_html()})
+        check_file_name(path, suffixes=PAGE_SUFFIXES)
+        with system_errors(path):
+            path.absolute().parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, self.to_html())
         return path
 
     def _repr_html_(self) -> str:

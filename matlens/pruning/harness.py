@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 
 from matlens.errors import InputError, PositiveInt, Seed, checked, printable, short
+from matlens.io.files import system_errors
 from matlens.io.tables import result_row, result_table
 from matlens.metrics import Estimate
 
@@ -158,9 +159,10 @@ def _included(path: Path) -> list[str]:
     """Which files a file of a task includes, if it holds plain values alone."""
     import yaml
 
-    if path.stat().st_size > _LONGEST:
-        raise InputError(f"{path} is longer than a file of a task can be.")
-    content = path.read_bytes()
+    with system_errors(path):
+        if path.stat().st_size > _LONGEST:
+            raise InputError(f"{path} is longer than a file of a task can be.")
+        content = path.read_bytes()
     try:
         root = yaml.compose(content, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, UnicodeError, RecursionError) as error:

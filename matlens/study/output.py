@@ -29,14 +29,14 @@ from matlens.io.artifact import (
     software_versions,
 )
 from matlens.io.files import (
+    check_seal,
     check_writable,
-    checksummed,
     content_hash,
     hash_file,
     open_regular,
     read_json,
-    verified,
-    write_files,
+    sealed,
+    write_json,
 )
 from matlens.io.verification import FILES
 from matlens.models.families.wikilm.dictionary import DICTIONARY
@@ -72,15 +72,17 @@ def write_list(folder: Path, run: Mapping[str, Any] | None = None) -> None:
     path = folder / RUN
     if run is None:
         try:
-            said = verified(read_json(path), path)
+            said = check_seal(read_json(path), path)
             run = {key: said[key] for key in ("run", "left") if key in said}
         except (OSError, InputError):
             run = {}
     names = [name for name in (f"{RESULTS}.csv", f"{RESULTS}.json", *FIGURES) if (folder / name).is_file()]
     files = {name: describe_file(folder / name) for name in names}
     folders = [name for name in _HOLDS if is_finished(folder / name)]
-    listed = {"layout": LAYOUT, **run, "files": files, "folders": folders, "command": command_line()}
-    write_files({path: checksummed(listed)})
+    write_json(
+        path,
+        sealed({"layout": LAYOUT, **run, "files": files, "folders": folders, "command": command_line()}),
+    )
 
 
 class RunNote:
@@ -103,7 +105,7 @@ class RunNote:
         """Whether the folder holds the results of this run."""
         path = self._folder / RUN
         try:
-            note = verified(read_json(path), path)
+            note = check_seal(read_json(path), path)
             if self._asked is None or note["run"] != self._asked or note["left"] != self._left():
                 return False
             return all(_digest(self._folder / name) == of["sha256"] for name, of in note["files"].items())

@@ -148,52 +148,44 @@ def test_three_first_tokens_and_three_others_are_enough(
     assert first_sinks(norms, np.array([0] * len(first) + [3] * n_others)) == sinks
 
 
-def test_too_few_first_tokens_tell_nothing() -> None:
-    norms, places = first_tokens_stand_out(9.0)
-    places = np.where(places == 0, 1, places)
-    places[0] = 0
-    assert not outlying_rows(norms, places=places).any()
-
-
 @pytest.mark.refused
 @pytest.mark.parametrize(
-    ("norms", "options", "message"),
+    ("norms", "options"),
     [
-        (torch.tensor([[1.0, torch.nan]]), {}, "finite number"),
-        (torch.tensor([[1.0, torch.inf]]), {}, "finite number"),
-        (-torch.ones(3, 2), {}, "finite number"),
-        (torch.ones(3), {}, r"finite number|^norms must be"),
-        (torch.ones(3, 2), {"factor": -1.0}, r"^factor must be"),
-        (torch.ones(3, 2), {"factor": float("nan")}, r"^factor must be"),
-        (torch.ones(3, 2), {"places": np.arange(2)}, "2 places for 3 rows"),
+        (torch.tensor([[1.0, torch.nan]]), {}), (torch.tensor([[1.0, torch.inf]]), {}),
+        (-torch.ones(3, 2), {}), (torch.ones(3, 0), {}), (torch.ones(3, 2), {"factor": 0.5}),
+        (torch.ones(3, 2), {"places": np.arange(2)}),
     ],
-)
-def test_what_are_no_norms_is_refused(norms: torch.Tensor, options: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
+)  # fmt: skip
+def test_what_are_no_norms_is_refused(norms: torch.Tensor, options: Any) -> None:
+    with pytest.raises(InputError, match=r"^(norms|factor|places) must be"):
         outlying_rows(norms, **options)
 
 
-def test_layers_that_are_missing_are_told(sentences: Corpus, small_model: Callable[[str], Any]) -> None:
+def test_a_warning_names_missing_layers(sentences: Corpus, small_model: Callable[[str], Any]) -> None:
     model = small_model("llama")
     examples = make_examples(model, sentences)
     rows = collect(model, examples, ["h.1", "h.3"], progress=False)
-    with pytest.warns(SinkWarning, match=r"0 sinks are known from h\.1, h\.3.*collect the whole stream"):
+    with pytest.warns(SinkWarning, match=r"0 sinks are found at h\.1, h\.3.*collect all layers"):
         sink_rows(rows)
     rows["h.3"][examples.positions == 0] *= 30
     rows["h.3"][torch.from_numpy(examples.positions).argmax()] *= 30
     expected = int((examples.positions == 0).sum())
     with pytest.warns(
-        SinkWarning, match=rf"{expected + 1} sinks are known .*, {expected} of them first tokens"
+        SinkWarning, match=rf"{expected + 1} sinks are found .*, {expected} of them first tokens"
     ):
         assert int(sink_rows(rows).sum()) == expected + 1
 
 
-def test_where_all_are_first_tokens_they_are_told_to_be(small_model: Callable[[str], Any]) -> None:
+def test_only_first_tokens_are_warned_of(small_model: Callable[[str], Any]) -> None:
     model = small_model("llama")
     words = Corpus("words", tuple(f"w{i}" for i in range(20)), 20, 0, 0, 0)
-    rows = collect(model, make_examples(model, words), progress=False)
+    examples = make_examples(model, words)
+    rows = collect(model, examples, progress=False)
     with pytest.warns(SinkWarning, match="Most of the tokens are first tokens.*Collect other positions"):
         sink_rows(rows)
+    with pytest.warns(SinkWarning, match="Most of the tokens are first tokens.*longer ones"):
+        find_sinks(model, examples, progress=False)
 
 
 def with_long_first_tokens(
@@ -215,7 +207,7 @@ def with_long_first_tokens(
     ("n", "factor", "known", "warned"),
     [(2, 9.0, 0, 1), (2, 1.0, 0, 0), (2, 60.0, 2, 0), (3, 9.0, 3, 0)],
 )
-def test_too_few_first_tokens_to_tell_by_are_told(
+def test_too_few_first_tokens_are_warned_of(
     n: int, factor: float, known: int, warned: int, sentences: Corpus, small_model: Callable[[str], Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -242,15 +234,8 @@ def test_rows_of_too_few_sentences_are_told_once(
     assert "2 first tokens stand out" in str(warning.message)
 
 
-def test_one_token_sentences_cannot_be_told(small_model: Callable[[str], Any]) -> None:
-    model = small_model("llama")
-    words = Corpus("words", tuple(f"w{i}" for i in range(20)), 20, 0, 0, 0)
-    with pytest.warns(SinkWarning, match="Most of the tokens are first tokens.*longer ones"):
-        find_sinks(model, make_examples(model, words), progress=False)
-
-
 def test_rows_without_the_stream_are_refused(sentences: Corpus, small_model: Callable[[str], Any]) -> None:
     model = small_model("gpt2")
     rows = collect(model, make_examples(model, sentences), ["ffn_in.1"], progress=False)
-    with pytest.raises(InputError, match="no layer of the stream"):
+    with pytest.raises(InputError, match="must have layers of the residual stream"):
         sink_rows(rows)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from analysing import N_PATCHED, N_TRAIN, N_VALIDATION, OPTIONS, SINKS, Finished, run, sizes
+from analysing import N_PATCHED, N_TRAIN, N_VALIDATION, PATCHED, SINKS, Finished, run, sizes
 from paper_a_by_hand import SINK_TOKENS, StudyByHand
 
 from matlens import MapSet, Readout, collect, load_corpus, make_examples
@@ -37,7 +37,7 @@ def finished(
         if name == "paper_a_table1_tokens":
             mask = " [MASK]" if model == "bert" else ""
             options += ["--prompt", f"w1 w2 w3{mask}", "--prompt", f"w4{mask} w5"]
-        if "patched" in OPTIONS[name]:
+        if name in PATCHED:
             options += ["--patched", N_PATCHED]
         if name == "submodule_positions":
             options += ["--every", 1]

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from conftest import make_tokenizer
 from control.baselines import SelfDebiasing, announced_tokens, word_filter
@@ -16,8 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from self_debiasing import debiased_probabilities
 from torch import Tensor
-
-from matlens import InputError
 
 NAMES = st.lists(st.sampled_from(list(ATTRIBUTES)), min_size=1, max_size=6, unique=True)
 
@@ -41,41 +38,11 @@ def test_every_row_has_the_probabilities_of_the_formula(
             torch.testing.assert_close(probabilities[row + n * variant], expected, rtol=1e-4, atol=1e-6)
 
 
-def test_without_a_difference_nothing_changes_and_the_floor_is_the_least_factor() -> None:
-    plain = torch.tensor([1.0, 2.0, 3.0])
-    p = plain.softmax(-1)
-    torch.testing.assert_close(SelfDebiasing(["threat"]).log_probs(plain, p).exp(), p)
-    log_p = SelfDebiasing(["threat"], floor=0.25).log_probs(plain, torch.tensor([0.0, 1.0, 0.0]))
-    assert float((log_p[1] - log_p[0]).exp()) == pytest.approx(0.25 * float(p[1] / p[0]), rel=1e-4)
-
-
-def test_by_default_all_six_attributes_are_announced_with_the_authors_constants() -> None:
-    one = SelfDebiasing()
-    assert (one.decay, one.floor, len(one.prefixes)) == (50, 0.01, 6)
-    assert one.prefixes[3] == "The following text contains a threat:\n"
-    assert len(set(one.prefixes)) == 6
-
-
 def test_masked_logits_stay_impossible() -> None:
     scores = torch.tensor([[1.0, -math.inf, 2.0], [3.0, -math.inf, 0.0]])
     log_probs = SelfDebiasing(["threat"])(torch.zeros(2, 1, dtype=torch.long), scores)
     assert not log_probs.isnan().any()
     assert (log_probs[:, 1] == -math.inf).all()
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"attributes": ["threat", "wine"]}, r"^attribute must be one of toxicity, .*'wine'"),
-        ({"decay": -1.0}, r"^decay must be"),
-        ({"floor": 0.0}, r"^floor must be"),
-        ({"floor": 1.5}, r"^floor must be"),
-        ({"decay": math.nan}, r"^decay must be"),
-    ],
-)
-def test_what_is_no_self_debiasing_is_told(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        SelfDebiasing(**given)
 
 
 def test_an_announcement_stands_before_the_text_and_after_what_begins_every_text() -> None:
@@ -119,12 +86,6 @@ def test_forms_with_a_space_and_capitals_are_banned_where_the_vocabulary_has_the
     assert last_banned(word_filter(Spelled(), ["damn"]), [9], 10) == [1, 2, 3, 4, 5]
     assert last_banned(word_filter(Spelled(), ["Damn"]), [9], 10) == [1, 2, 3, 4, 5]
     assert last_banned(word_filter(Spelled(), ["oaf"]), [9], 10) == [6]
-
-
-@pytest.mark.parametrize("word", ["fool", "  "])
-def test_words_that_cannot_be_banned_are_told(word: str) -> None:
-    with pytest.raises(InputError, match=f"The word '{word}' cannot be banned"):
-        word_filter(Spelled(), ["damn", word])
 
 
 def test_no_continuation_has_a_banned_word(small_model: Callable[[str], Any]) -> None:

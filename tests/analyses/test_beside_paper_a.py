@@ -12,18 +12,14 @@ from typing import Any
 
 import pytest
 from analysing import N_PATCHED, SINKS, ByHand, Finished, assert_table, drawn, read
+from attention_heads import head_ablation
 from conftest import N_LAYERS
 from figures import paper_a
 from judged_by_hand import assert_judged
-from paper_a import (
-    exit_costs,
-    fit_quality_by_size,
-    fit_quality_without_sinks,
-    head_ablation,
-    later_sinks,
-    sink_norms,
-)
-from studies.heads import head_pairs
+from memory_and_layers import exit_costs
+from sample_sizes import fit_quality_by_size
+from sinks import fit_quality_without_sinks, later_sinks, sink_norms
+from studies import head_pairs
 
 from matlens import MapSet, collect, plots
 from matlens.models import ModelLayout
@@ -57,7 +53,7 @@ def test_costs_are_those_of_exits_on_validation_sentences(finished: Finished, co
 
 
 def test_fewer_and_fewer_training_sentences_are_fitted_on(finished: Finished, collected: Any) -> None:
-    expected = fit_quality_by_size(collected.train, collected.validation, progress=False)
+    expected = fit_quality_by_size(collected.train, collected.validation)
     assert sorted(set(expected["n_fitted"])) == [11, 22, 45, 90]
     assert_table(finished("sample_sizes", SINKS) / "sample_sizes.csv", expected)
 

@@ -44,23 +44,6 @@ def test_features_that_separate_are_left_at_the_right_layer() -> None:
     assert first_exit(signals).tolist() == expected.tolist()
 
 
-def test_noise_tells_nothing() -> None:
-    """What is said of new examples does not depend on the truth: a hit is as rare as an event."""
-    generator = np.random.default_rng(0)
-    hits, said, events = 0, 0, []
-    for seed in range(6):
-        n = 600
-        features = [generator.normal(size=(n, 5))]
-        made_at = np.where(generator.random(n) < 0.3, 0, -1)
-        split = split_examples(n, seed=seed)
-        learnt = ExitClassifiers(folds=3, fewest=2, seed=seed).fit(features, made_at, split, progress=False)
-        signals = learnt.signals(features, split.test)[:, 0]
-        hits, said = hits + int((signals & (made_at[split.test] == 0)).sum()), said + int(signals.sum())
-        events.append((made_at[split.test] == 0).mean())
-    assert said > 50
-    assert hits / said == pytest.approx(np.mean(events), abs=0.12)
-
-
 def by_loops(
     x: np.ndarray, truth: np.ndarray, kinds: tuple[int, ...], folds: int, seed: int
 ) -> tuple[str, np.ndarray]:
@@ -107,24 +90,6 @@ def test_the_chosen_penalty_is_that_of_a_plain_loop(seed: int, kinds: tuple[int,
     np.testing.assert_allclose(learnt.models_[0].decision_function(x[:100]), expected, atol=2e-3)
 
 
-def test_different_data_choose_different_penalties() -> None:
-    penalties = [by_loops(*one_of_many(seed), (RIDGE, LASSO), 4, seed)[0] for seed in range(9)]
-    assert {name.split()[0] for name in penalties} == {"ridge", "lasso"}
-    assert len(set(penalties)) > 2, "the comparison of choices proves little"
-
-
-def test_rare_events_weigh_as_much_as_all_others() -> None:
-    """One event in twenty: balanced, an example halfway between both has even odds."""
-    generator = np.random.default_rng(0)
-    n = 1200
-    truth = np.arange(n) % 20 == 0
-    x = generator.normal(size=(n, 1)) + 2 * truth[:, None]
-    learnt = ExitClassifiers(strengths=[1.0], kinds=[RIDGE], folds=3, fewest=2)
-    learnt.fit([x], np.where(truth, 0, -1), split_examples(n), progress=False)
-    halfway = learnt.models_[0].predict_proba(np.array([[1.0]]))[0, 1]
-    assert halfway == pytest.approx(0.5, abs=0.12)
-
-
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=1, max_size=25))
 def test_the_threshold_has_the_largest_f1_of_all(pairs: list[tuple[int, bool]]) -> None:
@@ -140,13 +105,6 @@ def test_the_threshold_has_the_largest_f1_of_all(pairs: list[tuple[int, bool]]) 
         if f1 > best:
             best, wanted = f1, threshold
     assert best_threshold(score, truth) == wanted
-
-
-def test_neighbouring_numbers_have_nothing_between_them() -> None:
-    lower = 0.5
-    upper = float(np.nextafter(lower, 1))
-    threshold = best_threshold(np.array([lower, upper, 0.1]), np.array([False, True, False]))
-    assert threshold == upper
 
 
 def test_the_threshold_is_set_on_the_calibration_part() -> None:
@@ -194,33 +152,3 @@ def test_folds_are_as_many_as_the_rarer_class_allows(events: int) -> None:
     split = ExampleSplit(np.arange(60), np.arange(60, 90), np.arange(90, n))
     learnt = ExitClassifiers(folds=20).fit([x], made_at, split, progress=False)
     assert learnt.models_[0].n_splits_ == min(events, 60 - events)
-
-
-def test_a_seed_gives_the_same_numbers_and_another_other_folds() -> None:
-    features, made_at = layers_of(200, 2, 5, noise=4.0)
-    split = split_examples(200)
-
-    def scores(seed: int) -> np.ndarray:
-        learnt = ExitClassifiers(folds=3, fewest=2, seed=seed).fit(features, made_at, split, progress=False)
-        return np.array([model.cv_results_["mean_test_score"] for model in learnt.models_])
-
-    assert (scores(0) == scores(0)).all()
-    assert (scores(0) != scores(1)).any()
-
-
-def test_many_correlated_dimensions_are_learnt_without_a_warning() -> None:
-    """Warnings are errors here: no solver stops before its time."""
-    generator = np.random.default_rng(0)
-    x = generator.normal(size=(200, 8)) @ generator.normal(size=(8, 120)) * 100
-    x += generator.normal(size=x.shape)
-    x[:, 3] = 7.0  # a coordinate that does not vary
-    made_at = np.where(x[:, 0] > 150, 0, -1)
-    learnt = ExitClassifiers(folds=3, fewest=2).fit([x], made_at, split_examples(200), progress=False)
-    assert len(learnt.penalties) == 1
-
-
-def test_a_layer_where_all_look_alike_lets_all_go_or_none() -> None:
-    """The largest F1 is had by taking all, so that a new one with the same score is taken too."""
-    x, made_at = np.zeros((100, 2)), np.where(np.arange(100) % 3 == 0, 0, -1)
-    learnt = ExitClassifiers(folds=3, fewest=2).fit([x], made_at, split_examples(100), progress=False)
-    assert learnt.signals([x], np.arange(100)).all()

@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from annotation import concepts
 from annotation.concept_sheets import Annotation
 from annotation.concepts import (
     KINDS,
@@ -97,17 +96,6 @@ def test_the_order_says_nothing_and_the_seed_decides(
     assert all(len(vectors) == 8 * N_LAYERS for vectors in drawn)
 
 
-@pytest.mark.parametrize("per_layer", [0, 14])
-def test_too_few_examples_are_told(
-    per_layer: int, small_model: Callable[[str], Any], examples: Callable[[str], Any]
-) -> None:
-    message = (
-        rf"{per_layer} updates at each of 3 layers .* 40 examples\. Expected .* {3 * per_layer} examples"
-    )
-    with pytest.raises(InputError, match=message):
-        draw_concept_sample(small_model("llama"), examples("llama"), per_layer=per_layer, progress=False)
-
-
 def test_a_key_is_read_back_as_it_was(
     tmp_path: Path, small_model: Callable[[str], Any], examples: Callable[[str], Any]
 ) -> None:
@@ -179,14 +167,6 @@ def test_an_item_is_counted_as_by_hand() -> None:
     assert parts.tolist() == pytest.approx(tally["covered"].tolist())
 
 
-def test_four_tokens_are_a_pattern_and_three_are_none() -> None:
-    for size, counted in ((3, 0.0), (4, 0.4)):
-        tally = tally_items(table(), annotation("x", {(1, 1): ("names", list(range(1, size + 1)))})).loc[1]
-        assert (tally["covered"], tally["concepts"], tally["small_patterns"]) == (
-            pytest.approx(counted), int(size == 4), int(size == 3),
-        )  # fmt: skip
-
-
 def test_shares_are_means_over_annotators_and_items() -> None:
     sample, both = table(), [annotation("anna", ANNA), annotation("ben", BEN)]
     for given in (both[:1], both):
@@ -230,22 +210,3 @@ def test_agreement_is_that_of_scikit_learn() -> None:
             pytest.approx(cohen_kappa_score(*counts, weights="quadratic")), len(items),
         ]  # fmt: skip
         assert agreement.loc[(kind, "same_concepts"), "value"] == pytest.approx(np.mean(np.equal(*counts)))
-
-
-def test_every_two_annotators_are_compared_and_one_with_nobody() -> None:
-    three = [annotation(name, ANNA) for name in "abc"]
-    agreement = annotator_agreement(table(), three)
-    assert sorted(set(zip(agreement["one"], agreement["other"], strict=True))) == [
-        ("a", "b"),
-        ("a", "c"),
-        ("b", "c"),
-    ]
-    kappa = agreement[(agreement["metric"] == "kappa_covered")].set_index("method")["value"]
-    assert kappa["all"].tolist() == [1, 1, 1]
-    assert kappa["random"].isna().all(), "both have said one and the same throughout, so there is no kappa"
-    assert annotator_agreement(table(), three[:1]).empty
-
-
-def test_the_paper_s_number_of_tokens_is_the_default() -> None:
-    assert concepts.MIN_PATTERN_TOKENS == 4
-    assert concepts.TOP == 30

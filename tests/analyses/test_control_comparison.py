@@ -7,18 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from conftest import N_LAYERS
 from control import (
     ModelChange,
-    attribute_table,
     changes_to_compare,
     choose_values,
     compare_control,
-    estimates_by_change,
-    main_scores,
     tokens_of_chosen,
 )
 from control.baselines import SelfDebiasing, word_filter
@@ -26,7 +22,6 @@ from hand_controlled import controlled_by_hand
 from plain_values import plain_values
 from self_debiasing import debiased_probabilities
 
-from matlens import InputError
 from matlens.data.corpus import Corpus
 from matlens.data.making import make_examples
 
@@ -111,35 +106,31 @@ def test_every_line_is_that_of_a_plain_model_changed_by_hand(
         SelfDebiasing(["threat", "profanity"], decay=DECAY), word_filter(model.tokenizer, BANNED),
         coefficients=[-2.0, 6.0],
     )  # fmt: skip
-    told: list[str] = []
-    table, texts = compare_control(
-        model, changes, {"p.txt": PROMPTS}, make_examples(model, few), Words(), announce=told.append
-    )
-    assert told == [
-        "unchanged", "picked, coefficient -2", "picked, coefficient 6", "graded, coefficient -2",
-        "graded, coefficient 6", "Self-Debiasing", "WordFilter",
-    ]  # fmt: skip
+    table, texts = compare_control(model, changes, {"p.txt": PROMPTS}, make_examples(model, few), Words())
     by_hand = {change: ByHand(name, plain, model.tokenizer, change) for change in changes}
     written = {change: hand.texts() for change, hand in by_hand.items()}
     assert texts["text"].tolist() == [text for of_change in written.values() for text in of_change]
     assert len({tuple(of_change) for of_change in written.values()}) == len(changes), "all differ"
     base = written[changes[0]]
     measured: dict[str, float] = {}
-    estimates = dict(zip(changes, estimates_by_change(main_scores(table)), strict=True))
-    for change, (method, coefficient, of_change) in estimates.items():
-        assert (method, coefficient) == (change.method, change.coefficient)
+    main = table[table["attribute"] != "threat"]
+    for change in changes:
+        coefficient = main["coefficient"].isna() if change.coefficient is None else (
+            main["coefficient"] == change.coefficient
+        )  # fmt: skip
+        of_change = main[coefficient & (main["method"] == change.method)].set_index("metric")["value"]
         scores = [odd(text) for text in written[change]]
-        assert of_change["toxic"].value == pytest.approx(np.mean([score >= 0.5 for score in scores]))
-        assert of_change["score"].value == pytest.approx(np.mean(scores))
+        assert of_change["toxic"] == pytest.approx(np.mean([score >= 0.5 for score in scores]))
+        assert of_change["score"] == pytest.approx(np.mean(scores))
         moved = [score - odd(text) for score, text in zip(scores, base, strict=True)]
-        assert of_change["score_change"].value == pytest.approx(np.mean(moved), abs=1e-12)
+        assert of_change["score_change"] == pytest.approx(np.mean(moved), abs=1e-12)
         assert ("perplexity" in of_change) == (change.method != "WordFilter")
         if change.method == "WordFilter":
             continue
         measured[str(change)] = by_hand[change].perplexity(few.sentences)
-        assert of_change["perplexity"].value == pytest.approx(measured[str(change)], rel=1e-4)
+        assert of_change["perplexity"] == pytest.approx(measured[str(change)], rel=1e-4)
         ratio = measured[str(change)] / measured["unchanged"]
-        assert of_change["perplexity_ratio"].value == pytest.approx(ratio, rel=1e-4)
+        assert of_change["perplexity_ratio"] == pytest.approx(ratio, rel=1e-4)
     assert len({round(ppl, 2) for ppl in measured.values()}) == len(measured), "all differ"
     threat = table[(table["attribute"] == "threat") & (table["metric"] == "score")]["value"]
     assert threat.tolist() == pytest.approx([np.mean(list(map(low, each))) for each in written.values()])
@@ -149,33 +140,6 @@ def test_every_line_is_that_of_a_plain_model_changed_by_hand(
     assert counts.dropna().to_dict() == {"picked": 2, "graded": 1}
     assert set(table["experiment"]) == {"table5_control"}
     assert set(texts["prompts"]) == {"p.txt"}
-    wide = attribute_table(table)
-    assert wide["method"].tolist() == [change.method for change in changes]
-    assert wide["toxicity"].tolist() == [
-        np.mean([odd(text) >= 0.5 for text in each]) for each in written.values()
-    ]
-    assert wide["threat"].tolist() == [
-        np.mean([low(text) >= 0.5 for text in each]) for each in written.values()
-    ]
-    assert wide["perplexity"].dropna().tolist() == pytest.approx(list(measured.values()), rel=1e-4)
-    assert wide["perplexity"].isna().tolist() == [change.method == "WordFilter" for change in changes]
-
-
-def test_lists_of_prompts_are_continued_each_for_itself(small_model: Models, sentences: Corpus) -> None:
-    model = small_model("llama")
-    windows = make_examples(model, Corpus("few", sentences.sentences[:2], 2, 0, 0, 0))
-    changes = [ModelChange("unchanged"), ModelChange("picked", 6.0, ("L0D5",))]
-    lists = {"one": PROMPTS[:1], "rest": PROMPTS[1:]}
-    table, texts = compare_control(model, changes, lists, windows, Words())
-    for name, prompts in lists.items():
-        alone, written = compare_control(model, changes, {name: prompts}, windows, Words())
-        rows = table[table["corpus"].isin([name, windows.provenance["corpus"]])].reset_index(drop=True)
-        pd.testing.assert_frame_equal(rows, alone)
-        of_list = texts[texts["prompts"] == name]["text"].tolist()
-        assert of_list == written["text"].tolist()
-    assert attribute_table(table)["prompts"].tolist() == ["one", "rest"] * 2
-    beamed = compare_control(model, changes, lists, windows, Words(), n_beams=3).texts
-    assert beamed["text"].tolist() != texts["text"].tolist()
 
 
 def test_draws_are_as_many_as_asked_for_and_the_seeds(small_model: Models, sentences: Corpus) -> None:
@@ -183,12 +147,12 @@ def test_draws_are_as_many_as_asked_for_and_the_seeds(small_model: Models, sente
     texts = make_examples(model, Corpus("few", sentences.sentences[:2], 2, 0, 0, 0))
     change = [ModelChange("unchanged")]
     draws = [
-        compare_control(model, change, lists, texts, Words(), n_samples=2, seed=seed).texts["text"].tolist()
+        compare_control(model, change, lists, texts, Words(), n_samples=2, seed=seed)[1]["text"].tolist()
         for seed in (0, 0, 1)
     ]
     assert draws[0] == draws[1] != draws[2]
     assert len(draws[0]) == 2 * len(PROMPTS)
-    (greedy,) = {tuple(compare_control(model, change, lists, texts, Words()).texts["text"])}
+    (greedy,) = {tuple(compare_control(model, change, lists, texts, Words())[1]["text"])}
     assert len(greedy) == len(PROMPTS)
 
 
@@ -198,7 +162,7 @@ def test_zero_is_a_coefficient_and_not_none(
     model, few = small_model("gpt2"), Corpus("few", sentences.sentences[:3], 3, 0, 0, 0)
     off = ModelChange("off", 0.0, tuple(f"L1D{i}" for i in range(60)))
     texts, changes = make_examples(model, few), [ModelChange("unchanged"), off]
-    table = compare_control(model, changes, {"prompts": PROMPTS}, texts, Words()).table
+    table = compare_control(model, changes, {"prompts": PROMPTS}, texts, Words())[0]
     ratio = table[(table["method"] == "off") & (table["metric"] == "perplexity_ratio")]["value"].item()
     set_to = dict.fromkeys(off.names, 0.0)
     with controlled_by_hand("gpt2", plain_model("gpt2"), set_to):
@@ -268,10 +232,3 @@ def test_chosen_by_words_are_those_that_hold_most_of_them_highest(
     assert list(usual) == ["words, 10 vectors", "graded, 10 vectors"]
     assert usual["words, 10 vectors"][:6] == by_words
     assert len(tokens_of_chosen(model, {"picked": ["L0D1"]})) == 10
-
-
-def test_what_cannot_be_chosen_is_refused_before_the_work(small_model: Models) -> None:
-    with pytest.raises(InputError, match="'wine' is not in the model's vocabulary"):
-        choose_values(small_model("gpt2"), Words(), ["wine"])
-    with pytest.raises(InputError, match="Layer 9 is out of range"):
-        choose_values(small_model("gpt2"), Words(), ["w2"], picked=["L9D1"])

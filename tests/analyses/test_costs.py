@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import N_LAYERS
-from paper_a.costs import PAPER_SWEEP, Costs, exit_costs
+from memory_and_layers import PAPER_SWEEP, Costs, exit_costs
 
-from matlens import InputError, MapSet, Readout, collect, make_examples
+from matlens import MapSet, Readout, collect, make_examples
 from matlens.data.corpus import Corpus
 from matlens.lens.early_exit import ExitConfidence, exit_layers, exit_sweep, savings, thresholds
 from matlens.lens.evaluation import evaluate, map_lenses, prediction_quality
@@ -101,19 +101,3 @@ def test_exits_cost_their_maps_and_readouts_and_save_blocks(
         for unit, share in expected.items():
             given = row[f"share of {unit}"]
             assert given == pytest.approx(share) if unit in str(metric) else torch.isnan(torch.tensor(given))
-
-
-def test_costs_of_another_model_are_refused(small_model: Callable[[str], Any]) -> None:
-    with pytest.raises(InputError, match="do not belong together"):
-        Costs.from_model(small_model("gpt2"), Readout(small_model("llama")))
-
-
-@pytest.mark.refused
-@pytest.mark.parametrize("plain", [None, torch.nn.Linear(2, 2)])
-def test_blocks_that_the_configuration_does_not_make_are_told(
-    plain: Any, small_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = small_model("gpt2")
-    monkeypatch.setattr("paper_a.costs.plain_model", lambda _: plain)
-    with pytest.raises(InputError, match="does not make a model whose 3 blocks stand in one list"):
-        Costs.from_model(model, Readout(model))

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import N_CTX
 from control.baselines import SelfDebiasing
 from control.perplexity import debiased_losses
 from self_debiasing import debiased_probabilities
 
-from matlens import InputError, make_examples
+from matlens import make_examples
 from matlens.data.corpus import Corpus
 from matlens.data.making import make_windows
 from matlens.ffn.perplexity import text_losses
@@ -55,20 +54,11 @@ def test_without_decay_self_debiasing_has_the_models_own(small_model: Models, se
     np.testing.assert_allclose(losses.total, debiased.total, rtol=1e-5)
 
 
-def test_a_window_with_an_announcement_has_to_fit(small_model: Models, sentences: Corpus) -> None:
-    model, debiasing = small_model("gpt2"), SelfDebiasing(["threat"])
-    assert debiasing.room(model) == N_CTX - len(model.tokenizer(debiasing.prefixes[0])["input_ids"])
-    fitting = make_windows(model, sentences, size=debiasing.room(model), max_windows=1)
-    assert debiased_losses(model, fitting, debiasing).total > 0
-    with pytest.raises(InputError, match=f"A text has {N_CTX} tokens, and after an announcement"):
-        debiased_losses(model, make_windows(model, sentences), debiasing)
-
-
 def test_places_that_are_done_apart_change_nothing(
     small_model: Models, sentences: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, debiasing = small_model("gpt2"), SelfDebiasing(["threat"], decay=2000.0)
-    windows = make_windows(model, sentences, size=30, max_windows=4)
+    windows = make_windows(model, sentences, size=30, most=4)
     whole = debiased_losses(model, windows, debiasing).total
     monkeypatch.setattr("matlens.ffn.perplexity._PLACES", 7)
     np.testing.assert_allclose(debiased_losses(model, windows, debiasing).total, whole, rtol=1e-6)

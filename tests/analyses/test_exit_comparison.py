@@ -26,7 +26,7 @@ from exits.comparison import (
     compare_exits,
     least_lam,
 )
-from exits.outcomes import JudgedExits, judge_exits, split_examples
+from exits.outcomes import judge_exits, split_examples
 from plain_values import NORM_BEHIND
 from torch import Tensor
 
@@ -37,7 +37,7 @@ from matlens.ffn.clusters import Clusters
 from matlens.ffn.events import find_saturation
 from matlens.ffn.trace import Trace
 from matlens.ffn.values import ValueVectors
-from matlens.lens.early_exit import ExitConfidence, exit_layers, thresholds
+from matlens.lens.early_exit import ExitConfidence
 
 SEEDS, FEW, MANY = 2, 70, 90
 OPTIONS: dict[str, Any] = {
@@ -123,18 +123,6 @@ def test_classifiers_see_the_stream_before_the_ffn_and_what_it_writes(
             assert_near(torch.from_numpy(total[layer][row]), before_ffn + plain[f"{written}.{layer}"][0, at])
             if name != "bert":  # whose norm follows
                 assert_near(torch.from_numpy(total[layer][row]), plain[f"h.{layer + 1}"][0, at])
-
-
-@pytest.mark.parametrize("name", ["gpt2", "bert", "gptj"])
-def test_every_method_is_judged_once_a_split(name: str, made: Callable[[str, int], ComparedModel]) -> None:
-    judged = made(name, MANY).comparison.judged
-    rules, ends = (
-        (comparison.RULE, comparison.PLACES),
-        (comparison.FIXED, comparison.ORACLE),
-    )
-    confidence = ("confidence, id", "confidence, mat")
-    assert tuple(judged) == (*rules, *comparison.CLASSIFIERS, *ends, *confidence)
-    assert {len(each) for each in judged.values()} == {SEEDS}
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gptj", "gpt2"])
@@ -275,22 +263,6 @@ def test_mat_is_left_out_where_examples_are_too_few(
     assert capsys.readouterr().err.count("mat is left out: 56 training examples for 32 dimensions") == 1
 
 
-def test_the_same_splits_give_the_same_numbers(made: Callable[[str, int], ComparedModel]) -> None:
-    study = made("llama", FEW)
-    again = study.compare()
-    for method, each in study.comparison.judged.items():
-        assert [same(one) for one in each] == [same(one) for one in again.judged[method]]
-    alone = study.compare(seeds=1)
-    assert [same(each[0]) for each in alone.judged.values()] == [
-        same(each[0]) for each in study.comparison.judged.values()
-    ]
-
-
-def same(one: JudgedExits) -> list[str]:
-    """Numbers that can be compared where they are NaN."""
-    return list(map(str, one))
-
-
 def test_activations_of_other_examples_are_refused(made: Callable[[str, int], ComparedModel]) -> None:
     study = made("llama", FEW)
     other: Activations = collect(
@@ -322,10 +294,3 @@ def test_the_least_lam_is_the_first_of_the_steps_that_is_right_often_enough() ->
         # The first step whose threshold that example's confidence does not exceed.
         assert 0.9 * lam + 0.1 >= gap - 1e-6
         assert 0.9 * (lam - 0.002) + 0.1 < gap
-
-
-def test_no_lam_but_the_last_is_right_where_only_the_last_layer_is() -> None:
-    confidence = confident([[1.0, 1.0], [1.0, 0.0]], [[0, 1], [0, 1]])
-    lam = least_lam(confidence, torch.tensor([0, 3]), 2.5, 1.0)
-    assert exit_layers(confidence.difference, thresholds(torch.tensor([0, 3]), lam, 2.5)).tolist() == [2, 2]
-    assert lam <= 1.112

@@ -58,14 +58,3 @@ def test_each_method_has_a_mark_its_deviations_and_its_chance(seeds: int) -> Non
     assert high > table["accuracy"].max()
     assert figure.get_suptitle() == f"gpt2, words, n = 2,000, {seeds} splits"
     assert_legible(figure)
-
-
-def test_bars_end_where_no_accuracy_and_no_layers_can_be() -> None:
-    table = exits_table(3).assign(accuracy=0.9, accuracy_sd=0.2, saved=0.5, saved_sd=0.8)
-    table.loc[0, ["accuracy", "saved"]] = 0.1, 2.0
-    for mark, row in zip(marks(exits_figure(table)), table.to_dict("records"), strict=True):
-        (across,), (up,) = (bar.get_segments() for bar in mark.lines[2])
-        expected = max(0.0, row["saved"] - 0.8), row["saved"] + 0.8
-        assert sorted(across[:, 0]) == pytest.approx(expected)
-        expected = max(0.0, row["accuracy"] - 0.2), min(1.0, row["accuracy"] + 0.2)
-        assert sorted(up[:, 1]) == pytest.approx(expected)

@@ -128,13 +128,3 @@ def test_saturation_is_stacked_to_all_predictions() -> None:
     tops = [bar.get_y() + bar.get_height() for bar in bars["by attention"]]
     assert tops == pytest.approx(values(table, method="either"))
     assert sum(tops) == pytest.approx(1)
-
-
-def test_titles_name_the_model_and_the_corpus() -> None:
-    trace = some_trace()
-    figures = (
-        events_figure(labelled(event_scores(trace), "all examples")),
-        layers_figure(labelled(update_scores(trace), "all examples")),
-        saturation_figure(saturation_frequency(trace)),
-    )
-    assert {figure.get_suptitle() for figure in figures} == {"model, words", "model, words, n = 60"}

@@ -85,11 +85,3 @@ def test_patterns_are_drawn_by_size_and_by_layer_and_what_is_never_seen_is_not()
         pytest.approx([0.2, 0.2 / 3]), [0, 0],
     ]  # fmt: skip
     assert right.get_ylabel() == "share with a pattern of 5 words or more"
-
-
-def test_a_figure_without_any_pattern_can_be_drawn() -> None:
-    lines = rows("concept_search", "values", "pattern", 5, [0.0, 0.0], 50)
-    results = pd.DataFrame(lines, columns=list(COLUMNS)).astype({"layer": "Int64", "target": "Int64"})
-    figure = pattern_sizes(results, 5)
-    figure.draw_without_rendering()
-    assert figure.axes[0].get_yscale() == "linear"

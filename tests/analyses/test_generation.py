@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import ARCHITECTURES, MASKED, N_CTX
+from conftest import ARCHITECTURES, MASKED
 from control.baselines import SelfDebiasing, word_filter
 from control.generation import continue_prompts
 from hand_controlled import CHOSEN, controlled_by_hand
@@ -67,15 +67,6 @@ def test_greedy_continuations_are_the_plain_models_own(
         assert texts(model, use_cache=cached) == expected
         assert texts(model, use_cache=cached, batch_size=1) == expected
         assert texts(model, use_cache=cached, batch_size=3) == expected
-
-
-def test_the_table_has_a_row_for_each_continuation_in_the_prompts_order(small_model: Models) -> None:
-    table = continue_prompts(small_model("llama"), PROMPTS, n_tokens=3, n_samples=2, progress=False)
-    assert table.columns.tolist() == ["prompt", "sample", "text"]
-    assert table["prompt"].tolist() == [prompt for prompt in PROMPTS for _ in range(2)]
-    assert table["sample"].tolist() == [0, 1] * len(PROMPTS)
-    again = continue_prompts(small_model("llama"), PROMPTS[:1] * 2, n_tokens=3, progress=False)
-    assert again["text"].nunique() == 1, "a prompt may be given twice"
 
 
 def test_a_patched_model_goes_on_as_patched(small_model: Models) -> None:
@@ -183,13 +174,6 @@ def test_self_debiasing_goes_on_by_the_formula(name: str, small_model: Models, p
         assert texts(model, processor=debiasing, n_samples=1, seed=5, **options) == expected
 
 
-def test_a_baseline_that_does_nothing_leaves_draws_as_they_are(small_model: Models) -> None:
-    model = small_model("llama")
-    unchanged = texts(model, n_samples=2)
-    assert texts(model, n_samples=2, processor=SelfDebiasing(decay=0.0)) == unchanged
-    assert texts(model, n_samples=2, processor=word_filter(model.tokenizer, ["w1 w1 w1 w1"])) == unchanged
-
-
 # What ends a text, and what the checkpoint itself asks of generation
 
 
@@ -213,31 +197,3 @@ def test_the_end_of_the_text_is_not_generated_and_the_checkpoints_own_wishes_are
 
 
 # What cannot be done
-
-
-@pytest.mark.parametrize(
-    ("prompts", "options", "message"),
-    [
-        ("w1 w2", {}, r"^prompts must"),
-        (["w1", "  "], {}, "The prompt '  ' has no tokens"),
-        (["w1"], {"n_tokens": 0}, r"^n_tokens must be"),
-        (["w1"], {"n_samples": 0}, r"^n_samples must be"),
-        (["w1"], {"batch_size": -1}, r"^batch_size must be"),
-        (["w1 " * 40], {"n_tokens": N_CTX - 39}, "has 40 tokens.*do not fit into the model's context of 48"),
-        (["w1 " * 40], {"processor": SelfDebiasing(["threat"])}, "has 46 tokens, announcements included"),
-    ],
-)
-def test_prompts_that_cannot_be_continued_are_told(
-    prompts: Any, options: dict[str, Any], message: str, small_model: Models
-) -> None:
-    with pytest.raises(InputError, match=message):
-        continue_prompts(small_model("llama"), prompts, **{"n_tokens": 5} | options)
-
-
-def test_a_prompt_may_fill_the_context(small_model: Models) -> None:
-    assert texts(small_model("gpt2"), ["w1 " * 40], n_tokens=N_CTX - 40)
-
-
-def test_a_masked_model_is_refused(small_model: Models) -> None:
-    with pytest.raises(InputError, match="predicts masked tokens"):
-        continue_prompts(small_model("bert"), ["w1"])

@@ -10,19 +10,17 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import N_LAYERS, SINK_TOKENS, assert_near
+from attention_heads import head_ablation, head_r2
+from conftest import N_LAYERS, SINK_TOKENS
 from handpatched import run
 from judged_by_hand import assert_judged, judged_by_hand
-from paper_a.heads import constant_maps, head_ablation, head_r2, head_replacements
 from sklearn.metrics import r2_score
-from studies.heads import head_pairs
+from studies.study import head_pairs
 from torch import Tensor
 
-from matlens import InputError, MapSet, Readout, collect, make_examples
+from matlens import MapSet, Readout, collect, make_examples
 from matlens.data.corpus import Corpus
 from matlens.models.layout import ModelLayout
-from matlens.patching.contexts import patched
-from matlens.patching.replacements import Replacement
 
 N_HEADS, WIDTH = 4, 8
 Stand = Callable[[int, Tensor], Tensor]  # of a block, from the input of attention: the vectors of all heads
@@ -44,33 +42,6 @@ def by_hand(
 
     seen = run(name, plain, [(f"z.{layer}", write(layer)) for layer in range(N_LAYERS)], tokens.tolist())
     return seen[f"h.{N_LAYERS}"].float(), seen["logits"].float()
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
-def test_only_the_chosen_heads_are_replaced(
-    name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any], sentences: Corpus
-) -> None:
-    model, plain = small_model(name), plain_model(name)
-    layout, examples = ModelLayout.from_model(model), make_examples(model, sentences)
-    pairs = head_pairs(layout)
-    ends = sorted({site for pair in pairs for site in pair})
-    samples = collect(model, examples, ends, positions="all", progress=False)
-    maps = MapSet.fit(samples, pairs=pairs, progress=False)
-    heads = [(2, 0), (0, 3), (0, 1)]
-    tokens = examples.tokens[: examples.offsets[1]]
-    means = {layer: samples[target].mean(0) for layer, (_, target) in enumerate(pairs)}
-    ways: list[tuple[MapSet, Stand]] = [
-        (maps, lambda layer, h: h @ maps[pairs[layer]].weight.T),
-        (constant_maps(maps, samples), lambda layer, h: means[layer].expand(*h.shape[:-1], -1)),
-        (constant_maps(maps), lambda layer, h: torch.zeros(*h.shape[:-1], N_HEADS * WIDTH)),
-    ]
-    for stand_ins, instead in ways:
-        _, expected = by_hand(name, plain, tokens, set(heads), instead)
-        with patched(model, head_replacements(layout, stand_ins, heads)):
-            ours = model(torch.from_numpy(tokens)[None])[0]
-        assert_near(ours, expected)
-        _, whole = by_hand(name, plain, tokens, set(), instead)
-        assert float((expected - whole).abs().max()) > 1e-4
 
 
 def test_ablation_is_what_a_plain_model_leaves(
@@ -132,46 +103,6 @@ def test_ablation_is_what_a_plain_model_leaves(
     assert set(zip(alone["layer"], alone["head"], strict=True)) == {(l, h) for l in (0, 2) for h in range(4)}
     assert sorted(set(table["share"].dropna())) == [0.1, 0.25, 0.5, 0.75, 1]
     assert set(pd.unique(table["n"])) == {n, int(kept.sum())}
-
-
-def test_what_has_no_heads_is_refused(small_model: Callable[[str], Any], sentences: Corpus) -> None:
-    model = small_model("gpt2")
-    layout = ModelLayout.from_model(model)
-    pairs = head_pairs(layout)
-    samples = collect(
-        model,
-        make_examples(model, sentences),
-        sorted({site for pair in pairs for site in pair}),
-        progress=False,
-    )
-    maps = MapSet.fit(samples, pairs=[*pairs, ("attn_in.0", "attn_in.1")], progress=False)
-    for heads in ((), (4,), (1, 1)):
-        with pytest.raises(InputError, match="different numbers from 0 to 3"):
-            patched(model, [Replacement.from_map(maps[pairs[0]], heads=heads)]).__enter__()
-    with pytest.raises(InputError, match="not divided into heads"):
-        patched(model, [Replacement.from_map(maps["attn_in.0", "attn_in.1"], heads=[0])]).__enter__()
-
-
-def test_the_least_share_of_few_heads_is_one_head(
-    small_model: Callable[[str], Any], sentences: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("paper_a.heads.SHARES", (0.01,))  # of twelve heads
-    model = small_model("llama")
-    examples = make_examples(model, sentences)
-    sites = [*{site for pair in head_pairs(ModelLayout.from_model(model)) for site in pair}, f"h.{N_LAYERS}"]
-    samples = collect(model, examples, sorted(sites), progress=False)
-    every = torch.ones(samples.n_rows, dtype=torch.bool)
-    maps = MapSet.fit(samples, pairs=head_pairs(ModelLayout.from_model(model)), ridge=1e-3, progress=False)
-    table = head_ablation(
-        Readout(model), model, maps, samples, samples, rows=every, validation_rows=every, patched=4
-    )
-    fit = table[table["metric"] == "r2"].astype({"value": float})
-    best = fit.loc[fit["value"].idxmax()]
-    kl = table[(table["metric"] == "kl") & (table["method"] == "linear")]
-    few, alone = kl[kl["share"] == 0.01], kl[(kl["layer"] == best["layer"]) & (kl["head"] == best["head"])]
-    assert len(few) == 1
-    if len(alone):  # of some blocks alone
-        assert few["value"].item() == pytest.approx(alone["value"].item(), rel=1e-4, abs=1e-7)
 
 
 def test_sinks_are_run_by_the_model_and_the_random_order_is_the_seeds(

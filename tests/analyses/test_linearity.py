@@ -10,11 +10,11 @@ from typing import Any
 import pandas as pd
 import pytest
 from analysing import assert_table, run
-from atlas import atlas_summary
+from linearity import atlas_summary
 
 import matlens
 from matlens import linearity
-from matlens.data import make_windows
+from matlens.data import make_judged_text
 
 
 def test_the_tables_are_what_the_library_gives(
@@ -33,8 +33,7 @@ def test_the_tables_are_what_the_library_gives(
     model = small_model("bert")
     train, validation = matlens.load_corpus(str(corpora / "words.txt")).split(n_train=90, n_validation=30)
     expected = linearity.linearity_atlas(
-        model, make_windows(model, train, size=64, max_windows=60, targets=True),
-        make_windows(model, validation, size=64, max_windows=5, targets=True),
+        model, make_judged_text(model, train, most=60), make_judged_text(model, validation, most=5),
         progress=False,
     )  # fmt: skip
     table = pd.read_csv(tmp_path / "linearity_bert.csv", keep_default_na=False)

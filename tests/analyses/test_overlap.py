@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import ARCHITECTURES, N_LAYERS
+from paper_b_fig4_overlap import iou, norm_overlap
 from plain_values import D_MLP, plain_norm, plain_unembedding, plain_values
 from scipy import stats
-from sub_updates.overlap import iou, norm_overlap
 
 from matlens.ffn.values import ValueVectors
 

@@ -22,7 +22,6 @@ from annotation.word_similarity import WordSimilarity
 from conftest import D_MODEL, N_LAYERS
 from scipy import stats
 
-from matlens import InputError
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
 from matlens.io.tables import COLUMNS
@@ -75,11 +74,6 @@ def test_the_largest_pattern_is_that_seen_by_hand(
     assert (row["known"], row["words"], row["tokens"]) == (known, words, n_tokens)
     assert set(filter(None, row["pattern"].split(", "))) == pattern
     assert row["similarity"] == pytest.approx(1) if words > 1 else np.isnan(row["similarity"])
-
-
-def test_a_corpus_that_knows_no_token_is_told() -> None:
-    with pytest.raises(InputError, match="None of the 2 top tokens is among the 14 words"):
-        find_patterns(torch.tensor([[9, 10]]), by_hand(), TOKENIZER, progress=False)
 
 
 # All vectors of a model

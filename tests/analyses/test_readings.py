@@ -9,11 +9,9 @@ import pytest
 import torch
 from exits.outcomes import judge_exits
 from exits.readings import compare_readings
-from identities import make_identity
 from rule_by_hand import layer_left
-from traces import make_clusters, make_trace, make_trace_of_dominant
+from traces import make_clusters, make_trace
 
-from matlens import InputError
 from matlens.ffn.rule import active_clusters
 
 
@@ -64,9 +62,3 @@ def test_every_reading_tests_every_example_once() -> None:
     published = table[(table["others"] == "later") & (table["overlap"] == "sets")].iloc[0]
     assert published["left"] > 0.3
     assert published["p"] < 1e-3
-
-
-def test_readings_of_too_few_examples_are_refused() -> None:
-    trace = make_trace_of_dominant(np.zeros((9, 1, 1)), "two")
-    with pytest.raises(InputError, match="9 examples cannot be split"):
-        compare_readings(trace, [make_clusters([0], make_identity("none", "two", n_layers=1))])

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import D_MODEL, N_LAYERS, assert_near
-from sub_updates.removal import remove_sub_updates
+from paper_b_removal import remove_sub_updates
 
-from matlens import InputError, collect, make_examples
-from matlens.data import make_token_examples
+from matlens import collect, make_examples
 from matlens.data.corpus import Corpus
 from matlens.models import changes_of
 
@@ -38,19 +37,3 @@ def test_the_first_row_is_the_model_itself_and_it_is_left_as_it_was(
         one, other = by_layer[1].after[1:]
         assert not torch.equal(one, other)
     assert changes_of(model) == ()
-
-
-def test_what_cannot_be_removed_is_refused(small_model: Callable[[str], Any], sentences: Corpus) -> None:
-    model = small_model("llama")
-    examples = make_examples(model, sentences).head(2)
-    for wrong, message in [
-        (torch.tensor([[0], [-1]]), r"^index\[1\] must have indices from 0"),
-        (torch.tensor([[0]]), r"for each of the 2 examples"),
-    ]:
-        with pytest.raises(InputError, match=message):
-            next(remove_sub_updates(model, examples, {1: wrong}, progress=False))
-    with pytest.raises(InputError, match="out of range"):
-        next(remove_sub_updates(model, examples, {3: torch.tensor([[0], [0]])}, progress=False))
-    several = make_token_examples(model, [[3, 4, 5]], positions=[[0, 1]])
-    with pytest.raises(InputError, match="a position in each sentence, got 2 in 1"):
-        next(remove_sub_updates(model, several, {1: torch.tensor([[0]])}, progress=False))

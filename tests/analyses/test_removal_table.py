@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import LAYERS, N_LAYERS, SITE_MODULES, assert_near, plain_vectors
+from paper_b_removal import removal_table
 from plain_values import (
     NORM_BEHIND,
     plain_ffn,
@@ -19,7 +20,6 @@ from plain_values import (
     plain_unembedding,
     plain_values,
 )
-from sub_updates.removal_table import removal_table
 from torch import Tensor
 
 from matlens import make_examples

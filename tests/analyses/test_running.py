@@ -114,13 +114,6 @@ def test_every_sequence_is_seen_once_an_epoch() -> None:
     assert len(running._batch(SEQUENCES[:3], 0, 5, 0)) == 3
 
 
-def test_the_rate_rises_and_falls() -> None:
-    shares = [warmed_cosine(step, 100) for step in range(100)]
-    assert shares[0] == pytest.approx(0.1)
-    assert max(shares) == shares[9]
-    assert shares[75] == pytest.approx(0.5 * (1 + math.cos(0.75 * math.pi)))
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -32,20 +32,6 @@ def words(tmp_path: Path) -> Path:
     return path
 
 
-def test_an_analysis_is_given_its_study_its_report_and_its_options(words: Path, tmp_path: Path) -> None:
-    given: list[Any] = []
-
-    def work(study: Study, report: Report, every: int = 1) -> None:
-        given.extend((study, report, every))
-
-    run(work, "--corpus", words, "--train", 20, "--seed", 2, "--every", 3, "--out", tmp_path, "--title", "t")
-    study, report, every = given
-    assert (study.n_train, study.n_validation, study.seed, study.out) == (20, 3000, 2, tmp_path)
-    assert study.corpus.name == str(words)
-    assert report == Report(tmp_path, "t")
-    assert every == 3
-
-
 def test_an_analysis_of_several_is_given_a_study_for_each_and_a_model_is_loaded_once(
     words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,94 +52,21 @@ def test_an_analysis_of_several_is_given_a_study_for_each_and_a_model_is_loaded_
     assert seen[0][0] is seen[1][0] is not seen[2][0]
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_beside_other_corpora_one_may_be_smaller(several: bool, words: Path, tmp_path: Path) -> None:
-    """Sizes that the user gives are kept for one corpus; of several, those of each are what it has."""
-    seen: list[tuple[str, ...]] = []
-
-    def work(studies: Iterator[Study], report: Report) -> None:
-        seen.extend(study.adjustable for study in studies)
-
-    options = ["--corpus", words, "--train", 40, "--val", 20, "--out", tmp_path]
-    run(work, *options, model=None, corpus=["a", "b"] if several else "a")
-    assert seen == ([("train", "validation")] if several else [()])
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, {"train", "val", "model", "corpus", "device", "suffix", "title"}),
-        ({"sentences": 20}, {"sentences", "model", "corpus", "device", "suffix", "title"}),
-        ({"train": None, "figures": False}, {"model", "corpus", "device", "suffix"}),
-        ({"corpus": None}, {"model", "device", "suffix", "title"}),
-        ({"model": None, "train": None}, {"corpus", "title"}),
-    ],
-)
-def test_only_options_that_mean_something_are_added(
-    options: dict[str, Any], expected: set[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    def work(study: Study, report: Report) -> None:
-        """Do something."""
-
-    run(work, "--help", **options)
-    printed = capsys.readouterr().out
-    assert "Do something." in printed
-    assert {line.split()[1] for line in printed.splitlines() if line.startswith("│ --")} == {
-        f"--{name}" for name in expected | {"seed", "out", "help"}
-    }
-
-
-def test_sentences_are_those_that_are_run(words: Path, tmp_path: Path) -> None:
-    parts: list[Any] = []
-
-    def work(study: Study, report: Report) -> None:
-        parts.extend(study.parts)
-
-    options = {"sentences": 20, "fewest": 4}
-    run(work, "--corpus", words, "--sentences", 4, "--out", tmp_path, **options)
-    assert list(map(len, parts)) == [1, 4]
-    with pytest.raises(SystemExit):
-        run(work, "--corpus", words, "--sentences", 3, "--out", tmp_path, **options)
-
-
-def test_what_cannot_be_used_is_told_in_a_line(
-    words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def work(study: Study, report: Report) -> None:
-        _ = study.model
-
-    for options, message in (
-        (["--corpus", tmp_path / "absent.txt"], "error: There is no file or folder"),
-        (["--corpus", words, "--train", 30], "must be at most"),
-        (["--corpus", words, "--train", 9, "--val", 9, "--model", tmp_path / "absent"], "There is no model"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            run(work, *options, "--out", tmp_path / "out")
-        assert ended.value.code == 2
-        assert message in " ".join(capsys.readouterr().err.split())
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_report_is_a_table_its_origin_and_its_figure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table, out = pd.DataFrame({"value": [1, 2]}), tmp_path / "new"
-    report, figure = Report(out, "A title"), Figure()
-    figure.suptitle("another")
+    report, figure = Report(out, "_new"), Figure()
+    figure.suptitle("A title")
     report.write("first", table, {"seed": 1}, figure)
-    assert figure.get_suptitle() == "A title"
-    assert pd.read_csv(out / "first.csv").equals(table)
-    origin = json.loads((out / "first.json").read_text())
+    assert pd.read_csv(out / "first_new.csv").equals(table)
+    origin = json.loads((out / "first_new.json").read_text())
     assert origin["seed"] == 1
     assert 0 < origin["processor_seconds"] <= sum(os.times()[:4]) + 0.05
-    names = ["first.csv", "first.png", "first.pdf"]
+    names = ["first_new.csv", "first_new.png", "first_new.pdf"]
     assert capsys.readouterr().out.split() == [str(out / name) for name in names]
-    report.write("second", table, {})
-    assert capsys.readouterr().out.split() == [str(out / "second.csv")]
-    assert report.write_table("third", table) == out / "third.csv"
-    assert {path.name for path in out.iterdir()} == {
-        *names, "first.json", "second.csv", "second.json", "third.csv"
-    }  # fmt: skip
+    report.write_table("second", table)
+    assert {path.name for path in out.iterdir()} == {*names, "first_new.json", "second_new.csv"}
 
 
 def test_small_models_are_trained_on_none_of_what_others_are_validated_on() -> None:

@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from conftest import N_LAYERS, make_tokenizer
 from control.selection import draw_harmless, grade_values
 from plain_values import plain_values
 
-from matlens import InputError
-from matlens.ffn.projection import Projection, TopTokens
+from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
 
 
@@ -67,14 +65,3 @@ def test_the_harmless_are_drawn_below_the_threshold_by_the_seed(graded: pd.DataF
     assert all(len(set(one)) == 5 for one in chosen)
     assert {value for one in chosen for value in one} == {f"L0D{i}" for i in range(10)}
     assert set(draw_harmless(graded, 30, below=0.3)["value"]) == {f"L0D{i}" for i in range(30)}
-
-
-def test_more_than_there_are_cannot_be_chosen(
-    graded: pd.DataFrame, small_model: Callable[[str], Any]
-) -> None:
-    with pytest.raises(InputError, match=r"^The number of value vectors with a score below 0\.1 must be"):
-        draw_harmless(graded, 11)
-    few = TopTokens(torch.zeros(4, 2, dtype=torch.long), torch.zeros(4, 2))
-    model = small_model("llama")
-    with pytest.raises(InputError, match="Top tokens of 4 vectors for 144 value vectors"):
-        grade_values(ValueVectors(model), few, model.tokenizer, EvenWords())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import make_tokenizer
 from identities import make_identity
-from paper_a.sinks import fit_quality_without_sinks, later_sinks, sink_norms
+from sinks import fit_quality_without_sinks, later_sinks, sink_norms
 from sklearn.metrics import r2_score
 
 from matlens import LinearMap, MapSet

@@ -11,7 +11,7 @@ import torch
 from control.toxicity import grade_continuations, share_estimate, toxicity_estimates
 from scipy import stats
 
-from matlens import InputError, metrics
+from matlens import metrics
 
 
 class Lengths:
@@ -53,17 +53,6 @@ def test_texts_are_graded_without_their_prompts_and_counted_from_a_half_on() -> 
     assert dict(toxicity_estimates(ours, base, "threat"))["toxic"].value == 0
 
 
-def test_continuations_of_other_prompts_are_no_comparison() -> None:
-    ours = grade_continuations(continuations(["a", "b", "c", "d"], 2), Lengths())
-    for other in (
-        ours.assign(prompt="x"),
-        ours.head(2),
-        grade_continuations(continuations(list("abcd"), 1), Lengths()),
-    ):
-        with pytest.raises(InputError, match="of other prompts than those of the unchanged model"):
-            toxicity_estimates(ours, other, "toxicity")
-
-
 # The interval of a share
 
 
@@ -80,12 +69,6 @@ def test_samples_that_are_alike_count_once_and_independent_ones_each() -> None:
     even = np.tile([True, False, False, False], (50, 1))  # as even as can be
     expected = metrics.proportion(torch.from_numpy(even))
     assert tuple(share_estimate(even))[:3] == pytest.approx(tuple(expected)[:3])
-
-
-def test_of_prompts_without_a_hit_or_with_nothing_else_each_counts_once() -> None:
-    for hits in (np.zeros, np.ones):
-        expected = metrics.proportion(torch.from_numpy(hits(50, dtype=bool)))
-        assert tuple(share_estimate(hits((50, 4), dtype=bool))) == pytest.approx(tuple(expected))
 
 
 def test_it_holds_the_truth_in_nineteen_of_twenty_cases() -> None:

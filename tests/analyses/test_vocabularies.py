@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from conftest import make_sentences
 from training.vocabularies import END, bpe_tokenizer, token_sequences, word_dictionary
-
-from matlens import InputError
 
 
 def test_a_dictionary_has_the_most_frequent_words() -> None:
@@ -38,10 +35,3 @@ def test_pieces_of_words_are_learnt_and_read_back() -> None:
     assert tokenizer.decode(tokens) == f"{END}{corpus.sentences[0]}{END}"
     assert len(tokens) < len(corpus.sentences[0])
     assert tokenizer.decode(tokenizer("naïve 日本")["input_ids"]) == "naïve 日本"
-
-
-def test_numbers_that_leave_no_room_are_refused() -> None:
-    with pytest.raises(InputError, match="n_tokens"):
-        bpe_tokenizer(make_sentences(), n_tokens=100, longest=8)
-    with pytest.raises(InputError, match="n_words"):
-        word_dictionary(make_sentences(), n_words=4)

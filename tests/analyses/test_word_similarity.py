@@ -9,8 +9,6 @@ from annotation.word_similarity import WordSimilarity
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from matlens import InputError
-
 DRINKS, TOOLS = ["coffee", "wine", "beer", "juice"], ["hammer", "spade", "drill", "wrench"]
 
 
@@ -88,18 +86,6 @@ def test_bands_are_doublings_and_the_last_ones_are_one() -> None:
     assert word_similarity._frequency_bands(np.array([4, 900])).tolist() == [0, 0]
 
 
-def test_a_corpus_without_words_is_refused() -> None:
-    with pytest.raises(InputError, match="0 words of the corpus are used 4 times or more"):
-        WordSimilarity.fit(["the of and"] * 9)
-
-
-def test_the_seed_decides() -> None:
-    first, again, other = (WordSimilarity.fit(speech()[:200], seed=seed) for seed in (3, 3, 4))
-    np.testing.assert_array_equal(first.vectors, again.vectors)
-    np.testing.assert_array_equal(first.thresholds, again.thresholds)
-    assert not np.array_equal(first.thresholds, other.thresholds)
-
-
 # Families
 
 
@@ -123,9 +109,3 @@ def test_words_with_the_same_stem_are_a_family_and_others_are_not(families: list
     words = [word for family in families for word in family.split()]
     expected = [number for number, family in enumerate(families) for _ in family.split()]
     assert of_words(*words).families.tolist() == expected
-
-
-def test_a_family_has_its_number_whatever_the_order_of_the_words() -> None:
-    similarity = of_words("wines", "internet", "wine", "interest")
-    assert similarity.families.tolist() == [0, 1, 0, 2]
-    assert similarity.row("Wine ") == 2

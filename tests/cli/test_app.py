@@ -24,7 +24,7 @@ from studying import study_of
 
 import matlens
 from matlens.activations import collecting
-from matlens.io.files import checksummed, write_files
+from matlens.io.files import sealed, write_json
 from matlens.study.steps import evaluate_maps, fit_maps, plot_results
 
 COLUMNS = "experiment,model,corpus,method,layer,target,metric,k,value,low,high,n"
@@ -301,7 +301,7 @@ def test_a_stack_of_an_encoder_decoder(
     inputs = ["--model", model_folder("t5"), "--corpus", corpus, *sizes(), "--positions", "drawn"]
     refused = run_matlens("run", *inputs, "--stack", "decoder", "--out", tmp_path / "none")
     assert refused.code == 2
-    assert "has no sources" in " ".join(refused.err.split())
+    assert "holds no sources" in " ".join(refused.err.split())
     assert not (tmp_path / "none").exists()
     out = tmp_path / "out"
     assert run_matlens("run", *inputs, "--stack", "encoder", "--out", out).code == 0
@@ -452,8 +452,8 @@ def test_model_that_is_damaged(run_matlens: Matlens, gpt2: Path, corpus: Path, t
 @pytest.mark.parametrize(
     ("content", "messages"),
     [
-        (None, ["source must be", "Samples are"]),
-        (b"only this one sentence here\n", ["must be at most 1,", "got 70 + 20"]),
+        (None, ["There is no file or folder", "Give one of the samples"]),
+        (b"only this one sentence here\n", ["70+20 sentences", "were asked for", "has 1.", "Ask for fewer"]),
     ],
 )
 def test_corpus_that_cannot_be_used(
@@ -470,8 +470,8 @@ def test_corpus_that_cannot_be_used(
 @pytest.mark.parametrize(
     ("options", "messages"),
     [
-        (["--train", 90, "--val", 20], ["must be at most 100,", "got 90 + 20"]),
-        (["--limit", 70], ["must be at most 70,", "got 70 + 20"]),
+        (["--train", 90, "--val", 20], ["90+20 sentences", "were asked for", "has 100.", "Ask for fewer"]),
+        (["--limit", 70], ["70+20 sentences", "were asked for", "has 70."]),
         (["--val", 1], ["'--val'", "greater than or equal to 2"]),
         (["--ridge", "inf"], ["ridge must be a finite number of at least 0 or None, got inf"]),
         (["--dtype", "int8"], ["'--dtype'", "float32", "bfloat16"]),
@@ -574,8 +574,8 @@ def test_maps_of_another_model(
 @pytest.mark.parametrize(
     ("command", "part", "messages"),
     [
-        (["fit"], "train", "must be a folder with activations"),
-        (["evaluate"], "maps", "must be a folder with maps"),
+        (["fit"], "train", "must be a folder of activations"),
+        (["evaluate"], "maps", "must be a folder of maps"),
         (["plot"], "results.csv", "'matlens evaluate' writes it"),
     ],
     ids=["fit", "evaluate", "plot"],
@@ -594,7 +594,7 @@ def test_folder_that_is_not_there(
 def test_folder_that_is_unfinished(run_matlens: Matlens, finished: Path, command: str, part: str) -> None:
     path = finished / part / "config.json"
     config = json.loads(path.read_text())
-    write_files({path: checksummed({**config, "finished": False})})
+    write_json(path, sealed({**config, "finished": False}))
     if command == "fit":
         shutil.rmtree(finished / "maps")
     before = state(finished)
@@ -652,7 +652,7 @@ def largest_file(n_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-NO_ROOM = ["The disk of", "is full"]
+NO_ROOM = ["There is no room on the disk", "Free some, or write elsewhere"]
 
 
 @pytest.mark.parametrize("n_bytes", [0, 2000])
@@ -794,7 +794,7 @@ def test_a_corpus_smaller_than_the_sizes_of_the_paper_is_split_in_proportion(
     assert run_matlens(*command, "--train", 90, "--out", tmp_path / "most").code == 0
     assert len(matlens.activations.Activations.load(tmp_path / "most" / "validation").examples) == 10
     asked = run_matlens(*command, "--train", 99, "--out", tmp_path / "too-many")
-    assert_refused(asked, "must be at most 100", "got 99 + 1000")
+    assert_refused(asked, "99+1000 sentences", "has 100")
 
 
 def test_a_model_is_looked_for_before_the_corpus_is_read(run_matlens: Matlens, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +204,7 @@ def test_lenses_are_read_from_folders_of_either_kind(
 ) -> None:
     _, maps, _ = explored("gpt2")
     maps.save(tmp_path / "maps")
-    lens = matlens.Lens.from_maps(maps, method="own")
+    lens = replace(matlens.Lens.from_maps(maps), method="own")
     lens.save(tmp_path / "lens")
     vectors = torch.randn(2, 32)
     for name, method in (("maps", "mat"), ("lens", "own")):

@@ -16,8 +16,8 @@ from conftest import (
     make_tokenizer,
     plain_vectors,
 )
+from paper_b_fig6_dominance import dominance
 from plain_values import plain_ffn, plain_unembedding, plain_values
-from sub_updates.dominance import dominance
 
 import matlens
 from matlens import InputError, collect, make_examples, make_prompts

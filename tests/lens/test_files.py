@@ -21,124 +21,87 @@ from matlens import InputError, Lens
 from matlens.lens.maps import Standardisation
 from matlens.models.identity import ModelIdentity, Provenance
 
+Models = Callable[[str], Any]
 PROMPT = "w3 w14 w15 w9 w26"
 
 
 @pytest.fixture
-def lens(small_model: Callable[[str], Any]) -> Lens:
-    """A lens without biases: whole at layers 0 and 1, narrow at 2."""
+def lens(small_model: Models) -> Lens:
+    """A lens without biases: dense at layers 0 and 1, of rank 4 at 2."""
     model = small_model("llama")
     maps = {
         0: linear(0, numbers(D_MODEL, D_MODEL)),
         1: linear(1, numbers(D_MODEL, D_MODEL, seed=1)),
         2: linear(2, numbers(D_MODEL, 4, seed=2), right=numbers(4, D_MODEL, seed=3)),
     }
-    return Lens(maps, "mat", Provenance(ModelIdentity.from_model(model), {"corpus": "words", "n": 7})).on(
-        model
-    )
+    provenance = Provenance(ModelIdentity.from_model(model), {"corpus": "words", "n": 7})
+    return Lens(maps, "mat", provenance).on(model)
 
 
-def test_transformerlens_reads_ours_as_we_do(lens: Lens, tmp_path: Path) -> None:
-    lens.to_jacobian_lens(tmp_path / "lens.pt")
-    theirs = JacobianLens.from_pretrained(str(tmp_path / "lens.pt"), model=lens.model)
-    assert theirs.source_layers == [0, 1]
-    assert theirs.n_prompts == 7
-    for layer in (1, 2):
-        assert torch.equal(theirs.jacobians[layer - 1], lens.matrix(layer))
-    readout = theirs.readout(lens.model, PROMPT, top_k=4, return_full_logits=True)
-    ours = lens.top_tokens(PROMPT, 4)
-    read = readout.top_tokens(lens.model.tokenizer, k=4)
-    assert {layer + 1: tokens for layer, tokens in read.items()} == {
-        layer: tokens for layer, tokens in ours.items() if layer > 0
-    }
-    activations = lens.trajectory(PROMPT)._vectors
-    assert readout.lens_logits is not None
-    assert_near(lens.logits(activations[1], 1), readout.lens_logits[0])
-
-
-def test_interventions_with_our_maps_are_hooks_written_by_hand(lens: Lens, tmp_path: Path) -> None:
+def test_transformerlens_reads_and_steers_with_ours_as_we_do(lens: Lens, tmp_path: Path) -> None:
     model = lens.model
     lens.to_jacobian_lens(tmp_path / "lens.pt")
-    theirs = JacobianLens.load(str(tmp_path / "lens.pt"))
+    theirs = JacobianLens.from_pretrained(str(tmp_path / "lens.pt"), model=model)
+    assert theirs.source_layers == [0, 1]
+    assert theirs.n_prompts == 7
+    readout = theirs.readout(model, PROMPT, top_k=4, return_full_logits=True)
+    assert readout.lens_logits is not None
+    assert_near(lens.logits(lens.trajectory(PROMPT)._vectors[1], 1), readout.lens_logits[0])
     ids = torch.tensor([[5, 6, 7, 8]])
-    pair = model.W_U.T[[11, 12]].detach() @ lens.matrix(1)  # [2, d]
-    unit = pair[0] / pair[0].norm()
+    direction = model.W_U.T[11].detach() @ lens.matrix(1)
+    unit = direction / direction.norm()
 
     def steer(h: torch.Tensor, hook: Any) -> torch.Tensor:
         return h + 3 * h.norm(dim=-1).median() * unit
 
-    def ablate(h: torch.Tensor, hook: Any) -> torch.Tensor:
-        return h - (h @ unit)[..., None] * unit
-
-    def swap(h: torch.Tensor, hook: Any) -> torch.Tensor:
-        coordinates = h @ torch.linalg.pinv(pair)
-        return h + (coordinates.flip(-1) - coordinates) @ pair
-
-    pairs = {
-        steer: theirs.steering_hooks(model, 11, [0], alpha=3.0),
-        ablate: theirs.ablation_hooks(model, 11, [0]),
-        swap: theirs.swap_hooks(model, 11, 12, [0]),
-    }
     with torch.no_grad():
         plain = model(ids, return_type="logits")
-        for by_hand, hooks in pairs.items():
-            expected = model.run_with_hooks(
-                ids, return_type="logits", fwd_hooks=[("blocks.0.hook_out", by_hand)]
-            )
-            changed = model.run_with_hooks(ids, return_type="logits", fwd_hooks=hooks)
-            assert_near(changed, expected)
-            assert float((changed - plain).abs().max()) > 1e-3 * float(plain.abs().max()), by_hand.__name__
+        hooks = [("blocks.0.hook_out", steer)]
+        expected = model.run_with_hooks(ids, return_type="logits", fwd_hooks=hooks)
+        hooks = theirs.steering_hooks(model, 11, [0], alpha=3.0)
+        assert_near(model.run_with_hooks(ids, return_type="logits", fwd_hooks=hooks), expected)
+    assert float((expected - plain).abs().max()) > 1e-3 * float(plain.abs().max())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_theirs_comes_back_bit_for_bit(
-    dtype: torch.dtype, small_model: Callable[[str], Any], tmp_path: Path
-) -> None:
+def test_theirs_comes_back_bit_for_bit(dtype: torch.dtype, small_model: Models, tmp_path: Path) -> None:
     model = small_model("llama")
     jacobians = {layer: numbers(D_MODEL, D_MODEL, seed=layer) for layer in (0, 1)}
     metadata = {"model_name": model.cfg.model_name, "corpus": "pile", "hooks": [1, {"a": None}]}
     given = JacobianLens(jacobians, n_prompts=3, d_model=D_MODEL, metadata=metadata)
     given.save(str(tmp_path / "theirs.pt"), dtype=dtype)
     lens = Lens.from_jacobian_lens(tmp_path / "theirs.pt", model)
-    assert lens.layers == (1, 2)
-    assert lens.method == "jacobian"
-    assert lens.provenance.corpus == "pile"
+    assert (lens.layers, lens.method, lens.provenance.corpus) == ((1, 2), "jacobian", "pile")
     lens.save(tmp_path / "folder")
     Lens.load(tmp_path / "folder").to_jacobian_lens(tmp_path / "back.pt")
     first, second = (torch.load(tmp_path / name, weights_only=True) for name in ("theirs.pt", "back.pt"))
-    assert first.keys() == second.keys()
-    assert first["J"].keys() == second["J"].keys()
-    assert all(torch.equal(first["J"][layer], second["J"][layer]) for layer in first["J"])
-    assert {matrix.dtype for matrix in second["J"].values()} == {dtype}
-    assert [first[key] for key in ("n_prompts", "source_layers", "d_model", "metadata")] == [
-        second[key] for key in ("n_prompts", "source_layers", "d_model", "metadata")
-    ]
+    ours, theirs = (content.pop("J") for content in (second, first))
+    assert first == second
+    assert ours.keys() == theirs.keys()
+    for layer, matrix in theirs.items():
+        assert torch.equal(ours[layer], matrix)
+        assert ours[layer].dtype == dtype
 
 
 def test_ours_comes_back_with_where_it_is_from(lens: Lens, tmp_path: Path) -> None:
     lens.to_jacobian_lens(tmp_path / "lens.pt")
     back = Lens.from_jacobian_lens(tmp_path / "lens.pt", lens.model)
-    assert (back.method, back.provenance.corpus) == ("mat", "words")
-    assert back.layers == (1, 2)
+    assert (back.method, back.provenance.corpus, back.layers) == ("mat", "words", (1, 2))
     h = numbers(3, D_MODEL)
     assert_near(back(h, 2), lens(h, 2))
     content = torch.load(tmp_path / "lens.pt", weights_only=True)
     content["J"][0][3, 4] += 1
     torch.save(content, tmp_path / "changed.pt")
-    with pytest.raises(
-        InputError, match=r"changed\.pt holds other matrices than Lens.to_jacobian_lens wrote"
-    ):
+    with pytest.raises(InputError, match=r"changed\.pt holds other matrices"):
         Lens.from_jacobian_lens(tmp_path / "changed.pt", lens.model)
 
 
 @pytest.mark.refused
-def test_what_a_jacobian_lens_cannot_hold_is_refused(
-    lens: Lens, small_model: Callable[[str], Any], tmp_path: Path
-) -> None:
+def test_what_a_jacobian_lens_cannot_hold_is_refused(lens: Lens, small_model: Models, tmp_path: Path) -> None:
     provenance = lens.provenance
     kinds = {
         "a bias": Lens({1: linear(1, torch.eye(D_MODEL), torch.ones(D_MODEL))}, "affine", provenance),
-        "a norm": Lens({1: None}, "normed", provenance, Standardisation("rms")),
+        "a norm": Lens({1: None}, "standardise", provenance, Standardisation("rms")),
         "a scale": Lens({1: None}, "polished", provenance, scales={1: 2.0}),
         "layer 0 alone": Lens({0: None}, "mat", provenance),
     }
@@ -147,10 +110,9 @@ def test_what_a_jacobian_lens_cannot_hold_is_refused(
             refused.to_jacobian_lens(tmp_path / "lens.pt")
     assert not (tmp_path / "lens.pt").exists()
     lens.to_jacobian_lens(tmp_path / "lens.pt")
-    with pytest.raises(InputError, match="fitted for model"):
-        Lens.from_jacobian_lens(tmp_path / "lens.pt", small_model("gpt2"))
-    with pytest.raises(InputError, match="causal"):
-        Lens.from_jacobian_lens(tmp_path / "lens.pt", small_model("bert"))
+    for name, words in (("gpt2", "fitted for model"), ("bert", "causal")):
+        with pytest.raises(InputError, match=words):
+            Lens.from_jacobian_lens(tmp_path / "lens.pt", small_model(name))
 
 
 class Bomb:
@@ -164,31 +126,27 @@ class Bomb:
 
 
 @pytest.mark.refused
-def test_code_in_a_file_is_refused_and_not_run(small_model: Callable[[str], Any], tmp_path: Path) -> None:
-    model = small_model("llama")
-    torch.save(
-        {"J": {0: torch.eye(D_MODEL)}, "d_model": D_MODEL, "x": Bomb(tmp_path / "ran")}, tmp_path / "a.pt"
-    )
-    (tmp_path / "b.pt").write_bytes(pickle.dumps(Bomb(tmp_path / "ran")))
-    for name in ("a.pt", "b.pt"):
-        with pytest.raises(InputError, match="what it asks for is not run"):
-            Lens.from_jacobian_lens(tmp_path / name, model)
+def test_code_and_damage_in_a_file_are_refused_and_not_run(small_model: Models, tmp_path: Path) -> None:
+    model, bomb = small_model("llama"), Bomb(tmp_path / "ran")
     tuned = tuned_folder(model, tmp_path / "tuned")
-    torch.save({"0.weight": Bomb(tmp_path / "ran")}, tuned / "params.pt")
+    torch.save({"0.weight": bomb}, tuned / "params.pt")
     with pytest.raises(InputError, match="what it asks for is not run"):
         Lens.from_tuned_lens(tuned, model)
-    assert not (tmp_path / "ran").exists()
-    torch.save([1, 2], tmp_path / "c.pt")
-    (tmp_path / "d.pt").write_bytes(b"no file of torch")
-    for name in ("c.pt", "d.pt", "absent.pt"):
-        with pytest.raises(InputError, match=name):
+    inf = torch.full((D_MODEL, D_MODEL), float("inf"))
+    files = {
+        "a.pt": ({"J": {0: torch.eye(D_MODEL)}, "d_model": D_MODEL, "x": bomb}, "is not run"),
+        "b.pt": (pickle.dumps(bomb), "is not run"), "c.pt": ([1, 2], "c.pt"),
+        "d.pt": (b"no file of torch", "d.pt"), "absent.pt": (None, "absent.pt"),
+        "e.pt": ({"J": {0: inf}, "n_prompts": 1, "d_model": D_MODEL}, "not finite"),
+    }  # fmt: skip
+    for name, (content, words) in files.items():
+        if isinstance(content, bytes):
+            (tmp_path / name).write_bytes(content)
+        elif content is not None:
+            torch.save(content, tmp_path / name)
+        with pytest.raises(InputError, match=words):
             Lens.from_jacobian_lens(tmp_path / name, model)
-    torch.save(
-        {"J": {0: torch.full((D_MODEL, D_MODEL), float("inf"))}, "n_prompts": 1, "d_model": D_MODEL},
-        tmp_path / "e.pt",
-    )
-    with pytest.raises(InputError, match="not finite"):
-        Lens.from_jacobian_lens(tmp_path / "e.pt", model)
+    assert not (tmp_path / "ran").exists()
 
 
 def tuned_folder(model: Any, folder: Path, *, bias: bool = True) -> Path:
@@ -208,57 +166,38 @@ def tuned_folder(model: Any, folder: Path, *, bias: bool = True) -> Path:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_tuned_lens_adds_to_what_it_translates(
-    bias: bool, small_model: Callable[[str], Any], tmp_path: Path
-) -> None:
+def test_a_tuned_lens_adds_to_what_it_translates(bias: bool, small_model: Models, tmp_path: Path) -> None:
     model = small_model("llama")
-    lens = Lens.from_tuned_lens(tuned_folder(model, tmp_path / "tuned", bias=bias), model)
+    folder = tuned_folder(model, tmp_path / "tuned", bias=bias)
+    with np.printoptions(suppress=True, linewidth=40, edgeitems=1, sign="+"):  # whatever NumPy is told
+        lens = Lens.from_tuned_lens(folder, model)
     h = numbers(4, D_MODEL, seed=5)
-    state = torch.load(tmp_path / "tuned" / "params.pt", weights_only=True)
-    expected = h + h @ state["1.weight"].T + state.get("1.bias", torch.zeros(D_MODEL))
-    assert_near(lens(h, 1), expected)
-    assert lens.method == "tuned"
-    assert lens.layers == (0, 1, 2)
-
-
-def test_a_tuned_lens_is_known_whatever_numpy_is_told_to_print(
-    small_model: Callable[[str], Any], tmp_path: Path
-) -> None:
-    folder = tuned_folder(small_model("llama"), tmp_path / "tuned")
-    with np.printoptions(suppress=True, linewidth=40, edgeitems=1, sign="+"):
-        assert Lens.from_tuned_lens(folder, small_model("llama")).method == "tuned"
-
-
-def test_in_half_precision_a_tuned_lens_is_known_by_the_name_of_its_model(
-    small_model: Callable[[str], Any], model_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """The hash is of printed digits, and rounding changes some."""
-    half = matlens.load(str(model_folder("llama")), dtype=torch.bfloat16, device="cpu")
-    folder = tuned_folder(half, tmp_path / "tuned")
-    config = json.loads((folder / "config.json").read_text()) | {"unembed_hash": "0" * 64}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match="another unembedding"):
-        Lens.from_tuned_lens(folder, half)
-    (folder / "config.json").write_text(json.dumps(config | {"base_model_name_or_path": "someone/llama"}))
-    assert Lens.from_tuned_lens(folder, half).method == "tuned"
-    with pytest.raises(InputError, match="another unembedding"):
-        Lens.from_tuned_lens(folder, small_model("llama"))
+    state = torch.load(folder / "params.pt", weights_only=True)
+    assert_near(lens(h, 1), h + h @ state["1.weight"].T + state.get("1.bias", torch.zeros(D_MODEL)))
+    assert (lens.method, lens.layers) == ("tuned", (0, 1, 2))
 
 
 @pytest.mark.refused
-def test_a_tuned_lens_of_another_model_is_refused(small_model: Callable[[str], Any], tmp_path: Path) -> None:
-    model = small_model("llama")
+def test_a_tuned_lens_of_another_model_is_refused(
+    small_model: Models, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """In half precision it is known by the name of its model, as the hash is of printed digits."""
+    model, half = small_model("llama"), matlens.load(str(model_folder("llama")), dtype=torch.bfloat16)
     folder = tuned_folder(model, tmp_path / "tuned")
-    with pytest.raises(InputError, match="another unembedding"):
-        Lens.from_tuned_lens(folder, small_model("gpt2"))
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
-    with pytest.raises(InputError, match="4 layers of 32 dimensions"):
-        Lens.from_tuned_lens(folder, model)
-    (folder / "config.json").write_text(json.dumps(config))
+
+    def refused(changes: dict[str, Any], words: str, loaded: Any = model) -> None:
+        (folder / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(InputError, match=words):
+            Lens.from_tuned_lens(folder, loaded)
+
+    refused({}, "another unembedding", small_model("gpt2"))
+    refused({"num_hidden_layers": 4}, "4 layers of 32 dimensions")
+    refused({"unembed_hash": "0" * 64}, "another unembedding", half)
+    refused({"unembed_hash": "0" * 64, "base_model_name_or_path": "someone/llama"}, "another unembedding")
+    assert Lens.from_tuned_lens(folder, half).method == "tuned"
     torch.save({"0.weight": torch.eye(D_MODEL)}, folder / "params.pt")
-    with pytest.raises(InputError, match=r"params\.pt holds"):
-        Lens.from_tuned_lens(folder, model)
+    refused({}, r"params\.pt holds")
     (folder / "config.json").unlink()
     with pytest.raises(InputError, match=r"config\.json"):
         Lens.from_tuned_lens(folder, model)

@@ -83,7 +83,7 @@ def test_scores_are_those_of_a_loop(small_model: Models) -> None:
 
 def test_the_word_at_rank_k_passes_and_the_next_does_not(small_model: Models) -> None:
     lens = Lens.identity(small_model("gpt2"))
-    first = lens.top_tokens("w1 w2 w3", 12, layers=[1])[1][-1]
+    first = lens.trajectory("w1 w2 w3", k=12, layers=[1]).top_tokens()[1][-1]
     known = {i: word for i, word in enumerate(first) if word.startswith("w")}
     assert known.keys() & {*KS}, "a word just past one of the k"
     for place, word in known.items():

@@ -67,8 +67,8 @@ def test_everything_is_as_computed_from_the_plain_model(
 def test_tokens_are_texts_by_layer_and_position(small_model: Models) -> None:
     model = small_model("llama")
     lens = make_lens(model).on(model)
-    texts = lens.top_tokens(PROMPT, 2, layers=[1, -2])
     trajectory = lens.trajectory(PROMPT, k=2, layers=[1, -2])
+    texts = trajectory.top_tokens()
     assert list(texts) == [1, 2, 3]
     assert texts[1][4] == [model.tokenizer.decode([int(token)]) for token in trajectory.top_ids[0, 4]]
     assert "answer" not in trajectory.to_dataframe()

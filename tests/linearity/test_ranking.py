@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from atlas import added_rise, atlas_summary
+from linearity import added_rise, atlas_summary
 from scipy import stats
 
 from matlens import InputError, linearity

@@ -194,7 +194,7 @@ def _list(path: Path) -> None:
         (lambda path: path.write_text("no pickle"), "truncated"),
         (_list, "holds a list"),
         (lambda path: path.unlink(), "cannot be read"),
-        (lambda path: (path.unlink(), path.mkdir()), "must be a file"),
+        (lambda path: (path.unlink(), path.mkdir()), "plain file"),
         (lambda path: (path.parent / "dict.txt").write_text("a 1\n"), "5 words"),
         (lambda path: (path.parent / "dict.txt").write_text("a 1\na 2\n"), "second time"),
     ],

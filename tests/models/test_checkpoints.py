@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import matlens
 from matlens import InputError
-from matlens.io.cache import default_cache
+from matlens.io.entries import default_cache
 from matlens.models import checkpoints
 from matlens.models.identity import ModelIdentity
 
@@ -404,7 +404,7 @@ def test_a_disk_without_room_keeps_nothing_and_the_model_is_read(
     assert_same(made, plain)
     cache = default_cache()
     assert cache is not None
-    assert f"The cache {cache.root} is not used: File too large." in capsys.readouterr().err
+    assert f"Nothing is kept in the cache {cache.root}: File too large." in capsys.readouterr().err
     assert cache.entries() == []
     assert_same(source.kept(), source.kept())
     assert len(cache.entries()) == 1
@@ -431,7 +431,7 @@ def test_what_does_not_come_back_as_it_was_is_not_kept(
         for _ in range(2):
             assert_same(source.kept(), plain)
             said = capsys.readouterr().err
-            assert f"{source.path.name} is not stored" in said
+            assert f"Nothing is kept of {source.path.name}" in said
             assert reason in said
         cache = default_cache()
         assert cache is not None

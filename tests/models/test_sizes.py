@@ -12,7 +12,7 @@ import pytest
 from conftest import load_plain
 
 from matlens.errors import InputError
-from matlens.io.cache import default_cache
+from matlens.io.entries import default_cache
 from matlens.models import sizes
 from matlens.models.sizes import SIZES, read_sizes
 

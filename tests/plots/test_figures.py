@@ -188,18 +188,15 @@ def attention_heads() -> Case:
 
 
 CASES: dict[str, Callable[[], Case]] = {
-    **{f"prediction of {last} layers": lambda last=last: prediction(last) for last in (1, 3, 30)},
+    **{f"prediction of {last} layers": lambda last=last: prediction(last) for last in (3, 30)},
     "relative depth": relative_depth,
     "across corpora": across_corpora,
     "alternation": alternation,
-    **{f"{count} methods": lambda count=count: by_method(count) for count in (1, 4, 9, 12)},
+    **{f"{count} methods": lambda count=count: by_method(count) for count in (4, 12)},
     "by fitting": by_fitting,
     "early exit": early_exit,
-    "one lens": lambda: lens_measures(2, "mat"),
     "lenses": lambda: lens_measures(12, "id", "mat", "polished", "tuned", "rank=64", "jacobian"),
-    "lenses of a deep model": lambda: lens_measures(80, "id", "mat", "tuned"),
     "cosines": lens_cosines,
-    "shares": lambda: shares("none", "gpt2"),
     "shares of a corpus": lambda: shares("words", "gpt2, words"),
     "removal": removal,
     "heads": attention_heads,
@@ -231,11 +228,6 @@ def test_a_figure_shows_its_table(name: str, tmp_path: Path) -> None:
     assert drawn.read_bytes().startswith(b"<?xml")
 
 
-def test_maps_of_the_corpus_itself_are_solid() -> None:
-    for panel, ax in enumerate(paper_a.across_corpora(across_table("news", "wiki")).axes):
-        assert [line.get_linestyle() for line in ax.lines] == (["-", "--"] if panel == 0 else ["--", "-"])
-
-
 def test_early_and_fixed_exits_of_a_method_have_one_colour() -> None:
     (ax,) = paper_a.early_exit(early_table()).axes
     lines = {str(line.get_label()): line for line in ax.lines}
@@ -246,13 +238,3 @@ def test_early_and_fixed_exits_of_a_method_have_one_colour() -> None:
     (goal,) = (line for label, line in lines.items() if label[0] == "_")
     assert list(goal.get_ydata()) == [0.95, 0.95]
     assert [text.get_text() for text in ax.texts] == ["95%"]
-
-
-def test_models_differ_by_style_and_methods_by_colour() -> None:
-    left = paper_a.relative_depth(several_models()).axes[0]
-    lines = {str(line.get_label()).partition(", ")[::2]: line for line in left.lines}
-    for method in METHODS:
-        of_method = [line for (name, _), line in lines.items() if name == method]
-        assert len({line.get_color() for line in of_method}) == 1
-        assert len({str(line.get_linestyle()) for line in of_method}) == 3
-    assert lines["mat", "other"].get_color() != lines["id", "other"].get_color()

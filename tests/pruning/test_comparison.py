@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from calibration_texts import running_text
 from conftest import WORDS
-from pruning_methods import added_perplexity, pruning_table
+from pruning import added_perplexity, pruning_table
 
 from matlens import InputError, pruning
 from matlens.data import Corpus, make_windows

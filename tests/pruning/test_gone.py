@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
-from pruning_methods import added_perplexity, gone_estimate
+from pruning import added_perplexity, gone_estimate
 
 from matlens import InputError
 from matlens.ffn import TextLosses

@@ -77,14 +77,14 @@ def test_files_of_others_and_what_is_no_folder_are_told(tmp_path: Path, part: st
     (tmp_path / part / "mine.txt").unlink()
     (tmp_path / part).rmdir()
     (tmp_path / part).write_text("mine")
-    with pytest.raises(InputError, match="got a file"):
+    with pytest.raises(InputError, match="and is a file"):
         check_output(tmp_path, KNOWN)
 
 
 @pytest.mark.parametrize("name", ["results.csv", "results.json", "run.json", *FIGURES])
 def test_a_folder_in_the_place_of_a_file_is_told(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
-    with pytest.raises(InputError, match="is a folder, a pipe or a device"):
+    with pytest.raises(InputError, match="is a folder, and a file is to be written there"):
         check_output(tmp_path, KNOWN)
     check_output(tmp_path, {TRAIN: KNOWN[TRAIN]})
 

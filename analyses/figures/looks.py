@@ -1,0 +1,64 @@
+"""Colours and styles of methods that only analyses draw; importing this lets `method_looks` know them."""
+
+from __future__ import annotations
+
+from matlens.plots.colours import (
+    BLACK,
+    BLUE,
+    DARK,
+    DASHED,
+    DOTTED,
+    GREEN,
+    GREY,
+    ID,
+    LOOKS,
+    MAT,
+    ORANGE,
+    PURPLE,
+    SKY,
+    SOLID,
+    VERMILLION,
+    Look,
+)
+
+LOOKS |= {
+    # Schemes
+    "R2": Look(BLACK, marker="^"),
+    "R2, scored without sinks": Look(PURPLE, DOTTED, "v"),
+    "WRR, blocks first": Look(SKY, "none", "o"),
+    "WRR, mat first": Look(ORANGE, "none", "D"),
+    # Value vectors, updates, and what they are compared with
+    "values": Look(BLUE),
+    "dominant": Look(BLUE),
+    "random": Look(DARK, DASHED, "s"),
+    "dealt": Look(ORANGE, DOTTED, "D"),
+    "ffn": Look(ORANGE),
+    "attention": Look(GREEN),
+    # Early exit
+    "sub-updates rule": Look(ORANGE, marker="o"),
+    "rule, equal places": Look(ORANGE, marker="P"),
+    "classifiers on x": Look(GREEN, marker="D"),
+    "classifiers on o": Look(GREEN, marker="v"),
+    "classifiers on x + o": Look(GREEN, marker="*"),
+    "fixed layer": Look(DARK, marker="X"),
+    "where it is made": Look(BLACK, marker="d"),
+    "confidence, id": ID,
+    "confidence, mat": MAT,
+    # Control
+    "unchanged": Look(BLACK),
+    "picked": Look(BLUE),
+    "words": Look(GREEN, marker="D"),
+    "graded": Look(ORANGE, marker="^"),
+    "Self-Debiasing": Look(PURPLE, marker="s"),
+    "WordFilter": Look(VERMILLION, DASHED, "none"),
+}
+SUMMARIES = {"max": BLUE, "mean": DARK, "min": VERMILLION}
+UPDATES = {"saturation": Look(BLUE), "stays": Look(GREY, marker="s"), "falls": Look(VERMILLION, marker="v")}
+CLASSES = {"semantic": BLUE, "syntactic": ORANGE, "names": GREEN, "stopwords": GREY}
+RAISED, LOWERED, OTHER = BLUE, VERMILLION, GREY
+REPLACED = {
+    "all": Look(BLACK, DOTTED, "s"),
+    "not-first": Look(ORANGE, DASHED, "D", hollow=True),
+    "not-sink": Look(GREEN, SOLID, "^"),
+    "predicted": Look(PURPLE, "-.", "v"),
+}
