@@ -162,7 +162,7 @@ def head_ablation(
             cases["linear, random order", None, None, share] = case(shuffled[:n], "linear")
     names = {key: "-".join("all" if part is None else str(part) for part in key) for key in cases}
     variants = {names[key]: case for key, case in cases.items()}
-    vectors = run_variants(model, data.examples, variants, folder=folder, origin=maps.provenance.to_json())
+    vectors = run_variants(model, data.examples, variants, folder=folder)
     judged = evaluate(readout, data[last], {name: vectors[name] for name in variants}, kl=True)
     table = []
     for (layer, head), score in scores.items():

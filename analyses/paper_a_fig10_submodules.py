@@ -13,13 +13,13 @@ from typing import Annotated
 
 import typer
 from figures.paper_a import by_method
+from paper_a.attention import attend_nowhere
 from paper_a.submodules import CONTEXTUAL, SubmoduleCase, rows_of_cases, with_mat
 from studies import Patched, Report, Study, run_study
 
 from matlens.lens import evaluate
 from matlens.lens.evaluation import prediction_rows
 from matlens.parallel import Bar
-from matlens.patching import attend_nowhere
 
 NAME = "paper_a_fig10_submodules"
 

@@ -18,6 +18,7 @@ import pandas as pd
 import torch
 from figures.paper_a import alternation
 from jaxtyping import Bool
+from paper_a.schemes import r2_schemes, wrr_schemes
 from studies import Patched, Report, Study, run_study
 from torch import Tensor
 
@@ -26,7 +27,7 @@ from matlens.activations import Activations, find_sinks, sink_rows
 from matlens.errors import short
 from matlens.lens import evaluate, fit_quality, prediction_quality
 from matlens.lens.evaluation import prediction_rows
-from matlens.patching import Scheme, Variant, r2_schemes, run_variants, wrr_schemes
+from matlens.patching import Scheme, Variant, run_variants
 from matlens.patching.replacements import Where
 
 if TYPE_CHECKING:
@@ -100,14 +101,12 @@ def scheme_quality(
     """
     readout.check_same(validation.provenance)
     named, data = named_schemes(maps, validation), validation if patched is None else validation.head(patched)
-    origin = {"maps": maps.provenance.to_json()}
     if without_sinks is not None:
         kept = ~sink_rows(validation)
         named += [(SCORED, scheme) for scheme in best_schemes(maps, validation, rows=kept)]
         named += [(WITHOUT_SINKS, scheme) for scheme in best_schemes(without_sinks, validation, rows=kept)]
-        origin["without sinks"] = without_sinks.provenance.to_json()
     variants = _variants(model, maps, without_sinks, data, named)
-    vectors = run_variants(model, data.examples, variants, folder=folder, origin=origin)
+    vectors = run_variants(model, data.examples, variants, folder=folder)
     last = data.provenance.identity.n_layers
     judged = evaluate(readout, data[last], {name: vectors[name] for name in variants} | {_WHOLE: data[last]})
     rows = [

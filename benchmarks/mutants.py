@@ -63,6 +63,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "models/changes": ("tests/models/test_buffers.py",),
     "paper_a/submodules": ("tests/analyses/test_beside_paper_a.py", "tests/analyses/test_paper_a.py"),
     "paper_a_fig6_alternation": ("tests/analyses/test_alternation.py", "tests/analyses/test_paper_a.py"),
+    "paper_a/schemes": ("tests/analyses/test_schemes.py",),
     "paper_a_sec5_corpora": ("tests/analyses/test_corpora.py", "tests/analyses/test_paper_a.py"),
     "all_positions": ("tests/analyses/test_paper_a.py",),
     "sample_sizes": ("tests/analyses/test_fits.py",),

@@ -26,7 +26,6 @@ from matlens import (
     lens,
     linearity,
     metrics,
-    patching,
     pruning,
 )  # fmt: skip
 from matlens.data import Corpus, make_judged_text, make_windows
@@ -126,18 +125,11 @@ def value_vectors(model: Any) -> Any:
     return [each.cpu() for each in numbers]
 
 
-def alone(model: Any) -> Any:
-    examples = matlens.make_examples(model, make_sentences())
-    rows = matlens.collect(model, examples, ["h.1", "attn_in.1", "attn_out.1"], progress=False)
-    maps = MapSet.fit(rows, pairs=[("attn_in.1", "attn_out.1")], progress=False)
-    return patching.attend_nowhere(model, maps, rows[1][:3], 1, 2).cpu()
-
-
 TOUR: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
         fits_and_exits, judged_lenses, read_layers, losses, continuations, atlas, pruned, traced,
-        value_vectors, alone,
+        value_vectors,
     )
 }  # fmt: skip
 

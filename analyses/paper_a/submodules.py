@@ -74,8 +74,7 @@ def rows_of_cases(
         replace, target = CONTEXTUAL[case.replaced], case.target or study.n_layers
         replacements = replace(fits[case.fitted], case.layer, target, where=where[case.place])
         variants[str(case)] = Variant(case.layer, replacements)
-    origin = {fitted: maps.provenance.to_json() for fitted, maps in fits.items()}
-    vectors = run_variants(study.model, data.examples, variants, folder=folder, origin=origin)
+    vectors = run_variants(study.model, data.examples, variants, folder=folder)
     evaluated = evaluate(study.readout, data[study.n_layers], {case: vectors[str(case)] for case in cases})
     return [
         row

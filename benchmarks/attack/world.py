@@ -206,7 +206,6 @@ RECIPES: dict[str, Callable[[World], Any]] = {
     "from_maps.maps": lambda w: w["maps"],
     "make_prompts.prompts": lambda w: list(w.sentences[:2]),
     "top_tokens.h": lambda w: w["Activations"][3][0],
-    "attend_nowhere.h": lambda w: w["Activations"][1],
     "parse.text": lambda _: "h.3",
     **dict.fromkeys(("resolve.name", "column.name"), lambda _: "L0D1"),
     **dict.fromkeys(("load.name", "Catalogue.name"), lambda w: str(w.model_folder)),

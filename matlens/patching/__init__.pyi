@@ -5,9 +5,6 @@ from .replacements import mat_attn as mat_attn
 from .replacements import mat_ffn as mat_ffn
 from .replacements import mat_ln1_ln2 as mat_ln1_ln2
 from .schemes import Scheme as Scheme
-from .schemes import r2_schemes as r2_schemes
-from .schemes import wrr_schemes as wrr_schemes
-from .submodules import attend_nowhere as attend_nowhere
 from .submodules import fit_submodules as fit_submodules
 from .submodules import submodule_pairs as submodule_pairs
 from .variants import Variant as Variant

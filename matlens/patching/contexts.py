@@ -1,8 +1,7 @@
-"""Running a model with parts of it replaced by linear maps, for as long as a context lasts.
+"""Running a model with parts of it replaced by linear maps.
 
-Blocks that are jumped over are not computed: they run a function that returns their input, which the first of
-them maps. A sub-module that is replaced runs, and hooks replace its output. Between any other two sites
-everything is computed, and hooks write at the second what is made of the first.
+Skipped blocks run a function that returns their input, which the first of them maps. A sub-module that is
+replaced runs, and hooks replace its output. Between any other two sites everything runs, and a hook writes.
 """
 
 from __future__ import annotations
@@ -42,29 +41,27 @@ _ACTIVE: WeakKeyDictionary[Any, list[Replacement]] = WeakKeyDictionary()
 def patched(
     model: TransformerBridge, replacements: Iterable[Replacement | LinearMap]
 ) -> Iterator[TransformerBridge]:
-    """Run a model with parts replaced, for as long as the context lasts.
+    """Run a model with parts replaced, inside a context.
 
-    Works around any call: ``model(...)``, ``run_with_cache``, ``generate`` with or without a cache of
-    keys and values. Blocks that a jump skips are not computed and their hooks do not fire; in a cache they
-    keep an empty place. Contexts can be nested, and end in any order. Whatever happens inside, the model is
-    as before afterwards. What is collected inside is known as a patched model's; see `changes_of`.
+    Works around any call: ``model(...)``, ``run_with_cache``, ``generate`` with or without a cache. Blocks
+    that a jump skips are not computed, and their hooks do not fire. Contexts can be nested, and end in any
+    order. The model is as before afterwards, also after an exception. Activations collected inside record
+    the change; see `changes_of`.
 
     Parameters
     ----------
     model
-        As `matlens.load` gives it.
+        A model, as `matlens.load` returns it.
     replacements
-        Maps, or `Replacement` where not all tokens are meant: what `jump`, `mat_attn`, `mat_ffn`,
-        `mat_ln1_ln2` and `Scheme.replacements` give, in any order and combination. A replacement reads the
-        input of its sub-module before hooks that are added inside the context; what hooks added earlier do
-        to the sub-module's output is lost.
+        Maps, or `Replacement`, as `jump`, `mat_attn`, `mat_ffn`, `mat_ln1_ln2` and `Scheme.replacements`
+        return, in any order and combination. A replacement reads the input of its sub-module before hooks
+        that are added inside the context; changes of earlier hooks to the sub-module's output are lost.
 
     Raises
     ------
     InputError
-        A map belongs to another model, was fitted on a model with changes that do not hold here, or is not
-        finite; a range runs backwards; two replacements touch the same part; or the model is changed or read
-        in another thread.
+        A map belongs to another model or to one with changes that are not active, or is not finite; a range
+        runs backwards; two replacements overlap; or another thread uses the model.
 
     Examples
     --------
@@ -98,7 +95,7 @@ def apply_replacements(model: TransformerBridge, replacements: Sequence[Replacem
             order = layout.order(replacement.source)
             writing.append((target, _writing_hook(replacement, places, order, list(keys.values()))))
             reading += [(hook, places.keep(key)) for hook, key in keys.items()]
-    hooks = writing + reading  # what one writes another reads, in whichever order they are given
+    hooks = writing + reading  # one replacement reads what another writes, in any order
     functions = [function for _, function in hooks] + [places.look, *forwards.values()]
 
     def changes() -> list[str]:
@@ -116,13 +113,13 @@ def apply_replacements(model: TransformerBridge, replacements: Sequence[Replacem
 
 
 def find_reserved(model: TransformerBridge, replacement: Replacement) -> str | None:
-    """Name the first part of a replacement that is reserved in the model; ``None`` if there is none."""
+    """Name the first part of a replacement that is reserved in the model, if any."""
     return find_overlap(ModelLayout.from_model(model), replacement, _ACTIVE.get(model, []))
 
 
 @contextmanager
 def reserve_parts(model: TransformerBridge, replacements: Sequence[Replacement]) -> Iterator[None]:
-    """Reserve parts of a model: as long as the context lasts, replacements that touch them are refused."""
+    """Refuse other replacements of parts of a model inside the context."""
     active = _ACTIVE.setdefault(model, [])
     active += replacements
     try:
@@ -141,7 +138,7 @@ def _mapping_hook(replacement: Replacement, places: TokenPlaces) -> Any:
 
 
 def _put(replacement: Replacement, instead: Tensor, value: Tensor, places: TokenPlaces) -> Tensor:
-    """What is put in the place of a value at the chosen tokens and heads; of several, head after head."""
+    """A value with the chosen tokens and heads replaced."""
     chosen = places.chosen(replacement.where)[..., None].to(value.device)
     if replacement.heads is not None:
         heads = torch.zeros(value.shape[2:], dtype=torch.bool, device=value.device)
@@ -153,13 +150,13 @@ def _put(replacement: Replacement, instead: Tensor, value: Tensor, places: Token
 def _writing_hook(
     replacement: Replacement, places: TokenPlaces, order: int, keys: Sequence[tuple[int, str]]
 ) -> Callable[..., Tensor]:
-    """What replaces the vectors at a target, less what the model adds to them."""
+    """A hook that replaces the vectors at a target, less what the model adds to them."""
 
     def leave(value: Tensor, hook: Any) -> Tensor:
         if not places.read.keys() >= set(keys) or places.starts_behind(order):
             raise InputError(
-                f"The pass came to {replacement.target} and not to {replacement.source} before, so there is "
-                "nothing to put there. Expected a pass that starts no later than the replacement."
+                f"The pass reached {replacement.target} without {replacement.source}. Start it before the "
+                "replacement."
             )
         read, *added = map(places.read.pop, keys)
         instead = replaced_vectors(replacement, read, value.flatten(2))
@@ -170,19 +167,16 @@ def _writing_hook(
     return leave
 
 
-_RETURNED = 2  # values, at most, of a block that can be skipped: its vectors, and what its attention weighs
-_RETURNED_BY_T5 = 3  # vectors, and how far tokens lie apart, for its attention and for that to the encoder
+_RETURNED = 2  # maximum outputs of a block that can be skipped: its vectors and attention weights
+_RETURNED_BY_T5 = 3  # vectors and the position biases of both attentions
 
 
 def skipping_forwards(
     model: TransformerBridge, jump: Replacement, layout: ModelLayout
 ) -> dict[int, Callable[..., Any]]:
-    """What the blocks of a jump run instead: they hand on their input, which the first of them maps."""
+    """Forwards of the skipped blocks: they return their input, which the first of them maps."""
     if reason := _reason_against(model, layout):
-        raise InputError(
-            f"{jump} skips blocks, and the blocks of this model cannot be skipped: {reason}. Its layers can "
-            "be collected, and their maps fitted and read out."
-        )
+        raise InputError(f"The blocks of this model cannot be skipped by {jump}: {reason}.")
     if all(map(_is_of_t5, model.blocks)):
         return _skipping_forwards_of_t5(model, jump)
 
@@ -197,7 +191,7 @@ def skipping_forwards(
                 _check_no_end_inside(block, layer, jump)
             h = args[0] if args else kwargs["hidden_states"]
             _keep_place_in_cache((*args[1:], *kwargs.values()), layer, h)
-            h = _hand_on(jump, block, layer, h)
+            h = _returned(jump, block, layer, h)
             return (h, None)[: layout.n_returned] if layout.blocks_return_tuples else h
 
         return forward
@@ -205,15 +199,15 @@ def skipping_forwards(
     return {layer: forward_of(layer) for layer in jump.blocks}
 
 
-def _hand_on(jump: Replacement, block: Any, layer: int, h: Tensor) -> Tensor:
-    """What a skipped block returns: its input, which the first of them maps."""
+def _returned(jump: Replacement, block: Any, layer: int, h: Tensor) -> Tensor:
+    """The output of a skipped block: its input, which the first of them maps."""
     if layer == jump.blocks[0]:
         h = replaced_vectors(jump, block.hook_in(h), h)
     return block.hook_out(h) if layer == jump.blocks[-1] else h
 
 
 def _reason_against(model: TransformerBridge, layout: ModelLayout) -> str | None:
-    """Why the input of a block cannot be returned in the place of its output."""
+    """Why the blocks of a model cannot be skipped."""
     if all(map(_is_of_t5, model.blocks)):
         first = model.blocks[0].original_component.layer[0]
         known = layout.n_returned == _RETURNED_BY_T5 and hasattr(first, "SelfAttention")
@@ -225,7 +219,7 @@ def _reason_against(model: TransformerBridge, layout: ModelLayout) -> str | None
     if kinds:
         return f"TransformerLens runs them as {', '.join(sorted(kinds))}"
     if layout.n_returned > _RETURNED:
-        return f"each returns {layout.n_returned} values, of which only the first, its vectors, is known"
+        return f"each returns {layout.n_returned} values, of which only the first is known"
     return None
 
 
@@ -234,7 +228,7 @@ def _is_of_t5(block: Any) -> bool:
 
 
 def _skipping_forwards_of_t5(model: TransformerBridge, jump: Replacement) -> dict[int, Callable[..., Any]]:
-    """The same for T5, whose first block computes how far tokens lie apart, for all blocks of its stack."""
+    """The same for T5, whose first block computes the position bias for all blocks of its stack."""
 
     def forward_of(layer: int) -> Callable[..., Any]:
         block = model.blocks[layer]
@@ -247,7 +241,7 @@ def _skipping_forwards_of_t5(model: TransformerBridge, jump: Replacement) -> dic
                 attention = block.original_component.layer[0].SelfAttention
                 attention = getattr(attention, "original_component", attention)
                 bias = attention.compute_bias(h.shape[1], h.shape[1], device=h.device)
-            h = _hand_on(jump, block, layer, h)
+            h = _returned(jump, block, layer, h)
             return h, bias, others[1] if len(others) > 1 else None
 
         return forward
@@ -256,25 +250,24 @@ def _skipping_forwards_of_t5(model: TransformerBridge, jump: Replacement) -> dic
 
 
 def _check_first_pass(cache: Any, layer: int, n_layers: int, length: int, jump: Replacement) -> None:
-    """Refuse to go on with a cache, in which skipped blocks have kept no place."""
+    """Refuse a cache that a pass with skipped blocks has filled."""
     if cache is None:
         return
     lengths = [cache.get_seq_length(number) for number in range(n_layers)]
-    if any(lengths[layer:]) or any(kept > length for kept in lengths[:layer]):
+    if any(lengths[layer:]) or any(stored > length for stored in lengths[:layer]):
         raise InputError(
-            f"The blocks of the jump {jump} keep no keys and values, so a pass cannot go on with a cache. "
-            "Run the model with use_cache=False."
+            f"The blocks of the jump {jump} store no keys and values. Run the model with use_cache=False."
         )
 
 
 def _check_no_end_inside(block: Any, layer: int, jump: Replacement) -> None:
     asked = (getattr(block, "_start_at_layer_idx", None), getattr(block, "_stop_at_layer_idx", None))
     if layer in asked:
-        raise InputError(f"A pass cannot start or stop at layer {layer}: the jump {jump} passes over it.")
+        raise InputError(f"A pass cannot start or stop at layer {layer}: the jump {jump} skips it.")
 
 
 def _keep_place_in_cache(given: Sequence[Any], layer: int, h: Tensor) -> None:
-    # The model reads off the cache how many tokens there were, and may ask a skipped layer for it.
+    # The model takes the number of past tokens from the cache, perhaps from a skipped layer.
     from transformers import Cache, EncoderDecoderCache
 
     for cache in given:
@@ -283,7 +276,7 @@ def _keep_place_in_cache(given: Sequence[Any], layer: int, h: Tensor) -> None:
         if not isinstance(cache, Cache):
             continue
         place = cache.layers[layer] if layer < len(cache.layers) else None
-        # Linear attention keeps a state, and no keys and values; it is asked whether there was a pass.
+        # Linear attention has a state instead of keys and values, and a flag for a previous pass.
         states = getattr(place, "has_previous_state", {})
         states.update(dict.fromkeys(states, True))
         if place is None or hasattr(place, "update"):
@@ -293,8 +286,8 @@ def _keep_place_in_cache(given: Sequence[Any], layer: int, h: Tensor) -> None:
 
 @contextmanager
 def replaced_methods(methods: Sequence[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
-    """Let objects run other functions in place of methods, given by their names."""
-    # An attribute of the instance goes before the method of its class, and leaves no trace when deleted.
+    """Replace methods of objects, by their names."""
+    # An attribute of the instance takes precedence over the class, and leaves no trace when deleted.
     before = [vars(owner).get(name) for owner, name, _ in methods]
     try:
         for owner, name, function in methods:
@@ -310,8 +303,8 @@ def replaced_methods(methods: Sequence[tuple[Any, str, Callable[..., Any]]]) -> 
 class TokenPlaces:
     """The position of every token of a running batch in its sentence, and -1 for padding.
 
-    Padding is never replaced: a map's output there could overflow and reach the other tokens through an
-    attention weight of zero. Only one pass of a patched model runs at a time, see `matlens.models.hooks`.
+    Padding is never replaced: a map's output there could overflow and reach the other tokens as NaN through
+    an attention weight of zero. Only one pass of a patched model runs at a time, see `matlens.models.hooks`.
     """
 
     def __init__(self, model: TransformerBridge) -> None:
@@ -322,7 +315,7 @@ class TokenPlaces:
         self.look: Callable[..., None] = self._look  # one object, by which the hook is known
 
     def starts_behind(self, order: int) -> bool:
-        """Whether the running pass starts at a later layer than a hook, which then carries nothing of it."""
+        """Whether the running pass starts at a later layer than a hook."""
         start = getattr(self._model.blocks[0], "_start_at_layer_idx", None)
         return start is not None and order < ModelLayout.from_model(self._model).start_of_block(start)
 
@@ -336,8 +329,7 @@ class TokenPlaces:
             return places >= (1 if where == "not-first" else 0)
         if len(where) != len(places):
             raise InputError(
-                f"'where' has {len(where)} rows for a batch of {len(places)} sentences. Expected one row for "
-                "each sentence."
+                f"where must have a row for each of {len(places)} sentences, got {len(where)} rows."
             )
         where = where.to(places.device)
         if where.dtype != torch.bool:
@@ -345,9 +337,8 @@ class TokenPlaces:
             if bool(outside.any()):
                 sentence = int(outside.int().argmax())
                 raise InputError(
-                    f"'where' has the position {int(where[sentence])} for sentence {sentence}, which has the "
-                    f"tokens 0 to {int(places[sentence].max())}. Expected one of them; truth values for each "
-                    "token mean those to come, too."
+                    f"where must be at most {int(places[sentence].max())} in sentence {sentence}, got "
+                    f"{int(where[sentence])}. A Boolean mask can include tokens to come."
                 )
             return places == where[:, None]
         known = places < where.shape[1]
@@ -356,7 +347,7 @@ class TokenPlaces:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Note the places of the tokens that each forward pass is given."""
+        """Record the positions of the tokens of each forward pass."""
         handle = self._inner.register_forward_pre_hook(self.look, with_kwargs=True)
         try:
             yield
@@ -364,7 +355,7 @@ class TokenPlaces:
             handle.remove()
 
     def keep(self, key: Any) -> Callable[..., None]:
-        """A hook that keeps the vectors of the running pass, those of all heads side by side."""
+        """A hook that keeps the vectors of the running pass, those of all heads concatenated."""
 
         def hook(value: Tensor, hook: Any) -> None:
             self.read[key] = value.flatten(2)
@@ -385,10 +376,7 @@ class TokenPlaces:
         n, length = tokens.shape[:2]
         mask, cache = given.get(f"{of_stack}attention_mask"), given.get("past_key_values")
         if mask is not None and mask.ndim != 2:
-            raise InputError(
-                "To know which tokens are padding, an attention mask [batch, length] is needed: got one of "
-                f"{mask.ndim} dimensions."
-            )
+            raise InputError(f"attention_mask must be [batch, length], got one of {mask.ndim} dimensions.")
         if mask is not None:
             real = mask.bool()
             self.of_batch = (real.cumsum(1) - 1).masked_fill(~real, -1)[:, -length:]

@@ -1,7 +1,7 @@
-"""What can be replaced in a model by a map, and which replacements fit a model and each other.
+"""Replacements of parts of a model by maps, and which of them fit a model and each other.
 
-A map says by its two sites what it replaces: one from ``h.4`` to ``h.10`` the blocks 4 to 9, one from
-``attn_in.3`` to ``attn_out.3`` the attention of block 3, one between any other two sites the second.
+The two sites of a map say what it replaces: from ``h.4`` to ``h.10`` the blocks 4 to 9, from ``attn_in.3`` to
+``attn_out.3`` the attention of block 3, between any other two sites the second.
 """
 
 from __future__ import annotations
@@ -33,27 +33,26 @@ Function = Callable[[Float[Tensor, "... d_model"]], Float[Tensor, "... d_model"]
 @checked
 @dataclass(frozen=True, eq=False)
 class Replacement:
-    """A part of a model and what stands in for it.
+    """A part of a model and the function that replaces it.
 
     Attributes
     ----------
     function
-        What stands in: vectors at ``source`` to vectors at ``target``, such as a `LinearMap`.
+        Vectors at ``source`` to vectors at ``target``, such as a `LinearMap`.
     source, target
-        Two layers of the stream for a jump over the blocks between them; the input and the output of one
-        sub-module, such as ``ffn_in.3`` and ``ffn_out.3``; or any two sites of which a pass comes to the
-        second later, such as ``blocks.3.attn.hook_z`` and ``h.5``.
+        Two layers of the residual stream for a jump over the blocks between them; the input and the output of
+        one sub-module, such as ``ffn_in.3`` and ``ffn_out.3``; or any two sites of which the second is
+        computed later, such as ``blocks.3.attn.hook_z`` and ``h.5``.
     where
         At which tokens: ``"all"``; ``"not-first"``, all but the first of each sentence, which many models
         use as an attention sink; ``"last"``, the last of each sentence, or of the prompt where ``generate``
-        goes on from a cache; one position for each sentence, ``[batch]``; or a truth value for each
-        token of each sentence, ``[batch, longest]``, such as ``~find_sinks(...)``, where tokens past its
-        end are meant. Tokens are counted from the sentence's own first; padding is none of them. Blocks are
-        skipped where all tokens are meant; at some tokens only what leaves the blocks is replaced, and the
-        other tokens attend to what the blocks make of these.
+        uses a cache; one position per sentence, ``[batch]``; or a Boolean mask ``[batch, longest]``, such as
+        ``~find_sinks(...)``, which includes tokens past its end. Tokens are counted from the sentence's own
+        first; padding is excluded. Blocks are skipped if all tokens are meant; else only their outputs at
+        these tokens are replaced.
     heads
-        Which heads are replaced, counted from 0, where the target has several (``blocks.3.attn.hook_z``); by
-        default all. The function gives the vectors of all heads, and those of the others are left.
+        Heads to replace, from 0, if the target has several (``blocks.3.attn.hook_z``); by default all. The
+        function returns the vectors of all heads.
     """
 
     function: Function
@@ -70,13 +69,13 @@ class Replacement:
     def from_map(
         cls, linear: LinearMap, *, where: Where = "all", heads: Sequence[int] | None = None
     ) -> Replacement:
-        """Replace the part of a model that lies between the sites of a map."""
+        """Replace what lies between the sites of a map."""
         chosen = None if heads is None else tuple(heads)
         return cls(linear, Site.read(linear.source), Site.read(linear.target), where, chosen)
 
     @property
     def is_jump(self) -> bool:
-        """Whether whole blocks are replaced, and so not computed."""
+        """Whether whole blocks are replaced, and so skipped."""
         return self.source.kind == self.target.kind == STREAM and self.is_everywhere
 
     @property
@@ -92,7 +91,7 @@ class Replacement:
 
     @property
     def blocks(self) -> range:
-        """Blocks that are skipped; none where everything is computed."""
+        """Blocks that are skipped."""
         return range(self.source.layer, self.target.layer) if self.is_jump else range(0)
 
     def __str__(self) -> str:
@@ -101,10 +100,7 @@ class Replacement:
 
 @checked
 def jump(maps: MapSet, first: int, last: int, *, where: Where = "all") -> list[Replacement]:
-    """``mat`` from layer ``first`` of the stream to layer ``last``, over the blocks between (Eq. 1).
-
-    Negative layers count from the end of the maps' model.
-    """
+    """``mat`` from layer ``first`` to layer ``last``, over the blocks between (Eq. 1)."""
     return [Replacement.from_map(maps[first, last], where=where)]
 
 
@@ -122,41 +118,31 @@ def mat_ffn(maps: MapSet, first: int, last: int, *, where: Where = "all") -> lis
 
 @checked
 def mat_ln1_ln2(maps: MapSet, first: int, last: int, *, where: Where = "all") -> list[Replacement]:
-    """Both norms replaced in the blocks from layer ``first`` to ``last``, attention and FFN kept.
+    """Both norms replaced in the blocks from layer ``first`` to ``last``.
 
-    In blocks with one norm (GPT-J) only that one; norms after attention and FFN are kept (Gemma), unless
+    In blocks with one norm (GPT-J) only that one. Norms after attention and FFN are kept (Gemma), unless
     there are no others (OLMo-2).
     """
     return replace_submodules(maps, norm_names(maps), first, last, where=where)
 
 
 def norm_names(maps: MapSet) -> tuple[str, ...]:
-    """The norms that ``mat_ln1_ln2`` replaces in blocks that such maps are of."""
-    there = {Site.read(source).kind for source, _ in maps}
-    if "ln1_post_in" in there and "ln1_in" not in there:
+    """The norms that ``mat_ln1_ln2`` replaces by a set of maps."""
+    kinds = {Site.read(source).kind for source, _ in maps}
+    if "ln1_post_in" in kinds and "ln1_in" not in kinds:
         return ("ln1_post", "ln2_post")
-    return ("ln1", "ln2") if "ln2_in" in there else ("ln1",)
+    return ("ln1", "ln2") if "ln2_in" in kinds else ("ln1",)
 
 
 @checked
 def replace_submodules(
     maps: MapSet, names: Sequence[str], first: int, last: int, *, where: Where = "all"
 ) -> list[Replacement]:
-    """Replace the named sub-modules in the blocks from layer ``first`` of the stream to layer ``last``.
-
-    Raises
-    ------
-    InputError
-        The range runs backwards.
-    KeyError
-        There is no map of a sub-module.
-    """
+    """Replace the named sub-modules in the blocks from layer ``first`` to layer ``last``."""
     if maps.provenance.model is not None:
         first, last = (maps.provenance.resolve(layer).layer for layer in (first, last))
     if not 0 <= first <= last:
-        raise InputError(
-            f"Sub-modules from layer {first} to layer {last}: the range runs backwards or starts below 0."
-        )
+        raise InputError(f"first and last must be layers with 0 <= first <= last, got {first} and {last}.")
     return [
         Replacement.from_map(maps[f"{name}_in.{layer}", f"{name}_out.{layer}"], where=where)
         for layer in range(first, last)
@@ -165,7 +151,7 @@ def replace_submodules(
 
 
 def describe_replacement(replacement: Replacement) -> str:
-    """What is replaced, by which numbers and at which tokens, as `changes_of` names it."""
+    """What is replaced, by which weights and at which tokens, as in `changes_of`."""
     function, where = replacement.function, replacement.where
     by = f"the map {function.digest}" if isinstance(function, LinearMap) else function_name(function)
     at = where if isinstance(where, str) else f"the tokens {tensor_digest(where)}"
@@ -174,12 +160,12 @@ def describe_replacement(replacement: Replacement) -> str:
 
 
 def replaced_vectors(replacement: Replacement, entered: Tensor, left: Tensor) -> Tensor:
-    """The replacement of the vectors that leave a part of a model, from those that enter it."""
+    """The function's vectors for those that enter a part, in the shape and precision of those that leave."""
     instead = replacement.function(entered)
     if not isinstance(instead, Tensor) or instead.shape != left.shape:
         raise InputError(
-            f"The function of {replacement} must give a tensor of the shape {tuple(left.shape)}, a vector "
-            f"for each token, got {short(instead)}."
+            f"The function of {replacement} must return a tensor of shape {tuple(left.shape)}, got "
+            f"{short(instead)}."
         )
     return instead.to(left)
 
@@ -193,8 +179,7 @@ def resolve_replacements(
 ) -> list[Replacement]:
     """Resolve the sites of replacements; refuses those that do not fit the model or each other.
 
-    ``active`` are replacements that are in the model already, and ``identity`` is the model's where it is
-    known, since reading it reads all weights.
+    ``active`` are replacements already in the model. Pass ``identity`` if known: it reads all weights.
     """
     check_raw(model)
     layout = ModelLayout.from_model(model)
@@ -240,7 +225,7 @@ def _is_place(replacement: Replacement) -> bool:
 
 
 def _covered(layout: ModelLayout, replacement: Replacement) -> tuple[int, int]:
-    """Between which two moments of a pass all that is written is lost, as the replacement writes over it."""
+    """The two moments of a pass between which a replacement overwrites everything that is written."""
     source, target = replacement.source, replacement.target
     end = layout.write_order(target)
     if replacement.is_jump:
@@ -266,8 +251,8 @@ def _check_order(replacement: Replacement, layout: ModelLayout) -> None:
         )
     if first > last or (first == last and not source.kind == target.kind == STREAM):
         raise InputError(
-            f"The replacement {replacement} runs backwards or ends where it starts. Expected a target that a "
-            "pass comes to later than to its source."
+            f"The replacement {replacement} runs backwards or ends where it starts. The target must be "
+            "computed later than the source."
         )
 
 
@@ -275,7 +260,7 @@ _EFFECTIVE: WeakKeyDictionary[Any, set[Site]] = WeakKeyDictionary()
 
 
 def _check_effect(model: TransformerBridge, layout: ModelLayout, replacement: Replacement) -> None:
-    """Refuse to write at a hook that the model does not read: some only show what was computed elsewhere."""
+    """Refuse to write at a hook that the model does not read: some only show values."""
     target, known = replacement.target, _EFFECTIVE.setdefault(model, set())
     if replacement.is_submodule or target.kind == STREAM or target in known:
         return
@@ -290,12 +275,12 @@ def _check_effect(model: TransformerBridge, layout: ModelLayout, replacement: Re
             before = model(probe)
             with model.hooks(fwd_hooks=[(layout.written_at(target)[0], disturb)]):
                 after = model(probe)
-    except InputError:  # what is replaced already is for another batch
+    except InputError:  # active replacements are for another batch
         return
     if torch.equal(before, after):
         raise InputError(
-            f"The replacement {replacement} would change nothing: what stands at {target} is not read by "
-            "this model as it runs now. Expected a target that is computed with."
+            f"The replacement {replacement} would change nothing: this model does not use the value at "
+            f"{target}."
         )
     known.add(target)
 
@@ -306,13 +291,12 @@ def _check_heads(replacement: Replacement, layout: ModelLayout) -> None:
     shape = layout.hooks[layout.hook(replacement.target)].shape
     if len(shape) != 2:
         raise InputError(
-            f"Heads are chosen for {replacement}, and its target is not divided into heads as z.3 is."
+            f"heads was given, and the target of {replacement} has none. Use a site such as z.3."
         )
     heads = sorted(set(replacement.heads))
     if not heads or len(heads) < len(replacement.heads) or not 0 <= heads[0] <= heads[-1] < shape[0]:
         raise InputError(
-            f"The heads of {replacement} must be different numbers from 0 to {shape[0] - 1}, got "
-            f"{short(replacement.heads)}."
+            f"heads must be different integers from 0 to {shape[0] - 1}, got {short(replacement.heads)}."
         )
 
 
@@ -333,9 +317,8 @@ def _check_fitted_on(
         provenance = replacement.function.provenance
         if provenance.model is None:
             raise InputError(
-                f"The map {replacement} must be of this model, got one whose provenance names no model. "
-                "Fit it with MapSet.fit or on what matlens.activations.stream yields, or say whose it "
-                "is: MapSet([...], provenance=Provenance(ModelIdentity.from_model(model)))."
+                f"The map {replacement} must be of this model, got one of unknown provenance. Fit it with "
+                "MapSet.fit, or use MapSet([...], provenance=Provenance(ModelIdentity.from_model(model)))."
             )
         origins[provenance.model.key] = provenance
     if origins:
@@ -345,16 +328,16 @@ def _check_fitted_on(
 
 
 def _check_same_changes(model: TransformerBridge, replacements: Sequence[Replacement]) -> None:
-    """Refuse maps that were fitted on a changed model where these changes do not hold."""
+    """Refuse maps that were fitted on a changed model, unless the same changes are active."""
     for replacement in replacements:
         provenance = getattr(replacement.function, "provenance", Provenance())
         fitted_with = set((provenance.model and provenance.model.changes) or ())
         if not fitted_with:
             continue
-        beside = {describe_replacement(other) for other in replacements if other is not replacement}
-        missing = sorted(fitted_with - {*changes_of(model), *beside})
+        others = {describe_replacement(other) for other in replacements if other is not replacement}
+        missing = sorted(fitted_with - {*changes_of(model), *others})
         if missing:
             raise InputError(
-                f"The map {replacement} was fitted on a model with {describe_changes(missing)}, which this "
-                "model is without. Put the map in where the same changes hold, or fit it on the plain model."
+                f"The map {replacement} was fitted on a model with {describe_changes(missing)}. Activate "
+                "these changes, or fit the map on the plain model."
             )

@@ -1,4 +1,4 @@
-"""What stands for ``h^L`` when a model is run with parts replaced: one patched pass for every variant."""
+"""Many ways of running a model with parts replaced, which share the blocks that they leave as they are."""
 
 from __future__ import annotations
 
@@ -35,21 +35,13 @@ _HOLDS = "variants"
 @checked
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """A way of running a model.
+    """A way of running a model: unpatched up to layer ``first``, and with replacements from there on.
 
-    Attributes
-    ----------
-    first
-        The layer of the stream up to which the model runs as it is; nothing is replaced before it.
-    replacements
-        What is replaced from there on. A ``where`` with positions has one for each sentence.
-    description
-        What distinguishes the variant from others in the record of a stored run.
+    A ``where`` with positions has one for each example.
     """
 
     first: int
     replacements: Sequence[Replacement]
-    description: str = ""
 
 
 @checked
@@ -60,32 +52,28 @@ def run_variants(
     variants: Mapping[str, Variant],
     *,
     folder: str | Path | None = None,
-    origin: Mapping[str, Any] | None = None,
     batch_tokens: PositiveInt | None = None,
     progress: bool = True,
 ) -> Mapping[str, Float[Tensor, "n d_model"]]:
-    """Run every variant over the examples; gives what each has for ``h^L`` at the examples' positions.
+    """Run every variant over the examples; returns its vectors at the last layer at their positions.
 
-    Variants share the blocks that they leave as they are: each batch runs once unpatched, and a variant
-    starts from there at its own first layer. Vectors of a model with linear norms can overflow;
-    `matlens.lens.evaluate` counts vectors that are not finite as wrong.
+    Each batch runs unpatched once, and a variant starts from there at its own first layer. Vectors can
+    overflow; `matlens.lens.evaluate` counts vectors that are not finite as wrong.
 
     Parameters
     ----------
     model, examples
         The model and its examples. Decoders read a sentence no further than its last position.
     variants
-        The ways of running the model, by names that can be names of files.
+        The variants, by names that can be names of files.
     folder
         Where the vectors are stored, by default in memory. An interrupted run resumes there.
-    origin
-        Where the replacements come from, for the folder's record: a folder of others is refused.
     """
     layout = ModelLayout.from_model(model)
     check_own_tokens(model, examples)
     taken = {*examples.arrays} & {*variants}
     if not variants or taken:
-        raise InputError(f"Expected one variant or more, with other names than {', '.join(taken) or 'none'}.")
+        raise InputError(f"variants must have other names than {', '.join(examples.arrays)}, at least one.")
     identity = ModelIdentity.from_model(model)
     ready = {
         name: _resolve_variant(model, identity, examples, name, variant) for name, variant in variants.items()
@@ -112,8 +100,6 @@ def run_variants(
     provenance = Provenance(identity, examples.provenance, examples.fingerprint)
     request = {
         "provenance": provenance.to_json(),
-        "origin": dict(origin or {}),
-        "variants": {name: variant.description for name, variant in variants.items()},
         "replaced": {
             name: [describe_replacement(replacement) for replacement in variant.replacements]
             for name, variant in ready.items()
@@ -165,7 +151,7 @@ def _run(
         h = run_to_layers(model, inputs, replacements, [last])[last]
         row, column = (place.to(h.device) for place in places)
         final[name] = h[row, column].float()
-    device = h.device  # blocks that are left out leave vectors where they were
+    device = h.device  # skipped blocks leave vectors on their device
     gathered = torch.stack([vectors.to(device) for vectors in final.values()]).cpu()  # one transfer
     return dict(zip(final, gathered, strict=True))
 
@@ -176,7 +162,7 @@ def _for_rows(replacement: Replacement, index: Tensor) -> Replacement:
 
 
 def _start_from(h: Tensor, layer: int) -> Replacement:
-    """Replace the blocks before a layer by the vectors that they have given."""
+    """Replace the blocks before a layer by their outputs."""
     return Replacement(lambda _: h, Site(STREAM, 0), Site(STREAM, layer))
 
 

@@ -1,4 +1,4 @@
-"""Of blocks that a jump passes over nothing is computed, and no pass begins or ends among them."""
+"""Skipped blocks are not computed, and no pass begins or ends among them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import ARCHITECTURES, D_MODEL, N_LAYERS, assert_near, make_tokenizer
-from handpatched import hand_vectors, jump_part
+from conftest import D_MODEL, N_LAYERS, assert_near, make_tokenizer
+from handpatched import jump_part
 from patched_models import SENTENCES, Models, linear, patched, replacement, vectors
 
 import matlens
 from matlens import InputError
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", ["gpt2", "gptj", "bert", "gemma3"])
 def test_skipped_blocks_are_not_computed(name: str, small_model: Models) -> None:
-    """For every choice of kept blocks: they run once, and no module of the others does."""
+    """For every choice of blocks: they run once, and no module of the others does."""
     model = small_model(name)
     vectors(model)
     for kept in itertools.product([False, True], repeat=N_LAYERS):
@@ -45,9 +45,9 @@ def _count(counter: Counter[int], layer: int) -> Callable[..., None]:
     return lambda *_: counter.update([layer])
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "neox"])
+@pytest.mark.parametrize("name", ["gpt2", "neox"])
 def test_a_pass_starts_and_stops_where_there_are_vectors(name: str, small_model: Models) -> None:
-    """At the ends of a jump as if nothing were replaced, and nowhere on its way."""
+    """At the ends of a jump as if nothing were replaced, and nowhere between."""
     model, replaced = small_model(name), linear(jump_part(0, 2))
     tokens = torch.tensor([[7, 3, 41, 12]])
     with torch.inference_mode():
@@ -57,28 +57,10 @@ def test_a_pass_starts_and_stops_where_there_are_vectors(name: str, small_model:
             assert torch.equal(model(tokens, stop_at_layer=0), h0)
             assert_near(model(tokens, stop_at_layer=2), replaced(h0))
             assert_near(model(h0, start_at_layer=0), from_two)
-            for asked in ({"stop_at_layer": 1}, {"start_at_layer": 1}):
-                given = tokens if "stop_at_layer" in asked else h0
+            for given, asked in ((tokens, {"stop_at_layer": 1}), (h0, {"start_at_layer": 1})):
                 with pytest.raises(InputError, match="cannot start or stop at layer 1: the jump"):
                     model(given, **asked)
         assert torch.equal(model(tokens, stop_at_layer=2), h2)
-
-
-@pytest.mark.parametrize("ends", [(0, 1), (1, 2), (2, 3), (0, 3)])
-def test_blocks_of_linear_attention_are_skipped_as_others_are(
-    ends: tuple[int, int], small_model: Models, plain_model: Models
-) -> None:
-    """They keep a state in the place of keys and values, with which the next pass goes on."""
-    model, replaced = small_model("qwen3-next"), jump_part(*ends, bias=False)
-    with patched(model, [replacement(replaced)]):
-        ours = [found["logits"] for found in vectors(model)]
-        given = torch.tensor(SENTENCES[:1])
-        silent = {"stop_at_eos": False, "do_sample": False, "verbose": False, "return_type": "tokens"}
-        made = [model.generate(given, 6, use_past_kv_cache=cached, **silent) for cached in (True, False)]
-    by_hand = hand_vectors("qwen3-next", plain_model("qwen3-next"), [replaced], SENTENCES)
-    for our, their in zip(ours, by_hand, strict=True):
-        assert_near(our, their["logits"])
-    assert torch.equal(*made)
 
 
 OTHER_BLOCKS = {
@@ -93,28 +75,26 @@ OTHER_BLOCKS = {
 
 
 @pytest.mark.parametrize("reason", OTHER_BLOCKS)
-def test_blocks_that_hand_on_something_else_are_refused(reason: str, tmp_path: Path) -> None:
+def test_blocks_with_other_outputs_are_refused(reason: str, tmp_path: Path) -> None:
     config = OTHER_BLOCKS[reason]
     encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
     auto: Any = transformers.AutoModelForSeq2SeqLM if encoder_decoder else transformers.AutoModelForCausalLM
     auto.from_config(config).save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     model = matlens.load(str(tmp_path), stack="encoder" if encoder_decoder else None, device="cpu")
-    with pytest.raises(InputError, match=reason), patched(model, [linear(jump_part(0, 1))]):
-        pass
+    with pytest.raises(InputError, match=reason):
+        patched(model, [linear(jump_part(0, 1))]).__enter__()
 
 
-def test_blocks_of_which_no_hook_sees_what_they_give_are_refused(
+def test_blocks_whose_output_no_hook_sees_are_refused(
     model_folder: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of OpenAI's first GPT as a bridge runs them: they give lists."""
+    """Those of OpenAI's first GPT as a bridge runs them: they return lists."""
     monkeypatch.setattr("matlens.models.families.gpt1._BLOCKS", "no module")
     model = matlens.load(str(model_folder("gpt1")), device="cpu")
-    reason = "hook blocks.[01].hook_out does not fire"
-    with pytest.raises(InputError, match=reason), patched(model, [linear(jump_part(0, 1))]):
-        pass
-    examples = matlens.make_token_examples(model, [[3, 4, 5]])
+    with pytest.raises(InputError, match=r"hook blocks.[01].hook_out does not fire"):
+        patched(model, [linear(jump_part(0, 1))]).__enter__()
     with pytest.raises(InputError, match=r"h\.1, h\.2, h\.3 cannot be collected of OpenAIGPT.* not fire"):
-        matlens.collect(model, examples, progress=False)
+        matlens.collect(model, matlens.make_token_examples(model, [[3, 4, 5]]), progress=False)
     with pytest.raises(InputError, match=r"last block of OpenAIGPT.* hook blocks\.2\.hook_out does not fire"):
         matlens.Readout(model)

@@ -1,0 +1,62 @@
+"""The alternation schemes of paper A: weighted round-robin, and the best by r2 (section 4.3)."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from jaxtyping import Float
+from torch import Tensor
+
+from matlens.errors import InputError, PositiveInt, checked, short
+from matlens.patching.schemes import OTHER, Kind, Scheme
+
+
+@checked
+def wrr_schemes(n_layers: PositiveInt) -> list[tuple[int, int, Scheme]]:
+    """All weighted round-robin schemes, as ``(a, b, scheme)`` for ``a, b >= 1`` with ``a+b`` dividing ``L``.
+
+    Boundaries are ``0, a, a+b, 2a+b, 2a+2b, ..., L``; for each there is the scheme that starts with blocks
+    and the one that starts with ``mat``.
+    """
+    schemes = []
+    for whole in (n for n in range(2, n_layers + 1) if n_layers % n == 0):
+        for a in range(1, whole):
+            starts = range(0, n_layers, whole)
+            boundaries = (*(edge for start in starts for edge in (start, start + a)), n_layers)
+            schemes += [(a, whole - a, Scheme(boundaries, kind)) for kind in OTHER]
+    return schemes
+
+
+@checked
+def r2_schemes(r2: Float[Tensor, "layers layers"]) -> dict[int, tuple[Scheme, float]]:
+    """For each number of blocks kept, the scheme of the greatest score, and that score (R2).
+
+    A score is the product of ``r2[l, l']`` over the ``mat`` segments of a scheme, and 1 where it has none.
+    Exact, by dynamic programming over ``(layer, blocks kept, kind of the last segment)``. Two negative r2
+    make a positive product, so the smallest product of each state is stored as well as the greatest.
+    """
+    n_layers = len(r2) - 1
+    table = np.asarray(r2, dtype=np.float64)
+    if table.shape != (n_layers + 1,) * 2 or not np.isfinite(table[np.triu_indices(n_layers + 1, 1)]).all():
+        raise InputError(
+            f"The table of r2, {short(r2)}, lacks pairs of layers. Fit a map for every pair: --pairs all."
+        )
+    # By layer, blocks kept and kind of the last segment: largest and smallest product, with boundaries.
+    best: dict[tuple[int, int, Kind], list[tuple[float, tuple[int, ...]]]] = {
+        (0, 0, kind): [(1.0, (0,))] for kind in OTHER
+    }
+    for layer, kept, kind in itertools.product(range(1, n_layers + 1), range(n_layers + 1), OTHER):
+        reached = []
+        for before in range(layer):
+            n_run, factor = (layer - before, 1.0) if kind == "blocks" else (0, float(table[before, layer]))
+            for score, path in best.get((before, kept - n_run, OTHER[kind]), ()):
+                reached.append((factor * score, (*path, layer)))
+        if reached:
+            best[layer, kept, kind] = [max(reached), min(reached)]
+    chosen = {}
+    for kept in range(n_layers + 1):
+        ends = [(*state, kind) for kind in OTHER for state in best.get((n_layers, kept, kind), ())]
+        score, path, kind = max(ends)
+        chosen[kept] = Scheme(path, kind if len(path) % 2 == 0 else OTHER[kind]), score
+    return chosen

@@ -1,0 +1,189 @@
+"""Contexts that fail, end out of order, are held by generators or threads: the model is as before, always."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from conftest import make_sentences
+from handpatched import hand_vectors, jump_part, submodule_part
+from patched_models import (
+    SENTENCES,
+    Models,
+    assert_as_before,
+    assert_same,
+    hook_counts,
+    linear,
+    patched,
+    replacement,
+    state,
+    vectors,
+)
+from torch import Tensor
+
+import matlens
+from matlens import InputError, Site
+from matlens.ffn import controlled
+from matlens.models.changes import changes_of
+from matlens.patching.replacements import Replacement
+
+CONTEXTS: dict[str, Callable[[Any], Any]] = {
+    "jump": lambda model: patched(model, [linear(jump_part(0, 1))]),
+    "attn": lambda model: patched(model, [linear(submodule_part("attn", 1, 1))]),
+    "ffn": lambda model: patched(
+        model, [Replacement.from_map(linear(submodule_part("ffn", 2, 2)), where="not-first")]
+    ),
+    "control": lambda model: controlled(model, ["L1D9"], 3.0),
+    "control last": lambda model: controlled(model, ["L1D3", "L1D4"], 2.0, where="last"),
+}
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(CONTEXTS, 2)))
+def test_contexts_end_in_any_order(first: str, second: str, small_model: Models) -> None:
+    model = small_model("llama")
+    before = state(model)
+    with CONTEXTS[second](model):
+        alone, changes = vectors(model), changes_of(model)
+        assert hook_counts(model) != before[0] or second == "jump"
+    one, other = CONTEXTS[first](model), CONTEXTS[second](model)
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)  # not the innermost
+    assert_same(vectors(model), alone, 0)
+    assert changes_of(model) == changes
+    with CONTEXTS[first](model):  # what has ended is free again
+        pass
+    with pytest.raises(InputError, match=r"already|controlled|replaced"), CONTEXTS[second](model):
+        pass
+    other.__exit__(None, None, None)
+    assert_as_before(model, before)
+
+
+def test_nested_contexts_are_one_with_both(small_model: Models, plain_model: Models) -> None:
+    model = small_model("llama")
+    outer = [jump_part(0, 1), submodule_part("ffn", 1, 1, where="not-first")]
+    inner = [submodule_part("attn", 1, 2, where=(2, 1, 0, 5)), jump_part(2, 3, 3)]
+    with patched(model, [replacement(replaced) for replaced in outer]):
+        with patched(model, [replacement(replaced) for replaced in inner]):
+            both = vectors(model)
+        only_outer = vectors(model)
+    assert_same(both, hand_vectors("llama", plain_model("llama"), outer + inner, SENTENCES))
+    assert_same(only_outer, hand_vectors("llama", plain_model("llama"), outer, SENTENCES))
+
+
+def _failing(_: Any) -> Tensor:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("fails", ["body", "jump", "sub-module", "positions", "entering"])
+def test_after_a_failure_the_model_is_as_before(
+    fails: str, small_model: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model("gptj")
+    parts = [jump_part(1, 2), submodule_part("attn", 0, 1, where="not-first"), jump_part(3, 3, 2)]
+    before, replacements = state(model), [replacement(replaced) for replaced in parts]
+    if fails == "jump":
+        replacements.append(Replacement(_failing, Site("h", 2), Site("h", 3)))
+    elif fails == "sub-module":
+        replacements.append(Replacement(_failing, Site("ffn_in", 2), Site("ffn_out", 2)))
+    elif fails == "positions":
+        replacements.append(replacement(submodule_part("ffn", 2, where=(1, 0))))
+    run: Callable[[Any], Any] = _failing if fails == "body" else vectors
+    error = InputError if fails == "positions" else ZeroDivisionError
+    with monkeypatch.context() as patch:
+        if fails == "entering":
+            patch.setattr(type(model), "hooks", lambda self, fwd_hooks: 1 / 0)
+        with pytest.raises(error), patched(model, replacements):
+            run(model)
+    assert_as_before(model, before)
+    with patched(model, [replacement(replaced) for replaced in parts]) as same:
+        assert same is model
+
+
+@pytest.mark.parametrize("kind", ["jump", "attn", "control"])
+def test_a_generator_that_holds_a_context_releases_it(kind: str, small_model: Models) -> None:
+    model = small_model("llama")
+    before = state(model)
+
+    def holding() -> Iterator[int]:
+        with CONTEXTS[kind](model):
+            yield 1
+            yield 2
+
+    for end in ("close", "collect", "throw"):
+        generator = holding()
+        next(generator)
+        assert changes_of(model)
+        if end == "close":
+            generator.close()
+        elif end == "collect":
+            del generator
+            gc.collect()
+        else:
+            with pytest.raises(ZeroDivisionError):
+                generator.throw(ZeroDivisionError)
+        assert_as_before(model, before)
+
+
+@pytest.mark.parametrize("kind", ["attn", "control"])
+def test_hooks_that_a_user_resets_inside_stay_unless_for_good(kind: str, small_model: Models) -> None:
+    model = small_model("llama")
+    before = state(model)
+    with CONTEXTS[kind](model):
+        inside = vectors(model)
+        model.reset_hooks()
+        assert_same(vectors(model), inside, 0)
+    with pytest.raises(InputError, match="were removed before it ended"), CONTEXTS[kind](model):
+        model.reset_hooks(including_permanent=True)
+    assert_as_before(model, before)
+
+
+def test_a_forward_of_somebody_else_on_a_block_is_restored(small_model: Models) -> None:
+    model = small_model("llama")
+    block = model.blocks[0]
+    original = block.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    vars(block)["forward"] = forward  # not by assignment, which the bridge passes to the module inside
+    try:
+        with patched(model, [linear(jump_part(0, 2))]):
+            assert block.forward is not forward
+        assert block.forward is forward
+    finally:
+        del vars(block)["forward"]
+
+
+def test_a_second_thread_is_refused(small_model: Models) -> None:
+    model = small_model("llama")
+    before = state(model)
+    inside, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with CONTEXTS["attn"](model):
+            inside.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    inside.wait(60)
+    for kind in CONTEXTS:
+        with pytest.raises(InputError, match=r"in another thread|already"):
+            CONTEXTS[kind](model).__enter__()
+    done.set()
+    thread.join()
+    assert_as_before(model, before)
+
+
+def test_collecting_a_skipped_site_is_refused(small_model: Models) -> None:
+    model = small_model("llama")
+    examples = matlens.make_examples(model, make_sentences()).head(3)
+    with patched(model, [linear(jump_part(0, 2))]):
+        assert set(matlens.collect(model, examples, ["h.0", "h.2"], progress=False)) == {"h.0", "h.2"}
+        with pytest.raises(InputError, match=r"did not come to h\.1.*patched"):
+            matlens.collect(model, examples, ["h.1", "h.2"], progress=False)
