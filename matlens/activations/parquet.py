@@ -1,0 +1,208 @@
+"""Vectors as Parquet, which `datasets`, pandas and DuckDB read: one row per vector, one column per site."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from matlens.activations.activations import HOLDS, Activations
+from matlens.data.examples import Examples
+from matlens.errors import InputError, checked
+from matlens.io.files import damaged
+from matlens.io.rows import Column, keep_rows
+from matlens.models.identity import Provenance
+from matlens.models.sites import Site, check_finite
+from matlens.parallel import Bar
+
+if TYPE_CHECKING:
+    import pyarrow
+
+EXAMPLES, VECTORS = "examples.parquet", "vectors-*.parquet"
+_FACTS = b"matlens"  # key of the schema's metadata
+_ROW_GROUP = 4096
+
+
+@checked
+def write_parquet(
+    activations: Activations,
+    folder: str | Path,
+    sites: Sequence[str | int | Site] | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    progress: bool = True,
+) -> None:
+    """Write vectors as Parquet shards, which `datasets` and pandas read and stream.
+
+    One row per vector: its ``row`` in the collection, its ``sentence``, its ``position`` in the sentence, the
+    ``token`` there, and a list of floats for each site. A folder is written shard by shard.
+
+    Parameters
+    ----------
+    activations
+        What `collect` has returned, or `Activations.load`.
+    folder
+        An empty folder, or one in which an export was interrupted.
+    sites
+        By default all.
+    dtype
+        ``torch.float32``, or ``torch.bfloat16`` for half the size, written as uint16 since Parquet has no
+        bfloat16.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise InputError(f"dtype must be torch.float32 or torch.bfloat16, got {dtype}.")
+    folder = Path(folder)
+    sites = list(activations) if sites is None else [str(activations.resolve(site)) for site in sites]
+    _prepare(folder)
+    examples = activations.examples
+    facts = {"provenance": activations.provenance.to_json(), "examples": examples.fingerprint}
+    sentences = np.repeat(np.arange(len(examples)), examples.lengths)  # of every token
+    first = examples.offsets[:-1]
+    if activations.positions == "all":
+        of_row = np.arange(len(examples.tokens))
+    else:
+        of_row = first[examples.sentences] + examples.positions
+    n_shards = 0
+    with Bar(total=activations.n_rows, unit="row", desc="writing", disable=not progress) as bar:
+        for number, rows in enumerate(activations.shards(sites)):
+            token = of_row[rows.index]
+            columns = {
+                "row": pa.array(rows.index), "sentence": pa.array(sentences[token]),
+                "position": pa.array(rows.places), "token": pa.array(examples.tokens[token]),
+            }  # fmt: skip
+            columns |= {site: _to_arrow(vectors, dtype) for site, vectors in rows.vectors.items()}
+            table = pa.table(columns).replace_schema_metadata({_FACTS: json.dumps(facts)})
+            _write(table, folder / VECTORS.replace("*", f"{number:05d}"), pq)
+            n_shards += 1
+            bar.update(len(rows.index))
+    facts |= {"sites": sites, "dtype": str(dtype).removeprefix("torch."), "n_shards": n_shards}
+    table = pa.table({name: pa.array([values]) for name, values in examples.arrays.items()})
+    _write(table.replace_schema_metadata({_FACTS: json.dumps(facts)}), folder / EXAMPLES, pq)
+
+
+@checked
+def read_parquet(
+    source: str | Path, *, folder: str | Path | None = None, progress: bool = True
+) -> Activations:
+    """Read what `write_parquet` has written, with its provenance; vectors are float32.
+
+    With a ``folder``, shards are copied into it one by one, and read from there when they are used.
+
+    Raises
+    ------
+    InputError
+        A file is missing, damaged, or belongs to another export.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    source = Path(source)
+
+    def opened(path: Path) -> tuple[Any, dict[str, Any]]:
+        try:
+            file = pq.ParquetFile(path, page_checksum_verification=True)
+            return file, json.loads(file.schema_arrow.metadata[_FACTS])
+        except (OSError, KeyError, TypeError, ValueError, pa.ArrowException) as error:
+            raise InputError(f"{path} must be a Parquet file that matlens has written. {error}") from None
+
+    if not (source / EXAMPLES).is_file():
+        raise InputError(f"{source} has no {EXAMPLES}: it is not a finished export. Rerun write_parquet.")
+    of_examples, facts = opened(source / EXAMPLES)
+    provenance = Provenance.from_json(facts["provenance"])
+    with _intact(source / EXAMPLES):
+        table = of_examples.read()
+        arrays = {name: table[name][0].values.to_numpy().copy() for name in table.column_names}
+    examples = Examples.from_arrays(arrays, provenance.data)
+    paths = [source / VECTORS.replace("*", f"{number:05d}") for number in range(facts["n_shards"])]
+    files, columns = [], dict[str, Column]()
+    for path in paths:
+        file, of_shard = opened(path)
+        if of_shard != {key: facts[key] for key in of_shard} or facts["examples"] != examples.fingerprint:
+            raise InputError(f"{path} belongs to another export than {source / EXAMPLES}.")
+        files.append(file)
+        columns = {site: Column(file.schema_arrow.field(site).type.list_size) for site in facts["sites"]}
+    positions: Any = "all" if provenance.positions == "all" else "drawn"
+    n_rows = examples.n_positions if positions == "drawn" else len(examples.tokens)
+    counts = [file.metadata.num_rows for file in files]
+    if sum(counts) != n_rows:
+        raise InputError(f"{source} must hold {n_rows:,} rows, got {sum(counts):,}.")
+
+    def run(numbers: Sequence[int]) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
+        with Bar(total=n_rows, unit="row", desc="reading", disable=not progress) as bar:
+            for number in numbers:
+                with _intact(paths[number]):
+                    table = files[number].read()
+                    vectors = {
+                        site: _from_arrow(table[site], column.width, facts["dtype"])
+                        for site, column in columns.items()
+                    }
+                for site, of_site in vectors.items():
+                    check_finite(of_site, site)
+                yield table["row"].to_numpy().copy(), vectors
+                bar.update(table.num_rows)
+
+    request = {"provenance": provenance.to_json(), "parquet": facts["examples"]}
+    config, rows = keep_rows(HOLDS, request, columns, counts, run, folder=folder, arrays=examples.arrays)
+    return Activations(rows, examples, positions, Provenance.from_config(config))
+
+
+def _prepare(folder: Path) -> None:
+    """An empty folder; what an interrupted export has left in it is removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    left = [path for path in folder.iterdir() if path.match(VECTORS) or path.suffix == ".part"]
+    if (folder / EXAMPLES).exists() or len(left) < len(list(folder.iterdir())):
+        raise InputError(f"{folder} must be empty. Choose another folder.")
+    for path in left:
+        path.unlink()
+
+
+def _write(table: pyarrow.Table, path: Path, pq: Any) -> None:
+    part = path.with_suffix(".part")
+    # Random mantissas do not compress: without it, writing is several times as fast.
+    pq.write_table(
+        table,
+        part,
+        row_group_size=_ROW_GROUP,
+        compression="none",
+        use_dictionary=False,
+        write_page_checksum=True,
+    )
+    os.replace(part, path)
+
+
+@contextlib.contextmanager
+def _intact(path: Path) -> Iterator[None]:
+    import pyarrow as pa
+
+    try:
+        yield
+    except (OSError, KeyError, ValueError, pa.ArrowException) as error:
+        raise damaged(path, f"cannot be read ({error})") from None
+
+
+def _to_arrow(vectors: Tensor, dtype: torch.dtype) -> pyarrow.Array:
+    """Lists of fixed size; Parquet has no bfloat16, so that its bits are written as uint16."""
+    import pyarrow as pa
+
+    values = vectors.to(dtype)
+    bits = values.view(torch.uint16) if dtype == torch.bfloat16 else values
+    return pa.FixedSizeListArray.from_arrays(
+        pa.array(bits.contiguous().numpy().reshape(-1)), vectors.shape[1]
+    )
+
+
+def _from_arrow(column: pyarrow.ChunkedArray, width: int, dtype: str) -> Tensor:
+    values = torch.from_numpy(column.combine_chunks().flatten().to_numpy(zero_copy_only=False).copy())
+    if dtype == "bfloat16":
+        values = values.view(torch.bfloat16)
+    return values.reshape(-1, width).float()

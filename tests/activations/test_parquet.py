@@ -1,0 +1,96 @@
+"""Vectors survive Parquet, other libraries read them, and damaged exports are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+
+from matlens import InputError, collect, make_examples
+from matlens.activations import Activations, read_parquet, write_parquet
+from matlens.data import Corpus
+from matlens.linear import MapSet
+
+SITES = ["h.0", "attn_out.1", "h.3"]
+
+
+@pytest.fixture(params=["drawn", "all"])
+def collected(
+    request: pytest.FixtureRequest, small_model: Callable[[str], Any], sentences: Corpus, tmp_path: Path
+) -> Activations:
+    """Vectors in memory, and, at all positions, in a folder of several shards."""
+    examples = make_examples(small_model("llama"), sentences)
+    folder = tmp_path / "collected" if request.param == "all" else None
+    return collect(
+        small_model("llama"), examples, SITES, positions=request.param, folder=folder, batch_tokens=64,
+        progress=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_round_trip(collected: Activations, tmp_path: Path, dtype: torch.dtype, in_memory: bool) -> None:
+    write_parquet(collected, tmp_path / "out", dtype=dtype, progress=False)
+    found = read_parquet(tmp_path / "out", folder=None if in_memory else tmp_path / "read", progress=False)
+    for site in SITES:
+        assert torch.equal(found[site], collected[site].to(dtype).float())
+    assert found.positions == collected.positions
+    assert found.provenance.identity == collected.provenance.identity
+    assert found.examples.fingerprint == collected.examples.fingerprint
+    np.testing.assert_array_equal(found.places, collected.places)
+    if dtype == torch.float32:
+        ours, theirs = (
+            MapSet.fit(each, pairs=[("h.0", "h.3")], progress=False)["h.0", "h.3"]
+            for each in (found, collected)
+        )
+        assert torch.equal(ours.weight, theirs.weight)
+
+
+def test_datasets_streams_each_vector_with_its_token(collected: Activations, tmp_path: Path) -> None:
+    write_parquet(collected, tmp_path / "out", ["h.3"], progress=False)
+    stream = datasets.load_dataset(
+        "parquet", data_files=str(tmp_path / "out" / "vectors-*.parquet"), split="train", streaming=True
+    )
+    rows = list(stream)
+    assert sorted(row["row"] for row in rows) == list(range(collected.n_rows))
+    sentences = collected.examples.tokens
+    for row in rows:
+        assert torch.equal(torch.tensor(row["h.3"]), collected["h.3"][row["row"]])
+        assert row["token"] == sentences[collected.examples.offsets[row["sentence"]] + row["position"]]
+
+
+def test_damaged_exports_are_refused(collected: Activations, tmp_path: Path) -> None:
+    write_parquet(collected, tmp_path / "a", progress=False)
+    part = collected.head(8)
+    write_parquet(part, tmp_path / "b", progress=False)
+    shard = tmp_path / "a" / "vectors-00000.parquet"
+    whole = shard.read_bytes()
+
+    def refused(changed: bytes | None) -> None:
+        shard.unlink()
+        if changed is not None:
+            shard.write_bytes(changed)
+        with pytest.raises(InputError, match=r"vectors-00000"):
+            read_parquet(tmp_path / "a", progress=False)
+        shard.write_bytes(whole)
+
+    refused(None)
+    refused(whole[: len(whole) // 2])
+    refused((tmp_path / "b" / "vectors-00000.parquet").read_bytes())
+    values = collected["h.0"][-1].numpy().tobytes()[-16:]  # flip a bit of a vector where it is written
+    place = (
+        whole.index(values) if values in whole else whole.index(collected["h.0"][0].numpy().tobytes()[:16])
+    )
+    refused(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    (tmp_path / "b" / "examples.parquet").unlink()
+    with pytest.raises(InputError, match="not a finished export"):
+        read_parquet(tmp_path / "b", progress=False)
+    with pytest.raises(InputError, match="must be empty"):
+        write_parquet(collected, tmp_path / "a", progress=False)
+    write_parquet(part, tmp_path / "b", progress=False)  # an interrupted export is written again
+    assert read_parquet(tmp_path / "b", progress=False).n_rows == part.n_rows
