@@ -14,10 +14,10 @@ import torch
 from conftest import make_sentences
 from sentences import corpus_of
 
-from matlens import InputWarning, LensConfig, MapSet, collect, make_examples, make_prompts
+from matlens import InputWarning, Lens, LensConfig, MapSet, collect, make_examples, make_prompts
 from matlens.activations.activations import Activations
 from matlens.lens.comparison import compare_lenses
-from matlens.lens.evaluation import fit_quality, prediction_quality
+from matlens.lens.evaluation import evaluate_lenses, fit_quality, prediction_quality
 from matlens.metrics import r2
 from matlens.models.readout import Readout
 
@@ -51,6 +51,7 @@ def test_maps_judged_on_their_own_sentences(fitted: tuple[Any, Activations, Acti
     with warned(0):
         fit_quality(maps, validation, progress=False)
         prediction_quality(readout, maps, validation, progress=False)
+        evaluate_lenses({"id": Lens.identity(model)}, validation, progress=False)
     # Other positions of the same sentences, and fewer of the sentences, are no new text either.
     drawn = collect(model, replace(train.examples), positions="drawn", progress=False)
     for seen in (train, drawn, train.head(7)):
@@ -58,6 +59,9 @@ def test_maps_judged_on_their_own_sentences(fitted: tuple[Any, Activations, Acti
             fit_quality(maps, seen, progress=False)
         with warned(1, "Use other sentences"):
             prediction_quality(readout, maps, seen, progress=False)
+        with warned(1, "Use other sentences"):
+            lenses = {"id": Lens.identity(model), "mat": Lens.from_maps(maps, model=model)}
+            evaluate_lenses(lenses, seen, progress=False)
 
 
 def test_some_rows_may_be_judged_by_maps_of_others(

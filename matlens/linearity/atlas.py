@@ -184,7 +184,7 @@ def _fill(
 def _sum_up(model: TransformerBridge, examples: Examples, parts: Sequence[Part], progress: bool) -> PartSums:
     """Moments of all parts from one pass, which the processes divide; the leading one has the whole."""
     layout = ModelLayout.from_model(model)
-    sums = PartSums(parts, dict.fromkeys(_sites(parts), layout.d_model), same_sites(layout))
+    sums = PartSums(parts, layout.d_model, same_sites(layout))
     sinks = _flat(find_sinks(model, examples, progress=progress), examples)
     for rows in stream(model, examples, sums.sites, positions="all", progress=progress, divided=True):
         sums.update(rows.vectors, sinks[torch.from_numpy(rows.index)])
@@ -299,7 +299,7 @@ class _Atlas:
         for case in cases:
             where: Where = "all" if case.tokens == ALL else ~self._sinks
             if case.method == LEFT_OUT:
-                replacements.append(case.part.left_out(where))
+                replacements.append(case.part.removed(where))
             else:
                 linear = self._maps[case.part, case.tokens]
                 replacements.append(Replacement.from_map(linear, where=where))

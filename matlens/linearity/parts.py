@@ -1,4 +1,4 @@
-"""The parts of a model that a map can stand for: norms, attention, FFNs, blocks, and jumps over several."""
+"""The parts of a model that a map can replace: norms, attention, FFNs, blocks, and jumps over several."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from matlens.patching.replacements import Replacement, Where
 from matlens.patching.submodules import submodule_pairs
 
 JUMPS = (2, 4, 8)
-WRITING = ("attn", "ffn")  # what is added to the stream: nothing stands for it where it is left out
+WRITING = ("attn", "ffn")  # their output is added to the stream, so that zeros remove them
 BLOCK = "block"
 _KINDS = ("ln1", "attn", "ln2", "ffn")
 
@@ -32,7 +32,7 @@ class Part:
     layer
         The block, or the first of those that are jumped over.
     source, target
-        The sites before and behind it.
+        The sites before and after it.
     """
 
     kind: str
@@ -54,11 +54,11 @@ class Part:
 
     @property
     def writes(self) -> bool:
-        """Whether what it gives is added to the stream, so that it is left out by nothing in its place."""
+        """Whether its output is added to the residual stream."""
         return self.kind in WRITING
 
-    def left_out(self, where: Where) -> Replacement:
-        """The part left out: attention and FFN write nothing, and norms and blocks give what they read."""
+    def removed(self, where: Where) -> Replacement:
+        """The part removed: attention and FFN write zeros, norms and blocks return their input."""
         function = torch.zeros_like if self.writes else _unchanged
         return Replacement(function, Site.parse(self.source), Site.parse(self.target), where)
 
@@ -71,19 +71,9 @@ def _unchanged(h: Tensor) -> Tensor:
 def model_parts(layout: ModelLayout, *, jumps: Sequence[int] = JUMPS) -> list[Part]:
     """Every part of a model, block after block: its sub-modules, the block, and the jumps that start at it.
 
-    Parameters
-    ----------
-    layout
-        The sites of the model. Where the wiring of its blocks is not known, there are only blocks and jumps.
-    jumps
-        Over how many blocks a jump goes.
-
-    Raises
-    ------
-    InputError
-        A jump goes over fewer than two blocks.
+    Where the wiring of its blocks is not known, there are only blocks and jumps.
     """
-    spans = [check_int(jump, "The blocks of a jump", min=2) for jump in dict.fromkeys(jumps)]
+    spans = [check_int(jump, "each of the jumps", min=2) for jump in dict.fromkeys(jumps)]
     pairs: dict[tuple[str, int], tuple[str, str]] = {}
     for source, target in submodule_pairs(layout) if layout.kinds else ():
         site = Site.parse(source)

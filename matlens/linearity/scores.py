@@ -1,8 +1,7 @@
-"""How linear a part of a model is, from the moments of what enters and leaves it (definitions, section 10).
+"""How linear a part of a model is, from least squares of its input and output (definitions, section 10).
 
-With ``x = Q R`` and ``Z = Q^T y`` of the centred vectors, the best affine map leaves of ``y`` what lies
-outside of the columns of ``Q``: all scores are functions of ``R``, ``Z`` and the factor of ``y``, and no
-vector is kept.
+With ``x = Q R`` and ``Z = Q^T y`` of the centred vectors, the residual of the best affine map is the part of
+``y`` outside the columns of ``Q``: all scores are functions of ``R``, ``Z`` and the factor of ``y``.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def _projected(r: Tensor, z: Tensor) -> Tensor:
 
 
 def _is_regular(r: Tensor) -> bool:
-    """Whether no coordinate nearly follows from those before it, so that no direction need be looked at."""
+    """Whether no dimension nearly follows from those before it, so that no SVD is needed."""
     diagonal = r.diagonal().abs()
     floor = 100 * _ROUNDING * r.norm(dim=0)
     return len(r) == r.shape[1] and bool((diagonal > floor).all())
@@ -96,7 +95,7 @@ def _level(s: Tensor) -> float:
 
 
 def held_out_scores(predicted: Float[Tensor, "n d"], truth: Float[Tensor, "n d"]) -> dict[str, float]:
-    """r2 in the mean over coordinates, and of the whole variance, on tokens that no map was fitted on."""
+    """r2 in the mean over dimensions, and of the whole variance, on tokens that no map was fitted on."""
     truth, predicted = in_float64(truth), in_float64(predicted)
     left = float((truth - predicted).square().sum())
     total = float((truth - truth.mean(0)).square().sum())
@@ -104,38 +103,35 @@ def held_out_scores(predicted: Float[Tensor, "n d"], truth: Float[Tensor, "n d"]
 
 
 class PartSums:
-    """Moments of many parts at once, of all samples and of those that are no attention sinks.
+    """Least squares of many parts at once, of all samples and of those that are no attention sinks.
 
     Parameters
     ----------
     parts
         The parts; all targets of one source share a factor.
-    widths
-        How many coordinates each site has.
+    width
+        Dimensions of every site.
     same
-        Sites that carry what another does, such as what enters a norm and the stream: vectors are needed of
-        the others alone.
+        Sites with the same vectors as another, such as the input of a norm and the stream; vectors are only
+        needed of the others.
     """
 
-    def __init__(
-        self, parts: Sequence[Part], widths: Mapping[str, int], same: Mapping[str, str] | None = None
-    ) -> None:
-        self._same = dict(same or {})
+    def __init__(self, parts: Sequence[Part], width: int, same: Mapping[str, str] | None = None) -> None:
+        self._same, self._width = dict(same or {}), width
         self._ends = {part: (self._carrier(part.source), self._carrier(part.target)) for part in parts}
-        self._widths = dict(widths)
-        self._targets: dict[str, list[str]] = {}
-        self._added: dict[str, str] = {}  # what is added to what enters, by its site
+        self._parts: dict[str, list[Part]] = {}  # by source
+        self._added: dict[str, str] = {}  # the site that a target is added to, by the target
         for part, (source, target) in self._ends.items():
-            self._targets.setdefault(source, []).append(target)
+            self._parts.setdefault(source, []).append(part)
             if part.writes:
                 self._added[target] = source
-        alone = {target for part, (_, target) in self._ends.items() if not part.writes} - set(self._targets)
+        alone = {target for part, (_, target) in self._ends.items() if not part.writes} - set(self._parts)
         self._alone = [*sorted(alone), *sorted(self._added)]
         self._sums = self._empty()
         self._sinks: list[dict[str, Tensor]] = []
 
     def _carrier(self, site: str) -> str:
-        """The site of those that carry the same whose vectors are needed."""
+        """Of the sites with the same vectors, the one whose vectors are needed."""
         return site if site not in self._same else self._carrier(self._same[site])
 
     @property
@@ -143,17 +139,18 @@ class PartSums:
         """Every site whose vectors are needed."""
         return list(dict.fromkeys(site for ends in self._ends.values() for site in ends))
 
+    def _targets(self, source: str) -> list[str]:
+        return [self._ends[part][1] for part in self._parts[source]]
+
     def _empty(self) -> dict[str, LeastSquares]:
         sums = {
             source: LeastSquares(
-                self._widths[source], {target: self._widths[target] for target in targets}, source=source
+                self._width, dict.fromkeys(self._targets(source), self._width), source=source
             )
-            for source, targets in self._targets.items()
+            for source in self._parts
         }  # fmt: skip
-        # Of these only the factor is needed; what they go with is their own first coordinate.
-        return sums | {
-            f"{site} alone": LeastSquares(self._widths[site], 1, source=site) for site in self._alone
-        }
+        # Of these only the factor is needed; their target is their own first dimension.
+        return sums | {f"{site} alone": LeastSquares(self._width, 1, source=site) for site in self._alone}
 
     def update(self, vectors: Mapping[str, Float[Tensor, "n d"]], sinks: Bool[Tensor, " n"]) -> None:
         """Add samples, and say which are sinks."""
@@ -162,8 +159,8 @@ class PartSums:
             self._sinks.append({site: of_site[sinks] for site, of_site in vectors.items()})
 
     def _add(self, sums: Mapping[str, LeastSquares], vectors: Mapping[str, Tensor]) -> None:
-        for source, targets in self._targets.items():
-            sums[source].update(vectors[source], [vectors[target] for target in targets])
+        for source in self._parts:
+            sums[source].update(vectors[source], [vectors[target] for target in self._targets(source)])
         for site in self._alone:
             y = vectors[site]
             if site in self._added:
@@ -171,16 +168,16 @@ class PartSums:
             sums[f"{site} alone"].update(y, y[:, :1])
 
     def gather(self) -> None:
-        """Add what every other process has seen, in the leading one."""
+        """Add the samples of every other process, in the main one."""
         if parallel.world_size() == 1:
             return
-        self._sums = {name: moments.reduce() for name, moments in self._sums.items()}
-        none = {site: torch.empty(0, self._widths[site]) for site in self.sites}
-        sinks = {site: torch.cat([none[site], *(part[site] for part in self._sinks)]) for site in none}
+        self._sums = {name: sums.reduce() for name, sums in self._sums.items()}
+        none = torch.empty(0, self._width)
+        sinks = {site: torch.cat([none, *(part[site] for part in self._sinks)]) for site in self.sites}
         self._sinks = [parallel.concatenate(sinks, "vectors of sinks")]
 
     def solve(self, provenance: Provenance) -> Iterable[tuple[Part, bool, LinearMap, dict[str, float]]]:
-        """Each part's map with an intercept and its scores: with sinks (True), and without (False).
+        """Each part's map with an intercept and its scores: without sinks (False), then with them (True).
 
         Raises
         ------
@@ -192,37 +189,32 @@ class PartSums:
             joined = {site: torch.cat([part[site] for part in self._sinks]) for site in self._sinks[0]}
             self._add(sinks, joined)
         for with_sinks in (False, True):
-            for name, moments in self._sums.items():
+            for name, sums in self._sums.items():
                 if with_sinks:
-                    moments.merge(sinks[name])
-                if moments.n <= self._widths[moments.source]:
+                    sums.merge(sinks[name])
+                if sums.n <= self._width:
                     raise InputError(
-                        f"The text to fit on has {moments.n} tokens{'' if with_sinks else ' but sinks'}, and "
-                        f"the vectors have {self._widths[moments.source]} coordinates. Expected more tokens, "
-                        "best ten times as many: more windows, or a larger corpus."
+                        f"The text to fit on must have more than {self._width} tokens"
+                        f"{'' if with_sinks else ' without sinks'}, best ten times as many, got {sums.n}."
                     )
-            yield from self._solved(with_sinks, provenance)
+            for source in self._parts:
+                for part, linear, scores in self._solved(source, provenance):
+                    yield part, with_sinks, linear, scores
 
     def _solved(
-        self, with_sinks: bool, provenance: Provenance
-    ) -> Iterable[tuple[Part, bool, LinearMap, dict[str, float]]]:
-        of_source: dict[str, list[Part]] = {}
-        for part, (source, _) in self._ends.items():
-            of_source.setdefault(source, []).append(part)
-        for source, parts in of_source.items():
-            moments = self._sums[source]
-            r, z = moments.factors(centred=True)
-            # What LayerNorm leaves adds up to a constant, but for rounding, which must not be fitted.
-            weight, bias = moments.solution(intercept=True, ridge=_ROUNDING**2 * float(r.square().sum()))
-            assert bias is not None
-            widths = [self._widths[self._ends[part][1]] for part in parts]
-            shares = zip(weight.split(widths), bias.split(widths), z.split(widths, 1), strict=True)
-            for part, (of_weight, of_bias, of_z) in zip(parts, shares, strict=True):
-                target = self._ends[part][1]
-                name = f"{target} alone" if target in self._alone else target
-                r_y, _ = self._sums[name].factors(centred=True)
-                linear = LinearMap.from_solution(
-                    of_weight, of_bias, part.source, part.target,
-                    provenance.with_details(n_fitted=moments.n, intercept=True, ridge=0.0),
-                )  # fmt: skip
-                yield part, with_sinks, linear, fit_scores(r, of_z, r_y, added=part.writes)
+        self, source: str, provenance: Provenance
+    ) -> Iterable[tuple[Part, LinearMap, dict[str, float]]]:
+        sums, parts = self._sums[source], self._parts[source]
+        r, z = sums.factors(centred=True)
+        # LayerNorm's outputs add up to a constant but for rounding, which must not be fitted.
+        weight, bias = sums.solution(intercept=True, ridge=_ROUNDING**2 * float(r.square().sum()))
+        assert bias is not None
+        columns = (weight.split(self._width), bias.split(self._width), z.split(self._width, 1))
+        for part, of_weight, of_bias, of_z in zip(parts, *columns, strict=True):
+            target = self._ends[part][1]
+            r_y, _ = self._sums[f"{target} alone" if target in self._alone else target].factors(centred=True)
+            linear = LinearMap.from_solution(
+                of_weight, of_bias, part.source, part.target,
+                provenance.with_details(n_fitted=sums.n, intercept=True, ridge=0.0),
+            )  # fmt: skip
+            yield part, linear, fit_scores(r, of_z, r_y, added=part.writes)

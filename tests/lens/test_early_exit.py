@@ -169,6 +169,7 @@ def test_layers_saved_is_where_straight_lines_reach_the_precision(
     rows += [(method, float(layer), 1.0, math.nan) for method in ("mat", "id") for layer in range(1, 11)]
     table = pd.DataFrame(rows, columns=["method", "layer", "value", "lam"]).assign(target=10)
     found = savings(table).set_index("method")
+    assert list(found.index) == ["mat", "id"]
     assert found["saved"].to_dict() == pytest.approx({"mat": saved, "id": 9}, abs=1e-12)
     assert found["share"].to_dict() == pytest.approx({"mat": saved / 10, "id": 0.9}, abs=1e-12)
     assert set(found["n_layers"]) == {10}

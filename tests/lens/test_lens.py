@@ -32,6 +32,10 @@ def test_vectors_are_mapped_as_the_formulas_say_and_read_out_by_the_model(small_
     torch.testing.assert_close(lens(h, 2), z)
     torch.testing.assert_close(lens(h, -1), h, rtol=0, atol=0)
     assert lens.layers == (0, 1, 2)
+    digest, weights = lens.digest, lens.maps[0].weight  # type: ignore[union-attr]
+    weights[17, 16] += 1e-3
+    assert lens.digest != digest
+    weights[17, 16] -= 1e-3
     assert lens.n_parameters == D_MODEL * D_MODEL + D_MODEL + 6 * D_MODEL + 1
     readout = matlens.Readout(model)
     torch.testing.assert_close(lens.logits(h, 0), readout.logits(lens(h, 0)))

@@ -87,7 +87,7 @@ def test_maps_are_of_all_samples_and_of_those_that_are_no_sinks() -> None:
     after = np.cos(x) + y
     sites = {"ffn_in.0": x, "ffn_out.0": y, "h.0": x, "h.1": after}
     vectors = {site: torch.from_numpy(of_site).float() for site, of_site in sites.items()}
-    sums = PartSums(parts, dict.fromkeys(sites, WIDTH))
+    sums = PartSums(parts, WIDTH)
     for part in (slice(0, 100), slice(100, N)):
         of_part = {site: of_site[part] for site, of_site in vectors.items()}
         sums.update(of_part, torch.from_numpy(sinks[part]))
@@ -106,8 +106,8 @@ def test_maps_are_of_all_samples_and_of_those_that_are_no_sinks() -> None:
 
 
 def test_too_few_samples_are_refused() -> None:
-    sums = PartSums([Part("block", 0, "h.0", "h.1")], {"h.0": WIDTH, "h.1": WIDTH})
+    sums = PartSums([Part("block", 0, "h.0", "h.1")], WIDTH)
     x = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))
     sums.update({"h.0": x, "h.1": x}, torch.zeros(WIDTH, dtype=torch.bool))
-    with pytest.raises(InputError, match="6 tokens but sinks"):
+    with pytest.raises(InputError, match="more than 6 tokens without sinks"):
         list(sums.solve(Provenance()))
