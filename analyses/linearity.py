@@ -19,7 +19,7 @@ from matlens.cli import print_atlas
 from matlens.data import make_judged_text
 from matlens.io import result_row, result_table
 from matlens.linearity import atlas_seconds, linearity_atlas, rank_correlations
-from matlens.linearity.ranking import rises
+from matlens.linearity.ranking import loss_increases
 from matlens.metrics import Estimate
 
 NAME = "linearity"
@@ -47,20 +47,20 @@ def main(
         "atlas_seconds": atlas_seconds(folder),
     }  # fmt: skip
     report.write(NAME, table, origin, plots.plot_atlas(table, correlations))
-    few = table[table["metric"].isin(["rise", "agreement"])]
-    few = few[few["kind"].str.startswith("together") | (few["metric"] == "rise")]
+    few = table[table["metric"].isin(["loss increase", "agreement"])]
+    few = few[few["kind"].str.startswith("together") | (few["metric"] == "loss increase")]
     report.write("linearity_costs", few, origin)
     report.write("linearity_kinds", atlas_summary(table), origin)
     report.write("linearity_correlations", correlations, origin)
     print_atlas(table, correlations)
 
 
-def added_rise(table: pd.DataFrame, parts: str, *, tokens: str = "all") -> float:
-    """The sum of the rises of the loss for each of some parts alone.
+def added_loss_increase(table: pd.DataFrame, parts: str, *, tokens: str = "all") -> float:
+    """The sum of the loss increases of some parts alone.
 
     ``table`` is that of `linearity_atlas`; ``parts`` are names with a comma between, as in its column.
     """
-    alone = rises(table, tokens)
+    alone = loss_increases(table, tokens)
     alone = alone[alone["layer"].notna()]
     names = alone["kind"] + " " + alone["layer"].astype("Int64").astype(str)
     by_name = dict(zip(names, alone["value"], strict=True))
@@ -68,15 +68,15 @@ def added_rise(table: pd.DataFrame, parts: str, *, tokens: str = "all") -> float
 
 
 def atlas_summary(table: pd.DataFrame) -> pd.DataFrame:
-    """Means over the layers of every score and rise, and the median of the rise, for each kind of part."""
+    """Means over the layers of every score and the loss increase, its median too, for each kind of part."""
     single = table[~table["kind"].str.startswith("together")]
     rows = []
     for (kind, tokens, method, metric), part in single.groupby(
         ["kind", "tokens", "method", "metric"], sort=False
     ):
         values = {metric: part["value"].mean()}
-        if metric == "rise":
-            values["median rise"] = part["value"].median()
+        if metric == "loss increase":
+            values["median loss increase"] = part["value"].median()
         rows += [
             result_row(
                 "linearity_kinds", model=str(table["model"].iloc[0]), corpus=str(table["corpus"].iloc[0]),

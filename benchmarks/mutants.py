@@ -56,7 +56,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "paper_a/predictions": ("tests/analyses/test_predictions.py",),
     "lens/maps": ("tests/lens/test_lens.py", "tests/lens/test_closed_forms.py"),
     "lens/closed_forms": ("tests/test_dividing.py",),
-    "lens/trained": (),
+    "lens/trained": ("tests/lens/test_config.py", "tests/lens/test_closed_forms.py"),
     "lens/comparison": (),
     "lens/open_sets": (),
     "models/families/falcon": (),

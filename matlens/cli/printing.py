@@ -137,18 +137,18 @@ def print_atlas(table: Any, correlations: Any) -> None:
         The tables of `matlens.linearity.linearity_atlas` and of `matlens.linearity.rank_correlations`.
     """
     print_frame(
-        "Rank correlation of scores with the rise of the loss, over all parts",
+        "Rank correlation of scores with the loss increase, over all parts",
         correlations[correlations["kind"] == "all kinds"],
         {
             "metric": "score", "method": "part is", "tokens": "tokens", "value": "correlation", "low": "from",
             "high": "to",
         },
     )  # fmt: skip
-    together = table[table["kind"].str.startswith("together") & (table["metric"] == "rise")]
+    together = table[table["kind"].str.startswith("together") & (table["metric"] == "loss increase")]
     print_frame(
         "Parts replaced together",
         together.assign(kind=together["kind"].str.partition(": ")[2]),
-        {"kind": "of", "tokens": "tokens", "value": "rise, nats", "parts": "parts"},
+        {"kind": "of", "tokens": "tokens", "value": "loss increase, nats", "parts": "parts"},
     )
 
 

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 ATLAS = "linearity"  # the experiment
-MAP, LEFT_OUT = "map", "left out"
-RISE, AGREEMENT = "rise", "agreement"
+MAP, REMOVED = "map", "removed"
+LOSS_INCREASE, AGREEMENT = "loss increase", "agreement"
 ALL: Tokens = "all"
 NO_SINKS: Tokens = "no sinks"
 TOGETHER = "together"
@@ -70,18 +70,16 @@ def linearity_atlas(
     every: PositiveInt = 1,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Score every part of a model, replace it by its map, and leave it out (definitions, section 10).
+    """Score every part of a model, replace it by its map, and remove it (definitions, section 10).
 
-    A row for each part and number, with the columns ``kind``, ``tokens`` and ``parts``. Scores are of the
-    method ``map``: ``r2`` and ``r2 of the variance`` on the judged text; ``procrustes``, ``rotation`` and
-    ``nbl bound`` of the fitted text (definitions, section 10). ``rise`` is by how much the mean negative log
-    likelihood of the right token rises, in nats, with a 95% interval over texts; ``agreement`` how often the
-    likeliest token is the one of the whole model; both of the methods ``map`` and ``left out``. ``tokens`` is
-    ``all``, or ``no sinks`` where maps are fitted, judged and put at all tokens but attention sinks; where
-    there are no sinks among the judged tokens, the second would be the same and is left out. Parts are left
-    out at all tokens. Rows of the kind ``together`` are of the three parts of a group that cost least alone,
-    replaced together. Several processes that share the work divide the text to fit on; the first one does
-    the rest, and all get the table.
+    A row per part and value, with the columns ``kind``, ``tokens`` and ``parts``. Scores have the method
+    ``map``: ``r2`` and ``r2 of the variance`` on the text to evaluate on; ``procrustes``, ``rotation`` and
+    ``nbl bound`` on the text to fit on. ``loss increase`` is the change of the mean negative log likelihood
+    of the right token, in nats, with a 95% interval over texts; ``agreement`` how often the top token
+    is that of the model; both for the methods ``map`` and ``removed``. ``tokens`` is ``all``, or ``no sinks``
+    where maps are fitted, evaluated and put at all tokens but attention sinks, if there are any. Parts are
+    removed at all tokens. Rows of the kind ``together`` are of the three parts of a group that cost least
+    alone, replaced together. Several processes divide the text to fit on, and all get the table.
 
     Parameters
     ----------
@@ -265,7 +263,7 @@ class _Atlas:
 
     def cost_rows(self, layer: int, parts: Sequence[Part]) -> list[Row]:
         """What it costs to do without each part of a layer, in every way."""
-        ways = [*((MAP, mode) for mode in self._modes), (LEFT_OUT, ALL)]
+        ways = [*((MAP, mode) for mode in self._modes), (REMOVED, ALL)]
         cases = [_Case(part, *way) for part, way in itertools.product(parts, ways)]
         variants = {str(i): self._variant(layer, [case]) for i, case in enumerate(cases)}
         vectors = run_variants(self._model, self._judged.examples, variants, progress=False)
@@ -298,7 +296,7 @@ class _Atlas:
         replacements = []
         for case in cases:
             where: Where = "all" if case.tokens == ALL else ~self._sinks
-            if case.method == LEFT_OUT:
+            if case.method == REMOVED:
                 replacements.append(case.part.removed(where))
             else:
                 linear = self._maps[case.part, case.tokens]
@@ -322,7 +320,10 @@ class _Atlas:
     def _costs(self, h: Float[Tensor, "n d_model"]) -> dict[str, Estimate]:
         losses, likeliest = self._read(h)
         same = torch.from_numpy(likeliest == self._likeliest)
-        return {RISE: rise(losses, self._losses, self._judged.texts), AGREEMENT: metrics.proportion(same)}
+        return {
+            LOSS_INCREASE: loss_increase(losses, self._losses, self._judged.texts),
+            AGREEMENT: metrics.proportion(same),
+        }
 
     def _row(self, part: Part, method: str, tokens: str, metric: str, estimate: Estimate) -> Row:
         corpus = str(self._judged.examples.provenance.get("corpus", "unnamed"))
@@ -334,7 +335,7 @@ class _Atlas:
         return row | {"k": None}
 
 
-def rise(losses: np.ndarray, whole: np.ndarray, texts: np.ndarray) -> Estimate:
+def loss_increase(losses: np.ndarray, whole: np.ndarray, texts: np.ndarray) -> Estimate:
     """Mean difference of the losses of all tokens, in nats, with its 95% interval over texts."""
     if not np.isfinite(losses).all():
         return Estimate.without_interval(np.inf, len(np.unique(texts)))

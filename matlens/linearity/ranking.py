@@ -30,29 +30,22 @@ _FEWEST = 6  # parts of which a correlation is told
 _EVERY = "all kinds"
 
 
-def rises(table: pd.DataFrame, tokens: str) -> pd.DataFrame:
-    """By how much the loss rises with the map of a part in its place."""
-    return table[(table["metric"] == "rise") & (table["method"] == "map") & (table["tokens"] == tokens)]
+def loss_increases(table: pd.DataFrame, tokens: str) -> pd.DataFrame:
+    """Rows of the loss increase with the map in place of a part."""
+    return table[
+        (table["metric"] == "loss increase") & (table["method"] == "map") & (table["tokens"] == tokens)
+    ]
 
 
 @checked
 def first_parts(
     table: pd.DataFrame, n: PositiveInt = FIRST, *, group: Group = "any", tokens: Tokens = "all"
 ) -> list[tuple[str, int]]:
-    """The parts that cost least when they are replaced, by kind and layer; none that touches another.
+    """The ``n`` parts that cost least when they are replaced, by kind and layer; none that touches another.
 
-    Parameters
-    ----------
-    table
-        The table of `linearity_atlas`.
-    n
-        How many.
-    group
-        The kinds of parts, see `GROUPS`.
-    tokens
-        The tokens at which parts are replaced.
+    Of the table of `linearity_atlas`, for a group of kinds (`GROUPS`) and the tokens that are replaced.
     """
-    rows = rises(table, tokens)
+    rows = loss_increases(table, tokens)
     rows = rows[rows["kind"].isin(GROUPS[group])].sort_values("value", kind="stable")
     chosen: list[tuple[str, int]] = []
     for kind, layer in zip(rows["kind"], rows["layer"].astype(int), strict=True):
@@ -66,21 +59,18 @@ def first_parts(
 def rank_correlations(
     table: pd.DataFrame, *, seed: Seed = 0, resamples: Annotated[int, Between(9, 100000)] = _RESAMPLES
 ) -> pd.DataFrame:
-    """Spearman's correlation of every score with what it costs to do without a part.
+    """Spearman's correlation of every score with the loss increase when a part is replaced or removed.
 
-    Correlations are of the score's predicted damage with the rise, so that 1 is a perfect prediction: scores
-    of which more is more linear count from above. Intervals are of SciPy's bootstrap over parts. ``method``
-    is what is done, ``metric`` the score; ``kind`` is one kind of part, or all. Parts whose rise or score is
-    not finite are left out of a correlation by their rank: they count as the worst.
+    The sign is such that 1 is a perfect prediction. Intervals are of SciPy's bootstrap over parts. ``method``
+    is what is done to the part, ``metric`` the score; ``kind`` is one kind of part, or all. A loss increase
+    or score that is not finite ranks as the worst.
 
     Parameters
     ----------
     table
         The table of `linearity_atlas`.
-    seed
-        Seed of the bootstrap.
-    resamples
-        How many resamples it takes.
+    seed, resamples
+        Of the bootstrap.
     """
     single = table[~table["kind"].str.startswith("together")]
     wide = single.pivot_table(
@@ -91,11 +81,11 @@ def rank_correlations(
     rows: list[dict[str, Any]] = []
     for tokens in dict.fromkeys(wide.index.get_level_values("tokens")):
         of_tokens = cast(pd.DataFrame, wide.xs(tokens, level="tokens")).copy()
-        if ("left out", "rise") in wide:  # at all tokens, whatever the scores are of
-            of_tokens["left out", "rise"] = wide.xs("all", level="tokens")["left out", "rise"]
+        if ("removed", "loss increase") in wide:  # at all tokens, whatever the scores are of
+            of_tokens["removed", "loss increase"] = wide.xs("all", level="tokens")["removed", "loss increase"]
         by_kind = {kind: of_tokens[of_tokens.index.get_level_values("kind") == kind] for kind in kinds}
         by_kind = {_EVERY: of_tokens, **by_kind}
-        for kind, method, score in itertools.product(by_kind, ("map", "left out"), SCORES):
+        for kind, method, score in itertools.product(by_kind, ("map", "removed"), SCORES):
             estimate = _correlation(by_kind[kind], method, score, seed, resamples)
             if estimate is not None:
                 rows.append(
@@ -109,11 +99,13 @@ def rank_correlations(
 
 
 def _correlation(wide: pd.DataFrame, method: str, score: str, seed: int, resamples: int) -> Estimate | None:
-    if (method, "rise") not in wide or ("map", score) not in wide:
+    if (method, "loss increase") not in wide or ("map", score) not in wide:
         return None
-    both = pd.DataFrame({"score": wide["map", score], "rise": wide[method, "rise"]}).dropna()
+    both = pd.DataFrame(
+        {"score": wide["map", score], "loss increase": wide[method, "loss increase"]}
+    ).dropna()
     x = both["score"].to_numpy(float) * (1 if score == BOUND else -1)
-    y = both["rise"].to_numpy(float)
+    y = both["loss increase"].to_numpy(float)
     if len(both) < _FEWEST or len(set(x)) < 2 or len(set(y)) < 2:
         return None
     value, low, high = spearman(x, y, seed=seed, resamples=resamples)

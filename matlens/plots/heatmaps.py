@@ -26,7 +26,7 @@ _COLOURS = {  # the colour map, dark where a cell is sure, and what the colour b
 _KINDS = ("ln1", "attn", "ln2", "ffn", "block", "jump 2", "jump 4", "jump 8")
 _WAYS = {"all": "replaced at all tokens", "no sinks": "replaced at all but sinks"}
 _SCORES = (("r2 of the variance", r"$r^2$ of the whole variance"), ("nbl bound", "NBL's bound"))
-_LEAST = 1e-3  # nats; what rises less stands there
+_LEAST = 1e-3  # nats; what increases less stands there
 
 
 def draw_cells(ax: Axes, grid: pd.DataFrame, **options: Any) -> Any:
@@ -141,8 +141,8 @@ def _short_token(token: str) -> str:
 def plot_atlas(results: pd.DataFrame, correlations: pd.DataFrame) -> Figure:
     """What it costs to replace each part by its map, layer by layer, and which score says so beforehand.
 
-    Above are heatmaps, kinds of parts down and layers across: the rise of the loss with each part replaced at
-    all tokens, at all but sinks, and with each left out. Below are two scores against the rise, and rank
+    Above are heatmaps, kinds of parts down and layers across: the loss increase with each part replaced at
+    all tokens, at all but sinks, and with each removed. Below are two scores against it, and rank
     correlations with their intervals.
 
     Parameters
@@ -155,18 +155,18 @@ def plot_atlas(results: pd.DataFrame, correlations: pd.DataFrame) -> Figure:
     single = results[~results["kind"].str.startswith("together")]
     modes = list(single["tokens"].unique())
     titles = {("map", mode): _WAYS.get(mode, literal(mode)) for mode in modes}
-    titles["left out", modes[0]] = "left out"
-    rises = single[single["metric"] == "rise"]
+    titles["removed", modes[0]] = "removed"
+    increases = single[single["metric"] == "loss increase"]
     figure = Figure(figsize=(11, 6.6))
     parts: Any = figure.subfigures(2, 1, height_ratios=(1.1, 1))
     upper, lower = parts
     above = upper.subplots(1, len(titles), squeeze=False)[0]
     below = lower.subplots(1, 3)
-    kinds = [kind for kind in _KINDS if kind in set(rises["kind"])]
-    layers = range(int(rises["layer"].max()) + 1)
+    kinds = [kind for kind in _KINDS if kind in set(increases["kind"])]
+    layers = range(int(increases["layer"].max()) + 1)
     norm = SymLogNorm(0.01, vmin=0, vmax=10)
     for ax, ((method, mode), title) in zip(above, titles.items(), strict=True):
-        part = rises[(rises["method"] == method) & (rises["tokens"] == mode)]
+        part = increases[(increases["method"] == method) & (increases["tokens"] == mode)]
         cells = part.pivot(index="kind", columns="layer", values="value").reindex(index=kinds, columns=layers)
         image = draw_cells(ax, cells, cmap="cividis", norm=norm, aspect="auto")
         ax.set_yticks(range(len(kinds)), kinds if ax is above[0] else [""] * len(kinds))
@@ -174,24 +174,24 @@ def plot_atlas(results: pd.DataFrame, correlations: pd.DataFrame) -> Figure:
         ax.set_title(title)
     bar = upper.colorbar(image, ax=list(above), extend="both", ticks=[0, 0.01, 0.1, 1, 10])
     bar.set_ticklabels(["0", "0.01", "0.1", "1", "10"])
-    bar.set_label("rise of the loss, nats a token")
+    bar.set_label("loss increase, nats per token")
     mode = modes[-1]
     of_maps = single[(single["tokens"] == mode) & (single["method"] == "map")]
     points = of_maps.pivot(index=["kind", "layer"], columns="metric", values="value")
     for ax, (score, label) in zip(below[:2], _SCORES, strict=True):
         for kind, look in method_looks(kinds).items():
             ax.plot(
-                points.loc[kind, score], points.loc[kind, "rise"].clip(lower=_LEAST), look.marker,
+                points.loc[kind, score], points.loc[kind, "loss increase"].clip(lower=_LEAST), look.marker,
                 color=look.colour, label=kind, mew=0, ms=3.5, alpha=0.8,
             )  # fmt: skip
         ax.set_yscale("log")
         ax.set_xlabel(label)
-    below[0].set_ylabel("rise of the loss with the map, nats")
+    below[0].set_ylabel("loss increase with the map, nats")
     shown = correlations[(correlations["tokens"] == mode) & (correlations["method"] == "map")]
     shown = shown[shown["kind"] == "all kinds"].iloc[::-1]
     spread = [shown["value"] - shown["low"], shown["high"] - shown["value"]]
     below[2].errorbar(shown["value"], range(len(shown)), xerr=spread, fmt="o", color="black")
     below[2].set_yticks(range(len(shown)), shown["metric"])
     below[2].set_ylim(-0.6, len(shown) - 0.4)
-    below[2].set_xlabel("rank correlation of score and rise")
-    return finish(figure, title_of(rises), below[0].get_legend_handles_labels()[0], columns=len(kinds))
+    below[2].set_xlabel("rank correlation of score and loss increase")
+    return finish(figure, title_of(increases), below[0].get_legend_handles_labels()[0], columns=len(kinds))

@@ -47,6 +47,6 @@ def test_the_tables_are_what_the_library_gives(
     assert origin["atlas_seconds"] == linearity.atlas_seconds(folder) > 0
     assert_table(tmp_path / "linearity_kinds_bert.csv", atlas_summary(expected))
     together = expected["kind"].str.startswith("together") & (expected["metric"] == "agreement")
-    few = expected[together | (expected["metric"] == "rise")]
-    assert set(few["metric"]) == {"rise", "agreement"}
+    few = expected[together | (expected["metric"] == "loss increase")]
+    assert set(few["metric"]) == {"loss increase", "agreement"}
     assert_table(tmp_path / "linearity_costs_bert.csv", few)

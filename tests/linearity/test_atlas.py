@@ -103,7 +103,7 @@ ENDS = {
     ("name", "tokens"), [("llama", "all"), ("bert", "all"), ("gptj", "all"), ("llama-sinks", "no sinks")]
 )
 @pytest.mark.parametrize("kind", ENDS)
-@pytest.mark.parametrize("method", ["map", "left out"])
+@pytest.mark.parametrize("method", ["map", "removed"])
 def test_costs_are_those_of_a_model_patched_by_hand(
     name: str, tokens: str, kind: str, method: str, small_model: Models, plain_model: Models,
     texts: Callable[[str], tuple[JudgedText, JudgedText]], tables: Callable[[str], pd.DataFrame],
@@ -128,7 +128,9 @@ def test_costs_are_those_of_a_model_patched_by_hand(
         & (table["tokens"] == (tokens if method == "map" else "all"))
     ].set_index("metric")  # fmt: skip
     difference = np.concatenate(ours[0]) - np.concatenate(theirs[0])
-    assert rows.loc["rise", "value"] == pytest.approx(difference.mean(), abs=0.02 * np.abs(difference).max())
+    assert rows.loc["loss increase", "value"] == pytest.approx(
+        difference.mean(), abs=0.02 * np.abs(difference).max()
+    )
     same = np.concatenate(ours[1]) == np.concatenate(theirs[1])
     assert rows.loc["agreement", "value"] == pytest.approx(same.mean())
     assert np.abs(difference).max() > 1e-5
@@ -156,7 +158,7 @@ def test_the_first_parts_are_replaced_together(
         ends = f"ffn_in.{layer}", f"ffn_out.{layer}"
         parts.append(handpatched.Part(*ends, *fit_by_hand("llama", plain, None, fitted, ends, "all")))
     ours, theirs = (read_by_hand("llama", plain, judged, of_parts) for of_parts in (parts, []))
-    row = table[(table["kind"] == "together: ffn") & (table["metric"] == "rise")].iloc[0]
+    row = table[(table["kind"] == "together: ffn") & (table["metric"] == "loss increase")].iloc[0]
     expected = (np.concatenate(ours[0]) - np.concatenate(theirs[0])).mean()
     assert row["value"] == pytest.approx(expected, abs=2e-4)
     assert row["parts"] == ", ".join(f"{kind} {layer}" for kind, layer in first)
@@ -204,10 +206,10 @@ def test_what_was_broken_off_goes_on(
 def test_a_rise_that_is_infinite_has_no_interval() -> None:
     texts = np.array([0, 0, 1, 1])
     whole = np.array([1.0, 2.0, 3.0, 4.0])
-    assert atlas.rise(np.array([1.0, np.inf, 3.0, 4.0]), whole, texts)[:2] == pytest.approx(
+    assert atlas.loss_increase(np.array([1.0, np.inf, 3.0, 4.0]), whole, texts)[:2] == pytest.approx(
         (np.inf, np.nan), nan_ok=True
     )
-    usual = atlas.rise(whole + np.array([0.5, 0.5, 1.5, 1.5]), whole, texts)
+    usual = atlas.loss_increase(whole + np.array([0.5, 0.5, 1.5, 1.5]), whole, texts)
     assert usual.value == pytest.approx(1)
     assert usual.low < 1 < usual.high
     assert usual.n == 2

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from linearity import added_rise, atlas_summary
+from linearity import added_loss_increase, atlas_summary
 from scipy import stats
 
 from matlens import InputError, linearity
@@ -21,7 +21,7 @@ def atlas_table(n_layers: int = 8) -> pd.DataFrame:
         for layer in range(n_layers):
             rise = float(generator.exponential())
             numbers = {
-                ("map", "rise"): rise, ("left out", "rise"): rise + generator.exponential(),
+                ("map", "loss increase"): rise, ("removed", "loss increase"): rise + generator.exponential(),
                 ("map", "nbl bound"): 10 * rise, ("map", "r2"): -rise + generator.normal(),
             }  # fmt: skip
             rows += [
@@ -39,8 +39,8 @@ def test_correlations_are_those_of_scipy() -> None:
     ours = linearity.rank_correlations(table, resamples=99).set_index(["kind", "method", "metric"])
     wide = table.pivot(index=["kind", "layer"], columns=["method", "metric"], values="value")
     for kind, part in [("all kinds", wide), ("ffn", wide.loc[["ffn"]])]:
-        for method in ("map", "left out"):
-            expected = -stats.spearmanr(part["map", "r2"], part[method, "rise"]).statistic
+        for method in ("map", "removed"):
+            expected = -stats.spearmanr(part["map", "r2"], part[method, "loss increase"]).statistic
             row = ours.loc[(kind, method, "r2")]
             assert row["value"] == pytest.approx(expected)
             assert row["low"] < row["value"] < row["high"]
@@ -52,7 +52,7 @@ def test_correlations_are_those_of_scipy() -> None:
 def of_both_kinds_of_tokens() -> pd.DataFrame:
     """Maps of all tokens and of those that are no sinks, each with numbers of its own."""
     table = atlas_table()
-    table = table[(table["method"] == "map") | (table["metric"] == "rise")]
+    table = table[(table["method"] == "map") | (table["metric"] == "loss increase")]
     others = table[table["method"] == "map"].assign(tokens="no sinks")
     shuffled = others["value"].sample(frac=1, random_state=1).to_numpy()
     return pd.concat([table, others.assign(value=shuffled)], ignore_index=True)
@@ -64,8 +64,8 @@ def test_scores_of_some_tokens_are_held_against_rises_of_maps_at_these_and_of_le
     wide = table.pivot(index=["kind", "layer"], columns=["tokens", "method", "metric"], values="value")
     seen = set[float]()
     for tokens in ("all", "no sinks"):
-        for method, of_rise in (("map", tokens), ("left out", "all")):
-            rises = wide[of_rise, method, "rise"]
+        for method, of_rise in (("map", tokens), ("removed", "all")):
+            rises = wide[of_rise, method, "loss increase"]
             for score, sign in (("r2", -1), ("nbl bound", 1)):
                 expected = sign * stats.spearmanr(wide[tokens, "map", score], rises).statistic
                 assert ours.loc[(tokens, "all kinds", method, score), "value"] == pytest.approx(expected)
@@ -74,19 +74,19 @@ def test_scores_of_some_tokens_are_held_against_rises_of_maps_at_these_and_of_le
     sums = atlas_summary(table).set_index(["tokens", "kind", "method", "metric"])["value"]
     for tokens in ("all", "no sinks"):
         part = table[(table["tokens"] == tokens) & (table["kind"] == "attn") & (table["method"] == "map")]
-        rises = part[part["metric"] == "rise"].set_index("layer")["value"]
-        assert sums[tokens, "attn", "map", "median rise"] == pytest.approx(rises.median())
-        added = added_rise(table, "attn 0, attn 3", tokens=tokens)
+        rises = part[part["metric"] == "loss increase"].set_index("layer")["value"]
+        assert sums[tokens, "attn", "map", "median loss increase"] == pytest.approx(rises.median())
+        added = added_loss_increase(table, "attn 0, attn 3", tokens=tokens)
         assert added == pytest.approx(rises[0] + rises[3])
 
 
 def test_what_is_not_finite_counts_as_the_worst() -> None:
     table = atlas_table()
     worst = (table["kind"] == "ffn") & (table["layer"] == 2) & (table["method"] == "map")
-    table.loc[worst & table["metric"].isin(["rise"]), "value"] = np.inf
+    table.loc[worst & table["metric"].isin(["loss increase"]), "value"] = np.inf
     table.loc[worst & table["metric"].isin(["r2"]), "value"] = -np.inf
     finite = table.copy()
-    finite.loc[worst & table["metric"].isin(["rise"]), "value"] = 1e6
+    finite.loc[worst & table["metric"].isin(["loss increase"]), "value"] = 1e6
     finite.loc[worst & table["metric"].isin(["r2"]), "value"] = -1e6
     ours, expected = (linearity.rank_correlations(each, resamples=9) for each in (table, finite))
     pd.testing.assert_frame_equal(ours, expected)
@@ -105,7 +105,7 @@ def test_an_interval_is_of_pairs_drawn_anew() -> None:
 def test_the_first_parts_do_not_touch() -> None:
     rows = [("ffn", 1, 0.1), ("block", 1, 0.2), ("attn", 1, 0.3), ("block", 2, 0.4), ("attn", 2, 0.5)]
     table = pd.DataFrame(rows, columns=["kind", "layer", "value"]).assign(
-        method="map", metric="rise", tokens="all", target=3
+        method="map", metric="loss increase", tokens="all", target=3
     )
     assert linearity.first_parts(table) == [("ffn", 1), ("attn", 1), ("block", 2)]
     assert linearity.first_parts(table, 1, group="block") == [("block", 1)]
@@ -116,18 +116,22 @@ def test_the_first_parts_do_not_touch() -> None:
 
 def test_rises_are_added_up() -> None:
     table = atlas_table()
-    rises = table[(table["metric"] == "rise") & (table["method"] == "map")].set_index(["kind", "layer"])
+    rises = table[(table["metric"] == "loss increase") & (table["method"] == "map")].set_index(
+        ["kind", "layer"]
+    )
     expected = rises.loc[("ffn", 2), "value"] + rises.loc[("attn", 5), "value"]
-    assert added_rise(table, "ffn 2, attn 5") == pytest.approx(expected)
+    assert added_loss_increase(table, "ffn 2, attn 5") == pytest.approx(expected)
     with pytest.raises(KeyError, match="ffn 9"):
-        added_rise(table, "ffn 9")
+        added_loss_increase(table, "ffn 9")
 
 
 def test_a_summary_has_means_and_medians_of_each_kind() -> None:
     table = atlas_table()
     ours = atlas_summary(table).set_index(["kind", "method", "metric"])["value"]
     for kind in ("ffn", "attn"):
-        rises = table[(table["kind"] == kind) & (table["metric"] == "rise") & (table["method"] == "map")]
-        assert ours[kind, "map", "rise"] == pytest.approx(rises["value"].mean())
-        assert ours[kind, "map", "median rise"] == pytest.approx(rises["value"].median())
-    assert ("ffn", "left out", "rise") in ours.index
+        rises = table[
+            (table["kind"] == kind) & (table["metric"] == "loss increase") & (table["method"] == "map")
+        ]
+        assert ours[kind, "map", "loss increase"] == pytest.approx(rises["value"].mean())
+        assert ours[kind, "map", "median loss increase"] == pytest.approx(rises["value"].median())
+    assert ("ffn", "removed", "loss increase") in ours.index

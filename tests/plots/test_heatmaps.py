@@ -101,7 +101,8 @@ def test_the_atlas_has_a_cell_for_each_part_and_a_point_for_each_score(tmp_path:
     kinds, modes = ("ln1", "attn", "ffn", "block"), ("all", "no sinks")
     for kind, layer, tokens in itertools.product(kinds, range(7), modes):
         for method, metric in (
-            ("map", "rise"), ("map", "r2 of the variance"), ("map", "nbl bound"), ("left out", "rise"),
+            ("map", "loss increase"), ("map", "r2 of the variance"), ("map", "nbl bound"),
+            ("removed", "loss increase"),
         ):  # fmt: skip
             if method == "map" or tokens == "all":
                 row = result(method, layer, layer + 1, metric, pd.NA, float(generator.exponential()), 0.1)
@@ -109,9 +110,11 @@ def test_the_atlas_has_a_cell_for_each_part_and_a_point_for_each_score(tmp_path:
     table = pd.DataFrame(rows)
     figure = plot_atlas(table, rank_correlations(table, resamples=9))
     maps = [ax for ax in figure.axes if ax.images]
-    rises = table[table["metric"] == "rise"].set_index(["method", "tokens", "kind", "layer"])["value"]
+    rises = table[table["metric"] == "loss increase"].set_index(["method", "tokens", "kind", "layer"])[
+        "value"
+    ]
     rises = rises.sort_index()
-    ways = [("map", "all"), ("map", "no sinks"), ("left out", "all")]
+    ways = [("map", "all"), ("map", "no sinks"), ("removed", "all")]
     for ax, (method, tokens) in zip(maps, ways, strict=True):
         cells = np.asarray(ax.images[0].get_array())
         for row, kind in enumerate(kinds):
