@@ -25,8 +25,16 @@ from matlens.errors import check_int
 from matlens.ffn import TextLosses
 from matlens.io import result_row, result_table
 from matlens.metrics import Estimate
-from matlens.pruning import Choice, Method
-from matlens.pruning.evaluation import EXPERIMENT, ReadText, by_turns, compare_texts, judged_tokens, read_text
+from matlens.pruning import Method
+from matlens.pruning.choices import Choice
+from matlens.pruning.evaluation import (
+    EXPERIMENT,
+    ReadText,
+    by_turns,
+    compare_texts,
+    evaluation_tokens,
+    read_text,
+)
 from matlens.pruning.folding import heal as train_folded
 from matlens.pruning.pruned import Calibration
 
@@ -39,7 +47,7 @@ HEALED = f"{Method.chain}, healed"
 _ROUNDS = 7  # in which the whole model is timed in turn with one without so many blocks
 _PUBLISHED = (Choice.angle, Method.replaceme.value)
 _RESAMPLES = 2000
-_OF_A_ROW = ["corpus", "n_left_out", "choice", "method"]
+_OF_A_ROW = ["corpus", "n_removed", "choice", "method"]
 
 
 def main(
@@ -75,7 +83,7 @@ def main(
     )
     sizes_of_texts = {"windows": windows, "window": window, "judged": judged, "heal": heal}
     report.write(NAME, table, several[0].origin_of_weights | sizes_of_texts)
-    added = added_perplexity(table).sort_values(["corpus", "n_left_out", "perplexity"])
+    added = added_perplexity(table).sort_values(["corpus", "n_removed", "perplexity"])
     show("Perplexity, and the share recovered of what ReplaceMe adds", added)
 
 
@@ -95,9 +103,9 @@ def pruning_table(
     A row for each number of blocks ``n``, ``choice``, ``method`` (with its ``blocks``), text and metric:
     ``perplexity``, its ``ratio`` to that of the whole model, and ``agreement``, see `compare_pruned`; and,
     where ``replaceme`` of the span chosen by ``angle`` is among them, the share ``gone`` of what that adds to
-    the perplexity, see `added_perplexity`. Rows of the method ``whole`` are the whole model's. Blocks that
-    two ways choose alike are folded and judged once. With ``heal``, ``chain`` of blocks chosen one after the
-    other is also healed on so many tokens of the windows: the method ``chain, healed``.
+    the perplexity, see `added_perplexity`. Rows of the method ``original`` are the original model's. Blocks
+    that two ways choose alike are folded and evaluated once. With ``heal``, ``chain`` of blocks chosen one
+    after the other is also healed on so many tokens of the windows: the method ``chain, healed``.
 
     Rows of no text say what a token costs, see `compare_costs`: of the whole model, and with so many blocks
     left out, method ``pruned``, whichever they are and whatever was folded.
@@ -106,7 +114,7 @@ def pruning_table(
         check_int(size, "sizes", min=1, max=model.cfg.n_layers - 1)
     for texts in judged.values():
         check_own_tokens(model, texts)
-    tokens = {corpus: judged_tokens(texts) for corpus, texts in judged.items()}
+    tokens = {corpus: evaluation_tokens(texts) for corpus, texts in judged.items()}
     foldable = next((method for method in methods if method != Method.out), Method.out)
     calibration = Calibration.run(model, windows, foldable, progress=progress)
 
@@ -116,19 +124,19 @@ def pruning_table(
         }
 
     def row(method: str, metric: str, estimate: Estimate, **more: Any) -> dict[str, Any]:
-        columns = {"corpus": "", "n_left_out": 0, "choice": "", "blocks": "", **more}
+        columns = {"corpus": "", "n_removed": 0, "choice": "", "blocks": "", **more}
         return result_row(
             EXPERIMENT, model=calibration.provenance.identity.name, method=method, layer=None, target=None,
             metric=metric, estimate=estimate, **columns,
         )  # fmt: skip
 
-    whole = read(calibration.layout.model, "whole model")
+    whole = read(calibration.layout.model, "original model")
     rows = [
-        row("whole", "perplexity", of_text.losses.perplexity(), corpus=corpus)
+        row("original", "perplexity", of_text.losses.perplexity(), corpus=corpus)
         for corpus, of_text in whole.items()
     ]
     for (method, size), estimates in _costs(calibration, sizes).items():
-        rows += [row(method, *estimate, n_left_out=size) for estimate in estimates.items()]
+        rows += [row(method, *estimate, n_removed=size) for estimate in estimates.items()]
     if Choice.greedy in choices:
         calibration.choose(max(sizes), Choice.greedy, progress=progress)  # the smaller are its beginning
     known: dict[tuple[tuple[int, ...], str], dict[str, ReadText]] = {}
@@ -155,23 +163,23 @@ def pruning_table(
             if published is not None:
                 estimates["gone"] = gone_estimate(losses.losses, original.losses, published[corpus].losses)
             more: dict[str, Any] = {
-                "n_left_out": size,
+                "n_removed": size,
                 "choice": choice.value,
                 "blocks": " ".join(map(str, chosen[choice])),
             }
             rows += [row(name, *estimate, corpus=corpus, **more) for estimate in estimates.items()]
-    return result_table(rows, "n_left_out", "choice", "blocks")
+    return result_table(rows, "n_removed", "choice", "blocks")
 
 
 def _costs(calibration: Calibration, sizes: Sequence[int]) -> dict[tuple[str, int], dict[str, Estimate]]:
     """What a token costs the whole model, and without so many blocks: whichever these are, it is the same."""
     rounds: list[float] = []
-    costs: dict[tuple[str, int], dict[str, Estimate]] = {("whole", 0): {}}
+    costs: dict[tuple[str, int], dict[str, Estimate]] = {("original", 0): {}}
     for size in sizes:
         pruned = calibration.without(range(1, 1 + size), Method.out, progress=False)
         whole, timed = by_turns([calibration.layout.model, pruned], rounds=_ROUNDS)
         rounds += whole.rounds
-        costs["whole", 0] = whole._replace(rounds=rounds).estimates()
+        costs["original", 0] = whole._replace(rounds=rounds).estimates()
         costs["pruned", size] = timed.estimates(whole)
     return costs
 
@@ -214,21 +222,21 @@ def added_perplexity(table: pd.DataFrame) -> pd.DataFrame:
     the table has one.
     """
     perplexity = table[table["metric"] == "perplexity"]
-    whole = perplexity[perplexity["method"] == "whole"].set_index("corpus")["value"]
-    rest = perplexity[perplexity["method"] != "whole"]
+    whole = perplexity[perplexity["method"] == "original"].set_index("corpus")["value"]
+    rest = perplexity[perplexity["method"] != "original"]
     choice, method = _PUBLISHED
     published = rest[(rest["method"] == method) & (rest["choice"] == choice)]
     if published.empty:
         raise InputError(
             "The table has no replaceme on a span chosen by angle. Expected what to compare with."
         )
-    beside = published.set_index(["corpus", "n_left_out"])["value"]
-    keys = pd.MultiIndex.from_frame(rest[["corpus", "n_left_out"]])
+    beside = published.set_index(["corpus", "n_removed"])["value"]
+    keys = pd.MultiIndex.from_frame(rest[["corpus", "n_removed"]])
     gone = recovered_fraction(rest["value"], rest["corpus"].map(whole), beside.reindex(keys).to_numpy())
     limits = table[table["metric"] == "gone"].set_index(_OF_A_ROW)[["low", "high"]]
     of_rest = limits.reindex(pd.MultiIndex.from_frame(rest[_OF_A_ROW]))
     return (
-        rest[["corpus", "n_left_out", "choice", "method", "blocks", "value"]]
+        rest[["corpus", "n_removed", "choice", "method", "blocks", "value"]]
         .rename(columns={"value": "perplexity"})
         .assign(gone=gone, low=of_rest["low"].to_numpy(), high=of_rest["high"].to_numpy())
     )

@@ -16,9 +16,7 @@ from turns import Measured, Out
 from watched import MIB, TAKEN, Work, in_a_process
 
 import matlens
-from matlens.activations import stream
-from matlens.ffn import Trace
-from matlens.linear import fit_stream, stream_least_squares
+from matlens.linear import stream_least_squares
 from matlens.models import SMOLLM2
 from matlens.study import Shape, Study, fit_maps, plan_study
 
@@ -33,14 +31,6 @@ class _Step(NamedTuple):
     before: str | None
     work: Callable[[Any, Any, Path, Pairs], object]
     exact: bool = False
-
-
-def _pass_by(model: Any, parts: Any, folder: Path, pairs: Pairs) -> None:
-    examples, last = matlens.make_examples(model, parts[0]), model.cfg.n_layers
-    wanted = [(i, j) for i in range(last) for j in range(i + 1, last + 1) if pairs == "all" or j == last]
-    sites = [f"h.{layer}" for layer in range(last + 1)]
-    for _ in fit_stream(stream(model, examples, sites, positions="all", progress=False), wanted):
-        pass
 
 
 def _collect(model: Any, parts: Any, folder: Path, positions: Literal["drawn", "all"]) -> None:
@@ -77,21 +67,12 @@ _STEPS = {
         "fit from moments", _ALL, "collecting, all positions, moments kept",
         lambda model, parts, folder, pairs: fit_maps(folder, pairs=pairs, progress=False),
     ),
-    "fitting while vectors pass by": _Step(
-        "fit while vectors pass by", _ALL | {"keep_rows": True}, None, _pass_by
-    ),
-    "tracing": _Step(
-        "trace updates", {}, None,
-        lambda model, parts, folder, _: Trace.run(
-            model, matlens.make_examples(model, parts[1]), folder=folder / "trace", progress=False
-        ),
-    ),
 }  # fmt: skip
 
 
 def main(
     sentences: Annotated[int, typer.Option(help="Sentences that maps are fitted on.")] = 300,
-    val: Annotated[int, typer.Option(help="Sentences that are traced.")] = 100,
+    val: Annotated[int, typer.Option(help="Validation sentences.")] = 100,
     pairs: Annotated[str, typer.Option(help="Maps onto the last layer, or between all.")] = "last",
     model: Annotated[str, typer.Option(help="What matlens.load reads.")] = SMOLLM2,
     out: Out = None,

@@ -164,8 +164,6 @@ _READ = {
     "MapSet.load.folder": "maps", "io.verify.folder": "maps", "Lens.load.folder": "lens",
     "load_lens.folder": "lens", "Activations.load.folder": "activations", "Trace.load.folder": "trace",
     "Clusters.load.folder": "clusters", "StoredLeastSquares.folder": "moments",
-    "read_results.folder": "study",
-    "plot_results.folder": "study", "evaluate_maps.folder": "study",
 }  # fmt: skip
 RECIPES: dict[str, Callable[[World], Any]] = {
     # By class: owners of methods, and arguments that are annotated with them.

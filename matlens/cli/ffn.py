@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
 from matlens.cli.options import LinkageChoice, ModelOptions, ReadOptions, command
 from matlens.cli.printing import print_frame, print_line, top_texts
 from matlens.errors import InputError, NonNegative, PositiveInt
-
-if TYPE_CHECKING:
-    from matlens.data.examples import Examples
 
 _N_NAMED = 3  # vectors that are named of each cluster
 
@@ -25,13 +21,7 @@ values = typer.Typer(
 
 @command(values)
 def show(names: list[str], /, model: ModelOptions, reading: ReadOptions) -> None:
-    """Show the tokens that value vectors promote and demote most, with their scores.
-
-    Parameters
-    ----------
-    names
-        Value vectors, such as L3D12.
-    """
+    """Show the tokens that value vectors promote and demote most, with their scores."""
     from matlens.models.tokens import visible
 
     catalogue = model.catalogue()
@@ -62,12 +52,8 @@ def search(
 
     Parameters
     ----------
-    words
-        Words of one token each; write a leading space as ␣ or in quotes.
     among
         How many top tokens of each vector to search.
-    limit
-        Show no more value vectors than this.
     """
     from matlens.models.tokens import word_tokens
 
@@ -93,15 +79,7 @@ def search(
 def promoting(
     words: list[str], /, model: ModelOptions, reading: ReadOptions, limit: PositiveInt = 20
 ) -> None:
-    """Find the value vectors that raise the odds of a word, or of several, most over other tokens'.
-
-    Parameters
-    ----------
-    words
-        Words of one token each; write a leading space as ␣ or in quotes.
-    limit
-        Show no more value vectors than this.
-    """
+    """Find the value vectors that raise the odds of a word, or of several, most over other tokens'."""
     catalogue = model.catalogue()
     values, projection = catalogue.values, reading.projection(catalogue)
     lifts = projection.promoting(values, words, n=min(limit, len(values)))
@@ -141,8 +119,6 @@ def cluster(
         Maximum GiB for exact clusters; if they need more, cluster by near neighbours.
     limit
         Without names, show so many, the largest.
-    out
-        Folder for everything that is written.
     """
     from matlens.study.study import cluster_values
 
@@ -154,11 +130,9 @@ def cluster(
     chosen = fitted.containing(values, asked) if asked else list(range(min(limit, len(fitted))))
     table = fitted.table(values, projection, chosen, n_tokens=reading.tokens)
     how = f"exactly, by {fitted.linkage} linkage" if fitted.method == "exact" else "by near neighbours"
+    first, last = table["first_layer"].astype(str), table["last_layer"].astype(str)
     shown = table.assign(
-        layers=[
-            str(first) if first == last else f"{first}-{last}"
-            for first, last in zip(table["first_layer"], table["last_layer"], strict=True)
-        ],
+        layers=first.where(first == last, first + "-" + last),
         members=[_members(members.split(), set(map(str, asked))) for members in table["members"]],
     )
     print_frame(
@@ -192,19 +166,16 @@ def update(
 ) -> None:
     """Take apart what the FFNs write for a prompt: the dominant sub-updates and the tokens they promote.
 
-    Without --layer there is a line for each layer, with its greatest sub-update. A sub-update with a negative
-    coefficient promotes the tokens that its value vector demotes.
+    Without --layer there is a line for each layer, with its greatest sub-update, and the share of the layer's
+    contributions that the dominant ones have. A sub-update with a negative coefficient promotes the tokens
+    that its value vector demotes.
 
     Parameters
     ----------
-    prompt
-        A text; for masked-LM models with one mask in it.
     layer
         A layer whose dominant sub-updates to show; give it once for each.
     position
         Which token, from 0 (negative: from the end); by default the last, or the mask.
-    dominant
-        How many sub-updates count as dominant.
     """
     from matlens.data.making import make_prompts
     from matlens.ffn.catalogue import Catalogue
@@ -213,31 +184,23 @@ def update(
 
     bridge = model.load()
     projection = reading.projection(Catalogue(bridge))
-    examples = _at(make_prompts(bridge, [prompt]), position)
+    examples = make_prompts(bridge, [prompt])
+    if position is not None:
+        length = len(examples.tokens)
+        if not -length <= position < length:
+            raise InputError(f"position must be between 0 and {length - 1}, got {position}.")
+        examples = replace(examples, positions=examples.positions * 0 + position % length)
     updates = Updates.run(bridge, examples, layer or None, progress=False)
     place = int(examples.positions[0])
     (token,) = token_texts(bridge.tokenizer, examples.tokens[[place]])
-    at = f"{prompt}\nAt token {place}, '{visible(token)}'"
     table = updates.table(projection, k=dominant, n_tokens=reading.tokens)
     table["of layer"] = table.groupby("layer")["share"].transform("sum").map("{:.1%}".format)
     table["share"] = table["share"].map("{:.1%}".format)
-    columns = {"value": "value", "coefficient": "coefficient", "share": "share", "promoted": "promoted"}
-    if layer is None:
-        print_frame(
-            f"{at}: the greatest sub-update of each layer, and the share of the {dominant} greatest",
-            table[table["rank"] == 1],
-            {"layer": "layer", "of layer": f"{dominant} greatest", **columns},
-        )
-        return
-    for number, part in table.groupby("layer"):
-        title = f"{at}, layer {number}: these are {part['of layer'].iloc[0]} of all contributions"
-        print_frame(title, part, {"rank": "rank", **columns})
-
-
-def _at(examples: Examples, position: int | None) -> Examples:
-    if position is None:
-        return examples
-    length = len(examples.tokens)
-    if not -length <= position < length:
-        raise InputError(f"Position {position} is out of range: the prompt has the tokens 0 to {length - 1}.")
-    return replace(examples, positions=examples.positions * 0 + position % length)
+    print_frame(
+        f"{prompt}\nAt token {place}, '{visible(token)}'",
+        table if layer else table[table["rank"] == 1],
+        {
+            "layer": "layer", "of layer": f"{dominant} greatest", "rank": "rank", "value": "value",
+            "coefficient": "coefficient", "share": "share", "promoted": "promoted",
+        },
+    )  # fmt: skip

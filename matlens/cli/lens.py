@@ -12,11 +12,9 @@ from matlens.cli.options import (
     CorpusOptions,
     Layers,
     ModelOptions,
-    Names,
     command,
 )
 from matlens.cli.printing import (
-    print_expected,
     print_figures,
     print_frame,
     print_line,
@@ -26,9 +24,6 @@ from matlens.cli.printing import (
 from matlens.cli.starting import on_main
 from matlens.errors import Between, PositiveInt, Seed
 from matlens.io.files import system_errors
-
-_SUMS = 6  # operations per token, layer and squared width that the sums of a closed form take
-_READS = 60  # operations per vector, token of the vocabulary and dimension that a lens is evaluated with
 
 if TYPE_CHECKING:
     from matlens.lens.config import LensConfig
@@ -118,29 +113,14 @@ def fit(
 
     Parameters
     ----------
-    out
-        Folder for everything that is written.
     method
         Closed forms: mat and affine, with the options below; id needs no fit. Trained: scaled, polished,
         tuned, jacobian; tuned takes minutes a layer, jacobian minutes a sentence. Give it once for each lens.
-    train
-        Sentences that maps are fitted on; by default 3000, or fewer of a small corpus. The paper has 9000,
-        and --val 3000: three times the work, and better maps.
-    val
-        Other sentences that the maps are evaluated on; by default 1000, or fewer of a small corpus.
-    seed
-        Random seed of the split and of the positions.
     positions
         Every token of a sentence, or one that is drawn.
-    layers
-        Layers with a comma between, by default all.
     rows
         Where vectors are written that lenses are trained on, which can be removed afterwards; in memory
         without.
-    prompts
-        Sentences that Jacobians are taken on, the longest.
-    batch_tokens
-        Most tokens in a batch; by default what suits the device.
     """
     from matlens.study.study import slug
 
@@ -153,8 +133,6 @@ def fit(
     model.check()
     part, _ = corpus.parts(train, val, seed)
     bridge = model.load()
-    sums = _SUMS * len(methods) * bridge.cfg.n_layers * bridge.cfg.d_model**2
-    print_expected(bridge, part.n_tokens, sums * part.n_tokens, "--train, --positions drawn")
     from matlens.lens.lens import Lens
 
     lenses = Lens.fit(
@@ -174,7 +152,7 @@ def fit(
 def report(
     model: ModelOptions,
     corpus: CorpusOptions,
-    methods: Names = None,
+    method: list[str] | None = None,
     layers: Layers = None,
     against: str | None = None,
     prompts: Val = 30,
@@ -185,49 +163,40 @@ def report(
     seed: Seed = 0,
     out: Path = Path("out"),
 ) -> None:
-    """Fit lenses on the same tokens, evaluate all on the same others, and say what each cost.
+    """Fit lenses on the same tokens, evaluate all on the same others, and print what each cost.
+
+    The published table has --train 4000, --val 1000, --method tuned and --method jacobian: an hour.
 
     Parameters
     ----------
-    methods
-        Lenses with a comma between: id, mat, affine, scaled, polished, tuned, jacobian. The last two take
-        minutes a layer. By default all but these two, and more closed forms.
+    method
+        A method as in 'matlens lens fit', once for each lens; by default all but tuned and jacobian, which
+        take minutes a layer.
+    train
+        Sentences that maps are fitted on; by default 1000, or fewer of a small corpus.
+    val
+        Other sentences that the maps are evaluated on; by default 500, or fewer of a small corpus.
     layers
         Layers with a comma between, by default five, evenly spread.
     against
         The lens that others are compared with, by default mat.
-    prompts
-        Sentences that Jacobians are taken on, the longest.
     longest
         Tokens that such a sentence is cut to.
     evaluations
         Folder with lens-eval-multihop.json and the like, of data/evaluations of the repository
         anthropics/jacobian-lens.
-    train
-        Sentences that maps are fitted on; by default 1000, or fewer of a small corpus. The published table
-        has 4000, --val 1000, tuned and jacobian: an hour.
-    val
-        Other sentences that the maps are evaluated on; by default 500, or fewer of a small corpus.
-    seed
-        Random seed of the split and of the positions.
-    out
-        Folder for everything that is written.
     """
     model.check()
     from matlens import plots
     from matlens.io.tables import write_results
-    from matlens.lens.comparison import compare_lenses, default_methods
+    from matlens.lens.comparison import compare_lenses
     from matlens.lens.open_sets import read_evaluations
 
     parts = corpus.parts(train, val, seed, default_train=REPORT_TRAIN, default_val=REPORT_VAL)
     sets = None if evaluations is None else read_evaluations(evaluations)
     bridge = model.load()
-    n_lenses, n_read = len(methods or default_methods(bridge)), len(parts[1])
-    reads = _READS * n_lenses * n_read * bridge.cfg.d_vocab * bridge.cfg.d_model
-    n_tokens = sum(part.n_tokens for part in parts)
-    print_expected(bridge, n_tokens, reads, "--train, --val; tuned and jacobian add more")
     comparison = compare_lenses(
-        bridge, parts, out, methods=methods, layers=layers, against=against, n_prompts=prompts,
+        bridge, parts, out, methods=method, layers=layers, against=against, n_prompts=prompts,
         longest=longest, evaluations=sets, seed=seed,
     )  # fmt: skip
     tables = {
@@ -250,10 +219,6 @@ def show(prompt: str, /, model: ModelOptions, lens: str = "id", last: PositiveIn
 
     Parameters
     ----------
-    prompt
-        A text; for masked-LM models with one mask in it.
-    lens
-        A folder of 'matlens lens fit'; or id, the logit lens, which needs no fit.
     last
         Show the last so many tokens of the prompt.
     """
@@ -284,10 +249,6 @@ def trajectory(
 
     Parameters
     ----------
-    prompt
-        A text; for masked-LM models with one mask in it.
-    lens
-        A folder of 'matlens lens fit'; or id, the logit lens, which needs no fit.
     token
         A word of one token whose rank to show at each layer; give it once for each.
     plot
@@ -367,8 +328,6 @@ def push(
     ----------
     source
         A folder of 'matlens lens fit'.
-    repository
-        A repository of the hub, such as someone/lenses.
     name
         Its folder there, by default model/method/corpus.
     results
@@ -396,12 +355,8 @@ def pull(repository: str, name: str | None = None, /, *, out: Path, revision: st
 
     Parameters
     ----------
-    repository
-        A repository of the hub, such as someone/lenses.
     name
         The folder of the lens there; where there is one, none.
-    out
-        Folder for everything that is written.
     revision
         A commit, a branch or a tag, by default main.
     """

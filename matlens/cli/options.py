@@ -1,18 +1,20 @@
 """Commands made of functions: help texts are read from docstrings, bounds and choices from annotations.
 
 A parameter that is annotated with a dataclass becomes its fields on the command line. Positional-only
-parameters become arguments.
+parameters become arguments. An option that a docstring does not describe has the help of `SHARED`, or of the
+field of that name in a group of options.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from functools import wraps
+from functools import cache, wraps
 from inspect import Parameter
 from pathlib import Path
 from types import UnionType
@@ -21,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 import typer
 from typer.models import OptionInfo, ParameterInfo
 
-from matlens.errors import Between, InputError, NonNegative, PositiveInt, Seed, check_int, short
+from matlens.errors import Between, NonNegative, PositiveInt, Seed, check_int, short
 from matlens.parallel import waiting
 
 if TYPE_CHECKING:
@@ -35,7 +37,20 @@ if TYPE_CHECKING:
 Dtype = Literal["float32", "bfloat16", "float16"]
 PositionChoice = Literal["auto", "drawn", "all"]
 LinkageChoice = Literal["average", "complete"]
-_ABOUT_THE_WORK = {"device", "out", "batch_tokens", "keep_rows"}  # and nothing that comes out of it
+SHARED = {
+    "folder": "The --out folder of 'matlens collect' or 'matlens run'.",
+    "title": "Title of the figures, instead of their own.",
+    "layers": "Layers with a comma between, by default all.",
+    "prompt": "A text; for masked-LM models with one mask in it.",
+    "names": "Value vectors, such as L3D12.",
+    "words": "Words of one token each; write a leading space as ␣ or in quotes.",
+    "limit": "Show no more value vectors than this.",
+    "dominant": "How many sub-updates count as dominant.",
+    "lens": "A folder of 'matlens lens fit'; or id, the logit lens, which needs no fit.",
+    "repository": "A repository of the hub, such as someone/lenses.",
+    "prompts": "Sentences that Jacobians are taken on, the longest.",
+}
+"""Help of options that several commands have."""
 TRAIN, VAL = 3000, 1000
 """Sentences of a command that answers within minutes; the paper has 9,000 and 3,000."""
 
@@ -79,7 +94,7 @@ def options_of(function: Any, *, but: Sequence[str] = ()) -> list[Parameter]:
         else:
             kind, notes = _without_notes(hint)
             info = _info(parameter, kind, notes)
-            info.help = info.help or helps.get(name)
+            info.help = info.help or helps.get(name) or SHARED.get(name) or _of_groups().get(name)
             options.append(parameter.replace(annotation=Annotated[kind, info], kind=Parameter.KEYWORD_ONLY))
     return sorted(options, key=lambda option: option.default is not Parameter.empty)
 
@@ -133,27 +148,19 @@ def with_signature(function: Callable[..., Any], parameters: list[Parameter]) ->
 
 
 def path_of(text: str | Path) -> Path:
-    """A path; an empty word, such as a variable of the shell that is not set, is not the current folder.
+    """A path; an empty word, such as an unset variable of the shell, is not the current folder.
 
     A ``~`` is the user's folder: shells leave it alone in ``--out=~/here``.
     """
     if not str(text).strip():
         raise typer.BadParameter("it is empty. Expected a path; '.' for this folder.")
-    try:
-        return Path(text).expanduser()
-    except RuntimeError as error:
-        raise typer.BadParameter(f"{error} Expected a path.") from error
-
-
-def names_of(text: str) -> list[str]:
-    """Names with a comma between."""
-    return [name.strip() for name in text.split(",") if name.strip()]
+    return Path(os.path.expanduser(text))
 
 
 def layers_of(text: str) -> list[int]:
     """Layers with a comma between."""
     try:
-        return [int(name) for name in names_of(text)]
+        return [int(layer) for layer in text.split(",")]
     except ValueError:
         raise typer.BadParameter(f"{short(text)}: expected numbers with a comma between.") from None
 
@@ -171,11 +178,17 @@ def pairs_of(text: str) -> Any:
 
 PairsOption = Annotated[Any, typer.Option("--pairs", parser=pairs_of, metavar="PAIRS")]
 Layers = Annotated[Any, typer.Option("--layers", parser=layers_of, metavar="LAYERS")]
-Names = Annotated[Any, typer.Option(parser=names_of, metavar="NAMES")]
 KeepRows = Annotated[bool, typer.Option("--keep-rows/--stream")]
 
 
 # Groups of options
+
+
+@cache
+def _of_groups() -> dict[str, str]:
+    """The help of the fields of all groups by name."""
+    groups = (ReadOptions, FitOptions, SampleOptions, CorpusOptions, ModelOptions)
+    return {name: text for group in groups for name, text in documented(group)[1].items()}
 
 
 @dataclass(frozen=True)
@@ -259,27 +272,27 @@ class CorpusOptions:
     limit: PositiveInt | None = None
 
     def load(self) -> Corpus:
-        """Read the sentences."""
+        """Read the sentences, and print what was read."""
         with waiting("reading the corpus"):
             from matlens.data.corpus import load_corpus
 
-            return load_corpus(self.corpus, field=self.field, split=self.split, limit=self.limit)
+            sentences = load_corpus(self.corpus, field=self.field, split=self.split, limit=self.limit)
+        print(sentences.report())
+        return sentences
 
     def parts(self, train: int | None, val: int | None, seed: int, **defaults: int) -> tuple[Corpus, Corpus]:
         """Read the sentences and split them; a small corpus has fewer than the defaults in each part."""
         from matlens.study.plan import fitting_sizes
 
         sentences = self.load()
-        print(sentences.report())
         n_train, n_validation = fitting_sizes(len(sentences), *sizes_of(train, val, **defaults).values())
         return sentences.split(n_train=n_train, n_validation=n_validation, seed=seed)
 
     def tenth(self, seed: int = 0) -> tuple[Corpus, Corpus]:
         """Read the sentences: nine tenths to fit on, and the rest, two at least, to evaluate on."""
         sentences = self.load()
-        print(sentences.report())
-        n_judged = max(2, len(sentences) // 10)
-        return sentences.split(n_train=len(sentences) - n_judged, n_validation=n_judged, seed=seed)
+        n_validation = max(2, len(sentences) // 10)
+        return sentences.split(n_train=len(sentences) - n_validation, n_validation=n_validation, seed=seed)
 
 
 def sizes_of(
@@ -330,18 +343,12 @@ class SampleOptions:
     keep_rows: KeepRows = False
 
     def study(self, model: ModelOptions, corpus: CorpusOptions, **more: Any) -> Study:
-        """The study whose main folder is the output folder; the corpus is read and described."""
-        if not self.draw_special and self.positions == "all":
-            raise InputError(
-                "All positions include the special tokens: --skip-special is for drawn positions."
-            )
+        """The study whose main folder is the output folder."""
         model.check()
-        sentences = corpus.load()  # before imports that take seconds
-        print(sentences.report())
         from matlens.study.study import Study
 
         return Study(
-            load_model=model.load, load_corpus=lambda: sentences, out=self.out, main_folder=self.out,
+            load_model=model.load, load_corpus=corpus.load, out=self.out, main_folder=self.out,
             **sizes_of(self.train, self.val), seed=self.seed, positions=self.positions,
             draw_special=self.draw_special, batch_tokens=self.batch_tokens, keep_rows=self.keep_rows, **more,
         )  # fmt: skip
@@ -389,11 +396,3 @@ class ReadOptions:
         most = len(projection.unembedding)
         check_int(self.tokens, "The number of tokens", min=1, max=most)  # before the work
         return projection
-
-
-def asked(**groups: Any) -> dict[str, dict[str, Any]]:
-    """The options that results depend on, by group and name."""
-    return {
-        name: {key: value for key, value in asdict(group).items() if key not in _ABOUT_THE_WORK}
-        for name, group in groups.items()
-    }

@@ -34,8 +34,6 @@ def explore(
 
     Parameters
     ----------
-    prompt
-        A text; for masked-LM models with one mask in it.
     out
         The page, a .html or .htm file.
     lens
@@ -43,8 +41,6 @@ def explore(
         is always in it.
     pin
         A word of one token to follow through all layers; once for each.
-    dominant
-        How many sub-updates count as dominant.
     read
         How value vectors are read: E v, or through the linear parts of the head.
     """
@@ -73,8 +69,6 @@ def explore_values(
 
     Parameters
     ----------
-    out
-        Folder for everything that is written.
     corpus
         Sentences to show uses of the vectors in, such as wikipedia-sample; none without.
     sentences

@@ -1,4 +1,4 @@
-"""Commands about parts of a model: how linear each is, and a plain model without some of them."""
+"""Commands about parts of a model: how linear each is, and a plain model without some blocks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from matlens.cli.options import CorpusOptions, ModelOptions, command
-from matlens.cli.printing import print_atlas, print_expected, print_figures, print_frame, print_line
+from matlens.cli.printing import print_atlas, print_figures, print_frame, print_line
 from matlens.cli.starting import on_main
 from matlens.errors import Between, InputError, NonNegative, NonNegativeInt, PositiveInt, Seed
 from matlens.io.numbers import number_text
 from matlens.pruning.choices import Choice, Method
-
-_WAYS, _SOLVE = 16, 500  # passes, and operations over the cube of the width, of a block, on SmolLM2-135M
-_TRIED = 0.8  # passes per block that greedy choice takes
-_CHAINED = 0.5  # of all blocks, which chain fits
-_FOLD = 12  # operations per token and squared width of the FFN that a fit of its matrix takes
 
 app = typer.Typer()
 TwoOrMore = Annotated[int, Between(2)]
@@ -63,10 +58,6 @@ def linearity(
         Most windows or sentences to take losses of.
     every
         Only parts of every so many blocks; 1 for all.
-    seed
-        Random seed of the split and of the positions.
-    out
-        Folder for everything that is written.
     """
     model.check()
     parts = corpus.tenth(seed)
@@ -85,11 +76,6 @@ def linearity(
         make_judged_text(bridge, part, size=window, most=most, seed=seed)
         for part, most in zip(parts, (windows, judged), strict=True)
     )
-    n_tokens = len(fitted_on.examples.tokens), len(judged_on.examples.tokens)
-    n_blocks = bridge.cfg.n_layers / every
-    n_passed = 2 * n_tokens[0] + _WAYS * n_blocks * n_tokens[1]
-    solving = _SOLVE * n_blocks * bridge.cfg.d_model**3
-    print_expected(bridge, n_passed, solving, "--every, --windows, --judged")
     table = linearity_atlas(bridge, fitted_on, judged_on, folder=out / "atlas", every=every)
     with on_main("tables of the atlas") as is_main:
         if not is_main:
@@ -120,37 +106,34 @@ def prune(
     heal: NonNegativeInt = 0,
     window: TwoOrMore = 256,
     windows: PositiveInt = 40,
-    judged: TwoOrMore = 20,
+    eval_windows: TwoOrMore = 20,
 ) -> None:
-    """Leave blocks out, fold a map into the weights before them, and write a plain Hugging Face folder.
+    """Remove blocks, fold a map into the weights before them, and write a plain Hugging Face folder.
 
-    Nine tenths of the corpus are for calibration, the rest to judge on. A thorough run has '--windows 160
-    --judged 40'. It takes three times as long, and perplexity rises less: of SmolLM2-135M without 3 blocks by
-    6%, not 8%.
+    Nine tenths of the corpus are for calibration, the rest for evaluation. A thorough run has '--windows 160
+    --eval-windows 40'. It takes three times as long, and perplexity rises less: of SmolLM2-135M without 3
+    blocks by 6%, not 8%.
 
     Parameters
     ----------
-    out
-        Folder for everything that is written.
     blocks
-        How many blocks to leave out, or which: 13,14,15.
+        How many blocks to remove, or which: 13,14,15.
     attention
-        Instead: of how many blocks attention is left out, or of which.
+        Instead: of how many blocks the attention is removed, or of which.
     method
-        What becomes of the FFN's output matrix before each span; by default chain, and refit where attention
-        is left out.
+        What replaces the FFN's output matrix before each span; by default chain, and refit with --attention.
     choice
         How blocks are chosen where only their number is given.
     penalty
-        How much it is held near what it was; by default 0.1 for refit, 0.3 for chain.
+        Penalty towards the original matrix; by default 0.1 for refit, 0.3 for chain.
     heal
-        Train the changed matrices alone on so many tokens, minutes for 100,000.
+        Train the changed matrices on so many tokens; minutes for 100,000.
     window
         Tokens of a window of running text.
     windows
         Most windows to calibrate on.
-    judged
-        Most windows to judge both models on.
+    eval_windows
+        Most windows to evaluate both models on.
     """
     if (blocks is None) == (attention is None) or (attention is not None and heal):
         raise InputError(
@@ -162,55 +145,35 @@ def prune(
 
     with reserved(out):  # before the work, as the only one that does it
         model.check()
-        fitted_on, judged_on = corpus.tenth()
+        fitted_on, evaluated_on = corpus.tenth()
         import pandas as pd
 
         from matlens.data.making import make_windows
-        from matlens.pruning.choosing import CHOSEN_ON
-        from matlens.pruning.evaluation import compare_costs, compare_pruned, judged_tokens
+        from matlens.pruning.evaluation import compare_costs, compare_pruned, evaluation_tokens
         from matlens.pruning.pruned import prune as prune_model
         from matlens.pruning.pruned import prune_attention
 
         bridge = model.load()
         calibration = make_windows(bridge, fitted_on, size=window, most=windows)
-        judged_windows = make_windows(bridge, judged_on, size=window, most=judged)
-        judged_tokens(judged_windows)  # refused before the work, as all that is
-        n_calibration, n_judged = (int(text.lengths.sum()) for text in (calibration, judged_windows))
-        n_layers, n_gone = bridge.cfg.n_layers, wanted if isinstance(wanted, int) else len(wanted)
-        n_folded = _CHAINED * n_layers if method == Method.chain else n_gone
-        tried = _TRIED * n_layers * CHOSEN_ON if isinstance(wanted, int) else 0
-        print_expected(
-            bridge, (1 + 2 * n_folded / n_layers) * n_calibration + tried + 2 * n_judged,
-            _FOLD * n_folded * n_calibration * (bridge.cfg.d_mlp or 0) ** 2, "--windows, --judged",
-        )  # fmt: skip
+        validation = make_windows(bridge, evaluated_on, size=window, most=eval_windows)
+        evaluation_tokens(validation)  # refused before the work
         if attention is None:
             pruned = prune_model(
                 bridge, calibration, wanted, method=method, choice=choice, penalty=penalty, heal=heal
             )
         else:
             pruned = prune_attention(bridge, calibration, wanted, method=method, penalty=penalty)
-        table = compare_pruned(bridge, pruned, judged_windows)
-        costs = compare_costs(bridge, pruned)
-        save_pruned(pruned, out, pd.concat([table, costs]))
+        table = pd.concat([compare_pruned(bridge, pruned, validation), compare_costs(bridge, pruned)])
+        save_pruned(pruned, out, table)
     print_frame(
-        "Judged on other text", table,
-        {"method": "model", "metric": "measure", "value": "value", "low": "from", "high": "to"},
-    )  # fmt: skip
-    units = pd.Series({"seconds": 1e-3, "weights": 1e6, "cache": 1e3})
-    of_models = costs.pivot_table(index="method", columns="metric", values="value").loc[["whole", "pruned"]]
-    print_frame(
-        "Writing tokens one by one",
-        of_models[units.index].div(units).reset_index(),
-        {
-            "method": "model", "seconds": "ms a token", "weights": "MB of weights",
-            "cache": "KB of cache a token",
-        },
+        "On other text; seconds and bytes of a token, and bytes of the weights", table,
+        {"method": "model", "metric": "metric", "value": "value", "low": "from", "high": "to"},
     )  # fmt: skip
     if healed := pruned.provenance.details.get("healed"):
         print_line(
             f"Healed on {healed['n_tokens']:,} tokens in {healed['seconds']:,.0f} seconds: "
-            f"{number_text(healed['divergence'])} nats a token from the whole model."
+            f"{number_text(healed['divergence'])} nats a token from the original model."
         )
-    what = "attention of the blocks" if attention is not None else "blocks"
-    gone = pruned.blocks if attention is None else pruned.attention
-    print_line(f"Without the {what} {', '.join(map(str, gone)) or 'none'}: {out}")
+    removed = pruned.blocks if attention is None else pruned.attention
+    what = "blocks" if attention is None else "attention of the blocks"
+    print_line(f"Without the {what} {', '.join(map(str, removed)) or 'none'}: {out}")

@@ -1,11 +1,8 @@
-"""What commands print: tables, paths, and how long they will take."""
+"""What commands print: tables and paths."""
 
 from __future__ import annotations
 
-import csv
 import json
-import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
@@ -16,21 +13,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from matlens import parallel
 from matlens.errors import printable
-from matlens.io.files import system_errors
 from matlens.io.numbers import number_text
 
 if TYPE_CHECKING:
-    from transformer_lens.model_bridge import TransformerBridge
+    import pandas as pd
 
     from matlens.ffn.projection import Projection
 
 _WIDTH_OF_TEXT = 24  # characters that the last column of a table has at least, however narrow the terminal
 _METRICS = {"r2": "r2", "precision": "P@1", "surprisal": "surprisal"}  # and what their columns are called
-_SIDE = 1024  # of the square matrices whose product is timed
-_SHARE = 0.6  # of the speed of such products that whole models reach, as measured on SmolLM2-135M
-_WORTH_SAYING = 30  # seconds
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -71,42 +63,23 @@ def print_line(*parts: object) -> None:
     print(printable(" ".join(map(str, parts))))
 
 
-def print_results(folder: Path) -> None:
-    """Print the table of results in a folder, and what one must know to read it."""
-    # Read as plain text: a run that is finished is answered before pandas could be imported.
-    path = folder / "results.csv"
-    with system_errors(path), path.open(encoding="utf-8", newline="") as file:
-        print_layers(csv.DictReader(file))
+def print_results(results: pd.DataFrame, folder: Path) -> None:
+    """Print how well maps onto the last layer fit and predict, a row per layer, and the note on samples."""
+    last = results["target"].max()
+    rows = results[(results["target"] == last) & (results["k"].isna() | (results["k"] == 1))]
+    columns = [
+        (metric, method)
+        for metric in _METRICS
+        for method in ("mat", "id")
+        if ((rows["metric"] == metric) & (rows["method"] == method)).any()
+    ]
+    table = rows.pivot_table(index="layer", columns=["metric", "method"], values="value")[columns]
+    table.columns = [f"{_METRICS[metric]} {method}" for metric, method in columns]
+    headings = {name: name for name in ("layer", *table.columns)}
+    print_frame(f"Onto layer {last}, on the validation sentences", table.reset_index(), headings)
     note = json.loads((folder / "results.json").read_text()).get("note")
     if note:
         Console().print(Text(printable(note, keep="\n")), soft_wrap=True)
-
-
-def print_layers(rows: Iterable[Mapping[str, Any]]) -> None:
-    """Print how well maps onto the last layer fit and predict, a line for each layer.
-
-    Parameters
-    ----------
-    rows
-        Rows of the table of results, as text.
-    """
-    named = [row for row in rows if row["k"] in ("", "1")]
-    last = max(int(row["target"]) for row in named)
-    cells = {
-        (int(row["layer"]), row["metric"], row["method"]): row["value"]
-        for row in named
-        if int(row["target"]) == last
-    }
-    columns = [(metric, method) for metric in _METRICS for method in ("mat", "id")]
-    shown = [column for column in columns if any(cell[1:] == column for cell in cells)]
-    heads = [f"{_METRICS[metric]} {method}" for metric, method in shown]
-    lines = []
-    for layer in sorted({layer for layer, _, _ in cells}):
-        values = (cells.get((layer, *column)) for column in shown)
-        lines.append(
-            (layer, *("–" if value is None else number_text(float(value or "nan")) for value in values))
-        )
-    print_table(f"Onto layer {last}, on the validation sentences", ("layer", *heads), lines)
 
 
 def print_members(report: Any, exits: Any) -> None:
@@ -165,36 +138,3 @@ def top_texts(projection: Projection, vectors: Any, k: int) -> list[str]:
         ", ".join(map(visible, token_texts(projection.tokenizer, ids)))
         for ids in projection.top(vectors, k).ids
     ]
-
-
-def print_expected(model: TransformerBridge, n_tokens: float, more: float, thorough: str) -> None:
-    """Print on stderr about how long a model takes for so many tokens, and for ``more`` operations.
-
-    ``thorough`` names the options that less or more is asked for by.
-    """
-    operations = 2 * sum(weight.numel() for weight in model.parameters()) * n_tokens + more
-    seconds = operations / (_SHARE * _operations_per_second(model))
-    if parallel.is_main() and seconds > _WORTH_SAYING:
-        print(f"This takes about {duration(seconds)} on this machine ({thorough}).", file=sys.stderr)
-
-
-def duration(seconds: float) -> str:
-    """A time in words, to one digit or two."""
-    for unit, length in (("hour", 3600), ("minute", 60)):
-        if seconds >= 1.5 * length:
-            return f"{seconds / length:.0f} {unit}s"
-    return "a minute" if seconds > 45 else f"{seconds:.0f} seconds"
-
-
-def _operations_per_second(model: TransformerBridge) -> float:
-    """The best of ten products of matrices in the precision of the model."""
-    import torch
-
-    weight = next(model.parameters())
-    side = torch.rand(_SIDE, _SIDE, device=weight.device, dtype=weight.dtype)
-    best = float("inf")
-    for _ in range(10):
-        began = time.perf_counter()
-        float((side @ side)[0, 0])  # which waits for a GPU
-        best = min(best, time.perf_counter() - began)
-    return float(2 * _SIDE**3 / best)

@@ -36,11 +36,6 @@ def on_main(what: str) -> Iterator[bool]:
     parallel.barrier(what)
 
 
-def ask_main(ask: Callable[[], Any], what: str) -> Any:
-    """What the main process finds, in every process."""
-    return parallel.broadcast(ask() if parallel.is_main() else None, what)
-
-
 def start(app: typer.Typer, *, dividing: Sequence[str] = ()) -> NoReturn:
     """Run a command line, as one of several processes where the environment says so, and end the process.
 

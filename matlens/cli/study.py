@@ -20,13 +20,13 @@ from matlens.cli.options import (
     PairsOption,
     PositionChoice,
     SampleOptions,
-    asked,
     command,
 )
-from matlens.cli.printing import print_expected, print_figures, print_line, print_results, print_table
-from matlens.cli.starting import ask_main, on_main
+from matlens.cli.printing import print_figures, print_line, print_results, print_table
+from matlens.cli.starting import on_main
 from matlens.errors import InputError, NonNegativeInt, PositiveInt, check_choice
 
+PairsChoice = Literal["last", "all"]
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 app = typer.Typer()
@@ -40,46 +40,23 @@ def run(
     fit: FitOptions,
     title: str | None = None,
 ) -> None:
-    """Do the main job: collect, fit, evaluate and plot. A run that was killed resumes.
-
-    Parameters
-    ----------
-    title
-        Title of the figures, instead of their own.
-    """
-    from matlens.study.output import FIGURES, MAPS, TRAIN, VALIDATION, RunNote, check_output
-
-    check_output(samples.out, {TRAIN: {}, VALIDATION: {}, MAPS: {}})
-    groups = asked(model=model, corpus=corpus, samples=samples, fit=fit)
-    note = RunNote(samples.out, {**groups, "figures": {"title": title}})
-    if ask_main(note.answers, "whether the run is finished"):
-        print_line(f"This run is finished in {samples.out}, with the same options, model and corpus.")
-        print_results(samples.out)
-        print_figures([samples.out / figure for figure in FIGURES if (samples.out / figure).exists()])
-        return
-    from matlens.study.steps import plot_results
-
+    """Do the main job: collect, fit, evaluate and plot. A run that was killed resumes."""
     study = samples.study(model, corpus, **asdict(fit))
-    print_expected(study.model, 0, study.operations, "--train, --val")
     _ = study.maps
     with on_main("results") as is_main:
         if is_main:
-            study.evaluate()
-            print_results(study.folder)
-            figures = plot_results(study.folder, title=title)
-            note.write()
-            print_figures(figures)
+            from matlens.study.steps import plot_results
+
+            print_results(study.evaluate(), study.folder)
+            print_figures(plot_results(study.folder, title=title))
 
 
 @command(app)
 def collect(model: ModelOptions, corpus: CorpusOptions, samples: SampleOptions) -> None:
-    """Run sentences through a model once and store the stream of every layer.
+    """Run sentences through a model once and store the residual stream of every layer.
 
     It is written to OUT/train and OUT/validation.
     """
-    from matlens.io.files import check_writable
-
-    check_writable(samples.out)
     study = samples.study(model, corpus)
     _ = study.stream
     print_line(f"Activations in {study.folder}. Next: matlens fit {study.folder}")
@@ -90,11 +67,6 @@ def fit(folder: Path, /, how: FitOptions) -> None:
     """Fit linear maps between layers on what 'collect' has written, in FOLDER/maps.
 
     Parts of a job, such as 3/8, are run by 'matlens part', and 'matlens merge' joins them and fits the maps.
-
-    Parameters
-    ----------
-    folder
-        The --out folder of 'matlens collect' or 'matlens run'.
     """
     from matlens.study.output import MAPS
     from matlens.study.steps import fit_maps
@@ -118,7 +90,7 @@ def run_part(
     samples: SampleOptions,
     pairs: PairsOption = "all",
 ) -> None:
-    """Run one part of the training sentences and store what fits need of it: moments, and no vectors.
+    """Run one part of the training sentences and store what fits need of it: sums, and no vectors.
 
     All parts are given the same options but for --part and --out. 'matlens merge' joins them.
 
@@ -126,31 +98,24 @@ def run_part(
     ----------
     part
         Which part of the training sentences, such as 3/8.
-    pairs
-        all, last, or a list such as 0:12,6:12 (negative: from the end).
     """
-    from matlens.io.files import check_writable
-
-    check_writable(samples.out)
     study = samples.study(model, corpus, pairs=pairs)
     number, of = part
     moments = study.part_moments(number, of)
     print_line(
-        f"Part {number}/{of}: moments of {moments.n_samples:,} samples in {samples.out}. When all are there: "
+        f"Part {number}/{of}: sums over {moments.n_samples:,} samples in {samples.out}. When all are there: "
         "matlens merge FOLDER... --out FOLDER"
     )
 
 
 @command(app)
 def merge(parts: list[Path], /, out: Path, how: FitOptions) -> None:
-    """Join the moments of all parts of a job, in OUT/moments, and fit maps on them, in OUT/maps.
+    """Merge all parts of a job, in OUT/moments, and fit maps on them, in OUT/maps.
 
     Parameters
     ----------
     parts
         Folders that 'matlens part' has written.
-    out
-        Folder for everything that is written.
     """
     from matlens.linear.pairs import resolve_pairs
     from matlens.linear.streaming import StoredLeastSquares
@@ -187,20 +152,10 @@ def evaluate(
 
     Parameters
     ----------
-    folder
-        The --out folder of 'matlens collect' or 'matlens run'.
     model
         Where the model is now, if not where it was collected from.
-    device
-        cpu, cuda or mps; by default the best there is.
-    dtype
-        Precision of the model, by default that of the maps' model.
     same_precision
         Must the model run in the precision that the maps were fitted in?
-    trust_remote_code
-        Run code that the model brings.
-    stack
-        Of an encoder-decoder such as T5, the stack whose stream is read.
     """
     from matlens.linear.mapsets import MapSet
     from matlens.study.output import MAPS, RESULTS
@@ -215,22 +170,13 @@ def evaluate(
             "weights are meant in another precision, say so with --other-precision."
         )
     loaded = ModelOptions(name, device, dtype or fitted_in, revision, trust_remote_code, stack).load()
-    evaluate_maps(loaded, folder, same_precision=same_precision)
-    print_results(folder)
+    print_results(evaluate_maps(loaded, folder, same_precision=same_precision), folder)
     print_line(f"Table in {folder / RESULTS}.csv. Next: matlens plot {folder}")
 
 
 @command(app)
 def plot(folder: Path, /, title: str | None = None) -> None:
-    """Draw the figures of FOLDER/results.csv, as PNG and PDF.
-
-    Parameters
-    ----------
-    folder
-        The --out folder of 'matlens collect' or 'matlens run'.
-    title
-        Title of the figures, instead of their own.
-    """
+    """Draw the figures of FOLDER/results.csv, as PNG and PDF."""
     from matlens.study.steps import plot_results
 
     print_figures(plot_results(folder, title=title))
@@ -242,19 +188,18 @@ def plan(
     layers: PositiveInt | None = None,
     width: PositiveInt | None = None,
     mlp: PositiveInt | None = None,
-    vocab: PositiveInt | None = None,
+    vocab: PositiveInt = 50_000,
     sentences: PositiveInt = TRAIN,
     val: NonNegativeInt = VAL,
     tokens: PositiveInt = 30,
-    positions: PositionChoice = "drawn",
+    positions: PositionChoice = "auto",
     keep_rows: KeepRows = False,
-    pairs: Literal["last", "all"] = "all",
-    intercept: bool = False,
+    pairs: PairsChoice = "all",
     dtype: Dtype = "float32",
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> None:
-    """Say what memory, disk and operations each step takes, and which maps fit, before anything runs.
+    """Print the memory, disk and operations of each step, and which maps fit, before anything runs.
 
     Parameters
     ----------
@@ -263,95 +208,65 @@ def plan(
     layers
         L, where there is no --model.
     width
-        Width of the stream, with --layers.
+        Width of the residual stream, with --layers.
     mlp
         Coefficients of an FFN, by default 4 x width.
     vocab
-        Tokens of the vocabulary, with --layers; by default 50000.
+        Tokens of the vocabulary, with --layers.
     sentences
         Sentences that maps are fitted on.
     val
         Sentences that they are evaluated on.
     tokens
         Tokens of a sentence.
-    positions
-        drawn, all or auto, as in 'matlens run'.
-    keep_rows
-        Store vectors of all positions on disk, or only what fits need of them.
     pairs
         all or last, as in 'matlens run'.
-    intercept
-        Fit a bias too.
     dtype
         Precision of the model.
-    revision
-        Branch, tag or commit of a model on the hub.
-    trust_remote_code
-        Run code that the model brings.
     """
     from matlens.linear.samples import are_few
-    from matlens.study.plan import Plan, Shape, format_bytes, free_disk, free_memory, plan_study
+    from matlens.study.plan import Shape, format_bytes, free_disk, free_memory, plan_study
 
-    given = [number is not None for number in (layers, width, mlp, vocab)]
-    if any(given) if model is not None else not all(given[:2]):
-        raise InputError(
-            "Which model? Expected either --model, or its shape: --layers and --width, and --mlp and "
-            "--vocab where they are known."
-        )
-    if model is not None:
+    parameter_bytes = _BYTES[dtype]
+    if model is not None and layers is None and width is None:
         shape = Shape.from_name(
-            model, revision=revision, parameter_bytes=_BYTES[dtype], trust_remote_code=trust_remote_code
+            model, revision=revision, parameter_bytes=parameter_bytes, trust_remote_code=trust_remote_code
+        )
+    elif model is None and layers is not None and width is not None:
+        shape = Shape(
+            n_layers=layers, d_model=width, d_mlp=mlp or 0, d_vocab=vocab, parameter_bytes=parameter_bytes
         )
     else:
-        shape = Shape(
-            n_layers=layers or 0, d_model=width or 0, d_mlp=mlp or 0, d_vocab=vocab or 50_000,
-            parameter_bytes=_BYTES[dtype],
-        )  # fmt: skip
-    few = are_few(sentences, shape.d_model)
-    everywhere = positions == "all" or (positions == "auto" and few)
-
-    def of(which: Literal["last", "all"]) -> Plan:
-        return plan_study(
-            shape, sentences, val, positions="all" if everywhere else "drawn", pairs=which,
-            train_tokens=tokens * sentences, intercept=intercept, keep_rows=keep_rows,
-        )  # fmt: skip
-
-    free, disk, chosen = free_memory(), free_disk(Path()), of(pairs)
+        raise InputError("Which model? Expected either --model, or its shape: --layers and --width.")
+    everywhere = positions == "all" or (positions == "auto" and are_few(sentences, shape.d_model))
+    plans = {
+        each: plan_study(
+            shape, sentences, val, positions="all" if everywhere else "drawn", pairs=each,
+            train_tokens=tokens * sentences, keep_rows=keep_rows,
+        )
+        for each in get_args(PairsChoice)
+    }  # fmt: skip
+    free, disk = free_memory(), free_disk(Path())
 
     def fits(memory: int, written: int) -> str:
         return "no" if written > disk else "unknown" if free is None else "yes" if memory <= free else "no"
 
     rows = []
-    for step, need in chosen.needs.items():
-        memory = chosen.memory(step)
-        cells = format_bytes(memory), format_bytes(need.disk) if need.disk else "–", f"{need.operations:.1e}"
-        rows.append((step, *cells, fits(memory, need.disk)))
-    how = "drawn positions"
-    if everywhere:
-        how = f"all positions{', which are kept' if keep_rows else ''}"
+    for step, need in plans[pairs].needs.items():
+        memory, written = plans[pairs].memory(step), format_bytes(need.disk) if need.disk else "–"
+        row = (step, format_bytes(memory), written, f"{need.operations:.1e}", fits(memory, need.disk))
+        rows.append(row)
     print_table(
         f"{shape.n_layers} layers of {shape.d_model:,}, {shape.n_parameters:,} parameters; "
-        f"{sentences:,}+{val:,} sentences, {how}, pairs {pairs}",
+        f"{sentences:,}+{val:,} sentences, {'all' if everywhere else 'sampled'} positions, pairs {pairs}",
         ("step", "memory", "disk", "operations", "fits"), rows,
     )  # fmt: skip
-    for which, each in (("last", of("last")), ("all", of("all"))):
-        memory, written = each.job
-        verdict = {"yes": ", which fits", "no": ", which does not fit"}.get(fits(memory, written), "")
+    for which, each in plans.items():
+        memory, on_disk = each.job
         print_line(
-            f"--pairs {which}: moments of {format_bytes(each.moments)} in float64 while vectors pass by; "
-            f"collecting and fitting take {format_bytes(memory)} of memory and {format_bytes(written)} "
-            f"of disk{verdict}."
-        )
-    if everywhere and not keep_rows:
-        print_line(
-            "Collecting keeps moments, and on disk the state that a killed run goes on from; --keep-rows "
-            "keeps the vectors instead."
-        )
-    if not everywhere and few:
-        print_line(
-            f"{sentences:,} sentences are few for {shape.d_model:,} dimensions: unless it is told "
-            "--positions drawn, 'matlens run' takes all of their tokens where the model predicts the next "
-            "one. --positions auto plans that."
+            f"--pairs {which}: sums of {format_bytes(each.moments)} in float64 while streaming; collecting "
+            f"and fitting take {format_bytes(memory)} of memory and {format_bytes(on_disk)} of disk. "
+            f"Fits: {fits(memory, on_disk)}."
         )
     memory_and = "" if free is None else f"{format_bytes(free)} of memory and "
     print_line(f"{memory_and}{format_bytes(disk)} of disk are free here.")
@@ -359,13 +274,7 @@ def plan(
 
 @command(app)
 def verify(folder: Path, /) -> None:
-    """Check all bytes of what matlens has written in FOLDER and below it; exit with code 2 on damage.
-
-    Parameters
-    ----------
-    folder
-        A folder that matlens has written into.
-    """
+    """Check all bytes of what matlens has written in FOLDER and below it; exit with code 2 on damage."""
     from matlens.io.verification import verify as verify_folder
 
     damages = []

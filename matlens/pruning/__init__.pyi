@@ -1,8 +1,6 @@
-from .choosing import Choice as Choice
 from .evaluation import compare_costs as compare_costs
 from .evaluation import compare_pruned as compare_pruned
 from .folding import Method as Method
-from .harness import task_scores as task_scores
 from .layouts import plain_copy as plain_copy
 from .pruned import Pruned as Pruned
 from .pruned import prune as prune

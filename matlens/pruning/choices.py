@@ -1,28 +1,25 @@
-"""What can be chosen: which blocks are left out, and what becomes of the matrix before them."""
+"""Methods of pruning, and ways of choosing blocks."""
 
 from enum import StrEnum
 
 
 class Method(StrEnum):
-    """What becomes of the matrix before a span that is left out.
+    """What replaces the matrix before a removed span.
 
     Attributes
     ----------
     out
-        Nothing: the blocks are left out alone (ShortGPT).
+        Nothing: the blocks are only removed (ShortGPT).
     magnitude
-        Each channel of ``m`` is scaled so that it is as large, on average, as what would be right. It is not
-        LinearPatch, which scales the whole stream at the cut and cannot be folded: here ``m`` alone is
-        scaled, whatever the signs of what would be right.
+        Each channel of ``m`` is scaled to the mean absolute value of the target. It is not LinearPatch, which
+        scales the whole stream at the cut and cannot be folded.
     replaceme
-        ``T W`` for the matrix ``W``, ``T`` the least-squares map of ``m`` to what would be right (ReplaceMe).
+        ``T W`` for the matrix ``W``, ``T`` the least-squares map of ``m`` to the target (ReplaceMe).
     refit
-        The matrix that does best itself: least squares of what it reads to what would be right, with a
-        penalty towards ``W``. ``T W`` are the matrices of one rank or less among those it can be.
+        Least squares of what the matrix reads to the target, with a penalty towards ``W``.
     chain
-        ``refit``, and the same for the FFN of every block that stays behind the first span, one after the
-        other: what would be right there is the whole model's own stream. So what is left of the error is
-        made good as it goes on, without a step of training.
+        ``refit``, and the same for the FFN of every later block in turn: the target there is the original
+        model's own stream. So later blocks correct what is left of the error, without training.
     """
 
     out = "out"
@@ -32,27 +29,24 @@ class Method(StrEnum):
     chain = "chain"
 
 
-# Of refitted matrices, which have more numbers than calibration text can settle.
+# Refitted matrices have more parameters than calibration text determines.
 PENALTIES = {Method.refit: 0.1, Method.chain: 0.3}
 
 
 class Choice(StrEnum):
-    """How the blocks to be left out are chosen.
+    """How the blocks to remove are chosen.
 
     Attributes
     ----------
     angle
-        The span over which the stream turns least: mean angle between ``h^i`` and ``h^{i+n}``.
+        The span with the smallest mean angle between ``h^i`` and ``h^{i+n}``.
     r2
-        The span that is most linear: greatest r2, over coordinates, of the least-squares affine map of
-        ``h^i`` to ``h^{i+n}`` on the tokens that are no attention sinks.
+        The most linear span: greatest mean r2 of the least-squares affine map of
+        ``h^i`` to ``h^{i+n}`` on the tokens that are not attention sinks.
     loss
-        The span without which the loss on the calibration text rises least.
+        The span whose removal increases the loss on the calibration text least.
     greedy
-        Blocks one after the other, each the one without which the loss rises least; they may lie apart. A
-        block is tried again only while what it cost when it was last tried, with fewer blocks gone, is below
-        the best of the round: it is the least of all where losses rise as blocks go, which they nearly always
-        do, and saves most of the passes.
+        Blocks one after another, each the one whose removal increases the loss least; they may lie apart.
     """
 
     angle = "angle"

@@ -1,4 +1,4 @@
-"""Which blocks, or whose attention, are left out: as the user says, or as the calibration text does."""
+"""Which blocks, or whose attention, are removed: as given, or chosen on the calibration text."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ ROWS_A_COLUMN = 4  # where maps are fitted to choose by, at least
 
 
 def parse_blocks(blocks: Any, n_layers: int, what: str = "blocks") -> int | tuple[int, ...]:
-    """The number of blocks to leave out, or their sorted indices, which begin at 1."""
+    """The number of blocks to remove, or their sorted indices, which begin at 1."""
     if isinstance(blocks, Integral):
-        return check_int(blocks, f"The number of {what} to leave out", min=0, max=n_layers - 1)
-    indices = [check_int(block, "A block to leave out", min=1, max=n_layers - 1) for block in blocks]
+        return check_int(blocks, f"The number of {what} to remove", min=0, max=n_layers - 1)
+    indices = [check_int(block, "A block to remove", min=1, max=n_layers - 1) for block in blocks]
     if len(set(indices)) < len(indices):
-        raise InputError(f"Each block to leave out must be named once, got {short(sorted(indices))}.")
+        raise InputError(f"Each block to remove must be named once, got {short(sorted(indices))}.")
     return tuple(sorted(indices))
 
 
@@ -48,29 +48,29 @@ def spans_of(blocks: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def choose_span(streams: Streams, n: int, choice: Choice, *, progress: bool = True) -> tuple[int, ...]:
-    """The ``n`` blocks in a row to leave out, by ``angle``, ``r2`` or ``loss``."""
+    """The ``n`` consecutive blocks to remove, by ``angle``, ``r2`` or ``loss``."""
     if n == 0:
         return ()
     starts = range(1, len(streams.layout.blocks) - n + 1)
-    kept = no_sinks(streams) if choice == Choice.r2 else None
-    worth = []
+    rows = no_sinks(streams) if choice == Choice.r2 else None
+    scores = []
     for start in Bar(starts, desc="spans", unit="span", disable=not progress):
         before, after = streams.h[start], streams.h[start + n]
         if choice == Choice.angle:
-            worth.append(float(angles(before, after).mean()))
-        elif kept is not None:
-            worth.append(-linearity_of(before, after, kept))
+            scores.append(float(angles(before, after).mean()))
+        elif rows is not None:
+            scores.append(-linearity_of(before, after, rows))
         else:
-            worth.append(loss_without(streams, range(start, start + n)))
-    _check_finite(min(worth))
-    best = starts[int(np.argmin(worth))]
+            scores.append(loss_without(streams, range(start, start + n)))
+    _check_finite(min(scores))
+    best = starts[int(np.argmin(scores))]
     return tuple(range(best, best + n))
 
 
-def _check_finite(least: float) -> None:
-    if not math.isfinite(least):
+def _check_finite(lowest: float) -> None:
+    if not math.isfinite(lowest):
         raise InputError(
-            "Whichever blocks are left out, the loss is not finite. Expected fewer of them, or a model in "
+            "Whichever blocks are removed, the loss is not finite. Expected fewer of them, or a model in "
             "float32."
         )
 
@@ -85,24 +85,24 @@ def no_sinks(streams: Streams) -> Bool[Tensor, "n length"]:
     """Which tokens are not attention sinks, by their norms; refused where maps would be exact."""
     norms = torch.stack([h.float().norm(dim=-1).flatten() for h in streams.h], 1)
     n_texts, length = streams.tokens.shape
-    kept = ~outlying_rows(norms, places=np.tile(np.arange(length), n_texts))
+    rows = ~outlying_rows(norms, places=np.tile(np.arange(length), n_texts))
     columns = streams.h[0].shape[-1] + 1
-    if int(kept.sum()) <= columns:
+    if int(rows.sum()) <= columns:
         raise InputError(
-            f"Spans are to be chosen by r2, and the text has {int(kept.sum())} tokens that are no attention "
+            f"Spans are to be chosen by r2, and the text has {int(rows.sum())} tokens that are no attention "
             f"sinks for maps of {columns} columns. Expected more of it, better four times as many tokens, or "
             "another choice."
         )
-    return kept.reshape(n_texts, length)
+    return rows.reshape(n_texts, length)
 
 
 def linearity_of(
     h: Float[Tensor, "n length d_model"],
     later: Float[Tensor, "n length d_model"],
-    kept: Bool[Tensor, "n length"],
+    rows: Bool[Tensor, "n length"],
 ) -> float:
     """The r2 of the best affine map of a stream to a later one, on the tokens that it is fitted on."""
-    x, y = h[kept].double(), later[kept].double()
+    x, y = h[rows].double(), later[rows].double()
     moments = LeastSquares(
         x.shape[1], {"the residual stream after the span": y.shape[1]}, source="the residual stream"
     )
@@ -113,10 +113,7 @@ def linearity_of(
 def loss_without(
     streams: Streams, blocks: Iterable[int], instead: Mapping[int, nn.Module] | None = None
 ) -> float:
-    """Mean loss of the next token where blocks are left out alone, or others stand in their place.
-
-    It is infinite where the model without them gives no numbers.
-    """
+    """Mean loss of the next token with blocks removed, or others in their place; infinite if not finite."""
     own = dict(enumerate(streams.layout.blocks))
     changed: dict[int, nn.Module | None] = {**dict.fromkeys(blocks), **(instead or {})}
     first = min(changed)
@@ -130,32 +127,32 @@ def loss_without(
 
 
 def greedy_order(streams: Streams, n: int, *, progress: bool = True) -> list[int]:
-    """Remove blocks one by one; which go, in their order.
+    """Remove blocks one by one; returns them in this order.
 
-    A block is tried again only while its loss without the blocks removed before it is below the least of this
-    round: losses rise as blocks go, so the others would only have become worse.
+    A block is tried again only while its loss without the blocks removed before it is below the minimum of
+    this round: losses rise as blocks are removed, so the others would only have become worse.
     """
     n_layers = len(streams.layout.blocks)
     losses = dict.fromkeys(range(1, n_layers), -math.inf)
-    gone: list[int] = []
+    removed: list[int] = []
     with Bar(total=n, desc="blocks", unit="block", disable=not progress) as bar:
-        while len(gone) < n:
-            best, least = -1, math.inf
+        while len(removed) < n:
+            best, lowest = -1, math.inf
             for block in sorted(losses, key=losses.__getitem__):
-                if losses[block] >= least:
+                if losses[block] >= lowest:
                     break
-                losses[block] = loss_without(streams, [*gone, block])
-                if losses[block] < least:
-                    best, least = block, losses[block]
-            _check_finite(least)
-            gone.append(best)
+                losses[block] = loss_without(streams, [*removed, block])
+                if losses[block] < lowest:
+                    best, lowest = block, losses[block]
+            _check_finite(lowest)
+            removed.append(best)
             del losses[best]
             bar.update(1)
-    return gone
+    return removed
 
 
 def choose_attention(streams: Streams, n: int, *, progress: bool = True) -> tuple[int, ...]:
-    """The ``n`` blocks without whose attention the loss on the text rises least, each for itself."""
+    """The ``n`` blocks whose attention, each alone, increases the loss on the text least when removed."""
     blocks = streams.layout.blocks
     losses = []
     for index in Bar(range(1, len(blocks)), desc="attention", unit="block", disable=not progress):

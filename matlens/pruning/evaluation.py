@@ -1,4 +1,4 @@
-"""What a pruned model loses on running text, and what a token costs, written after others: time and bytes."""
+"""Loss of pruned models on running text, and seconds and bytes of a generated token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from matlens.metrics import Estimate
 from matlens.models.identity import ModelIdentity
 from matlens.numerics import in_float64, log_softmax
 from matlens.parallel import Bar
-from matlens.pruning.layouts import plain_copy, whole_windows
+from matlens.pruning.layouts import full_windows, plain_copy
 from matlens.pruning.pruned import Pruned
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _FIRST_ID = 3  # of the prompt, behind the ids that are mostly special
 
 
 class ReadText(NamedTuple):
-    """What a model makes of texts: its losses, and the token it thinks most likely after each."""
+    """Losses of a model on texts, and its top token after each."""
 
     losses: TextLosses
     likeliest: Int[Tensor, "n length_less_1"]
@@ -46,75 +46,67 @@ class ReadText(NamedTuple):
 def compare_pruned(
     model: TransformerBridge, pruned: Pruned, windows: Examples, *, progress: bool = True
 ) -> pd.DataFrame:
-    """Perplexity of the whole and of the pruned model on the same windows, and how often both think alike.
+    """Perplexity of the original and the pruned model on the same windows, and their agreement.
 
-    A row each: ``perplexity`` of the methods ``whole`` and ``pruned``, the ``ratio`` of the two, and
-    ``agreement``, the share of places at which both think the same next token most likely; with 95%
-    intervals.
+    One row each: ``perplexity`` of the methods ``original`` and ``pruned``, the ``ratio`` of the two, and
+    ``agreement``, the fraction of positions with the same top token; with 95% intervals.
 
     Parameters
     ----------
-    model
-        The whole model.
-    pruned
-        What was made of it.
     windows
-        Running text that neither was calibrated on, see `matlens.data.make_windows`; windows that are
-        shorter than the first are not read.
-    progress
-        Whether to show bars.
+        At least two of running text that was not used for calibration, see `matlens.data.make_windows`;
+        windows shorter than the first are not read.
 
     Raises
     ------
     InputError
-        The pruned model was made of another, the windows are of another way of making tokens, or there is
-        only one.
+        The pruned model was made from another model, or the windows with another tokenizer.
     """
     check_made_of(pruned, model)
     check_own_tokens(model, windows)
-    tokens = judged_tokens(windows)
-    whole = read_text(plain_copy(model), tokens, desc="whole model", progress=progress)
-    rest = read_text(pruned.model, tokens, desc="pruned model", progress=progress)
-    estimates = [("whole", "perplexity", whole.losses.perplexity())]
-    estimates += [("pruned", *estimate) for estimate in compare_texts(rest, whole).items()]
-    return trial_table(pruned, str(windows.provenance.get("corpus", "unnamed")), estimates)
+    tokens = evaluation_tokens(windows)
+    original = read_text(plain_copy(model), tokens, desc="original model", progress=progress)
+    shorter = read_text(pruned.model, tokens, desc="pruned model", progress=progress)
+    estimates = [("original", "perplexity", original.losses.perplexity())]
+    estimates += [("pruned", *estimate) for estimate in compare_texts(shorter, original).items()]
+    return _table(pruned, str(windows.provenance.get("corpus", "unnamed")), estimates)
 
 
-def compare_texts(rest: ReadText, whole: ReadText) -> dict[str, Estimate]:
+def compare_texts(shorter: ReadText, original: ReadText) -> dict[str, Estimate]:
     """Perplexity of a pruned model, its ratio to the original's, and the share of tokens predicted alike."""
     return {
-        "perplexity": rest.losses.perplexity(),
-        "ratio": rest.losses.ratio(whole.losses),
-        "agreement": metrics.proportion((rest.likeliest == whole.likeliest).flatten()),
+        "perplexity": shorter.losses.perplexity(),
+        "ratio": shorter.losses.ratio(original.losses),
+        "agreement": metrics.proportion((shorter.likeliest == original.likeliest).flatten()),
     }
 
 
 def check_made_of(pruned: Pruned, model: TransformerBridge) -> None:
-    """Refuse a pruned model with an original model that it was not made from."""
+    """Refuse a pruned model that was made from another model."""
     identity = ModelIdentity.from_model(model)
-    pruned.provenance.check_same(identity, ours="the pruned model", theirs="the whole model")
+    pruned.provenance.check_same(identity, ours="the pruned model", theirs="the model")
 
 
-def trial_table(pruned: Pruned, corpus: str, estimates: Iterable[tuple[str, str, Estimate]]) -> pd.DataFrame:
+def _table(pruned: Pruned, corpus: str, estimates: Iterable[tuple[str, str, Estimate]]) -> pd.DataFrame:
     """A row for each method, metric and estimate of one pruned model on a corpus, ``""`` for none."""
     rows = [
         result_row(
             EXPERIMENT, model=pruned.provenance.identity.name, corpus=corpus, method=method, layer=None,
-            target=None, metric=metric, estimate=estimate, n_left_out=len(pruned.blocks),
+            target=None, metric=metric, estimate=estimate, n_removed=len(pruned.blocks),
             fold=pruned.method.value,
         )
         for method, metric, estimate in estimates
     ]  # fmt: skip
-    return result_table(rows, "n_left_out", "fold")
+    return result_table(rows, "n_removed", "fold")
 
 
-def judged_tokens(windows: Examples) -> Int[Tensor, "n length"]:
-    """The tokens of the whole windows of a text to evaluate on, two at least."""
-    tokens = whole_windows(windows)
+def evaluation_tokens(windows: Examples) -> Int[Tensor, "n length"]:
+    """The tokens of the full windows of a text to evaluate on, at least two."""
+    tokens = full_windows(windows)
     if len(tokens) < 2:
         raise InputError(
-            f"There is one whole window of {tokens.shape[1]} tokens to judge on, and no interval around what "
-            "one says. Expected two at least: more text, or shorter windows."
+            f"There is one full window of {tokens.shape[1]} tokens to evaluate on, which gives no interval. "
+            "Expected at least two: more text, or shorter windows."
         )
     return tokens
 
@@ -146,12 +138,12 @@ class Timed(NamedTuple):
     weights: int
     cache: int
 
-    def estimates(self, beside: Timed | None = None) -> dict[str, Estimate]:
-        """Medians and bytes by the name of the metric; ``beside`` is what was timed in the same rounds."""
+    def estimates(self, reference: Timed | None = None) -> dict[str, Estimate]:
+        """Medians and bytes by the name of the metric; ``reference`` is what was timed in the same rounds."""
         medians = {"seconds": median(self.rounds)}
-        if beside is not None:
+        if reference is not None:
             medians["seconds ratio"] = median(
-                ours / theirs for ours, theirs in zip(self.rounds, beside.rounds, strict=True)
+                ours / theirs for ours, theirs in zip(self.rounds, reference.rounds, strict=True)
             )
         return {
             **{name: Estimate.without_interval(value, len(self.rounds)) for name, value in medians.items()},
@@ -162,34 +154,20 @@ class Timed(NamedTuple):
 
 @checked
 def compare_costs(model: TransformerBridge, pruned: Pruned, *, rounds: PositiveInt = 5) -> pd.DataFrame:
-    """What a token costs the whole and the pruned model, timed by turns.
+    """Time and memory per generated token of the original and the pruned model, timed in turns.
 
-    Rows of the methods ``whole`` and ``pruned``, of no corpus: ``seconds`` of a token, the median of the
-    rounds; ``weights`` and ``cache`` (for a token), in bytes; and of the pruned model the ``seconds ratio``,
-    the median of what it took of the whole model's time in the same round.
-
-    Parameters
-    ----------
-    model
-        The whole model.
-    pruned
-        What was made of it.
-    rounds
-        How often each of them writes 32 tokens.
-
-    Raises
-    ------
-    InputError
-        The pruned model was made of another, or keeps no cache.
+    Rows of the methods ``original`` and ``pruned``, of no corpus: ``seconds`` per token, the median over
+    rounds of 32 tokens; ``weights`` and ``cache`` (per token), in bytes; and of the pruned model the
+    ``seconds ratio``, the median over rounds of its time relative to the original model's.
     """
     check_made_of(pruned, model)
-    whole, rest = by_turns([plain_copy(model), pruned.model], rounds=rounds)
+    original, shorter = by_turns([plain_copy(model), pruned.model], rounds=rounds)
     estimates = (
         (method, metric, estimate)
-        for method, of_method in (("whole", whole.estimates()), ("pruned", rest.estimates(whole)))
+        for method, of_method in (("original", original.estimates()), ("pruned", shorter.estimates(original)))
         for metric, estimate in of_method.items()
     )
-    return trial_table(pruned, "", estimates)
+    return _table(pruned, "", estimates)
 
 
 @torch.inference_mode()

@@ -1,7 +1,7 @@
-"""Maps in the place of what is left out, folded into the weights, and healed (definitions, section 11).
+"""Maps in the place of what is removed, folded into the weights, and healed (definitions, section 11).
 
-Blocks ``i .. i+n-1`` are left out. ``m`` is what the FFN of the block before them adds to the stream, ``y``
-the stream without it, so ``h^i = y + m``; what would be right in the place of ``m`` is ``h^{i+n} - y``. In
+Blocks ``i .. i+n-1`` are removed. ``m`` is what the FFN of the block before them adds to the stream, ``y``
+the stream without it, so ``h^i = y + m``; the target in the place of ``m`` is ``h^{i+n} - y``. In
 the place of attention it is attention's output and ``m``, where the FFN reads what attention adds.
 
 Healing trains folded matrices, and nothing else, towards the original model's predictions: the mean of
@@ -89,7 +89,7 @@ def check_foldable_attention(layout: Layout) -> None:
 
 
 def changed_by(method: Method, blocks: Sequence[int], n_layers: int) -> list[int]:
-    """Blocks whose matrices a method changes: those before each span, and by ``chain`` all behind them."""
+    """Blocks whose matrices a method changes: those before each span, and with ``chain`` all after them."""
     before = [first - 1 for first, _ in spans_of(blocks)]
     if method == Method.out or not before:
         return []
@@ -102,14 +102,14 @@ def fold_spans(
     streams: Streams, blocks: Sequence[int], method: Method, penalty: float, *, progress: bool = True
 ) -> dict[int, Matrix]:
     """The matrices of the blocks that a method changes, by number; see `changed_by`."""
-    layout, behind = streams.layout, dict(spans_of(blocks))
+    layout, after_span = streams.layout, dict(spans_of(blocks))
     stay = {index: block for index, block in enumerate(layout.blocks) if index not in set(blocks)}
     changed = changed_by(method, blocks, len(layout.blocks))
 
-    def right(index: int) -> Tensor:
-        return streams.h[behind.get(index + 1, index + 1)]
+    def target(index: int) -> Tensor:
+        return streams.h[after_span.get(index + 1, index + 1)]
 
-    return _fold_in_turn(streams, stay, changed, right, method, penalty, progress)
+    return _fold_in_turn(streams, stay, changed, target, method, penalty, progress)
 
 
 def fold_attention(
@@ -120,16 +120,16 @@ def fold_attention(
     blocks = {i: without_attention(block) if i in layers else block for i, block in enumerate(own)}
     changed = [] if method == Method.out else [layer - 1 for layer in sorted(layers)]
 
-    def right(index: int) -> Tensor:
+    def target(index: int) -> Tensor:
         h, block = streams.h[index + 1], own[index + 1]
         return h + streams.through(index + 1, block, h, attention_output(block))[2]
 
-    return _fold_in_turn(streams, blocks, changed, right, method, penalty, progress)
+    return _fold_in_turn(streams, blocks, changed, target, method, penalty, progress)
 
 
 def _fold_in_turn(
     streams: Streams, blocks: Mapping[int, nn.Module], changed: Sequence[int],
-    right: Callable[[int], Tensor], method: Method, penalty: float, progress: bool,
+    target: Callable[[int], Tensor], method: Method, penalty: float, progress: bool,
 ) -> dict[int, Matrix]:  # fmt: skip
     """Fit matrices one after another, each on the stream that the changed model has before its block."""
     layout, matrices = streams.layout, dict[int, Matrix]()
@@ -142,7 +142,7 @@ def _fold_in_turn(
                 continue
             block = blocks[index]
             if index in changed:
-                matrices[index] = _fold_block(streams, index, block, h, right(index), method, penalty)
+                matrices[index] = _fold_block(streams, index, block, h, target(index), method, penalty)
                 block = copy.deepcopy(block)
                 layout.write(block, *matrices[index])
                 bar.update(1)
@@ -152,26 +152,26 @@ def _fold_in_turn(
 
 
 def _fold_block(
-    streams: Streams, index: int, block: nn.Module, h: Tensor, right: Tensor, method: Method, penalty: float
+    streams: Streams, index: int, block: nn.Module, h: Tensor, target: Tensor, method: Method, penalty: float
 ) -> Matrix:
-    """The matrix with which a block, run on the stream before it, best gives the right stream after it."""
+    """The matrix with which a block, run on the stream before it, best gives the target stream after it."""
     writer = streams.layout.writer_of(block)
     out, read, written = streams.through(index, block, h, writer)
     bias = None if writer.bias is None else writer.bias.detach()
     own = Matrix(streams.layout.weight_of(block).detach(), bias)
-    wanted = right.float() - (out.float() - written.float())
-    return fold(method, own, read.flatten(0, 1), wanted.flatten(0, 1), penalty=penalty)
+    outputs = target.float() - (out.float() - written.float())
+    return fold(method, own, read.flatten(0, 1), outputs.flatten(0, 1), penalty=penalty)
 
 
 def fold(
     method: Method,
     matrix: Matrix,
     read: Float[Tensor, "n d_mlp"],
-    right: Float[Tensor, "n d_model"],
+    target: Float[Tensor, "n d_model"],
     *,
     penalty: float = 0.0,
 ) -> Matrix:
-    """The matrix by which a block writes, as nearly as the method can, what would be right.
+    """The output matrix with which a block writes the target as nearly as the method can.
 
     Parameters
     ----------
@@ -179,11 +179,11 @@ def fold(
         Which closed form.
     matrix
         The block's own.
-    read, right
-        What the matrix read on calibration text, and what should be written there, row by row.
+    read, target
+        Inputs of the matrix on calibration text, and the outputs wanted there, row by row.
     penalty
-        How much the solution is held near the block's own: times the mean square of a coordinate that is
-        mapped. ``replaceme`` is held near the identity, ``refit`` and ``chain`` near the matrix.
+        In units of the mean square of a mapped coordinate; towards the identity for ``replaceme``, towards
+        the block's own matrix for ``refit`` and ``chain``.
     """
     if method == Method.out:
         return matrix
@@ -191,7 +191,7 @@ def fold(
     bias = None if matrix.bias is None else in_float64(matrix.bias).to(read.device)
     if method == Method.magnitude:
         written = read.double() @ weight.T + (0 if bias is None else bias)
-        factor = right.double().abs().mean(0) / written.abs().mean(0).clamp_min(
+        factor = target.double().abs().mean(0) / written.abs().mean(0).clamp_min(
             torch.finfo(torch.float64).tiny
         )
         return Matrix(factor[:, None] * weight, None if bias is None else factor * bias)
@@ -199,7 +199,7 @@ def fold(
     width = weight.shape[1] if refit else d_model
     sums = LeastSquares(width, d_model, source="the FFN's matrix")
     total = 0.0
-    for part, truth in zip(read.split(_ROWS), right.split(_ROWS), strict=True):
+    for part, truth in zip(read.split(_ROWS), target.split(_ROWS), strict=True):
         written = part.double() @ weight.T + (0 if bias is None else bias)
         x = part.double() if refit else written
         sums.update(x, truth.double() - written)
@@ -215,7 +215,7 @@ def fold(
 
 
 class Healed(NamedTuple):
-    """Tokens that healing read, the divergence from the original model that is left, in nats, and seconds."""
+    """Tokens that healing read, the remaining divergence from the original model in nats, and seconds."""
 
     n_tokens: int
     divergence: float
@@ -228,18 +228,18 @@ def heal(
 ) -> Healed:  # fmt: skip
     """Train the matrices that a method has changed in a model without some blocks, in place.
 
-    At least ``n_tokens`` are read, in whole updates of some 1,024.
+    At least ``n_tokens`` are read, in full updates of some 1,024.
     """
     began = time.monotonic()
     layout, original = replace(streams.layout, model=pruned), streams.layout
-    kept = [index for index in range(len(original.blocks)) if index not in set(blocks)]
+    remaining = [index for index in range(len(original.blocks)) if index not in set(blocks)]
     folded = changed_by(method, blocks, len(original.blocks))
     first = min(folded)
-    start = kept.index(first)
+    start = remaining.index(first)
     weights = [
         parameter
         for index in folded
-        for parameter in layout.writer_of(layout.blocks[kept.index(index)]).parameters()
+        for parameter in layout.writer_of(layout.blocks[remaining.index(index)]).parameters()
     ]
     before = [parameter.requires_grad for parameter in pruned.parameters()]
     length = streams.tokens.shape[1]
@@ -280,8 +280,8 @@ def heal(
                 bar.update(1)
                 bar.set_postfix(kl=f"{divergences[-1]:.3f}")
     finally:
-        for parameter, wanted in zip(pruned.parameters(), before, strict=True):
-            parameter.requires_grad_(wanted)
+        for parameter, needed in zip(pruned.parameters(), before, strict=True):
+            parameter.requires_grad_(needed)
             parameter.grad = None
     last = divergences[-max(1, updates // 10) :]
     return Healed(len(order) * length, sum(last) / len(last), time.monotonic() - began)

@@ -51,8 +51,8 @@ class Layout:
         ]
         if model.get_output_embeddings() is None or not lists:
             raise InputError(
-                f"{type(model).__name__} is no model that predicts the next token from a list of {n_layers} "
-                "blocks: expected a decoder such as GPT-2, Llama or GPT-NeoX."
+                f"{type(model).__name__} does not predict the next token from a list of {n_layers} blocks. "
+                "Expected a decoder such as GPT-2, Llama or GPT-NeoX."
             )
         return cls(model, lists[0][0])
 
@@ -83,7 +83,7 @@ class Layout:
                 f"The blocks of {type(self.model).__name__} have {what} that writes what their FFN adds to "
                 f"the stream ({', '.join(paths[:4]) or 'none of ' + ', '.join(_WRITERS)}). Expected one, as "
                 "in GPT-2, Llama, GPT-NeoX and GPT-J; FFNs of several experts cannot be folded into. With "
-                "method='out' (--method out) blocks are left out alone, of such a model too."
+                "method='out' (--method out) removes blocks of such a model too."
             )
         return paths[0]
 
@@ -157,13 +157,13 @@ def plain_copy(model: TransformerBridge) -> Any:
             f"{model.cfg.model_name} lies on the devices {', '.join(sorted(map(str, devices)))}, and a plain "
             "copy of it could not be run. Expected a model on one device."
         )
-    wanted = {name for name, _ in [*copied.named_parameters(), *copied.named_buffers()]}
-    if wanted - state.keys():
-        missing = ", ".join(sorted(wanted - state.keys())[:3])
+    names = {name for name, _ in [*copied.named_parameters(), *copied.named_buffers()]}
+    if names - state.keys():
+        missing = ", ".join(sorted(names - state.keys())[:3])
         raise InputError(
             f"{model.cfg.model_name} has no weights for {missing}. Expected a model as matlens.load gives it."
         )
-    for name in wanted:
+    for name in names:
         place, _, last = name.rpartition(".")
         module = copied.get_submodule(place)
         if last in module._parameters:
@@ -180,7 +180,7 @@ def plain_copy(model: TransformerBridge) -> Any:
 # Streams
 
 
-def whole_windows(windows: Examples) -> Int[Tensor, "n length"]:
+def full_windows(windows: Examples) -> Int[Tensor, "n length"]:
     """The tokens of the windows that are as long as the first."""
     length = int(windows.lengths[0])
     starts = windows.offsets[:-1][windows.lengths == length]
@@ -261,7 +261,7 @@ class Streams:
         return streams
 
     def beginning(self, n_tokens: int) -> Streams:
-        """The same of the first texts alone: so many tokens or a few more, in whole batches."""
+        """The same of the first texts alone: so many tokens or a few more, in full batches."""
         n_batches = max(1, -(-n_tokens // (self._step * self.tokens.shape[1])))
         part = copy.copy(self)
         part._calls = self._calls[:n_batches]
@@ -354,6 +354,6 @@ def full_block(block: nn.Module) -> nn.Module:
     return copy.deepcopy(block).float() if half else block
 
 
-def differ(given: Tensor, expected: Tensor, whole: Tensor) -> bool:
-    """Whether two streams differ by more than rounding, or hold what is not finite."""
-    return not bool((given - expected).abs().max() <= _TOLERANCE * whole.abs().max())
+def differ(result: Tensor, expected: Tensor, scale: Tensor) -> bool:
+    """Whether streams differ by more than rounding of numbers as large as ``scale``, or are not finite."""
+    return not bool((result - expected).abs().max() <= _TOLERANCE * scale.abs().max())

@@ -1,4 +1,4 @@
-"""Pruned models: blocks chosen and left out, maps folded in their place, and a plain model of the rest."""
+"""Pruned models: blocks chosen and removed, maps folded in their place, and a plain model of the rest."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from matlens.pruning.layouts import (
     attention_output,
     differ,
     full_block,
+    full_windows,
     plain_copy,
     silence,
-    whole_windows,
 )
 
 if TYPE_CHECKING:
@@ -51,22 +51,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pruned:
-    """A plain Hugging Face model with blocks left out, and how it was made.
+    """A plain Hugging Face model with blocks removed, and how it was made.
 
     Attributes
     ----------
     model
         A model of transformers' own, to be run, saved or trained like any other.
     tokenizer
-        The tokenizer of the whole model.
+        The tokenizer of the original model.
     blocks
-        Numbers, in the whole model, of the blocks that were left out.
+        Indices of the removed blocks, in the original model.
     method
-        What became of the matrix before each span of them.
+        What replaced the matrix before each span of them.
     provenance
-        The whole model, the calibration text, and the settings.
+        The original model, the calibration text, and the settings.
     attention
-        Numbers of the blocks whose attention writes nothing.
+        Indices of the blocks whose attention writes nothing.
     """
 
     model: Any
@@ -78,7 +78,7 @@ class Pruned:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Runs of blocks that were left out, each as its first block and the one after its last."""
+        """Runs of removed blocks, each as its first block and the one after its last."""
         return spans_of(self.blocks)
 
 
@@ -95,7 +95,7 @@ def prune(
     seed: Seed = 0,
     progress: bool = True,
 ) -> Pruned:
-    """Leave blocks out of a model and fold maps into the weights before them (definitions, section 11).
+    """Remove blocks from a model and fold maps into the weights before them (definitions, section 11).
 
     Of several spans each map is fitted on the stream of the model that is pruned so far.
 
@@ -103,56 +103,55 @@ def prune(
     ----------
     model
         A decoder whose FFNs write into the stream as it is: the kinds of GPT-2, Llama, GPT-NeoX and GPT-J.
-        By ``out`` blocks are left out of others too, such as mixtures of experts.
+        ``out`` removes blocks of others too, such as mixtures of experts.
     windows
-        Calibration text, see `matlens.data.make_windows`; windows that are shorter than the first are not
+        Calibration text, see `matlens.data.make_windows`; windows shorter than the first are not
         read. A refitted matrix needs several times as many tokens as it has columns.
     blocks
-        How many blocks to leave out, or which: numbers from 1 on, since the map needs a block before it.
+        How many blocks to remove, or which: indices from 1 on, since the map needs a block before it.
     method
-        What becomes of the matrix before a span: ``chain``, ``refit``, ``replaceme``, ``magnitude`` or
+        What replaces the matrix before a span: ``chain``, ``refit``, ``replaceme``, ``magnitude`` or
         ``out``, see `Method`.
     choice
         How blocks are chosen of which only the number is given: ``greedy``, ``loss``, ``angle`` or ``r2``,
         see `Choice`; on the first 2,048 tokens of the calibration text, by ``r2`` on four times as many as
         the stream has coordinates where that is more.
     penalty
-        How much the folded map is held near what the model has; by default 0.3 for
-        ``chain``, 0.1 for ``refit`` and 0 otherwise.
+        Penalty of the folded map towards the original; by default 0.3 for ``chain``, 0.1 for ``refit`` and 0
+        otherwise.
     heal
-        On how many tokens of the text, at least, the changed matrices are then trained towards what the
-        whole model says, in updates of some 1,024; by default not at all. It takes some five times as long
-        as reading so many tokens.
+        On at least how many tokens of the text the changed matrices are then trained towards the original
+        model's predictions, in updates of some 1,024. It takes some five times as long as a forward pass.
     seed
         Seed of the order in which texts are read then.
-    progress
-        Whether to show bars.
 
     Raises
     ------
     InputError
-        The model cannot be folded into, and the message says why; or blocks, text or settings are not usable.
+        The model cannot be folded into.
     """
     method = Method(check_choice(method, Method, "method"))
     choice = Choice(check_choice(choice, Choice, "choice"))
-    wanted = parse_blocks(blocks, model.cfg.n_layers)
-    if heal and (method == Method.out or not wanted):
+    requested = parse_blocks(blocks, model.cfg.n_layers)
+    if heal and (method == Method.out or not requested):
         raise InputError(
-            "There is no folded matrix to heal. Expected blocks to leave out, and another method than out."
+            "There is no folded matrix to heal. Expected blocks to remove, and another method than out."
         )
     penalty = PENALTIES.get(method, 0.0) if penalty is None else penalty
     calibration = Calibration.run(model, windows, method, progress=progress)
-    gone = calibration.choose(wanted, choice, progress=progress) if isinstance(wanted, int) else wanted
-    made = calibration.without(gone, method, penalty, progress=progress)
+    removed = requested
+    if isinstance(removed, int):
+        removed = calibration.choose(removed, choice, progress=progress)
+    made = calibration.without(removed, method, penalty, progress=progress)
     details: dict[str, Any] = {
-        "blocks_left_out": list(gone), "method": method.value, "penalty": penalty,
+        "removed_blocks": list(removed), "method": method.value, "penalty": penalty,
         "n_tokens": calibration.streams.tokens.numel(),
-        "choice": choice.value if isinstance(wanted, int) else "given",
+        "choice": choice.value if isinstance(requested, int) else "given",
     }  # fmt: skip
     if heal:
-        healed = train_folded(calibration.streams, made, gone, method, heal, seed=seed, progress=progress)
+        healed = train_folded(calibration.streams, made, removed, method, heal, seed=seed, progress=progress)
         details["healed"] = {**healed._asdict(), "seed": seed}
-    return Pruned(made, model.tokenizer, gone, method, calibration.provenance.with_details(**details))
+    return Pruned(made, model.tokenizer, removed, method, calibration.provenance.with_details(**details))
 
 
 @checked
@@ -165,31 +164,30 @@ def prune_attention(
     penalty: NonNegative | None = None,
     progress: bool = True,
 ) -> Pruned:
-    """Leave the attention of some blocks out, and fold a map in its place into the FFN before it.
+    """Remove the attention of some blocks, and fold a map in its place into the FFN before it.
 
     Its output matrix becomes zero. A plain model has no block without attention, so what is left of it is
     still computed and cached: neither time nor memory is saved until an engine skips it.
 
     Parameters
     ----------
-    model, windows, method, penalty, progress
+    model, windows, method, penalty
         See `prune`; there is no ``chain``. A map can be folded where the FFN reads what attention adds:
         GPT-2, Llama and their like.
     attention
-        How many, those without which the loss on the first 2,048 tokens rises least, each for itself; or the
-        numbers of the blocks, from 1 on.
+        How many, those that each alone increase the loss on the first 2,048 tokens least; or the indices of
+        the blocks, from 1 on.
 
     Raises
     ------
     InputError
-        The model cannot be folded into, such as where attention and FFN stand side by side; or blocks, text
-        or settings are not usable.
+        The model cannot be folded into, such as where attention and FFN are parallel.
     """
     method = Method(check_choice(method, [known for known in Method if known != Method.chain], "method"))
-    wanted = parse_blocks(attention, model.cfg.n_layers, "attentions")
+    requested = parse_blocks(attention, model.cfg.n_layers, "attentions")
     penalty = PENALTIES.get(method, 0.0) if penalty is None else penalty
     calibration = Calibration.run(model, windows, method, progress=progress)
-    streams, layers = calibration.streams, wanted
+    streams, layers = calibration.streams, requested
     calibration.check_enough(method)
     if method != Method.out:
         check_foldable_attention(calibration.layout)
@@ -201,8 +199,8 @@ def prune_attention(
     for layer in layers:
         silence(attention_output(blocks[layer]))
     provenance = calibration.provenance.with_details(
-        attention_left_out=list(layers), method=method.value, penalty=penalty,
-        n_tokens=streams.tokens.numel(), choice="loss" if isinstance(wanted, int) else "given",
+        removed_attention=list(layers), method=method.value, penalty=penalty,
+        n_tokens=streams.tokens.numel(), choice="loss" if isinstance(requested, int) else "given",
     )  # fmt: skip
     return Pruned(made, model.tokenizer, (), method, provenance, layers)
 
@@ -226,17 +224,17 @@ class Calibration:
         if identity.changes:
             raise InputError(
                 f"The model runs with {describe_changes(identity.changes)}, which its weights do not hold. "
-                "Expected a model without changes: prune it outside of the context, or without the hooks."
+                "Prune it outside of the context, or without the hooks."
             )
         check_own_tokens(model, windows)
         layout = Layout.from_model(plain_copy(model))
         if method != Method.out:
             check_foldable(layout)
-        streams = Streams(layout, whole_windows(windows), progress=progress)
+        streams = Streams(layout, full_windows(windows), progress=progress)
         return cls(layout, streams, Provenance(identity, data=windows.provenance))
 
     def choose(self, n: int, choice: Choice, *, progress: bool = True) -> tuple[int, ...]:
-        """Choose ``n`` blocks to leave out, on the beginning of the text."""
+        """Choose ``n`` blocks to remove, on the beginning of the text."""
         n_tokens = CHOSEN_ON
         if choice == Choice.r2:
             n_tokens = max(n_tokens, ROWS_A_COLUMN * self.streams.h[0].shape[-1])
@@ -262,26 +260,26 @@ class Calibration:
             return
         rows, columns = self.layout.weight_of(self.layout.blocks[0]).shape
         if method in PENALTIES:
-            least, what, other = columns, f"a matrix of {columns} columns", "'replaceme' needs fewer"
+            minimum, what, other = columns, f"a matrix of {columns} columns", "'replaceme' needs fewer"
         else:
-            least, what, other = rows, f"a map of {rows} coordinates", "'out' needs none"
+            minimum, what, other = rows, f"a map of {rows} coordinates", "'out' needs none"
         n_tokens = self.streams.tokens.numel()
-        if n_tokens < least:
+        if n_tokens < minimum:
             raise InputError(
-                f"The calibration text has {n_tokens} tokens in whole windows, and {what} is to be fitted. "
-                f"Expected {least} at least, better ten times as many; method={other}."
+                f"The calibration text has {n_tokens} tokens in full windows, and {what} is to be fitted. "
+                f"Expected at least {minimum}, better ten times as many; method={other}."
             )
 
 
 def build(layout: Layout, blocks: Iterable[int], matrices: dict[int, Matrix]) -> Any:
     """A new plain model without some blocks, and with other matrices in some of those that stay."""
-    whole, gone = layout.model, set(blocks)
-    kept = [index for index in range(len(layout.blocks)) if index not in gone]
-    config = cut_config(whole.config, kept)
+    original, removed = layout.model, set(blocks)
+    remaining = [index for index in range(len(layout.blocks)) if index not in removed]
+    config = cut_config(original.config, remaining)
     with torch.random.fork_rng(devices=[]):
-        pruned = type(whole)(config).to(whole.device, whole.dtype)
-    names = {f"{layout.path}.{index}.": f"{layout.path}.{place}." for place, index in enumerate(kept)}
-    lost = tuple(f"{layout.path}.{index}." for index in gone)
+        pruned = type(original)(config).to(original.device, original.dtype)
+    names = {f"{layout.path}.{index}.": f"{layout.path}.{place}." for place, index in enumerate(remaining)}
+    lost = tuple(f"{layout.path}.{index}." for index in removed)
 
     def of_pruned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         stay = ((name, tensor) for name, tensor in tensors.items() if not name.startswith(lost))
@@ -290,44 +288,44 @@ def build(layout: Layout, blocks: Iterable[int], matrices: dict[int, Matrix]) ->
             tensor for name, tensor in stay
         }  # fmt: skip
 
-    state = of_pruned(whole.state_dict())
+    state = of_pruned(original.state_dict())
     shapes = {name: tensor.shape for name, tensor in pruned.state_dict().items()}
     if shapes != {name: tensor.shape for name, tensor in state.items()}:
-        raise _of_its_place(whole)
+        raise _of_its_place(original)
     pruned.load_state_dict(state)
     pruned.tie_weights()
     # Frequencies of positions are no weights, and stay in float32 where these are in half precision.
-    for name, buffer in of_pruned(dict(whole.named_buffers())).items():
+    for name, buffer in of_pruned(dict(original.named_buffers())).items():
         place, _, last = name.rpartition(".")
         module = pruned.get_submodule(place)
         module._buffers[last] = buffer.to(module.get_buffer(last).device, copy=True)
     pruned_layout = replace(layout, model=pruned.eval())
-    _check_moved_alike(layout, pruned_layout, kept)
+    _check_moved_alike(layout, pruned_layout, remaining)
     for index, matrix in matrices.items():
-        pruned_layout.write(pruned_layout.blocks[kept.index(index)], matrix.weight, matrix.bias)
-    pruned.generation_config = copy.deepcopy(whole.generation_config)
+        pruned_layout.write(pruned_layout.blocks[remaining.index(index)], matrix.weight, matrix.bias)
+    pruned.generation_config = copy.deepcopy(original.generation_config)
     return pruned
 
 
-def _check_moved_alike(whole: Layout, pruned: Layout, kept: Sequence[int]) -> None:
-    """Refuse blocks that do something else in their new place, tried on a few tokens, in float32 at least."""
-    moved = [(place, index) for place, index in enumerate(kept) if place != index]
+def _check_moved_alike(original: Layout, pruned: Layout, remaining: Sequence[int]) -> None:
+    """Refuse blocks that do something else in their new place, tried on a few tokens, in at least float32."""
+    moved = [(place, index) for place, index in enumerate(remaining) if place != index]
     if not moved:
         return
-    before, after = Streams.tried(whole), Streams.tried(pruned)
+    before, after = Streams.tried(original), Streams.tried(pruned)
     for place, index in moved:
         h = before.h[index]
-        expected = before.after(index, full_block(whole.blocks[index]), h.clone())
+        expected = before.after(index, full_block(original.blocks[index]), h.clone())
         given = after.after(place, full_block(pruned.blocks[place]), h.clone())
         if differ(given, expected, expected):
-            raise _of_its_place(whole.model, f"block {index} gives something else as block {place}")
+            raise _of_its_place(original.model, f"block {index} gives something else as block {place}")
 
 
 def _of_its_place(model: Any, how: str = "blocks differ in their shapes") -> InputError:
     return InputError(
         f"A block of {type(model).__name__} depends on its place: {how}, as where GPT-2's "
         "scale_attn_by_inverse_layer_idx is set, or a setting that counts them. So none before it can be "
-        "left out. Expected a model whose blocks do the same wherever they stand, or blocks at the end alone."
+        "removed. Expected a model whose blocks do the same wherever they stand, or blocks at the end alone."
     )
 
 
@@ -339,18 +337,18 @@ _PER_LAYER = (  # settings of transformers that hold an entry a block, where the
 )  # fmt: skip
 
 
-def cut_config(config: Any, kept: Sequence[int]) -> Any:
+def cut_config(config: Any, remaining: Sequence[int]) -> Any:
     """A configuration of the blocks that stay: their number, and every setting with an entry per block."""
     cut = copy.deepcopy(config)
     text = cut.get_text_config()
     lists = {
-        key: [value[index] for index in kept]
+        key: [value[index] for index in remaining]
         for key in _PER_LAYER
         if isinstance(value := getattr(text, key, None), list | tuple)
         and len(value) == text.num_hidden_layers
         and not isinstance(getattr(type(text), key, None), property)
     }
-    text.num_hidden_layers = len(kept)
+    text.num_hidden_layers = len(remaining)
     for key, value in lists.items():
         setattr(text, key, value)
     if "attention_layers" in lists and hasattr(text, "attention_types"):

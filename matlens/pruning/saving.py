@@ -36,13 +36,13 @@ def check_new(folder: Path) -> None:
     Raises
     ------
     InputError
-        It holds files, is no folder or one that cannot be replaced, or cannot be made.
+        It holds files, is not a folder, or cannot be replaced or made.
     """
     expected = "Expected a new or empty folder for the pruned model"
     with system_errors(folder):
         if os.path.lexists(folder):
             if not folder.is_dir():
-                raise InputError(f"{folder} is no folder. {expected}.")
+                raise InputError(f"{folder} is not a folder. {expected}.")
             if any(folder.iterdir()):
                 raise InputError(f"{folder} is not empty. {expected}.")
             if folder.samefile(os.curdir) or os.path.ismount(folder):
@@ -56,16 +56,10 @@ def check_new(folder: Path) -> None:
 
 @contextmanager
 def reserved(folder: Path) -> Iterator[Path]:
-    """Be the one that makes a new folder, which is there whole or not at all.
+    """Reserve a new folder, which is written completely or not at all.
 
-    What is given is an empty folder next to it, to be filled and moved to its place; where that is a link, to
-    the place it leads to. Another process that wants the same waits, and then finds it made. What a killed
-    one has left there is removed.
-
-    Raises
-    ------
-    InputError
-        The folder holds files, is no folder, or cannot be made.
+    Yields an empty folder next to it, to be filled and moved to its place (where that is a link, to its
+    target). Another process that reserves the same folder waits. What a killed one has left is removed.
     """
     check_new(folder)
     folder = Path(os.path.realpath(folder))
@@ -89,22 +83,15 @@ def reserved(folder: Path) -> Iterator[Path]:
 
 @checked
 def save_pruned(pruned: Pruned, folder: str | Path, table: pd.DataFrame | None = None) -> Path:
-    """Write configuration, weights, tokenizer, generation settings and a model card; whole, or not at all.
+    """Write configuration, weights, tokenizer, generation settings and a model card, all or nothing.
 
     Parameters
     ----------
-    pruned
-        The model.
     folder
         A new or empty folder.
     table
-        What was measured, for the card: rows of `matlens.pruning.compare_pruned`, of
-        `matlens.pruning.compare_costs`, or of both.
-
-    Raises
-    ------
-    InputError
-        The folder is not empty, or cannot be written; or it is no such table.
+        Rows of `matlens.pruning.compare_pruned`, of `matlens.pruning.compare_costs`, or of both, for the
+        card.
     """
     folder = Path(folder)
     if table is not None:
@@ -115,8 +102,8 @@ def save_pruned(pruned: Pruned, folder: str | Path, table: pd.DataFrame | None =
             pruned.tokenizer.save_pretrained(work)
         write_text(work / "README.md", model_card(pruned, table))
         request = {
-            "blocks_left_out": list(pruned.blocks),
-            "attention_left_out": list(pruned.attention),
+            "removed_blocks": list(pruned.blocks),
+            "removed_attention": list(pruned.attention),
             "method": pruned.method.value,
             "provenance": pruned.provenance.to_json(),
         }

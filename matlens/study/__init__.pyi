@@ -1,9 +1,6 @@
 from .plan import Shape as Shape
 from .plan import plan_study as plan_study
-from .steps import evaluate_maps as evaluate_maps
 from .steps import fit_maps as fit_maps
 from .steps import origin_of as origin_of
-from .steps import plot_results as plot_results
-from .steps import read_results as read_results
 from .study import Study as Study
 from .study import cluster_values as cluster_values

@@ -46,9 +46,6 @@ CountOrNone = Annotated[int, Between(0, 2**50)]
 _BATCH_TOKENS = 2048  # of a batch on a processor
 _SENTENCE = 30  # tokens, where nobody says how long sentences are
 _ROWS = 256  # distributions that are held together while maps are evaluated
-_SCREENED = 1 << 24  # logits that a trace looks at together
-_DOMINANT = 10
-_TOP = 30
 _CONTROL_GROUPS, _OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -221,15 +218,12 @@ def plan_study(
     passing, maps = 2 * of_block * (run + validated), 4 * n_pairs * d * (d + intercept)
     collecting = of_pass + 8 * (n_layers + 1) * rows_of_batch * d
 
-    def streamed(*, written: bool) -> int:
-        return streamed_fit_bytes(n_rows, sources, of_sample=(n_layers + 1) * d, widest=d, written=written)
-
     needs = {"load the model": Need(shape.n_parameters * shape.parameter_bytes, 0, 0)}
     if positions == "all" and not keep_rows:
         # A state to resume from lies next to the one before, and the last one next to what comes of it.
         moments = 2 * written_moments_bytes(n_rows, sources, norms=are_few(n_rows, d))
-        memory = collecting + streamed(written=True)
-        needs["collect"] = Need(memory, on_validation + moments, passing + summing)
+        of_sums = streamed_fit_bytes(n_rows, sources, of_sample=(n_layers + 1) * d, widest=d, written=True)
+        needs["collect"] = Need(collecting + of_sums, on_validation + moments, passing + summing)
         needs["fit from moments"] = Need(stored_fit_bytes(sources, n_rows=n_rows), maps, solving)
     else:
         on_train = collected_bytes(shape, n_rows, tokens, n_train)
@@ -237,21 +231,9 @@ def plan_study(
         most_targets = max(d_out for _, d_out in sources) // d
         of_rows = collected_fit_bytes(n_rows, d, n_sites=n_layers + 1, most_targets=most_targets)
         needs["fit from collected vectors"] = Need(of_rows, maps, summing + solving)
-        needs["fit while vectors pass by"] = Need(
-            collecting + streamed(written=False), maps, 2 * of_block * run + summing + solving
-        )
     read = n_layers * n_validation * 2 * d_vocab * d  # of all maps onto the last layer, and identities
     needs["evaluate"] = Need(
         4 * _ROWS * d_vocab * 4 + 8 * n_validation * d, 0, 2 * n_pairs * n_validation * d * d + 2 * read
-    )
-    tracing = of_pass + 4 * min(_SCREENED, n_validation * d_vocab) + 2 * d_vocab * d
-    needs["trace updates"] = Need(
-        tracing + 8 * rows_of_batch * n_layers * (2 * d + d_mlp),
-        trace_bytes(shape, n_validation),
-        2 * of_block * validated + 2 * read,
-    )
-    needs[f"top {_TOP} tokens of all value vectors"] = Need(
-        4 * d_mlp * _TOP * 2 + 4 * _ROWS * d_vocab, 0, 2 * n_layers * d_mlp * d * d_vocab
     )
     return Plan(shape, needs, sum(moments_bytes(*widths) for widths in sources))
 
@@ -260,13 +242,6 @@ def collected_bytes(shape: Shape, n_rows: int, n_tokens: int, n_sentences: int) 
     """Bytes of the tensors in a folder of collected vectors: the rows of each site, index and examples."""
     columns = (shape.n_layers + 1) * file_bytes(n_rows, Column(shape.d_model))
     return columns + 8 * (n_rows + n_tokens + 3 * n_sentences + 1)
-
-
-def trace_bytes(shape: Shape, n_rows: int, k: int = _DOMINANT) -> int:
-    """Bytes of the columns of a trace with ``k`` dominant and random sub-updates, and of their index."""
-    narrow = [Column(shape.n_layers, "int32")] * 3 + [Column(shape.n_layers)] * 2
-    wide = [Column(shape.n_layers * k, "int32")] * 2 + [Column(shape.n_layers * k)] * 6
-    return 8 * n_rows + sum(file_bytes(n_rows, column) for column in (*narrow, *wide))
 
 
 def format_bytes(n_bytes: int) -> str:

@@ -13,7 +13,8 @@ import torch
 from matlens import parallel, plots
 from matlens.activations.activations import Activations
 from matlens.errors import InputError, NonNegative, checked
-from matlens.io.artifact import is_finished
+from matlens.io.artifact import describe_file, is_finished, software_versions
+from matlens.io.files import content_hash, read_json
 from matlens.io.tables import COLUMNS, check_described, read_table, write_results
 from matlens.lens.evaluation import FIT, PREDICTION, fit_quality, prediction_quality
 from matlens.linear.fitting import fit_samples, fitting_bar
@@ -164,9 +165,32 @@ def evaluate_maps(
     if stack_of(model) != ENCODER and any(target == last for _, target in maps):
         parts.append(prediction_quality(Readout(model), maps, validation, progress=progress))
     results = pd.concat([part.astype({"k": "Int64"}) for part in parts], ignore_index=True)
-    write_results(folder, RESULTS, results, origin_of(maps, validation, results) | {"listed_in": RUN})
+    origin = origin_of(maps, validation, results)
+    evaluation = _evaluation_digest(model, folder)
+    write_results(folder, RESULTS, results, origin | {"listed_in": RUN, "evaluation": evaluation})
     write_list(folder)
     return results
+
+
+def existing_results(model: TransformerBridge, folder: Path) -> pd.DataFrame | None:
+    """The results of exactly these maps, validation vectors, model and software, if they are there."""
+    try:
+        described = read_json(folder / f"{RESULTS}.json")
+    except (OSError, InputError):
+        return None
+    if not isinstance(described, dict) or described.get("evaluation") != _evaluation_digest(model, folder):
+        return None
+    try:
+        return read_results(folder)
+    except InputError:  # the table is gone or damaged, and is made again
+        return None
+
+
+def _evaluation_digest(model: TransformerBridge, folder: Path) -> str:
+    """A digest of what an evaluation depends on; the configs of folders hold the checksums of their files."""
+    configs = {name: describe_file(folder / name / "config.json") for name in (MAPS, VALIDATION)}
+    identity = ModelIdentity.from_model(model).to_json()
+    return content_hash({**configs, "model": identity, "software": software_versions()})
 
 
 def _check_fitted_here(maps: MapSet, folder: Path) -> None:
@@ -224,18 +248,10 @@ def read_results(folder: str | Path) -> pd.DataFrame:
     numbers = dict.fromkeys(("layer", "target", "n"), "int64") | dict.fromkeys(
         ("value", "low", "high"), "float64"
     )
-    results = read_table(
+    return read_table(
         path, dict.fromkeys(COLUMNS, "str") | numbers | {"k": "Int64"}, what="a table of results",
         made_by="'matlens evaluate' writes it.", keep_default_na=True,
     )  # fmt: skip
-    # Maps between other sites than the stream's have their sites in the name.
-    methods = {method for method in results["method"] if not method.startswith("mat ")}
-    if FIT not in set(results["experiment"]) or not methods <= {"mat", "id"}:
-        raise InputError(
-            f"{path} is not a whole table of results: expected rows of {FIT}, for the methods "
-            "mat and id. 'matlens evaluate' writes it."
-        )
-    return results
 
 
 def _note_on_samples(fit: Mapping[str, Any], results: pd.DataFrame | None = None) -> str | None:

@@ -46,10 +46,9 @@ from matlens.study.plan import (
     collected_bytes,
     fitting_sizes,
     free_disk,
-    plan_study,
     written_bytes,
 )
-from matlens.study.steps import evaluate_maps, fit_maps, origin_of
+from matlens.study.steps import evaluate_maps, existing_results, fit_maps, origin_of
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -103,6 +102,13 @@ class Study:
     ridge: NonNegative | None = 0.0
     keep_rows: bool = True
 
+    def __post_init__(self) -> None:
+        if self.positions == "all" and not self.draw_special:
+            raise InputError(
+                "All positions include the special tokens: skip them only with sampled positions "
+                "(--positions drawn)."
+            )
+
     @cached_property
     def corpus(self) -> Corpus:
         """All sentences."""
@@ -145,28 +151,13 @@ class Study:
         train, validation = self.parts
         if self.main_folder is None:
             return
-        known: dict[str, dict[str, Any]] = {}
+        known: dict[str, dict[str, Any]] = {MAPS: {}}
         for name, part in ((TRAIN, train), (MOMENTS, train), (VALIDATION, validation)):
             data = {"seed": self.seed, "n": len(part), "corpus_fingerprint": part.fingerprint}
             known[name] = {"data": data}
             if name != VALIDATION and self.positions != "auto":
                 known[name]["positions"] = self.positions
         check_output(self.main_folder, known)
-
-    @property
-    def operations(self) -> float:
-        """About how many floating-point operations collecting, fitting and evaluating take."""
-        train, _ = self.parts
-        positions: Positions = "all" if self.positions == "all" else "drawn"
-        if self._positions == "auto" and are_few(len(train), self.model.cfg.d_model):
-            positions = "all"
-        plan = plan_study(
-            Shape.from_model(self.model), *self.sizes, positions=positions,
-            pairs="last" if self.pairs == "last" else "all",
-            train_tokens=train.n_tokens, keep_rows=self.keep_rows,
-        )  # fmt: skip
-        steps = [step for step in plan.needs if step.startswith(("collect", "fit from", "evaluate"))]
-        return sum(plan[step].operations for step in steps)
 
     @property
     def n_layers(self) -> int:
@@ -262,8 +253,6 @@ class Study:
                 "All positions of a masked-LM model cannot be used: only the drawn token of each sentence is "
                 "masked, and the others are no predictions. Expected positions='drawn'."
             )
-        if positions == "all" and not self.draw_special:
-            raise InputError("All positions include the special tokens: skip them only with drawn positions.")
         if positions != "auto":
             return positions
         n_tokens, d_model = len(examples.tokens), model.cfg.d_model
@@ -296,7 +285,8 @@ class Study:
     def evaluate(self) -> pd.DataFrame:
         """Evaluate the maps on the validation sentences, into ``results.csv`` of the folder."""
         _ = self.maps
-        return evaluate_maps(self.model, self.folder)
+        existing = existing_results(self.model, self.folder)
+        return evaluate_maps(self.model, self.folder) if existing is None else existing
 
     @property
     def origin(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from analysing import PRUNING, run
 import matlens
 from matlens import pruning
 from matlens.data import make_windows
+from matlens.pruning.choices import Choice
 
 
 def test_the_table_is_what_pruning_alone_gives(
@@ -31,8 +32,8 @@ def test_the_table_is_what_pruning_alone_gives(
     )  # fmt: skip
     table = pd.read_csv(tmp_path / "pruning.csv", keep_default_na=False)
     assert "refit" in capsys.readouterr().out
-    assert set(table["method"]) == {"whole", "pruned", *pruning.Method}
-    assert set(table["choice"]) == {"", *pruning.Choice}
+    assert set(table["method"]) == {"original", "pruned", *pruning.Method}
+    assert set(table["choice"]) == {"", *Choice}
     model = small_model("llama")
     texts = [
         matlens.load_corpus(str(path)).split(n_train=n_train, n_validation=n_validation)

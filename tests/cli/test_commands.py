@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 import typer
 from command_lines import Commands, cells
@@ -44,14 +43,10 @@ def words_of(click: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...
         yield words
 
 
-@pytest.mark.parametrize("words", list(words_of(typer.main.get_command(app))), ids=" ".join)
-def test_every_command_has_a_help_and_is_listed(words: tuple[str, ...], commands: Commands) -> None:
-    printed = commands.run(*words, "--help")
-    assert f" {' '.join(words)} [OPTIONS]" in printed
-    assert words[-1] in commands.run(*words[:-1], "--help")
-    if "--model" in printed and words != ("plan",):
-        assert "--device" in printed
-        assert "--dtype" in printed
+def test_every_command_has_a_help_and_is_listed(commands: Commands) -> None:
+    for words in words_of(typer.main.get_command(app)):
+        assert f" {' '.join(words)} [OPTIONS]" in commands.run(*words, "--help")
+        assert words[-1] in commands.run(*words[:-1], "--help")
 
 
 def shown(read: str) -> Callable[[Any], Rows]:
@@ -116,7 +111,7 @@ def updated(prompt: str) -> Callable[[Any], Rows]:
             part = table[table["layer"] == layer]
             first, share = part.iloc[0], f"{part['share'].sum():.1%}"
             lines.append([
-                str(layer), share, first["value"], number(first["coefficient"]), f"{first['share']:.1%}",
+                str(layer), share, "1", first["value"], number(first["coefficient"]), f"{first['share']:.1%}",
                 first["promoted"],
             ])  # fmt: skip
         return lines
@@ -128,10 +123,14 @@ def updated_inside(model: Any) -> Rows:
     """Sub-updates of two layers at the third token, which knows nothing of later ones."""
     updates = Updates.run(model, make_prompts(model, ["w1 w2 w3"]), [0, 2], progress=False)
     table = updates.table(Projection.from_model(model), k=4)
+    shares = table.groupby("layer")["share"].sum()
     return [
-        [str(row.rank), row.value, number(row.coefficient), f"{row.share:.1%}", row.promoted]
+        [
+            str(row.layer), f"{shares[row.layer]:.1%}", str(row.rank), row.value, number(row.coefficient),
+            f"{row.share:.1%}", row.promoted,
+        ]
         for row in table.itertuples()
-    ]
+    ]  # fmt: skip
 
 
 def layers_shown(model: Any) -> Rows:
@@ -162,8 +161,7 @@ TRAJECTORY = ["--token", "w7", "--colour", "kl", "--plot", "{out}/a.png", "--csv
 CALLS: list[tuple[list[str], str, Callable[[Any], Rows], str]] = [
     *(
         (["values", "show", "L1D7", "L-1D0", "--tokens", "4", "--read", read], model, shown(read), "L2D0")
-        for read in ("plain", "norm", "head")
-        for model in ("gpt2", "bert")
+        for read, model in (("plain", "gpt2"), ("norm", "gpt2"), ("head", "bert"))
     ),
     (
         ["values", "search", "w7", "w30", "--among", "6", "--limit", "5", "--tokens", "2"], "gpt2", searched,
@@ -175,17 +173,15 @@ CALLS: list[tuple[list[str], str, Callable[[Any], Rows], str]] = [
             ["values", "cluster", *OF_CLUSTERS, "--read", read, *more], "llama",
             clustered(read, linkage, limit), f"144 value vectors in 40 clusters, {how}",
         )
-        for read in ("plain", "norm")
-        for more, linkage, limit, how in (
-            ([], "average", 4, "exactly, by average linkage"),
-            (["--memory", "0"], "average", 0, "by near neighbours"),
-            (["--linkage", "complete"], "complete", 4, "exactly, by complete linkage"),
+        for read, more, linkage, limit, how in (
+            ("plain", ["--memory", "0"], "average", 0, "by near neighbours"),
+            ("norm", ["--linkage", "complete"], "complete", 4, "exactly, by complete linkage"),
         )
     ),
     (["update", "w1 w2 w3", "--tokens", "2"], "gpt2", updated("w1 w2 w3"), "At token 2, 'w3'"),
     (["update", "w4", "--tokens", "2"], "llama", updated("w4"), "At token 0, 'w4'"),
     (["update", "w1 [MASK] w3", "--tokens", "2"], "bert", updated("w1 [MASK] w3"), "w1 [MASK] w3"),
-    (["update", "w1 w2 w3 w4 w5", *OF_UPDATE], "gpt2", updated_inside, "At token 2, 'w3', layer 2"),
+    (["update", "w1 w2 w3 w4 w5", *OF_UPDATE], "gpt2", updated_inside, "At token 2, 'w3'"),
     (["lens", "show", PROMPT, "--last", "2"], "llama", layers_shown, PROMPT),
     (["lens", "trajectory", PROMPT, *TRAJECTORY], "llama", followed, "At token 3, 'w9'"),
 ]  # fmt: skip
@@ -207,13 +203,9 @@ def test_a_command_prints_what_its_call_gives(
 
 
 def test_what_lens_trajectory_writes(commands: Commands, tmp_path: Path) -> None:
-    commands.run(
-        "lens", "trajectory", PROMPT, "--plot", tmp_path / "a.png", "--csv", tmp_path / "a.csv", model="llama"
-    )
-    assert (tmp_path / "a.png").stat().st_size > 1000
-    assert len((tmp_path / "a.csv").read_text().splitlines()) == 1 + 4 * (N_LAYERS + 1)
-    masked = commands.run("lens", "trajectory", "w3 [MASK] w9", model="bert")
+    masked = commands.run("lens", "trajectory", "w3 [MASK] w9", "--csv", tmp_path / "a.csv", model="bert")
     assert "At token 2, '[MASK]'" in masked
+    assert len((tmp_path / "a.csv").read_text().splitlines()) == 1 + 5 * (N_LAYERS + 1)
 
 
 def test_clusters_of_value_vectors_are_shown(commands: Commands, small_model: Model, tmp_path: Path) -> None:
@@ -242,12 +234,6 @@ def test_clusters_are_fitted_once(
     assert parameters["clusters"].default == fitted["n_clusters"].default
     for name in ("memory", "linkage"):
         assert parameters[name].default == fitted[name].default
-
-
-def test_a_search_that_finds_nothing_says_so(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("matlens.ffn.projection.Projection.search", lambda *_: pd.DataFrame({"value": []}))
-    printed = commands.run("values", "search", "w7", "--among", 3, model="gpt2")
-    assert "No value vector has w7 among its 3 top tokens" in printed
 
 
 def test_pages_are_those_of_the_library(commands: Commands, small_model: Model, tmp_path: Path) -> None:
@@ -290,34 +276,17 @@ def test_serve_prints_an_address_with_a_secret_and_listens_on_this_machine_alone
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["values", "show", "3D4"], "'3D4' is not a value vector. Write 'L3D12'"),
         (["values", "show", "L3D0"], "layer must be between -3 and 2, got 3"),
-        (["values", "show", "L0D128"], "between -128 and 127, got 128 in L0D128"),
-        (["values", "show", "L0D1", "--tokens", "61"], "tokens must be an integer from 1 to 60, got 61"),
+        (["values", "show", "L0D1", "--tokens", "61"], "must be an integer from 1 to 60, got 61"),
         (["values", "search", "w1 w2"], "The word 'w1 w2' is 2 tokens: 'w1', 'w2'"),
         (["values", "promoting", "tea"], "The word 'tea' is not in the model's vocabulary"),
-        (["values", "show", "L0D1", "--read", "other"], "Invalid value for '--read'"),
         (["values", "cluster", "L0D128", "--clusters", "9"], "between -128 and 127, got 128 in L0D128"),
-        (["values", "cluster", "--clusters", "9", "some"], "'some' is not a value vector. Write"),
-        (["values", "cluster"], "n_clusters must be an integer from 1 to 384"),
-        (["values", "cluster", "--clusters", "0"], "Invalid value for '--clusters'"),
-        (["values", "cluster", "--clusters", "9", "--memory", "-1"], "Invalid value for '--memory'"),
         (["values", "cluster", "--clusters", "9", "--linkage", "ward"], "Invalid value for '--linkage'"),
-        (
-            ["values", "cluster", "--clusters", "9", "--memory", "0", "--linkage", "complete"],
-            "Complete linkage: exact clusters of 384 value vectors need",
-        ),
-        (["values", "cluster", "--clusters", "9", "--tokens", "61"], "integer from 1 to 60, got 61"),
         (["values", "explore", "--out", "."], "holds other files"),
-        (["update", ""], "The prompt '' cannot be read out"),
         (["update", "w1", "--layer", "3"], "layer must be between -3 and 2, got 3"),
-        (["update", "w1", "--position", "1"], "Position 1 is out of range: the prompt has the tokens 0 to 0"),
-        (["update", "w1", "--dominant", "129"], "k must be an integer from 1 to 128, got 129"),
-        (["explore", "w1", "--out", "."], "is a folder"),
-        (["explore", "w1", "--out", "page.pdf"], ".html or .htm"),
+        (["update", "w1", "--position", "1"], "position must be between 0 and 0, got 1"),
         (["explore", "w1", "--out", "page.html", "--lens", "none"], "must be a folder of lens"),
         (["explore", "w1", "--out", "page.html", "--pin", "nobody"], "not in the model's vocabulary"),
-        (["explore", "w1", "--out", "page.html", "--read", "norm"], "norm"),
         (["lens", "show", PROMPT, "--lens", "none"], "must be a folder of lens"),
         (["lens", "trajectory", PROMPT, "--csv", "."], "Expected"),
         (["lens", "convert", "none", "x"], "must be a folder of lens"),
@@ -332,11 +301,7 @@ def test_bad_input_is_refused_and_nothing_is_written(
     assert [path.name for path in tmp_path.iterdir() if "--tokens" not in words] in (["mine.txt"], [])
 
 
-@pytest.mark.parametrize(
-    "words", [("values", "show", "L0D1"), ("values", "search", "w1"), ("values", "cluster"), ("update", "w1")]
-)
-def test_models_that_cannot_be_read_are_told(
-    words: tuple[str, ...], commands: Commands, tmp_path: Path
-) -> None:
-    assert "have no known value vectors" in commands.run(*words, model="bloom", code=2)
-    assert "There is no model" in commands.run(*words, model=tmp_path / "absent", code=2)
+def test_models_that_cannot_be_read_are_told(commands: Commands, tmp_path: Path) -> None:
+    for words in (("values", "show", "L0D1"), ("values", "cluster"), ("update", "w1")):
+        assert "have no known value vectors" in commands.run(*words, model="bloom", code=2)
+        assert "There is no model" in commands.run(*words, model=tmp_path / "absent", code=2)

@@ -21,7 +21,6 @@ from studies import Report, Study, run_study
 
 from matlens import parallel
 from matlens.cli import app
-from matlens.cli.starting import ask_main, on_main
 from matlens.lens.lens import Lens
 from matlens.linear.sums import PairFits
 
@@ -148,28 +147,6 @@ def test_lenses_and_the_atlas_of_two_processes_are_those_of_one(
         for layer in ours.layers:
             assert_near(ours(h, layer), theirs(h, layer), 1e-4)
         assert ours.scales == pytest.approx(theirs.scales, rel=1e-3)
-
-
-def test_what_one_process_does_alone_the_others_wait_for(tmp_path: Path) -> None:
-    def work() -> Any:
-        asked = []
-
-        def ask() -> int:
-            asked.append(parallel.rank())
-            return 7
-
-        number = ask_main(ask, "a number")
-        with on_main("the end") as leads:
-            if leads:
-                (tmp_path / "written").touch()
-        return number, asked, leads, (tmp_path / "written").exists()
-
-    first, second = run_ranks(2, work, tmp_path / "outcomes")
-    assert first["result"] == (7, [0], True, True)
-    assert second["result"] == (7, [], False, True)
-    with parallel.distributed(), on_main("nobody waits") as leads:
-        assert leads
-        assert ask_main(lambda: 3, "a number") == 3
 
 
 @pytest.mark.parametrize("interrupted", [0, 1])

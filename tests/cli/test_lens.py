@@ -147,7 +147,7 @@ def test_report_writes_tables_and_a_figure_and_prints_a_line_for_each_lens(
 ) -> None:
     arguments = ["--corpus", corpora / "few.txt", "--train", 30, "--val", 20, "--out", tmp_path / "out"]
     printed = commands.run(
-        "lens", "report", *arguments, "--methods", "id, mat", "--layers", "1,2", model="llama"
+        "lens", "report", *arguments, "--method", "id", "--method", "mat", "--layers", "1,2", model="llama"
     )
     parts = matlens.load_corpus(str(corpora / "few.txt")).split(n_train=30, n_validation=20)
     made = compare_lenses(

@@ -18,7 +18,7 @@ from patched_models import patched
 from matlens import InputError, pruning
 from matlens.data import make_windows
 from matlens.linear import LinearMap
-from matlens.pruning.layouts import Layout, whole_windows
+from matlens.pruning.layouts import Layout, full_windows
 from matlens.pruning.pruned import _PER_LAYER, build, cut_config
 
 Models = Callable[[str], Any]
@@ -135,7 +135,7 @@ def test_too_few_tokens_for_a_method_are_refused(method: str, small_model: Model
     )
     for prune in (pruning.prune, pruning.prune_attention):
         if method != "out":
-            with pytest.raises(InputError, match=f"Expected {least} at least"):
+            with pytest.raises(InputError, match=f"Expected at least {least}"):
                 prune(model, few, [1], method=method, progress=False)
         assert prune(model, enough, [1], method=method, progress=False).method == method
 
@@ -181,7 +181,7 @@ def test_spans_are_fitted_one_after_the_other(method: str, small_model: Models, 
     """Each on the stream of the model that is pruned so far, and towards the whole model's own."""
     model, gone = small_model("llama-deep"), [1, 4]
     text = windows("llama-deep")
-    tokens = whole_windows(text)
+    tokens = full_windows(text)
     pruned = pruning.prune(model, text, gone, method=method, penalty=0.0, progress=False)
     by_hand, matrices = folded_by_hand(method, model, tokens, gone)
     for block, place in ((0, 0), (3, 2)):
@@ -226,7 +226,7 @@ def test_a_chain_makes_what_is_left_of_the_error_good_behind_the_span(
         ),
         chain.get_submodule(NORMS[name]).register_forward_pre_hook(lambda _, args: final.append(args[0])),
     ]
-    tokens = whole_windows(text)
+    tokens = full_windows(text)
     with torch.no_grad():
         chain(tokens)
     for hook in hooks:

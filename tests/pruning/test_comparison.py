@@ -14,10 +14,11 @@ from pruning import added_perplexity, pruning_table
 
 from matlens import InputError, pruning
 from matlens.data import Corpus, make_windows
-from matlens.pruning import Choice, Method
+from matlens.pruning import Method
+from matlens.pruning.choices import Choice
 from matlens.pruning.evaluation import read_text
 from matlens.pruning.folding import heal
-from matlens.pruning.layouts import whole_windows
+from matlens.pruning.layouts import full_windows
 from matlens.pruning.pruned import Calibration
 
 METHODS, CHOICES = (Method.out, Method.replaceme, Method.refit), (Choice.angle, Choice.loss)
@@ -46,14 +47,14 @@ def test_a_row_is_what_pruning_alone_gives(
     model = small_model("gpt2")
     pruned = pruning.prune(model, texts[0], n, method=method, choice=choice, progress=False)
     for name, judged in (("a", texts[1]), ("b", texts[2])):
-        rows = table[(table["n_left_out"] == n) & (table["choice"] == choice) & (table["method"] == method)]
+        rows = table[(table["n_removed"] == n) & (table["choice"] == choice) & (table["method"] == method)]
         ours = rows[rows["corpus"] == name].set_index("metric")["value"].drop("gone")
         assert set(rows["blocks"]) == {" ".join(map(str, pruned.blocks))}
         alone = pruning.compare_pruned(model, pruned, judged, progress=False)
         expected = alone[alone["method"] == "pruned"].set_index("metric")["value"]
         pd.testing.assert_series_equal(ours.sort_index(), expected.sort_index())
-        whole = table[(table["method"] == "whole") & (table["corpus"] == name)]["value"].item()
-        assert whole == pytest.approx(alone[alone["method"] == "whole"]["value"].item())
+        whole = table[(table["method"] == "original") & (table["corpus"] == name)]["value"].item()
+        assert whole == pytest.approx(alone[alone["method"] == "original"]["value"].item())
 
 
 def test_a_healed_model_is_judged_healed(small_model: Callable[[str], Any], texts: list[Any]) -> None:
@@ -64,10 +65,10 @@ def test_a_healed_model_is_judged_healed(small_model: Callable[[str], Any], text
         choices=[Choice.greedy, Choice.angle], heal=60, progress=False,
     )  # fmt: skip
     calibration = Calibration.run(model, texts[0], Method.chain, progress=False)
-    tokens, perplexities = whole_windows(texts[1]), list[float]()
+    tokens, perplexities = full_windows(texts[1]), list[float]()
     for n in (1, 2):
         blocks = calibration.choose(n, Choice.greedy, progress=False)
-        rows = table[(table["n_left_out"] == n) & (table["choice"] == "greedy")]
+        rows = table[(table["n_removed"] == n) & (table["choice"] == "greedy")]
         assert set(rows["blocks"]) == {" ".join(map(str, blocks))}
         assert list(dict.fromkeys(rows["method"])) == ["chain", "out", "chain, healed"]
         for method in ("chain", "out", "chain, healed"):
@@ -103,8 +104,8 @@ def test_each_size_is_timed_once_beside_the_whole(
     )  # fmt: skip
     assert turns == [3, 1] * 7 + [3, 2] * 7
     costs = table[table["corpus"] == ""]
-    values = {(row.method, row.n_left_out, row.metric): row.value for row in costs.itertuples()}
-    sizes = {0: ("whole", 3), 1: ("pruned", 2), 2: ("pruned", 1)}
+    values = {(row.method, row.n_removed, row.metric): row.value for row in costs.itertuples()}
+    sizes = {0: ("original", 3), 1: ("pruned", 2), 2: ("pruned", 1)}
     assert {key[:2] for key in values} == {(method, n) for n, (method, _) in sizes.items()}
     for n, (method, n_blocks) in sizes.items():
         assert values[method, n, "seconds"] == n_blocks
@@ -113,7 +114,7 @@ def test_each_size_is_timed_once_beside_the_whole(
     whole = sum(weight.numel() * 4 for weight in plain_model("gpt2").parameters())
     assert weights[0] == whole
     assert weights[0] - weights[1] == weights[1] - weights[2] > 0
-    assert ("whole", 0, "seconds ratio") not in values
+    assert ("original", 0, "seconds ratio") not in values
     assert [values["pruned", n, "seconds ratio"] for n in (1, 2)] == pytest.approx([2 / 3, 1 / 3])
 
 
@@ -141,7 +142,7 @@ def test_one_window_alone_is_refused_before_the_work(
         lambda: pruning.compare_pruned(model, pruned, one, progress=False),
         lambda: pruning_table(model, texts[0], {"a": texts[1], "b": one}, [1], progress=False),
     ):
-        with pytest.raises(InputError, match=r"one whole window of 20 tokens.*two at least"):
+        with pytest.raises(InputError, match=r"one full window of 20 tokens.*at least two"):
             judge()
     table = pruning.compare_pruned(model, pruned, two, progress=False)
     assert not table["low"].isna().any()
@@ -152,6 +153,6 @@ def test_what_cannot_be_folded_into_is_left_out_alone(small_model: Callable[[str
     windows = make_windows(model, running_text(300), size=20)
     asked: dict[str, Any] = {"choices": [Choice.angle], "progress": False}
     table = pruning_table(model, windows, {"a": windows}, [1], methods=[Method.out], **asked)
-    assert set(table["method"]) == {"whole", "pruned", "out"}
+    assert set(table["method"]) == {"original", "pruned", "out"}
     with pytest.raises(InputError, match="stands between"):
         pruning_table(model, windows, {"a": windows}, [1], methods=[Method.out, Method.refit], **asked)

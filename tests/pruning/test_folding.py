@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from matlens.pruning import folding
-from matlens.pruning.choices import PENALTIES, Method
+from matlens.pruning.choices import Method
 from matlens.pruning.folding import Matrix, fold
 
 N, D, D_MLP = 70, 5, 8
@@ -65,7 +65,3 @@ def test_a_fold_is_least_squares_held_near_what_was(
     assert (ours.bias is None) == (not bias)
     if ours.bias is not None:
         np.testing.assert_allclose(ours.bias.double().numpy(), offset, rtol=1e-5, atol=1e-6)
-
-
-def test_only_refitted_matrices_are_held_near_what_was_unless_asked() -> None:
-    assert {Method.refit: 0.1, Method.chain: 0.3} == PENALTIES

@@ -21,10 +21,10 @@ def losses(means: np.ndarray) -> TextLosses:
 
 def test_what_is_gone_is_a_share_of_what_the_published_method_adds() -> None:
     rows = [
-        ("whole", "", 0, 10.0), ("replaceme", "angle", 3, 30.0), ("refit", "greedy", 3, 20.0),
+        ("original", "", 0, 10.0), ("replaceme", "angle", 3, 30.0), ("refit", "greedy", 3, 20.0),
         ("out", "angle", 3, 50.0),
     ]  # fmt: skip
-    table = pd.DataFrame(rows, columns=["method", "choice", "n_left_out", "value"]).assign(
+    table = pd.DataFrame(rows, columns=["method", "choice", "n_removed", "value"]).assign(
         corpus="a", metric="perplexity", blocks="", low=math.nan, high=math.nan
     )
     gone = added_perplexity(table).set_index("method")

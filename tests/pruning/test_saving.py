@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ import matlens
 from matlens import InputError, pruning
 from matlens.data import make_windows
 from matlens.io.verification import verify
-from matlens.pruning.saving import model_card, reserved
+from matlens.pruning.saving import reserved
 
 TOKENS = torch.tensor([[7, 3, 41, 12, 12, 59, 30, 22, 8, 17]])
 BARE = """
@@ -69,13 +70,13 @@ def test_a_folder_loads_to_the_same_logits(
     assert "Without the blocks 1;" in card
     assert f"{value:.4g}" in card
     of_models = {(row.method, row.metric): row.value for row in costs.itertuples()}
-    for method, model in (("whole", "whole model"), ("pruned", "this model")):
+    for method, model in (("original", "original model"), ("pruned", "this model")):
         milliseconds, mb, kb = (
             of_models[method, metric] / unit
             for metric, unit in (("seconds", 1e-3), ("weights", 1e6), ("cache", 1e3))
         )
         assert f"| {model} | {milliseconds:.4g} | {mb:.4g} | {kb:.4g} |" in card
-    assert json.loads((folder / "matlens.json").read_text())["request"]["blocks_left_out"] == [1]
+    assert json.loads((folder / "matlens.json").read_text())["request"]["removed_blocks"] == [1]
     with pytest.raises(InputError, match="not empty"):
         pruning.save_pruned(pruned, folder)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
@@ -93,30 +94,29 @@ def flip(path: Path, at: float) -> None:
 
 
 HARM: dict[str, Callable[[Path], None]] = {
-    "a bit of the weights": lambda folder: flip(folder / "model.safetensors", 0.5),
     "the last bit of the weights": lambda folder: flip(folder / "model.safetensors", 0.999),
     "a setting": lambda folder: change_setting(folder / "config.json"),
-    "the tokenizer": lambda folder: flip(folder / "tokenizer.json", 0.5),
     "the record": lambda folder: flip(folder / "matlens.json", 0.5),
     "no tokenizer": lambda folder: (folder / "tokenizer.json").unlink(),
 }
 
 
-@pytest.mark.parametrize("name", HARM)
-def test_a_folder_with_other_files_does_not_load(name: str, pruned: pruning.Pruned, tmp_path: Path) -> None:
-    folder = pruning.save_pruned(pruned, tmp_path / "model")
-    (folder / "README.md").write_text("A card of one's own.")
-    matlens.load(str(folder), device="cpu")
-    HARM[name](folder)
-    with pytest.raises(InputError):
-        matlens.load(str(folder), device="cpu")
+def test_a_folder_with_other_files_does_not_load(pruned: pruning.Pruned, tmp_path: Path) -> None:
+    original = pruning.save_pruned(pruned, tmp_path / "model")
+    (original / "README.md").write_text("A card of one's own.")
+    matlens.load(str(original), device="cpu")
+    for name, harm in HARM.items():
+        folder = Path(shutil.copytree(original, tmp_path / name))
+        harm(folder)
+        with pytest.raises(InputError):
+            matlens.load(str(folder), device="cpu")
 
 
 @pytest.mark.parametrize(
     ("method", "said"),
     [
         ("refit", "in the block before each span the output matrix of the FFN was changed"),
-        ("chain", "in every block that stays, from the one before the first span on, the output matrix of"),
+        ("chain", "in every remaining block from the one before the first span on the output matrix of"),
         ("out", "in the block before each span nothing was changed"),
     ],
 )
@@ -127,19 +127,12 @@ def test_a_card_says_which_matrices_were_changed(
     assert said in (pruning.save_pruned(made, tmp_path / "model") / "README.md").read_text()
 
 
-@pytest.mark.parametrize("method", ["chain", "out"])
-def test_a_card_of_the_same_model_says_so(method: str, pruned: pruning.Pruned) -> None:
-    card = model_card(replace(pruned, method=pruning.Method(method), blocks=()), None)
-    assert "Nothing was left out or changed." in card
-    assert "FFN" not in card
-
-
 def test_folders_load_in_a_process_without_matlens(
     small_model: Callable[[str], Any], model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """One process for all families: the same logits, and weights that are one stay one."""
     text = running_text(600)
-    models = {name: small_model(name) for name in ("gpt2", "llama", "llama-tied", "neox", "gptj")}
+    models = {name: small_model(name) for name in ("gpt2", "llama", "neox")}
     models["bf16"] = matlens.load(str(model_folder("llama-tied")), dtype=torch.bfloat16, device="cpu")
     expected, folders = {}, {}
     for name, model in models.items():
@@ -157,7 +150,7 @@ def test_folders_load_in_a_process_without_matlens(
     )  # fmt: skip
     assert bare.returncode == 0, bare.stderr[-2000:]
     assert json.loads(bare.stdout) == expected
-    assert {name for name, of_model in expected.items() if of_model["tied"]} == {"gpt2", "llama-tied", "bf16"}
+    assert {name for name, of_model in expected.items() if of_model["tied"]} == {"gpt2", "bf16"}
     assert expected["bf16"]["dtype"] == "torch.bfloat16"
 
 
@@ -197,8 +190,8 @@ def test_what_cannot_be_replaced_is_refused_before_the_work(
     for path, message in (
         (Path(), "the folder that this runs in"),
         (tmp_path, "not empty"),
-        (tmp_path / "file", "is no folder"),
-        (tmp_path / "nowhere", "is no folder"),
+        (tmp_path / "file", "is not a folder"),
+        (tmp_path / "nowhere", "is not a folder"),
     ):
         with pytest.raises(InputError, match=message), reserved(path):
             raise AssertionError("the work was begun")
@@ -253,15 +246,15 @@ def test_what_is_measured_is_what_passes_by_hand_give(
     whole = [text.tokens[a:b] for a, b in itertools.pairwise(text.offsets) if b - a == 24]
     tokens = torch.from_numpy(np.stack(whole)).long()
     logits = {}
-    for name, model in (("whole", plain_model("llama")), ("pruned", pruned.model)):
+    for name, model in (("original", plain_model("llama")), ("pruned", pruned.model)):
         with torch.no_grad():
             logits[name] = model(tokens).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(logits[name].flatten(0, 1), tokens[:, 1:].flatten())
         assert values[name, "perplexity"] == pytest.approx(float(loss.exp()), rel=1e-5)
-    same = (logits["whole"].argmax(-1) == logits["pruned"].argmax(-1)).double().mean()
+    same = (logits["original"].argmax(-1) == logits["pruned"].argmax(-1)).double().mean()
     assert values["pruned", "agreement"] == pytest.approx(float(same))
     assert 0 < float(same) < 1
-    ratio = values["pruned", "perplexity"] / values["whole", "perplexity"]
+    ratio = values["pruned", "perplexity"] / values["original", "perplexity"]
     assert values["pruned", "ratio"] == pytest.approx(ratio)
 
 

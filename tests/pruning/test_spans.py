@@ -16,6 +16,7 @@ from conftest import D_MODEL, N_LAYERS
 import matlens
 from matlens import InputError, pruning
 from matlens.data import make_windows
+from matlens.pruning.choices import Choice
 from matlens.pruning.choosing import (
     angles,
     choose_span,
@@ -23,13 +24,12 @@ from matlens.pruning.choosing import (
     linearity_of,
     loss_without,
     no_sinks,
-    spans_of,
 )
-from matlens.pruning.layouts import Layout, Streams, whole_windows
+from matlens.pruning.layouts import Layout, Streams, full_windows
 
 
 def streams_of(model: Any) -> Streams:
-    windows = whole_windows(make_windows(model, running_text(200), size=20))
+    windows = full_windows(make_windows(model, running_text(200), size=20))
     return Streams(Layout.from_model(pruning.plain_copy(model)), windows, progress=False)
 
 
@@ -72,12 +72,12 @@ def test_the_last_stream_gives_the_models_own_loss(
 def test_choices_are_the_least_of_all(streams: Streams) -> None:
     alone = {block: loss_without(streams, [block]) for block in (1, 2)}
     best = min(alone, key=alone.__getitem__)
-    assert choose_span(streams, 1, pruning.Choice.loss, progress=False) == (best,)
+    assert choose_span(streams, 1, Choice.loss, progress=False) == (best,)
     assert greedy_order(streams, 1, progress=False) == [best]
     assert sorted(greedy_order(streams, 2, progress=False)) == [1, 2]
     turned = {i: float(angles(streams.h[i], streams.h[i + 1]).mean()) for i in (1, 2)}
-    assert choose_span(streams, 1, pruning.Choice.angle, progress=False) == (min(turned, key=turned.get),)
-    assert choose_span(streams, 0, pruning.Choice.loss, progress=False) == ()
+    assert choose_span(streams, 1, Choice.angle, progress=False) == (min(turned, key=turned.get),)
+    assert choose_span(streams, 0, Choice.loss, progress=False) == ()
 
 
 def test_the_most_linear_span_is_that_of_least_squares_without_sinks(streams: Streams) -> None:
@@ -98,11 +98,11 @@ def test_the_most_linear_span_is_that_of_least_squares_without_sinks(streams: St
         scores[start] = float((1 - rest.var(0) / y.var(0)).mean())
         assert linearity_of(marked.h[start], marked.h[start + 1], ~sinks) == pytest.approx(scores[start])
     best = max(scores, key=scores.__getitem__)
-    assert choose_span(marked, 1, pruning.Choice.r2, progress=False) == (best,)
+    assert choose_span(marked, 1, Choice.r2, progress=False) == (best,)
     few = streams.beginning(1)
     few.tokens, few.h = few.tokens[:1], [h[:1] for h in few.h]
     with pytest.raises(InputError, match="20 tokens that are no attention sinks for maps of 33 columns"):
-        choose_span(few, 1, pruning.Choice.r2, progress=False)
+        choose_span(few, 1, Choice.r2, progress=False)
 
 
 def greedy_by_hand(loss: Callable[[list[int]], float], n_layers: int, n: int) -> list[int]:
@@ -114,7 +114,7 @@ def greedy_by_hand(loss: Callable[[list[int]], float], n_layers: int, n: int) ->
     return gone
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_greedy_is_the_least_of_every_round_where_losses_rise(
     seed: int, streams: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,21 +152,10 @@ def test_the_beginning_of_streams_is_what_shorter_texts_give(streams: Streams) -
     assert loss_without(few, [1]) == pytest.approx(loss_without(alone, [1]))
 
 
-def test_angles_are_shares_of_a_half_turn() -> None:
-    a = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0]])
-    b = torch.tensor([[2.0, 0.0], [0.0, 3.0], [-1.0, 0.0]])
-    assert angles(a, b).tolist() == pytest.approx([0, 0.5, 1])
-
-
-def test_spans_are_runs() -> None:
-    assert spans_of([5, 3, 4, 9, 7, 8]) == [(3, 6), (7, 10)]
-    assert spans_of([]) == []
-
-
 @pytest.mark.parametrize(
     "choose",
     [
-        lambda streams: choose_span(streams, 1, pruning.Choice.loss, progress=False),
+        lambda streams: choose_span(streams, 1, Choice.loss, progress=False),
         lambda streams: tuple(greedy_order(streams, 1, progress=False)),
     ],
 )

@@ -27,22 +27,6 @@ def test_the_parts_share_no_sentence_and_are_those_of_the_corpus(
     assert sorted(read["train"] + read["validation"]) == sorted(sentences.sentences)
 
 
-def test_collecting_again_gives_what_is_there(
-    small_model: Callable[[str], Any],
-    collect: Callable[..., Any],
-    collected: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def ran(*_: object, **__: object) -> None:
-        raise AssertionError("the model was run")
-
-    monkeypatch.setattr("matlens.activations.collecting._run", ran)
-    train, validation = collect(small_model("gpt2"), collected)
-    assert (train.n_rows, validation.n_rows) == (25, 15)
-    with pytest.raises(AssertionError, match="the model was run"):
-        collect(small_model("gpt2"), collected.parent / "other")
-
-
 def test_a_failed_collection_leaves_nothing_and_a_finished_part_stays(
     small_model: Callable[[str], Any],
     sentences: matlens.data.Corpus,
@@ -99,10 +83,9 @@ def test_all_positions_of_a_masked_model_are_no_predictions(
     [
         ("gpt2", {}, 1 << 40, "all"),
         ("gpt2", {}, 40_000, "drawn"),
-        ("gpt2", {"draw_special": False}, 1 << 40, "drawn"),
         ("bert", {}, 1 << 40, "drawn"),
     ],
-    ids=["room", "no room", "special tokens", "masked"],
+    ids=["room", "no room", "masked"],
 )
 def test_all_positions_are_taken_where_sentences_are_few_and_it_can_be(
     name: str,

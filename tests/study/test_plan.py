@@ -12,14 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from studying import collect_parts, study_of
 
-from matlens import InputError, collect, make_examples
+from matlens import collect, make_examples
 from matlens.data.corpus import Corpus
-from matlens.ffn import Trace
 from matlens.io.artifact import Artifact
 from matlens.linear import streaming
-from matlens.linear.samples import are_few
 from matlens.study import fit_maps
-from matlens.study.plan import Shape, collected_bytes, fitting_sizes, format_bytes, plan_study, trace_bytes
+from matlens.study.plan import Shape, collected_bytes, fitting_sizes, format_bytes, plan_study
 
 BIG = Shape(n_layers=32, d_model=4096, d_mlp=14336, d_vocab=128_256, n_parameters=8_030_261_248)
 
@@ -87,15 +85,6 @@ def test_all_positions_write_moments_and_a_state_of_before(
     assert kept["collect"].disk - without["collect"].disk == rows
 
 
-def test_a_trace_is_written_in_as_many_bytes_as_planned(
-    small_model: Callable[[str], Any], sentences: Corpus, tmp_path: Path
-) -> None:
-    model = small_model("llama")
-    examples = make_examples(model, sentences).head(20)
-    Trace.run(model, examples, k=4, folder=tmp_path / "trace", progress=False)
-    assert written(tmp_path / "trace", "examples") == trace_bytes(Shape.from_model(model), 20, k=4)
-
-
 @pytest.mark.parametrize("pairs", ["last", "all"])
 def test_maps_are_written_in_as_many_bytes_as_planned(
     pairs: Any, small_model: Callable[[str], Any], sentences: Corpus, tmp_path: Path
@@ -149,27 +138,6 @@ def test_a_model_of_eight_billion_parameters() -> None:
     assert rows.job[1] == rows["collect"].disk + rows["fit from collected vectors"].disk
 
 
-def test_a_fit_while_vectors_pass_by_runs_the_model() -> None:
-    """Beside what is kept of the vectors it takes what collecting them takes."""
-    plan = plan_study(BIG, 10_000)
-    passing, collected = plan["fit while vectors pass by"], plan["fit from collected vectors"]
-    assert passing.memory >= plan["collect"].memory + plan.moments
-    assert passing.operations == plan["collect"].operations + collected.operations
-
-
-def test_shapes_and_counts_that_make_no_sense_are_refused(model_folder: Callable[[str], Path]) -> None:
-    for wrong in ({"n_layers": 0}, {"d_model": -3}, {"d_vocab": 10**12}, {"parameter_bytes": 0}):
-        with pytest.raises(InputError, match=next(iter(wrong))):
-            Shape(**{"n_layers": 2, "d_model": 8, **wrong})
-    for arguments in ({"n_train": 0}, {"n_train": 5, "train_tokens": 3}, {"n_train": 2**50}):
-        with pytest.raises(InputError, match=list(arguments)[-1]):
-            plan_study(BIG, **arguments)
-    with pytest.raises(InputError, match="no model"):
-        Shape.from_name("/nowhere/at/all")
-    with pytest.raises(InputError, match=r"step must be .* Did you mean 'collect'"):
-        plan_study(BIG, 5)["colect"]
-
-
 @given(st.integers(0, 200), st.integers(1, 300), st.integers(2, 300))
 def test_a_small_corpus_is_split_in_proportion(n: int, n_train: int, n_validation: int) -> None:
     sizes = fitting_sizes(n, n_train, n_validation)
@@ -197,8 +165,3 @@ def test_a_small_corpus_is_split_in_proportion(n: int, n_train: int, n_validatio
 def test_what_the_user_gave_is_kept(adjustable: Any, expected: tuple[int, int]) -> None:
     assert fitting_sizes(40, 90, 30, adjustable) == expected
     assert fitting_sizes(100, 90, 30, ("validation",)) == (90, 10)
-
-
-@pytest.mark.parametrize(("n", "few"), [(0, True), (1151, True), (1152, False), (9000, False)])
-def test_few_are_fewer_than_twice_the_width(n: int, few: bool) -> None:
-    assert are_few(n, 576) is few

@@ -15,7 +15,7 @@ from matlens import InputError, make_examples, parallel
 from matlens.data.corpus import Corpus
 from matlens.linear import StoredLeastSquares, stream_least_squares
 from matlens.study import Study, fit_maps
-from matlens.study.plan import check_merge, format_bytes, free_memory, written_bytes
+from matlens.study.plan import check_merge, free_memory, written_bytes
 
 
 @pytest.fixture
@@ -86,15 +86,6 @@ def test_moments_that_have_no_room_are_refused_before_they_begin(
         fit_maps(tmp_path, progress=False)
 
 
-def test_vectors_of_all_positions_that_fits_have_no_room_for_are_not_collected(
-    study: Callable[..., Study], free: Callable[..., None], tmp_path: Path
-) -> None:
-    free(memory=30_000)
-    with pytest.raises(InputError, match="Fitting 6 maps of 32 dimensions takes"):
-        _ = study(keep_rows=True).maps
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_job_has_as_much_room_as_its_files_and_a_state_of_before_take(
     study: Callable[..., Study], free: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -155,22 +146,12 @@ def test_each_process_of_a_machine_needs_room_and_one_of_them_asks(
     assert ["in 4 processes" in what for _, what in seen] == [True, True, False]
 
 
-def test_bytes_are_read_with_their_unit() -> None:
-    texts = [format_bytes(n) for n in (0, 999, 1000, 8_857_000_000, 146_160_000_000, 3 * 10**15)]
-    assert texts == ["0 bytes", "999 bytes", "1 kB", "8.86 GB", "146 GB", "3,000 TB"]
-
-
-def test_free_memory_is_some_of_what_there_is() -> None:
-    total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
-    free = free_memory()
-    assert free is not None
-    assert 0 < free < total
-
-
 def test_free_memory_is_what_the_limits_of_containers_and_jobs_leave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The least that any group leaves; files, which go when memory is needed, do not count as taken."""
+    total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
+    assert 0 < (free_memory() or 0) < total
     job = tmp_path / "groups" / "jobs" / "job_7"
     job.mkdir(parents=True)
     (tmp_path / "own").write_text("4:memory:/other\n0::/jobs/job_7\n")

@@ -5,25 +5,22 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import D_MODEL, N_LAYERS, assert_near
+from conftest import N_LAYERS, assert_near
 from studies import Study
 from studies.study import head_outputs
 from torch import Tensor
-from trees import tree
 
 import matlens
 from matlens import InputError, MapSet, collect, load_corpus, make_examples
 from matlens.activations import collecting
 from matlens.activations.activations import Activations
 from matlens.data.corpus import Corpus
-from matlens.ffn.clusters import Clusters
 from matlens.ffn.trace import Trace
 from matlens.patching.submodules import fit_submodules, submodule_pairs
 
@@ -126,23 +123,6 @@ def test_a_study_is_the_stream_of_both_parts_and_least_squares_between_its_layer
     assert_near(fitted.readout.logits(h), model.unembed(model.ln_final(h)).detach())
 
 
-def test_submodules_after_the_stream_have_a_folder_of_their_own(
-    study: Callable[..., Study], runs: list[int]
-) -> None:
-    first = study()
-    _ = first.stream
-    before = {path: path.read_bytes() for path in first.folder.rglob("*") if path.is_file()}
-    runs.clear()
-    samples = study().submodule_samples
-    assert sum(runs) == N_TRAIN
-    assert set(samples) == ENDS
-    assert folders(first) == {"train", "validation", "train-submodules"}
-    assert all(path.read_bytes() == content for path, content in before.items())
-    runs.clear()
-    assert set(study().submodule_samples) == ENDS
-    assert runs == []
-
-
 def test_submodules_before_the_stream_are_collected_in_one_pass_with_it(
     study: Callable[..., Study], runs: list[int]
 ) -> None:
@@ -166,22 +146,6 @@ def test_submodules_before_the_stream_are_collected_in_one_pass_with_it(
     shutil.rmtree(first.folder / "train")
     alone = study().head_samples[0]
     assert all(torch.equal(alone[site], vectors) for site, vectors in kept.items())
-
-
-def test_in_which_order_they_are_asked_for_changes_nothing(
-    study: Callable[..., Study], tmp_path: Path
-) -> None:
-    before = study()
-    samples, maps, stand_ins = before.submodule_samples, before.maps, before.submodule_maps("all")["all"]
-    vectors = {site: samples[site].clone() for site in ENDS}
-    kept = {pair: linear.weight.clone() for pair, linear in [*maps.items(), *stand_ins.items()]}
-    shutil.rmtree(tmp_path / "out")
-    after = study()
-    maps, stand_ins, samples = after.maps, after.submodule_maps("all")["all"], after.submodule_samples
-    assert all(torch.equal(samples[site], vectors[site]) for site in ENDS)
-    again = dict([*maps.items(), *stand_ins.items()])
-    assert set(again) == set(kept)
-    assert all(torch.equal(linear.weight, kept[pair]) for pair, linear in again.items())
 
 
 def upper_half(data: Activations) -> Tensor:
@@ -219,7 +183,7 @@ def test_stand_ins_are_fitted_on_the_samples_that_are_asked_for(
     assert not any(torch.allclose(weights[a], weights[b], rtol=1e-3) for a, b in ((0, 1), (0, 2), (1, 2)))
 
 
-@pytest.mark.parametrize("first", ["stream", "submodules", "heads"])
+@pytest.mark.parametrize("first", ["stream", "heads"])
 def test_positions_are_the_same_for_all_that_a_study_collects(
     first: str, study: Callable[..., Study]
 ) -> None:
@@ -236,19 +200,6 @@ def test_positions_are_the_same_for_all_that_a_study_collects(
     assert bool(((places > 0) & (places < lengths - 1)).all())  # neither [CLS] nor [SEP]
 
 
-def test_stand_ins_are_fitted_once(study: Callable[..., Study], monkeypatch: pytest.MonkeyPatch) -> None:
-    maps = study().submodule_maps("all")["all"]
-    assert {linear.weight.shape for linear in maps.values()} == {(D_MODEL, D_MODEL)}
-
-    def fits(*_: object, **__: object) -> None:
-        raise AssertionError("the stand-ins are fitted again")
-
-    monkeypatch.setattr("studies.study.fit_submodules", fits)
-    assert_same(study().submodule_maps("all")["all"], maps)
-    with pytest.raises(AssertionError, match="fitted again"):
-        study().submodule_maps("not-first")
-
-
 @pytest.mark.parametrize(
     ("other", "message"),
     [
@@ -257,16 +208,16 @@ def test_stand_ins_are_fitted_once(study: Callable[..., Study], monkeypatch: pyt
         ({"n_validation": N_VALIDATION - 2}, "data.corpus_fingerprint|data.n"),
     ],
 )
-@pytest.mark.parametrize("part", ["maps", "submodule_samples"])
 def test_another_seed_or_size_in_the_same_folder_is_refused(
-    part: str, other: dict[str, int], message: str, study: Callable[..., Study], runs: list[int]
+    other: dict[str, int], message: str, study: Callable[..., Study], runs: list[int]
 ) -> None:
     first = study()
-    _ = getattr(first, part), first.stream
+    _ = first.maps, first.submodule_samples
     before = {path: path.read_bytes() for path in first.folder.rglob("*") if path.is_file()}
     runs.clear()
-    with pytest.raises(InputError, match=rf"belongs to another job \(.*({message}).*Choose another folder"):
-        getattr(study(**other), part)
+    for part in ("maps", "submodule_samples"):
+        with pytest.raises(InputError, match=rf"belongs to another job \(.*({message})"):
+            getattr(study(**other), part)
     assert {path: path.read_bytes() for path in first.folder.rglob("*") if path.is_file()} == before
     assert runs == []
 
@@ -290,22 +241,6 @@ def test_models_and_corpora_have_folders_of_their_own(study: Callable[..., Study
         named.model.cfg.model_name = before
 
 
-def test_another_corpus_of_the_same_name_is_refused(study: Callable[..., Study], corpus: Path) -> None:
-    _ = study().stream
-    corpus.write_text("\n".join(reversed(corpus.read_text().splitlines())))
-    with pytest.raises(InputError, match="belongs to another job"):
-        _ = study().stream
-
-
-def test_a_corpus_that_is_too_small_is_told_before_the_model_is_loaded(
-    study: Callable[..., Study], tmp_path: Path
-) -> None:
-    small = replace(study(n_train=39, n_validation=2), load_model=lambda: pytest.fail("the model is loaded"))
-    with pytest.raises(InputError, match=r"39\+2 sentences .* were asked for"):
-        _ = small.model
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_small_corpus_is_split_in_proportion_where_sizes_may_give_way(
     study: Callable[..., Study], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -317,13 +252,6 @@ def test_a_small_corpus_is_split_in_proportion_where_sizes_may_give_way(
         _ = study(**given).parts
     enough = study(n_train=20, n_validation=10, adjustable=("train", "validation"))
     assert enough.sizes == (20, 10)
-
-
-def test_a_study_can_be_opened_as_what_it_has_written(study: Callable[..., Study]) -> None:
-    fitted = study()
-    _ = fitted.maps
-    assert torch.equal(Activations.load(fitted.folder / "validation")[2], fitted.validation[2])
-    assert_same(MapSet.load(fitted.folder / "maps"), fitted.maps)
 
 
 # The trace and the clusters
@@ -354,36 +282,6 @@ def test_the_trace_is_of_the_validation_part_in_a_folder_of_the_jobs_name(
     assert len(list((tmp_path / "out" / "traces").iterdir())) == 5
 
 
-def test_sites_of_the_validation_part_are_collected_once(
-    study: Callable[..., Study], runs: list[int], tmp_path: Path
-) -> None:
-    sites = ["ffn_in.1", "ffn_out.1"]
-    collected = study().collect_validation(sites)
-    alone = collect(study().model, study().validation_examples, sites, progress=False)
-    assert all(torch.equal(collected[site], alone[site]) for site in sites)
-    runs.clear()
-    assert list(study().collect_validation(sites)) == sites
-    assert runs == []
-    (folder,) = (tmp_path / "out" / "traces").iterdir()
-    assert folder.name.endswith(f"--{N_TRAIN}+{N_VALIDATION}-seed0-stream")
-
-
-def test_clusters_are_fitted_once_for_each_model_number_and_method(
-    small_model: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def clusters(name: str, n: int, memory: float) -> Clusters:
-        return Study(load_model=lambda: small_model(name), out=tmp_path).clusters(n, memory=memory)
-
-    jobs = [("llama", 20, 4.0), ("llama", 20, 0.0), ("llama", 21, 4.0), ("bert", 20, 4.0)]
-    first = [clusters(*job) for job in jobs]
-    assert len(list((tmp_path / "clusters").iterdir())) == len(jobs)
-    monkeypatch.setattr("matlens.ffn.clusters.agglomerate", lambda *_: 1 / 0)
-    for job, before in zip(jobs, first, strict=True):
-        again = clusters(*job)
-        assert again.labels.tolist() == before.labels.tolist()
-        assert again.method == ("exact" if job[2] else "neighbours")
-
-
 # The main job, and studies that lack something
 
 
@@ -397,14 +295,6 @@ def test_the_main_job_is_evaluated_in_its_folder(study: Callable[..., Study], tm
     assert set(results[results["metric"] == "r2"]["target"]) == {N_LAYERS}
 
 
-def test_pairs_that_cannot_be_fitted_are_refused_before_the_work(
-    study: Callable[..., Study], runs: list[int]
-) -> None:
-    with pytest.raises(InputError, match="must lie before its target"):
-        study(pairs=[(2, 1)]).evaluate()
-    assert runs == []
-
-
 def test_nothing_is_loaded_before_it_is_asked_for(tmp_path: Path) -> None:
     def loading() -> Any:
         raise AssertionError("it is loaded")
@@ -415,15 +305,6 @@ def test_nothing_is_loaded_before_it_is_asked_for(tmp_path: Path) -> None:
             getattr(study, name)
 
 
-def test_a_study_without_corpus_or_sizes_says_so(small_model: Callable[[str], Any], tmp_path: Path) -> None:
-    study = Study(load_model=lambda: small_model("llama"), out=tmp_path)
-    assert len(study.values) > 0
-    with pytest.raises(InputError, match="no corpus"):
-        _ = study.corpus
-    with pytest.raises(InputError, match="no sizes"):
-        _ = study.parts
-
-
 def test_maps_without_sinks_are_least_squares_on_all_other_samples(
     study: Callable[..., Study], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -432,19 +313,3 @@ def test_maps_without_sinks_are_least_squares_on_all_other_samples(
     x, y = (samples[layer][~upper_half(samples)].double() for layer in (1, 2))
     expected = torch.linalg.lstsq(x, y, driver="gelsd").solution.T
     assert_near(maps[1, 2].weight, expected, 1e-3)
-
-
-def test_other_sizes_are_refused_before_the_model_is_loaded(
-    small_model: Callable[[str], Any], sentences: Corpus, tmp_path: Path
-) -> None:
-    def study(n_train: int, load_model: Callable[[], Any]) -> Study:
-        return Study(
-            load_model=load_model, load_corpus=lambda: sentences, out=tmp_path, main_folder=tmp_path,
-            n_train=n_train, n_validation=4,
-        )  # fmt: skip
-
-    _ = study(20, lambda: small_model("gpt2")).stream
-    before = tree(tmp_path)
-    with pytest.raises(matlens.InputError, match=r"another job \(sentences: 20 in the folder, 19 now\)"):
-        _ = study(19, lambda: pytest.fail("the model is loaded")).stream
-    assert tree(tmp_path) == before

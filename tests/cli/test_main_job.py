@@ -1,0 +1,540 @@
+"""The main job on the command line: what it writes and prints, and what it says of unusable input."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from command_lines import Outcome, cells
+from conftest import N_LAYERS, WORDS
+from safetensors.torch import load_file, save_file
+from sklearn.metrics import r2_score
+from studying import study_of
+from trees import tree
+
+import matlens
+from matlens.activations import Activations, collecting
+from matlens.study.steps import evaluate_maps, fit_maps, plot_results
+
+N_TRAIN, N_VALIDATION = 70, 20
+SIZES = ["--train", str(N_TRAIN), "--val", str(N_VALIDATION), "--device", "cpu"]
+FIGURES = {"r2.png", "r2.pdf", "prediction.png", "prediction.pdf"}
+ALL_PAIRS = [(a, b) for a in range(N_LAYERS) for b in range(a + 1, N_LAYERS + 1)]
+Matlens = Callable[..., Outcome]
+
+
+@pytest.fixture(autouse=True)
+def surroundings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test asks the hub for anything, and figures are drawn only where a test asks for them."""
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("the hub is patched away")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
+    if "with_figures" not in request.fixturenames:
+        monkeypatch.setattr("matlens.study.steps.plot_results", lambda *_, **__: [])
+
+
+@pytest.fixture
+def with_figures() -> None:
+    """Draw figures, which take longer than all else."""
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A hundred different sentences, one a line."""
+    generator = np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("corpus") / "words.txt"
+    path.write_text("".join(" ".join(generator.choice(WORDS, 5 + i % 16)) + "\n" for i in range(100)))
+    return path
+
+
+@pytest.fixture(scope="session")
+def gpt2(model_folder: Callable[[str], Path]) -> Path:
+    return model_folder("gpt2")
+
+
+@pytest.fixture
+def inputs(gpt2: Path, corpus: Path) -> list[str]:
+    """What most commands start from."""
+    return ["--model", str(gpt2), "--corpus", str(corpus), *SIZES]
+
+
+@pytest.fixture(scope="session")
+def _finished(gpt2: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("finished") / "out"
+    model = matlens.load(str(gpt2), device="cpu")
+    texts = matlens.load_corpus(str(corpus))
+    _ = study_of(model, texts, out, n_train=N_TRAIN, n_validation=N_VALIDATION).stream
+    fit_maps(out, progress=False)
+    evaluate_maps(model, out, progress=False)
+    plot_results(out)
+    return out
+
+
+@pytest.fixture
+def finished(_finished: Path, tmp_path: Path) -> Path:
+    """A folder in which everything is done; a copy, to be damaged at will."""
+    return Path(shutil.copytree(_finished, tmp_path / "finished"))
+
+
+def results(folder: Path) -> pd.DataFrame:
+    return pd.read_csv(folder / "results.csv")
+
+
+def origin_of(folder: Path) -> dict[str, dict[str, object]]:
+    return dict(json.loads((folder / "results.json").read_text()))
+
+
+def without_command(content: dict[str, bytes]) -> dict[str, bytes]:
+    """Files without the words of the command and digests of them, of which ``run.json`` is a list."""
+    files = {name: data for name, data in content.items() if name != "run.json"}
+    return {name: re.sub(rb'"(command|digest|evaluation)": ".*"', b"", data) for name, data in files.items()}
+
+
+def assert_refused(outcome: Outcome, *messages: str) -> None:
+    """Exit code 2 and a message, without a traceback, that tells all of this."""
+    assert outcome.code == 2
+    assert "Traceback" not in outcome.err + outcome.out
+    message = " ".join(outcome.err.replace("│", " ").split())
+    for part in messages:
+        assert part in message
+
+
+def mat_r2(table: pd.DataFrame, source: int, target: int) -> float:
+    part = table[(table["layer"] == source) & (table["target"] == target) & (table["metric"] == "r2")]
+    return float(part[part["method"] == "mat"]["value"].iloc[0])
+
+
+# What it does
+
+
+def test_run_does_everything(
+    run_matlens: Matlens, inputs: list[str], finished: Path, tmp_path: Path, with_figures: None
+) -> None:
+    out = tmp_path / "new" / "out"
+    outcome = run_matlens("run", *inputs, "--out", out, "--seed", 3)
+    assert outcome.code == 0
+    assert set(tree(out)) == set(tree(finished))
+    table = results(out)
+    fit = table[table["experiment"] == "fit_quality"]
+    for method in ("mat", "id"):
+        part = fit[fit["method"] == method]
+        assert list(zip(part["layer"], part["target"], strict=True)) == ALL_PAIRS
+    of_maps = (table["method"] == "mat") & (table["metric"] == "r2")
+    assert (table[of_maps]["value"] != results(finished)[of_maps]["value"]).all()  # another seed
+    prediction = table[table["experiment"] == "prediction_quality"]
+    counted = prediction.groupby(["layer", "method", "metric"]).size().unstack()
+    assert counted.to_numpy().tolist() == [[3, 1]] * (N_LAYERS + 1) * 2
+    assert set(table["n"]) == {N_VALIDATION}
+
+    origin = origin_of(out)
+    assert origin["maps"]["data"]["seed"] == origin["validation"]["seed"] == 3  # type: ignore[index]
+    assert (origin["maps"]["n_samples"], origin["validation"]["n"]) == (N_TRAIN, N_VALIDATION)
+    assert origin["software"]["torch"] == torch.__version__
+    assert origin["command"] == f"matlens run {' '.join(inputs)} --out {out} --seed 3"
+
+    rows = cells(outcome.out)
+    assert [row[0] for row in rows] == [str(layer) for layer in range(N_LAYERS + 1)]
+    for layer, row in enumerate(rows):
+        shown = [float(cell) for cell in row[1:] if cell != "–"]
+        assert shown == pytest.approx(printed(table, layer), abs=0.00051)
+    for figure in FIGURES:
+        assert str(out / figure) in outcome.out
+
+
+def printed(table: pd.DataFrame, layer: int) -> list[float]:
+    """What the printed row of a layer should hold, read from the table one value at a time."""
+    values = []
+    for metric in ("r2", "precision", "surprisal"):
+        for method in ("mat", "id"):
+            rows = table[(table["layer"] == layer) & (table["target"] == N_LAYERS)]
+            rows = rows[(rows["metric"] == metric) & (rows["method"] == method)]
+            values += list(rows[rows["k"].isin([1]) | rows["k"].isna()]["value"])
+    return values
+
+
+def test_run_equals_the_commands_one_after_the_other(
+    run_matlens: Matlens, inputs: list[str], tmp_path: Path, with_figures: None
+) -> None:
+    whole, steps = tmp_path / "whole", tmp_path / "steps"
+    assert run_matlens("run", *inputs, "--out", whole).code == 0
+    for command, said in (
+        (["collect", *inputs, "--out", steps], f"Next: matlens fit {steps}"),
+        (["fit", steps], f"{len(ALL_PAIRS)} maps in {steps / 'maps'}"),
+        (["evaluate", steps, "--device", "cpu"], f"Next: matlens plot {steps}"),
+        (["plot", steps], f"Figures: {steps / 'r2.png'}"),
+    ):
+        outcome = run_matlens(*command)
+        assert outcome.code == 0
+        assert said in outcome.out
+    assert without_command(tree(whole)) == without_command(tree(steps))
+
+
+def test_pairs(run_matlens: Matlens, inputs: list[str], finished: Path) -> None:
+    every, chosen = results(finished), [(1, 3), (0, 2)]
+    shutil.rmtree(finished / "maps")
+    outcome = run_matlens("run", *inputs, "--out", finished, "--pairs", "-3:3,0:-2")
+    assert outcome.code == 0
+    assert list(matlens.MapSet.load(finished / "maps")) == [(f"h.{a}", f"h.{b}") for a, b in chosen]
+    # The same numbers as among all pairs, and no others.
+    keys = ["experiment", "method", "layer", "target", "metric", "k"]
+    pair_of = pd.Series(list(zip(every["layer"], every["target"], strict=True)), index=every.index)
+    fitted = every["metric"] == "r2"
+    wanted = every[(fitted & pair_of.isin(chosen)) | (~fitted & every["layer"].isin([1, 3]))]
+    pd.testing.assert_frame_equal(
+        results(finished).sort_values(keys, ignore_index=True), wanted.sort_values(keys, ignore_index=True)
+    )
+    assert [row[0] for row in cells(outcome.out)] == ["1", "3"]
+
+
+def test_all_positions(run_matlens: Matlens, inputs: list[str], finished: Path, tmp_path: Path) -> None:
+    out = tmp_path / "all"
+    assert run_matlens("run", *inputs, "--out", out, "--positions", "all", "--keep-rows").code == 0
+    train, sampled = (Activations.load(folder / "train") for folder in (out, finished))
+    assert train.n_rows == int(train.examples.lengths.sum()) > N_TRAIN
+    at_positions = torch.from_numpy(train.examples.offsets[:-1] + train.examples.positions)
+    for layer in range(N_LAYERS + 1):
+        torch.testing.assert_close(train[layer][at_positions], sampled[layer])
+    # Evaluated on one position a sentence, the same ones, so that the numbers compare.
+    validation = [without_command(tree(folder / "validation")) for folder in (out, finished)]
+    assert validation[0] == validation[1]
+    assert mat_r2(results(out), 0, 3) > mat_r2(results(finished), 0, 3)  # ten times the samples
+    assert origin_of(out)["maps"]["n_samples"] == train.n_rows
+
+
+def test_intercept_and_ridge(run_matlens: Matlens, inputs: list[str], finished: Path) -> None:
+    train = Activations.load(finished / "train")
+    x, y = train[0].double().numpy(), train[3].double().numpy()
+    before = mat_r2(results(finished), 0, 3)
+    shutil.rmtree(finished / "maps")
+    assert run_matlens("fit", finished, "--ridge", 0.5).code == 0
+    assert run_matlens("evaluate", finished, "--device", "cpu").code == 0
+    ridge = matlens.MapSet.load(finished / "maps")[0, 3]
+    expected = np.linalg.solve(x.T @ x + 0.5 * np.eye(x.shape[1]), x.T @ y).T
+    np.testing.assert_allclose(ridge.weight, expected, rtol=1e-4, atol=1e-5)
+    assert ridge.bias is None
+    assert abs(mat_r2(results(finished), 0, 3) - before) > 1e-3
+
+    shutil.rmtree(finished / "maps")
+    assert run_matlens("run", *inputs, "--out", finished, "--intercept", "--ridge", 0.5).code == 0
+    affine = matlens.MapSet.load(finished / "maps")[0, 3]
+    centred = x - x.mean(0), y - y.mean(0)
+    expected = np.linalg.solve(
+        centred[0].T @ centred[0] + 0.5 * np.eye(x.shape[1]), centred[0].T @ centred[1]
+    )
+    np.testing.assert_allclose(affine.weight, expected.T, rtol=1e-3, atol=1e-4)
+    assert affine.bias is not None
+    np.testing.assert_allclose(affine.bias, y.mean(0) - x.mean(0) @ expected, rtol=1e-3, atol=1e-4)
+    fit = origin_of(finished)["maps"]
+    assert (fit["intercept"], fit["ridge"]) == (True, 0.5)
+
+
+def test_a_stack_of_an_encoder_decoder(
+    run_matlens: Matlens, model_folder: Callable[[str], Path], corpus: Path, tmp_path: Path
+) -> None:
+    """An encoder predicts nothing, so its maps have r2 alone; a decoder needs more than sentences."""
+    inputs = ["--model", model_folder("t5"), "--corpus", corpus, *SIZES, "--positions", "drawn"]
+    refused = run_matlens("run", *inputs, "--stack", "decoder", "--out", tmp_path / "none")
+    assert_refused(refused, "holds no sources")
+    assert not (tmp_path / "none").exists()
+    out = tmp_path / "out"
+    assert run_matlens("run", *inputs, "--stack", "encoder", "--out", out).code == 0
+    table = results(out)
+    assert set(table["metric"]) == {"r2"}
+    train, validation = (Activations.load(out / part) for part in ("train", "validation"))
+    last = int(table["target"].max())
+    x, y = (train[layer].double().numpy() for layer in (0, last))
+    mapped = validation[0].double().numpy() @ np.linalg.lstsq(x, y, rcond=None)[0]
+    assert mat_r2(table, 0, last) == pytest.approx(r2_score(validation[last].numpy(), mapped), abs=1e-4)
+    assert run_matlens("evaluate", out, "--stack", "encoder").code == 0
+    pd.testing.assert_frame_equal(results(out), table)
+
+
+def test_special_tokens_of_bert_are_skipped_and_few_samples_take_a_ridge(
+    run_matlens: Matlens, model_folder: Callable[[str], Path], corpus: Path, tmp_path: Path
+) -> None:
+    """A masked-LM model cannot take all positions instead."""
+    inputs = ["--model", model_folder("bert"), "--corpus", corpus, "--device", "cpu", "--train", 40]
+    outcome = run_matlens("run", *inputs, "--val", 20, "--out", tmp_path / "out", "--skip-special")
+    assert outcome.code == 0
+    assert "a ridge of" in " ".join(outcome.out.split())
+    train = Activations.load(tmp_path / "out" / "train")
+    examples = train.examples
+    assert train.positions == "drawn"
+    assert not ((examples.positions == 0) | (examples.positions == examples.lengths - 1)).any()
+    assert len(set(examples.tokens[examples.offsets[:-1]])) == 1  # [CLS] is read all the same
+
+
+def test_plot_draws_from_the_table_alone(
+    run_matlens: Matlens, finished: Path, tmp_path: Path, with_figures: None
+) -> None:
+    (tmp_path / "alone").mkdir()
+    for name in ("results.csv", "results.json"):
+        shutil.copy(finished / name, tmp_path / "alone")
+    assert run_matlens("plot", tmp_path / "alone").code == 0
+    drawn = without_command(tree(tmp_path / "alone"))
+    assert set(drawn) == FIGURES | {"results.csv", "results.json"}
+    assert drawn.items() <= without_command(tree(finished)).items()
+
+
+def test_a_model_that_has_moved_or_changed(
+    run_matlens: Matlens, inputs: list[str], gpt2: Path, tmp_path: Path
+) -> None:
+    """The fingerprint says whether it is the same model, and its name does not matter."""
+    here, moved, out = tmp_path / "here", tmp_path / "moved", tmp_path / "out"
+    shutil.copytree(gpt2, here)
+    of_here, of_moved = (
+        [str(path) if item == str(gpt2) else item for item in inputs] for path in (here, moved)
+    )
+    assert run_matlens("run", *of_here, "--out", out).code == 0
+    table = (out / "results.csv").read_bytes()
+    train = without_command(tree(out / "train"))
+    here.rename(moved)
+    assert_refused(run_matlens("evaluate", out), str(here))
+    assert run_matlens("evaluate", out, "--model", moved, "--device", "cpu").code == 0
+    assert (out / "results.csv").read_bytes() == table
+    shutil.rmtree(out / "validation")
+    assert run_matlens("run", *of_moved, "--out", out).code == 0
+    assert without_command(tree(out / "train")) == train
+
+    before = tree(out)
+    weights = load_file(moved / "model.safetensors")
+    weights["transformer.h.1.ln_1.weight"] *= 1.5
+    save_file(weights, moved / "model.safetensors", metadata={"format": "pt"})
+    said = "The maps and this model", "fingerprint"
+    assert_refused(run_matlens("evaluate", out, "--model", moved), str(moved), *said)
+    assert_refused(run_matlens("run", *of_moved, "--out", out), "belongs to another job")
+    assert tree(out) == before
+
+
+def test_maps_are_evaluated_in_another_precision_where_the_user_says_so(
+    run_matlens: Matlens, inputs: list[str], finished: Path
+) -> None:
+    table = results(finished)
+    options = ["evaluate", finished, "--device", "cpu", "--dtype", "bfloat16"]
+    assert_refused(run_matlens(*options), "fitted in float32, not in bfloat16", "--other-precision")
+    assert run_matlens(*options, "--other-precision").code == 0
+    again, fits = results(finished), table["metric"] == "r2"
+    pd.testing.assert_frame_equal(again[fits], table[fits])
+    assert not again[~fits]["value"].equals(table[~fits]["value"])
+    assert again[~fits]["value"].tolist() == pytest.approx(table[~fits]["value"].tolist(), rel=0.2, abs=0.2)
+    assert run_matlens("run", *inputs, "--out", finished).code == 0  # and not taken for those of float32
+    pd.testing.assert_frame_equal(results(finished), table)
+
+
+def test_interrupting_is_no_error(
+    run_matlens: Matlens, inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(collecting, "_run", interrupt)
+    outcome = run_matlens("collect", *inputs, "--out", tmp_path / "out")
+    assert outcome.code == 130
+    assert "Run the same command again" in outcome.err
+
+
+def test_a_finished_run_is_not_evaluated_again(
+    run_matlens: Matlens, inputs: list[str], finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["run", *inputs, "--out", finished]
+    table = (finished / "results.csv").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr("matlens.study.study.evaluate_maps", lambda *_: 1 / 0)
+        again = run_matlens(*command)
+        assert again.code == 0
+        assert len(cells(again.out)) == N_LAYERS + 1
+        for change in ("results.csv", "results.json"):
+            (finished / change).write_bytes((finished / change).read_bytes()[:-9])
+            with pytest.raises(ZeroDivisionError):
+                run_matlens(*command)
+    assert run_matlens(*command).code == 0
+    assert (finished / "results.csv").read_bytes() == table
+
+
+@pytest.mark.filterwarnings("always::matlens.InputWarning")
+def test_few_samples_take_all_positions_and_say_so(
+    run_matlens: Matlens, inputs: list[str], tmp_path: Path
+) -> None:
+    few = [*inputs, "--train", 40, "--pairs", "0:3"]
+    outcome = run_matlens("run", *few, "--out", tmp_path / "auto")
+    assert "40 sentences are few for 32 dimensions" in " ".join(outcome.err.split())
+    assert matlens.linear.StoredLeastSquares(tmp_path / "auto" / "moments").provenance.positions == "all"
+    assert not (tmp_path / "auto" / "train").exists()
+    assert origin_of(tmp_path / "auto")["note"] is None
+
+    plain = run_matlens("run", *few, "--positions", "drawn", "--ridge", 0, "--out", tmp_path / "plain")
+    assert "on 40 samples, which is few for 32 dimensions" in " ".join(plain.out.split())
+    assert (plain.err.count("warning: "), outcome.err.count("warning: ")) == (1, 0)
+
+    sampled = run_matlens("run", *few, "--positions", "drawn", "--out", tmp_path / "drawn")
+    assert "a ridge of" in " ".join(sampled.out.split())
+    r2 = {name: mat_r2(results(tmp_path / name), 0, 3) for name in ("auto", "plain", "drawn")}
+    assert min(r2["auto"], r2["drawn"]) > r2["plain"]
+
+
+def test_a_small_corpus_is_split_in_proportion(
+    run_matlens: Matlens, gpt2: Path, corpus: Path, tmp_path: Path
+) -> None:
+    command = ["collect", "--model", gpt2, "--corpus", corpus, "--device", "cpu"]
+    outcome = run_matlens(*command, "--out", tmp_path / "out")
+    assert "has 100 sentences, fewer than 3,000+1,000" in " ".join(outcome.err.split())
+    sizes = [len(Activations.load(tmp_path / "out" / part).examples) for part in ("train", "validation")]
+    assert sizes == [75, 25]
+    asked = run_matlens(*command, "--train", 99, "--out", tmp_path / "too-many")
+    assert_refused(asked, "99+1000 sentences", "has 100")
+
+
+# What it refuses
+
+
+@pytest.mark.parametrize(
+    ("options", "messages"),
+    [
+        (["--model", "nobody/no-such-model"], ["nobody/no-such-model", "Expected", ".gguf file"]),
+        (["--corpus", "no.txt"], ["There is no file or folder", "Give one of the samples"]),
+        (["--limit", 70], ["70+20 sentences", "were asked for", "has 70.", "Ask for fewer"]),
+        (["--val", 1], ["'--val'", "greater than or equal to 2"]),
+        (["--seed", "9" * 5000], ["'--seed'"]),
+        (["--ridge", "inf"], ["ridge must be a finite number of at least 0 or None, got inf"]),
+        (["--dtype", "int8"], ["'--dtype'", "float32", "bfloat16"]),
+        (["--device", "abacus"], ["The device abacus cannot be used here", "Expected cpu, cuda or mps"]),
+        (["--pairs", "3"], ["'--pairs'", "3", "expected all, last, or a list such as 0:12,6:12"]),
+        (["--pairs", "0:4"], ["Layer 4 of site 'h' is out of range", "h.0 to h.3"]),
+        (["--pairs", "1:-3"], ["from layer 1 to layer 1", "the source must lie before the target"]),
+        (["--positions", "all", "--skip-special"], ["special tokens"]),
+    ],
+    ids=lambda value: str(value[0]) if "--" in str(value[0]) else "",
+)
+def test_options_that_make_no_sense(
+    run_matlens: Matlens, inputs: list[str], tmp_path: Path, options: list[object], messages: list[str]
+) -> None:
+    outcome = run_matlens("run", *inputs, *options, "--out", tmp_path / "out")
+    assert_refused(outcome, *messages)
+    assert "could not be loaded" not in outcome.err  # not the model's fault
+    assert len(outcome.err) < 3000
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_is_damaged(run_matlens: Matlens, gpt2: Path, inputs: list[str], tmp_path: Path) -> None:
+    path = Path(shutil.copytree(gpt2, tmp_path / "model")) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    outcome = run_matlens("run", *inputs, "--model", path.parent, "--out", tmp_path / "out")
+    assert_refused(outcome, str(path.parent), "could not be loaded", "Expected a complete model")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_folder_of_others_or_of_another_job(
+    run_matlens: Matlens, inputs: list[str], finished: Path
+) -> None:
+    command, before = ["run", *inputs, "--out", finished], tree(finished)
+    for options, part, message in (
+        (["--seed", 5], "train", "seed: 0 in the folder, 5 now"),
+        (["--dtype", "bfloat16"], "train", "dtype: float32 in the folder, bfloat16 now"),
+        (["--ridge", "0.5"], "maps", "ridge: 0.0 in the folder, 0.5 now"),
+        (["--pairs", "last"], "maps", "pairs"),
+    ):
+        refused = run_matlens(*command, *options)
+        assert_refused(refused, str(finished / part), "belongs to another job", message, "remove")
+    assert tree(finished) == before
+    shutil.rmtree(finished / "maps")
+    (finished / "maps" / "deep").mkdir(parents=True)
+    (finished / "maps" / "deep" / "mine.txt").write_text("mine")
+    before = tree(finished)
+    assert_refused(run_matlens(*command), str(finished / "maps"), "holds other files")
+    assert tree(finished) == before
+
+
+@pytest.mark.parametrize(
+    ("command", "part", "message"),
+    [
+        ("fit", "train", "must be a folder of activations"),
+        ("evaluate", "maps", "must be a folder of maps"),
+        ("plot", "results.csv", "'matlens evaluate' writes it"),
+    ],
+)
+def test_a_folder_that_is_not_there(
+    run_matlens: Matlens, tmp_path: Path, command: str, part: str, message: str, with_figures: None
+) -> None:
+    assert_refused(run_matlens(command, tmp_path / "absent"), str(tmp_path / "absent" / part), message)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [("evaluate", "maps/h.1.safetensors"), ("fit", "train/examples.safetensors"), ("plot", "results.csv")],
+)
+def test_files_that_are_damaged(
+    run_matlens: Matlens, finished: Path, command: str, name: str, with_figures: None
+) -> None:
+    if command == "fit":
+        shutil.rmtree(finished / "maps")
+    path = finished / name
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    before = tree(finished)
+    refused = run_matlens(command, finished)
+    assert_refused(refused, str(path), "not the table" if command == "plot" else "changed or damaged")
+    assert tree(finished) == before
+
+
+# A disk that is full
+
+
+@contextmanager
+def largest_file(n_bytes: int) -> Iterator[None]:
+    """Let no file grow beyond a size: the system refuses the write, as it does on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))  # Python ignores SIGXFSZ from the start
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_told_and_nothing_unfinished_stays(
+    run_matlens: Matlens, inputs: list[str], finished: Path, tmp_path: Path, with_figures: None
+) -> None:
+    no_room = ["There is no room on the disk", "Free some, or write elsewhere"]
+    with largest_file(2000):
+        outcome = run_matlens("run", *inputs, "--out", tmp_path / "new" / "out")
+    assert_refused(outcome, *no_room, str(tmp_path / "new" / "out"))
+    assert not (tmp_path / "new").exists()
+    before = tree(finished)
+    for command, n_bytes in ((["evaluate", "--device", "cpu"], 1000), (["plot"], 10_000)):
+        with largest_file(n_bytes):
+            assert_refused(run_matlens(*command, finished), *no_room, str(finished))
+        assert tree(finished) == before
+    maps = without_command(tree(finished / "maps"))
+    shutil.rmtree(finished / "maps")
+    with largest_file(10_000):  # the first source, with three maps, is too large; the others are not
+        assert_refused(run_matlens("fit", finished), *no_room, str(finished / "maps"))
+    assert not (finished / "maps").exists()
+    assert run_matlens("fit", finished).code == 0
+    assert without_command(tree(finished / "maps")) == maps
+
+
+def test_it_runs_as_a_module_and_a_closed_pipe_is_no_error() -> None:
+    code = f"{sys.executable} -m matlens --help | head -n 1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[-1] in ("0", "1", "141")
+    loud = (
+        "from matlens.cli.starting import report_errors\n"
+        "report_errors(lambda: [print('x' * 1000) for _ in range(1000)] and None)"
+    )
+    code = f'{sys.executable} -c "{loud}" | head -c 10; code=${{PIPESTATUS[0]}}; echo; echo $code'
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[-1] == "141"
