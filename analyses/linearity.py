@@ -15,7 +15,7 @@ import typer
 from studies import Report, Study, run_study
 
 from matlens import plots
-from matlens.cli import print_atlas
+from matlens.cli.printing import print_atlas
 from matlens.data import make_judged_text
 from matlens.io import result_row, result_table
 from matlens.linearity import atlas_seconds, linearity_atlas, rank_correlations

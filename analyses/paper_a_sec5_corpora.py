@@ -22,7 +22,7 @@ from studies import Report, Study, run_study, show
 
 from matlens import InputError, MapSet, Readout
 from matlens.activations import Activations
-from matlens.cli import PositionChoice
+from matlens.cli.options import PositionChoice
 from matlens.data import Corpus
 from matlens.errors import printable
 from matlens.io import result_row, result_table

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch
 from command_lines import run_command
 from conftest import D_MODEL, assert_near, make_sentences
 from several import run_ranks
-from studies import Report, Study, run_study
 
 from matlens import parallel
 from matlens.cli import app
@@ -96,32 +95,6 @@ def test_torchrun_starts_two_processes_whose_run_is_that_of_one(
     tables = [pd.read_csv(tmp_path / name / "results.csv") for name in ("one", "two")]
     pd.testing.assert_frame_equal(*tables, rtol=1e-4)
     assert (tmp_path / "two" / "run.json").is_file()
-
-
-def test_what_is_not_divided_is_done_once(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
-    """Analyses as scripts, and commands such as `lens trajectory`: the first process does them."""
-
-    def script() -> Any:
-        def work(study: Study, report: Report) -> None:
-            calls.append((parallel.rank(), parallel.world_size() > 1, str(study.out) == str(report.out)))
-
-        calls: list[Any] = []
-        sys.argv = ["analysis.py", "--out", str(tmp_path / "out")]
-        with suppress(SystemExit):
-            run_study(work, model=None, corpus=None)
-        return calls
-
-    first, second = run_ranks(2, script, tmp_path / "scripts", join=False)
-    assert (first["result"], second["result"]) == ([(0, False, True)], [])
-    command = of_a_command(
-        "lens", "trajectory", "w1 w2 w3", "--model", model_folder("llama"), "--device", "cpu",
-        "--csv", tmp_path / "cells.csv",
-    )  # fmt: skip
-    first, second = run_ranks(2, command, tmp_path / "trajectories", join=False)
-    code, out, err = first["result"]
-    assert (code, "Traceback" in err, str(tmp_path / "cells.csv") in out) == (0, False, True), err
-    assert second["result"] == (0, "", "")
-    assert (tmp_path / "cells.csv").is_file()
 
 
 def test_lenses_and_the_atlas_of_two_processes_are_those_of_one(

@@ -74,24 +74,6 @@ def test_convert_goes_both_ways(
     assert Lens.load(tmp_path / "back").layers == (1, 2)
 
 
-def test_trained_lenses_are_fitted_at_chosen_layers(
-    commands: Commands, corpora: Path, small_model: Callable[[str], Any], tmp_path: Path
-) -> None:
-    arguments = ["--corpus", corpora / "few.txt", "--train", 9, "--val", 2, "--out", tmp_path / "out"]
-    printed = commands.run(
-        "lens", "fit", *arguments, "--method", "polished", "--layers", "1,2", "--rows", tmp_path / "rows",
-        model="llama",
-    )  # fmt: skip
-    corpus, _ = matlens.load_corpus(str(corpora / "few.txt")).split(n_train=9, n_validation=2)
-    model = small_model("llama")
-    expected = Lens.fit(model, corpus, method="polished", layers=[1, 2], progress=False)
-    lens = Lens.load(tmp_path / "out", model)
-    assert lens.layers == (1, 2)
-    torch.testing.assert_close(lens.matrix(1), expected.matrix(1), rtol=1e-3, atol=1e-4)
-    assert f"fitted on {expected.n_samples:,} tokens" in printed
-    assert (tmp_path / "rows" / "config.json").exists()
-
-
 def test_push_and_pull_go_through_the_hub(
     commands: Commands, small_model: Callable[[str], Any], hub: Hub, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

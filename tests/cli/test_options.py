@@ -16,7 +16,7 @@ from matlens import InputError
 from matlens.activations.activations import Positions
 from matlens.cli import options
 from matlens.cli.app import app
-from matlens.cli.options import CorpusOptions, FitOptions, ModelOptions, ReadOptions, SampleOptions
+from matlens.cli.options import FitOptions, ModelOptions, ReadOptions
 from matlens.errors import PositiveInt
 from matlens.ffn.agglomeration import Linkage
 
@@ -114,24 +114,6 @@ def test_how_texts_are_read(read: Any, text: Any, expected: Any, monkeypatch: py
         return
     with pytest.raises(typer.BadParameter, match=r"[Ee]xpected"):
         read(text)
-
-
-def test_the_study_of_the_main_job_is_in_the_output_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = tmp_path / "words.txt"
-    words.write_text("\n".join(f"a b c d {i}" for i in range(9)))
-    samples = SampleOptions(tmp_path / "out", train=5, val=2, seed=3, draw_special=False, batch_tokens=7)
-    model = tmp_path / "model.gguf"
-    model.touch()
-    study = samples.study(ModelOptions(str(model)), CorpusOptions(str(words)), ridge=1.0)
-    assert study.folder == study.out == tmp_path / "out"
-    assert (study.n_train, study.n_validation, study.seed, study.batch_tokens) == (5, 2, 3, 7)
-    assert (study.positions, study.draw_special, study.ridge) == ("auto", False, 1.0)
-    assert len(study.corpus) == 9
-    assert capsys.readouterr().out.startswith("9 sentences of")
-    with pytest.raises(InputError, match="There is no model"):
-        samples.study(ModelOptions(str(tmp_path / "absent")), CorpusOptions("absent.txt"))
 
 
 def test_vectors_are_read_as_the_options_say() -> None:

@@ -47,29 +47,6 @@ def test_a_folder_is_written_that_transformers_loads(
     assert "not empty" in " ".join(again.err.split())
 
 
-@pytest.mark.parametrize(
-    ("blocks", "message"), [("x", "expected how many"), ("0,1", "from 1 to 2, got 0"), ("7", "from 0 to 2")]
-)
-def test_blocks_that_cannot_be_are_refused(
-    blocks: str,
-    message: str,
-    corpus: Path,
-    model_folder: Callable[[str], Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    outcome = run_command(
-        [
-            "prune", "--model", model_folder("llama"), "--corpus", corpus, "--blocks", blocks,
-            "--window", "24", "--out", tmp_path / "pruned", "--device", "cpu",
-        ],
-        capsys,
-    )  # fmt: skip
-    assert outcome.code == 2
-    assert message in " ".join(outcome.err.replace("│", " ").split())
-    assert not (tmp_path / "pruned").exists()
-
-
 def test_an_atlas_is_written_and_drawn(
     corpus: Path, model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

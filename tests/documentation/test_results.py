@@ -222,13 +222,6 @@ def test_a_column_that_some_rows_lack_stays_in_the_table() -> None:
     assert (list(kept), alike) == (["corpus"], {"model": "small", "experiment": None})
 
 
-def test_a_table_too_large_to_be_quoted_is_refused(results: Path, tmp_path: Path) -> None:
-    values = pd.DataFrame({"value": [i / 7 for i in range(20_000)]})
-    write_results(tmp_path / "out", "fit", values, {})
-    with pytest.raises(InputError, match="bytes when reduced"):
-        gather.main(tmp_path / "out", results=results, images=tmp_path)
-
-
 AUDIT = pd.read_csv(PROJECT / "results" / "pages" / "audit" / "items.csv", dtype=str, keep_default_na=False)
 
 

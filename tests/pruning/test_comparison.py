@@ -146,13 +146,3 @@ def test_one_window_alone_is_refused_before_the_work(
             judge()
     table = pruning.compare_pruned(model, pruned, two, progress=False)
     assert not table["low"].isna().any()
-
-
-def test_what_cannot_be_folded_into_is_left_out_alone(small_model: Callable[[str], Any]) -> None:
-    model = small_model("granite")
-    windows = make_windows(model, running_text(300), size=20)
-    asked: dict[str, Any] = {"choices": [Choice.angle], "progress": False}
-    table = pruning_table(model, windows, {"a": windows}, [1], methods=[Method.out], **asked)
-    assert set(table["method"]) == {"original", "pruned", "out"}
-    with pytest.raises(InputError, match="stands between"):
-        pruning_table(model, windows, {"a": windows}, [1], methods=[Method.out, Method.refit], **asked)

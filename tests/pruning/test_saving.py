@@ -8,9 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,21 +110,6 @@ def test_a_folder_with_other_files_does_not_load(pruned: pruning.Pruned, tmp_pat
             matlens.load(str(folder), device="cpu")
 
 
-@pytest.mark.parametrize(
-    ("method", "said"),
-    [
-        ("refit", "in the block before each span the output matrix of the FFN was changed"),
-        ("chain", "in every remaining block from the one before the first span on the output matrix of"),
-        ("out", "in the block before each span nothing was changed"),
-    ],
-)
-def test_a_card_says_which_matrices_were_changed(
-    method: str, said: str, pruned: pruning.Pruned, tmp_path: Path
-) -> None:
-    made = replace(pruned, method=pruning.Method(method))
-    assert said in (pruning.save_pruned(made, tmp_path / "model") / "README.md").read_text()
-
-
 def test_folders_load_in_a_process_without_matlens(
     small_model: Callable[[str], Any], model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -152,15 +135,6 @@ def test_folders_load_in_a_process_without_matlens(
     assert json.loads(bare.stdout) == expected
     assert {name for name, of_model in expected.items() if of_model["tied"]} == {"gpt2", "bf16"}
     assert expected["bf16"]["dtype"] == "torch.bfloat16"
-
-
-def test_a_model_is_put_where_a_link_leads(pruned: pruning.Pruned, tmp_path: Path) -> None:
-    (tmp_path / "there").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "there")
-    pruning.save_pruned(pruned, tmp_path / "link")
-    assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "there" / "config.json").is_file()
-    assert {path.name for path in tmp_path.iterdir()} == {"there", "link"}
 
 
 @pytest.mark.parametrize("room", [20_000, 800])
@@ -218,23 +192,6 @@ def test_a_folder_knows_its_files_and_has_one_writer(pruned: pruning.Pruned, tmp
     assert "model.safetensors does not hold what was written" in str(verdict.damage)
     (folder / "matlens.json").write_text("null")
     assert ["matlens.json" in str(verdict.damage) for verdict in verify(folder)] == [True]
-    waiting = threading.Event()
-    with reserved(tmp_path / "other") as work:
-        second = threading.Thread(target=_reserve_too, args=(tmp_path / "other", waiting))
-        second.start()
-        assert not waiting.wait(0.1)
-        work.replace(tmp_path / "other")
-        (tmp_path / "other" / "a").touch()
-    second.join(10)
-    assert waiting.is_set()
-
-
-def _reserve_too(folder: Path, refused: threading.Event) -> None:
-    try:
-        with reserved(folder):
-            raise AssertionError("it is made twice")
-    except InputError:
-        refused.set()
 
 
 def test_what_is_measured_is_what_passes_by_hand_give(

@@ -56,28 +56,6 @@ def test_models_take_turns_and_medians_count(plain_model: Models, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("sizes", "cached"),
-    [({"vocab_size": 8, "n_positions": 64}, 40), ({"vocab_size": 30, "n_positions": 6}, 6),
-     ({"vocab_size": 2, "n_positions": 2}, 2)],
-)  # fmt: skip
-def test_small_vocabularies_and_contexts_are_timed(
-    sizes: dict[str, int], cached: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, n_seen = gpt2(**sizes), []
-    real = evaluation._written
-
-    def written(model: Any, prompt: torch.Tensor, n_tokens: int) -> tuple[float, int]:
-        took, held = real(model, prompt, n_tokens)
-        n_seen.append(held // (2 * 2 * 8 * 4))
-        return took, held
-
-    monkeypatch.setattr(evaluation, "_written", written)
-    (timed,) = by_turns([model], rounds=1)
-    assert timed.cache == 2 * 2 * 8 * 4
-    assert n_seen == [cached]
-
-
-@pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: gpt2(vocab_size=9, n_positions=1), "context of 1 token"),
