@@ -51,8 +51,8 @@ class Layout:
         ]
         if model.get_output_embeddings() is None or not lists:
             raise InputError(
-                f"{type(model).__name__} does not predict the next token from a list of {n_layers} blocks. "
-                "Expected a decoder such as GPT-2, Llama or GPT-NeoX."
+                f"{type(model).__name__} does not predict the next token, or has no list of {n_layers} blocks: "
+                "expected a decoder such as GPT-2, Llama or GPT-NeoX."
             )
         return cls(model, lists[0][0])
 
