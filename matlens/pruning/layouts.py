@@ -51,7 +51,7 @@ class Layout:
         ]
         if model.get_output_embeddings() is None or not lists:
             raise InputError(
-                f"{type(model).__name__} does not predict the next token, or has no list of {n_layers} blocks: "
+                f"{type(model).__name__} does not predict the next token, or lists no {n_layers} blocks: "
                 "expected a decoder such as GPT-2, Llama or GPT-NeoX."
             )
         return cls(model, lists[0][0])
