@@ -40,9 +40,7 @@ def main(study: Study, report: Report) -> None:
     show("r2 and Precision@1", chosen.pivot(index="layer", columns=["metric", "method"], values="value"))
 
 
-def fit_drawn_and_all(
-    model: TransformerBridge, examples: Examples, *, progress: bool = True
-) -> dict[str, MapSet]:
+def fit_drawn_and_all(model: TransformerBridge, examples: Examples) -> dict[str, MapSet]:
     """Maps onto the last layer from one pass, fitted on the ``drawn`` positions and on ``all`` positions.
 
     The drawn vectors are held, the others are streamed.
@@ -60,7 +58,7 @@ def fit_drawn_and_all(
     drawn = {site: torch.empty(examples.n_positions, model.cfg.d_model) for site in sites}
 
     def all_vectors() -> Iterator[dict[str, torch.Tensor]]:
-        for rows in stream(model, examples, sites, positions="all", progress=progress):
+        for rows in stream(model, examples, sites, positions="all"):
             kept = [(i, number_of[int(row)]) for i, row in enumerate(rows.index) if int(row) in number_of]
             here, there = map(list, zip(*kept, strict=True))
             for site, vectors in rows.vectors.items():

@@ -60,7 +60,6 @@ def norm_overlap(
     n_random: int = 1000,
     k: int = TOP,
     seed: int = 0,
-    progress: bool = True,
 ) -> pd.DataFrame:
     """Overlap of the top tokens by ``E v`` and by ``E ln_f(v)``, layer by layer (Figure 4).
 
@@ -76,7 +75,7 @@ def norm_overlap(
     values, plain, normed = ValueVectors(model), Projection.from_model(model), Projection.after_norm(model)
     overlaps: dict[str, list[Tensor]] = {"values": [], "random": []}
     layers = range(values.n_layers)
-    for layer in Bar(layers, desc="overlap", unit="layer", disable=not progress):
+    for layer in Bar(layers, desc="overlap", unit="layer"):
         drawn = values.random(layer, n_random, seed=seed)
         for method, vectors in (("values", values.layer(layer)), ("random", drawn)):
             overlaps[method].append(iou(plain.top(vectors, k).ids, normed.top(vectors, k).ids))

@@ -46,7 +46,6 @@ def dominance(
     k: int = DOMINANT,
     seed: int = 0,
     batch_tokens: int | None = None,
-    progress: bool = True,
 ) -> pd.DataFrame:
     """Share of the ``k`` dominant sub-updates at each layer, and of ``k`` random ones (Figure 6).
 
@@ -64,7 +63,7 @@ def dominance(
         for method in ("dominant", "random")
         for metric in ("share", "negative")
     }
-    for rows in stream(model, examples, sites, batch_tokens=batch_tokens, progress=progress):
+    for rows in stream(model, examples, sites, batch_tokens=batch_tokens):
         index = torch.from_numpy(rows.index)
         for layer, site in enumerate(sites):
             share = relative(rows.vectors[site].abs() * norms[layer])

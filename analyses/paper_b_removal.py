@@ -81,8 +81,6 @@ def remove_sub_updates(
     model: TransformerBridge,
     examples: Examples,
     index: Mapping[int, Int[Tensor, "n k"]],
-    *,
-    progress: bool = True,
 ) -> Iterator[dict[int, Removed]]:
     """Run a model without single sub-updates at the position of each example, one example after another.
 
@@ -102,7 +100,7 @@ def remove_sub_updates(
                 f"{short(of_layer)}."
             )
     read = examples if reads_whole(model) else examples.up_to_positions()
-    for row in Bar(range(len(read)), desc="leaving out", unit="sentence", disable=not progress):
+    for row in Bar(range(len(read)), desc="leaving out", unit="sentence"):
         position, of_row = int(read.positions[row]), {layer: rows[row] for layer, rows in index.items()}
         copies = read.copies(row, 1 + sum(map(len, of_row.values())))
         yield _remove(model, layout, copies, position, of_row)
@@ -157,7 +155,6 @@ def removal_table(
     layers: Sequence[int] | None = None,
     n_tokens: int = TOP,
     seed: int = 0,
-    progress: bool = True,
 ) -> pd.DataFrame:
     """Compare what dominant sub-updates do to the logits with what readings of their value vectors say.
 
@@ -175,14 +172,14 @@ def removal_table(
     and ``common``, the share of the ``n_tokens`` top tokens that both have. Estimates are means over examples
     of the means of their ``k``; rows without a layer are over all ``layers``.
     """
-    updates = Updates.run(model, examples, layers, progress=progress)
+    updates = Updates.run(model, examples, layers)
     check_int(n_tokens, "n_tokens", min=1, max=model.cfg.d_vocab_out)
     values, readout = updates.values, Readout(model)
     readings = _readings(model, values)
     index = {layer: updates.dominant(layer, k).cpu() for layer in updates.layers}
     drawn = random_sub_updates(values, examples.n_positions, k, seed=seed)
     agreement: dict[tuple[int, str, str, str], list[float]] = {}
-    for row, removed in enumerate(remove_sub_updates(model, examples, index, progress=progress)):
+    for row, removed in enumerate(remove_sub_updates(model, examples, index)):
         for layer, streams in removed.items():
             m = updates.coefficients(layer)[row, index[layer][row].to(values.device), None]
             rows = values.matrix(layer)

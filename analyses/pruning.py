@@ -96,7 +96,6 @@ def pruning_table(
     methods: Sequence[Method] = tuple(Method),
     choices: Sequence[Choice] = tuple(Choice),
     heal: int = 0,
-    progress: bool = True,
 ) -> pd.DataFrame:
     """Leave several numbers of blocks out, chosen in several ways and folded by several methods.
 
@@ -116,12 +115,10 @@ def pruning_table(
         check_own_tokens(model, texts)
     tokens = {corpus: evaluation_tokens(texts) for corpus, texts in judged.items()}
     foldable = next((method for method in methods if method != Method.out), Method.out)
-    calibration = Calibration.run(model, windows, foldable, progress=progress)
+    calibration = Calibration.run(model, windows, foldable, progress=True)
 
     def read(of_model: Any, desc: str) -> dict[str, ReadText]:
-        return {
-            name: read_text(of_model, part, desc=desc, progress=progress) for name, part in tokens.items()
-        }
+        return {name: read_text(of_model, part, desc=desc, progress=True) for name, part in tokens.items()}
 
     def row(method: str, metric: str, estimate: Estimate, **more: Any) -> dict[str, Any]:
         columns = {"corpus": "", "n_removed": 0, "choice": "", "blocks": "", **more}
@@ -138,19 +135,19 @@ def pruning_table(
     for (method, size), estimates in _costs(calibration, sizes).items():
         rows += [row(method, *estimate, n_removed=size) for estimate in estimates.items()]
     if Choice.greedy in choices:
-        calibration.choose(max(sizes), Choice.greedy, progress=progress)  # the smaller are its beginning
+        calibration.choose(max(sizes), Choice.greedy)  # the smaller are its beginning
     known: dict[tuple[tuple[int, ...], str], dict[str, ReadText]] = {}
     for size in sizes:
-        chosen = {choice: calibration.choose(size, choice, progress=progress) for choice in choices}
+        chosen = {choice: calibration.choose(size, choice) for choice in choices}
         for (choice, gone), fold in itertools.product(chosen.items(), methods):
             healing = heal > 0 and choice == Choice.greedy and fold == Method.chain
             called = [fold.value, HEALED] if healing else [fold.value]
             if all((gone, name) in known for name in called):
                 continue
-            pruned = calibration.without(gone, fold, progress=progress)
+            pruned = calibration.without(gone, fold)
             known[gone, fold.value] = read(pruned, f"{size} {fold}")
             if healing:
-                train_folded(calibration.streams, pruned, gone, fold, heal, progress=progress)
+                train_folded(calibration.streams, pruned, gone, fold, heal)
                 known[gone, HEALED] = read(pruned, f"{size} {HEALED}")
         choice, method = _PUBLISHED
         published = known.get((chosen.get(choice, ()), method))

@@ -76,7 +76,7 @@ def sink_norms(samples: Activations, sinks: Bool[Tensor, " n"]) -> pd.DataFrame:
 
 
 def fit_quality_without_sinks(
-    maps: MapSet, validation: Activations, sinks: Bool[Tensor, " n"], *, progress: bool = True
+    maps: MapSet, validation: Activations, sinks: Bool[Tensor, " n"]
 ) -> pd.DataFrame:
     """r2 of `fit_quality` where first tokens, or sinks, are not among the examples; the maps are the same.
 
@@ -84,7 +84,7 @@ def fit_quality_without_sinks(
     """
     kept = {"not first tokens": torch.from_numpy(validation.places > 0), "not sinks": ~sinks}
     tables = [
-        fit_quality(maps, validation, rows=rows, progress=progress).assign(experiment=SINK_FIT, examples=name)
+        fit_quality(maps, validation, rows=rows).assign(experiment=SINK_FIT, examples=name)
         for name, rows in kept.items()
     ]
     return pd.concat(tables, ignore_index=True)

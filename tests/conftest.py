@@ -509,7 +509,7 @@ def _sentences(n: int, seed: int) -> list[str]:
     return [" ".join(generator.choice(WORDS, int(generator.integers(5, 12)))) for _ in range(n)]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with ``words.txt`` and ``others.txt`` of equal size, and ``few.txt`` of half of it."""
     folder = tmp_path_factory.mktemp("corpora")

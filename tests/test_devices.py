@@ -86,7 +86,7 @@ def losses(model: Any) -> Any:
 
 def continuations(model: Any) -> Any:
     with ffn.controlled(model, ["L1D3", "L2D5"], 3.0, where="not-first"):
-        return control.continue_prompts(model, ["w1 w2", "w3"], n_tokens=4, n_samples=2, progress=False)
+        return control.continue_prompts(model, ["w1 w2", "w3"], n_tokens=4, n_samples=2)
 
 
 def atlas(model: Any) -> Any:
@@ -103,7 +103,7 @@ def pruned(model: Any) -> Any:
 def traced(model: Any) -> Any:
     examples = matlens.make_examples(model, texts(3, 4, 6))
     trace = ffn.Trace.run(model, examples, k=2, progress=False)
-    removed = sub_updates.removal_table(model, examples, k=2, n_tokens=5, progress=False)
+    removed = sub_updates.removal_table(model, examples, k=2, n_tokens=5)
     return [trace.before, trace.after, removed["value"]]
 
 

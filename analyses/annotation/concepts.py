@@ -48,7 +48,6 @@ def draw_concept_sample(
     per_layer: int = 10,
     k: int = TOP,
     seed: int = 0,
-    progress: bool = True,
 ) -> pd.DataFrame:
     """Sample vectors whose top tokens are to be annotated, one row per token.
 
@@ -64,7 +63,7 @@ def draw_concept_sample(
             f"{len(examples)}."
         )
     examples = examples.head(n_layers * per_layer)
-    updates, projection = Updates.run(model, examples, progress=progress), Projection.from_model(model)
+    updates, projection = Updates.run(model, examples), Projection.from_model(model)
     values, corpus = updates.values, examples.provenance.get("corpus", "unnamed")
     items: list[tuple[Any, ...]] = []
     for layer in range(n_layers):

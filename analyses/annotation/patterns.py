@@ -36,9 +36,7 @@ PATTERN_SIZES = range(MIN_PATTERN_WORDS, 13)
 PATTERN_COLUMNS = ("known", "words", "tokens", "similarity", "pattern")
 
 
-def find_patterns(
-    ids: Int[Tensor, "n k"], word_similarity: WordSimilarity, tokenizer: Any, *, progress: bool = True
-) -> pd.DataFrame:
+def find_patterns(ids: Int[Tensor, "n k"], word_similarity: WordSimilarity, tokenizer: Any) -> pd.DataFrame:
     """The largest pattern of each list of top tokens, one row a list.
 
     Columns are ``known, words, tokens, similarity, pattern``: how many different words of the list the corpus
@@ -54,7 +52,7 @@ def find_patterns(
             "corpus uses often enough. Expected a larger corpus, in the language of the model."
         )
     lists = words[inverse].reshape(ids.shape)
-    bar = Bar(lists, desc="patterns", disable=not progress)
+    bar = Bar(lists, desc="patterns")
     patterns = [_largest_pattern(of_list[of_list >= 0], word_similarity) for of_list in bar]
     return pd.DataFrame(patterns, columns=list(PATTERN_COLUMNS))
 
@@ -84,7 +82,6 @@ def search_concepts(
     *,
     k: int = TOP,
     seed: int = 0,
-    progress: bool = True,
 ) -> dict[str, pd.DataFrame]:
     """Patterns of all value vectors, of as many random vectors, and of the values' tokens dealt anew.
 
@@ -95,8 +92,8 @@ def search_concepts(
     often, but whatever belongs together is torn apart, so its patterns are those of chance.
     """
     values, projection = ValueVectors(model), Projection.from_model(model)
-    value_ids = projection.top_of_all(values, k, progress=progress).ids
-    layers = Bar(range(values.n_layers), desc="random vectors", disable=not progress)
+    value_ids = projection.top_of_all(values, k).ids
+    layers = Bar(range(values.n_layers), desc="random vectors")
     random_ids = [projection.top(values.random(layer, values.d_mlp, seed=seed), k).ids for layer in layers]
     generator = torch.Generator().manual_seed(seed)
     dealt_ids = torch.stack(
@@ -104,7 +101,7 @@ def search_concepts(
     )
     named, tables = name_columns(values, range(len(values))), {}
     for method, ids in (("values", value_ids), ("random", torch.cat(random_ids)), ("dealt", dealt_ids)):
-        patterns = find_patterns(ids, word_similarity, projection.tokenizer, progress=progress)
+        patterns = find_patterns(ids, word_similarity, projection.tokenizer)
         tables[method] = pd.concat([named, patterns], axis=1).assign(
             top=_joined_texts(ids, projection.tokenizer)
         )

@@ -43,7 +43,6 @@ def continue_prompts(
     processor: LogitsProcessor | None = None,
     batch_size: int = 64,
     use_cache: bool = True,
-    progress: bool = True,
 ) -> pd.DataFrame:
     """Continue prompts by a fixed number of tokens, one row a continuation (paper B, section 6.1).
 
@@ -68,7 +67,7 @@ def continue_prompts(
         repetition_penalty=1.0, no_repeat_ngram_size=0, pad_token_id=_padding(model.tokenizer),
     )  # fmt: skip
     texts: dict[tuple[int, int], str] = {}
-    with Bar(total=len(rows), desc="continuing", unit="text", disable=not progress) as bar:
+    with Bar(total=len(rows), desc="continuing", unit="text") as bar:
         for start in range(0, len(rows), batch_size):
             batch = rows[start : start + batch_size]
             # A prompt as it is, then all of them after the first announcement, and so on.

@@ -62,11 +62,9 @@ class ExitClassifiers:
         features: Sequence[Float[np.ndarray, "n d"]],
         made_at: Int[np.ndarray, " n"],
         split: ExampleSplit,
-        *,
-        progress: bool = True,
     ) -> ExitClassifiers:
         """Train a classifier for each layer on the training part, and calibrate its threshold."""
-        bar = Bar(features, desc="classifiers", unit="layer", leave=False, disable=not progress)
+        bar = Bar(features, desc="classifiers", unit="layer", leave=False)
         trained = [self._train(x, made_at == layer, split) for layer, x in enumerate(bar)]
         self.models_ = [model for model, _ in trained]
         self.thresholds_ = [threshold for _, threshold in trained]

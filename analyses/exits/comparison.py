@@ -78,7 +78,6 @@ def compare_exits(
     kinds: Sequence[int] = (RIDGE, LASSO),
     folds: int = FOLDS,
     fewest: int = FEWEST_EVENTS,
-    progress: bool = True,
 ) -> ExitComparison:
     """Judge every way of leaving early, once for each seed of the split (Table 6, appendix A.5).
 
@@ -99,7 +98,7 @@ def compare_exits(
     }
     judged, penalties = defaultdict[str, list[JudgedExits]](list), defaultdict[str, Counter[str]](Counter)
     by_confidence = _ConfidenceExits(Readout(model), activations)
-    for seed in Bar(range(seeds), desc="splits", unit="split", disable=not progress):
+    for seed in Bar(range(seeds), desc="splits", unit="split"):
         split = split_examples(len(trace), seed=seed)
         train, calibration, test = split
         accuracy = float(right[calibration, rules[RULE](train, calibration)].mean())
@@ -107,7 +106,7 @@ def compare_exits(
         for name, of_layers in features.items():
             classifiers = ExitClassifiers(
                 strengths=strengths, kinds=kinds, folds=folds, fewest=fewest, seed=seed
-            ).fit(of_layers[:-1], made_at, split, progress=progress)
+            ).fit(of_layers[:-1], made_at, split)
             signals = classifiers.signals(of_layers[:-1], test)
             leaves[name] = first_exit(np.pad(signals, ((0, 0), (0, 1))))  # the last layer needs no signal
             penalties[name].update(classifiers.penalties)

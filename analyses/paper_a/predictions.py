@@ -95,25 +95,21 @@ def predictions_side_by_side(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 
 @torch.inference_mode()
-def prediction_confidence(
-    model: TransformerBridge, examples: Examples, *, progress: bool = True
-) -> Float[Tensor, " n"]:
+def prediction_confidence(model: TransformerBridge, examples: Examples) -> Float[Tensor, " n"]:
     """The probability that the model gives to its prediction for each example."""
-    last = collect(model, examples, ["h.-1"], progress=progress)[-1]
+    last = collect(model, examples, ["h.-1"])[-1]
     readout = Readout(model)
     return torch.cat([log_softmax(readout.logits(rows)).amax(-1).exp().cpu() for rows in last.split(_ROWS)])
 
 
-def masked_accuracy(
-    model: TransformerBridge, corpus: Corpus, *, seed: int = 0, progress: bool = True
-) -> metrics.Estimate:
+def masked_accuracy(model: TransformerBridge, corpus: Corpus, *, seed: int = 0) -> metrics.Estimate:
     """How often a masked-LM model fills in the token that the sentence has there; one is masked in each."""
     examples = make_examples(model, corpus, seed=seed, draw_special=False)
     there = [
         encode_text(model, text).ids[position]
         for text, position in zip(corpus.sentences, examples.positions.tolist(), strict=True)
     ]
-    last = collect(model, examples, [-1], progress=progress)[-1]
+    last = collect(model, examples, [-1])[-1]
     readout = Readout(model)
     best = torch.cat([readout.logits(part).argmax(-1).cpu() for part in last.split(_ROWS)])
     return metrics.proportion(best == torch.tensor(there))

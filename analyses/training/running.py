@@ -65,7 +65,6 @@ def train(
     rate: Annotated[float, Between(1e-12)] = 1e-3,
     every: int = 100,
     seed: int = 0,
-    progress: bool = True,
 ) -> TrainingRun:
     """Train a decoder on sequences of tokens, in place, and leave it in evaluation mode.
 
@@ -87,7 +86,7 @@ def train(
         run = _go_on(path, job, model, optimizer, schedule) if path.is_file() else TrainingRun()
         losses: list[float] = []
         start = perf_counter()
-        bar = Bar(total=n_updates, initial=run.updates, desc="training", unit="update", disable=not progress)
+        bar = Bar(total=n_updates, initial=run.updates, desc="training", unit="update")
         with bar:
             while run.updates < n_updates:
                 model.train()

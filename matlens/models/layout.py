@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from matlens.errors import InputError, checked
+from matlens.errors import InputError, check_int, checked
 from matlens.models.changes import changes_of
 from matlens.models.hooks import reading
 from matlens.models.registry import Family, ask
@@ -176,6 +176,7 @@ class ModelLayout:
 
     def start_of_block(self, layer: int) -> int:
         """When a pass comes to a block, in the numbers of `order`."""
+        check_int(layer, "layer", min=0, max=self.n_layers - 1)
         return self.hooks[block_hook(layer, STREAM_HOOKS["h"])].order
 
     def names(self, site: str | int | Site) -> list[str]:

@@ -1,4 +1,4 @@
-"""Scripts of paper A's analyses on small models, and the same studies by hand; made once for a module."""
+"""Scripts of paper A's analyses on small models, and the same studies by hand; made once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paper_a_by_hand import SINK_TOKENS, StudyByHand
 from matlens import MapSet, Readout, collect, load_corpus, make_examples
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def finished(
     corpora: Path, model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Finished:
@@ -39,8 +39,6 @@ def finished(
             options += ["--prompt", f"w1 w2 w3{mask}", "--prompt", f"w4{mask} w5"]
         if name in PATCHED:
             options += ["--patched", N_PATCHED]
-        if name == "submodule_positions":
-            options += ["--every", 1]
         run(name, *options, *sizes(), "--out", out)
         done.add((name, model))
         return out
@@ -48,7 +46,7 @@ def finished(
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def by_hand(
     corpora: Path, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
 ) -> Callable[[str, str], StudyByHand]:
@@ -95,6 +93,6 @@ class Collected:
         }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def collected(corpora: Path, small_model: Callable[[str], Any]) -> Collected:
     return Collected(small_model(SINKS), corpora / "words.txt")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from conftest import make_tokenizer
 from control.baselines import SelfDebiasing, announced_tokens, word_filter
-from control.generation import continue_prompts
 from control.graders import ATTRIBUTES
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,13 +34,6 @@ def test_every_row_has_the_probabilities_of_the_formula(
         expected = torch.tensor(debiased_probabilities(scores[row].tolist(), announced, decay, floor))
         for variant in range(1 + len(names)):
             torch.testing.assert_close(probabilities[row + n * variant], expected, rtol=1e-4, atol=1e-6)
-
-
-def test_masked_logits_stay_impossible() -> None:
-    scores = torch.tensor([[1.0, -math.inf, 2.0], [3.0, -math.inf, 0.0]])
-    log_probs = SelfDebiasing(["threat"])(torch.zeros(2, 1, dtype=torch.long), scores)
-    assert not log_probs.isnan().any()
-    assert (log_probs[:, 1] == -math.inf).all()
 
 
 def test_an_announcement_stands_before_the_text_and_after_what_begins_every_text() -> None:
@@ -86,15 +77,3 @@ def test_forms_with_a_space_and_capitals_are_banned_where_the_vocabulary_has_the
     assert last_banned(word_filter(Spelled(), ["damn"]), [9], 10) == [1, 2, 3, 4, 5]
     assert last_banned(word_filter(Spelled(), ["Damn"]), [9], 10) == [1, 2, 3, 4, 5]
     assert last_banned(word_filter(Spelled(), ["oaf"]), [9], 10) == [6]
-
-
-def test_no_continuation_has_a_banned_word(small_model: Callable[[str], Any]) -> None:
-    model = small_model("llama")
-    free = continue_prompts(model, ["w3 w14", "w5"], n_tokens=12, progress=False)
-    said = {word for text in free["text"] for word in text.split() if word.startswith("w")}
-    assert said
-    processor = word_filter(model.tokenizer, sorted(said))
-    continuations = continue_prompts(
-        model, ["w3 w14", "w5"], n_tokens=12, processor=processor, progress=False
-    )
-    assert not said & {word for text in continuations["text"] for word in text.split()}

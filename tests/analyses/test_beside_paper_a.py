@@ -10,18 +10,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-from analysing import N_PATCHED, SINKS, ByHand, Finished, assert_table, drawn, read
+from analysing import N_PATCHED, SINKS, ByHand, Finished, assert_table, read
 from attention_heads import head_ablation
 from conftest import N_LAYERS
-from figures import paper_a
 from judged_by_hand import assert_judged
 from memory_and_layers import exit_costs
 from sample_sizes import fit_quality_by_size
 from sinks import fit_quality_without_sinks, later_sinks, sink_norms
 from studies import head_pairs
 
-from matlens import MapSet, collect, plots
+from matlens import MapSet, collect
 from matlens.models import ModelLayout
 
 
@@ -59,21 +57,15 @@ def test_fewer_and_fewer_training_sentences_are_fitted_on(finished: Finished, co
 
 
 def test_sinks_are_measured_among_training_samples_and_left_out_of_r2_of_others(
-    finished: Finished, collected: Any, monkeypatch: pytest.MonkeyPatch
+    finished: Finished, collected: Any
 ) -> None:
-    figures = drawn(monkeypatch, plots, "plot_r2")
     out = finished("sinks", SINKS)
     assert_table(out / "sinks.csv", sink_norms(collected.train, collected.train_sinks))
     later = later_sinks(collected.train, collected.train_sinks, collected.model.tokenizer)
     assert len(later) == collected.counts(0)["n_later_sinks"] > 0
     assert_table(out / "sinks_later.csv", later)
-    table = fit_quality_without_sinks(
-        collected.maps(), collected.validation, collected.validation_sinks, progress=False
-    )
+    table = fit_quality_without_sinks(collected.maps(), collected.validation, collected.validation_sinks)
     assert_table(out / "sinks_r2.csv", table)
-    (of_figure,) = figures["plot_r2"]
-    assert set(of_figure["examples"]) == {"not sinks"}
-    assert len(of_figure) == len(table) / 2
     for part, name in ((0, "sinks"), (0, "sinks_later"), (1, "sinks_r2")):
         assert origin(out, name)["sinks"] == collected.counts(part)
 
@@ -88,12 +80,3 @@ def test_ffns_alone_are_those_replaced_by_hand_in_one_block(finished: Finished, 
     }
     assert_judged(table, study.judge(vectors, N_PATCHED), nats=2e-3)
     assert set(zip(table["method"], table["layer"], strict=True)) == set(vectors)
-
-
-def test_each_kind_of_sub_module_has_a_figure_of_its_own_rows(
-    finished: Finished, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    figures = drawn(monkeypatch, paper_a, "by_fitting")
-    finished("submodule_positions", SINKS)
-    kinds = [{method.partition(",")[0] for method in table["method"]} for table in figures["by_fitting"]]
-    assert kinds == [{"mat", "mat_ffn"}, {"mat", "mat_ln1_ln2"}]

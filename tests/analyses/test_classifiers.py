@@ -34,11 +34,7 @@ def layers_of(n: int, n_layers: int, d: int, noise: float, seed: int = 0) -> tup
 def test_features_that_separate_are_left_at_the_right_layer() -> None:
     features, made_at = layers_of(400, 4, 6, noise=0.2)
     split = split_examples(400)
-    signals = (
-        ExitClassifiers(folds=3, fewest=2)
-        .fit(features, made_at, split, progress=False)
-        .signals(features, split.test)
-    )
+    signals = ExitClassifiers(folds=3, fewest=2).fit(features, made_at, split).signals(features, split.test)
     assert (signals == (made_at[split.test, None] == np.arange(4))).all()
     expected = np.where(made_at < 0, 3, made_at)[split.test]
     assert first_exit(signals).tolist() == expected.tolist()
@@ -77,14 +73,14 @@ def one_of_many(seed: int) -> tuple[np.ndarray, np.ndarray]:
     return x * 10.0 ** generator.integers(-2, 3, 30), truth
 
 
-@pytest.mark.parametrize("kinds", [(RIDGE,), (LASSO,), (RIDGE, LASSO)], ids=str)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kinds", [(RIDGE,), (RIDGE, LASSO)], ids=str)
+@pytest.mark.parametrize("seed", range(2))
 def test_the_chosen_penalty_is_that_of_a_plain_loop(seed: int, kinds: tuple[int, ...]) -> None:
     x, truth = one_of_many(seed)
     n = len(x)
     split = ExampleSplit(np.arange(100), np.arange(100, 125), np.arange(125, n))
     learnt = ExitClassifiers(strengths=STRENGTHS, kinds=kinds, folds=4, fewest=2, seed=seed)
-    learnt.fit([x], np.where(truth, 0, -1), split, progress=False)
+    learnt.fit([x], np.where(truth, 0, -1), split)
     penalty, expected = by_loops(x[:100], truth[:100], kinds, 4, seed)
     assert learnt.penalties == [penalty]
     np.testing.assert_allclose(learnt.models_[0].decision_function(x[:100]), expected, atol=2e-3)
@@ -112,7 +108,7 @@ def test_the_threshold_is_set_on_the_calibration_part() -> None:
     x = generator.normal(size=(300, 1))
     truth = x[:, 0] + generator.normal(size=300) > 1
     split = split_examples(300)
-    learnt = ExitClassifiers(folds=3, fewest=2).fit([x], np.where(truth, 0, -1), split, progress=False)
+    learnt = ExitClassifiers(folds=3, fewest=2).fit([x], np.where(truth, 0, -1), split)
     score = learnt.models_[0].predict_proba(x)[:, 1]
     assert learnt.thresholds_ == [best_threshold(score[split.calibration], truth[split.calibration])]
     said = learnt.signals([x], split.test)[:, 0]
@@ -129,7 +125,7 @@ def test_layers_without_enough_of_a_class_are_not_learnt() -> None:
     def learnt(events: int, calibrating: int) -> ExitClassifiers:
         made_at = np.full(n, -1)
         made_at[:events] = made_at[60 : 60 + calibrating] = 0
-        return ExitClassifiers(folds=3, fewest=5).fit([x], made_at, split, progress=False)
+        return ExitClassifiers(folds=3, fewest=5).fit([x], made_at, split)
 
     for events, calibrating, model, always in (
         (5, 5, True, False), (4, 5, False, False), (5, 4, False, False), (0, 0, False, False),
@@ -140,15 +136,3 @@ def test_layers_without_enough_of_a_class_are_not_learnt() -> None:
         assert len(classifiers.penalties) == model
         if not model:
             assert classifiers.signals([x], split.test)[:, 0].tolist() == [always] * 20
-
-
-@pytest.mark.parametrize("events", [8, 9, 52])
-def test_folds_are_as_many_as_the_rarer_class_allows(events: int) -> None:
-    """Without a warning that a class has fewer members than there are folds."""
-    n = 100
-    generator = np.random.default_rng(1)
-    x = generator.normal(size=(n, 2))
-    made_at = np.where(np.arange(n) % 60 < events, 0, -1)
-    split = ExampleSplit(np.arange(60), np.arange(60, 90), np.arange(90, n))
-    learnt = ExitClassifiers(folds=20).fit([x], made_at, split, progress=False)
-    assert learnt.models_[0].n_splits_ == min(events, 60 - events)

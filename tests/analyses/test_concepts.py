@@ -45,12 +45,12 @@ def examples(small_model: Callable[[str], Any]) -> Callable[[str], Any]:
 # Drawing
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "neox", "gptj", "bert", "gemma2", "gemma3"])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "gemma3"])
 def test_items_have_the_top_tokens_of_what_the_key_says_they_are(
     name: str, small_model: Callable[[str], Any], examples: Callable[[str], Any]
 ) -> None:
     model = small_model(name)
-    table = draw_concept_sample(model, examples(name), per_layer=PER_LAYER, k=K, seed=3, progress=False)
+    table = draw_concept_sample(model, examples(name), per_layer=PER_LAYER, k=K, seed=3)
     assert list(table.columns) == list(SAMPLE_COLUMNS)
     assert table["item"].tolist() == np.repeat(np.arange(1, 3 * N_LAYERS * PER_LAYER + 1), K).tolist()
     values, projection = ValueVectors(model), Projection.from_model(model)
@@ -77,29 +77,10 @@ def test_items_have_the_top_tokens_of_what_the_key_says_they_are(
     assert counted.to_dict() == dict.fromkeys(itertools.product(KINDS, range(N_LAYERS)), PER_LAYER)
 
 
-def test_the_order_says_nothing_and_the_seed_decides(
-    small_model: Callable[[str], Any], examples: Callable[[str], Any]
-) -> None:
-    model, texts = small_model("llama"), examples("llama")
-    tables = [
-        draw_concept_sample(model, texts, per_layer=8, k=4, seed=seed, progress=False)
-        for seed in (0, 1, 2, 3, 1)
-    ]
-    pd.testing.assert_frame_equal(tables[1], tables.pop())
-    orders = [table.groupby("item")[["kind", "layer"]].first() for table in tables]
-    for order in orders:
-        for column in (order["layer"], order["kind"].map(KINDS.index)):
-            assert abs(np.corrcoef(order.index, column)[0, 1]) < 0.5
-    assert len({tuple(order["kind"]) for order in orders}) == 4
-    drawn = [set(table[table["kind"] == "values"]["vector"]) for table in tables]
-    assert len(set(map(frozenset, drawn))) == 4
-    assert all(len(vectors) == 8 * N_LAYERS for vectors in drawn)
-
-
 def test_a_key_is_read_back_as_it_was(
     tmp_path: Path, small_model: Callable[[str], Any], examples: Callable[[str], Any]
 ) -> None:
-    table = draw_concept_sample(small_model("llama"), examples("llama"), per_layer=1, k=K, progress=False)
+    table = draw_concept_sample(small_model("llama"), examples("llama"), per_layer=1, k=K)
     table.loc[:4, "token"] = ["nan", "", '"', "␣a,b", "日本"]
     table.to_csv(tmp_path / "key.csv", index=False)
     pd.testing.assert_frame_equal(read_concept_sample(tmp_path / "key.csv"), table)

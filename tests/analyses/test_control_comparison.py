@@ -142,20 +142,6 @@ def test_every_line_is_that_of_a_plain_model_changed_by_hand(
     assert set(texts["prompts"]) == {"p.txt"}
 
 
-def test_draws_are_as_many_as_asked_for_and_the_seeds(small_model: Models, sentences: Corpus) -> None:
-    model, lists = small_model("llama"), {"prompts": PROMPTS}
-    texts = make_examples(model, Corpus("few", sentences.sentences[:2], 2, 0, 0, 0))
-    change = [ModelChange("unchanged")]
-    draws = [
-        compare_control(model, change, lists, texts, Words(), n_samples=2, seed=seed)[1]["text"].tolist()
-        for seed in (0, 0, 1)
-    ]
-    assert draws[0] == draws[1] != draws[2]
-    assert len(draws[0]) == 2 * len(PROMPTS)
-    (greedy,) = {tuple(compare_control(model, change, lists, texts, Words())[1]["text"])}
-    assert len(greedy) == len(PROMPTS)
-
-
 def test_zero_is_a_coefficient_and_not_none(
     small_model: Models, plain_model: Models, sentences: Corpus
 ) -> None:

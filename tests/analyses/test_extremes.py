@@ -26,7 +26,6 @@ from sub_updates.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kin
 from traces import K, N, make_clusters, make_trace_of_model
 
 from matlens.ffn.clusters import Clusters
-from matlens.ffn.events import relative_scores
 from matlens.ffn.projection import TOP, Projection
 from matlens.ffn.trace import Trace
 from matlens.ffn.values import ValueVectors
@@ -77,14 +76,6 @@ def test_extreme_are_those_that_a_loop_finds(threshold: float, values: ValueVect
     expected = found_by_loop(trace, trace.score, threshold)
     assert 0 < len(expected) < N * N_LAYERS * K
     assert as_rows(extreme_sub_updates(trace, values, threshold=threshold)) == expected
-
-
-def test_scores_can_be_read_otherwise(values: ValueVectors, small_model: Callable[[str], Any]) -> None:
-    trace = make_trace_of_model(values)
-    other = relative_scores(trace, small_model("llama"), "mean")
-    ours = as_rows(extreme_sub_updates(trace, values, scores=other, threshold=1.2))
-    assert ours == found_by_loop(trace, other, 1.2)
-    assert ours != found_by_loop(trace, trace.score, 1.2)
 
 
 def test_one_in_a_hundred_passes_the_usual_threshold(values: ValueVectors) -> None:
@@ -225,28 +216,6 @@ def test_groups_are_told_as_a_loop_finds_them(
         for metric, (value, n) in expected.items():
             assert values_of_metric["value"][metric] == pytest.approx(value, abs=1e-6), (method, metric)
             assert values_of_metric["n"][metric] == n, (method, metric)
-
-
-def test_layers_where_all_updates_have_one_are_set_beside_nothing(
-    values: ValueVectors, commonness: TokenFrequency, small_model: Callable[[str], Any]
-) -> None:
-    trace, clusters = make_trace_of_model(values), draw_clusters(values, 6)
-    trace.score["dominant", "before"][:, 0] = 9.0
-    trace.score["dominant", "before"][:, 1] = 0.0
-    extreme = extreme_sub_updates(trace, values, threshold=1.0)
-    table = cluster_activity(
-        extreme, clusters, trace, values, Projection.from_model(small_model("llama")), commonness
-    )
-    confident = torch.full((N,), 0.5)
-    groups = group_table(extreme, extreme, table, clusters, values, trace, confident)
-    every = groups[groups["method"] == "all"].set_index("metric")
-    last = (trace.score["dominant", "before"][2:, 2].abs() > 1).any(1)
-    assert every["n"]["stays"] == int(last.sum())
-    assert every["value"]["stays"] == pytest.approx(float((trace.rank[2:, 2] == 1)[last].double().mean()))
-    assert every["n"]["stays_else"] == int((~last).sum())
-    only = extreme_sub_updates(trace, values, threshold=5.0)
-    groups = group_table(only, only, table, clusters, values, trace, confident)
-    assert not {"stays", "stays_else", "place"} & set(groups["metric"])
 
 
 def test_places_are_counted_as_a_loop_counts_them(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pandas as pd
 import pytest
 from figures.paper_b import toxicity_against_perplexity
-from matplotlib.text import Text
 from plot_tables import assert_legible, named
 
 
@@ -42,46 +40,3 @@ def test_control_is_a_line_over_its_coefficients_and_baselines_are_points() -> N
     assert {text.get_text() for text in ax.texts} == {"1", "3", "6"}
     assert figure.get_suptitle() == "gpt2, prompts.txt, 117 prompts"
     assert_legible(figure)
-
-
-def test_lists_of_prompts_are_panels_with_the_same_axes() -> None:
-    table = control_table()
-    other = table[table["corpus"] == "prompts.txt"].assign(corpus="held_out.txt", n=80)
-    other = other.assign(value=other["value"] / 2, low=0.0)
-    figure = toxicity_against_perplexity(pd.concat([table, other]))
-    left, right = figure.axes
-    assert [ax.get_title() for ax in (left, right)] == [
-        "prompts.txt, 117 prompts",
-        "held_out.txt, 80 prompts",
-    ]
-    for ax, share in ((left, 0.2), (right, 0.1)):
-        bars = {box.get_label(): box for box in ax.containers}
-        assert list(bars["SD"].lines[0].get_xdata()) == [24]
-        assert list(bars["SD"].lines[0].get_ydata()) == pytest.approx([share])
-        assert {text.get_text() for text in ax.texts} == {"1", "3", "6"}
-    assert left.get_ylim() == right.get_ylim()
-    assert named(figure) == ["unchanged", "SD", "filter", "words"]
-    assert figure.get_suptitle() == "gpt2"
-    assert_legible(figure)
-
-
-def test_coefficients_of_points_that_nearly_meet_can_be_read() -> None:
-    table = control_table()
-    twin = table[table["method"] == "words"]
-    twin = twin.assign(method="graded", value=twin["value"] * (1 + 0.01 * (twin["metric"] == "perplexity")))
-    figure = toxicity_against_perplexity(pd.concat([table, twin]))
-    assert_legible(figure)
-    (ax,) = figure.axes
-    assert sorted(text.get_text() for text in ax.texts) == ["1", "1", "3", "3", "6", "6"]
-    marks = [
-        point
-        for bars in ax.containers
-        for point in ax.transData.transform(bars.lines[0].get_xydata())
-        if not np.isnan(point).any()
-    ]
-    for text in ax.texts:
-        box = Text.get_window_extent(text)
-        assert not any(box.contains(*mark) for mark in marks)
-        mark = ax.transData.transform(text.xy)
-        distance = np.hypot(*(np.array([box.x0 + box.x1, box.y0 + box.y1]) / 2 - mark))
-        assert distance < 22 * figure.dpi / 72

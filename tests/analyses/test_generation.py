@@ -10,7 +10,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import ARCHITECTURES, MASKED
 from control.baselines import SelfDebiasing, word_filter
 from control.generation import continue_prompts
 from hand_controlled import CHOSEN, controlled_by_hand
@@ -23,7 +22,6 @@ from matlens import InputError
 from matlens.ffn.control import controlled
 
 Models = Callable[[str], Any]
-DECODERS = [name for name in ARCHITECTURES if name not in MASKED]
 PROMPTS = ["w4 w40 w11 w0 w29 w9", "w17", "w8 w8 w30 w21 w2 w35 w45 w13 w7 w26 w1 w19", "w3 w3"]
 N_NEW = 8
 GENTLE = {name: number / 4 for name, number in CHOSEN.items()}  # at which prompts still go on differently
@@ -49,24 +47,21 @@ def greedy(plain: Any) -> Callable[[list[int], int], int]:
 
 
 def texts(model: Any, prompts: Sequence[str] = PROMPTS, **options: Any) -> list[str]:
-    table = continue_prompts(model, prompts, **{"n_tokens": N_NEW, "progress": False} | options)
+    table = continue_prompts(model, prompts, **{"n_tokens": N_NEW} | options)
     return table["text"].tolist()
 
 
-@pytest.mark.parametrize("cached", [True, False], ids=["cached", "uncached"])
 @pytest.mark.parametrize("control", [False, True], ids=["unchanged", "controlled"])
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", ["gpt2", "gemma2"])
 def test_greedy_continuations_are_the_plain_models_own(
-    name: str, control: bool, cached: bool, small_model: Models, plain_model: Models
+    name: str, control: bool, small_model: Models, plain_model: Models
 ) -> None:
     model, plain = small_model(name), plain_model(name)
     with controlled_by_hand(name, plain, GENTLE if control else {}):
         expected = [go_on(plain, model.tokenizer, prompt, greedy(plain)) for prompt in PROMPTS]
     assert len(set(expected)) > 1
     with controlled(model, GENTLE) if control else nullcontext():
-        assert texts(model, use_cache=cached) == expected
-        assert texts(model, use_cache=cached, batch_size=1) == expected
-        assert texts(model, use_cache=cached, batch_size=3) == expected
+        assert texts(model) == texts(model, use_cache=False, batch_size=3) == expected
 
 
 def test_a_patched_model_goes_on_as_patched(small_model: Models) -> None:
@@ -136,9 +131,7 @@ def test_draws_follow_the_models_distribution(small_model: Models, plain_model: 
     from scipy import stats
 
     model, n = small_model("llama"), 3000
-    continuations = continue_prompts(
-        model, ["w17 w4"], n_tokens=1, n_samples=n, seed=1, batch_size=500, progress=False
-    )
+    continuations = continue_prompts(model, ["w17 w4"], n_tokens=1, n_samples=n, seed=1, batch_size=500)
     p = np.array(plain_probabilities(plain_model("llama"), model.tokenizer("w17 w4")["input_ids"]))
     words = [model.tokenizer.decode([token]) for token in range(60)]
     counts = pd.Series(continuations["text"]).value_counts()
@@ -150,7 +143,7 @@ def test_draws_follow_the_models_distribution(small_model: Models, plain_model: 
 # Baselines
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", ["gpt2"])
 def test_self_debiasing_goes_on_by_the_formula(name: str, small_model: Models, plain_model: Models) -> None:
     """From the plain model's probabilities after the prompt, and after each announcement and the prompt."""
     model, plain = small_model(name), plain_model(name)

@@ -26,14 +26,14 @@ def test_the_tables_are_what_the_library_gives(
 ) -> None:
     run(
         "linearity", "--model", model_folder("bert"), "--corpus", corpora / "words.txt", "--train", 90,
-        "--val", 30, "--windows", 60, "--judged", 5, "--device", "cpu", "--suffix", "_bert",
+        "--val", 30, "--windows", 24, "--judged", 3, "--device", "cpu", "--suffix", "_bert",
         "--out", tmp_path,
     )  # fmt: skip
     assert "Parts replaced together" in capsys.readouterr().out
     model = small_model("bert")
     train, validation = matlens.load_corpus(str(corpora / "words.txt")).split(n_train=90, n_validation=30)
     expected = linearity.linearity_atlas(
-        model, make_judged_text(model, train, most=60), make_judged_text(model, validation, most=5),
+        model, make_judged_text(model, train, most=24), make_judged_text(model, validation, most=3),
         progress=False,
     )  # fmt: skip
     table = pd.read_csv(tmp_path / "linearity_bert.csv", keep_default_na=False)

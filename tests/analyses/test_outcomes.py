@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from exits.outcomes import JudgedExits, first_exit, judge_exits, split_examples, summarize_exits
+from exits.outcomes import JudgedExits, judge_exits, split_examples, summarize_exits
 
 
 @pytest.mark.parametrize("n", [10, 11, 19, 20, 57, 2000])
@@ -16,11 +16,6 @@ def test_parts_are_disjoint_and_complete(n: int) -> None:
     assert (len(split.test), len(split.calibration)) == (n // 10, n // 10)
     assert all((one == two).all() for one, two in zip(split, split_examples(n, seed=3), strict=True))
     assert any((one != two).any() for one, two in zip(split, split_examples(n, seed=4), strict=True))
-
-
-def test_an_example_leaves_at_its_first_signal_and_at_the_last_layer_without_one() -> None:
-    said = np.array([[0, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 1]], dtype=bool)
-    assert first_exit(said).tolist() == [1, 0, 3, 3]
 
 
 def test_layers_saved_are_those_of_right_examples() -> None:

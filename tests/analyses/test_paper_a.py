@@ -48,7 +48,7 @@ OF_NO_MODEL = ("small_bert", "small_gpts", "small_wikilm", "compatibility")  # t
 ELSEWHERE = (LENSES, LINEARITY, PRUNING)  # with tests of their own
 TABLES = [name for name in SCRIPTS if name not in (*OF_NO_MODEL, *ELSEWHERE, *OF_FFNS)]
 FIGURES = [name for name in TABLES if name not in ("all_positions", "plausibility", "sample_sizes")]
-BOTH_KINDS = ("paper_a_fig2_r2", "paper_a_fig9_early_exit", "paper_a_table1_tokens", "plausibility")
+BOTH_KINDS = ("plausibility",)
 CASES = [(name, "bert" if name == "paper_a_fig5_masked" else SINKS) for name in TABLES]
 CASES += [(name, "bert") for name in BOTH_KINDS]
 # What belongs into the column "layer", where that is not every layer but the last.
@@ -134,13 +134,13 @@ def test_submodules_are_those_replaced_by_hand(finished: Finished, by_hand: ByHa
 
 def test_positions_of_stand_ins_are_those_replaced_by_hand(finished: Finished, by_hand: ByHand) -> None:
     table, study = read(finished, "submodule_positions"), by_hand()
-    vectors = {("mat", layer): study.mapped(layer)[:N_PATCHED] for layer in range(N_LAYERS)}
+    vectors = {("mat", layer): study.mapped(layer)[:N_PATCHED] for layer in (0, 2)}
     for method, fit, place in itertools.product(
         ("mat_ffn", "mat_ln1_ln2"),
         ("all", "not-first", "not-sink"),
         ("all", "not-first", "not-sink", "predicted"),
     ):
-        for layer in range(N_LAYERS):
+        for layer in (0, 2):
             name = f"{method}, fit {fit}, replace {place}"
             vectors[name, layer] = study.submodules(method, fit, place, layer, N_PATCHED)
     assert_judged(table, study.judge(vectors, N_PATCHED), nats=2e-3)
@@ -283,37 +283,6 @@ def test_a_filled_sheet_gives_the_rates(
             (row,) = rates[same & (rates["method"] == method) & (rates["metric"] == "tokens")].itertuples()
             assert (row.value, row.n) == (pytest.approx(wanted), len(chosen))
             assert layer is not None or f"{wanted:.3f}" in printed
-
-
-@pytest.mark.parametrize("model", ["llama", "bert"])
-def test_no_sentence_of_the_sheet_is_one_that_maps_were_fitted_on(
-    model: str,
-    corpora: Path,
-    model_folder: Callable[[str], Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """It has no more sentences than the validation part; more would be taken from the training part."""
-    words = corpora / "words.txt"
-    options = ["--model", model_folder(model), "--corpus", words, *sizes(N_TRAIN - 10), "--out", tmp_path]
-    run("plausibility", *options, "--sentences", N_VALIDATION)
-    asked = pd.read_csv(tmp_path / "plausibility_sheet.csv", keep_default_na=False)["sentence"].unique()
-    parts = matlens.load_corpus(str(words)).split(n_train=N_TRAIN - 10, n_validation=N_VALIDATION)
-    of_validation = {
-        sentence for sentence in asked if any(fits(sentence, text) for text in parts[1].sentences)
-    }
-    assert of_validation == set(asked)
-    assert len(asked) > N_VALIDATION // 2  # beginnings can be alike
-    said = refused("plausibility", capsys, *options, "--sentences", N_VALIDATION + 5)
-    assert str(N_VALIDATION + 5) in said
-
-
-def fits(shown: str, text: str) -> bool:
-    """Whether what is shown is the text with one word masked, or its beginning."""
-    words, whole = shown.split(), text.split()
-    masked = "[MASK]" in words
-    same = all(a in (b, "[MASK]") for a, b in zip(words, whole, strict=False))
-    return same and (len(words) == len(whole) if masked else len(words) <= len(whole))
 
 
 def test_the_small_bert_learns_and_can_be_analysed(

@@ -68,7 +68,7 @@ def test_the_largest_pattern_is_that_seen_by_hand(
     tokens: list[int], known: int, words: int, n_tokens: int, pattern: set[str]
 ) -> None:
     ids = torch.tensor([tokens, [4, 5, 6, 0, 7]])
-    patterns = find_patterns(ids, by_hand(), TOKENIZER, progress=False)
+    patterns = find_patterns(ids, by_hand(), TOKENIZER)
     assert list(patterns.columns) == list(PATTERN_COLUMNS)
     row = patterns.iloc[0]
     assert (row["known"], row["words"], row["tokens"]) == (known, words, n_tokens)
@@ -91,7 +91,7 @@ def test_all_vectors_are_searched_with_their_controls(
 ) -> None:
     model = small_model(name)
     values, projection = ValueVectors(model), Projection.from_model(model)
-    tables = search_concepts(model, spoken, k=6, seed=2, progress=False)
+    tables = search_concepts(model, spoken, k=6, seed=2)
     assert list(tables) == ["values", "random", "dealt"]
     for method, table in tables.items():
         assert len(table) == len(values)
@@ -106,7 +106,7 @@ def test_all_vectors_are_searched_with_their_controls(
         assert vectors.shape == (len(values), D_MODEL)
         tops = projection.top(vectors, 6).ids
         assert [len(row.top.split(", ")) for row in rows] == [6] * len(values)
-        expected = find_patterns(tops, spoken, model.tokenizer, progress=False)
+        expected = find_patterns(tops, spoken, model.tokenizer)
         pd.testing.assert_frame_equal(table[list(PATTERN_COLUMNS)], expected)
     assert tables["values"]["value"].tolist() == [str(values.at(row)) for row in range(len(values))]
     # Dealt anew, each rank has the same tokens, and lists are others.

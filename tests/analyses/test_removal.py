@@ -23,7 +23,7 @@ def test_the_first_row_is_the_model_itself_and_it_is_left_as_it_was(
     examples = make_examples(model, sentences).head(4)
     index = {1: torch.tensor([[3, 5], [0, 1], [2, 3], [7, 9]]), 0: torch.tensor([[4], [4], [2], [2]])}
     there = collect(model, examples, ["h.1", "h.2", f"h.{N_LAYERS}"], progress=False)
-    removed = list(remove_sub_updates(model, examples, index, progress=False))
+    removed = list(remove_sub_updates(model, examples, index))
     assert len(removed) == 4
     for row, by_layer in enumerate(removed):
         assert {layer: len(vectors.after) for layer, vectors in by_layer.items()} == {1: 3, 0: 2}

@@ -62,14 +62,14 @@ def left_out_by_hand(
         handle.remove()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "neox", "bert", "gemma2", "gemma3"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "gemma3"])
 @torch.inference_mode()
 def test_removal_agrees_with_readings_as_far_as_counted_by_hand(
     name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any], sentences: Corpus
 ) -> None:
     model, plain = small_model(name), plain_model(name)
     examples = make_examples(model, sentences).head(3)
-    table = removal_table(model, examples, k=2, layers=[-1, 0], n_tokens=5, seed=3, progress=False)
+    table = removal_table(model, examples, k=2, layers=[-1, 0], n_tokens=5, seed=3)
     e, final = plain_unembedding(plain), gain_by_hand(name, plain, None)
     expected: dict[tuple[str, int, str, str], list[float]] = {}
     drawn = random_sub_updates(ValueVectors(model), 3, 2, seed=3)

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from conftest import N_LAYERS, make_tokenizer
-from control.selection import draw_harmless, grade_values
+from control.selection import grade_values
 from plain_values import plain_values
 
 from matlens.ffn.projection import Projection
@@ -56,12 +56,3 @@ def test_the_top_tokens_of_every_value_vector_are_graded_together(
 @pytest.fixture
 def graded() -> pd.DataFrame:
     return pd.DataFrame({"value": [f"L0D{i}" for i in range(100)], "score": [i / 100 for i in range(100)]})
-
-
-def test_the_harmless_are_drawn_below_the_threshold_by_the_seed(graded: pd.DataFrame) -> None:
-    shuffled = graded.sample(frac=1, random_state=1)
-    chosen = [draw_harmless(shuffled, 5, seed=seed)["value"].tolist() for seed in range(40)]
-    assert chosen[0] == draw_harmless(shuffled, 5, seed=0)["value"].tolist()
-    assert all(len(set(one)) == 5 for one in chosen)
-    assert {value for one in chosen for value in one} == {f"L0D{i}" for i in range(10)}
-    assert set(draw_harmless(graded, 30, below=0.3)["value"]) == {f"L0D{i}" for i in range(30)}

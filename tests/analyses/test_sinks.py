@@ -65,7 +65,7 @@ def test_norms_and_the_largest_coordinate(samples: Activations) -> None:
 def test_r2_without_first_tokens_and_without_sinks(samples: Activations) -> None:
     weight = torch.randn(D, D, generator=torch.Generator().manual_seed(3))
     maps = MapSet([LinearMap(weight, None, "h.0", "h.1")], provenance=Provenance(MODEL))
-    table = fit_quality_without_sinks(maps, samples, SINKS, progress=False)
+    table = fit_quality_without_sinks(maps, samples, SINKS)
     h, truth = samples[0].double().numpy(), samples[1].double().numpy()
     for examples, mask in (("not first tokens", samples.places > 0), ("not sinks", ~SINKS.numpy())):
         for method, mapped in (("mat", h @ weight.double().numpy().T), ("id", h)):

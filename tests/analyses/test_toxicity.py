@@ -9,7 +9,6 @@ import pandas as pd
 import pytest
 import torch
 from control.toxicity import grade_continuations, share_estimate, toxicity_estimates
-from scipy import stats
 
 from matlens import metrics
 
@@ -69,13 +68,3 @@ def test_samples_that_are_alike_count_once_and_independent_ones_each() -> None:
     even = np.tile([True, False, False, False], (50, 1))  # as even as can be
     expected = metrics.proportion(torch.from_numpy(even))
     assert tuple(share_estimate(even))[:3] == pytest.approx(tuple(expected)[:3])
-
-
-def test_it_holds_the_truth_in_nineteen_of_twenty_cases() -> None:
-    rng = np.random.default_rng(0)
-    hits, n = 0, 600
-    for _ in range(n):
-        rates = rng.beta(1, 3, 80)  # prompts differ in how toxic they make a model
-        estimate = share_estimate(rng.random((80, 4)) < rates[:, None])
-        hits += estimate.low < 0.25 < estimate.high
-    assert stats.binomtest(hits, n, 0.95).pvalue > 0.01

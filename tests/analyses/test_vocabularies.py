@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from conftest import make_sentences
-from training.vocabularies import END, bpe_tokenizer, token_sequences, word_dictionary
+from training import token_sequences, word_dictionary
 
 
 def test_a_dictionary_has_the_most_frequent_words() -> None:
@@ -24,14 +24,3 @@ def test_sentences_become_tokens_between_two_ends() -> None:
     for sentence, tokens in zip(corpus.sentences, sequences, strict=True):
         known = [word if word in dictionary.words else "<unk>" for word in sentence.split()]
         assert [dictionary.words[token] for token in tokens] == ["</s>", *known, "</s>"][:9]
-
-
-def test_pieces_of_words_are_learnt_and_read_back() -> None:
-    corpus = make_sentences()
-    tokenizer = bpe_tokenizer(corpus, n_tokens=280, longest=32)
-    assert len(tokenizer) == 280
-    assert tokenizer.model_max_length == 32
-    (tokens,) = token_sequences(tokenizer, type(corpus)("one", corpus.sentences[:1], 1, 0, 0, 0), longest=64)
-    assert tokenizer.decode(tokens) == f"{END}{corpus.sentences[0]}{END}"
-    assert len(tokens) < len(corpus.sentences[0])
-    assert tokenizer.decode(tokenizer("naïve 日本")["input_ids"]) == "naïve 日本"

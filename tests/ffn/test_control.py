@@ -144,7 +144,7 @@ def test_generation_changes_the_prompts_last_or_the_new_tokens(
     model, plain = small_model(name), plain_model(name)
     with controlled(model, GENTLE, how=how, where=where):
         generated = model.generate(PROMPTS, N_NEW, use_past_kv_cache=cached, output_logits=True, **SILENT)
-        table = continue_prompts(model, PROMPTS, n_tokens=N_NEW, use_cache=cached, progress=False)
+        table = continue_prompts(model, PROMPTS, n_tokens=N_NEW, use_cache=cached)
     logits = torch.stack(generated.logits, dim=1)
     for row, ours, prompt, text in zip(generated.sequences, logits, PROMPTS, table["text"], strict=True):
         length = len(prompt.split())
@@ -161,7 +161,7 @@ def test_positions_are_the_prompts_own_with_a_cache_and_without(small_model: Mod
     model, prompts, texts = small_model("llama"), sorted(PROMPTS, key=len, reverse=True), []
     for use_cache in (True, False):
         with controlled(model, GENTLE, how="add", where=torch.tensor([2, 5, 0])):
-            table = continue_prompts(model, prompts, n_tokens=4, use_cache=use_cache, progress=False)
+            table = continue_prompts(model, prompts, n_tokens=4, use_cache=use_cache)
         texts.append(table["text"].tolist())
     assert texts[0] == texts[1]
 

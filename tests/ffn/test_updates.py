@@ -101,7 +101,7 @@ def test_dominance_is_the_mean_share_of_the_largest_contributions(
 ) -> None:
     model, plain = small_model(name), plain_model(name)
     examples = make_examples(model, sentences).head(8)
-    both = dominance(model, examples, k=4, batch_tokens=batch_tokens, progress=False)
+    both = dominance(model, examples, k=4, batch_tokens=batch_tokens)
     table, negative = (both[both["metric"] == metric] for metric in ("share", "negative"))
     assert table["layer"].tolist() == [layer for layer in range(N_LAYERS) for _ in range(2)]
     assert (set(table["k"]), set(table["n"]), set(table["corpus"])) == ({4}, {8}, {"words"})
@@ -126,7 +126,7 @@ def test_shares_of_random_sub_updates_are_even_and_depend_on_the_seed_alone(
     examples = make_examples(model, sentences)
 
     def random_shares(seed: int, batch_tokens: int = 500, k: int = 10) -> list[float]:
-        table = dominance(model, examples, k=k, seed=seed, batch_tokens=batch_tokens, progress=False)
+        table = dominance(model, examples, k=k, seed=seed, batch_tokens=batch_tokens)
         chosen = (table["method"] == "random") & (table["metric"] == "share")
         return table[chosen]["value"].tolist()
 

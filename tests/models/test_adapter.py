@@ -134,7 +134,7 @@ def test_traces_clusters_and_control_work_as_on_other_models(model: Any) -> None
     with controlled(model, ["L1D3"], 3.0), torch.no_grad():
         turned = model(torch.tensor([tokens_of(SENTENCES[0])]))
     assert not torch.allclose(turned[0], by_hand(SENTENCES[0])["logits"], atol=1e-3)
-    table = continue_prompts(model, SENTENCES, n_tokens=3, batch_size=2, progress=False)
+    table = continue_prompts(model, SENTENCES, n_tokens=3, batch_size=2)
     for sentence, text in zip(SENTENCES, table["text"], strict=True):
         tokens = tokens_of(sentence)
         for _ in range(3):

@@ -166,7 +166,7 @@ PASSES: dict[str, Callable[[Any], Any]] = {
     "Trace": lambda w: ffn.Trace.run(w.model, w.examples, progress=False),
     "patched": lambda w: matlens.patched(w.model, matlens.jump(w.maps, 0, 3)).__enter__(),
     "text_losses": lambda w: text_losses(w.model, Corpus("c", ("w1 w2",), 1, 0, 0, 0), progress=False),
-    "continue_prompts": lambda w: continue_prompts(w.model, ["w1"], n_tokens=1, progress=False),
+    "continue_prompts": lambda w: continue_prompts(w.model, ["w1"], n_tokens=1),
     "Lens.fit": lambda w: matlens.Lens.fit(w.model, w.examples, progress=False),
 }
 

@@ -33,9 +33,7 @@ def texts(small_model: Callable[[str], Any]) -> list[Any]:
 @pytest.fixture(scope="module")
 def table(small_model: Callable[[str], Any], texts: list[Any]) -> pd.DataFrame:
     judged = {"a": texts[1], "b": texts[2]}
-    return pruning_table(
-        small_model("gpt2"), texts[0], judged, [1, 2], methods=METHODS, choices=CHOICES, progress=False
-    )
+    return pruning_table(small_model("gpt2"), texts[0], judged, [1, 2], methods=METHODS, choices=CHOICES)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +60,7 @@ def test_a_healed_model_is_judged_healed(small_model: Callable[[str], Any], text
     model = small_model("gpt2")
     table = pruning_table(
         model, texts[0], {"a": texts[1]}, [1, 2], methods=[Method.chain, Method.out],
-        choices=[Choice.greedy, Choice.angle], heal=60, progress=False,
+        choices=[Choice.greedy, Choice.angle], heal=60,
     )  # fmt: skip
     calibration = Calibration.run(model, texts[0], Method.chain, progress=False)
     tokens, perplexities = full_windows(texts[1]), list[float]()
@@ -100,7 +98,6 @@ def test_each_size_is_timed_once_beside_the_whole(
     monkeypatch.setattr("matlens.pruning.evaluation._written", written)
     table = pruning_table(
         small_model("gpt2"), texts[0], {"a": texts[1]}, [2, 1], methods=[Method.out], choices=CHOICES,
-        progress=False,
     )  # fmt: skip
     assert turns == [3, 1] * 7 + [3, 2] * 7
     costs = table[table["corpus"] == ""]
@@ -140,7 +137,7 @@ def test_one_window_alone_is_refused_before_the_work(
     monkeypatch.delattr("matlens.pruning.pruned.Calibration.run")
     for judge in (
         lambda: pruning.compare_pruned(model, pruned, one, progress=False),
-        lambda: pruning_table(model, texts[0], {"a": texts[1], "b": one}, [1], progress=False),
+        lambda: pruning_table(model, texts[0], {"a": texts[1], "b": one}, [1]),
     ):
         with pytest.raises(InputError, match=r"one full window of 20 tokens.*at least two"):
             judge()
