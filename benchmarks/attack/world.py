@@ -18,7 +18,6 @@ from tokenizers import models as tokenizer_models
 import matlens
 from matlens import (
     data,
-    explorer,
     ffn,
     lens,
     linear,
@@ -162,7 +161,7 @@ WRITERS: dict[str, Callable[[World, Path], Any]] = {
 # Which of them a parameter is given.
 _READ = {
     "MapSet.load.folder": "maps", "io.verify.folder": "maps", "Lens.load.folder": "lens",
-    "load_lens.folder": "lens", "Activations.load.folder": "activations", "Trace.load.folder": "trace",
+    "Activations.load.folder": "activations", "Trace.load.folder": "trace",
     "Clusters.load.folder": "clusters", "StoredLeastSquares.folder": "moments",
 }  # fmt: skip
 RECIPES: dict[str, Callable[[World], Any]] = {
@@ -217,7 +216,6 @@ RECIPES: dict[str, Callable[[World], Any]] = {
     "starts_with": lambda _: "blocks",
     "r2": lambda _: torch.eye(4),
     **dict.fromkeys(("validations",), lambda w: dict.fromkeys(("all", "not-first"), w["MapSet"])),
-    "changes": lambda _: [explorer.Change("value", "L0D1", 3.0)],
     "save.path": lambda w: w.fresh("figure.html"),
     **dict.fromkeys(("submodule_pairs.names",), lambda _: ["attn"]),
     **dict.fromkeys(("ValueVector.index", "column"), lambda _: 2),

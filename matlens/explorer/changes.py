@@ -1,4 +1,4 @@
-"""The original model compared with a modified one: the next token, and how the prompt goes on."""
+"""The original model compared with a modified one: the next token, and the continuation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from matlens.data.readers import check_decoder
-from matlens.errors import InputError, PositiveInt, check_choice, check_int, check_number, checked, short
+from matlens.errors import InputError, PositiveInt, check_choice, check_number, checked, short
 from matlens.ffn.control import controlled
 from matlens.ffn.values import ValueName, ValueVector
 from matlens.linear.mapsets import MapSet
@@ -34,13 +34,14 @@ _SUBMODULES: Mapping[str, Callable[[MapSet, int, int], list[Replacement]]] = {
 KINDS = {  # what they are called, and an example of what is changed
     "value": ("coefficient of a value vector", "L3D12"),
     "jump": ("jump over blocks", "4-8"),
-    "mat": ("map in the place of blocks", "4-8"),
+    "mat": ("map instead of blocks", "4-8"),
     "attn": ("no attention in blocks", "7 or 4-8"),
     "ffn": ("no FFN in blocks", "7 or 4-8"),
-    "mat_attn": ("map in the place of attention", "7 or 4-8"),
-    "mat_ffn": ("map in the place of the FFN", "7 or 4-8"),
-    "mat_ln1_ln2": ("maps in the place of the norms", "7 or 4-8"),
+    "mat_attn": ("map instead of attention", "7 or 4-8"),
+    "mat_ffn": ("map instead of the FFN", "7 or 4-8"),
+    "mat_ln1_ln2": ("maps instead of the norms", "7 or 4-8"),
 }
+_BEST = 10  # tokens of an outcome
 _RANGE = re.compile(r"([0-9]{1,4})(?:\s*-\s*([0-9]{1,4}))?")
 
 
@@ -52,12 +53,11 @@ class Change:
     Attributes
     ----------
     kind
-        ``"value"`` sets the coefficient of a value vector; ``"jump"`` leaves blocks out, and ``"mat"`` puts
-        one map in their place; ``"attn"`` and ``"ffn"`` make a sub-module write nothing, and ``"mat_attn"``,
-        ``"mat_ffn"`` and ``"mat_ln1_ln2"`` put its map in its place.
+        ``"value"`` sets the coefficient of a value vector; ``"jump"`` skips blocks, and ``"mat"`` replaces
+        them by one map; ``"attn"`` and ``"ffn"`` set the output of a sub-module to zero, and ``"mat_attn"``,
+        ``"mat_ffn"`` and ``"mat_ln1_ln2"`` replace it by its map.
     which
-        A name such as ``"L3D12"``; or blocks such as ``"4-8"``, of which the first is changed and the last is
-        the first that is not, or the number of one.
+        A name such as ``"L3D12"``; or one block, or blocks such as ``"4-8"``, 8 excluded.
     value
         The coefficient.
     """
@@ -73,7 +73,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a model predicts behind a prompt, with probabilities, and how it goes on."""
+    """The most probable next tokens of a prompt, with probabilities, and its continuation."""
 
     tokens: list[tuple[str, float]]
     continuation: str
@@ -86,56 +86,36 @@ def compare_changes(
     changes: Sequence[Change],
     *,
     maps: Sequence[MapSet] = (),
-    k: int = 10,
     n_tokens: PositiveInt = 20,
     proceed: Callable[[], None] | None = None,
 ) -> tuple[Outcome, Outcome]:
-    """What a model predicts as it is, and changed.
+    """Outcomes of a prompt with the original and with the modified model.
 
-    Parameters
-    ----------
-    model, prompt
-        A decoder, and a text that it goes on with.
-    changes
-        What is changed, all at once.
-    maps
-        Sets with the maps that are put in the place of blocks and sub-modules, see `offered_maps`.
-    k, n_tokens
-        How many tokens are listed, and how many the continuation has.
-    proceed
-        Called between two steps; what it raises ends the work.
-
-    Raises
-    ------
-    InputError
-        The prompt cannot be read, or a change is none of this model or touches what another changes.
+    ``maps`` are sets with maps to use in place of blocks and sub-modules, see `offered_maps`. ``proceed`` is
+    called between two steps; an exception from it ends the work.
     """
-    check_int(k, "k", min=1, max=model.cfg.d_vocab_out)
     kinds = [change for change in changes if change.kind != "value"]
-    wanted = [replacement for change in kinds for replacement in _replacements(model, change, maps)]
+    replacements = [replacement for change in kinds for replacement in _replacements(model, change, maps)]
     coefficients: dict[ValueName, float] = {}
     for change in changes:
         if change.kind == "value":
             vector = ValueVector.parse(change.which)
             if vector in coefficients:
-                raise InputError(f"The coefficient of {vector} is set twice. Expected one value for each.")
+                raise InputError(f"The coefficient of {vector} is set twice.")
             coefficients[vector] = change.value
     outcomes = []
     for changed in (False, True):
         with ExitStack() as stack:
-            if changed and wanted:
-                stack.enter_context(patched(model, wanted))
+            if changed and replacements:
+                stack.enter_context(patched(model, replacements))
             if changed and coefficients:
                 stack.enter_context(controlled(model, coefficients))
-            outcomes.append(_outcome(model, prompt, k, n_tokens, proceed or (lambda: None)))
+            outcomes.append(_outcome(model, prompt, n_tokens, proceed or (lambda: None)))
     return outcomes[0], outcomes[1]
 
 
 def offered_maps(maps: Sequence[MapSet]) -> dict[str, list[str]]:
-    """What each kind of change has maps for: blocks such as ``"4-8"``, or numbers of single blocks.
-
-    Nothing is read for it but the names of the sites that the maps come from and go to.
-    """
+    """The blocks that each kind of change has maps for, such as ``"4-8"`` or ``"7"``."""
     offers: dict[str, list[str]] = {kind: [] for kind in ("mat", *_SUBMODULES)}
     for of_set in maps:
         pairs = [(Site.read(source), Site.read(target)) for source, target in of_set]
@@ -178,25 +158,22 @@ def _blocks(which: str, n: int) -> tuple[int, int]:
     last = first + 1 if ends is None or ends[2] is None else int(ends[2])
     if not 0 <= first < last <= n:
         raise InputError(
-            f"{short(which)} is neither a block nor a range of layers. Expected 0 to {n - 1}, or such as "
-            f"4-8, up to 0-{n}."
+            f"which must be a block from 0 to {n - 1}, or a range up to 0-{n}, got {short(which)}."
         )
     return first, last
 
 
 def _no_map(what: str) -> InputError:
-    return InputError(f"There is no map {what}. Expected one of those that were given with the maps.")
+    return InputError(f"There is no map {what}.")
 
 
 @torch.inference_mode()
-def _outcome(
-    model: TransformerBridge, prompt: str, k: int, n_tokens: int, proceed: Callable[[], None]
-) -> Outcome:
+def _outcome(model: TransformerBridge, prompt: str, n_tokens: int, proceed: Callable[[], None]) -> Outcome:
     ids = torch.tensor([encode_text(model, prompt).ids], device=model.cfg.device)
     proceed()
     text = _continuation(model, ids, n_tokens)
     proceed()
-    best = log_softmax(model(ids, return_type="logits")[0, -1].float()).exp().topk(k)
+    best = log_softmax(model(ids, return_type="logits")[0, -1].float()).exp().topk(_BEST)
     texts = map(visible, token_texts(model.tokenizer, best.indices.tolist()))
     return Outcome(list(zip(texts, best.values.tolist(), strict=True)), visible(text))
 

@@ -1,4 +1,4 @@
-"""A prompt through the lenses of a model, with the sub-updates that made each cell, as a page."""
+"""A prompt through the lenses of a model, with the sub-updates of each cell, as a page."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from matlens.plots.pages import LensCells, PromptPage, UpdateCells
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-_PROMOTED = 5  # tokens of each sub-update
+_BEST, _PROMOTED = 10, 5  # tokens of each cell, and of each sub-update
 _READ = {
     "plain": "Value vectors are read as E v, without the final norm.",
     "head": "Value vectors are read through the linear parts of the model's head.",
 }
-_LAYERS_LEFT_OUT = "Layers that a lens has no map of are left out."
-_ROOM = 900_000  # bytes, before base64, that tokens which are followed through all cells may take
-_FEWEST, _MOST = 6, 64  # tokens that are followed
+_WITHOUT_MAP = "Layers without a map in a lens are not shown."
+_FOLLOWED_BYTES = 900_000  # before base64, for tokens that are followed through all cells
+_MIN_FOLLOWED, _MAX_FOLLOWED = 6, 64
 
 
 @checked
@@ -51,42 +51,32 @@ def explore(
     lenses: Sequence[Lens | MapSet] = (),
     *,
     pins: Sequence[str | int] = (),
-    k: int = 10,
     dominant: PositiveInt = DOMINANT,
     read: Literal["plain", "head"] = "plain",
     proceed: Callable[[], None] | None = None,
     progress: bool = True,
 ) -> PromptPage:
-    """Look at a prompt layer by layer: what lenses read everywhere, and the sub-updates that wrote it.
+    """A page of a prompt layer by layer: what lenses predict everywhere, and the dominant sub-updates.
 
     Parameters
     ----------
     model
-        A model, as `matlens.load` gives it.
+        A model, as `matlens.load` returns it.
     prompt
         A text; for masked-LM models with one mask in it.
     lenses
-        Lenses of the model besides ``id``, which is always there; of a set of maps those onto the last layer.
+        Lenses next to ``id``, which is always included; of a set of maps those to the last layer.
     pins
-        Tokens to follow through all cells and to begin with: words that are one token each, or numbers. By
-        default what the model predicts behind the prompt.
-    k
-        How many of the most probable tokens are kept in each cell.
+        Tokens to follow through all cells: words of one token, or ids. By default the model's prediction.
     dominant
-        How many sub-updates of each FFN are kept at each token.
+        Number of sub-updates of each FFN at each token.
     read
         How value vectors are read: ``"plain"``, ``E v`` as in paper B, or ``"head"``, through the linear
         parts of the model's head.
     proceed
-        Called between two steps; what it raises ends the work.
+        Called between two steps; an exception from it ends the work.
     progress
         Whether to show bars.
-
-    Raises
-    ------
-    InputError
-        The prompt cannot be read, a pin is no token, a lens is of another model, or ``k`` or ``dominant`` is
-        less than 1 or more than there are.
     """
     check_choice(read, ("plain", "head"), "read")
     go_on = proceed or (lambda: None)
@@ -94,7 +84,7 @@ def explore(
     named = _named([logit_lens, *(_sharing(logit_lens, lens) for lens in lenses)])
     named["id"] = named.pop("id")  # a page opens on the first
     readout, last = logit_lens.on_readout, logit_lens.n_layers
-    check_int(k, "k", min=1, max=readout.d_vocab)
+    k = min(_BEST, readout.d_vocab)
     asked = [_token_id(pin, readout.tokenizer, readout.d_vocab) for pin in pins]
     examples = make_prompts(model, [prompt])
     layers = sorted(set.intersection(*(set(lens.layers) for lens in named.values())) | {last})
@@ -107,9 +97,9 @@ def explore(
     tokens = torch.from_numpy(examples.tokens).long()
     place = int(examples.positions[0])
     final = readout.logits(vectors[-1]).topk(k).indices.cpu()
-    # As many tokens are followed as keep the page of a long prompt one that can be sent.
+    # The number of followed tokens keeps the page of a long prompt small.
     each = len(tokens) * (8 * len(layers) * len(named) + (last if has_values else 0) * (4 + dominant))
-    n_followed = max(min(max(_ROOM // each, _FEWEST), _MOST), len(set(asked)))
+    n_followed = max(min(max(_FOLLOWED_BYTES // each, _MIN_FOLLOWED), _MAX_FOLLOWED), len(set(asked)))
     wanted = dict.fromkeys([*asked, *tokens_of_interest(final, tokens, place)])
     followed = torch.tensor([*wanted][:n_followed])
     cells: dict[str, LensCells] = {}
@@ -124,7 +114,7 @@ def explore(
         updates = dominant_cells(of_prompt, projection, followed, dominant, go_on, progress=progress)
     shown = [tokens.numpy(), followed.numpy(), *(of_lens.ids for of_lens in cells.values())]
     texts = texts_of(readout.tokenizer, shown if updates is None else [*shown, updates.promoted])
-    notes = [_READ[read], *([_LAYERS_LEFT_OUT] if len(layers) <= last else [])]
+    notes = [_READ[read], *([_WITHOUT_MAP] if len(layers) <= last else [])]
     return PromptPage(
         activations.provenance.identity.name, visible(prompt), tokens.numpy(), layers, cells,
         followed.numpy(), texts, updates, list(dict.fromkeys(asked)) or final[place, :2].tolist(), notes,
@@ -133,13 +123,7 @@ def explore(
 
 @checked
 def load_lens(folder: str | Path) -> Lens:
-    """A lens from its folder, or from a folder of maps, of which those onto the last layer are one.
-
-    Raises
-    ------
-    InputError
-        The folder holds neither, or is damaged.
-    """
+    """A lens from its folder, or from a folder of maps, of which those to the last layer are one."""
     folder = Path(folder)
     holds = None
     with suppress(OSError):
@@ -148,14 +132,14 @@ def load_lens(folder: str | Path) -> Lens:
 
 
 def _sharing(logit_lens: Lens, lens: Lens | MapSet) -> Lens:
-    """A lens on the model of the logit lens, whose read-out it shares: making one takes seconds."""
+    """A lens with the read-out of the logit lens: another one would take seconds."""
     bare = Lens.from_maps(lens) if isinstance(lens, MapSet) else lens
     bare.provenance.check_same(logit_lens.provenance.identity, ours="the lens", theirs="the model")
     return replace(bare, readout=logit_lens.readout, model=logit_lens.model)
 
 
 def _named(lenses: Sequence[Lens]) -> dict[str, Lens]:
-    """Lenses by their methods; where two have the same one they are numbered."""
+    """Lenses by their methods, numbered if equal."""
     named: dict[str, Lens] = {}
     for lens in lenses:
         name, n = lens.method, 1
@@ -177,10 +161,7 @@ def dominant_cells(
     updates: Updates, projection: Projection, followed: Int[Tensor, " followed"], k: int,
     proceed: Callable[[], None], *, progress: bool,
 ) -> UpdateCells:  # fmt: skip
-    """Take the updates of all layers apart, and sum up what each part does to the followed tokens.
-
-    The projection has to be linear: effects of parts add up to that of the whole.
-    """
+    """Sub-updates of all layers with their effects on the followed tokens, by a linear projection."""
     values = updates.values
     words = Projection(projection.unembedding[followed], projection.tokenizer, projection.norm)
     parts: dict[str, list[np.ndarray]] = {}

@@ -1,8 +1,7 @@
-"""The pages of a model over a server on this machine: prompts are typed, and the model is changed.
+"""A server on this machine for the pages of a model: type prompts, and change the model.
 
-It listens on this machine alone, to who knows the token in its address. What another site makes a browser
-send is refused: the names of the host and of the page's origin have to be its own. One request is computed
-at a time; the others wait, and what nobody waits for any more is not computed.
+It listens on localhost and needs the token in its address. Requests of other sites are refused: host and
+origin have to be its own. One request is computed at a time; abandoned requests are not computed.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 HOST = "127.0.0.1"
-_LARGEST = 2**16  # bytes of a request
+_MAX_BYTES = 2**16  # of a request
 _WAITING = 32  # requests at once
-_PAGES = 32  # that are kept
-_POLL = 0.1  # seconds between two looks whether who asked is still there
-_LONGEST_PROMPT, _MOST_CHANGES = 8000, 32
+_PAGES = 32  # in memory
+_POLL = 0.1  # seconds between two checks for an abandoned request
+_MAX_PROMPT, _MAX_CHANGES = 8000, 32
 _COEFFICIENT = 3.0
 _HEADERS = {
     "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
@@ -44,7 +43,7 @@ _HEADERS = {
 
 
 class _Gone(Exception):
-    """Nobody waits for the answer."""
+    """The request was abandoned."""
 
 
 class _Refused(Exception):
@@ -55,32 +54,18 @@ class _Refused(Exception):
 
 @checked
 class LiveModel:
-    """A model behind a server; `application` is what uvicorn runs.
+    """A model behind a server: uvicorn runs its `application`; `address` is the page to open.
 
     Parameters
     ----------
     model
         The model, which nothing else may change meanwhile.
     lenses
-        Lenses and maps that prompts are read through, besides ``id``.
+        Lenses and maps that prompts are read through, next to ``id``.
     maps
-        Sets of maps that can be put in the place of blocks and sub-modules, see `offered_maps`.
-    port
-        Where the server listens.
-    token
-        The secret in its address; by default a new one.
-
-    Raises
-    ------
-    InputError
-        A lens or the maps are of another model, or there is no such port.
-
-    Attributes
-    ----------
-    address
-        The page to open.
-    port
-        Where the server listens.
+        Sets of maps to use in place of blocks and sub-modules.
+    port, token
+        The port, and the secret in the address, by default a new one.
     """
 
     def __init__(
@@ -143,12 +128,12 @@ class LiveModel:
     def _check_own(self, request: Request) -> None:
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         if host not in self._hosts:
-            raise _Refused(403, "This server answers on its own machine alone.")
+            raise _Refused(403, "This server answers on its own machine only.")
         if origin is not None and origin.removeprefix("http://") not in self._hosts:
-            raise _Refused(403, "This server answers its own page alone.")
+            raise _Refused(403, "This server answers its own page only.")
         token = request.path_params["token"]
         if not secrets.compare_digest(token.encode(), self._token.encode()):
-            raise _Refused(404, "There is nothing here. Open the address that the server has printed.")
+            raise _Refused(404, "Not found. Open the address that the server has printed.")
 
     async def _show(self, request: Request) -> Response:
         from starlette.responses import HTMLResponse
@@ -160,7 +145,7 @@ class LiveModel:
 
         page = self._pages.get(request.path_params["number"])
         if page is None:
-            raise _Refused(404, "This page is not kept any more. Look at the prompt again.")
+            raise _Refused(404, "This page has expired. Run the prompt again.")
         saved = {"Content-Disposition": 'attachment; filename="page.html"'}
         return HTMLResponse(page, headers=saved if "save" in request.query_params else None)
 
@@ -177,7 +162,7 @@ class LiveModel:
         return JSONResponse({"page": self._kept(page)})
 
     def _kept(self, page: str) -> str:
-        """Where a page can be asked for from now on; the oldest ones are let go."""
+        """Store a page, and drop the oldest; returns its path."""
         number = secrets.token_hex(8)
         self._pages[number] = page
         if len(self._pages) > _PAGES:
@@ -197,7 +182,7 @@ class LiveModel:
         return JSONResponse({"before": vars(before), "after": vars(after), "page": saved})
 
     async def _computed(self, request: Request, work: Callable[[Callable[[], None]], Any]) -> Any:
-        """Do some work when its turn has come, unless who asked has gone."""
+        """Do some work when its turn comes, unless the request is abandoned."""
         if self._waiting >= _WAITING:
             raise _Refused(503, "Too many requests are waiting. Try again in a moment.")
         gone = threading.Event()
@@ -227,7 +212,7 @@ class LiveModel:
 
 
 def live_page(model: str, offers: Mapping[str, Sequence[str]]) -> str:
-    """The page that asks for prompts and changes; ``offers`` is what there are maps for."""
+    """The page for prompts and changes; ``offers`` are those of `offered_maps`."""
     kinds = [
         {"kind": kind, "name": name, "example": example, "known": list(offers.get(kind, ()))}
         for kind, (name, example) in KINDS.items()
@@ -241,7 +226,7 @@ def live_page(model: str, offers: Mapping[str, Sequence[str]]) -> str:
 
 
 def compared_page(model: str, prompt: str, changes: Sequence[Change], before: Outcome, after: Outcome) -> str:
-    """What a prompt predicts as the model is and changed, as a page that needs nothing else."""
+    """A standalone page of the original and the modified outcome of a prompt."""
     listed = [
         f"{KINDS[change.kind][0]} {printable(change.which)}"
         + (f": {change.value:g}" if change.kind == "value" else "")
@@ -259,8 +244,8 @@ async def _content(request: Request) -> dict[str, Any]:
     body = b""
     async for part in request.stream():
         body += part
-        if len(body) > _LARGEST:
-            raise _Refused(413, f"The request is larger than {_LARGEST:,} bytes.")
+        if len(body) > _MAX_BYTES:
+            raise _Refused(413, f"The request is larger than {_MAX_BYTES:,} bytes.")
     try:
         content = parse_json(body.decode(), "the request")
     except (UnicodeError, InputError) as error:
@@ -272,17 +257,17 @@ async def _content(request: Request) -> dict[str, Any]:
 
 def _prompt(content: dict[str, Any]) -> str:
     prompt = content.get("prompt")
-    if not isinstance(prompt, str) or not 0 < len(prompt) <= _LONGEST_PROMPT:
-        raise _Refused(400, f"Expected a prompt, a text of at most {_LONGEST_PROMPT:,} characters.")
+    if not isinstance(prompt, str) or not 0 < len(prompt) <= _MAX_PROMPT:
+        raise _Refused(400, f"Expected a prompt, a text of at most {_MAX_PROMPT:,} characters.")
     if not prompt.isascii() and any("\ud800" <= character <= "\udfff" for character in prompt):
-        raise _Refused(400, "The prompt holds half of a surrogate pair. Expected a text.")
+        raise _Refused(400, "The prompt has half of a surrogate pair.")
     return prompt
 
 
 def _changes(content: dict[str, Any]) -> list[Change]:
     listed = content.get("changes", [])
-    if not isinstance(listed, list) or len(listed) > _MOST_CHANGES:
-        raise _Refused(400, f"Expected a list of at most {_MOST_CHANGES} changes.")
+    if not isinstance(listed, list) or len(listed) > _MAX_CHANGES:
+        raise _Refused(400, f"Expected a list of at most {_MAX_CHANGES} changes.")
     if not all(isinstance(change, dict) and set(change) <= {"kind", "which", "value"} for change in listed):
         raise _Refused(400, "Expected changes with a kind, which, and a value.")
     try:
@@ -292,13 +277,7 @@ def _changes(content: dict[str, Any]) -> list[Change]:
 
 
 def check_server() -> None:
-    """Refuse, before any work, where uvicorn and Starlette are not installed.
-
-    Raises
-    ------
-    InputError
-        They are not.
-    """
+    """Raise InputError if uvicorn or Starlette are not installed."""
     if find_spec("uvicorn") is None or find_spec("starlette") is None:
         raise InputError("The server needs Starlette and uvicorn: pip install 'matlens[serve]'.")
 

@@ -1,8 +1,7 @@
-"""Where value vectors are used: sentences of their largest coefficients, and how often they dominate.
+"""Max activating examples of value vectors, and how often they are dominant, in one pass over a corpus.
 
-One pass over a corpus, which keeps the best few sentences of each value vector and nothing else. The first
-token of a sentence is read but does not count: in most decoders it is an attention sink, whose coefficients
-are hundreds of times as large as all others and say nothing of it.
+The first token of a sentence is read but does not count: in most decoders it is an attention sink, whose
+coefficients are hundreds of times as large as all others.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 LONGEST = 64  # tokens of a sentence that are read
-_CHUNK = 256  # sentences between two times that what is known is stored
-_STEPS = 127  # of a coefficient, against the largest of its sentence that counts
+_CHUNK = 256  # sentences between two stored states
+_STEPS = 127  # of a coefficient, relative to the largest of its sentence
 _BATCH_TOKENS = 512
 
 
@@ -50,10 +49,7 @@ def max_activating_examples(
     model: TransformerBridge, examples: Examples, values: ValueVectors, folder: Path, *,
     n_best: int = 5, progress: bool = True,
 ) -> Usage:  # fmt: skip
-    """Run sentences of at most 64 tokens through a model once, and keep those that use each vector most.
-
-    The state is stored in the folder from time to time, so that an interrupted call resumes.
-    """
+    """The sentences with the largest coefficients of each vector; resumes in the folder."""
     usage = Usage(values.n_layers, n_best, values.d_mlp)
     provenance = Provenance(values.identity, examples.provenance, examples.fingerprint)
     request = {"provenance": provenance.to_json(), "n_best": n_best}

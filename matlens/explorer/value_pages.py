@@ -1,7 +1,7 @@
-"""All value vectors of a model as pages: static files that any server serves, and a disk as well.
+"""All value vectors of a model as static pages, which also work when opened from a disk.
 
-A browser lets a page that is opened from a disk run scripts next to it, and fetch nothing. So every part of
-the data is a script that hands its content over by name, and is asked for when it is needed.
+A browser lets a page opened from a disk load scripts next to it, and fetch nothing. So every part of the data
+is a script that passes its content by name, and is loaded when it is needed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from matlens.data.corpus import Corpus
 from matlens.data.examples import Examples
 from matlens.data.making import make_examples
-from matlens.errors import InputError, PositiveInt, check_int, checked, printable
+from matlens.errors import InputError, check_int, checked, printable
 from matlens.explorer.usage import Usage, max_activating_examples, shortened
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.projection import Projection
@@ -35,10 +35,12 @@ if TYPE_CHECKING:
 
 HOLDS = "pages of value vectors"
 INDEX = "index.html"
-_BLOCK = 256  # value vectors in one script
-_SENTENCES = 1024  # sentences in one script
-_TOKENS = 1024  # tokens whose value vectors are listed in one script
-_IN_LISTS = 5  # top tokens of a vector where many vectors are listed
+_BLOCK = 256  # value vectors per script
+_SENTENCES = 1024  # sentences per script
+_TOKENS = 1024  # tokens per script that lists their value vectors
+_IN_LISTS = 5  # top tokens per vector in lists of vectors
+_SHOWN, _SEARCHED = 10, 30  # tokens of a vector that are shown, and in which a token is searched
+_BEST = 5  # sentences per vector
 _USAGE = "usage"
 
 
@@ -49,62 +51,33 @@ def write_value_pages(
     *,
     corpus: Corpus | None = None,
     clusters: Clusters | None = None,
-    k: int = 10,
-    among: int = 30,
     neighbours: int = 8,
-    n_best: PositiveInt = 5,
     progress: bool = True,
 ) -> Path:
-    """Write the pages of all value vectors of a model; open ``index.html`` in the folder.
+    """Write pages of all value vectors of a model into a folder; returns the page to open.
 
-    A killed call goes on where it was; a finished folder is looked through and left as it is.
+    An interrupted call resumes; a finished folder is checked and left as it is.
 
     Parameters
     ----------
-    model
-        The model.
-    folder
-        Where the pages are written.
+    model, folder
+        The model, and the folder of the pages.
     corpus
-        Sentences to look for uses of the vectors in, at most 64 tokens of each. Without one the pages show
-        none.
+        Sentences in which uses of the vectors are found, the first 64 tokens of each.
     clusters
         Clusters of the model's value vectors.
-    k
-        How many top and bottom tokens of each vector are shown.
-    among
-        Among how many top tokens of each vector a token is found.
     neighbours
-        How many vectors that point most the same way are shown. The cosines of all pairs are computed, which
-        of half a million vectors takes hours: 0 leaves them out.
-    n_best
-        How many sentences of each vector are shown.
-    progress
-        Whether to show bars.
-
-    Returns
-    -------
-    path
-        The page to open.
-
-    Raises
-    ------
-    InputError
-        The model has no value vectors or no unembedding, the clusters are of another model, a number is out
-        of range, the folder belongs to another job, or a file in it is not what was written.
+        Number of nearest vectors to show. The cosines of all pairs are computed, which takes hours for half a
+        million vectors; 0 skips them.
     """
     values, plain = ValueVectors(model), Projection.from_model(model)
-    d_vocab = len(plain.unembedding)
-    check_int(k, "k", min=1, max=d_vocab)
-    check_int(among, "among", min=k, max=d_vocab)
     check_int(neighbours, "neighbours", min=0, max=len(values) - 1)
     if clusters is not None:
         clusters.provenance.check_same(values.identity, ours="the clusters", theirs="the value vectors")
         if len(clusters.labels) != len(values):
-            raise InputError(f"There are clusters of {len(clusters.labels)} vectors, not of {len(values)}.")
+            raise InputError(f"clusters must be of {len(values)} vectors, got {len(clusters.labels)}.")
     request = {
-        "provenance": Provenance(values.identity).to_json(), "k": k, "among": among,
-        "neighbours": neighbours, "best": n_best if corpus is not None else None,
+        "provenance": Provenance(values.identity).to_json(), "neighbours": neighbours,
         "corpus": None if corpus is None else corpus.fingerprint,
         "clusters": None if clusters is None else clusters.provenance.to_json(),
     }  # fmt: skip
@@ -117,15 +90,15 @@ def write_value_pages(
             if corpus is not None:
                 examples = shortened(make_examples(model, corpus))
                 usage = max_activating_examples(
-                    model, examples, values, artifact.folder / _USAGE, n_best=n_best, progress=progress
+                    model, examples, values, artifact.folder / _USAGE, n_best=_BEST, progress=progress
                 )
             projections = {"plain": plain}
             if hasattr(model, "ln_final"):
                 projections["norm"] = Projection.after_norm(model)
-            pages = _Pages(artifact, values, projections, request, examples, usage)
+            pages = _Pages(artifact, values, projections, neighbours, examples, usage)
             top = np.concatenate(list(pages.write_layers(progress)))
             pages.write_lists(top, clusters)
-            page = _index_page(values, among, corpus, clusters)
+            page = _index_page(values, corpus, clusters)
             artifact.write_text(INDEX, page)
             for layer in range(values.n_layers):
                 artifact.remove(_name(layer))
@@ -135,17 +108,17 @@ def write_value_pages(
     return artifact.folder / INDEX
 
 
-def _index_page(values: ValueVectors, among: int, corpus: Corpus | None, clusters: Clusters | None) -> str:
+def _index_page(values: ValueVectors, corpus: Corpus | None, clusters: Clusters | None) -> str:
     """The page that finds and shows value vectors."""
     model, name = values.identity.name, None if corpus is None else corpus.name
     data = {
         "model": model, "nLayers": values.n_layers, "dMlp": values.d_mlp, "block": _BLOCK,
-        "sentences": _SENTENCES, "tokens": _TOKENS, "among": among, "corpus": name,
+        "sentences": _SENTENCES, "tokens": _TOKENS, "among": _SEARCHED, "corpus": name,
         "nClusters": 0 if clusters is None else len(clusters),
     }  # fmt: skip
     return assemble(
         "values.html", "values.js", title=f"Value vectors of {model}", data=data, sources=["'self'"],
-        model=printable(model), corpus=None if name is None else printable(name), among=among,
+        model=printable(model), corpus=None if name is None else printable(name), among=_SEARCHED,
         n_vectors=f"{len(values):,}",
     )  # fmt: skip
 
@@ -155,11 +128,10 @@ class _Pages:
 
     def __init__(
         self, artifact: Artifact, values: ValueVectors, projections: dict[str, Projection],
-        request: dict[str, Any], examples: Examples | None, usage: Usage | None,
+        neighbours: int, examples: Examples | None, usage: Usage | None,
     ) -> None:  # fmt: skip
         self._artifact, self._values, self._projections = artifact, values, projections
-        self._k, self._among, self._neighbours = (request[name] for name in ("k", "among", "neighbours"))
-        self._examples, self._usage = examples, usage
+        self._neighbours, self._examples, self._usage = neighbours, examples, usage
 
     def write_layers(self, progress: bool) -> Iterator[np.ndarray]:
         """Write the value vectors of each layer, and yield their top tokens."""
@@ -185,13 +157,13 @@ class _Pages:
         return True
 
     def _write(self, name: str, content: Any) -> Path:
-        """Write a script that hands a part of the data over."""
+        """Write a script that passes a part of the data."""
         text = f"matlensShard({embedded_json(name)},{embedded_json(content)});\n"
         self._artifact.write_text(f"{name}.js", text)
         return self._artifact.folder / f"{name}.js"
 
     def _write_layer(self, layer: int, units: Tensor | None) -> list[Path]:
-        """Write the files of a layer, and its top tokens beside."""
+        """Write the files of a layer, and its top tokens."""
         vectors = self._values.layer(layer)
         lists = {
             (reading, side): extremes
@@ -205,8 +177,8 @@ class _Pages:
             content: dict[str, Any] = {
                 "lists": [
                     {
-                        "reading": reading, "side": side, "ids": packed(ids[part, : self._k].numpy()),
-                        "scores": packed(scores[part, : self._k].numpy()),
+                        "reading": reading, "side": side, "ids": packed(ids[part, : _SHOWN].numpy()),
+                        "scores": packed(scores[part, : _SHOWN].numpy()),
                     }
                     for (reading, side), (ids, scores) in lists.items()
                 ],
@@ -220,7 +192,7 @@ class _Pages:
         return [*files, self._artifact.folder / f"{_name(layer)}.safetensors"]
 
     def _uses(self, layer: int, part: slice) -> dict[str, Any]:
-        """The sentences that use some value vectors most, and at which share of tokens these are dominant."""
+        """The sentences with the largest coefficients of some vectors, and how often these are dominant."""
         usage, examples = self._usage, self._examples
         if usage is None or examples is None:
             return {"sentences": None}
@@ -238,12 +210,12 @@ class _Pages:
         }
 
     def _extremes(self, projection: Projection, vectors: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """Ids and scores of the tokens at both ends, of scores that are made once."""
+        """Ids and scores of the tokens at both ends."""
         parts: dict[str, list[Any]] = {"top": [], "bottom": []}
         for block in projection.blocks(vectors):
             scores = projection.scores(block)
-            parts["top"].append(scores.topk(self._among))
-            parts["bottom"].append(scores.topk(self._k, largest=False))
+            parts["top"].append(scores.topk(_SEARCHED))
+            parts["bottom"].append(scores.topk(_SHOWN, largest=False))
         return {
             side: (torch.cat([p.indices for p in tops]).cpu(), torch.cat([p.values for p in tops]).cpu())
             for side, tops in parts.items()
@@ -274,9 +246,9 @@ class _Pages:
             facts["cluster"] = packed(clusters.labels)
         self._write("summary", facts)
         # Which value vectors have each token among their top tokens, those that rank it highest first.
-        n, among = top.shape
-        order = np.lexsort((np.repeat(np.arange(n), among), np.tile(np.arange(among), n), top.ravel()))
-        tokens, rows = top.ravel()[order], order // among
+        n, k = top.shape
+        order = np.lexsort((np.repeat(np.arange(n), k), np.tile(np.arange(k), n), top.ravel()))
+        tokens, rows = top.ravel()[order], order // k
         bounds = np.searchsorted(tokens, np.arange(len(texts) + 1))
         for number, first in enumerate(range(0, len(texts), _TOKENS)):
             starts = bounds[first : min(first + _TOKENS, len(texts)) + 1]

@@ -1,4 +1,4 @@
-"""Maps in the place of blocks and sub-modules do what the same maps do by `patched`."""
+"""Changes of a model do what `patched` does with the same maps, and continuations are greedy."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from conftest import make_sentences
 
 import matlens
 from matlens import InputError, MapSet
-from matlens.explorer import Change, LiveModel, compare_changes
-from matlens.explorer.changes import offered_maps
+from matlens.explorer import LiveModel
+from matlens.explorer.changes import Change, compare_changes, offered_maps
 from matlens.models.layout import ModelLayout
 from matlens.patching import fit_submodules, mat_attn, mat_ffn, mat_ln1_ln2, submodule_pairs
 
@@ -84,19 +84,12 @@ def test_the_prompt_goes_on_greedily_without_its_end_and_the_checkpoints_own_set
         compare_changes(model, "w1 " * 41, [], n_tokens=8)
 
 
-def test_blocks_in_a_row_are_changed_together(fitted: Fitted) -> None:
-    model, *_ = fitted
-    both = compare_changes(model, PROMPT, [Change("attn", "0-2")], n_tokens=1)[1]
-    one_by_one = compare_changes(model, PROMPT, [Change("attn", "0"), Change("attn", "1")], n_tokens=1)[1]
-    assert both == one_by_one
-
-
 @pytest.mark.parametrize(
     ("kind", "which", "message"),
     [
         ("mat", "2-3", "no map from layer 2 to 3"), ("mat_attn", "2", "no map of this kind"),
-        ("mat_ffn", "1-3", "blocks 1 to 2"), ("mat", "x", "neither a block nor a range"),
-        ("attn", "3", "neither a block nor a range"), ("jump", "2-1", "neither a block nor a range"),
+        ("mat_ffn", "1-3", "blocks 1 to 2"), ("mat", "x", "which must be a block"),
+        ("attn", "3", "which must be a block"), ("jump", "2-1", "which must be a block"),
         ("mat_heads", "1", "one of"),
     ],
 )  # fmt: skip
@@ -106,11 +99,6 @@ def test_changes_without_a_map_are_refused(kind: str, which: str, message: str, 
         compare_changes(model, PROMPT, [Change(kind, which)], maps=[jumps, inside], n_tokens=1)
 
 
-def test_the_live_page_offers_what_there_are_maps_for(
-    fitted: Fitted, small_model: Callable[[str], Any]
-) -> None:
-    model, jumps, inside = fitted
-    page = LiveModel(model, maps=[jumps, inside])
-    assert offered_maps(page._maps)["mat"]
+def test_maps_of_another_model_are_refused(fitted: Fitted, small_model: Callable[[str], Any]) -> None:
     with pytest.raises(InputError, match="the maps"):
-        LiveModel(small_model("gpt2"), maps=[jumps])
+        LiveModel(small_model("gpt2"), maps=[fitted[1]])

@@ -32,8 +32,7 @@ def site(
 ) -> Path:
     folder = tmp_path_factory.mktemp("values") / "site"
     return write_value_pages(
-        small_model("llama"), folder, corpus=make_sentences(), clusters=clusters, k=6, among=12, neighbours=4,
-        n_best=3, progress=False,
+        small_model("llama"), folder, corpus=make_sentences(), clusters=clusters, neighbours=4, progress=False
     )  # fmt: skip
 
 
@@ -58,7 +57,7 @@ def show(visit: Visit, name: str) -> None:
     go(visit, name, f"#vector-name:text-is('{name}')")
 
 
-@pytest.mark.parametrize("name", ["L0D0", "L1D12", "L2D47"])
+@pytest.mark.parametrize("name", ["L0D0", "L2D47"])
 def test_a_vector_has_its_tokens_by_both_readings_and_its_neighbours(
     name: str, visit: Visit, small_model: Callable[[str], Any], clusters: ffn.Clusters
 ) -> None:
@@ -75,7 +74,7 @@ def test_a_vector_has_its_tokens_by_both_readings_and_its_neighbours(
     for reading, read in (("plain", vector), ("norm", normed)):
         scores = (model.lm_head.weight.double() @ read).detach()
         for side in ("top", "bottom"):
-            best = scores.topk(6, largest=side == "top")
+            best = scores.topk(10, largest=side == "top")
             shown = visit.rows(f"[data-list='{reading} {side}']")
             assert [cells[1] for cells in shown] == [TEXTS[int(i)] for i in best.indices]
             np.testing.assert_allclose([numbers(cells[2])[0] for cells in shown], best.values, rtol=6e-4)
@@ -101,19 +100,19 @@ def coefficients(plain_model: Callable[[str], Any]) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", ["L0D3", "L1D12", "L2D40"])
+@pytest.mark.parametrize("name", ["L0D3", "L2D40"])
 def test_a_vector_has_the_sentences_of_its_largest_coefficients(
     name: str, visit: Visit, coefficients: list[torch.Tensor], plain_model: Callable[[str], Any]
 ) -> None:
     layer, index = (int(part) for part in name[1:].split("D"))
     peaks = torch.stack([m[layer, 1:, index].max() for m in coefficients])
-    best = peaks.topk(3)
+    best = peaks.topk(5)
     show(visit, name)
     shown = visit.page.evaluate(
         "[...document.querySelectorAll('.sentence')].map(p => [p.firstChild.textContent,"
         "[...p.querySelectorAll('bdi')].map(e => [e.textContent, e.title, e.className])])"
     )
-    assert len(shown) == 3
+    assert len(shown) == 5
     for (peak, words), value, sentence in zip(shown, best.values, best.indices, strict=True):
         np.testing.assert_allclose(numbers(peak)[0], value, rtol=6e-4)
         assert [word for word, *_ in words] == make_sentences().sentences[int(sentence)].split()
@@ -139,7 +138,7 @@ def test_vectors_are_found_by_token_name_layer_and_cluster(
 ) -> None:
     model = small_model("llama")
     values, projection = ffn.ValueVectors(model), ffn.Projection.from_model(model)
-    tokens = projection.top_of_all(values, 12, progress=False)
+    tokens = projection.top_of_all(values, 30, progress=False)
     expected = projection.search(values, tokens, ["w7"])
     visit.page.fill("#query", "w7")
     visit.page.keyboard.press("Enter")
@@ -202,12 +201,11 @@ def test_tokens_of_others_are_shown_and_not_obeyed(
         small_model("llama"),
         tmp_path / "site",
         corpus=make_sentences(),
-        among=60,
         neighbours=2,
         progress=False,
     )
     with visiting(browser, page, fragment="#L0D1") as visit:
-        for row in range(0, 144, 12):
+        for row in range(0, 144, 36):
             show(visit, f"L{row // 48}D{row % 48}")
             shown = [cells[1] for cells in visit.rows("[data-list='plain top']")]
             assert set(shown) <= set(texts)
@@ -219,24 +217,11 @@ def test_tokens_of_others_are_shown_and_not_obeyed(
         assert (visit.requests, visit.errors) == ([], [])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"k": 0}, r"^k must be"), ({"among": 5}, r"^among must be"),
-        ({"neighbours": 144}, r"^neighbours must be"),
-        ({"n_best": 0}, r"^n_best must be"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_written_is_refused(
-    options: dict[str, Any], message: str, small_model: Callable[[str], Any], tmp_path: Path
-) -> None:
-    with pytest.raises(InputError, match=message):
-        write_value_pages(small_model("llama"), tmp_path / "site", progress=False, **options)
-    assert not (tmp_path / "site").exists()
-
-
-def test_clusters_of_another_model_are_refused(
+def test_neighbours_and_clusters_of_another_model_are_refused(
     small_model: Callable[[str], Any], clusters: ffn.Clusters, tmp_path: Path
 ) -> None:
-    with pytest.raises(InputError, match="model"):
-        write_value_pages(small_model("gpt2"), tmp_path / "site", clusters=clusters, progress=False)
+    for options, message in (({"neighbours": 144}, "^neighbours must be"), ({"clusters": clusters}, "model")):
+        model = small_model("llama" if "neighbours" in options else "gpt2")
+        with pytest.raises(InputError, match=message):
+            write_value_pages(model, tmp_path / "site", progress=False, **options)
+    assert not (tmp_path / "site").exists()

@@ -108,7 +108,7 @@ def kind_of(small_model: Callable[[str], Any]) -> Callable[[str], tuple[Make, Re
         ),
         "pages": (
             lambda folder, job: write_value_pages(
-                model, folder, corpus=make_sentences(), k=3 + job, among=5, neighbours=2, **QUIET
+                model, folder, corpus=make_sentences(), neighbours=2 + job, **QUIET
             ),
             read_pages,
         ),
