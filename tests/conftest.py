@@ -72,7 +72,7 @@ WIRINGS = tuple(WIRING_OF)  # and two more, for tests of what follows from the w
 KINDS = {
     "roberta": "post-norm", "olmoe": "pre-norm", "qwen2-moe": "pre-norm", "gpt-oss": "pre-norm",
     "gpt1": "post-norm", "falcon-alibi": "pre-norm", "falcon-alibi-multi-query": "parallel",
-    "falcon-new": "parallel", "falcon-new-one-norm": "parallel",
+    "falcon-new": "parallel",
 }  # fmt: skip
 # More models to save by name: other wirings, other read-outs.
 OTHER_CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
@@ -94,10 +94,6 @@ OTHER_CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     ),
     "falcon-alibi-multi-query": lambda: transformers.FalconConfig(**_FALCON_ALIBI, multi_query=True),
     "falcon-new": lambda: transformers.FalconConfig(**_FALCON_NEW),
-    # As falcon-11B.
-    "falcon-new-one-norm": lambda: transformers.FalconConfig(
-        **_FALCON_NEW, num_ln_in_parallel_attn=1, bias=True, multi_query=False
-    ),
     # Its blocks give lists.
     "gpt1": lambda: transformers.OpenAIGPTConfig(**_GPT),
     "cohere": lambda: transformers.CohereConfig(**_SIZES, num_key_value_heads=2, logit_scale=0.25),
@@ -123,10 +119,6 @@ OTHER_CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         linear_num_key_heads=2,
         linear_key_head_dim=8,
         linear_value_head_dim=8,
-    ),
-    # As published DeepSeek-V2 and GLM-4.5: its first layer has a plain FFN.
-    "qwen3-moe-mixed": lambda: transformers.Qwen3MoeConfig(
-        **_GROUPED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, mlp_only_layers=[0]
     ),
     "gpt-oss": lambda: transformers.GptOssConfig(**_GROUPED, num_local_experts=4, num_experts_per_tok=2),
     "t5": lambda: transformers.T5Config(
@@ -228,7 +220,6 @@ SITE_MODULES["falcon-alibi"] = _ends(
 SITE_MODULES["falcon-alibi-multi-query"] = _ends(ln1="input_layernorm", attn="self_attention", ffn="mlp") | {
     "ffn_post": ("mlp.dense_4h_to_h", "in")
 }
-SITE_MODULES["falcon-new-one-norm"] = SITE_MODULES["falcon-alibi-multi-query"]
 SITE_MODULES["falcon-new"] = _ends(ln1="ln_attn", attn="self_attention", ln2="ln_mlp", ffn="mlp") | {
     "ffn_post": ("mlp.dense_4h_to_h", "in")
 }

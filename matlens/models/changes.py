@@ -1,8 +1,6 @@
-"""What is changed in a model at the moment, so that its vectors never pass as those of the plain model.
+"""What is changed in a model at the moment, so that its vectors are never taken for those of the plain model.
 
-A model is changed where parts of it are replaced or coefficients set by this library, where somebody else's
-hooks hang on it, its modules run another ``forward`` or are others than its configuration says, where
-adapters are in it, and where dropout is on. What this library hangs on a model to read it changes nothing.
+Hooks by which this library only reads a model change nothing.
 """
 
 from __future__ import annotations
@@ -13,9 +11,8 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -46,7 +43,7 @@ _HOOKS = {
 }
 _CHANGING = ("dynamic", "longrope")  # rotary embeddings whose frequencies follow the length of a text
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-_KEPT = "matlens_settings"  # an attribute, so that a copy of the bridge has it too
+_READ = "matlens_settings"  # an attribute, so that a copy of the bridge has it too
 _SETTINGS = (
     "n_heads", "n_key_value_heads", "d_head", "d_model", "n_layers", "eps", "act_fn", "attention_dir",
     "positional_embedding_type", "rotary_adjacent_pairs", "rotary_interleaved_cos_sin", "gated_q_proj",
@@ -58,13 +55,11 @@ _NUMBERS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _COUNT = itertools.count(1)
 
 
-@dataclass(eq=False)
-class _Plain:
-    """What a model's configuration makes: the class and settings of each module, and buffers by name."""
+class _Plain(NamedTuple):
+    """What a model's configuration makes: a description of each module, and buffers, by their places."""
 
-    parts: dict[str, tuple[type, dict[str, Any]]]
+    parts: dict[str, str]
     buffers: dict[str, Tensor]
-    seen: list[Any] | None = None  # modules of the model that were found to be the plain ones
 
 
 _PLAIN: WeakKeyDictionary[Any, _Plain] = WeakKeyDictionary()
@@ -72,15 +67,11 @@ _PLAIN: WeakKeyDictionary[Any, _Plain] = WeakKeyDictionary()
 
 @checked
 def changes_of(model: TransformerBridge) -> tuple[str, ...]:
-    """Name all that is changed in a model at the moment; ``()`` for the plain model.
+    """Name everything that is changed in a model at the moment; ``()`` for the plain model.
 
-    Seen are replacements and coefficients of this library, by their numbers; hooks of others, on
-    TransformerLens' hook points and on modules, and modules whose ``forward`` is another, by the function,
-    which only this process can know again; parametrizations; modules of another class or with other settings
-    than those that the model's configuration makes, even where they hold no weights; other numbers in buffers
-    that no checkpoint holds, as the frequencies of rotary embeddings; settings of the bridge that were
-    changed; adapters (of PEFT), and whether they are on; and dropout that is on. What a hook does is not
-    looked at: one that only reads is named too.
+    Replacements and coefficients of this library by their values; hooks of others, even if they only read,
+    and replaced ``forward`` methods by the function; modules and buffers other than the configuration makes;
+    changed settings of the bridge; PEFT adapters and whether they are on; dropout that is on.
     """
     with LOCK:  # lists of hooks must not change while they are read
         present = record_of(model).present
@@ -91,14 +82,13 @@ def changes_of(model: TransformerBridge) -> tuple[str, ...]:
 
 def remember_as_loaded(model: TransformerBridge) -> None:
     """Take the modules that a model has now, as it was loaded, for those of the plain model."""
-    buffers = _plain_buffers(model, None if is_quantized(model) else plain_model(model))
-    _PLAIN[model] = _Plain(_parts_of(model.original_model), buffers)
+    _PLAIN[model] = _Plain(_parts_of(model.original_model), _plain(model).buffers)
     remember_settings(model)
 
 
 def remember_settings(model: TransformerBridge) -> None:
     """Take the settings that a bridge has now for its own."""
-    setattr(model, _KEPT, _settings(model))
+    setattr(model, _READ, _settings(model))
 
 
 def _plain(model: TransformerBridge) -> _Plain:
@@ -191,41 +181,29 @@ def _foreign_changes(model: TransformerBridge, ours: frozenset[int]) -> Iterator
 
 
 def _other_parts(model: TransformerBridge) -> Iterator[str]:
-    """Modules and settings of modules that are not those that the model's configuration makes."""
-    plain, inner = _plain(model), model.original_model
-    # Names of places take long to make; without them this is the same where nothing was replaced.
-    seen = [
-        (type(module), *(value for value in vars(module).values() if type(value) in (float, str)))
-        for _, module in modules_below("", inner, set())
-    ]
-    if seen == plain.seen:
-        return
-    now = _parts_of(inner)
-    if now == plain.parts:
-        plain.seen = seen
-    for place, (kind, settings) in now.items():
-        if plain.parts.get(place, (kind, settings)) != (kind, settings):
-            builtin = kind.__module__.startswith(("torch.", *_BUILDERS))
-            name = f"{kind.__module__}.{kind.__qualname__}" if builtin else function_name(kind)
-            listed = ", ".join(f"{key}={value!r:.60}" for key, value in sorted(settings.items()))
-            yield f"another module {name}({listed}) at {place or 'the top'}"
-    yield from (f"no module at {place}" for place in plain.parts if place not in now)
+    """Modules that are not those that the model's configuration makes."""
+    plain, now = _plain(model).parts, _parts_of(model.original_model)
+    for place, part in now.items():
+        if plain.get(place, part) != part:
+            yield f"another module {part} at {place or 'the top'}"
+    yield from (f"no module at {place}" for place in plain if place not in now)
 
 
-def _parts_of(inner: nn.Module) -> dict[str, tuple[type, dict[str, Any]]]:
+def _parts_of(inner: nn.Module) -> dict[str, str]:
     """The class and settings of every module by its place, without those of bridges around them."""
     return {
-        plain_place(path): (
-            type(module),
-            {
-                key: value
-                for key, value in vars(module).items()
-                if type(value) in (float, str) and not key.startswith("_")
-            },
-        )
+        plain_place(path): _described(module)
         for path, module in modules_below("", inner, None)
         if not type(module).__module__.startswith("transformer_lens.")
     }
+
+
+def _described(module: nn.Module) -> str:
+    kind = type(module)
+    builtin = kind.__module__.startswith(("torch.", *_BUILDERS))
+    name = f"{kind.__module__}.{kind.__qualname__}" if builtin else function_name(kind)
+    settings = sorted((key, value) for key, value in vars(module).items() if type(value) in (float, str))
+    return f"{name}({', '.join(f'{key}={value!r:.60}' for key, value in settings if key[0] != '_')})"
 
 
 def _other_constants(model: TransformerBridge) -> Iterator[str]:
@@ -237,9 +215,9 @@ def _other_constants(model: TransformerBridge) -> Iterator[str]:
             total = flat @ torch.arange(1, len(flat) + 1, dtype=torch.float64)
             dtype = str(values.dtype).removeprefix("torch.")
             yield f"other numbers in the buffer {name} ({len(flat)} of {dtype}, in all {total:.17g})"
-    if not hasattr(model, _KEPT):
+    if not hasattr(model, _READ):
         remember_settings(model)
-    kept, now = getattr(model, _KEPT), _settings(model)
+    kept, now = getattr(model, _READ), _settings(model)
     for name in _SETTINGS:
         if now[name] != kept[name]:
             yield f"the setting {name}={now[name]!r:.60} of the bridge, which was {kept[name]!r:.60}"

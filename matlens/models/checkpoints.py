@@ -26,7 +26,6 @@ MODEL = "model"
 _READERS = ("gguf", "torch", "transformers", "tokenizers")
 # What says where a model came from, and not what it is.
 _ORIGIN = ("quantization_config", "_name_or_path", "transformers_version", "dtype", "torch_dtype")
-_SPECIAL = ("unk", "mask", "bos", "eos", "pad", "cls", "sep")
 _TEXTS = ("a", " The naïve café, 1,000  times\n", "don't Привет 日本語 🙂 <|endoftext|></s>")
 
 
@@ -92,10 +91,7 @@ def check_vocabulary(tokenizer: Any, name: str) -> Any:
 
 
 class CompleteModel:
-    """Stands for the class that the bridge would load by, and refuses weights that lack a tensor.
-
-    transformers draws what a checkpoint lacks at random and only warns.
-    """
+    """In place of the class that the bridge loads: refuses missing tensors, which would be initialised."""
 
     @staticmethod
     def from_pretrained(name: str, *, config: Any, **options: Any) -> Any:
@@ -216,9 +212,12 @@ def _are_equal(written: tuple[Any, Any], read: tuple[Any, Any]) -> bool:
         ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in ours
     )
     one, other = (
-        [type(tokenizer), type(model), _tokenization(tokenizer), _without_origin(model.config.to_dict())]
+        [
+            type(tokenizer), type(model), _tokenization(tokenizer),
+            {key: value for key, value in model.config.to_dict().items() if key not in _ORIGIN},
+        ]
         for tokenizer, model in (written, read)
-    )
+    )  # fmt: skip
     return same and one == other
 
 
@@ -226,10 +225,5 @@ def _tokenization(tokenizer: Any) -> list[Any]:
     """All that decides what a text becomes, and what tokens become again."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     parts = [backend.get(part) for part in ("model", "normalizer", "pre_tokenizer", "decoder")]
-    special = [getattr(tokenizer, f"{name}_token_id") for name in _SPECIAL]
     encoded = [tokenizer(text)["input_ids"] for text in _TEXTS]
-    return [*parts, tokenizer.get_vocab(), special, encoded, tokenizer.model_max_length]
-
-
-def _without_origin(config: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key not in _ORIGIN}
+    return [*parts, tokenizer.get_vocab(), tokenizer.special_tokens_map, encoded, tokenizer.model_max_length]

@@ -62,12 +62,16 @@ def record_of(model: TransformerBridge) -> HookRecord:
 
 
 @contextmanager
-def _entered(
+def intervening(
     model: TransformerBridge,
+    changes: Callable[[], Sequence[str]] | None,
     functions: Iterable[Callable[..., Any]],
-    changes: Callable[[], Sequence[str]] | None = None,
 ) -> Iterator[None]:
-    """Note a context that reads or changes a model; in it, passes of two threads are kept apart."""
+    """Say what is changed in a model while the context lasts, and by which hooks; None if it is only read.
+
+    ``changes`` is called when somebody asks: naming a map reads all its weights. Raises InputError if another
+    thread changes or reads the model, and for a pass while another thread's is under way.
+    """
     record, here, inner = record_of(model), threading.get_ident(), model.original_model
 
     # Functions, not methods: a copy of the model has them too.
@@ -112,19 +116,6 @@ def _entered(
 
 
 @contextmanager
-def intervening(
-    model: TransformerBridge, changes: Callable[[], Sequence[str]], functions: Iterable[Callable[..., Any]]
-) -> Iterator[None]:
-    """Say, as long as the context lasts, what is changed in a model and by which hooks.
-
-    ``changes`` is called when somebody asks: naming a map reads all its numbers. Raises InputError if another
-    thread changes or reads the model.
-    """
-    with _entered(model, functions, changes):
-        yield
-
-
-@contextmanager
 def reading(model: TransformerBridge, hooks: Sequence[tuple[str, Callable[..., Any]]]) -> Iterator[None]:
     """Add hooks that read the passes of this thread alone and change nothing; one thread reads at a time."""
     here = threading.get_ident()
@@ -138,7 +129,7 @@ def reading(model: TransformerBridge, hooks: Sequence[tuple[str, Callable[..., A
 
     limited = [(name, of_this_thread(function)) for name, function in hooks]
     functions = [function for _, function in limited]
-    with record_of(model).reading, _entered(model, functions), _hung(model, limited):
+    with record_of(model).reading, intervening(model, None, functions), _hung(model, limited):
         yield
 
 

@@ -1,4 +1,4 @@
-"""Who a model is, by the fingerprint of its weights, and what results of it come from."""
+"""Which model a result belongs to, and where it comes from."""
 
 from __future__ import annotations
 
@@ -30,23 +30,16 @@ class ModelIdentity:
     name, revision
         The model on the hub, or its path, and the commit.
     architecture
-        The name of the model's class.
-    fingerprint
-        See `fingerprint`: two models have the same weights where it is.
+        The model's class.
+    fingerprint, rounded
+        Of all weights, and of the weights rounded to half precisions.
     tokens, token_policy
-        How text becomes tokens, as a digest and in words; see `TokenPolicy`. Two models are the same where
-        this is too. ``None`` for a model without a tokenizer.
-    rounded
-        Fingerprints of the weights rounded to half precisions, by precision; see `rounded_fingerprints`.
-    unembed_hash
-        See `unembed_hash`.
-    dtype
-        The precision that the model runs in.
-    n_layers, d_model
-        The number of blocks, and the width of the stream.
+        How text becomes tokens, as a digest (None without a tokenizer) and in words.
+    unembed_hash, dtype
+        Hash of the unembedding, and the precision that the model runs in.
     changes
-        What was replaced, set or hooked in the model, see `changes_of`; ``()`` for the plain model, and
-        ``None`` for what is read off its weights, whatever it is run with.
+        What was replaced, set or hooked, see `changes_of`; ``()`` for the plain model, and None for what is
+        read from the weights, whatever the model is run with.
     """
 
     name: str
@@ -64,7 +57,7 @@ class ModelIdentity:
 
     @classmethod
     def from_model(cls, model: TransformerBridge, *, hash_unembedding: bool = True) -> ModelIdentity:
-        """Look at a model; the hash of the unembedding reads the whole matrix, and can be left out."""
+        """Look at a model; the hash of the unembedding, which reads the whole matrix, is optional."""
         policy = token_policy(model)
         exact, rounded = known_fingerprints(model)
         return cls(
@@ -123,18 +116,12 @@ class ModelIdentity:
         return ""
 
     def to_json(self) -> dict[str, Any]:
-        """What is written into files; the model's name is called there what adapters' files call it."""
+        """For files; the model's name has the key that adapters' files use."""
         return {_IN_JSON.get(key, key): value for key, value in asdict(self).items()}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ModelIdentity:
-        """Read what `to_json` has made.
-
-        Raises
-        ------
-        InputError
-            A value is missing, or there is one too many.
-        """
+        """Read what `to_json` wrote."""
         names = {written: key for key, written in _IN_JSON.items()}
         try:
             given = {names.get(key, key): value for key, value in values.items()}
@@ -154,20 +141,17 @@ class Provenance:
     Attributes
     ----------
     model
-        The model; ``None`` for what was made by hand.
-    data
-        What the examples say of themselves: the corpus, the seed and how many they are.
-    examples
-        The fingerprint of the examples.
+        None for what was made by hand.
+    data, examples
+        The corpus, the seed and the number of examples; the examples' fingerprint.
     positions
-        Whether rows are of drawn positions or of all.
+        Whether rows are sampled positions or all.
     details
-        Whatever else was chosen, such as the ridge of a fit or the seed of a trace.
+        Other choices, such as the ridge of a fit or the seed of a trace.
     same_precision
-        False where the user lets this go together with the same weights in another precision. It is not
-        written into files.
+        False lets this go together with the same weights in another precision. Not written into files.
     hooks
-        The names of TransformerLens' hooks for the sites that the vectors or maps are of.
+        Names of TransformerLens' hooks for the sites.
     """
 
     model: ModelIdentity | None = None
@@ -180,13 +164,7 @@ class Provenance:
 
     @property
     def identity(self) -> ModelIdentity:
-        """The model.
-
-        Raises
-        ------
-        InputError
-            It is not known.
-        """
+        """The model; raises InputError if it is not known."""
         if self.model is None:
             raise InputError("The model that this belongs to is not known: its provenance names none.")
         return self.model
@@ -197,13 +175,7 @@ class Provenance:
         return str((self.data or {}).get("corpus", "unnamed"))
 
     def resolve(self, site: str | int | Site) -> Site:
-        """The site of this model, by any of its names; a negative layer counts from the end.
-
-        Raises
-        ------
-        InputError
-            It is no site, or out of range in this model, or counts from the end of a model that is not known.
-        """
+        """The site of this model, by any of its names; a negative layer counts from the end."""
         resolved = Site.parse(site, None if self.model is None else self.model.n_layers)
         if resolved.is_hook and str(resolved) not in self.hooks:
             same = [name for name, names in self.hooks.items() if str(resolved) in names]
@@ -220,20 +192,7 @@ class Provenance:
         return replace(self, details={**self.details, **details})
 
     def check_same(self, other: Provenance | ModelIdentity, *, ours: str, theirs: str = "this model") -> None:
-        """Refuse to go together with what is of another model.
-
-        Parameters
-        ----------
-        other
-            The model, or what belongs to one.
-        ours, theirs
-            What both are called in the message, such as ``"the maps"`` and ``"the activations"``.
-
-        Raises
-        ------
-        InputError
-            The models differ, or one is not known.
-        """
+        """Raise InputError, in which both are named, unless they belong to the same known model."""
         model = other.model if isinstance(other, Provenance) else other
         reason = "both must be known"
         if self.model is not None and model is not None:
@@ -245,12 +204,12 @@ class Provenance:
                 return
         raise InputError(
             f"{ours[:1].upper()}{ours[1:]} and {theirs} do not belong together. Their models are "
-            f"{_named(self.model)}, and {_named(model)}: {reason}. Make {ours} anew for this model, or "
+            f"{_named(self.model)}, and {_named(model)}: {reason}. Make {ours} again for this model, or "
             f"load the model of {ours}."
         )
 
     def to_json(self, *keys: str) -> dict[str, Any]:
-        """What is written into files, or only these parts of it."""
+        """For files, or only these parts."""
         parts = {
             "model": None if self.model is None else self.model.to_json(),
             "data": None if self.data is None else dict(self.data),
@@ -263,13 +222,7 @@ class Provenance:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Provenance:
-        """Read what `to_json` has made.
-
-        Raises
-        ------
-        InputError
-            The record of the model is damaged.
-        """
+        """Read what `to_json` wrote."""
         details = dict(values)
         model, data = details.pop("model", None), details.pop("data", None)
         examples, positions = details.pop("examples", None), details.pop("positions", None)
@@ -278,13 +231,7 @@ class Provenance:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Provenance:
-        """Read what a result's ``config.json`` says: its provenance, and how it was made.
-
-        Raises
-        ------
-        InputError
-            The file is damaged.
-        """
+        """Read a result's ``config.json``: its provenance, and how it was made."""
         try:
             request = dict(config["request"])
             made = {"software": config["software"], "command": config["command"]}

@@ -44,10 +44,9 @@ def load(
     trust_remote_code: bool = False,
     stack: Stack | None = None,
 ) -> TransformerBridge:
-    """Load a model for fitting and reading: a `TransformerBridge` with the weights as published.
+    """Load a model as published: a `TransformerBridge` in evaluation mode, with its own tokenizer.
 
-    It is in evaluation mode and has the model's own tokenizer: text becomes the tokens that the model was
-    published with, and no BOS is added where the model has none.
+    Text becomes the tokens that the model was published with; no BOS is added where the model has none.
 
     Parameters
     ----------
@@ -64,13 +63,8 @@ def load(
     trust_remote_code
         Run Python code that the model's repository brings.
     stack
-        Of an encoder-decoder (T5), the stack whose residual stream is read. The model then stands for that
-        stack: its layers, its sites, and for the decoder its read-out.
-
-    Raises
-    ------
-    InputError
-        Nothing of that name can be loaded; the message says why and what to do.
+        Of an encoder-decoder (T5), the stack whose residual stream is read: its layers, its sites, and for
+        the decoder its read-out.
     """
     if not dtype.is_floating_point:
         raise InputError(f"dtype is {dtype}. Expected torch.float32, torch.bfloat16 or torch.float16.")
@@ -120,7 +114,7 @@ def load(
 
 @contextmanager
 def _naming(name: str, folder: str) -> Iterator[None]:
-    """Name the model that other libraries cannot read; they fail in too many ways to list."""
+    """Name the model that other libraries cannot read: they raise too many kinds of errors to list."""
     try:
         yield
     except InputError:
@@ -134,13 +128,13 @@ def _naming(name: str, folder: str) -> Iterator[None]:
 
 
 def model_name(name: str | os.PathLike[str], commit: str | None) -> str:
-    """What a model is called that was loaded by a name: the name on the hub, or the path."""
+    """What a loaded model is called: its name on the hub, or its path."""
     name = os.fspath(name)
     return name if commit or name == SMOLLM2 else str(Path(name).expanduser().resolve())
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
-    """The device of this name, or the best there is; of several GPUs each process has one of its own."""
+    """The device of this name, or the best there is; each process has a GPU of its own."""
     if device is None:
         if not torch.cuda.is_available() and not torch.backends.mps.is_available():
             return torch.device("cpu")
@@ -175,7 +169,7 @@ def wrap(
     Parameters
     ----------
     bridge
-        The bridge; it is put into evaluation mode and returned.
+        Put into evaluation mode and returned.
     tokenizer
         Read text as this tokenizer alone does. With ``AutoTokenizer.from_pretrained(name)`` that is what
         ``load(name)`` does.
@@ -183,13 +177,7 @@ def wrap(
         Put a BOS in front of every text (``True``) or of none (``False``). By default
         ``cfg.default_prepend_bos`` stays as it is.
     stack
-        The stack of an encoder-decoder that the bridge is to stand for, see `load`.
-
-    Raises
-    ------
-    InputError
-        The bridge is of another kind of model, in compatibility mode, has weights that are not finite, or
-        does not compute what transformers does; or it cannot put a BOS in front.
+        As in `load`.
     """
     from transformer_lens.model_bridge.sources._bridge_builder import configure_tokenizer
 
@@ -254,11 +242,7 @@ def _follow(model: TransformerBridge, tokenizer: Any) -> None:
 
 
 def _keeping_itself(tokenizer: Any) -> Any:
-    """Copy a tokenizer so that the bridge leaves it alone.
-
-    The bridge replaces a tokenizer that does not prepend BOS by one that does, which it reloads by
-    name from the hub; only a tokenizer that says it prepends BOS already is kept.
-    """
+    """A copy that the bridge keeps; others it replaces by one from the hub that prepends BOS."""
     kept = copy.deepcopy(tokenizer)
     kept.init_kwargs = {**kept.init_kwargs, "add_bos_token": True}
     return kept

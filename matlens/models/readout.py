@@ -1,4 +1,4 @@
-"""The read-out ``delta``: from a vector that stands for ``h^L`` to a distribution over the vocabulary."""
+"""The read-out ``delta``: from an approximation of ``h^L`` to a distribution over the vocabulary."""
 
 from __future__ import annotations
 
@@ -29,26 +29,19 @@ class Readout:
     """What the model does after its last block, in float32.
 
     For decoders the final norm and the unembedding; for masked-LM models the whole head. Logit scaling and
-    soft capping are part of it (paper A, Eq. 2; BERT: section 4.2). The adaptive softmax of a WikiLM gives
-    log-probabilities. In a vision transformer, classes take the place of tokens. Every method raises
-    InputError for vectors of another width or that are not finite, and once the head's weights have changed.
-
-    Raises
-    ------
-    InputError
-        The model has no head, or read out this way ``h^L`` does not give the model's own logits.
+    soft capping are part of it (paper A, Eq. 2; BERT: section 4.2). In a vision transformer, classes take the
+    place of tokens. Raises InputError if ``h^L`` read out this way does not give the model's own logits;
+    every method does
+    for vectors that are not finite, and once the head's weights have changed.
 
     Attributes
     ----------
-    identity
-        The model whose weights these are.
-    tokenizer, device
+    identity, tokenizer, device
         The model's own.
     d_model, d_vocab
-        The width of the vectors that are read, and the number of tokens.
+        The width of the vectors, and the number of tokens.
     weights
-        The head's weights. Inside of ``with readout.weights.constant():`` they are compared at the beginning
-        and at the end alone, instead of at every call.
+        ``with readout.weights.constant():`` checks them before and after many calls instead of at each.
     """
 
     def __init__(self, model: TransformerBridge) -> None:
@@ -67,22 +60,19 @@ class Readout:
         self._agrees_with(model)
 
     def check_same(self, other: Provenance | ModelIdentity, *, theirs: str = "the activations") -> None:
-        """Refuse vectors of another model; those of which no model is known are taken."""
+        """Raise InputError for vectors of another model; vectors of unknown origin pass."""
         if isinstance(other, ModelIdentity) or other.model is not None:
             Provenance(self.identity).check_same(other, ours="the read-out", theirs=theirs)
 
     @property
     def multiplications(self) -> int:
-        """Numbers in the matrices of the read-out, which are its multiplications for one vector."""
+        """Multiplications for one vector: the parameters of all matrices."""
         return sum(weight.numel() for weight in self._head.parameters() if weight.ndim == 2)
 
     def logits(
         self, h: Float[Tensor, "... d_model"], *, gradients: bool = False
     ) -> Float[Tensor, "... d_vocab"]:
-        """Scores of all tokens for vectors that stand for ``h^L``, in float32 on the model's device.
-
-        With ``gradients`` they can be differentiated in ``h``; the head's weights are constants.
-        """
+        """Scores of all tokens, in float32 on the model's device, differentiable with ``gradients``."""
         if gradients:
             return self.token_scores(self.features(h))
         check_vectors(h, self.d_model)
@@ -96,10 +86,7 @@ class Readout:
         return torch.tanh(logits / self._cap) * self._cap if self._cap else logits
 
     def features(self, h: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_features"]:
-        """What the unembedding is applied to: vectors after the norm and, for BERT, the rest of the head.
-
-        Differentiable in ``h``; the head's weights are constants.
-        """
+        """What the unembedding is applied to, differentiable in ``h``."""
         check_vectors(h, self.d_model)
         self.weights.check()
         features = h.to(self.device, torch.float32)
@@ -110,10 +97,7 @@ class Readout:
     def token_scores(
         self, features: Float[Tensor, "... d_features"], tokens: Int[Tensor, " k"] | None = None
     ) -> Float[Tensor, "... k"]:
-        """Scores of some tokens, by default all, for what `features` gives; differentiable in it.
-
-        They are those columns of `logits`, computed alone.
-        """
+        """Scores of some tokens, by default all, for what `features` returns; differentiable in it."""
         self.weights.check()
         unembedding: Any = self._head[-1]
         if tokens is not None:
@@ -129,11 +113,10 @@ class Readout:
             raise InputError(f"tokens must be from 0 to {self.d_vocab - 1}.")
 
     def top_ids(self, h: Float[Tensor, "n d_model"]) -> Int[Tensor, " n"]:
-        """The token with the highest logit for each vector, the first of equals; on the model's device.
+        """The token with the highest logit for each vector, the first of equals.
 
-        The same for all batches and numbers of threads: logits that are too close to be told apart in
-        another precision are computed in float64, from the head's input and weights in float32. That takes
-        a fraction of the time of `logits`.
+        The same for all batches and numbers of threads: logits too close to tell apart are computed in
+        float64.
         """
         return self._tops(h, None)[0]
 

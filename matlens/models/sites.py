@@ -1,17 +1,12 @@
 """Named places in a model where every token has a vector, and the hooks that carry them.
 
-A **site** is a kind and a layer, written ``kind.layer``. The stream is ``h.0 .. h.L``: ``h.0`` enters
-block 0 and ``h.l`` leaves block ``l-1``. Every other kind counts blocks, as TransformerLens does:
-``attn_out.3`` is what the attention of block 3 returns. ``ffn_post`` is what the FFN's output matrix
-multiplies, a number for each of its ``d_mlp`` value vectors; all other sites have ``d_model``.
+The residual stream is ``h.0 .. h.L``: ``h.0`` enters block 0 and ``h.l`` leaves block ``l-1``. Other kinds
+count blocks: ``attn_out.3`` is the output of the attention of block 3. ``ffn_post`` has a coefficient for
+each of the ``d_mlp`` value vectors; all other kinds are ``d_model`` wide. A TransformerLens hook that carries
+a vector per token is a site too: ``blocks.2.attn.hook_z``, or ``z.2``, with heads concatenated.
 
-A hook of TransformerLens is a site too, where it carries a vector for every token:
-``blocks.2.attn.hook_z``, or ``z.2`` for short. What a hook of several heads carries is taken as one
-vector, head after head. A hook that one of the kinds above stands for is that site.
-
-Blocks are wired in different ways, and a hook of the same name carries different things in them. So
-the wiring of a model is not looked up by its name: `matlens.models.layout` runs a few tokens through it
-and takes the one wiring whose sums hold in every block. All hook names of the project are in this file.
+A hook of the same name carries different things in differently wired blocks, so `matlens.models.layout` takes
+the wiring whose sums hold. All hook names of matlens are in this file.
 """
 
 from __future__ import annotations
@@ -48,15 +43,9 @@ _SHORT = {
 class Site:
     """A place in the model: ``Site("h", 5)`` is the stream after five blocks.
 
-    Attributes
-    ----------
-    kind
-        ``"h"`` for the stream, otherwise a sub-module's input or output (``"ln1_out"``), ``"mid"``, the
-        stream between attention and FFN, or a hook of TransformerLens, with a star for the layer
-        (``"blocks.*.attn.hook_z"``).
-    layer
-        ``0..n_layers`` for the stream, ``0..n_layers-1`` for everything inside a block, and 0 for hooks
-        outside of blocks.
+    ``kind`` is ``"h"`` for the stream, the input or output of a sub-module (``"ln1_out"``), ``"mid"``, the
+    stream between attention and FFN, or a TransformerLens hook with a star for the layer
+    (``"blocks.*.attn.hook_z"``). ``layer`` is 0 for hooks outside of blocks.
     """
 
     kind: str
@@ -81,19 +70,7 @@ class Site:
     def parse(cls, text: str | int | Site, n_layers: int | None = None) -> Site:
         """Read ``"attn_out.3"`` or the name of a hook; a bare number is a layer of the stream.
 
-        Parameters
-        ----------
-        text
-            The site.
-        n_layers
-            The number of blocks of the model. Where it is known, negative layers count from the end, and
-            layers that the model does not have are refused.
-
-        Raises
-        ------
-        InputError
-            It is not a site, its layer is out of range, or its layer counts from the end of a model that is
-            not known.
+        With the number of blocks, negative layers count from the end and layers out of range are refused.
         """
         site = cls._as_written(text)
         if n_layers is None:
@@ -114,13 +91,7 @@ class Site:
 
     @classmethod
     def read(cls, text: str | int | Site) -> Site:
-        """Read a site as it is written, for a model that is known later: negative layers stay negative.
-
-        Raises
-        ------
-        InputError
-            It is not a site.
-        """
+        """Read a site for a model that is known later: negative layers stay negative."""
         return cls._as_written(text)._of_stream()
 
     @classmethod
@@ -157,11 +128,10 @@ class Site:
 
 @dataclass(frozen=True)
 class Wiring:
-    """How a block is wired: which hook carries which site, and which sums then hold.
+    """Which hook of a block carries which kind, and which sums ``(total, parts)`` hold.
 
-    ``hooks`` maps a kind to the hook's name inside the block. ``sums`` lists ``(total, parts)``; the
-    kind ``"next"`` is the stream after the block, ``"h"`` the stream before it. A sum is left out
-    where the model lacks one of its sites, but not if it is the one that makes ``"next"``.
+    ``"h"`` is the stream before the block, ``"next"`` after it. Sums with a missing site are skipped, except
+    for ``"next"``.
     """
 
     name: str

@@ -34,13 +34,8 @@ def read_sizes(
 ) -> dict[str, int | None]:
     """How large a model is: ``n_layers, d_model, d_mlp, d_vocab`` and ``n_parameters``.
 
-    Of two stacks the longer counts, of experts the coefficients of all, and for images the classes. What the
-    configuration does not say is None, or 0 for ``d_mlp`` and ``n_parameters``.
-
-    Raises
-    ------
-    InputError
-        There is no such model, or its configuration is not usable.
+    The longer of two stacks, coefficients of all experts, classes of images. What the configuration does not
+    say is None, or 0 for ``d_mlp`` and ``n_parameters``.
     """
     folder, file, commit = locate(name, revision)
     is_gguf = file is None or file.lower().endswith(GGUF)

@@ -47,13 +47,8 @@ class TextTokens(NamedTuple):
 class TokenPolicy(NamedTuple):
     """How a model's text becomes tokens.
 
-    Attributes
-    ----------
-    digest
-        Sixteen hex digits of the tokens of a fixed set of texts, the vocabulary and the special tokens;
-        ``None`` for a model without a tokenizer.
-    words
-        What is added to a text, such as ``"'<s>' in front"``.
+    ``digest`` is of the tokens of fixed texts, the vocabulary and the special tokens (None without a
+    tokenizer), ``words`` what is added to a text, such as ``"'<s>' in front"``.
     """
 
     digest: str | None
@@ -61,7 +56,7 @@ class TokenPolicy(NamedTuple):
 
 
 def warn_of_unknown(model: TransformerBridge, texts: Sequence[str], encoded: Sequence[TextTokens]) -> None:
-    """Warn, with `InputWarning`, of texts of which the tokenizer knows nothing, such as another script's."""
+    """Warn of texts that are only unknown tokens, such as another script's."""
     tokenizer = check_tokenizer(model)
     unknown = tokenizer.unk_token_id
     # By name: a BOS that the vocabulary lacks has the number of the unknown token.
@@ -83,10 +78,10 @@ def warn_of_unknown(model: TransformerBridge, texts: Sequence[str], encoded: Seq
 
 @checked
 def encode_text(model: TransformerBridge, text: str, *, longest: NonNegativeInt | None = None) -> TextTokens:
-    """Turn a text into the tokens that the model itself reads when it is given the text.
+    """The tokens that the model reads when it is given a text, at most ``longest``.
 
-    Special tokens that the tokenizer adds are included, and so is the BOS that a bridge booted elsewhere adds
-    or removes, see `matlens.wrap`. Of a longer text the first ``longest`` tokens are returned.
+    With special tokens that the tokenizer adds, and the BOS that a bridge adds or removes, see
+    `matlens.wrap`.
     """
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise InputError(f"{short(text)} holds half of a surrogate pair, which no text can. Remove it.")
@@ -199,8 +194,7 @@ def _vocabulary_digest(tokenizer: Any) -> str:
 def token_texts(tokenizer: Tokenizer, tokens: Iterable[TokenId]) -> list[str]:
     r"""What each token stands for in a text, with its leading space.
 
-    Part of a character is written by its bytes (``\xe2\x80``), a row of the unembedding that the vocabulary
-    does not have by its number (``<50300>``).
+    Parts of a character are written as bytes (``\xe2\x80``), ids outside of the vocabulary as ``<50300>``.
     """
     ids = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     return [_text(tokenizer, int(token)) for token in ids]
@@ -229,14 +223,9 @@ def _byte(value: int) -> str:
 
 @checked
 def word_token(tokenizer: Tokenizer, word: str) -> int:
-    """The token of a word as it is typed: in many vocabularies ``" tea"`` and ``"tea"`` differ.
+    """The token of a word, whose leading space counts and may be written ``␣``.
 
-    A leading space may also be written ``␣``, as tables show it.
-
-    Raises
-    ------
-    InputError
-        The word is several tokens or unknown. The message lists them, and spellings that are one token.
+    Raises InputError for a word of several tokens, with spellings that are one.
     """
     text = f" {word[1:]}" if word.startswith(_SPACE) else word
     tokens = _encoded(tokenizer, text)
@@ -248,14 +237,12 @@ def word_token(tokenizer: Tokenizer, word: str) -> int:
     if not tokens or tokenizer.unk_token_id in tokens:
         raise InputError(f"The word {_quoted(text)} is not in the model's vocabulary, not even in parts.")
     parts = ", ".join(_quoted(part) for part in token_texts(tokenizer, tokens[:_MAX_PARTS]))
-    parts += f" and {len(tokens) - _MAX_PARTS} more" if len(tokens) > _MAX_PARTS else ""
     bare = text.strip()
     others = dict.fromkeys((f" {bare}", bare, f" {bare.lower()}", bare.lower(), f" {bare.capitalize()}"))
-    single = [other for other in others if _is_one(tokenizer, _encoded(tokenizer, other), other)]
-    choice = f"these are: {', '.join(map(_quoted, single))}" if single else "one of its parts is"
+    single = [_quoted(other) for other in others if _is_one(tokenizer, _encoded(tokenizer, other), other)]
     raise InputError(
-        f"The word {_quoted(text)} is {len(tokens)} tokens: {parts}. Expected a word that is one token; "
-        f"{choice}."
+        f"The word {_quoted(text)} must be one token, got {len(tokens)}: {parts}."
+        f"{' One token each: ' + ', '.join(single) + '.' if single else ''}"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a model is made of: fingerprints of its weights, and its modules, those without weights too."""
+"""Fingerprints of a model's weights, and its modules."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def float32_on(module: nn.Module, device: torch.device) -> nn.Module:
 def rows_of_linear(module: nn.Module, shape: tuple[int, int]) -> Float[Tensor, "d_mlp d_model"]:
     """A linear layer's weights with a row for each input, however it keeps them (Linear, Conv1D).
 
-    Which way round they are is asked of the layer: a coefficient of 1 alone has to give that row and the
-    bias. So weights that are packed, or changed on the way by an adapter, are not mistaken for the matrix.
+    The layer is asked which way round they are: a single coefficient of 1 has to give that row and the bias.
+    So packed weights, and those that an adapter changes on the way, are not mistaken for the matrix.
     """
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if isinstance(weight, Tensor) and weight.is_floating_point() and weight.ndim == 2:
@@ -82,28 +82,23 @@ def rows_of_linear(module: nn.Module, shape: tuple[int, int]) -> Float[Tensor, "
 
 @checked
 def fingerprint(model: TransformerBridge) -> str:
-    """Sixteen hex digits that change with any number of the weights, their precision and the configuration.
+    """Sixteen hex digits of all weights, their names, shapes and precision, and the configuration.
 
-    Every bit enters, with the parameters' names and shapes, and the digits are the same on every device.
-    Where the model lies and how its file is called do not enter.
+    The same on every device, and wherever the model's files are.
     """
     return _digest(model, None)
 
 
 @checked
 def rounded_fingerprints(model: TransformerBridge) -> dict[str, str]:
-    """Fingerprints of the weights rounded to each half precision that the model can be rounded to.
-
-    Two models are the same up to rounding where one of them runs in half precision and this fingerprint is
-    the same. A model in half precision has that of its own precision alone.
-    """
+    """Fingerprints of the weights rounded to each half precision; in half precision, to that one alone."""
     wide = {tensor.dtype for _, tensor in _tensors(model) if tensor.is_floating_point()} - {*HALF}
     kinds = HALF if wide else [dtype for dtype in HALF if dtype == precision(model)]
     return {str(dtype).removeprefix("torch."): _digest(model, dtype) for dtype in kinds}
 
 
 def known_fingerprints(model: TransformerBridge) -> tuple[str, dict[str, str]]:
-    """Both kinds of fingerprints, remembered for as long as a faster checksum of the weights is the same."""
+    """Both kinds of fingerprints, computed again when a faster checksum of the weights changes."""
     tensors = list(_tensors(model))
     checksum = fast_checksum(tensor for _, tensor in tensors)
     key = (_configuration(model), [name for name, _ in tensors], checksum)
@@ -135,9 +130,9 @@ _KNOWN: WeakKeyDictionary[Any, tuple[Any, str, dict[str, str]]] = WeakKeyDiction
 
 
 class WeightChecksum:
-    """The weights that an object reads, to notice that they are no longer those that it was made of.
+    """Notices that the weights which an object reads have changed since it was made.
 
-    Neither a tensor's version nor its address changes where ``.data`` is edited or a LoRA is merged in place,
+    Neither a tensor's version nor its address changes when ``.data`` is edited or a LoRA is merged in place,
     so the weights themselves are read: 4 ms for the 28 million of SmolLM2's unembedding on a CPU.
     """
 
@@ -146,13 +141,7 @@ class WeightChecksum:
         self._checksum = self._read()
 
     def check(self) -> None:
-        """Compare the weights with those at first; inside of `constant` there is nothing to do.
-
-        Raises
-        ------
-        InputError
-            They have changed.
-        """
+        """Raise InputError if the weights have changed; skipped inside `constant`."""
         if not self._within and self._read() != self._checksum:
             raise InputError(
                 f"The weights of the model have changed since {self._name} was made, so it is of another "
@@ -196,10 +185,7 @@ def precision(model: TransformerBridge) -> torch.dtype:
 
 @checked
 def unembed_hash(model: TransformerBridge) -> str | None:
-    """Sixteen hex digits of the unembedding matrix, ``None`` where there is none.
-
-    Models that share it, with their final norm, can share a read-out.
-    """
+    """Sixteen hex digits of the unembedding matrix, None without one."""
     if not hasattr(model, "unembed"):
         return None
     weight = model.unembed.original_component.weight.detach().cpu().contiguous()
@@ -307,10 +293,10 @@ def _multipliers(device: torch.device) -> Tensor:
 
 
 def plain_model(model: TransformerBridge, *, as_loaded: bool = False) -> nn.Module | None:
-    """A model without weights as the configuration makes it; ``None`` where it does not make one alone.
+    """A model without weights as the configuration makes it; None where the configuration is not enough.
 
-    A bridge asks for attention that gives its patterns; ``as_loaded`` is with the attention that transformers
-    itself takes when it loads the model.
+    A bridge asks for attention that returns patterns; ``as_loaded`` takes the attention of transformers' own
+    load.
     """
     inner = model.original_model
     try:
@@ -341,10 +327,9 @@ def plain_state(model: TransformerBridge) -> dict[str, Tensor]:
 
 
 def modules_below(top: str, module: nn.Module, seen: set[int] | None) -> Iterator[tuple[str, nn.Module]]:
-    """A module and all below it, by their places below ``top``: those not ``seen`` yet, or for None all.
+    """A module and all below it, by place: those not ``seen`` yet, or all if that is None.
 
-    In the order of `nn.Module.named_modules`, which takes many times longer: it hands every module up through
-    a generator for each module above it.
+    As `nn.Module.named_modules`, which takes many times longer: one generator per level.
     """
     waiting = [(top, module)]
     while waiting:

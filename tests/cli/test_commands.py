@@ -278,7 +278,7 @@ def test_serve_prints_an_address_with_a_secret_and_listens_on_this_machine_alone
     [
         (["values", "show", "L3D0"], "layer must be between -3 and 2, got 3"),
         (["values", "show", "L0D1", "--tokens", "61"], "must be an integer from 1 to 60, got 61"),
-        (["values", "search", "w1 w2"], "The word 'w1 w2' is 2 tokens: 'w1', 'w2'"),
+        (["values", "search", "w1 w2"], "The word 'w1 w2' must be one token, got 2: 'w1', 'w2'"),
         (["values", "promoting", "tea"], "The word 'tea' is not in the model's vocabulary"),
         (["values", "cluster", "L0D128", "--clusters", "9"], "between -128 and 127, got 128 in L0D128"),
         (["values", "cluster", "--clusters", "9", "--linkage", "ward"], "Invalid value for '--linkage'"),

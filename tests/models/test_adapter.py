@@ -8,15 +8,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import assert_near, make_sentences
-from control import continue_prompts
 from fairseq_by_hand import BANDS, EMBEDDINGS, LAYERS, N_WORDS, run, save, settings, weights
 
 import matlens
-from matlens import InputError, ffn, lens
-from matlens.ffn import controlled
-from matlens.models import ModelLayout, Provenance, changes_of, token_policy
-from matlens.models.families.wikilm.checkpoint import read_wikilm
-from matlens.models.sizes import read_sizes
+from matlens import InputError, ffn
+from matlens.models import ModelLayout, changes_of, token_policy
 
 SENTENCES = ["w1 w40 w17 w3 w29 w9", "w17 w2", "w8 w8 w30 w21 w49 w35 w45"]
 
@@ -109,53 +105,6 @@ def test_value_vectors_are_read_by_the_whole_unembedding(model: Any, samples: An
         ffn.Projection.after_norm(model)
 
 
-def test_maps_are_fitted_put_in_and_judged(model: Any, samples: Any) -> None:
-    maps = matlens.MapSet.fit(samples, pairs="last", progress=False)
-    sentence = torch.tensor([tokens_of(SENTENCES[0])])
-    with matlens.patched(model, matlens.jump(maps, 1, LAYERS)), torch.no_grad():
-        logits = model(sentence)[0]
-    mapped = maps[1, LAYERS](by_hand(SENTENCES[0])["h.1"])
-    torch.testing.assert_close(logits, matlens.Readout(model).logits(mapped), atol=1e-4, rtol=0)
-    table = lens.prediction_quality(matlens.Readout(model), maps, samples, progress=False)
-    last = table[(table["layer"] == LAYERS) & (table["metric"] == "precision") & (table["k"] == 1)]
-    assert set(last["value"]) == {1.0}
-
-
-def test_traces_clusters_and_control_work_as_on_other_models(model: Any) -> None:
-    examples = matlens.make_examples(model, make_sentences())
-    trace = ffn.Trace.run(model, examples, k=4, progress=False)
-    sentences = make_sentences().sentences
-    expected = torch.stack(
-        [by_hand(s)["logits"][p] for s, p in zip(sentences, examples.positions, strict=True)]
-    )
-    assert trace.after[:, -1].tolist() == expected.argmax(1).tolist()
-    clusters = ffn.Clusters.fit(ffn.ValueVectors(model), 6, progress=False)
-    assert len(clusters.labels) == LAYERS * 24
-    with controlled(model, ["L1D3"], 3.0), torch.no_grad():
-        turned = model(torch.tensor([tokens_of(SENTENCES[0])]))
-    assert not torch.allclose(turned[0], by_hand(SENTENCES[0])["logits"], atol=1e-3)
-    table = continue_prompts(model, SENTENCES, n_tokens=3, batch_size=2)
-    for sentence, text in zip(SENTENCES, table["text"], strict=True):
-        tokens = tokens_of(sentence)
-        for _ in range(3):
-            log_p = run(settings(), weights(settings()), tokens)["logits"][-1]
-            log_p[2] = -torch.inf  # the end of a text is never generated
-            tokens.append(int(log_p.argmax()))
-        assert text == model.tokenizer.decode(tokens[-3:])
-
-
-def test_a_model_is_known_by_its_weights(model: Any, path: Path, tmp_path: Path) -> None:
-    plain, dictionary = read_wikilm(path)
-    plain.save_pretrained(tmp_path / "hf")
-    dictionary.tokenizer(longest=48).save_pretrained(tmp_path / "hf")
-    again = matlens.load(tmp_path / "hf", device="cpu")
-    first, second = (matlens.models.ModelIdentity.from_model(m) for m in (model, again))
-    Provenance(first).check_same(second, ours="the maps")
-    other = matlens.load(save(tmp_path / "b", tensors=weights(settings(), seed=1)), device="cpu")
-    with pytest.raises(InputError, match="weights or precision differ"):
-        Provenance(first).check_same(matlens.models.ModelIdentity.from_model(other), ours="the maps")
-
-
 def test_a_norm_behind_the_last_block_is_part_of_the_readout(tmp_path: Path) -> None:
     args = settings(no_decoder_final_norm=False)
     model = matlens.load(save(tmp_path, args), device="cpu")
@@ -164,16 +113,3 @@ def test_a_norm_behind_the_last_block_is_part_of_the_readout(tmp_path: Path) -> 
         matlens.Readout(model).log_probs(seen[f"h.{LAYERS}"]), seen["logits"], atol=1e-5, rtol=0
     )
     assert ffn.Projection.after_norm(model).norm is not None
-
-
-def test_what_cannot_be_read_is_refused_by_load(path: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"There is no file .*\.pt"):
-        matlens.load(tmp_path / "none.pt")
-    (tmp_path / "model.pt").write_bytes(path.read_bytes()[:500])
-    with pytest.raises(InputError, match="truncated"):
-        matlens.load(tmp_path / "model.pt", device="cpu")
-    with pytest.raises(InputError, match="one stack"):
-        matlens.load(path, device="cpu", stack="decoder")
-    sizes = read_sizes(str(path))
-    n_parameters = sum(parameter.numel() for parameter in read_wikilm(path)[0].parameters())
-    assert (sizes["n_parameters"], sizes["n_layers"]) == (n_parameters, LAYERS)

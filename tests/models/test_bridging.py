@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 import matlens
 from matlens import InputError
-from matlens.models import ModelIdentity, repairs
+from matlens.models import ModelIdentity
 from matlens.models.changes import changes_of
 from matlens.models.families import falcon
 from matlens.models.layout import ModelLayout
@@ -38,12 +38,11 @@ def test_distances_count_once(
 
 
 @pytest.mark.parametrize("name", FALCONS)
-@pytest.mark.parametrize("cached", [True, False], ids=["cached", "uncached"])
 def test_distances_count_once_while_a_model_writes(
-    name: str, cached: bool, small_model: Models, plain_model: Models
+    name: str, small_model: Models, plain_model: Models
 ) -> None:
     made = small_model(name).generate(
-        TOKENS[:1], 8, use_past_kv_cache=cached, stop_at_eos=False, do_sample=False, verbose=False,
+        TOKENS[:1], 8, stop_at_eos=False, do_sample=False, verbose=False,
         return_type="tokens",
     )  # fmt: skip
     expected = TOKENS[:1]
@@ -71,18 +70,6 @@ def test_a_bridge_of_ones_own_is_put_right(name: str, small_model: Models, model
         assert [hook.carries for hook in hooks.values()] == N_LAYERS * ["carries vectors"]
 
 
-def test_blocks_that_give_lists_are_read_and_fitted(small_model: Models, plain_model: Models) -> None:
-    """The stream of OpenAI's first GPT, whose read-out has no norm: what its head reads is ``h^L``."""
-    model, plain = small_model("gpt1"), plain_model("gpt1")
-    with torch.inference_mode():
-        states = plain(TOKENS[:1], output_hidden_states=True).hidden_states
-        expected = plain(TOKENS[:1]).logits[0]
-    _, seen = model.run_with_cache(TOKENS[:1])
-    for layer in range(N_LAYERS):
-        assert_near(seen[f"blocks.{layer}.hook_out"], states[layer + 1], 1e-5)
-    assert_near(matlens.Readout(model).logits(states[-1][0]), expected)
-
-
 def test_a_mask_hides_what_is_behind_a_token(
     small_model: Models, plain_model: Models, model_folder: Models
 ) -> None:
@@ -102,7 +89,7 @@ def test_distances_that_no_mask_holds_stay() -> None:
     assert taken == {"alibi": None, "attention_mask": None}
 
 
-@pytest.mark.parametrize("name", FALCONS)
+@pytest.mark.parametrize("name", FALCONS[:1])
 def test_a_bridge_that_counts_twice_is_refused(
     name: str, model_folder: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,29 +99,3 @@ def test_a_bridge_that_counts_twice_is_refused(
         matlens.load(str(model_folder(name)), device="cpu")
     with pytest.raises(InputError, match="counts the distances between tokens"):
         matlens.wrap(boot(model_folder(name)))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", FALCONS)
-def test_half_precision_is_no_difference(
-    name: str, dtype: torch.dtype, model_folder: Models, plain_model: Models
-) -> None:
-    half = matlens.load(str(model_folder(name)), dtype=dtype, device="cpu")
-    with torch.inference_mode():
-        assert_near(half(TOKENS[:1]).float(), plain_model(name)(TOKENS[:1]).logits, 0.03)
-
-
-def test_a_bridge_with_a_hook_of_its_own_is_compared_no_more(model_folder: Models) -> None:
-    """What somebody hung on it changes its logits, and is named as a change."""
-    bridge = boot(model_folder(FALCONS[0]))
-    bridge.add_hook("blocks.1.hook_out", lambda h, hook: 2 * h)
-    assert len(changes_of(matlens.wrap(bridge))) == 1
-
-
-def test_other_models_are_not_compared(model_folder: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every comparison is a second pass."""
-    compared: list[str] = []
-    monkeypatch.setattr(repairs, "plain_state", lambda model: compared.append(model.cfg.model_name))
-    matlens.load(str(model_folder("gpt2")), device="cpu")
-    matlens.wrap(boot(model_folder("bloom")))
-    assert not compared

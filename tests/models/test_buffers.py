@@ -52,7 +52,7 @@ def test_other_numbers_in_a_buffer_are_another_model(kind: str, model_folder: Ca
     assert changes_of(model) != names  # another change has another name
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "bert"])
+@pytest.mark.parametrize("kind", ["llama", "bert"])
 def test_a_bridge_of_a_changed_model_is_not_the_plain_one(
     kind: str, model_folder: Callable[[str], Path]
 ) -> None:
@@ -67,7 +67,7 @@ def test_a_bridge_of_a_changed_model_is_not_the_plain_one(
     assert any(BUFFERS[kind] in change for change in changes_of(bridge))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("kind", BUFFERS)
 def test_another_precision_is_no_change(
     kind: str, dtype: torch.dtype, model_folder: Callable[[str], Path]
@@ -89,14 +89,3 @@ def test_settings_that_a_bridge_reads_are_its_own(model_folder: Callable[[str], 
         Provenance(before).check_same(ModelIdentity.from_model(model), ours="the maps")
     model.cfg.n_heads = 4
     assert changes_of(model) == ()
-
-
-def test_names_of_changes_are_the_same_in_every_process(model_folder: Callable[[str], Path]) -> None:
-    model = matlens.load(str(model_folder("llama")), device="cpu")
-    for name in ("inv_freq", "original_inv_freq"):
-        buffer_of(model, f"model.rotary_emb.{name}").fill_(0.5)
-    numbers = "(4 of float32, in all 5)"
-    assert changes_of(model) == (
-        f"other numbers in the buffer model.rotary_emb.inv_freq {numbers}",
-        f"other numbers in the buffer model.rotary_emb.original_inv_freq {numbers}",
-    )

@@ -39,29 +39,23 @@ def logits_of(path: Path) -> Tensor:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_checkpoint_is_read_to_equal_logits(name: str, tmp_path: Path) -> None:
-    args = VARIANTS[name]
-    expected = run(args, weights(args), TOKENS)["logits"]
-    ours = logits_of(save(tmp_path, args))
-    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_what_is_written_is_what_fairseq_would_read(name: str, tmp_path: Path) -> None:
+def test_a_checkpoint_is_read_to_equal_logits_and_written_as_fairseq_would(name: str, tmp_path: Path) -> None:
     """The file that is written is loaded by torch alone, and run by hand."""
     args = VARIANTS[name]
     model, dictionary = read_wikilm(save(tmp_path / "theirs", args))
+    expected = run(args, weights(args), TOKENS)["logits"]
+    with torch.no_grad():
+        torch.testing.assert_close(model(torch.tensor([TOKENS])).logits[0], expected, atol=1e-5, rtol=0)
     path = write_wikilm(model, dictionary, tmp_path / "ours")
     written = torch.load(path, weights_only=False)
     assert isinstance(written["args"], Namespace)
     assert written["args"].arch == "transformer_lm_wiki103"
-    expected = run(args, weights(args), TOKENS)["logits"]
     torch.testing.assert_close(run(written["args"], written["model"], TOKENS)["logits"], expected)
     torch.testing.assert_close(logits_of(path), expected, atol=1e-5, rtol=0)
     assert (path.parent / "dict.txt").read_text() == (tmp_path / "theirs" / "dict.txt").read_text()
 
 
-def test_old_names_and_new_settings_are_read_alike(tmp_path: Path) -> None:
+def test_old_names_are_read(tmp_path: Path) -> None:
     args = settings()
     tensors = weights(args)
     expected = run(args, tensors, TOKENS)["logits"]
@@ -77,10 +71,7 @@ def test_old_names_and_new_settings_are_read_alike(tmp_path: Path) -> None:
         for kind in ("weight", "bias"):
             old = tensors.pop(f"decoder.layers.{layer}.layer_norms.1.{kind}")
             tensors[f"decoder.layers.{layer}.layer_norms.2.{kind}"] = old
-    cfg = {"model": {**vars(args), "_name": args.arch}, "task": {"_name": "language_modeling"}}
-    path = save(tmp_path, args, tensors, cfg=cfg)
-    content = torch.load(path, weights_only=False)
-    torch.save({**content, "args": None}, path)
+    path = save(tmp_path, args, tensors)
     torch.testing.assert_close(logits_of(path), expected, atol=1e-5, rtol=0)
 
 
@@ -140,25 +131,17 @@ def without(name: str) -> dict[str, Tensor]:
     ("args", "tensors", "said"),
     [
         (settings(arch="transformer_iwslt_de_en"), None, "transformer_iwslt_de_en"),
-        (settings(arch=None), None, "architecture is None"),
         (settings(adaptive_input=False), None, "no adaptive input"),
-        (settings(adaptive_softmax_cutoff=None), None, "no adaptive softmax"),
         (settings(adaptive_softmax_cutoff="14,31"), None, "bands"),
-        (settings(adaptive_input_cutoff="x", adaptive_softmax_cutoff="x"), None, "bands"),
         (settings(decoder_learned_pos=True), None, "decoder_learned_pos"),
         (settings(activation_fn="__import__('os')"), None, "hidden_act"),
         (settings(decoder_layers=10**9), weights(settings()), "1000000000 blocks"),
-        (settings(decoder_layers="3"), weights(settings()), "blocks"),
-        (settings(decoder_embed_dim=10**15), weights(settings()), "not"),
         (settings(decoder_embed_dim=20), weights(settings()), "do not fit"),
-        (settings(decoder_attention_heads=5), None, "divide"),
-        (settings(decoder_ffn_embed_dim=None), weights(settings()), "intermediate_size"),
         (settings(), without(f"{EMBEDDINGS}.1.1.weight"), "lacks"),
         (settings(), without(f"{SOFTMAX}.version"), "first kind"),
         (settings(), weights(settings()) | {"encoder.x": torch.zeros(1)}, "encoder.x"),
         (settings(), weights(settings()) | {HEAD: torch.ones(14, 16)}, "differ"),
         (settings(), {"decoder.x": "text"}, "no weights"),
-        (settings(), [], "no weights"),
         ("args", weights(settings()), "no settings"),
     ],
 )  # fmt: skip
@@ -167,17 +150,8 @@ def test_other_models_are_refused(args: Any, tensors: Any, said: str, tmp_path: 
         read_wikilm(save(tmp_path, args, tensors))
 
 
-def _short(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-2000])
-
-
 def _half(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def _legacy_half(path: Path) -> None:
-    torch.save(torch.load(path, weights_only=False), path, _use_new_zipfile_serialization=False)
-    _half(path)
 
 
 def _list(path: Path) -> None:
@@ -187,16 +161,11 @@ def _list(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (_short, "truncated"),
         (_half, "truncated"),
-        (_legacy_half, "truncated"),
-        (lambda path: path.write_bytes(b""), "truncated"),
         (lambda path: path.write_text("no pickle"), "truncated"),
         (_list, "holds a list"),
-        (lambda path: path.unlink(), "cannot be read"),
         (lambda path: (path.unlink(), path.mkdir()), "plain file"),
         (lambda path: (path.parent / "dict.txt").write_text("a 1\n"), "5 words"),
-        (lambda path: (path.parent / "dict.txt").write_text("a 1\na 2\n"), "second time"),
     ],
 )  # fmt: skip
 def test_damaged_files_are_refused(damage: Callable[[Path], Any], said: str, tmp_path: Path) -> None:
@@ -204,9 +173,3 @@ def test_damaged_files_are_refused(damage: Callable[[Path], Any], said: str, tmp
     damage(path)
     with pytest.raises(InputError, match=said):
         read_wikilm(path)
-
-
-def test_a_dictionary_of_another_size_is_not_written(tmp_path: Path) -> None:
-    model, dictionary = read_wikilm(save(tmp_path / "a"))
-    with pytest.raises(InputError, match="10 words"):
-        write_wikilm(model, type(dictionary)(dictionary.words[:10], dictionary.counts[:10]), tmp_path / "b")

@@ -74,10 +74,6 @@ def test_a_file_is_read_as_fairseq_reads_it(tmp_path: Path) -> None:
     ("content", "said"),
     [
         (b"word\n", "Line 1"),
-        (b"a 1\n\nb 2\n", "Line 2"),
-        (b"a one\n", "Line 1"),
-        (b"a -1\n", "Line 1"),
-        (b"<unk> 3\n", "second time"),
         (b"a 1\na 2\n", "second time"),
         (b"a " + b"9" * 40 + b"\n", "Line 1"),
     ],
@@ -87,11 +83,3 @@ def test_files_that_are_no_dictionary_are_refused(content: bytes, said: str, tmp
     path.write_bytes(content)
     with pytest.raises(InputError, match=said):
         WordDictionary.read(path)
-
-
-@pytest.mark.parametrize(
-    ("words", "counts"), [(("a", "b"), (1, 1)), (SPECIAL, (0,)), ((*SPECIAL, "a", "a"), (0,) * 6)]
-)
-def test_words_that_are_no_dictionary_are_refused(words: tuple[str, ...], counts: tuple[int, ...]) -> None:
-    with pytest.raises(InputError, match="words"):
-        WordDictionary(words, counts)

@@ -8,29 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-import transformers
 from identities import make_identity
 
-import matlens
 from matlens import InputError
-from matlens.io.artifact import software_versions
 from matlens.models.identity import ModelIdentity, Provenance
-from matlens.models.weights import fingerprint
-
-
-def test_provenance_names_the_model_that_was_run(small_model: Callable[[str], Any]) -> None:
-
-    model = small_model("gemma2")
-    found = ModelIdentity.from_model(model).to_json()
-    assert found["fingerprint"] == fingerprint(model)
-    assert (found["dtype"], found["n_layers"], found["d_model"]) == ("float32", 3, 32)
-    assert found["architecture"] == "Gemma2ForCausalLM"
-    versions = software_versions()
-    assert versions["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert versions["transformers"] == transformers.__version__
-    assert versions["matlens"] == matlens.__version__
-
 
 # What belongs to one model
 
@@ -55,34 +36,12 @@ def test_a_provenance_is_read_back_from_its_json(provenance: Provenance) -> None
     assert Provenance.from_json(json.loads(json.dumps(provenance.to_json()))) == provenance
 
 
-def test_a_provenance_tells_its_parts() -> None:
-    assert WHOLE.to_json("data", "k") == {"data": {"corpus": "words", "n": 3}, "k": 4}
-    assert (WHOLE.corpus, Provenance().corpus) == ("words", "unnamed")
-    assert WHOLE.samples.to_json() == WHOLE.to_json("model", "data", "examples", "positions")
-    assert WHOLE.with_details(k=5).details == {"k": 5, "seed": 2}
-    assert WHOLE.details["k"] == 4
-    with pytest.raises(InputError, match="its provenance names none"):
-        _ = Provenance().identity
-
-
-def test_a_provenance_is_read_from_a_config() -> None:
-    request = {"provenance": WHOLE.to_json(), "batch_tokens": 9}
-    config = {"holds": "things", "request": request, "software": {"matlens": "1"}, "command": "matlens run"}
-    expected = WHOLE.with_details(batch_tokens=9, software={"matlens": "1"}, command="matlens run")
-    assert Provenance.from_config(config) == expected
-    for missing in ("provenance", "software"):
-        damaged = {key: value for key, value in config.items() if key != missing}
-        damaged["request"] = {key: value for key, value in request.items() if key != missing}
-        with pytest.raises(InputError, match=rf"The config\.json of things is damaged: it lacks '{missing}'"):
-            Provenance.from_config(damaged)
-
-
 def test_one_guard_refuses_what_belongs_to_another_model() -> None:
     other = make_identity("renamed", "f00d")
     WHOLE.check_same(other, ours="the maps")
     WHOLE.check_same(Provenance(other), ours="the maps", theirs="the trace")
     models = r"'some/model' with the fingerprint f00d, and 'b' with the fingerprint beef"
-    told = rf"The maps and the trace do not belong together\. .*{models}: weights .*Make the maps anew"
+    told = rf"The maps and the trace do not belong together\. .*{models}: weights .*Make the maps again"
     with pytest.raises(InputError, match=told):
         WHOLE.check_same(Provenance(make_identity("b", "beef")), ours="the maps", theirs="the trace")
     for ours, theirs in ((WHOLE, Provenance()), (Provenance(), WHOLE), (Provenance(), Provenance())):
@@ -127,7 +86,7 @@ def test_one_guard_takes_another_precision_only_where_it_is_told_so() -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("fingerprint", 3), ("tokens", 0.5), ("rounded", "b1"), ("n_layers", "3"), ("d_model", None)],
+    [("fingerprint", 3), ("rounded", "b1"), ("n_layers", "3")],
 )
 def test_a_damaged_record_of_a_model_is_named(key: str, value: Any) -> None:
     with pytest.raises(InputError, match=rf"The record of a model is damaged: {key} must be"):

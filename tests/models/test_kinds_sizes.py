@@ -53,8 +53,6 @@ def _t5(stack: str, **settings: Any) -> Kind:
 
 
 KINDS = {
-    "t5 encoder": _t5("encoder"),
-    "t5 decoder": _t5("decoder"),
     "t5 decoder, gated, not tied": _t5(
         "decoder", feed_forward_proj="gated-gelu", tie_word_embeddings=False
     ),
@@ -65,22 +63,10 @@ KINDS = {
         ),
         "ImageClassification", "vit.layers", ("attention",) * 2, ("mlp",) * 2,
     ),
-    "roberta": Kind(
-        transformers.RobertaConfig(**_DECODER, tie_word_embeddings=False), "MaskedLM",
-        "roberta.encoder.layer", ("attention", "attention.output.dense"), ("intermediate", "output.dense"),
-    ),
     "olmo2, one key": _decoder(transformers.Olmo2Config(**_DECODER, num_key_value_heads=1)),
-    "olmo2, tied": _decoder(
-        transformers.Olmo2Config(**_DECODER, num_key_value_heads=3, tie_word_embeddings=True)
-    ),
     "mixtral": _decoder(
         transformers.MixtralConfig(
             **_DECODER, num_key_value_heads=2, head_dim=10, num_local_experts=5, num_experts_per_tok=3
-        )
-    ),
-    "qwen3-moe, tied": _decoder(
-        transformers.Qwen3MoeConfig(
-            **_EXPERTS, num_key_value_heads=3, head_dim=10, norm_topk_prob=True, tie_word_embeddings=True
         )
     ),
     "qwen2-moe": _decoder(
@@ -167,11 +153,6 @@ def _replaceable(kind: Kind, model: Any) -> list[tuple[str, str]]:
     return [*inside, ("h.0", "h.1"), ("h.1", f"h.{last}"), ("h.0", f"h.{last}")]
 
 
-def test_logits_are_those_of_transformers(named: tuple[Kind, Any, Any]) -> None:
-    kind, model, plain = named
-    assert_near(_logits(kind, model), _logits(kind, plain))
-
-
 def test_patches_are_those_of_the_plain_model_patched_by_hand(named: tuple[Kind, Any, Any]) -> None:
     kind, model, plain = named
     unpatched, generator = _logits(kind, model), torch.Generator().manual_seed(0)
@@ -182,22 +163,6 @@ def test_patches_are_those_of_the_plain_model_patched_by_hand(named: tuple[Kind,
             ours = _logits(kind, model)
             assert_near(ours, _logits(kind, plain))
         assert float((ours - unpatched).abs().max()) > 1e-3 * float(unpatched.abs().max())
-
-
-def test_a_patch_that_is_exact_changes_nothing(named: tuple[Kind, Any, Any]) -> None:
-    """Least squares on fewer tokens than there are coordinates gives what it was fitted on.
-
-    But for what reads embeddings before positions are in them: there a word is the same wherever it stands.
-    """
-    kind, model, _ = named
-    unpatched, vectors = _logits(kind, model), _vectors(kind, model)
-    for source, target in _replaceable(kind, model):
-        if source in ("h.0", "attn_in.0"):
-            continue
-        x, y = (vectors[site].flatten(0, -2).double() for site in (source, target))
-        weight = torch.linalg.lstsq(x, y, driver="gelsd").solution.T.float()
-        with patched(model, [LinearMap(weight, None, source, target)]):
-            assert_near(_logits(kind, model), unpatched, 1e-4)
 
 
 def test_sites_and_sub_updates_add_up(named: tuple[Kind, Any, Any]) -> None:
@@ -214,12 +179,3 @@ def test_sites_and_sub_updates_add_up(named: tuple[Kind, Any, Any]) -> None:
                 assert_near(block[total], torch.stack([block[part] for part in parts]).sum(0), 1e-6)
         written = block["ffn_post"] @ values.matrix(layer) + values.bias(layer)
         assert_near(written, block["ffn_out"])
-
-
-def test_the_last_layer_reads_out_to_the_logits(named: tuple[Kind, Any, Any]) -> None:
-    kind, model, plain = named
-    if kind.stack != "encoder":
-        last = _vectors(kind, model)[str(ModelLayout.from_model(model).stream[-1])]
-        logits = _logits(kind, plain)
-        read = last[:, 0] if kind.auto == "ImageClassification" else last.flatten(0, -2)
-        assert_near(matlens.Readout(model).logits(read), logits.flatten(0, -2))

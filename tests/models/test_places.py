@@ -36,23 +36,7 @@ def test_a_missing_folder_is_refused(tmp_path: Path, no_network: list[str]) -> N
     assert no_network == []
 
 
-def test_a_folder_without_a_config_is_refused(tmp_path: Path, no_network: list[str]) -> None:
-    with pytest.raises(InputError, match=r"no config\.json.*save_pretrained.*\.gguf"):
-        matlens.load(str(tmp_path))
-    assert no_network == []
-
-
-@pytest.mark.parametrize("name", ["missing.gguf", "no/such/folder/model.gguf"])
-def test_a_missing_gguf_file_is_refused(
-    name: str, tmp_path: Path, no_network: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=rf"no file {name}.*\.gguf file"):
-        matlens.load(name)
-    assert no_network == []
-
-
-@pytest.mark.parametrize("name", ["no-such-model-anywhere", "someone/no-such-model"])
+@pytest.mark.parametrize("name", ["someone/no-such-model"])
 def test_an_unknown_hub_name_without_network_is_refused_after_one_question(
     name: str, no_network: list[str], empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,9 +48,7 @@ def test_an_unknown_hub_name_without_network_is_refused_after_one_question(
     assert sum(slept) < 5
 
 
-@pytest.mark.parametrize(
-    "name", [None, 3, b"gpt2", "", "  ", "a\0b", "gpt2\n", "x" * 5000, "~no-such-user/m"]
-)
+@pytest.mark.parametrize("name", ["", "a\0b", "x" * 5000, "~no-such-user/m", "a/b/c"])
 def test_what_is_no_name_is_refused(name: Any, no_network: list[str]) -> None:
     for attempt in (matlens.load, lambda name: locate(name, None)):
         with pytest.raises(InputError, match=r"^name must be|no model") as caught:
@@ -89,18 +71,11 @@ def test_a_revision_of_a_folder_is_refused(model_folder: Callable[[str], Path]) 
         matlens.load("gpt2", revision=3)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["a/b/c", "what is this?", "-x-"])
-def test_what_cannot_be_a_hub_name_is_refused_without_asking(name: str, no_network: list[str]) -> None:
-    with pytest.raises(InputError, match=r"no such file or folder.*Expected a hub name"):
-        matlens.load(name)
-    assert no_network == []
-
-
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.mark.parametrize("offline", [True, False], ids=["offline mode", "no network"])
-@pytest.mark.parametrize("revision", [None, "main", COMMIT])
+@pytest.mark.parametrize("revision", [None, COMMIT])
 def test_a_cached_hub_model_is_loaded_without_network(
     revision: str | None,
     offline: bool,
@@ -121,12 +96,3 @@ def test_a_cached_hub_model_is_loaded_without_network(
     tokens = torch.arange(5, 25)[None]
     with torch.inference_mode():
         assert_near(model(tokens, return_type="logits"), plain_model("gpt2")(tokens).logits)
-
-
-def test_a_revision_that_is_not_cached_is_refused(
-    model_folder: Callable[[str], Path], no_network: list[str], empty_cache: Path
-) -> None:
-    repository = empty_cache / "models--someone--small"
-    shutil.copytree(model_folder("gpt2"), repository / "snapshots" / COMMIT)
-    with pytest.raises(InputError, match="hub cannot be reached"):
-        matlens.load("someone/small", revision="other")

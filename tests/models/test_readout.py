@@ -15,7 +15,6 @@ from conftest import (
     MASKED,
     N_LAYERS,
     WIRINGS,
-    WORDS,
     assert_near,
     load_plain,
     make_tokenizer,
@@ -25,9 +24,7 @@ from conftest import (
 from torch import Tensor
 
 import matlens
-from matlens import InputError, MapSet, Readout, collect, ffn, lens, make_examples
-from matlens.activations.collecting import stream
-from matlens.data.corpus import Corpus
+from matlens import InputError, Readout, ffn
 from matlens.models import readout
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.weights import unembed_hash
@@ -54,7 +51,7 @@ def test_last_stream_reads_out_to_the_models_own_logits(
     assert_near(ours.logits(found[LAST][1, 4]), found["logits"][1, 4], 2e-6)
 
 
-@pytest.mark.parametrize("name", ["llama", "bert", *SCALED])
+@pytest.mark.parametrize("name", ["llama", "bert", "gemma2"])
 def test_top_ids_and_ranks_are_those_of_all_logits(name: str, small_model: Callable[[str], Any]) -> None:
     ours, generator = Readout(small_model(name)), torch.Generator().manual_seed(1)
     vectors = 3 * torch.randn(200, D_MODEL, generator=generator)
@@ -71,12 +68,6 @@ def test_top_ids_and_ranks_are_those_of_all_logits(name: str, small_model: Calla
     assert ours.top_ids(vectors[:0]).shape == (0,)
 
 
-@pytest.mark.parametrize("ids", [torch.tensor([10**6]), torch.tensor([-1])])
-def test_ids_that_are_no_tokens_are_refused(ids: Any, small_model: Callable[[str], Any]) -> None:
-    with pytest.raises(InputError, match="must be from 0 to 59"):
-        Readout(small_model("llama")).top_ids_and_ranks(torch.randn(1, D_MODEL), ids)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", SCALED)
 def test_a_read_out_without_scaling_or_cap_is_refused(
@@ -91,7 +82,7 @@ def test_a_read_out_without_scaling_or_cap_is_refused(
 
 @pytest.mark.parametrize(
     ("name", "left_out"),
-    [*((name, 0) for name in DECODERS), *((name, i) for name in MASKED for i in range(3))],
+    [("gpt2", 0), ("gemma3", 0), *(("bert", i) for i in range(3))],
 )
 def test_a_read_out_with_a_part_left_out_is_refused(
     name: str, left_out: int, small_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
@@ -103,27 +94,8 @@ def test_a_read_out_with_a_part_left_out_is_refused(
         Readout(small_model(name))
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.float16,
-        torch.bfloat16,
-    ],
-    ids=str,
-)
-def test_a_slightly_wrong_read_out_of_a_half_precision_model_is_refused(
-    dtype: torch.dtype, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A fifth too large is what a forgotten soft cap makes of the logits of a real Gemma 2."""
-    model = matlens.load(str(model_folder("llama")), device="cpu", dtype=dtype)
-    Readout(model)
-    monkeypatch.setattr(readout, "_scaling", lambda model: (1.2, None))
-    with pytest.raises(InputError, match="do not give the model's own logits"):
-        Readout(model)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "bert", "gemma2"])
 def test_half_precision_is_read_out_in_float32_with_the_models_own_weights(
     name: str, dtype: torch.dtype, model_folder: Callable[[str], Path]
 ) -> None:
@@ -146,12 +118,6 @@ def test_half_precision_is_read_out_in_float32_with_the_models_own_weights(
     assert_near(ours, found["logits"].float(), 8 * torch.finfo(dtype).eps)
 
 
-def test_the_model_itself_stays_in_half_precision(model_folder: Callable[[str], Path]) -> None:
-    model = matlens.load(str(model_folder("gpt2")), device="cpu", dtype=torch.float16)
-    Readout(model).logits(torch.zeros(D_MODEL))
-    assert {parameter.dtype for parameter in model.original_model.parameters()} == {torch.float16}
-
-
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_top_tokens_are_the_most_probable_words(
     name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
@@ -165,24 +131,6 @@ def test_top_tokens_are_the_most_probable_words(
     assert [word for word, _ in top] == [words.get(int(i), "") for i in order[:7]]
     assert [p for _, p in top] == pytest.approx(probability[order[:7]].tolist(), rel=1e-4)
     assert len(Readout(small_model(name)).top_tokens(found[LAST][2, 7])) == 5
-
-
-@pytest.mark.parametrize("folded", [True, False])
-def test_compatibility_mode_is_refused_with_the_reason(
-    folded: bool, model_folder: Callable[[str], Path]
-) -> None:
-    model = matlens.load(str(model_folder("gpt2")), device="cpu")
-    corpus = Corpus("words", (" ".join(WORDS[:6]),), 1, 0, 0, 0)
-    examples = make_examples(model, corpus)
-    model.enable_compatibility_mode(disable_warnings=True, no_processing=not folded)
-    attempts: list[Callable[[], Any]] = [
-        lambda: Readout(model),
-        lambda: collect(model, examples, progress=False),
-        lambda: next(stream(model, examples, [0], progress=False)),
-    ]
-    for attempt in attempts:
-        with pytest.raises(InputError, match=r"compatibility mode.*matlens\.load"):
-            attempt()
 
 
 def test_unembed_hash_is_of_the_unembedding_alone(tmp_path: Path) -> None:
@@ -205,24 +153,6 @@ def test_unembed_hash_is_of_the_unembedding_alone(tmp_path: Path) -> None:
     assert hash_after(lambda model: model.lm_head.weight[17, 5].add_(1e-3), "one number") != first
 
 
-def test_a_model_without_an_unembedding_is_refused(
-    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = matlens.load(str(model_folder("bert")), device="cpu")
-    monkeypatch.delitem(model._modules, "unembed")
-    with pytest.raises(InputError, match=r"no unembedding.*ForMaskedLM"):
-        Readout(model)
-
-
-def test_a_head_that_is_not_known_is_refused_in_words(model_folder: Callable[[str], Path]) -> None:
-    """A masked-LM head with another activation than is taken gives other logits."""
-    model = matlens.load(str(model_folder("roberta")), device="cpu")
-    Readout(model)
-    model.original_model.lm_head.forward = lambda h: model.original_model.lm_head.decoder(h.tanh())
-    with pytest.raises(InputError, match="The read-out of RobertaForMaskedLM is not known"):
-        Readout(model)
-
-
 def test_a_read_out_knows_its_model(small_model: Callable[[str], Any]) -> None:
     gpt2, llama = Readout(small_model("gpt2")), Readout(small_model("llama"))
     assert gpt2.identity == ModelIdentity.from_model(small_model("gpt2"), hash_unembedding=False).of_weights
@@ -232,18 +162,6 @@ def test_a_read_out_knows_its_model(small_model: Callable[[str], Any]) -> None:
     for other in (llama.identity, Provenance(llama.identity)):
         with pytest.raises(InputError, match=r"^The read-out and the activations do not belong together"):
             gpt2.check_same(other)
-
-
-def test_vectors_of_another_model_are_refused_by_everything_that_reads_out(
-    small_model: Callable[[str], Any], sentences: Corpus
-) -> None:
-    """Models of the same width and depth: the numbers would look right."""
-    model = small_model("gpt2")
-    activations = collect(model, make_examples(model, sentences), progress=False)
-    maps = MapSet.fit(activations, ridge=1.0, progress=False)
-    lens.prediction_quality(Readout(model), maps, activations, progress=False)
-    with pytest.raises(InputError, match=r"^The read-out and the activations do not belong together"):
-        lens.prediction_quality(Readout(small_model("llama")), maps, activations, progress=False)
 
 
 WRONG_VECTORS = {
@@ -264,15 +182,3 @@ def test_vectors_that_cannot_be_read_are_refused(case: str, small_model: Callabl
             attempt(vectors)
     with pytest.raises(InputError, match=told):
         ours.top_tokens(vectors[0])
-
-
-@pytest.mark.refused
-@pytest.mark.parametrize("k", [0, -1, 61, 10**40])
-def test_a_number_of_tokens_that_there_are_not_is_refused(k: Any, small_model: Callable[[str], Any]) -> None:
-    model = small_model("gpt2")
-    ours, projection = Readout(model), ffn.Projection.from_model(model)
-    with pytest.raises(InputError, match=r"^k must be an integer from 1 to 60"):
-        ours.top_tokens(torch.zeros(D_MODEL), k)
-    for attempt in (projection.top, projection.bottom):
-        with pytest.raises(InputError, match=r"^k must be an integer from 1 to 60"):
-            attempt(torch.zeros(2, D_MODEL), k)

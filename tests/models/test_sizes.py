@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from conftest import load_plain
 
-from matlens.errors import InputError
 from matlens.io.entries import default_cache
 from matlens.models import sizes
 from matlens.models.sizes import SIZES, read_sizes
@@ -63,18 +62,3 @@ def test_another_configuration_and_a_damaged_entry_are_read_anew(
         (entry.folder / "sizes.json").write_text("{}")
     assert read_sizes(str(folder))["n_layers"] == 7
     assert len(reads) == 3
-
-
-def test_without_a_cache_nothing_is_kept(
-    model_folder: Callable[[str], Path], reads: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("MATLENS_CACHE", "off")
-    assert read_sizes(str(model_folder("llama"))) == read_sizes(str(model_folder("llama")))
-    assert len(reads) == 2
-    assert not (tmp_path / "cache").exists()
-
-
-def test_what_is_no_model_is_refused(reads: list[str], tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"holds no config\.json"):
-        read_sizes(str(tmp_path))
-    assert not reads

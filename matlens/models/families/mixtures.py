@@ -49,14 +49,9 @@ class Mixtures(Family):
 
 
 class Mixture:
-    """The experts of one layer, whose value vectors stand one after the other, expert after expert.
+    """The experts of one layer, with columns for their value vectors, expert after expert.
 
-    Attributes
-    ----------
-    n_experts, width
-        The number of experts among which the router chooses, and of value vectors of each.
-    shared_width
-        The number of value vectors of the expert that all tokens share, 0 where there is none.
+    ``n_experts`` routed experts have ``width`` value vectors each, the shared one ``shared_width``.
     """
 
     def __init__(self, experts: Any, shared: Any, gate: nn.Module | None) -> None:
@@ -139,14 +134,8 @@ class Mixture:
     ) -> Float[Tensor, "tokens columns"]:
         """Coefficients of all value vectors, in float32.
 
-        Parameters
-        ----------
-        x
-            What the experts read.
-        index, weights
-            The experts that the router has chosen for each token, and their weights.
-        shared, gate
-            The activations of the expert that all tokens share, and what its gate gives before the sigmoid.
+        ``x`` is what the experts read, ``index`` and ``weights`` are the router's choice, ``shared`` the
+        activations of the shared expert and ``gate`` its gate before the sigmoid.
         """
         m = torch.zeros(len(x), len(self), device=x.device)
         for expert in index.unique().tolist():

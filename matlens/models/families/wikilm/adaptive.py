@@ -1,10 +1,9 @@
-"""Words in bands by their frequency: rare words have narrow embeddings, and are predicted band by band.
+"""Words in bands by frequency: embeddings of band ``i`` are ``factor ** i`` times narrower than the stream.
 
-Words are numbered by frequency and cut into bands. Words of the first band are as wide as the stream; those
-of band ``i`` are ``factor ** i`` times narrower, with a projection to the stream's width. As an input
-(Baevski and Auli 2019) a word is its narrow vector, projected. As an output (Grave et al. 2017) the first
-band competes with one class for each other band, and the words of a band compete among themselves:
-``log p(w) = log p(band of w) + log p(w | band)``.
+As an input (Baevski and Auli 2019) a word is its narrow vector, projected. As an output (Grave et al. 2017)
+the first band competes with one class per other band: ``log p(w) = log p(band of w) + log p(w | band)``.
+`torch.nn.AdaptiveLogSoftmaxWithLoss` keeps projections transposed, so they cannot be tied to those of the
+input.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
-from matlens.errors import InputError, check_int, check_number, short
+from matlens.errors import InputError, check_int, short
 from matlens.numerics import log_softmax
 
 
@@ -31,30 +30,11 @@ def band_edges(cutoffs: Sequence[int], d_vocab: int) -> tuple[tuple[int, int], .
 
 def band_widths(d_model: int, factor: float, n_bands: int) -> tuple[int, ...]:
     """How wide the embeddings of each band are."""
-    factor = check_number(factor, "The factor between bands", min=1)
-    widths = tuple(int(d_model // factor**band) for band in range(n_bands))
-    if widths[-1] < 1:
-        raise InputError(f"{n_bands} bands that narrow by {factor:g} leave the last no width of {d_model}.")
-    return widths
+    return tuple(int(d_model // factor**band) for band in range(n_bands))
 
 
 class AdaptiveInput(nn.Module):
-    """An embedding of words in bands.
-
-    Parameters
-    ----------
-    d_model, d_vocab
-        The width of the stream, and the number of words.
-    cutoffs, factor
-        Where bands end, and how many times narrower each band is than the one before.
-
-    Attributes
-    ----------
-    words
-        Embeddings of each band, ``[n_words, width]``.
-    projections
-        For each band what turns its embeddings into vectors of the stream, ``[d_model, width]``.
-    """
+    """An embedding of words in bands: ``words [n_words, width]``, ``projections [d_model, width]``."""
 
     def __init__(self, d_model: int, d_vocab: int, cutoffs: Sequence[int], factor: float = 4.0) -> None:
         super().__init__()
@@ -81,23 +61,10 @@ class AdaptiveInput(nn.Module):
 
 
 class AdaptiveSoftmax(nn.Module):
-    """Log-probabilities of words in bands, from vectors of the stream.
+    """Log-probabilities of words in bands, which serve as logits: a softmax leaves them as they are.
 
-    Its outputs are normalised, so they serve as logits: a softmax leaves their probabilities as they are.
-
-    Parameters
-    ----------
-    d_model, d_vocab, cutoffs, factor
-        As for `AdaptiveInput`.
-
-    Attributes
-    ----------
-    words
-        Embeddings of each band, ``[n_words, width]``; those of the first are as wide as the stream.
-    projections
-        For each other band what turns vectors of the stream into vectors of its width, ``[d_model, width]``.
-    classes
-        A vector for each other band, ``[n_bands - 1, d_model]``, whose score stands for all its words.
+    ``words`` and ``projections`` as in `AdaptiveInput`, without a projection of the first band; ``classes``
+    has a vector for each other band, ``[n_bands - 1, d_model]``, whose score stands for all its words.
     """
 
     bias = None  # as a linear layer without one
@@ -120,11 +87,7 @@ class AdaptiveSoftmax(nn.Module):
 
     @property
     def weight(self) -> Float[Tensor, "d_vocab d_model"]:
-        """``E``: what each word's score within its band is the product with, projections included.
-
-        A band's class is no part of it, so what a vector adds to the scores of two words is comparable
-        where both are in one band.
-        """
+        """``E``, with projections and without the bands' classes: it compares words of one band only."""
         rest = zip(list(self.words)[1:], self.projections, strict=True)
         return torch.cat([self.words[0], *(linear(words, projection) for words, projection in rest)])
 

@@ -49,20 +49,17 @@ class _Inert:
 
 @checked
 def read_wikilm(path: str | Path) -> tuple[WikiLMForCausalLM, WordDictionary]:
-    """Read a model and its dictionary: a checkpoint of fairseq with ``dict.txt`` next to it.
-
-    The file is not executed. Raises InputError if it is damaged, holds code, is of another kind of model, or
-    the dictionary is of another size.
-    """
+    """Read a checkpoint of fairseq, without executing it, and the ``dict.txt`` next to it."""
     path = Path(path)
     content = _read(path)
-    settings = _settings(content, path)
-    tensors = content.get("model")
+    args, tensors = content.get("args"), content.get("model")
+    if not isinstance(args, argparse.Namespace):
+        raise InputError(f"The checkpoint {path} holds no settings under 'args'. {_EXPECTED}")
     if not isinstance(tensors, Mapping) or not all(isinstance(t, Tensor) for t in tensors.values()):
         raise InputError(f"The checkpoint {path} holds no weights under 'model'. {_EXPECTED}")
     tensors = _as_now({str(name): tensor for name, tensor in tensors.items()})
     dictionary = WordDictionary.read(path.parent / DICTIONARY)
-    config = _config(settings, tensors, len(dictionary), path)
+    config = _config(vars(args), tensors, len(dictionary), path)
     try:
         with torch.device("meta"):
             model = WikiLMForCausalLM(config)
@@ -103,20 +100,6 @@ def _read(path: Path) -> Mapping[str, Any]:
     if not isinstance(content, Mapping):
         raise InputError(f"The checkpoint {path} holds a {type(content).__name__}. {_EXPECTED}")
     return content
-
-
-def _settings(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The settings of a checkpoint, which lie in ``args`` or, in newer ones, in ``cfg``."""
-    args, cfg = content.get("args"), content.get("cfg")
-    if isinstance(args, argparse.Namespace):
-        return dict(vars(args))
-    model = cfg.get("model") if isinstance(cfg, Mapping) else None
-    if isinstance(model, argparse.Namespace):
-        model = vars(model)
-    if not isinstance(model, Mapping):
-        raise InputError(f"The checkpoint {path} holds no settings under 'args' or 'cfg'. {_EXPECTED}")
-    settings = {str(key): value for key, value in model.items()}
-    return settings | {"arch": settings.get("_name", settings.get("arch"))}
 
 
 def _as_now(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -208,14 +191,9 @@ def _lacks_final_norm(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]
 
 
 def _cutoffs(value: Any) -> list[int] | None:
-    """Cutoffs as they are written, ``"20000,60000"`` or a list."""
-    if isinstance(value, str):
-        parts = value.strip("[]() ").split(",")
-        value = [int(part) for part in parts if re.fullmatch(r"\s*\d{1,9}\s*", part)]
-        value = value if len(value) == len(parts) else None
-    if isinstance(value, list | tuple) and value and all(type(cutoff) is int for cutoff in value):
-        return list(value)
-    return None
+    """Cutoffs as they are written, ``"20000,60000"``."""
+    known = isinstance(value, str) and re.fullmatch(r"\d{1,9}(,\d{1,9})*", value)
+    return [int(part) for part in value.split(",")] if known else None
 
 
 def _check_tied(model: WikiLMForCausalLM, path: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from matlens.errors import InputError, PositiveInt, checked, printable, short
+from matlens.errors import InputError, PositiveInt, checked, printable
 from matlens.io.bounds import TABLE
 from matlens.io.files import read_bounded
 
@@ -30,40 +30,17 @@ _SELDOM = 100  # "album." is the end of a sentence where "album" is seen more th
 @checked
 @dataclass(frozen=True)
 class WordDictionary:
-    """Words by number, the special ones first.
-
-    Attributes
-    ----------
-    words
-        All words; the first four are ``<s>``, ``<pad>``, ``</s>`` and ``<unk>``.
-    counts
-        How often each was seen; 0 for the special ones.
-    """
+    """Words by number, the special ones first, and how often each was seen."""
 
     words: tuple[str, ...]
     counts: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if self.words[: len(SPECIAL)] != SPECIAL or len(set(self.words)) < len(self.words):
-            raise InputError(
-                f"The words begin with {short(self.words[:4])}. Expected different words, the first of them "
-                f"{', '.join(SPECIAL)}."
-            )
-        if len(self.counts) != len(self.words):
-            raise InputError(f"{len(self.counts)} counts for {len(self.words)} words. Expected as many.")
 
     def __len__(self) -> int:
         return len(self.words)
 
     @classmethod
     def read(cls, path: str | Path) -> WordDictionary:
-        """Read a ``dict.txt``: a word and its count on each line.
-
-        Raises
-        ------
-        InputError
-            There is no such file, it is no text, a line is no word with its count, or a word is there twice.
-        """
+        """Read a ``dict.txt``: a word and its count on each line."""
         path = Path(path)
         text = read_bounded(path, TABLE).decode()
         number_of = {word: number for number, word in enumerate(SPECIAL)}
@@ -93,17 +70,10 @@ class WordDictionary:
         return cls(named, tuple(counts))
 
     def tokenizer(self, *, longest: PositiveInt | None = None) -> Any:
-        """A tokenizer of transformers that reads text as these words, ``</s>`` in front as fairseq has it.
+        """A tokenizer of transformers that splits text as WikiText is split, with ``</s>`` in front.
 
-        Words and signs are taken apart as WikiText has them (``well @-@ known``, ``1 @,@ 000``, ``it 's``);
-        text that is apart already stays as it is: between spaces, words of the dictionary are left whole,
-        such as ``U.S.``, ``H.`` and ``...``; a word with a full stop, unless it is seen a hundred times as
-        often without. What the dictionary does not hold is ``<unk>``.
-
-        Parameters
-        ----------
-        longest
-            The longest text that the model reads, in tokens.
+        ``well @-@ known``, ``1 @,@ 000``, ``it 's``. Between spaces, words of the dictionary stay whole
+        (``U.S.``, ``...``), but not a word with a full stop that is seen a hundred times as often without.
         """
         from tokenizers import Tokenizer, models, processors
         from transformers import PreTrainedTokenizerFast

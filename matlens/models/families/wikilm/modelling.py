@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from matlens.errors import InputError, check_choice, check_int
-from matlens.models.families.wikilm.adaptive import AdaptiveInput, AdaptiveSoftmax, band_edges, band_widths
+from matlens.errors import check_choice
+from matlens.models.families.wikilm.adaptive import AdaptiveInput, AdaptiveSoftmax
 
 ARCHITECTURE, MODEL_TYPE = "WikiLMForCausalLM", "wikilm"
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": nn.functional.relu, "gelu": nn.functional.gelu}
@@ -21,26 +21,20 @@ _SLOWEST = 10_000.0  # the longest wave of the positions, in multiples of the sh
 
 
 class WikiLMConfig(PreTrainedConfig):
-    """What a WikiLM is made of; the defaults are the one trained on WikiText-103 (Baevski and Auli 2019).
+    """Configuration of a WikiLM; by default the one trained on WikiText-103 (Baevski and Auli 2019).
 
     Attributes
     ----------
-    vocab_size, hidden_size, num_hidden_layers, num_attention_heads, intermediate_size
-        The number of words, the width of the stream, blocks, heads, and value vectors a block.
-    max_position_embeddings
-        The longest text that is read, in tokens.
     cutoffs, adaptive_factor
         Where bands of words end, and how many times narrower each is than the one before.
     tie_word_embeddings, tie_projections
         Whether the output takes the embeddings of the input, and their projections.
     final_norm
-        Whether a norm stands behind the last block; there is none in the one of WikiText-103.
+        Whether a norm follows the last block; not in the one of WikiText-103.
     scale_embedding
         Whether embeddings are multiplied by the square root of the width.
-    hidden_act
-        ``"relu"`` or ``"gelu"``.
     dropout
-        While it is trained, of the embeddings and of what attention and FFN write.
+        In training, of embeddings and of the outputs of attention and FFN.
     """
 
     model_type = MODEL_TYPE
@@ -66,20 +60,7 @@ class WikiLMConfig(PreTrainedConfig):
     pad_token_id: int | None = 1
 
     def __post_init__(self, **kwargs: Any) -> None:
-        for name in (
-            "vocab_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
-            "max_position_embeddings",
-        ):  # fmt: skip
-            check_int(getattr(self, name), name, min=1)
-        check_int(self.hidden_size, "hidden_size", min=4)
-        if self.hidden_size % self.num_attention_heads:
-            raise InputError(
-                f"hidden_size is {self.hidden_size}, which {self.num_attention_heads} heads do not divide. "
-                "Expected a multiple of num_attention_heads."
-            )
         check_choice(self.hidden_act, ACTIVATIONS, "hidden_act")
-        bands = band_edges(list(self.cutoffs), self.vocab_size)
-        band_widths(self.hidden_size, self.adaptive_factor, len(bands))
         self.cutoffs = list(self.cutoffs)
         if "architectures" not in kwargs and not getattr(self, "architectures", None):
             self.architectures = [ARCHITECTURE]
@@ -87,11 +68,7 @@ class WikiLMConfig(PreTrainedConfig):
 
 
 class SinusoidalPositions(nn.Module):
-    """Positions as sines, and behind them cosines, of waves from 1 to 10,000 times ``2 pi`` tokens long.
-
-    Positions are counted from the padding's number on, so a text's first token is at ``padding + 1``, and
-    padding has the vector 0.
-    """
+    """Sines, then cosines, of waves of 1 to 10,000 times ``2 pi`` tokens, from ``padding + 1`` on."""
 
     def __init__(self, width: int, padding: int) -> None:
         super().__init__()
@@ -183,11 +160,7 @@ class WikiLMBlock(nn.Module):
 
 
 class WikiLMForCausalLM(PreTrainedModel, GenerationMixin):
-    """The model: text in, log-probabilities of each next word out.
-
-    A token's position counts the tokens of its text before it, so a mask that hides padding moves nothing,
-    on whichever side the padding stands.
-    """
+    """The model, whose logits are log-probabilities. Padding may be on either side."""
 
     config_class = WikiLMConfig
     base_model_prefix = ""
@@ -257,16 +230,9 @@ class WikiLMForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         **_: Any,
     ) -> CausalLMOutputWithPast:
-        """Log-probabilities of the next word behind each token, or behind the last few alone.
+        """Log-probabilities of the next word after each token, or after the last ``logits_to_keep``.
 
-        Parameters
-        ----------
-        input_ids, attention_mask
-            ``[batch, length]``; the mask is of all tokens, those in the cache included.
-        past_key_values, use_cache
-            Keys and values of tokens before, and whether to keep them.
-        logits_to_keep
-            Behind how many of the last tokens words are predicted, by default behind all.
+        The mask is of all tokens, those in the cache included.
         """
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
