@@ -98,7 +98,7 @@ class ValueParts:
             if 0 < len(plain) < layout.n_layers:
                 reason = (
                     f": some layers have experts and some a plain FFN (layer {', '.join(plain)}), so their "
-                    "numbers of coefficients differ. They can be mapped and replaced all the same."
+                    "numbers of coefficients differ. They can be mapped and replaced all the same"
                 )
             raise InputError(f"The FFNs of {model.cfg.architecture} have no known value vectors{reason}.")
         modules = [None if mixtures[layer] else output_layer(model, layer) for layer in layers]

@@ -84,42 +84,27 @@ def torch_hook(register: Any, function: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def other_forward(module: Any) -> Iterator[None]:
-    before = module.forward
-    module.forward = lambda *args, **kwargs: before(*args, **kwargs)
-    try:
+def other_forward(owner: Any) -> Iterator[None]:
+    before = owner.forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, "forward", lambda *args, **kwargs: before(*args, **kwargs))
         yield
-    finally:
-        del module.forward
-
-
-@contextlib.contextmanager
-def other_method(module: Any) -> Iterator[None]:
-    kind = type(module)
-    before = kind.forward
-    kind.forward = lambda self, *args, **kwargs: before(self, *args, **kwargs)
-    try:
-        yield
-    finally:
-        kind.forward = before
+    if not isinstance(owner, type):
+        del owner.forward
 
 
 @contextlib.contextmanager
 def parametrized(module: Any) -> Iterator[None]:
     parametrize.register_parametrization(module, "weight", Twice())
-    try:
-        yield
-    finally:
-        parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
+    yield
+    parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
 
 
 @contextlib.contextmanager
 def training(model: Any) -> Iterator[None]:
     model.train()
-    try:
-        yield
-    finally:
-        model.eval()
+    yield
+    model.eval()
 
 
 def mlp(model: Any) -> Any:
@@ -136,7 +121,7 @@ FOREIGN: dict[str, tuple[Callable[[Any], Any], str]] = {
     "backward hook": (lambda m: torch_hook(mlp(m).register_full_backward_hook, doubled), "a backward hook"),
     "everywhere": (lambda m: torch_hook(register_module_forward_hook, lambda *_: None), "at all modules"),
     "forward": (lambda m: other_forward(mlp(m)), "another forward"),
-    "method of a class": (lambda m: other_method(mlp(m)), "of a class"),
+    "method of a class": (lambda m: other_forward(type(mlp(m))), "of a class"),
     "parametrization": (lambda m: parametrized(mlp(m).c_proj.original_component), "parametrization"),
     "training": (training, "dropout"),
 }

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -257,28 +255,6 @@ def test_damage_is_noticed_and_mended(source: Source, capsys: pytest.CaptureFixt
     assert len(source.dtypes) == 2
     source.kept()
     assert len(source.dtypes) == 2
-
-
-@pytest.mark.parametrize("room", [20_000])
-def test_a_disk_without_room_keeps_nothing_and_the_model_is_read(
-    room: int, source: Source, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plain = source.read(source.path, torch.bfloat16)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, most))
-        made = source.kept(torch.bfloat16)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-        signal.signal(signal.SIGXFSZ, before)
-    assert_same(made, plain)
-    cache = default_cache()
-    assert cache is not None
-    assert f"Nothing is kept in the cache {cache.root}: File too large." in capsys.readouterr().err
-    assert cache.entries() == []
-    assert_same(source.kept(), source.kept())
-    assert len(cache.entries()) == 1
 
 
 def test_what_does_not_come_back_as_it_was_is_not_kept(

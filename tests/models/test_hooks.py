@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import D_MODEL, make_sentences
+from conftest import make_sentences
 from patched_models import patched
 from small_maps import random_map
 from torch import Tensor
 
 import matlens
-from matlens import InputError, Readout, collect
+from matlens import InputError, collect
 from matlens.ffn import controlled
 from matlens.models.changes import changes_of, unchanged
 
@@ -128,27 +128,6 @@ def test_two_threads_that_read_one_model_do_not_mix_their_vectors(model: Any) ->
         for again in together:
             assert all(torch.equal(alone[site], again[site]) for site in alone)
     assert changes_of(model) == ()
-
-
-@pytest.mark.parametrize("name", ["bert"])
-def test_a_pass_while_another_thread_reads_out_is_let_through(
-    name: str, model_folder: Callable[[str], Path]
-) -> None:
-    model = matlens.load(str(model_folder(name)), device="cpu")
-    readout, said = Readout(model), []
-    tokens = torch.randint(6, 50, (1, 9))
-
-    def run_and_patch() -> Any:
-        with patched(model, [random_map()]):
-            return model(tokens).shape
-
-    def start(*_: Any) -> None:
-        handle.remove()
-        said.append(in_a_thread(run_and_patch))
-
-    handle = model.unembed.original_component.register_forward_pre_hook(start)
-    readout.logits(torch.randn(2, D_MODEL))
-    assert said == [(1, 9, 60)]
 
 
 def test_a_change_that_another_thread_makes_and_takes_back_is_noticed(model: Any) -> None:

@@ -64,11 +64,6 @@ KINDS = {
         "ImageClassification", "vit.layers", ("attention",) * 2, ("mlp",) * 2,
     ),
     "olmo2, one key": _decoder(transformers.Olmo2Config(**_DECODER, num_key_value_heads=1)),
-    "mixtral": _decoder(
-        transformers.MixtralConfig(
-            **_DECODER, num_key_value_heads=2, head_dim=10, num_local_experts=5, num_experts_per_tok=3
-        )
-    ),
     "qwen2-moe": _decoder(
         transformers.Qwen2MoeConfig(**_EXPERTS, num_key_value_heads=1, shared_expert_intermediate_size=20)
     ),

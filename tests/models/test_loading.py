@@ -51,12 +51,6 @@ def test_dtype_is_the_one_asked_for(dtype: torch.dtype, model_folder: Callable[[
     assert any(torch.equal(p, theirs) for p in ours)
 
 
-@pytest.mark.parametrize("device", ["cuda:99"])
-def test_a_device_that_is_not_there_is_refused(device: str, model_folder: Callable[[str], Path]) -> None:
-    with pytest.raises(InputError, match=r"device.*cannot be used here.*Expected cpu, cuda or mps"):
-        matlens.load(str(model_folder("gpt2")), device=device)
-
-
 # Bridges booted elsewhere
 
 SHORT_TEXT = " ".join(WORDS[:6])

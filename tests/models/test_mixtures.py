@@ -176,11 +176,3 @@ def test_half_precision_adds_up_and_a_missing_expert_does_not(
         m = seen["ffn_post.1"].clone()
         m[..., part] = 0
         assert not experts.adds_up(m, seen["ffn_out.1"], 1.0)
-
-
-def test_experts_with_output_biases_are_refused(small_model: Callable[[str], Any]) -> None:
-    """A bias times the router's weight is of no value vector."""
-    model = small_model("gpt-oss")
-    assert "ffn_out" in ModelLayout.from_model(model).kinds
-    with pytest.raises(InputError, match="GptOssForCausalLM have no known value vectors"):
-        ValueVectors(model)

@@ -128,17 +128,6 @@ def test_sites_are_the_plain_models_and_add_up(name: str, stacks: dict[str, Any]
             assert_near(block[total], torch.stack([block[part] for part in parts]).sum(0))
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_positions_are_read_as_in_the_whole_sentence(name: str, stacks: dict[str, Any]) -> None:
-    """An encoder's vectors depend on what stands behind them, a decoder's do not."""
-    model = stacks[name]
-    examples = examples_of(name, model)
-    drawn = matlens.collect(model, examples, progress=False)
-    every = matlens.collect(model, examples, positions="all", progress=False)
-    for site in drawn:
-        assert_near(drawn[site], every[site][examples.offsets[:-1] + examples.positions])
-
-
 def test_what_does_not_belong_together_is_refused(stacks: dict[str, Any], model_folder: Any) -> None:
     encoder, decoder = stacks["encoder"], stacks["decoder"]
     folder = str(model_folder("t5"))

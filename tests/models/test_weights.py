@@ -108,21 +108,6 @@ def test_fingerprint_sees_buffers_that_a_checkpoint_holds() -> None:
     assert fingerprint(TransformerBridge(module)) != first  # type: ignore[arg-type]
 
 
-def test_fingerprint_does_not_ask_how_the_model_was_loaded(model_folder: Callable[[str], Path]) -> None:
-    """By matlens, by TransformerLens from the folder, and by TransformerLens around a loaded model."""
-    from transformer_lens.model_bridge import TransformerBridge
-
-    for name in ("gemma3",):
-        folder = str(model_folder(name))
-        plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
-        bridges = (
-            matlens.load(folder, device="cpu"),
-            TransformerBridge.boot_transformers(folder, device="cpu"),
-            TransformerBridge.boot_transformers(folder, device="cpu", hf_model=plain),
-        )
-        assert len({fingerprint(bridge) for bridge in bridges}) == 1
-
-
 def test_half_precisions_are_known_to_be_of_the_same_weights(
     model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
