@@ -18,11 +18,11 @@ from numbers import Integral
 
 from torch import Tensor
 
-from matlens.errors import InputError, check_int, checked, short
+from matlens.errors import InputError, checked, short
 
 STREAM, COEFFICIENTS = "h", "ffn_post"
 
-_LONGEST, _MOST_LAYERS = 200, 1_000_000  # characters of a name, and layers; no model has more
+_LONGEST = 200  # characters of a name
 _HOOK = re.compile(r"(?:\w+\.)*hook_\w+")
 _BLOCK_HOOK = re.compile(rf"blocks\.(-?[0-9]+)\.({_HOOK.pattern})")
 _IN_BLOCK = (
@@ -50,11 +50,6 @@ class Site:
 
     kind: str
     layer: int
-
-    def __post_init__(self) -> None:
-        if not self.kind:
-            raise InputError("The kind of a site is empty. Expected a name, such as 'attn_out'.")
-        check_int(self.layer, "The layer of a site", min=-_MOST_LAYERS, max=_MOST_LAYERS)
 
     @property
     def is_hook(self) -> bool:
