@@ -20,7 +20,7 @@ from matlens.activations import find_sinks
 from matlens.data import Corpus, JudgedText, make_judged_text
 from matlens.io.verification import verify
 from matlens.linearity import atlas
-from matlens.linearity.ranking import GROUPS
+from matlens.linearity.ranking import GROUPS, first_parts
 from matlens.linearity.scores import SCORES
 
 Models = Callable[[str], Any]
@@ -99,9 +99,7 @@ ENDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "tokens"), [("llama", "all"), ("bert", "all"), ("gptj", "all"), ("llama-sinks", "no sinks")]
-)
+@pytest.mark.parametrize(("name", "tokens"), [("bert", "all"), ("gptj", "all"), ("llama-sinks", "no sinks")])
 @pytest.mark.parametrize("kind", ENDS)
 @pytest.mark.parametrize("method", ["map", "removed"])
 def test_costs_are_those_of_a_model_patched_by_hand(
@@ -152,7 +150,7 @@ def test_the_first_parts_are_replaced_together(
     tables: Callable[[str], pd.DataFrame],
 ) -> None:  # fmt: skip
     table, (fitted, judged), plain = tables("llama"), texts("llama"), plain_model("llama")
-    first = linearity.first_parts(table, group="ffn")
+    first = first_parts(table, group="ffn")
     parts = []
     for _, layer in first:
         ends = f"ffn_in.{layer}", f"ffn_out.{layer}"
