@@ -195,10 +195,10 @@ $(RESULTS)/paper_a_table1_tokens_bert.csv: OPTIONS = --layer 0 --layer 2 --layer
 	--prompt "It was the first time that the [MASK] won the war."
 
 # The jobs that are published; of options given twice the last counts.
-$(RESULTS)/linearity.csv: OPTIONS = --train 4000 --val 1000 --windows 160 --judged 8
-$(RESULTS)/linearity_bert.csv: OPTIONS = --train 4000 --val 1000 --windows 600 --judged 200
+$(RESULTS)/linearity.csv: OPTIONS = --train 4000 --val 1000 --windows 160 --eval-windows 8
+$(RESULTS)/linearity_bert.csv: OPTIONS = --train 4000 --val 1000 --windows 600 --eval-windows 200
 $(RESULTS)/pruning.csv: OPTIONS = --train 4000 --val 600 --size 3 --size 6 --size 9 --choice angle --choice loss \
-	--choice greedy --windows 120 --judged 12 --heal 100000
+	--choice greedy --windows 120 --eval-windows 12 --heal 100000
 
 # A passage of all tokens of its own, and the tuned lens, which takes most of the time. Jacobians take a minute each.
 $(RESULTS)/lens_report.csv: | install

@@ -30,20 +30,20 @@ def main(
     report: Report,
     window: Annotated[int, typer.Option(min=2, help="Tokens of a window, or most of a sentence.")] = 64,
     windows: Annotated[int, typer.Option(min=2, help="Windows or sentences that maps are fitted on.")] = 160,
-    judged: Annotated[int, typer.Option(min=2, help="Windows or sentences that losses are of.")] = 8,
+    eval_windows: Annotated[int, typer.Option(min=2, help="Windows or sentences that losses are of.")] = 8,
 ) -> None:
     """Fit, score, replace and leave out every part; draw the atlas, and print the correlations."""
     train, validation = study.parts
-    fitted_on, judged_on = (
+    fitted_on, evaluated_on = (
         make_judged_text(study.model, corpus, size=window, most=most, seed=study.seed)
-        for corpus, most in ((train, windows), (validation, judged))
+        for corpus, most in ((train, windows), (validation, eval_windows))
     )
-    folder = study.folder / f"{NAME}-{window}-{windows}-{judged}"
-    table = linearity_atlas(study.model, fitted_on, judged_on, folder=folder)
+    folder = study.folder / f"{NAME}-{window}-{windows}-{eval_windows}"
+    table = linearity_atlas(study.model, fitted_on, evaluated_on, folder=folder)
     correlations = rank_correlations(table, seed=study.seed)
     origin = study.origin_of_weights | {
-        "window": window, "windows": windows, "judged": judged,
-        "n_fitted": len(fitted_on.examples.tokens), "n_judged": len(judged_on.truth),
+        "window": window, "windows": windows, "eval_windows": eval_windows,
+        "n_fitted": len(fitted_on.examples.tokens), "n_evaluated": len(evaluated_on.truth),
         "atlas_seconds": atlas_seconds(folder),
     }  # fmt: skip
     report.write(NAME, table, origin, plots.plot_atlas(table, correlations))

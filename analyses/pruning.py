@@ -55,8 +55,8 @@ def main(
     report: Report,
     window: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 256,
     windows: Annotated[int, typer.Option(min=1, help="Windows that maps are fitted on.")] = 120,
-    judged: Annotated[
-        int, typer.Option(min=2, help="Windows of each corpus that models are judged on.")
+    eval_windows: Annotated[
+        int, typer.Option(min=2, help="Windows of each corpus that models are evaluated on.")
     ] = 12,
     heal: Annotated[int, typer.Option(min=0, help="Tokens that the best is healed on; 0 for none.")] = 0,
     method: Annotated[list[Method] | None, typer.Option(help="Only these methods.")] = None,
@@ -73,7 +73,7 @@ def main(
         model,
         make_windows(model, several[0].parts[0], size=window, most=windows),
         {
-            name: make_windows(model, text, size=window, most=judged, name=name)
+            name: make_windows(model, text, size=window, most=eval_windows, name=name)
             for name, text in texts.items()
         },
         size or [n for n in SIZES if n < model.cfg.n_layers] or [1],
@@ -81,7 +81,7 @@ def main(
         choices=choice or tuple(Choice),
         heal=heal,
     )
-    sizes_of_texts = {"windows": windows, "window": window, "judged": judged, "heal": heal}
+    sizes_of_texts = {"windows": windows, "window": window, "eval_windows": eval_windows, "heal": heal}
     report.write(NAME, table, several[0].origin_of_weights | sizes_of_texts)
     added = added_perplexity(table).sort_values(["corpus", "n_removed", "perplexity"])
     show("Perplexity, and the share recovered of what ReplaceMe adds", added)

@@ -137,7 +137,9 @@ class Campaign:
             "merge": Command(_line("merge", "out", "--out", "merged"), ("part",)),
             "values explore": Command(_line("values", "explore", *data, "--neighbours", 2)),
             "prune": Command(_line("prune", *data, "--blocks", "1,", "--window", 16), told="is not empty"),
-            "linearity": Command(_line("linearity", *data, "--window", 12, "--windows", 30, "--judged", 3)),
+            "linearity": Command(
+                _line("linearity", *data, "--window", 12, "--windows", 30, "--eval-windows", 3)
+            ),
         }
 
     def folder(self, name: str) -> Path:

@@ -38,7 +38,7 @@ def linearity(
     corpus: CorpusOptions,
     window: TwoOrMore = 64,
     windows: TwoOrMore = 80,
-    judged: TwoOrMore = 4,
+    eval_windows: TwoOrMore = 4,
     every: PositiveInt = 2,
     seed: Seed = 0,
     out: Path = Path("out"),
@@ -46,7 +46,7 @@ def linearity(
     """Say how linear every part of a model is, and what it costs to put its map in its place.
 
     Nine tenths of the corpus are to fit on, the rest to judge on. A run that was killed resumes. A thorough
-    run has '--every 1 --windows 160 --judged 8': it takes four times as long.
+    run has '--every 1 --windows 160 --eval-windows 8': it takes four times as long.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ def linearity(
         Tokens of a window, or most of a sentence.
     windows
         Most windows or sentences to fit maps on.
-    judged
+    eval_windows
         Most windows or sentences to take losses of.
     every
         Only parts of every so many blocks; 1 for all.
@@ -72,19 +72,19 @@ def linearity(
     tables = [f"{name}.{suffix}" for name in (ATLAS, CORRELATIONS) for suffix in ("csv", "json")]
     check_writable(out, [*tables, *(f"{ATLAS}.{suffix}" for suffix in ("png", "pdf"))])
     bridge = model.load()
-    fitted_on, judged_on = (
+    fitted_on, evaluated_on = (
         make_judged_text(bridge, part, size=window, most=most, seed=seed)
-        for part, most in zip(parts, (windows, judged), strict=True)
+        for part, most in zip(parts, (windows, eval_windows), strict=True)
     )
-    table = linearity_atlas(bridge, fitted_on, judged_on, folder=out / "atlas", every=every)
+    table = linearity_atlas(bridge, fitted_on, evaluated_on, folder=out / "atlas", every=every)
     with on_main("tables of the atlas") as is_main:
         if not is_main:
             return
         correlations = rank_correlations(table, seed=seed)
         origin = {
             "model": ModelIdentity.from_model(bridge).to_json(), "seed": seed, "window": window,
-            "every": every, "n_fitted": len(fitted_on.examples.tokens), "n_judged": len(judged_on.truth),
-            "atlas_seconds": atlas_seconds(out / "atlas"),
+            "every": every, "n_fitted": len(fitted_on.examples.tokens),
+            "n_evaluated": len(evaluated_on.truth), "atlas_seconds": atlas_seconds(out / "atlas"),
         }  # fmt: skip
         for name, written in ((ATLAS, table), (CORRELATIONS, correlations)):
             write_results(out, name, written, origin)

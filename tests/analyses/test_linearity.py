@@ -26,7 +26,7 @@ def test_the_tables_are_what_the_library_gives(
 ) -> None:
     run(
         "linearity", "--model", model_folder("bert"), "--corpus", corpora / "words.txt", "--train", 90,
-        "--val", 30, "--windows", 24, "--judged", 3, "--device", "cpu", "--suffix", "_bert",
+        "--val", 30, "--windows", 24, "--eval-windows", 3, "--device", "cpu", "--suffix", "_bert",
         "--out", tmp_path,
     )  # fmt: skip
     assert "Parts replaced together" in capsys.readouterr().out

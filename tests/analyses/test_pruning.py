@@ -28,7 +28,7 @@ def test_the_table_is_what_pruning_alone_gives(
     others.write_text("\n".join(lines[:60]))  # too few for what is asked, and split in its proportion
     run(
         PRUNING, "--model", model_folder("llama"), "--corpus", words, "--corpus", others, "--train", 90,
-        "--val", 30, "--window", 20, "--size", 1, "--judged", 4, "--device", "cpu", "--out", tmp_path,
+        "--val", 30, "--window", 20, "--size", 1, "--eval-windows", 4, "--device", "cpu", "--out", tmp_path,
     )  # fmt: skip
     table = pd.read_csv(tmp_path / "pruning.csv", keep_default_na=False)
     assert "refit" in capsys.readouterr().out
