@@ -45,7 +45,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
         "tests/test_parallel.py",
         "tests/test_dividing.py",
     ),
-    "activations/collecting": ("tests/activations/test_activations.py",),
+    "activations/collecting": (),
     "models/readout": (),
     "activations/sinks": ("tests/test_dividing.py",),
     "patching/schemes": (),

@@ -62,8 +62,8 @@ TAKEN = (
     "Site.parse(text", "Site.read(text", "resolve(site", "resolve_pairs(pairs",
     "ValueVector.parse(text", "ValueVector(layer", "Variant(first", "Variant(replacements", "Study(",
     "head(n", "at(row",
-    "trajectory(layers", "top_tokens(layers", "patched(replacements",
-    "prune(blocks", "from_maps(method", "cosines(directions", "fit_samples(pairs",
+    "trajectory(layers", "patched(replacements",
+    "prune(blocks", "cosines(directions", "fit_samples(pairs",
     "Study(out", "Study(pairs", "shards(sites", "controlled(vectors", "blocks(vectors", "plots.save(path",
     "prune_attention(attention", "ModelIdentity.difference(other", "origin_of(maps",
 )  # fmt: skip
