@@ -100,8 +100,8 @@ def explore(
     # The number of followed tokens keeps the page of a long prompt small.
     each = len(tokens) * (8 * len(layers) * len(named) + (last if has_values else 0) * (4 + dominant))
     n_followed = max(min(max(_FOLLOWED_BYTES // each, _MIN_FOLLOWED), _MAX_FOLLOWED), len(set(asked)))
-    wanted = dict.fromkeys([*asked, *tokens_of_interest(final, tokens, place)])
-    followed = torch.tensor([*wanted][:n_followed])
+    candidates = dict.fromkeys([*asked, *tokens_of_interest(final, tokens, place)])
+    followed = torch.tensor([*candidates][:n_followed])
     cells: dict[str, LensCells] = {}
     for name, lens in named.items():
         go_on()

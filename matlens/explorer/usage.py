@@ -98,7 +98,7 @@ class Usage:
         Of the sentence's tokens, in steps of ``|peak| / 127`` and cut off at 127 of them,
         ``[layers, best, d_mlp, longest]``.
     dominant
-        At how many tokens each is among the ten sub-updates that contribute most, ``[layers, d_mlp]``.
+        At how many tokens each is one of the ten dominant sub-updates, ``[layers, d_mlp]``.
     """
 
     def __init__(self, n_layers: int, n_best: int, d_mlp: int) -> None:

@@ -245,7 +245,7 @@ class _Pages:
         if clusters is not None:
             facts["cluster"] = packed(clusters.labels)
         self._write("summary", facts)
-        # Which value vectors have each token among their top tokens, those that rank it highest first.
+        # The value vectors with each token in their top tokens, those that rank it highest first.
         n, k = top.shape
         order = np.lexsort((np.repeat(np.arange(n), k), np.tile(np.arange(k), n), top.ravel()))
         tokens, rows = top.ravel()[order], order // k

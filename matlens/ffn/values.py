@@ -5,7 +5,7 @@ of layer 3, both counted from 0. They are float32, whatever the precision of the
 
 Where a norm follows the FFN (Gemma 2 and 3), ``m_i v_i`` reaches the residual stream as ``s m_i (g * v_i)``
 with the norm's gain ``g`` and one positive scale ``s`` per token; there the value vectors are ``g * v_i``. A
-norm of the whole stream (BERT) is not included. A multiplier of the FFN's output (Granite) is.
+norm of the residual stream (BERT) is not included. A multiplier of the FFN's output (Granite) is.
 
 A mixture of experts has the value vectors of all experts: ``L3E5D120`` is vector 120 of expert 5 in layer 3;
 a shared expert is the last. The router's weight is part of the coefficient, which is 0 where the expert is

@@ -91,6 +91,7 @@ def test_the_table_has_the_largest_sub_updates_and_the_tokens_they_promote(
             assert row.share == pytest.approx(float(lengths[index] / lengths.sum()), rel=1e-3)
             best = (e @ written[index]).topk(3).indices.tolist()
             assert row.promoted == ", ".join(tokenizer.decode([token]) or f"<{token}>" for token in best)
+    assert len(updates.table(Projection.from_model(model))) == 2 * 10  # as in the paper
     assert (table["coefficient"] < 0).any(), "no sub-update has a negative coefficient, so this proves less"
 
 
