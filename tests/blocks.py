@@ -281,6 +281,7 @@ def run_notebook(path: Path, *, shrink: Callable[[str], str] = shrink) -> int:
     """Run the cells of a notebook one after the other; gives how many there are."""
     namespace: dict[str, Any] = {}
     cells = [cell.source for cell in jupytext.read(path).cells if cell.cell_type == "code"]
+    cells = [source for source in cells if not source.startswith("%pip")]
     for i, source in enumerate(cells, start=1):
         exec(compile(shrink(source), f"{path}, cell {i}", "exec"), namespace)
     return len(cells)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from matlens.activations.collecting import collect
 from matlens.data.making import make_prompts
-from matlens.errors import check_int, checked, short
+from matlens.errors import check_int, checked
 from matlens.models.sites import Site
 from matlens.models.tokens import token_texts, visible, word_token
 from matlens.numerics import kl_divergence, log_softmax
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SCORES = 2**24  # scores over the vocabulary in memory at once, 64 MiB; several tensors of this size live
+_TITLE = 70  # characters of a prompt in the title of a figure
 _FOLLOWED = 24  # tokens whose ranks are known in every cell of a page
 
 
@@ -190,7 +192,8 @@ class Trajectory:
         if positions is not None:
             places = [check_int(p, "each of the positions", min=-n, max=n - 1) % n for p in positions]
             table = table[table["position"].isin(places)]
-        figure = plot_trajectory(table, colour=colour, title=f"{self.lens.method}: {short(self.prompt)}")
+        title = f"{self.lens.method}: {textwrap.shorten(self.prompt, _TITLE, placeholder=' …')}"
+        figure = plot_trajectory(table, colour=colour, title=title)
         if path is not None:
             save(figure, path)
         return figure

