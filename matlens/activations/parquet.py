@@ -16,7 +16,7 @@ from torch import Tensor
 from matlens.activations.activations import HOLDS, Activations
 from matlens.data.examples import Examples
 from matlens.errors import InputError, checked
-from matlens.io.files import damaged
+from matlens.io.files import damaged, system_errors
 from matlens.io.rows import Column, keep_rows
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site, check_finite
@@ -158,7 +158,8 @@ def read_parquet(
 
 def _prepare(folder: Path) -> None:
     """An empty folder; what an interrupted export has left in it is removed."""
-    folder.mkdir(parents=True, exist_ok=True)
+    with system_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     left = [path for path in folder.iterdir() if path.match(VECTORS) or path.suffix == ".part"]
     if (folder / EXAMPLES).exists() or len(left) < len(list(folder.iterdir())):
         raise InputError(f"{folder} must be empty. Choose another folder.")
