@@ -1,4 +1,4 @@
-"""What a study takes in memory, on disk and in operations, and whether there is room for it.
+"""What a study takes in memory, on disk and in operations, and whether it fits.
 
 Everything follows from the model's shape and from counts: no weights are loaded. Files are planned to the
 byte of their numbers; the memory of fits is that of the arrays that they hold at their peak.
@@ -308,7 +308,7 @@ def check_memory(needed: int, work: str, advice: str) -> None:
 
 
 def check_disk(needed: int, folder: Path, work: str, advice: str) -> None:
-    """Raise InputError if some work needs more room than the disk of its folder has."""
+    """Raise InputError if some work needs more space than the disk of its folder has."""
     if needed > (free := free_disk(folder)):
         raise InputError(
             f"{work} takes {format_bytes(needed)} of disk at {folder}, and {format_bytes(free)} are free. "
@@ -316,14 +316,13 @@ def check_disk(needed: int, folder: Path, work: str, advice: str) -> None:
         )
 
 
-def check_fit(n_rows: int, width: int, pairs: Iterable[tuple[str, str]]) -> None:
-    """Raise InputError if memory has no room for a fit on collected vectors of this width."""
-    wanted = list(pairs)
-    most = max(map(len, by_source(wanted).values()))
-    n_sites = len({site for pair in wanted for site in pair})
+def check_fit(n_rows: int, width: int, pairs: Sequence[tuple[str, str]]) -> None:
+    """Raise InputError if memory is too small for a fit on collected vectors of this width."""
+    most = max(map(len, by_source(pairs).values()))
+    n_sites = len({site for pair in pairs for site in pair})
     check_memory(
         collected_fit_bytes(n_rows, width, n_sites=n_sites, most_targets=most),
-        f"Fitting {len(wanted)} maps of {width:,} dimensions",
+        f"Fitting {len(pairs)} maps of {width:,} dimensions",
         "Fit maps onto the last layer alone (--pairs last), or on fewer samples (--train).",
     )
 
@@ -336,7 +335,7 @@ def written_bytes(n_rows: int, pairs: Iterable[tuple[str, str]], widths: Mapping
 def check_moments(
     n_rows: int, pairs: Sequence[tuple[str, str]], widths: Mapping[str, int], folder: Path
 ) -> None:
-    """Raise InputError if memory or disk have no room to accumulate moments into a folder.
+    """Raise InputError if memory or disk are too small for accumulating moments in a folder.
 
     Finished moments are not asked about. Each process on a machine accumulates its own.
     """
@@ -360,7 +359,7 @@ def check_moments(
 
 
 def check_merge(moments: StoredLeastSquares, folder: Path) -> None:
-    """Raise InputError if memory or disk have no room to merge parts into a folder of moments."""
+    """Raise InputError if memory or disk are too small for merging parts into a folder of moments."""
     if is_finished(folder):
         return
     pairs = [(source, target) for source, targets in moments.targets.items() for target in targets]
@@ -372,7 +371,7 @@ def check_merge(moments: StoredLeastSquares, folder: Path) -> None:
 
 
 def check_solve(moments: StoredLeastSquares, pairs: Sequence[tuple[str, str]]) -> None:
-    """Raise InputError if memory has no room to fit maps on moments in folders."""
+    """Raise InputError if memory is too small for fitting maps on moments in folders."""
     read = [(source, target) for source in by_source(pairs) for target in moments.targets.get(source, ())]
     if read:
         sources, n_parts = _widths_of(read, moments.widths), len(moments.parts)

@@ -57,25 +57,30 @@ def fit_maps(
         Off by default, as in the paper. With ``ridge=None`` the penalty is 0 where samples are at least twice
         as many as the width of the model, and else what `typical_penalty` gives.
     """
-    if has_moments(Path(folder)):
-        kept = StoredLeastSquares(Path(folder) / MOMENTS)
+    folder = Path(folder)
+    if has_moments(folder):
+        moments = StoredLeastSquares(folder / MOMENTS)
         return fit_moments(
-            kept, Path(folder) / MAPS, pairs=pairs, intercept=intercept, ridge=ridge, progress=progress
+            moments, folder / MAPS, pairs=pairs, intercept=intercept, ridge=ridge, progress=progress
         )
-    train = Activations.load(Path(folder) / TRAIN)
-    wanted = resolve_pairs(pairs, train.provenance)
-    check_collected(wanted, train)
-    ridge = chosen_ridge(ridge, train, wanted)
-    origin = train.provenance.samples.with_details(n_samples=train.n_rows, intercept=intercept, ridge=ridge)
+    train = Activations.load(folder / TRAIN)
+    requested = resolve_pairs(pairs, train.provenance)
+    check_collected(requested, train)
+    penalty = ridge
+    if penalty is None:
+        few = are_few(train.n_rows, train.provenance.identity.d_model)
+        penalty = typical_penalty(train, dict.fromkeys(source for source, _ in requested)) if few else 0.0
+    details = {"n_samples": train.n_rows, "intercept": intercept, "ridge": penalty}
+    origin = train.provenance.samples.with_details(**details)
 
     def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
         if not missing:
             return ()
         check_fit(train.n_rows, train.provenance.identity.d_model, missing)
-        maps = fit_samples(train, missing, intercept=intercept, ridge=ridge)
+        maps = fit_samples(train, missing, intercept=intercept, ridge=penalty)
         return fitting_bar(maps, len(missing), progress=progress)
 
-    return write_maps(Path(folder) / MAPS, wanted, fit, origin)
+    return write_maps(folder / MAPS, requested, fit, origin)
 
 
 @checked
@@ -93,12 +98,12 @@ def fit_moments(
     Without ``pairs``, all maps of which moments were stored; the rest is as in `fit_maps`.
     """
     moments.check_complete()
-    there = [(source, target) for source, targets in moments.targets.items() for target in targets]
-    wanted = there if pairs is None else resolve_pairs(pairs, moments.provenance)
+    stored = [(source, target) for source, targets in moments.targets.items() for target in targets]
+    requested = stored if pairs is None else resolve_pairs(pairs, moments.provenance)
     n, width = moments.n_samples, moments.provenance.identity.d_model
     penalty = ridge
     if penalty is None:
-        sources = dict.fromkeys(source for source, _ in wanted)
+        sources = dict.fromkeys(source for source, _ in requested)
         norms = [moments[source].norms for source in sources]
         penalty = _typical(norms) if are_few(n, width) else 0.0
     origin = moments.provenance.with_details(n_samples=n, intercept=intercept, ridge=penalty)
@@ -113,21 +118,7 @@ def fit_moments(
         maps = solve_pairs(moments, missing, intercept=intercept, ridge=penalty, provenance=origin)
         return fitting_bar(maps, len(missing), progress=progress)
 
-    return write_maps(folder, wanted, fit, origin)
-
-
-def chosen_ridge(
-    ridge: float | None,
-    samples: Activations,
-    pairs: Iterable[tuple[str, str]],
-    *,
-    n_fitted: int | None = None,
-) -> float:
-    """The penalty of `fit_maps` for maps that are fitted on ``n_fitted`` of some samples, by default all."""
-    if ridge is not None:
-        return ridge
-    few = are_few(samples.n_rows if n_fitted is None else n_fitted, samples.provenance.identity.d_model)
-    return typical_penalty(samples, dict.fromkeys(source for source, _ in pairs)) if few else 0.0
+    return write_maps(folder, requested, fit, origin)
 
 
 def typical_penalty(samples: Activations, sources: Iterable[str]) -> float:
@@ -201,8 +192,8 @@ def _check_fitted_here(maps: MapSet, folder: Path) -> None:
         name, provenance = MOMENTS, StoredLeastSquares(folder / MOMENTS).provenance
     else:
         return
-    fitted, there = maps.provenance.samples.to_json(), provenance.samples.to_json()
-    differing = [key for key in there if fitted.get(key) != there[key]]
+    fitted, stored = maps.provenance.samples.to_json(), provenance.samples.to_json()
+    differing = [key for key in stored if fitted.get(key) != stored[key]]
     if differing:
         raise InputError(
             f"The maps in {folder / MAPS} were fitted on other samples than {folder / name} holds "

@@ -121,12 +121,13 @@ class Study:
         """Numbers of training and of validation sentences; fewer than asked for where that can be changed."""
         if self.n_validation is None:
             raise InputError("This study has no sizes. Expected a number of validation sentences.")
-        wanted = self.n_train, self.n_validation
-        sizes = fitting_sizes(len(self.corpus), *wanted, self.adjustable)
-        if sizes != wanted:
+        requested = self.n_train, self.n_validation
+        sizes = fitting_sizes(len(self.corpus), *requested, self.adjustable)
+        if sizes != requested:
             tqdm.write(
-                f"{printable(self.corpus.name)} has {len(self.corpus):,} sentences, fewer than {wanted[0]:,}+"
-                f"{wanted[1]:,} (training+validation): it is split into {sizes[0]:,}+{sizes[1]:,}.",
+                f"{printable(self.corpus.name)} has {len(self.corpus):,} sentences, fewer than "
+                f"{requested[0]:,}+{requested[1]:,} (training+validation): it is split into "
+                f"{sizes[0]:,}+{sizes[1]:,}.",
                 file=sys.stderr,
             )
         return sizes
@@ -227,12 +228,12 @@ class Study:
         )
 
     def _moments(self, positions: Positions, folder: Path, part: tuple[int, int]) -> StoredLeastSquares:
-        examples, (wanted, widths) = self.examples[0], pairs_and_widths(self.model, self.pairs)
+        examples, (requested, widths) = self.examples[0], pairs_and_widths(self.model, self.pairs)
         _, of = part
         n_rows = examples.n_positions if positions == "drawn" else len(examples.tokens)
-        check_moments(-(-n_rows // of), wanted, widths, folder)
+        check_moments(-(-n_rows // of), requested, widths, folder)
         return stream_least_squares(
-            self.model, examples, folder, pairs=wanted, positions=positions, part=part,
+            self.model, examples, folder, pairs=requested, positions=positions, part=part,
             batch_tokens=self.batch_tokens,
         )  # fmt: skip
 
@@ -275,10 +276,10 @@ class Study:
     @cached_property
     def maps(self) -> MapSet:
         """``mat`` for the pairs of layers."""
-        wanted = resolve_pairs(self.pairs, self.n_layers)  # before the work, not after it
+        requested = resolve_pairs(self.pairs, self.n_layers)  # before the work, not after it
         kept = self.positions == "drawn" or self.keep_rows  # one sample of each sentence, or more
         if kept and not is_finished(self.folder / MAPS):
-            check_fit(self.sizes[0], self.model.cfg.d_model, wanted)
+            check_fit(self.sizes[0], self.model.cfg.d_model, requested)
         _ = self.validation
         return fit_maps(self.folder, pairs=self.pairs, intercept=self.intercept, ridge=self.ridge)
 
