@@ -271,8 +271,8 @@ def check_pip(arguments: list[str]) -> None:
     """Look whether extras exist, and whether what is pinned is pinned as the Makefile has it."""
     extras = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for argument in arguments:
-        if argument.startswith("."):
-            assert set(re.findall(r"\w+", argument)) <= set(extras), argument
+        if ours := re.fullmatch(r"(?:\.|matlens)(?:\[([\w,]+)\])?", argument):
+            assert set(re.findall(r"\w+", ours[1] or "")) <= set(extras), argument
         elif not argument.startswith("-"):
             assert argument in (PROJECT / "Makefile").read_text(), argument
 
