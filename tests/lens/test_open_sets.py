@@ -87,7 +87,8 @@ def test_the_word_at_rank_k_passes_and_the_next_does_not(small_model: Models) ->
     known = {i: word for i, word in enumerate(first) if word.startswith("w")}
     assert known.keys() & {*KS}, "a word just past one of the k"
     for place, word in known.items():
-        item = EvaluationItem("a", "w1 w2 w3", ((word,),))
+        other = next(w for w in (f"w{i}" for i in range(50)) if w not in first)  # the best spelling counts
+        item = EvaluationItem("a", "w1 w2 w3", ((other, word),))
         passed = evaluate_open_sets({"id": lens}, {"own": [item]}, layers=[1], progress=False).set_index("k")
         assert passed["value"].to_dict() == {k: float(place < k) for k in KS}
 
@@ -97,7 +98,8 @@ def test_files_that_are_not_as_expected_are_refused(tmp_path: Path, small_model:
     with pytest.raises(InputError, match=r"lens-eval-multihop\.json"):
         read_evaluations(tmp_path)
     for item in (
-        {"prompt": "a", "intermediates": []}, {"prompt": 3, "intermediates": ["a"]},
+        {"prompt": "a", "intermediates": []}, {"prompt": "a", "intermediates": [3]},
+        {"prompt": "a", "intermediates": [""]}, {"prompt": 3, "intermediates": ["a"]},
         {"prompt": "a", "intermediates": "a"}, {"prompt": " ", "intermediates": ["a"]}, {}, 3,
     ):  # fmt: skip
         write(tmp_path, "typo", [item])
