@@ -17,7 +17,7 @@ from studies import Report, Study, run_study, show
 
 from matlens import InputError, MapSet, Readout, collect, make_examples
 from matlens.activations import Activations, stream
-from matlens.data import Examples, is_masked
+from matlens.data import Examples
 from matlens.lens import fit_quality, prediction_quality
 from matlens.linear import fit_samples, fit_stream
 from matlens.models import ModelIdentity, ModelLayout, Provenance
@@ -45,7 +45,7 @@ def fit_drawn_and_all(model: TransformerBridge, examples: Examples) -> dict[str,
 
     The drawn vectors are held, the others are streamed.
     """
-    if is_masked(model):
+    if model.cfg.attention_dir == "bidirectional":
         raise InputError(
             f"{model.cfg.model_name} is a masked-LM model: only the drawn token of each sentence is masked, "
             "and the others are no predictions. Expected a decoder."

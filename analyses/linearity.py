@@ -16,7 +16,7 @@ from studies import Report, Study, run_study
 
 from matlens import plots
 from matlens.cli.printing import print_atlas
-from matlens.data import make_judged_text
+from matlens.data import make_windows
 from matlens.io import result_row, result_table
 from matlens.linearity import atlas_seconds, linearity_atlas, rank_correlations
 from matlens.linearity.ranking import loss_increases
@@ -35,7 +35,7 @@ def main(
     """Fit, score, replace and leave out every part; draw the atlas, and print the correlations."""
     train, validation = study.parts
     fitted_on, evaluated_on = (
-        make_judged_text(study.model, corpus, size=window, most=most, seed=study.seed)
+        make_windows(study.model, corpus, size=window, max_windows=most, targets=True, seed=study.seed)
         for corpus, most in ((train, windows), (validation, eval_windows))
     )
     folder = study.folder / f"{NAME}-{window}-{windows}-{eval_windows}"
@@ -43,7 +43,7 @@ def main(
     correlations = rank_correlations(table, seed=study.seed)
     origin = study.origin_of_weights | {
         "window": window, "windows": windows, "eval_windows": eval_windows,
-        "n_fitted": len(fitted_on.examples.tokens), "n_evaluated": len(evaluated_on.truth),
+        "n_fitted": len(fitted_on.tokens), "n_evaluated": len(evaluated_on.targets),
         "atlas_seconds": atlas_seconds(folder),
     }  # fmt: skip
     report.write(NAME, table, origin, plots.plot_atlas(table, correlations))

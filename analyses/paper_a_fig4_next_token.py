@@ -9,7 +9,6 @@ from __future__ import annotations
 from studies import Report, Study, run_study
 
 from matlens import InputError, plots
-from matlens.data import is_masked
 from matlens.lens import prediction_quality
 
 NAME = "paper_a_fig4_next_token"
@@ -17,7 +16,7 @@ NAME = "paper_a_fig4_next_token"
 
 def main(study: Study, report: Report) -> None:
     """Fit the maps, write prediction quality as a table and draw it over the layers."""
-    if is_masked(study.model):
+    if study.model.cfg.attention_dir == "bidirectional":
         raise InputError(
             f"{study.model.cfg.model_name} predicts masked tokens, not the next one: that is for "
             "paper_a_fig5_masked.py."

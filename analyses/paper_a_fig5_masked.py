@@ -10,7 +10,6 @@ from __future__ import annotations
 from studies import Report, Study, run_study
 
 from matlens import InputError, plots
-from matlens.data import is_masked
 from matlens.lens import prediction_quality
 
 NAME = "paper_a_fig5_masked"
@@ -18,7 +17,7 @@ NAME = "paper_a_fig5_masked"
 
 def main(study: Study, report: Report) -> None:
     """Fit the maps on masked tokens, write prediction quality as a table and draw it over the layers."""
-    if not is_masked(study.model):
+    if study.model.cfg.attention_dir != "bidirectional":
         raise InputError(
             f"{study.model.cfg.model_name} is a decoder and predicts the next token, not a masked one. "
             "Expected a masked-LM model such as bert-base-uncased; for decoders there is "

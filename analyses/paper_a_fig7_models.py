@@ -14,7 +14,6 @@ from figures.paper_a import relative_depth
 from studies import Report, Study, run_study
 
 from matlens import InputError
-from matlens.data import is_masked
 from matlens.lens import prediction_quality
 
 NAME = "paper_a_fig7_models"
@@ -24,7 +23,7 @@ def main(studies: Iterator[Study], report: Report) -> None:
     """Evaluate every model on the same sentences and draw all in one figure."""
     tables, origins, kinds = [], {}, set()
     for study in studies:
-        kinds.add(is_masked(study.model))
+        kinds.add(study.model.cfg.attention_dir == "bidirectional")
         if len(kinds) > 1:
             raise InputError(
                 f"{study.model.cfg.model_name} predicts masked tokens and the models before it do not, or "

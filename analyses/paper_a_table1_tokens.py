@@ -15,7 +15,6 @@ from paper_a import predictions_side_by_side, top_predictions
 from studies import Report, Study, run_study, show
 
 from matlens import collect, make_prompts
-from matlens.data import is_masked
 from matlens.models import ModelLayout
 
 NAME = "paper_a_table1_tokens"
@@ -34,7 +33,11 @@ def main(
 ) -> None:
     """Print the tokens of each prompt side by side, and draw them as a figure."""
     mask = study.readout.tokenizer.mask_token
-    given = prompt or ([text.format(mask) for text in MASKED] if is_masked(study.model) else list(NEXT))
+    given = prompt or (
+        [text.format(mask) for text in MASKED]
+        if study.model.cfg.attention_dir == "bidirectional"
+        else list(NEXT)
+    )
     read = collect(study.model, make_prompts(study.model, list(dict.fromkeys(given))))
     default = [study.n_layers // 6, study.n_layers // 2, study.n_layers]
     layers = [ModelLayout.from_model(study.model).resolve(number).layer for number in layer or default]

@@ -122,7 +122,7 @@ def main(
     read = text or study.corpus
     model, seed = study.model, study.seed
     size = min(window, debiasing.room(model))
-    part = make_windows(model, read, size=size, most=windows or None)
+    part = make_windows(model, read, size=size, max_windows=windows or None)
     chosen = choose_values(model, scorer, word or WORDS, picked=vector or (), n=n, seed=seed)
     changes = changes_to_compare(
         chosen, debiasing, word_filter(model.tokenizer, read_prompts(banned)),

@@ -71,9 +71,9 @@ def main(
     texts: dict[str, Corpus] = {study.parts[1].name: study.parts[1] for study in several}
     table = pruning_table(
         model,
-        make_windows(model, several[0].parts[0], size=window, most=windows),
+        make_windows(model, several[0].parts[0], size=window, max_windows=windows),
         {
-            name: make_windows(model, text, size=window, most=eval_windows, name=name)
+            name: make_windows(model, text, size=window, max_windows=eval_windows, name=name)
             for name, text in texts.items()
         },
         size or [n for n in SIZES if n < model.cfg.n_layers] or [1],

@@ -44,14 +44,10 @@ if TYPE_CHECKING:
 
 # Made by the library, checks of its own, or below what a user hands over; `cli` takes its words from typer.
 UNCHECKED = {
-    "InputError", "controlled",
-    "number_text", "InputWarning", "added", "scaled", "CoefficientChange", "SinkWarning", "csv_text",
-    "check_writable", "sink_counts",
-    "Report", "main", "run_study", "Rows", "Column",
-    "Artifact", "Plan", "command_line", "keep_rows", "make_config", "read_rows",
-    "result_row", "result_table", "software_versions", "system_errors", "to_json", "write_bytes",
-    "print_members", "print_atlas", "distributed", "Family", "register",
-    "write_json", "write_results", "write_text", "write_together", "write_maps", "make_token_examples",
+    "InputError", "controlled", "InputWarning", "added", "scaled", "CoefficientChange", "SinkWarning",
+    "csv_text", "sink_counts", "Report", "main", "run_study", "Rows", "Column", "Artifact", "Plan",
+    "collect_rows", "read_rows", "result_row", "result_table", "write_files", "write_results",
+    "print_members", "print_atlas", "distributed", "Family", "register", "write_maps", "make_token_examples",
 }  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from matlens import (
     metrics,
     pruning,
 )  # fmt: skip
-from matlens.data import Corpus, make_judged_text, make_windows
+from matlens.data import Corpus, make_windows
 from matlens.lens.early_exit import exit_layers, thresholds
 from matlens.lens.trained import token_chances
 from matlens.linear import LeastSquares, fit_samples
@@ -90,7 +90,9 @@ def continuations(model: Any) -> Any:
 
 
 def atlas(model: Any) -> Any:
-    fitted, judged = (make_judged_text(model, texts(i, n, 16), size=16) for i, n in ((1, 4), (2, 2)))
+    fitted, judged = (
+        make_windows(model, texts(i, n, 16), size=16, targets=True) for i, n in ((1, 4), (2, 2))
+    )
     return linearity.linearity_atlas(model, fitted, judged, progress=False)["value"]
 
 

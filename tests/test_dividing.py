@@ -17,7 +17,7 @@ from several import run_ranks
 import matlens
 from matlens import linearity
 from matlens.activations import collecting, find_sinks
-from matlens.data import make_judged_text
+from matlens.data import make_windows
 from matlens.data.corpus import Corpus
 from matlens.data.examples import Examples
 from matlens.lens import Lens, LensConfig
@@ -251,7 +251,7 @@ def test_an_atlas_of_several_processes_is_that_of_one(
     kept: bool, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a folder it goes on after a break, whatever the number of processes was."""
-    texts = [make_judged_text(model, text(seed, n), size=16) for seed, n in ((1, 12), (2, 4))]
+    texts = [make_windows(model, text(seed, n), size=16, targets=True) for seed, n in ((1, 12), (2, 4))]
     whole = linearity.linearity_atlas(model, *texts, progress=False)
     assert set(whole["tokens"]) == {"all", "no sinks"}
     monkeypatch.setattr(collecting, "_CPU_TOKENS", BATCH)

@@ -10,19 +10,17 @@ import pandas as pd
 
 from matlens import InputError
 from matlens.errors import short
-from matlens.io import csv_text, read_table, system_errors, write_together
+from matlens.io import csv_text, read_table, write_files
 
 
 def write_sheets(texts: Mapping[Path, str]) -> None:
     """Write files together; raises InputError if one exists with another content, such as filled in."""
     for path, text in texts.items():
-        with system_errors(path):
-            if path.is_file() and path.read_bytes() != text.encode():
-                raise InputError(
-                    f"{path} exists with another content: another sheet, or this one filled in. Move it."
-                )
-            path.parent.mkdir(parents=True, exist_ok=True)
-    write_together({path: text.encode() for path, text in texts.items()})
+        if path.is_file() and path.read_bytes() != text.encode():
+            raise InputError(
+                f"{path} exists with another content: another sheet, or this one filled in. Move it."
+            )
+    write_files(texts)
 
 
 def sheet_text(table: pd.DataFrame) -> str:
@@ -36,7 +34,7 @@ def read_sheet(path: str | Path, columns: Sequence[str]) -> pd.DataFrame:
     The separator can be a comma, a semicolon or a tab. Empty lines are skipped.
     """
     made_by = f"Expected the sheet as it was written, with {', '.join(columns)}, saved as CSV in UTF-8."
-    with system_errors(path), Path(path).open(encoding="utf-8-sig", errors="replace") as file:
+    with Path(path).open(encoding="utf-8-sig", errors="replace") as file:
         heading = file.readline()
     separator = max(",;\t", key=heading.count)
     sheet = read_table(

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 from matlens import InputError
-from matlens.io import system_errors
 
 PROMPT_FIELD = "prompt"
 
@@ -21,8 +20,7 @@ def read_prompts(path: str | Path, *, field: str = PROMPT_FIELD, challenging: bo
     is_json = path.suffix in (".json", ".jsonl")
     if challenging and not is_json:
         raise InputError(f"{path} marks no prompts as challenging: only JSON lines do.")
-    with system_errors(path):
-        lines = path.read_text("utf-8").splitlines()
+    lines = path.read_text("utf-8").splitlines()
     if is_json:
         rows = [json.loads(line) for line in lines if line.strip()]
         given = [row[field] for row in rows if not challenging or row["challenging"]]

@@ -29,7 +29,7 @@ from matlens.cli.options import (
 from matlens.cli.printing import print_line
 from matlens.cli.starting import start
 from matlens.errors import printable
-from matlens.io import csv_text, system_errors, write_results, write_text
+from matlens.io import csv_text, write_files, write_results
 from studies.study import Study
 
 SECONDS = "processor_seconds"
@@ -91,9 +91,7 @@ class Report:
 
     def write_table(self, name: str, table: pd.DataFrame) -> None:
         """Write a table alone; print where it is."""
-        with system_errors(self.path(name)):
-            self.out.mkdir(parents=True, exist_ok=True)
-            write_text(self.path(name), csv_text(table))
+        write_files({self.path(name): csv_text(table)})
         print_line(self.path(name))
 
 

@@ -17,8 +17,8 @@ from torch.nn.functional import cross_entropy
 
 from matlens import InputError
 from matlens.errors import Between
-from matlens.io import system_errors, write_bytes
-from matlens.io.files import check_file_name, content_hash
+from matlens.io import write_files
+from matlens.io.files import check_writable, content_hash
 from matlens.models.families.wikilm.adaptive import AdaptiveSoftmax
 from matlens.parallel import Bar
 
@@ -79,8 +79,7 @@ def train(
         "parameters": {name: list(p.shape) for name, p in model.named_parameters()},
     }  # fmt: skip
     path = Path(folder) / STATE
-    with system_errors(path):
-        check_file_name(path)
+    check_writable(path.parent, [path.name])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         run = _go_on(path, job, model, optimizer, schedule) if path.is_file() else TrainingRun()
@@ -172,9 +171,7 @@ def _keep(path: Path, job: dict[str, Any], run: TrainingRun, model: nn.Module, o
         tensors |= {f"{kind}.{name}": moments[kind] for kind in ("exp_avg", "exp_avg_sq")}
     record = {"job": job, "updates": run.updates, "seconds": run.seconds, "curve": run.curve}
     content = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    with system_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(path, save(content, {_RECORD: json.dumps(record)}))
+    write_files({path: save(content, {_RECORD: json.dumps(record)})})
 
 
 def _go_on(path: Path, job: dict[str, Any], model: nn.Module, optimizer: Any, schedule: Any) -> TrainingRun:

@@ -13,7 +13,7 @@ import torch
 from matlens import InputError
 from matlens.data import Corpus
 from matlens.errors import Between, checked
-from matlens.io import system_errors, write_bytes, write_text
+from matlens.io import write_files
 from matlens.models.families.wikilm.checkpoint import SOFTMAX, tensor_names
 from matlens.models.families.wikilm.dictionary import DICTIONARY, SPECIAL, WordDictionary, words_of
 from matlens.models.families.wikilm.modelling import WikiLMConfig, WikiLMForCausalLM
@@ -76,8 +76,6 @@ def write_wikilm(model: WikiLMForCausalLM, dictionary: WordDictionary, folder: s
     buffer = io.BytesIO()
     torch.save({"args": args, "model": tensors, "optimizer_history": [], "extra_state": {}}, buffer)
     rows = list(zip(dictionary.words, dictionary.counts, strict=True))[len(SPECIAL) :]
-    with system_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / DICTIONARY, "".join(f"{word} {count}\n" for word, count in rows))
-        write_bytes(folder / "checkpoint.pt", buffer.getbuffer())
+    words = "".join(f"{word} {count}\n" for word, count in rows)
+    write_files({folder / DICTIONARY: words, folder / "checkpoint.pt": buffer.getbuffer()})
     return folder / "checkpoint.pt"

@@ -194,7 +194,6 @@ RECIPES: dict[str, Callable[[World], Any]] = {
     "Study": lambda w: w.study(w.root / f"study-of-{w.seed}"),
     "StoredLeastSquares": lambda w: linear.StoredLeastSquares(w.saved("moments")),
     "Shape": lambda w: study.Shape.from_model(w.model),
-    "JudgedText": lambda w: data.make_judged_text(w.model, w["Corpus"], size=12, most=3),
     # By name; where several functions mean other things by a name, with theirs before it.
     "maps": lambda w: matlens.MapSet.fit(w["Activations"], pairs="all", ridge=1.0, progress=False),
     "tokenizer": lambda w: w.model.tokenizer,
@@ -233,7 +232,7 @@ RECIPES: dict[str, Callable[[World], Any]] = {
     "LinearMap.source": lambda _: "h.0",
     "LinearMap.target": lambda _: "h.3",
     "figure": lambda w: w["Trajectory"].plot(),
-    "fitted": lambda w: w["JudgedText"],
+    "fitted": lambda w: data.make_windows(w.model, w["Corpus"], size=12, max_windows=3, targets=True),
     "judged": lambda w: {"text": w["windows"]},
     "sizes": lambda _: [1],
     "attention": lambda _: [1],

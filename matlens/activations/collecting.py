@@ -18,7 +18,7 @@ from matlens.data.examples import Batch, Examples
 from matlens.data.readers import check_own_tokens, reads_whole
 from matlens.errors import InputError, PositiveInt, checked
 from matlens.io.artifact import Artifact
-from matlens.io.rows import Column, keep_rows
+from matlens.io.rows import Column, collect_rows
 from matlens.models.changes import changes_of, unchanged
 from matlens.models.families.vision import is_visual
 from matlens.models.hooks import EndOfPass, reading
@@ -84,7 +84,7 @@ def collect(
         for rows in _stream(model, batches, numbers, hooks, progress, provenance):
             yield rows.index, rows.vectors
 
-    config, vectors = keep_rows(
+    config, vectors = collect_rows(
         HOLDS, request, columns, batches.counts, run,
         folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens", "read"),
     )  # fmt: skip

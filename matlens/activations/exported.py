@@ -25,7 +25,7 @@ from matlens.data.examples import Examples
 from matlens.data.token_examples import make_token_examples
 from matlens.errors import InputError, PositiveInt, checked, printable, short
 from matlens.io.files import open_regular
-from matlens.io.rows import Column, keep_rows
+from matlens.io.rows import Column, collect_rows
 from matlens.models.identity import Provenance, check_raw
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import STREAM, Site
@@ -119,7 +119,7 @@ def read_exported(
             else:
                 yield np.array([number]), {site: of_site[-1:] for site, of_site in vectors.items()}
 
-    config, rows = keep_rows(
+    config, rows = collect_rows(
         HOLDS, {"provenance": provenance.to_json(), "files": _stamp(prompts)}, columns,
         examples.lengths.tolist() if positions == "all" else [1] * len(examples), run,
         folder=folder, arrays=examples.arrays,

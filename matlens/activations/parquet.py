@@ -17,7 +17,7 @@ from matlens.activations.activations import HOLDS, Activations
 from matlens.data.examples import Examples
 from matlens.errors import InputError, checked
 from matlens.io.files import damaged, system_errors
-from matlens.io.rows import Column, keep_rows
+from matlens.io.rows import Column, collect_rows
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site, check_finite
 from matlens.parallel import Bar
@@ -152,7 +152,7 @@ def read_parquet(
                 bar.update(table.num_rows)
 
     request = {"provenance": provenance.to_json(), "parquet": facts["examples"]}
-    config, rows = keep_rows(HOLDS, request, columns, counts, run, folder=folder, arrays=examples.arrays)
+    config, rows = collect_rows(HOLDS, request, columns, counts, run, folder=folder, arrays=examples.arrays)
     return Activations(rows, examples, positions, Provenance.from_config(config))
 
 

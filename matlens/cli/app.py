@@ -11,7 +11,6 @@ from matlens import __version__
 from matlens.cli import ffn, lens, pages, parts, study
 from matlens.cli.printing import print_line, print_table
 from matlens.cli.starting import start
-from matlens.io.files import system_errors
 
 _GIB, _MIB = 2**30, 2**20
 
@@ -47,7 +46,7 @@ def _common(
 @cache.command()
 def show() -> None:
     """Show where the cache is, what is in it, and when it was last used."""
-    from matlens.io.entries import DEFAULT_GIB, SIZE_VARIABLE, VARIABLE, default_cache
+    from matlens.io.cache import DEFAULT_GIB, SIZE_VARIABLE, VARIABLE, default_cache
 
     cache = default_cache()
     if cache is None:
@@ -74,14 +73,13 @@ def show() -> None:
 @cache.command()
 def clear() -> None:
     """Remove everything from the cache that no other process is at work on."""
-    from matlens.io.entries import VARIABLE, default_cache
+    from matlens.io.cache import VARIABLE, default_cache
 
     cache = default_cache()
     if cache is None:
         print_line(f"The cache is switched off by the environment variable {VARIABLE}.")
         return
-    with system_errors(cache.root):
-        freed = cache.clear()
+    freed = cache.clear()
     print_line(f"{freed / _MIB:,.1f} MiB freed in {cache.root}.")
 
 

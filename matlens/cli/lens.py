@@ -23,7 +23,6 @@ from matlens.cli.printing import (
 )
 from matlens.cli.starting import on_main
 from matlens.errors import Between, PositiveInt, Seed
-from matlens.io.files import system_errors
 
 if TYPE_CHECKING:
     from matlens.lens.config import LensConfig
@@ -274,12 +273,10 @@ def trajectory(
         },
     )  # fmt: skip
     if csv is not None:
-        from matlens.io.files import write_text
+        from matlens.io.files import write_files
         from matlens.io.tables import csv_text
 
-        with system_errors(csv):
-            csv.parent.mkdir(parents=True, exist_ok=True)
-            write_text(csv, csv_text(read.to_dataframe(words)))
+        write_files({csv: csv_text(read.to_dataframe(words))})
         print_line(f"Table in {csv}.")
     if plot is not None:
         read.plot(plot, colour=colour)

@@ -62,7 +62,7 @@ def linearity(
     model.check()
     parts = corpus.tenth(seed)
     from matlens import plots
-    from matlens.data.making import make_judged_text
+    from matlens.data.making import make_windows
     from matlens.io.files import check_writable
     from matlens.io.tables import write_results
     from matlens.linearity.atlas import ATLAS, atlas_seconds, linearity_atlas
@@ -73,7 +73,7 @@ def linearity(
     check_writable(out, [*tables, *(f"{ATLAS}.{suffix}" for suffix in ("png", "pdf"))])
     bridge = model.load()
     fitted_on, evaluated_on = (
-        make_judged_text(bridge, part, size=window, most=most, seed=seed)
+        make_windows(bridge, part, size=window, max_windows=most, targets=True, seed=seed)
         for part, most in zip(parts, (windows, eval_windows), strict=True)
     )
     table = linearity_atlas(bridge, fitted_on, evaluated_on, folder=out / "atlas", every=every)
@@ -83,8 +83,8 @@ def linearity(
         correlations = rank_correlations(table, seed=seed)
         origin = {
             "model": ModelIdentity.from_model(bridge).to_json(), "seed": seed, "window": window,
-            "every": every, "n_fitted": len(fitted_on.examples.tokens),
-            "n_evaluated": len(evaluated_on.truth), "atlas_seconds": atlas_seconds(out / "atlas"),
+            "every": every, "n_fitted": len(fitted_on.tokens),
+            "n_evaluated": len(evaluated_on.targets), "atlas_seconds": atlas_seconds(out / "atlas"),
         }  # fmt: skip
         for name, written in ((ATLAS, table), (CORRELATIONS, correlations)):
             write_results(out, name, written, origin)
@@ -154,8 +154,8 @@ def prune(
         from matlens.pruning.pruned import prune_attention
 
         bridge = model.load()
-        calibration = make_windows(bridge, fitted_on, size=window, most=windows)
-        validation = make_windows(bridge, evaluated_on, size=window, most=eval_windows)
+        calibration = make_windows(bridge, fitted_on, size=window, max_windows=windows)
+        validation = make_windows(bridge, evaluated_on, size=window, max_windows=eval_windows)
         evaluation_tokens(validation)  # refused before the work
         if attention is None:
             pruned = prune_model(

@@ -89,7 +89,7 @@ def report_errors(work: Callable[[], Any]) -> None:
     refusal: Exception | None = None
     message = ""
     try:
-        with system_errors("the output folder"), _warnings_as_lines():
+        with system_errors(), _warnings_as_lines():
             code = work()
             sys.stdout and sys.stdout.flush()
         if not isinstance(code, int) or not code:

@@ -1,12 +1,9 @@
 from .corpus import Corpus as Corpus
 from .corpus import load_corpus as load_corpus
 from .examples import Examples as Examples
-from .making import JudgedText as JudgedText
 from .making import make_examples as make_examples
 from .making import make_image_examples as make_image_examples
-from .making import make_judged_text as make_judged_text
 from .making import make_pairs as make_pairs
 from .making import make_prompts as make_prompts
 from .making import make_windows as make_windows
-from .readers import is_masked as is_masked
 from .token_examples import make_token_examples as make_token_examples

@@ -1,9 +1,4 @@
-"""Where sentences come from, and which of them count.
-
-A corpus is read once, lazily, from one of the bundled samples, a file (plain text, JSON lines, Leipzig), a
-dataset or what the user iterates over; sentences that are empty, too short or already seen are counted and
-left out, so that "9,000 sentences" means nine thousand different ones.
-"""
+"""Corpora: sentences of a sample, a file, a dataset or an iterable, without duplicates and short ones."""
 
 import hashlib
 import os
@@ -18,35 +13,32 @@ import numpy as np
 from matlens.data.sources import Source, open_source
 from matlens.data.texts import shown
 from matlens.errors import Between, InputError, PositiveInt, Seed, checked, printable
-from matlens.io.bounds import CORPUS, SENTENCES
+from matlens.io.bounds import CORPUS
 
 MIN_WORDS = 5
-"""A sentence of fewer words, counted between spaces, gives a model too little context to count.
-
-Scripts that put no spaces between words are counted by their characters, two of which are taken for a word.
-"""
-# Thai, Lao, Burmese, Khmer, and what Japanese and Chinese are written in.
+"""Minimum number of words of a sentence, or twice as many characters in scripts without spaces."""
+# Thai, Lao, Burmese, Khmer, Japanese and Chinese.
 _UNSPACED = re.compile(
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
     "\U00020000-\U0003ffff]"
 )
-_CHARACTERS = 2  # of such a script that are taken for a word
+_CHARACTERS = 2  # of such a script that count as a word
 
 
 @checked
 @dataclass(frozen=True)
 class Corpus:
-    """Sentences that passed the checks, in the source's order, and what was left out.
+    """Different sentences of a source, in its order, and counts of those that were excluded.
 
     Attributes
     ----------
     name
-        Name of the source as the user gave it; a part made by `split` adds its role.
+        Name of the source; parts made by `split` add their role.
     sentences
         The sentences, with white space normalised.
     n_read, n_empty, n_short, n_duplicate
-        Number of sentences that the source gave, and numbers of those that were left out: empty, shorter
-        than `MIN_WORDS` words, or already there. The parts that `split` makes keep the numbers of the whole.
+        Number of sentences in the source, and of those that were excluded: empty, shorter than five words, or
+        duplicates. Parts made by `split` keep the numbers of the whole corpus.
     """
 
     name: str
@@ -61,18 +53,18 @@ class Corpus:
 
     @property
     def n_tokens(self) -> int:
-        """About how many tokens the sentences have, at four characters a token."""
+        """Approximate number of tokens, at four characters per token."""
         return sum(map(len, self.sentences)) // 4
 
     @cached_property
     def fingerprint(self) -> str:
-        """Sixteen hexadecimal digits that change with any sentence and with their order."""
+        """Sixteen hex digits that change with any sentence and with their order."""
         return hashlib.sha256("\n".join(self.sentences).encode()).hexdigest()[:16]
 
     def report(self) -> str:
-        """One line that says how many sentences there are and how many were left out."""
+        """One line with the number of sentences, and of those that were excluded."""
         return (
-            f"{len(self):,} sentences of {printable(self.name, most=200)} (read {self.n_read:,}; left out: "
+            f"{len(self):,} sentences of {printable(self.name, most=200)} (read {self.n_read:,}; excluded: "
             f"{self.n_empty:,} empty, {self.n_short:,} shorter than {MIN_WORDS} words, "
             f"{self.n_duplicate:,} duplicates)"
         )
@@ -80,27 +72,15 @@ class Corpus:
     def split(
         self, *, n_train: PositiveInt, n_validation: Annotated[int, Between(2)], seed: Seed = 0
     ) -> tuple["Corpus", "Corpus"]:
-        """Draw two parts at random that share no sentence.
+        """Sample two parts without common sentences: training and validation.
 
-        With one seed the validation part stays the same whatever `n_train` is, and a larger
-        training part begins with the smaller one, so sizes can be compared.
-
-        Parameters
-        ----------
-        n_train, n_validation
-            Numbers of sentences of the training and of the validation part (a variance needs two).
-        seed
-            Seed of the draw.
-
-        Returns
-        -------
-        tuple of Corpus
-            The training and the validation part, each in the order drawn.
+        With one seed, the validation part is the same for any ``n_train``, and a larger training part begins
+        with the smaller one.
         """
         if n_train + n_validation > len(self):
             raise InputError(
-                f"{n_train}+{n_validation} sentences (training+validation) were asked for, and {self.name} "
-                f"has {len(self)}. Ask for fewer, or give a larger corpus."
+                f"n_train + n_validation must be at most {len(self)}, the sentences of {self.name}, got "
+                f"{n_train} + {n_validation}."
             )
         order = np.random.default_rng(seed).permutation(len(self))
         validation, train = order[:n_validation], order[n_validation : n_validation + n_train]
@@ -113,7 +93,7 @@ class Corpus:
 
 
 def as_corpus(texts: Corpus | Iterable[str]) -> Corpus:
-    """A corpus as it is; texts as a corpus of all of them, short and repeated ones included."""
+    """A corpus unchanged; texts as a corpus of all of them, including short ones and duplicates."""
     if isinstance(texts, Corpus):
         return texts
     sentences = tuple(texts)
@@ -129,37 +109,29 @@ def load_corpus(
     limit: PositiveInt | None = None,
     name: str | None = None,
 ) -> Corpus:
-    r"""Read the sentences of a source and leave out those that are empty, short or repeated.
+    r"""Read the sentences of a source, without those that are empty, short or duplicates.
 
     Parameters
     ----------
     source
-        "wikipedia-sample", "news-sample", or one text in many languages, "messages-en", "messages-de" and so
-        on; a file: text with one sentence a line, ``.jsonl``, Leipzig (``id<TAB>sentence``, plain or in its
-        ``.tar.gz``), each also packed by gzip, bz2, xz or zip; a folder with a dataset; the id of a dataset,
-        ``name`` or ``name:config``; or the sentences themselves: whatever gives them one by one, or rows of
-        which a field holds a text, such as a dataset.
+        A sample: "wikipedia-sample", "news-sample", or one text in many languages, "messages-en",
+        "messages-de" and so on. A file: text with one sentence per line, ``.jsonl``, or Leipzig
+        (``id<TAB>sentence``, plain or in its ``.tar.gz``), each also compressed by gzip. A folder with a
+        dataset, or the id of a dataset on the hub, ``name`` or ``name:config``. Or an iterable of sentences,
+        or of rows with a text.
     field
-        Name of the field that holds the text, in JSON lines and datasets. A dataset's texts are split into
-        sentences.
+        The field that holds the text, in JSON lines and datasets. A dataset's texts are split into sentences.
     split
-        Name of the split to read, in datasets.
+        The split of a dataset.
     limit
-        Number of sentences after which reading stops; by default all are read. A packed file is checked to
-        its end all the same.
+        Maximum number of sentences.
     name
-        What the corpus is called, by default what the source is.
-
-    Returns
-    -------
-    Corpus
-        The sentences, and how many were left out.
+        Name of the corpus, by default that of the source.
 
     Raises
     ------
     InputError
-        The source cannot be found or read, it is past a bound of `matlens.io.bounds`, or no sentence
-        of it is left.
+        The source cannot be found or read, is larger than a bound, or has no sentence that counts.
     """
     if not field or (name is not None and not name.strip()):
         raise InputError("field and name must not be empty.")
@@ -168,18 +140,15 @@ def load_corpus(
     with open_source(source, field, split) as sentences:
         corpus = _select_sentences(name, sentences, limit)
     if not corpus.sentences:
-        raise InputError(f"There is no sentence to use: {corpus.report()}.")
+        raise InputError(f"source must have sentences of {MIN_WORDS} words or more, got {corpus.report()}.")
     return corpus
 
 
 def _select_sentences(name: str, pieces: Iterable[str], limit: int | None) -> Corpus:
     kept: dict[str, None] = {}  # a set that remembers the order
     n_read = n_empty = n_short = n_duplicate = n_characters = 0
-    most_read, most_characters = SENTENCES.limit, CORPUS.limit
     for piece in pieces:
         n_read += 1
-        if n_read > most_read:
-            raise SENTENCES.error(shown(name))
         words = piece.split()
         sentence = " ".join(words)
         if not words:
@@ -191,8 +160,7 @@ def _select_sentences(name: str, pieces: Iterable[str], limit: int | None) -> Co
         else:
             kept[sentence] = None
             n_characters += len(sentence)
-            if n_characters > most_characters:
-                raise CORPUS.error(shown(name))
+            CORPUS.check(n_characters, shown(name))
             if len(kept) == limit:
                 break
     return Corpus(name, tuple(kept), n_read, n_empty, n_short, n_duplicate)

@@ -1,4 +1,4 @@
-"""What the model reads: sentences as tokens, with positions in each, and batches of them.
+"""Examples: tokenised sentences with positions in each, and batches of them.
 
 One sentence is one example and is never packed with another (definitions, section 2).
 """
@@ -15,37 +15,33 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from matlens.errors import InputError, PositiveInt, check_int, checked
+from matlens.errors import InputError, PositiveInt, check_int, checked, short
 from matlens.models.families.encoder_decoders import inputs_of
 from matlens.models.families.vision import image_shape, is_visual
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-TOKENIZATION = "tokenization"  # the key under which examples say how their texts became tokens
-LAST = "last token"  # where a position was chosen
-ARRAYS = ("tokens", "offsets", "positions", "sentences")  # what is stored of examples with vectors
-OTHERS = ("source_tokens", "source_offsets", "images")  # and of those that have them
-MAKE_EXAMPLES = (
-    "Make examples of a corpus with matlens.make_examples(model, corpus), of prompts with "
-    "matlens.make_prompts(model, texts), of token ids with matlens.make_token_examples(model, ids)."
-)
+TOKENIZATION = "tokenization"  # the key of the token policy in a provenance
+LAST = "last token"
+ARRAYS = ("tokens", "offsets", "positions", "sentences")  # what is stored with vectors
+OTHERS = ("source_tokens", "source_offsets", "images", "targets")  # stored if they are not empty
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sentences padded on the right with token 0, which the mask keeps the model from reading.
+    """Sentences padded on the right.
 
     Attributes
     ----------
     index
         Numbers of the sentences.
     tokens, mask
-        ``[batch, length]``; the mask is 1 where there is a token of the sentence, and 0 at padding.
+        ``[batch, length]``; the mask is 0 at padding.
     source
-        Tokens and mask of what the encoder of an encoder-decoder reads, where the model is its decoder.
+        For the decoder of an encoder-decoder, tokens and mask of the encoder's input.
     images
-        What a vision transformer reads.
+        For a vision transformer, its input.
     """
 
     index: Int[np.ndarray, " batch"]
@@ -55,20 +51,13 @@ class Batch:
     images: Float[Tensor, "batch channels height width"] | None = None
 
     def inputs(self, model: TransformerBridge) -> tuple[Tensor, dict[str, Any]]:
-        """What the model is called with, on its device: ``model(first, **others)``.
-
-        Raises
-        ------
-        InputError
-            The model stands for a decoder that reads an encoder, and the examples have no sources; or it
-            reads images, and there are none.
-        """
+        """The arguments of the model, on its device: ``model(first, **others)``."""
         device = torch.device(model.cfg.device)
         if is_visual(model):
             if self.images is None or tuple(self.images.shape[1:]) != image_shape(model):
                 raise InputError(
-                    f"{model.cfg.architecture} reads images of the shape {image_shape(model)}, and the "
-                    "examples hold none. Make them with matlens.data.make_image_examples(model, images)."
+                    f"examples must have images of the shape {image_shape(model)} for "
+                    f"{model.cfg.architecture}. Use matlens.data.make_image_examples."
                 )
             return self.images.to(device, next(model.original_model.parameters()).dtype), {}
         source = None if self.source is None else (self.source[0].to(device), self.source[1].to(device))
@@ -79,7 +68,7 @@ class Batch:
 def padded(
     tokens: np.ndarray, offsets: np.ndarray, index: np.ndarray, length: int | None = None
 ) -> tuple[Int[Tensor, "batch length"], Int[Tensor, "batch length"]]:
-    """Tokens of some sentences, padded on the right to the longest or to a length, and their mask."""
+    """Tokens of some sentences, padded on the right to the longest or to ``length``, and their mask."""
     longest = int(np.diff(offsets)[index].max()) if length is None else length
     ids = np.zeros((len(index), longest), dtype=np.int64)
     mask = np.zeros((len(index), longest), dtype=np.int64)
@@ -97,27 +86,22 @@ class Examples:
     Attributes
     ----------
     tokens
-        Token ids of all sentences end to end; sentence ``s`` is ``tokens[offsets[s]:offsets[s + 1]]``.
-        Where a position was drawn in a masked-LM model, the token there is the mask already.
+        Token ids of all sentences end to end; sentence ``s`` is ``tokens[offsets[s]:offsets[s + 1]]``. In a
+        masked-LM model, the token at a sampled position is the mask.
     offsets
         ``[n + 1]``, where each sentence starts.
     positions
-        The positions at which vectors are read, sentence after sentence, counted from the sentence's first
-        token, which is 0. `make_examples` and `make_prompts` choose one in each sentence, ``i_s``.
+        The positions at which vectors are read, sentence after sentence; 0 is a sentence's first token.
     provenance
-        Corpus, seed, how positions were chosen, and how many sentences were cut.
+        Corpus, seed, how positions were chosen, and how many sentences were truncated.
     sentences
-        The sentence that each position is in; by default there is one position in each, in their order.
+        The sentence of each position; by default there is one position in each.
     source_tokens, source_offsets
-        For the decoder of an encoder-decoder, what its encoder reads, sentence by sentence; else empty.
+        For the decoder of an encoder-decoder, the input of its encoder, sentence by sentence; else empty.
     images
-        For a vision transformer the images ``[n, channels, height, width]``, each of which stands for a
-        sentence, and whose tokens are the numbers of its places; else empty.
-
-    Raises
-    ------
-    InputError
-        The arrays do not belong together: a position lies outside of its sentence, or a sentence has none.
+        For a vision transformer, images ``[n, channels, height, width]`` in place of sentences; else empty.
+    targets
+        The correct token at each position, where it was asked for (`make_windows`); else empty.
     """
 
     tokens: Int[np.ndarray, " n_tokens"]
@@ -128,6 +112,7 @@ class Examples:
     source_tokens: Int[np.ndarray, " n_source"] = field(default_factory=lambda: np.arange(0))
     source_offsets: Int[np.ndarray, " _"] = field(default_factory=lambda: np.arange(0))
     images: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    targets: Int[np.ndarray, " _"] = field(default_factory=lambda: np.arange(0))
 
     def __post_init__(self) -> None:
         if not len(self.sentences):
@@ -136,24 +121,18 @@ class Examples:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray], data: Mapping[str, Any] | None) -> Examples:
-        """The examples whose ``arrays`` were stored, and what they said of themselves.
-
-        Raises
-        ------
-        InputError
-            Some of the arrays are missing, or there are others.
-        """
+        """Examples of their stored `arrays` and their provenance."""
         try:
             return cls(**arrays, provenance=dict(data or {}))
         except TypeError as error:
-            raise InputError(f"The arrays are not those of Examples: {error}.") from error
+            raise InputError(f"arrays must be those of Examples: {error}.") from error
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     @property
     def n_positions(self) -> int:
-        """How many positions there are in all sentences: as many rows has what is read at them."""
+        """Number of positions in all sentences, and of rows of vectors."""
         return len(self.positions)
 
     @property
@@ -163,21 +142,20 @@ class Examples:
 
     @property
     def places(self) -> Int[np.ndarray, " n_tokens"]:
-        """Place of each token in its sentence, counted from 0."""
+        """Position of each token in its sentence, from 0."""
         return np.arange(len(self.tokens)) - np.repeat(self.offsets[:-1], self.lengths)
 
     @property
     def n_truncated(self) -> int:
-        """How many sentences were longer than the model's context and were cut."""
+        """Number of sentences that were truncated to the model's context."""
         return int(self.provenance.get("n_truncated", 0))
 
     @property
     def fingerprint(self) -> str:
         """Sixteen hex digits of the tokens and positions."""
         digest = hashlib.sha256()
-        several = self.n_positions > len(self)
-        beside = [self.source_tokens, self.source_offsets] if self.has_sources else []
-        more = [*([self.sentences] if several else []), *beside]
+        more = [self.sentences] if self.n_positions > len(self) else []
+        more += [self.source_tokens, self.source_offsets] if self.has_sources else []
         for array in (self.tokens, self.offsets, self.positions, *more):
             digest.update(np.ascontiguousarray(array, dtype=np.int64).data)
         digest.update(np.ascontiguousarray(self.images).data)
@@ -191,7 +169,7 @@ class Examples:
 
     @property
     def has_sources(self) -> bool:
-        """Whether each sentence has a source, which the encoder of an encoder-decoder reads."""
+        """Whether each sentence has a source for the encoder of an encoder-decoder."""
         return len(self.source_offsets) > 0
 
     def head(self, n: PositiveInt) -> Examples:
@@ -200,9 +178,9 @@ class Examples:
         return self.select(np.arange(n), n=n)
 
     def select(self, sentences: Int[np.ndarray, " some"], **details: Any) -> Examples:
-        """Some sentences by their numbers, in rising order, with all of their positions.
+        """Some sentences by their numbers in ascending order, with all of their positions.
 
-        ``details`` go into the provenance.
+        ``details`` are added to the provenance.
         """
         selected = np.zeros(len(self), dtype=bool)
         selected[sentences] = True
@@ -217,13 +195,11 @@ class Examples:
             self.positions[of_positions], {**self.provenance, **details},
             np.searchsorted(sentences, self.sentences[of_positions]), **sources,
             images=self.images[sentences] if len(self.images) else self.images,
+            targets=self.targets[of_positions] if len(self.targets) else self.targets,
         )  # fmt: skip
 
     def up_to_positions(self) -> Examples:
-        """Every sentence cut after its last position: all that a decoder reads for its positions.
-
-        A decoder's vectors at the positions are the same, and half of the tokens need not be run.
-        """
+        """Every sentence truncated after its last position, which gives a decoder the same vectors there."""
         last = np.zeros(len(self), dtype=np.int64)
         np.maximum.at(last, self.sentences, self.positions)
         kept = self.places <= np.repeat(last, self.lengths)
@@ -238,8 +214,8 @@ class Examples:
         Returns
         -------
         row, position, number
-            For each position of these sentences, one sentence after the other: which of ``index`` its
-            sentence is, the position in it, and its number among all positions.
+            For each position, sentence after sentence: the entry of ``index`` that is its sentence, the
+            position in it, and its number in all positions.
         """
         starts = np.searchsorted(self.sentences, np.arange(len(self) + 1))
         counts = np.diff(starts)[index]
@@ -249,9 +225,9 @@ class Examples:
         return row, self.positions[number], number
 
     def batches(self, max_tokens: PositiveInt) -> Iterator[Batch]:
-        """Batches of sentences of like length, the longest first, so that a lack of memory shows at once.
+        """Batches of sentences of similar length, the longest first, so that memory runs out early.
 
-        A batch holds at most ``max_tokens`` tokens, padding counted, and at least one sentence.
+        A batch has at most ``max_tokens`` tokens including padding, and at least one sentence.
         """
         return (self.batch(index) for index in self.batch_indices(max_tokens))
 
@@ -278,7 +254,7 @@ class Examples:
 
 
 def _offsets(lengths: np.ndarray) -> np.ndarray:
-    """Where texts of these lengths start, end to end, and where the last of them ends."""
+    """Where texts of these lengths start, end to end, and where the last one ends."""
     return np.concatenate([[0], np.cumsum(lengths)])
 
 
@@ -288,7 +264,7 @@ def end_to_end(
     provenance: dict[str, Any],
     sentences: np.ndarray | None = None,
 ) -> Examples:
-    """Examples of sentences that are given one by one."""
+    """Examples of separate sentences."""
     offsets = _offsets(np.array([len(tokens) for tokens in ids]))
     of_each = np.arange(len(ids)) if sentences is None else sentences
     return Examples(np.concatenate(ids), offsets, positions, provenance, of_each)
@@ -299,32 +275,34 @@ def _check_consistent(examples: Examples) -> None:
     n = len(offsets) - 1
     if not _divides(offsets, examples.tokens):
         raise InputError(
-            f"The offsets of examples do not divide their {len(examples.tokens)} tokens into sentences. "
-            "Expected them to start at 0, to rise, and to end at the number of tokens."
+            f"offsets must ascend from 0 to {len(examples.tokens)}, the number of tokens, got "
+            f"{short(offsets.tolist())}."
         )
     if examples.has_sources and (
         len(examples.source_offsets) != n + 1 or not _divides(examples.source_offsets, examples.source_tokens)
     ):
-        raise InputError(f"The sources of examples are not {n} texts of one token or more, one a sentence.")
+        raise InputError(f"source_offsets must divide source_tokens into {n} texts, one per sentence.")
     if len(examples.images) not in (0, n):
-        raise InputError(f"There are {len(examples.images)} images for {n} sentences. Expected as many.")
+        raise InputError(f"images must have {n} entries, one per sentence, got {len(examples.images)}.")
+    if len(examples.targets) not in (0, len(positions)):
+        raise InputError(f"targets must have {len(positions)} entries, one per position.")
     in_order = len(positions) == len(sentences) and not (np.diff(sentences) < 0).any()
     if not in_order or not np.array_equal(np.unique(sentences), np.arange(n)):
         raise InputError(
-            f"The {len(positions)} positions of examples are not one or more in each of {n} sentences, in "
-            "their order. Expected the number of its sentence for each position, never falling."
+            f"sentences must be the sentence of each of the {len(positions)} positions, ascending, with each "
+            f"of the {n} sentences at least once."
         )
     lengths = np.diff(offsets)[sentences]
     outside = (positions < 0) | (positions >= lengths)
     if outside.any():
         row = int(outside.argmax())
         raise InputError(
-            f"The position {positions[row]} lies outside of sentence {sentences[row]}, which has the tokens "
-            f"0 to {lengths[row] - 1}."
+            f"positions of sentence {sentences[row]} must be between 0 and {lengths[row] - 1}, got "
+            f"{positions[row]}."
         )
 
 
 def _divides(offsets: np.ndarray, tokens: np.ndarray) -> bool:
     """Whether offsets divide tokens into texts of one or more."""
-    rise = len(offsets) > 0 and bool((np.diff(offsets) > 0).all())
-    return rise and offsets[0] == 0 and offsets[-1] == len(tokens)
+    ascend = len(offsets) > 0 and bool((np.diff(offsets) > 0).all())
+    return ascend and offsets[0] == 0 and offsets[-1] == len(tokens)

@@ -1,19 +1,18 @@
 """Examples made of corpora, pairs, prompts, running text and images.
 
-A position that is sampled comes from the seed and the sentence alone, so it is the same whatever the corpus
-around the sentence, the split, the order and the batches are.
+A sampled position depends on the seed and its sentence alone, not on the corpus, the split or the batches.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from matlens.data.corpus import Corpus, as_corpus
@@ -29,7 +28,6 @@ from matlens.models.tokens import check_tokenizer, encode_text, token_policy, wa
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-WINDOW_TOKENS = 1024  # tokens that running text is read in at once, as in paper B
 MASKED = 0.15  # of a sentence's tokens, as BERT is trained
 
 
@@ -37,36 +35,28 @@ MASKED = 0.15  # of a sentence's tokens, as BERT is trained
 def make_examples(
     model: TransformerBridge, corpus: Corpus | Sequence[str], *, seed: Seed = 0, draw_special: bool = True
 ) -> Examples:
-    """Tokenise a corpus as the model's own tokenizer does and draw a position in each sentence.
+    """Tokenise a corpus with the model's tokenizer and sample a position in each sentence.
 
     Parameters
     ----------
     model
-        The model, which has the tokenizer and the length of the context. In a masked-LM model the token at
-        the position is replaced by the mask.
+        The model. In a masked-LM model the token at the position is replaced by the mask.
     corpus
-        The corpus, or a list of texts. For tokens that are there already see `make_token_examples`.
+        The corpus, or a list of texts; for token ids see `make_token_examples`.
     seed
         Seed of the positions.
     draw_special
-        Whether the position may fall on tokens that the tokenizer adds (``[CLS]``, ``<s>``), as in the
-        authors' code. With ``False`` they are read by the model but never drawn.
-
-    Raises
-    ------
-    InputError
-        There are no sentences, a sentence has no token to draw, the model has no tokenizer or is a masked-LM
-        without a mask token, or what is given is no corpus.
+        Whether positions may be those of special tokens (``[CLS]``, ``<s>``), as in the authors' code.
     """
     corpus = as_corpus(corpus)
     check_readable(model)
     if stack_of(model) == DECODER:
         raise InputError(
-            "This is a decoder that reads an encoder's last layer, and a corpus holds no sources for it. "
-            "Make examples of both with matlens.data.make_pairs(model, sources, targets)."
+            "model must not be the decoder of an encoder-decoder: a corpus has no sources for it. Use "
+            "matlens.data.make_pairs(model, sources, targets)."
         )
     if not len(corpus):
-        raise InputError(f"{corpus.name} holds no sentences. Expected at least one.")
+        raise InputError(f"corpus must have at least one sentence, got {corpus.name} without any.")
     mask, n_ctx = mask_token(model), context_length(model)
     encoded = [encode_text(model, text) for text in corpus.sentences]
     too_long = [s for s, encoding in enumerate(encoded) if len(encoding.ids) > n_ctx]
@@ -75,7 +65,7 @@ def make_examples(
     warn_of_unknown(model, corpus.sentences, encoded)
     positions = np.array(
         [
-            _draw_position(text, encoding.added, seed, draw_special)
+            _sample_position(text, encoding.added, seed, draw_special)
             for text, encoding in zip(corpus.sentences, encoded, strict=True)
         ]
     )
@@ -100,32 +90,25 @@ def make_examples(
 def make_pairs(
     model: TransformerBridge, sources: Sequence[str], targets: Sequence[str], *, seed: Seed = 0
 ) -> Examples:
-    """Tokenise sources and targets for the decoder of an encoder-decoder, and draw a position in each target.
+    """Tokenise sources and targets for the decoder of an encoder-decoder, with a position in each target.
 
-    The encoder reads the source, and the decoder its start token and the target but for the last token, as it
-    does when it is trained: at each position it predicts the target's token there.
+    The encoder reads the source; the decoder reads its start token and the target without the last token, as
+    in training, and predicts the target's token at each position.
 
     Parameters
     ----------
     model
-        An encoder-decoder that was loaded with ``stack="decoder"``.
+        An encoder-decoder loaded with ``stack="decoder"``.
     sources, targets
         Texts, a target for each source.
     seed
-        Seed of the positions, of which one is drawn in each target, from the seed and the texts alone.
-
-    Raises
-    ------
-    InputError
-        The model is no such decoder, there are no texts, or not as many targets as sources; or a text is
-        longer than the context.
+        Seed of the positions.
     """
     if stack_of(model) != DECODER:
-        raise InputError("Pairs are for the decoder of an encoder-decoder, loaded with stack='decoder'.")
+        raise InputError("model must be an encoder-decoder loaded with stack='decoder'.")
     if len(sources) != len(targets) or not sources:
         raise InputError(
-            f"There are {len(sources)} sources and {len(targets)} targets. Expected a target for each "
-            "source, and one at least."
+            f"sources and targets must be lists of the same length, got {len(sources)} and {len(targets)}."
         )
     start, n_ctx = model.original_model.config.decoder_start_token_id, context_length(model)
     source_ids, target_ids = (
@@ -133,10 +116,10 @@ def make_pairs(
     )
     for text, tokens in zip([*sources, *targets], source_ids + target_ids, strict=True):
         if not 0 < len(tokens) <= n_ctx:
-            raise InputError(f"The text {short(text)} has {len(tokens)} tokens. Expected 1 to {n_ctx}.")
+            raise InputError(f"A text must have 1 to {n_ctx} tokens, got {len(tokens)} in {short(text)}.")
     read = [np.array([start, *target[:-1]], dtype=np.int64) for target in target_ids]
     positions = [
-        _draw_position(f"{source}\n{target}", [False] * len(tokens), seed)
+        _sample_position(f"{source}\n{target}", [False] * len(tokens), seed)
         for source, target, tokens in zip(sources, targets, read, strict=True)
     ]
     provenance = {"corpus": "pairs", "seed": seed, TOKENIZATION: token_policy(model).digest, "n": len(read)}
@@ -144,36 +127,21 @@ def make_pairs(
     return with_sources(model, examples, [np.array(source, dtype=np.int64) for source in source_ids])
 
 
-def _draw_position(text: str, added: list[bool], seed: int, draw_special: bool = True) -> int:
+def _sample_position(text: str, added: list[bool], seed: int, draw_special: bool = True) -> int:
     """A position in a sentence, from the seed and the text alone."""
     allowed = np.arange(len(added)) if draw_special else np.flatnonzero(~np.asarray(added, dtype=bool))
     if not len(allowed):
-        reason = "makes only special tokens of it" if added else "makes nothing of it"
-        raise InputError(
-            f"The sentence {short(text)} has no token whose position could be drawn: the tokenizer {reason}."
-        )
+        which = "only special tokens" if added else "no token"
+        raise InputError(f"A sentence must have tokens, got {which} of {short(text)}.")
     digest = hashlib.blake2b(f"{seed}\n{text}".encode(), digest_size=8).digest()
     return int(allowed[int.from_bytes(digest, "big") * len(allowed) >> 64])
 
 
 @checked
 def make_prompts(model: TransformerBridge, prompts: Corpus | Sequence[str]) -> Examples:
-    """Tokenise prompts, each with the position whose prediction one wants to read.
+    """Tokenise prompts, with the position of their prediction.
 
-    In a decoder that is the last token; in a masked-LM model the mask token, of which a prompt holds exactly
-    one.
-
-    Parameters
-    ----------
-    model
-        The model, which has the tokenizer and the length of the context.
-    prompts
-        The prompts.
-
-    Raises
-    ------
-    InputError
-        There is no prompt, or one is empty or does not hold exactly one mask token where that is needed.
+    In a decoder that is the last token; in a masked-LM model the mask, of which a prompt has exactly one.
     """
     texts = as_corpus(prompts).sentences
     check_readable(model)
@@ -184,18 +152,16 @@ def make_prompts(model: TransformerBridge, prompts: Corpus | Sequence[str]) -> E
     positions = []
     for text, tokens, (_, added) in zip(texts, ids, encoded, strict=True):
         if len(tokens) > n_ctx:
-            raise InputError(
-                f"The prompt of {len(tokens)} tokens is longer than the model's context of {n_ctx}."
-            )
+            raise InputError(f"A prompt must have at most {n_ctx} tokens, got {len(tokens)}.")
         places = np.flatnonzero(tokens == tokenizer.mask_token_id)
         if not is_masked(model):  # an end-of-text token that the tokenizer adds is not the prompt's last
             places = np.flatnonzero(~np.asarray(added, dtype=bool))[-1:]
         if len(places) != 1:
             expected = f"exactly one {tokenizer.mask_token}" if is_masked(model) else "at least one token"
-            raise InputError(f"The prompt {short(text)} cannot be read out: expected {expected} in it.")
+            raise InputError(f"A prompt must have {expected}, got {short(text)}.")
         positions.append(int(places[0]))
     if not ids:
-        raise InputError("There are no prompts. Expected at least one.")
+        raise InputError("prompts must have at least one text, got none.")
     provenance = {"corpus": "prompts", TOKENIZATION: token_policy(model).digest, "n": len(ids)}
     return end_to_end(ids, np.array(positions), provenance)
 
@@ -203,66 +169,52 @@ def make_prompts(model: TransformerBridge, prompts: Corpus | Sequence[str]) -> E
 @checked
 def make_windows(
     model: TransformerBridge,
-    source: str | Path | Corpus | Sequence[str],
+    text: str | Path | Corpus | Sequence[str],
     *,
-    size: Annotated[int, Between(2)] = WINDOW_TOKENS,
-    most: PositiveInt | None = None,
+    size: Annotated[int, Between(2)] = 1024,
+    max_windows: PositiveInt | None = None,
+    targets: bool = False,
+    seed: Seed = 0,
     name: str | None = None,
 ) -> Examples:
-    """Cut running text into windows that do not overlap, to be read each for itself (paper B, Table 5).
+    """Split running text into windows of tokens that do not overlap (paper B, Table 5).
 
-    The tokens are those of the whole text, and the last window may be shorter. What the model is given in
-    front of any text, such as a BOS, stands in front of each window. The position of a window is its last
-    token.
+    The text is tokenised as a whole; special tokens that precede any text, such as a BOS, precede each
+    window. With ``targets`` the examples have the next token at every position of a window except its last;
+    for a masked-LM model, they are sentences of which 15% of the tokens, at least one, are masked.
 
     Parameters
     ----------
     model
-        The model that is to read them, a decoder.
-    source
-        The path of a file that holds the text, plain or packed; or a corpus or a list of texts,
-        which are joined by spaces in their order.
+        The model that reads them.
+    text
+        The path of a text file, plain or gzip; or a corpus or a list of texts, which are joined by spaces.
     size
-        Tokens of a window, or the model's context where that is shorter.
-    most
-        Take no more whole windows than this, spread evenly over the text; by default all there are.
+        Number of tokens of a window, at most the model's context. The last window may be shorter.
+    max_windows
+        Maximum number of windows, spread evenly over the text (of sentences: the first ones); by default all.
+    targets
+        Whether positions are all that have a target, instead of the last one of each window.
+    seed
+        Seed of the masks.
     name
-        What the windows are called in tables, by default as the corpus or the file.
-
-    Raises
-    ------
-    InputError
-        The text has fewer than two tokens, the file cannot be read, a size is not usable, or the model
-        predicts masked tokens.
+        Name of the text in tables, by default that of the corpus or the file.
     """
     check_readable(model)
+    mask = mask_token(model)
+    if targets and mask is not None and not isinstance(text, str | Path):
+        return _check_two(_masked_sentences(model, mask, as_corpus(text), size, max_windows, seed))
     check_decoder(model, "reads no running text")
     size = min(size, context_length(model))
-    text, default = _running_text(source)
-    all_ids, added = encode_text(model, text)
-    front = all_ids[: added.index(False) if False in added else len(added)]
-    ids = [token for token, flag in zip(all_ids, added, strict=True) if not flag]
-    step = size - len(front)
-    if step < 1:
-        raise InputError(
-            f"A window of {size} tokens has no room for text: {len(front)} tokens stand in front of each. "
-            f"Expected a size of {len(front) + 1} at least."
-        )
-    windows = [np.array(front + ids[start : start + step]) for start in range(0, len(ids), step)]
-    if len(windows) > 1 and len(windows[-1]) < 2:  # it would predict nothing
-        windows.pop()
-    if not windows or len(windows[0]) < 2:
-        raise InputError(
-            f"The text {short(text)} has {len(ids)} tokens. Expected two at least: one to predict another."
-        )
-    if most is not None and most < len(windows):
-        whole = [window for window in windows if len(window) == size]
-        windows = [
-            whole[i] for i in np.linspace(0, len(whole) - 1, min(most, len(whole))).round().astype(int)
-        ]
+    whole, default = _running_text(text)
+    windows = _windows(model, whole, size)
+    if max_windows is not None and max_windows < len(windows):
+        full = [window for window in windows if len(window) == size]
+        spread = np.linspace(0, len(full) - 1, min(max_windows, len(full)))
+        windows = [full[i] for i in spread.round().astype(int)]
     provenance = {
         "corpus": default if name is None else name,
-        "corpus_fingerprint": hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16],
+        "corpus_fingerprint": hashlib.sha256(whole.encode(errors="surrogatepass")).hexdigest()[:16],
         "given_as": "running text",
         TOKENIZATION: token_policy(model).digest,
         "window": size,
@@ -270,131 +222,81 @@ def make_windows(
         "masked": False,
         "n": len(windows),
     }
-    return end_to_end(windows, np.array([len(window) - 1 for window in windows]), provenance)
+    examples = end_to_end(windows, np.array([len(window) - 1 for window in windows]), provenance)
+    return _check_two(_with_next_tokens(examples)) if targets else examples
 
 
-def _running_text(source: str | Path | Corpus | Sequence[str]) -> tuple[str, str]:
-    """A text, and what it is called."""
-    if not isinstance(source, str | Path):
-        corpus = as_corpus(source)
+def _check_two(examples: Examples) -> Examples:
+    if len(examples) < 2:
+        raise InputError(f"text must give at least two windows, for intervals, got {len(examples)}.")
+    return examples
+
+
+def _running_text(text: str | Path | Corpus | Sequence[str]) -> tuple[str, str]:
+    """A text, and its name."""
+    if not isinstance(text, str | Path):
+        corpus = as_corpus(text)
         return " ".join(corpus.sentences), corpus.name
-    path = Path(source).expanduser()
+    path = Path(text).expanduser()
     with open_text(path) as (_, lines):
         return "".join(line for _, line in lines), path.name
 
 
-@checked
-@dataclass(frozen=True, eq=False)
-class JudgedText:
-    """Text with the tokens that a model should think likely.
-
-    Attributes
-    ----------
-    examples
-        What the model reads; its positions are those that something is predicted at.
-    truth
-        The right token at each position.
-    """
-
-    examples: Examples
-    truth: Int[np.ndarray, " n_positions"]
-
-    def __post_init__(self) -> None:
-        if len(self.truth) != self.examples.n_positions:
-            raise InputError(
-                f"There are {len(self.truth)} right tokens for {self.examples.n_positions} positions. "
-                "Expected one for each."
-            )
-
-    @property
-    def texts(self) -> Int[np.ndarray, " n_positions"]:
-        """The number of the text that each position is in."""
-        return self.examples.sentences
-
-
-@checked
-def make_judged_text(
-    model: TransformerBridge,
-    corpus: Corpus | Sequence[str],
-    *,
-    size: Annotated[int, Between(2)] = 64,
-    most: Annotated[int, Between(2)] | None = None,
-    seed: Seed = 0,
-) -> JudgedText:
-    """Running text in windows, with the next token at every place; or sentences with some tokens masked.
-
-    Parameters
-    ----------
-    model
-        The model that is to read it. For a decoder, windows of the joined sentences are made, see
-        `matlens.data.make_windows`; for a masked-LM model each sentence stands for itself, and 15% of its
-        tokens, at least one, are masked.
-    corpus
-        The sentences.
-    size
-        Tokens of a window, or most tokens of a sentence, which is cut there.
-    most
-        Take no more windows or sentences than this, by default all.
-    seed
-        Seed of the masks.
-
-    Raises
-    ------
-    InputError
-        There are fewer than two texts, or the model has no mask.
-    """
-    corpus = as_corpus(corpus)
-    mask = mask_token(model)
-    if mask is None:
-        made = _running(make_windows(model, corpus, size=size, most=most))
-    else:
-        made = _masked(model, mask, corpus, size, most, seed)
-    if len(made.examples) < 2:
+def _windows(model: TransformerBridge, text: str, size: int) -> list[np.ndarray]:
+    all_ids, added = encode_text(model, text)
+    front = all_ids[: added.index(False) if False in added else len(added)]
+    ids = [token for token, special in zip(all_ids, added, strict=True) if not special]
+    step = size - len(front)
+    if step < 1:
         raise InputError(
-            f"{corpus.name} gives {len(made.examples)} text of {size} tokens. Expected two at least, for "
-            "intervals: a larger corpus, or smaller windows."
+            f"size must be at least {len(front) + 1} with {len(front)} special tokens, got {size}."
         )
-    return made
+    windows = [np.array(front + ids[start : start + step]) for start in range(0, len(ids), step)]
+    if len(windows) > 1 and len(windows[-1]) < 2:  # it would predict nothing
+        windows.pop()
+    if not windows or len(windows[0]) < 2:
+        raise InputError(f"text must have at least two tokens, got {len(ids)}.")
+    return windows
 
 
-def _running(windows: Examples) -> JudgedText:
-    """All places of windows but the last of each."""
+def _with_next_tokens(windows: Examples) -> Examples:
+    """All positions except the last of each window, with the next token as the target."""
     last = np.zeros(len(windows.tokens), dtype=bool)
     last[windows.offsets[1:] - 1] = True
     sentences = np.repeat(np.arange(len(windows)), windows.lengths)
-    examples = replace(
+    return replace(
         windows, positions=windows.places[~last], sentences=sentences[~last],
+        targets=windows.tokens[1:][~last[:-1]],
         provenance={**windows.provenance, "position": "all but the last"},
     )  # fmt: skip
-    return JudgedText(examples, windows.tokens[1:][~last[:-1]])
 
 
-def _masked(
-    model: TransformerBridge, mask: int, corpus: Corpus, size: int, most: int | None, seed: int
-) -> JudgedText:
+def _masked_sentences(
+    model: TransformerBridge, mask: int, corpus: Corpus, size: int, max_sentences: int | None, seed: int
+) -> Examples:
     generator, longest = np.random.default_rng(seed), min(size, context_length(model))
-    ids, positions, truth = [], [], []
-    for text in corpus.sentences[:most]:
+    ids, positions, targets = [], [], []
+    for text in corpus.sentences[:max_sentences]:
         encoded = encode_text(model, text, longest=longest)
         tokens = np.asarray(encoded.ids, dtype=np.int64)
         free = np.flatnonzero(~np.asarray(encoded.added, dtype=bool))
         if len(free):
             n = max(1, round(MASKED * len(free)))
             chosen = np.sort(generator.choice(free, n, replace=False))
-            truth.append(tokens[chosen].copy())
+            targets.append(tokens[chosen].copy())
             tokens[chosen] = mask
             ids.append(tokens)
             positions.append(chosen)
     if not ids:
-        raise InputError(f"{corpus.name} holds no token that could be masked. Expected sentences.")
-    sentences = np.repeat(np.arange(len(ids)), list(map(len, positions)))
+        raise InputError(f"text must have tokens to mask, got none in {corpus.name}.")
     provenance = {
         "corpus": corpus.name, "corpus_fingerprint": corpus.fingerprint, "seed": seed,
         "position": f"{MASKED:.0%} of a sentence's tokens", "masked": True,
         TOKENIZATION: token_policy(model).digest, "n": len(ids),
     }  # fmt: skip
+    sentences = np.repeat(np.arange(len(ids)), list(map(len, positions)))
     examples = end_to_end(ids, np.concatenate(positions), provenance, sentences)
-    return JudgedText(examples, np.concatenate(truth))
+    return replace(examples, targets=np.concatenate(targets))
 
 
 @checked
@@ -405,37 +307,27 @@ def make_image_examples(
     position: int = 0,
     name: str = "images",
 ) -> Examples:
-    """Make examples of images, read at one place of each.
+    """Examples of images, read at one position of each.
 
     Parameters
     ----------
     model
         A vision transformer.
     images
-        ``[n, channels, height, width]``, as the model's own processor gives them: of the size that the model
-        reads, and normalised (``AutoImageProcessor.from_pretrained(name)(images, return_tensors="pt")``, its
-        ``pixel_values``).
+        ``[n, channels, height, width]`` as the model's processor returns them:
+        ``AutoImageProcessor.from_pretrained(name)(images, return_tensors="pt")["pixel_values"]``.
     position
-        Where vectors are read: 0, the class token, from which images are classified, or a patch, counted from
-        1 row by row (from 2 in DeiT, where 1 is the token of distillation); from the end where it is
-        negative. ``collect(..., positions="all")`` reads all places.
+        0 for the class token, or a patch, from 1 row by row (from 2 in DeiT, where 1 is the distillation
+        token). ``collect(..., positions="all")`` reads all of them.
     name
-        What the examples are called in tables.
-
-    Raises
-    ------
-    InputError
-        The model reads text; the images are of another shape, are none, or hold numbers that are not finite;
-        or there is no such place.
+        Name of the images in tables.
     """
     if not is_visual(model):
-        raise InputError(
-            f"{model.cfg.architecture} reads text and no images. Expected a vision transformer, such as ViT."
-        )
+        raise InputError(f"model must be a vision transformer such as ViT, got {model.cfg.architecture}.")
     expected = image_shape(model)
     if tuple(images.shape[1:]) != expected or not len(images) or not bool(images.isfinite().all()):
         raise InputError(
-            f"images must be finite and of the shape {short(('n', *expected))}, as the processor gives "
+            f"images must be finite and of the shape {short(('n', *expected))}, as the processor returns "
             f"them, got {short(images)}."
         )
     n_places = places_of_image(model)

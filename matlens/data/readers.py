@@ -1,4 +1,4 @@
-"""Models as readers: what of a text bears on their vectors, how much they take, and what they cannot read."""
+"""What models read: their direction, context and tokens, and checks of examples against them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from matlens.data.examples import MAKE_EXAMPLES, TOKENIZATION, Examples
-from matlens.errors import InputError, checked
+from matlens.data.examples import TOKENIZATION, Examples
+from matlens.errors import InputError
 from matlens.models.changes import check_eval_mode
 from matlens.models.families.encoder_decoders import ENCODER, stack_of
 from matlens.models.families.vision import is_visual
@@ -17,103 +17,73 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 
-@checked
 def is_masked(model: TransformerBridge) -> bool:
     """Whether a model predicts masked tokens rather than the next one."""
     return model.cfg.attention_dir == "bidirectional"
 
 
 def reads_whole(model: TransformerBridge) -> bool:
-    """Whether what stands behind a position bears on its vectors: not so in decoders."""
+    """Whether vectors depend on tokens after their position: not in decoders."""
     return is_masked(model) or stack_of(model) == ENCODER or is_visual(model)
 
 
 def mask_token(model: TransformerBridge) -> int | None:
-    """The token of a masked-LM model that hides others; None in other models."""
+    """The mask of a masked-LM model; None in other models."""
     if not is_masked(model):
         return None
     mask: int | None = check_tokenizer(model).mask_token_id
     if mask is None:
-        raise InputError("This is a masked-LM model, but its tokenizer has no mask token.")
+        raise InputError("A masked-LM model must have a mask token, and its tokenizer has none.")
     return mask
 
 
 def check_own_tokens(model: TransformerBridge, examples: Examples) -> None:
-    """Refuse examples whose texts became tokens in another way than they do in this model.
-
-    Raises
-    ------
-    InputError
-        They were made with another tokenizer or another BOS, or a token is not in the vocabulary.
-    """
+    """Raise InputError if examples were made by another tokenizer, or with another BOS."""
     if is_visual(model):
-        return  # what is read are images, see `Batch.inputs`
+        return  # it reads images, see `Batch.inputs`
     check_tokens(model, examples.tokens, "the examples")
     made = examples.provenance.get(TOKENIZATION)
     if made is not None and made != token_policy(model).digest:
         raise InputError(
-            "The examples were made for a model whose text becomes other tokens, by another tokenizer or "
-            f"with another BOS. Expected those of this model ({token_policy(model).words}). {MAKE_EXAMPLES}"
+            "The examples were made by another tokenizer or with another BOS than this model's "
+            f"({token_policy(model).words}). Make them with this model."
         )
 
 
 def check_tokens(model: TransformerBridge, tokens: np.ndarray, of: str) -> None:
-    """Refuse tokens that a model does not have.
-
-    Raises
-    ------
-    InputError
-        An id is negative or past the vocabulary.
-    """
+    """Raise InputError if a token id is not in the vocabulary of a model."""
     embedding = model.original_model.get_input_embeddings()
     size = min(model.cfg.d_vocab, getattr(embedding, "num_embeddings", model.cfg.d_vocab))
     outside = (tokens < 0) | (tokens >= size)
     if outside.any():
-        place = int(outside.argmax())
         raise InputError(
-            f"Token {place} of {of} is {tokens[place]}, and the model has the tokens 0 to {size - 1}. Were "
-            "they made by the tokenizer of another model?"
+            f"Token ids of {of} must be between 0 and {size - 1}, got {tokens[int(outside.argmax())]}. Are "
+            "they of another tokenizer?"
         )
 
 
 def check_readable(model: TransformerBridge) -> None:
-    """Refuse models whose layers predict nothing that could be read at a position.
-
-    Raises
-    ------
-    InputError
-        The model predicts neither the next token nor a single masked one.
-    """
+    """Raise InputError if a model predicts neither the next token nor a masked one."""
     if not is_masked(model) and not model.adapter.supports_causal_loss:
         raise InputError(
-            f"{model.cfg.architecture} predicts neither the next token nor a single masked one, so what its "
-            "layers predict cannot be read at a position."
+            f"model must predict the next token or a masked one, and {model.cfg.architecture} does neither."
         )
 
 
 def check_decoder(model: TransformerBridge, consequence: str) -> None:
-    """Refuse a model that does not read on from its own text, with what it therefore cannot do.
-
-    Raises
-    ------
-    InputError
-        It predicts masked tokens, reads images, or stands for a stack of an encoder-decoder.
-    """
+    """Raise InputError unless a model is a decoder in eval mode; ``consequence`` completes "so it ..."."""
     check_eval_mode(model)
-    if stack_of(model) is not None or is_visual(model):
-        reads = (
-            "reads images" if is_visual(model) else f"is read as the {stack_of(model)} of an encoder-decoder"
-        )
-        raise InputError(
-            f"{model.cfg.architecture} {reads}, so it {consequence} here. Expected a decoder alone."
-        )
-    if is_masked(model):
-        raise InputError(
-            f"{model.cfg.architecture} predicts masked tokens, not the next one, so it {consequence}. "
-            "Expected a decoder."
-        )
+    reads = ""
+    if is_visual(model):
+        reads = "reads images"
+    elif stack_of(model) is not None:
+        reads = f"is the {stack_of(model)} of an encoder-decoder"
+    elif is_masked(model):
+        reads = "predicts masked tokens"
+    if reads:
+        raise InputError(f"model must be a decoder: {model.cfg.architecture} {reads}, so it {consequence}.")
 
 
 def context_length(model: TransformerBridge) -> int:
-    """How many tokens the model and its tokenizer can take."""
+    """Maximum number of tokens of the model and its tokenizer."""
     return int(min(model.cfg.n_ctx, check_tokenizer(model).model_max_length))

@@ -1,4 +1,4 @@
-"""Where sentences are read from: samples, files, datasets, or whatever the user goes over."""
+"""Sources of sentences: samples, files, datasets and iterables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from matlens.data.texts import (
     ARCHIVE_SUFFIXES,
     JSON_SUFFIXES,
     LEIPZIG_NAME,
-    PACKED_SUFFIXES,
     Lines,
     json_rows,
     open_text,
@@ -28,20 +27,19 @@ from matlens.errors import InputError, did_you_mean, printable, short
 from matlens.io.bounds import LINE
 
 Source = str | os.PathLike[str] | Iterable[str | Mapping[str, Any] | None]
-"""What sentences are read from."""
 
 SAMPLES: dict[str, Callable[[], Iterator[str]]] = {
     "wikipedia-sample": wikipedia_sample,
     "news-sample": news_sample,
     **{f"messages-{language}": partial(messages, language) for language in LANGUAGES},
 }
-"""The samples that come with packages, by their names."""
+"""Samples in installed packages, by name."""
 _CHOICES = (
-    "Give one of the samples (wikipedia-sample, news-sample, or messages-LANGUAGE for "
-    f"{', '.join(LANGUAGES)}), the path of a text file with one sentence a line, of a .jsonl file or of a "
-    "Leipzig corpus, or the id of a dataset on the Hugging Face Hub (name or name:config)."
+    f"Samples are wikipedia-sample, news-sample and messages-LANGUAGE for {', '.join(LANGUAGES)}; files are "
+    "text with one sentence per line, .jsonl or a Leipzig corpus; datasets of the Hugging Face Hub are "
+    "name or name:config."
 )
-_FILE_SUFFIXES = (*ARCHIVE_SUFFIXES, *PACKED_SUFFIXES, *JSON_SUFFIXES, ".txt", ".tsv", ".csv")
+_FILE_SUFFIXES = (*ARCHIVE_SUFFIXES, *JSON_SUFFIXES, ".txt", ".tsv", ".csv", ".gz", ".bz2", ".xz", ".zip")
 _LEIPZIG_LINE = re.compile(r"[0-9]+\t")
 _SNIFFED_LINES = 10
 _HUB_SECONDS = 5.0  # for one question, where `datasets` would try for half a minute without a network
@@ -50,7 +48,7 @@ _ID = re.compile(r"[\w-][\w.-]{0,95}(?:/[\w-][\w.-]{0,95})?(?::[^\0/\\]{1,200})?
 
 @contextmanager
 def open_source(source: Source, field: str, split: str) -> Iterator[Iterator[str]]:
-    """The sentences of a source; leaving checks a packed file to its end. See `load_corpus`."""
+    """The sentences of a source; see `load_corpus`."""
     if not isinstance(source, str | os.PathLike):
         yield _given_sentences(source, field)
         return
@@ -64,12 +62,12 @@ def open_source(source: Source, field: str, split: str) -> Iterator[Iterator[str
     elif os.path.isdir(path) or (_ID.fullmatch(source) and not source.lower().endswith(_FILE_SUFFIXES)):
         yield _dataset_sentences(source, path, field, split)
     else:
-        raise InputError(f"There is no file or folder {shown(source)}. {_CHOICES}")
+        raise InputError(f"source must be a sample, a file or a dataset, got {shown(source)}. {_CHOICES}")
 
 
 def _file_sentences(path: Path, name: str, lines: Lines, field: str) -> Iterator[str]:
     if name.endswith(".csv"):  # its heading and columns would be read as text
-        raise InputError(f"{shown(path)} is a table. Expected a text (.txt) or JSON lines (.jsonl).")
+        raise InputError(f"{shown(path)} must be text (.txt) or JSON lines (.jsonl), got a table.")
     if name.endswith(JSON_SUFFIXES):
         for where, row in json_rows(lines, path):
             yield text_of_row(row, field, where) if row is not None else ""
@@ -86,20 +84,17 @@ def _leipzig_sentence(line: str, where: str) -> str:
     identifier, tab, sentence = line.partition("\t")
     if line.strip() and not (tab and identifier.strip().isdecimal()):
         raise InputError(
-            f"{where} is not 'number<TAB>sentence', as in a Leipzig corpus: {short(line.strip())}. Remove "
-            "it, or give the sentences one a line in a file named .txt."
+            f"{where} must be 'number<TAB>sentence', as in a Leipzig corpus, got {short(line.strip())}. Give "
+            "other text in a file named .txt."
         )
     return sentence
 
 
 def text_of_row(row: Mapping[str, Any], field: str, where: str) -> str:
-    """The text in a field of a row, empty where the field is null; ``where`` says where the row stands."""
+    """The text in a field of a row, empty if it is null; ``where`` is the place of the row."""
     if field not in row:
         names = printable(", ".join(map(str, row)), most=200)
-        raise InputError(
-            f"There is no field {short(field)} in {where}, it has {names or 'none'}. Say which with --field "
-            "(field= in Python)."
-        )
+        raise InputError(f"field (--field) must be one of {names or 'none'} in {where}, got {short(field)}.")
     return _checked_text(row[field], f"The field {short(field)} in {where}")
 
 
@@ -107,20 +102,18 @@ def _checked_text(text: Any, where: str) -> str:
     if text is None:
         return ""
     if not isinstance(text, str):
-        raise InputError(f"{where} holds {short(text)}. Expected text, or nothing (null, None).")
+        raise InputError(f"{where} must be a str or null, got {short(text)}.")
     LINE.check(len(text), where)
     if "\0" in text:
-        raise InputError(f"{where} has a NUL character: it is no text, or it is damaged.")
+        raise InputError(f"{where} has a NUL character. Is the file damaged?")
     # JSON can spell halves of surrogate pairs, which no tokenizer takes.
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _given_sentences(rows: Iterable[Any], field: str) -> Iterator[str]:
     """Sentences that are given one by one, or texts in rows such as those of a dataset."""
-    if isinstance(rows, Mapping) or hasattr(rows, "columns"):  # going over it gives names of columns
-        raise InputError(
-            f"source is {short(rows)}. Expected sentences, such as a list or a column of a table."
-        )
+    if isinstance(rows, Mapping) or hasattr(rows, "columns"):  # it would iterate over names of columns
+        raise InputError(f"source must be a list or a column of sentences, got {short(rows)}.")
     for number, row in enumerate(rows, 1):
         if isinstance(row, Mapping):
             yield from _sentences(text_of_row(row, field, f"row {number}"))
@@ -129,7 +122,7 @@ def _given_sentences(rows: Iterable[Any], field: str) -> Iterator[str]:
 
 
 def _sentences(text: str) -> list[str]:
-    # Blank lines between paragraphs are no sentences; a text without any is one that is empty.
+    # Blank lines between paragraphs are no sentences; a text without any is one empty sentence.
     return [piece for piece in segment("en", text) if piece.strip()] or [""]
 
 
@@ -142,9 +135,9 @@ def _dataset_sentences(source: str, path: Path, field: str, split: str) -> Itera
     except Exception as error:  # code of others, for every format and every server, fails in its own ways
         said = error.__cause__ if "occurred while generating" in str(error) else error
         raise InputError(
-            f"The dataset {shown(source)} could not be read "
-            f"({printable(f'{type(said).__name__}: {said}', most=300)}). With HF_HUB_OFFLINE=1, one is read "
-            f"that was downloaded before. {_CHOICES}{did_you_mean(source, SAMPLES)}"
+            f"The dataset {shown(source)} cannot be read: "
+            f"{printable(f'{type(said).__name__}: {said}', most=300)}. With HF_HUB_OFFLINE=1, it is read "
+            f"from the cache. {_CHOICES}{did_you_mean(source, SAMPLES)}"
         ) from error
 
 
@@ -162,5 +155,5 @@ def _dataset_rows(source: str, path: Path, split: str) -> Iterable[Any]:
     offline = datasets.config.HF_HUB_OFFLINE
     if not offline:
         HfApi().dataset_info(name, timeout=_HUB_SECONDS)
-    # Offline, what was downloaded before can be read from the cache, but not streamed.
+    # Offline, the cache can be read, but not streamed.
     return datasets.load_dataset(name, config or None, split=split, streaming=not offline)

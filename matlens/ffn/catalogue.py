@@ -1,8 +1,8 @@
 """Value vectors of a model and their projections, from the cache if the model is in it.
 
 The first time the model is loaded, and its value vectors, unembedding, the linear parts of its head and its
-tokenizer are cached by the hashes of the model's files. Then they are read without building the model, equal
-bit by bit. A model in memory, which may have been changed, is never read from the cache.
+tokenizer are cached for as long as the model's files are unchanged. Then they are read without building the
+model, equal bit by bit. A model in memory, which may have been changed, is never read from the cache.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from matlens.errors import InputError, checked
 from matlens.ffn.norms import LinearHead, NormGain
 from matlens.ffn.projection import TOP, Projection, TopTokens, unembedding
 from matlens.ffn.values import ValueParts, ValueVectors
-from matlens.io.contents import hash_contents
-from matlens.io.entries import Cache, default_cache
-from matlens.io.files import read_json, write_json
+from matlens.io.cache import Cache, default_cache, file_states
+from matlens.io.files import read_json, write_files
 from matlens.models.checkpoints import gguf_key, software
 from matlens.models.identity import ModelIdentity
 from matlens.models.loading import choose_device, load, model_name
@@ -138,7 +137,7 @@ class Catalogue:
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / _TOP_FILE)
 
         about = {"what": f"top {k} tokens of all value vectors", "of": self._place.name}
-        self._place.cache.keep(TOP_TOKENS, key, fill, about=about)
+        self._place.cache.store(TOP_TOKENS, key, fill, about=about)
         return top
 
     @cached_property
@@ -153,7 +152,7 @@ class Catalogue:
                 return _StoredParts(entry.folder, place, self._device)
         about = {"what": "value vectors and unembedding", "of": place.name}
         with suppress(_NotStorable, InputError):
-            place.cache.keep(PARTS, place.key, partial(_write_parts, self.model), about=about)
+            place.cache.store(PARTS, place.key, partial(_write_parts, self.model), about=about)
         return None
 
 
@@ -215,7 +214,7 @@ def _write_parts(model: TransformerBridge, folder: Path) -> None:
         "identity": parts.identity.to_json(), "n_layers": len(layers), "output_kind": values.output_kind,
         "centred": centred, "tokenizer": _write_tokenizer(folder, model.tokenizer),
     }  # fmt: skip
-    write_json(folder / _RECORD, record)
+    write_files({folder / _RECORD: record})
 
 
 def _write_tokenizer(folder: Path, tokenizer: Any) -> dict[str, Any]:
@@ -261,14 +260,14 @@ def _place_of(
     if gguf is not None and not gguf.lower().endswith(GGUF):
         return None  # it is read faster than its parts would be
     if gguf is not None:
-        key["gguf"] = gguf_key(cache, Path(folder, gguf))
+        key["gguf"] = gguf_key(Path(folder, gguf))
     else:
         place = _hub_folder(folder, commit) if commit is not None else Path(folder)
         if place is None:
             return None
         try:
             paths = sorted(path for path in place.iterdir() if path.is_file())
-            key["files"] = hash_contents(cache, paths)
+            key["files"] = file_states(paths)
         except (OSError, InputError):
             return None
     return _Place(cache, model_name(name, commit), commit, key)

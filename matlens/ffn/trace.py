@@ -25,7 +25,7 @@ from matlens.ffn.norms import FFN_OUT
 from matlens.ffn.projection import unembedding
 from matlens.ffn.updates import DOMINANT, random_sub_updates
 from matlens.ffn.values import ValueVectors
-from matlens.io.rows import Column, keep_rows, read_rows
+from matlens.io.rows import Column, collect_rows, read_rows
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
@@ -162,7 +162,7 @@ class Trace:
             ):
                 yield batch.index, reader.rows(batch)
 
-        config, rows = keep_rows(
+        config, rows = collect_rows(
             TRACE, request, reader.columns, batch_counts(model, examples, "drawn", size), run,
             folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens",),
         )  # fmt: skip

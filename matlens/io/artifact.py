@@ -1,9 +1,8 @@
-"""Artifacts: a folder with a ``config.json`` and files that are there whole or not at all.
+"""Artifacts: a folder with a ``config.json`` and files that are complete or absent.
 
-``config.json`` says what the folder holds and what was asked for. It is written first, with ``finished``
-false, so that a folder of another job is known; and last, with a checksum of every file. Each file is written
-aside, synced and renamed, and says which job it belongs to. So an interrupted job resumes with the files that
-are missing.
+``config.json`` describes the job. It is written first, with ``finished`` false, so that a folder of another
+job is recognised; and last, with a checksum of every file. Each file is written under another name, synced
+and renamed, and names its job. An interrupted job resumes with the files that are missing.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from matlens import parallel
 from matlens.errors import InputError, plain_number
-from matlens.io.bounds import HEADER, parse_json
+from matlens.io.bounds import parse_json
 from matlens.io.files import (
-    SEAL,
-    check_seal,
+    CHECKSUM,
+    checksummed,
     content_hash,
     damaged,
     hash_file,
@@ -38,10 +37,9 @@ from matlens.io.files import (
     open_regular,
     partial_path,
     read_json,
-    sealed,
     system_errors,
-    write_bytes,
-    write_json,
+    verified,
+    write_files,
 )
 
 if TYPE_CHECKING:
@@ -52,7 +50,7 @@ CONFIG = "config.json"
 MODEL_RECORD = "matlens.json"
 """The record of a folder whose ``config.json`` is a Hugging Face model's."""
 TENSORS = ".safetensors"
-_ENTRY = "matlens"  # the one entry of a safetensors file's metadata
+_ENTRY = "matlens"  # the only entry of a safetensors file's metadata
 _NAMES = ("base_model_name_or_path", "base_model_revision")  # of a model
 _DERIVED = frozenset({
     "fingerprint", "corpus_fingerprint", "rounded", "unembed_hash", "examples", "tokens", "n_tokens",
@@ -65,21 +63,21 @@ Record = Mapping[str, Any]
 
 
 class Artifact:
-    """A folder of files of one job: `writing` begins or resumes it, `open` reads a finished one.
+    """A folder with the files of one job: `writing` begins or resumes it, `open` reads a finished one.
 
     Attributes
     ----------
     folder
         Where the files are.
     config
-        The content of ``config.json``: ``holds``, ``request``, ``software``, ``command`` and, once it is
-        finished, ``files`` with a checksum of each.
+        The content of ``config.json``: ``holds``, ``request``, ``software``, ``command`` and, once the job
+        is finished, ``files`` with a checksum of each.
     """
 
     def __init__(self, folder: str | Path, config: Mapping[str, Any]) -> None:
         self.folder, self.config = Path(folder), dict(config)
         self._job = content_hash({"holds": config["holds"], "request": config["request"]})
-        self._headers: dict[str, Record] = {}  # of files of tensors, once they are known to be whole
+        self._headers: dict[str, Record] = {}  # of files of tensors that are verified
         self._verified: set[tuple[str, str]] = set()  # tensors that need not be hashed again
 
     @property
@@ -111,20 +109,20 @@ class Artifact:
     ) -> Iterator[Artifact]:
         """Begin, resume or open the folder of a job; only one job at a time works in a folder.
 
-        Every process of a distributed job comes here; the main process writes ``config.json``. If the work
-        fails, what this call has begun is removed; after a kill it is resumed.
+        All processes of a distributed job call this; the main process writes ``config.json``. If the work
+        fails, the files that this call wrote are removed; after a kill it is resumed.
 
         Parameters
         ----------
         folder, holds, request
-            Where, what the folder holds, and what tells its job from others.
+            Where, what the folder holds, and what distinguishes its job from others.
         only_unfinished
-            Parts of the request that matter for resuming, and no more once the job is done.
+            Parts of the request that are compared only while the job is unfinished.
 
         Raises
         ------
         InputError
-            The folder belongs to another job or holds other files, or cannot be written.
+            The folder belongs to another job, holds other files, or cannot be written.
         """
         folder, config, what = Path(folder), make_config(holds, request), f"the folder of {holds}"
         if not parallel.is_main():
@@ -147,7 +145,8 @@ class Artifact:
                     begun = found is None
                     if found is None or not found.finished:
                         by = f"process {os.getpid()} on {socket.gethostname()}"
-                        write_json(folder / CONFIG, sealed({**config, "finished": False, "by": by}))
+                        unfinished = checksummed({**config, "finished": False, "by": by})
+                        write_files({folder / CONFIG: unfinished})
                         found = cls(folder, config)
                 parallel.broadcast(found.finished, what)
                 try:
@@ -167,21 +166,18 @@ class Artifact:
 
     @classmethod
     def check_possible(cls, folder: str | Path, holds: str, request: Mapping[str, Any]) -> None:
-        """Raise InputError, before any work, for a folder in which a job could not be done.
+        """Raise InputError, before any work, if a job could not be done in a folder.
 
-        What is not known yet can be left out of the request.
+        Unknown parts of the request can be omitted.
         """
         folder = Path(folder)
         with system_errors(folder):
             if os.path.lexists(folder) and not folder.is_dir():
-                raise InputError(f"{folder} must be a new or empty folder, and is a file.")
+                raise InputError(f"{folder} must be a new or empty folder, got a file.")
             _same_job(folder, make_config(holds, request), (), partial=True)
 
     def written(self, names: Iterable[str] | None = None) -> list[str]:
-        """Names of the files of tensors that an earlier call has completed, every byte of them checked.
-
-        By default of all; of the given ``names``, those that exist.
-        """
+        """Names of the complete files of tensors (of ``names``), every byte of them verified."""
         paths = self.folder.glob(f"*{TENSORS}")
         if names is not None:
             paths = (path for path in (self.folder / f"{name}{TENSORS}" for name in names) if path.exists())
@@ -189,14 +185,14 @@ class Artifact:
         for name in found:
             path = self.folder / f"{name}{TENSORS}"
             header = self._header(name)
-            if header["said"].get("job") != self._job or header["said"].get("name") != name:
+            if header["job"] != self._job or header["name"] != name:
                 raise damaged(path, "was written by another job")
             for tensor in header["tensors"]:
                 self.read(name, tensor, finite=False)
         return found
 
     def write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Write tensors into ``name.safetensors``, which is then complete on the disk."""
+        """Write tensors to ``name.safetensors``, synced to the disk."""
         from safetensors.torch import save_file
 
         own: dict[str, Tensor] = {}
@@ -207,13 +203,13 @@ class Artifact:
             own[key] = values.clone() if storage in storages else values
             storages.add(storage)
         hashes = {key: _hash(values) for key, values in own.items()}
-        said = {"job": self._job, "name": name, "tensors": hashes}
+        header = {"job": self._job, "name": name, "tensors": hashes}
         path = self.folder / f"{name}{TENSORS}"
         partial = partial_path(path)
         with system_errors(self.folder), library_errors():
             try:
                 # One entry: safetensors writes several in another order each time.
-                save_file(own, partial, metadata={_ENTRY: json.dumps(sealed(said))})
+                save_file(own, partial, metadata={_ENTRY: json.dumps(checksummed(header))})
                 with partial.open("rb+") as file:
                     os.fsync(file.fileno())
                 partial.replace(path)
@@ -223,14 +219,13 @@ class Artifact:
         self._verified |= {(name, key) for key in own}
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        """Write a record into ``name.json``."""
-        with system_errors(self.folder):
-            write_json(self.folder / f"{name}.json", sealed({"job": self._job, "content": content}))
+        """Write a record to ``name.json``."""
+        record = checksummed({"job": self._job, "content": content})
+        write_files({self.folder / f"{name}.json": record})
 
     def write_text(self, file: str, text: str) -> None:
         """Write a text file, whose checksum is taken when the job is finished."""
-        with system_errors(self.folder):
-            write_bytes(self.folder / file, text.encode())
+        write_files({self.folder / file: text})
 
     def remove(self, *names: str) -> None:
         """Remove files of tensors that are no longer needed."""
@@ -239,7 +234,7 @@ class Artifact:
             self._headers.pop(name, None)
 
     def finish(self) -> None:
-        """Complete the folder, once all processes of the job have written their files."""
+        """Finish the job, once all of its processes have written their files."""
         parallel.barrier(f"the files of {self.config['holds']}")
         if parallel.is_main():
             with system_errors(self.folder):
@@ -249,20 +244,16 @@ class Artifact:
                     for path in paths
                     if path.parent != self.folder or not _is_marker(path.name)
                 }
-                config = sealed({**self.config, "finished": True, "files": records})
-                write_json(self.folder / CONFIG, config)
+                config = checksummed({**self.config, "finished": True, "files": records})
+                write_files({self.folder / CONFIG: config})
         parallel.barrier(f"the end of {self.config['holds']}")
         self.config = _read_config(self.folder).config
 
     def _record(self, path: Path) -> dict[str, Any]:
         if path.suffix == TENSORS and path.parent == self.folder:
             header = self._header(path.stem)
-            if header["said"].get("job") == self._job:
-                return {
-                    "bytes": path.stat().st_size,
-                    "header": header["sha256"],
-                    "tensors": header["said"]["tensors"],
-                }
+            if header["job"] == self._job:
+                return {"bytes": path.stat().st_size, "tensors": header["tensors"]}
         return describe_file(path)
 
     # Reading
@@ -274,7 +265,7 @@ class Artifact:
         Raises
         ------
         InputError
-            There is none, its job is unfinished, it holds something else, or a file is not what was written.
+            It does not exist, is unfinished, holds something else, or is damaged.
         """
         folder = Path(folder)
         try:
@@ -282,11 +273,11 @@ class Artifact:
         except OSError as error:
             raise InputError(f"{folder} must be a folder of {holds}: {error}") from error
         if artifact.config["holds"] != holds:
-            raise InputError(f"{folder} must be a folder of {holds}, and holds {artifact.config['holds']}.")
+            raise InputError(f"{folder} must be a folder of {holds}, got {artifact.config['holds']}.")
         if not artifact.finished:
             raise InputError(
-                f"The job of {folder} is unfinished: it was interrupted or is still running. Rerun the same "
-                "command, and it resumes."
+                f"{folder} is unfinished: its job was interrupted or is still running. Rerun the same "
+                "command to resume it."
             )
         for name in artifact.files:
             artifact._open(name).close()
@@ -297,12 +288,12 @@ class Artifact:
         return list(self._header(name)["tensors"])
 
     def read(self, name: str, tensor: str, *, finite: bool = True) -> Tensor:
-        """Read a tensor of ``name.safetensors``, which stays on the disk until it is used.
+        """Map a tensor of ``name.safetensors`` from the disk.
 
         Raises
         ------
         InputError
-            It is not what was written, or holds a value that is not finite.
+            It was damaged, or holds a value that is not finite.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -315,7 +306,7 @@ class Artifact:
         except (SafetensorError, OSError) as error:
             raise damaged(path, f"cannot be read as safetensors ({error})") from error
         if (name, tensor) not in self._verified:
-            if _hash(values) != header["said"]["tensors"].get(tensor):
+            if _hash(values) != header["tensors"][tensor]:
                 raise damaged(path, f"does not hold the tensor {tensor} that was written")
             if finite and values.is_floating_point() and not _is_finite(values):
                 raise damaged(path, f"holds a value in {tensor} that is not finite")
@@ -327,10 +318,10 @@ class Artifact:
         return {tensor: self.read(name, tensor) for tensor in self.tensors(name)}
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """Read a record that `write_json` wrote; ``None`` where there is none."""
+        """Read a record that `write_json` wrote; ``None`` if there is none."""
         path = self.folder / f"{name}.json"
         try:
-            record = check_seal(read_json(path), path)
+            record = verified(read_json(path), path)
         except FileNotFoundError:
             return None
         if record.get("job") != self._job:
@@ -338,7 +329,7 @@ class Artifact:
         return record["content"]
 
     def check(self) -> Iterator[str]:
-        """Check all files, byte by byte, and yield the name of each after it; raises InputError on damage."""
+        """Verify all files byte by byte, yielding the name of each; raises InputError on damage."""
         for name in self.files if self.finished else (f"{name}{TENSORS}" for name in self.written()):
             if self.finished:
                 record = self.files[name]
@@ -359,20 +350,30 @@ class Artifact:
         return open_recorded(path, record)
 
     def _header(self, name: str) -> Record:
-        """The header of a file of tensors, which in a finished folder must be the one that was written."""
+        """What a file of tensors says of its job and its tensors, once it is known to be as written."""
         if name in self._headers:
             return self._headers[name]
+        from safetensors import SafetensorError, safe_open
+
         path = self.folder / f"{name}{TENSORS}"
-        with self._open(path.name) as file:
-            header = _read_header(file, path)
-        if self.finished and header["sha256"] != self.files[path.name].get("header"):
-            raise damaged(path, "has another header than was written")
+        self._open(path.name).close()
+        try:
+            with safe_open(path, framework="pt") as file:
+                text, names = (file.metadata() or {}).get(_ENTRY, ""), set(file.keys())
+        except (SafetensorError, OSError) as error:
+            raise damaged(path, f"cannot be read as safetensors ({error})") from error
+        header = verified(parse_json(text, f"the metadata of {path}"), path)
+        recorded = self.files[path.name].get("tensors") if self.finished else header["tensors"]
+        if names != header["tensors"].keys() or header["tensors"] != recorded:
+            raise damaged(path, "holds other tensors than were written")
+        if self.finished and (header["job"], header["name"]) != (self._job, name):
+            raise damaged(path, "was written by another job")
         self._headers[name] = header
         return header
 
 
 def make_config(holds: str, request: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``config.json`` says of every result: what it is, what was asked for, and what computed it."""
+    """What ``config.json`` says of every result: what it holds, its request, and what computed it."""
     return {
         "layout": LAYOUT,
         "holds": holds,
@@ -388,7 +389,7 @@ def software_versions() -> dict[str, str]:
 
 
 def command_line() -> str:
-    """The command line, as it could be typed again."""
+    """The command line, quoted for a shell."""
     return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
@@ -408,7 +409,7 @@ def open_recorded(path: Path, record: Record | None) -> BinaryIO:
     size = os.fstat(file.fileno()).st_size
     if record is not None and size != record["bytes"]:
         file.close()
-        raise damaged(path, f"has {size:,} bytes, and {record['bytes']:,} were written")
+        raise damaged(path, f"has {size:,} bytes instead of {record['bytes']:,}")
     return file
 
 
@@ -421,7 +422,7 @@ def check_file(path: Path, record: Record) -> None:
 
 def is_record(record: Any) -> bool:
     """Whether JSON looks like a record of a folder that matlens wrote, damaged or not."""
-    keys = ("layout", "holds", "request", SEAL)
+    keys = ("layout", "holds", "request", CHECKSUM)
     return isinstance(record, dict) and sum(key in record for key in keys) > 1
 
 
@@ -440,7 +441,7 @@ def read_record(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} was not written by matlens. Choose another folder.")
     if record.get("layout") != LAYOUT:
         raise InputError(f"{path.parent} was written by another version of matlens. Remove it and rerun.")
-    return check_seal(record, path)
+    return verified(record, path)
 
 
 def is_finished(folder: str | Path) -> bool:
@@ -499,13 +500,8 @@ def _is_derived(key: str) -> bool:
 
 def _difference(key: str, there: Any, now: Any) -> str:
     name = "sentences" if key == "provenance.data.n" else key.removeprefix("provenance.")
-    return f"{name}: {_short(there)} in the folder, {_short(now)} now"
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return ", ".join(value[:3]) + (f" and {len(value) - 3} more" if len(value) > 3 else "") or "nothing"
-    return value if isinstance(value, str) else reprlib.repr(value)
+    there, now = (value if isinstance(value, str) else reprlib.repr(value) for value in (there, now))
+    return f"{name}: {there} in the folder, {now} now"
 
 
 def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -532,27 +528,6 @@ def _empty(folder: Path) -> None:
     entries = [entry for entry in folder.iterdir() if not is_transient(entry.name)]
     for entry in sorted(entries, key=lambda entry: entry.name == CONFIG):
         shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-
-
-# Files of tensors
-
-
-def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
-    """The JSON header of a safetensors file, with its checksum."""
-    size = file.read(8)
-    length = int.from_bytes(size, "little")
-    HEADER.check(length, str(path))
-    content = file.read(length)
-    try:
-        header = parse_json(content.decode(), f"the header of {path}")
-        said = check_seal(parse_json(header.pop("__metadata__")[_ENTRY], f"the metadata of {path}"), path)
-        ends = [entry["data_offsets"][1] for entry in header.values()]
-        whole = 8 + length + max(ends, default=0) == os.fstat(file.fileno()).st_size
-    except (UnicodeDecodeError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise damaged(path, "cannot be read as safetensors") from error
-    if not whole:
-        raise damaged(path, "is longer or shorter than its header says")
-    return {"sha256": hashlib.sha256(size + content).hexdigest(), "said": said, "tensors": header}
 
 
 def _hash(values: Tensor) -> str:

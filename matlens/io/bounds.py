@@ -1,4 +1,4 @@
-"""How much of what others wrote is taken: bounds, the variables that raise them, and JSON within them."""
+"""Bounds on foreign data, the environment variables that raise them, and JSON within them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from matlens.errors import InputError, printable
-
-_LARGEST = 2**62
-_REASON = 200  # characters of what another package says of a fault
 
 
 @dataclass(frozen=True)
@@ -23,75 +20,52 @@ class Bound:
         The environment variable.
     default
         The bound where it is not set.
-    what
-        What is counted, with its unit, such as ``"MiB in a line"``.
+    unit
+        What is counted, such as ``"MiB in a line"``.
     scale
         How many of what `check` counts are one of these, such as bytes in a MiB.
     """
 
     variable: str
     default: int
-    what: str
+    unit: str
     scale: int = 1
 
     @property
     def limit(self) -> int:
-        """The bound that holds now, in what `check` counts.
-
-        Raises
-        ------
-        InputError
-            The environment variable is set to something else than a number above 0.
-        """
-        text = os.environ.get(self.variable, "").strip()
-        if not text:
-            return self.default * self.scale
-        if not (text.isascii() and text.isdigit() and len(text) < 20 and 0 < int(text) <= _LARGEST):
+        """The current bound, in what `check` counts; raises InputError if the variable is no number."""
+        text = os.environ.get(self.variable, "").strip() or str(self.default)
+        if not (text.isascii() and text.isdigit() and len(text) < 19 and int(text)):
             raise InputError(
-                f"The environment variable {self.variable} is '{printable(text, most=60)}'. Expected a whole "
-                f"number above 0, the most {self.what}; it is {self.default:,} where it is not set."
+                f"The environment variable {self.variable} ({self.unit}) must be an integer above 0, got "
+                f"'{printable(text, most=60)}'. The default is {self.default}."
             )
         return int(text) * self.scale
 
     def check(self, count: int, where: str) -> None:
         """Raise InputError if there is more than the bound; ``where`` begins the message."""
         if count > self.limit:
-            raise self.error(where)
-
-    def error(self, where: str) -> InputError:
-        """The error for what is past the bound."""
-        return InputError(
-            f"{where} has more than {self.limit // self.scale:,} {self.what}, which is the bound. If it is "
-            f"meant to, raise it by the environment variable {self.variable}."
-        )
+            raise InputError(
+                f"{where} has more than {self.limit // self.scale:,} {self.unit}. If this is intended, raise "
+                f"the bound with the environment variable {self.variable}."
+            )
 
 
 _MIB = 2**20
 LINE = Bound("MATLENS_MAX_LINE_MIB", 8, "MiB in one line or text", _MIB)
-UNPACKED = Bound("MATLENS_MAX_UNPACKED_MIB", 16_384, "MiB once it is unpacked", _MIB)
-RATIO = Bound("MATLENS_MAX_RATIO", 200, "bytes unpacked for each byte packed")
-MEMBERS = Bound("MATLENS_MAX_MEMBERS", 10_000, "files packed into it")
-HEADER = Bound("MATLENS_MAX_HEADER_MIB", 4, "MiB of names and headers", _MIB)
-SENTENCES = Bound("MATLENS_MAX_SENTENCES", 100_000_000, "sentences")
-CORPUS = Bound("MATLENS_MAX_CORPUS_MIB", 1024, "MiB of text to be kept in memory", _MIB)
+UNPACKED = Bound("MATLENS_MAX_UNPACKED_MIB", 16_384, "MiB when decompressed", _MIB)
+CORPUS = Bound("MATLENS_MAX_CORPUS_MIB", 1024, "MiB of text in memory", _MIB)
 JSON = Bound("MATLENS_MAX_JSON_MIB", 64, "MiB of JSON", _MIB)
 TABLE = Bound("MATLENS_MAX_TABLE_MIB", 1024, "MiB in a table", _MIB)
-SHEET = Bound("MATLENS_MAX_SHEET_MIB", 64, "MiB in a filled sheet", _MIB)
 LAYERS = Bound("MATLENS_MAX_LAYERS", 1000, "layers")
-BOUNDS = (LINE, UNPACKED, RATIO, MEMBERS, HEADER, SENTENCES, CORPUS, JSON, TABLE, SHEET, LAYERS)
-"""All bounds of foreign text; the how-to on bounds has them in a table."""
+BOUNDS = (LINE, UNPACKED, CORPUS, JSON, TABLE, LAYERS)
+"""All bounds, as a table in docs/how-to/own-sentences.md lists them."""
 
 
 def parse_json(text: str, where: str) -> Any:
-    """Read JSON that somebody else wrote; ``where`` says where it stands, such as ``"line 3 of 'a.jsonl'"``.
-
-    Raises
-    ------
-    InputError
-        It is not JSON, has a number of thousands of digits, or is nested too deeply.
-    """
+    """Parse foreign JSON; ``where`` names its place, such as ``"line 3 of 'a.jsonl'"``."""
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        reason = printable(str(error).partition("\n")[0], most=_REASON)
+    except (ValueError, RecursionError) as error:  # of nesting, or of a number of thousands of digits
+        reason = printable(str(error).partition("\n")[0], most=200)
         raise InputError(f"There is no JSON in {where} ({reason}).") from error

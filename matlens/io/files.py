@@ -1,4 +1,4 @@
-"""Single files, written whole or not at all and read with bounds; and the lock of a folder."""
+"""Files written whole or not at all, files read within bounds, and the lock of a folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import re
 import secrets
 import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,9 +18,8 @@ from typing import Any, BinaryIO
 from matlens.errors import InputError, plain_number, printable
 from matlens.io.bounds import JSON, Bound, parse_json
 
-SEAL = "digest"
-"""The key under which a record says the hash of everything else in it."""
-PAGE_SUFFIXES = (".html", ".htm")
+CHECKSUM = "digest"
+"""The key under which a record holds the hash of everything else in it."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REFUSED = (
     errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG,
@@ -31,28 +30,31 @@ _CHUNK = 4 * 2**20
 LOCK = ".lock"
 _PARTIAL = re.compile(r"\..+\.[0-9a-f]{16}\.partial")
 
+Content = str | bytes | memoryview | Mapping[str, Any]
+
 
 @contextmanager
-def system_errors(path: str | Path) -> Iterator[None]:
-    """Turn what the file system refuses into an error that says what to do."""
+def system_errors(path: str | Path | None = None) -> Iterator[None]:
+    """Raise InputError where the file system refuses a path, by default the one that it names, or is full."""
     try:
         yield
     except OSError as error:
-        # numpy reports a short write without an error number.
-        if error.errno in _FULL or "requested and" in str(error):
+        action = "used" if path is None else "written"
+        path = path or error.filename or "the folder"
+        if error.errno in _FULL or "requested and" in str(error):  # as numpy reports a short write
             raise InputError(
-                f"There is no room on the disk of {path}. Free some, or write elsewhere."
+                f"The disk of {path} is full. Free some space, or choose another folder."
             ) from error
         if error.errno in _REFUSED:
             raise InputError(
-                f"{path} cannot be written: {error.strerror}. Expected a folder that you may write to."
+                f"{path} cannot be {action}: {error.strerror}. Check the path and its permissions."
             ) from error
         raise
 
 
 @contextmanager
 def library_errors() -> Iterator[None]:
-    """Turn what safetensors and tokenizers say of the system, in errors of their own, into the system's."""
+    """Raise OSError for what safetensors and tokenizers say of the system, in errors of their own."""
     try:
         yield
     except OSError:
@@ -67,41 +69,24 @@ def library_errors() -> Iterator[None]:
 # Writing
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file whole or not at all."""
-    write_text(path, to_json(content))
-
-
 def to_json(content: Mapping[str, Any]) -> str:
-    """Spell out JSON as it is written everywhere."""
+    """JSON as it is written everywhere."""
     return json.dumps(content, indent=1, default=plain_number) + "\n"
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text file whole or not at all."""
-    write_bytes(path, text.encode())
+def write_files(contents: Mapping[Path, Content]) -> None:
+    """Write text, bytes or JSON to several files: all of them whole, or none.
 
-
-def write_bytes(path: Path, content: bytes | memoryview) -> None:
-    """Write a file whole or not at all."""
-    write_together({path: content})
-
-
-def write_together(contents: Mapping[Path, bytes | memoryview]) -> None:
-    """Write several files whole or none of them, as the only one that writes into their folders.
-
-    A link is replaced and not followed.
+    Folders are created, a link is replaced and not followed.
 
     Raises
     ------
     InputError
-        A pipe, a socket or a device stands where a file is to be.
-    OSError
-        A folder does, or the system refuses the file.
+        The system refuses a file, the disk is full, or there is a folder or a device in the place of a file.
     """
     partial: dict[Path, Path] = {}
-    with ExitStack() as locks:
-        for folder in sorted({path.parent for path in contents}):  # in one order, or two could wait for ever
+    with system_errors(next(iter(contents))), ExitStack() as locks:
+        for folder in sorted({path.parent for path in contents}):  # in one order, or two could deadlock
             locks.enter_context(locked(folder))
         try:
             for path, content in contents.items():
@@ -109,7 +94,7 @@ def write_together(contents: Mapping[Path, bytes | memoryview]) -> None:
                 temporary = partial_path(path)
                 with os.fdopen(create(temporary), "wb") as file:
                     partial[path] = temporary
-                    file.write(content)
+                    file.write(_encoded(content))
                     file.flush()
                     os.fsync(file.fileno())
             for path, temporary in partial.items():
@@ -120,68 +105,38 @@ def write_together(contents: Mapping[Path, bytes | memoryview]) -> None:
                     temporary.unlink()
 
 
+def _encoded(content: Content) -> bytes | memoryview:
+    text = to_json(content) if isinstance(content, Mapping) else content
+    return text.encode() if isinstance(text, str) else text
+
+
 def partial_path(path: Path) -> Path:
-    """Where a file is written before it is moved to its place; a later job removes what a kill leaves."""
+    """Where a file is written before it is moved to its place; what a kill leaves is removed later."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
 
 
 def _check_replaceable(path: Path) -> None:
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if os.path.lexists(path) and not (path.is_symlink() or path.is_file()):
-        raise InputError(f"{path} is a pipe, a socket or a device. Expected the name of a file.")
+    if path.is_dir() or (os.path.lexists(path) and not (path.is_symlink() or path.is_file())):
+        raise InputError(f"{path} is a folder, a pipe or a device. Give the name of a file.")
 
 
 def check_writable(folder: Path, files: Iterable[str] = ()) -> None:
-    """Refuse, before any work, a folder that could not be made or written into.
-
-    Parameters
-    ----------
-    folder
-        The folder.
-    files
-        Names of files that are to be written there.
-
-    Raises
-    ------
-    InputError
-        The system refuses a file there, or where the folder would be made; or a folder has the name of one.
-    """
+    """Raise InputError, before any work, if a folder cannot be made, or these files not be written in it."""
     with system_errors(folder):
         trial = nearest_existing(folder) / f".trial.{secrets.token_hex(8)}.partial"
         os.close(create(trial))
-        trial.unlink(missing_ok=True)  # who locks the folder removes such files too
+        trial.unlink(missing_ok=True)  # another process that locks the folder removes such files too
     for name in files:
-        if (folder / name).is_dir():
-            raise InputError(f"{folder / name} is a folder, and a file is to be written there. Remove it.")
-
-
-def check_file_name(path: Path, *, suffixes: Sequence[str] = ()) -> None:
-    """Refuse, before any work, a file that could not be written, or a name without one of the suffixes.
-
-    Raises
-    ------
-    InputError
-        A folder stands there, the name ends otherwise, or the system refuses a file in its place.
-    """
-    with system_errors(path):
-        if path.is_dir():
-            raise InputError(f"{path} is a folder. Expected the name of a file, such as {path / 'name'}.")
-        if not path.name:
-            raise InputError(f"{str(path)!r} is no name of a file.")
-        if suffixes and path.suffix.lower() not in suffixes:
-            raise InputError(f"The file's name must end in {' or '.join(suffixes)}, got {path.name}.")
-        _check_replaceable(path)
-    check_writable(path.parent)
+        _check_replaceable(folder / name)
 
 
 def nearest_existing(folder: Path) -> Path:
-    """The folder itself or, where it is not there yet, the nearest one above it that is."""
+    """The folder itself or, if it does not exist, its nearest parent that does."""
     return next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
 
 
 def create(path: Path) -> int:
-    """Make a file where there is none, not even a link; gives its descriptor, to read and write."""
+    """Create a file where there is none, not even a link; returns its descriptor."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
@@ -190,9 +145,9 @@ def create(path: Path) -> int:
 
 @contextmanager
 def locked(folder: Path, owner: Callable[[], str] = lambda: "another process") -> Iterator[None]:
-    """Be the only one that works in a folder; wait, and say for whom, while another job does.
+    """Hold the lock of a folder, which is created; waits, with a message, while another process holds it.
 
-    The folder is made where it does not exist. A killed process holds no lock.
+    A killed process holds no lock.
     """
     from filelock import FileLock, Timeout
 
@@ -231,32 +186,16 @@ def is_transient(name: str) -> bool:
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """Open a file to read; what only looks like one, and could keep the reader waiting, is refused.
-
-    Raises
-    ------
-    InputError
-        It is a folder, a FIFO, a socket or a device.
-    OSError
-        It cannot be opened.
-    """
+    """Open a regular file; raises InputError for a pipe or a device, which could block the reader."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise InputError(f"{path} is a folder, a pipe or a device. Expected a plain file.")
+        raise InputError(f"{path} must be a file, and is a folder, a pipe or a device.")
     return os.fdopen(descriptor, "rb")
 
 
 def read_bounded(path: str | Path, bound: Bound) -> bytes:
-    """Read a file that may be no larger than a bound.
-
-    Raises
-    ------
-    InputError
-        It is larger, or no plain file.
-    OSError
-        It cannot be read.
-    """
+    """Read a file that may be no larger than a bound."""
     with open_regular(path) as file:
         bound.check(os.fstat(file.fileno()).st_size, str(path))
         content = file.read(bound.limit + 1)
@@ -265,52 +204,38 @@ def read_bounded(path: str | Path, bound: Bound) -> bytes:
 
 
 def read_json(path: str | Path) -> Any:
-    """Read a JSON file.
-
-    Raises
-    ------
-    InputError
-        It is no JSON, larger or more deeply nested than is read, or no plain file.
-    OSError
-        It cannot be opened.
-    """
+    """Read a JSON file; raises InputError if it is none or too large, OSError if it cannot be opened."""
     content = read_bounded(path, JSON)
     try:
         return parse_json(content.decode(), str(path))
     except UnicodeDecodeError as error:
-        raise InputError(f"There is no JSON in {path} (it is no UTF-8 at byte {error.start}).") from error
+        raise InputError(f"{path} must be JSON in UTF-8, and byte {error.start} is not UTF-8.") from error
 
 
-# Records that know themselves
+# Checksums
 
 
-def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
+def checksummed(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record with the hash of its own content, as JSON gives it back."""
     content = json.loads(json.dumps(record, default=plain_number))
-    content.pop(SEAL, None)
-    return {**content, SEAL: content_hash(content)}
+    content.pop(CHECKSUM, None)
+    return {**content, CHECKSUM: content_hash(content)}
 
 
-def check_seal(record: Any, path: Path) -> dict[str, Any]:
-    """Refuse a record whose content is not what was written.
-
-    Raises
-    ------
-    InputError
-        It has been changed, or was never sealed.
-    """
-    if not isinstance(record, dict) or record.get(SEAL) != content_hash(
-        {key: value for key, value in record.items() if key != SEAL}
+def verified(record: Any, path: Path) -> dict[str, Any]:
+    """A record as `checksummed` made it; raises InputError if it was changed since."""
+    if not isinstance(record, dict) or record.get(CHECKSUM) != content_hash(
+        {key: value for key, value in record.items() if key != CHECKSUM}
     ):
-        raise damaged(path, "does not hold what matlens has written into it")
+        raise damaged(path, "does not hold what matlens wrote")
     return record
 
 
 def damaged(path: Path, cause: str) -> InputError:
-    """What is raised where a file of a folder is not what was written."""
+    """The error for a file of a folder that is not as it was written."""
     return InputError(
-        f"{path} {cause}: the file has been changed or damaged. Remove the folder {path.parent} and rerun "
-        "the command."
+        f"{path} {cause}: the file was changed or damaged. Remove the folder {path.parent} and rerun the "
+        "command."
     )
 
 
@@ -323,7 +248,7 @@ def hash_file(file: BinaryIO) -> tuple[str, int]:
     return digest.hexdigest(), size
 
 
-def content_hash(content: Mapping[str, Any], *, before: str = "") -> str:
-    """The SHA-256 of a record, whatever the order of its keys; ``before`` is the hash of what it follows."""
+def content_hash(content: Mapping[str, Any]) -> str:
+    """The SHA-256 of a record, whatever the order of its keys."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(f"{before}{canonical}".encode()).hexdigest()
+    return hashlib.sha256(canonical.encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""Rows of numbers that batches give in any order: in memory, or in an `Artifact` of shards.
+"""Rows of vectors that batches compute in any order: in memory, or in an `Artifact` of shards.
 
-A shard holds the rows of a run of consecutive batches, with an ``index`` that says where they belong. Which
-batches it holds does not depend on the number of processes: of W, process r writes the shards r, r + W, ...
+A shard holds the rows of consecutive batches, with an ``index`` of their numbers. Which batches these are
+does not depend on the number of processes: of W, process r writes the shards r, r + W, ...
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from matlens.io.files import damaged
 
 INDEX = "index"
 _SHARD_BYTES = 2**28
-_FEWEST = 16  # shards, where there are as many batches, so that processes can share them
+_MIN_SHARDS = 16  # if there are as many batches, so that processes can divide them
 _INDEX_BYTES = 8
-_ARRAYS = "examples"  # the file of the arrays that belong to the rows
+_ARRAYS = "examples"  # the file of the arrays next to the rows
 
 Batches = Iterator[tuple[np.ndarray, Mapping[str, Tensor]]]
 
@@ -52,12 +52,12 @@ Columns = Mapping[str, Column]
 
 
 def file_bytes(n_rows: int, column: Column) -> int:
-    """Bytes of the rows of a column on the disk, without their index and the headers of their shards."""
+    """Bytes of the rows of a column on the disk, without index and headers."""
     return n_rows * column.row_bytes
 
 
 class StoredRows(Mapping[str, Tensor]):
-    """The rows of an artifact by column, in the order of the index; each is read when it is asked for."""
+    """The rows of an artifact by column, in the order of their numbers; a column is read when it is used."""
 
     def __init__(self, artifact: Artifact, *, finite: bool = True) -> None:
         self._artifact, self._finite = artifact, finite
@@ -83,7 +83,7 @@ class StoredRows(Mapping[str, Tensor]):
         return whole
 
     def shards(self, names: Sequence[str]) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
-        """The rows of some columns shard by shard: which rows they are, and their values."""
+        """The rows of some columns shard by shard: their numbers, and their values."""
         for shard in self._shards:
             index = self._artifact.read(shard, INDEX).numpy()
             yield index, {name: self._artifact.read(shard, name, finite=self._finite) for name in names}
@@ -92,7 +92,7 @@ class StoredRows(Mapping[str, Tensor]):
         return partial(StoredRows, finite=self._finite), (self._artifact,)
 
     def __contains__(self, name: object) -> bool:
-        """Whether there is the column, without reading it."""
+        """Whether there is such a column, without reading it."""
         return name in self.columns
 
     def __iter__(self) -> Iterator[str]:
@@ -102,7 +102,7 @@ class StoredRows(Mapping[str, Tensor]):
         return len(self.columns)
 
 
-def keep_rows(
+def collect_rows(
     holds: str,
     request: Mapping[str, Any],
     columns: Columns,
@@ -119,24 +119,24 @@ def keep_rows(
     Parameters
     ----------
     holds, request, only_unfinished
-        What is stored and what the job is, as in `Artifact.writing`.
+        As in `Artifact.writing`.
     columns
         The columns of the rows.
     counts
-        How many rows each batch has.
+        Number of rows of each batch.
     run
-        Yields the batches of these numbers: which rows, and their values by column.
+        Yields the batches with these numbers: the numbers of their rows, and the values by column.
     folder
         Where rows are stored, or ``None`` for memory.
     arrays
-        What is stored next to the rows.
+        Arrays that are stored next to the rows.
     finite
-        Whether a value that is not finite is damage.
+        Whether a value that is not finite is an error.
 
     Returns
     -------
     config, rows
-        What ``config.json`` says, and the rows by column.
+        The content of ``config.json``, and the rows by column.
     """
     n_rows = int(sum(counts))
     request = {
@@ -170,7 +170,7 @@ def _write_shards(
     """Write those of this process's shards that an earlier call has not."""
     own = list(enumerate(shards))[parallel.rank() :: parallel.world_size()]
     mine = {f"{number:05d}": batches for number, batches in own}
-    there = artifact.written(mine)
+    existing = artifact.written(mine)
     if parallel.is_main():
         free = shutil.disk_usage(artifact.folder).free
         stored = sum(path.stat().st_size for path in artifact.folder.glob("*.safetensors"))
@@ -178,9 +178,9 @@ def _write_shards(
         if needed > free:  # now, not after hours
             raise InputError(
                 f"{artifact.folder} needs {needed / 1e9:.1f} GB, and its disk has {free / 1e9:.1f} GB free. "
-                "Free some, or choose another folder."
+                "Free some space, or choose another folder."
             )
-    missing = {name: batches for name, batches in mine.items() if name not in there}
+    missing = {name: batches for name, batches in mine.items() if name not in existing}
     found = run([number for batches in missing.values() for number in batches])
     for name, batches in missing.items():
         parts: dict[str, list[Tensor]] = {column: [] for column in (INDEX, *columns)}
@@ -216,12 +216,7 @@ def read_rows(
 ) -> tuple[dict[str, Any], dict[str, np.ndarray], StoredRows]:
     """Open finished rows: their configuration, the arrays next to them, and the rows by column.
 
-    Rows are checked when they are first read, all else at once.
-
-    Raises
-    ------
-    InputError
-        The folder holds no finished rows of this kind, or a file is damaged.
+    Rows are verified when they are first read.
     """
     artifact = Artifact.open(folder, expected)
     arrays = {name: values.numpy() for name, values in artifact.read_all(_ARRAYS).items()}
@@ -229,13 +224,13 @@ def read_rows(
 
 
 def _shards(counts: Sequence[int], columns: Columns) -> list[range]:
-    """Runs of consecutive batches of some 256 MB, or less where there would be only a few of them."""
+    """Runs of consecutive batches of about 256 MB, or less if there would be only a few of them."""
     of_row = _row_bytes(columns)
-    most = min(_SHARD_BYTES, -(-int(sum(counts)) * of_row // _FEWEST))
+    max_bytes = min(_SHARD_BYTES, -(-int(sum(counts)) * of_row // _MIN_SHARDS))
     shards, start, size = [], 0, 0
     for number, count in enumerate(counts):
         size += count * of_row
-        if size >= most:
+        if size >= max_bytes:
             shards.append(range(start, number + 1))
             start, size = number + 1, 0
     if start < len(counts):

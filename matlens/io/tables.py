@@ -1,8 +1,7 @@
-"""The one table of results: its columns, how a row is built, and how tables are read and written.
+"""The table of results: its columns and rows, and CSV files with a JSON that describes them.
 
-A table has one row a number: ``experiment, model, corpus, method, layer, target, metric, k, value, low,
-high, n``. ``low`` and ``high`` bound the 95% interval where there is one; next to the table lies a JSON that
-says what it was made from and by what.
+A table has one row per value. ``low`` and ``high`` bound its 95% interval, if it has one. The JSON next to a
+table says what it was computed from and holds its hash.
 """
 
 from __future__ import annotations
@@ -18,26 +17,15 @@ import pandas as pd
 from matlens.errors import InputError, check, checked
 from matlens.io import bounds
 from matlens.io.artifact import command_line, software_versions
-from matlens.io.cells import guarded_table, original_table
-from matlens.io.files import (
-    SEAL,
-    check_seal,
-    read_bounded,
-    read_json,
-    sealed,
-    system_errors,
-    to_json,
-    write_together,
-)
+from matlens.io.cells import escaped_table, original_table
+from matlens.io.files import CHECKSUM, checksummed, read_bounded, read_json, verified, write_files
 from matlens.metrics import Estimate
 
 COLUMNS = (
     "experiment", "model", "corpus", "method", "layer", "target", "metric", "k", "value", "low", "high", "n",
 )  # fmt: skip
-
-
 TABLE = "table"
-"""The key under which the JSON next to a table says which table it is about."""
+"""The key under which the JSON next to a table describes the CSV file."""
 
 
 def result_row(
@@ -58,17 +46,17 @@ def result_row(
     Parameters
     ----------
     experiment
-        Which computation the number comes from.
+        The computation that the value comes from.
     model, corpus
         Names of the model and of the corpus.
     method
         What is measured, such as ``mat`` or ``id``.
     layer, target
-        Layers that the number is about; None where it is about all of them.
+        Layers that the value is about; None for all of them.
     metric, k
-        What the number is, and its parameter if it has one.
+        The metric, and its parameter if it has one.
     estimate
-        The number with its interval and how many examples it is a mean of.
+        The value with its interval and the number of examples.
     more
         Further columns of this table.
     """
@@ -87,9 +75,9 @@ def result_row(
 
 
 def result_table(rows: Iterable[Mapping[str, Any]], *more: str) -> pd.DataFrame:
-    """Make a table of rows of `result_row`, with the columns in their order and ``more`` after them.
+    """A table of rows of `result_row`, with the columns ``more`` after its own.
 
-    Layers are whole numbers also where some rows are about all layers.
+    Layers are integers also where some rows have none.
     """
     table = pd.DataFrame(list(rows), columns=[*COLUMNS, *more])
     unnamed = [column for column in ("layer", "target") if table[column].isna().any()]
@@ -107,18 +95,18 @@ def read_table(
     path
         The file.
     columns
-        Columns that must be there, with their types; a list of names is of texts.
+        Columns that must exist, with their dtypes; str if only names are given.
     what
         What the file should be, such as ``"a table of results"``.
     made_by
         A sentence that says where such a file comes from.
     options
-        Further options of `pandas.read_csv`. Empty cells are texts unless told otherwise.
+        Further options of `pandas.read_csv`. By default empty cells are empty texts.
 
     Raises
     ------
     InputError
-        The file cannot be read, columns are missing, or the JSON next to it is about another table.
+        The file cannot be read, columns are missing, or the JSON next to it describes another table.
     """
     types = dict(columns) if isinstance(columns, Mapping) else dict.fromkeys(columns, "str")
     try:
@@ -132,16 +120,14 @@ def read_table(
         raise InputError(f"{path} cannot be read as {what}: {error}. {made_by}") from error
     missing = [column for column in types if column not in table]
     if missing:
-        raise InputError(f"{path} is not {what}: it lacks the columns {', '.join(missing)}. {made_by}")
+        raise InputError(f"{path} must be {what}, and lacks the columns {', '.join(missing)}. {made_by}")
     return original_table(table)
 
 
 def csv_text(table: pd.DataFrame, **options: Any) -> str:
-    """Spell out a table as CSV: what is written as CSV anywhere is written here.
+    """A table as CSV, with every digit and without cells that a spreadsheet would run.
 
-    Every digit of every number stands there, and ``nan`` where a value is no number; other cells that hold
-    nothing, such as intervals that there are none of, are empty. No cell is run by a spreadsheet: an
-    apostrophe stands before what would be a formula, which `read_table` takes away again.
+    A value that is no number is ``nan``; other missing cells, such as intervals, are empty.
 
     Parameters
     ----------
@@ -153,85 +139,51 @@ def csv_text(table: pd.DataFrame, **options: Any) -> str:
     if "value" in table and table["value"].isna().any():
         value = table["value"].astype(object)
         table = table.assign(value=value.where(value.notna(), "nan"))
-    return str(guarded_table(table).to_csv(index=False, **options))
+    return str(escaped_table(table).to_csv(index=False, **options))
 
 
 def check_columns(table: pd.DataFrame, columns: Iterable[str], *, what: str) -> None:
-    """Refuse a table in memory that lacks columns, or rows.
-
-    Parameters
-    ----------
-    table
-        The table.
-    columns
-        Columns that must be there.
-    what
-        What the table should be, such as ``"the table of lens.exit_sweep"``.
-
-    Raises
-    ------
-    InputError
-        It has no rows, or columns are missing.
-    """
+    """Raise InputError if a table lacks columns, or rows; ``what`` names the table that is expected."""
     check(table, pd.DataFrame, "table")
-    missing = [column for column in columns if column not in table.columns]
-    if missing:
-        raise InputError(f"The table lacks the columns {', '.join(missing)}. Expected {what}.")
-    repeated = [column for column in columns if list(table.columns).count(column) > 1]
-    if repeated:
-        raise InputError(f"The table has the column {repeated[0]} twice. Expected {what}.")
+    names = list(table.columns)
+    wrong = [column for column in columns if names.count(column) != 1]
+    if wrong:
+        raise InputError(f"The table must be {what}, and lacks or repeats the columns {', '.join(wrong)}.")
     if table.empty:
-        raise InputError(f"The table has no rows. Expected {what}.")
+        raise InputError(f"The table must be {what}, and has no rows.")
 
 
 def write_results(folder: str | Path, name: str, table: pd.DataFrame, origin: Mapping[str, Any]) -> None:
-    """Write a table as ``name.csv``, and as ``name.json`` what it was made from and by what.
+    """Write a table as ``name.csv``, and as ``name.json`` what it was computed from.
 
-    The JSON holds the hash of the table, by which `read_table` sees that it is still this one. The versions
-    and the command are those of this run, unless the origin has its own: a table made from another keeps
-    its.
+    The JSON also holds the versions and the command of this run, unless ``origin`` has its own, and the hash
+    of the table, which `read_table` verifies.
     """
     content = csv_text(table).encode()
-    made = {"software": software_versions(), "command": command_line()}
-    described = made | dict(origin) | {TABLE: _describe(f"{name}.csv", content)}
-    with system_errors(folder):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        write_together(
-            {
-                Path(folder) / f"{name}.csv": content,
-                Path(folder) / f"{name}.json": to_json(sealed(described)).encode(),
-            }
-        )
+    software = {"software": software_versions(), "command": command_line()}
+    described = software | dict(origin) | {TABLE: _describe(f"{name}.csv", content)}
+    csv, record = Path(folder) / f"{name}.csv", Path(folder) / f"{name}.json"
+    write_files({csv: content, record: checksummed(described)})
 
 
 def check_described(path: Path, content: bytes | None = None) -> bool:
-    """Refuse a table that is not the one which the JSON next to it describes; whether there is such a JSON.
+    """Whether a JSON next to a table describes it; raises InputError if it describes another.
 
-    Parameters
-    ----------
-    path
-        The table.
-    content
-        Its bytes, if they have been read already.
-
-    Raises
-    ------
-    InputError
-        The table or the JSON is not what was written.
+    ``content`` is the bytes of the table, if they have been read already.
     """
-    beside = path.with_suffix(".json")
-    if path.suffix != ".csv" or not beside.is_file():
+    record = path.with_suffix(".json")
+    if path.suffix != ".csv" or not record.is_file():
         return False
-    described = read_json(beside)
-    if not isinstance(described, dict) or not (TABLE in described or SEAL in described):
+    described = read_json(record)
+    if not isinstance(described, dict) or not (TABLE in described or CHECKSUM in described):
         return False  # somebody else's
-    check_seal(described, beside)
+    verified(described, record)
     if content is None:
         content = read_bounded(path, bounds.TABLE)
     if described.get(TABLE) != _describe(path.name, content):
         raise InputError(
-            f"{path} is not the table that {beside.name} describes: one of them has been changed, or writing "
-            "them was interrupted. Make both again."
+            f"{path} is not the table that {record.name} describes: one of them was changed, or writing them "
+            "was interrupted. Recompute both."
         )
     return True
 

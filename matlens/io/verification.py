@@ -1,4 +1,4 @@
-"""Whether all files in a folder are what was written, byte by byte."""
+"""Verification of all files in a folder, byte by byte."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from matlens.io.artifact import (
     is_record,
     read_record,
 )
-from matlens.io.files import SEAL, check_seal, damaged, read_json
+from matlens.io.files import CHECKSUM, damaged, read_json, verified
 from matlens.io.tables import TABLE, check_described
 
 FILES = "run.json"
-"""The list of the files next to the folders of a run: its table of results and its figures."""
+"""The list of the table of results and the figures of a run."""
 
 
 class Verdict(NamedTuple):
@@ -46,23 +46,18 @@ class Verdict(NamedTuple):
 
 @checked
 def verify(folder: str | Path) -> Iterator[Verdict]:
-    """Check every artifact and every table of results in a folder and below it, byte by byte.
+    """Verify every artifact and every table of results in a folder and its subfolders, byte by byte.
 
-    Files of others are ignored. Of an interrupted job, what it has completed is checked.
+    Files of others are ignored. Of an interrupted job, the complete files are verified.
 
     Parameters
     ----------
     folder
-        The folder of an artifact, or one with artifacts in it, such as the ``--out`` of a command.
-
-    Raises
-    ------
-    InputError
-        There is no such folder.
+        The folder of an artifact, or one that contains artifacts, such as the ``--out`` of a command.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise InputError(f"folder must be a folder that matlens has written into, got {folder}.")
+        raise InputError(f"folder must be an existing folder, got {folder}.")
     seen: set[tuple[int, int]] = set()
     for place, inner, names in os.walk(folder, followlinks=True):
         status = os.stat(place)
@@ -71,7 +66,7 @@ def verify(folder: str | Path) -> Iterator[Verdict]:
             continue
         seen.add((status.st_dev, status.st_ino))
         for name in {CONFIG, MODEL_RECORD} & {*inner}:
-            yield Verdict(Path(place), name, f"{Path(place, name)} is a folder. Expected a file.")
+            yield Verdict(Path(place), name, f"{Path(place, name)} must be a file, and is a folder.")
         inner.sort()
         yield from filter(None, (_verify_file(Path(place), name) for name in sorted(names)))
         if CONFIG not in names and any(name.endswith(TENSORS) and name[0] in "h0" for name in names):
@@ -79,7 +74,7 @@ def verify(folder: str | Path) -> Iterator[Verdict]:
 
 
 def check_unchanged(folder: Path) -> None:
-    """Raise InputError if a file of a pruned model, or of any folder with a ``matlens.json``, has changed."""
+    """Raise InputError if a file of a folder with a ``matlens.json``, such as a pruned model, has changed."""
     try:
         files = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
         _check_model(folder, str([(name, of.st_mtime_ns, of.st_size) for name, of in files]))
@@ -89,7 +84,7 @@ def check_unchanged(folder: Path) -> None:
 
 @lru_cache(maxsize=16)
 def _check_model(folder: Path, state: str) -> None:
-    """Hash the files that a model is loaded from, once for each state that they are in."""
+    """Hash the files that a model is loaded from, once per state of them."""
     files = read_record(folder / MODEL_RECORD)["files"]
     _check_files(folder, {name: record for name, record in files.items() if not name.endswith(".md")})
 
@@ -100,7 +95,7 @@ def _check_files(folder: Path, records: Mapping[str, Any]) -> None:
 
 
 def _verify_file(folder: Path, name: str) -> Verdict | None:
-    """Check what a JSON file is the record of; ``None`` where that is nothing of matlens."""
+    """Verify what a JSON file is the record of; ``None`` if it is none of matlens."""
     path = folder / name
     if path.suffix != ".json":
         return None
@@ -147,10 +142,10 @@ def _damage(check: Callable[[], None]) -> str | None:
 
 
 def _verify_list(path: Path, listed: Any) -> Verdict | None:
-    """Check the files that a run lists: its table, its figures, and that its folders exist."""
-    if not isinstance(listed, dict) or not ({SEAL, "files", "folders"} & listed.keys()):
+    """Verify the table and the figures that a run lists, and that its folders exist."""
+    if not isinstance(listed, dict) or not ({CHECKSUM, "files", "folders"} & listed.keys()):
         return None  # somebody else's
-    check_seal(listed, path)
+    verified(listed, path)
     what = f"list of {len(listed['files'])} files"
     absent = [name for name in listed["folders"] if not is_finished(path.parent / name)]
     if absent:

@@ -26,8 +26,7 @@ from matlens.io.files import (
     nearest_existing,
     open_regular,
     read_json,
-    system_errors,
-    write_bytes,
+    write_files,
 )
 from matlens.lens.maps import LensMaps, Standardisation
 from matlens.linear.maps import LinearMap, tensor_digest
@@ -122,10 +121,7 @@ def write_jacobian_lens(path: str | Path, lens: LensMaps) -> None:
     }  # fmt: skip
     buffer = io.BytesIO()
     torch.save(content | ({"metadata": dict(metadata)} if metadata else {}), buffer)
-    path = Path(path)
-    with system_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(path, buffer.getvalue())
+    write_files({Path(path): buffer.getvalue()})
 
 
 def _digest_of(matrices: Mapping[int, Tensor]) -> str:

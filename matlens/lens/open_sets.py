@@ -24,7 +24,7 @@ from matlens.activations.activations import Activations
 from matlens.activations.collecting import collect
 from matlens.data.making import make_prompts
 from matlens.errors import InputError, checked, short
-from matlens.io.files import read_json, system_errors
+from matlens.io.files import read_json
 from matlens.io.tables import result_row, result_table
 from matlens.lens.evaluation import KS
 from matlens.lens.lens import Lens
@@ -84,8 +84,7 @@ def read_evaluations(folder: str | Path) -> dict[str, list[EvaluationItem]]:
 
 
 def _read_items(name: str, path: Path) -> list[EvaluationItem]:
-    with system_errors(path):
-        content = read_json(path)
+    content = read_json(path)
     rows = content.get("items") if isinstance(content, Mapping) else None
     if not isinstance(rows, list) or not rows:
         raise InputError(f"{path} has no items. Expected an object with a list of them under 'items'.")

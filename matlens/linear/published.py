@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from matlens.errors import InputError, checked, printable
-from matlens.io.files import open_regular, system_errors
+from matlens.io.files import open_regular
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
 from matlens.models.identity import ModelIdentity, Provenance
@@ -57,11 +57,10 @@ def convert_published(source: str | Path, model: TransformerBridge, folder: str 
         Where the maps are written, as `MapSet.save` does.
     """
     source, layout = Path(source), ModelLayout.from_model(model)
-    with system_errors(source):
-        files = _files(source, layout)
-        digest = hashlib.sha256()
-        for path in files.values():
-            digest.update(_content(path, layout.d_model))
+    files = _files(source, layout)
+    digest = hashlib.sha256()
+    for path in files.values():
+        digest.update(_content(path, layout.d_model))
     provenance = Provenance(
         ModelIdentity.from_model(model), {"corpus": source.name},
         details={"published": "sashay/linear-shortcut", "files": len(files)},
@@ -116,8 +115,7 @@ def _content(path: Path, d_model: int) -> bytes:
 
 
 def _read_map(path: Path, d_model: int) -> tuple[Tensor, Tensor | None]:
-    with system_errors(path):
-        tensors = read_tensors(_content(path, d_model), str(path))
+    tensors = read_tensors(_content(path, d_model), str(path))
     shapes = [tuple(tensor.shape) for tensor in tensors]
     if shapes not in ([(d_model, d_model)], [(d_model, d_model), (d_model,)]):
         raise InputError(

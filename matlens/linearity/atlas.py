@@ -25,8 +25,7 @@ from matlens import metrics, parallel
 from matlens.activations.collecting import collect, stream
 from matlens.activations.sinks import find_sinks
 from matlens.data.examples import Examples
-from matlens.data.making import JudgedText
-from matlens.errors import PositiveInt, checked
+from matlens.errors import InputError, PositiveInt, checked
 from matlens.ffn.perplexity import TextLosses
 from matlens.io.artifact import Artifact
 from matlens.io.tables import result_row, result_table
@@ -62,8 +61,8 @@ Row = dict[str, Any]
 @checked
 def linearity_atlas(
     model: TransformerBridge,
-    fitted: JudgedText,
-    judged: JudgedText,
+    fitted: Examples,
+    judged: Examples,
     *,
     folder: str | Path | None = None,
     jumps: Sequence[int] = JUMPS,
@@ -87,7 +86,7 @@ def linearity_atlas(
         A model with a read-out.
     fitted, judged
         Text to fit on, several times as many tokens as vectors have coordinates; and other text, see
-        `make_judged_text`.
+        `matlens.data.make_windows` with ``targets=True``.
     folder
         Where finished layers are kept: a call that was broken off goes on there. By default nothing is kept.
     jumps
@@ -102,11 +101,13 @@ def linearity_atlas(
     InputError
         The text is too short or another model's, or the folder is of another job.
     """
+    if not len(judged.targets):
+        raise InputError("judged must have targets. Use matlens.data.make_windows(..., targets=True).")
     readout = Readout(model)
     identity = ModelIdentity.from_model(model)
     request = {
-        "provenance": Provenance(identity, fitted.examples.provenance, fitted.examples.fingerprint).to_json(),
-        "judged": {**judged.examples.provenance, "examples": judged.examples.fingerprint},
+        "provenance": Provenance(identity, fitted.provenance, fitted.fingerprint).to_json(),
+        "judged": {**judged.provenance, "examples": judged.fingerprint},
         "jumps": list(jumps),
         "every": every,
         "notes": _NOTES,
@@ -121,7 +122,7 @@ def linearity_atlas(
             place = Path(temporary) / "atlas" if folder is None else Path(folder)
             rows = _fill(place, request, model, readout, fitted, judged, parts, progress)
     elif parallel.broadcast(None, _TO_FIT):
-        _sum_up(model, fitted.examples, parts, progress)
+        _sum_up(model, fitted, parts, progress)
     return result_table(parallel.broadcast(rows, "rows of the atlas"), "kind", "tokens", "parts")
 
 
@@ -147,8 +148,8 @@ def atlas_seconds(folder: str | Path) -> float:
 
 
 def _fill(
-    folder: Path, request: Mapping[str, Any], model: TransformerBridge, readout: Readout, fitted: JudgedText,
-    judged: JudgedText, parts: Sequence[Part], progress: bool,
+    folder: Path, request: Mapping[str, Any], model: TransformerBridge, readout: Readout, fitted: Examples,
+    judged: Examples, parts: Sequence[Part], progress: bool,
 ) -> list[Row]:  # fmt: skip
     """Fill the folder, as the main process; the others sum up with it, and wait."""
     layers = sorted({part.layer for part in parts})
@@ -158,10 +159,10 @@ def _fill(
             artifact = stack.enter_context(Artifact.writing(folder, _HOLDS, request))
         steps = _Steps(artifact, names)
         if parallel.broadcast(not artifact.finished and bool(steps.missing), _TO_FIT):
-            sums = _sum_up(model, fitted.examples, parts, progress)
+            sums = _sum_up(model, fitted, parts, progress)
             with parallel.alone():
                 work = _Atlas(model, readout, judged)
-                work.fit(sums, fitted.examples, parts, progress)
+                work.fit(sums, fitted, parts, progress)
                 if _SCORES in steps.missing:
                     steps.add(_SCORES, work.score_rows(parts))
                 left = [layer for layer in layers if f"layer-{layer}" in steps.missing]
@@ -223,13 +224,13 @@ class _Case(NamedTuple):
 class _Atlas:
     """Everything that is worked out once: maps, scores, and the whole model on the judged text."""
 
-    def __init__(self, model: TransformerBridge, readout: Readout, judged: JudgedText) -> None:
+    def __init__(self, model: TransformerBridge, readout: Readout, judged: Examples) -> None:
         self._model, self._readout, self._judged = model, readout, judged
         self._name = ModelIdentity.from_model(model).name
-        self._sinks = find_sinks(model, judged.examples, progress=False)
+        self._sinks = find_sinks(model, judged, progress=False)
         self._modes: list[Tokens] = [ALL, NO_SINKS] if bool(self._sinks.any()) else [ALL]
         last = str(ModelLayout.from_model(model).stream[-1])
-        self._whole = collect(model, judged.examples, [last], progress=False)[last]
+        self._whole = collect(model, judged, [last], progress=False)[last]
         self._losses, self._likeliest = self._read(self._whole)
         self._maps: dict[tuple[Part, str], LinearMap] = {}
         self._scores: dict[tuple[Part, str], dict[str, float]] = {}
@@ -247,7 +248,7 @@ class _Atlas:
 
     def score_rows(self, parts: Sequence[Part]) -> list[Row]:
         """All scores, those of the judged text included."""
-        examples = self._judged.examples
+        examples = self._judged
         samples = collect(self._model, examples, _sites(parts), positions="all", progress=False)
         sinks = _flat(self._sinks, examples)
         rows = []
@@ -266,7 +267,7 @@ class _Atlas:
         ways = [*((MAP, mode) for mode in self._modes), (REMOVED, ALL)]
         cases = [_Case(part, *way) for part, way in itertools.product(parts, ways)]
         variants = {str(i): self._variant(layer, [case]) for i, case in enumerate(cases)}
-        vectors = run_variants(self._model, self._judged.examples, variants, progress=False)
+        vectors = run_variants(self._model, self._judged, variants, progress=False)
         return [
             self._row(case.part, case.method, case.tokens, metric, estimate)
             for i, case in enumerate(cases)
@@ -284,7 +285,7 @@ class _Atlas:
                 continue
             layer = min(part.layer for part in chosen)
             variant = self._variant(layer, [_Case(part, MAP, mode) for part in chosen])
-            vectors = run_variants(self._model, self._judged.examples, {"0": variant}, progress=False)["0"]
+            vectors = run_variants(self._model, self._judged, {"0": variant}, progress=False)["0"]
             names = ", ".join(part.name for part in chosen)
             for metric, estimate in self._costs(vectors).items():
                 row = self._row(chosen[0], MAP, mode, metric, estimate)
@@ -307,7 +308,7 @@ class _Atlas:
     def _read(self, h: Float[Tensor, "n d_model"]) -> tuple[np.ndarray, np.ndarray]:
         """``-ln p`` of the right token and the likeliest token at each position; infinite where ``h`` is."""
         losses, likeliest = np.full(len(h), np.inf), np.full(len(h), -1)
-        truth = torch.from_numpy(self._judged.truth)
+        truth = torch.from_numpy(self._judged.targets)
         for part in torch.arange(len(h)).split(_PLACES):
             part = part[h[part].isfinite().all(1)]
             if len(part):
@@ -321,12 +322,12 @@ class _Atlas:
         losses, likeliest = self._read(h)
         same = torch.from_numpy(likeliest == self._likeliest)
         return {
-            LOSS_INCREASE: loss_increase(losses, self._losses, self._judged.texts),
+            LOSS_INCREASE: loss_increase(losses, self._losses, self._judged.sentences),
             AGREEMENT: metrics.proportion(same),
         }
 
     def _row(self, part: Part, method: str, tokens: str, metric: str, estimate: Estimate) -> Row:
-        corpus = str(self._judged.examples.provenance.get("corpus", "unnamed"))
+        corpus = str(self._judged.provenance.get("corpus", "unnamed"))
         row = result_row(
             ATLAS, model=self._name, corpus=corpus, method=method, layer=part.layer,
             target=part.blocks[-1] + 1, metric=metric, estimate=estimate, kind=part.kind, tokens=tokens,

@@ -17,8 +17,7 @@ import torch
 
 from matlens.errors import InputError
 from matlens.io.bounds import LAYERS
-from matlens.io.contents import hash_contents
-from matlens.io.entries import Cache, default_cache, tell
+from matlens.io.cache import default_cache, file_states, tell
 from matlens.models.registry import families
 
 MODEL = "model"
@@ -131,7 +130,7 @@ def read_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     cache = default_cache()
     if cache is None:
         return _dequantize(path, dtype)
-    key = gguf_key(cache, path)
+    key = gguf_key(path)
     entry = cache.find(MODEL, key)
     if entry is None:
         loaded = _dequantize(path, torch.float32)
@@ -142,18 +141,18 @@ def read_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
                 raise ValueError("what is read back is not what was written")
 
         try:
-            entry = cache.keep(MODEL, key, fill, about={"what": path.name, "of": str(path.absolute())})
+            entry = cache.store(MODEL, key, fill, about={"what": path.name, "of": str(path.absolute())})
         except Exception as error:  # other libraries cannot write it, or read it back, or not as it was
             reason = f"{type(error).__name__}: {error}"
-            tell(f"Nothing is kept of {path.name} in the cache {cache.root}: {reason}.")
+            tell(f"{path.name} is not stored in the cache {cache.root}: {reason}.")
         if entry is None:
             return loaded if dtype == torch.float32 else _dequantize(path, dtype)
     return _load(entry.folder, dtype)
 
 
-def gguf_key(cache: Cache, path: Path) -> dict[str, Any]:
-    """What the model of a GGUF file depends on: its content, and the libraries that read it."""
-    return {"content": hash_contents(cache, [path])[path.name], "software": software()}
+def gguf_key(path: Path) -> dict[str, Any]:
+    """What the model of a GGUF file depends on: the file, and the libraries that read it."""
+    return {"file": file_states([path]), "software": software()}
 
 
 def software() -> dict[str, str]:

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from matlens.errors import InputError, checked
-from matlens.io.contents import hash_contents
-from matlens.io.entries import default_cache
-from matlens.io.files import read_json, write_json
+from matlens.io.cache import default_cache, file_states
+from matlens.io.files import read_json, write_files
 from matlens.models.checkpoints import auto_class, read_configuration, software
 from matlens.models.places import GGUF, locate
 from matlens.models.registry import Family, ask, family_adapters
@@ -44,7 +43,7 @@ def read_sizes(
     if cache is not None:
         if commit is None:
             path = Path(folder, file or "config.json")
-            key |= {"of": hash_contents(cache, [path])[path.name]}
+            key |= {"of": file_states([path])}
         if entry := cache.find(SIZES, key):
             return read_json(entry.folder / _FILE)
     try:
@@ -58,7 +57,7 @@ def read_sizes(
         raise InputError(f"The configuration of {name!r} in {folder} is not usable. {reason}") from error
     if cache is not None and None not in sizes.values():
         about = {"what": "sizes of the model", "of": name}
-        cache.keep(SIZES, key, lambda place: write_json(place / _FILE, sizes), about=about)
+        cache.store(SIZES, key, lambda place: write_files({place / _FILE: sizes}), about=about)
     return sizes
 
 

@@ -18,8 +18,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from matlens.errors import InputError, checked
-from matlens.io.entries import default_cache
-from matlens.io.files import read_json, write_json
+from matlens.io.cache import default_cache
+from matlens.io.files import read_json, write_files
 from matlens.models.registry import Family, ask
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _kept_fingerprints(model: TransformerBridge, exact: str) -> dict[str, str]:
             return {str(kind): str(digits) for kind, digits in read_json(entry.folder / _FILE).items()}
     rounded = rounded_fingerprints(model)
     about = {"what": "fingerprints of the rounded weights", "of": str(model.cfg.model_name)}
-    cache.keep(FINGERPRINTS, key, lambda folder: write_json(folder / _FILE, rounded), about=about)
+    cache.store(FINGERPRINTS, key, lambda folder: write_files({folder / _FILE: rounded}), about=about)
     return rounded
 
 

@@ -16,7 +16,7 @@ from matlens.activations.collecting import default_batch_tokens
 from matlens.data.examples import Batch, Examples
 from matlens.data.readers import check_own_tokens, reads_whole
 from matlens.errors import InputError, PositiveInt, checked
-from matlens.io.rows import Column, keep_rows
+from matlens.io.rows import Column, collect_rows
 from matlens.models.changes import unchanged
 from matlens.models.hooks import EndOfPass, reading
 from matlens.models.identity import ModelIdentity, Provenance
@@ -107,7 +107,7 @@ def run_variants(
         "batch_tokens": budget,
     }
     columns = dict.fromkeys(variants, Column(layout.d_model))
-    _, vectors = keep_rows(
+    _, vectors = collect_rows(
         _HOLDS, request, columns, [int(counts[index].sum()) for index in sentences], run,
         folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens",), finite=False,
     )  # fmt: skip

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float, Int, Shaped
 
-from matlens.errors import printable
-from matlens.io.files import PAGE_SUFFIXES, check_file_name, system_errors, write_text
+from matlens.errors import InputError, printable
+from matlens.io.files import write_files
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -289,10 +289,9 @@ class PromptPage:
     def save(self, path: str | Path) -> Path:
         """Write the page to a ``.html`` or ``.htm`` file; an existing one is replaced."""
         path = Path(path)
-        check_file_name(path, suffixes=PAGE_SUFFIXES)
-        with system_errors(path):
-            path.absolute().parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, self.to_html())
+        if path.suffix.lower() not in (".html", ".htm"):
+            raise InputError(f"The file's name must end in .html or .htm, got {path.name}.")
+        write_files({path: self.to_html()})
         return path
 
     def _repr_html_(self) -> str:

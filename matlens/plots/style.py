@@ -20,7 +20,7 @@ from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from matlens.errors import InputError, checked
-from matlens.io.files import system_errors, write_together
+from matlens.io.files import write_files
 
 LAYER = r"layer $\ell$"
 SUFFIXES = (".png", ".pdf")
@@ -73,15 +73,14 @@ def save(figure: Figure, path: str | Path, *, title: str | None = None) -> list[
     path = Path(path)
     paths = [path] if path.suffix in _UNDATED else [path.with_name(path.name + each) for each in SUFFIXES]
     drawn: dict[Path, bytes] = {}
-    with system_errors(path), style_sheet():
+    with style_sheet():
         if title is not None:
             figure.suptitle(literal(title))
         for each in paths:
             content = io.BytesIO()
             figure.savefig(content, format=each.suffix[1:], metadata=_UNDATED[each.suffix])
             drawn[each] = content.getvalue()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_together(drawn)
+    write_files(drawn)
     return paths
 
 

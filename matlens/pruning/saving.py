@@ -13,13 +13,12 @@ from matlens.errors import InputError, checked
 from matlens.io.artifact import MODEL_RECORD, describe_file, make_config
 from matlens.io.files import (
     check_writable,
+    checksummed,
     library_errors,
     locked,
     nearest_existing,
-    sealed,
     system_errors,
-    write_json,
-    write_text,
+    write_files,
 )
 from matlens.io.tables import check_columns
 from matlens.models.tokens import visible
@@ -100,7 +99,7 @@ def save_pruned(pruned: Pruned, folder: str | Path, table: pd.DataFrame | None =
         with library_errors():
             pruned.model.save_pretrained(work)
             pruned.tokenizer.save_pretrained(work)
-        write_text(work / "README.md", model_card(pruned, table))
+        write_files({work / "README.md": model_card(pruned, table)})
         request = {
             "removed_blocks": list(pruned.blocks),
             "removed_attention": list(pruned.attention),
@@ -108,7 +107,8 @@ def save_pruned(pruned: Pruned, folder: str | Path, table: pd.DataFrame | None =
             "provenance": pruned.provenance.to_json(),
         }
         files = {path.name: describe_file(path) for path in sorted(work.iterdir()) if path.is_file()}
-        write_json(work / MODEL_RECORD, sealed({**make_config("pruned model", request), "files": files}))
+        record = checksummed({**make_config("pruned model", request), "files": files})
+        write_files({work / MODEL_RECORD: record})
         place = Path(os.path.realpath(folder))
         if place.is_dir():
             place.rmdir()

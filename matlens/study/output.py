@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from matlens.io.artifact import LAYOUT, Artifact, command_line, describe_file, is_finished
-from matlens.io.files import check_writable, sealed, write_json
+from matlens.io.files import check_writable, checksummed, write_files
 from matlens.io.verification import FILES
 
 TRAIN, VALIDATION, MAPS, RESULTS, RUN = "train", "validation", "maps", "results", FILES
@@ -37,4 +37,4 @@ def write_list(folder: Path) -> None:
     files = {name: describe_file(folder / name) for name in names}
     folders = [name for name in _HOLDS if is_finished(folder / name)]
     listed = {"layout": LAYOUT, "files": files, "folders": folders, "command": command_line()}
-    write_json(folder / RUN, sealed(listed))
+    write_files({folder / RUN: checksummed(listed)})

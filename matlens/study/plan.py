@@ -17,7 +17,7 @@ from matlens import parallel
 from matlens.activations.activations import Positions
 from matlens.errors import Between, InputError, check_choice, check_int, checked
 from matlens.io.artifact import is_finished
-from matlens.io.files import nearest_existing, system_errors
+from matlens.io.files import nearest_existing
 from matlens.io.rows import Column, file_bytes
 from matlens.linear.needs import (
     PairsToFit,
@@ -294,8 +294,7 @@ def free_memory() -> int | None:
 
 def free_disk(folder: Path) -> int:
     """Bytes that are free on the disk of a folder, or of where it would be."""
-    with system_errors(folder):
-        return shutil.disk_usage(nearest_existing(folder)).free
+    return shutil.disk_usage(nearest_existing(folder)).free
 
 
 def check_memory(needed: int, work: str, advice: str) -> None:

@@ -58,7 +58,7 @@ def test_places_that_are_done_apart_change_nothing(
     small_model: Models, sentences: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, debiasing = small_model("gpt2"), SelfDebiasing(["threat"], decay=2000.0)
-    windows = make_windows(model, sentences, size=30, most=4)
+    windows = make_windows(model, sentences, size=30, max_windows=4)
     whole = debiased_losses(model, windows, debiasing).total
     monkeypatch.setattr("matlens.ffn.perplexity._PLACES", 7)
     np.testing.assert_allclose(debiased_losses(model, windows, debiasing).total, whole, rtol=1e-6)

@@ -14,7 +14,7 @@ from linearity import atlas_summary
 
 import matlens
 from matlens import linearity
-from matlens.data import make_judged_text
+from matlens.data import make_windows
 
 
 def test_the_tables_are_what_the_library_gives(
@@ -33,7 +33,8 @@ def test_the_tables_are_what_the_library_gives(
     model = small_model("bert")
     train, validation = matlens.load_corpus(str(corpora / "words.txt")).split(n_train=90, n_validation=30)
     expected = linearity.linearity_atlas(
-        model, make_judged_text(model, train, most=24), make_judged_text(model, validation, most=3),
+        model, make_windows(model, train, size=64, max_windows=24, targets=True),
+        make_windows(model, validation, size=64, max_windows=3, targets=True),
         progress=False,
     )  # fmt: skip
     table = pd.read_csv(tmp_path / "linearity_bert.csv", keep_default_na=False)

@@ -39,11 +39,11 @@ def test_the_table_is_what_pruning_alone_gives(
         matlens.load_corpus(str(path)).split(n_train=n_train, n_validation=n_validation)
         for path, n_train, n_validation in ((words, 90, 30), (others, 45, 15))
     ]
-    fitted_on = make_windows(model, texts[0][0], size=20, most=120)
+    fitted_on = make_windows(model, texts[0][0], size=20, max_windows=120)
     pruned = pruning.prune(model, fitted_on, 1, method="replaceme", choice="angle", progress=False)
     for corpus, (_, judged) in zip(("words", "others"), texts, strict=True):
         alone = pruning.compare_pruned(
-            model, pruned, make_windows(model, judged, size=20, most=4), progress=False
+            model, pruned, make_windows(model, judged, size=20, max_windows=4), progress=False
         )
         rows = table[(table["method"] == "replaceme") & (table["choice"] == "angle")]
         ours = (

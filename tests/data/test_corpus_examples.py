@@ -17,7 +17,7 @@ from sentences import corpus_of, many
 import matlens
 from matlens import InputError, make_examples
 from matlens.activations import Activations
-from matlens.data import Corpus, Examples, make_judged_text, make_pairs, make_windows
+from matlens.data import Corpus, Examples, make_pairs, make_windows
 from matlens.ffn import text_losses
 from matlens.lens import LensConfig
 
@@ -143,7 +143,7 @@ def test_sentences_longer_than_the_context_are_cut_and_counted(
 
 
 def test_an_empty_corpus_is_refused(small_model: Callable[[str], Any]) -> None:
-    with pytest.raises(InputError, match=r"words holds no sentences\. Expected at least one"):
+    with pytest.raises(InputError, match=r"^corpus must have at least one sentence"):
         make_examples(small_model("gpt2"), corpus_of([]))
 
 
@@ -151,14 +151,14 @@ def test_an_empty_corpus_is_refused(small_model: Callable[[str], Any]) -> None:
 def test_a_sentence_without_a_token_to_draw_is_refused(
     name: str, draw_special: bool, small_model: Callable[[str], Any]
 ) -> None:
-    with pytest.raises(InputError, match="'' has no token whose position could be drawn"):
+    with pytest.raises(InputError, match=r"A sentence must have tokens.*''"):
         make_examples(small_model(name), corpus_of(["w1 w2", ""]), draw_special=draw_special)
 
 
 def test_a_masked_model_without_a_mask_token_is_refused(model_folder: Callable[[str], Path]) -> None:
     model = matlens.load(str(model_folder("bert")), device="cpu")
     model.tokenizer.mask_token = None
-    with pytest.raises(InputError, match="no mask token"):
+    with pytest.raises(InputError, match="must have a mask token"):
         make_examples(model, corpus_of(many(2, 5)))
 
 
@@ -179,7 +179,7 @@ TEXTS = ["w1 w2 w3", "w7", "w4 w40 w11 w2 w9 w9", "w7"]  # short and repeated on
 USES: dict[str, Callable[[Any, Any], Any]] = {
     "make_examples": lambda m, texts: matlens.make_examples(m, texts).tokens,
     "make_windows": lambda m, texts: make_windows(m, texts, size=4).tokens,
-    "make_judged_text": lambda m, texts: make_judged_text(m, texts, size=3).truth,
+    "make_windows with targets": lambda m, texts: make_windows(m, texts, size=3, targets=True).targets,
     "text_losses": lambda m, texts: text_losses(m, texts, progress=False).total,
     "Lens.fit": lambda m, texts: (
         matlens.Lens.fit(m, texts, method=LensConfig(ridge=1.0), progress=False).maps[1].weight
@@ -232,13 +232,10 @@ def test_pairs_are_shifted_as_in_training_and_kept_in_folders(decoder: Any, tmp_
 
 
 def test_what_is_no_pair_is_refused(decoder: Any, small_model: Callable[[str], Any]) -> None:
-    with pytest.raises(InputError, match="Pairs are for the decoder"):
+    with pytest.raises(InputError, match="stack='decoder'"):
         make_pairs(small_model("gpt2"), SOURCES, TARGETS)
-    with pytest.raises(InputError, match="There are 5 sources and 4 targets"):
-        make_pairs(decoder, SOURCES, TARGETS[1:])
-    with pytest.raises(InputError, match="There are 0 sources and 0 targets"):
-        make_pairs(decoder, [], [])
-    with pytest.raises(InputError, match=r"has 0 tokens\. Expected 1 to"):
+    for sources, targets in ((SOURCES, TARGETS[1:]), ([], [])):
+        with pytest.raises(InputError, match=r"^sources and targets"):
+            make_pairs(decoder, sources, targets)
+    with pytest.raises(InputError, match="got 0"):
         make_pairs(decoder, [""], ["w1"])
-    with pytest.raises(InputError, match=r"^sources must be"):
-        make_pairs(decoder, "w1 w2", ["w1"])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ARCHITECTURES, assert_near, plain_vectors
+from conftest import assert_near, plain_vectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentences import examples_of
@@ -38,7 +38,7 @@ def test_cut_sentences_end_with_their_drawn_token(data: st.DataObject, lengths: 
     assert np.array_equal(cut.up_to_positions().tokens, cut.tokens)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", ["gpt2", "neox", "bert"])
 def test_cutting_changes_nothing_that_a_decoder_reads_and_would_change_bert(
     name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any], sentences: Corpus
 ) -> None:
@@ -78,14 +78,14 @@ def test_fingerprint_changes_with_any_token_boundary_or_position() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"offsets": np.array([0, 3, 2, 6])}, "offsets of examples do not divide"),
-        ({"offsets": np.array([0, 3, 7])}, "offsets of examples do not divide"),
-        ({"positions": np.array([0, 3])}, "The position 3 lies outside of sentence 1"),
-        ({"positions": np.array([-1, 0])}, "The position -1 lies outside of sentence 0"),
-        ({"positions": np.array([0])}, "positions of examples"),
-        ({"sentences": np.array([1, 0])}, "never falling"),
-        ({"sentences": np.array([0, 2])}, "not one or more in each"),
-        ({"sentences": np.array([1, 1])}, "not one or more in each"),
+        ({"offsets": np.array([0, 3, 2, 6])}, "offsets must"),
+        ({"offsets": np.array([0, 3, 7])}, "offsets must"),
+        ({"positions": np.array([0, 3])}, "positions of sentence 1 must be between 0 and 2, got 3"),
+        ({"positions": np.array([-1, 0])}, "positions of sentence 0 .* got -1"),
+        ({"positions": np.array([0])}, "sentences must"),
+        ({"sentences": np.array([1, 0])}, "sentences must"),
+        ({"sentences": np.array([0, 2])}, "sentences must"),
+        ({"sentences": np.array([1, 1])}, "sentences must"),
     ],
     ids=str,
 )

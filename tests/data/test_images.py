@@ -152,12 +152,10 @@ def test_what_is_no_image_is_refused(small_model: Callable[[str], Any]) -> None:
             make_image_examples(model, images)
     with pytest.raises(InputError, match="position"):
         make_image_examples(model, IMAGES, position=PLACES)
-    with pytest.raises(InputError, match="reads text and no images"):
+    with pytest.raises(InputError, match="must be a vision transformer"):
         make_image_examples(small_model("gpt2"), IMAGES)
     with pytest.raises(InputError, match="has no tokenizer"):
         matlens.make_examples(model, make_sentences())
     words = matlens.make_token_examples(small_model("gpt2"), [[3, 4, 5]])
-    with pytest.raises(
-        InputError, match=r"reads images of the shape \(3, 12, 12\), and the examples hold none"
-    ):
+    with pytest.raises(InputError, match=r"must have images of the shape \(3, 12, 12\)"):
         matlens.collect(model, words, progress=False)

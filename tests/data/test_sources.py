@@ -84,7 +84,7 @@ def test_saved_dataset_is_split_into_sentences(tmp_path: Path) -> None:
     assert corpus.sentences == (FIRST, SECOND, THIRD)
     assert counts(corpus) == (6, 1, 1, 1)
     assert load_corpus(str(tmp_path / "saved"), field="body").sentences == (SECOND,)
-    with pytest.raises(InputError, match=r"no field 'sentence' in row 1 of .*, it has text, number, body"):
+    with pytest.raises(InputError, match=r"^field .* one of text, number, body in row 1"):
         load_corpus(str(tmp_path / "saved"), field="sentence")
 
 
@@ -93,22 +93,22 @@ def test_saved_dataset_with_splits(tmp_path: Path) -> None:
     parts.save_to_disk(str(tmp_path / "saved"))
     assert len(load_corpus(str(tmp_path / "saved"))) == 3
     assert load_corpus(str(tmp_path / "saved"), split="test").sentences == (FIRST,)
-    with pytest.raises(InputError, match=r"could not be read .*'dev'"):
+    with pytest.raises(InputError, match=r"cannot be read.*'dev'"):
         load_corpus(str(tmp_path / "saved"), split="dev")
 
 
 def test_folder_of_data_files(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"could not be read \(.*data files.*wikipedia-sample"):
+    with pytest.raises(InputError, match=r"cannot be read.*data files.*wikipedia-sample"):
         load_corpus(str(tmp_path))
     texts().to_parquet(str(tmp_path / "train.parquet"))
     assert load_corpus(str(tmp_path)).sentences == (FIRST, SECOND, THIRD)
-    with pytest.raises(InputError, match=r"could not be read .*dev.*train"):
+    with pytest.raises(InputError, match=r"cannot be read.*dev.*train"):
         load_corpus(str(tmp_path), split="dev")
     content = bytearray((tmp_path / "train.parquet").read_bytes())
     for place in range(8, len(content) - 8, 3):
         content[place] ^= 0xFF
     (tmp_path / "train.parquet").write_bytes(bytes(content))
-    with pytest.raises(InputError, match="could not be read"):
+    with pytest.raises(InputError, match="cannot be read"):
         load_corpus(str(tmp_path))
 
 
@@ -139,7 +139,7 @@ def test_hub_that_does_not_answer_is_told_at_once(monkeypatch: pytest.MonkeyPatc
         reserved.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{reserved.getsockname()[1]}"
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
-        with pytest.raises(InputError, match="'nobody/nothing' could not be read") as caught:
+        with pytest.raises(InputError, match="'nobody/nothing' cannot be read") as caught:
             load_corpus("nobody/nothing")
     for part in ("refused", "HF_HUB_OFFLINE=1", "wikipedia-sample"):
         assert part in str(caught.value)
@@ -148,7 +148,7 @@ def test_hub_that_does_not_answer_is_told_at_once(monkeypatch: pytest.MonkeyPatc
 def test_offline_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(InputError, match=r"'nobody/nothing' could not be read.*news-sample"):
+    with pytest.raises(InputError, match=r"'nobody/nothing' cannot be read.*news-sample"):
         load_corpus("nobody/nothing")
     with pytest.raises(InputError, match=r"Did you mean 'news-sample'"):
         load_corpus("news-sampel")
@@ -166,7 +166,7 @@ def test_a_dataset_that_fails_while_it_is_gone_over_is_told_with_the_cause(
 
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: Broken())
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(InputError, match=r"The dataset 'a/b' could not be read \(OSError: disk .x07gone\)"):
+    with pytest.raises(InputError, match=r"The dataset 'a/b' cannot be read: OSError: disk .x07gone"):
         load_corpus("a/b")
     assert load_corpus("a/b", limit=1).sentences == (FIRST,)
 
@@ -175,12 +175,10 @@ def test_a_dataset_that_fails_while_it_is_gone_over_is_told_with_the_cause(
 
 
 @pytest.mark.parametrize(
-    "source",
-    ["./nothing", "/no/such/file", "a/b/c", "nothing.txt", "data/x.TAR.GZ", "~/nothing", "c:\\x", "a/../b",
-     "~nobody-here/a.txt", "-" * 300, " "],
-)  # fmt: skip
-def test_missing_file_is_named_with_the_choices(source: str) -> None:
-    with pytest.raises(InputError, match="no file or folder") as caught:
+    "source", ["./nothing", "/no/such/file", "a/b/c", "data/x.TAR.GZ", "~/nothing", "a/../b", "-" * 300, " "]
+)
+def test_a_missing_file_is_named_with_the_choices(source: str) -> None:
+    with pytest.raises(InputError, match=r"^source must be") as caught:
         load_corpus(source)
     assert f"'{source}'" in str(caught.value)
     assert "wikipedia-sample, news-sample" in str(caught.value)
@@ -196,22 +194,20 @@ def test_odd_names_of_files_are_refused_in_a_line(source: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.csv", f"text\n{FIRST}", "is a table"),
+        ("a.csv", f"text\n{FIRST}", "got a table"),
         ("eng-sentences.txt", f"1\t{FIRST}\n{SECOND}\n", r"Line 2 of .*number<TAB>sentence.*A second one"),
         ("a.jsonl", json.dumps({"text": FIRST}) + "\n{'text'}\n", r"no JSON .* line 2 of .*a\.jsonl'"),
-        ("a.json", json.dumps([{"text": FIRST}]), r"JSON list in line 1 of .*one JSON object a line"),
-        ("a.jsonl", '{"id": 1, "body": "x"}', r"no field 'text' in line 1 of .*, it has id, body.*field="),
+        ("a.json", json.dumps([{"text": FIRST}]), r"line 1 of .* must be a JSON object, got a list"),
+        ("a.jsonl", '{"id": 1, "body": "x"}', r"one of id, body in line 1 of .*, got 'text'"),
         ("a.jsonl", '{"text": ' + "[" * 100_000, "no JSON in line 1"),
         ("a.jsonl", '{"text": ' + "9" * 5000 + "}", "no JSON in line 1 .*digits"),
-        ("a.jsonl", '{"text": 7}', "'text' in line 1 of .* holds 7. Expected text"),
-        ("a.jsonl", '{"text": NaN}', "holds nan. Expected text"),
+        ("a.jsonl", '{"text": 7}', "'text' in line 1 of .* must be a str or null, got 7"),
         ("a.jsonl", '{"text": "nul\\u0000nul"}', "has a NUL character"),
-        ("a.jsonl", '{"text": {"a": []}}', "holds {'a'"),
-        ("a.jsonl", '{"te\\u001b[2Jxt": 1}', r"it has te\\x1b\[2Jxt"),
-        ("a.jsonl", "{" + ", ".join(f'"k{i}": 1' for i in range(3000)) + "}", "it has k0, k1, .*…"),
+        ("a.jsonl", '{"te\\u001b[2Jxt": 1}', r"one of te\\x1b\[2Jxt"),
+        ("a.jsonl", "{" + ", ".join(f'"k{i}": 1' for i in range(3000)) + "}", "one of k0, k1, .*…"),
     ],
 )
-def test_lines_that_hold_no_sentence_are_told(name: str, text: str, message: str, tmp_path: Path) -> None:
+def test_lines_that_hold_no_sentence_are_named(name: str, text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=message) as raised:
         load_corpus(write(tmp_path / name, text))
     assert len(str(raised.value)) < 700
@@ -241,22 +237,15 @@ def test_sentences_can_be_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ([FIRST, 3], "^source must be"),
-        ([FIRST, float("nan")], r"^source must be"),
-        ([FIRST, b"bytes"], r"^source must be"),
         ([FIRST, "nul\0"], "Sentence 2 has a NUL character"),
-        ([FIRST, {"text": 1}], "'text' in row 2 holds 1"),
-        ([{"body": "x"}], "no field 'text' in row 1, it has body"),
-        ([{1: "x"}], "^source must be"),
-        (pd.Series([FIRST, None, float("nan")], dtype=object), "Sentence 3 holds nan"),
-        (7, r"^source must be"),
-        (None, r"^source must be"),
-        (b"wikipedia-sample", r"^source must be"),
-        ({"text": [FIRST]}, "source is {'text'"),
-        (pd.DataFrame({"text": [FIRST]}), "source is .* a column of a table"),
-        ([], "no sentence to use: 0 sentences of given sentences"),
+        ([FIRST, {"text": 1}], "'text' in row 2 must be a str"),
+        ([{"body": "x"}], "one of body in row 1"),
+        (pd.Series([FIRST, None, float("nan")], dtype=object), "Sentence 3 must be a str or null, got nan"),
+        ({"text": [FIRST]}, "source must be"),
+        (pd.DataFrame({"text": [FIRST]}), "source must be a list or a column"),
+        ([], "source must have sentences"),
     ],
 )
-def test_what_gives_no_sentences_is_told(source: Any, message: str) -> None:
+def test_an_iterable_without_sentences_is_refused(source: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         load_corpus(source)

@@ -18,7 +18,7 @@ from matlens.ffn import catalogue as module
 from matlens.ffn.catalogue import Catalogue, Reading
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
-from matlens.io.entries import default_cache
+from matlens.io.cache import default_cache
 from matlens.models.identity import ModelIdentity
 
 MADE: dict[Reading, Callable[[Any], Projection]] = {

@@ -117,7 +117,7 @@ def test_a_ratio_is_that_of_the_perplexities_and_surer_than_they() -> None:
 def test_what_has_no_perplexity_is_told(
     small_model: Models, sentences: Corpus, model_folder: Callable[[str], Any]
 ) -> None:
-    with pytest.raises(InputError, match="predicts masked tokens, not the next one, so it has no perplexity"):
+    with pytest.raises(InputError, match="predicts masked tokens, so it has no perplexity"):
         text_losses(small_model("bert"), sentences)
     with pytest.raises(InputError, match="No text has two tokens"):
         text_losses(small_model("llama"), Corpus("one", ("w1",), 1, 0, 0, 0))

@@ -18,7 +18,7 @@ from several import run_ranks
 import matlens
 from matlens import InputError, ffn
 from matlens.activations import Activations
-from matlens.data import make_judged_text
+from matlens.data import make_windows
 from matlens.explorer import value_pages, write_value_pages
 from matlens.io import Artifact
 from matlens.linear import StoredLeastSquares, fitting, stream_least_squares, streaming
@@ -38,7 +38,7 @@ def kind_of(small_model: Callable[[str], Any]) -> Callable[[str], tuple[Make, Re
     vectors = [matlens.collect(model, examples, positions="all", **QUIET) for examples in samples]
     maps = [matlens.MapSet.fit(of, pairs="all", **QUIET) for of in vectors]
     lenses = [matlens.Lens.fit(model, of, method="mat", **QUIET) for of in vectors]
-    texts = [make_judged_text(model, make_sentences(), size=12, most=most) for most in (12, 3)]
+    texts = [make_windows(model, make_sentences(), size=12, max_windows=n, targets=True) for n in (12, 3)]
     runs = [variants.Variant(0, matlens.jump(of, 0, 2)) for of in maps]
 
     def read_trace(folder: Path) -> Any:
@@ -279,6 +279,6 @@ def test_a_finished_folder_is_opened_without_writing(tmp_path: Path, monkeypatch
     with Artifact.writing(tmp_path / "a", "maps", {}) as artifact:
         artifact.finish()
     monkeypatch.setattr("matlens.io.artifact.locked", lambda *_: pytest.fail("the folder is locked"))
-    monkeypatch.setattr("matlens.io.artifact.write_json", lambda *_: pytest.fail("a file is written"))
+    monkeypatch.setattr("matlens.io.artifact.write_files", lambda *_: pytest.fail("a file is written"))
     with Artifact.writing(tmp_path / "a", "maps", {}) as artifact:
         assert artifact.finished

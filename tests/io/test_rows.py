@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from matlens import InputError
 from matlens.io import rows
-from matlens.io.rows import Column, keep_rows, read_rows
+from matlens.io.rows import Column, collect_rows, read_rows
 
 COLUMNS = {"h.0": Column(3), "token": Column(2, "int32"), "count": Column(1, "int64")}
 
@@ -44,7 +44,7 @@ def test_rows_land_where_they_should(
         patch.setattr(rows, "_SHARD_BYTES", shard_bytes)
         for place in (None, folder):
             counts = list(map(len, batches))
-            _, found = keep_rows("rows", {}, COLUMNS, counts, run, folder=place, arrays=arrays)
+            _, found = collect_rows("rows", {}, COLUMNS, counts, run, folder=place, arrays=arrays)
             for name, of in whole.items():
                 assert found[name].dtype == of.dtype
                 assert torch.equal(found[name], of)
@@ -59,7 +59,7 @@ def test_rows_that_are_not_all_there_are_damage(tmp_path: Path) -> None:
     def run(numbers: Sequence[int]) -> Iterator[tuple[np.ndarray, dict[str, torch.Tensor]]]:
         yield np.arange(2), {"h.0": torch.ones(2, 3)}
 
-    _, found = keep_rows("rows", {}, {"h.0": Column(3)}, [4], run, folder=tmp_path / "r")
+    _, found = collect_rows("rows", {}, {"h.0": Column(3)}, [4], run, folder=tmp_path / "r")
     with pytest.raises(InputError):
         _ = found["h.0"]
 
@@ -70,5 +70,5 @@ def test_a_disk_without_room_is_said_before_the_work(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(rows.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 100})())
     with pytest.raises(InputError):
-        keep_rows("rows", {}, {"h.0": Column(3)}, [50], run, folder=tmp_path / "r")
+        collect_rows("rows", {}, {"h.0": Column(3)}, [50], run, folder=tmp_path / "r")
     assert not list(tmp_path.iterdir())

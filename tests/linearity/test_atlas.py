@@ -17,7 +17,7 @@ from handpatched import hand_vectors
 
 from matlens import InputError, linearity
 from matlens.activations import find_sinks
-from matlens.data import Corpus, JudgedText, make_judged_text
+from matlens.data import Corpus, Examples, make_windows
 from matlens.io.verification import verify
 from matlens.linearity import atlas
 from matlens.linearity.ranking import GROUPS, first_parts
@@ -34,12 +34,12 @@ def corpus(seed: int, n: int) -> Corpus:
 
 
 @pytest.fixture(scope="module")
-def texts(small_model: Models) -> Callable[[str], tuple[JudgedText, JudgedText]]:
-    def of_model(name: str) -> tuple[JudgedText, JudgedText]:
+def texts(small_model: Models) -> Callable[[str], tuple[Examples, Examples]]:
+    def of_model(name: str) -> tuple[Examples, Examples]:
         model = small_model(name)
         return (
-            make_judged_text(model, corpus(1, 12), size=SIZE),
-            make_judged_text(model, corpus(2, 4), size=SIZE),
+            make_windows(model, corpus(1, 12), size=SIZE, targets=True),
+            make_windows(model, corpus(2, 4), size=SIZE, targets=True),
         )
 
     return of_model
@@ -47,7 +47,7 @@ def texts(small_model: Models) -> Callable[[str], tuple[JudgedText, JudgedText]]
 
 @pytest.fixture(scope="module")
 def tables(
-    small_model: Models, texts: Callable[[str], tuple[JudgedText, JudgedText]]
+    small_model: Models, texts: Callable[[str], tuple[Examples, Examples]]
 ) -> Callable[[str], pd.DataFrame]:
     known: dict[str, pd.DataFrame] = {}
 
@@ -59,36 +59,32 @@ def tables(
     return of_model
 
 
-def sentences_of(text: JudgedText) -> list[torch.Tensor]:
-    offsets = text.examples.offsets
-    return [torch.from_numpy(text.examples.tokens[a:b]) for a, b in itertools.pairwise(offsets)]
+def sentences_of(text: Examples) -> list[torch.Tensor]:
+    offsets = text.offsets
+    return [torch.from_numpy(text.tokens[a:b]) for a, b in itertools.pairwise(offsets)]
 
 
-def fit_by_hand(
-    name: str, plain: Any, model: Any, text: JudgedText, ends: tuple[str, str], tokens: str
-) -> Any:
+def fit_by_hand(name: str, plain: Any, model: Any, text: Examples, ends: tuple[str, str], tokens: str) -> Any:
     x, y = (
         torch.cat([plain_vectors(name, plain, tokens[None])[site][0] for tokens in sentences_of(text)])
         for site in ends
     )
     if tokens == "no sinks":
-        sinks = find_sinks(model, text.examples, progress=False)
-        kept = torch.cat(
-            [~row[:length] for row, length in zip(sinks, text.examples.lengths.tolist(), strict=True)]
-        )
+        sinks = find_sinks(model, text, progress=False)
+        kept = torch.cat([~row[:length] for row, length in zip(sinks, text.lengths.tolist(), strict=True)])
         x, y = x[kept], y[kept]
     ones = torch.cat([x, torch.ones(len(x), 1)], 1).double().numpy()
     solution = np.linalg.lstsq(ones, y.double().numpy(), rcond=1e-6)[0]
     return torch.from_numpy(solution[:-1].T).float(), torch.from_numpy(solution[-1]).float()
 
 
-def read_by_hand(name: str, plain: Any, text: JudgedText, parts: list[Any]) -> tuple[list[Any], list[Any]]:
+def read_by_hand(name: str, plain: Any, text: Examples, parts: list[Any]) -> tuple[list[Any], list[Any]]:
     """Losses and likeliest tokens at the positions of each sentence."""
     losses, likeliest = [], []
     for s, vectors in enumerate(hand_vectors(name, plain, parts, [x.tolist() for x in sentences_of(text)])):
-        chosen = text.texts == s
-        log_p = vectors["logits"].log_softmax(-1)[text.examples.positions[chosen]]
-        losses.append(-log_p[range(len(log_p)), text.truth[chosen]].double().numpy())
+        chosen = text.sentences == s
+        log_p = vectors["logits"].log_softmax(-1)[text.positions[chosen]]
+        losses.append(-log_p[range(len(log_p)), text.targets[chosen]].double().numpy())
         likeliest.append(log_p.argmax(1).numpy())
     return losses, likeliest
 
@@ -104,14 +100,14 @@ ENDS = {
 @pytest.mark.parametrize("method", ["map", "removed"])
 def test_costs_are_those_of_a_model_patched_by_hand(
     name: str, tokens: str, kind: str, method: str, small_model: Models, plain_model: Models,
-    texts: Callable[[str], tuple[JudgedText, JudgedText]], tables: Callable[[str], pd.DataFrame],
+    texts: Callable[[str], tuple[Examples, Examples]], tables: Callable[[str], pd.DataFrame],
 ) -> None:  # fmt: skip
     if tokens == "no sinks" and kind not in ("ffn", "attn", "ln1"):
         kind = "ffn"  # by hand, blocks are replaced at all tokens alone
     (fitted, judged), plain = texts(name), plain_model(name)
     where: Any = "all"
     if tokens == "no sinks" and method == "map":
-        sinks = find_sinks(small_model(name), judged.examples, progress=False)
+        sinks = find_sinks(small_model(name), judged, progress=False)
         assert 0 < int(sinks.sum()) < sinks.numel() / 2
         where = tuple(map(tuple, (~sinks).tolist()))
     if method == "map":
@@ -146,7 +142,7 @@ def test_a_table_has_every_part_and_number(tables: Callable[[str], pd.DataFrame]
 
 
 def test_the_first_parts_are_replaced_together(
-    small_model: Models, plain_model: Models, texts: Callable[[str], tuple[JudgedText, JudgedText]],
+    small_model: Models, plain_model: Models, texts: Callable[[str], tuple[Examples, Examples]],
     tables: Callable[[str], pd.DataFrame],
 ) -> None:  # fmt: skip
     table, (fitted, judged), plain = tables("llama"), texts("llama"), plain_model("llama")
@@ -163,7 +159,7 @@ def test_the_first_parts_are_replaced_together(
 
 
 def test_what_was_broken_off_goes_on(
-    small_model: Models, texts: Callable[[str], tuple[JudgedText, JudgedText]],
+    small_model: Models, texts: Callable[[str], tuple[Examples, Examples]],
     tables: Callable[[str], pd.DataFrame], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     whole = tables("llama")

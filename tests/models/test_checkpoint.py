@@ -164,7 +164,7 @@ def _list(path: Path) -> None:
         (_half, "truncated"),
         (lambda path: path.write_text("no pickle"), "truncated"),
         (_list, "holds a list"),
-        (lambda path: (path.unlink(), path.mkdir()), "plain file"),
+        (lambda path: (path.unlink(), path.mkdir()), "must be a file"),
         (lambda path: (path.parent / "dict.txt").write_text("a 1\n"), "5 words"),
     ],
 )  # fmt: skip

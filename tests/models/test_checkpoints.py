@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import matlens
 from matlens import InputError
-from matlens.io.entries import default_cache
+from matlens.io.cache import default_cache
 from matlens.models import checkpoints
 
 TEXT = " ".join(WORDS[3:15])
@@ -278,7 +278,7 @@ def test_what_does_not_come_back_as_it_was_is_not_kept(
         for _ in range(2):
             assert_same(source.kept(), plain)
             said = capsys.readouterr().err
-            assert f"Nothing is kept of {source.path.name}" in said
+            assert f"{source.path.name} is not stored" in said
             assert reason in said
         cache = default_cache()
         assert cache is not None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from conftest import load_plain
 
-from matlens.io.entries import default_cache
+from matlens.io.cache import default_cache
 from matlens.models import sizes
 from matlens.models.sizes import SIZES, read_sizes
 

@@ -97,7 +97,7 @@ def test_a_figure_is_written_under_the_names_that_are_meant(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("error", "raised"),
     [
-        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), InputError),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), OSError),
         (KeyboardInterrupt(), KeyboardInterrupt),
     ],
 )

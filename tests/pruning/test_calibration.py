@@ -131,7 +131,7 @@ def test_too_few_tokens_for_a_method_are_refused(method: str, small_model: Model
     text, model = running_text(100), small_model("llama")
     least = {"refit": 48, "replaceme": 32, "magnitude": 32, "out": 0}[method]
     few, enough = (
-        make_windows(model, text, size=8, most=n) for n in (max(1, least // 8 - 1), max(1, least // 8))
+        make_windows(model, text, size=8, max_windows=n) for n in (max(1, least // 8 - 1), max(1, least // 8))
     )
     for prune in (pruning.prune, pruning.prune_attention):
         if method != "out":

@@ -75,7 +75,7 @@ def test_files_of_others_and_what_is_no_folder_are_told(tmp_path: Path, part: st
     (tmp_path / part / "mine.txt").unlink()
     (tmp_path / part).rmdir()
     (tmp_path / part).write_text("mine")
-    with pytest.raises(InputError, match="and is a file"):
+    with pytest.raises(InputError, match="got a file"):
         check_output(tmp_path, KNOWN)
 
 
@@ -87,6 +87,6 @@ def test_where_nothing_can_be_written_is_told_and_left_as_it_is(tmp_path: Path) 
     for place in (tmp_path / "file" / "out", tmp_path / "loop", Path("/dev/null/out"), Path("/proc/x")):
         with pytest.raises(InputError, match="cannot be written"):
             check_output(place, KNOWN)
-    with pytest.raises(InputError, match="is a folder, and a file is to be written there"):
+    with pytest.raises(InputError, match="is a folder, a pipe or a device"):
         check_output(tmp_path, KNOWN)
     assert everything(tmp_path) == before

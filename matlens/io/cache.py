@@ -1,7 +1,6 @@
-"""A cache of artifacts: folders of files that are found by a key, and checked when they are used.
+"""A cache of artifacts, found by a key and verified when they are used.
 
-Nothing in the cache is needed: where an entry is damaged, missing or cannot be written, its content is
-recomputed.
+Nothing in it is needed: an entry that is damaged or cannot be written is recomputed.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matlens import parallel
 from matlens.errors import InputError, checked, printable
@@ -28,28 +26,12 @@ VARIABLE, SIZE_VARIABLE = "MATLENS_CACHE", "MATLENS_CACHE_GIB"
 DEFAULT_GIB = 20.0
 _OFF = ("0", "off", "no", "none", "false")
 _GIB = 2**30
-HASHES = "hashes"  # the folder in which the hashes of the user's files are remembered
 _FILES, _ABOUT = "files", "about"
 _ENTRY = re.compile(r"([a-z]+)-[0-9a-f]{32}")
 
 
-@dataclass(frozen=True, eq=False)
-class Entry:
-    """An entry of the cache.
-
-    Attributes
-    ----------
-    folder
-        Where its files are.
-    kind
-        What it holds, such as ``"model"``.
-    about
-        What it was made from, for people.
-    n_bytes
-        The size of all files.
-    used
-        When it was last used, in seconds since 1970.
-    """
+class Entry(NamedTuple):
+    """An entry of the cache: its files, their size, and when they were last used in seconds since 1970."""
 
     folder: Path
     kind: str
@@ -60,46 +42,39 @@ class Entry:
 
 @checked
 class Cache:
-    """A folder of entries.
+    """A folder of entries, of which those used longest ago are removed when it grows too large.
 
     Parameters
     ----------
     root
-        The folder; it is made when the first entry is.
+        The folder; it is created with the first entry.
     limit
-        How many bytes all entries may have; beyond it those that were used longest ago are removed.
+        Maximum number of bytes of all entries.
     """
 
     def __init__(self, root: Path, limit: int = int(DEFAULT_GIB * _GIB)) -> None:
         self.root, self.limit = Path(root), limit
 
-    def find(self, kind: str, key: Mapping[str, Any], *, whole: bool = True) -> Entry | None:
-        """The entry of a key, or ``None``; a damaged one is removed with a message.
-
-        Parameters
-        ----------
-        kind, key
-            What it holds, and all that it was made from.
-        whole
-            Whether every byte is checked first. Without, the reader of a file has to check it.
-        """
+    def find(self, kind: str, key: Mapping[str, Any]) -> Entry | None:
+        """The entry of a key, every byte of it verified, or ``None``; a damaged one is removed."""
         place = self._place(kind, key)
         if not os.path.lexists(place / CONFIG):
             return None
         try:
             artifact = Artifact.open(place, kind)
-            for _ in artifact.check() if whole else ():
+            for _ in artifact.check():
                 pass
             entry = _entry(artifact)
         except (OSError, InputError) as error:
-            if os.path.lexists(place) and not self._in_use(place):
-                self.discard(place / _FILES, str(error))
+            if os.path.lexists(place) and not _in_use(place):
+                tell(f"An entry of the cache is damaged and recomputed: {error}")
+                shutil.rmtree(place, ignore_errors=True)
             return None
-        with suppress(OSError):  # a cache that is only read
+        with suppress(OSError):  # a cache that is read-only
             os.utime(place / CONFIG)
         return entry
 
-    def keep(
+    def store(
         self,
         kind: str,
         key: Mapping[str, Any],
@@ -107,21 +82,21 @@ class Cache:
         *,
         about: Mapping[str, Any] | None = None,
     ) -> Entry | None:
-        """The entry of a key, which is filled where it does not exist; of two processes one waits.
+        """The entry of a key, filled if it does not exist; a second process waits for the first.
 
         Parameters
         ----------
         kind, key
-            What it holds, and all that it is made from.
+            What it holds, and everything that it depends on.
         fill
-            Writes the entry's files into the folder that it is given.
+            Writes the files of the entry into a folder.
         about
-            What people are shown of it.
+            Its description for ``matlens cache show``.
 
         Returns
         -------
         Entry or None
-            ``None`` where it is larger than the cache, or the disk is full or cannot be written.
+            ``None`` if it is larger than the cache, or the disk is full or cannot be written.
         """
         place = self._place(kind, key)
         try:
@@ -139,38 +114,24 @@ class Cache:
             reason = error if isinstance(error, OSError) else error.__cause__
             if not isinstance(reason, OSError):
                 raise
-            tell(f"Nothing is kept in the cache {self.root}: {reason.strerror or reason}.")
+            tell(f"The cache {self.root} is not used: {reason.strerror or reason}.")
             return None
-        self._make_room(place)
+        self._shrink(place)
         return _entry(artifact)
 
     def entries(self) -> list[Entry]:
-        """All finished entries, those used last first."""
+        """All finished entries, the last used first."""
         found = []
         for place in self._places():
             with suppress(OSError, InputError, AttributeError):
                 found.append(_entry(Artifact.open(place, place.name.partition("-")[0])))
         return sorted(found, key=lambda entry: -entry.used)
 
-    def discard(self, folder: Path, damage: str) -> None:
-        """Remove an entry that is not what was written, and say so.
-
-        Raises
-        ------
-        InputError
-            The folder is not that of an entry of this cache.
-        """
-        place = Path(folder).parent
-        if place.parent != self.root or not _ENTRY.fullmatch(place.name):
-            raise InputError(f"folder must be that of an entry of the cache {self.root}, got {folder}.")
-        tell(f"An entry of the cache is damaged and recomputed: {damage}")
-        shutil.rmtree(place, ignore_errors=True)
-
     def clear(self) -> int:
         """Remove everything that no process is writing; returns the number of bytes freed."""
         freed = 0
-        for place in [*self._places(), self.root / HASHES]:
-            if place.is_dir() and not self._in_use(place):
+        for place in self._places():
+            if not _in_use(place):
                 freed += _size(place)
                 shutil.rmtree(place)
         with suppress(OSError):  # not empty, or missing
@@ -187,25 +148,25 @@ class Cache:
         except OSError:
             return []
 
-    def _make_room(self, kept: Path) -> None:
+    def _shrink(self, latest: Path) -> None:
         entries = self.entries()
         total = sum(entry.n_bytes for entry in entries)
         for entry in reversed(entries):
-            if total > self.limit and entry.folder.parent != kept:
+            if total > self.limit and entry.folder.parent != latest:
                 shutil.rmtree(entry.folder.parent, ignore_errors=True)
                 total -= entry.n_bytes
 
-    @staticmethod
-    def _in_use(place: Path) -> bool:
-        from filelock import FileLock, Timeout
 
-        if not (place / LOCK).exists():
+def _in_use(place: Path) -> bool:
+    from filelock import FileLock, Timeout
+
+    if not (place / LOCK).exists():
+        return False
+    try:
+        with FileLock(place / LOCK).acquire(timeout=0):
             return False
-        try:
-            with FileLock(place / LOCK).acquire(timeout=0):
-                return False
-        except Timeout:
-            return True
+    except Timeout:
+        return True
 
 
 def _entry(artifact: Artifact) -> Entry:
@@ -216,21 +177,36 @@ def _entry(artifact: Artifact) -> Entry:
     )  # fmt: skip
 
 
+def _size(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def file_states(paths: Iterable[Path]) -> dict[str, list[Any]]:
+    """What changes whenever a file does, for keys: where it is, its size and both of its times.
+
+    The time of its last change of status cannot be set, so a file that was overwritten and given its old time
+    is noticed too.
+    """
+    states = {}
+    for path in paths:
+        status = path.stat()
+        states[path.name] = [
+            str(path.absolute()), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns,
+            status.st_ctime_ns,
+        ]  # fmt: skip
+    return states
+
+
 def tell(message: str) -> None:
-    """Print what the cache does, apart from the output of a command."""
+    """Print what the cache does to stderr."""
     print(printable(message, most=500), file=sys.stderr, flush=True)
 
 
 @checked
 def default_cache() -> Cache | None:
-    """The user's cache; ``None`` where it is switched off.
+    """The user's cache, ``None`` if it is switched off.
 
     The environment variable ``MATLENS_CACHE`` is its folder, or ``off``; ``MATLENS_CACHE_GIB`` is its limit.
-
-    Raises
-    ------
-    InputError
-        The limit is not a number above 0.
     """
     named = os.environ.get(VARIABLE, "").strip()
     if named.lower() in _OFF:
@@ -254,7 +230,3 @@ def _limit() -> int:
             f"'{printable(text, most=60)}'."
         )
     return int(size * _GIB)
-
-
-def _size(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

@@ -1,0 +1,212 @@
+"""Entries of the cache: whole or absent, damaged ones recomputed, one process at a time fills one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from safetensors.torch import save_file
+
+from matlens.errors import InputError
+from matlens.io.cache import Cache, default_cache, file_states
+
+KEY = {"content": "a"}
+
+
+def writer(content: bytes) -> Callable[[Path], None]:
+    return lambda folder: (folder / "numbers.bin").write_bytes(content) and None
+
+
+def test_an_entry_is_found_by_its_key_alone(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "cache")
+    assert cache.find("thing", KEY) is None
+    stored = cache.store("thing", KEY, writer(b"12345"), about={"what": "five"})
+    found = cache.find("thing", KEY)
+    assert stored is not None
+    assert found is not None
+    assert (found.folder, found.kind, found.about) == (stored.folder, "thing", {"what": "five"})
+    assert found.n_bytes == 5
+    assert (found.folder / "numbers.bin").read_bytes() == b"12345"
+    assert cache.find("thing", {"content": "b"}) is None
+    assert cache.find("other", KEY) is None
+    assert cache.store("thing", KEY, lambda folder: pytest.fail("filled again")) is not None
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "a byte": lambda folder: (folder / "numbers.bin").write_bytes(b"12346"),
+    "the length": lambda folder: (folder / "numbers.bin").write_bytes(b"1234"),
+    "a file": lambda folder: (folder / "numbers.bin").unlink(),
+    "a pipe": lambda folder: ((folder / "numbers.bin").unlink(), os.mkfifo(folder / "numbers.bin")),
+    "the record": lambda folder: (folder.parent / "config.json").write_text(
+        (folder.parent / "config.json").read_text().replace("thing", "thong")
+    ),
+    "no JSON": lambda folder: (folder.parent / "config.json").write_text("{"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_entry_is_removed(damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache = Cache(tmp_path)
+    entry = cache.store("thing", KEY, writer(b"12345"))
+    assert entry is not None
+    DAMAGES[damage](entry.folder)
+    assert cache.find("thing", KEY) is None
+    assert "damaged and recomputed" in capsys.readouterr().err
+    assert not entry.folder.exists()
+    assert cache.store("thing", KEY, writer(b"12345")) is not None
+    assert cache.find("thing", KEY) is not None
+
+
+def test_a_filler_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        (folder / "half").write_bytes(b"1")
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        Cache(tmp_path).store("thing", KEY, fail)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def _die(root: Path) -> None:
+    def fill(folder: Path) -> None:
+        (folder / "half").write_bytes(b"1")
+        os._exit(9)
+
+    Cache(root).store("thing", KEY, fill)
+
+
+def test_a_killed_filler_leaves_no_entry_and_blocks_nobody(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=_die, args=(tmp_path,))
+    process.start()
+    process.join()
+    assert process.exitcode == 9
+    cache = Cache(tmp_path)
+    assert cache.find("thing", KEY) is None
+    entry = cache.store("thing", KEY, writer(b"12345"))
+    assert entry is not None
+    assert [path.name for path in entry.folder.iterdir()] == ["numbers.bin"]
+
+
+def test_two_at_once_fill_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    begun, filled = threading.Event(), []
+
+    def fill(folder: Path) -> None:
+        begun.set()
+        time.sleep(1)  # until the second has asked
+        filled.append(folder)
+        (folder / "numbers.bin").write_bytes(b"1")
+
+    first = threading.Thread(target=Cache(tmp_path).store, args=("thing", KEY, fill))
+    first.start()
+    begun.wait()
+    assert Cache(tmp_path).find("thing", KEY) is None  # which does not remove what is being filled
+    assert Cache(tmp_path).store("thing", KEY, fill) is not None
+    first.join()
+    assert len(filled) == 1
+    assert "Waiting" in capsys.readouterr().err
+
+
+def test_the_entry_used_longest_ago_is_removed_first(tmp_path: Path) -> None:
+    cache = Cache(tmp_path, limit=25)
+    for number in range(2):
+        cache.store("thing", {"n": number}, writer(b"0123456789"))
+    for number, age in ((0, 50), (1, 100)):
+        entry = cache.find("thing", {"n": number})
+        assert entry is not None
+        os.utime(entry.folder.parent / "config.json", (time.time() - age,) * 2)
+    assert cache.find("thing", {"n": 1}) is not None  # which is a use
+    cache.store("thing", {"n": 2}, writer(b"0123456789"))
+    assert [cache.find("thing", {"n": number}) is not None for number in range(3)] == [False, True, True]
+    assert cache.store("thing", {"n": 3}, writer(b"0" * 26)) is None  # larger than the cache
+    assert [entry.n_bytes for entry in cache.entries()] == [10, 10]
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    cache = Cache(tmp_path / "file" / "cache")
+    assert cache.find("thing", KEY) is None
+    assert cache.store("thing", KEY, writer(b"1")) is None
+    assert "is not used" in capsys.readouterr().err
+    assert cache.entries() == []
+    assert cache.clear() == 0
+
+
+def tensors_in_no_folder(folder: Path) -> None:
+    save_file({"x": torch.ones(2)}, folder / "nowhere" / "numbers.safetensors")
+
+
+def words_in_no_folder(folder: Path) -> None:
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")).save(str(folder / "nowhere" / "words"))
+
+
+@pytest.mark.parametrize("fill", [tensors_in_no_folder, words_in_no_folder])
+def test_a_library_that_cannot_write_is_no_error(
+    fill: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Libraries raise errors of their own if a disk is full, or a folder does not exist."""
+    assert Cache(tmp_path).store("thing", KEY, fill) is None
+    assert "No such file or directory" in capsys.readouterr().err
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_clearing_leaves_what_is_being_filled(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    cache.store("thing", {"n": 0}, writer(b"12345"))
+    freed = []
+
+    def fill(folder: Path) -> None:
+        (folder / "numbers.bin").write_bytes(b"1")
+        freed.append(cache.clear())
+
+    assert cache.store("thing", KEY, fill) is not None
+    assert freed[0] > 5
+    assert [entry.n_bytes for entry in cache.entries()] == [1]
+    cache.clear()
+    assert not tmp_path.exists()
+
+
+@pytest.mark.parametrize("how", ["overwritten", "given its old time", "replaced"])
+def test_the_state_of_a_file_changes_with_it(how: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"first")
+    before, state = path.stat(), file_states([path])
+    assert file_states([path]) == state
+    time.sleep(0.02)  # longer than a tick of the file system's clock
+    if how == "replaced":
+        (tmp_path / "b.bin").write_bytes(b"other")
+        (tmp_path / "b.bin").replace(path)
+    else:
+        path.write_bytes(b"other")
+    if how != "overwritten":
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert file_states([path]) != state
+
+
+def test_variables_move_and_limit_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MATLENS_CACHE", str(tmp_path / "here"))
+    monkeypatch.setenv("MATLENS_CACHE_GIB", "0.5")
+    cache = default_cache()
+    assert cache is not None
+    assert (cache.root, cache.limit) == (tmp_path / "here", 2**29)
+    for text in ("many", "0", "-1", "nan", "inf"):
+        monkeypatch.setenv("MATLENS_CACHE_GIB", text)
+        with pytest.raises(InputError, match=r"MATLENS_CACHE_GIB.*above 0"):
+            default_cache()
+    for word in ("off", "0", "OFF"):
+        monkeypatch.setenv("MATLENS_CACHE", word)
+        assert default_cache() is None
+    monkeypatch.delenv("MATLENS_CACHE_GIB")
+    monkeypatch.setenv("MATLENS_CACHE", "")
+    cache = default_cache()
+    assert cache is not None
+    assert cache.root.name == "matlens"
