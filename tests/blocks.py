@@ -34,7 +34,7 @@ from matlens.models import loading, places
 PROJECT = Path(matlens.__file__).parents[1]
 PAGES = sorted([PROJECT / "README.md", *(PROJECT / "docs").rglob("*.md")])
 NOTEBOOKS = sorted((PROJECT / "docs" / "notebooks").glob("*.py"))
-LANGUAGES = {"python", "sh", "text"}
+LANGUAGES = {"python", "sh", "text", "bibtex"}
 SKETCH = "sketch"
 
 # Sizes of the documentation are divided by this.
@@ -198,6 +198,8 @@ class Runner:
 
     def _text(self, _: Example) -> None:
         self.counts["of output"] += 1
+
+    _bibtex = _text
 
     def _python(self, example: Example) -> None:
         PythonEvaluator()(example)
