@@ -39,7 +39,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "linear/least_squares": ("tests/linear/test_fitting.py",),
     "linear/fitting": ("tests/test_parallel.py",),
     "linear/maps": (),
-    "linear/mapsets": (),
+    "linear/mapsets": ("tests/linear/test_fitting.py",),
     "linear/sums": (
         "tests/linear/test_fitting.py",
         "tests/test_parallel.py",

@@ -1,8 +1,8 @@
-"""Arithmetic in the precision that numbers have, whatever torch is told to make of products elsewhere.
+"""Products in the precision of their factors, whatever torch's settings are.
 
-``torch.autocast`` and torch's switches for float32 products let a float32 model compute in half precision,
-and nothing in its weights tells. What this library computes does not follow them: a model that is to run in
-half precision is loaded so, and known by it. Passes that a user runs follow them as always.
+``torch.autocast`` and torch's settings for float32 products let a float32 model compute in half precision,
+which its weights do not tell. What this library computes does not follow them: a model that is to run in half
+precision is loaded so. Passes that a user runs follow them as always.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _DEVICES = ("cpu", "cuda", "mps", "xpu")
 _EXACT = ("ieee", "none")
 _LOCK = threading.Lock()
 _inside = threading.local()
-_holders = 0  # threads that are inside; the switches hold for all
-_before: list[tuple[Any, str]] = []  # switches that were turned, and what they were
+_holders = 0  # threads that are inside; the settings are those of all
+_before: list[tuple[Any, str]] = []  # settings that were changed, and their values
 
 
 def is_reduced() -> bool:
@@ -31,7 +31,7 @@ def is_reduced() -> bool:
 
 @contextmanager
 def own_precision() -> Iterator[None]:
-    """Compute in the precision of the numbers, as long as the context lasts; then all is as it was."""
+    """Compute in the precision of the factors inside the context."""
     if not is_reduced():
         yield
         return
@@ -49,7 +49,7 @@ def own_precision() -> Iterator[None]:
 
 @contextmanager
 def _exact_products(torch: Any) -> Iterator[None]:
-    """Turn the switches, which are of the whole process, until the last thread has left."""
+    """Change the settings, which are those of the whole process, until the last thread has left."""
     global _holders
     with _LOCK:
         _holders += 1

@@ -1,4 +1,4 @@
-"""Numbers from tensors: quality of fit, quality of prediction, and how sure we are of them."""
+"""Quality of fit and of prediction, from tensors, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Estimate(NamedTuple):
 
     @classmethod
     def without_interval(cls, value: SupportsFloat, n: int) -> Estimate:
-        """A number that is no mean of examples, such as r2, a quantile or a count."""
+        """A value that is no mean of examples, such as r2, a quantile or a count."""
         return cls(float(value), float("nan"), float("nan"), n)
 
 
@@ -38,11 +38,6 @@ def r2(prediction: Float[Tensor, "n d"], truth: Float[Tensor, "n d"]) -> float:
     `r2_score` does by default: a coordinate that is constant counts 1 if it is met exactly, else 0.
 
     Warns with `InputWarning` if the score is below -1000 because of coordinates that hardly vary.
-
-    Raises
-    ------
-    InputError
-        Fewer than two examples, which have no variance; or the two differ in shape.
     """
     score, n_steady = r2_and_steady(prediction, truth)
     if n_steady:
@@ -63,8 +58,8 @@ def r2_and_steady(prediction: Tensor, truth: Tensor) -> tuple[float, int]:
     """`r2`, and how many coordinates of small variance make it hopeless; 0 for any score that is not."""
     if prediction.shape != truth.shape or not truth.shape[1]:
         raise InputError(
-            f"A prediction of the shape {tuple(prediction.shape)} cannot be compared with a truth of "
-            f"{tuple(truth.shape)}. Expected the same shape, with one coordinate or more."
+            f"prediction and truth must have the same shape [n, d], d at least 1, got "
+            f"{tuple(prediction.shape)} and {tuple(truth.shape)}."
         )
     if len(truth) < 2:
         raise InputError(f"r2 needs at least two examples, got {len(truth)}.")
@@ -83,13 +78,7 @@ def r2_and_steady(prediction: Tensor, truth: Tensor) -> tuple[float, int]:
 
 @checked
 def rank(log_probs: Float[Tensor, "n d_vocab"], token: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
-    """The rank of the given token among all, 1 for the most probable; ties share the better rank.
-
-    Raises
-    ------
-    InputError
-        There is not one token for each row, one is not in the vocabulary, or a probability is NaN.
-    """
+    """The rank of the given token, 1 for the most probable; ties share the better rank."""
     _check_tokens(log_probs, token)
     if bool(log_probs.isnan().any()):  # nothing compares with NaN, so it would count as the best rank
         raise InputError("log_probs must be numbers, got NaN.")
@@ -98,26 +87,14 @@ def rank(log_probs: Float[Tensor, "n d_vocab"], token: Int[Tensor, " n"]) -> Int
 
 @checked
 def surprisal(log_probs: Float[Tensor, "n d_vocab"], token: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """``-ln p(token)``, in nats: how unlikely the model finds the token (paper A, section 4).
-
-    Raises
-    ------
-    InputError
-        There is not one token for each row, or one is not in the vocabulary.
-    """
+    """``-ln p(token)``, in nats: how unlikely the model finds the token (paper A, section 4)."""
     _check_tokens(log_probs, token)
     return -log_probs.gather(1, token[:, None])[:, 0]
 
 
 @checked
 def proportion(hits: Bool[Tensor, " ..."]) -> Estimate:
-    """Share of true entries with its 95% Wilson interval, which never leaves ``[0, 1]``.
-
-    Raises
-    ------
-    InputError
-        There are no entries.
-    """
+    """Share of true entries with its 95% Wilson interval, which never leaves ``[0, 1]``."""
     _check_some(hits)
     n, count = hits.numel(), int(hits.sum())
     from scipy import stats  # seconds, which commands that measure nothing can spare
@@ -128,13 +105,7 @@ def proportion(hits: Bool[Tensor, " ..."]) -> Estimate:
 
 @checked
 def mean(values: Float[Tensor, " ..."]) -> Estimate:
-    """Mean with its 95% interval by Student's t; there is no interval around an infinite mean.
-
-    Raises
-    ------
-    InputError
-        There are no values.
-    """
+    """Mean with its 95% interval by Student's t; there is no interval around an infinite mean."""
     _check_some(values)
     sample = values.cpu().double().numpy().reshape(-1)
     if np.isinf(sample).any():
@@ -149,14 +120,13 @@ def mean(values: Float[Tensor, " ..."]) -> Estimate:
 def _check_tokens(log_probs: Tensor, token: Tensor) -> None:
     rows, d_vocab = log_probs.shape
     if len(token) != rows:
-        raise InputError(f"{len(token)} tokens for {rows} distributions. Expected one for each.")
+        raise InputError(f"token must be one for each of {rows} distributions, got {len(token)}.")
     if rows and not 0 <= int(token.min()) <= int(token.max()) < d_vocab:
         raise InputError(
-            f"The tokens are {int(token.min())} to {int(token.max())}. Expected 0 to {d_vocab - 1}, those "
-            "that the distributions are over."
+            f"token must be between 0 and {d_vocab - 1}, got {int(token.min())} to {int(token.max())}."
         )
 
 
 def _check_some(values: Tensor) -> None:
     if not values.numel():
-        raise InputError("There are no examples to take a mean of. Expected one or more.")
+        raise InputError("A mean must have at least one example, got none.")

@@ -7,8 +7,8 @@ inside is divided by examples. The main process (rank 0) writes files, prints an
 from __future__ import annotations
 
 import os
+import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -81,13 +81,7 @@ def distributed(*, timeout: float = _DAY) -> Iterator[None]:
     Parameters
     ----------
     timeout
-        Seconds to wait for a process that is alive but does not come. A process that was killed is noticed
-        at once.
-
-    Raises
-    ------
-    InputError
-        The other processes cannot be reached, or one failed, ended early, or made other calls.
+        Seconds to wait for a process that is alive; one that was killed is noticed at once.
     """
     longest = timedelta(seconds=check_number(timeout, "timeout", min=0.1))
     if not is_launched() or world_size() > 1:
@@ -108,12 +102,13 @@ def distributed(*, timeout: float = _DAY) -> Iterator[None]:
             "MASTER_ADDR and MASTER_PORT must be as torchrun sets them, and the master reachable."
         ) from error
     place = _current.set(_Place(dist.get_rank(), dist.get_world_size(), group))
-    silence(not is_main())
+    if not is_main():
+        _silent.set()
     try:
         yield
         barrier("the end of the job")
     finally:
-        silence(False)
+        _silent.clear()
         _current.reset(place)
         if opened:  # the others are told by the closed connection if this one failed
             dist.destroy_process_group()
@@ -133,13 +128,7 @@ def alone() -> Iterator[None]:
 
 
 def broadcast(value: Any, what: str) -> Any:
-    """The main process's value, in every process.
-
-    Raises
-    ------
-    InputError
-        A process failed or is at another call.
-    """
+    """The main process's value, in every process; raises ProcessLost if one failed."""
     if world_size() == 1:
         return value
     return _exchange(value if is_main() else None, what)[0]
@@ -167,13 +156,7 @@ def barrier(what: str) -> None:
 
 
 def gather(tensors: Mapping[str, Tensor], what: str) -> list[dict[str, Tensor]]:
-    """The tensors of every process in rank order, on the CPU of the main process; others get an empty list.
-
-    Raises
-    ------
-    InputError
-        A process failed or is at another call.
-    """
+    """The tensors of every process in rank order, on the CPU of the main process; others get none."""
     if world_size() == 1:
         return [dict(tensors)]
     import torch.distributed as dist
@@ -193,13 +176,7 @@ def gather(tensors: Mapping[str, Tensor], what: str) -> list[dict[str, Tensor]]:
 
 
 def broadcast_tensors(tensors: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
-    """The main process's tensors, on the CPU of every other process.
-
-    Raises
-    ------
-    InputError
-        A process failed or is at another call.
-    """
+    """The main process's tensors, on the CPU of every other process."""
     if world_size() == 1:
         return dict(tensors)
     import torch.distributed as dist
@@ -273,61 +250,28 @@ def _careful(call: Callable[[], Any]) -> None:
         ) from error
 
 
-# Bars of progress
+# Progress
 
 _QUIET = 1.0  # seconds before a bar is shown: what is done by then needs none
-_TICK = 1.0  # seconds between two looks at the clock
-_CLOCK = "{desc}: {elapsed}"
-_silent = threading.Event()
-
-
-def silence(quiet: bool) -> None:
-    """Show no bars from now on, or show them again: of several processes one shows them."""
-    _silent.set() if quiet else _silent.clear()
+_silent = threading.Event()  # in all processes but the main one
 
 
 class Bar(tqdm):
-    """A bar of tqdm that is shown after a second and whose clock goes on during a step, however long.
-
-    It takes what `tqdm.tqdm` takes.
-    """
+    """A bar of tqdm that is shown after a second, in the main process alone."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._done = threading.Event()
-        self._clock: threading.Thread | None = None
         shown = {"disable": True} if _silent.is_set() else {}
         super().__init__(*arguments, **{"delay": _QUIET, **options, **shown})
-        if not self.disable:
-            self._clock = threading.Thread(
-                target=_tick, args=(weakref.ref(self), self._done, self.delay), name=f"clock of {self.desc}",
-                daemon=True,
-            )  # fmt: skip
-            self._clock.start()
-
-    def close(self) -> None:
-        """Stop the clock and end the bar's line."""
-        self._done.set()
-        if self._clock is not None and self._clock is not threading.current_thread():
-            self._clock.join()
-            self._clock = None
-        super().close()
-
-
-def _tick(bar: weakref.ref[Bar], done: threading.Event, pause: float) -> None:
-    """Draw a bar anew from another thread: the work has no time for it while a step lasts."""
-    while not done.wait(pause):
-        shown = bar()
-        if shown is None:  # left behind unfinished
-            return
-        with shown.get_lock():
-            shown.delay = 0.0  # it is on the screen from now on, so closing it ends its line
-            shown.refresh(nolock=True)
-        del shown
-        pause = _TICK
 
 
 @contextmanager
 def waiting(desc: str, *, progress: bool = True) -> Iterator[None]:
-    """Show a clock while one step is under way, such as the loading of a model; it goes when that is done."""
-    with Bar(desc=desc, bar_format=_CLOCK, disable=not progress, leave=False):
+    """Print what is under way, such as the loading of a model, if it takes more than a second."""
+    note = threading.Timer(_QUIET, tqdm.write, [f"{desc} ..."], {"file": sys.stderr})
+    note.daemon = True
+    if progress and not _silent.is_set():
+        note.start()
+    try:
         yield
+    finally:
+        note.cancel()

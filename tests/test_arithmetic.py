@@ -39,15 +39,13 @@ def backend(value: str) -> Iterator[None]:
 
 REDUCED: dict[str, Callable[[], Any]] = {
     "bfloat16": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    "float16": lambda: torch.autocast("cpu", dtype=torch.float16),
     "medium": lambda: precision("medium"),
-    "high": lambda: precision("high"),
     "backend": lambda: backend("bf16"),
 }
 
 
 def results(model: Any) -> dict[str, torch.Tensor]:
-    """Passes, fits, read-outs and products, each as numbers."""
+    """Values of passes, fits, read-outs and products."""
     examples = matlens.make_examples(model, make_sentences()).head(12)
     vectors = matlens.collect(model, examples, progress=False)
     maps, readout = matlens.MapSet.fit(vectors, pairs="last"), matlens.Readout(model)
@@ -92,7 +90,7 @@ def test_a_pass_of_the_user_follows_autocast(small_model: Callable[[str], Any]) 
         assert model(tokens, return_type="logits").dtype == torch.bfloat16
 
 
-def test_switches_stay_turned_until_the_last_thread_has_left() -> None:
+def test_settings_stay_changed_until_the_last_thread_has_left() -> None:
     inside, leave = threading.Event(), threading.Event()
     seen: list[bool] = []
 

@@ -1,4 +1,4 @@
-"""Numbers from tensors, against scikit-learn, scipy and the formulas written out."""
+"""Metrics against scikit-learn, scipy and the formulas written out."""
 
 import math
 
@@ -23,15 +23,15 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 # r2
 
 
-@pytest.mark.parametrize("n", [2, 3, 50])
-@pytest.mark.parametrize("d", [1, 4])
-@pytest.mark.parametrize("error", [0.0, 0.1, 1.0, 100.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_r2_is_sklearns(n: int, d: int, error: float, dtype: torch.dtype) -> None:
-    truth = (random(n, d) * torch.tensor([1.0, 1e-3, 1e3, 7.0])[:d] + 5).to(dtype)
-    prediction = truth + error * random(n, d, seed=1).to(dtype)
+@pytest.mark.parametrize(("n", "d"), [(2, 1), (3, 4), (50, 4)])
+@pytest.mark.parametrize("error", [0.0, 0.1, 100.0])
+def test_r2_is_sklearns(n: int, d: int, error: float) -> None:
+    truth = random(n, d) * torch.tensor([1.0, 1e-3, 1e3, 7.0])[:d] + 5
+    prediction = truth + error * random(n, d, seed=1)
     expected = r2_score(truth.double().numpy(), prediction.double().numpy())
     assert r2(prediction, truth) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    assert r2(truth, truth) == 1
+    assert r2(truth.double().mean(0).expand(n, d), truth) == pytest.approx(0, abs=1e-9)
 
 
 NUMBERS = st.floats(-50, 50, width=32)
@@ -45,10 +45,9 @@ def test_r2_is_sklearns_for_any_numbers(samples: tuple[np.ndarray, np.ndarray]) 
     assert r2(torch.from_numpy(prediction), torch.from_numpy(truth)) == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0, 0.1, -3e4])
-@pytest.mark.parametrize("n", [2, 7, 3000])
+@pytest.mark.parametrize(("value", "n"), [(0.0, 2), (0.1, 3000), (-3e4, 7)])
 @pytest.mark.parametrize(("shift", "counts"), [(0.0, 1.0), (0.5, 0.0)])
-def test_a_constant_coordinate_counts_one_if_met_exactly_and_nothing_if_not(
+def test_a_constant_dimension_counts_one_if_met_exactly_and_nothing_if_not(
     value: float, n: int, shift: float, counts: float
 ) -> None:
     truth = torch.cat([torch.full((n, 1), value), random(n, 1)], 1)
@@ -57,25 +56,13 @@ def test_a_constant_coordinate_counts_one_if_met_exactly_and_nothing_if_not(
     assert r2(prediction, truth) == r2_score(truth.double().numpy(), prediction.double().numpy())
 
 
-def test_r2_of_the_mean_is_zero_and_of_the_truth_one() -> None:
-    truth = random(40, 5)
-    assert r2(truth, truth) == 1
-    assert r2(truth.double().mean(0).expand(40, 5), truth) == pytest.approx(0, abs=1e-12)
-    assert r2(2 * truth.double().mean(0) - truth, truth) == pytest.approx(-3, abs=1e-9)
-
-
-def test_r2_is_reckoned_in_float64() -> None:
+def test_r2_is_computed_in_float64() -> None:
     # In float32 neither the mean nor the deviations of these would have a digit left.
     truth = random(500, 1).double() * 1e-3 + 4e3
     prediction = truth + 5e-4 * random(500, 1, seed=1).double()
     assert r2(prediction, truth) == pytest.approx(r2_score(truth.numpy(), prediction.numpy()), abs=1e-9)
     half = random(3000, 2).half() + 100
     assert r2(half + 0.5, half) == pytest.approx(r2_score(half.double(), half.double() + 0.5), abs=1e-9)
-
-
-def test_swapping_prediction_and_truth_is_not_the_same() -> None:
-    truth, prediction = random(20, 2), 3 * random(20, 2, seed=1)
-    assert r2(prediction, truth) < r2(truth, prediction)
 
 
 @pytest.mark.parametrize("n", [0, 1])
@@ -98,22 +85,11 @@ def test_rank_counts_the_more_probable_and_lets_ties_share(scores: np.ndarray, t
     assert found.tolist() == expected
 
 
-def test_rank_of_the_kth_most_probable_is_k() -> None:
-    scores = torch.stack([random(50, seed=i) for i in range(5)])
-    order = scores.argsort(1, descending=True)
-    for k in range(50):
-        assert rank(scores, order[:, k]).tolist() == [k + 1] * 5
-
-
-def test_a_row_with_nan_has_no_rank() -> None:
+def test_a_row_with_nan_and_tokens_of_no_vocabulary_have_no_rank() -> None:
     scores = torch.tensor([[0.0, 1.0, 2.0], [0.0, torch.nan, 2.0]])
-    with pytest.raises(InputError):
-        rank(scores, torch.tensor([0, 1]))
-
-
-def test_ties_share_the_better_rank() -> None:
-    scores = torch.tensor([[2.0, 1.0, 2.0, 0.0, 1.0]]).log_softmax(1)
-    assert [int(rank(scores, torch.tensor([token]))) for token in range(5)] == [1, 3, 1, 5, 3]
+    for rows, tokens in ((scores, [0, 1]), (scores[:1], [3]), (scores[:1], [-1])):
+        with pytest.raises(InputError):
+            rank(rows, torch.tensor(tokens))
 
 
 def test_surprisal_is_minus_the_logarithm_of_the_probability() -> None:
@@ -161,7 +137,7 @@ def test_mean_has_students_interval(values: list[float]) -> None:
     assert found.high == pytest.approx(high, rel=1e-9, abs=1e-9 * size)
 
 
-def test_the_mean_of_many_in_half_precision_is_reckoned_in_float64() -> None:
+def test_the_mean_of_many_in_half_precision_is_computed_in_float64() -> None:
     values = torch.full((4096,), 2.5, dtype=torch.float16)
     assert mean(values) == (2.5, 2.5, 2.5, 4096)
     assert mean(torch.tensor([1e8, 1.0, -1e8], dtype=torch.float32)).value == pytest.approx(1 / 3)
@@ -174,17 +150,16 @@ def test_one_example_has_a_mean_and_no_interval() -> None:
     assert math.isnan(found.high)
 
 
-@pytest.mark.parametrize("values", [[math.inf], [1.0, math.inf], [math.inf, 2.0, math.inf, -3.0]])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_an_infinite_mean_has_no_interval(values: list[float], dtype: torch.dtype) -> None:
-    found = mean(torch.tensor(values, dtype=dtype))
+@pytest.mark.parametrize("values", [[math.inf], [math.inf, 2.0, math.inf, -3.0]])
+def test_an_infinite_mean_has_no_interval(values: list[float]) -> None:
+    found = mean(torch.tensor(values))
     assert (found.value, found.n) == (math.inf, len(values))
     assert math.isnan(found.low)
     assert math.isnan(found.high)
 
 
 def test_nothing_has_no_mean() -> None:
-    with pytest.raises(InputError, match="no examples to take a mean of"):
+    with pytest.raises(InputError, match="at least one example"):
         mean(torch.zeros(0))
-    with pytest.raises(InputError, match="no examples to take a mean of"):
+    with pytest.raises(InputError, match="at least one example"):
         proportion(torch.zeros(0, dtype=torch.bool))

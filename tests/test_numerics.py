@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import resource
 from pathlib import Path
-from typing import Any
 
 import pretend
 import pytest
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from matlens import InputError, numerics
 from matlens.lens.evaluation import confidence_in_top
-from matlens.linear import LeastSquares
 from matlens.numerics import (
     check_float64_device,
     find_device,
@@ -28,24 +26,16 @@ from matlens.numerics import (
 )
 
 
-@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), "meta"])
-def test_a_device_that_is_here_is_found(device: str | torch.device) -> None:
-    assert find_device(device) == torch.device(device)
-
-
-@pytest.mark.parametrize("device", ["nowhere", "cuda:99", "cpu:cpu", "", None, 1.5])
-def test_a_device_that_is_not_here_is_no_device_to_any_who_ask(device: Any) -> None:
-    with pytest.raises(ValueError, match=r".") as refused:
-        find_device(device)
-    assert not isinstance(refused.value, InputError)  # whoever asked has words of its own
-    with pytest.raises(InputError, match="cannot be used here"):
-        check_float64_device(device)
-
-
-def test_a_device_to_compute_in_float64_on_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_found_and_have_float64_or_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_device("meta") == torch.device("meta")
     assert check_float64_device("cpu") == torch.device("cpu")
+    for device in ("nowhere", "cuda:99", "", None, 1.5):
+        with pytest.raises(ValueError, match=r"."):
+            find_device(device)
+        with pytest.raises(InputError, match=r"^device must be one of this machine"):
+            check_float64_device(device)
     monkeypatch.setattr(numerics, "WITHOUT_FLOAT64", frozenset({"cpu"}))
-    with pytest.raises(InputError, match="cpu has no float64"):
+    with pytest.raises(InputError, match=r"^device must have float64"):
         check_float64_device("cpu")
 
 
@@ -96,38 +86,10 @@ def test_a_product_is_as_exact_as_in_float64(n: int) -> None:
         assert float(single.abs().max()) > 1e4 * float(error.max()), "float32 alone would do as well"
 
 
-def test_more_slices_are_more_exact_and_whole_numbers_are_exact() -> None:
-    a, b = stream(300, 8, 2), stream(300, 8, 3)
-    errors = [
-        float((split_product(a, b, slices=n) - a.double().T @ b.double()).abs().max()) for n in (1, 2, 3, 6)
-    ]
-    assert errors[0] > 5 * errors[1] > 25 * errors[2]
-    assert errors[2] > 50 * errors[3]
+def test_products_of_integers_are_exact() -> None:
     whole = torch.randint(-255, 256, (700, 9), generator=torch.Generator().manual_seed(0)).float()
     assert torch.equal(split_product(whole, whole), whole.double().T @ whole.double())
     assert torch.equal(split_product(torch.zeros(5, 2), torch.zeros(5, 3)), torch.zeros(2, 3).double())
-
-
-@pytest.mark.parametrize("batch", [70, 2000])
-def test_maps_are_those_of_float64(batch: int) -> None:
-    x, y = stream(2000, 24, 4), stream(2000, 40, 5)
-    y += x @ torch.randn(24, 40, generator=torch.Generator().manual_seed(6))
-    solutions = []
-    for split in (False, True):
-        moments = LeastSquares(24, 40, split=split)
-        for start in range(0, 2000, batch):
-            moments.update(x[start : start + batch], y[start : start + batch])
-        solutions.append(moments.solution(intercept=True, ridge=0.0))
-    (weight, bias), (ours, our_bias) = solutions
-    assert bias is not None
-    assert our_bias is not None
-    predicted, expected = x.double() @ ours.T + our_bias, x.double() @ weight.T + bias
-    assert float((predicted - expected).norm() / expected.norm()) < 1e-12
-
-
-def test_factors_that_do_not_belong_together_are_refused() -> None:
-    with pytest.raises(InputError, match="slices"):
-        split_product(torch.ones(3, 2), torch.ones(3, 2), slices=0)
 
 
 D_VOCAB = 262_144  # Gemma's
@@ -187,9 +149,7 @@ def check(scores: Tensor, k: int) -> None:
     assert all(len(set(row)) == k for row in places.tolist())
 
 
-@pytest.mark.parametrize(
-    "m", [30, 255, 256, 1000, 3 * 2**10, 5 * 2**10 + 511, 2**14 - 1, 2**14, 2**14 + 7, 21503]
-)
+@pytest.mark.parametrize("m", [30, 255, 1000, 5 * 2**10 + 511, 2**14, 2**14 + 7])
 @pytest.mark.parametrize("k", [1, 5, 30])
 def test_they_are_those_of_topk(m: int, k: int) -> None:
     generator = torch.Generator().manual_seed(m)
@@ -197,20 +157,16 @@ def test_they_are_those_of_topk(m: int, k: int) -> None:
     check(-torch.rand(3, m, generator=generator), k)
 
 
-def test_many_of_one_group_and_of_what_is_left_over_are_found() -> None:
+def test_many_of_one_group_those_after_the_last_group_and_equal_ones_are_found() -> None:
     scores = torch.zeros(2, 17 * 1024 + 5)
-    scores[0, 3::1024] = torch.arange(1.0, 19.0)  # 18, all in the fourth of 1,024 groups and behind
+    scores[0, 3::1024] = torch.arange(1.0, 19.0)  # 18, all in the fourth of 1,024 groups and after
     scores[1, -5:] = torch.arange(1.0, 6.0)
     check(scores[:1], 18)
     values, places = largest(scores, 5)
     assert places[1].tolist() == [17 * 1024 + i for i in (4, 3, 2, 1, 0)]
     assert values[0].tolist() == [18, 17, 16, 15, 14]
-
-
-def test_equal_numbers_are_taken_once_each() -> None:
     check(torch.ones(2, 17 * 1024), 30)
     check(torch.arange(20 * 1024.0).remainder(7).repeat(3, 1), 200)
-    check(torch.randn(2, 17 * 1024, generator=torch.Generator().manual_seed(0)), 300)  # most groups
 
 
 def resident() -> int:
@@ -228,8 +184,3 @@ def test_what_lies_between_what_is_in_use_is_given_back() -> None:
     assert give_back_freed()
     assert before - resident() > 0.5 * size * n / 2
     assert sum(map(len, kept)) == size * n // 2
-
-
-def test_another_c_library_has_nothing_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
-    assert not give_back_freed()

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import TypeCheckError
 
 from matlens import InputError, metrics
-from matlens.activations import outlying_rows
+from matlens.activations.sinks import outlying_rows
 from matlens.data import Examples
 from matlens.lens.early_exit import exit_layers
 from matlens.linear import LeastSquares, LinearMap
@@ -58,5 +58,5 @@ def test_a_wrong_dtype_is_an_error() -> None:
 
 @pytest.mark.refused
 def test_shapes_are_not_checked_where_a_test_is_about_what_is_refused() -> None:
-    with pytest.raises(InputError, match="cannot be compared"):
+    with pytest.raises(InputError, match="must have the same shape"):
         metrics.r2(torch.rand(10, 3), torch.rand(10, 4))

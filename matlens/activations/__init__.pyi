@@ -1,13 +1,10 @@
 from .activations import Activations as Activations
-from .activations import Rows as Rows
 from .collecting import collect as collect
 from .collecting import default_batch_tokens as default_batch_tokens
 from .collecting import stream as stream
 from .exported import read_exported as read_exported
 from .parquet import read_parquet as read_parquet
 from .parquet import write_parquet as write_parquet
-from .sinks import SinkWarning as SinkWarning
 from .sinks import find_sinks as find_sinks
-from .sinks import outlying_rows as outlying_rows
 from .sinks import sink_counts as sink_counts
 from .sinks import sink_rows as sink_rows

@@ -19,7 +19,7 @@ from sklearn.linear_model import LinearRegression, Ridge
 from torch import Tensor
 
 from matlens import parallel
-from matlens.activations import Rows
+from matlens.activations.activations import Rows
 from matlens.errors import InputError
 from matlens.linear import fitting, sums
 from matlens.linear.fitting import fit_samples, fit_stream
