@@ -34,23 +34,13 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
 
     ``maps[3, 30]`` is the map between two layers of the residual stream, ``maps[3, -1]`` that onto the last
     one, and ``maps["ln1_out.3", "attn_out.3"]`` one between other sites. The provenance is by default what
-    those of all maps have in common, and a folder has that alone. With ``same_precision=False`` the maps may
-    be used on the same weights in another precision, such as maps of a float32 model while it runs in
-    bfloat16.
+    those of all maps have in common, and a folder has that alone.
     """
 
-    def __init__(
-        self,
-        maps: Iterable[LinearMap] = (),
-        *,
-        provenance: Provenance | None = None,
-        same_precision: bool = True,
-    ) -> None:
+    def __init__(self, maps: Iterable[LinearMap] = (), *, provenance: Provenance | None = None) -> None:
         given = [_with_names(linear) for linear in maps]
         if provenance is not None and provenance.model is not None:  # of maps made by hand, the set knows it
             given = [replace(m, provenance=provenance) if m.provenance.model is None else m for m in given]
-        if not same_precision:
-            given = [replace(m, provenance=replace(m.provenance, same_precision=False)) for m in given]
         self._maps: dict[tuple[str, str], LinearMap | Artifact] = {(m.source, m.target): m for m in given}
         if len(self._maps) < len(given):
             raise InputError(f"maps must be one for each pair, got {len(given)} of {len(self._maps)} pairs.")
@@ -64,8 +54,6 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         if provenance is None and given:
             provenance = _common([linear.provenance for linear in given])
         self.provenance = provenance or Provenance()
-        if not same_precision:
-            self.provenance = replace(self.provenance, same_precision=False)
 
     def __repr__(self) -> str:
         pairs, model = list(self._maps), self.provenance.model
@@ -181,7 +169,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         """
         artifact = Artifact.open(folder, HOLDS)
         provenance = Provenance.from_json(artifact.request["provenance"])
-        maps = cls(provenance=provenance, same_precision=same_precision)
+        maps = cls(provenance=replace(provenance, same_precision=same_precision))
         for source, target in artifact.request["pairs"]:
             if target not in artifact.tensors(source):
                 raise damaged(artifact.folder / source, f"has no map onto {target}")
