@@ -36,8 +36,12 @@ _PATIENCE = 20  # times the limit may pass on the clock: only what sleeps for ev
 # Modules by the tests that cover them, those that say most first; a room's module has the test of its name.
 MORE_TESTS: dict[str, tuple[str, ...]] = {
     "metrics": ("tests/test_metrics.py",),
-    "linear/least_squares": ("tests/linear/test_fitting.py",),
-    "linear/fitting": ("tests/test_parallel.py",),
+    "linear/least_squares": (
+        "tests/linear/test_fitting.py",
+        "tests/linear/test_noise.py",
+        "tests/linear/test_streaming.py",
+    ),
+    "linear/fitting": ("tests/linear/test_noise.py", "tests/test_parallel.py"),
     "linear/maps": (),
     "linear/mapsets": ("tests/linear/test_fitting.py",),
     "linear/sums": (
