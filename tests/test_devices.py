@@ -10,9 +10,9 @@ from typing import Any
 import control
 import numpy as np
 import pandas as pd
+import paper_b_removal
 import pretend
 import pytest
-import sub_updates
 import torch
 from conftest import WORDS, make_sentences
 from transformer_lens.model_bridge import TransformerBridge
@@ -105,7 +105,7 @@ def pruned(model: Any) -> Any:
 def traced(model: Any) -> Any:
     examples = matlens.make_examples(model, texts(3, 4, 6))
     trace = ffn.Trace.run(model, examples, k=2, progress=False)
-    removed = sub_updates.removal_table(model, examples, k=2, n_tokens=5)
+    removed = paper_b_removal.removal_table(model, examples, k=2, n_tokens=5)
     return [trace.before, trace.after, removed["value"]]
 
 
