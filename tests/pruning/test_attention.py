@@ -110,6 +110,8 @@ def test_a_folder_says_what_is_gone(small_model: Models, windows: Models, tmp_pa
     folder = pruning.save_pruned(pruned, tmp_path / "model")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
     (gone,) = pruned.attention
+    details = pruned.provenance.details
+    assert (details["removed_attention"], details["choice"]) == ([gone], "loss")
     assert not bool(layers_of("llama", loaded)[gone].self_attn.o_proj.weight.any())
     card = (folder / "README.md").read_text()
     assert "# 1 of 3 attentions removed" in card
