@@ -67,7 +67,7 @@ def load(
         the decoder its read-out.
     """
     if not dtype.is_floating_point:
-        raise InputError(f"dtype is {dtype}. Expected torch.float32, torch.bfloat16 or torch.float16.")
+        raise InputError(f"dtype must be torch.float32, torch.bfloat16 or torch.float16, got {dtype}.")
     # The imports take seconds, and a wrong name should not wait for them.
     folder, file, commit = locate(name, revision)
     name, device = os.fspath(name), choose_device(device)
@@ -147,9 +147,7 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     try:
         return find_device(device)
     except ValueError as error:
-        raise InputError(
-            f"The device {device!s} cannot be used here: {error}. Expected cpu, cuda or mps."
-        ) from error
+        raise InputError(f"device must be an available cpu, cuda or mps device, got {device!s}.") from error
 
 
 @checked

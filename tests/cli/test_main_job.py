@@ -410,7 +410,7 @@ def test_a_small_corpus_is_split_in_proportion(
         (["--seed", "9" * 5000], ["'--seed'"]),
         (["--ridge", "inf"], ["ridge must be a finite number of at least 0 or None, got inf"]),
         (["--dtype", "int8"], ["'--dtype'", "float32", "bfloat16"]),
-        (["--device", "abacus"], ["The device abacus cannot be used here", "Expected cpu, cuda or mps"]),
+        (["--device", "abacus"], ["device must be an available cpu, cuda or mps device, got abacus"]),
         (["--pairs", "3"], ["'--pairs'", "3", "expected all, last, or a list such as 0:12,6:12"]),
         (["--pairs", "0:4"], ["Layer 4 of site 'h' is out of range", "h.0 to h.3"]),
         (["--pairs", "1:-3"], ["must lie before its target"]),
