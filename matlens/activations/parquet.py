@@ -62,10 +62,10 @@ def write_parquet(
     if dtype not in (torch.float32, torch.bfloat16):
         raise InputError(f"dtype must be torch.float32 or torch.bfloat16, got {dtype}.")
     folder = Path(folder)
-    sites = list(activations) if sites is None else [str(activations.resolve(site)) for site in sites]
+    names = [str(activations.resolve(site)) for site in (activations if sites is None else sites)]
     _prepare(folder)
     examples = activations.examples
-    facts = {"provenance": activations.provenance.to_json(), "examples": examples.fingerprint}
+    facts: dict[str, Any] = {"provenance": activations.provenance.to_json(), "examples": examples.fingerprint}
     sentences = np.repeat(np.arange(len(examples)), examples.lengths)  # of every token
     first = examples.offsets[:-1]
     if activations.positions == "all":
@@ -74,7 +74,7 @@ def write_parquet(
         of_row = first[examples.sentences] + examples.positions
     n_shards = 0
     with Bar(total=activations.n_rows, unit="row", desc="writing", disable=not progress) as bar:
-        for number, rows in enumerate(activations.shards(sites)):
+        for number, rows in enumerate(activations.shards(names)):
             token = of_row[rows.index]
             columns = {
                 "row": pa.array(rows.index), "sentence": pa.array(sentences[token]),
@@ -85,7 +85,7 @@ def write_parquet(
             _write(table, folder / VECTORS.replace("*", f"{number:05d}"), pq)
             n_shards += 1
             bar.update(len(rows.index))
-    facts |= {"sites": sites, "dtype": str(dtype).removeprefix("torch."), "n_shards": n_shards}
+    facts |= {"sites": names, "dtype": str(dtype).removeprefix("torch."), "n_shards": n_shards}
     table = pa.table({name: pa.array([values]) for name, values in examples.arrays.items()})
     _write(table.replace_schema_metadata({_FACTS: json.dumps(facts)}), folder / EXAMPLES, pq)
 
