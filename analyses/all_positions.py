@@ -32,7 +32,7 @@ NAME = "all_positions"
 def main(study: Study, report: Report) -> None:
     """Fit the maps to the last layer both ways from one pass, and print both in one table."""
     model = study.model
-    maps = fit_drawn_and_all(model, make_examples(model, study.parts[0], seed=study.seed))
+    maps = fit_sampled_and_all(model, make_examples(model, study.parts[0], seed=study.seed))
     validation = collect(model, study.validation_examples)
     table = compare_fits(study.readout, maps, validation)
     report.write(NAME, table, origin_of(maps["all"], validation))
@@ -40,15 +40,15 @@ def main(study: Study, report: Report) -> None:
     show("r2 and Precision@1", chosen.pivot(index="layer", columns=["metric", "method"], values="value"))
 
 
-def fit_drawn_and_all(model: TransformerBridge, examples: Examples) -> dict[str, MapSet]:
-    """Maps onto the last layer from one pass, fitted on the ``drawn`` positions and on ``all`` positions.
+def fit_sampled_and_all(model: TransformerBridge, examples: Examples) -> dict[str, MapSet]:
+    """Maps onto the last layer from one pass, fitted on the ``sampled`` positions and on ``all`` positions.
 
-    The drawn vectors are held, the others are streamed.
+    Sampled vectors are in memory, the others are streamed.
     """
     if model.cfg.attention_dir == "bidirectional":
         raise InputError(
-            f"{model.cfg.model_name} is a masked-LM model: only the drawn token of each sentence is masked, "
-            "and the others are no predictions. Expected a decoder."
+            "The model must be a decoder: of a masked LM only the sampled token of each sentence is a "
+            f"prediction. Got {model.cfg.model_name}."
         )
     sites = list(map(str, ModelLayout.from_model(model).stream))
     last = len(sites) - 1
@@ -67,8 +67,8 @@ def fit_drawn_and_all(model: TransformerBridge, examples: Examples) -> dict[str,
 
     origin = Provenance(ModelIdentity.from_model(model), examples.provenance)
     of_all = MapSet(fit_stream(all_vectors(), pairs, provenance=replace(origin, positions="all")))
-    of_drawn = MapSet(fit_samples(drawn, pairs, provenance=replace(origin, positions="drawn")))
-    return {"drawn": of_drawn, "all": of_all}
+    of_drawn = MapSet(fit_samples(drawn, pairs, provenance=replace(origin, positions="sampled")))
+    return {"sampled": of_drawn, "all": of_all}
 
 
 def compare_fits(readout: Readout, maps: Mapping[str, MapSet], validation: Activations) -> pd.DataFrame:

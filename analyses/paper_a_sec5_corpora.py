@@ -43,14 +43,14 @@ def main(
     positions: Annotated[
         PositionChoice,
         typer.Option(
-            help="A sample is one drawn token of each training sentence (drawn), or any token (all)."
+            help="A sample is one sampled token of each training sentence (sampled), or any token (all)."
         ),
-    ] = "drawn",
+    ] = "sampled",
     every: Annotated[int, typer.Option(min=1, help="From every how many layers there are maps.")] = 1,
 ) -> None:
     """Fit on each corpus, test on each, print the means over layers and draw all layers."""
     by_corpus = {study.corpus.name: replace(study, positions=positions) for study in studies}
-    if positions != "drawn":  # apart from what others have collected at sampled positions
+    if positions != "sampled":  # apart from what others have collected at sampled positions
         by_corpus = {name: replace(study, out=study.out / positions) for name, study in by_corpus.items()}
     shared = shared_sentences({name: study.parts for name, study in by_corpus.items()})
     samples = {name: study.stream[0] for name, study in by_corpus.items()}

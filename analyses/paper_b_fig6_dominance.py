@@ -1,7 +1,7 @@
 """Paper B, Figure 6: how much of an FFN's update comes from its ten dominant sub-updates.
 
 The share of the ten sub-updates with the largest ``|m_i| ||v_i||`` at every layer, and of ten random ones, at
-one drawn position of each sentence. Expect the dominant ones to hold 5% to 10% and more of the whole, the
+one sampled position of each sentence. Expect the dominant ones to hold 5% to 10% and more of the whole, the
 random ones ``10 / d_mlp``. The table also has how many of the ten have negative coefficients, which turn
 their vectors round (A.3). The paper's figure is ``--model gpt2-medium``, 2,000 sentences.
 """

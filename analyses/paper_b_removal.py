@@ -1,6 +1,6 @@
 """Removal against projection: which reading of value vectors is true to a model.
 
-The dominant sub-updates at one drawn position of each sentence are left out, one at a time, and what that
+The dominant sub-updates at one sampled position of each sentence are left out, one at a time, and what that
 changes in the logits is compared with the scores that their value vectors give to all tokens: as they are
 (``E v``, the paper's), with the gains of the norms that they pass on their way to the logits, and through the
 final norm. The logits are those of the stream behind the layer, and those of the whole model. A random value

@@ -55,7 +55,7 @@ def main(
     describe = wordnet_meanings() if wordnet else None
     texts, model, seed = study.corpus, study.model, study.seed
     _, part = texts.split(n_train=1, n_validation=max(2, study.n_layers * per_layer), seed=seed)
-    examples = make_examples(model, part, seed=seed, draw_special=False)
+    examples = make_examples(model, part, seed=seed, sample_special=False)
     sample = draw_concept_sample(model, examples, per_layer=per_layer, k=top, seed=seed)
     written = write_concept_sheets(sample, report.out / f"{NAME}_sheets", describe=describe)
     origin = {"data": examples.provenance, "sheet": sheet_code(sample)}

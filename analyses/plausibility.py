@@ -51,7 +51,7 @@ def main(
                 f"sentences must be at most {len(chosen)}, those that maps are not fitted on, got "
                 f"{sentences}. Use a larger --val, or --sentences-from."
             )
-    examples = make_examples(study.model, chosen, seed=study.seed, draw_special=False).head(sentences)
+    examples = make_examples(study.model, chosen, seed=study.seed, sample_special=False).head(sentences)
     read = collect(study.model, examples)
     table = top_predictions(study.readout, study.maps, read, range(study.n_layers + 1))
     path = report.path(f"{NAME}_sheet")

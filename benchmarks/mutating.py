@@ -33,9 +33,9 @@ _PAIRS = (
 )  # fmt: skip
 CALLS = dict([*_PAIRS, *((b, a) for a, b in _PAIRS)])
 _NAMES = (
-    ("mat", "id"), ("before", "after"), ("dominant", "random"), ("low", "high"), ("all", "drawn"),
+    ("mat", "id"), ("before", "after"), ("dominant", "random"), ("low", "high"), ("all", "sampled"),
     ("not-sink", "not-first"), ("score", "lift"), ("odds", "lift"), ("blocks", "mat"), ("ffn", "attn"),
-    ("layer", "target"), ("saturation", "elimination"), ("extreme", "drawn"), ("values", "random"),
+    ("layer", "target"), ("saturation", "elimination"), ("extreme", "sampled"), ("values", "random"),
     ("values", "updates"), ("train", "validation"), ("words", "tokens"), ("rank", "score"), ("left", "right"),
     ("top", "bottom"), ("mat_ffn", "mat_ln1_ln2"), ("precision", "surprisal"), ("final", "before"),
 )  # fmt: skip

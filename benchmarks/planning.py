@@ -33,7 +33,7 @@ class _Step(NamedTuple):
     exact: bool = False
 
 
-def _collect(model: Any, parts: Any, folder: Path, positions: Literal["drawn", "all"]) -> None:
+def _collect(model: Any, parts: Any, folder: Path, positions: Literal["sampled", "all"]) -> None:
     study = Study(load_model=lambda: model, out=folder, main_folder=folder, positions=positions)
     vars(study)["model"], vars(study)["parts"] = model, parts
     _ = study.stream
@@ -41,9 +41,9 @@ def _collect(model: Any, parts: Any, folder: Path, positions: Literal["drawn", "
 
 _ALL = {"positions": "all"}
 _STEPS = {
-    "collecting, drawn positions": _Step(
+    "collecting, sampled positions": _Step(
         "collect", {}, None,
-        lambda model, parts, folder, _: _collect(model, parts, folder, "drawn"),
+        lambda model, parts, folder, _: _collect(model, parts, folder, "sampled"),
     ),
     "collecting, all positions, vectors kept": _Step(
         "collect", _ALL | {"keep_rows": True}, None,
@@ -55,8 +55,8 @@ _STEPS = {
             model, matlens.make_examples(model, parts[0]), folder / "moments", pairs=pairs, progress=False
         ),
     ),
-    "fitting on collected vectors, drawn positions": _Step(
-        "fit from collected vectors", {}, "collecting, drawn positions",
+    "fitting on collected vectors, sampled positions": _Step(
+        "fit from collected vectors", {}, "collecting, sampled positions",
         lambda model, parts, folder, pairs: fit_maps(folder, pairs=pairs, progress=False), exact=True,
     ),
     "fitting on collected vectors, all positions": _Step(

@@ -35,4 +35,4 @@ def make_activations(vectors: Mapping[str, Tensor], provenance: Provenance) -> A
     n = len(next(iter(vectors.values())))
     ones = np.arange(n)
     examples = Examples(np.zeros(n, int), np.arange(n + 1), np.zeros(n, int), {}, ones)
-    return Activations(dict(vectors), examples, "drawn", provenance)
+    return Activations(dict(vectors), examples, "sampled", provenance)

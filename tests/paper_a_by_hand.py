@@ -1,6 +1,6 @@
 """The numbers of paper A's analyses from the plain model: LAPACK, scikit-learn and blocks replaced by hand.
 
-Of matlens only the sentences and the drawn positions are taken.
+Of matlens only the sentences and the sampled positions are taken.
 """
 
 from __future__ import annotations

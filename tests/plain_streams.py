@@ -19,13 +19,13 @@ def corpus(name: str, n: int, seed: int) -> Corpus:
     return Corpus(name, tuple(texts), n, 0, 0, 0)
 
 
-def plain_stream(name: str, plain: Any, examples: Examples, positions: str = "drawn") -> list[Tensor]:
+def plain_stream(name: str, plain: Any, examples: Examples, positions: str = "sampled") -> list[Tensor]:
     """The stream layer by layer, in float64, sentence by sentence."""
     layers: list[list[Tensor]] = [[] for _ in range(N_LAYERS + 1)]
     ends = zip(examples.offsets[:-1], examples.offsets[1:], examples.positions, strict=True)
     for start, end, position in ends:
         seen = plain_vectors(name, plain, torch.from_numpy(examples.tokens[start:end]))
-        chosen = [position] if positions == "drawn" else list(range(end - start))
+        chosen = [position] if positions == "sampled" else list(range(end - start))
         for layer, rows in enumerate(layers):
             rows.append(seen[f"h.{layer}"][0, chosen].double())
     return [torch.cat(rows) for rows in layers]

@@ -105,6 +105,21 @@ def test_imports_run_in_no_circle() -> None:
     assert sum(map(len, inside.values())) > len(MODULES), "the graph is nearly empty, so this proves nothing"
 
 
+POSIX_MODULES = {"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"}
+POSIX_NAMES = {
+    "O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "fork", "geteuid", "getuid", "killpg", "mkfifo",
+    "sched_getaffinity", "setsid", "statvfs", "sysconf",
+}  # fmt: skip
+
+
+def test_nothing_needs_a_posix_system() -> None:
+    for module, path in MODULES.items():
+        tree = ast.parse(path.read_text())
+        assert not {name.partition(".")[0] for name in imported(tree)} & POSIX_MODULES, module
+        nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        assert not {node.attr for node in nodes if ast.unparse(node.value) == "os"} & POSIX_NAMES, module
+
+
 def test_mathematics_needs_no_language_model() -> None:
     for module, path in MODULES.items():
         if module.partition(".")[0] in ("errors", "metrics", "linear"):

@@ -62,7 +62,7 @@ def everything(model: Any, examples: Examples, few: Examples, folder: Path) -> d
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LinearMap, "from_solution", in_float64)
         maps = {
-            "drawn": weights(MapSet.fit(kept, pairs="all", intercept=True, progress=False)),
+            "sampled": weights(MapSet.fit(kept, pairs="all", intercept=True, progress=False)),
             "few": weights(MapSet.fit(one, progress=False)),
             "submodules": weights(fit_submodules(inner, ends, progress=False)),
             "stored": weights(MapSet.fit(whole, pairs=PAIRS, ridge=0.5, progress=False)),

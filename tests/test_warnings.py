@@ -53,7 +53,7 @@ def test_maps_judged_on_their_own_sentences(fitted: tuple[Any, Activations, Acti
         prediction_quality(readout, maps, validation, progress=False)
         evaluate_lenses({"id": Lens.identity(model)}, validation, progress=False)
     # Other positions of the same sentences, and fewer of the sentences, are no new text either.
-    drawn = collect(model, replace(train.examples), positions="drawn", progress=False)
+    drawn = collect(model, replace(train.examples), positions="sampled", progress=False)
     for seen in (train, drawn, train.head(7)):
         with warned(1, "Use other sentences"):
             fit_quality(maps, seen, progress=False)

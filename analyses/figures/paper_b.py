@@ -241,7 +241,7 @@ def extremes_figure(clusters: pd.DataFrame, n: int) -> Figure:
     clusters = clusters.assign(height=clusters["common"] - clusters["unseen"])
     for ax, read in zip(panels, reads, strict=True):
         of_updates = dict(list(clusters[clusters["read"] == read].groupby("sub_updates", sort=False)))
-        drawn, extreme = of_updates["drawn"], of_updates["extreme"]
+        drawn, extreme = of_updates["sampled"], of_updates["extreme"]
         ax.scatter(drawn["layer"], drawn["height"], s=5, color=OTHER, alpha=0.5, lw=0, rasterized=True)
         colours = np.where(extreme["raised"] >= 0.5, RAISED, LOWERED)
         areas = 4 + _AREA * extreme["share"]

@@ -104,7 +104,7 @@ def prediction_confidence(model: TransformerBridge, examples: Examples) -> Float
 
 def masked_accuracy(model: TransformerBridge, corpus: Corpus, *, seed: int = 0) -> metrics.Estimate:
     """How often a masked-LM model fills in the token that the sentence has there; one is masked in each."""
-    examples = make_examples(model, corpus, seed=seed, draw_special=False)
+    examples = make_examples(model, corpus, seed=seed, sample_special=False)
     there = [
         encode_text(model, text).ids[position]
         for text, position in zip(corpus.sentences, examples.positions.tolist(), strict=True)

@@ -210,7 +210,7 @@ def extreme_tables(
     """`cluster_activity`, `group_table` and `place_table` by both readings of the scores.
 
     All have one more column, ``read``, which is ``score``, the trace's own, or ``lift``, relative to the mean
-    over the vocabulary; that of the clusters has another, ``sub_updates``: ``extreme`` or ``drawn``.
+    over the vocabulary; that of the clusters has another, ``sub_updates``: ``extreme`` or ``sampled``.
     """
     values, projection = ValueVectors(model), Projection.from_model(model)
     tables: dict[str, list[pd.DataFrame]] = {"activity": [], "groups": [], "places": []}
@@ -221,7 +221,7 @@ def extreme_tables(
         drawn = draw_sub_updates(trace, values, n_drawn, scores=scores, seed=seed)
         activity = pd.concat(
             cluster_activity(chosen, clusters, trace, values, projection, frequency).assign(sub_updates=name)
-            for name, chosen in (("extreme", extreme), ("drawn", drawn))
+            for name, chosen in (("extreme", extreme), ("sampled", drawn))
         )
         groups = group_table(extreme, drawn, activity, clusters, values, trace, confidence)
         places = place_table(extreme, activity, clusters, trace)

@@ -153,7 +153,7 @@ WRITERS: dict[str, Callable[[World, Path], Any]] = {
     ),
     "clusters": lambda w, f: ffn.Clusters.fit(w["ValueVectors"], 20, folder=f, progress=False),
     "moments": lambda w, f: linear.stream_least_squares(
-        w.model, w["Examples"], f, pairs="all", positions="drawn", batch_tokens=100, progress=False
+        w.model, w["Examples"], f, pairs="all", positions="sampled", batch_tokens=100, progress=False
     ),
     "study": lambda w, f: w.study(f).evaluate(),
     "prompts": lambda _, f: f.write_text('{"prompt": "w1 w2 w3"}\n{"prompt": "w4 w5"}\n'),

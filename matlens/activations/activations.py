@@ -22,7 +22,7 @@ from matlens.io.rows import StoredRows, read_rows
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
 
-Positions = Literal["drawn", "all"]
+Positions = Literal["sampled", "all"]
 HOLDS = "activations"
 _PART = 4096  # rows of vectors in memory that are yielded at a time
 
@@ -61,7 +61,7 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
     examples
         What they were collected on.
     positions
-        ``"drawn"``: a row for each position of the examples, sentence after sentence. ``"all"``: a row for
+        ``"sampled"``: a row for each position of the examples, sentence after sentence. ``"all"``: a row for
         every token, sentence after sentence.
     provenance
         The model, the corpus, the seed and the software.
@@ -140,17 +140,17 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
     @property
     def n_rows(self) -> int:
         """Number of vectors of each site."""
-        return self.examples.n_positions if self.positions == "drawn" else len(self.examples.tokens)
+        return self.examples.n_positions if self.positions == "sampled" else len(self.examples.tokens)
 
     @property
     def places(self) -> Int[np.ndarray, " n"]:
         """Which token of its sentence each row is, from 0."""
-        return self.examples.positions if self.positions == "drawn" else self.examples.places
+        return self.examples.positions if self.positions == "sampled" else self.examples.places
 
     def head(self, n: int) -> Activations:
         """The rows of the first ``n`` sentences."""
         examples = self.examples.head(n)
-        rows = examples.n_positions if self.positions == "drawn" else len(examples.tokens)
+        rows = examples.n_positions if self.positions == "sampled" else len(examples.tokens)
         vectors = {site: vectors[:rows] for site, vectors in self._vectors.items()}
         provenance = replace(self.provenance, data=examples.provenance, examples=examples.fingerprint)
         return Activations(vectors, examples, self.positions, provenance)
@@ -163,4 +163,4 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
         examples = Examples.from_arrays(arrays, provenance.data)
         if provenance.examples not in (None, examples.fingerprint):
             raise damaged(Path(folder) / CONFIG, "does not belong to the tokens and positions next to it")
-        return cls(vectors, examples, "all" if provenance.positions == "all" else "drawn", provenance)
+        return cls(vectors, examples, "all" if provenance.positions == "all" else "sampled", provenance)

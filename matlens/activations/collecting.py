@@ -40,7 +40,7 @@ def collect(
     examples: Examples,
     sites: Iterable[Site | str | int] | None = None,
     *,
-    positions: Positions = "drawn",
+    positions: Positions = "sampled",
     folder: str | Path | None = None,
     batch_tokens: PositiveInt | None = None,
     progress: bool = True,
@@ -52,7 +52,7 @@ def collect(
     sites
         By default the residual stream, ``h.0 .. h.L``.
     positions
-        ``"drawn"``: only at the positions of the examples. ``"all"``: at every token.
+        ``"sampled"``: only at the positions of the examples. ``"all"``: at every token.
     folder
         Write there instead of storing rows in memory. A killed run resumes when it is called again, with the
         same bytes; a finished folder is opened without running anything, also if it has more sites.
@@ -127,7 +127,7 @@ def stream(
     examples: Examples,
     sites: Sequence[Site | str | int],
     *,
-    positions: Positions = "drawn",
+    positions: Positions = "sampled",
     batch_tokens: PositiveInt | None = None,
     progress: bool = True,
     divided: bool = False,
@@ -135,7 +135,7 @@ def stream(
 ) -> Iterator[Rows]:
     """Yield the vectors of the chosen sites batch by batch, storing none.
 
-    The model runs no further than the last chosen site and, if it is a decoder and only drawn positions are
+    The model runs no further than the last chosen site and, if it is a decoder and only sampled positions are
     asked for, reads no sentence further than its position. ``numbers`` are those of batches, by default all.
 
     A model that is changed between two batches is refused; edited weights are noticed at the end, since
@@ -175,14 +175,14 @@ class _Batches:
     def counts(self) -> list[int]:
         """How many vectors each batch gives."""
         of_sentence = self.examples.lengths
-        if self.positions == "drawn":
+        if self.positions == "sampled":
             of_sentence = np.bincount(self.examples.sentences, minlength=len(self.examples))
         return [int(of_sentence[sentences].sum()) for sentences in self._sentences]
 
     def read(self, number: int) -> tuple[Batch, tuple[Tensor, Tensor], np.ndarray]:
         """A batch; sentences and places of its vectors in it; and which rows of the collection they are."""
         batch = self._read.batch(self._sentences[number])
-        if self.positions == "drawn":
+        if self.positions == "sampled":
             sentence, place, rows = self.examples.rows_of(batch.index)
             return batch, (torch.from_numpy(sentence), torch.from_numpy(place)), rows
         row, column = batch.mask.nonzero(as_tuple=True)

@@ -74,7 +74,7 @@ def read_exported(
         layers of the residual stream here: 0 enters the first block, and ``L`` the final norm. An entry after
         the final norm, as the last of Hugging Face's ``hidden_states``, is ``None``.
     positions
-        ``"all"``: a row for every token. ``"drawn"``: for the last token of each prompt.
+        ``"all"``: a row for every token. ``"sampled"``: for the last token of each prompt.
     folder
         Where to store the rows, as in `collect`; by default in memory.
     n_checked

@@ -131,8 +131,8 @@ def read_parquet(
             raise InputError(f"{path} belongs to another export than {source / EXAMPLES}.")
         files.append(file)
         columns = {site: Column(file.schema_arrow.field(site).type.list_size) for site in facts["sites"]}
-    positions: Any = "all" if provenance.positions == "all" else "drawn"
-    n_rows = examples.n_positions if positions == "drawn" else len(examples.tokens)
+    positions: Any = "all" if provenance.positions == "all" else "sampled"
+    n_rows = examples.n_positions if positions == "sampled" else len(examples.tokens)
     counts = [file.metadata.num_rows for file in files]
     if sum(counts) != n_rows:
         raise InputError(f"{source} must hold {n_rows:,} rows, got {sum(counts):,}.")

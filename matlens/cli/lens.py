@@ -100,7 +100,7 @@ def fit(
     train: PositiveInt | None = None,
     val: Val | None = None,
     seed: Seed = 0,
-    positions: Literal["all", "drawn"] = "all",
+    positions: Literal["all", "sampled"] = "all",
     layers: Layers = None,
     rows: Path | None = None,
     prompts: Val = 30,

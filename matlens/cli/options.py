@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from matlens.study.study import Study
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-PositionChoice = Literal["auto", "drawn", "all"]
+PositionChoice = Literal["auto", "sampled", "all"]
 LinkageChoice = Literal["average", "complete"]
 SHARED = {
     "folder": "The --out folder of 'matlens collect' or 'matlens run'.",
@@ -323,9 +323,9 @@ class SampleOptions:
     seed
         Random seed of the split and of the positions.
     positions
-        One drawn token of each training sentence, or all of them. auto: drawn, as in the paper, or all where
-        there are fewer sentences than twice the width of the model.
-    draw_special
+        One sampled token of each training sentence, or all of them. auto: sampled, as in the paper, or all
+        where there are fewer sentences than twice the width of the model.
+    sample_special
         May the position fall on [CLS] and the like?
     batch_tokens
         Most tokens in a batch; by default what suits the device.
@@ -338,7 +338,7 @@ class SampleOptions:
     val: Annotated[int, Between(2)] | None = None
     seed: Seed = 0
     positions: PositionChoice = "auto"
-    draw_special: Annotated[bool, typer.Option("--draw-special/--skip-special")] = True
+    sample_special: Annotated[bool, typer.Option("--sample-special/--skip-special")] = True
     batch_tokens: PositiveInt | None = None
     keep_rows: KeepRows = False
 
@@ -350,7 +350,8 @@ class SampleOptions:
         return Study(
             load_model=model.load, load_corpus=corpus.load, out=self.out, main_folder=self.out,
             **sizes_of(self.train, self.val), seed=self.seed, positions=self.positions,
-            draw_special=self.draw_special, batch_tokens=self.batch_tokens, keep_rows=self.keep_rows, **more,
+            sample_special=self.sample_special, batch_tokens=self.batch_tokens, keep_rows=self.keep_rows,
+            **more,
         )  # fmt: skip
 
 

@@ -241,7 +241,7 @@ def plan(
     everywhere = positions == "all" or (positions == "auto" and are_few(sentences, shape.d_model))
     plans = {
         each: plan_study(
-            shape, sentences, val, positions="all" if everywhere else "drawn", pairs=each,
+            shape, sentences, val, positions="all" if everywhere else "sampled", pairs=each,
             train_tokens=tokens * sentences, keep_rows=keep_rows,
         )
         for each in get_args(PairsChoice)

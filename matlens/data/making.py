@@ -33,7 +33,7 @@ MASKED = 0.15  # of a sentence's tokens, as BERT is trained
 
 @checked
 def make_examples(
-    model: TransformerBridge, corpus: Corpus | Sequence[str], *, seed: Seed = 0, draw_special: bool = True
+    model: TransformerBridge, corpus: Corpus | Sequence[str], *, seed: Seed = 0, sample_special: bool = True
 ) -> Examples:
     """Tokenise a corpus with the model's tokenizer and sample a position in each sentence.
 
@@ -45,7 +45,7 @@ def make_examples(
         The corpus, or a list of texts; for token ids see `make_token_examples`.
     seed
         Seed of the positions.
-    draw_special
+    sample_special
         Whether positions may be those of special tokens (``[CLS]``, ``<s>``), as in the authors' code.
     """
     corpus = as_corpus(corpus)
@@ -65,7 +65,7 @@ def make_examples(
     warn_of_unknown(model, corpus.sentences, encoded)
     positions = np.array(
         [
-            _sample_position(text, encoding.added, seed, draw_special)
+            _sample_position(text, encoding.added, seed, sample_special)
             for text, encoding in zip(corpus.sentences, encoded, strict=True)
         ]
     )
@@ -77,7 +77,7 @@ def make_examples(
         "corpus": corpus.name,
         "corpus_fingerprint": corpus.fingerprint,
         "seed": seed,
-        "position": "uniform over all tokens" if draw_special else "uniform over tokens not special",
+        "position": "uniform over all tokens" if sample_special else "uniform over tokens not special",
         "masked": mask is not None,
         TOKENIZATION: token_policy(model).digest,
         "n": len(ids),
@@ -127,9 +127,9 @@ def make_pairs(
     return with_sources(model, examples, [np.array(source, dtype=np.int64) for source in source_ids])
 
 
-def _sample_position(text: str, added: list[bool], seed: int, draw_special: bool = True) -> int:
+def _sample_position(text: str, added: list[bool], seed: int, sample_special: bool = True) -> int:
     """A position in a sentence, from the seed and the text alone."""
-    allowed = np.arange(len(added)) if draw_special else np.flatnonzero(~np.asarray(added, dtype=bool))
+    allowed = np.arange(len(added)) if sample_special else np.flatnonzero(~np.asarray(added, dtype=bool))
     if not len(allowed):
         which = "only special tokens" if added else "no token"
         raise InputError(f"A sentence must have tokens, got {which} of {short(text)}.")

@@ -163,7 +163,7 @@ class Trace:
                 yield batch.index, reader.rows(batch)
 
         config, rows = collect_rows(
-            TRACE, request, reader.columns, batch_counts(model, examples, "drawn", size), run,
+            TRACE, request, reader.columns, batch_counts(model, examples, "sampled", size), run,
             folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens",),
         )  # fmt: skip
         return cls(rows, examples, Provenance.from_config(config))

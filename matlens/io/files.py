@@ -137,7 +137,14 @@ def nearest_existing(folder: Path) -> Path:
 
 def create(path: Path) -> int:
     """Create a file where there is none, not even a link; returns its descriptor."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    return os.open(
+        path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _flags("O_NOFOLLOW", "O_CLOEXEC", "O_BINARY"), 0o666
+    )
+
+
+def _flags(*names: str) -> int:
+    """Those of these flags of `os.open` that the platform has."""
+    return sum(getattr(os, name, 0) for name in names)
 
 
 # One job in a folder at a time
@@ -187,7 +194,7 @@ def is_transient(name: str) -> bool:
 
 def open_regular(path: str | Path) -> BinaryIO:
     """Open a regular file; raises InputError for a pipe or a device, which could block the reader."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | _flags("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise InputError(f"{path} must be a file, and is a folder, a pipe or a device.")

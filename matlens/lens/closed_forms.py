@@ -269,7 +269,7 @@ def lens_least_squares(
         provenance, examples, positions = data.provenance, data.examples, data.positions
     else:
         provenance, examples = Provenance(identity, data.provenance, data.fingerprint, positions), data
-    keys = torch.from_numpy(row_keys(examples, sampled=positions == "drawn"))
+    keys = torch.from_numpy(row_keys(examples, sampled=positions == "sampled"))
     chosen = Selection.parse(rows, weights, len(keys))
     if chosen is not None:
         provenance = provenance.with_details(**chosen.details)

@@ -131,7 +131,7 @@ def compare_lenses(
     else:
         chosen = list(resolve_layers(layers, last))
     sites = layers_read([config for config in configs.values() if config is not None], chosen, last)
-    place: Positions = "drawn" if masked else "all"
+    place: Positions = "sampled" if masked else "all"
     train = collect(
         model, make_examples(model, parts[0], seed=seed), sites, positions=place,
         folder=Path(folder) / f"lens-rows-{'all' if len(sites) > last else '-'.join(map(str, chosen))}",

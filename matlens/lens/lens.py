@@ -130,7 +130,7 @@ class Lens(LensMaps):
             tuned-lens does; ``jacobian``, the mean Jacobian, by TransformerLens; or the name of a method that
             another package adds. A list gives a dict of lenses by name.
         positions
-            ``"all"``: at every token. ``"drawn"``: at the positions of the examples, which are the masks
+            ``"all"``: at every token. ``"sampled"``: at the positions of the examples, which are the masks
             of a masked-LM model.
         rows, weights
             For closed forms: True for the samples to fit on, by default all, and how much each of all samples

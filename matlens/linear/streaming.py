@@ -140,7 +140,7 @@ def stream_least_squares(
     pairs
         As in `MapSet.fit`.
     positions
-        ``"drawn"``: only at the positions of the examples. ``"all"``: at every token.
+        ``"sampled"``: only at the positions of the examples. ``"all"``: at every token.
     rows, weights
         As in `MapSet.fit`: of all parts together, in the order of ``collect`` at these positions.
     part
@@ -198,7 +198,7 @@ def stream_least_squares(
 
 
 def _n_samples(examples: Examples, positions: Positions) -> int:
-    return examples.n_positions if positions == "drawn" else len(examples.tokens)
+    return examples.n_positions if positions == "sampled" else len(examples.tokens)
 
 
 @checked

@@ -175,7 +175,7 @@ def plan_study(
     n_train: Count,
     n_validation: CountOrNone = 0,
     *,
-    positions: Positions = "drawn",
+    positions: Positions = "sampled",
     pairs: PairsToFit = "all",
     train_tokens: int | None = None,
     intercept: bool = False,
@@ -200,7 +200,7 @@ def plan_study(
     """
     tokens = _SENTENCE * n_train if train_tokens is None else train_tokens
     check_int(tokens, "train_tokens", min=n_train, max=2**50)
-    n_rows = n_train if positions == "drawn" else tokens
+    n_rows = n_train if positions == "sampled" else tokens
     length = tokens // n_train
     run = tokens if positions == "all" else tokens // 2 + n_train  # up to the sampled token
     validated = n_validation * (length // 2 + 1)

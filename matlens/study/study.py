@@ -78,7 +78,7 @@ class Study:
         With ``"all"`` maps are fitted on every token of the training part; the validation part has one
         sampled position a sentence, so that its numbers compare. ``"auto"`` is ``"all"`` where the training
         sentences are fewer than twice the width of the model, and that is possible.
-    draw_special, batch_tokens
+    sample_special, batch_tokens
         As in `make_examples` and `collect`.
     pairs, intercept, ridge
         Which maps are fitted and how, as in `fit_maps`.
@@ -94,8 +94,8 @@ class Study:
     adjustable: tuple[Part, ...] = ()
     seed: int = 0
     main_folder: Path | None = None
-    positions: PositionsOrAuto = "drawn"
-    draw_special: bool = True
+    positions: PositionsOrAuto = "sampled"
+    sample_special: bool = True
     batch_tokens: int | None = None
     pairs: Pairs = "all"
     intercept: bool = False
@@ -103,10 +103,10 @@ class Study:
     keep_rows: bool = True
 
     def __post_init__(self) -> None:
-        if self.positions == "all" and not self.draw_special:
+        if self.positions == "all" and not self.sample_special:
             raise InputError(
                 "All positions include the special tokens: skip them only with sampled positions "
-                "(--positions drawn)."
+                "(--positions sampled)."
             )
 
     @cached_property
@@ -184,7 +184,7 @@ class Study:
     def examples(self) -> tuple[Examples, Examples]:
         """The training and the validation sentences as the model reads them, with a sampled position each."""
         train, validation = (
-            make_examples(self.model, part, seed=self.seed, draw_special=self.draw_special)
+            make_examples(self.model, part, seed=self.seed, sample_special=self.sample_special)
             for part in self.parts
         )
         for examples in (train, validation):
@@ -196,7 +196,7 @@ class Study:
     @cached_property
     def stream(self) -> tuple[Activations, Activations]:
         """The stream of the training and of the validation sentences."""
-        return self._training_vectors(keep_rows=True), self._vectors(VALIDATION, "drawn")
+        return self._training_vectors(keep_rows=True), self._vectors(VALIDATION, "sampled")
 
     @cached_property
     def validation(self) -> Activations:
@@ -204,12 +204,12 @@ class Study:
         if self.keep_rows:
             return self.stream[1]
         self._training_vectors(keep_rows=False)
-        return self._vectors(VALIDATION, "drawn")
+        return self._vectors(VALIDATION, "sampled")
 
     def _training_vectors(self, *, keep_rows: bool) -> Any:
         keep_rows = keep_rows or (self.folder / TRAIN).is_dir()
         positions = self._chosen_positions(keep_rows)
-        if keep_rows or (positions == "drawn" and not has_moments(self.folder)):
+        if keep_rows or (positions == "sampled" and not has_moments(self.folder)):
             return self._vectors(TRAIN, positions)
         return self._moments(positions, self.folder / MOMENTS, (1, 1))
 
@@ -220,7 +220,7 @@ class Study:
             n_rows = n_tokens if positions == "all" else examples.n_positions
             advice = "Collect fewer sentences, or write elsewhere (--out)."
             if positions == "all":
-                advice = "One drawn token of each sentence takes far less (--positions drawn)."
+                advice = "One sampled token of each sentence takes far less (--positions sampled)."
             needed = collected_bytes(Shape.from_model(self.model), n_rows, n_tokens, examples.n_positions)
             check_disk(needed, folder, f"Collecting {n_rows:,} vectors of each layer", advice)
         return collect(
@@ -230,7 +230,7 @@ class Study:
     def _moments(self, positions: Positions, folder: Path, part: tuple[int, int]) -> StoredLeastSquares:
         examples, (requested, widths) = self.examples[0], pairs_and_widths(self.model, self.pairs)
         _, of = part
-        n_rows = examples.n_positions if positions == "drawn" else len(examples.tokens)
+        n_rows = examples.n_positions if positions == "sampled" else len(examples.tokens)
         check_moments(-(-n_rows // of), requested, widths, folder)
         return stream_least_squares(
             self.model, examples, folder, pairs=requested, positions=positions, part=part,
@@ -243,32 +243,32 @@ class Study:
 
     @property
     def _positions(self) -> PositionsOrAuto:
-        """With a ridge, which is the other remedy for few sentences, ``"auto"`` is ``"drawn"``."""
-        return "drawn" if self.positions == "auto" and self.ridge else self.positions
+        """With a ridge, which is the other remedy for few sentences, ``"auto"`` is ``"sampled"``."""
+        return "sampled" if self.positions == "auto" and self.ridge else self.positions
 
     def _chosen_positions(self, keep_rows: bool) -> Positions:
         """Positions of the training sentences that maps are fitted on, where ``"auto"`` is decided."""
         positions, model, examples = self._positions, self.model, self.examples[0]
         if positions == "all" and is_masked(model):
             raise InputError(
-                "All positions of a masked-LM model cannot be used: only the drawn token of each sentence is "
-                "masked, and the others are no predictions. Expected positions='drawn'."
+                "positions must be 'sampled' for a masked LM, got 'all': only the sampled token of each "
+                "sentence is masked, and only its output is a prediction."
             )
         if positions != "auto":
             return positions
         n_tokens, d_model = len(examples.tokens), model.cfg.d_model
-        if is_masked(model) or not self.draw_special or not are_few(len(examples), d_model):
-            return "drawn"
+        if is_masked(model) or not self.sample_special or not are_few(len(examples), d_model):
+            return "sampled"
         if not (self.folder / (TRAIN if keep_rows else MOMENTS)).exists():
             if keep_rows:
                 n_bytes = collected_bytes(Shape.from_model(model), n_tokens, n_tokens, len(examples))
             else:
                 n_bytes = written_bytes(n_tokens, *pairs_and_widths(model, self.pairs))
             if n_bytes > free_disk(self.folder) / 2:
-                return "drawn"
+                return "sampled"
         tqdm.write(
             f"{len(examples):,} sentences are few for {d_model:,} dimensions: the maps are fitted on all of "
-            f"their {n_tokens:,} tokens. --positions drawn takes one of each sentence.",
+            f"their {n_tokens:,} tokens. --positions sampled takes one of each sentence.",
             file=sys.stderr,
         )
         return "all"
@@ -277,7 +277,7 @@ class Study:
     def maps(self) -> MapSet:
         """``mat`` for the pairs of layers."""
         requested = resolve_pairs(self.pairs, self.n_layers)  # before the work, not after it
-        kept = self.positions == "drawn" or self.keep_rows  # one sample of each sentence, or more
+        kept = self.positions == "sampled" or self.keep_rows  # one sample of each sentence, or more
         if kept and not is_finished(self.folder / MAPS):
             check_fit(self.sizes[0], self.model.cfg.d_model, requested)
         _ = self.validation

@@ -61,7 +61,7 @@ def reference(plain_model: Callable[[str], Any]) -> Callable[[str, Examples], di
     return found
 
 
-def drawn_rows(examples: Examples) -> Tensor:
+def sampled_rows(examples: Examples) -> Tensor:
     return torch.from_numpy(examples.offsets[:-1] + examples.positions)
 
 
@@ -80,8 +80,8 @@ def llama(small_model: Callable[[str], Any], sentences: Corpus) -> tuple[Any, Ex
     return model, make_examples(model, sentences)
 
 
-def batches(examples: Examples, budget: int, positions: str = "drawn") -> list[Batch]:
-    """Batches that a decoder is run on: for drawn positions it reads no sentence further than its own."""
+def batches(examples: Examples, budget: int, positions: str = "sampled") -> list[Batch]:
+    """Batches that a decoder is run on: for sampled positions it reads no sentence further than its own."""
     return list((examples if positions == "all" else examples.up_to_positions()).batches(budget))
 
 
@@ -108,7 +108,7 @@ def test_all_sites_at_all_positions_are_those_of_each_sentence_alone(
 
 @pytest.mark.parametrize(("batch_tokens", "padding_side"), [(1, "right"), (64, "left"), (64, "right")])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_drawn_positions_are_the_same_whatever_the_batches_are(
+def test_sampled_positions_are_the_same_whatever_the_batches_are(
     name: str, batch_tokens: int, padding_side: str, small_model: Callable[[str], Any], sentences: Corpus,
     reference: Callable[..., dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -120,7 +120,7 @@ def test_drawn_positions_are_the_same_whatever_the_batches_are(
     assert list(found) == STREAM
     for site in STREAM:
         assert found[site].dtype == torch.float32
-        assert_near(found[site], expected[site][drawn_rows(examples)])
+        assert_near(found[site], expected[site][sampled_rows(examples)])
 
 
 def test_the_mask_is_what_makes_batches_harmless(
@@ -148,7 +148,7 @@ def test_chosen_sites_only_in_the_given_order(
     resolved = (str(ModelLayout.from_model(model).resolve(site)) for site in sites)
     assert list(found) == list(dict.fromkeys(resolved))
     for site in found:
-        assert_near(found[site], reference("llama", examples)[site][drawn_rows(examples)])
+        assert_near(found[site], reference("llama", examples)[site][sampled_rows(examples)])
 
 
 def test_a_site_that_the_model_lacks_is_refused_before_anything_is_written(
@@ -179,7 +179,7 @@ def test_half_precision_is_kept_in_float32_as_it_was(
 # Streaming
 
 
-@pytest.mark.parametrize("positions", ["drawn", "all"])
+@pytest.mark.parametrize("positions", ["sampled", "all"])
 def test_stream_yields_every_row_once_and_the_same_as_collect(
     positions: Any, llama: tuple[Any, Examples]
 ) -> None:
@@ -189,7 +189,7 @@ def test_stream_yields_every_row_once_and_the_same_as_collect(
     rows = list(stream(model, examples, STREAM, **options))
     expected = batches(examples, 80, positions)
     assert len(rows) == len(expected) > 4
-    if positions == "drawn":
+    if positions == "sampled":
         assert [one.index.tolist() for one in rows] == [batch.index.tolist() for batch in expected]
     index = np.concatenate([one.index for one in rows])
     assert sorted(index.tolist()) == list(range(whole.n_rows))
@@ -303,7 +303,7 @@ def test_a_decoder_reads_each_sentence_up_to_its_position_and_bert_reads_all(
 # On disk
 
 
-@pytest.mark.parametrize("positions", ["drawn", "all"])
+@pytest.mark.parametrize("positions", ["sampled", "all"])
 def test_disk_and_memory_hold_the_same_bits(
     positions: Any, small_model: Callable[[str], Any], sentences: Corpus, tmp_path: Path
 ) -> None:
@@ -483,11 +483,11 @@ def test_the_provenance_names_model_examples_and_software(llama: tuple[Any, Exam
     assert found.identity.fingerprint == fingerprint(model)
     assert found.data == examples.provenance
     assert list(found.details["columns"]) == STREAM
-    assert (found.positions, found.examples) == ("drawn", examples.fingerprint)
+    assert (found.positions, found.examples) == ("sampled", examples.fingerprint)
     assert set(found.details["software"]) > {"matlens", "torch", "transformers"}
 
 
-@pytest.mark.parametrize("positions", ["drawn", "all"])
+@pytest.mark.parametrize("positions", ["sampled", "all"])
 def test_shards_and_the_first_sentences_are_those_of_the_whole(
     positions: Any, llama: tuple[Any, Examples], tmp_path: Path
 ) -> None:
@@ -499,7 +499,7 @@ def test_shards_and_the_first_sentences_are_those_of_the_whole(
         assert torch.equal(torch.cat([part.vectors["h.2"] for part in parts]), memory[2][index])
         assert np.array_equal(np.concatenate([part.places for part in parts]), memory.places[index])
         few = found.head(7)
-        n = 7 if positions == "drawn" else int(llama[1].lengths[:7].sum())
+        n = 7 if positions == "sampled" else int(llama[1].lengths[:7].sum())
         assert few.n_rows == n
         assert torch.equal(few[0], memory[0][:n])
 

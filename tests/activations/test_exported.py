@@ -71,7 +71,7 @@ def written(hidden: list[tuple[torch.Tensor, ...]], tmp_path: Path) -> Write:
     return write
 
 
-@pytest.mark.parametrize("positions", ["all", "drawn"])
+@pytest.mark.parametrize("positions", ["all", "sampled"])
 @pytest.mark.parametrize("kept", [True, False])
 def test_rows_are_those_that_collect_gives(
     positions: Any, kept: bool, model: Any, written: Write, tmp_path: Path

@@ -19,7 +19,7 @@ from matlens.linear import MapSet
 SITES = ["h.0", "attn_out.1", "h.3"]
 
 
-@pytest.fixture(params=["drawn", "all"])
+@pytest.fixture(params=["sampled", "all"])
 def collected(
     request: pytest.FixtureRequest, small_model: Callable[[str], Any], sentences: Corpus, tmp_path: Path
 ) -> Activations:

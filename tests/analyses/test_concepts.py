@@ -39,7 +39,7 @@ K, PER_LAYER = 5, 2
 
 @pytest.fixture
 def examples(small_model: Callable[[str], Any]) -> Callable[[str], Any]:
-    return lambda name: matlens.make_examples(small_model(name), make_sentences(), draw_special=False)
+    return lambda name: matlens.make_examples(small_model(name), make_sentences(), sample_special=False)
 
 
 # Drawing

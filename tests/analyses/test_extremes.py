@@ -293,7 +293,7 @@ def test_both_readings_are_in_the_tables_under_their_names(
             rows[key] += 1
             raised[key] += int(of_read[place] > 0)
         activity = tables.activity[tables.activity["read"] == read]
-        extreme, drawn = (activity[activity["sub_updates"] == name] for name in ("extreme", "drawn"))
+        extreme, drawn = (activity[activity["sub_updates"] == name] for name in ("extreme", "sampled"))
         found = {(row.cluster, row.sign): (row.extremes, row.raised) for row in extreme.itertuples()}
         assert found == {key: (n, pytest.approx(raised[key] / n)) for key, n in rows.items()}
         assert drawn["extremes"].sum() == 21

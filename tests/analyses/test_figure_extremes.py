@@ -18,7 +18,7 @@ N = 12
 def table() -> pd.DataFrame:
     rows = []
     for read in ("score", "lift"):
-        for name, n in (("extreme", N), ("drawn", 30)):
+        for name, n in (("extreme", N), ("sampled", 30)):
             for i in range(n):
                 common = 0.5 if read == "score" else i / n
                 first = (40 + i, 1 - 2 * (i % 2), "other", 4, 0.5, n - i, (n - i) / 100, i % 3 / 2, 0.0, 0.1)
@@ -35,7 +35,7 @@ def test_dots_are_clusters_by_layer_commonness_and_share() -> None:
     assert len(figure.axes) == 2
     for ax, read in zip(figure.axes, ("score", "lift"), strict=True):
         drawn, extreme = (dots for dots in ax.collections if len(dots.get_offsets()) > 0)
-        for dots, name in ((drawn, "drawn"), (extreme, "extreme")):
+        for dots, name in ((drawn, "sampled"), (extreme, "extreme")):
             rows = clusters[(clusters["read"] == read) & (clusters["sub_updates"] == name)]
             assert dots.get_offsets()[:, 0].tolist() == rows["layer"].tolist()
             expected = (rows["common"] - rows["unseen"]).tolist()

@@ -193,7 +193,7 @@ def test_maps_of_all_positions_are_least_squares_on_all(finished: Finished, by_h
         h = study.validation.h(layer)
         weight = fitted(study.train.all_tokens(f"h.{layer}"), last)
         vectors["mat, all", layer] = (h.double() @ weight.T).float()
-        vectors["mat, drawn", layer] = study.mapped(layer)
+        vectors["mat, sampled", layer] = study.mapped(layer)
     for (method, layer), h in vectors.items():
         (row,) = table[
             (table["method"] == method) & (table["layer"] == layer) & (table["metric"] == "r2")
@@ -251,7 +251,7 @@ def test_tokens_of_the_sheet_are_those_of_the_maps(finished: Finished, collected
     _, part = matlens.load_corpus(str(corpora / "words.txt")).split(
         n_train=N_TRAIN, n_validation=N_VALIDATION
     )
-    examples = make_examples(collected.model, part, seed=0, draw_special=False).head(8)
+    examples = make_examples(collected.model, part, seed=0, sample_special=False).head(8)
     drawn = collect(collected.model, examples, progress=False)
     expected = top_predictions(collected.readout, collected.maps(), drawn, range(N_LAYERS + 1))
     assert_table(finished("plausibility", SINKS) / "plausibility.csv", expected)
@@ -307,7 +307,7 @@ def test_the_small_bert_learns_and_can_be_analysed(
         assert is_masked(model)
         assert model.cfg.n_layers == matlens.load(str(model_folder("bert")), device="cpu").cfg.n_layers
         _, lines = matlens.load_corpus(corpora / "words.txt").split(n_train=80, n_validation=40)
-        examples = matlens.make_examples(model, lines, draw_special=False)
+        examples = matlens.make_examples(model, lines, sample_special=False)
         true = torch.tensor(
             [
                 model.tokenizer(line)["input_ids"][i]

@@ -103,7 +103,7 @@ def read_by(name: str, small_model: Callable[[str], Any], lines: list[str], **op
     """Texts, beside the positions that they are read at."""
     model = small_model(name)
     examples = make_examples(model, Corpus("lines", tuple(lines), len(lines), 0, 0, 0), **options)
-    texts = prompt_texts(Readout(model), Activations({}, examples, "drawn", Provenance()))
+    texts = prompt_texts(Readout(model), Activations({}, examples, "sampled", Provenance()))
     return zip(texts, examples.positions.tolist(), strict=True)
 
 
@@ -141,7 +141,7 @@ def test_special_tokens_are_left_out_but_for_the_one_that_is_read(position: int,
     readout: Any = type("Readout", (SimpleNamespace,), {"check_same": lambda *_, **__: None})(
         tokenizer=tokenizer
     )
-    assert prompt_texts(readout, Activations({}, examples, "drawn", Provenance())) == [text]
+    assert prompt_texts(readout, Activations({}, examples, "sampled", Provenance())) == [text]
 
 
 # For people

@@ -34,7 +34,7 @@ def samples() -> Activations:
     places = np.where(np.arange(N) % 5 == 0, 0, 2)
     places[33] = 5
     examples = Examples(tokens, np.arange(N + 1) * 6, places)
-    return Activations(vectors, examples, "drawn", Provenance(MODEL, {"corpus": "words"}))
+    return Activations(vectors, examples, "sampled", Provenance(MODEL, {"corpus": "words"}))
 
 
 def cell(table: pd.DataFrame, metric: str, method: str, layer: int) -> float:

@@ -49,7 +49,7 @@ def test_a_run_of_two_processes_is_that_of_one(
     (tmp_path / "words.txt").write_text("\n".join(make_sentences().sentences))
     options = [
         "run", "--model", model_folder("llama"), "--corpus", tmp_path / "words.txt", "--train", 30,
-        "--val", 10, "--device", "cpu", "--positions", "drawn",
+        "--val", 10, "--device", "cpu", "--positions", "sampled",
     ]  # fmt: skip
     assert run_command([*options, "--out", tmp_path / "one"], capsys).code == 0
     first, second = run_ranks(

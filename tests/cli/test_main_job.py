@@ -245,7 +245,7 @@ def test_a_stack_of_an_encoder_decoder(
     run_matlens: Matlens, model_folder: Callable[[str], Path], corpus: Path, tmp_path: Path
 ) -> None:
     """An encoder predicts nothing, so its maps have r2 alone; a decoder needs more than sentences."""
-    inputs = ["--model", model_folder("t5"), "--corpus", corpus, *SIZES, "--positions", "drawn"]
+    inputs = ["--model", model_folder("t5"), "--corpus", corpus, *SIZES, "--positions", "sampled"]
     refused = run_matlens("run", *inputs, "--stack", "decoder", "--out", tmp_path / "none")
     assert_refused(refused, "has no sources")
     assert not (tmp_path / "none").exists()
@@ -272,7 +272,7 @@ def test_special_tokens_of_bert_are_skipped_and_few_samples_take_a_ridge(
     assert "a ridge of" in " ".join(outcome.out.split())
     train = Activations.load(tmp_path / "out" / "train")
     examples = train.examples
-    assert train.positions == "drawn"
+    assert train.positions == "sampled"
     assert not ((examples.positions == 0) | (examples.positions == examples.lengths - 1)).any()
     assert len(set(examples.tokens[examples.offsets[:-1]])) == 1  # [CLS] is read all the same
 
@@ -375,14 +375,14 @@ def test_few_samples_take_all_positions_and_say_so(
     assert not (tmp_path / "auto" / "train").exists()
     assert origin_of(tmp_path / "auto")["note"] is None
 
-    plain = run_matlens("run", *few, "--positions", "drawn", "--ridge", 0, "--out", tmp_path / "plain")
+    plain = run_matlens("run", *few, "--positions", "sampled", "--ridge", 0, "--out", tmp_path / "plain")
     assert "on 40 samples, which is few for 32 dimensions" in " ".join(plain.out.split())
     assert (plain.err.count("warning: "), outcome.err.count("warning: ")) == (1, 0)
 
-    sampled = run_matlens("run", *few, "--positions", "drawn", "--out", tmp_path / "drawn")
+    sampled = run_matlens("run", *few, "--positions", "sampled", "--out", tmp_path / "sampled")
     assert "a ridge of" in " ".join(sampled.out.split())
-    r2 = {name: mat_r2(results(tmp_path / name), 0, 3) for name in ("auto", "plain", "drawn")}
-    assert min(r2["auto"], r2["drawn"]) > r2["plain"]
+    r2 = {name: mat_r2(results(tmp_path / name), 0, 3) for name in ("auto", "plain", "sampled")}
+    assert min(r2["auto"], r2["sampled"]) > r2["plain"]
 
 
 def test_a_small_corpus_is_split_in_proportion(

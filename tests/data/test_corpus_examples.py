@@ -54,16 +54,16 @@ def test_position_depends_on_seed_and_sentence(small_model: Callable[[str], Any]
 
 
 @pytest.mark.parametrize(
-    ("name", "draw_special", "n_words"),
+    ("name", "sample_special", "n_words"),
     [("llama", True, 8), ("llama", False, 8), ("bert", True, 6), ("bert", False, 8)],
 )
 def test_positions_are_uniform(
-    name: str, draw_special: bool, n_words: int, small_model: Callable[[str], Any]
+    name: str, sample_special: bool, n_words: int, small_model: Callable[[str], Any]
 ) -> None:
     """Chi-square over eight tokens; for BERT with the special ones they are among the eight."""
     corpus = corpus_of(many(4000, n_words))
-    examples = make_examples(small_model(name), corpus, seed=5, draw_special=draw_special)
-    first = 1 if name == "bert" and not draw_special else 0
+    examples = make_examples(small_model(name), corpus, seed=5, sample_special=sample_special)
+    first = 1 if name == "bert" and not sample_special else 0
     counts = np.bincount(examples.positions, minlength=first + 8)
     assert counts[:first].sum() == counts[first + 8 :].sum() == 0
     observed = counts[first : first + 8]
@@ -85,7 +85,7 @@ def test_special_tokens_are_drawn_only_when_they_may_be(
     small_model: Callable[[str], Any], sentences: Corpus
 ) -> None:
     with_them = make_examples(small_model("bert"), sentences)
-    without = make_examples(small_model("bert"), sentences, draw_special=False)
+    without = make_examples(small_model("bert"), sentences, sample_special=False)
     ends = [{0, length - 1} for length in with_them.lengths]
     assert any(p in e for p, e in zip(with_them.positions.tolist(), ends, strict=True))
     assert not any(p in e for p, e in zip(without.positions.tolist(), ends, strict=True))
@@ -95,12 +95,12 @@ def test_special_tokens_are_drawn_only_when_they_may_be(
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-@pytest.mark.parametrize("draw_special", [True, False])
+@pytest.mark.parametrize("sample_special", [True, False])
 def test_tokens_are_the_tokenizers_with_one_mask_in_masked_models(
-    name: str, draw_special: bool, small_model: Callable[[str], Any], sentences: Corpus
+    name: str, sample_special: bool, small_model: Callable[[str], Any], sentences: Corpus
 ) -> None:
     tokenizer = make_tokenizer(bert=name == "bert")
-    examples = make_examples(small_model(name), sentences, seed=2, draw_special=draw_special)
+    examples = make_examples(small_model(name), sentences, seed=2, sample_special=sample_special)
     assert len(examples) == len(examples.positions) == len(sentences)
     assert examples.offsets[0] == 0
     assert examples.offsets[-1] == len(examples.tokens)
@@ -147,12 +147,12 @@ def test_an_empty_corpus_is_refused(small_model: Callable[[str], Any]) -> None:
         make_examples(small_model("gpt2"), corpus_of([]))
 
 
-@pytest.mark.parametrize(("name", "draw_special"), [("gpt2", True), ("bert", False)])
+@pytest.mark.parametrize(("name", "sample_special"), [("gpt2", True), ("bert", False)])
 def test_a_sentence_without_a_token_to_draw_is_refused(
-    name: str, draw_special: bool, small_model: Callable[[str], Any]
+    name: str, sample_special: bool, small_model: Callable[[str], Any]
 ) -> None:
     with pytest.raises(InputError, match=r"A sentence must have tokens.*''"):
-        make_examples(small_model(name), corpus_of(["w1 w2", ""]), draw_special=draw_special)
+        make_examples(small_model(name), corpus_of(["w1 w2", ""]), sample_special=sample_special)
 
 
 def test_a_masked_model_without_a_mask_token_is_refused(model_folder: Callable[[str], Path]) -> None:

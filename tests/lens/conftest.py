@@ -26,7 +26,7 @@ def setting(small_model: Callable[[str], Any]) -> Callable[[str], Setting]:
         if name not in made:
             model = small_model(name)
             train, validation = make_sentences().split(n_train=28, n_validation=12, seed=0)
-            where = "drawn" if name == "bert" else "all"
+            where = "sampled" if name == "bert" else "all"
             made[name] = Setting(
                 model,
                 collect(model, make_examples(model, train), positions=where, progress=False),

@@ -272,12 +272,12 @@ def test_masked_models_are_fitted_at_their_masks(small_model: Models) -> None:
     bert = small_model("bert")
     examples = matlens.make_examples(bert, make_sentences())
     config = LensConfig(ridge=0.1)
-    lens = Lens.fit(bert, examples, method=config, positions="drawn", layers=[-2], progress=False)
+    lens = Lens.fit(bert, examples, method=config, positions="sampled", layers=[-2], progress=False)
     sampled = matlens.collect(bert, examples, progress=False)
     x, y = (sampled[layer].double().numpy() for layer in (2, 3))
     assert lens.layers == (2,)
     assert_near(lens.matrix(2), torch.from_numpy(reference(x, y, np.ones(len(x)), config)[0]).float())
-    assert lens.provenance.positions == "drawn"
+    assert lens.provenance.positions == "sampled"
 
 
 @pytest.mark.refused

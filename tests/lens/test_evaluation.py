@@ -138,7 +138,7 @@ def activations(n: int = N, model: ModelIdentity = MODEL) -> Activations:
     vectors = {f"h.{layer}": h for layer, h in enumerate(stream)}
     vectors |= {"ln1_out.0": random(n, D, seed=20), "attn_out.0": random(n, D, seed=21)}
     examples = Examples(np.zeros(n, dtype=np.int64), np.arange(n + 1), np.zeros(n, dtype=np.int64))
-    return Activations(vectors, examples, "drawn", Provenance(model, {"corpus": "words"}))
+    return Activations(vectors, examples, "sampled", Provenance(model, {"corpus": "words"}))
 
 
 ALL = [(f"h.{a}", f"h.{b}") for a in range(L) for b in range(a + 1, L + 1)]

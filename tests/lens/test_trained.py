@@ -227,12 +227,12 @@ def test_a_corpus_gives_every_method_what_its_vectors_give(
 def test_a_masked_model_starts_from_vectors_as_they_are(small_model: Models, corpus: Any) -> None:
     model = small_model("bert")
     assert best_start(model) == LensConfig(intercept=True)
-    lens = Lens.fit(model, corpus, method="polished", positions="drawn", layers=[1], progress=False)
+    lens = Lens.fit(model, corpus, method="polished", positions="sampled", layers=[1], progress=False)
     assert lens.norm is None
     assert lens.maps[1] is not None
     assert lens.maps[1].bias is not None
     assert lens.n_samples == len(corpus)
-    assert lens.provenance.positions == "drawn"
+    assert lens.provenance.positions == "sampled"
 
 
 @pytest.mark.refused

@@ -49,13 +49,13 @@ def test_the_provenance_of_a_set_is_that_of_its_maps_or_the_given_one() -> None:
 def test_the_provenance_of_a_set_is_what_its_maps_have_in_common(tmp_path: Path) -> None:
     model = make_identity("small")
     one, other = (
-        Provenance(model, {"corpus": corpus}, examples, "drawn", {"n_fitted": n, "ridge": 0.0, **more})
+        Provenance(model, {"corpus": corpus}, examples, "sampled", {"n_fitted": n, "ridge": 0.0, **more})
         for corpus, examples, n, more in (("news", "ab", 30, {}), ("wiki", "cd", 40, {"weights": "ef"}))
     )
     maps = [
         LinearMap(torch.eye(4), None, "h.0", "h.1", one), LinearMap(torch.eye(4), None, "h.0", "h.2", other)
     ]  # fmt: skip
-    expected = Provenance(model, positions="drawn", details={"ridge": 0.0})
+    expected = Provenance(model, positions="sampled", details={"ridge": 0.0})
     for given in (maps, maps[::-1], [linear("h.0", "h.3"), *maps]):
         kept = MapSet(given)
         assert kept.provenance == expected
@@ -208,7 +208,7 @@ def collected(*more: str) -> Activations:
     vectors = {site: torch.randn(N, 7 if "post" in site else D, generator=generator) for site in sites}
     examples = Examples(np.zeros(N, dtype=np.int64), np.arange(N + 1), np.zeros(N, dtype=np.int64))
     origin = Provenance(make_identity(n_layers=L, d_model=D), {"corpus": "words"}, details={"seed": 3})
-    return Activations(vectors, examples, "drawn", origin)
+    return Activations(vectors, examples, "sampled", origin)
 
 
 def least_squares(x: Tensor, y: Tensor, intercept: bool, ridge: float) -> tuple[Tensor, Tensor | None]:
@@ -263,7 +263,7 @@ def test_sites_that_were_not_collected_and_unknown_models_are_refused() -> None:
     samples = collected()
     with pytest.raises(InputError, match=r"no vectors of ln1_out\.0; collected were h\.0"):
         MapSet.fit(samples, progress=False, pairs=[(0, "ln1_out.0")])
-    nameless = Activations(dict(samples), samples.examples, "drawn", Provenance())
+    nameless = Activations(dict(samples), samples.examples, "sampled", Provenance())
     with pytest.raises(InputError, match="model that this belongs to is not known"):
         MapSet.fit(nameless, progress=False)
 

@@ -55,7 +55,7 @@ def assert_same_predictions(one: StoredLeastSquares, other: StoredLeastSquares, 
 
 
 @pytest.mark.parametrize("selected", [False, True], ids=["all samples", "some, weighted"])
-@pytest.mark.parametrize("positions", ["all", "drawn"])
+@pytest.mark.parametrize("positions", ["all", "sampled"])
 def test_moments_are_those_of_collected_vectors_whole_and_in_parts(
     positions: Any, selected: bool, model: Any, examples: Examples, tmp_path: Path
 ) -> None:
@@ -83,7 +83,7 @@ def test_moments_are_those_of_collected_vectors_whole_and_in_parts(
         x, y = collected[source][taken], torch.cat([collected[target][taken] for target in targets], 1)
         direct = LeastSquares(x.shape[1], y.shape[1]).update(x, y)
         for ridge, intercept in ((0.0, False), (0.3, True)):
-            if ridge == 0 and positions == "drawn":
+            if ridge == 0 and positions == "sampled":
                 continue  # fewer samples than dimensions
             theirs, bias = direct.solution(intercept=intercept, ridge=ridge)
             # In parts there are other batches, so the vectors themselves agree to float32 alone.

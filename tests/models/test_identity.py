@@ -28,7 +28,7 @@ def test_an_identity_is_read_back_from_its_json(small_model: Callable[[str], Any
             ModelIdentity.from_json(damaged)
 
 
-WHOLE = Provenance(make_identity(), {"corpus": "words", "n": 3}, "f1", "drawn", {"k": 4, "seed": 2})
+WHOLE = Provenance(make_identity(), {"corpus": "words", "n": 3}, "f1", "sampled", {"k": 4, "seed": 2})
 
 
 @pytest.mark.parametrize("provenance", [WHOLE, WHOLE.samples, Provenance(), Provenance(details={"k": 1})])

@@ -47,7 +47,7 @@ def test_a_bridge_booted_elsewhere_is_followed(front: bool, end: bool, prepend: 
     assert read == [51] * prepend + make_tokenizer()(TEXT)["input_ids"]
     assert encode_text(bridge, TEXT).ids == read
     assert encode_text(bridge, TEXT).added == [True] * prepend + [False] * 6
-    examples = matlens.make_examples(bridge, Corpus("one", (TEXT,), 1, 0, 0, 0), draw_special=False)
+    examples = matlens.make_examples(bridge, Corpus("one", (TEXT,), 1, 0, 0, 0), sample_special=False)
     assert examples.tokens.tolist() == read
     assert examples.positions[0] >= prepend
     assert matlens.make_prompts(bridge, [TEXT]).tokens.tolist() == read

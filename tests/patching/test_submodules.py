@@ -82,10 +82,10 @@ def random_examples(n: int) -> Examples:
     return Examples(tokens.numpy(), np.append(0, lengths.cumsum(0).numpy()), positions.numpy())
 
 
-def samples_of(model: Any, positions: Any = "drawn") -> Activations:
+def samples_of(model: Any, positions: Any = "sampled") -> Activations:
     """Vectors at both ends of all sub-modules."""
     sites = [site for pair in submodule_pairs(ModelLayout.from_model(model)) for site in pair]
-    examples = random_examples(180 if positions == "drawn" else 40)
+    examples = random_examples(180 if positions == "sampled" else 40)
     return collect(model, examples, sites, positions=positions, progress=False)
 
 
@@ -97,7 +97,7 @@ def plain_samples(
     places: list[int] = []
     for s, position in enumerate(examples.positions.tolist()):
         tokens = torch.from_numpy(examples.tokens[examples.offsets[s] : examples.offsets[s + 1]])
-        chosen = [position] if positions == "drawn" else list(range(len(tokens)))
+        chosen = [position] if positions == "sampled" else list(range(len(tokens)))
         places += chosen
         for site, vectors in plain_vectors(name, model, tokens).items():
             rows.setdefault(site, []).append(vectors[0, chosen].double())
@@ -108,7 +108,7 @@ def least_squares(x: Tensor, y: Tensor) -> Tensor:
     return torch.linalg.lstsq(x, y, driver="gelsd").solution.T
 
 
-@pytest.mark.parametrize("positions", ["drawn", "all"])
+@pytest.mark.parametrize("positions", ["sampled", "all"])
 @pytest.mark.parametrize("name", NAMES)
 def test_maps_are_least_squares_on_the_vectors_of_the_plain_modules(
     name: str, positions: str, pair_of_models: Models
@@ -135,7 +135,7 @@ def test_an_intercept_and_a_penalty_are_those_of_least_squares(
     small_model: Models, plain_model: Models
 ) -> None:
     samples = samples_of(small_model("llama"))
-    plain, _ = plain_samples("llama", plain_model("llama"), samples.examples, "drawn")
+    plain, _ = plain_samples("llama", plain_model("llama"), samples.examples, "sampled")
     x, y = plain["ffn_in.1"], plain["ffn_out.1"]
     (fitted,) = fit_submodules(samples, [("ffn_in.1", "ffn_out.1")], intercept=True, progress=False)
     solution = least_squares(torch.cat([x, torch.ones(len(x), 1).double()], 1), y)

@@ -12,7 +12,7 @@ from matlens.io.artifact import Artifact
 from matlens.study.output import MAPS, TRAIN, VALIDATION, check_output
 
 KNOWN: dict[str, dict[str, Any]] = {
-    TRAIN: {"data": {"seed": 0}, "positions": "drawn"},
+    TRAIN: {"data": {"seed": 0}, "positions": "sampled"},
     VALIDATION: {"data": {"seed": 0}},
     MAPS: {"ridge": 0.0},
 }
@@ -31,7 +31,7 @@ def everything(folder: Path) -> set[Path]:
 def test_a_new_an_empty_and_an_own_folder_can_be_used(tmp_path: Path) -> None:
     check_output(tmp_path / "new" / "out", KNOWN)
     check_output(tmp_path, KNOWN)
-    begin(tmp_path / TRAIN, "activations", data={"seed": 0, "n": 3}, positions="drawn")
+    begin(tmp_path / TRAIN, "activations", data={"seed": 0, "n": 3}, positions="sampled")
     begin(tmp_path / MAPS, "maps", ridge=0.0, intercept=False)
     (tmp_path / "mine.txt").write_text("mine")
     before = everything(tmp_path)
@@ -45,7 +45,7 @@ def test_a_new_an_empty_and_an_own_folder_can_be_used(tmp_path: Path) -> None:
         (
             TRAIN,
             "activations",
-            {"data": {"seed": 1}, "positions": "drawn"},
+            {"data": {"seed": 1}, "positions": "sampled"},
             r"data.seed: 1 in the folder, 0 now",
         ),
         (

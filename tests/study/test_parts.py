@@ -59,7 +59,7 @@ def test_a_failed_collection_leaves_nothing_and_a_finished_part_stays(
     assert matlens.activations.Activations.load(tmp_path / "out" / "train").n_rows == 25
 
 
-@pytest.mark.parametrize("options", [{}, {"draw_special": False}])
+@pytest.mark.parametrize("options", [{}, {"sample_special": False}])
 def test_all_positions_of_a_masked_model_are_no_predictions(
     options: dict[str, Any],
     small_model: Callable[[str], Any],
@@ -82,8 +82,8 @@ def test_all_positions_of_a_masked_model_are_no_predictions(
     ("name", "options", "free", "positions"),
     [
         ("gpt2", {}, 1 << 40, "all"),
-        ("gpt2", {}, 40_000, "drawn"),
-        ("bert", {}, 1 << 40, "drawn"),
+        ("gpt2", {}, 40_000, "sampled"),
+        ("bert", {}, 1 << 40, "sampled"),
     ],
     ids=["room", "no room", "masked"],
 )
@@ -99,7 +99,7 @@ def test_all_positions_are_taken_where_sentences_are_few_and_it_can_be(
 ) -> None:
     monkeypatch.setattr("matlens.study.plan.shutil.disk_usage", lambda _: SimpleNamespace(free=free))
     train, validation = collect(small_model(name), tmp_path, positions="auto", **options)
-    assert (train.positions, validation.positions) == (positions, "drawn")
+    assert (train.positions, validation.positions) == (positions, "sampled")
     if free == 1 << 40:  # what has been begun goes on, whatever room is left
         monkeypatch.setattr("matlens.study.plan.shutil.disk_usage", lambda _: SimpleNamespace(free=0))
         again, _ = collect(small_model(name), tmp_path, positions="auto", **options)

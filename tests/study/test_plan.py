@@ -28,7 +28,7 @@ def written(folder: Path, *but: str) -> int:
     return sum(path.stat().st_size - 8 - int.from_bytes(path.read_bytes()[:8], "little") for path in paths)
 
 
-@pytest.mark.parametrize("positions", ["drawn", "all"])
+@pytest.mark.parametrize("positions", ["sampled", "all"])
 def test_collected_vectors_are_written_in_as_many_bytes_as_planned(
     positions: Any, small_model: Callable[[str], Any], sentences: Corpus, tmp_path: Path
 ) -> None:

@@ -49,11 +49,11 @@ def test_jobs_that_have_no_room_are_refused_before_they_begin(
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2000))
         with pytest.raises(InputError, match=r"takes 1.* kB of disk at .*train, and 2 kB are free.*--out"):
-            _ = study(positions="drawn", keep_rows=True).stream
-        with pytest.raises(InputError, match="--positions drawn"):
+            _ = study(positions="sampled", keep_rows=True).stream
+        with pytest.raises(InputError, match="--positions sampled"):
             _ = study(keep_rows=True).stream
     assert not list(tmp_path.iterdir())
-    _ = study(positions="drawn", keep_rows=True).stream
+    _ = study(positions="sampled", keep_rows=True).stream
     monkeypatch.setattr(module, "free_memory", lambda: 30_000)
     with pytest.raises(InputError, match=r"Fitting 6 maps of 32 .* 30 kB are free\..*--pairs last.*--train"):
         fit_maps(tmp_path, progress=False)

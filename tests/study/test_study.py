@@ -187,7 +187,7 @@ def test_stand_ins_are_fitted_on_the_samples_that_are_asked_for(
 def test_positions_are_the_same_for_all_that_a_study_collects(
     first: str, study: Callable[..., Study]
 ) -> None:
-    tested = study("bert", draw_special=False)
+    tested = study("bert", sample_special=False)
     asked: dict[str, Callable[[], Activations]] = {
         "stream": lambda: tested.stream[0],
         "submodules": lambda: tested.submodule_samples,
