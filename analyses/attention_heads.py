@@ -163,7 +163,7 @@ def head_ablation(
     names = {key: "-".join("all" if part is None else str(part) for part in key) for key in cases}
     variants = {names[key]: case for key, case in cases.items()}
     vectors = run_variants(model, data.examples, variants, folder=folder)
-    judged = evaluate(readout, data[last], {name: vectors[name] for name in variants}, kl=True)
+    evaluated = evaluate(readout, data[last], {name: vectors[name] for name in variants}, kl=True)
     table = []
     for (layer, head), score in scores.items():
         estimate = metrics.Estimate.without_interval(score, int(validation_rows.sum()))
@@ -171,7 +171,7 @@ def head_ablation(
         table.append(row | {"head": head, "share": None})
     for key, name in names.items():
         method, of_block, of_head, of_share = key
-        rows_of_case = prediction_rows(HEADS, data, method, 0, judged[name])
+        rows_of_case = prediction_rows(HEADS, data, method, 0, evaluated[name])
         table += [row | {"layer": of_block, "head": of_head, "share": of_share} for row in rows_of_case]
     return result_table(table, "head", "share").astype({"head": "Int64"})
 

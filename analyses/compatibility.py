@@ -159,7 +159,7 @@ _CLASSES = (  # the first that has the type: BART and its kin are in several
     "AutoModelForImageClassification",
 )
 FEATURES = (
-    "read-out",
+    "readout",
     "mat",
     "mat_attn",
     "mat_ffn",
@@ -263,7 +263,7 @@ def compatibility(model: TransformerBridge) -> dict[str, str]:
             model(probe, return_type=None)
 
     attempts: dict[str, Callable[[], Any]] = {
-        "read-out": read_out,
+        "readout": read_out,
         "mat": partial(run_patched, lambda: [("h.0", str(layout.stream[-1]))], jump),
         **{
             name: partial(run_patched, partial(_pairs_of, layout, name), replace)

@@ -2,8 +2,8 @@
 
 Fixed exit at every layer: one map in the place of all blocks behind it. Early exit at a Precision@1 of 80% to
 99%: a map for every layer is stored in addition to all blocks, and each layer that is run costs a map and a
-read-out of the whole vocabulary, which paper A does not count. ``id`` has no maps, and the same
-read-outs.
+readout of the whole vocabulary, which paper A does not count. ``id`` has no maps, and the same
+readouts.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Costs:
 
     @classmethod
     def from_model(cls, model: TransformerBridge, readout: Readout) -> Costs:
-        """Count the matrices of a model's blocks and of its read-out."""
+        """Count the matrices of a model's blocks and of its readout."""
         readout.check_same(ModelIdentity.from_model(model), theirs="the model")
         weights = [[*block.parameters()] for block in _plain_blocks(model)]
         if any(weight.ndim > 2 for of_block in weights for weight in of_block):
@@ -115,7 +115,7 @@ def exit_costs(
 
     Fixed exit, rows with a layer: the model is run up to the layer, and the blocks behind it can go; one map
     takes their place. Early exit, rows with a ``k``, the Precision@1 that is asked for: all blocks and a map
-    for every layer are kept; a token pays a map and a read-out at every layer that is run, but no map at the
+    for every layer are kept; a token pays a map and a readout at every layer that is run, but no map at the
     last, and saves the blocks behind. Metrics, of which all but the first two are for a token:
 
     - ``precision``; ``layers saved``

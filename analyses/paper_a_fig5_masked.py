@@ -1,6 +1,6 @@
 """Paper A, Figure 5: what each layer of a masked-LM model already predicts for a masked token.
 
-The token at the sampled position is masked before the model runs, and the read-out is its whole masked-LM
+The token at the sampled position is masked before the model runs, and the readout is its whole masked-LM
 head. Expect ``id`` near zero in the first half and ``mat`` far above it. The paper's figure is
 ``--model bert-large-uncased`` with 9,000 and 3,000 sentences of Wikipedia.
 """

@@ -108,13 +108,15 @@ def scheme_quality(
     variants = _variants(model, maps, without_sinks, data, named)
     vectors = run_variants(model, data.examples, variants, folder=folder)
     last = data.provenance.identity.n_layers
-    judged = evaluate(readout, data[last], {name: vectors[name] for name in variants} | {_WHOLE: data[last]})
+    evaluated = evaluate(
+        readout, data[last], {name: vectors[name] for name in variants} | {_WHOLE: data[last]}
+    )
     rows = [
         row | {"scheme": str(scheme)}
         for method, scheme in named
         for row in prediction_rows(
             ALTERNATION, data, method, scheme.n_blocks,
-            judged[_file_name(method, scheme) if scheme.jumps else _WHOLE],
+            evaluated[_file_name(method, scheme) if scheme.jumps else _WHOLE],
         )
     ]  # fmt: skip
     fixed = prediction_quality(readout, maps, data).assign(experiment=ALTERNATION)

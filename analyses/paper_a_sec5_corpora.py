@@ -5,7 +5,7 @@ every layer, and its mean over layers. Expect little loss across corpora: the pa
 Precision@1 on GPT-2, relative to maps of the same corpus, and nearly nothing on BERT.
 
 Any number of corpora can be given, of other languages and domains too; from three on they are drawn as
-matrices, a row for each corpus that maps were fitted on and a column for each that they are judged on.
+matrices, a row for each corpus that maps were fitted on and a column for each that they are evaluated on.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def shared_sentences(parts: Mapping[str, tuple[Corpus, Corpus]]) -> dict[str, di
     Raises
     ------
     InputError
-        They are so many that the maps would be judged on what they were fitted on.
+        They are so many that the maps would be evaluated on what they were fitted on.
     """
     shared: dict[str, dict[str, int]] = {}
     for fitted, (train, _) in parts.items():
@@ -88,9 +88,8 @@ def shared_sentences(parts: Mapping[str, tuple[Corpus, Corpus]]) -> dict[str, di
             if n > _SHARED * len(validation):
                 raise InputError(
                     f"{n:,} of the {len(validation):,} validation sentences of {printable(tested)} are "
-                    f"among the training sentences of {printable(fitted)}: its maps would be judged on what "
-                    "they were fitted on. Expected corpora that share next to none. Take those of one out "
-                    "of the other."
+                    f"among the training sentences of {printable(fitted)}: its maps would be evaluated on "
+                    "what they were fitted on. Use corpora that share next to no sentences."
                 )
     return shared
 

@@ -1,6 +1,6 @@
 """Paper B, Table 1: value vectors whose top tokens are one concept, found by search over all of them.
 
-Every value vector, as many random vectors and, as the measure of chance, the value vectors' tokens dealt anew
+Every value vector, as many random vectors and, as the measure of chance, the value vectors' tokens shuffled
 are ranked by the largest pattern among their 30 top tokens: different words that the corpus uses alike
 (`annotation.find_patterns`). Written are the shares of vectors with a pattern, by its size and layer,
 and as ``..._vectors.csv`` thirty value vectors, each of another concept, and the random ones that there are.

@@ -50,7 +50,7 @@ def main(
     ] = None,
     linkage: LinkageOption = "average",
     memory: Memory = 4.0,
-    splits: Annotated[int, typer.Option(min=1, help="Random splits that all is judged over.")] = 5,
+    splits: Annotated[int, typer.Option(min=1, help="Random splits that all is evaluated over.")] = 5,
     folds: Annotated[int, typer.Option(min=2, help="Folds of the cross-validation of classifiers.")] = FOLDS,
     fewest: Annotated[
         int,
@@ -76,14 +76,14 @@ def main(
         study.model, trace, fitted, activations, seeds=splits, folds=folds, fewest=fewest,
         strengths=strength or PENALTY_STRENGTHS, kinds=(RIDGE, LASSO) if lasso else (RIDGE,),
     )  # fmt: skip
-    table = summarize_exits(comparison.judged, trace.n_layers)
+    table = summarize_exits(comparison.evaluated, trace.n_layers)
     show(f"Early exit from {trace.n_layers} layers", table)
     table = table.assign(**studied, n=len(trace))
-    judged = comparison.judged
+    evaluated = comparison.evaluated
     origin |= {
         "splits": splits, "folds": folds, "fewest": fewest, "penalties": comparison.penalties,
-        "accuracy": {method: [exits.accuracy for exits in each] for method, each in judged.items()},
-        "chance": {method: [exits.chance for exits in each] for method, each in judged.items()},
+        "accuracy": {method: [exits.accuracy for exits in each] for method, each in evaluated.items()},
+        "chance": {method: [exits.chance for exits in each] for method, each in evaluated.items()},
     }  # fmt: skip
     report.write(NAME, table, origin, exits_figure(table))
 

@@ -109,8 +109,8 @@ def plausibility_rates(predictions: pd.DataFrame, sheet: pd.DataFrame) -> pd.Dat
         part = instances if layer is None else instances.xs(layer, level="layer", drop_level=False)
         counts = {method: part.xs(method, level="method") for method in METHODS}
         for method, count in counts.items():
-            accepted, judged = int(count["sum"].sum()), int(count["size"].sum())
-            tokens = np.arange(judged) < accepted
+            accepted, evaluated = int(count["sum"].sum()), int(count["size"].sum())
+            tokens = np.arange(evaluated) < accepted
             rows.append(_rate(method, layer, "tokens", tokens))
             rows.append(_rate(method, layer, "instances", count["sum"].to_numpy() > 0))
         read, mapped = (counts[method]["sum"] for method in ("id", "mat"))

@@ -90,7 +90,7 @@ def main(
 def pruning_table(
     model: TransformerBridge,
     windows: Examples,
-    judged: Mapping[str, Examples],
+    evaluated: Mapping[str, Examples],
     sizes: Sequence[int],
     *,
     methods: Sequence[Method] = tuple(Method),
@@ -111,9 +111,9 @@ def pruning_table(
     """
     for size in sizes:
         check_int(size, "sizes", min=1, max=model.cfg.n_layers - 1)
-    for texts in judged.values():
+    for texts in evaluated.values():
         check_own_tokens(model, texts)
-    tokens = {corpus: evaluation_tokens(texts) for corpus, texts in judged.items()}
+    tokens = {corpus: evaluation_tokens(texts) for corpus, texts in evaluated.items()}
     foldable = next((method for method in methods if method != Method.out), Method.out)
     calibration = Calibration.run(model, windows, foldable, progress=True)
 

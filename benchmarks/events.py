@@ -1,7 +1,7 @@
 """How much longer tracing candidates and sub-updates takes than the forward passes that it cannot do without.
 
 ``Trace.run`` runs every sentence up to its position and reads the top candidate before and after each of the
-FFNs: ``2 x n_layers`` read-outs of the whole vocabulary, where the model itself has one a token. By turns
+FFNs: ``2 x n_layers`` readouts of the whole vocabulary, where the model itself has one a token. By turns
 with it in one process, over the same sentences, run the plain transformers model with its logits, over whole
 sentences and cut at their positions. The aim is at most 1.2 times those that are cut.
 """

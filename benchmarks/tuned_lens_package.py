@@ -1,8 +1,8 @@
-"""The lens of the package tuned-lens itself, trained and judged on the tokens of ``analyses/lens_report.py``.
+"""The lens of the package tuned-lens, trained and evaluated on the tokens of ``analyses/lens_report.py``.
 
 The package's own module maps and reads out; its training loop, which needs packages that are no longer kept,
 is written out here with its defaults, at 120,000 rows. What it saves is read by `Lens.from_tuned_lens` and
-judged as the report's members are. Given the report's ``--out``, it finds the report's vectors there.
+evaluated as the report's members are. Given the report's ``--out``, it finds the report's vectors there.
 
     pip install --no-deps tuned-lens
     python benchmarks/tuned_lens_package.py --train 4000 --val 1000 --out out/results

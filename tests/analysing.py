@@ -27,7 +27,7 @@ OWN_TABLES = (SHEETS, SEARCH, CONTROL, EXITS, REMOVAL, *TRACED)  # not the colum
 SENTENCES = {name: ["--sentences", 12] for name in ("paper_b_fig6_dominance", EXITS, REMOVAL, *TRACED)}
 SENTENCES[CONTROL] = ["--windows", 4]
 
-PRUNING, LINEARITY = "pruning", "linearity"  # judged on text that runs on
+PRUNING, LINEARITY = "pruning", "linearity"  # evaluated on text that runs on
 LENSES = "lens_report"  # of several tables
 
 SINKS = "llama-sinks"  # what is left out or not shows in a model that has sinks

@@ -74,7 +74,7 @@ KINDS = {
     "gpt1": "post-norm", "falcon-alibi": "pre-norm", "falcon-alibi-multi-query": "parallel",
     "falcon-new": "parallel",
 }  # fmt: skip
-# More models to save by name: other wirings, other read-outs.
+# More models to save by name: other wirings, other readouts.
 OTHER_CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "neox-sequential": lambda: transformers.GPTNeoXConfig(**_SIZES, use_parallel_residual=False),
     "granite": lambda: transformers.GraniteConfig(

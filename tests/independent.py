@@ -104,7 +104,7 @@ def make_readout(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     config = model.config.get_text_config()
     for name in ("logit_scale", "logits_scaling"):  # models differ in whether they multiply or divide
         if getattr(config, name, None) not in (None, 1.0):
-            raise NotImplementedError(f"read-out with {name}")
+            raise NotImplementedError(f"readout with {name}")
     cap = getattr(config, "final_logit_softcapping", None)
     head = nn.Sequential(*(deepcopy(module).to("cpu", torch.float32) for module in layout(model)[1]))
 

@@ -1,6 +1,6 @@
 """What checks the shapes of arrays that the package's functions take and give, while tests run.
 
-Other types are checked by mypy, and tests give stand-ins for models and read-outs. An array's shape is known
+Other types are checked by mypy, and tests give stand-ins for models and readouts. An array's shape is known
 to nobody but its annotation: ``Float[Tensor, "n d"]``. Functions without such annotations are left as they
 are: what `jaxtyping.jaxtyped` does in each call would take a good part of the time of all tests.
 """

@@ -45,7 +45,7 @@ REDUCED: dict[str, Callable[[], Any]] = {
 
 
 def results(model: Any) -> dict[str, torch.Tensor]:
-    """Values of passes, fits, read-outs and products."""
+    """Values of passes, fits, readouts and products."""
     examples = matlens.make_examples(model, make_sentences()).head(12)
     vectors = matlens.collect(model, examples, progress=False)
     maps, readout = matlens.MapSet.fit(vectors, pairs="last"), matlens.Readout(model)

@@ -90,10 +90,10 @@ def continuations(model: Any) -> Any:
 
 
 def atlas(model: Any) -> Any:
-    fitted, judged = (
+    fitted, evaluated = (
         make_windows(model, texts(i, n, 16), size=16, targets=True) for i, n in ((1, 4), (2, 2))
     )
-    return linearity.linearity_atlas(model, fitted, judged, progress=False)["value"]
+    return linearity.linearity_atlas(model, fitted, evaluated, progress=False)["value"]
 
 
 def pruned(model: Any) -> Any:

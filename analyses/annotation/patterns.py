@@ -83,7 +83,7 @@ def search_concepts(
     k: int = TOP,
     seed: int = 0,
 ) -> dict[str, pd.DataFrame]:
-    """Patterns of all value vectors, of as many random vectors, and of the values' tokens dealt anew.
+    """Patterns of all value vectors, of as many random vectors, and of the values' tokens shuffled.
 
     Each table has a row for every vector, layer after layer, with the columns ``value, layer, index`` (where
     ``value`` is the name of a value vector, or a number in the other tables), those of `find_patterns`, and

@@ -7,7 +7,7 @@ from exits.classifiers import PENALTY_STRENGTHS as PENALTY_STRENGTHS
 from exits.classifiers import RIDGE as RIDGE
 from exits.comparison import classifier_sites as classifier_sites
 from exits.comparison import compare_exits as compare_exits
-from exits.outcomes import JudgedExits as JudgedExits
+from exits.outcomes import EvaluatedExits as EvaluatedExits
 from exits.outcomes import summarize_exits as summarize_exits
 from exits.readings import EXIT_CLUSTERS as EXIT_CLUSTERS
 from exits.readings import compare_readings as compare_readings

@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from exits.classifiers import FEWEST_EVENTS, FOLDS, LASSO, PENALTY_STRENGTHS, RIDGE, ExitClassifiers
-from exits.outcomes import ExampleSplit, JudgedExits, first_exit, judge_exits, split_examples
+from exits.outcomes import EvaluatedExits, ExampleSplit, evaluate_exits, first_exit, split_examples
 from matlens import InputError, Readout, Site
 from matlens.activations import Activations
 from matlens.ffn import Clusters, ExitRule, Trace, active_clusters, find_saturation
@@ -57,13 +57,13 @@ class ExitComparison(NamedTuple):
 
     Attributes
     ----------
-    judged
-        By method, its exits as judged on each split.
+    evaluated
+        By method, its exits as evaluated on each split.
     penalties
         By set of classifiers, how often each penalty was chosen, over layers and splits.
     """
 
-    judged: dict[str, list[JudgedExits]]
+    evaluated: dict[str, list[EvaluatedExits]]
     penalties: dict[str, Counter[str]]
 
 
@@ -82,7 +82,7 @@ def compare_exits(
     """Judge every way of leaving early, once for each seed of the split (Table 6, appendix A.5).
 
     A prediction that attention makes is an event of its layer, as one that the FFN makes is. The rule is
-    judged by ``sets`` and by ``places``, see `ExitRule`; `compare_readings` has its other readings. It
+    evaluated by ``sets`` and by ``places``, see `ExitRule`; `compare_readings` has its other readings. It
     learns from the training and the calibration part, as in the paper; from the training part alone for the
     accuracy that others have to reach on the calibration part. The classifiers see the stream before the
     FFN, what the FFN writes, and their sum. ``mat`` is fitted on the training part, and left out where that
@@ -96,7 +96,10 @@ def compare_exits(
         RULE: partial(_by_rule, ExitRule(), active, made_at),
         PLACES: partial(_by_rule, ExitRule(overlap="places"), active, made_at),
     }
-    judged, penalties = defaultdict[str, list[JudgedExits]](list), defaultdict[str, Counter[str]](Counter)
+    evaluated, penalties = (
+        defaultdict[str, list[EvaluatedExits]](list),
+        defaultdict[str, Counter[str]](Counter),
+    )
     by_confidence = _ConfidenceExits(Readout(model), activations)
     for seed in Bar(range(seeds), desc="splits", unit="split"):
         split = split_examples(len(trace), seed=seed)
@@ -113,10 +116,10 @@ def compare_exits(
         leaves[FIXED] = np.full(len(test), (right[calibration].mean(0) >= accuracy).argmax())
         leaves[ORACLE] = made_at[test]
         for name, layers in leaves.items():
-            judged[name].append(judge_exits(layers, right[test]))
-        for name, exits in by_confidence.judged(split, accuracy):
-            judged[name].append(exits)
-    return ExitComparison(dict(judged), dict(penalties))
+            evaluated[name].append(evaluate_exits(layers, right[test]))
+        for name, exits in by_confidence.evaluated(split, accuracy):
+            evaluated[name].append(exits)
+    return ExitComparison(dict(evaluated), dict(penalties))
 
 
 def _check_same(trace: Trace, activations: Activations) -> None:
@@ -170,7 +173,7 @@ class _ConfidenceExits:
                 file=sys.stderr,
             )
 
-    def judged(self, split: ExampleSplit, accuracy: float) -> Iterator[tuple[str, JudgedExits]]:
+    def evaluated(self, split: ExampleSplit, accuracy: float) -> Iterator[tuple[str, EvaluatedExits]]:
         """Judge on the test part, with the least ``lam`` that has the accuracy on the calibration part."""
         rows = np.concatenate([split.calibration, split.test])
         confidences = {"id": ExitConfidence(*(of_id[rows] for of_id in self._id))}
@@ -189,7 +192,7 @@ class _ConfidenceExits:
             calibrated = ExitConfidence(difference[calibration], right[calibration])
             lam = least_lam(calibrated, positions[calibration], mean_length, accuracy)
             layers = exit_layers(difference[test], thresholds(positions[test], lam, mean_length))
-            yield f"confidence, {name}", judge_exits(layers.numpy() - 1, right[test].numpy())
+            yield f"confidence, {name}", evaluate_exits(layers.numpy() - 1, right[test].numpy())
 
     def _read(self, vectors: Sequence[Float[Tensor, "n d_model"]]) -> ExitConfidence:
         layers = dict(enumerate(vectors))

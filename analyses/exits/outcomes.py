@@ -1,6 +1,6 @@
-"""How well ways of leaving early do, all judged alike, on examples of which some are to learn from.
+"""How well ways of leaving early do, all evaluated alike, on examples of which some are to learn from.
 
-A way is judged by the share of examples for which the layer it leaves at gives the model's own prediction,
+A way is evaluated by the share of examples for which the layer it leaves at gives the model's own prediction,
 and by the layers that are saved on these. To leave at layer ``l`` is to read the prediction from the stream
 after its FFN, so ``n_layers - 1 - l`` layers are not run.
 """
@@ -44,7 +44,7 @@ def first_exit(signals: Bool[np.ndarray, "n n_layers"]) -> Int[np.ndarray, " n"]
     return np.where(signals.any(1), signals.argmax(1), signals.shape[1] - 1)
 
 
-class JudgedExits(NamedTuple):
+class EvaluatedExits(NamedTuple):
     """How well one way of leaving early does (section 6.2).
 
     Attributes
@@ -69,11 +69,11 @@ class JudgedExits(NamedTuple):
     chance_sd: float
 
 
-def judge_exits(leaves: Int[np.ndarray, " n"], right: Bool[np.ndarray, "n n_layers"]) -> JudgedExits:
+def evaluate_exits(leaves: Int[np.ndarray, " n"], right: Bool[np.ndarray, "n n_layers"]) -> EvaluatedExits:
     """Judge the layers that examples leave at, from which layers predict what the last one does."""
     n, n_layers = right.shape
     hits, saved = right[np.arange(n), leaves], n_layers - 1 - leaves
-    return JudgedExits(
+    return EvaluatedExits(
         accuracy=float(hits.mean()),
         saved=float(saved[hits].mean()) if hits.any() else float("nan"),
         left=float((saved > 0).mean()),
@@ -92,7 +92,7 @@ def _deviation_when_dealt(leaves: Int[np.ndarray, " n"], right: Bool[np.ndarray,
     return math.sqrt(float(np.square(interaction).sum(0) @ left_at) / (n - 1)) / n
 
 
-def summarize_exits(judged: Mapping[str, Sequence[JudgedExits]], n_layers: int) -> pd.DataFrame:
+def summarize_exits(evaluated: Mapping[str, Sequence[EvaluatedExits]], n_layers: int) -> pd.DataFrame:
     """Accuracy and layers saved of each method over the seeds (Table 6), one row each.
 
     Columns are ``method, accuracy, accuracy_sd, saved, saved_sd, saved_share, left, chance, above, above_sd,
@@ -103,7 +103,7 @@ def summarize_exits(judged: Mapping[str, Sequence[JudgedExits]], n_layers: int) 
     does not count for these.
     """
     rows = []
-    for method, of_seeds in judged.items():
+    for method, of_seeds in evaluated.items():
         numbers = pd.DataFrame(of_seeds)
         numbers["above"] = numbers["accuracy"] - numbers["chance"]
         mean, sd = numbers.mean(), numbers.std()

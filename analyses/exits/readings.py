@@ -1,4 +1,4 @@
-"""The exit rule under every reading of section 6.2, each example judged once and tested against chance."""
+"""The exit rule under every reading of section 6.2, each example evaluated once and tested against chance."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from scipy.stats import norm
 
 from exits.outcomes import (
     FEWEST_EXAMPLES,
-    JudgedExits,
+    EvaluatedExits,
+    evaluate_exits,
     first_exit,
-    judge_exits,
     share_of_left,
     split_examples,
 )
@@ -48,21 +48,21 @@ def compare_readings(trace: Trace, clusters: Sequence[Clusters], *, seed: int = 
     for each in clusters:
         active = active_clusters(trace, each)
         for overlap, others, (counted, layers) in itertools.product(OVERLAPS, OTHERS, events.items()):
-            rule, judged = ExitRule(others=others, overlap=overlap), []
+            rule, evaluated = ExitRule(others=others, overlap=overlap), []
             for part in parts:
                 training_rows = np.setdiff1d(np.arange(len(trace)), part)
                 signals = rule.fit(active, layers, training_rows).signals(active, part)
-                judged.append(judge_exits(first_exit(signals), right[part]))
+                evaluated.append(evaluate_exits(first_exit(signals), right[part]))
             reading = {"clusters": len(each), "overlap": overlap, "others": others, "events": counted}
-            rows.append(reading | _pooled(judged, np.array(list(map(len, parts))), trace.n_layers))
+            rows.append(reading | _pooled(evaluated, np.array(list(map(len, parts))), trace.n_layers))
     return pd.DataFrame(rows)
 
 
 def _pooled(
-    judged: Sequence[JudgedExits], sizes: Int[np.ndarray, " parts"], n_layers: int
+    evaluated: Sequence[EvaluatedExits], sizes: Int[np.ndarray, " parts"], n_layers: int
 ) -> dict[str, float]:
     """One judgement of the examples of all parts, in which layers are dealt out part by part."""
-    numbers, weights = pd.DataFrame(judged), sizes / sizes.sum()
+    numbers, weights = pd.DataFrame(evaluated), sizes / sizes.sum()
     accuracy, chance, left = (float(numbers[name] @ weights) for name in ("accuracy", "chance", "left"))
     dealt_sd = float(np.sqrt(np.square(numbers["chance_sd"] * weights).sum()))
     hits = numbers["accuracy"] * weights

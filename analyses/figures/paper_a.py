@@ -30,7 +30,7 @@ _ORDER = (  # of schemes
 )  # fmt: skip
 _SAVED = {
     "multiplications saved": "saved: blocks", "map multiplications": "spent: maps",
-    "readout multiplications": "spent: read-outs",
+    "readout multiplications": "spent: readouts",
 }  # fmt: skip
 _FITTED = {
     "all": "fitted on all tokens",
@@ -117,7 +117,7 @@ def transfer_heatmaps(means: pd.DataFrame) -> Figure:
             ax.texts[i * (len(corpora) + 1)].set_weight("bold")  # maps on their own corpus
         ax.set_xticks(range(len(names)), names, rotation=45, ha="right")
         ax.set_yticks(range(len(names)), names)
-        ax.set_xlabel("judged on")
+        ax.set_xlabel("evaluated on")
         ax.set_title(label)
         ax.label_outer()
     panels[0].set_ylabel("maps fitted on")

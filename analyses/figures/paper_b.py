@@ -17,7 +17,7 @@ from matlens.plots.colours import DOTTED, GREY, Look, method_looks
 from matlens.plots.layers import draw_line, draw_methods, line_key
 from matlens.plots.style import finish, layer_axis, literal, percent_ticks, short_name, styled, title_of
 
-_VECTORS = {"values": "value vectors", "random": "random vectors", "dealt": "tokens dealt anew"}
+_VECTORS = {"values": "value vectors", "random": "random vectors", "dealt": "tokens shuffled"}
 _EVENTS = tuple(itertools.product(("dominant", "random"), ("saturation", "elimination")))
 _UPDATES = {
     "saturation": "predicted token, where it is made",

@@ -156,7 +156,7 @@ def training_flops(rows: int, d: int, tokens: int, *, pilot: int = 0, d_vocab: i
     """Floating-point operations of steps down the divergence, over all steps of one layer.
 
     A sample is mapped, and its gradient goes back into the map: ``4 d^2``. It is read out, the gradient goes
-    back through the read-out, and ``h^L`` is read out as well: ``6 d`` for each of ``tokens``. One of the
+    back through the readout, and ``h^L`` is read out as well: ``6 d`` for each of ``tokens``. One of the
     ``pilot`` is mapped once and read out twice over the whole vocabulary.
     """
     return rows * (4 * d**2 + 6 * d * tokens) + pilot * (2 * d**2 + 4 * d * d_vocab)

@@ -187,7 +187,7 @@ def _go_on(path: Path, job: dict[str, Any], model: nn.Module, optimizer: Any, sc
             int(record["updates"]), float(record["seconds"]), [tuple(row) for row in record["curve"]]
         )
     except Exception as error:  # safetensors has errors of its own
-        raise InputError(f"{path} is damaged ({type(error).__name__}). Remove it to train anew.") from error
+        raise InputError(f"{path} is damaged ({type(error).__name__}). Remove it to train again.") from error
     if not same:
         raise InputError(
             f"{path} is of another training: other text, sizes, rate or seed. Remove it, or write elsewhere."

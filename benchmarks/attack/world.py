@@ -233,7 +233,7 @@ RECIPES: dict[str, Callable[[World], Any]] = {
     "LinearMap.target": lambda _: "h.3",
     "figure": lambda w: w["Trajectory"].plot(),
     "fitted": lambda w: data.make_windows(w.model, w["Corpus"], size=12, max_windows=3, targets=True),
-    "judged": lambda w: {"text": w["windows"]},
+    "evaluated": lambda w: {"text": w["windows"]},
     "sizes": lambda _: [1],
     "attention": lambda _: [1],
     "spellings": lambda _: ["w1", "w2"],

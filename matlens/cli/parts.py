@@ -45,7 +45,7 @@ def linearity(
 ) -> None:
     """Say how linear every part of a model is, and what it costs to put its map in its place.
 
-    Nine tenths of the corpus are to fit on, the rest to judge on. A run that was killed resumes. A thorough
+    Nine tenths of the corpus are to fit on, the rest to evaluate on. An interrupted run resumes. A thorough
     run has '--every 1 --windows 160 --eval-windows 8': it takes four times as long.
 
     Parameters

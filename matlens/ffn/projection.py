@@ -1,7 +1,7 @@
 """Vectors read in the vocabulary: ``r = E v``, a score for each token.
 
 Adding ``v`` to the residual stream multiplies the odds of token ``w`` by ``exp(e_w . v)``, as far as the
-read-out is linear, so ``v`` promotes the tokens with the largest scores (paper B, section 3).
+readout is linear, so ``v`` promotes the tokens with the largest scores (paper B, section 3).
 """
 
 from __future__ import annotations

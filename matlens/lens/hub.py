@@ -137,7 +137,7 @@ def repository_card(name: str, folders: Sequence[str]) -> str:
     lines = [
         "---", "library_name: matlens", "tags:", "- matlens", "- logit-lens", "- interpretability", "---", "",
         f"# Lenses: {_plain(name)}", "",
-        "A lens has a map for each layer of a model to the last layer, where the model's own read-out "
+        "A lens has a map for each layer of a model to the last layer, where the model's own readout "
         "predicts tokens. Each folder, named by model, method and corpus, is one lens.", "",
         *(f"- [{_plain(folder)}]({folder})" for folder in folders), "",
         "```python", "from matlens import Lens, load", "",

@@ -59,7 +59,7 @@ class Lens(LensMaps):
     scales
         Factors on the scores by layer, 1 where there is none.
     readout, model
-        The model that the lens is on and its read-out, or ``None``.
+        The model that the lens is on and its readout, or ``None``.
     """
 
     readout: Readout | None = field(default=None, repr=False)
@@ -243,7 +243,7 @@ class Lens(LensMaps):
 
     @property
     def on_readout(self) -> Readout:
-        """The read-out of the model that the lens is on."""
+        """The readout of the model that the lens is on."""
         if self.readout is None:
             raise InputError(
                 "This lens is on no model, so nothing can be read out. Put it on its model with "
@@ -375,7 +375,7 @@ class Lens(LensMaps):
     def to_jacobian_lens(self, path: str | Path) -> None:
         """Write the maps as a file that TransformerLens' `JacobianLens.load` reads, in float32.
 
-        Its read-out, steering, ablation and swaps then work on them. Layer ``l`` is ``l - 1`` there; layer 0
+        Its readout, steering, ablation and swaps then work on them. Layer ``l`` is ``l - 1`` there; layer 0
         is not in such a file.
         """
         files.write_jacobian_lens(path, self)

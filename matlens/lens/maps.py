@@ -48,10 +48,10 @@ class Standardisation:
         Raises
         ------
         InputError
-            The read-out begins with something else, as the head of a masked-LM model does.
+            The readout begins with something else, as the head of a masked-LM model does.
         """
         refusal = InputError(
-            f"The read-out of {model.cfg.model_name} does not begin with RMSNorm or LayerNorm, so "
+            f"The readout of {model.cfg.model_name} does not begin with RMSNorm or LayerNorm, so "
             "standardised vectors cannot be read out. Use 'weighted' instead of standardise=True."
         )
         if hasattr(model, "mlm_head") or not hasattr(model, "ln_final"):

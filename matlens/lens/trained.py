@@ -1,6 +1,6 @@
 """Trained lenses: steps down ``KL(delta(h^L) || delta(.))``, and the mean Jacobian.
 
-The expensive part of a step is the read-out of every sample over the whole vocabulary. `polish` reads out a
+The expensive part of a step is the readout of every sample over the whole vocabulary. `polish` reads out a
 sample of it: each token has a chance that grows with the probability it gets somewhere, tokens with much of
 it are always in, and a token that is in counts as one over its chance, so that the normaliser of either
 distribution is estimated without bias.
@@ -87,7 +87,7 @@ class LayerTraining:
     Parameters
     ----------
     readout, h, last
-        The model's read-out, and ``h^l`` and ``h^L`` row by row.
+        The model's readout, and ``h^l`` and ``h^L`` row by row.
     start, scale
         The map to start from, by default 0, and the factor on its scores.
     norm

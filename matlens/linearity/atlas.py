@@ -62,7 +62,7 @@ Row = dict[str, Any]
 def linearity_atlas(
     model: TransformerBridge,
     fitted: Examples,
-    judged: Examples,
+    evaluated: Examples,
     *,
     folder: str | Path | None = None,
     jumps: Sequence[int] = JUMPS,
@@ -83,8 +83,8 @@ def linearity_atlas(
     Parameters
     ----------
     model
-        A model with a read-out.
-    fitted, judged
+        A model with a readout.
+    fitted, evaluated
         Text to fit on, several times as many tokens as vectors have coordinates; and other text, see
         `matlens.data.make_windows` with ``targets=True``.
     folder
@@ -101,13 +101,13 @@ def linearity_atlas(
     InputError
         The text is too short or another model's, or the folder is of another job.
     """
-    if not len(judged.targets):
-        raise InputError("judged must have targets. Use matlens.data.make_windows(..., targets=True).")
+    if not len(evaluated.targets):
+        raise InputError("evaluated must have targets. Use matlens.data.make_windows(..., targets=True).")
     readout = Readout(model)
     identity = ModelIdentity.from_model(model)
     request = {
         "provenance": Provenance(identity, fitted.provenance, fitted.fingerprint).to_json(),
-        "judged": {**judged.provenance, "examples": judged.fingerprint},
+        "evaluated": {**evaluated.provenance, "examples": evaluated.fingerprint},
         "jumps": list(jumps),
         "every": every,
         "notes": _NOTES,
@@ -120,7 +120,7 @@ def linearity_atlas(
     if parallel.is_main():
         with TemporaryDirectory() as temporary:
             place = Path(temporary) / "atlas" if folder is None else Path(folder)
-            rows = _fill(place, request, model, readout, fitted, judged, parts, progress)
+            rows = _fill(place, request, model, readout, fitted, evaluated, parts, progress)
     elif parallel.broadcast(None, _TO_FIT):
         _sum_up(model, fitted, parts, progress)
     return result_table(parallel.broadcast(rows, "rows of the atlas"), "kind", "tokens", "parts")
@@ -149,7 +149,7 @@ def atlas_seconds(folder: str | Path) -> float:
 
 def _fill(
     folder: Path, request: Mapping[str, Any], model: TransformerBridge, readout: Readout, fitted: Examples,
-    judged: Examples, parts: Sequence[Part], progress: bool,
+    evaluated: Examples, parts: Sequence[Part], progress: bool,
 ) -> list[Row]:  # fmt: skip
     """Fill the folder, as the main process; the others sum up with it, and wait."""
     layers = sorted({part.layer for part in parts})
@@ -161,7 +161,7 @@ def _fill(
         if parallel.broadcast(not artifact.finished and bool(steps.missing), _TO_FIT):
             sums = _sum_up(model, fitted, parts, progress)
             with parallel.alone():
-                work = _Atlas(model, readout, judged)
+                work = _Atlas(model, readout, evaluated)
                 work.fit(sums, fitted, parts, progress)
                 if _SCORES in steps.missing:
                     steps.add(_SCORES, work.score_rows(parts))
@@ -222,15 +222,15 @@ class _Case(NamedTuple):
 
 
 class _Atlas:
-    """Everything that is worked out once: maps, scores, and the whole model on the judged text."""
+    """Everything that is worked out once: maps, scores, and the whole model on the evaluated text."""
 
-    def __init__(self, model: TransformerBridge, readout: Readout, judged: Examples) -> None:
-        self._model, self._readout, self._judged = model, readout, judged
+    def __init__(self, model: TransformerBridge, readout: Readout, evaluated: Examples) -> None:
+        self._model, self._readout, self._evaluated = model, readout, evaluated
         self._name = ModelIdentity.from_model(model).name
-        self._sinks = find_sinks(model, judged, progress=False)
+        self._sinks = find_sinks(model, evaluated, progress=False)
         self._modes: list[Tokens] = [ALL, NO_SINKS] if bool(self._sinks.any()) else [ALL]
         last = str(ModelLayout.from_model(model).stream[-1])
-        self._whole = collect(model, judged, [last], progress=False)[last]
+        self._whole = collect(model, evaluated, [last], progress=False)[last]
         self._losses, self._likeliest = self._read(self._whole)
         self._maps: dict[tuple[Part, str], LinearMap] = {}
         self._scores: dict[tuple[Part, str], dict[str, float]] = {}
@@ -247,8 +247,8 @@ class _Atlas:
                 bar.update(1)
 
     def score_rows(self, parts: Sequence[Part]) -> list[Row]:
-        """All scores, those of the judged text included."""
-        examples = self._judged
+        """All scores, those of the evaluated text included."""
+        examples = self._evaluated
         samples = collect(self._model, examples, _sites(parts), positions="all", progress=False)
         sinks = _flat(self._sinks, examples)
         rows = []
@@ -267,7 +267,7 @@ class _Atlas:
         ways = [*((MAP, mode) for mode in self._modes), (REMOVED, ALL)]
         cases = [_Case(part, *way) for part, way in itertools.product(parts, ways)]
         variants = {str(i): self._variant(layer, [case]) for i, case in enumerate(cases)}
-        vectors = run_variants(self._model, self._judged, variants, progress=False)
+        vectors = run_variants(self._model, self._evaluated, variants, progress=False)
         return [
             self._row(case.part, case.method, case.tokens, metric, estimate)
             for i, case in enumerate(cases)
@@ -285,7 +285,7 @@ class _Atlas:
                 continue
             layer = min(part.layer for part in chosen)
             variant = self._variant(layer, [_Case(part, MAP, mode) for part in chosen])
-            vectors = run_variants(self._model, self._judged, {"0": variant}, progress=False)["0"]
+            vectors = run_variants(self._model, self._evaluated, {"0": variant}, progress=False)["0"]
             names = ", ".join(part.name for part in chosen)
             for metric, estimate in self._costs(vectors).items():
                 row = self._row(chosen[0], MAP, mode, metric, estimate)
@@ -308,7 +308,7 @@ class _Atlas:
     def _read(self, h: Float[Tensor, "n d_model"]) -> tuple[np.ndarray, np.ndarray]:
         """``-ln p`` of the right token and the likeliest token at each position; infinite where ``h`` is."""
         losses, likeliest = np.full(len(h), np.inf), np.full(len(h), -1)
-        truth = torch.from_numpy(self._judged.targets)
+        truth = torch.from_numpy(self._evaluated.targets)
         for part in torch.arange(len(h)).split(_PLACES):
             part = part[h[part].isfinite().all(1)]
             if len(part):
@@ -322,12 +322,12 @@ class _Atlas:
         losses, likeliest = self._read(h)
         same = torch.from_numpy(likeliest == self._likeliest)
         return {
-            LOSS_INCREASE: loss_increase(losses, self._losses, self._judged.sentences),
+            LOSS_INCREASE: loss_increase(losses, self._losses, self._evaluated.sentences),
             AGREEMENT: metrics.proportion(same),
         }
 
     def _row(self, part: Part, method: str, tokens: str, metric: str, estimate: Estimate) -> Row:
-        corpus = str(self._judged.provenance.get("corpus", "unnamed"))
+        corpus = str(self._evaluated.provenance.get("corpus", "unnamed"))
         row = result_row(
             ATLAS, model=self._name, corpus=corpus, method=method, layer=part.layer,
             target=part.blocks[-1] + 1, metric=metric, estimate=estimate, kind=part.kind, tokens=tokens,

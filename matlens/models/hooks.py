@@ -160,7 +160,7 @@ def hanging(model: TransformerBridge, hooks: Sequence[tuple[str, Callable[..., A
 
 @contextmanager
 def _hung(model: TransformerBridge, hooks: Sequence[tuple[str, Callable[..., Any]]]) -> Iterator[None]:
-    # torch makes a list of hooks anew when one is removed, so two threads must not do it at once.
+    # torch makes a list of hooks again when one is removed, so two threads must not do it at once.
     hung = model.hooks(fwd_hooks=list(hooks))
     with LOCK:
         hung.__enter__()

@@ -239,7 +239,7 @@ class Provenance:
         except (KeyError, TypeError) as error:
             raise InputError(
                 f"The config.json of {config.get('holds')} is damaged: it lacks {error}. Remove the "
-                "folder and make it anew."
+                "folder and recreate it."
             ) from error
 
 

@@ -64,7 +64,7 @@ def load(
         Run Python code that the model's repository brings.
     stack
         Of an encoder-decoder (T5), the stack whose residual stream is read: its layers, its sites, and for
-        the decoder its read-out.
+        the decoder its readout.
     """
     if not dtype.is_floating_point:
         raise InputError(f"dtype must be torch.float32, torch.bfloat16 or torch.float16, got {dtype}.")

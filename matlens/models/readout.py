@@ -1,4 +1,4 @@
-"""The read-out ``delta``: from an approximation of ``h^L`` to a distribution over the vocabulary."""
+"""The readout ``delta``: from an approximation of ``h^L`` to a distribution over the vocabulary."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Readout:
         self.identity = ModelIdentity.from_model(model, hash_unembedding=False).of_weights
         self.tokenizer = model.tokenizer
         self.d_model = int(model.cfg.d_model)
-        self.weights = WeightChecksum(modules, "the read-out")
+        self.weights = WeightChecksum(modules, "the readout")
         # Of a model on several devices, all of its head is brought to where the unembedding is.
         self.device = next(modules[-1].parameters()).device
         self._head = nn.Sequential(*(float32_on(module, self.device) for module in modules))
@@ -62,7 +62,7 @@ class Readout:
     def check_same(self, other: Provenance | ModelIdentity, *, theirs: str = "the activations") -> None:
         """Raise InputError for vectors of another model; vectors of unknown origin pass."""
         if isinstance(other, ModelIdentity) or other.model is not None:
-            Provenance(self.identity).check_same(other, ours="the read-out", theirs=theirs)
+            Provenance(self.identity).check_same(other, ours="the readout", theirs=theirs)
 
     @property
     def multiplications(self) -> int:
@@ -169,7 +169,7 @@ class Readout:
         """The ``k`` most probable tokens of ``delta(h)`` and their probabilities, the most probable first."""
         k = check_int(k, "k", min=1, max=self.d_vocab)
         if self.tokenizer is None:
-            raise InputError("The model of this read-out has no tokenizer. Read its logits instead.")
+            raise InputError("The model of this readout has no tokenizer. Read its logits instead.")
         probability, token = self.log_probs(h).exp().topk(k)
         return [
             (self.tokenizer.decode([t]), p) for t, p in zip(token.tolist(), probability.tolist(), strict=True)
@@ -194,7 +194,7 @@ class Readout:
         slack = max(1e-4, 4 * torch.finfo(seen[0].dtype).eps) * truth.abs().max()
         if ours.shape != truth.shape or not (ours - truth).abs().max() <= slack:
             raise InputError(
-                f"The read-out of {model.cfg.architecture} is not known: final norm and unembedding do "
+                f"The readout of {model.cfg.architecture} is not known: final norm and unembedding do "
                 "not give the model's own logits. Please report the model."
             )
 

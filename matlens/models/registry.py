@@ -1,6 +1,6 @@
 """Architectures that deviate: one class in `matlens.models.families` for each, asked by everything else.
 
-Most models need none. Their wiring is found from sums and their read-out is checked against their own logits,
+Most models need none. Their wiring is found from sums and their readout is checked against their own logits,
 so no other module names an architecture.
 """
 

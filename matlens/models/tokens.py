@@ -176,7 +176,7 @@ _READ: WeakKeyDictionary[Any, tuple[Any, str]] = WeakKeyDictionary()
 
 
 def _vocabulary_digest(tokenizer: Any) -> str:
-    """Hash all pieces and their ids; read anew only where the tokenizer's size or sampled pieces change."""
+    """Hash all pieces and their ids; read again only where the tokenizer's size or sampled pieces change."""
     size = len(tokenizer)
     sample = (
         tuple(tokenizer.convert_ids_to_tokens(i * size // _SAMPLED) for i in range(_SAMPLED)) if size else ()

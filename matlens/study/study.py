@@ -177,7 +177,7 @@ class Study:
 
     @cached_property
     def readout(self) -> Readout:
-        """The model's read-out."""
+        """The model's readout."""
         return Readout(self.model)
 
     @cached_property

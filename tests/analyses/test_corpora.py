@@ -1,4 +1,4 @@
-"""Maps of several fits are least squares on what each was fitted on, judged on what each is tested on."""
+"""Maps of several fits are least squares on what each was fitted on, evaluated on what each is tested on."""
 
 from __future__ import annotations
 

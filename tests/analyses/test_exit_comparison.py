@@ -24,7 +24,7 @@ from exits.comparison import (
     compare_exits,
     least_lam,
 )
-from exits.outcomes import judge_exits, split_examples
+from exits.outcomes import evaluate_exits, split_examples
 from plain_values import NORM_BEHIND
 from torch import Tensor
 
@@ -126,7 +126,7 @@ def test_leaving_where_the_prediction_is_made_is_always_right(
     name: str, made: Callable[[str, int], ComparedModel]
 ) -> None:
     study = made(name, MANY)
-    for seed, exits in enumerate(study.comparison.judged[comparison.ORACLE]):
+    for seed, exits in enumerate(study.comparison.evaluated[comparison.ORACLE]):
         test = split_examples(MANY, seed=seed).test
         assert exits.accuracy == 1
         assert exits.saved == pytest.approx(np.mean([N_LAYERS - 1 - study.layer[row] for row in test]))
@@ -175,7 +175,7 @@ def test_the_rule_learns_from_ninety_per_cent(name: str, made: Callable[[str, in
         for method, places in ((comparison.RULE, False), (comparison.PLACES, True)):
             left = by_rule(study, learn, test, places=places)
             hits = [bool(study.right[row, layer]) for row, layer in zip(test, left, strict=True)]
-            exits = study.comparison.judged[method][seed]
+            exits = study.comparison.evaluated[method][seed]
             assert exits.accuracy == pytest.approx(np.mean(hits))
             saved = [N_LAYERS - 1 - layer for layer, hit in zip(left, hits, strict=True) if hit]
             assert exits.saved == pytest.approx(np.mean(saved))
@@ -197,8 +197,8 @@ def test_what_is_set_by_the_rule_is_as_right_as_it_on_the_calibration_part(
         left = by_rule(study, train, calibration)
         wanted = np.mean([study.right[row, layer] for row, layer in zip(calibration, left, strict=True)])
         layers = [layer for layer in range(N_LAYERS) if study.right[calibration, layer].mean() >= wanted]
-        expected = judge_exits(np.full(len(test), layers[0]), study.right[test])
-        assert study.comparison.judged[comparison.FIXED][seed] == expected
+        expected = evaluate_exits(np.full(len(test), layers[0]), study.right[test])
+        assert study.comparison.evaluated[comparison.FIXED][seed] == expected
         mean_length = sum(positions[row] + 1 for row in train) / len(train)
         for method in ("id", "mat"):
             said = {}
@@ -223,7 +223,7 @@ def test_what_is_set_by_the_rule_is_as_right_as_it_on_the_calibration_part(
                     break
             left = [leave(row, lam) for row in test]
             hits = [said[row, layer][1] for row, layer in zip(test, left, strict=True)]
-            exits = study.comparison.judged[f"confidence, {method}"][seed]
+            exits = study.comparison.evaluated[f"confidence, {method}"][seed]
             assert exits.accuracy == pytest.approx(np.mean(hits))
             saved = [N_LAYERS - layer for layer, hit in zip(left, hits, strict=True) if hit]
             assert exits.saved == pytest.approx(np.mean(saved))
@@ -241,7 +241,7 @@ def test_classifiers_learn_events_below_the_last_layer_from_the_training_part(
             learnt.fit(features[:-1], study.layer, split)
             signals = learnt.signals(features[:-1], split.test)
             left = np.array([list(row).index(True) if row.any() else N_LAYERS - 1 for row in signals])
-            assert study.comparison.judged[method][seed] == judge_exits(left, study.right[split.test])
+            assert study.comparison.evaluated[method][seed] == evaluate_exits(left, study.right[split.test])
             counted[method] = counted.get(method, 0) + len(learnt.penalties)
     assert all(counted.values()), "nothing is learnt, which proves little"
     assert study.comparison.penalties == {method: {"ridge 0.01": n} for method, n in counted.items()}

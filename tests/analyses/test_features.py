@@ -28,7 +28,7 @@ def test_every_feature_works_with_the_claimed_families(name: str, small_model: M
 def test_where_only_the_stream_is_known_only_maps_between_layers_work(small_model: Models) -> None:
     offered = compatibility(small_model("bloom"))
     assert (offered["wiring"], offered["sites"]) == ("stream-only", "h")
-    assert [feature for feature in FEATURES if not offered[feature]] == ["read-out", "mat"]
+    assert [feature for feature in FEATURES if not offered[feature]] == ["readout", "mat"]
     assert "stream-only" in offered["mat_ffn"]
     assert "value vectors" in offered["control"]
 
@@ -47,7 +47,7 @@ def test_the_table_tells_what_an_architecture_lacks(name: str, refused: set[str]
 def test_other_kinds_of_models_have_everything(name: str, stack: Any, tmp_path: Path) -> None:
     row = attempt(name, tmp_path, 0, stack)
     lacking = {feature for feature in FEATURES if row[feature] != "yes"}
-    assert lacking == ({"read-out"} if stack == "encoder" else set())
+    assert lacking == ({"readout"} if stack == "encoder" else set())
 
 
 def test_the_script_writes_a_row_per_architecture_and_stack(tmp_path: Path) -> None:

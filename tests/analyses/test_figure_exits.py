@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
-from exits import JudgedExits, summarize_exits
+from exits import EvaluatedExits, summarize_exits
 from figures.paper_b import exits_figure
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
@@ -16,14 +16,14 @@ from plot_tables import (
 
 
 def exits_table(seeds: int, accuracy: float = 0.9) -> pd.DataFrame:
-    judged = {
+    evaluated = {
         f"way {i}": [
-            JudgedExits(min(1.0, accuracy - i / 20 + seed / 50), i + seed, 0.5, 0.4 - i / 30, 0.1)
+            EvaluatedExits(min(1.0, accuracy - i / 20 + seed / 50), i + seed, 0.5, 0.4 - i / 30, 0.1)
             for seed in range(seeds)
         ]
         for i in range(10)
     }
-    return summarize_exits(judged, 12).assign(model="folder/gpt2", corpus="words", n=2000)
+    return summarize_exits(evaluated, 12).assign(model="folder/gpt2", corpus="words", n=2000)
 
 
 def marks(figure: Figure) -> list[ErrorbarContainer]:

@@ -97,8 +97,8 @@ def test_ablation_is_what_a_plain_model_leaves(
             (divergence,) = given[given["metric"] == "kl"]["value"]
             p, q = readout.log_probs(truth).double(), readout.log_probs(h).double()
             assert divergence == pytest.approx(float((p.exp() * (p - q)).sum(1).mean()), rel=2e-2, abs=1e-6)
-            judged = given[given["metric"] != "kl"].assign(layer=0)
-            assert_judged(judged, judged_by_hand(plain, truth, {(method, 0): h}), nats=1e-3)
+            evaluated = given[given["metric"] != "kl"].assign(layer=0)
+            assert_judged(evaluated, judged_by_hand(plain, truth, {(method, 0): h}), nats=1e-3)
     alone = table[table["head"].notna() & (table["metric"] == "kl")]
     assert set(zip(alone["layer"], alone["head"], strict=True)) == {(l, h) for l in (0, 2) for h in range(4)}
     assert sorted(set(table["share"].dropna())) == [0.1, 0.25, 0.5, 0.75, 1]

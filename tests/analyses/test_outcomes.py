@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from exits.outcomes import JudgedExits, judge_exits, split_examples, summarize_exits
+from exits.outcomes import EvaluatedExits, evaluate_exits, split_examples, summarize_exits
 
 
 @pytest.mark.parametrize("n", [10, 11, 19, 20, 57, 2000])
@@ -20,10 +20,10 @@ def test_parts_are_disjoint_and_complete(n: int) -> None:
 
 def test_layers_saved_are_those_of_right_examples() -> None:
     right = np.array([[0, 1, 1, 1], [0, 0, 1, 1], [1, 0, 0, 1], [0, 0, 0, 1]], dtype=bool)
-    exits = judge_exits(np.array([1, 1, 0, 3]), right)  # right, wrong, right (by luck), at the end
+    exits = evaluate_exits(np.array([1, 1, 0, 3]), right)  # right, wrong, right (by luck), at the end
     assert (exits.accuracy, exits.left) == (0.75, 0.75)
     assert exits.saved == pytest.approx((2 + 3 + 0) / 3)
-    nobody = judge_exits(np.array([0, 1]), right[:2])
+    nobody = evaluate_exits(np.array([0, 1]), right[:2])
     assert nobody.accuracy == 0
     assert np.isnan(nobody.saved)
 
@@ -33,21 +33,21 @@ def test_chance_is_the_mean_over_all_ways_to_deal_out_the_layers() -> None:
     right = generator.random((5, 4)) < 0.5
     right[:, -1] = True
     leaves = np.array([0, 3, 1, 1, 2])
-    dealt = [judge_exits(np.array(order), right) for order in itertools.permutations(leaves)]
+    dealt = [evaluate_exits(np.array(order), right) for order in itertools.permutations(leaves)]
     accuracies = [one.accuracy for one in dealt]
     assert len(set(accuracies)) > 2
     for one in dealt:
         assert one.chance == pytest.approx(np.mean(accuracies))
         assert one.chance_sd == pytest.approx(np.std(accuracies))
-    assert judge_exits(np.array([1]), np.array([[False, True]])).chance_sd == 0
+    assert evaluate_exits(np.array([1]), np.array([[False, True]])).chance_sd == 0
 
 
 def test_the_summary_is_mean_and_deviation_over_seeds() -> None:
-    judged = {
-        "a": [JudgedExits(0.8, 3, 0.5, 0.6, 0), JudgedExits(0.9, 5, 0.7, 0.5, 0)],
-        "b": [JudgedExits(1, 0, 0, 1, 0)],
+    evaluated = {
+        "a": [EvaluatedExits(0.8, 3, 0.5, 0.6, 0), EvaluatedExits(0.9, 5, 0.7, 0.5, 0)],
+        "b": [EvaluatedExits(1, 0, 0, 1, 0)],
     }
-    a, b = summarize_exits(judged, 16).to_dict("records")
+    a, b = summarize_exits(evaluated, 16).to_dict("records")
     assert a == {
         "method": "a", "accuracy": pytest.approx(0.85), "accuracy_sd": pytest.approx(0.1 / 2**0.5),
         "saved": 4, "saved_sd": pytest.approx(2**0.5), "saved_share": 0.25, "left": pytest.approx(0.6),

@@ -208,7 +208,7 @@ def test_maps_of_all_positions_are_least_squares_on_all(finished: Finished, by_h
 def test_corpora_that_share_sentences_are_refused(
     corpora: Path, model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In another order they are split in another way: maps of one would be judged on what they have seen."""
+    """In another order they are split differently: maps of one would be evaluated on what they saw."""
     lines = (corpora / "words.txt").read_text().splitlines()
     (tmp_path / "backwards.txt").write_text("\n".join(lines[::-1]))
     options = ["--model", model_folder("llama"), "--corpus", corpora / "words.txt", *sizes()]
@@ -216,7 +216,7 @@ def test_corpora_that_share_sentences_are_refused(
         run("paper_a_sec5_corpora", *options, "--corpus", tmp_path / "backwards.txt", "--out", tmp_path / "a")
     said = " ".join(capsys.readouterr().err.split())
     assert "validation sentences of" in said
-    assert "its maps would be judged on what they were fitted on" in said
+    assert "its maps would be evaluated on what they were fitted on" in said
     assert not list((tmp_path / "a").rglob("*.csv"))
     (tmp_path / "twin.txt").write_text("\n".join(lines))  # split alike, so that no sentence is on both sides
     run("paper_a_sec5_corpora", *options, "--corpus", tmp_path / "twin.txt", "--out", tmp_path / "b")

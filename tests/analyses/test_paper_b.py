@@ -224,7 +224,7 @@ def test_ways_of_leaving_early_are_those_of_the_options(
         matlens.collect(model, examples, exits.classifier_sites(model), progress=False),
         seeds=2, folds=2, fewest=2, strengths=[0.01], kinds=[exits.RIDGE],
     )  # fmt: skip
-    expected = exits.summarize_exits(comparison.judged, N_LAYERS)
+    expected = exits.summarize_exits(comparison.evaluated, N_LAYERS)
     table = workbench.table(EXITS)
     pd.testing.assert_frame_equal(table[list(expected)], expected, check_dtype=False)
     assert workbench.origin(EXITS)["penalties"] == comparison.penalties

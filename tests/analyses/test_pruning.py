@@ -41,9 +41,9 @@ def test_the_table_is_what_pruning_alone_gives(
     ]
     fitted_on = make_windows(model, texts[0][0], size=20, max_windows=120)
     pruned = pruning.prune(model, fitted_on, 1, method="replaceme", choice="angle", progress=False)
-    for corpus, (_, judged) in zip(("words", "others"), texts, strict=True):
+    for corpus, (_, evaluated) in zip(("words", "others"), texts, strict=True):
         alone = pruning.compare_pruned(
-            model, pruned, make_windows(model, judged, size=20, max_windows=4), progress=False
+            model, pruned, make_windows(model, evaluated, size=20, max_windows=4), progress=False
         )
         rows = table[(table["method"] == "replaceme") & (table["choice"] == "angle")]
         ours = (

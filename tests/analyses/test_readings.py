@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from exits.outcomes import judge_exits
+from exits.outcomes import evaluate_exits
 from exits.readings import compare_readings
 from rule_by_hand import layer_left
 from traces import make_clusters, make_trace
@@ -47,12 +47,12 @@ def test_every_reading_tests_every_example_once() -> None:
                 layer_left(active[i].tolist(), known, made_at[rest].tolist(), row["others"], row["overlap"])
                 for i in part
             ]
-            judged = judge_exits(np.array(leaves), right[part])
+            evaluated = evaluate_exits(np.array(leaves), right[part])
             hits += sum(right[i, layer] for i, layer in zip(part, leaves, strict=True))
             saved += sum((2 - layer) * right[i, layer] for i, layer in zip(part, leaves, strict=True))
             left += sum(layer < 2 for layer in leaves)
-            chances += len(part) * judged.chance
-            variances += (len(part) * judged.chance_sd) ** 2
+            chances += len(part) * evaluated.chance
+            variances += (len(part) * evaluated.chance_sd) ** 2
         assert row["accuracy"] == pytest.approx(hits / n)
         assert (row["left"], row["saved"]) == pytest.approx((left / n, saved / hits))
         assert (row["chance"], row["dealt_sd"]) == pytest.approx((chances / n, variances**0.5 / n))

@@ -1,4 +1,4 @@
-"""A small model, rows of it to fit on and tokens to judge on, collected once."""
+"""A small model, rows of it to fit on and tokens to evaluate on, collected once."""
 
 from __future__ import annotations
 

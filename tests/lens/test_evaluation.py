@@ -111,7 +111,7 @@ def test_differences_are_paired() -> None:
 
 
 class Head(Readout):
-    """A read-out that is linear and nothing else, of any model."""
+    """A readout that is linear and nothing else, of any model."""
 
     device = torch.device("cpu")
 

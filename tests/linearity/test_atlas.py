@@ -104,10 +104,10 @@ def test_costs_are_those_of_a_model_patched_by_hand(
 ) -> None:  # fmt: skip
     if tokens == "no sinks" and kind not in ("ffn", "attn", "ln1"):
         kind = "ffn"  # by hand, blocks are replaced at all tokens alone
-    (fitted, judged), plain = texts(name), plain_model(name)
+    (fitted, evaluated), plain = texts(name), plain_model(name)
     where: Any = "all"
     if tokens == "no sinks" and method == "map":
-        sinks = find_sinks(small_model(name), judged, progress=False)
+        sinks = find_sinks(small_model(name), evaluated, progress=False)
         assert 0 < int(sinks.sum()) < sinks.numel() / 2
         where = tuple(map(tuple, (~sinks).tolist()))
     if method == "map":
@@ -115,7 +115,7 @@ def test_costs_are_those_of_a_model_patched_by_hand(
     else:
         weight, bias = torch.eye(D_MODEL) * (kind not in ("ffn", "attn")), None
     part = handpatched.Part(*ENDS[kind], weight, bias, where)
-    ours, theirs = (read_by_hand(name, plain, judged, parts) for parts in ([part], []))
+    ours, theirs = (read_by_hand(name, plain, evaluated, parts) for parts in ([part], []))
     table = tables(name)
     rows = table[
         (table["kind"] == kind) & (table["layer"] == 1) & (table["method"] == method)
@@ -145,13 +145,13 @@ def test_the_first_parts_are_replaced_together(
     small_model: Models, plain_model: Models, texts: Callable[[str], tuple[Examples, Examples]],
     tables: Callable[[str], pd.DataFrame],
 ) -> None:  # fmt: skip
-    table, (fitted, judged), plain = tables("llama"), texts("llama"), plain_model("llama")
+    table, (fitted, evaluated), plain = tables("llama"), texts("llama"), plain_model("llama")
     first = first_parts(table, group="ffn")
     parts = []
     for _, layer in first:
         ends = f"ffn_in.{layer}", f"ffn_out.{layer}"
         parts.append(handpatched.Part(*ends, *fit_by_hand("llama", plain, None, fitted, ends, "all")))
-    ours, theirs = (read_by_hand("llama", plain, judged, of_parts) for of_parts in (parts, []))
+    ours, theirs = (read_by_hand("llama", plain, evaluated, of_parts) for of_parts in (parts, []))
     row = table[(table["kind"] == "together: ffn") & (table["metric"] == "loss increase")].iloc[0]
     expected = (np.concatenate(ours[0]) - np.concatenate(theirs[0])).mean()
     assert row["value"] == pytest.approx(expected, abs=2e-4)

@@ -1,4 +1,4 @@
-"""The read-out of h^L is the model's own logits, and a read-out that is not is refused."""
+"""The readout of h^L is the model's own logits, and a readout that is not is refused."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_a_read_out_knows_its_model(small_model: Callable[[str], Any]) -> None:
     gpt2.check_same(Provenance(gpt2.identity))
     gpt2.check_same(Provenance())  # nothing is known of it
     for other in (llama.identity, Provenance(llama.identity)):
-        with pytest.raises(InputError, match=r"^The read-out and the activations do not belong together"):
+        with pytest.raises(InputError, match=r"^The readout and the activations do not belong together"):
             gpt2.check_same(other)
 
 

@@ -135,7 +135,7 @@ def test_what_does_not_belong_together_is_refused(stacks: dict[str, Any], model_
         matlens.load(folder, device="cpu")
     with pytest.raises(InputError, match="has one stack"):
         matlens.load(str(model_folder("gpt2")), device="cpu", stack="encoder")
-    with pytest.raises(InputError, match="An encoder has no read-out"):
+    with pytest.raises(InputError, match="An encoder has no readout"):
         Readout(encoder)
     with pytest.raises(InputError, match=r"a corpus has no sources for it\. Use matlens.data.make_pa"):
         matlens.make_examples(decoder, make_sentences())

@@ -32,8 +32,8 @@ def texts(small_model: Callable[[str], Any]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def table(small_model: Callable[[str], Any], texts: list[Any]) -> pd.DataFrame:
-    judged = {"a": texts[1], "b": texts[2]}
-    return pruning_table(small_model("gpt2"), texts[0], judged, [1, 2], methods=METHODS, choices=CHOICES)
+    evaluated = {"a": texts[1], "b": texts[2]}
+    return pruning_table(small_model("gpt2"), texts[0], evaluated, [1, 2], methods=METHODS, choices=CHOICES)
 
 
 @pytest.mark.parametrize(
@@ -44,11 +44,11 @@ def test_a_row_is_what_pruning_alone_gives(
 ) -> None:
     model = small_model("gpt2")
     pruned = pruning.prune(model, texts[0], n, method=method, choice=choice, progress=False)
-    for name, judged in (("a", texts[1]), ("b", texts[2])):
+    for name, evaluated in (("a", texts[1]), ("b", texts[2])):
         rows = table[(table["n_removed"] == n) & (table["choice"] == choice) & (table["method"] == method)]
         ours = rows[rows["corpus"] == name].set_index("metric")["value"].drop("gone")
         assert set(rows["blocks"]) == {" ".join(map(str, pruned.blocks))}
-        alone = pruning.compare_pruned(model, pruned, judged, progress=False)
+        alone = pruning.compare_pruned(model, pruned, evaluated, progress=False)
         expected = alone[alone["method"] == "pruned"].set_index("metric")["value"]
         pd.testing.assert_series_equal(ours.sort_index(), expected.sort_index())
         whole = table[(table["method"] == "original") & (table["corpus"] == name)]["value"].item()

@@ -51,7 +51,7 @@ class EncoderDecoder(Family):
         """None of its own, and none at all for an encoder."""
         if stack_of(model) == ENCODER:
             raise InputError(
-                "An encoder has no read-out: what its last layer holds is read by the decoder alone. Load "
+                "An encoder has no readout: what its last layer holds is read by the decoder alone. Load "
                 "the model with stack='decoder'. The encoder's layers can be collected and mapped."
             )
         return None

@@ -205,7 +205,7 @@ def _check_tied(model: WikiLMForCausalLM, path: Path) -> None:
     if not all(torch.equal(ours, theirs) for ours, theirs in pairs):
         raise InputError(
             f"The settings of {path} say that its output takes the embeddings of its input, and the "
-            "weights of both differ. The checkpoint is damaged, or is not fairseq's: get it anew."
+            "weights of both differ. The checkpoint is damaged, or is not fairseq's: download it again."
         )
 
 
