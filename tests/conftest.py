@@ -47,8 +47,8 @@ _FALCON_ALIBI: dict[str, Any] = _COMMON | {
 }  # fmt: skip
 # As falcon-40b: groups of heads, each with a key and a value.
 _FALCON_NEW: dict[str, Any] = _COMMON | {
-    "hidden_size": D_MODEL, "num_hidden_layers": N_LAYERS, "num_attention_heads": 4, "num_kv_heads": 2,
-    "new_decoder_architecture": True,
+    "hidden_size": D_MODEL, "num_hidden_layers": N_LAYERS, "num_attention_heads": 8, "num_kv_heads": 2,
+    "new_decoder_architecture": True, "bias": True,
 }  # fmt: skip
 _OPT = {key: value for key, value in _SIZES.items() if key != "intermediate_size"} | {"ffn_dim": 48}
 
