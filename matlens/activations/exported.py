@@ -105,6 +105,7 @@ def read_exported(
         raise InputError(f"source must be a folder with a file *.safetensors for each prompt, got {source}.")
     examples = _examples(model, prompts, name)
     shortest = sorted(prompts, key=lambda prompt: (len(prompt.tokens) == 1, len(prompt.tokens)))
+    _check_nearest(model, shortest[:n_checked], sites)
     _compare(model, shortest[:n_checked], sites)
     _compare(model, prompts, [site if site == str(layout.stream[0]) else None for site in sites])
     columns = {site: Column(layout.width(site)) for site in named}
@@ -196,6 +197,29 @@ def _read(prompt: _Prompt, sites: Sequence[str | None]) -> dict[str, Tensor]:
     return found
 
 
+def _check_nearest(model: TransformerBridge, prompts: Sequence[_Prompt], sites: Sequence[str | None]) -> None:
+    """Raise InputError if an entry is nearer to another layer: a block may change less than rounding does."""
+    layers = [str(site) for site in ModelLayout.from_model(model).stream]
+    known = list(dict.fromkeys([*(site for site in sites if site is not None), *layers]))
+    examples = _examples(model, prompts)
+    collected = collect(model, examples, known, positions="all", progress=False)
+    theirs = [_read(prompt, sites) for prompt in prompts]
+    for site in theirs[0]:
+        of_site = torch.cat([of_prompt[site] for of_prompt in theirs])
+        distances = {name: float(_distances(of_site, collected[name]).median()) for name in known}
+        nearest = min(known, key=distances.__getitem__)  # of equal ones the site itself, which comes first
+        if distances[nearest] < distances[site]:
+            raise InputError(
+                f"entries must be the sites of the vectors: entry {sites.index(site)} is named {site} and is "
+                f"nearest to {nearest}."
+            )
+
+
+def _distances(theirs: Tensor, ours: Tensor) -> Tensor:
+    """How far vectors are from the model's, relative to the length of those."""
+    return (theirs - ours).norm(dim=1) / ours.norm(dim=1).clamp_min(1e-30)
+
+
 def _compare(model: TransformerBridge, prompts: Sequence[_Prompt], sites: Sequence[str | None]) -> None:
     """Raise InputError unless the vectors of prompts at some sites are those of the model."""
     named = [site for site in sites if site is not None]
@@ -211,7 +235,7 @@ def _compare(model: TransformerBridge, prompts: Sequence[_Prompt], sites: Sequen
 
 def _check_near(prompt: _Prompt, what: str, theirs: Tensor, ours: Tensor) -> None:
     """Of a prompt in half precision, some vectors may differ."""
-    distances = (theirs - ours).norm(dim=1) / ours.norm(dim=1).clamp_min(1e-30)
+    distances = _distances(theirs, ours)
     allowed = 0 if prompt.dtype == torch.float32 else max(int(_EXCEPTIONS * len(distances)), 1)
     far = torch.nonzero(distances > _TOLERANCES[prompt.dtype]).flatten().tolist()
     if len(far) > min(allowed, len(distances) - 1):

@@ -62,10 +62,15 @@ def write_parquet(
     if dtype not in (torch.float32, torch.bfloat16):
         raise InputError(f"dtype must be torch.float32 or torch.bfloat16, got {dtype}.")
     folder = Path(folder)
+    if activations.examples.images.size:
+        raise InputError("activations must be of tokens, got those of images.")
     names = [str(activations.resolve(site)) for site in (activations if sites is None else sites)]
     _prepare(folder)
     examples = activations.examples
-    facts: dict[str, Any] = {"provenance": activations.provenance.to_json(), "examples": examples.fingerprint}
+    facts: dict[str, Any] = {
+        "provenance": activations.provenance.to_json(), "examples": examples.fingerprint, "sites": names,
+        "dtype": str(dtype).removeprefix("torch."),
+    }  # fmt: skip
     sentences = np.repeat(np.arange(len(examples)), examples.lengths)  # of every token
     first = examples.offsets[:-1]
     if activations.positions == "all":
@@ -81,11 +86,12 @@ def write_parquet(
                 "position": pa.array(rows.places), "token": pa.array(examples.tokens[token]),
             }  # fmt: skip
             columns |= {site: _to_arrow(vectors, dtype) for site, vectors in rows.vectors.items()}
-            table = pa.table(columns).replace_schema_metadata({_FACTS: json.dumps(facts)})
+            of_shard = {_FACTS: json.dumps({**facts, "shard": number})}
+            table = pa.table(columns).replace_schema_metadata(of_shard)
             _write(table, folder / VECTORS.replace("*", f"{number:05d}"), pq)
             n_shards += 1
             bar.update(len(rows.index))
-    facts |= {"sites": names, "dtype": str(dtype).removeprefix("torch."), "n_shards": n_shards}
+    facts["n_shards"] = n_shards
     table = pa.table({name: pa.array([values]) for name, values in examples.arrays.items()})
     _write(table.replace_schema_metadata({_FACTS: json.dumps(facts)}), folder / EXAMPLES, pq)
 
@@ -124,12 +130,15 @@ def read_parquet(
         arrays = {name: table[name][0].values.to_numpy().copy() for name in table.column_names}
     examples = Examples.from_arrays(arrays, provenance.data)
     paths = [source / VECTORS.replace("*", f"{number:05d}") for number in range(facts["n_shards"])]
-    files, columns = [], dict[str, Column]()
-    for path in paths:
+    files, rows_of, columns = [], [np.zeros(0, dtype=np.int64)], dict[str, Column]()
+    shared = {key: value for key, value in facts.items() if key != "n_shards"}
+    for number, path in enumerate(paths):
         file, of_shard = opened(path)
-        if of_shard != {key: facts[key] for key in of_shard} or facts["examples"] != examples.fingerprint:
+        if of_shard != {**shared, "shard": number} or facts["examples"] != examples.fingerprint:
             raise InputError(f"{path} belongs to another export than {source / EXAMPLES}.")
         files.append(file)
+        with _intact(path):
+            rows_of.append(file.read(["row"])["row"].to_numpy())
         columns = {site: Column(file.schema_arrow.field(site).type.list_size) for site in facts["sites"]}
     positions: Any = "all" if provenance.positions == "all" else "sampled"
     n_rows = examples.n_positions if positions == "sampled" else len(examples.tokens)
@@ -151,7 +160,12 @@ def read_parquet(
                 yield table["row"].to_numpy().copy(), vectors
                 bar.update(table.num_rows)
 
-    request = {"provenance": provenance.to_json(), "parquet": facts["examples"]}
+    if not np.array_equal(np.sort(np.concatenate(rows_of)), np.arange(n_rows)):
+        raise InputError(f"{source} must hold each row once. Export the vectors again.")
+    request = {
+        "provenance": provenance.to_json(), "parquet": facts["examples"], "dtype": facts["dtype"],
+        "counts": counts,
+    }  # fmt: skip
     config, rows = collect_rows(HOLDS, request, columns, counts, run, folder=folder, arrays=examples.arrays)
     return Activations(rows, examples, positions, Provenance.from_config(config))
 

@@ -147,6 +147,7 @@ def load_corpus(
 def _select_sentences(name: str, pieces: Iterable[str], limit: int | None) -> Corpus:
     kept: dict[str, None] = {}  # a set that remembers the order
     n_read = n_empty = n_short = n_duplicate = n_characters = 0
+    most_characters = CORPUS.limit
     for piece in pieces:
         n_read += 1
         words = piece.split()
@@ -160,7 +161,8 @@ def _select_sentences(name: str, pieces: Iterable[str], limit: int | None) -> Co
         else:
             kept[sentence] = None
             n_characters += len(sentence)
-            CORPUS.check(n_characters, shown(name))
+            if n_characters > most_characters:
+                CORPUS.check(n_characters, shown(name))
             if len(kept) == limit:
                 break
     return Corpus(name, tuple(kept), n_read, n_empty, n_short, n_duplicate)

@@ -152,10 +152,11 @@ class Examples:
 
     @property
     def fingerprint(self) -> str:
-        """Sixteen hex digits of the tokens and positions."""
+        """Sixteen hex digits of the tokens, positions and targets."""
         digest = hashlib.sha256()
         more = [self.sentences] if self.n_positions > len(self) else []
         more += [self.source_tokens, self.source_offsets] if self.has_sources else []
+        more += [self.targets] if len(self.targets) else []
         for array in (self.tokens, self.offsets, self.positions, *more):
             digest.update(np.ascontiguousarray(array, dtype=np.int64).data)
         digest.update(np.ascontiguousarray(self.images).data)

@@ -70,29 +70,42 @@ def json_rows(lines: Lines, path: Path) -> Iterator[tuple[str, dict[str, Any] | 
 
 
 def _decoded(lines: Iterator[bytes], path: Path) -> Lines:
+    limit = LINE.limit
     for number, raw in enumerate(lines, 1):
-        where = f"Line {number} of {shown(path)}"
-        LINE.check(len(raw), where)
+        if len(raw) > limit:
+            LINE.check(len(raw), f"Line {number} of {shown(path)}")
         try:
             line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
             if "\0" in line:
                 raise ValueError("it has a NUL character")
         except ValueError as error:
-            raise InputError(f"{where} must be text in UTF-8: {error}. iconv converts other text.") from error
+            where = f"Line {number} of {shown(path)}"
+            raise InputError(
+                f"{where} must be text in UTF-8, plain or gzip: {error}. iconv converts other text."
+            ) from error
         yield number, line
 
 
 def _metered(lines: Iterator[bytes], path: Path) -> Iterator[bytes]:
-    size = 0
+    size, limit = 0, UNPACKED.limit
     for line in lines:
         size += len(line)
-        UNPACKED.check(size, shown(path))
+        if size > limit:
+            UNPACKED.check(size, shown(path))
         yield line
 
 
 def _lines_of_tar(archive: IO[bytes], path: Path) -> Iterator[bytes]:
     """Lines of the sentences of a Leipzig corpus; the rest of the archive is read, too."""
-    n_texts = 0
+    n_texts, n_read, limit = 0, 0, UNPACKED.limit
+
+    def counted(piece: bytes) -> bytes:
+        nonlocal n_read
+        n_read += len(piece)
+        if n_read > limit:
+            UNPACKED.check(n_read, shown(path))
+        return piece
+
     while (header := archive.read(tarfile.BLOCKSIZE)) != bytes(tarfile.BLOCKSIZE):
         # By hand, since tarfile reads headers of any size into memory.
         member = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
@@ -104,7 +117,7 @@ def _lines_of_tar(archive: IO[bytes], path: Path) -> Iterator[bytes]:
             piece = (
                 archive.readline(min(left, LINE.limit + 1)) if is_line else archive.read(min(left, _PIECE))
             )
-            if not piece:
+            if not counted(piece):
                 raise EOFError("the archive is truncated")
             left -= len(piece)
             if is_line:
@@ -115,5 +128,5 @@ def _lines_of_tar(archive: IO[bytes], path: Path) -> Iterator[bytes]:
             f"{shown(path)} must hold one file that ends in {LEIPZIG_NAME!r}, as a Leipzig archive does, got "
             f"{n_texts}. Unpack the text, and give its path."
         )
-    while archive.read(_PIECE):
+    while counted(archive.read(_PIECE)):
         pass

@@ -190,6 +190,7 @@ def quality_of(method: str, results: pd.DataFrame) -> pd.DataFrame:
     keys = zip(rows["metric"], rows["k"].fillna(0).astype(int), strict=True)
     rows = rows.assign(measure=[MEASURES.get(key, "") for key in keys])
     rows = rows[rows["measure"] != ""]
+    rows = rows[rows["target"].isna() | (rows["target"] == rows["target"].max())]  # maps to the last layer
     if rows.empty:
         known = sorted(set(results["method"].astype(str)))
         raise InputError(f"The table has no value of {short(method)}. It has those of {short(known)}.")

@@ -271,19 +271,20 @@ def _read_block(
     lens: Any, vectors: Sequence[Tensor], layers: Sequence[int], followed: Tensor, k: int
 ) -> list[Tensor]:
     """The parts of `LensCells` for some of the tokens."""
-    true = log_softmax(lens.logits(vectors[-1], layers[-1]))
-    final = true.argmax(-1, keepdim=True)
+    scores = lens.logits(vectors[-1], layers[-1])
+    # Ranks and top tokens are those of logits: rounding makes ties of log-probabilities.
+    true, final = log_softmax(scores), scores.argmax(-1, keepdim=True)
     chosen = followed.to(true.device)
     columns: list[tuple[Tensor, ...]] = []
     for h, layer in zip(vectors, layers, strict=True):
         logits = lens.logits(h, layer)
         log_q = log_softmax(logits)
-        best = log_q.topk(k)
+        best = logits.topk(k).indices
         ranks = [1 + (logits > logits[:, [token]]).sum(-1) for token in chosen]
         columns.append(
             (
-                best.indices,
-                best.values,
+                best,
+                log_q.gather(-1, best),
                 torch.special.entr(log_q.exp()).sum(-1),
                 kl_divergence(true, log_q).clamp(min=0),
                 1 + (logits > logits.gather(1, final)).sum(-1),

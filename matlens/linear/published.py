@@ -133,20 +133,47 @@ def _load_storage(content: bytes) -> Any:
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
-def _float_dtype(name: str, *_: Any) -> np.dtype[Any]:
-    if name not in ("f2", "f4", "f8"):
-        raise pickle.UnpicklingError("its values are not of floating point")
-    return np.dtype(name, copy=True)
+def _tensor(storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> Tensor:
+    """A view of a storage; `as_strided` refuses one larger than the storage, `set_` would grow it."""
+    flat = torch.frombuffer(bytearray(bytes(storage._untyped_storage)), dtype=storage.dtype)
+    return flat.as_strided(size, stride, offset)
+
+
+class _Dtype:
+    """A NumPy dtype of floating point. Its own state could change more than the order of bytes."""
+
+    def __init__(self, name: str, *_: Any) -> None:
+        if name not in ("f2", "f4", "f8"):
+            raise pickle.UnpicklingError("its values are not of floating point")
+        self.dtype = np.dtype(name)
+
+    def __setstate__(self, state: Any) -> None:
+        self.dtype = self.dtype.newbyteorder(state[1])
+
+
+class _Array:
+    """A NumPy array made from bytes alone: that of NumPy takes sizes and pointers from a file."""
+
+    def __init__(self, *_: Any) -> None:
+        self.values = np.empty(0)
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, by_columns, content = state
+        self.values = _from_buffer(content, dtype, shape, "F" if by_columns else "C")
+
+
+def _from_buffer(content: Any, dtype: _Dtype, shape: Any, order: Any) -> np.ndarray:
+    return np.frombuffer(bytes(content), dtype.dtype).reshape(shape, order=order)
 
 
 _NAMES: dict[str, Callable[..., Any]] = {
-    "torch._utils._rebuild_tensor_v2": torch._utils._rebuild_tensor_v2,
+    "torch._utils._rebuild_tensor_v2": _tensor,
     "torch.storage._load_from_bytes": _load_storage,
     "collections.OrderedDict": lambda: OrderedDict(),  # of hooks: without arguments, which could hold a bomb
-    "numpy.core.multiarray._reconstruct": np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
-    "numpy._core.numeric._frombuffer": np._core.numeric._frombuffer,  # type: ignore[attr-defined]
-    "numpy.ndarray": np.ndarray,
-    "numpy.dtype": _float_dtype,
+    "numpy.core.multiarray._reconstruct": _Array,
+    "numpy._core.numeric._frombuffer": _from_buffer,
+    "numpy.ndarray": _Array,
+    "numpy.dtype": _Dtype,
     "_codecs.encode": lambda text, _: text.encode("latin1"),  # as protocol 2 writes bytes
 }
 _NAMES["numpy._core.multiarray._reconstruct"] = _NAMES["numpy.core.multiarray._reconstruct"]
@@ -168,6 +195,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _as_tensor(value: Any) -> Tensor:
+    value = value.values if isinstance(value, _Array) else value
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(value.astype(value.dtype.newbyteorder("=")))
     if not isinstance(value, Tensor) or not value.is_floating_point():

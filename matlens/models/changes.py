@@ -34,6 +34,7 @@ _BUILDERS = (
     "transformers.",
     "transformers_modules.",
     "accelerate.",
+    "matlens.models.families.",
 )
 _HOOKS = {
     "forward hook": "_forward_hooks",
@@ -149,6 +150,8 @@ def function_name(function: Any) -> str:
 def _foreign_changes(model: TransformerBridge, ours: frozenset[int]) -> Iterator[str]:
     """Hooks that somebody else has hung on a model, and other ways to change what its modules do."""
     modules = list(_modules(model))
+    repairs = (repair.hook for family in families() for repair in family.repairs(model))
+    ours = ours.union(map(id, repairs))
     for name, module in modules:
         # Not getattr, which takes long where a module has no such name.
         of_points, own = set(), vars(module)
@@ -295,7 +298,7 @@ def _modules(model: TransformerBridge) -> Iterator[tuple[str, nn.Module]]:
 
 def _is_builders(function: Any) -> bool:
     module = str(getattr(function, "__module__", ""))
-    return module.startswith(_BUILDERS) or any(module == type(family).__module__ for family in families())
+    return module.startswith(_BUILDERS)
 
 
 def _only_moves(module: nn.Module, forward: Any) -> bool:

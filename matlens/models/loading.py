@@ -182,7 +182,8 @@ def wrap(
     repair(bridge.eval())
     check_raw(bridge)
     chosen = ask(Family.stack, bridge)
-    check_supported(str(bridge.cfg.model_name), bridge.original_model.config, stack or chosen)
+    with family_adapters():
+        check_supported(str(bridge.cfg.model_name), bridge.original_model.config, stack or chosen)
     if chosen not in (None, stack or chosen):
         raise InputError(f"This bridge stands for the {chosen} already. Boot another one for the {stack}.")
     if stack is not None and chosen is None:

@@ -18,7 +18,7 @@ SOLID, DASHED, DOTTED = "-", "--", ":"
 STYLES: tuple[Any, ...] = (SOLID, DASHED, DOTTED, "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 3)), (0, (1, 4)))
 _FREE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, DARK)  # for methods that have no colour of their own
 _MARKERS = "osD^v<>"
-_WITHOUT_SINKS = " without sinks"
+_WITHOUT_SINKS = re.compile(r"( without sinks|\+?sinks=exclude)$")
 
 
 class Look(NamedTuple):
@@ -68,7 +68,7 @@ def method_looks(methods: Iterable[str]) -> dict[str, Look]:
 
 
 def _own_look(name: str) -> Look | None:
-    if name.endswith(_WITHOUT_SINKS) and name not in LOOKS:
-        look = LOOKS.get(name.removesuffix(_WITHOUT_SINKS))
+    if _WITHOUT_SINKS.search(name) and name not in LOOKS:
+        look = LOOKS.get(_WITHOUT_SINKS.sub("", name) or "mat")
         return look and look._replace(line=DASHED, hollow=True)
     return LOOKS.get(re.sub(r", \d+ vectors$", "", name))

@@ -87,6 +87,14 @@ def test_damaged_exports_are_refused(collected: Activations, tmp_path: Path) -> 
         whole.index(values) if values in whole else whole.index(collected["h.0"][0].numpy().tobytes()[:16])
     )
     refused(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    shards = sorted((tmp_path / "a").glob("vectors-*"))
+    if len(shards) > 1:
+        refused(shards[1].read_bytes())
+    write_parquet(collected, tmp_path / "half", dtype=torch.bfloat16, progress=False)
+    refused((tmp_path / "half" / "vectors-00000.parquet").read_bytes())
+    read_parquet(tmp_path / "half", folder=tmp_path / "read", progress=False)
+    with pytest.raises(InputError):  # the folder is another job's
+        read_parquet(tmp_path / "a", folder=tmp_path / "read", progress=False)
     (tmp_path / "b" / "examples.parquet").unlink()
     with pytest.raises(InputError, match="not a finished export"):
         read_parquet(tmp_path / "b", progress=False)
