@@ -207,3 +207,18 @@ def test_a_file_that_was_cut_short_is_refused(model: Any, written: Write, tmp_pa
     for nothing in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(InputError, match=r"^source must be a folder"):
             read_exported(model, nothing, ENTRIES, progress=False)
+
+
+def test_layers_that_hardly_differ_are_told_apart(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A block of a real model changes the stream by less than half precision may differ."""
+    model = matlens.load(str(model_folder("llama-deep")), device="cpu", dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.original_model.get_input_embeddings().weight.mul_(8)
+    for number, tokens in enumerate(PROMPTS):
+        save_file(by_the_model(model, tokens, [2, 3]), tmp_path / f"{number}.safetensors")
+    assert list(read_exported(model, tmp_path, [2, 3], progress=False)) == ["h.2", "h.3"]
+    for wrong in ([3, 2], [1, 4]):
+        with pytest.raises(InputError, match="entries must be the sites"):
+            read_exported(model, tmp_path, wrong, progress=False)

@@ -129,3 +129,9 @@ def test_a_trajectory_is_a_page(small_model: Models) -> None:
     final = torch.tensor([[5, 6], [7, 8], [9, 10]])
     assert tokens_of_interest(final, torch.tensor([1, 2, 3]), 1) == [7, 5, 7, 8, 9, 1, 2, 3]
     assert texts_of(model.tokenizer, [final[:1].numpy(), final[0].numpy()]) == {5: "w3", 6: "w4"}
+
+
+def test_the_last_layer_ranks_its_own_prediction_first(small_model: Models) -> None:
+    """Also where a soft cap makes logits so alike that log-probabilities are rounded to ties."""
+    trajectory = Lens.identity(small_model("gemma2")).trajectory("w1 w2 w3 w4 w5 w6 w7 w8")
+    assert bool((trajectory.final_rank[-1] == 1).all())

@@ -178,3 +178,15 @@ def test_damaged_pickles_are_refused_or_hold_tensors() -> None:
             except InputError:
                 refused += 1
     assert refused > 60
+
+
+def test_sizes_and_pointers_in_a_file_are_not_believed() -> None:
+    """An array has the bytes of the file alone, and a tensor is no larger than its storage."""
+    pointer = b"\x80\x04cnumpy\nndarray\n(J\x01\x00\x00\x00\x85\x8c\x01OC\x08AAAAAAAAtR."
+    large = b"\x80\x04cnumpy\nndarray\n(J\xff\xff\xff\x7f\x85tR."
+    for content in (pointer, large):
+        with contextlib.suppress(InputError):
+            assert all(tensor.numel() == 0 for tensor in read_tensors(content, "a"))
+    content = pickle.dumps(torch.zeros(2, 3, dtype=torch.float64))
+    with pytest.raises(InputError):
+        read_tensors(content.replace(b"K\x02K\x03\x86", b"K\x08K\x08\x86"), "a")

@@ -113,3 +113,7 @@ def test_a_norm_behind_the_last_block_is_part_of_the_readout(tmp_path: Path) -> 
         matlens.Readout(model).log_probs(seen[f"h.{LAYERS}"]), seen["logits"], atol=1e-5, rtol=0
     )
     assert ffn.Projection.after_norm(model).norm is not None
+
+
+def test_a_loaded_model_can_be_wrapped(path: Path) -> None:
+    assert changes_of(matlens.wrap(matlens.load(path, device="cpu"))) == ()
