@@ -118,6 +118,7 @@ _REMEDIES = {
     "MapSet": "Use matlens.MapSet.fit or matlens.MapSet.load.",
     "Trace": "Use ffn.Trace.run.",
     "TransformerBridge": "Use matlens.load.",
+    "dtype": "Use a torch dtype such as torch.float16.",
     "_Tokenizer": "Use model.tokenizer.",
 }
 

@@ -110,7 +110,7 @@ def print_atlas(table: Any, correlations: Any) -> None:
         The tables of `matlens.linearity.linearity_atlas` and of `matlens.linearity.rank_correlations`.
     """
     print_frame(
-        "Rank correlation of scores with the loss increase, over all parts",
+        "Rank correlation of scores with the loss increase (positive: less linear parts cost more)",
         correlations[correlations["kind"] == "all kinds"],
         {
             "metric": "score", "method": "part is", "tokens": "tokens", "value": "correlation", "low": "from",

@@ -62,7 +62,9 @@ def open_source(source: Source, field: str, split: str) -> Iterator[Iterator[str
     elif os.path.isdir(path) or (_ID.fullmatch(source) and not source.lower().endswith(_FILE_SUFFIXES)):
         yield _dataset_sentences(source, path, field, split)
     else:
-        raise InputError(f"source must be a sample, a file or a dataset, got {shown(source)}. {_CHOICES}")
+        raise InputError(
+            f"source must be a sample, an existing file or a dataset, got {shown(source)}. {_CHOICES}"
+        )
 
 
 def _file_sentences(path: Path, name: str, lines: Lines, field: str) -> Iterator[str]:

@@ -257,7 +257,7 @@ def _note_on_samples(fit: Mapping[str, Any], results: pd.DataFrame | None = None
     few = f"The maps were fitted on {n:,} samples, which is few for {width:,} dimensions"
     if ridge:
         return f"{few}: a ridge of {ridge:g} limits their noise." if are_few(n, width) else None
-    remedy = "Use more sentences (--train), all positions (--positions all) or a penalty (--ridge)."
+    remedy = "Use more sentences (--train) or a penalty (--ridge)."
     if results is not None and n < _PLENTY * width:
         r2 = results[results["metric"] == "r2"].pivot_table("value", ["layer", "target"], "method")
         worse = int((r2["mat"] < r2["id"]).sum()) if {"mat", "id"} <= {*r2} else 0

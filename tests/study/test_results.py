@@ -130,7 +130,7 @@ def test_few_samples_are_said() -> None:
     fit: dict[str, Any] = {"model": {"d_model": 576}, "n_samples": 800, "ridge": 0.0}
     note = _note_on_samples(fit)
     assert note is not None
-    for part in ("800 samples", "576 dimensions", "noise", "--train", "--positions all", "--ridge"):
+    for part in ("800 samples", "576 dimensions", "noise", "--train", "--ridge"):
         assert part in note
     assert "a ridge of 26000" in (_note_on_samples({**fit, "ridge": 26000.0}) or "")
     assert _note_on_samples({**fit, "n_samples": 1152}) is None
