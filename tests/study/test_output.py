@@ -52,7 +52,7 @@ def test_a_new_an_empty_and_an_own_folder_can_be_used(tmp_path: Path) -> None:
             TRAIN,
             "activations",
             {"data": {"seed": 0}, "positions": "all"},
-            "positions: all in the folder, drawn now",
+            "positions: all in the folder, sampled now",
         ),
         (VALIDATION, "maps", {"data": {"seed": 0}}, "holds: maps in the folder, activations now"),
         (MAPS, "maps", {"ridge": 2.5}, r"ridge: 2.5 in the folder, 0.0 now"),
