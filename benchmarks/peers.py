@@ -37,7 +37,7 @@ def main(
     """Measure the ratios on SmolLM2."""
     model, examples = smollm2_examples(sentences)
     plain, size = plain_smollm2(), default_batch_tokens(model)
-    n_layers, batches = model.cfg.n_layers, list(examples.batches(default_batch_tokens(model)))
+    n_layers, batches = model.cfg.n_layers, list(examples.batches(size))
     sites = [f"h.{layer}" for layer in range(n_layers + 1)]
     # hook_in of block l is h^l; TransformerLens has no hook behind the last block but its output.
     hooks = [f"blocks.{layer}.hook_in" for layer in range(n_layers)] + [f"blocks.{n_layers - 1}.hook_out"]

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from matlens import parallel
 from matlens.activations.activations import HOLDS, Activations
 from matlens.data.examples import Examples
 from matlens.errors import InputError, checked
@@ -56,15 +57,24 @@ def write_parquet(
         ``torch.float32``, or ``torch.bfloat16`` for half the size, written as uint16 since Parquet has no
         bfloat16.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     if dtype not in (torch.float32, torch.bfloat16):
         raise InputError(f"dtype must be torch.float32 or torch.bfloat16, got {dtype}.")
     folder = Path(folder)
     if activations.examples.images.size:
         raise InputError("activations must be of tokens, got those of images.")
     names = [str(activations.resolve(site)) for site in (activations if sites is None else sites)]
+    if parallel.is_main():
+        _write_folder(activations, folder, names, dtype, progress)
+    parallel.barrier("the Parquet export")
+
+
+def _write_folder(
+    activations: Activations, folder: Path, names: Sequence[str], dtype: torch.dtype, progress: bool
+) -> None:
+    """Write the shards, and at the end the examples, without which the folder is not finished."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     _prepare(folder)
     examples = activations.examples
     facts: dict[str, Any] = {
@@ -77,7 +87,6 @@ def write_parquet(
         of_row = np.arange(len(examples.tokens))
     else:
         of_row = first[examples.sentences] + examples.positions
-    n_shards = 0
     with Bar(total=activations.n_rows, unit="row", desc="writing", disable=not progress) as bar:
         for number, rows in enumerate(activations.shards(names)):
             token = of_row[rows.index]
@@ -89,9 +98,8 @@ def write_parquet(
             of_shard = {_FACTS: json.dumps({**facts, "shard": number})}
             table = pa.table(columns).replace_schema_metadata(of_shard)
             _write(table, folder / VECTORS.replace("*", f"{number:05d}"), pq)
-            n_shards += 1
             bar.update(len(rows.index))
-    facts["n_shards"] = n_shards
+    facts["n_shards"] = number + 1
     table = pa.table({name: pa.array([values]) for name, values in examples.arrays.items()})
     _write(table.replace_schema_metadata({_FACTS: json.dumps(facts)}), folder / EXAMPLES, pq)
 
@@ -130,7 +138,7 @@ def read_parquet(
         arrays = {name: table[name][0].values.to_numpy().copy() for name in table.column_names}
     examples = Examples.from_arrays(arrays, provenance.data)
     paths = [source / VECTORS.replace("*", f"{number:05d}") for number in range(facts["n_shards"])]
-    files, rows_of, columns = [], [np.zeros(0, dtype=np.int64)], dict[str, Column]()
+    files, index = [], [np.zeros(0, dtype=np.int64)]
     shared = {key: value for key, value in facts.items() if key != "n_shards"}
     for number, path in enumerate(paths):
         file, of_shard = opened(path)
@@ -138,13 +146,13 @@ def read_parquet(
             raise InputError(f"{path} belongs to another export than {source / EXAMPLES}.")
         files.append(file)
         with _intact(path):
-            rows_of.append(file.read(["row"])["row"].to_numpy())
-        columns = {site: Column(file.schema_arrow.field(site).type.list_size) for site in facts["sites"]}
+            index.append(file.read(["row"])["row"].to_numpy())
     positions: Any = "all" if provenance.positions == "all" else "sampled"
     n_rows = examples.n_positions if positions == "sampled" else len(examples.tokens)
+    if not np.array_equal(np.sort(np.concatenate(index)), np.arange(n_rows)):
+        raise InputError(f"{source} must hold each of {n_rows:,} rows once. Export the vectors again.")
     counts = [file.metadata.num_rows for file in files]
-    if sum(counts) != n_rows:
-        raise InputError(f"{source} must hold {n_rows:,} rows, got {sum(counts):,}.")
+    columns = {site: Column(files[0].schema_arrow.field(site).type.list_size) for site in facts["sites"]}
 
     def run(numbers: Sequence[int]) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
         with Bar(total=n_rows, unit="row", desc="reading", disable=not progress) as bar:
@@ -160,8 +168,6 @@ def read_parquet(
                 yield table["row"].to_numpy().copy(), vectors
                 bar.update(table.num_rows)
 
-    if not np.array_equal(np.sort(np.concatenate(rows_of)), np.arange(n_rows)):
-        raise InputError(f"{source} must hold each row once. Export the vectors again.")
     request = {
         "provenance": provenance.to_json(), "parquet": facts["examples"], "dtype": facts["dtype"],
         "counts": counts,
