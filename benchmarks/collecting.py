@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import torch
 import typer
-from turns import Measured, Out, fastest, plain_smollm2, smollm2_examples
+from turns import Measured, Out, fastest, plain_smollm2, run_forward, smollm2_examples
 
 import matlens
 from matlens.activations import default_batch_tokens, stream
@@ -26,10 +25,8 @@ def compare(plain: Any, model: Any, examples: Examples, rounds: int, measured: M
     size, cut = default_batch_tokens(model), examples.up_to_positions()
     sites = [f"h.{layer}" for layer in range(model.cfg.n_layers + 1)]
 
-    @torch.inference_mode()
     def bare(part: Any, read: Examples) -> None:
-        for batch in read.batches(size):
-            part(batch.tokens, attention_mask=batch.mask, use_cache=False)
+        run_forward(part, read.batches(size))
 
     def collected() -> None:
         matlens.collect(model, examples, progress=False)

@@ -20,7 +20,7 @@ import torch
 import typer
 from safetensors.torch import save_file
 from torch import Tensor
-from turns import Measured, Out, fastest, plain_smollm2, smollm2_examples
+from turns import Measured, Out, fastest, plain_smollm2, run_forward, smollm2_examples
 
 import matlens
 from matlens.activations import default_batch_tokens, stream
@@ -42,11 +42,6 @@ def main(
     # hook_in of block l is h^l; TransformerLens has no hook behind the last block but its output.
     hooks = [f"blocks.{layer}.hook_in" for layer in range(n_layers)] + [f"blocks.{n_layers - 1}.hook_out"]
 
-    @torch.no_grad()
-    def trunk() -> None:
-        for batch in batches:
-            plain.model(batch.tokens, attention_mask=batch.mask, use_cache=False)
-
     def hidden_states(tokens: Tensor, mask: Tensor) -> list[Tensor]:
         run = plain.model(tokens, attention_mask=mask, use_cache=False, output_hidden_states=True)
         return list(run.hidden_states)
@@ -67,7 +62,8 @@ def main(
             pass
 
     works: dict[str, Callable[[], None]] = {
-        "trunk": trunk, "transformers": transformers, "TransformerLens": transformer_lens, "matlens": ours,
+        "trunk": lambda: run_forward(plain.model, batches),
+        "transformers": transformers, "TransformerLens": transformer_lens, "matlens": ours,
     }  # fmt: skip
     with suppress(ModuleNotFoundError):
         works["nnsight"] = _nnsight(plain, batches)

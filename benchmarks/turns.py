@@ -6,7 +6,7 @@ import cProfile
 import platform
 import pstats
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -159,6 +159,13 @@ def smollm2_examples(sentences: int) -> tuple[Any, Examples]:
     model = matlens.load(SMOLLM2, device="cpu")
     corpus, _ = matlens.load_corpus("wikipedia-sample").split(n_train=sentences, n_validation=2)
     return model, matlens.make_examples(model, corpus)
+
+
+@torch.inference_mode()
+def run_forward(part: Any, batches: Iterable[Any]) -> None:
+    """Forward passes of a plain model, or of its trunk, without a cache of keys and values."""
+    for batch in batches:
+        part(batch.tokens, attention_mask=batch.mask, use_cache=False)
 
 
 def plain_smollm2() -> Any:

@@ -8,7 +8,7 @@ the layers of its entries. The reader names them, and they are compared with pas
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -105,8 +105,7 @@ def read_exported(
         raise InputError(f"source must be a folder with a file *.safetensors for each prompt, got {source}.")
     examples = _examples(model, prompts, name)
     shortest = sorted(prompts, key=lambda prompt: (len(prompt.tokens) == 1, len(prompt.tokens)))
-    _check_nearest(model, shortest[:n_checked], sites)
-    _compare(model, shortest[:n_checked], sites)
+    _check_sites(model, shortest[:n_checked], sites)
     _compare(model, prompts, [site if site == str(layout.stream[0]) else None for site in sites])
     columns = {site: Column(layout.width(site)) for site in named}
     provenance = provenance_of(model, layout, examples, positions, named)
@@ -197,22 +196,47 @@ def _read(prompt: _Prompt, sites: Sequence[str | None]) -> dict[str, Tensor]:
     return found
 
 
-def _check_nearest(model: TransformerBridge, prompts: Sequence[_Prompt], sites: Sequence[str | None]) -> None:
-    """Raise InputError if an entry is nearer to another layer: a block may change less than rounding does."""
+def _check_sites(model: TransformerBridge, prompts: Sequence[_Prompt], sites: Sequence[str | None]) -> None:
+    """Raise InputError unless each entry is near the model's site, and nearer than to any other layer.
+
+    A block may change the stream by less than half precision may differ.
+    """
     layers = [str(site) for site in ModelLayout.from_model(model).stream]
     known = list(dict.fromkeys([*(site for site in sites if site is not None), *layers]))
-    examples = _examples(model, prompts)
-    collected = collect(model, examples, known, positions="all", progress=False)
-    theirs = [_read(prompt, sites) for prompt in prompts]
+    collected, theirs = _pairs(model, prompts, sites, known)
     for site in theirs[0]:
         of_site = torch.cat([of_prompt[site] for of_prompt in theirs])
-        distances = {name: float(_distances(of_site, collected[name]).median()) for name in known}
-        nearest = min(known, key=distances.__getitem__)  # of equal ones the site itself, which comes first
+        distances = {
+            name: float(_distances(of_site, torch.cat(list(collected[name]))).median()) for name in known
+        }
+        nearest = min(known, key=distances.__getitem__)
         if distances[nearest] < distances[site]:
             raise InputError(
                 f"entries must be the sites of the vectors: entry {sites.index(site)} is named {site} and is "
                 f"nearest to {nearest}."
             )
+    _check_all_near(prompts, sites, collected, theirs)
+
+
+def _pairs(
+    model: TransformerBridge, prompts: Sequence[_Prompt], sites: Sequence[str | None], known: Sequence[str]
+) -> tuple[dict[str, Sequence[Tensor]], list[dict[str, Tensor]]]:
+    """The model's vectors of prompts at the known sites, and those of the files."""
+    examples = _examples(model, prompts)
+    collected = collect(model, examples, known, positions="all", progress=False)
+    ours = {site: collected[site].split(examples.lengths.tolist()) for site in known}
+    return ours, [_read(prompt, sites) for prompt in prompts]
+
+
+def _check_all_near(
+    prompts: Sequence[_Prompt],
+    sites: Sequence[str | None],
+    ours: Mapping[str, Sequence[Tensor]],
+    theirs: Sequence[Mapping[str, Tensor]],
+) -> None:
+    for number, (prompt, of_prompt) in enumerate(zip(prompts, theirs, strict=True)):
+        for site, vectors in of_prompt.items():
+            _check_near(prompt, f"entry {sites.index(site)}, {site},", vectors, ours[site][number])
 
 
 def _distances(theirs: Tensor, ours: Tensor) -> Tensor:
@@ -221,16 +245,11 @@ def _distances(theirs: Tensor, ours: Tensor) -> Tensor:
 
 
 def _compare(model: TransformerBridge, prompts: Sequence[_Prompt], sites: Sequence[str | None]) -> None:
-    """Raise InputError unless the vectors of prompts at some sites are those of the model."""
+    """Raise InputError unless the vectors of all prompts at some sites are those of the model."""
     named = [site for site in sites if site is not None]
     for start in range(0, len(prompts) if named else 0, _TOGETHER):
         some = prompts[start : start + _TOGETHER]
-        examples = _examples(model, some)
-        collected = collect(model, examples, named, positions="all", progress=False)
-        ours = {site: collected[site].split(examples.lengths.tolist()) for site in named}
-        for number, prompt in enumerate(some):
-            for site, theirs in _read(prompt, sites).items():
-                _check_near(prompt, f"entry {sites.index(site)}, {site},", theirs, ours[site][number])
+        _check_all_near(some, sites, *_pairs(model, some, sites, named))
 
 
 def _check_near(prompt: _Prompt, what: str, theirs: Tensor, ours: Tensor) -> None:
