@@ -312,7 +312,7 @@ def main(
     if page is not None:
         head = ("command", "races", "identical races", "kills", "killed jobs", "identical jobs")
         total = [sum(counts) for counts in zip(*(row[1:] for row in rows), strict=True)]
-        write_between(page, "campaign", "\n".join(table_lines([head, *rows, ("all", *total)])))
+        write_between(page, "campaign", "\n".join(table_lines([head, ("all", *total)])))
     for failure in failures[:5]:
         print(failure)
     raise typer.Exit(bool(failures))

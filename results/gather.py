@@ -35,7 +35,7 @@ MADE_IN = "out/results"  # the folder of 'make results', from the project's
 def quoted_tables(folder: Path) -> list[str]:
     """Names of the tables that sections quote."""
     text = "\n".join(path.read_text() for path in sorted(folder.rglob("*.md")))
-    return sorted(set(re.findall(r"\b(?:table|value|origin|command)\(\s*\"(\w+)\"", text)))
+    return sorted(set(re.findall(r"\b(?:table|value|origin|script)\(\s*\"(\w+)\"", text)))
 
 
 def shown_figures(folder: Path) -> set[str]:

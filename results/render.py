@@ -14,8 +14,8 @@ What a section can use, besides all that Jinja2 and pandas offer:
     The ``value`` of the only such row.
 ``grid(frame, "method", "layer")``
     A Markdown table: a row per method, a column per layer, ``value`` in its cells.
-``origin("NAME")`` and ``command("NAME")``
-    The JSON next to a table, and the command that made it.
+``origin("NAME")`` and ``script("NAME")``
+    The JSON next to a table, with the exact ``command``, and the script that made it.
 ``verdict(condition)``, ``verdict(condition, "same", "in part")``
     The verdict of a comparison, by a condition on the tables.
 ``claim(claim, paper, ours, verdict(...))``
@@ -126,9 +126,13 @@ class Results:
                 )
 
     def command(self, name: str) -> str:
-        """The command that made a table, as it is given in the project's folder."""
+        """The command that made a table, run from the project's folder."""
         folder = "benchmarks" if name.startswith(BENCHMARKS) else "analyses"
         return f"python {folder}/{self.origin(name)['command']}"
+
+    def script(self, name: str) -> str:
+        """The script that made a table."""
+        return self.command(name).split()[1]
 
     def costs(self) -> pd.DataFrame:
         """What each command of tables took, in ``seconds`` of a processor; NaN where it did not say."""
@@ -242,7 +246,7 @@ def _render(folder: Path, results: Path) -> tuple[str, dict[str, Section]]:
     )  # fmt: skip
     environment.globals |= {
         "table": quoted.table, "value": quoted.value, "origin": quoted.origin,
-        "command": quoted.command, "costs": quoted.costs,
+        "script": quoted.script, "costs": quoted.costs,
         "claim": quoted.claim, "verdict": verdict, "grid": grid,
         "lens": lens, "added_perplexity": added_perplexity,
         "transfer_losses": transfer_losses,

@@ -26,7 +26,7 @@ All: {{ verdicts }}
 """
 SECTION = """## Fit of maps (Figure 2)
 
-`{{ command("fit") }}`
+`{{ script("fit") }}`
 
 {{ grid(table("fit", metric="r2"), "method", "layer", digits=1) }}
 
@@ -78,7 +78,7 @@ def test_a_page_has_the_numbers_of_its_tables(results: Path) -> None:
     assert run(results) == 0
     assert (results.parent / "page.md").read_text() == (
         "# Page\n| [Fit of maps (Figure 2)](page.md#fit-of-maps-figure-2) | same |\nAll: same\n\n"
-        "## Fit of maps (Figure 2)\n\n`python analyses/fit.py --train 40 --val 2`\n\n"
+        "## Fit of maps (Figure 2)\n\n`analyses/fit.py`\n\n"
         "|  | 0 | 1 |\n|---|---|---|\n| `id` | 0.1 | 0.2 |\n| `mat` | 0.5 | 0.8 |\n\n"
         "| mat is better | yes | 0.75 of 4,000 | same |\n"
     )
