@@ -22,8 +22,8 @@ TESTS = Path(__file__).parent
 # Packages in import order: each imports from those before it and from itself.
 FLOORS = (
     "arithmetic", "errors", "parallel", "numerics", "metrics", "io", "models", "data", "activations",
-    "linear", "patching", "plots", "lens", "ffn", "linearity", "pruning", "study", "explorer", "cli",
-    "__main__",
+    "linear", "patching", "drawing", "plots", "lens", "ffn", "linearity", "pruning", "study", "explorer",
+    "cli", "__main__",
 )  # fmt: skip
 ROOMS = tuple(floor for floor in FLOORS if (ROOT / floor).is_dir())
 MODULES = {

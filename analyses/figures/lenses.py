@@ -5,9 +5,14 @@ from __future__ import annotations
 import pandas as pd
 from matplotlib.figure import Figure
 
-from matlens.plots.colours import method_looks
-from matlens.plots.layers import draw_methods
-from matlens.plots.style import finish, layer_axis, styled, title_of
+from matlens.drawing import (
+    draw_methods,
+    finish,
+    layer_axis,
+    method_looks,
+    styled,
+    title_of,
+)
 
 
 @styled

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from matlens.plots.colours import (
+from matlens.drawing import (
     BLACK,
     BLUE,
     DARK,

@@ -8,21 +8,34 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from figures.looks import REPLACED
-from matlens.plots import plot_layers
-from matlens.plots.colours import DARK, DASHED, DOTTED, GREY, SOLID, STYLES, Look, method_looks
-from matlens.plots.heatmaps import draw_cells, write_cells
-from matlens.plots.layers import draw_line, draw_methods, line_key, of_metric, precision_axis, surprisal_axis
-from matlens.plots.style import (
+from matlens.drawing import (
+    DARK,
+    DASHED,
+    DOTTED,
+    GREY,
+    SOLID,
+    STYLES,
+    Look,
+    draw_cells,
+    draw_line,
+    draw_methods,
     examples_of,
     finish,
     layer_axis,
     layer_ticks,
+    line_key,
     literal,
+    method_looks,
+    of_metric,
     percent_ticks,
+    precision_axis,
     short_name,
     styled,
+    surprisal_axis,
     title_of,
+    write_cells,
 )
+from matlens.plots import plot_layers
 
 _GOAL = 0.95  # Precision@1 at which the layers saved are compared
 _ORDER = (  # of schemes

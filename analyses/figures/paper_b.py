@@ -13,9 +13,22 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter, StrMethodFormatter
 
 from figures.looks import CLASSES, LOWERED, OTHER, RAISED, SUMMARIES, UPDATES
-from matlens.plots.colours import DOTTED, GREY, Look, method_looks
-from matlens.plots.layers import draw_line, draw_methods, line_key
-from matlens.plots.style import finish, layer_axis, literal, percent_ticks, short_name, styled, title_of
+from matlens.drawing import (
+    DOTTED,
+    GREY,
+    Look,
+    draw_line,
+    draw_methods,
+    finish,
+    layer_axis,
+    line_key,
+    literal,
+    method_looks,
+    percent_ticks,
+    short_name,
+    styled,
+    title_of,
+)
 
 _VECTORS = {"values": "value vectors", "random": "random vectors", "dealt": "tokens shuffled"}
 _EVENTS = tuple(itertools.product(("dominant", "random"), ("saturation", "elimination")))

@@ -185,8 +185,8 @@ class Trajectory:
         positions
             Which tokens of the prompt, by default all; negative ones count from the end.
         """
+        from matlens.plots.files import save
         from matlens.plots.heatmaps import plot_trajectory  # and matplotlib, which only figures need
-        from matlens.plots.style import save
 
         table, n = self.to_dataframe(), len(self.ids)
         if positions is not None:

@@ -6,14 +6,22 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize, SymLogNorm
 from matplotlib.figure import Figure
 
+from matlens.drawing import (
+    draw_cells,
+    finish,
+    layer_axis,
+    layer_ticks,
+    literal,
+    method_looks,
+    styled,
+    title_of,
+    write_cells,
+)
 from matlens.errors import InputError, check_choice
 from matlens.models.tokens import visible
-from matlens.plots.colours import method_looks
-from matlens.plots.style import finish, layer_axis, layer_ticks, literal, styled, title_of
 
 _MOST_TOKENS = 60  # tokens side by side; more cannot be read
 _LONGEST_TOKEN = 9  # characters of a token in a cell
@@ -27,22 +35,6 @@ _KINDS = ("ln1", "attn", "ln2", "ffn", "block", "jump 2", "jump 4", "jump 8")
 _WAYS = {"all": "replaced at all tokens", "no sinks": "replaced at all but sinks"}
 _SCORES = (("r2 of the variance", r"$r^2$ of the whole variance"), ("nbl bound", "NBL's bound"))
 _LEAST = 1e-3  # nats; what increases less stands there
-
-
-def draw_cells(ax: Axes, grid: pd.DataFrame, **options: Any) -> Any:
-    """Draw a table of numbers as an image."""
-    image = ax.imshow(grid.to_numpy(float), **options)
-    ax.grid(False)
-    return image
-
-
-def write_cells(ax: Axes, image: Any, texts: pd.DataFrame, **options: Any) -> None:
-    """Write into each cell, white on what is dark."""
-    values = np.ma.getdata(image.get_array())
-    for row, column in np.ndindex(values.shape):
-        red, green, blue, _ = image.cmap(image.norm(values[row, column]))
-        ink = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.55 else "black"
-        ax.text(column, row, str(texts.iat[row, column]), ha="center", va="center", color=ink, **options)
 
 
 @styled

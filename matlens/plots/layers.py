@@ -1,22 +1,35 @@
-"""Lines over layers, each with its 95% interval: predictions, lenses, and the axes that they are drawn on."""
+"""Predictions and lenses over layers, a line for each method with its 95% interval."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-from matplotlib.transforms import ScaledTranslation
 
-from matlens.plots.colours import DARK, STYLES, Look, method_looks
-from matlens.plots.style import LAYER, finish, layer_axis, literal, percent_ticks, styled, title_of
+from matlens.drawing import (
+    LAYER,
+    STYLES,
+    Look,
+    draw_line,
+    draw_methods,
+    finish,
+    layer_axis,
+    line_key,
+    literal,
+    mark_infinite,
+    method_looks,
+    of_metric,
+    percent_ticks,
+    precision_axis,
+    styled,
+    surprisal_axis,
+    title_of,
+)
 
-_ROW, _LETTER = 9.0, 3.6  # points between two rows about infinite values, and of a letter
 _MANY = 8  # methods; the names of more stand on the right
 _REPORT = {
     ("precision", 1): "Precision@1",
@@ -24,101 +37,6 @@ _REPORT = {
     ("surprisal", None): "surprisal (nats)",
     ("kl", None): "KL from the model (nats)",
 }
-
-
-# Lines and their axes
-
-
-def draw_line(ax: Axes, rows: pd.DataFrame, look: Look, label: str, x: str = "layer") -> None:
-    """Draw values over layers or another column, with a band from low to high."""
-    rows = rows.astype({x: float, "value": float, "low": float, "high": float}).sort_values(x)
-    ax.plot(
-        rows[x], rows["value"], color=look.colour, ls=look.line, marker=look.marker, label=label,
-        mfc="white" if look.hollow else look.colour,
-    )  # fmt: skip
-    ax.fill_between(rows[x], rows["low"], rows["high"], color=look.colour, alpha=0.12, lw=0)
-
-
-def draw_methods(ax: Axes, rows: pd.DataFrame, looks: Mapping[str, Look], x: str = "layer") -> None:
-    """Draw a line over layers for each method."""
-    for method, look in looks.items():
-        draw_line(ax, rows[rows["method"] == method], look, literal(method), x)
-
-
-def of_metric(results: pd.DataFrame, metric: str, k: int | None = None) -> pd.DataFrame:
-    """Rows of a metric, and of one ``k``."""
-    return results[(results["metric"] == metric) & (results["k"].isna() if k is None else results["k"] == k)]
-
-
-def line_key(label: str, colour: str = DARK, **look: Any) -> Line2D:
-    """What a legend shows next to a name."""
-    return Line2D([], [], color=colour, label=label, **look)
-
-
-def precision_axis(ax: Axes, label: str = "Precision@1") -> None:
-    """Label and limit an axis of shares once all curves are there, so that they are seen whole."""
-    ax.set_ylabel(label)
-    ax.set_ylim(0, 1.02)
-    percent_ticks(ax.yaxis)
-
-
-def surprisal_axis(ax: Axes) -> None:
-    """Label and limit an axis of surprisal once all curves are there, and mark its infinite values."""
-    ax.set_ylabel("Surprisal (nats)")
-    ax.set_ylim(bottom=0)
-    mark_infinite(ax)
-
-
-def mark_infinite(ax: Axes) -> None:
-    """Mark infinite values above the top edge, a row for each curve that has them, and say where they are.
-
-    The words stand next to the marks of their curve, or above them where there is no room.
-    """
-    curves = [line for line in ax.get_lines() if np.isinf(np.asarray(line.get_ydata(), dtype=float)).any()]
-    if not curves:
-        return
-    everywhere = np.concatenate([np.asarray(line.get_xdata(), dtype=float) for line in ax.get_lines()])
-    margin = 0.05 * np.ptp(everywhere)  # by itself an axis leaves out where nothing is finite
-    x_limits = (
-        min(ax.get_xlim()[0], everywhere.min() - margin),
-        max(ax.get_xlim()[1], everywhere.max() + margin),
-    )
-    y_limits = ax.get_ylim()
-    figure, height = ax.figure, 6.0
-    assert isinstance(figure, Figure)
-    columns = getattr(ax.get_gridspec(), "ncols", 1)
-    width = 0.85 * 72 * figure.get_figwidth() / columns  # points, about
-    for line in curves:
-        x, y = (np.asarray(data, dtype=float) for data in line.get_data())
-        lost = np.sort(x[np.isinf(y)])
-        marks = ax.get_xaxis_transform() + ScaledTranslation(0, height / 72, figure.dpi_scale_trans)
-        ax.scatter(
-            lost, np.ones(len(lost)), s=14, marker="^", edgecolor=line.get_color(), lw=0.7, transform=marks,
-            facecolor=line.get_markerfacecolor(), clip_on=False,
-        )  # fmt: skip
-        words = f"infinite {_where_infinite(lost, x)}"
-        start = (lost[-1] - x_limits[0]) / (x_limits[1] - x_limits[0])
-        if start * width + len(words) * _LETTER > width:
-            start, height = 0.0, height + _ROW
-        place = ax.transAxes + ScaledTranslation(6 / 72, height / 72, figure.dpi_scale_trans)
-        ax.text(start, 1, words, transform=place, fontsize=7, va="center", color=DARK)
-        height += _ROW + 2
-    ax.set_xlim(x_limits)
-    ax.set_ylim(y_limits)
-    if ax.get_title():
-        ax.set_title(ax.get_title(), pad=height)
-
-
-def _where_infinite(lost: np.ndarray, layers: np.ndarray) -> str:
-    finite = np.setdiff1d(layers, lost)
-    if not len(finite):
-        return "at every layer"
-    if lost[-1] < finite[0]:
-        return f"before layer {finite[0]:g}"
-    return f"at layer{'s' * (len(lost) > 1)} {', '.join(f'{layer:g}' for layer in lost)}"
-
-
-# Figures
 
 
 @styled

@@ -9,7 +9,7 @@ import pytest
 from figures.looks import CLASSES, REPLACED, SUMMARIES, UPDATES
 from matplotlib.colors import to_rgb
 
-from matlens.plots.colours import Look, method_looks
+from matlens.drawing import Look, method_looks
 
 TOGETHER = {
     "figure 4": ("mat", "id"),

@@ -14,10 +14,10 @@ from matplotlib.cbook import is_math_text
 from plot_tables import METHODS, assert_legible, result
 
 from matlens import InputError
+from matlens.drawing import literal
 from matlens.io.tables import COLUMNS
 from matlens.linearity import rank_correlations
 from matlens.plots import plot_atlas, plot_r2, plot_trajectory, save
-from matlens.plots.style import literal
 
 
 @pytest.mark.parametrize("last", [1, 5, 30])

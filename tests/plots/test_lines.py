@@ -21,9 +21,8 @@ from plot_tables import (
     prediction_table,
 )
 
+from matlens.drawing import Look, draw_line, precision_axis, surprisal_axis
 from matlens.plots import plot_layers, plot_report
-from matlens.plots.colours import Look
-from matlens.plots.layers import draw_line, precision_axis, surprisal_axis
 
 LOOK = Look("#123456", "--", "D", hollow=True)
 

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from plot_tables import prediction_table
 
+from matlens import drawing
 from matlens.errors import InputError
-from matlens.plots import plot_layers, style
+from matlens.plots import plot_layers, save
 
 
 def test_figures_follow_the_sheet_and_leave_settings_alone() -> None:
@@ -44,24 +45,24 @@ def test_figures_follow_the_sheet_and_leave_settings_alone() -> None:
     ],
 )  # fmt: skip
 def test_short_names_have_no_folders_but_where_the_file_says_nothing(name: str, short: str) -> None:
-    assert style.short_name(name) == short
+    assert drawing.short_name(name) == short
 
 
 def test_titles_name_the_model_the_corpus_and_how_many_examples() -> None:
     table = prediction_table(3)
-    assert style.title_of(table.assign(model="a/$gpt$"), "model") == r"\$gpt\$"
-    assert style.title_of(table) == "model, some-corpus, n = 1,234"
+    assert drawing.title_of(table.assign(model="a/$gpt$"), "model") == r"\$gpt\$"
+    assert drawing.title_of(table) == "model, some-corpus, n = 1,234"
     table.loc[0, "n"] = 5
-    assert style.title_of(table) == "model, some-corpus, n = 5 to 1,234"
+    assert drawing.title_of(table) == "model, some-corpus, n = 5 to 1,234"
     axis = Figure().subplots().yaxis
-    style.percent_ticks(axis)
+    drawing.percent_ticks(axis)
     shares = (0, 0.07, 0.005, 0.0001, 1)
     assert [axis.get_major_formatter()(share) for share in shares] == ["0%", "7%", "0.5%", "0.01%", "100%"]
 
 
 @given(st.integers(1, 100))
 def test_the_last_layer_is_one_of_the_ticks(last: int) -> None:
-    ticks = style.layer_ticks(last)
+    ticks = drawing.layer_ticks(last)
     assert (ticks[0], ticks[-1]) == (0, last)
     gaps = np.diff(ticks)
     assert (gaps > 0).all()
@@ -80,18 +81,18 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_a_figure_is_written_under_the_names_that_are_meant(tmp_path: Path) -> None:
     folder, figure = tmp_path / "new" / "folder", plot_layers(prediction_table(3))
-    paths = style.save(figure, folder / "smollm2.135m", title="What $5 buys")
+    paths = save(figure, folder / "smollm2.135m", title="What $5 buys")
     assert paths == [folder / "smollm2.135m.png", folder / "smollm2.135m.pdf"]
     assert figure.get_suptitle() == r"What \$5 buys"
     written = contents(folder)
     assert written["smollm2.135m.png"].startswith(b"\x89PNG\r\n")
     assert written["smollm2.135m.pdf"].startswith(b"%PDF-")
-    assert style.save(figure, folder / "smollm2.135m") == paths  # the same figure has the same bytes
+    assert save(figure, folder / "smollm2.135m") == paths  # the same figure has the same bytes
     assert contents(folder) == written
-    assert style.save(Figure(figsize=(1, 1)), folder / "a.png") == [folder / "a.png"]
+    assert save(Figure(figsize=(1, 1)), folder / "a.png") == [folder / "a.png"]
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be written"):
-        style.save(figure, tmp_path / "file" / "below" / "r2")
+        save(figure, tmp_path / "file" / "below" / "r2")
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_a_figure_is_written_under_the_names_that_are_meant(tmp_path: Path) -> N
 def test_what_fails_leaves_no_part_and_no_harm(
     error: BaseException, raised: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    style.save(Figure(figsize=(1, 1)), tmp_path / "r2")
+    save(Figure(figsize=(1, 1)), tmp_path / "r2")
     before = contents(tmp_path)
     savefig = Figure.savefig
 
@@ -117,5 +118,5 @@ def test_what_fails_leaves_no_part_and_no_harm(
     monkeypatch.setattr(Figure, "savefig", fails)
     for name in ("r2", "new"):
         with pytest.raises(raised):
-            style.save(Figure(figsize=(2, 2)), tmp_path / name)
+            save(Figure(figsize=(2, 2)), tmp_path / name)
     assert contents(tmp_path) == before

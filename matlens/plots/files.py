@@ -1,0 +1,42 @@
+"""Figures as files."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from matlens.drawing import literal, style_sheet
+from matlens.errors import checked
+from matlens.io.files import write_files
+
+SUFFIXES = (".png", ".pdf")
+# What matplotlib writes of the time, by format: the same figure has the same bytes at any time.
+_UNDATED: Mapping[str, dict[str, None]] = {".png": {}, ".pdf": {"CreationDate": None}, ".svg": {"Date": None}}
+
+
+@checked
+def save(figure: Figure, path: str | Path, *, title: str | None = None) -> list[Path]:
+    """Write a figure to ``path``, or as ``path.png`` and ``path.pdf``, both or neither; return the paths.
+
+    Parameters
+    ----------
+    path
+        A name that ends in ``.png``, ``.pdf`` or ``.svg``, or one that the first two are appended to.
+    title
+        Replaces the title of the figure.
+    """
+    path = Path(path)
+    paths = [path] if path.suffix in _UNDATED else [path.with_name(path.name + each) for each in SUFFIXES]
+    drawn: dict[Path, bytes] = {}
+    with style_sheet():
+        if title is not None:
+            figure.suptitle(literal(title))
+        for each in paths:
+            content = io.BytesIO()
+            figure.savefig(content, format=each.suffix[1:], metadata=_UNDATED[each.suffix])
+            drawn[each] = content.getvalue()
+    write_files(drawn)
+    return paths
