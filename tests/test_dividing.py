@@ -21,7 +21,7 @@ from matlens.data import make_windows
 from matlens.data.corpus import Corpus
 from matlens.data.examples import Examples
 from matlens.lens import Lens, LensConfig
-from matlens.lens.closed_forms import lens_least_squares
+from matlens.lens.closed_forms import fit_closed_forms
 from matlens.lens.trained import fit_jacobian, fit_on_vectors
 from matlens.linearity import atlas
 
@@ -66,10 +66,9 @@ def numbers_of(linear: matlens.LinearMap | None) -> dict[str, torch.Tensor]:
 
 def sums_of(model: Any, data: Any, **options: Any) -> dict[str, Any]:
     """What is summed up for lenses, and what comes of it."""
-    statistics = lens_least_squares(
+    solved = fit_closed_forms(
         model, data, CONFIGS, layers=range(3), batch_tokens=BATCH, progress=False, **options
     )
-    solved = statistics.solve()
     return {
         "maps": {
             (name, layer): numbers_of(of)
@@ -128,7 +127,7 @@ def test_each_process_passes_over_its_part(
 
     def work() -> Any:
         batches.clear()
-        lens_least_squares(model, examples, [LensConfig()], layers=[1], batch_tokens=BATCH, progress=False)
+        fit_closed_forms(model, examples, [LensConfig()], layers=[1], batch_tokens=BATCH, progress=False)
         lenses = list(batches)
         batches.clear()
         find_sinks(model, examples, batch_tokens=BATCH, progress=False)
@@ -155,7 +154,9 @@ def test_layers_are_trained_by_one_process_each(
         layers.clear()
         collected = matlens.collect(model, examples, positions="all", progress=False)
         lenses = Lens.fit(model, collected, method=["scaled", "affine"], progress=False)
-        tuned = fit_on_vectors("tuned", model, collected, layers=range(3), progress=False)
+        tuned = fit_on_vectors(
+            "tuned", matlens.Readout(model), model, collected, layers=range(3), progress=False
+        )
         numbers = {
             (lens.method, layer): (numbers_of(linear), lens.scales.get(layer, 1.0))
             for lens in (*lenses.values(), tuned)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from matlens import parallel
-from matlens.activations.activations import Activations, Positions
+from matlens.activations.activations import Activations, Positions, Rows
 from matlens.activations.collecting import stream
 from matlens.activations.sinks import find_sinks, outlying_rows
 from matlens.data.examples import Examples
@@ -34,8 +34,8 @@ STRENGTHS = tuple(10.0 ** (half / 2) for half in range(-20, 5))
 """Penalties that leave-one-out chooses from, in units of ``mean diag(X'X)``."""
 _HELD_OUT = 1024  # samples that leave-one-out looks at
 _CHUNK = 1024  # samples that are factorised at once; never fewer than four for each dimension
-Rows = dict[str, Tensor]
-"""Samples, one per row: vectors by site, ``weights``, ``sinks``, and ``keys``."""
+Samples = dict[str, Tensor]
+"""Samples, one per row: vectors by site, their ``index`` and ``weights``."""
 
 
 # One layer
@@ -106,147 +106,82 @@ def leave_one_out(
 # All layers
 
 
-def _take(rows: Mapping[str, Tensor], chosen: Tensor) -> Rows:
-    return {name: values[chosen.to(values.device)] for name, values in rows.items()}
+def _take(samples: Samples, chosen: Tensor) -> Samples:
+    return {name: values[chosen.to(values.device)] for name, values in samples.items()}
 
 
-def _join(*parts: Rows) -> Rows:
+def _join(parts: Sequence[Samples]) -> Samples:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def _smallest_keys(rows: Rows) -> Rows:
-    """The samples with the smallest keys, which are as good as sampled at random."""
-    return _take(rows, rows["keys"].sort(stable=True).indices[:_HELD_OUT])
+class _Statistics:
+    """Least squares of all layers from some of the samples, and those that leave-one-out looks at.
 
-
-class LensLeastSquares:
-    """Statistics of the data that closed forms are solved from: exact, and streamed.
-
-    For each layer, and each way of weighting its samples, there is one `LeastSquares`. Vectors of attention
-    sinks are kept apart, as some closed forms exclude them.
-
-    Parameters
-    ----------
-    provenance
-        The model and the examples.
-    configs
-        Closed forms.
-    layers
-        The layers to map onto the last.
-    norm
-        The model's standardisation, for standardised vectors.
+    Closed forms share them that agree in ``standardise``, ``weighted`` and ``sinks``. ``mask`` says which of
+    all samples are fitted on, and those with the smallest ``keys`` are as good as sampled at random.
     """
 
     def __init__(
-        self,
-        provenance: Provenance,
-        configs: Sequence[LensConfig],
-        *,
-        layers: Sequence[int],
-        norm: Standardisation | None = None,
-    ) -> None:
-        identity = provenance.identity
-        self.provenance, self.norm, self.configs, self.layers = provenance, norm, configs, layers
-        self._last, width = f"h.{identity.n_layers}", identity.d_model
-        sites = [f"h.{layer}" for layer in layers]
-        self._sums = {
-            kind: {site: LeastSquares(width, {self._last: width}, source=site) for site in sites}
-            for kind in dict.fromkeys(map(_kind, configs))
-        }
-        self._sinks: Rows = dict.fromkeys([*sites, self._last], torch.empty(0, width)) | {
-            "keys": torch.empty(0, dtype=torch.long), "weights": torch.empty(0, dtype=torch.float64)
+        self, config: LensConfig, sites: Sequence[str], width: int, norm: Standardisation | None,
+        mask: Tensor, keys: Tensor,
+    ) -> None:  # fmt: skip
+        *sources, self.last = sites
+        self.weighted, self.norm, self.mask = config.weighted, norm if config.standardise else None, mask
+        self.sums = {site: LeastSquares(width, {self.last: width}, source=site) for site in sources}
+        self._is_held_out = torch.zeros_like(mask)
+        self._is_held_out[keys.masked_fill(~mask, torch.iinfo(keys.dtype).max).argsort()[:_HELD_OUT]] = True
+        self._held_out: Samples = dict.fromkeys(sites, torch.empty(0, width)) | {
+            "index": torch.empty(0, dtype=torch.long), "weights": torch.empty(0, dtype=torch.float64)
         }  # fmt: skip
-        self._held_out = self._sinks
 
-    def update(self, rows: Mapping[str, Tensor]) -> Self:
-        """Add samples.
+    def update(self, samples: Samples) -> None:
+        """Add those samples that are fitted on; ``index`` is their number."""
+        samples = _take(samples, self.mask[samples["index"]])
+        y, weights = self._vectors(samples, self.last), self._weights(samples)
+        for site, sums in self.sums.items():
+            sums.update(self._vectors(samples, site), y, weights=weights)
+        held_out = _take(samples, self._is_held_out[samples["index"]])
+        self._held_out = _join([self._held_out, held_out])
 
-        Parameters
-        ----------
-        rows
-            One row per token: vectors by site, ``[n, d_model]``, and of each ``[n]`` its ``weights``, whether
-            it is one of the ``sinks``, and ``keys``, by which leave-one-out samples.
-        """
-        used = {name: rows[name] for name in self._sinks}
-        self._sinks = _join(self._sinks, _take(used, rows["sinks"]))
-        others = _take(used, ~rows["sinks"])
-        for kind, sums in self._sums.items():
-            self._add(sums, kind, others)
-        if any(config.ridge in (0, "loo") for config in self.configs):  # 0: whether the fit follows noise
-            self._held_out = _smallest_keys(_join(self._held_out, others))
-        return self
+    def _vectors(self, samples: Samples, site: str) -> Tensor:
+        h = in_float64(samples[site])
+        return h if self.norm is None else self.norm(h)
 
-    def _add(self, sums: Mapping[str, LeastSquares], kind: str, rows: Rows) -> None:
-        y, weights = self._entering(rows[self._last], kind), self._weights(rows, kind)
-        for site, of_site in sums.items():
-            of_site.update(self._entering(rows[site], kind), y, weights=weights)
+    def _weights(self, samples: Samples) -> Tensor:
+        if not self.weighted:
+            return samples["weights"]
+        squares = in_float64(samples[self.last]).square().sum(1)
+        return samples["weights"].to(squares.device) * torch.where(squares > 0, 1 / squares, 0)
 
-    def _entering(self, vectors: Tensor, kind: str) -> Tensor:
-        vectors = in_float64(vectors)
-        return self.norm(vectors) if kind == "standardised" and self.norm is not None else vectors
-
-    def _weights(self, rows: Rows, kind: str) -> Tensor:
-        if kind != "weighted":
-            return rows["weights"]
-        squares = in_float64(rows[self._last]).square().sum(1)
-        return rows["weights"].to(squares.device) * torch.where(squares > 0, 1 / squares, 0)
-
-    def reduce(self) -> Self:
+    def reduce(self) -> None:
         """Add the samples of all other processes, in rank order; all then have the whole."""
         if parallel.world_size() > 1:
-            for sums in self._sums.values():
-                for site, of_site in sums.items():
-                    sums[site] = of_site.reduce(to_all=True)
-            self._sinks = parallel.concatenate(self._sinks, "samples of sinks")
-            self._held_out = _smallest_keys(parallel.concatenate(self._held_out, "held-out samples"))
-        return self
+            self.sums = {site: sums.reduce(to_all=True) for site, sums in self.sums.items()}
+            self._held_out = parallel.concatenate(self._held_out, "held-out samples")
 
-    def solve(self, configs: Sequence[LensConfig] | None = None) -> dict[str, LensMaps]:
-        """Maps of all layers by name, of all closed forms or some; warns once of fits that follow noise."""
-        configs, noisy = self.configs if configs is None else configs, list[NoisyFit]()
-        solved = {config.name: self._solve(config, noisy) for config in configs}
-        warn_of_noise(noisy, sum(1 if config.shared_map else len(self.layers) for config in configs))
-        return solved
-
-    def _solve(self, config: LensConfig, noisy: list[NoisyFit]) -> LensMaps:
-        kind, sums, held_out = _kind(config), self._sums[_kind(config)], self._held_out
-        sums = {site: copy.copy(of_site) for site, of_site in sums.items()}
-        if config.sinks == "include":
-            self._add(sums, kind, self._sinks)
-            held_out = _smallest_keys(_join(held_out, self._sinks))
-        details: dict[str, Any] = {"method": config.name, "n_fitted": next(iter(sums.values())).n}
-        y, weights = self._entering(held_out[self._last], kind), self._weights(held_out, kind)
+    def solve(self, config: LensConfig) -> tuple[dict[str, LinearMap], dict[str, float], list[NoisyFit]]:
+        """Maps and penalties by layer, and the fits that follow noise."""
+        y, weights = self._vectors(self._held_out, self.last), self._weights(self._held_out)
         linears: dict[str, LinearMap] = {}
         ridges: dict[str, float] = {}
-        for sites in [list(sums)] if config.shared_map else [[site] for site in sums]:
-            of_group, *others = (sums[site] for site in sites)
+        noisy: list[NoisyFit] = []
+        for sites in [list(self.sums)] if config.shared_map else [[site] for site in self.sums]:
+            sums, *others = (copy.copy(self.sums[site]) for site in sites)
             for other in others:
-                other.source = of_group.source
-                of_group.merge(other)
-            x = torch.cat([self._entering(held_out[site], kind) for site in sites])
+                other.source = sums.source
+                sums.merge(other)
+            x = torch.cat([self._vectors(self._held_out, site) for site in sites])
             samples = x, y.repeat(len(sites), 1), weights.repeat(len(sites))
-            linear, ridge = solve(config, of_group, *samples)
+            linear, ridge = solve(config, sums, *samples)
             linears |= {site: replace(linear, source=site) for site in sites}
             ridges |= {site.removeprefix("h."): ridge for site in sites}
             if config.ridge == 0:
-                names, given = [f"{config.name} at {of_group.source}"], [(x, [samples[1]], samples[2])]
-                noisy += noise_of_fit(of_group, given, names, intercept=config.intercept)
-        if config.sinks == "exclude":
-            details["n_sinks"] = len(self._sinks["keys"])
-        if config.ridge == "loo":
-            details["strengths"] = ridges
-        provenance = self.provenance.with_details(**details)
-        fitted = (replace(linear, provenance=provenance) for linear in linears.values())
-        maps = dict(zip(self.layers, fitted, strict=True))
-        return LensMaps(maps, config.name, provenance, self.norm if config.standardise else None)
+                names, given = [f"{config.name} at {sums.source}"], [(x, [samples[1]], samples[2])]
+                noisy += noise_of_fit(sums, given, names, intercept=config.intercept)
+        return linears, ridges, noisy
 
 
-def _kind(config: LensConfig) -> str:
-    """Which sums a closed form is solved from."""
-    return "standardised" if config.standardise else "weighted" if config.weighted else "plain"
-
-
-def lens_least_squares(
+def fit_closed_forms(
     model: TransformerBridge,
     data: Examples | Activations,
     configs: Sequence[LensConfig],
@@ -257,10 +192,10 @@ def lens_least_squares(
     weights: Float[Tensor, " n"] | None = None,
     batch_tokens: int | None = None,
     progress: bool = True,
-) -> LensLeastSquares:
-    """Statistics for closed forms by one pass over the data, which several processes divide; see `Lens.fit`.
+) -> dict[str, LensMaps]:
+    """Fit closed forms by one pass over the data, which several processes divide; see `Lens.fit`.
 
-    Where a closed form excludes sinks, a pass before it finds them.
+    Where one excludes sinks, a pass before it finds them. Warns once of all fits that follow noise.
     """
     norm = Standardisation.from_model(model) if any(config.standardise for config in configs) else None
     identity = ModelIdentity.from_model(model)
@@ -270,16 +205,21 @@ def lens_least_squares(
     else:
         provenance, examples = Provenance(identity, data.provenance, data.fingerprint, positions), data
     keys = torch.from_numpy(row_keys(examples, sampled=positions == "sampled"))
-    chosen = Selection.parse(rows, weights, len(keys))
-    if chosen is not None:
+    mask, counts = torch.ones(len(keys), dtype=torch.bool), torch.ones(len(keys), dtype=torch.float64)
+    if chosen := Selection.parse(rows, weights, len(keys)):
         provenance = provenance.with_details(**chosen.details)
+        mask, counts = chosen.mask, counts if chosen.weights is None else chosen.weights
     job = [provenance.to_json(), [config.name for config in configs], list(layers)]
     parallel.check_same(job, "the job of lenses")
-    sinks = torch.zeros(len(keys), dtype=torch.bool)
+    sinks = torch.zeros_like(mask)
     if any(config.sinks == "exclude" for config in configs):
         sinks = _find_sinks(model, data, positions, batch_tokens, progress)
-    statistics = LensLeastSquares(provenance, configs, layers=layers, norm=norm)
     sites = [f"h.{layer}" for layer in (*layers, identity.n_layers)]
+    statistics: dict[Any, _Statistics] = {}
+    for config in configs:
+        fitted_on = mask if config.sinks == "include" else mask & ~sinks
+        if _kind(config) not in statistics:
+            statistics[_kind(config)] = _Statistics(config, sites, identity.d_model, norm, fitted_on, keys)
     if isinstance(data, Activations):
         batches = data.shards(sites, divided=True)
     else:
@@ -287,22 +227,45 @@ def lens_least_squares(
             model, examples, sites, positions=positions, batch_tokens=batch_tokens, progress=progress,
             divided=True,
         )  # fmt: skip
-    chunk, waiting, n_waiting = max(_CHUNK, 4 * identity.d_model), list[Rows](), 0
+    for part in _chunks(batches, max(_CHUNK, 4 * identity.d_model)):
+        part["weights"] = counts[part["index"]]
+        for each in statistics.values():
+            each.update(part)
+    for each in statistics.values():
+        each.reduce()
+    fitted, noisy = dict[str, LensMaps](), list[NoisyFit]()
+    for config in configs:
+        each = statistics[_kind(config)]
+        linears, ridges, follow_noise = each.solve(config)
+        noisy += follow_noise
+        details: dict[str, Any] = {"method": config.name, "n_fitted": next(iter(each.sums.values())).n}
+        if config.sinks == "exclude":
+            details["n_sinks"] = int((mask & sinks).sum())
+        if config.ridge == "loo":
+            details["strengths"] = ridges
+        origin = provenance.with_details(**details)
+        maps = (replace(linear, provenance=origin) for linear in linears.values())
+        fitted[config.name] = LensMaps(dict(zip(layers, maps, strict=True)), config.name, origin, each.norm)
+    warn_of_noise(noisy, sum(1 if config.shared_map else len(layers) for config in configs))
+    return fitted
+
+
+def _kind(config: LensConfig) -> tuple[bool, bool, str]:
+    """Which statistics a closed form is solved from."""
+    return config.standardise, config.weighted, config.sinks
+
+
+def _chunks(batches: Iterable[Rows], size: int) -> Iterator[Samples]:
+    """Vectors in float32 and the ``index`` of each sample, as many at a time as are worth a factorisation."""
+    waiting: list[Samples] = []
     for batch in batches:
-        part: Rows = {site: vectors.float() for site, vectors in batch.vectors.items()}
-        part |= {"sinks": sinks[batch.index], "keys": keys[batch.index]}
-        of_part = None
-        if chosen is not None:
-            part, of_part = chosen.part(batch.index).apply(part)
-        part["weights"] = torch.ones(len(part["keys"])).double() if of_part is None else of_part
-        waiting.append(part)
-        n_waiting += len(part["keys"])
-        if n_waiting >= chunk:
-            statistics.update(_join(*waiting))
-            waiting, n_waiting = [], 0
-    if n_waiting:
-        statistics.update(_join(*waiting))
-    return statistics.reduce()
+        part = {site: vectors.float() for site, vectors in batch.vectors.items()}
+        waiting.append(part | {"index": torch.as_tensor(batch.index)})
+        if sum(len(part["index"]) for part in waiting) >= size:
+            yield _join(waiting)
+            waiting = []
+    if waiting:
+        yield _join(waiting)
 
 
 def _find_sinks(

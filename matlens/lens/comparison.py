@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from matlens.activations.activations import Activations, Positions
+from matlens.activations.activations import Positions
 from matlens.activations.collecting import collect
 from matlens.activations.sinks import SinkWarning, sink_rows
 from matlens.data.corpus import Corpus
@@ -20,13 +20,15 @@ from matlens.data.readers import is_masked
 from matlens.errors import InputError, PositiveInt, Seed, checked, short, warn
 from matlens.io.tables import check_columns
 from matlens.lens import trained
-from matlens.lens.closed_forms import lens_least_squares
+from matlens.lens.closed_forms import fit_closed_forms
 from matlens.lens.config import LensConfig, Method, layers_read, parse_methods, resolve_layers
 from matlens.lens.early_exit import exit_sweep, savings
 from matlens.lens.evaluation import AGAINST, evaluate_lenses
 from matlens.lens.lens import Lens
+from matlens.lens.maps import LensMaps
 from matlens.lens.open_sets import EvaluationItem, evaluate_open_sets
-from matlens.parallel import Bar
+from matlens.models.identity import ModelIdentity, Provenance
+from matlens.models.readout import Readout
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -141,16 +143,22 @@ def compare_lenses(
         model, make_examples(model, parts[1], seed=seed), folder=Path(folder) / "lens-validation",
         progress=progress,
     )  # fmt: skip
-    on_vectors = {name: config for name, config in configs.items() if name != "jacobian"}
-    made = fit_each(model, train, on_vectors, chosen, seed=seed, progress=progress)
-    if "jacobian" in configs:
+    readout, made = Readout(model), dict(fitted or {})
+    for name, config in configs.items():
         begin = time.process_time()
-        jacobian = Lens.fit(
-            model, parts[0], method="jacobian", layers=chosen, n_prompts=n_prompts, longest=longest,
-            progress=progress,
-        )  # fmt: skip
-        made["jacobian"] = jacobian, time.process_time() - begin
-    made |= fitted or {}
+        maps = LensMaps(dict.fromkeys(chosen), "id", Provenance(ModelIdentity.from_model(model)))
+        if config is not None:
+            maps = fit_closed_forms(model, train, [config], layers=chosen, progress=progress)[name]
+        elif name == "jacobian":
+            maps = trained.fit_jacobian(
+                model, parts[0], layers=chosen, n_prompts=n_prompts, longest=longest, progress=progress
+            )
+        elif name != "id":
+            maps = trained.fit_on_vectors(
+                name, readout, model, train, layers=chosen, seed=seed, progress=progress
+            )
+        seconds = 0.0 if name == "id" else time.process_time() - begin
+        made[name] = Lens(**vars(maps), readout=readout, model=model), seconds
     lenses = {name: made[name][0] for name in names}
     evaluated_at = [layer for layer in chosen if all(layer in lens.layers for lens in lenses.values())]
     with warnings.catch_warnings():
@@ -178,35 +186,6 @@ def compare_lenses(
     return Comparison(report, exits, read, lenses, origin)
 
 
-def fit_each(
-    model: TransformerBridge,
-    train: Activations,
-    configs: Mapping[str, LensConfig | None],
-    layers: Sequence[int],
-    *,
-    seed: int = 0,
-    progress: bool = True,
-) -> dict[str, tuple[Lens, float]]:
-    """Fit lenses on the same vectors, each with the CPU seconds of all that it needs but for collecting."""
-    groups = dict[Any, list[LensConfig]]()  # closed forms of the same statistics
-    for config in filter(None, configs.values()):
-        groups.setdefault((config.standardise, config.weighted, config.sinks), []).append(config)
-    fitted: dict[str, tuple[Lens, float]] = {}
-    for group in Bar(list(groups.values()), desc="closed forms", disable=not progress):
-        begin = time.process_time()
-        statistics = lens_least_squares(model, train, group, layers=layers, progress=progress)
-        shared = time.process_time() - begin
-        for config in group:
-            begin = time.process_time()
-            (maps,) = statistics.solve([config]).values()
-            fitted[config.name] = Lens(**vars(maps)).on(model), shared + time.process_time() - begin
-    for name in (name for name, config in configs.items() if config is None):
-        begin = time.process_time()
-        lens = Lens.fit(model, train, method=name, layers=layers, seed=seed, progress=progress)
-        fitted[name] = lens, 0.0 if name == "id" else time.process_time() - begin
-    return fitted
-
-
 @checked
 def summarise(report: pd.DataFrame, exits: pd.DataFrame) -> pd.DataFrame:
     """A table to read: a row per lens, metrics averaged over layers, layers saved at 95%, and costs.
@@ -224,16 +203,7 @@ def summarise(report: pd.DataFrame, exits: pd.DataFrame) -> pd.DataFrame:
         index="method", columns="name", values="value", aggfunc="mean", sort=False
     )
     order = (
-        "P@1",
-        "P@5",
-        "P@10",
-        "surprisal",
-        "kl",
-        "r2",
-        "r2 without sinks",
-        "saved",
-        "seconds",
-        "parameters",
-    )
+        "P@1", "P@5", "P@10", "surprisal", "kl", "r2", "r2 without sinks", "saved", "seconds", "parameters"
+    )  # fmt: skip
     wide = wide.join(savings(exits).set_index("method")["saved"])
     return wide[[name for name in order if name in wide]]

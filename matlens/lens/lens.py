@@ -19,7 +19,7 @@ from matlens.data.making import make_examples
 from matlens.errors import InputError, PositiveInt, Seed, checked
 from matlens.io.repository import HubRepository
 from matlens.lens import files, trained
-from matlens.lens.closed_forms import lens_least_squares
+from matlens.lens.closed_forms import fit_closed_forms
 from matlens.lens.config import Method, layers_read, parse_methods, resolve_layers
 from matlens.lens.hub import pull_lens, push_lens
 from matlens.lens.maps import LensMaps
@@ -165,9 +165,8 @@ class Lens(LensMaps):
         if "jacobian" in methods:
             if not isinstance(data, Corpus):
                 raise InputError("'jacobian' is fitted on sentences: corpus must be a Corpus.")
-            prompts = replace(data, sentences=tuple(trained.longest_sentences(data.sentences, n_prompts)))
             fitted["jacobian"] = trained.fit_jacobian(
-                model, prompts, layers=requested, longest=longest, progress=progress
+                model, data, layers=requested, n_prompts=n_prompts, longest=longest, progress=progress
             )
         if isinstance(data, Corpus) and (configs or on_vectors):
             data = make_examples(model, data, seed=seed)
@@ -182,17 +181,16 @@ class Lens(LensMaps):
             if absent := [f"h.{layer}" for layer in needed if f"h.{layer}" not in data]:
                 raise InputError(f"The activations lack {', '.join(absent)}. Collect these sites too.")
         if configs and not isinstance(data, Corpus):
-            statistics = lens_least_squares(
+            fitted |= fit_closed_forms(
                 model, data, configs, layers=requested, positions=positions, rows=rows, weights=weights,
                 batch_tokens=batch_tokens, progress=progress,
             )  # fmt: skip
-            fitted |= statistics.solve()
+        readout = Readout(model)
         for name in on_vectors:
             assert isinstance(data, Activations)
             fitted[name] = trained.fit_on_vectors(
-                name, model, data, layers=requested, seed=seed, progress=progress
+                name, readout, model, data, layers=requested, seed=seed, progress=progress
             )
-        readout = Readout(model)
         lenses = {name: cls(**vars(fitted[name]), readout=readout, model=model) for name in methods}
         return next(iter(lenses.values())) if isinstance(method, Method) else lenses
 

@@ -21,7 +21,7 @@ from matlens import parallel
 from matlens.activations.activations import Activations
 from matlens.data.corpus import Corpus
 from matlens.errors import InputError
-from matlens.lens.closed_forms import lens_least_squares
+from matlens.lens.closed_forms import fit_closed_forms
 from matlens.lens.config import ENTRY_POINTS, LensConfig
 from matlens.lens.maps import LensMaps, Standardisation
 from matlens.linear.maps import LinearMap
@@ -254,6 +254,7 @@ def best_start(model: TransformerBridge) -> LensConfig:
 
 def fit_on_vectors(
     name: str,
+    readout: Readout,
     model: TransformerBridge,
     vectors: Activations,
     *,
@@ -271,12 +272,12 @@ def fit_on_vectors(
         (entry,) = entry_points(group=ENTRY_POINTS, name=name)
         maps = entry.load()(model, vectors, layers=layers, seed=seed, progress=progress)
         return LensMaps(maps, name, provenance)
-    readout, start = Readout(model), None
     readout.check_same(vectors.provenance, theirs="the activations")
+    start = None
     if name != "tuned":
         config = best_start(model)
-        closed = lens_least_squares(model, vectors, [config], layers=layers, progress=progress)
-        start = closed.solve()[config.name]
+        closed = fit_closed_forms(model, vectors, [config], layers=layers, progress=progress)
+        start = closed[config.name]
     elif vectors.n_rows <= readout.d_model:
         warn_of_noise([NoisyFit(name, vectors.n_rows, readout.d_model)], 1)
     norm, last = None if start is None else start.norm, f"h.{vectors.provenance.identity.n_layers}"
@@ -308,9 +309,10 @@ def longest_sentences(sentences: Sequence[str], n: int) -> list[str]:
 
 def fit_jacobian(
     model: TransformerBridge,
-    prompts: Corpus,
+    corpus: Corpus,
     *,
     layers: Sequence[int],
+    n_prompts: int = PROMPTS,
     longest: int = LONGEST,
     skip: int = SKIPPED,
     progress: bool = True,
@@ -322,12 +324,11 @@ def fit_jacobian(
 
     Parameters
     ----------
-    prompts
-        The texts. Those with no more than ``skip + 1`` tokens are excluded.
     layers
         Layers to fit; layer 0 is skipped.
-    longest
-        Tokens that a prompt is cut to.
+    n_prompts, longest
+        How many of the longest sentences are prompts, and the tokens that each is cut to. Those with no more
+        than ``skip + 1`` tokens are excluded.
     skip
         First positions of a prompt that are no sources.
 
@@ -341,7 +342,8 @@ def fit_jacobian(
     layers = [layer for layer in layers if layer]
     if not layers:
         raise InputError("layers must have one after a block: TransformerLens fits none of layer 0.")
-    lengths = [(text, min(longest, len(model.to_tokens(text)[0]))) for text in prompts.sentences]
+    prompts = longest_sentences(corpus.sentences, n_prompts)
+    lengths = [(text, min(longest, len(model.to_tokens(text)[0]))) for text in prompts]
     long = [(text, length) for text, length in lengths if length > skip + 1]
     if not long:
         raise InputError(f"The sentences must have one of more than {skip + 1} tokens.")
@@ -349,7 +351,7 @@ def fit_jacobian(
     if own := [text for text, _ in long[parallel.rank() :: parallel.world_size()]]:
         try:
             fitted = JacobianLens.fit(
-                model, own, corpus=prompts.name, source_layers=[layer - 1 for layer in layers],
+                model, own, corpus=corpus.name, source_layers=[layer - 1 for layer in layers],
                 dim_batch=AT_ONCE, max_seq_len=longest, skip_first_positions=skip,
                 show_progress=progress and parallel.is_main(),
             )  # fmt: skip
@@ -364,7 +366,7 @@ def fit_jacobian(
         jacobians = (of_all["sums"].sum(0) / n_fitted).float()
     provenance = Provenance(
         ModelIdentity.from_model(model),
-        {"corpus": prompts.name, "n": n_fitted},
+        {"corpus": corpus.name, "n": n_fitted},
         details={
             "method": "jacobian", "n_fitted": n_fitted, "n_tokens": sum(length for _, length in long),
             "longest": longest, "skip": skip,

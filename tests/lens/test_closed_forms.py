@@ -19,7 +19,7 @@ from matlens.activations.activations import Activations
 from matlens.activations.sinks import sink_rows
 from matlens.data.examples import Examples
 from matlens.lens import closed_forms
-from matlens.lens.closed_forms import STRENGTHS, leave_one_out, lens_least_squares, row_keys, solve
+from matlens.lens.closed_forms import STRENGTHS, leave_one_out, row_keys, solve
 from matlens.lens.config import LensConfig, Method
 from matlens.lens.maps import Standardisation
 from matlens.linear.least_squares import LeastSquares
@@ -298,9 +298,3 @@ def test_what_cannot_be_fitted_is_refused(model: Any, data: Activations, small_m
         Lens.fit(model, data.examples, weights=torch.zeros(data.n_rows))
     with pytest.raises(InputError, match="trained lenses take neither"):
         Lens.fit(model, data, method=["mat", "tuned"], rows=torch.ones(data.n_rows, dtype=torch.bool))
-    statistics = lens_least_squares(model, data, [LensConfig()], layers=[1], progress=False)
-    broken = {"h.1": torch.full((4, D_MODEL), float("nan")), "h.3": torch.ones(4, D_MODEL)}
-    ones = torch.ones(4)
-    rows = {"weights": ones.double(), "sinks": ones.bool() & False, "keys": ones.long()}
-    with pytest.raises(InputError, match="not finite"):
-        statistics.update(broken | rows)

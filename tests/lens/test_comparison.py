@@ -13,7 +13,7 @@ from sklearn.metrics import r2_score
 
 from matlens import InputError, Lens, LensConfig, collect, make_examples
 from matlens.lens import summarise
-from matlens.lens.comparison import compare_lenses, default_methods, fit_each
+from matlens.lens.comparison import compare_lenses, default_methods
 from matlens.lens.config import parse_methods
 from matlens.lens.open_sets import EvaluationItem
 from matlens.plots import plot_report
@@ -27,13 +27,13 @@ def test_a_decoder_is_compared_with_jacobians_fitted_lenses_and_open_sets(
 ) -> None:
     model, parts = small_model("gpt2"), make_sentences().split(n_train=30, n_validation=10, seed=0)
     items = {"own": [EvaluationItem("a", "w1 w2 w3", (("w4",),)), EvaluationItem("b", "w5", (("w6",),))]}
-    methods = ["mat", NO_SINKS, "polished", "jacobian"]
+    methods = ["id", "mat", NO_SINKS, "polished", "jacobian"]
     mine = Lens.fit(model, parts[0], method=LensConfig(ridge=0.1), layers=[1, 2], progress=False)
     made = compare_lenses(
         model, parts, tmp_path, methods=methods, fitted={"mine": (mine, 6.0)}, layers=[1, 2], n_prompts=2,
         evaluations=items, progress=False,
     )  # fmt: skip
-    names = ["mat", "sinks=exclude", "polished", "jacobian", "mine"]
+    names = ["id", "mat", "sinks=exclude", "polished", "jacobian", "mine"]
     assert list(dict.fromkeys(made.report["method"])) == list(made.lenses) == names
     assert set(made.report["against"]) == {"", "mat"}
     assert set(made.report["layer"].dropna()) == {1, 2}
@@ -41,6 +41,10 @@ def test_a_decoder_is_compared_with_jacobians_fitted_lenses_and_open_sets(
     assert set(made.exits["method"]) == set(names)
     assert made.evaluations is not None
     assert set(made.evaluations["method"]) == set(names)
+    together = Lens.fit(model, parts[0], method=methods, layers=[1, 2], n_prompts=2, progress=False)
+    assert {name: lens.digest for name, lens in together.items()} == {
+        name: made.lenses[name].digest for name in together
+    }
     assert made.origin["n_rows"] == sum(len(text.split()) for text in parts[0].sentences)
     assert made.origin["n_prompts"] == 2
     wide = summarise(made.report, made.exits)
@@ -97,17 +101,6 @@ def test_sinks_are_those_of_the_validation_sentences(small_model: Models, tmp_pa
         for metric, used in (("r2", slice(None)), ("r2 without sinks", ~sinks)):
             expected = r2_score(truth[used], mapped[used])
             assert found[name, metric, "", 1] == pytest.approx(expected, rel=1e-3, abs=1e-4)
-
-
-def test_lenses_fitted_one_by_one_are_those_of_one_call(setting: Callable[[str], Any]) -> None:
-    model, train, _ = setting("llama")
-    names = ["id", "mat", "scaled", "polished", "tuned"]
-    fitted = fit_each(model, train, parse_methods(names), [1], progress=False)
-    assert sorted(fitted) == sorted(names)
-    for name, lens in Lens.fit(model, train, method=names, layers=[1], progress=False).items():
-        assert fitted[name][0].digest == lens.digest
-        assert fitted[name][0].method == name
-    assert fitted["id"][1] == 0
 
 
 @pytest.mark.refused
