@@ -186,10 +186,9 @@ def main(
     ]
     print(*map("  ".join, of_named), sep="\n")
     if page is not None:
-        packages = tried.assign(module=tried["module"].str.partition("/")[0])
-        rows = [(module, n, killed, explained) for module, n, killed, *_, explained in count(packages)]
+        head, *_, total = (row[:3] + row[-1:] for row in count(tried))
         seen = sum(outcome == "killed" for *_, outcome in of_named)
-        rows.insert(-1, ("named faults", len(of_named), seen, 0))
+        rows = [head, ("named faults", len(of_named), seen, 0), total]
         write_between(page, _MARK, "\n".join(table_lines(rows)))
     unseen = any(outcome == "lives" for *_, outcome in of_named)
     unexplained = (tried["outcome"] == "untried").any() or not all(row["reason"] for row in alive)
