@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 _SUBMODULES: Mapping[str, Callable[[MapSet, int, int], list[Replacement]]] = {
     "mat_attn": mat_attn, "mat_ffn": mat_ffn, "mat_ln1_ln2": mat_ln1_ln2
 }  # fmt: skip
-KINDS = {  # what they are called, and an example of what is changed
+KINDS = {  # label and an example target
     "value": ("coefficient of a value vector", "L3D12"),
     "jump": ("jump over blocks", "4-8"),
     "mat": ("map instead of blocks", "4-8"),
-    "attn": ("no attention in blocks", "7 or 4-8"),
-    "ffn": ("no FFN in blocks", "7 or 4-8"),
+    "attn": ("remove attention in blocks", "7 or 4-8"),
+    "ffn": ("remove FFN in blocks", "7 or 4-8"),
     "mat_attn": ("map instead of attention", "7 or 4-8"),
     "mat_ffn": ("map instead of the FFN", "7 or 4-8"),
     "mat_ln1_ln2": ("maps instead of the norms", "7 or 4-8"),

@@ -233,8 +233,9 @@ def compared_page(model: str, prompt: str, changes: Sequence[Change], before: Ou
         for change in changes
     ]
     return assemble(
-        "compared.html", "compared.js", title=f"{prompt} · {model}, changed", data={}, model=printable(model),
-        prompt=visible(prompt), changes=listed, sides=[("Original", before), ("Modified", after)],
+        "compared.html", "compared.js", title=f"{prompt} · {model}, modified", data={},
+        model=printable(model), prompt=visible(prompt), changes=listed,
+        sides=[("Original", before), ("Modified", after)],
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ export function rankCurves({ title, axis, labels, series, marked, most, pick }) 
   const x = (i) => LEFT + (i / last) * (WIDTH - LEFT - RIGHT);
   const decades = Math.max(Math.ceil(Math.log10(Math.max(most, 10))), 1);
   const y = (rank) => TOP + (Math.log10(rank) / decades) * (HEIGHT - TOP - BOTTOM);
-  const svg = drawing("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${title}. The table of one token has these numbers.` });
+  const svg = drawing("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${title}. The table of one token lists these ranks.` });
   for (let decade = 0; decade <= decades; decade++) {
     const height = y(10 ** decade);
     svg.append(

@@ -27,7 +27,7 @@ async function look() {
   }
   if (looking) looking.abort();
   looking = new AbortController();
-  say("Reading the prompt …");
+  say("Running the prompt …");
   try {
     const { page } = await ask("explore", { prompt: find("prompt").value }, looking.signal);
     find("page").src = page;
@@ -80,7 +80,7 @@ function shown(side, caption, name) {
 
 function list() {
   find("changes").replaceChildren(
-    ...(changes.length ? [] : [element("li", {}, `No changes. Choose a kind, type which, such as ${kinds.get(data.kinds[0].kind).example}, and press Add.`)]),
+    ...(changes.length ? [] : [element("li", {}, `No changes. Choose a type, enter a target such as ${kinds.get(data.kinds[0].kind).example}, and press Add.`)]),
     ...changes.map((change, at) => {
       const label = `${kinds.get(change.kind).name} ${change.which}`;
       const shownValue = element("output", {}, String(change.value));
@@ -89,7 +89,7 @@ function list() {
         shownValue.textContent = event.target.value;
         compareSoon();
       } });
-      return element("li", { class: "bar" }, label, " ", ...(change.kind === "value" ? [slider, shownValue] : []), element("button", { type: "button", "aria-label": `leave out ${label}`, onclick: () => {
+      return element("li", { class: "bar" }, label, " ", ...(change.kind === "value" ? [slider, shownValue] : []), element("button", { type: "button", "aria-label": `remove ${label}`, onclick: () => {
         changes.splice(at, 1);
         list();
         compareSoon();
@@ -116,7 +116,7 @@ find("ask").addEventListener("submit", (event) => {
 find("add").addEventListener("submit", (event) => {
   event.preventDefault();
   if (!find("which").value.trim()) {
-    say(`Type which: such as ${find("which").placeholder}.`);
+    say(`Enter a target, such as ${find("which").placeholder}.`);
     return;
   }
   if (!find("prompt").value) {

@@ -153,7 +153,7 @@ function paint() {
   }
   const [least, most] = scale;
   find("legend").replaceChildren(
-    `Colour: ${chosen.name}${shown.view === "difference" && grids[0].second ? ", and how it differs: less, more" : `, ${chosen.text(least)} to ${chosen.text(most)}${chosen.open ? " and more" : ""}`} `,
+    `Color: ${chosen.name}${shown.view === "difference" && grids[0].second ? ", and how it differs: less, more" : `, ${chosen.text(least)} to ${chosen.text(most)}${chosen.open ? " and more" : ""}`} `,
     element("span", { class: "scale", "aria-hidden": "true" }, ...Array.from({ length: STEPS }, (_, i) => element("i", { class: grids[0].second ? (i < STEPS / 2 ? `less${STEPS - 1 - 2 * i}` : `more${2 * i - STEPS + 1}`) : `step${chosen.logarithmic ? STEPS - 1 - i : i}` }))),
   );
   mark();
@@ -291,7 +291,7 @@ function openUpdates() {
   find("updates").hidden = !updates;
   if (!updates) return;
   if (ffn < 0) {
-    find("updates-about").textContent = "Layer 0 is the embedding: no feed-forward layer has written yet.";
+    find("updates-about").textContent = "Layer 0 is the embedding, before the first FFN.";
     find("updates-body").replaceChildren();
     return;
   }
@@ -320,11 +320,11 @@ function openUpdates() {
   const foot = [
     [`the other ${whole(updates.d_mlp - n)}`, "", percent(1 - share), "", ...rest.map(number)],
     ...(bias.some((value) => value !== 0) ? [["bias", "", "", "", ...bias.map(number)]] : []),
-    ["the whole FFN", "", percent(1), "", ...sums.map((sum, i) => number(sum + rest[i] + bias[i]))],
+    ["FFN output", "", percent(1), "", ...sums.map((sum, i) => number(sum + rest[i] + bias[i]))],
   ];
   const without = shown.pins.length - pins.length;
   find("updates-about").replaceChildren(
-    `What the FFN of block ${ffn} adds to the stream at token ${column}: its ${n} longest sub-updates, what each promotes, and what it adds to the scores of the pinned tokens${without ? ` (${without} of them ${without > 1 ? "are" : "is"} not followed here)` : ""}.`,
+    `What the FFN of block ${ffn} adds to the residual stream at token ${column}: its ${n} largest sub-updates, the tokens each promotes, and its effect on the scores of pinned tokens${without ? ` (${without} of them ${without > 1 ? "are" : "is"} not followed here)` : ""}.`,
   );
   const heads = ["value vector", "coefficient", "share", "promoted by the sub-update", ...pins.map((place) => element("span", {}, "on ", token(text(place))))];
   find("updates-body").replaceChildren(table(heads, rows, { foot }));

@@ -42,7 +42,7 @@ async function ofToken(place) {
   const part = unpackAll(await bring(`tokens-${Math.floor(place / data.tokens)}`));
   const at = place % data.tokens;
   const rows = Array.from(part.rows.values.subarray(part.starts.at(at), part.starts.at(at + 1)));
-  list(rows, `With ${texts[place]} among their ${data.among} top tokens`);
+  list(rows, `With ${texts[place]} in their ${data.among} top tokens`);
 }
 
 function ofWord(word) {
@@ -81,7 +81,7 @@ async function show(row) {
   const numbers = unpackAll(part);
   const facts = [
     `length ${number(numbers.norms.at(at))}`,
-    ...(numbers.dominant ? [`among the dominant sub-updates at ${percent(numbers.dominant.at(at))} of tokens`] : []),
+    ...(numbers.dominant ? [`dominant at ${percent(numbers.dominant.at(at))} of tokens`] : []),
   ].join(", ");
   const steps = [row - 1, row + 1].map((other, i) => (other >= 0 && other < total ? link(nameOf(other), i ? `${nameOf(other)} →` : `← ${nameOf(other)}`) : null));
   const lists = part.lists.map(({ reading, side, ...packed }) => {
@@ -99,7 +99,7 @@ async function show(row) {
     element("h2", { id: "vector-name", tabindex: "-1" }, nameOf(row)),
     element("p", {}, facts, data.nClusters ? element("span", {}, ", ", link(`cluster=${summary.cluster.at(row)}`, `cluster ${summary.cluster.at(row)}`)) : ""),
     element("p", { class: "bar" }, ...steps.filter(Boolean)),
-    element("div", { class: "columns" }, ...lists, ...(near.length ? [element("div", { "data-list": "neighbours" }, table(["neighbour", "cosine", "promotes"], near, { caption: "Neighbours" }))] : [])),
+    element("div", { class: "columns" }, ...lists, ...(near.length ? [element("div", { "data-list": "neighbours" }, table(["neighbor", "cosine", "promotes"], near, { caption: "Neighbors" }))] : [])),
     ...(sentences ? [element("h2", {}, "Sentences with its largest coefficients"), ...sentences] : []),
   );
   find("results").replaceChildren();
@@ -143,7 +143,7 @@ async function route() {
   else if (key === "layer" && Number(value) >= 0 && Number(value) < data.nLayers) ofLayer(Math.floor(Number(value)));
   else if (key === "cluster" && data.nClusters) ofCluster(Number(value));
   else if (key === "word" && value) ofWord(value);
-  else say(fragment ? `There is nothing called ${fragment} here. Expected a word, L0D0 to ${nameOf(total - 1)}, a layer or a cluster.` : EXAMPLE);
+  else say(fragment ? `Nothing found for ${fragment}. Search for a word, L0D0 to ${nameOf(total - 1)}, a layer or a cluster.` : EXAMPLE);
 }
 
 function search(text) {
@@ -171,6 +171,6 @@ find("search").addEventListener("submit", (event) => {
 find("any").addEventListener("click", () => (location.hash = nameOf(Math.floor(Math.random() * total))));
 window.addEventListener("hashchange", () => route().catch((error) => say(error.message)));
 start().catch((error) => {
-  say(`${error.message} The page needs the files that were written beside it.`);
+  say(`${error.message} Keep this page in the folder it was written to.`);
   document.documentElement.dataset.ready = "";
 });

@@ -163,7 +163,7 @@ def test_vectors_are_found_by_token_name_layer_and_cluster(
     members = [str(values.at(int(row))) for row in clusters.members(3)]
     assert [cells[0] for cells in visit.rows("#results")] == members
     go(visit, "word=no such token", "#said:has-text('No tokens contain')")
-    go(visit, "L9D1", "#said:has-text('nothing called')")
+    go(visit, "L9D1", "#said:has-text('Nothing found')")
 
 
 def test_no_fault_is_seen_by_axe_and_all_is_reached_by_keys(visit: Visit) -> None:
