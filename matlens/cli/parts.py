@@ -8,10 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from matlens.cli.options import CorpusOptions, ModelOptions, command
-from matlens.cli.printing import print_atlas, print_figures, print_frame, print_line
+from matlens.cli.printing import number_text, print_atlas, print_figures, print_frame, print_line
 from matlens.cli.starting import on_main
 from matlens.errors import Between, InputError, NonNegative, NonNegativeInt, PositiveInt, Seed
-from matlens.io.numbers import number_text
 from matlens.pruning.choices import Choice, Method
 
 app = typer.Typer()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
@@ -14,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from matlens.errors import printable
-from matlens.io.numbers import number_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -138,3 +138,11 @@ def top_texts(projection: Projection, vectors: Any, k: int) -> list[str]:
         ", ".join(map(visible, token_texts(projection.tokenizer, ids)))
         for ids in projection.top(vectors, k).ids
     ]
+
+
+def number_text(value: float, digits: int = 3) -> str:
+    """A number with some digits after the point, and an exponent where it is huge or would vanish."""
+    text = f"{value:.{digits}f}"
+    if math.isfinite(value) and (abs(value) >= 1e6 or (value and not float(text))):
+        return f"{value:.{digits}e}"
+    return text

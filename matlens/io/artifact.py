@@ -17,7 +17,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -32,7 +32,6 @@ from matlens.io.files import (
     damaged,
     hash_file,
     is_transient,
-    library_errors,
     locked,
     open_regular,
     partial_path,
@@ -110,7 +109,7 @@ class Artifact:
         """Begin, resume or open the folder of a job; only one job at a time works in a folder.
 
         All processes of a distributed job call this; the main process writes ``config.json``. If the work
-        fails, the files that this call wrote are removed; after a kill it is resumed.
+        fails, a folder that this call began is removed; after a kill it is resumed.
 
         Parameters
         ----------
@@ -135,34 +134,25 @@ class Artifact:
             parallel.broadcast(True, what)
             yield found
             return
-        new = [place for place in (folder, *folder.absolute().parents) if not place.exists()]
-        done = False
-        try:
-            with ExitStack() as lock:
-                with system_errors(folder):
-                    lock.enter_context(locked(folder, lambda: _owner(folder)))
-                    found = _same_job(folder, config, only_unfinished)
-                    begun = found is None
-                    if found is None or not found.finished:
-                        by = f"process {os.getpid()} on {socket.gethostname()}"
-                        unfinished = checksummed({**config, "finished": False, "by": by})
-                        write_files({folder / CONFIG: unfinished})
-                        found = cls(folder, config)
-                parallel.broadcast(found.finished, what)
-                try:
-                    yield found
-                    done = True
-                except parallel.ProcessLost:  # as after a kill
-                    begun = False
-                    raise
-                except Exception:
-                    if begun and not found.finished:
-                        _empty(folder)
-                    raise
-        finally:
-            for place in new if not done else ():
-                with suppress(OSError):  # it holds files
-                    place.rmdir()
+        with ExitStack() as lock:
+            with system_errors(folder):
+                lock.enter_context(locked(folder, lambda: _owner(folder)))
+                found = _same_job(folder, config, only_unfinished)
+                is_new = found is None
+                if found is None or not found.finished:
+                    by = f"process {os.getpid()} on {socket.gethostname()}"
+                    unfinished = checksummed({**config, "finished": False, "by": by})
+                    write_files({folder / CONFIG: unfinished})
+                    found = cls(folder, config)
+            parallel.broadcast(found.finished, what)
+            try:
+                yield found
+            except parallel.ProcessLost:  # as after a kill
+                raise
+            except Exception:
+                if is_new and not found.finished:
+                    shutil.rmtree(folder, ignore_errors=True)
+                raise
 
     @classmethod
     def check_possible(cls, folder: str | Path, holds: str, request: Mapping[str, Any]) -> None:
@@ -195,18 +185,14 @@ class Artifact:
         """Write tensors to ``name.safetensors``, synced to the disk."""
         from safetensors.torch import save_file
 
-        own: dict[str, Tensor] = {}
-        storages: set[int] = set()  # safetensors refuses two tensors in one
-        for key, values in tensors.items():
-            values = values.detach().cpu().contiguous()
-            storage = values.untyped_storage().data_ptr()
-            own[key] = values.clone() if storage in storages else values
-            storages.add(storage)
+        own = {key: values.detach().cpu().contiguous() for key, values in tensors.items()}
+        if len({values.untyped_storage().data_ptr() for values in own.values()}) < len(own):
+            own = {key: values.clone() for key, values in own.items()}  # safetensors refuses two in a storage
         hashes = {key: _hash(values) for key, values in own.items()}
         header = {"job": self._job, "name": name, "tensors": hashes}
         path = self.folder / f"{name}{TENSORS}"
         partial = partial_path(path)
-        with system_errors(self.folder), library_errors():
+        with system_errors(self.folder):
             try:
                 # One entry: safetensors writes several in another order each time.
                 save_file(own, partial, metadata={_ENTRY: json.dumps(checksummed(header))})
@@ -242,7 +228,7 @@ class Artifact:
                 records = {
                     path.relative_to(self.folder).as_posix(): self._record(path)
                     for path in paths
-                    if path.parent != self.folder or not _is_marker(path.name)
+                    if path.parent != self.folder or not (path.name == CONFIG or is_transient(path.name))
                 }
                 config = checksummed({**self.config, "finished": True, "files": records})
                 write_files({self.folder / CONFIG: config})
@@ -476,15 +462,19 @@ def _same_job(
         if now.get(key) != there.get(key) and key not in ignored and not _only_names(key, now, there)
     ]
     if differing:
-        # What a user has changed comes first; digests of it say no more, unless nothing else differs.
-        differing.sort(key=_is_derived)
-        chosen = [key for key in differing if not _is_derived(key)] or differing
-        differences = "; ".join(_difference(key, there.get(key), now.get(key)) for key in chosen[:4])
-        more = f"; and {len(chosen) - 4} more" if len(chosen) > 4 else ""
+        # What a user has changed; digests of it say no more, unless nothing else differs.
+        chosen = [key for key in differing if _DERIVED.isdisjoint(key.split("."))] or differing
+        differences = "; ".join(
+            f"{key}: {_cut(there.get(key))} in the folder, {_cut(now.get(key))} now" for key in chosen[:4]
+        )
         raise InputError(
-            f"{folder} belongs to another job ({differences}{more}). Choose another folder, or remove it."
+            f"{folder} belongs to another job ({differences}). Choose another folder, or remove it."
         )
     return found
+
+
+def _cut(value: Any) -> str:
+    return value if isinstance(value, str) else reprlib.repr(value)
 
 
 def _only_names(key: str, now: Mapping[str, Any], there: Mapping[str, Any]) -> bool:
@@ -492,16 +482,6 @@ def _only_names(key: str, now: Mapping[str, Any], there: Mapping[str, Any]) -> b
     of, _, name = key.rpartition(".")
     fingerprint = f"{of}.fingerprint"
     return name in _NAMES and fingerprint in now and now[fingerprint] == there.get(fingerprint)
-
-
-def _is_derived(key: str) -> bool:
-    return any(part in _DERIVED for part in key.split("."))
-
-
-def _difference(key: str, there: Any, now: Any) -> str:
-    name = "sentences" if key == "provenance.data.n" else key.removeprefix("provenance.")
-    there, now = (value if isinstance(value, str) else reprlib.repr(value) for value in (there, now))
-    return f"{name}: {there} in the folder, {now} now"
 
 
 def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -517,17 +497,6 @@ def _owner(folder: Path) -> str:
         return str(read_json(folder / CONFIG)["by"])
     except (OSError, InputError, KeyError, TypeError):
         return "another process"
-
-
-def _is_marker(name: str) -> bool:
-    return name == CONFIG or is_transient(name)
-
-
-def _empty(folder: Path) -> None:
-    # config.json goes last: a kill on the way leaves the folder to resume.
-    entries = [entry for entry in folder.iterdir() if not is_transient(entry.name)]
-    for entry in sorted(entries, key=lambda entry: entry.name == CONFIG):
-        shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
 
 def _hash(values: Tensor) -> str:

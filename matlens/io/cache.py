@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from matlens import parallel
 from matlens.errors import InputError, checked, printable
 from matlens.io.artifact import CONFIG, LAYOUT, Artifact
-from matlens.io.files import LOCK, library_errors
+from matlens.io.files import LOCK, system_errors
 
 VARIABLE, SIZE_VARIABLE = "MATLENS_CACHE", "MATLENS_CACHE_GIB"
 DEFAULT_GIB = 20.0
@@ -100,7 +100,10 @@ class Cache:
         """
         place = self._place(kind, key)
         try:
-            with parallel.alone(), library_errors(), Artifact.writing(place, kind, {"key": key}) as artifact:
+            with (
+                parallel.alone(), system_errors(self.root),
+                Artifact.writing(place, kind, {"key": key}) as artifact,
+            ):  # fmt: skip
                 if not artifact.finished:
                     shutil.rmtree(place / _FILES, ignore_errors=True)  # of a killed process
                     (place / _FILES).mkdir()
@@ -111,10 +114,9 @@ class Cache:
                     artifact.write_json(_ABOUT, about or {})
                     artifact.finish()
         except (OSError, InputError) as error:
-            reason = error if isinstance(error, OSError) else error.__cause__
-            if not isinstance(reason, OSError):
+            if isinstance(error, InputError) and error.__cause__ is None:
                 raise
-            tell(f"The cache {self.root} is not used: {reason.strerror or reason}.")
+            tell(f"The cache is not used. {error}")
             return None
         self._shrink(place)
         return _entry(artifact)

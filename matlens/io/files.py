@@ -11,7 +11,7 @@ import secrets
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,47 +35,29 @@ Content = str | bytes | memoryview | Mapping[str, Any]
 
 @contextmanager
 def system_errors(path: str | Path | None = None) -> Iterator[None]:
-    """Raise InputError where the file system refuses a path, by default the one that it names, or is full."""
+    """Raise InputError where the system refuses a path (by default the one it names) or a disk is full."""
     try:
         yield
-    except OSError as error:
-        action = "used" if path is None else "written"
-        path = path or error.filename or "the folder"
-        if error.errno in _FULL or "requested and" in str(error):  # as numpy reports a short write
+    except Exception as error:
+        in_library = _OF_THE_SYSTEM.search(str(error))  # safetensors, tokenizers
+        number = int(in_library[1]) if in_library else getattr(error, "errno", None)
+        path = path or getattr(error, "filename", None) or "the folder"
+        if number in _FULL:
             raise InputError(
                 f"The disk of {path} is full. Free some space, or choose another folder."
             ) from error
-        if error.errno in _REFUSED:
+        if number in _REFUSED:
             raise InputError(
-                f"{path} cannot be {action}: {error.strerror}. Check the path and its permissions."
+                f"{path} cannot be used: {os.strerror(number)}. Check the path and its permissions."
             ) from error
         raise
-
-
-@contextmanager
-def library_errors() -> Iterator[None]:
-    """Raise OSError for what safetensors and tokenizers say of the system, in errors of their own."""
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:
-        number = _OF_THE_SYSTEM.search(str(error))
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
 
 
 # Writing
 
 
-def to_json(content: Mapping[str, Any]) -> str:
-    """JSON as it is written everywhere."""
-    return json.dumps(content, indent=1, default=plain_number) + "\n"
-
-
 def write_files(contents: Mapping[Path, Content]) -> None:
-    """Write text, bytes or JSON to several files: all of them whole, or none.
+    """Write text, bytes or JSON to several files: all of them complete, or none.
 
     Folders are created, a link is replaced and not followed.
 
@@ -85,14 +67,13 @@ def write_files(contents: Mapping[Path, Content]) -> None:
         The system refuses a file, the disk is full, or there is a folder or a device in the place of a file.
     """
     partial: dict[Path, Path] = {}
-    with system_errors(next(iter(contents))), ExitStack() as locks:
-        for folder in sorted({path.parent for path in contents}):  # in one order, or two could deadlock
-            locks.enter_context(locked(folder))
+    with system_errors(next(iter(contents))):
         try:
             for path, content in contents.items():
                 _check_replaceable(path)  # else the files before it would be replaced, and it could not be
+                path.parent.mkdir(parents=True, exist_ok=True)
                 temporary = partial_path(path)
-                with os.fdopen(create(temporary), "wb") as file:
+                with temporary.open("xb") as file:
                     partial[path] = temporary
                     file.write(_encoded(content))
                     file.flush()
@@ -101,30 +82,30 @@ def write_files(contents: Mapping[Path, Content]) -> None:
                 temporary.replace(path)
         finally:
             for temporary in partial.values():
-                with suppress(OSError):
-                    temporary.unlink()
+                temporary.unlink(missing_ok=True)
 
 
 def _encoded(content: Content) -> bytes | memoryview:
-    text = to_json(content) if isinstance(content, Mapping) else content
-    return text.encode() if isinstance(text, str) else text
+    if isinstance(content, Mapping):
+        content = json.dumps(content, indent=1, default=plain_number) + "\n"
+    return content.encode() if isinstance(content, str) else content
 
 
 def partial_path(path: Path) -> Path:
-    """Where a file is written before it is moved to its place; what a kill leaves is removed later."""
+    """Where a file is written before it is moved to its place."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
 
 
 def _check_replaceable(path: Path) -> None:
-    if path.is_dir() or (os.path.lexists(path) and not (path.is_symlink() or path.is_file())):
+    if os.path.lexists(path) and not path.is_symlink() and not path.is_file():
         raise InputError(f"{path} is a folder, a pipe or a device. Give the name of a file.")
 
 
 def check_writable(folder: Path, files: Iterable[str] = ()) -> None:
     """Raise InputError, before any work, if a folder cannot be made, or these files not be written in it."""
     with system_errors(folder):
-        trial = nearest_existing(folder) / f".trial.{secrets.token_hex(8)}.partial"
-        os.close(create(trial))
+        trial = partial_path(nearest_existing(folder) / "trial")
+        trial.touch(exist_ok=False)
         trial.unlink(missing_ok=True)  # another process that locks the folder removes such files too
     for name in files:
         _check_replaceable(folder / name)
@@ -135,18 +116,6 @@ def nearest_existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
 
 
-def create(path: Path) -> int:
-    """Create a file where there is none, not even a link; returns its descriptor."""
-    return os.open(
-        path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _flags("O_NOFOLLOW", "O_CLOEXEC", "O_BINARY"), 0o666
-    )
-
-
-def _flags(*names: str) -> int:
-    """Those of these flags of `os.open` that the platform has."""
-    return sum(getattr(os, name, 0) for name in names)
-
-
 # One job in a folder at a time
 
 
@@ -154,14 +123,13 @@ def _flags(*names: str) -> int:
 def locked(folder: Path, owner: Callable[[], str] = lambda: "another process") -> Iterator[None]:
     """Hold the lock of a folder, which is created; waits, with a message, while another process holds it.
 
-    A killed process holds no lock.
+    A killed process holds no lock, and the partial files that it left are removed.
     """
     from filelock import FileLock, Timeout
 
-    lock = FileLock(folder / LOCK, is_singleton=True)  # reentrant in a thread
+    lock = FileLock(folder / LOCK, is_singleton=True)  # reentrant in a thread; it creates the folder
     timeout = 0.0
     while True:
-        folder.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(timeout=timeout)
             break
@@ -174,13 +142,12 @@ def locked(folder: Path, owner: Callable[[], str] = lambda: "another process") -
     try:
         if lock.lock_counter == 1:
             for path in folder.glob(".*.partial"):
-                if _PARTIAL.fullmatch(path.name) and not path.is_dir():
+                if _PARTIAL.fullmatch(path.name):
                     path.unlink(missing_ok=True)
         yield
     finally:
-        if lock.lock_counter == 1:
-            with suppress(OSError):  # while it is held: those that wait see that it is gone, and try again
-                (folder / LOCK).unlink()
+        if lock.lock_counter == 1:  # while it is held: those that wait see that it is gone, and try again
+            (folder / LOCK).unlink(missing_ok=True)
         lock.release()
 
 
@@ -194,7 +161,8 @@ def is_transient(name: str) -> bool:
 
 def open_regular(path: str | Path) -> BinaryIO:
     """Open a regular file; raises InputError for a pipe or a device, which could block the reader."""
-    descriptor = os.open(path, os.O_RDONLY | _flags("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
+    # Opening a pipe would wait for a writer; Windows has no pipes in folders, and opens text otherwise.
+    descriptor = os.open(path, getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise InputError(f"{path} must be a file, and is a folder, a pipe or a device.")

@@ -2,13 +2,17 @@
 
 A table has one row per value. ``low`` and ``high`` bound its 95% interval, if it has one. The JSON next to a
 table says what it was computed from and holds its hash.
+
+Tokens and sentences are foreign text, and a spreadsheet runs a cell that begins with a sign such as ``=`` as
+a formula. In a CSV file, such a cell has an apostrophe in front.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,6 @@ import pandas as pd
 from matlens.errors import InputError, check, checked
 from matlens.io import bounds
 from matlens.io.artifact import command_line, software_versions
-from matlens.io.cells import escaped_table, original_table
 from matlens.io.files import CHECKSUM, checksummed, read_bounded, read_json, verified, write_files
 from matlens.metrics import Estimate
 
@@ -26,6 +29,11 @@ COLUMNS = (
 )  # fmt: skip
 TABLE = "table"
 """The key under which the JSON next to a table describes the CSV file."""
+# A sign after what a spreadsheet may skip: spaces, invisible characters, quotes. Or a control character.
+_FORMULA = re.compile(
+    r"[\s\x00-\x20\x7f-\xa0\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202f\u2060-\u206f\ufeff'\"`‘’“”«»;|]*+"
+    r"[=+\-@\uff1d\uff0b\uff0d\uff20\ufe62\ufe63\ufe66\ufe6b\u2212]|'*[\t\r\n]"
+)
 
 
 def result_row(
@@ -121,7 +129,7 @@ def read_table(
     missing = [column for column in types if column not in table]
     if missing:
         raise InputError(f"{path} must be {what}, and lacks the columns {', '.join(missing)}. {made_by}")
-    return original_table(table)
+    return _converted(table, original_cell)
 
 
 def csv_text(table: pd.DataFrame, **options: Any) -> str:
@@ -139,7 +147,7 @@ def csv_text(table: pd.DataFrame, **options: Any) -> str:
     if "value" in table and table["value"].isna().any():
         value = table["value"].astype(object)
         table = table.assign(value=value.where(value.notna(), "nan"))
-    return str(escaped_table(table).to_csv(index=False, **options))
+    return str(_converted(table, escape_formula).to_csv(index=False, **options))
 
 
 def check_columns(table: pd.DataFrame, columns: Iterable[str], *, what: str) -> None:
@@ -190,3 +198,25 @@ def check_described(path: Path, content: bytes | None = None) -> bool:
 
 def _describe(name: str, content: bytes) -> dict[str, Any]:
     return {"file": name, "sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+
+
+def escape_formula(text: str) -> str:
+    """A cell as it is written, with an apostrophe in front of what a spreadsheet would run."""
+    return f"'{text}" if _FORMULA.match(text) else text
+
+
+def original_cell(text: str) -> str:
+    """The text that `escape_formula` was given."""
+    return text[1:] if text.startswith("'") and _FORMULA.match(text[1:]) else text
+
+
+def _converted(table: pd.DataFrame, convert: Callable[[str], str]) -> pd.DataFrame:
+    """A table with all texts converted, column names included."""
+
+    def cell(value: Any) -> Any:
+        return convert(value) if isinstance(value, str) else value
+
+    converted = table.rename(columns=cell)
+    for column in converted.select_dtypes(exclude="number"):
+        converted[column] = converted[column].map(cell)
+    return converted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,10 +20,11 @@ from matlens.io.artifact import (
     read_record,
 )
 from matlens.io.files import CHECKSUM, damaged, read_json, verified
-from matlens.io.tables import TABLE, check_described
+from matlens.io.tables import TABLE
 
 FILES = "run.json"
 """The list of the table of results and the figures of a run."""
+_FOLDERS = "folders"  # of artifacts, in such a list
 
 
 class Verdict(NamedTuple):
@@ -65,10 +66,8 @@ def verify(folder: str | Path) -> Iterator[Verdict]:
             inner.clear()
             continue
         seen.add((status.st_dev, status.st_ino))
-        for name in {CONFIG, MODEL_RECORD} & {*inner}:
-            yield Verdict(Path(place), name, f"{Path(place, name)} must be a file, and is a folder.")
         inner.sort()
-        yield from filter(None, (_verify_file(Path(place), name) for name in sorted(names)))
+        yield from filter(None, (_verify_record(Path(place, name)) for name in sorted(names)))
         if CONFIG not in names and any(name.endswith(TENSORS) and name[0] in "h0" for name in names):
             yield Verdict(Path(place), "vectors or maps", f"{Path(place, CONFIG)} is missing.")
 
@@ -94,70 +93,44 @@ def _check_files(folder: Path, records: Mapping[str, Any]) -> None:
         check_file(folder / name, record)
 
 
-def _verify_file(folder: Path, name: str) -> Verdict | None:
-    """Verify what a JSON file is the record of; ``None`` if it is none of matlens."""
-    path = folder / name
+def _verify_record(path: Path) -> Verdict | None:
+    """Verify the files that a record lists; ``None`` if it is no record of matlens."""
     if path.suffix != ".json":
         return None
+    folder, place, what = path.parent, path.parent, path.name
+    if path.name == FILES:
+        place = path
+    elif path.name not in (CONFIG, MODEL_RECORD):
+        place, what = path.with_suffix(".csv"), "table of results"
+    is_ours = place.suffix != ".csv" or place.exists()
     try:
-        content = read_json(path)
-        if name in (CONFIG, MODEL_RECORD):
-            return _verify_record(folder, path) if name == MODEL_RECORD or is_record(content) else None
-        if name == FILES:
-            return _verify_list(path, content)
-        return _verify_table(path, content)
+        record = read_json(path)
+        if path.name == CONFIG:
+            if not is_record(record):
+                return None
+            artifact = Artifact(folder, read_record(path))
+            what = _described(record) if artifact.finished else f"unfinished {record['holds']}"
+            for _ in artifact.check():
+                pass
+            return Verdict(folder, what, None)
+        marks = {CHECKSUM, TABLE, _FOLDERS}
+        if path.name != MODEL_RECORD and (not isinstance(record, dict) or marks.isdisjoint(record)):
+            return None
+        is_ours = is_ours or TABLE in record  # else it is listed in the config.json of an artifact
+        verified(record, path)
+        if TABLE in record:
+            _check_files(folder, {record[TABLE]["file"]: record[TABLE]})
+        elif is_ours:
+            what = _described(record)
+            _check_files(folder, record["files"])
+            for name in record.get(_FOLDERS, ()):
+                if not is_finished(folder / name):
+                    raise InputError(f"{folder / name / CONFIG} is missing.")
     except (InputError, OSError) as error:
-        if name in (CONFIG, MODEL_RECORD):
-            return Verdict(folder, name, str(error))
-        table = path.with_suffix(".csv")
-        known = name == FILES or table.exists()  # else it is somebody else's
-        return Verdict(path if name == FILES else table, name, str(error)) if known else None
-
-
-def _verify_record(folder: Path, path: Path) -> Verdict:
-    record = read_record(path)
-    if path.name == MODEL_RECORD:
-        return Verdict(folder, _described(record), _damage(lambda: _check_files(folder, record["files"])))
-    artifact = Artifact(folder, record)
-    what = _described(record) if artifact.finished else f"unfinished {record['holds']}"
-    return Verdict(folder, what, _damage(lambda: _drain(artifact.check())))
+        return Verdict(place, what, str(error)) if is_ours else None
+    return Verdict(place, what, None) if is_ours else None
 
 
 def _described(record: Mapping[str, Any]) -> str:
     n = len(record["files"])
-    return f"{record['holds']}, {n} {'file' if n == 1 else 'files'}"
-
-
-def _drain(checks: Iterable[Any]) -> None:
-    for _ in checks:
-        pass
-
-
-def _damage(check: Callable[[], None]) -> str | None:
-    try:
-        check()
-    except (InputError, OSError) as error:
-        return str(error)
-    return None
-
-
-def _verify_list(path: Path, listed: Any) -> Verdict | None:
-    """Verify the table and the figures that a run lists, and that its folders exist."""
-    if not isinstance(listed, dict) or not ({CHECKSUM, "files", "folders"} & listed.keys()):
-        return None  # somebody else's
-    verified(listed, path)
-    what = f"list of {len(listed['files'])} files"
-    absent = [name for name in listed["folders"] if not is_finished(path.parent / name)]
-    if absent:
-        return Verdict(path, what, f"{path.parent / absent[0] / CONFIG} is missing.")
-    return Verdict(path, what, _damage(lambda: _check_files(path.parent, listed["files"])))
-
-
-def _verify_table(record: Path, described: Any) -> Verdict | None:
-    table, what = record.with_suffix(".csv"), "table of results"
-    described = described if isinstance(described, dict) else {}
-    if described.get("listed_in") is not None and not (record.parent / FILES).exists():
-        return Verdict(table, what, f"{record.parent / FILES} is missing, which lists its files.")
-    if not table.exists():
-        return Verdict(table, what, f"{table} is missing.") if TABLE in described else None
-    return Verdict(table, what, None) if check_described(table) else None
+    return f"{record.get('holds', 'list')}, {n} {'file' if n == 1 else 'files'}"

@@ -2,7 +2,7 @@
 
 The folders are named by model, method and corpus, as in ``neuronpedia/jacobian-lens``, whose files are read
 too. ``README.md`` lists the folders, and one in each, the card of its lens, is written from its provenance. A
-lens is pushed in one commit, onto the one that was read: of two pushes at the same time, one reads again.
+lens is pushed in one commit, onto the one that was read: of two pushes at the same time, one is refused.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import pandas as pd
 
 from matlens.errors import InputError, printable, short
 from matlens.io.artifact import CONFIG
-from matlens.io.numbers import number_text
-from matlens.io.repository import HubConflict, HubRepository, HubSnapshot
+from matlens.io.repository import HubRepository
 from matlens.io.tables import COLUMNS, check_columns
 from matlens.lens.files import read_jacobian_lens, read_lens, write_lens
 from matlens.lens.maps import LensMaps
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 CARD = "README.md"
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _FOLDER = re.compile(rf"{_PART}(/{_PART}){{0,4}}")
-_ATTEMPTS = 4
 MEASURES: Mapping[tuple[str, int], str] = {
     ("r2", 0): "r2", ("r2 without sinks", 0): "r2 without sinks", ("precision", 1): "Precision@1",
     ("precision", 5): "Precision@5", ("precision", 10): "Precision@10", ("surprisal", 0): "surprisal",
@@ -65,17 +63,11 @@ def push_lens(
             if path.name == CONFIG or path.suffix == ".safetensors"
         }
         files[f"{folder}/{CARD}"] = card.encode()
-        for _ in range(_ATTEMPTS):
-            onto = repository.snapshot(absent=True)
-            listed = filter(_FOLDER.fullmatch, {*_folders(onto), folder})
-            files[CARD] = repository_card(repository.name, sorted(listed)).encode()
-            try:
-                return repository.commit(
-                    files, message=f"Add {folder} with matlens", onto=onto, private=private
-                )
-            except HubConflict:
-                continue
-    raise InputError(f"Others wrote to {repository.name} during {_ATTEMPTS} attempts. Try again later.")
+        repository.create(private=private)
+        commit, names = repository.files()
+        listed = filter(_FOLDER.fullmatch, {*_folders(names), folder})
+        files[CARD] = repository_card(repository.name, sorted(listed)).encode()
+        return repository.commit(files, message=f"Add {folder} with matlens", parent=commit)
 
 
 def pull_lens(
@@ -86,32 +78,31 @@ def pull_lens(
     model: TransformerBridge | None = None,
 ) -> LensMaps:
     """Read a lens from a repository; see `Lens.from_pretrained`."""
-    snapshot = repository.snapshot(revision)
-    assert snapshot.commit is not None
-    known = _folders(snapshot)
-    files = [path for path in snapshot.files if path.endswith(".pt")]
+    commit, paths = repository.files(revision)
+    known = _folders(paths)
+    files = [path for path in paths if path.endswith(".pt")]
     if name is None and len(known) == 1:
         (name,) = known
     if name is not None and name in files:
         if model is None:
             raise InputError(f"{name} does not say which model it is of: model must be given.")
-        lens = read_jacobian_lens(repository.download(name, snapshot.commit), model)
+        lens = read_jacobian_lens(repository.download(name, commit), model)
     elif name is not None and name in known:
-        inside = [path for path in snapshot.files if str(PurePosixPath(path).parent) == name]
+        inside = [path for path in paths if str(PurePosixPath(path).parent) == name]
         wanted = [path for path in inside if path.endswith((f"/{CONFIG}", ".safetensors"))]
-        places = {repository.download(path, snapshot.commit).parent for path in wanted}
+        places = {repository.download(path, commit).parent for path in wanted}
         lens = read_lens(places.pop())
     else:
         raise InputError(
             f"{repository.name} has no lens {short(name)}. Expected one of {short([*known, *files])}."
         )
-    source = {"repository": repository.name, "commit": snapshot.commit, "name": name}
+    source = {"repository": repository.name, "commit": commit, "name": name}
     return replace(lens, provenance=lens.provenance.with_details(hub=source))
 
 
-def _folders(snapshot: HubSnapshot) -> list[str]:
+def _folders(files: Sequence[str]) -> list[str]:
     """The folders of lenses in a repository."""
-    paths = (PurePosixPath(path) for path in snapshot.files)
+    paths = map(PurePosixPath, files)
     return sorted(str(path.parent) for path in paths if path.name == CONFIG and len(path.parts) > 1)
 
 
@@ -173,7 +164,7 @@ def lens_card(lens: LensMaps, results: pd.DataFrame | None) -> str:
         return "\n".join([*lines, "How well it reads has not been measured.", ""])
     quality = quality_of(lens.method, results)
     rows = [
-        (layer, *("–" if pd.isna(value) else number_text(value) for value in values))
+        (layer, *("–" if pd.isna(value) else f"{value:.3f}" for value in values))
         for layer, *values in quality.itertuples()
     ]
     return "\n".join(

@@ -14,7 +14,6 @@ from matlens.io.artifact import MODEL_RECORD, describe_file, make_config
 from matlens.io.files import (
     check_writable,
     checksummed,
-    library_errors,
     locked,
     nearest_existing,
     system_errors,
@@ -96,9 +95,8 @@ def save_pruned(pruned: Pruned, folder: str | Path, table: pd.DataFrame | None =
     if table is not None:
         check_columns(table, ("corpus", "method", "metric", "value"), what="the table")
     with reserved(folder) as work, system_errors(folder):
-        with library_errors():
-            pruned.model.save_pretrained(work)
-            pruned.tokenizer.save_pretrained(work)
+        pruned.model.save_pretrained(work)
+        pruned.tokenizer.save_pretrained(work)
         write_files({work / "README.md": model_card(pruned, table)})
         request = {
             "removed_blocks": list(pruned.blocks),

@@ -29,7 +29,7 @@ from matlens.models.identity import ModelIdentity
 from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
 from matlens.numerics import in_float64
-from matlens.study.output import MAPS, MOMENTS, RESULTS, RUN, TRAIN, VALIDATION, has_moments, write_list
+from matlens.study.output import MAPS, MOMENTS, RESULTS, TRAIN, VALIDATION, has_moments, write_list
 from matlens.study.plan import check_fit, check_solve
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def evaluate_maps(
     results = pd.concat([part.astype({"k": "Int64"}) for part in parts], ignore_index=True)
     origin = origin_of(maps, validation, results)
     evaluation = _evaluation_digest(model, folder)
-    write_results(folder, RESULTS, results, origin | {"listed_in": RUN, "evaluation": evaluation})
+    write_results(folder, RESULTS, results, origin | {"evaluation": evaluation})
     write_list(folder)
     return results
 

@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from matlens import InputError
-from matlens.io.cells import escape_formula
+from matlens.io.tables import escape_formula
 from matlens.models.tokens import visible
 
 NASTY = (

@@ -510,7 +510,7 @@ def test_a_full_disk_is_told_and_nothing_unfinished_stays(
     with largest_file(2000):
         outcome = run_matlens("run", *inputs, "--out", tmp_path / "new" / "out")
     assert_refused(outcome, *no_room, str(tmp_path / "new" / "out"))
-    assert not (tmp_path / "new").exists()
+    assert tree(tmp_path / "new") == {}
     before = tree(finished)
     for command, n_bytes in ((["evaluate", "--device", "cpu"], 1000), (["plot"], 10_000)):
         with largest_file(n_bytes):

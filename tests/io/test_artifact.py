@@ -215,7 +215,7 @@ def write_and_raise(folder: Path, error: BaseException) -> None:
 
 def test_work_that_fails_leaves_no_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="mine"):
-        write_and_raise(tmp_path / "a" / "b", ValueError("mine"))
+        write_and_raise(tmp_path / "a", ValueError("mine"))
     assert not list(tmp_path.iterdir())
 
 

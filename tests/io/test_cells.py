@@ -11,8 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from matlens.io.cells import escape_formula, original_cell
-from matlens.io.tables import csv_text, read_table, write_results
+from matlens.io.tables import csv_text, escape_formula, original_cell, read_table, write_results
 
 SIGNS = "=+-@\uff1d\uff0b\uff0d\uff20"
 TEXTS = st.text(alphabet=SIGNS + " \t\r\n'\"`;|,ab1\ufeff\u200b\u00a0", max_size=12) | st.text(max_size=12)

@@ -1,8 +1,9 @@
-"""Single files: written whole or not at all, and read with care whatever stands at their place."""
+"""Single files: written completely or not at all, and read with care whatever is in their place."""
 
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import secrets
 import stat
@@ -10,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import SafetensorError
 from trees import tree
 
 from matlens.errors import InputError
 from matlens.io.files import (
-    LOCK,
     check_writable,
     checksummed,
-    create,
+    locked,
     open_regular,
     read_json,
     system_errors,
@@ -35,7 +36,7 @@ def full_disk(*_: Any) -> None:
     [(b"\0\1", b"\0\1"), ("Schließlich", "Schließlich".encode()), ({"a": [1]}, b'{\n "a": [\n  1\n ]\n}\n')],
 )
 @pytest.mark.parametrize("before", [None, b"the old content"])
-def test_a_file_is_written_whole_or_not_at_all(
+def test_a_file_is_written_completely_or_not_at_all(
     content: Any, expected: bytes, before: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "file"
@@ -46,8 +47,7 @@ def test_a_file_is_written_whole_or_not_at_all(
 
     def sync(_: int) -> None:
         # The content is on its way to the disk under another name; the file itself is as it was.
-        others = (other for other in tmp_path.iterdir() if other not in (path, tmp_path / LOCK))
-        synced.extend(other.read_bytes() for other in others)
+        synced.extend(other.read_bytes() for other in tmp_path.iterdir() if other != path)
         assert (path.read_bytes() if path.exists() else None) == before
 
     monkeypatch.setattr(os, "fsync", full_disk)
@@ -61,7 +61,7 @@ def test_a_file_is_written_whole_or_not_at_all(
 
 
 def test_several_files_are_all_written_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "table").write_bytes(b"old")
+    (tmp_path / "csv").write_bytes(b"old")
     calls: list[int] = []
 
     def full_at_the_second(_: int) -> None:
@@ -70,26 +70,18 @@ def test_several_files_are_all_written_or_none(tmp_path: Path, monkeypatch: pyte
             full_disk()
 
     monkeypatch.setattr(os, "fsync", full_at_the_second)
-    new = {tmp_path / "table": b"new", tmp_path / "a" / "b" / "origin": b"where it is from"}
+    new = {tmp_path / "csv": b"new", tmp_path / "a" / "b" / "json": b"where it is from"}
     with pytest.raises(InputError):
         write_files(new)
-    assert tree(tmp_path) == {"table": b"old"}
+    assert tree(tmp_path) == {"csv": b"old"}
     write_files(new)
-    assert tree(tmp_path) == {"table": b"new", "a/b/origin": b"where it is from"}
+    assert tree(tmp_path) == {"csv": b"new", "a/b/json": b"where it is from"}
     with pytest.raises(InputError, match="is a folder"):
-        write_files({tmp_path / "table": b"newer", tmp_path / "a": b"x"})
-    assert tree(tmp_path)["table"] == b"new"
+        write_files({tmp_path / "csv": b"newer", tmp_path / "a": b"x"})
+    assert tree(tmp_path)["csv"] == b"new"
 
 
-def test_names_of_partial_files_cannot_be_foreseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names: set[str] = set()
-    monkeypatch.setattr(os, "fsync", lambda _: names.update(os.listdir(tmp_path)))
-    for _ in range(20):
-        write_files({tmp_path / "file": b"1"})
-    assert len(names - {LOCK, "file"}) == 20
-
-
-def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
+def test_links_are_replaced_and_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "victim").write_text("years of work")
     for name, target in (("link", "victim"), ("dangling", "absent"), ("loop", "loop")):
         path = tmp_path / name
@@ -100,20 +92,16 @@ def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
     (tmp_path / "hard").hardlink_to(tmp_path / "victim")
     write_files({tmp_path / "hard": "ours"})
     assert tree(tmp_path)["victim"] == b"years of work"
-    assert not (tmp_path / "absent").exists()
-
-
-def test_a_name_that_is_taken_is_not_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: set[str] = set()
+    monkeypatch.setattr(os, "fsync", lambda _: names.update(os.listdir(tmp_path)))
+    for _ in range(20):
+        write_files({tmp_path / "file": b"1"})
+    assert len([name for name in names if name.endswith(".partial")]) == 20  # names that cannot be foreseen
     monkeypatch.setattr(secrets, "token_hex", lambda n: "ab" * n)
-    (tmp_path / "victim").write_text("years of work")
     (tmp_path / f".file.{'ab' * 8}.partial").symlink_to(tmp_path / "absent")
-    (tmp_path / "link").symlink_to(tmp_path / "absent")
-    for path in (tmp_path / "victim", tmp_path / "link"):
-        with pytest.raises(FileExistsError):
-            create(path)
-    write_files({tmp_path / "file": "ours"})  # what a killed process left is removed, not followed
+    with pytest.raises(InputError):
+        write_files({tmp_path / "file": "ours"})
     assert not (tmp_path / "absent").exists()
-    assert tree(tmp_path) == {"victim": b"years of work", "file": b"ours"}
 
 
 def test_pipes_and_devices_are_neither_read_nor_replaced(tmp_path: Path) -> None:
@@ -157,16 +145,34 @@ def test_a_changed_record_is_refused(record: dict[str, Any], tmp_path: Path) -> 
             verified(changed, path)
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EDQUOT])
-def test_refusals_of_the_file_system_are_input_errors(number: int) -> None:
-    error = OSError(number, os.strerror(number), "/somewhere")
-    with pytest.raises(InputError, match="/somewhere") as raised, system_errors():
-        raise error
-    assert raised.value.__cause__ is error
+def test_errors_of_the_file_system_are_input_errors() -> None:
+    for number in (errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EDQUOT):
+        error = OSError(number, os.strerror(number), "/somewhere")
+        with pytest.raises(InputError, match="/somewhere") as raised, system_errors():
+            raise error
+        assert raised.value.__cause__ is error
+    with pytest.raises(InputError, match="/somewhere is full"), system_errors("/somewhere"):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    for other in (OSError(errno.EIO, "broken"), ValueError("x"), KeyboardInterrupt()):
+        with pytest.raises(type(other)) as passed, system_errors("/somewhere"):
+            raise other
+        assert passed.value is other
 
 
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), ValueError("x"), KeyboardInterrupt()])
-def test_other_errors_pass(error: BaseException) -> None:
-    with pytest.raises(type(error)) as raised, system_errors("/somewhere"):
-        raise error
-    assert raised.value is error
+def _hold(folder: Path, is_held: Any) -> None:
+    with locked(folder):
+        (folder / f".x.{'0' * 16}.partial").write_text("half")
+        is_held.set()
+        os._exit(9)
+
+
+def test_the_lock_of_a_killed_process_is_free_and_its_partial_files_are_removed(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    is_held = context.Event()
+    process = context.Process(target=_hold, args=(tmp_path / "a", is_held))
+    process.start()
+    process.join()
+    assert is_held.is_set()
+    with locked(tmp_path / "a"):
+        assert [path.name for path in (tmp_path / "a").iterdir()] == [".lock"]
+    assert not list((tmp_path / "a").iterdir())

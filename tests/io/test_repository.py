@@ -10,7 +10,7 @@ from hub_stand_in import TOKEN, Hub
 
 from matlens import InputError
 from matlens.io import repository as repository_module
-from matlens.io.repository import HubConflict, HubRepository, HubSnapshot
+from matlens.io.repository import HubRepository
 
 
 @pytest.fixture
@@ -18,48 +18,32 @@ def repository(hub: Hub) -> HubRepository:
     return HubRepository("someone/lenses", hub.address, TOKEN)
 
 
-def test_files_are_put_in_one_commit_and_read_at_the_one_that_is_named(
+def test_files_are_added_in_one_commit_and_read_at_a_commit(
     hub: Hub, repository: HubRepository, tmp_path: Path
 ) -> None:
     (tmp_path / "large.safetensors").write_bytes(b"numbers" * 100)
-    nothing = repository.snapshot(absent=True)
-    assert nothing == HubSnapshot(None, ())
     files = {"a.json": b"1", "b/large.safetensors": tmp_path / "large.safetensors"}
-    first = repository.commit(files, message="one", onto=nothing)
-    snapshot = repository.snapshot()
-    assert snapshot.commit == first
-    assert {"a.json", "b/large.safetensors"} <= set(snapshot.files)
-    second = repository.commit({"a.json": b"2"}, message="two", onto=snapshot)
-    assert second != first
-    assert repository.snapshot(first).commit == first
+    for _ in range(2):  # the second time it exists
+        repository.create(private=True)
+    assert hub.private == {"someone/lenses"}
+    first = repository.commit(files, message="one", parent=repository.files()[0])
+    assert (first, {"a.json", "b/large.safetensors"} - {*repository.files()[1]}) == (
+        repository.files()[0], set(),
+    )  # fmt: skip
+    second = repository.commit({"a.json": b"2"}, message="two", parent=first)
+    assert repository.files(first)[0] == first != second
     assert repository.download("a.json", first).read_bytes() == b"1"
     assert repository.download("a.json", second).read_bytes() == b"2"
     assert repository.download("b/large.safetensors", second).read_bytes() == b"numbers" * 100
     assert len([path for _, path in hub.asked if "/commit/" in path]) == 2  # one for all files
-    assert (
-        HubRepository(repository.name, hub.address, TOKEN).commit(
-            {"b.json": b"1"}, message="made meanwhile", onto=nothing
-        )
-        == hub.repositories[repository.name][-1][0]
-    )
-    with pytest.raises(HubConflict):
-        repository.commit({"a.json": b"3"}, message="three", onto=snapshot)
-    assert hub.private == set()
-    HubRepository("someone/secret", hub.address, TOKEN).commit(
-        {"a": b"1"}, message="one", onto=nothing, private=True
-    )
-    assert hub.private == {"someone/secret"}
-
-
-def test_what_was_read_once_is_read_again_without_the_hub(hub: Hub, repository: HubRepository) -> None:
-    commit = hub.add("someone/lenses", {"a.json": b"1"})
-    repository.download("a.json", commit)
+    with pytest.raises(InputError, match="written to"):  # somebody has made a commit meanwhile
+        repository.commit({"a.json": b"3"}, message="three", parent=first)
     hub.refusal = 500
-    assert repository.download("a.json", commit).read_bytes() == b"1"
+    assert repository.download("a.json", first).read_bytes() == b"1"  # from the cache
 
 
 @pytest.mark.parametrize(
-    ("repository_name", "revision", "path"),
+    ("name", "revision", "path"),
     [
         ("someone/nothing", None, "a.json"),
         ("someone/lenses", "no-such-branch", "a.json"),
@@ -67,51 +51,37 @@ def test_what_was_read_once_is_read_again_without_the_hub(hub: Hub, repository: 
         ("no name", None, "a.json"),
     ],
 )
-def test_what_is_missing_is_refused(repository_name: str, revision: str | None, path: str, hub: Hub) -> None:
-    hub.add("someone/lenses", {"a.json": b"1"})
-    place = HubRepository(repository_name, hub.address)
-    with pytest.raises(InputError, match=repository_name):
-        place.download(path, str(place.snapshot(revision).commit))
-
-
-@pytest.mark.parametrize("status", [401, 403, 418])
-def test_a_hub_that_refuses_is_no_missing_repository(
-    status: int, hub: Hub, repository: HubRepository
+def test_missing_repositories_revisions_and_files_are_refused(
+    name: str, revision: str | None, path: str, hub: Hub
 ) -> None:
-    hub.add("someone/lenses", {})
-    hub.refusal = status
-    for absent in (False, True):
-        with pytest.raises(InputError, match="someone/lenses"):
-            repository.snapshot(absent=absent)
+    hub.add("someone/lenses", {"a.json": b"1"})
+    place = HubRepository(name, hub.address)
+    with pytest.raises(InputError, match=name):
+        place.download(path, place.files(revision)[0])
 
 
-def test_who_may_not_write_is_told_before_anything_is_sent(hub: Hub) -> None:
-    stranger = HubRepository("someone/lenses", hub.address, "hf_" + "b" * 34)
-    commit = hub.add("someone/lenses", {"a.json": b"1"})
-    for onto in (HubSnapshot(None, ()), HubSnapshot(commit, ("a.json",))):
-        with pytest.raises(InputError, match="written to"):
-            stranger.commit({"a.json": b"2"}, message="x", onto=onto)
-    assert hub.repositories["someone/lenses"][-1][1] == {"a.json": b"1"}
-
-
-def test_a_hub_that_says_nothing_is_not_waited_for(
+def test_a_hub_that_refuses_or_does_not_answer_is_an_input_error(
     hub: Hub, repository: HubRepository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    stranger = HubRepository("someone/lenses", hub.address, "hf_" + "b" * 34)
+    commit = hub.add("someone/lenses", {"a.json": b"1"})
+    with pytest.raises(InputError, match="written to"):
+        stranger.commit({"a.json": b"2"}, message="x", parent=commit)
+    assert hub.repositories["someone/lenses"][-1][1] == {"a.json": b"1"}
+    hub.refusal = 403
+    with pytest.raises(InputError, match="someone/lenses"):
+        repository.files()
+    hub.refusal = None
     monkeypatch.setattr(repository_module, "PATIENCE", 0.2)
     session = huggingface_hub.get_session()
     before = session.timeout
     hub.silent.set()
-    with pytest.raises(InputError, match="someone/lenses"):
-        repository.snapshot()
+    for ask in (repository.files, lambda: repository.create(private=False)):
+        with pytest.raises(InputError, match="someone/lenses"):
+            ask()
     assert session.timeout == before
-    with pytest.raises(InputError, match="someone/lenses"):
-        repository.commit({"a": b"1"}, message="x", onto=HubSnapshot(None, ()))
-
-
-def test_nothing_is_asked_offline(
-    hub: Hub, repository: HubRepository, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    n_asked = len(hub.asked)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(InputError, match="someone/lenses"):
-        repository.snapshot()
-    assert hub.asked == []
+        repository.files()
+    assert len(hub.asked) == n_asked

@@ -14,8 +14,8 @@ from damage import harmed, outcome
 from hypothesis import given
 from hypothesis import strategies as st
 
+from matlens.cli.printing import number_text
 from matlens.errors import InputError
-from matlens.io.numbers import number_text
 from matlens.io.tables import COLUMNS, read_table, result_row, result_table, write_results
 from matlens.metrics import Estimate
 

@@ -122,10 +122,3 @@ def test_the_command_exits_with_2_on_damage(
         done = run_command(["verify", folder], capsys)
         assert done.code == 2
         assert str(folder) in done.err
-
-
-def test_a_folder_in_the_place_of_a_record_is_damage(tmp_path: Path) -> None:
-    (tmp_path / "matlens.json").mkdir()
-    (verdict,) = verify(tmp_path)
-    assert verdict.damage is not None
-    assert "matlens.json must be a file" in verdict.damage

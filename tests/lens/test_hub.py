@@ -71,7 +71,7 @@ def test_lenses_of_many_models_come_back_the_same_at_every_commit(hub: Hub, smal
         Lens.from_pretrained(PLACE, "llama/words", revision=commit, **options)
 
 
-def test_of_two_pushes_at_the_same_time_both_are_listed(hub: Hub, small_model: Models) -> None:
+def test_of_two_pushes_at_the_same_time_one_is_refused(hub: Hub, small_model: Models) -> None:
     options: dict[str, Any] = {"endpoint": hub.address, "token": TOKEN}
     hub.add(PLACE, {"a/first/config.json": b"{}", "a) [x](y/config.json": b"{}"})
 
@@ -80,6 +80,8 @@ def test_of_two_pushes_at_the_same_time_both_are_listed(hub: Hub, small_model: M
         fitted(small_model("gpt2")).push_to_hub(PLACE, name="b/second", **options)
 
     hub.before_commit = meanwhile
+    with pytest.raises(InputError, match="commit"):
+        fitted(small_model("llama")).push_to_hub(PLACE, name="c/third", **options)
     fitted(small_model("llama")).push_to_hub(PLACE, name="c/third", **options)
     card = files(hub)["README.md"].decode()
     assert [line for line in card.splitlines() if line.startswith("- [")] == [

@@ -91,7 +91,7 @@ def test_a_figure_is_written_under_the_names_that_are_meant(tmp_path: Path) -> N
     assert contents(folder) == written
     assert save(Figure(figsize=(1, 1)), folder / "a.png") == [folder / "a.png"]
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot be written"):
+    with pytest.raises(InputError, match="cannot be used"):
         save(figure, tmp_path / "file" / "below" / "r2")
 
 

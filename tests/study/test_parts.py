@@ -48,7 +48,7 @@ def test_a_failed_collection_leaves_nothing_and_a_finished_part_stays(
     fails_at = 4
     with pytest.raises(RuntimeError, match="out of memory"):
         collect(small_model("gpt2"), tmp_path / "out", batch_tokens=40)
-    assert not list(tmp_path.iterdir())
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
     train, _ = sentences.split(n_train=25, n_validation=15)
     read = matlens.make_examples(small_model("gpt2"), train).up_to_positions()

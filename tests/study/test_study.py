@@ -204,7 +204,7 @@ def test_positions_are_the_same_for_all_that_a_study_collects(
     ("other", "message"),
     [
         ({"seed": 1}, r"data\.seed: 0 in the folder, 1 now"),
-        ({"n_train": N_TRAIN + 1}, rf"sentences: {N_TRAIN} in the folder, {N_TRAIN + 1} now"),
+        ({"n_train": N_TRAIN + 1}, rf"data\.n: {N_TRAIN} in the folder, {N_TRAIN + 1} now"),
         ({"n_validation": N_VALIDATION - 2}, "data.corpus_fingerprint|data.n"),
     ],
 )
