@@ -43,9 +43,9 @@ def check_float64_device(device: Any) -> torch.device:
     try:
         found = find_device(device)
     except ValueError as error:
-        raise InputError(f"device must be one of this machine, got {short(device)}: {error}") from error
+        raise InputError(f"device must be available on this machine, got {short(device)}: {error}") from error
     if not has_float64(found):
-        raise InputError(f"device must have float64, in which maps are fitted, got {found}. Use cpu or cuda.")
+        raise InputError(f"device must support float64 for fits, got {found}. Use cpu or cuda.")
     return found
 
 

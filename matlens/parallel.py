@@ -98,7 +98,7 @@ def distributed(*, timeout: float = _DAY) -> Iterator[None]:
     except (RuntimeError, ValueError) as error:
         reason = printable(str(error).partition("\n")[0], most=200)
         raise InputError(
-            f"The processes of this job do not find each other ({reason}). RANK, WORLD_SIZE, "
+            f"The processes of this job cannot connect ({reason}). RANK, WORLD_SIZE, "
             "MASTER_ADDR and MASTER_PORT must be as torchrun sets them, and the master reachable."
         ) from error
     place = _current.set(_Place(dist.get_rank(), dist.get_world_size(), group))
@@ -142,7 +142,7 @@ def check_same(value: Any, what: str) -> None:
             if other != values[0]:
                 raise InputError(
                     f"Process {number} was given other arguments than process 0 ({what} differ). All "
-                    "processes must make the same calls with the same arguments; they divide the work inside."
+                    "processes must make the same calls with the same arguments."
                 )
 
 
@@ -215,7 +215,7 @@ def _exchange(value: Any, what: str) -> list[Any]:
         if call != calls[0]:
             raise InputError(
                 f"Process {number} is at '{call}' while process 0 is at '{calls[0]}'. All processes must "
-                "make the same calls in the same order, and what one does alone in 'with parallel.alone():'."
+                "make the same calls in the same order. Put work of one process in 'with parallel.alone():'."
             )
     return list(values)
 

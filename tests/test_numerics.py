@@ -32,7 +32,7 @@ def test_devices_are_found_and_have_float64_or_are_refused(monkeypatch: pytest.M
     for device in ("nowhere", "cuda:99", "", None, 1.5):
         with pytest.raises(ValueError, match=r"."):
             find_device(device)
-        with pytest.raises(InputError, match=r"^device must be one of this machine"):
+        with pytest.raises(InputError, match=r"^device must be available on this machine"):
             check_float64_device(device)
     monkeypatch.setattr(numerics, "WITHOUT_FLOAT64", frozenset({"cpu"}))
     with pytest.raises(InputError, match=r"^device must have float64"):

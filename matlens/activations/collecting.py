@@ -273,11 +273,11 @@ def _run(
         unread = ModelLayout.from_model(model).hooks.get(hooks[absent[0]])
         if unread is not None and not unread.shape and not changes_of(model):
             raise InputError(
-                f"{', '.join(absent)} cannot be collected of {model.cfg.architecture}: TransformerLens' hook "
+                f"{', '.join(absent)} cannot be collected from {model.cfg.architecture}: the hook "
                 f"{unread.name} {unread.carries}."
             )
         raise InputError(
-            f"The model did not come to {', '.join(absent)}. Is it patched, with a jump over these sites?"
+            f"The model did not run {', '.join(absent)}. Is it patched, with a jump over these sites?"
         )
     vectors = [seen[name] for name in hooks.values()]
     if all(values.device.type == "cpu" for values in vectors):

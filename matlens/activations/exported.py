@@ -161,7 +161,7 @@ def _look(path: Path, n_entries: int, model: TransformerBridge) -> _Prompt:
     with _opened(path) as file:
         absent = {VECTORS, TOKENS} - set(file.keys())
         if absent:
-            raise InputError(f"{path} must have the tensors {VECTORS} and {TOKENS}, and lacks one.")
+            raise InputError(f"{path} must have the tensors {VECTORS} and {TOKENS}.")
         vectors, tokens = file.get_slice(VECTORS), file.get_tensor(TOKENS)
         shape, precision = list(vectors.get_shape()), vectors.get_dtype()
     if tokens.ndim != 1 or tokens.is_floating_point() or tokens.dtype == torch.bool:
@@ -182,7 +182,7 @@ def _read(prompt: _Prompt, sites: Sequence[str | None]) -> dict[str, Tensor]:
     with _opened(prompt.path) as file:
         vectors = file.get_tensor(VECTORS).float()
     if len(vectors) != len(prompt.tokens):
-        raise InputError(f"{prompt.path} has changed while it was read. Expected files that are finished.")
+        raise InputError(f"{prompt.path} changed while it was being read. Wait until the export is complete.")
     found = {site: vectors[:, entry].contiguous() for entry, site in enumerate(sites) if site is not None}
     for site, of_site in found.items():
         # Engines have left such values where they read memory that was never written, or from a cache.
@@ -190,9 +190,7 @@ def _read(prompt: _Prompt, sites: Sequence[str | None]) -> dict[str, Tensor]:
             Site.parse(site).kind == STREAM and site != "h.0" and not bool(of_site.any(dim=1).all())
         )
         if bad:
-            raise InputError(
-                f"{prompt.path} has a vector at {site} that is zero or not finite: write it again."
-            )
+            raise InputError(f"{prompt.path} must have finite, non-zero vectors at {site}. Export it again.")
     return found
 
 

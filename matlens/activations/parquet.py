@@ -61,7 +61,7 @@ def write_parquet(
         raise InputError(f"dtype must be torch.float32 or torch.bfloat16, got {dtype}.")
     folder = Path(folder)
     if activations.examples.images.size:
-        raise InputError("activations must be of tokens, got those of images.")
+        raise InputError("activations must be of tokens, got activations of images.")
     names = [str(activations.resolve(site)) for site in (activations if sites is None else sites)]
     if parallel.is_main():
         _write_folder(activations, folder, names, dtype, progress)
@@ -143,7 +143,7 @@ def read_parquet(
     for number, path in enumerate(paths):
         file, of_shard = opened(path)
         if of_shard != {**shared, "shard": number} or facts["examples"] != examples.fingerprint:
-            raise InputError(f"{path} belongs to another export than {source / EXAMPLES}.")
+            raise InputError(f"{path} and {source / EXAMPLES} must be from the same export.")
         files.append(file)
         with _intact(path):
             index.append(file.read(["row"])["row"].to_numpy())

@@ -55,7 +55,7 @@ def sink_rows(samples: Activations, *, factor: float = FACTOR) -> Bool[Tensor, "
     """
     layers = [site for site in samples if Site.parse(site).kind == STREAM]
     if not layers:
-        raise InputError("samples must have layers of the residual stream, by which sinks are found.")
+        raise InputError("samples must have layers of the residual stream, such as 'h.5', to find sinks.")
     norms = torch.stack([samples[site].norm(dim=1) for site in layers], 1)
     sinks = outlying_rows(norms, factor=factor, places=samples.places)
     doubt, model = _doubt_of_first(norms, sinks, samples.places), samples.provenance.model

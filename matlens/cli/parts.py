@@ -135,9 +135,7 @@ def prune(
         Most windows to evaluate both models on.
     """
     if (blocks is None) == (attention is None) or (attention is not None and heal):
-        raise InputError(
-            "Expected --blocks or --attention, and one of them alone; --heal goes with the first."
-        )
+        raise InputError("Give either --blocks or --attention, and --heal with --blocks only.")
     wanted: Any = blocks if attention is None else attention
     method = method or (Method.chain if attention is None else Method.refit)
     from matlens.pruning.saving import reserved, save_pruned

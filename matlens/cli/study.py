@@ -166,7 +166,7 @@ def evaluate(
     fitted_in: Any = check_choice(fitted_on.dtype, get_args(Dtype), "The precision of the maps' model")
     if same_precision and dtype not in (None, fitted_in):
         raise InputError(
-            f"The maps in {folder / MAPS} were fitted in {fitted_in}, not in {dtype}. Where the same "
+            f"The maps in {folder / MAPS} were fitted in {fitted_in}, not in {dtype}. To use them "
             "weights are meant in another precision, say so with --other-precision."
         )
     loaded = ModelOptions(name, device, dtype or fitted_in, revision, trust_remote_code, stack).load()
@@ -237,7 +237,7 @@ def plan(
             n_layers=layers, d_model=width, d_mlp=mlp or 0, d_vocab=vocab, parameter_bytes=parameter_bytes
         )
     else:
-        raise InputError("Which model? Expected either --model, or its shape: --layers and --width.")
+        raise InputError("Give either --model, or a shape with --layers and --width.")
     everywhere = positions == "all" or (positions == "auto" and are_few(sentences, shape.d_model))
     plans = {
         each: plan_study(
@@ -283,6 +283,6 @@ def verify(folder: Path, /) -> None:
         print_line(f"{verdict.path}  {verdict.what}  {state}")
         damages.append(verdict.damage)
     if not damages:
-        raise InputError(f"There is nothing in {folder} that matlens has written and could verify.")
+        raise InputError(f"{folder} must contain artifacts of matlens, got none.")
     if any(damages):
         raise typer.Exit(2)

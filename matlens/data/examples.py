@@ -125,7 +125,7 @@ class Examples:
         try:
             return cls(**arrays, provenance=dict(data or {}))
         except TypeError as error:
-            raise InputError(f"arrays must be those of Examples: {error}.") from error
+            raise InputError(f"arrays must be the arrays of Examples: {error}.") from error
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

@@ -288,7 +288,7 @@ def _masked_sentences(
             ids.append(tokens)
             positions.append(chosen)
     if not ids:
-        raise InputError(f"text must have tokens to mask, got none in {corpus.name}.")
+        raise InputError(f"{corpus.name} must have tokens to mask, got none.")
     provenance = {
         "corpus": corpus.name, "corpus_fingerprint": corpus.fingerprint, "seed": seed,
         "position": f"{MASKED:.0%} of a sentence's tokens", "masked": True,

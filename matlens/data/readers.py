@@ -33,7 +33,7 @@ def mask_token(model: TransformerBridge) -> int | None:
         return None
     mask: int | None = check_tokenizer(model).mask_token_id
     if mask is None:
-        raise InputError("A masked-LM model must have a mask token, and its tokenizer has none.")
+        raise InputError("The tokenizer of a masked-LM model must have a mask token.")
     return mask
 
 

@@ -85,13 +85,13 @@ def controlled(
     for name, number in pairs:
         vector = values.resolve(name)
         if vector in changes:
-            raise InputError(f"{vector} is named twice.")
+            raise InputError(f"vectors must be different, got {vector} twice.")
         changes[vector] = check_number(number, f"The value of {vector}")
     if isinstance(where, Tensor) and where.ndim == 1 and bool((where < 0).any()):
         raise InputError("where must be positions of at least 0, or a Boolean mask of the tokens.")
     active = _ACTIVE.setdefault(model, set())
     if repeated := sorted(active & set(changes)):
-        raise InputError(f"{repeated[0]} is under control already.")
+        raise InputError(f"{repeated[0]} is already controlled.")
     ffns = [_ffn_in_use(layer) for layer in sorted({vector.layer for vector in changes})]
     layers_under_control = {vector.layer for vector in active}
     for ffn in ffns:

@@ -124,7 +124,7 @@ def event_scores(
     check_rows(rows, len(trace))
     shapes = {key: own.shape for key, own in trace.score.items()}
     if scores is not None and {key: given.shape for key, given in scores.items()} != shapes:
-        raise InputError("scores must be those of this trace. Make them with relative_scores(trace, ...).")
+        raise InputError("scores must be of this trace. Use relative_scores(trace, ...).")
     table = list[dict[str, Any]]()
     for kind, events in find_events(trace).items():
         events = events.of_examples(rows)

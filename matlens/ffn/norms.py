@@ -60,7 +60,7 @@ class NormGain:
             rest = candidate(other) / (other.std(correction=0) if centred else other.square().mean().sqrt())
             if torch.allclose(norm(other) - bias, rest, rtol=1e-3, atol=1e-4 * float(gain.abs().max())):
                 return candidate
-        raise InputError(f"The norm {type(norm).__name__} is neither an RMS norm nor a layer norm.")
+        raise InputError(f"The norm must be an RMS norm or a layer norm, got {type(norm).__name__}.")
 
     def __call__(self, vectors: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
         """The terms in the output, up to the size of the sum."""

@@ -74,7 +74,7 @@ def text_losses(
     check_own_tokens(model, examples)
     total, n_tokens = np.zeros(len(examples)), examples.lengths - 1
     if not n_tokens.any():
-        raise InputError("No text has two tokens, so there is no next token to predict.")
+        raise InputError("examples must have a text of at least two tokens, got none.")
     with Bar(total=len(examples), desc="perplexity", unit="text", disable=not progress) as bar:
         for batch in examples.batches(batch_tokens):
             logits = next_token_logits(model, batch.tokens, batch.mask)

@@ -68,4 +68,4 @@ def parse_json(text: str, where: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # of nesting, or of a number of thousands of digits
         reason = printable(str(error).partition("\n")[0], most=200)
-        raise InputError(f"There is no JSON in {where} ({reason}).") from error
+        raise InputError(f"{where} must be JSON ({reason}).") from error

@@ -98,7 +98,7 @@ def partial_path(path: Path) -> Path:
 
 def _check_replaceable(path: Path) -> None:
     if os.path.lexists(path) and not path.is_symlink() and not path.is_file():
-        raise InputError(f"{path} is a folder, a pipe or a device. Give the name of a file.")
+        raise InputError(f"{path} must be a file, got a folder, a pipe or a device.")
 
 
 def check_writable(folder: Path, files: Iterable[str] = ()) -> None:
@@ -165,7 +165,7 @@ def open_regular(path: str | Path) -> BinaryIO:
     descriptor = os.open(path, getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise InputError(f"{path} must be a file, and is a folder, a pipe or a device.")
+        raise InputError(f"{path} must be a file, got a folder, a pipe or a device.")
     return os.fdopen(descriptor, "rb")
 
 
@@ -184,7 +184,7 @@ def read_json(path: str | Path) -> Any:
     try:
         return parse_json(content.decode(), str(path))
     except UnicodeDecodeError as error:
-        raise InputError(f"{path} must be JSON in UTF-8, and byte {error.start} is not UTF-8.") from error
+        raise InputError(f"{path} must be UTF-8, got another byte at {error.start}.") from error
 
 
 # Checksums

@@ -128,7 +128,7 @@ def read_table(
         raise InputError(f"{path} cannot be read as {what}: {error}. {made_by}") from error
     missing = [column for column in types if column not in table]
     if missing:
-        raise InputError(f"{path} must be {what}, and lacks the columns {', '.join(missing)}. {made_by}")
+        raise InputError(f"{path} must be {what}, but lacks the columns {', '.join(missing)}. {made_by}")
     return _converted(table, original_cell)
 
 
@@ -156,9 +156,9 @@ def check_columns(table: pd.DataFrame, columns: Iterable[str], *, what: str) -> 
     names = list(table.columns)
     wrong = [column for column in columns if names.count(column) != 1]
     if wrong:
-        raise InputError(f"The table must be {what}, and lacks or repeats the columns {', '.join(wrong)}.")
+        raise InputError(f"The table must be {what}, but lacks or repeats the columns {', '.join(wrong)}.")
     if table.empty:
-        raise InputError(f"The table must be {what}, and has no rows.")
+        raise InputError(f"The table must be {what}, got no rows.")
 
 
 def write_results(folder: str | Path, name: str, table: pd.DataFrame, origin: Mapping[str, Any]) -> None:

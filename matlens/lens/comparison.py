@@ -127,7 +127,7 @@ def compare_lenses(
         raise InputError(f"against must be one of {short(names)}, got {short(against)}.")
     masked, last = is_masked(model), int(model.cfg.n_layers)
     if masked and "jacobian" in configs:
-        raise InputError("A masked-LM model has no Jacobian lens. Expected methods without 'jacobian'.")
+        raise InputError("methods must not have 'jacobian' for a masked-LM model.")
     if layers is None:
         chosen = sorted({max(1, round(last * share / 6)) for share in range(1, 6)} - {last}) or [0]
     else:

@@ -49,9 +49,9 @@ class LensConfig:
 
     def __post_init__(self) -> None:
         if self.weighted and self.standardise:
-            raise InputError("Standardised samples are equally long: give weighted or standardise, not both.")
+            raise InputError("weighted and standardise must not be combined: norms are equal then.")
         if self.toward == "identity" and (self.ridge == 0 or self.rank is not None):
-            raise InputError("toward='identity' needs a ridge and full rank.")
+            raise InputError("toward='identity' requires a ridge, and rank=None.")
 
     @property
     def name(self) -> str:
@@ -98,7 +98,7 @@ def parse_methods(methods: Method | Sequence[Method]) -> dict[str, LensConfig | 
         else:
             parsed[method] = METHODS.get(check_choice(method, known, "method"))
     if not parsed:
-        raise InputError(f"methods must name one lens or more of {', '.join(known)}, got none.")
+        raise InputError(f"methods must have at least one of {', '.join(known)}, got none.")
     return parsed
 
 
@@ -115,5 +115,5 @@ def resolve_layers(layers: Sequence[int] | None, n_layers: int) -> tuple[int, ..
         return tuple(range(n_layers))
     numbers = sorted({Site.parse(layer, n_layers).layer for layer in layers} - {n_layers})
     if not numbers:
-        raise InputError(f"layers must have one or more of 0 to {n_layers - 1}, got {short(layers)}.")
+        raise InputError(f"layers must be between 0 and {n_layers - 1}, got {short(layers)}.")
     return tuple(numbers)

@@ -37,7 +37,7 @@ def thresholds(
     the mean of ``i + 1``.
     """
     if not len(positions) or int(positions.min()) < 0:
-        raise InputError("positions must be one or more, each counted from 0.")
+        raise InputError("positions must have at least one position, each at least 0.")
     i = in_float64(positions)
     n = float((i + 1).mean()) if mean_length is None else mean_length
     return 0.9 * lam + 0.1 * torch.exp(-4 * i / n)
@@ -106,7 +106,7 @@ def exit_sweep(
     last = validation.provenance.identity.n_layers
     exits = [layer for layer in shared_layers(lenses, validation, layers) if layer > 0]
     if not exits:
-        raise InputError("layers must have one from 1 that was collected.")
+        raise InputError("layers must have at least one collected layer above 0.")
     exits.append(last)
     numbers = torch.tensor(exits).double()
     positions = torch.from_numpy(validation.places).long()

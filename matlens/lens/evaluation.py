@@ -355,7 +355,7 @@ def shared_layers(
 ) -> list[int]:
     """The requested layers, or all that every lens has and that were collected."""
     if not lenses:
-        raise InputError("There must be one lens or more.")
+        raise InputError("lenses must have at least one lens, got none.")
     for lens in lenses.values():
         lens.provenance.check_same(validation.provenance, ours="the lens", theirs="the activations")
     last = validation.provenance.identity.n_layers

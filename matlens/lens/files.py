@@ -101,7 +101,7 @@ def write_jacobian_lens(path: str | Path, lens: LensMaps) -> None:
         )
     matrices = {layer - 1: lens.matrix(layer) for layer in lens.layers if layer > 0}
     if not matrices:
-        raise InputError("A Jacobian lens begins after the first block, and this lens has layer 0 alone.")
+        raise InputError("A Jacobian lens must have a layer above 0, got layer 0 only.")
     known = lens.provenance.details.get(_JACOBIAN)
     data = lens.provenance.data or {}
     if isinstance(known, Mapping):
@@ -247,7 +247,7 @@ def _foreign(path: Path, expected: str) -> Iterator[None]:
         raise
     except pickle.UnpicklingError as error:
         raise InputError(
-            f"{path} holds more than numbers and texts, and what it asks for is not run. {expected}"
+            f"{path} must contain only tensors and plain values; code is not executed. {expected}"
         ) from error
     except Exception as error:
         cause = printable(f"{type(error).__name__}: {error}", most=300)
@@ -257,5 +257,5 @@ def _foreign(path: Path, expected: str) -> Iterator[None]:
 def _check_finite(lens: LensMaps, holder: Path | str) -> LensMaps:
     for layer, linear in lens.maps.items():
         if linear is not None and not all(bool(part.isfinite().all()) for part in linear.parts.values()):
-            raise InputError(f"{holder} holds a value at layer {layer} that is not finite.")
+            raise InputError(f"{holder} must be finite, got NaN or infinity at layer {layer}.")
     return lens

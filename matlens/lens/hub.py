@@ -85,7 +85,7 @@ def pull_lens(
         (name,) = known
     if name is not None and name in files:
         if model is None:
-            raise InputError(f"{name} does not say which model it is of: model must be given.")
+            raise InputError(f"model must be given: {name} does not record its model.")
         lens = read_jacobian_lens(repository.download(name, commit), model)
     elif name is not None and name in known:
         inside = [path for path in paths if str(PurePosixPath(path).parent) == name]

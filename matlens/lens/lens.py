@@ -83,7 +83,7 @@ class Lens(LensMaps):
         last = maps.provenance.identity.n_layers
         onto_last = {layer: maps[layer, last] for layer in range(last) if (layer, last) in maps}
         if not onto_last:
-            raise InputError(f"There is no map onto the last layer, {Site(STREAM, last)}, among the maps.")
+            raise InputError(f"maps must have a map to the last layer, {Site(STREAM, last)}, got none.")
         return cls(onto_last, "mat", maps.provenance).on(model)
 
     @overload
@@ -159,12 +159,12 @@ class Lens(LensMaps):
         configs = [config for config in methods.values() if config is not None]
         on_vectors = [name for name in methods if methods[name] is None and name not in ("id", "jacobian")]
         if len(configs) + ("id" in methods) < len(methods) and (rows is not None or weights is not None):
-            raise InputError("rows and weights are for closed forms: trained lenses take neither.")
+            raise InputError("rows and weights must be None for trained lenses.")
         data = corpus if isinstance(corpus, Examples | Activations) else as_corpus(corpus)
         fitted = {"id": LensMaps(dict.fromkeys(requested), "id", Provenance(ModelIdentity.from_model(model)))}
         if "jacobian" in methods:
             if not isinstance(data, Corpus):
-                raise InputError("'jacobian' is fitted on sentences: corpus must be a Corpus.")
+                raise InputError("corpus must be a Corpus for 'jacobian', which is fitted on sentences.")
             fitted["jacobian"] = trained.fit_jacobian(
                 model, data, layers=requested, n_prompts=n_prompts, longest=longest, progress=progress
             )
@@ -208,14 +208,10 @@ class Lens(LensMaps):
         """The number of a layer that this lens reads: negative ones count from the end."""
         site = self.provenance.resolve(layer)
         if site.kind != STREAM:
-            raise InputError(
-                f"A lens reads layers of the stream, and {site} is none. Expected such as 5 or 'h.5'."
-            )
+            raise InputError(f"layer must be a layer of the residual stream, such as 5 or 'h.5', got {site}.")
         if site.layer != self.n_layers and site.layer not in self.maps:
             there = ", ".join(map(str, self.maps))
-            raise InputError(
-                f"This lens has no map of layer {site.layer}. It has those of the layers {there}."
-            )
+            raise InputError(f"layer must be one of {there}, got {site.layer}.")
         return site.layer
 
     def __call__(self, h: Float[Tensor, "... d_model"], layer: Layer) -> Float[Tensor, "... d_model"]:
@@ -244,7 +240,7 @@ class Lens(LensMaps):
         """The readout of the model that the lens is on."""
         if self.readout is None:
             raise InputError(
-                "This lens is on no model, so nothing can be read out. Put it on its model with "
+                "This lens has no model, so it cannot be read out. Set its model with "
                 "lens.on(model), or load it with Lens.load(folder, model)."
             )
         return self.readout

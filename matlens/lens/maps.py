@@ -94,7 +94,7 @@ class LensMaps:
     def __post_init__(self) -> None:
         identity = self.provenance.identity
         if not self.maps:
-            raise InputError("maps must have one layer or more.")
+            raise InputError("maps must have at least one layer, got none.")
         for layer, linear in self.maps.items():
             if type(layer) is not int or not 0 <= layer < identity.n_layers:
                 raise InputError(f"maps must be of layers 0 to {identity.n_layers - 1}, got {short(layer)}.")

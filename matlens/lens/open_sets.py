@@ -87,7 +87,7 @@ def _read_items(name: str, path: Path) -> list[EvaluationItem]:
     content = read_json(path)
     rows = content.get("items") if isinstance(content, Mapping) else None
     if not isinstance(rows, list) or not rows:
-        raise InputError(f"{path} has no items. Expected an object with a list of them under 'items'.")
+        raise InputError(f"{path} must be an object with a list of items under 'items'.")
     items = []
     for number, row in enumerate(rows, start=1):
         fields: Mapping[str, Any] = row if isinstance(row, dict) else {}
@@ -155,7 +155,7 @@ def evaluate_open_sets(
     if layers is not None:
         shared = {lens.resolve(layer) for lens in lenses.values() for layer in layers}
     if not shared:
-        raise InputError("layers must have one that all lenses have.")
+        raise InputError("layers must have at least one layer of all lenses.")
     model = next(iter(lenses.values())).model
     rows: list[dict[str, Any]] = []
     for name, items in Bar(list(evaluations.items()), desc="evaluating", disable=not progress):

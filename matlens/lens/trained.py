@@ -190,7 +190,7 @@ class LayerTraining:
         weight = self.weight + torch.eye(len(self.weight)).to(self.weight) if self.residual else self.weight
         parts = {"weight": weight, "bias": self.bias, "scale": self.log_scale.exp()}
         if not all(bool(part.isfinite().all()) for part in parts.values()):
-            raise InputError("The training has overflowed. Give a smaller rate.")
+            raise InputError("Training diverged. Use a smaller rate.")
         return {name: part.detach().cpu() for name, part in parts.items()}
 
     def _scores(self, h: Tensor, tokens: Tensor | None = None) -> Tensor:
@@ -341,12 +341,12 @@ def fit_jacobian(
 
     layers = [layer for layer in layers if layer]
     if not layers:
-        raise InputError("layers must have one after a block: TransformerLens fits none of layer 0.")
+        raise InputError("layers must have a layer above 0: TransformerLens does not fit layer 0.")
     prompts = longest_sentences(corpus.sentences, n_prompts)
     lengths = [(text, min(longest, len(model.to_tokens(text)[0]))) for text in prompts]
     long = [(text, length) for text, length in lengths if length > skip + 1]
     if not long:
-        raise InputError(f"The sentences must have one of more than {skip + 1} tokens.")
+        raise InputError(f"corpus must have a sentence of more than {skip + 1} tokens, got none.")
     n_fitted, jacobians = 0, torch.zeros(len(layers), int(model.cfg.d_model), int(model.cfg.d_model))
     if own := [text for text, _ in long[parallel.rank() :: parallel.world_size()]]:
         try:

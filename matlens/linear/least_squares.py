@@ -127,7 +127,7 @@ class LeastSquares:
         if (self.source, [*self.targets.items()]) != (other.source, [*other.targets.items()]):
             raise InputError(f"other must be of {self.name}, got one of {other.name}.")
         if (self.norms is None) != (other.norms is None):
-            raise InputError("other must have norms as well, or neither.")
+            raise InputError("Both statistics must have norms, or neither.")
         if other.n:
             self._add(other.n, other._r, [other._z], other.norms)
         return self

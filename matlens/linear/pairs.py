@@ -57,7 +57,7 @@ def list_pairs(pairs: Iterable[Any]) -> list[Pair]:
 def both_ends(pair: object) -> Pair:
     """Read a pair of sites; raises InputError if it is not one."""
     if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
-        raise InputError(f"A pair of sites must be two, such as (0, 3) or ('mid.1', 2), got {short(pair)}.")
+        raise InputError(f"A pair must have two sites, such as (0, 3) or ('mid.1', 2), got {short(pair)}.")
     return pair[0], pair[1]
 
 
@@ -67,7 +67,7 @@ def check_collected(pairs: Iterable[tuple[str, str]], collected: Iterable[str]) 
     absent = sorted({site for pair in pairs for site in pair} - set(existing), key=Site.parse)
     if absent:
         raise InputError(
-            f"There are no vectors of {', '.join(absent)}; collected were {', '.join(existing)}."
+            f"pairs must be of collected sites ({', '.join(existing)}), got {', '.join(absent)}."
         )
 
 

@@ -85,7 +85,7 @@ def _files(source: Path, layout: ModelLayout) -> dict[tuple[str, str], Path]:
         if pair is not None:
             files[pair] = path
     if not files:
-        raise InputError(f"{source} must hold published maps, such as 6_9.pickle, and holds none.")
+        raise InputError(f"{source} must contain published maps, such as 6_9.pickle, got none.")
     return files
 
 

@@ -27,7 +27,7 @@ def check_alike(samples: Mapping[str, Tensor]) -> None:
     counts = {site: len(vectors) for site, vectors in samples.items()}
     if len(set(counts.values())) > 1:
         numbers = ", ".join(f"{count} of {site}" for site, count in counts.items())
-        raise InputError(f"There must be as many samples of every site, got {numbers}.")
+        raise InputError(f"All sites must have the same number of samples, got {numbers}.")
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ def check_kept(fits: FitsBySource, pairs: Sequence[tuple[str, str]]) -> None:
     if absent:
         raise InputError(
             f"There are no sufficient statistics of {', '.join(absent[:3])}{', ...' if absent[3:] else ''}. "
-            "Ask for these pairs when the examples are streamed."
+            "Collect or stream again with these pairs."
         )
 
 

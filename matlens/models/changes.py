@@ -104,8 +104,8 @@ def check_eval_mode(model: TransformerBridge) -> None:
     """Raise InputError for a model in training mode with dropout, whose vectors differ at every pass."""
     if _drops_out(model, _modules(model)):
         raise InputError(
-            f"{model.cfg.model_name} must be in eval mode, got training mode with dropout: its vectors would "
-            "be others at every pass. Call model.eval() first."
+            f"{model.cfg.model_name} must be in eval mode, got training mode with dropout. "
+            "Call model.eval() first."
         )
 
 

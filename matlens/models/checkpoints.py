@@ -61,9 +61,9 @@ def check_supported(name: str, config: Any, stack: str | None = None) -> None:
             "be read: stack='encoder' or stack='decoder'."
         )
     if reads != "seq2seq" and stack is not None:
-        raise InputError(f"The model {name!r} has one stack. Leave stack={stack!r} out.")
+        raise InputError(f"stack must be None for {name!r}, which has one stack, got {stack!r}.")
     if reads == "audio":
-        raise InputError(f"{said}: {kind} reads sound. Expected a model of text or a vision transformer.")
+        raise InputError(f"{said}: {kind} is an audio model. Use a text model or a vision transformer.")
     try:
         determine_architecture_from_hf_config(config)
     except ValueError:

@@ -92,7 +92,7 @@ def load(
                 read_gguf(path, dtype) if path.suffix.lower() == GGUF else ask(Family.read_file, path, dtype)
             )
             if read is None:
-                raise InputError(f"{path} is a file of no known kind. {EXPECTED}")
+                raise InputError(f"{path} has an unknown file format. {EXPECTED}")
             tokenizer, hf_model = read
             check_supported(name, hf_model.config, stack)
             options = {"hf_model": hf_model.to(device).eval()}
@@ -185,12 +185,12 @@ def wrap(
     with family_adapters():
         check_supported(str(bridge.cfg.model_name), bridge.original_model.config, stack or chosen)
     if chosen not in (None, stack or chosen):
-        raise InputError(f"This bridge stands for the {chosen} already. Boot another one for the {stack}.")
+        raise InputError(f"stack must be {chosen!r} for this bridge, got {stack!r}. Boot another bridge.")
     if stack is not None and chosen is None:
         _choose_stack(bridge, stack)
     if tokenizer is not None:
         if prepend_bos is not None:
-            raise InputError("Give either a tokenizer, which decides on the BOS itself, or prepend_bos.")
+            raise InputError("Give either tokenizer or prepend_bos, not both.")
         kept = _keeping_itself(check_vocabulary(tokenizer, str(bridge.cfg.model_name)))
         d_vocab, d_vocab_out = bridge.cfg.d_vocab, bridge.cfg.d_vocab_out
         bridge.tokenizer = None
@@ -208,7 +208,7 @@ def wrap(
 def _choose_stack(model: TransformerBridge, stack: Stack) -> None:
     if not ask(Family.choose_stack, model, stack):
         raise InputError(
-            f"{model.cfg.architecture} has no stacks that are known. Expected an encoder-decoder such as T5."
+            f"stack must be None for {model.cfg.architecture}, which is not a known encoder-decoder."
         )
 
 

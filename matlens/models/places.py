@@ -34,7 +34,7 @@ def locate(name: str | os.PathLike[str], revision: str | None) -> tuple[str, str
         except InputError as error:
             raise InputError(f"{error}{did_you_mean(name, [SMOLLM2])}") from error
     if revision is not None:
-        raise InputError(f"The revision {revision!r} is of no use with {name!r}, which lies on this machine.")
+        raise InputError(f"revision must be None for the local model {name!r}, got {revision!r}.")
     if os.path.lexists(os.path.join(place[0], MODEL_RECORD)):
         from matlens.io.verification import check_unchanged  # torch, which most names can spare
 
@@ -57,7 +57,7 @@ def _local(name: str) -> tuple[str, str | None] | None:
     if is_folder:
         if not (path / "config.json").is_file():
             raise InputError(
-                f"The folder {path} holds no config.json. Expected a Hugging Face model folder, as "
+                f"The folder {path} has no config.json. Expected a Hugging Face model folder, as "
                 "save_pretrained writes it, or the path of a .gguf file."
             )
         return str(path.resolve()), None

@@ -110,7 +110,7 @@ class Readout:
 
     def _check_tokens(self, tokens: Tensor) -> None:
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.d_vocab:
-            raise InputError(f"tokens must be from 0 to {self.d_vocab - 1}.")
+            raise InputError(f"tokens must be between 0 and {self.d_vocab - 1}.")
 
     def top_ids(self, h: Float[Tensor, "n d_model"]) -> Int[Tensor, " n"]:
         """The token with the highest logit for each vector, the first of equals.
@@ -202,7 +202,7 @@ class Readout:
 def check_vectors(vectors: Tensor, width: int) -> None:
     """Refuse vectors of another width or that are not finite."""
     if vectors.shape[-1] != width:
-        raise InputError(f"Vectors must be {width} wide, as the model, got {vectors.shape[-1]}.")
+        raise InputError(f"Vectors must have {width} dimensions, like the model, got {vectors.shape[-1]}.")
     if not bool(vectors.isfinite().all()):
         raise InputError(
             "Vectors must be finite, got NaN or infinity. Maps fitted on too few samples can overflow."

@@ -84,7 +84,7 @@ def encode_text(model: TransformerBridge, text: str, *, longest: NonNegativeInt 
     `matlens.wrap`.
     """
     if any("\ud800" <= character <= "\udfff" for character in text):
-        raise InputError(f"{short(text)} holds half of a surrogate pair, which no text can. Remove it.")
+        raise InputError(f"{short(text)} must be valid Unicode, got half of a surrogate pair.")
     tokenizer, config = check_tokenizer(model), model.cfg
     wanted, there = bool(config.default_prepend_bos), bool(config.tokenizer_prepends_bos)
     bos = tokenizer.bos_token

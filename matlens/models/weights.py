@@ -76,7 +76,7 @@ def rows_of_linear(module: nn.Module, shape: tuple[int, int]) -> Float[Tensor, "
                 return matrix
     raise InputError(
         f"The output layer of the FFNs ({type(module).__name__}) is not a plain matrix of {shape[0]} x "
-        f"{shape[1]}, so its value vectors cannot be read. Load the model without quantisation or adapters."
+        f"{shape[1]}, so its value vectors cannot be read. Load the model without quantization or adapters."
     )
 
 

@@ -255,9 +255,7 @@ def _check_first_pass(cache: Any, layer: int, n_layers: int, length: int, jump: 
         return
     lengths = [cache.get_seq_length(number) for number in range(n_layers)]
     if any(lengths[layer:]) or any(stored > length for stored in lengths[:layer]):
-        raise InputError(
-            f"The blocks of the jump {jump} store no keys and values. Run the model with use_cache=False."
-        )
+        raise InputError(f"use_cache must be False: blocks skipped by {jump} cannot be cached.")
 
 
 def _check_no_end_inside(block: Any, layer: int, jump: Replacement) -> None:

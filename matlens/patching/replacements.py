@@ -291,7 +291,7 @@ def _check_heads(replacement: Replacement, layout: ModelLayout) -> None:
     shape = layout.hooks[layout.hook(replacement.target)].shape
     if len(shape) != 2:
         raise InputError(
-            f"heads was given, and the target of {replacement} has none. Use a site such as z.3."
+            f"heads must be None for {replacement}, whose target has no heads. Use a site such as z.3."
         )
     heads = sorted(set(replacement.heads))
     if not heads or len(heads) < len(replacement.heads) or not 0 <= heads[0] <= heads[-1] < shape[0]:

@@ -27,12 +27,12 @@ def submodule_pairs(layout: ModelLayout, names: Sequence[str] = SUBMODULES) -> l
     """
     if not layout.kinds:
         raise InputError(
-            f"The blocks of this model are {layout.wiring.name}: none of the known sums holds in them, so "
+            f"The wiring of this model is unknown ({layout.wiring.name}), so "
             "their sub-modules cannot be fitted or replaced."
         )
     unknown = [name for name in names if name not in (*SUBMODULES, "ln1_post", "ln2_post")]
     if unknown or not names:
-        raise InputError(f"names must be some of {', '.join(SUBMODULES)}, got {short(unknown or names)}.")
+        raise InputError(f"names must be from {', '.join(SUBMODULES)}, got {short(unknown or names)}.")
     if "ln1_in" not in layout.kinds:
         names = [f"{name}_post" if name in ("ln1", "ln2") else name for name in names]
     return [

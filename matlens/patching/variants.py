@@ -73,7 +73,7 @@ def run_variants(
     check_own_tokens(model, examples)
     taken = {*examples.arrays} & {*variants}
     if not variants or taken:
-        raise InputError(f"variants must have other names than {', '.join(examples.arrays)}, at least one.")
+        raise InputError(f"variants must have names other than {', '.join(examples.arrays)}.")
     identity = ModelIdentity.from_model(model)
     ready = {
         name: _resolve_variant(model, identity, examples, name, variant) for name, variant in variants.items()

@@ -49,7 +49,7 @@ def plot_r2(results: pd.DataFrame) -> Figure:
     for ax, method in zip(axes, ("mat", "id"), strict=True):
         part = results[(results["metric"] == "r2") & (results["method"] == method)]
         if part.empty:
-            raise InputError(f"The table has no r2 by {method}. Expected a method that it has.")
+            raise InputError(f"The table must have r2 of {method}, got none.")
         grid = part.pivot(index="target", columns="layer", values="value")
         image = draw_cells(
             ax,
@@ -94,8 +94,8 @@ def plot_trajectory(table: pd.DataFrame, *, colour: str = "probability", title: 
     predicted = table.pivot(index="layer", columns="position", values="predicted").reindex_like(grid)
     if grid.shape[1] > _MOST_TOKENS:
         raise InputError(
-            f"The prompt has {grid.shape[1]} tokens, more than the {_MOST_TOKENS} that can be read side "
-            "by side. Expected rows of fewer, such as table[table['position'] >= 40]."
+            f"The table must have at most {_MOST_TOKENS} tokens, got {grid.shape[1]}. Select rows, "
+            "such as table[table['position'] >= 40]."
         )
     tokens = table.drop_duplicates("position").set_index("position")["token"].reindex(grid.columns)
     layers, n = list(grid.index), grid.shape[1]

@@ -80,7 +80,7 @@ async function show(row) {
   const part = await bring(`vectors-${layer}-${block}`);
   const numbers = unpackAll(part);
   const facts = [
-    `length ${number(numbers.norms.at(at))}`,
+    `norm ${number(numbers.norms.at(at))}`,
     ...(numbers.dominant ? [`dominant at ${percent(numbers.dominant.at(at))} of tokens`] : []),
   ].join(", ");
   const steps = [row - 1, row + 1].map((other, i) => (other >= 0 && other < total ? link(nameOf(other), i ? `${nameOf(other)} →` : `← ${nameOf(other)}`) : null));

@@ -32,7 +32,7 @@ def parse_blocks(blocks: Any, n_layers: int, what: str = "blocks") -> int | tupl
         return check_int(blocks, f"The number of {what} to remove", min=0, max=n_layers - 1)
     indices = [check_int(block, "A block to remove", min=1, max=n_layers - 1) for block in blocks]
     if len(set(indices)) < len(indices):
-        raise InputError(f"Each block to remove must be named once, got {short(sorted(indices))}.")
+        raise InputError(f"blocks must be different, got {short(sorted(indices))}.")
     return tuple(sorted(indices))
 
 
@@ -69,10 +69,7 @@ def choose_span(streams: Streams, n: int, choice: Choice, *, progress: bool = Tr
 
 def _check_finite(lowest: float) -> None:
     if not math.isfinite(lowest):
-        raise InputError(
-            "Whichever blocks are removed, the loss is not finite. Expected fewer of them, or a model in "
-            "float32."
-        )
+        raise InputError("No choice of blocks has a finite loss. Remove fewer, or load the model in float32.")
 
 
 def angles(a: Float[Tensor, "*n d_model"], b: Float[Tensor, "*n d_model"]) -> Float[Tensor, " *n"]:

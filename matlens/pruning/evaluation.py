@@ -105,8 +105,8 @@ def evaluation_tokens(windows: Examples) -> Int[Tensor, "n length"]:
     tokens = full_windows(windows)
     if len(tokens) < 2:
         raise InputError(
-            f"There is one full window of {tokens.shape[1]} tokens to evaluate on, which gives no interval. "
-            "Expected at least two: more text, or shorter windows."
+            f"Evaluation needs at least two windows of {tokens.shape[1]} tokens for an interval, got one. "
+            "Use more text or shorter windows."
         )
     return tokens
 
@@ -121,9 +121,7 @@ def read_text(model: Any, tokens: Int[Tensor, "n length"], *, desc: str, progres
             log_p = log_softmax(model(part, use_cache=False).logits[:, :-1].float())
             of_next = log_p.gather(2, part[:, 1:, None])[..., 0]
             if not bool(of_next.isfinite().all()):
-                raise InputError(
-                    "The pruned model's probabilities are not finite. Expected a larger penalty."
-                )
+                raise InputError("The pruned model's probabilities are not finite. Use a larger penalty.")
             losses.append(-in_float64(of_next).sum(1).cpu())
             likeliest.append(log_p.argmax(-1).cpu())
             bar.update(len(part))
@@ -204,10 +202,7 @@ def _written(model: Any, prompt: torch.Tensor, n_tokens: int) -> tuple[float, in
     cache: Any = getattr(given, "past_key_values", None)
     token = given.logits[:, -1:].argmax(-1)
     if not hasattr(cache, "layers"):
-        raise InputError(
-            f"{type(model).__name__} keeps no cache of keys and values. Expected a decoder that does, such "
-            "as GPT-2 or Llama."
-        )
+        raise InputError(f"{type(model).__name__} must be a decoder with a KV cache, such as GPT-2 or Llama.")
     int(token)  # a device is done with all before it
     start = time.perf_counter()
     for _ in range(n_tokens):

@@ -59,10 +59,9 @@ def check_foldable(layout: Layout) -> None:
         silence(layout.writer_of(silent))
         if differ(whole - written, streams.after(index, silent, h), whole):
             raise InputError(
-                f"In block {index} of {type(layout.model).__name__} what the FFN's output matrix writes is "
-                "not added to the stream as it is (a norm or a factor stands between, as in Gemma 2 and 3, "
-                "Granite and post-norm models), so no map can be folded into it. Expected a model of "
-                "GPT-2's, Llama's, GPT-NeoX's or GPT-J's kind."
+                f"No map can be folded into block {index} of {type(layout.model).__name__}: a norm or factor "
+                "follows the FFN, as in Gemma 2 and 3, Granite and post-norm models. Supported are models "
+                "like GPT-2, Llama, GPT-NeoX and GPT-J."
             )
 
 
@@ -78,10 +77,9 @@ def check_foldable_attention(layout: Layout) -> None:
         rest = streams.after(index, without_attention(block), streams.h[index] + written)
         if differ(rest, whole, whole):
             raise InputError(
-                f"In block {index} of {type(layout.model).__name__} the FFN does not read the stream with "
-                "what attention adds to it: attention and FFN stand side by side, or a norm or a factor "
-                "stands between. So a map cannot be folded in the place of attention. Expected a model of "
-                "GPT-2's or Llama's kind."
+                f"Attention of block {index} of {type(layout.model).__name__} cannot be folded into the FFN: "
+                "they are parallel, or a norm or factor follows attention. Supported are models like GPT-2 "
+                "and Llama."
             )
 
 
@@ -265,7 +263,7 @@ def heal(
                 given = streams.log_probs(layout, start, streams.h[first][texts], tokens)
                 loss = kl_divergence(truth, given).mean()
                 if not bool(loss.isfinite()):
-                    raise InputError("The divergence is not finite while healing. Expected a larger penalty.")
+                    raise InputError("The loss is not finite during healing. Use a larger penalty.")
                 pruned.zero_grad()
                 loss.backward()
                 apart = [pair for pair in zip(stepped, weights, strict=True) if pair[0] is not pair[1]]

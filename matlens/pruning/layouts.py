@@ -148,14 +148,14 @@ def plain_copy(model: TransformerBridge) -> Any:
     copied: Any = plain_model(model, as_loaded=True)
     if copied is None:
         raise InputError(
-            f"{model.cfg.model_name} cannot be built from its configuration alone. Expected a model of "
-            "transformers without code of its own."
+            f"{model.cfg.model_name} cannot be built from its configuration. Models with custom code are "
+            "not supported."
         )
     state = {name: tensor.clone() for name, tensor in plain_state(model).items()}
     if len(devices := {tensor.device for tensor in state.values()}) > 1:
         raise InputError(
-            f"{model.cfg.model_name} lies on the devices {', '.join(sorted(map(str, devices)))}, and a plain "
-            "copy of it could not be run. Expected a model on one device."
+            f"{model.cfg.model_name} must be on one device to be pruned, got "
+            f"{', '.join(sorted(map(str, devices)))}."
         )
     names = {name for name, _ in [*copied.named_parameters(), *copied.named_buffers()]}
     if names - state.keys():
@@ -203,8 +203,8 @@ class Streams:
         size = (config.num_hidden_layers + 1) * tokens.numel() * of_vector
         if size > MOST_BYTES:
             raise InputError(
-                f"The streams of all layers on {tokens.numel():,} tokens take {size / 2**30:.1f} GiB. "
-                f"Expected {MOST_BYTES / 2**30:.0f} at most: take fewer or shorter windows, or set "
+                f"The residual streams of {tokens.numel():,} tokens must fit into {MOST_BYTES / 2**30:.0f} "
+                f"GiB, got {size / 2**30:.1f}. Use fewer or shorter windows, or set "
                 "matlens.pruning.layouts.MOST_BYTES."
             )
         self._step = max(1, _TOKENS // tokens.shape[1])

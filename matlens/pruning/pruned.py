@@ -134,9 +134,7 @@ def prune(
     choice = Choice(check_choice(choice, Choice, "choice"))
     requested = parse_blocks(blocks, model.cfg.n_layers)
     if heal and (method == Method.out or not requested):
-        raise InputError(
-            "There is no folded matrix to heal. Expected blocks to remove, and another method than out."
-        )
+        raise InputError("heal requires removed blocks and a method other than 'out'.")
     penalty = PENALTIES.get(method, 0.0) if penalty is None else penalty
     calibration = Calibration.run(model, windows, method, progress=progress)
     removed = requested
@@ -223,8 +221,8 @@ class Calibration:
         identity = ModelIdentity.from_model(model)
         if identity.changes:
             raise InputError(
-                f"The model runs with {describe_changes(identity.changes)}, which its weights do not hold. "
-                "Prune it outside of the context, or without the hooks."
+                f"The model must be unmodified, got {describe_changes(identity.changes)}. "
+                "Prune it outside the context, or without the hooks."
             )
         check_own_tokens(model, windows)
         layout = Layout.from_model(plain_copy(model))
@@ -362,7 +360,7 @@ def cut_config(config: Any, remaining: Sequence[int]) -> Any:
         ) from error
     if any(list(getattr(again, key)) != value for key, value in lists.items()):
         raise InputError(
-            f"The settings {', '.join(lists)} of {type(cut).__name__} would be others in a file. Expected a "
-            "model that keeps its settings an entry a block."
+            f"The settings {', '.join(lists)} of {type(cut).__name__} cannot be saved with fewer blocks: "
+            "the model is not supported."
         )
     return cut

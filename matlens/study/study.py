@@ -105,22 +105,21 @@ class Study:
     def __post_init__(self) -> None:
         if self.positions == "all" and not self.sample_special:
             raise InputError(
-                "All positions include the special tokens: skip them only with sampled positions "
-                "(--positions sampled)."
+                "skip_special must be False for all positions. Use sampled positions (--positions sampled)."
             )
 
     @cached_property
     def corpus(self) -> Corpus:
         """All sentences."""
         if self.load_corpus is None:
-            raise InputError("This study has no corpus. Expected the name of one.")
+            raise InputError("corpus must be given for this study.")
         return self.load_corpus()
 
     @cached_property
     def sizes(self) -> tuple[int, int]:
         """Numbers of training and of validation sentences; fewer than asked for where that can be changed."""
         if self.n_validation is None:
-            raise InputError("This study has no sizes. Expected a number of validation sentences.")
+            raise InputError("The number of validation sentences must be given for this study.")
         requested = self.n_train, self.n_validation
         sizes = fitting_sizes(len(self.corpus), *requested, self.adjustable)
         if sizes != requested:
@@ -142,7 +141,7 @@ class Study:
     def model(self) -> TransformerBridge:
         """The model; the corpus is checked before, since a model can take minutes."""
         if self.load_model is None:
-            raise InputError("This study has no model. Expected the name of one.")
+            raise InputError("model must be given for this study.")
         if self.n_validation is not None:
             self._check_same_job()
         return self.load_model()
@@ -299,7 +298,7 @@ class Study:
 def slug(name: str) -> str:
     """Name a folder after a model or a corpus; files of one name in different folders get different ones."""
     if not name.strip():
-        raise InputError("The name of a model or of a corpus is empty. Expected one to name a folder after.")
+        raise InputError("The names of model and corpus must not be empty.")
     path = Path(name)
     if not os.path.exists(path):
         return re.sub(r"[^\w.-]+", "-", name)

@@ -288,7 +288,7 @@ def test_serve_prints_an_address_with_a_secret_and_listens_on_this_machine_alone
         (["explore", "w1", "--out", "page.html", "--lens", "none"], "must be a folder of lens"),
         (["explore", "w1", "--out", "page.html", "--pin", "nobody"], "not in the model's vocabulary"),
         (["lens", "show", PROMPT, "--lens", "none"], "must be a folder of lens"),
-        (["lens", "trajectory", PROMPT, "--csv", "."], "is a folder"),
+        (["lens", "trajectory", PROMPT, "--csv", "."], "got a folder"),
         (["lens", "convert", "none", "x"], "must be a folder of lens"),
     ],
 )  # fmt: skip

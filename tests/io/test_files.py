@@ -76,7 +76,7 @@ def test_several_files_are_all_written_or_none(tmp_path: Path, monkeypatch: pyte
     assert tree(tmp_path) == {"csv": b"old"}
     write_files(new)
     assert tree(tmp_path) == {"csv": b"new", "a/b/json": b"where it is from"}
-    with pytest.raises(InputError, match="is a folder"):
+    with pytest.raises(InputError, match="got a folder"):
         write_files({tmp_path / "csv": b"newer", tmp_path / "a": b"x"})
     assert tree(tmp_path)["csv"] == b"new"
 
@@ -110,9 +110,9 @@ def test_pipes_and_devices_are_neither_read_nor_replaced(tmp_path: Path) -> None
     for path in (tmp_path / "fifo", tmp_path / "link", tmp_path, Path("/dev/zero")):
         with pytest.raises(InputError, match=rf"{path} must be a file"):
             open_regular(path)
-    with pytest.raises(InputError, match="is a folder, a pipe or a device"):
+    with pytest.raises(InputError, match="got a folder, a pipe or a device"):
         write_files({tmp_path / "fifo": b"x"})
-    with pytest.raises(InputError, match="is a folder, a pipe or a device"):
+    with pytest.raises(InputError, match="got a folder, a pipe or a device"):
         check_writable(tmp_path, ["fifo"])
     assert stat.S_ISFIFO((tmp_path / "fifo").lstat().st_mode)
     check_writable(tmp_path / "new" / "folder", ["a.html"])
@@ -131,7 +131,7 @@ def test_a_file_larger_than_its_bound_is_refused(tmp_path: Path, monkeypatch: py
     with pytest.raises(InputError, match="more than 1 MiB of JSON"):
         read_json(path)
     path.write_bytes(b"\xff")
-    with pytest.raises(InputError, match=r"large\.json must be JSON"):
+    with pytest.raises(InputError, match=r"large\.json must be UTF-8"):
         read_json(path)
 
 

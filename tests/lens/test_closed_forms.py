@@ -296,5 +296,5 @@ def test_what_cannot_be_fitted_is_refused(model: Any, data: Activations, small_m
         Lens.fit(model, data, layers=[3])
     with pytest.raises(InputError, match="select at least one sample"):
         Lens.fit(model, data.examples, weights=torch.zeros(data.n_rows))
-    with pytest.raises(InputError, match="trained lenses take neither"):
+    with pytest.raises(InputError, match="None for trained lenses"):
         Lens.fit(model, data, method=["mat", "tuned"], rows=torch.ones(data.n_rows, dtype=torch.bool))

@@ -37,9 +37,9 @@ def test_sinks_are_known_from_all_layers() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"toward": "identity"}, "needs a ridge"),
-        ({"toward": "identity", "ridge": 1.0, "rank": 3}, "full rank"),
-        ({"weighted": True, "standardise": True}, "not both"),
+        ({"toward": "identity"}, "requires a ridge"),
+        ({"toward": "identity", "ridge": 1.0, "rank": 3}, "rank=None"),
+        ({"weighted": True, "standardise": True}, "not be combined"),
     ],
 )
 def test_contradictions_are_refused(options: dict[str, Any], words: str) -> None:
@@ -51,7 +51,7 @@ def test_contradictions_are_refused(options: dict[str, Any], words: str) -> None
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(InputError, match=r"method must be one of id, mat, .*, got 'tune'.*'tuned'"):
         parse_methods(["mat", "tune"])
-    with pytest.raises(InputError, match="one lens or more"):
+    with pytest.raises(InputError, match="at least one of"):
         parse_methods([])
 
 

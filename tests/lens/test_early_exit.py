@@ -131,9 +131,9 @@ def test_a_factor_on_the_scores_changes_the_exits(setting: Callable[[str], Any])
 def test_there_must_be_something_to_exit_by(setting: Callable[[str], Any]) -> None:
     model, _, validation = setting("gpt2")
     lens = Lens.identity(model)
-    with pytest.raises(InputError, match="one lens or more"):
+    with pytest.raises(InputError, match="at least one"):
         exit_sweep({}, validation)
-    with pytest.raises(InputError, match="must have one from 1"):
+    with pytest.raises(InputError, match="collected layer above 0"):
         exit_sweep({"id": lens}, validation, layers=[0])
     with pytest.raises(InputError, match="do not belong together"):
         exit_sweep({"id": lens}, setting("llama").validation)

@@ -284,7 +284,7 @@ def test_each_row_is_the_measure_of_its_lens(name: str, setting: Settings) -> No
 def test_lenses_that_cannot_be_evaluated_are_refused(setting: Settings) -> None:
     model, _, validation = setting("llama")
     lenses = {"id": Lens.identity(model)}
-    with pytest.raises(InputError, match="one lens or more"):
+    with pytest.raises(InputError, match="at least one lens"):
         evaluate_lenses({}, validation)
     with pytest.raises(InputError, match="against must be one of"):
         evaluate_lenses(lenses, validation, against="tuned")

@@ -103,7 +103,7 @@ def test_what_a_jacobian_lens_cannot_hold_is_refused(lens: Lens, small_model: Mo
         "a bias": Lens({1: linear(1, torch.eye(D_MODEL), torch.ones(D_MODEL))}, "affine", provenance),
         "a norm": Lens({1: None}, "standardise", provenance, Standardisation("rms")),
         "a scale": Lens({1: None}, "polished", provenance, scales={1: 2.0}),
-        "layer 0 alone": Lens({0: None}, "mat", provenance),
+        "layer 0 only": Lens({0: None}, "mat", provenance),
     }
     for words, refused in kinds.items():
         with pytest.raises(InputError, match=words):
@@ -130,14 +130,14 @@ def test_code_and_damage_in_a_file_are_refused_and_not_run(small_model: Models, 
     model, bomb = small_model("llama"), Bomb(tmp_path / "ran")
     tuned = tuned_folder(model, tmp_path / "tuned")
     torch.save({"0.weight": bomb}, tuned / "params.pt")
-    with pytest.raises(InputError, match="what it asks for is not run"):
+    with pytest.raises(InputError, match="code is not executed"):
         Lens.from_tuned_lens(tuned, model)
     inf = torch.full((D_MODEL, D_MODEL), float("inf"))
     files = {
-        "a.pt": ({"J": {0: torch.eye(D_MODEL)}, "d_model": D_MODEL, "x": bomb}, "is not run"),
-        "b.pt": (pickle.dumps(bomb), "is not run"), "c.pt": ([1, 2], "c.pt"),
+        "a.pt": ({"J": {0: torch.eye(D_MODEL)}, "d_model": D_MODEL, "x": bomb}, "is not executed"),
+        "b.pt": (pickle.dumps(bomb), "is not executed"), "c.pt": ([1, 2], "c.pt"),
         "d.pt": (b"no file of torch", "d.pt"), "absent.pt": (None, "absent.pt"),
-        "e.pt": ({"J": {0: inf}, "n_prompts": 1, "d_model": D_MODEL}, "not finite"),
+        "e.pt": ({"J": {0: inf}, "n_prompts": 1, "d_model": D_MODEL}, "must be finite"),
     }  # fmt: skip
     for name, (content, words) in files.items():
         if isinstance(content, bytes):

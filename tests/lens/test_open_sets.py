@@ -106,7 +106,7 @@ def test_files_that_are_not_as_expected_are_refused(tmp_path: Path, small_model:
         with pytest.raises(InputError, match=r"Item 1 .* words under 'intermediates'"):
             read_evaluations(tmp_path)
     write(tmp_path, "typo", [])
-    with pytest.raises(InputError, match="no items"):
+    with pytest.raises(InputError, match="list of items"):
         read_evaluations(tmp_path)
     (tmp_path / "lens-eval-typo.json").write_text("[1, 2")
     with pytest.raises(InputError, match="JSON"):

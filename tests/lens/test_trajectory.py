@@ -104,7 +104,7 @@ def test_what_cannot_be_read_is_refused(small_model: Models) -> None:
         lens.trajectory(PROMPT, k=0)
     with pytest.raises(InputError, match="at least one token"):
         lens.trajectory("")
-    with pytest.raises(InputError, match="on no model"):
+    with pytest.raises(InputError, match="has no model"):
         make_lens(model).trajectory(PROMPT)
     trajectory = lens.trajectory(PROMPT)
     with pytest.raises(InputError, match="not in the model's vocabulary"):

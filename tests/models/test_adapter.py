@@ -87,7 +87,7 @@ def test_the_readout_is_true_to_the_adaptive_softmax(model: Any, samples: Any) -
     torch.testing.assert_close(scores, expected[:, some], atol=1e-5, rtol=0)
     scores.sum().backward()
     assert given.grad is not None
-    with pytest.raises(InputError, match="must be from 0 to"):
+    with pytest.raises(InputError, match="must be between 0 and"):
         readout.token_scores(readout.features(h), torch.tensor([N_WORDS]))
 
 

@@ -99,7 +99,7 @@ def test_what_cannot_be_wrapped_is_refused(model_folder: Callable[[str], Path], 
     bridge = TransformerBridge.boot_transformers(folder, device="cpu")
     before = token_policy(bridge)
     attempts: list[tuple[dict[str, Any], str]] = [
-        ({"prepend_bos": True, "tokenizer": make_tokenizer()}, "either a tokenizer"),
+        ({"prepend_bos": True, "tokenizer": make_tokenizer()}, "either tokenizer"),
         ({"prepend_bos": 1}, r"^prepend_bos must be"),
         ({"prepend_bos": True}, "which the tokenizer cannot do: its BOS is"),  # it has none of its own
         ({"tokenizer": "gpt2"}, "^tokenizer must be"),

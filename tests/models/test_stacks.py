@@ -149,5 +149,5 @@ def test_what_does_not_belong_together_is_refused(stacks: dict[str, Any], model_
     maps = MapSet.fit(collected, pairs=[(0, 2)])
     with pytest.raises(InputError, match="The maps and this model do not belong together"):
         patched(decoder, maps.values()).__enter__()
-    with pytest.raises(InputError, match="This bridge stands for the encoder already"):
+    with pytest.raises(InputError, match="stack must be 'encoder' for this bridge"):
         matlens.wrap(encoder, stack="decoder")

@@ -225,7 +225,7 @@ def test_variants_are_checked_before_anything_is_run(
     assert counts == [0] * N_LAYERS
     assert not (tmp_path / "out").exists()
     for names in ((), ("tokens",)):
-        with pytest.raises(InputError, match="variants must have other names than"):
+        with pytest.raises(InputError, match="variants must have names other than"):
             run_variants(model, examples_of(model), {name: Variant(3, []) for name in names}, **OPTIONS)
 
 

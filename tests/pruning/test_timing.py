@@ -60,7 +60,7 @@ def test_models_take_turns_and_medians_count(plain_model: Models, monkeypatch: p
     [
         (lambda: gpt2(vocab_size=9, n_positions=1), "context of 1 token"),
         (lambda: transformers.BertForMaskedLM(
-            transformers.BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)), "no cache"),
+            transformers.BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)), "KV cache"),
     ],
 )  # fmt: skip
 def test_what_writes_no_tokens_one_by_one_is_refused(make: Callable[[], Any], message: str) -> None:

@@ -87,6 +87,6 @@ def test_where_nothing_can_be_written_is_told_and_left_as_it_is(tmp_path: Path) 
     for place in (tmp_path / "file" / "out", tmp_path / "loop", Path("/dev/null/out"), Path("/proc/x")):
         with pytest.raises(InputError, match="cannot be used"):
             check_output(place, KNOWN)
-    with pytest.raises(InputError, match="is a folder, a pipe or a device"):
+    with pytest.raises(InputError, match="got a folder, a pipe or a device"):
         check_output(tmp_path, KNOWN)
     assert everything(tmp_path) == before

@@ -44,4 +44,4 @@ def places_of_image(model: Any) -> int:
     for name, parameter in model.original_model.named_parameters():
         if name.rpartition(".")[2] == _POSITIONS and parameter.ndim == 3:
             return int(parameter.shape[1])
-    raise InputError(f"How many vectors {model.cfg.architecture} makes of an image is not known.")
+    raise InputError(f"The number of vectors per image of {model.cfg.architecture} is unknown.")

@@ -23,7 +23,7 @@ def band_edges(cutoffs: Sequence[int], d_vocab: int) -> tuple[tuple[int, int], .
     """First word and end of each band; each ends at a cutoff, and the last with the vocabulary."""
     ends = [check_int(end, "A cutoff", min=1, max=d_vocab) for end in cutoffs]
     if not ends or ends != sorted(set(ends)):
-        raise InputError(f"The cutoffs must rise, such as [20000, 60000], got {short(ends)}.")
+        raise InputError(f"cutoffs must be increasing, such as [20000, 60000], got {short(ends)}.")
     ends += [d_vocab] if ends[-1] < d_vocab else []
     return tuple(zip([0, *ends], ends, strict=False))
 
