@@ -34,9 +34,7 @@ class _Step(NamedTuple):
 
 
 def _collect(model: Any, parts: Any, folder: Path, positions: Literal["sampled", "all"]) -> None:
-    study = Study(load_model=lambda: model, out=folder, main_folder=folder, positions=positions)
-    vars(study)["model"], vars(study)["parts"] = model, parts
-    _ = study.stream
+    _ = Study(load_model=lambda: model, load_parts=lambda: parts, out=folder, positions=positions).stream
 
 
 _ALL = {"positions": "all"}
@@ -52,7 +50,7 @@ _STEPS = {
     "collecting, all positions, moments kept": _Step(
         "collect", _ALL, None,
         lambda model, parts, folder, pairs: stream_least_squares(
-            model, matlens.make_examples(model, parts[0]), folder / "moments", pairs=pairs, progress=False
+            model, matlens.make_examples(model, parts[0]), folder / "statistics", pairs=pairs, progress=False
         ),
     ),
     "fitting on collected vectors, sampled positions": _Step(
@@ -64,7 +62,7 @@ _STEPS = {
         lambda model, parts, folder, pairs: fit_maps(folder, pairs=pairs, progress=False), exact=True,
     ),
     "fitting on moments": _Step(
-        "fit from moments", _ALL, "collecting, all positions, moments kept",
+        "fit from sufficient statistics", _ALL, "collecting, all positions, moments kept",
         lambda model, parts, folder, pairs: fit_maps(folder, pairs=pairs, progress=False),
     ),
 }  # fmt: skip
@@ -90,7 +88,10 @@ def main(
     )  # fmt: skip
     for name, step in _STEPS.items():
         options = {"pairs": chosen, "train_tokens": tokens, **step.options}
-        need = plan_study(shape, sentences, val, **options)[step.planned]
+        plan = plan_study(shape, sentences, val, **options)
+        planned = plan[step.planned].memory
+        if step.planned == "collect":  # the model is loaded before
+            planned -= plan["load the model"].memory
 
         def prepare(folder: Path, step: _Step = step) -> Work:
             if step.before is not None:
@@ -98,9 +99,9 @@ def main(
             return lambda: step.work(loaded, parts, folder, chosen)
 
         taken = in_a_process(prepare)[TAKEN]
-        measured.add(f"{name}: planned", need.memory / MIB, unit="MiB")
+        measured.add(f"{name}: planned", planned / MIB, unit="MiB")
         least = 0.7 if step.exact else None
-        measured.add(f"{name}: in use / planned", taken * MIB / need.memory, least=least, most=1.1)
+        measured.add(f"{name}: in use / planned", taken * MIB / planned, least=least, most=1.1)
     measured.write()
 
 

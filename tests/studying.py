@@ -11,11 +11,13 @@ from matlens.study import Study
 
 
 def study_of(
-    model: Any, sentences: Corpus, folder: Path, *, n_train: int = 25, n_validation: int = 15, **options: Any
-) -> Study:
+    model: Any, sentences: Corpus, folder: Path, *, n_train: int = 25, n_validation: int = 15, seed: int = 0,
+    **options: Any,
+) -> Study:  # fmt: skip
     return Study(
-        load_model=lambda: model, load_corpus=lambda: sentences, out=folder, main_folder=folder,
-        n_train=n_train, n_validation=n_validation, **options,
+        load_model=lambda: model,
+        load_parts=lambda: sentences.split(n_train=n_train, n_validation=n_validation, seed=seed),
+        out=folder, seed=seed, **options,
     )  # fmt: skip
 
 

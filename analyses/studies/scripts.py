@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,14 +23,15 @@ from matlens.cli.options import (
     documented,
     options_of,
     path_of,
-    sizes_of,
+    split_parts,
     with_signature,
 )
 from matlens.cli.printing import print_line
 from matlens.cli.starting import start
+from matlens.data import Corpus
 from matlens.errors import printable
 from matlens.io import csv_text, write_files, write_results
-from studies.study import Study
+from studies.study import Study, absent
 
 SECONDS = "processor_seconds"
 """The key under which the JSON next to a table says what its analysis has taken."""
@@ -150,16 +151,17 @@ def run_study(
 
     def command(**given: Any) -> None:
         chosen = {name: given.pop(name) for name in shared}
-        sizes: dict[str, Any] = {}
+        sizes: tuple[int | None, int | None] | None = None
+        defaults = train or 1, val
         if sentences is not None:
-            sizes = sizes_of(1, chosen["sentences"], default_val=sentences)
+            sizes, defaults = (1, chosen["sentences"]), (1, sentences)
         elif "train" in chosen:
-            sizes = sizes_of(chosen["train"], chosen["val"], default_train=train or 1, default_val=val)
-        if sizes and corpus is not None and not isinstance(corpus, str):
-            sizes["adjustable"] = ("train", "validation")
+            sizes = chosen["train"], chosen["val"]
+            if not isinstance(corpus, str):  # of several, one may be smaller
+                sizes, defaults = (None, None), (sizes[0] or defaults[0], sizes[1] or val)
         for name in _listed(chosen.get("model")):  # before any corpus is read
             ModelOptions(name, chosen["device"]).check()
-        studies = _studies(chosen, sizes)
+        studies = _studies(chosen, sizes, defaults)
         report = Report(chosen["out"], chosen.get("suffix", ""))
         work(studies if several else next(studies), report, **given)
 
@@ -189,17 +191,27 @@ def _size(described: str, fewest: int, default: int) -> tuple[Any, Any]:
     return Annotated[int | None, typer.Option(min=fewest, help=text)], None
 
 
-def _studies(chosen: Mapping[str, Any], sizes: Mapping[str, Any]) -> Iterator[Study]:
+def _studies(
+    chosen: Mapping[str, Any], sizes: tuple[int | None, int | None] | None, defaults: tuple[int, int]
+) -> Iterator[Study]:
     """A study for each model and corpus, made when it is asked for; studies of one model load it once."""
     models: list[str | None] = [*_listed(chosen.get("model"))] or [None]
     corpora: list[str | None] = [*_listed(chosen.get("corpus"))] or [None]
     for model in models:
-        load_model = cache(ModelOptions(model, chosen["device"]).load) if model is not None else None
+        load_model = absent if model is None else cache(ModelOptions(model, chosen["device"]).load)
         for corpus in corpora:
+            load_corpus = absent if corpus is None else cache(CorpusOptions(corpus).load)
+            load_parts = absent
+            if sizes is not None:
+                load_parts = partial(_split, load_corpus, sizes, defaults, chosen["seed"])
             yield Study(
-                load_model=load_model, load_corpus=None if corpus is None else CorpusOptions(corpus).load,
-                out=chosen["out"], **sizes, seed=chosen["seed"],
+                load_model=load_model, load_corpus=load_corpus, load_parts=load_parts, out=chosen["out"],
+                seed=chosen["seed"],
             )  # fmt: skip
+
+
+def _split(load_corpus: Callable[[], Corpus], *options: Any) -> tuple[Corpus, Corpus]:
+    return split_parts(load_corpus(), *options)
 
 
 def _listed(names: str | Sequence[str] | None) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 import matlens.study
 from matlens import InputError, LinearMap, MapSet, collect
 from matlens.activations import Activations, sink_rows
-from matlens.data import Examples
+from matlens.data import Corpus, Examples
 from matlens.ffn import Clusters, Trace, ValueVectors
 from matlens.ffn.updates import DOMINANT
 from matlens.io.artifact import is_finished
@@ -22,11 +22,43 @@ from matlens.models import ModelIdentity, ModelLayout
 from matlens.patching import fit_submodules, submodule_pairs
 from matlens.study import cluster_values
 from matlens.study.output import TRAIN
+from matlens.study.study import slug
+
+
+def absent() -> Any:
+    """Raise InputError: what is asked for is not among the options of the analysis."""
+    raise InputError("This analysis has no such model or corpus.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study(matlens.study.Study):
-    """A study with maps of sub-modules and heads, a trace and clusters, each made when it is asked for."""
+    """A study with maps of sub-modules and heads, a trace and clusters, each made when it is asked for.
+
+    It is in the folder ``studies/<model>--<corpus>/`` of ``out``.
+    """
+
+    load_parts: Callable[[], tuple[Corpus, Corpus]] = absent
+    load_corpus: Callable[[], Corpus] = absent
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        """All sentences."""
+        return self.load_corpus()
+
+    def check_job(self) -> None:
+        """Read the corpus, before the model is loaded, after which the folder is named."""
+        if self.load_parts is not absent:
+            _ = self.parts
+
+    @property
+    def name(self) -> str:
+        """The model and the corpus, as folders are named after them."""
+        return f"{slug(self.model.cfg.model_name)}--{slug(self.corpus.name)}"
+
+    @property
+    def folder(self) -> Path:
+        """Where activations, maps and results are."""
+        return self.out / "studies" / self.name
 
     @property
     def origin_of_weights(self) -> dict[str, Any]:
@@ -126,7 +158,7 @@ class Study(matlens.study.Study):
         return cluster_values(self.values, self.out, n_clusters, **options)
 
     def _traces(self, what: str) -> Path:
-        n_train, n_validation = self.sizes
+        n_train, n_validation = map(len, self.parts)
         sizes = f"{n_validation}" if n_train == 1 else f"{n_train}+{n_validation}"
         return self.out / "traces" / f"{self.name}--{sizes}-seed{self.seed}-{what}"
 

@@ -125,8 +125,8 @@ class World:
     def study(self, folder: Path) -> study.Study:
         """A study of the model on the corpus in a folder."""
         return study.Study(
-            load_model=lambda: self.model, load_corpus=lambda: self["Corpus"], out=folder,
-            main_folder=folder, n_train=40, n_validation=20, ridge=1.0,
+            load_model=lambda: self.model, out=folder, ridge=1.0,
+            load_parts=lambda: self["Corpus"].split(n_train=40, n_validation=20),
         )  # fmt: skip
 
 

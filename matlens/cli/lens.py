@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from matlens.cli.options import (
-    CorpusOptions,
-    Layers,
-    ModelOptions,
-    command,
-)
-from matlens.cli.printing import (
-    print_figures,
-    print_frame,
-    print_line,
-    print_members,
-    print_table,
-)
+from matlens.cli.options import CorpusOptions, Layers, ModelOptions, command
+from matlens.cli.printing import print_figures, print_frame, print_line, print_members, print_table
 from matlens.cli.starting import on_main
 from matlens.errors import Between, PositiveInt, Seed
+from matlens.lens.config import LensConfig, parse_methods
 
 if TYPE_CHECKING:
-    from matlens.lens.config import LensConfig
     from matlens.lens.lens import Lens
 
 app = typer.Typer(help="What every layer of a model predicts, read through a lens.", no_args_is_help=True)
@@ -33,72 +22,26 @@ Val = Annotated[int, Between(2)]
 REPORT_TRAIN, REPORT_VAL = 1000, 500
 
 
-def _ridge(text: str) -> float | Literal["loo"]:
-    try:
-        return "loo" if text == "loo" else float(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r}: expected a number or loo.") from None
-
-
-@dataclass(frozen=True)
-class ClosedFormOptions:
-    """Options of `LensConfig`, for every closed form that is fitted.
-
-    Attributes
-    ----------
-    standardise
-        Closed forms from standardised to standardised vectors.
-    weighted
-        Closed forms with samples weighted by the inverse squared norm of the last layer.
-    intercept
-        Closed forms with an intercept.
-    ridge
-        Penalty of closed forms in units of mean diag(X'X); or loo, by leave-one-out.
-    toward_identity
-        Closed forms whose penalty pulls them towards the identity.
-    rank
-        Rank of closed forms, by default full.
-    shared_map
-        Closed forms with one map for all layers.
-    exclude_sinks
-        Closed forms without attention sinks.
-    """
-
-    standardise: bool = False
-    weighted: bool = False
-    intercept: bool = False
-    ridge: Annotated[Any, typer.Option(parser=_ridge, metavar="FLOAT|loo")] = None
-    toward_identity: bool = False
-    rank: int | None = None
-    shared_map: bool = False
-    exclude_sinks: bool = False
-
-    def methods(self, names: list[str]) -> dict[str, str | LensConfig]:
-        """The lenses of some names, with these options, by name."""
-        from matlens.lens.config import parse_methods
-
-        given: Any = {
-            "standardise": self.standardise, "weighted": self.weighted, "intercept": self.intercept,
-            "ridge": self.ridge, "toward": self.toward_identity and "identity", "rank": self.rank,
-            "shared_map": self.shared_map, "sinks": self.exclude_sinks and "exclude",
-        }  # fmt: skip
-        given = {option: value for option, value in given.items() if value not in (None, False)}
-        changed = [
-            name if config is None else replace(config, **given)
-            for name, config in parse_methods(names).items()
-        ]
-        return {method if isinstance(method, str) else method.name: method for method in changed}
+def _methods(names: list[str], options: LensConfig) -> list[str | LensConfig]:
+    """The lenses of some names, closed forms with the options that differ from their defaults."""
+    given = {option.name: getattr(options, option.name) for option in fields(options)}
+    changes = {
+        option.name: given[option.name] for option in fields(options) if given[option.name] != option.default
+    }
+    return [
+        name if config is None else replace(config, **changes)
+        for name, config in parse_methods(names).items()
+    ]
 
 
 @command(app)
 def fit(
     model: ModelOptions,
     corpus: CorpusOptions,
-    options: ClosedFormOptions,
+    options: LensConfig,
     out: Path,
     method: list[str] = ["mat"],  # noqa: B006
     train: PositiveInt | None = None,
-    val: Val | None = None,
     seed: Seed = 0,
     positions: Literal["all", "sampled"] = "all",
     layers: Layers = None,
@@ -108,7 +51,7 @@ def fit(
 ) -> None:
     """Fit lenses and save them in OUT, each in a folder of its own where there are several.
 
-    Of the corpus, the validation sentences are left for evaluation: they are those of the other commands.
+    Of the corpus, the 1000 sentences that other commands evaluate on by default are left out.
 
     Parameters
     ----------
@@ -116,35 +59,35 @@ def fit(
         Closed forms: mat and affine, with the options below; id needs no fit. Trained: scaled, polished,
         tuned, jacobian; tuned takes minutes a layer, jacobian minutes a sentence. Give it once for each lens.
     positions
-        Every token of a sentence, or one that is drawn.
+        Every token of a sentence, or one that is sampled.
     rows
         Where vectors are written that lenses are trained on, which can be removed afterwards; in memory
         without.
     """
     from matlens.study.study import slug
 
-    methods = options.methods(method)  # before the work, not after it
-    folders = {name: out if len(methods) == 1 else out / slug(name) for name in methods}
+    methods = _methods(method, options)  # before the work, not after it
+    names = list(parse_methods(methods))
+    folders = {name: out if len(names) == 1 else out / slug(name) for name in names}
     from matlens.lens.files import check_lens_folder
 
     for name, folder in folders.items():
         check_lens_folder(folder, name)
     model.check()
-    part, _ = corpus.parts(train, val, seed)
+    part, _ = corpus.parts(train, None, seed)
     bridge = model.load()
     from matlens.lens.lens import Lens
 
     lenses = Lens.fit(
-        bridge, part, method=list(methods.values()), positions=positions, layers=layers,
-        seed=seed, batch_tokens=batch_tokens, n_prompts=prompts, folder=rows,
+        bridge, part, method=methods, positions=positions, layers=layers, seed=seed,
+        batch_tokens=batch_tokens, n_prompts=prompts, folder=rows,
     )  # fmt: skip
     with on_main("lenses") as is_main:
         for name, lens in lenses.items() if is_main else ():
-            folder = folders[name]
-            lens.save(folder)
+            lens.save(folders[name])
             n = lens.n_samples
             samples = "" if n is None else f", fitted on {n:,} tokens"
-            print_line(f"{name}: {lens.n_parameters:,} parameters{samples}, in {folder}")
+            print_line(f"{name}: {lens.n_parameters:,} parameters{samples}, in {folders[name]}")
 
 
 @command(app)
@@ -213,19 +156,19 @@ def report(
 
 
 @command(app)
-def show(prompt: str, /, model: ModelOptions, lens: str = "id", last: PositiveInt = 8) -> None:
+def show(prompt: str, /, model: ModelOptions, lens: str = "id", last: PositiveInt | None = None) -> None:
     """Show what every layer predicts after each token of a prompt: a line a layer, a column a token.
 
     Parameters
     ----------
     last
-        Show the last so many tokens of the prompt.
+        Show only the last so many tokens of the prompt.
     """
     from matlens.models.tokens import visible
 
     trajectory = _lens(model, lens).trajectory(prompt, k=1)
     best = trajectory.top_tokens()
-    first = max(0, len(trajectory.tokens) - last)
+    first = 0 if last is None else max(0, len(trajectory.tokens) - last)
     rows = [
         (layer, *(visible(best[layer][place][0]) for place in range(first, len(trajectory.tokens))))
         for layer in trajectory.layers

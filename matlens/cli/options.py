@@ -11,6 +11,7 @@ import inspect
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 import typer
 from typer.models import OptionInfo, ParameterInfo
 
-from matlens.errors import Between, NonNegative, PositiveInt, Seed, check_int, short
+from matlens.errors import Between, NonNegative, PositiveInt, Seed, check_int, printable, short
 from matlens.parallel import waiting
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ def options_of(function: Any, *, but: Sequence[str] = ()) -> list[Parameter]:
             kind, notes = _without_notes(hint)
             info = _info(parameter, kind, notes)
             info.help = info.help or helps.get(name) or SHARED.get(name) or _of_groups().get(name)
+            kind = Any if info.parser == ridge_of else kind  # typer knows no unions
             options.append(parameter.replace(annotation=Annotated[kind, info], kind=Parameter.KEYWORD_ONLY))
     return sorted(options, key=lambda option: option.default is not Parameter.empty)
 
@@ -109,6 +111,8 @@ def _info(parameter: Parameter, kind: Any, notes: list[Any]) -> Any:
     for bounds in (note for note in notes if isinstance(note, Between)):
         info.min = None if bounds.min == -math.inf else bounds.min
         info.max = None if bounds.max == math.inf else bounds.max
+    if kind == Union[float, Literal["loo"]]:  # noqa: UP007
+        info.parser, info.metavar = ridge_of, "FLOAT|loo"
     if Path in (kind, *get_args(kind)):
         is_option = isinstance(info, OptionInfo)
         info.parser, info.metavar = path_of, "PATH" if is_option else parameter.name.upper()
@@ -174,6 +178,14 @@ def pairs_of(text: str) -> Any:
         return [(int(source), int(target)) for source, target in pairs]
     except ValueError:
         raise typer.BadParameter(f"{short(text)}: expected all, last, or a list such as 0:12,6:12.") from None
+
+
+def ridge_of(text: str | float) -> float | Literal["loo"]:
+    """A penalty, or how it is chosen."""
+    try:
+        return "loo" if text == "loo" else float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{short(text)}: expected a number or loo.") from None
 
 
 PairsOption = Annotated[Any, typer.Option("--pairs", parser=pairs_of, metavar="PAIRS")]
@@ -280,13 +292,17 @@ class CorpusOptions:
         print(sentences.report())
         return sentences
 
-    def parts(self, train: int | None, val: int | None, seed: int, **defaults: int) -> tuple[Corpus, Corpus]:
-        """Read the sentences and split them; a small corpus has fewer than the defaults in each part."""
-        from matlens.study.plan import fitting_sizes
-
-        sentences = self.load()
-        n_train, n_validation = fitting_sizes(len(sentences), *sizes_of(train, val, **defaults).values())
-        return sentences.split(n_train=n_train, n_validation=n_validation, seed=seed)
+    def parts(
+        self,
+        train: int | None,
+        val: int | None,
+        seed: int,
+        *,
+        default_train: int = TRAIN,
+        default_val: int = VAL,
+    ) -> tuple[Corpus, Corpus]:
+        """Read the sentences and split them; sizes that are not given are smaller in a small corpus."""
+        return split_parts(self.load(), (train, val), (default_train, default_val), seed)
 
     def tenth(self, seed: int = 0) -> tuple[Corpus, Corpus]:
         """Read the sentences: nine tenths to fit on, and the rest, two at least, to evaluate on."""
@@ -295,16 +311,31 @@ class CorpusOptions:
         return sentences.split(n_train=len(sentences) - n_validation, n_validation=n_validation, seed=seed)
 
 
-def sizes_of(
-    train: int | None, val: int | None, *, default_train: int = TRAIN, default_val: int = VAL
-) -> dict[str, Any]:
-    """Sizes of a study, as its arguments: given ones are kept, and defaults give way to a small corpus."""
-    sizes = {"train": train, "validation": val}
-    return {
-        "n_train": default_train if train is None else train,
-        "n_validation": default_val if val is None else val,
-        "adjustable": tuple(part for part, size in sizes.items() if size is None),
-    }
+def split_parts(
+    corpus: Corpus, sizes: tuple[int | None, int | None], defaults: tuple[int, int], seed: int
+) -> tuple[Corpus, Corpus]:
+    """Training and validation sentences; where a corpus is too small, only the defaults shrink.
+
+    Both defaults shrink in proportion, one alone to what the given size leaves.
+    """
+    n_train, n_val = (size or default for size, default in zip(sizes, defaults, strict=True))
+    n, smaller = len(corpus), (n_train, n_val)
+    if n_train + n_val > n:
+        if sizes == (None, None):
+            share = n / (n_train + n_val)
+            smaller = int(n_train * share), int(n_val * share)
+        elif sizes[0] is None:
+            smaller = n - n_val, n_val
+        elif sizes[1] is None:
+            smaller = n_train, n - n_train
+    if smaller != (n_train, n_val) and smaller[0] >= 1 and smaller[1] >= 2:
+        print(
+            f"{printable(corpus.name)} has {n:,} sentences, fewer than {n_train:,}+{n_val:,} "
+            f"(training+validation): it is split into {smaller[0]:,}+{smaller[1]:,}.",
+            file=sys.stderr,
+        )
+        n_train, n_val = smaller
+    return corpus.split(n_train=n_train, n_validation=n_val, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -343,15 +374,14 @@ class SampleOptions:
     keep_rows: KeepRows = False
 
     def study(self, model: ModelOptions, corpus: CorpusOptions, **more: Any) -> Study:
-        """The study whose main folder is the output folder."""
+        """The study in the output folder."""
         model.check()
         from matlens.study.study import Study
 
         return Study(
-            load_model=model.load, load_corpus=corpus.load, out=self.out, main_folder=self.out,
-            **sizes_of(self.train, self.val), seed=self.seed, positions=self.positions,
-            sample_special=self.sample_special, batch_tokens=self.batch_tokens, keep_rows=self.keep_rows,
-            **more,
+            load_model=model.load, load_parts=lambda: corpus.parts(self.train, self.val, self.seed),
+            out=self.out, seed=self.seed, positions=self.positions, sample_special=self.sample_special,
+            batch_tokens=self.batch_tokens, keep_rows=self.keep_rows, **more,
         )  # fmt: skip
 
 

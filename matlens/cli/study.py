@@ -90,7 +90,7 @@ def run_part(
     samples: SampleOptions,
     pairs: PairsOption = "all",
 ) -> None:
-    """Run one part of the training sentences and store what fits need of it: sums, and no vectors.
+    """Run one part of the training sentences and store its sufficient statistics, and no vectors.
 
     All parts are given the same options but for --part and --out. 'matlens merge' joins them.
 
@@ -101,16 +101,16 @@ def run_part(
     """
     study = samples.study(model, corpus, pairs=pairs)
     number, of = part
-    moments = study.part_moments(number, of)
+    stored = study.part_statistics(number, of)
     print_line(
-        f"Part {number}/{of}: sums over {moments.n_samples:,} samples in {samples.out}. When all are there: "
-        "matlens merge FOLDER... --out FOLDER"
+        f"Part {number}/{of}: sufficient statistics of {stored.n_samples:,} samples in {samples.out}. When "
+        "all are there: matlens merge FOLDER... --out FOLDER"
     )
 
 
 @command(app)
 def merge(parts: list[Path], /, out: Path, how: FitOptions) -> None:
-    """Merge all parts of a job, in OUT/moments, and fit maps on them, in OUT/maps.
+    """Merge all parts of a job, in OUT/statistics, and fit maps on them, in OUT/maps.
 
     Parameters
     ----------
@@ -120,19 +120,19 @@ def merge(parts: list[Path], /, out: Path, how: FitOptions) -> None:
     from matlens.linear.pairs import resolve_pairs
     from matlens.linear.streaming import StoredLeastSquares
     from matlens.linear.sums import check_kept
-    from matlens.study.output import MAPS, MOMENTS
+    from matlens.study.output import MAPS, STATISTICS
     from matlens.study.plan import check_merge
-    from matlens.study.steps import fit_moments
+    from matlens.study.steps import fit_statistics
 
-    moments, arguments = StoredLeastSquares(*parts), asdict(how)
+    stored, arguments = StoredLeastSquares(*parts), asdict(how)
     if how.pairs == "all":  # all that the parts have stored
         arguments["pairs"] = None
     else:
-        check_kept(moments, resolve_pairs(arguments["pairs"], moments.provenance))  # before it is written
-    check_merge(moments, out / MOMENTS)
-    maps = fit_moments(moments.merge(out / MOMENTS), out / MAPS, **arguments)
+        check_kept(stored, resolve_pairs(arguments["pairs"], stored.provenance))  # before it is written
+    check_merge(stored, out / STATISTICS)
+    maps = fit_statistics(stored.merge(out / STATISTICS), out / MAPS, **arguments)
     print_line(
-        f"{len(maps)} maps of {moments.n_samples:,} samples in {out / MAPS}. 'matlens run' with the options "
+        f"{len(maps)} maps of {stored.n_samples:,} samples in {out / MAPS}. 'matlens run' with the options "
         f"of the parts and --out {out} evaluates them."
     )
 
@@ -251,22 +251,24 @@ def plan(
     def fits(memory: int, written: int) -> str:
         return "no" if written > disk else "unknown" if free is None else "yes" if memory <= free else "no"
 
-    rows = []
-    for step, need in plans[pairs].needs.items():
-        memory, written = plans[pairs].memory(step), format_bytes(need.disk) if need.disk else "–"
-        row = (step, format_bytes(memory), written, f"{need.operations:.1e}", fits(memory, need.disk))
-        rows.append(row)
+    rows = [
+        (
+            step, format_bytes(need.memory), format_bytes(need.disk) if need.disk else "–",
+            f"{need.operations:.1e}", fits(need.memory, need.disk),
+        )
+        for step, need in plans[pairs].needs.items()
+    ]  # fmt: skip
     print_table(
         f"{shape.n_layers} layers of {shape.d_model:,}, {shape.n_parameters:,} parameters; "
         f"{sentences:,}+{val:,} sentences, {'all' if everywhere else 'sampled'} positions, pairs {pairs}",
         ("step", "memory", "disk", "operations", "fits"), rows,
     )  # fmt: skip
-    for which, each in plans.items():
+    for choice, each in plans.items():
         memory, on_disk = each.job
         print_line(
-            f"--pairs {which}: sums of {format_bytes(each.moments)} in float64 while streaming; collecting "
-            f"and fitting take {format_bytes(memory)} of memory and {format_bytes(on_disk)} of disk. "
-            f"Fits: {fits(memory, on_disk)}."
+            f"--pairs {choice}: sufficient statistics of {format_bytes(each.statistics)} while streaming; "
+            f"collecting and fitting take {format_bytes(memory)} of memory and {format_bytes(on_disk)} of "
+            f"disk. Fits: {fits(memory, on_disk)}."
         )
     memory_and = "" if free is None else f"{format_bytes(free)} of memory and "
     print_line(f"{memory_and}{format_bytes(disk)} of disk are free here.")

@@ -19,12 +19,14 @@ from matlens.activations.activations import Activations, Positions, Rows
 from matlens.activations.collecting import stream
 from matlens.activations.sinks import find_sinks, outlying_rows
 from matlens.data.examples import Examples
-from matlens.lens.config import LensConfig, layers_read
+from matlens.errors import InputError, short
+from matlens.lens.config import LensConfig
 from matlens.lens.maps import LensMaps, Standardisation
 from matlens.linear.least_squares import LeastSquares, noise_of_fit
 from matlens.linear.maps import LinearMap
 from matlens.linear.samples import NoisyFit, Selection, warn_of_noise
 from matlens.models.identity import ModelIdentity, Provenance
+from matlens.models.sites import Site
 from matlens.numerics import in_float64
 
 if TYPE_CHECKING:
@@ -36,6 +38,23 @@ _HELD_OUT = 1024  # samples that leave-one-out looks at
 _CHUNK = 1024  # samples that are factorised at once; never fewer than four for each dimension
 Samples = dict[str, Tensor]
 """Samples, one per row: vectors by site, their ``index`` and ``weights``."""
+
+
+def layers_read(configs: Sequence[LensConfig], layers: Sequence[int], n_layers: int) -> list[int]:
+    """Layers whose vectors are needed: all where sinks are excluded, as these are known by all norms."""
+    if any(config.sinks == "exclude" for config in configs):
+        return list(range(n_layers + 1))
+    return [*layers, n_layers]
+
+
+def resolve_layers(layers: Sequence[int] | None, n_layers: int) -> tuple[int, ...]:
+    """Numbers of layers, ascending and without the last; by default all of these."""
+    if layers is None:
+        return tuple(range(n_layers))
+    numbers = sorted({Site.parse(layer, n_layers).layer for layer in layers} - {n_layers})
+    if not numbers:
+        raise InputError(f"layers must be between 0 and {n_layers - 1}, got {short(layers)}.")
+    return tuple(numbers)
 
 
 # One layer

@@ -20,8 +20,8 @@ from matlens.data.readers import is_masked
 from matlens.errors import InputError, PositiveInt, Seed, checked, short, warn
 from matlens.io.tables import check_columns
 from matlens.lens import trained
-from matlens.lens.closed_forms import fit_closed_forms
-from matlens.lens.config import LensConfig, Method, layers_read, parse_methods, resolve_layers
+from matlens.lens.closed_forms import fit_closed_forms, layers_read, resolve_layers
+from matlens.lens.config import LensConfig, Method, parse_methods
 from matlens.lens.early_exit import exit_sweep, savings
 from matlens.lens.evaluation import AGAINST, evaluate_lenses
 from matlens.lens.lens import Lens

@@ -7,8 +7,7 @@ from dataclasses import dataclass, fields
 from importlib.metadata import entry_points
 from typing import Literal
 
-from matlens.errors import InputError, NonNegative, PositiveInt, check_choice, checked, short
-from matlens.models.sites import Site
+from matlens.errors import InputError, NonNegative, PositiveInt, check_choice, checked
 
 
 @checked
@@ -100,20 +99,3 @@ def parse_methods(methods: Method | Sequence[Method]) -> dict[str, LensConfig | 
     if not parsed:
         raise InputError(f"methods must have at least one of {', '.join(known)}, got none.")
     return parsed
-
-
-def layers_read(configs: Sequence[LensConfig], layers: Sequence[int], n_layers: int) -> list[int]:
-    """Layers whose vectors are needed: all where sinks are excluded, as these are known by all norms."""
-    if any(config.sinks == "exclude" for config in configs):
-        return list(range(n_layers + 1))
-    return [*layers, n_layers]
-
-
-def resolve_layers(layers: Sequence[int] | None, n_layers: int) -> tuple[int, ...]:
-    """Numbers of layers, ascending and without the last; by default all of these."""
-    if layers is None:
-        return tuple(range(n_layers))
-    numbers = sorted({Site.parse(layer, n_layers).layer for layer in layers} - {n_layers})
-    if not numbers:
-        raise InputError(f"layers must be between 0 and {n_layers - 1}, got {short(layers)}.")
-    return tuple(numbers)

@@ -19,8 +19,8 @@ from matlens.data.making import make_examples
 from matlens.errors import InputError, PositiveInt, Seed, checked
 from matlens.io.repository import HubRepository
 from matlens.lens import files, trained
-from matlens.lens.closed_forms import fit_closed_forms
-from matlens.lens.config import Method, layers_read, parse_methods, resolve_layers
+from matlens.lens.closed_forms import fit_closed_forms, layers_read, resolve_layers
+from matlens.lens.config import Method, parse_methods
 from matlens.lens.hub import pull_lens, push_lens
 from matlens.lens.maps import LensMaps
 from matlens.lens.trajectory import Trajectory, read_trajectory

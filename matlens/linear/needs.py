@@ -21,14 +21,14 @@ def stream_widths(n_layers: int, width: int, pairs: PairsToFit) -> list[Widths]:
     return [(width, n * width) for n in counts]
 
 
-def moments_bytes(d_in: int, d_out: int, n_rows: int = 2**60) -> int:
+def statistics_bytes(d_in: int, d_out: int, n_rows: int = 2**60) -> int:
     """Bytes of the two factors of `LeastSquares`, whose length is the width of ``x`` or the samples."""
     return _DOUBLE * min(n_rows, d_in + 1) * (d_in + 1 + d_out)
 
 
-def written_moments_bytes(n_rows: int, sources: Sequence[Widths], *, norms: bool = False) -> int:
-    """Bytes of the tensors in files of moments of all sources, with the norm of each sample or without."""
-    factors = sum(moments_bytes(*widths, n_rows) for widths in sources)
+def written_statistics_bytes(n_rows: int, sources: Sequence[Widths], *, norms: bool = False) -> int:
+    """Bytes of the tensors in files of statistics of all sources, with the norm of each sample or without."""
+    factors = sum(statistics_bytes(*widths, n_rows) for widths in sources)
     return factors + _DOUBLE * len(sources) * (1 + n_rows * norms)  # and the number of samples
 
 
@@ -36,15 +36,15 @@ def collected_fit_bytes(n_rows: int, width: int, *, n_sites: int, most_targets: 
     """Memory of a fit on collected vectors, source by source, apart from the vectors."""
     d_out = most_targets * width
     copies = _DOUBLE * n_rows * n_sites * width
-    moments = moments_bytes(width, d_out, n_rows)
-    solving = moments + max(_DOUBLE * width * d_out * 2, _solve_bytes(n_rows, width, d_out))
+    statistics = statistics_bytes(width, d_out, n_rows)
+    solving = statistics + max(_DOUBLE * width * d_out * 2, _solve_bytes(n_rows, width, d_out))
     return (copies if copies <= fitting.KEPT else 0) + max(_update_bytes(n_rows, width, d_out), solving)
 
 
 def streamed_fit_bytes(
     n_rows: int, sources: Sequence[Widths], *, of_sample: int, widest: int, written: bool = False
 ) -> int:
-    """Memory of a fit while streaming: moments of all sources, and samples until they are a chunk.
+    """Memory of a fit while streaming: statistics of all sources, and samples until they are a chunk.
 
     Parameters
     ----------
@@ -53,31 +53,32 @@ def streamed_fit_bytes(
     of_sample, widest
         Dimensions of a sample at all sites together, and at the widest of them.
     written
-        Whether the moments are written into files, whose bytes are made before, and not solved at once.
+        Whether the statistics are written into files, whose bytes are made before, and not solved at once.
     """
     chunk = min(n_rows, max(chunk_size(d) for d, _ in sources))
     first_samples = 0 if written else min(n_rows, fitting.LEFT_OUT) * of_sample * _SINGLE
-    moments = [moments_bytes(*widths, n_rows) for widths in sources]
+    statistics = [statistics_bytes(*widths, n_rows) for widths in sources]
     waiting = chunk * (of_sample + widest) * _SINGLE
     updating = max(
-        waiting + _update_bytes(n_rows, *widths) - own for widths, own in zip(sources, moments, strict=True)
+        waiting + _update_bytes(n_rows, *widths) - own
+        for widths, own in zip(sources, statistics, strict=True)
     )
-    ending = 2 * max(moments) if written else max(_solve_bytes(n_rows, *widths) for widths in sources)
-    return first_samples + sum(moments) + max(updating, ending)
+    ending = 2 * max(statistics) if written else max(_solve_bytes(n_rows, *widths) for widths in sources)
+    return first_samples + sum(statistics) + max(updating, ending)
 
 
 def stored_fit_bytes(
     sources: Sequence[Widths], *, n_rows: int = 2**60, n_shards: int = 1, written: bool = False
 ) -> int:
-    """Memory of a fit on moments in files, read source by source, or ``written`` as one of ``n_shards``."""
+    """Memory of a fit on stored statistics, read source by source, or ``written`` as one of ``n_shards``."""
     solving = max(_solve_bytes(n_rows, *widths) for widths in sources)
-    moments = max(moments_bytes(*widths) for widths in sources)
+    statistics = max(statistics_bytes(*widths) for widths in sources)
     merging = max(_merge_bytes(*widths) for widths in sources) if n_shards > 1 else 0
-    return max(moments + (2 * moments if written else solving), merging)
+    return max(statistics + (2 * statistics if written else solving), merging)
 
 
 def _update_bytes(n_rows: int, d: int, d_out: int) -> int:
-    """An update of `LeastSquares` by a chunk, the old and the new moments among its arrays."""
+    """An update of `LeastSquares` by a chunk, the old and the new statistics included."""
     n, later = min(n_rows, chunk_size(d)), n_rows > chunk_size(d)
     factor, product, samples = (d + 1) ** 2, (d + 1) * d_out, n * (d + 1)
     q = samples + later * factor  # of the old factor on top of the samples

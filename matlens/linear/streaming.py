@@ -32,7 +32,7 @@ from matlens.models.layout import ModelLayout
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-HOLDS = "moments"
+HOLDS = "sufficient statistics"
 _STATE_EVERY = 60.0  # seconds, at least, between two states that a killed run can resume from
 _SHARE_OF_WRITING = 20  # and so many times as long as it takes to write one
 

@@ -11,9 +11,9 @@ from matlens.io.files import check_writable, checksummed, write_files
 from matlens.io.verification import FILES
 
 TRAIN, VALIDATION, MAPS, RESULTS, RUN = "train", "validation", "maps", "results", FILES
-MOMENTS = "moments"  # in the place of TRAIN, where no vectors are stored
+STATISTICS = "statistics"  # in place of TRAIN, where no vectors are stored
 FIGURES = tuple(f"{name}.{suffix}" for name in ("r2", "prediction") for suffix in ("png", "pdf"))
-_HOLDS = {TRAIN: "activations", VALIDATION: "activations", MOMENTS: "moments", MAPS: "maps"}
+_HOLDS = {TRAIN: "activations", VALIDATION: "activations", STATISTICS: "sufficient statistics", MAPS: "maps"}
 
 
 def check_output(out: Path, known: Mapping[str, Mapping[str, Any]]) -> None:
@@ -26,9 +26,9 @@ def check_output(out: Path, known: Mapping[str, Mapping[str, Any]]) -> None:
         Artifact.check_possible(out / name, _HOLDS[name], {"provenance": provenance})
 
 
-def has_moments(folder: Path) -> bool:
-    """Whether the training part of a study exists as moments, and not as vectors."""
-    return is_finished(folder / MOMENTS) and not (folder / TRAIN).is_dir()
+def has_statistics(folder: Path) -> bool:
+    """Whether the training part of a study exists as sufficient statistics, and not as vectors."""
+    return is_finished(folder / STATISTICS) and not (folder / TRAIN).is_dir()
 
 
 def write_list(folder: Path) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from matlens import parallel
 from matlens.activations.activations import Positions
@@ -23,11 +23,11 @@ from matlens.linear.needs import (
     PairsToFit,
     Widths,
     collected_fit_bytes,
-    moments_bytes,
+    statistics_bytes,
     stored_fit_bytes,
     stream_widths,
     streamed_fit_bytes,
-    written_moments_bytes,
+    written_statistics_bytes,
 )
 from matlens.linear.pairs import by_source
 from matlens.linear.samples import are_few
@@ -38,7 +38,6 @@ from matlens.models.layout import ModelLayout
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-Part = Literal["train", "validation"]
 Size = Annotated[int, Between(1, 10**8)]  # of a shape
 Count = Annotated[int, Between(1, 2**40)]  # of sentences
 CountOrNone = Annotated[int, Between(0, 2**50)]
@@ -119,7 +118,7 @@ class Need:
     Attributes
     ----------
     memory
-        Bytes of its largest arrays at the peak, without the model's weights.
+        Bytes at its peak: the largest arrays, and the weights where the step runs the model.
     disk
         Bytes that it writes at most, with the state that a killed run resumes from.
     operations
@@ -137,36 +136,23 @@ class Plan:
 
     Attributes
     ----------
-    shape
-        The model.
     needs
-        What each step takes; the model itself is the first.
-    moments
+        What each step takes; the first loads the model.
+    statistics
         Bytes of the sufficient statistics of all layers, which a fit accumulates while streaming.
     """
 
-    shape: Shape
     needs: dict[str, Need]
-    moments: int
+    statistics: int
 
     def __getitem__(self, step: str) -> Need:
         return self.needs[check_choice(step, self.needs, "step")]
 
     @property
-    def weights(self) -> int:
-        """Bytes of the model's weights."""
-        return self.shape.n_parameters * self.shape.parameter_bytes
-
-    def memory(self, step: str) -> int:
-        """Bytes at the peak of a step, with the weights where the step runs the model."""
-        without = step == "load the model" or step.startswith("fit from ")
-        return self[step].memory + self.weights * (not without)
-
-    @property
     def job(self) -> tuple[int, int]:
         """Most memory of collecting and fitting as ``matlens run`` does both, and the disk that they fill."""
-        steps = [step for step in self.needs if step == "collect" or step.startswith("fit from ")]
-        return max(map(self.memory, steps)), sum(self.needs[step].disk for step in steps)
+        steps = [need for step, need in self.needs.items() if step == "collect" or step.startswith("fit")]
+        return max(need.memory for need in steps), sum(need.disk for need in steps)
 
 
 @checked
@@ -211,31 +197,37 @@ def plan_study(
     of_pass = 4 * _BATCH_TOKENS * (8 * d + 3 * d_mlp)
     sources = stream_widths(n_layers, d, pairs)
     # Each source is factorised, with its Q, and the targets are multiplied by it; the triangle is solved.
-    summing = n_layers * (4 * n_rows * d**2) + n_pairs * (2 * n_rows * d**2)
+    accumulating = n_layers * (4 * n_rows * d**2) + n_pairs * (2 * n_rows * d**2)
     solving = n_pairs * d**3
     validation = (n_validation, length * n_validation, n_validation)
     on_validation = collected_bytes(shape, *validation) if n_validation else 0
     passing, maps = 2 * of_block * (run + validated), 4 * n_pairs * d * (d + intercept)
     collecting = of_pass + 8 * (n_layers + 1) * rows_of_batch * d
 
-    needs = {"load the model": Need(shape.n_parameters * shape.parameter_bytes, 0, 0)}
+    weights = shape.n_parameters * shape.parameter_bytes
+    needs = {"load the model": Need(weights, 0, 0)}
     if positions == "all" and not keep_rows:
         # A state to resume from lies next to the one before, and the last one next to what comes of it.
-        moments = 2 * written_moments_bytes(n_rows, sources, norms=are_few(n_rows, d))
-        of_sums = streamed_fit_bytes(n_rows, sources, of_sample=(n_layers + 1) * d, widest=d, written=True)
-        needs["collect"] = Need(collecting + of_sums, on_validation + moments, passing + summing)
-        needs["fit from moments"] = Need(stored_fit_bytes(sources, n_rows=n_rows), maps, solving)
+        written = 2 * written_statistics_bytes(n_rows, sources, norms=are_few(n_rows, d))
+        fitting = streamed_fit_bytes(n_rows, sources, of_sample=(n_layers + 1) * d, widest=d, written=True)
+        needs["collect"] = Need(
+            weights + collecting + fitting, on_validation + written, passing + accumulating
+        )
+        needs["fit from sufficient statistics"] = Need(
+            stored_fit_bytes(sources, n_rows=n_rows), maps, solving
+        )
     else:
         on_train = collected_bytes(shape, n_rows, tokens, n_train)
-        needs["collect"] = Need(collecting, on_train + on_validation, passing)
+        needs["collect"] = Need(weights + collecting, on_train + on_validation, passing)
         most_targets = max(d_out for _, d_out in sources) // d
-        of_rows = collected_fit_bytes(n_rows, d, n_sites=n_layers + 1, most_targets=most_targets)
-        needs["fit from collected vectors"] = Need(of_rows, maps, summing + solving)
-    read = n_layers * n_validation * 2 * d_vocab * d  # of all maps onto the last layer, and identities
+        fitting = collected_fit_bytes(n_rows, d, n_sites=n_layers + 1, most_targets=most_targets)
+        needs["fit from collected vectors"] = Need(fitting, maps, accumulating + solving)
+    reading = n_layers * n_validation * 2 * d_vocab * d  # of all maps onto the last layer, and identities
     needs["evaluate"] = Need(
-        4 * _ROWS * d_vocab * 4 + 8 * n_validation * d, 0, 2 * n_pairs * n_validation * d * d + 2 * read
-    )
-    return Plan(shape, needs, sum(moments_bytes(*widths) for widths in sources))
+        weights + 4 * _ROWS * d_vocab * 4 + 8 * n_validation * d, 0,
+        2 * n_pairs * n_validation * d * d + 2 * reading,
+    )  # fmt: skip
+    return Plan(needs, sum(statistics_bytes(*widths) for widths in sources))
 
 
 def collected_bytes(shape: Shape, n_rows: int, n_tokens: int, n_sentences: int) -> int:
@@ -250,26 +242,6 @@ def format_bytes(n_bytes: int) -> str:
         if n_bytes >= size:
             return f"{n_bytes / size:{'.3g' if n_bytes < 1000 * size else ',.0f'}} {unit}"
     return f"{n_bytes} bytes"
-
-
-def fitting_sizes(
-    n: int, n_train: int, n_validation: int, adjustable: Collection[Part] = ("train", "validation")
-) -> tuple[int, int]:
-    """Sizes of the two parts of a corpus of ``n`` sentences, smaller than asked for where it is too small.
-
-    Both sizes that are ``adjustable`` shrink in proportion, one alone to what the other leaves. Where nothing
-    can be done, the sizes are those that were asked for.
-    """
-    smaller = n_train, n_validation
-    if n_train + n_validation > n:
-        if {"train", "validation"} <= set(adjustable):
-            share = n / (n_train + n_validation)
-            smaller = int(n_train * share), int(n_validation * share)
-        elif "train" in adjustable:
-            smaller = n - n_validation, n_validation
-        elif "validation" in adjustable:
-            smaller = n_train, n - n_train
-    return smaller if smaller[0] >= 1 and smaller[1] >= 2 else (n_train, n_validation)
 
 
 # What is free, and whether it is enough
@@ -327,58 +299,54 @@ def check_fit(n_rows: int, width: int, pairs: Sequence[tuple[str, str]]) -> None
 
 
 def written_bytes(n_rows: int, pairs: Iterable[tuple[str, str]], widths: Mapping[str, int]) -> int:
-    """Bytes of the files of moments of so many samples, of sites of these widths."""
-    return written_moments_bytes(n_rows, _widths_of(pairs, widths))
+    """Bytes of the files of sufficient statistics of so many samples, of sites of these widths."""
+    return written_statistics_bytes(n_rows, _widths_of(pairs, widths))
 
 
-def check_moments(
+def check_streaming(
     n_rows: int, pairs: Sequence[tuple[str, str]], widths: Mapping[str, int], folder: Path
 ) -> None:
-    """Raise InputError if memory or disk are too small for accumulating moments in a folder.
+    """Raise InputError if memory or disk are too small for accumulating statistics in an unfinished folder.
 
-    Finished moments are not asked about. Each process on a machine accumulates its own.
+    Each process on a machine accumulates its own.
     """
     if is_finished(folder):
         return
-    work = f"Keeping moments for {len(pairs)} maps of {max(widths.values()):,} dimensions"
+    work = f"Accumulating sufficient statistics for {len(pairs)} maps of {max(widths.values()):,} dimensions"
     sources, n_processes = _widths_of(pairs, widths), parallel.local_world_size()
     if parallel.local_rank() == 0:  # for all on its machine
-        check_memory(
-            n_processes * streamed_fit_bytes(
-                n_rows, sources, of_sample=sum(widths.values()), widest=max(widths.values()), written=True
-            ),
-            work + (f" in {n_processes} processes" if parallel.world_size() > 1 else ""),
-            "Fit maps onto the last layer alone (--pairs last), or on a machine with more memory.",
-        )  # fmt: skip
+        of_sample, widest = sum(widths.values()), max(widths.values())
+        needed = streamed_fit_bytes(n_rows, sources, of_sample=of_sample, widest=widest, written=True)
+        processes = f" in {n_processes} processes" if parallel.world_size() > 1 else ""
+        advice = "Fit maps onto the last layer alone (--pairs last), or on a machine with more memory."
+        check_memory(n_processes * needed, work + processes, advice)
     if parallel.is_main():  # a state to resume from is there until the next is written
         existing = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        needed = 2 * written_moments_bytes(n_rows, sources) - existing
+        needed = 2 * written_statistics_bytes(n_rows, sources) - existing
         advice = "Fit maps onto the last layer alone (--pairs last), or write elsewhere (--out)."
         check_disk(needed, folder, work, advice)
 
 
-def check_merge(moments: StoredLeastSquares, folder: Path) -> None:
-    """Raise InputError if memory or disk are too small for merging parts into a folder of moments."""
+def check_merge(parts: StoredLeastSquares, folder: Path) -> None:
+    """Raise InputError if memory or disk are too small for merging parts into an unfinished folder."""
     if is_finished(folder):
         return
-    pairs = [(source, target) for source, targets in moments.targets.items() for target in targets]
-    sources, n_parts = _widths_of(pairs, moments.widths), len(moments.parts)
-    work = f"Merging {n_parts} parts of moments of {max(moments.widths.values()):,} dimensions"
+    pairs = [(source, target) for source, targets in parts.targets.items() for target in targets]
+    sources, n_parts = _widths_of(pairs, parts.widths), len(parts.parts)
+    work = f"Merging {n_parts} parts of {max(parts.widths.values()):,} dimensions"
     needed = stored_fit_bytes(sources, n_shards=n_parts, written=True)
-    check_memory(needed, work, "Join them on a machine with more memory.")
-    check_disk(written_moments_bytes(moments.n_samples, sources), folder, work, "Write elsewhere (--out).")
+    check_memory(needed, work, "Merge them on a machine with more memory.")
+    check_disk(written_statistics_bytes(parts.n_samples, sources), folder, work, "Write elsewhere (--out).")
 
 
-def check_solve(moments: StoredLeastSquares, pairs: Sequence[tuple[str, str]]) -> None:
-    """Raise InputError if memory is too small for fitting maps on moments in folders."""
-    read = [(source, target) for source in by_source(pairs) for target in moments.targets.get(source, ())]
+def check_solve(stored: StoredLeastSquares, pairs: Sequence[tuple[str, str]]) -> None:
+    """Raise InputError if memory is too small for fitting maps on stored sufficient statistics."""
+    read = [(source, target) for source in by_source(pairs) for target in stored.targets.get(source, ())]
     if read:
-        sources, n_parts = _widths_of(read, moments.widths), len(moments.parts)
-        check_memory(
-            stored_fit_bytes(sources, n_rows=moments.n_samples, n_shards=n_parts),
-            f"Fitting {len(pairs)} maps of {max(moments.widths.values()):,} dimensions",
-            "Fit on a machine with more memory.",
-        )
+        sources, n_parts = _widths_of(read, stored.widths), len(stored.parts)
+        needed = stored_fit_bytes(sources, n_rows=stored.n_samples, n_shards=n_parts)
+        work = f"Fitting {len(pairs)} maps of {max(stored.widths.values()):,} dimensions"
+        check_memory(needed, work, "Fit on a machine with more memory.")
 
 
 def _widths_of(pairs: Iterable[tuple[str, str]], widths: Mapping[str, int]) -> list[Widths]:

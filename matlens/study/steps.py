@@ -29,7 +29,7 @@ from matlens.models.identity import ModelIdentity
 from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
 from matlens.numerics import in_float64
-from matlens.study.output import MAPS, MOMENTS, RESULTS, TRAIN, VALIDATION, has_moments, write_list
+from matlens.study.output import MAPS, RESULTS, STATISTICS, TRAIN, VALIDATION, has_statistics, write_list
 from matlens.study.plan import check_fit, check_solve
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def fit_maps(
     ridge: NonNegative | None = 0.0,
     progress: bool = True,
 ) -> MapSet:
-    """Fit maps between layers of the stream on ``train/`` or ``moments/``, into ``maps/``.
+    """Fit maps between layers of the stream on ``train/`` or ``statistics/``, into ``maps/``.
 
     Parameters
     ----------
@@ -58,10 +58,10 @@ def fit_maps(
         as many as the width of the model, and else what `typical_penalty` gives.
     """
     folder = Path(folder)
-    if has_moments(folder):
-        moments = StoredLeastSquares(folder / MOMENTS)
-        return fit_moments(
-            moments, folder / MAPS, pairs=pairs, intercept=intercept, ridge=ridge, progress=progress
+    if has_statistics(folder):
+        stored = StoredLeastSquares(folder / STATISTICS)
+        return fit_statistics(
+            stored, folder / MAPS, pairs=pairs, intercept=intercept, ridge=ridge, progress=progress
         )
     train = Activations.load(folder / TRAIN)
     requested = resolve_pairs(pairs, train.provenance)
@@ -84,8 +84,8 @@ def fit_maps(
 
 
 @checked
-def fit_moments(
-    moments: StoredLeastSquares,
+def fit_statistics(
+    stored: StoredLeastSquares,
     folder: str | Path,
     *,
     pairs: Pairs | None = None,
@@ -93,29 +93,29 @@ def fit_moments(
     ridge: NonNegative | None = 0.0,
     progress: bool = True,
 ) -> MapSet:
-    """Fit maps on moments of one folder, or of all parts of a job, into a folder of maps.
+    """Fit maps on the sufficient statistics of a folder, or of all parts of a job, into a folder of maps.
 
-    Without ``pairs``, all maps of which moments were stored; the rest is as in `fit_maps`.
+    Without ``pairs``, all maps whose statistics were stored; the rest is as in `fit_maps`.
     """
-    moments.check_complete()
-    stored = [(source, target) for source, targets in moments.targets.items() for target in targets]
-    requested = stored if pairs is None else resolve_pairs(pairs, moments.provenance)
-    n, width = moments.n_samples, moments.provenance.identity.d_model
+    stored.check_complete()
+    every = [(source, target) for source, targets in stored.targets.items() for target in targets]
+    requested = every if pairs is None else resolve_pairs(pairs, stored.provenance)
+    n, width = stored.n_samples, stored.provenance.identity.d_model
     penalty = ridge
     if penalty is None:
         sources = dict.fromkeys(source for source, _ in requested)
-        norms = [moments[source].norms for source in sources]
+        norms = [stored[source].norms for source in sources]
         penalty = _typical(norms) if are_few(n, width) else 0.0
-    origin = moments.provenance.with_details(n_samples=n, intercept=intercept, ridge=penalty)
+    origin = stored.provenance.with_details(n_samples=n, intercept=intercept, ridge=penalty)
 
     def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
         if not parallel.is_main():
             return iter(())
         if missing:
-            check_solve(moments, missing)
-            if not penalty and are_few(n, width):  # of moments alone no sample can be left out
+            check_solve(stored, missing)
+            if not penalty and are_few(n, width):  # without samples, none can be held out
                 warn_of_noise([NoisyFit("maps", n, width)], 1)
-        maps = solve_pairs(moments, missing, intercept=intercept, ridge=penalty, provenance=origin)
+        maps = solve_pairs(stored, missing, intercept=intercept, ridge=penalty, provenance=origin)
         return fitting_bar(maps, len(missing), progress=progress)
 
     return write_maps(folder, requested, fit, origin)
@@ -188,8 +188,8 @@ def _check_fitted_here(maps: MapSet, folder: Path) -> None:
     """Refuse maps of other training samples, which may have seen the validation sentences."""
     if is_finished(folder / TRAIN):
         name, provenance = TRAIN, Activations.load(folder / TRAIN).provenance
-    elif is_finished(folder / MOMENTS):
-        name, provenance = MOMENTS, StoredLeastSquares(folder / MOMENTS).provenance
+    elif is_finished(folder / STATISTICS):
+        name, provenance = STATISTICS, StoredLeastSquares(folder / STATISTICS).provenance
     else:
         return
     fitted, stored = maps.provenance.samples.to_json(), provenance.samples.to_json()

@@ -1,13 +1,13 @@
 """One model on one corpus: collected and fitted once, for the command line and all analyses.
 
-An output folder holds ``studies/<model>--<corpus>/`` with ``train/`` and ``validation/`` (activations; of all
-positions ``moments/`` in the place of the first), ``maps/`` and results. What exists is not made again, and
-an interrupted run resumes.
+The folder holds ``train/`` and ``validation/`` (activations; of all positions ``statistics/`` in place of the
+first), ``maps/`` and results. What exists is not computed again, and an interrupted run resumes.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import sys
@@ -26,7 +26,7 @@ from matlens.data.corpus import Corpus
 from matlens.data.examples import Examples
 from matlens.data.making import make_examples
 from matlens.data.readers import is_masked
-from matlens.errors import InputError, NonNegative, PositiveInt, checked, printable
+from matlens.errors import InputError, NonNegative, PositiveInt, Seed, checked, printable
 from matlens.ffn.agglomeration import Linkage, method_within
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.values import ValueVectors
@@ -36,15 +36,13 @@ from matlens.linear.pairs import Pairs, resolve_pairs
 from matlens.linear.samples import are_few
 from matlens.linear.streaming import StoredLeastSquares, pairs_and_widths, stream_least_squares
 from matlens.models.readout import Readout
-from matlens.study.output import MAPS, MOMENTS, TRAIN, VALIDATION, check_output, has_moments
+from matlens.study.output import MAPS, STATISTICS, TRAIN, VALIDATION, check_output, has_statistics
 from matlens.study.plan import (
-    Part,
     Shape,
     check_disk,
     check_fit,
-    check_moments,
+    check_streaming,
     collected_bytes,
-    fitting_sizes,
     free_disk,
     written_bytes,
 )
@@ -59,41 +57,32 @@ PositionsOrAuto = Positions | Literal["auto"]
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A model, a corpus and sizes; everything else is made when it is first asked for.
+    """A model and two parts of a corpus; everything else is made when it is first asked for.
 
     Attributes
     ----------
-    load_model, load_corpus
-        Functions that return the model and the corpus; a study may do without one of them.
+    load_model, load_parts
+        Functions that return the model, and the training and the validation sentences.
     out
-        The output folder.
-    n_train, n_validation, seed
-        Sizes of the two parts of the corpus, and the seed of `Corpus.split` and of the positions. Without
-        sizes the corpus is not split.
-    adjustable
-        Which of the two sizes are made smaller where the corpus has too few sentences; see `fitting_sizes`.
-    main_folder
-        Where activations, maps and results are, by default ``studies/<model>--<corpus>/`` of ``out``.
+        The folder of activations, maps and results.
+    seed
+        For the sampled positions.
     positions
         With ``"all"`` maps are fitted on every token of the training part; the validation part has one
-        sampled position a sentence, so that its numbers compare. ``"auto"`` is ``"all"`` where the training
+        sampled position per sentence, so that its numbers compare. ``"auto"`` is ``"all"`` where the training
         sentences are fewer than twice the width of the model, and that is possible.
     sample_special, batch_tokens
         As in `make_examples` and `collect`.
     pairs, intercept, ridge
         Which maps are fitted and how, as in `fit_maps`.
     keep_rows
-        Whether the vectors of all positions are stored on disk, or only the moments that fits need of them.
+        Whether the vectors of all positions are stored on disk, or only their sufficient statistics.
     """
 
-    load_model: Callable[[], TransformerBridge] | None = None
-    load_corpus: Callable[[], Corpus] | None = None
+    load_model: Callable[[], TransformerBridge]
+    load_parts: Callable[[], tuple[Corpus, Corpus]]
     out: Path
-    n_train: int = 1
-    n_validation: int | None = None
-    adjustable: tuple[Part, ...] = ()
-    seed: int = 0
-    main_folder: Path | None = None
+    seed: Seed = 0
     positions: PositionsOrAuto = "sampled"
     sample_special: bool = True
     batch_tokens: int | None = None
@@ -109,55 +98,26 @@ class Study:
             )
 
     @cached_property
-    def corpus(self) -> Corpus:
-        """All sentences."""
-        if self.load_corpus is None:
-            raise InputError("corpus must be given for this study.")
-        return self.load_corpus()
-
-    @cached_property
-    def sizes(self) -> tuple[int, int]:
-        """Numbers of training and of validation sentences; fewer than asked for where that can be changed."""
-        if self.n_validation is None:
-            raise InputError("The number of validation sentences must be given for this study.")
-        requested = self.n_train, self.n_validation
-        sizes = fitting_sizes(len(self.corpus), *requested, self.adjustable)
-        if sizes != requested:
-            tqdm.write(
-                f"{printable(self.corpus.name)} has {len(self.corpus):,} sentences, fewer than "
-                f"{requested[0]:,}+{requested[1]:,} (training+validation): it is split into "
-                f"{sizes[0]:,}+{sizes[1]:,}.",
-                file=sys.stderr,
-            )
-        return sizes
-
-    @cached_property
     def parts(self) -> tuple[Corpus, Corpus]:
         """The training and the validation sentences."""
-        n_train, n_validation = self.sizes
-        return self.corpus.split(n_train=n_train, n_validation=n_validation, seed=self.seed)
+        return self.load_parts()
 
     @cached_property
     def model(self) -> TransformerBridge:
-        """The model; the corpus is checked before, since a model can take minutes."""
-        if self.load_model is None:
-            raise InputError("model must be given for this study.")
-        if self.n_validation is not None:
-            self._check_same_job()
+        """The model; the corpus and the folder are checked first, since a model can take minutes."""
+        self.check_job()
         return self.load_model()
 
-    def _check_same_job(self) -> None:
-        """Refuse a folder that holds vectors of another job, as far as that is known without the model."""
+    def check_job(self) -> None:
+        """Refuse a folder with vectors of another job, as far as that is known without the model."""
         train, validation = self.parts
-        if self.main_folder is None:
-            return
         known: dict[str, dict[str, Any]] = {MAPS: {}}
-        for name, part in ((TRAIN, train), (MOMENTS, train), (VALIDATION, validation)):
+        for name, part in ((TRAIN, train), (STATISTICS, train), (VALIDATION, validation)):
             data = {"seed": self.seed, "n": len(part), "corpus_fingerprint": part.fingerprint}
             known[name] = {"data": data}
             if name != VALIDATION and self.positions != "auto":
                 known[name]["positions"] = self.positions
-        check_output(self.main_folder, known)
+        check_output(self.folder, known)
 
     @property
     def n_layers(self) -> int:
@@ -167,12 +127,7 @@ class Study:
     @property
     def folder(self) -> Path:
         """Where activations, maps and results are."""
-        return self.main_folder or self.out / "studies" / self.name
-
-    @property
-    def name(self) -> str:
-        """The model and the corpus, as folders are named after them."""
-        return f"{slug(self.model.cfg.model_name)}--{slug(self.corpus.name)}"
+        return self.out
 
     @cached_property
     def readout(self) -> Readout:
@@ -208,9 +163,9 @@ class Study:
     def _training_vectors(self, *, keep_rows: bool) -> Any:
         keep_rows = keep_rows or (self.folder / TRAIN).is_dir()
         positions = self._chosen_positions(keep_rows)
-        if keep_rows or (positions == "sampled" and not has_moments(self.folder)):
+        if keep_rows or (positions == "sampled" and not has_statistics(self.folder)):
             return self._vectors(TRAIN, positions)
-        return self._moments(positions, self.folder / MOMENTS, (1, 1))
+        return self._statistics(positions, self.folder / STATISTICS)
 
     def _vectors(self, name: str, positions: Positions) -> Activations:
         examples, folder = self.examples[name == VALIDATION], self.folder / name
@@ -226,28 +181,26 @@ class Study:
             self.model, examples, positions=positions, folder=folder, batch_tokens=self.batch_tokens
         )
 
-    def _moments(self, positions: Positions, folder: Path, part: tuple[int, int]) -> StoredLeastSquares:
+    def _statistics(
+        self, positions: Positions, folder: Path, part: tuple[int, int] = (1, 1)
+    ) -> StoredLeastSquares:
         examples, (requested, widths) = self.examples[0], pairs_and_widths(self.model, self.pairs)
-        _, of = part
         n_rows = examples.n_positions if positions == "sampled" else len(examples.tokens)
-        check_moments(-(-n_rows // of), requested, widths, folder)
+        check_streaming(math.ceil(n_rows / part[1]), requested, widths, folder)
         return stream_least_squares(
             self.model, examples, folder, pairs=requested, positions=positions, part=part,
             batch_tokens=self.batch_tokens,
         )  # fmt: skip
 
-    def part_moments(self, number: int, of: int) -> StoredLeastSquares:
-        """Moments of one of several parts of the training sentences, in the study's folder."""
-        return self._moments(self._chosen_positions(keep_rows=False), self.folder, (number, of))
-
-    @property
-    def _positions(self) -> PositionsOrAuto:
-        """With a ridge, which is the other remedy for few sentences, ``"auto"`` is ``"sampled"``."""
-        return "sampled" if self.positions == "auto" and self.ridge else self.positions
+    def part_statistics(self, number: int, of: int) -> StoredLeastSquares:
+        """Sufficient statistics of one of several parts of the training sentences, in the folder."""
+        return self._statistics(self._chosen_positions(keep_rows=False), self.folder, (number, of))
 
     def _chosen_positions(self, keep_rows: bool) -> Positions:
         """Positions of the training sentences that maps are fitted on, where ``"auto"`` is decided."""
-        positions, model, examples = self._positions, self.model, self.examples[0]
+        positions, model, examples = self.positions, self.model, self.examples[0]
+        if positions == "auto" and self.ridge:  # which is the other remedy for few sentences
+            return "sampled"
         if positions == "all" and is_masked(model):
             raise InputError(
                 "positions must be 'sampled' for a masked LM, got 'all': only the sampled token of each "
@@ -258,7 +211,7 @@ class Study:
         n_tokens, d_model = len(examples.tokens), model.cfg.d_model
         if is_masked(model) or not self.sample_special or not are_few(len(examples), d_model):
             return "sampled"
-        if not (self.folder / (TRAIN if keep_rows else MOMENTS)).exists():
+        if not (self.folder / (TRAIN if keep_rows else STATISTICS)).exists():
             if keep_rows:
                 n_bytes = collected_bytes(Shape.from_model(model), n_tokens, n_tokens, len(examples))
             else:
@@ -276,9 +229,9 @@ class Study:
     def maps(self) -> MapSet:
         """``mat`` for the pairs of layers."""
         requested = resolve_pairs(self.pairs, self.n_layers)  # before the work, not after it
-        kept = self.positions == "sampled" or self.keep_rows  # one sample of each sentence, or more
-        if kept and not is_finished(self.folder / MAPS):
-            check_fit(self.sizes[0], self.model.cfg.d_model, requested)
+        with_vectors = self.positions == "sampled" or self.keep_rows  # one sample per sentence, or more
+        if with_vectors and not is_finished(self.folder / MAPS):
+            check_fit(len(self.parts[0]), self.model.cfg.d_model, requested)
         _ = self.validation
         return fit_maps(self.folder, pairs=self.pairs, intercept=self.intercept, ridge=self.ridge)
 

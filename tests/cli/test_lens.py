@@ -24,23 +24,16 @@ from matlens.lens import LensConfig, compare_lenses
 def test_fit_keeps_the_lenses_of_the_training_sentences(
     commands: Commands, corpora: Path, small_model: Callable[[str], Any], tmp_path: Path
 ) -> None:
-    arguments = ["--corpus", corpora / "words.txt", "--train", 40, "--val", 20, "--out", tmp_path / "out"]
     printed = commands.run(
-        "lens",
-        "fit",
-        *arguments,
-        "--method",
-        "mat",
-        "--method",
-        "affine",
-        "--standardise",
-        "--exclude-sinks",
+        "lens", "fit", "--corpus", corpora / "words.txt", "--train", 40, "--out", tmp_path / "out",
+        "--method", "mat", "--method", "affine", "--standardise", "--sinks", "exclude", "--ridge", "loo",
         model="llama",
-    )
-    corpus, _ = matlens.load_corpus(str(corpora / "words.txt")).split(n_train=40, n_validation=20)
-    model = small_model("llama")
-    expected = Lens.fit(model, corpus, method=LensConfig(standardise=True, sinks="exclude"), progress=False)
-    lens = Lens.load(tmp_path / "out" / "standardise-sinks-exclude", model)
+    )  # fmt: skip
+    texts = matlens.load_corpus(str(corpora / "words.txt"))
+    corpus, _ = texts.split(n_train=40, n_validation=len(texts) - 40)
+    model, config = small_model("llama"), LensConfig(standardise=True, sinks="exclude", ridge="loo")
+    expected = Lens.fit(model, corpus, method=config, progress=False)
+    lens = Lens.load(tmp_path / "out" / "standardise-ridge-loo-sinks-exclude", model)
     h = torch.randn(3, D_MODEL, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(lens(h, 1), expected(h, 1), rtol=1e-3, atol=1e-3)
     folders = sorted(path.name for path in (tmp_path / "out").iterdir())
@@ -54,7 +47,7 @@ def test_few_tokens_are_warned_of_in_one_line(
     model_folder: Callable[[str], Path], corpora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["lens", "fit", "--model", model_folder("llama"), "--device", "cpu", "--out", tmp_path / "few"]
-    few = ["--corpus", corpora / "few.txt", "--train", 3, "--val", 2]
+    few = ["--corpus", corpora / "few.txt", "--train", 3]
     outcome = run_command([*command, *few], capsys)
     (warning,) = (line for line in outcome.err.splitlines() if "warning" in line.lower())
     assert warning.startswith(f"warning: Maps of {D_MODEL} dimensions")

@@ -37,12 +37,12 @@ def test_parts_merged_give_the_table_of_one_run(
     assert whole.code == 0, whole.err
     # All positions leave moments, and no vectors of them.
     assert {path.name for path in (tmp_path / "whole").iterdir() if path.is_dir()} == {
-        "moments", "validation", "maps",
+        "statistics", "validation", "maps",
     }  # fmt: skip
     for number in (2, 1):
         done = run_matlens("part", "--part", f"{number}/2", *options, "--out", tmp_path / f"s{number}")
         assert done.code == 0, done.err
-        assert f"Part {number}/2: sums over" in done.out
+        assert f"Part {number}/2: sufficient statistics of" in done.out
     joined = run_matlens("merge", tmp_path / "s2", tmp_path / "s1", "--out", tmp_path / "joined")
     assert joined.code == 0, joined.err
     assert "6 maps of" in joined.out

@@ -10,6 +10,7 @@ from typing import Any, get_args
 import pytest
 import torch
 import typer
+from conftest import make_sentences
 from typer.testing import CliRunner
 
 from matlens import InputError
@@ -125,3 +126,24 @@ def test_vectors_are_read_as_the_options_say() -> None:
         assert read.reading == choice
     with pytest.raises(InputError, match=r"^The number of tokens must be"):
         ReadOptions(tokens=61).projection(catalogue)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((None, None), (30, 10)), ((None, 30), (10, 30)), ((35, None), (35, 5)), ((20, 10), (20, 10)),
+        ((90, 30), None), ((39, None), None), ((None, 40), None),
+    ],
+)  # fmt: skip
+def test_a_small_corpus_is_split_in_proportion_or_leaves_what_was_given(
+    sizes: tuple[int | None, int | None], expected: tuple[int, int] | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if expected is None:
+        with pytest.raises(InputError, match="must be at most 40"):
+            options.split_parts(make_sentences(), sizes, (90, 30), 3)
+        return
+    parts = options.split_parts(make_sentences(), sizes, (90, 30), 3)
+    assert tuple(map(len, parts)) == expected
+    n_train, n_validation = expected
+    assert parts == make_sentences().split(n_train=n_train, n_validation=n_validation, seed=3)
+    assert ("it is split into" in capsys.readouterr().err) is (None in sizes)

@@ -4,48 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
 
 import pytest
 from command_lines import cells, run_command
 
-from matlens.cli.study import PairsChoice
 from matlens.study.plan import Shape, format_bytes, plan_study
 
 
 @pytest.mark.parametrize(("disk", "fits"), [(10**12, "yes"), (10**9, "no")])
-@pytest.mark.parametrize("kept", [False, True])
 def test_what_is_printed_is_the_plan(
-    disk: int, fits: str, kept: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    disk: int, fits: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sums are stored and not the vectors, unless that is asked for; the disk counts too."""
     monkeypatch.setattr("matlens.study.plan.free_memory", lambda: 10**12)
     monkeypatch.setattr("matlens.study.plan.free_disk", lambda _: disk)
     options = {"layers": 32, "width": 4096, "mlp": 14336, "vocab": 128256, "sentences": 10000}
     arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
-    arguments += ["--positions", "all", "--pairs", "last", *["--keep-rows"] * kept]
+    arguments += ["--positions", "all", "--pairs", "last", "--keep-rows"]
     printed = run_command(["plan", *arguments], capsys, width=200).out
     shape = Shape(n_layers=32, d_model=4096, d_mlp=14336, d_vocab=128256)
-    plans = {
-        pairs: plan_study(shape, 10_000, 1000, positions="all", pairs=pairs, keep_rows=kept)
-        for pairs in get_args(PairsChoice)
-    }
-    plan, rows = plans["last"], {row[0]: row[1:] for row in cells(printed)}
-    assert list(rows) == list(plan.needs)
-    for step, need in plan.needs.items():
-        on_disk = format_bytes(need.disk) if need.disk else "–"
-        assert rows[step][:2] == [format_bytes(plan.memory(step)), on_disk]
-    assert (rows["collect"][3], rows["load the model"][3]) == (
-        fits if kept or disk == 10**9 else "yes",
-        "yes",
-    )
-    for pairs, each in plans.items():
-        memory, written = each.job
-        (line,) = (line for line in printed.splitlines() if line.startswith(f"--pairs {pairs}: "))
-        for part in (f"sums of {format_bytes(each.moments)}", f"{format_bytes(memory)} of memory"):
-            assert part in line
-        assert f"{format_bytes(written)} of disk. Fits: {'yes' if written <= disk else 'no'}." in line
-    assert f"1 TB of memory and {format_bytes(disk)} of disk are free" in printed
+    plan = plan_study(shape, 10_000, 1000, positions="all", pairs="last", keep_rows=True)
+    assert [row[:3] for row in cells(printed)] == [
+        [step, format_bytes(need.memory), format_bytes(need.disk) if need.disk else "–"]
+        for step, need in plan.needs.items()
+    ]
+    assert [row[4] for row in cells(printed)][:2] == ["yes", fits]  # the model, and collecting
+    memory, written = plan.job
+    (line,) = (line for line in printed.splitlines() if line.startswith("--pairs last: "))
+    for part in (f"statistics of {format_bytes(plan.statistics)}", f"{format_bytes(memory)} of memory"):
+        assert part in line
+    assert f"{format_bytes(written)} of disk. Fits: {fits}." in line
 
 
 @pytest.mark.parametrize(

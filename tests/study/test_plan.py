@@ -1,23 +1,32 @@
-"""What is planned is what is written and what a model has, and sizes fit a small corpus."""
+"""What is planned is what is written and what a model has; a job without room is refused before it begins."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from studying import collect_parts, study_of
 
-from matlens import collect, make_examples
+import matlens.study.plan as module
+from matlens import InputError, collect, make_examples, parallel
 from matlens.data.corpus import Corpus
 from matlens.io.artifact import Artifact
-from matlens.linear import streaming
-from matlens.study import fit_maps
-from matlens.study.plan import Shape, collected_bytes, fitting_sizes, format_bytes, plan_study
+from matlens.linear import StoredLeastSquares, stream_least_squares, streaming
+from matlens.study import Study, fit_maps
+from matlens.study.plan import (
+    Shape,
+    check_merge,
+    collected_bytes,
+    format_bytes,
+    free_memory,
+    plan_study,
+    written_bytes,
+)  # fmt: skip
 
 BIG = Shape(n_layers=32, d_model=4096, d_mlp=14336, d_vocab=128_256, n_parameters=8_030_261_248)
 
@@ -64,7 +73,7 @@ def test_all_positions_write_moments_and_a_state_of_before(
 
     def watched(artifact: Artifact, name: str, tensors: Any) -> None:
         write(artifact, name, tensors)
-        seen.append(written(tmp_path / "moments"))
+        seen.append(written(tmp_path / "statistics"))
 
     monkeypatch.setattr(streaming, "_STATE_EVERY", 0.0)
     monkeypatch.setattr(streaming, "_SHARE_OF_WRITING", 0)
@@ -73,8 +82,8 @@ def test_all_positions_write_moments_and_a_state_of_before(
     _ = study.validation
     needs = plan_study(shape, len(train), 0, positions="all", pairs=pairs, train_tokens=len(train.tokens))
     assert (len(train.tokens) < 2 * shape.d_model) is few
-    assert 2 * written(tmp_path / "moments") == needs["collect"].disk
-    assert written(tmp_path / "moments") < max(seen) <= needs["collect"].disk
+    assert 2 * written(tmp_path / "statistics") == needs["collect"].disk
+    assert written(tmp_path / "statistics") < max(seen) <= needs["collect"].disk
     if not few:  # norms are kept of few samples, and a state of before has fewer
         assert max(seen) == needs["collect"].disk
     n_tokens, n_validation = len(validation.tokens), len(validation)
@@ -117,51 +126,156 @@ def test_a_model_of_two_stacks_is_as_long_as_the_longer(
 
 
 def test_a_model_of_eight_billion_parameters() -> None:
-    """Kept are triangles and products: less than the 8.9 and 146 GB of all second moments."""
+    """Stored are triangles and products: less than the 8.9 and 146 GB of all second moments."""
     last, all_pairs = (plan_study(BIG, 10_000, pairs=pairs) for pairs in ("last", "all"))
     d, n_layers = 4096, 32
-    assert last.moments == 8 * n_layers * ((d + 1) ** 2 + (d + 1) * d)
-    assert all_pairs.moments == 8 * (n_layers * (d + 1) ** 2 + 528 * (d + 1) * d)
-    assert (format_bytes(last.moments), format_bytes(all_pairs.moments)) == ("8.59 GB", "75.2 GB")
-    second = 8 * (n_layers + 1) * 2 * d * d, 8 * ((n_layers + 1) * d) ** 2
-    assert tuple(map(format_bytes, second)) == ("8.86 GB", "146 GB")
-    assert format_bytes(last["load the model"].memory) == "32.1 GB"
+    assert last.statistics == 8 * n_layers * ((d + 1) ** 2 + (d + 1) * d)
+    assert all_pairs.statistics == 8 * (n_layers * (d + 1) ** 2 + 528 * (d + 1) * d)
+    assert (format_bytes(last.statistics), format_bytes(all_pairs.statistics)) == ("8.59 GB", "75.2 GB")
+    weights = last["load the model"].memory
+    assert format_bytes(weights) == "32.1 GB"
     streamed = [plan_study(BIG, n, positions="all") for n in (10**5, 10**6)]
     for plan in streamed:
-        assert plan.moments < plan["collect"].memory == streamed[0]["collect"].memory
-        assert plan.memory("collect") == plan["collect"].memory + plan.weights
-        assert plan["collect"].disk == 2 * (plan.moments + 8 * n_layers)  # and a number of samples
-        assert plan.memory("fit from moments") == plan["fit from moments"].memory < plan.moments / 5
-        assert plan.job == (plan.memory("collect"), plan["collect"].disk + plan["fit from moments"].disk)
+        collecting, fitting = plan["collect"], plan["fit from sufficient statistics"]
+        assert weights + plan.statistics < collecting.memory == streamed[0]["collect"].memory
+        assert collecting.disk == 2 * (plan.statistics + 8 * n_layers)  # and a number of samples
+        assert fitting.memory < plan.statistics / 5
+        assert plan.job == (collecting.memory, collecting.disk + fitting.disk)
     rows = plan_study(BIG, 100, positions="all", keep_rows=True)
     assert rows["collect"].disk > 25 * last["collect"].disk / 100
     assert rows.job[1] == rows["collect"].disk + rows["fit from collected vectors"].disk
 
 
-@given(st.integers(0, 200), st.integers(1, 300), st.integers(2, 300))
-def test_a_small_corpus_is_split_in_proportion(n: int, n_train: int, n_validation: int) -> None:
-    sizes = fitting_sizes(n, n_train, n_validation)
-    if n_train + n_validation <= n:
-        assert sizes == (n_train, n_validation)
-    elif sizes != (n_train, n_validation):
-        assert n - 2 <= sum(sizes) <= n
-        assert sizes[0] >= 1
-        assert sizes[1] >= 2
-        assert abs(sizes[0] * n_validation - sizes[1] * n_train) <= n_train + n_validation
-    else:  # one of the parts would be too small, which is said where the corpus is split
-        share = n / (n_train + n_validation)
-        assert n_train * share < 1 or n_validation * share < 2
+# What is free, and jobs that need more
 
 
-@pytest.mark.parametrize(
-    ("adjustable", "expected"),
-    [
-        ((), (90, 30)),
-        (("train", "validation"), (30, 10)),
-        (("train",), (10, 30)),
-        (("validation",), (90, 30)),  # nothing would be left
-    ],
-)
-def test_what_the_user_gave_is_kept(adjustable: Any, expected: tuple[int, int]) -> None:
-    assert fitting_sizes(40, 90, 30, adjustable) == expected
-    assert fitting_sizes(100, 90, 30, ("validation",)) == (90, 10)
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Says how many bytes are free, in memory and on disk."""
+
+    def say(*, memory: int = 1 << 50, disk: int = 1 << 50) -> None:
+        monkeypatch.setattr(module, "free_memory", lambda: memory)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=disk))
+
+    return say
+
+
+@pytest.fixture
+def study(small_model: Callable[[str], Any], sentences: Corpus, tmp_path: Path) -> Callable[..., Study]:
+    """A study of a small model at all positions, in the same folder each time."""
+
+    def make(**options: Any) -> Study:
+        asked: dict[str, Any] = {"positions": "all", "keep_rows": False, **options}
+        return study_of(small_model("gpt2"), sentences, tmp_path, n_train=20, n_validation=4, **asked)
+
+    return make
+
+
+def test_jobs_that_have_no_room_are_refused_before_they_begin(
+    study: Callable[..., Study], free: Callable[..., None], tmp_path: Path
+) -> None:
+    free(disk=2000)
+    with pytest.raises(InputError, match=r"takes 1.* kB of disk at .*train, and 2 kB are free.*--out"):
+        _ = study(positions="sampled", keep_rows=True).stream
+    with pytest.raises(InputError, match="--positions sampled"):
+        _ = study(keep_rows=True).stream
+    needed = r"6 maps of 32 dimensions takes .* of memory, and 30 kB are free\..*--pairs last"
+    free(memory=30_000)
+    with pytest.raises(InputError, match=needed):
+        _ = study().maps
+    free(disk=30_000)
+    with pytest.raises(InputError, match=r"for 3 maps .* of disk at .*--pairs last.*--out"):
+        study(pairs="last").part_statistics(2, 2)
+    assert not list(tmp_path.iterdir())
+    free()
+    maps = study().maps
+    free(memory=0, disk=0)  # what is done answers at once
+    assert study().maps.keys() == maps.keys()
+    shutil.rmtree(tmp_path / "maps")
+    with pytest.raises(InputError, match=r"Fitting 6 maps of 32 dimensions takes .*machine with more memory"):
+        fit_maps(tmp_path, progress=False)
+    free()
+    _ = replace(study(positions="sampled", keep_rows=True), out=tmp_path / "rows").stream
+    free(memory=30_000)
+    with pytest.raises(InputError, match=rf"Fitting {needed}.*--train"):
+        fit_maps(tmp_path / "rows", progress=False)
+
+
+def test_a_job_has_as_much_room_as_its_files_and_a_state_of_before_take(
+    study: Callable[..., Study], free: Callable[..., None], tmp_path: Path
+) -> None:
+    made = study().part_statistics(1, 1)
+    pairs = [(source, target) for source, targets in made.targets.items() for target in targets]
+    planned = written_bytes(made.n_samples, pairs, made.widths)
+    tensors = [part for source in made.targets for part in made[source].tensors().values()]
+    assert planned == sum(8 * part.numel() for part in tensors)
+    (tmp_path / "config.json").unlink()
+    held = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    free(disk=2 * planned - held - 1)
+    with pytest.raises(InputError, match="of disk"):
+        study().part_statistics(1, 1)
+    free(disk=2 * planned - held)
+    module.check_streaming(made.n_samples, pairs, made.widths, tmp_path)
+
+
+def test_shards_that_cannot_be_joined_for_want_of_room(
+    small_model: Callable[[str], Any], sentences: Corpus, free: Callable[..., None], tmp_path: Path
+) -> None:
+    model = small_model("gpt2")
+    examples = make_examples(model, sentences).head(20)
+    folders = [tmp_path / "s1", tmp_path / "s2"]
+    for number, folder in enumerate(folders, 1):
+        stream_least_squares(model, examples, folder, part=(number, 2), progress=False)
+    shards = StoredLeastSquares(*folders)
+    for few, missing in ({"memory": 9000}, "of memory"), ({"disk": 9000}, "of disk at .*joined"):
+        free(**few)
+        with pytest.raises(InputError, match=f"Merging 2 parts of 32 dimensions .* {missing}"):
+            check_merge(shards, tmp_path / "joined")
+    free()
+    shards.merge(tmp_path / "joined")
+    free(memory=0, disk=0)
+    check_merge(shards, tmp_path / "joined")
+
+
+def test_each_process_of_a_machine_needs_memory_and_one_of_them_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs, widths = [("h.0", "h.2"), ("h.1", "h.2")], dict.fromkeys(("h.0", "h.1", "h.2"), 32)
+    seen: list[tuple[int, str]] = []
+    monkeypatch.setattr(module, "check_memory", lambda needed, what, _: seen.append((needed, what)))
+    module.check_streaming(10**6, pairs, widths, tmp_path)
+    monkeypatch.setattr(parallel, "world_size", lambda: 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for rank, local_rank in ((0, 0), (1, 1), (4, 0), (7, 3)):
+        monkeypatch.setattr(parallel, "rank", lambda rank=rank: rank)
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        module.check_streaming(10**6, pairs, widths, tmp_path)
+    assert [needed for needed, _ in seen] == [seen[0][0], 4 * seen[0][0], 4 * seen[0][0]]
+    assert ["in 4 processes" in what for _, what in seen] == [False, True, True]
+
+
+def test_free_memory_is_what_the_limits_of_containers_and_jobs_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The least that any group leaves; files, which go when memory is needed, do not count as taken."""
+    total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
+    assert 0 < (free_memory() or 0) < total
+    job = tmp_path / "groups" / "jobs" / "job_7"
+    job.mkdir(parents=True)
+    (tmp_path / "own").write_text("4:memory:/other\n0::/jobs/job_7\n")
+    monkeypatch.setattr(module, "_CONTROL_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(module, "_OWN_GROUP", tmp_path / "own")
+    files = "anon 3\ninactive_file 2000000\nactive_file 1000000\n"
+    for folder, limit in ((job, 9_000_000), (job.parent, 5_000_000)):
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text("4000000\n")
+        (folder / "memory.stat").write_text(files)
+        assert free_memory() == limit - 1_000_000
+    (job.parent / "memory.max").write_text("max\n")
+    assert free_memory() == 8_000_000
+    (job / "memory.current").write_text("99000000\n")
+    assert free_memory() == 0
+    (tmp_path / "own").write_text("0::/what/the/host/calls/it\n")  # a container sees its own as the top
+    for name, text in (("max", "4500000"), ("current", "4000000"), ("stat", files)):
+        (tmp_path / "groups" / f"memory.{name}").write_text(text)
+    assert free_memory() == 3_500_000

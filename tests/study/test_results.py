@@ -32,17 +32,6 @@ def test_evaluate_returns_what_it_writes(small_model: Callable[[str], Any], coll
     assert origin["maps"]["model"]["unembed_hash"] == unembed_hash(small_model("gpt2"))
 
 
-def test_a_table_without_its_description_is_not_drawn(
-    small_model: Callable[[str], Any], collected: Path
-) -> None:
-    fit_maps(collected, pairs="last", progress=False)
-    evaluate_maps(small_model("gpt2"), collected, progress=False)
-    plot_results(collected)
-    (collected / "results.json").unlink()
-    with pytest.raises(matlens.InputError, match=r"results\.json is missing"):
-        plot_results(collected)
-
-
 def test_maps_are_fitted_on_one_part_and_judged_on_the_other(
     small_model: Callable[[str], Any], collected: Path
 ) -> None:
@@ -59,24 +48,6 @@ def test_maps_are_fitted_on_one_part_and_judged_on_the_other(
         assert fit[layer, "mat"] == pytest.approx(r2_score(truth, h @ weight), rel=1e-3, abs=1e-4)
         assert fit[layer, "id"] == pytest.approx(r2_score(truth, h), rel=1e-4)
         assert fit[layer, "mat"] != pytest.approx(fit[layer, "id"], abs=0.01)
-
-
-def test_evaluate_refuses_another_model(small_model: Callable[[str], Any], collected: Path) -> None:
-    fit_maps(collected, pairs="last", progress=False)
-    with pytest.raises(matlens.InputError, match="The maps and this model do not belong together"):
-        evaluate_maps(small_model("gptj"), collected, progress=False)
-    assert not (collected / "results.csv").exists()
-
-
-def test_without_maps_onto_the_last_layer_only_the_fit_is_evaluated(
-    small_model: Callable[[str], Any], sentences: matlens.data.Corpus, tmp_path: Path
-) -> None:
-    model = small_model("llama")
-    collect_parts(model, sentences, tmp_path)
-    fit_maps(tmp_path, pairs=[(0, 1), (0, 2)], progress=False)
-    results = evaluate_maps(model, tmp_path, progress=False)
-    assert set(results["metric"]) == {"r2"}
-    assert sorted(path.name for path in plot_results(tmp_path)) == ["r2.pdf", "r2.png"]
 
 
 def test_maps_of_other_samples_are_not_evaluated(
