@@ -54,14 +54,9 @@ class InputWarning(UserWarning):
 
 def warn(message: str) -> None:
     """Issue an `InputWarning` at the line of the user's code that called into matlens."""
-    level = 1
-    frame = sys._getframe()
-    for depth in range(1, sys.getrecursionlimit()):
-        if frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
-            level = depth + 1  # the caller of the outermost function of ours so far
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
+    level, frame = 1, sys._getframe()
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+        level, frame = level + 1, frame.f_back
     warnings.warn(printable(message, most=_MOST, keep="\n"), InputWarning, stacklevel=level)
 
 

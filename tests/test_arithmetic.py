@@ -110,12 +110,3 @@ def test_settings_stay_changed_until_the_last_thread_has_left() -> None:
         thread.join()
         assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"  # type: ignore[attr-defined]
     assert seen == [False]
-
-
-def test_all_is_as_it_was_after_a_failure() -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        with contextlib.suppress(ValueError), own_precision():
-            assert not torch.is_autocast_enabled("cpu")
-            raise ValueError
-        assert torch.is_autocast_enabled("cpu")
-        assert is_reduced()

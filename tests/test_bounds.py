@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from matlens.errors import InputError
 from matlens.io.bounds import BOUNDS, Bound, parse_json
@@ -31,18 +27,6 @@ def test_a_variable_that_is_no_number_is_refused(text: str, monkeypatch: pytest.
     monkeypatch.setenv("MATLENS_TEST_PLANKS", text)
     with pytest.raises(InputError, match=r"MATLENS_TEST_PLANKS .* must be an integer above 0"):
         PLANKS.check(1, "The box")
-
-
-@settings(max_examples=100)
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-        max_leaves=12,
-    )
-)
-def test_json_within_the_bounds_is_read_as_it_is(value: Any) -> None:
-    assert parse_json(json.dumps(value), "it") == value
 
 
 @pytest.mark.parametrize("text", ["{", "", "1" * 5000, "[" * 100_000, "nul"])

@@ -31,7 +31,6 @@ from matlens.errors import (
     Seed,
     Tokenizer,
     check,
-    check_choice,
     check_int,
     checked,
     plain_number,
@@ -243,15 +242,6 @@ def test_classes_are_known_by_name_and_the_message_says_how_to_come_by_one() -> 
         of_other_kinds([1], matlens.MapSet())  # type: ignore[arg-type]
 
 
-@checked
-def of_numpy(number: int, share: float) -> tuple[type, type]:
-    return type(number), type(share)
-
-
-def test_scalars_of_numpy_become_those_of_python() -> None:
-    assert of_numpy(np.int64(3), np.float32(0.5)) == (int, float)
-
-
 @given(st.integers(-50, 50), st.integers(-50, 50), st.integers(-50, 50))
 def test_integers_within_their_bounds_are_taken_and_others_refused(value: int, low: int, high: int) -> None:
     if low <= value <= high:
@@ -274,13 +264,6 @@ def test_the_largest_seed_is_taken_by_torch_numpy_and_scikit_learn() -> None:
         check(2**32, Seed, "seed")
     torch.Generator().manual_seed(2**32 - 1)
     check_random_state(2**32 - 1)
-
-
-def test_words_are_chosen_from_a_list() -> None:
-    assert check_choice("last", ("last", "all"), "pairs") == "last"
-    for value in ("first", 3, None, ["last"]):
-        with pytest.raises(InputError, match=r"^pairs must be one of last, all, got"):
-            check_choice(value, ("last", "all"), "pairs")
 
 
 def test_numbers_of_numpy_are_written_as_json() -> None:

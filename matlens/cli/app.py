@@ -46,7 +46,7 @@ def _common(
 @cache.command()
 def show() -> None:
     """Show where the cache is, what is in it, and when it was last used."""
-    from matlens.io.cache import DEFAULT_GIB, SIZE_VARIABLE, VARIABLE, default_cache
+    from matlens.io.cache import LIMIT, VARIABLE, default_cache
 
     cache = default_cache()
     if cache is None:
@@ -65,7 +65,7 @@ def show() -> None:
     total = sum(entry.n_bytes for entry in entries)
     print_line(
         f"{len(entries)} entries of {total / _GIB:.2f} GiB in {cache.root}; at most {cache.limit / _GIB:g} "
-        f"GiB ({SIZE_VARIABLE}, {DEFAULT_GIB:g} where it is not set). {VARIABLE} moves it or, as 'off', "
+        f"GiB ({LIMIT.variable}, {LIMIT.default} where it is not set). {VARIABLE} moves it or, as 'off', "
         "switches it off."
     )
 

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from matlens.errors import InputError, PositiveInt, check_int, checked, short
+from matlens.errors import InputError, PositiveInt, check_int, checked
 from matlens.models.families.encoder_decoders import inputs_of
 from matlens.models.families.vision import image_shape, is_visual
 
@@ -122,10 +122,7 @@ class Examples:
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray], data: Mapping[str, Any] | None) -> Examples:
         """Examples of their stored `arrays` and their provenance."""
-        try:
-            return cls(**arrays, provenance=dict(data or {}))
-        except TypeError as error:
-            raise InputError(f"arrays must be the arrays of Examples: {error}.") from error
+        return cls(**arrays, provenance=dict(data or {}))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -272,28 +269,21 @@ def end_to_end(
 
 
 def _check_consistent(examples: Examples) -> None:
-    offsets, positions, sentences = examples.offsets, examples.positions, examples.sentences
-    n = len(offsets) - 1
-    if not _divides(offsets, examples.tokens):
-        raise InputError(
-            f"offsets must ascend from 0 to {len(examples.tokens)}, the number of tokens, got "
-            f"{short(offsets.tolist())}."
-        )
-    if examples.has_sources and (
-        len(examples.source_offsets) != n + 1 or not _divides(examples.source_offsets, examples.source_tokens)
-    ):
+    positions, sentences, n = examples.positions, examples.sentences, len(examples)
+    sources = (examples.source_offsets, examples.source_tokens)
+    if not _divides(examples.offsets, examples.tokens):
+        raise InputError(f"offsets must ascend from 0 to {len(examples.tokens)}, the number of tokens.")
+    if examples.has_sources and (len(sources[0]) != n + 1 or not _divides(*sources)):
         raise InputError(f"source_offsets must divide source_tokens into {n} texts, one per sentence.")
-    if len(examples.images) not in (0, n):
-        raise InputError(f"images must have {n} entries, one per sentence, got {len(examples.images)}.")
-    if len(examples.targets) not in (0, len(positions)):
-        raise InputError(f"targets must have {len(positions)} entries, one per position.")
-    in_order = len(positions) == len(sentences) and not (np.diff(sentences) < 0).any()
-    if not in_order or not np.array_equal(np.unique(sentences), np.arange(n)):
+    if len(examples.images) not in (0, n) or len(examples.targets) not in (0, len(positions)):
+        raise InputError("images must be one per sentence, and targets one per position.")
+    is_ascending = len(positions) == len(sentences) and not (np.diff(sentences) < 0).any()
+    if not is_ascending or not np.array_equal(np.unique(sentences), np.arange(n)):
         raise InputError(
             f"sentences must be the sentence of each of the {len(positions)} positions, ascending, with each "
             f"of the {n} sentences at least once."
         )
-    lengths = np.diff(offsets)[sentences]
+    lengths = examples.lengths[sentences]
     outside = (positions < 0) | (positions >= lengths)
     if outside.any():
         row = int(outside.argmax())

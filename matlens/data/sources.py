@@ -147,10 +147,9 @@ def _dataset_rows(source: str, path: Path, split: str) -> Iterable[Any]:
     import datasets  # takes a second to import, and most sources do without it
     from huggingface_hub import HfApi
 
-    if (path / "dataset_dict.json").is_file():
-        return datasets.load_from_disk(str(path))[split]
-    if (path / "state.json").is_file():
-        return datasets.load_from_disk(str(path))
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        saved = datasets.load_from_disk(str(path))
+        return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
     if path.is_dir():
         return datasets.load_dataset(str(path), split=split, streaming=True)
     name, _, config = source.partition(":")

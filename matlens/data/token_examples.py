@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -73,21 +73,25 @@ def make_token_examples(
         tokens, attention_mask = _from_encoding(tokens, attention_mask)
     rows = _rows(tokens, "tokens", "iu")
     if attention_mask is not None:
-        columns = _columns(_rows(attention_mask, "attention_mask", "iub"), rows)
+        masks = _masks(_rows(attention_mask, "attention_mask", "iub"), rows)
     else:
         is_batch = isinstance(tokens, Tensor | np.ndarray)
         if is_batch or (len(rows) > 1 and len({len(row) for row in rows}) == 1):
             _check_unpadded(rows, model)
-        columns = [np.arange(len(row)) for row in rows]
-    ids = [row[at] for row, at in zip(rows, columns, strict=True)]
+        masks = [np.ones(len(row), dtype=bool) for row in rows]
+    ids = [row[mask] for row, mask in zip(rows, masks, strict=True)]
     for number, sentence in enumerate(ids):
         _check_ids(sentence, number, model)
     if isinstance(positions, str):
         if is_masked(model):
             raise InputError("positions must be those of the masks in a masked-LM model, got 'last'.")
-        kind, chosen = LAST, [np.array([len(at) - 1]) for at in columns]
+        kind, chosen = LAST, [np.array([len(sentence) - 1]) for sentence in ids]
     else:
-        kind, chosen = _positions(_rows(positions, "positions", "iub"), rows, columns)
+        given = _rows(positions, "positions", "iub")
+        if len(given) != len(ids):
+            raise InputError(f"positions must have {len(ids)} entries, one per sentence, got {len(given)}.")
+        kind = "tokens of a mask" if given[0].dtype.kind == "b" else "given"
+        chosen = [_positions(*each) for each in zip(given, masks, range(len(ids)), strict=True)]
     counts = [len(each) for each in chosen]
     provenance = {
         "corpus": name,
@@ -134,9 +138,7 @@ def _from_encoding(encoding: Mapping[str, Any], mask: Any) -> tuple[Any, Any]:
 
 def _rows(values: Any, name: str, kinds: str) -> list[np.ndarray]:
     """An array with one axis for each sentence; of positions also a single integer."""
-    if isinstance(values, str) or not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0:
-        raise InputError(f"{name} must be a batch or a list with a row per sentence, got {short(values)}.")
-    rows = [_array(row) for row in values]
+    rows = [np.asarray(row.tolist() if isinstance(row, Tensor) else row) for row in values]
     if not rows:
         raise InputError(f"{name} must have at least one sentence.")
     n_axes = (0, 1) if name == "positions" else (1,)
@@ -148,35 +150,24 @@ def _rows(values: Any, name: str, kinds: str) -> list[np.ndarray]:
     return [np.atleast_1d(row) for row in rows]
 
 
-def _array(values: Any) -> np.ndarray:
-    try:
-        return np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
-    except (ValueError, TypeError, RuntimeError):  # ragged lists, dtypes that NumPy lacks, no numbers
-        return np.empty(1, dtype=object)
-
-
 def _check_ids(ids: np.ndarray, number: int, model: TransformerBridge) -> None:
     check_tokens(model, ids, f"sentence {number}")
     if len(ids) > model.cfg.n_ctx:
         raise InputError(f"Sentence {number} must have at most {model.cfg.n_ctx} tokens, got {len(ids)}.")
 
 
-def _columns(mask: Sequence[np.ndarray], rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The columns of each row that hold tokens and no padding."""
-    _check_shapes(mask, rows, "attention_mask")
-    columns = [np.flatnonzero(row) for row in mask]
-    for number, (row, at) in enumerate(zip(mask, columns, strict=True)):
+def _masks(given: Sequence[np.ndarray], rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Boolean masks of tokens that are no padding."""
+    if [row.shape for row in given] != [row.shape for row in rows]:
+        raise InputError("attention_mask must have the shape of the tokens.")
+    for number, row in enumerate(given):
+        at = np.flatnonzero(row)
         if not np.isin(row, (0, 1)).all() or not len(at) or at[-1] - at[0] + 1 != len(at):
             raise InputError(
                 "attention_mask must be 1 at the tokens of a sentence and 0 at padding around them, got "
                 f"{short(row.tolist())} for sentence {number}."
             )
-    return columns
-
-
-def _check_shapes(given: Sequence[np.ndarray], rows: Sequence[np.ndarray], name: str) -> None:
-    if [row.shape for row in given] != [row.shape for row in rows]:
-        raise InputError(f"{name} must have the shape of the tokens.")
+    return [row.astype(bool) for row in given]
 
 
 def _check_unpadded(rows: Sequence[np.ndarray], model: TransformerBridge) -> None:
@@ -194,35 +185,18 @@ def _check_unpadded(rows: Sequence[np.ndarray], model: TransformerBridge) -> Non
             )
 
 
-def _positions(
-    given: Sequence[np.ndarray], rows: Sequence[np.ndarray], columns: Sequence[np.ndarray]
-) -> tuple[str, list[np.ndarray]]:
-    """How positions were chosen, and those of each sentence, counted from its first token."""
-    if len(given) != len(rows):
-        raise InputError(f"positions must have {len(rows)} entries, one per sentence, got {len(given)}.")
-    is_mask = given[0].dtype.kind == "b"
-    if any((row.dtype.kind == "b") != is_mask for row in given):
-        raise InputError("positions must be integers or Booleans, got both.")
-    if is_mask:
-        _check_shapes(given, rows, "positions")
-        marked = [np.flatnonzero(row) for row in given]
-        if not all(np.isin(*pair).all() for pair in zip(marked, columns, strict=True)):
-            raise InputError("positions must be False at padding.")
-        given = [np.searchsorted(at, row) for at, row in zip(columns, marked, strict=True)]
-    lengths = map(len, columns)
-    chosen = [_resolved(*each) for each in zip(given, lengths, range(len(given)), strict=True)]
-    return "tokens of a mask" if is_mask else "given", chosen
-
-
-def _resolved(positions: np.ndarray, length: int, number: int) -> np.ndarray:
-    """Positions counted from a sentence's first token, from those that may count from its end."""
-    where = f"positions of sentence {number}"
-    if not len(positions):
-        raise InputError(f"{where} must be one or more, got none.")
+def _positions(given: np.ndarray, mask: np.ndarray, number: int) -> np.ndarray:
+    """Positions counted from a sentence's first token, from a mask or from some that count from its end."""
+    where, length = f"positions of sentence {number}", int(mask.sum())
+    if given.dtype.kind == "b":
+        if given.shape != mask.shape or (given & ~mask).any():
+            raise InputError(f"{where} must have the shape of its tokens, and be False at padding.")
+        given = np.flatnonzero(given[mask])
+    positions = given.astype(np.int64)
     outside = (positions < -length) | (positions >= length)
     if outside.any():
         raise InputError(f"{where} must be between 0 and {length - 1}, got {positions[outside.argmax()]}.")
-    resolved = np.where(positions < 0, positions + length, positions).astype(np.int64)
-    if len(np.unique(resolved)) < len(resolved):
-        raise InputError(f"{where} must be different, got {positions.tolist()[:10]}.")
-    return resolved
+    positions = np.where(positions < 0, positions + length, positions)
+    if not len(positions) or len(np.unique(positions)) < len(positions):
+        raise InputError(f"{where} must be one or more, and different, got {given.tolist()[:10]}.")
+    return positions

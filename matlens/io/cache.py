@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -20,12 +19,12 @@ from typing import Any, NamedTuple
 from matlens import parallel
 from matlens.errors import InputError, checked, printable
 from matlens.io.artifact import CONFIG, LAYOUT, Artifact
+from matlens.io.bounds import Bound
 from matlens.io.files import LOCK, system_errors
 
-VARIABLE, SIZE_VARIABLE = "MATLENS_CACHE", "MATLENS_CACHE_GIB"
-DEFAULT_GIB = 20.0
+VARIABLE = "MATLENS_CACHE"
+LIMIT = Bound("MATLENS_CACHE_GIB", 20, "GiB of the cache", 2**30)
 _OFF = ("0", "off", "no", "none", "false")
-_GIB = 2**30
 _FILES, _ABOUT = "files", "about"
 _ENTRY = re.compile(r"([a-z]+)-[0-9a-f]{32}")
 
@@ -52,7 +51,7 @@ class Cache:
         Maximum number of bytes of all entries.
     """
 
-    def __init__(self, root: Path, limit: int = int(DEFAULT_GIB * _GIB)) -> None:
+    def __init__(self, root: Path, limit: int = 20 * 2**30) -> None:
         self.root, self.limit = Path(root), limit
 
     def find(self, kind: str, key: Mapping[str, Any]) -> Entry | None:
@@ -214,21 +213,7 @@ def default_cache() -> Cache | None:
     if named.lower() in _OFF:
         return None
     if named:
-        return Cache(Path(named).expanduser().absolute(), _limit())
+        return Cache(Path(named).expanduser().absolute(), LIMIT.limit)
     import platformdirs
 
-    return Cache(platformdirs.user_cache_path("matlens", appauthor=False), _limit())
-
-
-def _limit() -> int:
-    text = os.environ.get(SIZE_VARIABLE, "").strip()
-    try:
-        size = float(text) if text else DEFAULT_GIB
-    except ValueError:
-        size = math.nan
-    if not 0 < size < math.inf:
-        raise InputError(
-            f"The environment variable {SIZE_VARIABLE} must be a number of GiB above 0, got "
-            f"'{printable(text, most=60)}'."
-        )
-    return int(size * _GIB)
+    return Cache(platformdirs.user_cache_path("matlens", appauthor=False), LIMIT.limit)

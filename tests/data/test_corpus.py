@@ -68,11 +68,6 @@ def test_counts_add_up_and_sentences_are_normal_and_different(lines: list[str]) 
 # What a corpus says of itself
 
 
-def test_the_report_has_every_count() -> None:
-    report = Corpus("mine.txt", (FIRST,) * 1200, 12345, 12, 34, 56).report()
-    assert all(count in report for count in ("1,200", "12,345", "12 empty", "34 shorter", "56 duplicates"))
-
-
 def test_fingerprint_follows_sentences_and_their_order_only() -> None:
     corpus = Corpus("a", (FIRST, SECOND), 2, 0, 0, 0)
     assert corpus.fingerprint == Corpus("b", (FIRST, SECOND), 9, 1, 2, 4).fingerprint
@@ -105,13 +100,6 @@ def test_seed_decides_the_split_and_nothing_else_does() -> None:
     random.seed(2)
     assert first == corpus.split(n_train=100, n_validation=50, seed=0)
     assert first[1] != corpus.split(n_train=100, n_validation=50, seed=1)[1]
-
-
-def test_every_sentence_can_be_drawn() -> None:
-    corpus = made_up(10)
-    parts = [corpus.split(n_train=1, n_validation=2, seed=seed) for seed in range(100)]
-    assert {s for train, _ in parts for s in train.sentences} == set(corpus.sentences)
-    assert {s for _, validation in parts for s in validation.sentences} == set(corpus.sentences)
 
 
 def test_validation_does_not_depend_on_the_size_of_training() -> None:

@@ -1,4 +1,4 @@
-"""Prompts, and running text in windows."""
+"""Prompts, running text in windows, and the correct token at each position of a window."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from matlens import InputError, make_prompts
 from matlens.data.corpus import Corpus
 from matlens.data.examples import Examples
 from matlens.data.making import make_windows
-from matlens.models.tokens import TextTokens, token_policy
+from matlens.models.tokens import TextTokens
 
 Models = Callable[[str], Any]
 
@@ -67,21 +67,6 @@ def test_what_stands_in_front_of_a_text_stands_in_front_of_each_window(
     assert max(map(len, windows)) == 20
 
 
-def test_a_window_that_what_stands_in_front_fills_is_refused(
-    small_model: Models, sentences: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    front = TextTokens([57, 58, 5, 6], [True, True, False, False])
-    monkeypatch.setattr("matlens.data.making.encode_text", lambda *_: front)
-    with pytest.raises(InputError, match=r"^size must be at least 3 .*, got 2"):
-        make_windows(small_model("llama"), sentences, size=2)
-    assert sentences_of(make_windows(small_model("llama"), sentences, size=3)) == [[57, 58, 5], [57, 58, 6]]
-
-
-def test_windows_know_how_their_text_became_tokens(small_model: Models, sentences: Corpus) -> None:
-    windows = make_windows(small_model("llama"), sentences, size=20)
-    assert windows.provenance["tokenization"] == token_policy(small_model("llama")).digest
-
-
 def test_some_windows_are_spread_over_the_text(small_model: Models, sentences: Corpus) -> None:
     model = small_model("llama")
     every = sentences_of(make_windows(model, sentences, size=16))
@@ -107,14 +92,45 @@ def test_what_makes_no_windows_is_refused(small_model: Models, sentences: Corpus
         make_windows(small_model("bert"), sentences)
 
 
-@pytest.mark.refused
-def test_a_prompt_that_is_in_no_list_is_refused(small_model: Models) -> None:
-    """A text would otherwise be read letter by letter."""
-    with pytest.raises(InputError, match=r"^prompts must be"):
-        make_prompts(small_model("gpt2"), "w1 w2")
-
-
 def test_the_sentences_of_a_corpus_are_prompts(small_model: Models, sentences: Corpus) -> None:
     model = small_model("gpt2")
     made = make_prompts(model, sentences)
     assert made.fingerprint == make_prompts(model, list(sentences.sentences)).fingerprint
+
+
+def test_a_decoder_has_the_next_token_as_target(small_model: Models, sentences: Corpus) -> None:
+    model = small_model("gpt2")
+    windows = make_windows(model, sentences, size=10, max_windows=4)
+    text = make_windows(model, sentences, size=10, max_windows=4, targets=True)
+    assert text.tokens.tolist() == windows.tokens.tolist()
+    assert text.sentences.tolist() == sorted([0, 1, 2, 3] * 9)
+    for s in range(4):
+        window = windows.tokens[10 * s : 10 * (s + 1)]
+        assert text.positions[text.sentences == s].tolist() == list(range(9))
+        assert text.targets[text.sentences == s].tolist() == window[1:].tolist()
+    assert text.select(np.array([1, 3])).targets.tolist() == text.targets[text.sentences % 2 == 1].tolist()
+    with pytest.raises(InputError, match="one per position"):
+        replace(text, targets=np.arange(3))
+
+
+def test_a_masked_model_has_the_masked_tokens_as_targets(small_model: Models, sentences: Corpus) -> None:
+    model = small_model("bert")
+    text = make_windows(model, sentences, size=30, max_windows=12, targets=True)
+    assert len(text) == 12
+    whole = [model.tokenizer(sentence)["input_ids"] for sentence in sentences.sentences[:12]]
+    for s, ids in enumerate(whole):
+        tokens = text.tokens[text.offsets[s] : text.offsets[s + 1]].copy()
+        places = text.positions[text.sentences == s]
+        assert len(places) == max(1, round(0.15 * (len(ids) - 2)))
+        assert set(tokens[places]) == {model.tokenizer.mask_token_id}
+        tokens[places] = text.targets[text.sentences == s]
+        assert tokens.tolist() == ids
+    other = make_windows(model, sentences, size=30, max_windows=12, targets=True, seed=1)
+    assert other.positions.tolist() != text.positions.tolist()
+
+
+def test_a_single_window_is_refused(small_model: Models) -> None:
+    one = Corpus("one", ("w1 w2 w3 w4",), 1, 0, 0, 0)
+    for name in ("gpt2", "bert"):
+        with pytest.raises(InputError, match="at least two"):
+            make_windows(small_model(name), one, size=20, targets=True)

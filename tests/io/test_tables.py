@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import csv
+import io
 import math
 import os
 from pathlib import Path
@@ -11,12 +12,21 @@ from typing import Any
 import pandas as pd
 import pytest
 from damage import harmed, outcome
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from matlens.cli.printing import number_text
 from matlens.errors import InputError
-from matlens.io.tables import COLUMNS, read_table, result_row, result_table, write_results
+from matlens.io.tables import (
+    COLUMNS,
+    csv_text,
+    escape_formula,
+    original_cell,
+    read_table,
+    result_row,
+    result_table,
+    write_results,
+)
 from matlens.metrics import Estimate
 
 
@@ -28,17 +38,21 @@ def row(**changes: Any) -> dict[str, Any]:
     return result_row("quality", **{**described, **changes})
 
 
-def test_a_row_has_the_columns_in_their_order() -> None:
-    expected = ["quality", "small", "words", "mat", 1, 3, "precision", 5, 0.5, 0.25, 0.75, 8]
-    assert list(row()) == list(COLUMNS)
-    assert list(row().values()) == expected
-    assert result_table([row(k=None), row()]).to_csv(index=False).splitlines()[1:] == [
-        "quality,small,words,mat,1,3,precision,,0.5,0.25,0.75,8",
-        "quality,small,words,mat,1,3,precision,5,0.5,0.25,0.75,8",
-    ]
-
-
 def test_a_table_has_further_columns_and_integer_layers() -> None:
+    assert list(row().values()) == [
+        "quality",
+        "small",
+        "words",
+        "mat",
+        1,
+        3,
+        "precision",
+        5,
+        0.5,
+        0.25,
+        0.75,
+        8,
+    ]
     table = result_table([row(lam=0.5), row(layer=None, target=None, lam=math.nan)], "lam")
     assert list(table.columns) == [*COLUMNS, "lam"]
     assert table["layer"].dtype == table["target"].dtype == "Int64"
@@ -67,16 +81,6 @@ def test_another_file_is_refused(content: str | None, tmp_path: Path) -> None:
     columns = {"name": "str", "count": "int64"}
     with pytest.raises(InputError, match=r"table\.csv .* a table of pears.* The orchard writes it\.$"):
         read_table(path, columns, what="a table of pears", made_by="The orchard writes it.")
-
-
-def test_results_are_written_with_their_origin(tmp_path: Path) -> None:
-    table, folder = result_table([row()]), tmp_path / "new" / "folder"
-    write_results(folder, "quality", table, {"seed": 3})
-    assert (folder / "quality.csv").read_text() == table.to_csv(index=False)
-    described = json.loads((folder / "quality.json").read_text())
-    assert described["seed"] == 3
-    assert {"python", "torch", "matlens"} <= set(described["software"])
-    assert described["command"]
 
 
 @pytest.mark.parametrize("digits", [0, 3])
@@ -137,3 +141,62 @@ def test_a_pipe_a_long_line_and_a_large_table_are_refused(
     monkeypatch.setenv("MATLENS_MAX_TABLE_MIB", "1")
     with pytest.raises(InputError, match=r"long\.csv has more than 1 MiB in a table.* MATLENS_MAX_TABLE_MIB"):
         numbers(tmp_path / "long.csv")
+
+
+# Formulas of spreadsheets
+
+SIGNS = "=+-@\uff1d\uff0b\uff0d\uff20"
+TEXTS = st.text(alphabet=SIGNS + " \t\r\n'\"`;|,ab1\ufeff\u200b\u00a0", max_size=12) | st.text(max_size=12)
+
+
+def begins_a_formula(text: str) -> bool:
+    """Whether a spreadsheet that skips what cannot be seen, and double quotes, finds a formula."""
+    return text.lstrip(' \t\r\n"`\ufeff\u200b\u00a0')[:1] in {*SIGNS}
+
+
+@settings(max_examples=500)
+@given(TEXTS)
+@example("'=1+1")
+@example("\t\t=")
+@example("';'=")
+@example("'\tx")
+def test_a_formula_is_escaped_and_comes_back(text: str) -> None:
+    written = escape_formula(text)
+    assert original_cell(written) == text
+    assert not begins_a_formula(written)
+    assert written[:1] not in ("\t", "\r", "\n")
+
+
+@pytest.mark.parametrize("text", ["", "plain", "'", "a-b", "1 = 1", "x@y", "‹=1›", "␣-", ", =, -"])
+def test_other_text_is_unchanged(text: str) -> None:
+    assert escape_formula(text) == text
+
+
+def test_long_texts_take_no_time() -> None:
+    for text in ("\t" * 200_000, "'" * 200_000 + "=", ";" * 200_000 + "x"):
+        assert original_cell(escape_formula(text)) == text  # by a pattern that backtracks, this takes hours
+
+
+def test_numbers_are_unchanged() -> None:
+    table = pd.DataFrame(
+        {"a": [-0.5, 1.0], "b": [-1, 2], "c": [True, False], "d": ["-0.5", "x"], "-e": [None, -3]}
+    )
+    assert csv_text(table).splitlines() == [
+        "a,b,c,d,'-e", "-0.5,-1,True,'-0.5,", "1.0,2,False,x,-3.0"
+    ]  # fmt: skip
+    assert csv_text(pd.DataFrame(columns=["=a"])) == "'=a\n"
+
+
+@settings(max_examples=50)
+@given(texts=st.lists(TEXTS.map(lambda text: text.replace("\r", "")), min_size=1, max_size=4))
+def test_a_table_comes_back_with_its_texts(
+    texts: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("tables")
+    table = pd.DataFrame({"token": texts, "score": [-0.5] * len(texts)})
+    write_results(folder, "t", table, {})
+    written = (folder / "t.csv").read_bytes().decode()
+    rows = list(csv.reader(io.StringIO(written, newline="")))
+    assert not any(begins_a_formula(cell) for cell, _ in rows)
+    read = read_table(Path(folder / "t.csv"), ["token"], what="a table", made_by="")
+    assert read["token"].tolist() == texts
