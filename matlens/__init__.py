@@ -1,4 +1,4 @@
-"""What is linear inside a transformer, and what its feed-forward layers write."""
+"""Linear maps between the layers of a transformer, and FFN outputs as value vectors."""
 
 from importlib.metadata import version
 

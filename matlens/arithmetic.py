@@ -1,4 +1,4 @@
-"""Products in the precision of their factors, whatever torch's settings are.
+"""Matrix products in the precision of their factors, regardless of torch's settings.
 
 ``torch.autocast`` and torch's settings for float32 products let a float32 model compute in half precision,
 which its weights do not tell. What this library computes does not follow them: a model that is to run in half

@@ -1,4 +1,4 @@
-"""What all figures share: colours, lines and cells, axes, titles and legends, by one style sheet.
+"""Style of all figures: colors, lines and cells, axes, titles and legends.
 
 Every method has its own colour and line style in all figures, from the palette of Okabe and Ito for
 colour-blind readers, with two greys. `styled` makes a figure of a function that draws a table.
@@ -108,7 +108,7 @@ def _own_look(name: str) -> Look | None:
 
 
 def styled(draw: Callable[_Parameters, Figure]) -> Callable[_Parameters, Figure]:
-    """Let a function with checked arguments draw by the style sheet, whatever the settings are."""
+    """Make a plot function check its arguments and use the style sheet."""
 
     @functools.wraps(draw)
     def drawn(*arguments: _Parameters.args, **options: _Parameters.kwargs) -> Figure:
@@ -136,7 +136,7 @@ def style_sheet() -> AbstractContextManager[None]:
 def short_name(name: str) -> str:
     """Name of a model or of a corpus without its folders or its organisation.
 
-    A file whose name says nothing of the model, such as ``checkpoint.pt``, is named with its folder.
+    Generic file names, such as ``checkpoint.pt``, are shown with their folder.
     """
     *folders, last = re.split(r"[/\\]", name.rstrip("/\\"))
     if folders and folders[-1] and _OF_ANY_MODEL.fullmatch(last):
@@ -159,7 +159,7 @@ def examples_of(results: pd.DataFrame) -> str:
 
 
 def literal(text: str, style: Literal["normal", "italic"] = "normal") -> str:
-    """Write text that is no formula; what the font cannot draw is shown by its code point."""
+    """Escape text for matplotlib; glyphs that the font lacks become code points."""
     font = get_font(findfont(FontProperties(style=style)))
     characters = (c if font.get_char_index(ord(c)) or c == "\n" else f"\\u{ord(c):04x}" for c in text)
     return "".join(characters).replace("$", r"\$")
@@ -169,7 +169,7 @@ def literal(text: str, style: Literal["normal", "italic"] = "normal") -> str:
 
 
 def layer_ticks(last: int) -> list[int]:
-    """Round layers, and the last one whatever it is."""
+    """Round layers, and always the last one."""
     ticks = [int(t) for t in MaxNLocator(nbins=7, integer=True).tick_values(0, last) if 0 <= t <= last]
     gap = np.diff(ticks).min() if len(ticks) > 1 else 1
     return [*(t for t in ticks if last - t >= gap / 2), last]
@@ -226,7 +226,7 @@ def of_metric(results: pd.DataFrame, metric: str, k: int | None = None) -> pd.Da
 
 
 def line_key(label: str, colour: str = DARK, **look: Any) -> Line2D:
-    """What a legend shows next to a name."""
+    """The handle of a legend entry."""
     return Line2D([], [], color=colour, label=label, **look)
 
 
@@ -245,7 +245,7 @@ def surprisal_axis(ax: Axes) -> None:
 
 
 def mark_infinite(ax: Axes) -> None:
-    """Mark infinite values above the top edge, a row for each curve that has them, and say where they are.
+    """Mark infinite values above the top edge, one row per curve, with a label.
 
     The words stand next to the marks of their curve, or above them where there is no room.
     """
@@ -297,7 +297,7 @@ def _where_infinite(lost: np.ndarray, layers: np.ndarray) -> str:
 
 
 def draw_cells(ax: Axes, grid: pd.DataFrame, **options: Any) -> Any:
-    """Draw a table of numbers as an image."""
+    """Draw a matrix of values as an image."""
     image = ax.imshow(grid.to_numpy(float), **options)
     ax.grid(False)
     return image

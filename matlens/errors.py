@@ -45,7 +45,7 @@ class InputError(ValueError):
 
 
 class InputWarning(UserWarning):
-    """What the user gave can be used, but its results are probably not what they seem.
+    """The input is valid, but its results are probably misleading.
 
     Each call warns at most once about one thing. Python's own filters silence it, or make an error of it:
     ``warnings.filterwarnings("error", category=matlens.InputWarning)``. The command line prints it as a line.
@@ -61,7 +61,7 @@ def warn(message: str) -> None:
 
 
 def printable(text: str, *, most: int = sys.maxsize, keep: str = "") -> str:
-    r"""Write foreign text so that a terminal shows it and does nothing else.
+    r"""Escape foreign text for a terminal.
 
     Control characters, marks that turn the direction of reading, halves of surrogate pairs and all else that
     cannot be seen are escaped as in ``\x1b``, except for the characters in ``keep``. A text of more than
@@ -226,7 +226,7 @@ def short(value: Any) -> str:
 
 
 class Kind(NamedTuple):
-    """What an annotation allows, in words and as a test, and how to come by it."""
+    """The description and check of an annotation, and a remedy."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -269,7 +269,7 @@ def _kinds(function: Any, signature: inspect.Signature) -> dict[str, Kind]:
 
 
 def _kind(hint: Any) -> Kind | None:
-    """What an annotation allows; None where that is anything, or not known."""
+    """The rule of an annotation; None if anything is allowed, or it is unknown."""
     origin, parts = get_origin(hint), get_args(hint)
     if hint is Any or hint is object:
         return None

@@ -1,4 +1,4 @@
-"""One pass over the examples gives the vectors of every chosen site, kept or streamed."""
+"""Vectors of any site, collected or streamed in one pass; attention sinks."""
 
 import lazy_loader
 

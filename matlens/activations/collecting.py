@@ -162,7 +162,7 @@ def batch_counts(
 
 
 class _Batches:
-    """The batches in which a model reads examples, and where the vectors of each are and belong."""
+    """Batches of examples, with the rows of each batch."""
 
     def __init__(
         self, model: TransformerBridge, examples: Examples, positions: Positions, batch_tokens: int

@@ -128,7 +128,7 @@ def read_exported(
 
 
 def _examples(model: TransformerBridge, prompts: Sequence[_Prompt], name: str = "exported") -> Examples:
-    """The tokens that the engine has read: an end of text at the end of a prompt is no padding."""
+    """The tokens that the engine read; an end-of-text token at the end of a prompt is not padding."""
     tokens = [prompt.tokens for prompt in prompts]
     return make_token_examples(model, tokens, attention_mask=[[1] * len(each) for each in tokens], name=name)
 

@@ -212,7 +212,7 @@ def _intact(path: Path) -> Iterator[None]:
 
 
 def _to_arrow(vectors: Tensor, dtype: torch.dtype) -> pyarrow.Array:
-    """Lists of fixed size; Parquet has no bfloat16, so that its bits are written as uint16."""
+    """Lists of fixed size; bfloat16, which Parquet lacks, is written as uint16."""
     import pyarrow as pa
 
     values = vectors.to(dtype)

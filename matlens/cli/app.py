@@ -1,4 +1,4 @@
-"""The command line: all commands, of which the cache's are here."""
+"""The command line; the cache commands are here."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def clear() -> None:
 
 
 def main() -> None:
-    """Run the command line, as one of several processes where the environment says so."""
+    """Run the command line, distributed if `torchrun` started it."""
     start(app, dividing=("run", "collect", "fit", "part", "lens fit", "linearity"))
 
 

@@ -1,4 +1,4 @@
-"""Commands about feed-forward layers: value vectors shown, searched and clustered, updates taken apart."""
+"""Commands for FFNs: show, search and cluster value vectors; decompose updates."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def search(
     among: PositiveInt = 30,
     limit: PositiveInt = 20,
 ) -> None:
-    """Find the value vectors that have a word among their top tokens; of several words, most first.
+    """Find the value vectors with the words in their top tokens, most matches first.
 
     Parameters
     ----------
@@ -118,7 +118,7 @@ def cluster(
     memory
         Maximum GiB for exact clusters; if they need more, cluster by near neighbours.
     limit
-        Without names, show so many, the largest.
+        Number of clusters to show, largest first, if no vector is named.
     """
     from matlens.study.study import cluster_values
 
@@ -164,7 +164,7 @@ def update(
     position: int | None = None,
     dominant: PositiveInt = 10,
 ) -> None:
-    """Take apart what the FFNs write for a prompt: the dominant sub-updates and the tokens they promote.
+    """Show the dominant sub-updates of the FFNs for a prompt and the tokens they promote.
 
     Without --layer there is a line for each layer, with its greatest sub-update, and the share of the layer's
     contributions that the dominant ones have. A sub-update with a negative coefficient promotes the tokens

@@ -1,4 +1,4 @@
-"""Commands about lenses: fitted, shown, drawn, shared, and turned into files of other projects."""
+"""Commands for lenses: fit, show, plot, share and convert."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def trajectory(
     csv
         Write a row for each token, layer and --token.
     colour
-        What colours the cells.
+        Color of the cells.
     """
     from matlens.models.tokens import visible
 
@@ -262,7 +262,7 @@ def push(
     results: Path | None = None,
     private: bool = False,
 ) -> None:
-    """Put a lens into a repository of the hub, with a card that says what it was fitted on.
+    """Push a lens to a hub repository, with a model card.
 
     Parameters
     ----------
@@ -309,7 +309,7 @@ def pull(repository: str, name: str | None = None, /, *, out: Path, revision: st
 
 
 def _lens(model: ModelOptions, folder: str) -> Lens:
-    """The lens that is asked for, on its model."""
+    """Load the lens and its model."""
     bridge = model.load()
     from matlens.lens.lens import Lens
 

@@ -132,7 +132,7 @@ def _without_notes(hint: Any) -> tuple[Any, list[Any]]:
 
 
 def documented(function: Any) -> tuple[str, dict[str, str]]:
-    """What a docstring says before its section of parameters, and of each parameter."""
+    """A docstring's text before its parameters, and the text of each parameter."""
     summary, *sections = re.split(r"\n\n(?:Parameters|Attributes)\n-+\n", inspect.getdoc(function) or "")
     helps: dict[str, str] = {}
     for entry in re.split(r"\n(?=\S)", "\n".join(sections)):
@@ -275,7 +275,7 @@ class CorpusOptions:
     split
         Which split of a dataset to read.
     limit
-        Read no more sentences of the corpus than this.
+        Maximum number of sentences to read.
     """
 
     corpus: str

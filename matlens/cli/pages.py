@@ -28,7 +28,7 @@ def explore(
     dominant: PositiveInt = 10,
     read: Literal["plain", "head"] = "plain",
 ) -> None:
-    """Show a prompt layer by layer in a page for a browser, which needs nothing else.
+    """Write an HTML page that shows a prompt layer by layer and works offline.
 
     Each cell opens to its likeliest tokens and to the sub-updates that the FFN below it wrote.
 
@@ -72,7 +72,7 @@ def explore_values(
     corpus
         Sentences to show uses of the vectors in, such as wikipedia-sample; none without.
     sentences
-        How many sentences are drawn of the corpus.
+        Number of sentences sampled from the corpus.
     clusters
         Clusters that 'matlens values cluster' has stored.
     neighbours

@@ -56,7 +56,7 @@ def linearity(
     eval_windows
         Most windows or sentences to take losses of.
     every
-        Only parts of every so many blocks; 1 for all.
+        Use every n-th block; 1 for all.
     """
     model.check()
     parts = corpus.tenth(seed)
@@ -118,15 +118,15 @@ def prune(
     blocks
         How many blocks to remove, or which: 13,14,15.
     attention
-        Instead: of how many blocks the attention is removed, or of which.
+        Remove only attention: number of blocks, or a list of blocks.
     method
-        What replaces the FFN's output matrix before each span; by default chain, and refit with --attention.
+        How the FFN's output matrix before each span is replaced; default chain (refit with --attention).
     choice
-        How blocks are chosen where only their number is given.
+        How blocks are chosen if only their number is given.
     penalty
         Penalty towards the original matrix; by default 0.1 for refit, 0.3 for chain.
     heal
-        Train the changed matrices on so many tokens; minutes for 100,000.
+        Train the changed matrices on this many tokens; minutes for 100,000.
     window
         Tokens of a window of running text.
     windows

@@ -1,4 +1,4 @@
-"""What commands print: tables and paths."""
+"""Printing of tables and paths."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
 def print_frame(
     title: str, table: Any, headings: Mapping[str, str], *, digits: Mapping[str, int] | None = None
 ) -> None:
-    """Print columns of a data frame under headings, numbers to three digits or to ``digits``."""
+    """Print columns of a data frame under headings, values to three digits or to ``digits``."""
 
     def cell(value: Any, of: int) -> Any:
         if isinstance(value, Integral) or not isinstance(value, Real):
@@ -54,12 +54,12 @@ def print_frame(
 
 
 def foreign(text: object) -> Text:
-    """What others wrote, such as tokens, for a table: shown as it is, neither obeyed nor taken for markup."""
+    """Foreign text, such as tokens, for a table: escape sequences and markup are inert."""
     return Text(printable(str(text)))
 
 
 def print_line(*parts: object) -> None:
-    """Print a line in which there may be what others wrote, such as names of files."""
+    """Print a line that may contain foreign text, such as file names."""
     print(printable(" ".join(map(str, parts))))
 
 

@@ -1,4 +1,4 @@
-"""How a command line is run: one line for an error of the user, and several processes of which one prints."""
+"""Run a command line: one-line errors, and output of the main process only."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def on_main(what: str) -> Iterator[bool]:
 
 
 def start(app: typer.Typer, *, dividing: Sequence[str] = ()) -> NoReturn:
-    """Run a command line, as one of several processes where the environment says so, and end the process.
+    """Run a command line, distributed if `torchrun` started it, and exit.
 
     Parameters
     ----------

@@ -92,7 +92,7 @@ def run_part(
 ) -> None:
     """Run one part of the training sentences and store its sufficient statistics, and no vectors.
 
-    All parts are given the same options but for --part and --out. 'matlens merge' joins them.
+    Give all parts the same options except --part and --out. 'matlens merge' joins them.
 
     Parameters
     ----------
@@ -276,7 +276,7 @@ def plan(
 
 @command(app)
 def verify(folder: Path, /) -> None:
-    """Check all bytes of what matlens has written in FOLDER and below it; exit with code 2 on damage."""
+    """Verify the checksums of all artifacts in FOLDER; exit with code 2 on damage."""
     from matlens.io.verification import verify as verify_folder
 
     damages = []

@@ -1,4 +1,4 @@
-"""What models read: their direction, context and tokens, and checks of examples against them."""
+"""Direction, context and tokens of a model, and checks of examples against them."""
 
 from __future__ import annotations
 

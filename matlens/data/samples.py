@@ -82,7 +82,7 @@ def news_sample() -> Iterator[str]:
 
 @contextmanager
 def _in_wheel(package: str, path: str, install: str) -> Iterator[Path]:
-    """A file or folder in an installed package; errors of reading it say how to install it."""
+    """A file or folder in an installed package, with installation hints on errors."""
     # find_spec of a top-level package locates it without importing it.
     spec = importlib.util.find_spec(package)
     folders = (spec.submodule_search_locations if spec else None) or []
@@ -131,7 +131,7 @@ def _plain_code(code: Wikicode | None) -> str:
 
 
 def _plain(node: Node) -> str:
-    """Write one piece of wikitext as a reader sees it, or a mark for what has no plain form."""
+    """Convert a piece of wikitext to plain text, with a mark for other elements."""
     if isinstance(node, Text):
         return str(node.value)
     if isinstance(node, Wikilink):
@@ -254,7 +254,7 @@ def _is_prose(text: str) -> bool:
 
 
 def _translations(catalogue: str) -> dict[str, str]:
-    """What a catalogue has for each message; those that depend on a number or on a context are excluded."""
+    """Translations by message, except messages with plurals or contexts."""
     with _in_wheel("weblate", catalogue, _WEBLATE) as path:
         lines = path.read_text(encoding="utf-8").splitlines()
     translated: dict[str, str] = {}

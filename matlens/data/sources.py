@@ -113,7 +113,7 @@ def _checked_text(text: Any, where: str) -> str:
 
 
 def _given_sentences(rows: Iterable[Any], field: str) -> Iterator[str]:
-    """Sentences that are given one by one, or texts in rows such as those of a dataset."""
+    """Sentences from a list, or from the rows of a dataset."""
     if isinstance(rows, Mapping) or hasattr(rows, "columns"):  # it would iterate over names of columns
         raise InputError(f"source must be a list or a column of sentences, got {short(rows)}.")
     for number, row in enumerate(rows, 1):

@@ -1,6 +1,6 @@
 """Text files, plain or gzip, and archives of Leipzig corpora: read in bounds, to their checksum.
 
-Nothing is unpacked to the disk, so names and links in an archive lead nowhere.
+Nothing is unpacked to disk, so names and links in an archive are harmless.
 """
 
 from __future__ import annotations

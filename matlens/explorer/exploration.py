@@ -123,7 +123,7 @@ def explore(
 
 @checked
 def load_lens(folder: str | Path) -> Lens:
-    """A lens from its folder, or from a folder of maps, of which those to the last layer are one."""
+    """A lens from its folder, or from the maps to the last layer in a folder of maps."""
     folder = Path(folder)
     holds = None
     with suppress(OSError):

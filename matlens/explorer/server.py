@@ -92,7 +92,7 @@ class LiveModel:
 
     @property
     def application(self) -> Any:
-        """What answers requests, by the rules of ASGI."""
+        """The ASGI application."""
         from starlette.applications import Starlette
         from starlette.routing import Route
 

@@ -33,7 +33,7 @@ _BATCH_TOKENS = 512
 
 
 def shortened(examples: Examples, longest: int = LONGEST) -> Examples:
-    """The same sentences, cut after so many tokens, and the last token of each as its position."""
+    """The same sentences, truncated, with the last token of each as its position."""
     kept = examples.places < longest
     lengths = np.minimum(examples.lengths, longest)
     return replace(

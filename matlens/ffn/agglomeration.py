@@ -32,7 +32,7 @@ def gib_in_memory(n: int) -> float:
 
 
 def method_within(n: int, memory: float) -> str:
-    """``exact`` if the distances of ``n`` vectors fit into so many GiB, else ``neighbours``."""
+    """``exact`` if the distances of ``n`` vectors fit into memory, else ``neighbours``."""
     return EXACT if gib_in_memory(n) <= memory else NEIGHBOURS
 
 

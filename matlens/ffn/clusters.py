@@ -86,7 +86,7 @@ class Clusters:
         folder
             Where the clusters are stored, and read from if they exist.
         progress
-            Whether to print the method, and to show that work goes on.
+            Whether to print the method and show progress.
 
         Raises
         ------
@@ -189,7 +189,7 @@ class Clusters:
 
 
 def unit_vectors(values: ValueVectors) -> Float[np.ndarray, "n d_model"]:
-    """All value vectors at unit length, in float64; raises InputError if one has no direction."""
+    """Normalized value vectors in float64; raises InputError for zero vectors."""
     vectors = torch.cat([values.layer(layer).cpu() for layer in range(values.n_layers)]).double()
     lengths = vectors.norm(dim=1, keepdim=True)
     without_direction = (~(lengths > 0) | lengths.isinf()).nonzero()[:, 0].tolist()

@@ -1,4 +1,4 @@
-"""Norms after an FFN and before the unembedding: what they do to each term of a sum alike."""
+"""Norms after an FFN and before the unembedding, applied to the terms of a sum."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FFN_OUT, NORMED_OUT = (
 @checked
 @dataclass(frozen=True, eq=False)
 class NormGain:
-    """The part of a norm that acts on each term of a sum alike.
+    """The linear part of a norm, which acts on each term of a sum.
 
     RMS norms and layer norms are ``gain * (x - mean(x)) / size(x) + bias``, RMS norms without the mean. So a
     term ``v`` of ``x`` reaches the output as ``gain * (v - mean(v))``, divided by the size of the sum.
@@ -79,7 +79,7 @@ class LinearHead(nn.Module):
 
 
 def output_kind(layout: ModelLayout) -> str:
-    """Kind of the site of what an FFN adds to the residual stream: after its own norm, if it has one."""
+    """The kind of site that an FFN adds to the residual stream: after its own norm, if any."""
     return NORMED_OUT if NORMED_OUT in layout.kinds else FFN_OUT
 
 

@@ -75,9 +75,9 @@ class ExitRule:
     def signals(
         self, active: Int[np.ndarray, "n n_layers k"], rows: Int[np.ndarray, " m"]
     ) -> Bool[np.ndarray, "m n_layers"]:
-        """Whether each layer says that the predictions of some rows are made.
+        """Whether the rule exits, for each row and layer.
 
-        A layer where no training prediction was made never says so; one without others to exceed always does.
+        Layers without training predictions never exit; layers without competitors always do.
         """
         if active.shape[1:] != self.active_.shape[1:]:
             raise InputError(

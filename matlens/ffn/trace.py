@@ -58,7 +58,7 @@ class Trace:
 
     @cached_property
     def norm(self) -> Float[Tensor, "n n_layers"]:
-        """The norm of ``x~``, by which attention sinks are found."""
+        """The norm of ``x~``, used to find attention sinks."""
         return self._rows["norm"]
 
     @cached_property
@@ -190,7 +190,7 @@ def sites_before_ffn(model: TransformerBridge, layer: int) -> list[str]:
 
 
 class _BatchReader:
-    """Computes the rows of a trace from batches of vectors, in the layout in which they are stored."""
+    """Computes the rows of a trace from batches of vectors, in their stored layout."""
 
     def __init__(self, model: TransformerBridge, examples: Examples, k: int, seed: int) -> None:
         self._values, self._readout = ValueVectors(model), Readout(model)

@@ -1,7 +1,7 @@
 """Value vectors: the rows of the output matrices of FFNs (paper B, section 2).
 
 An FFN computes ``sum_i m_i v_i + b``: coefficients ``m`` times value vectors ``v_i``. ``L3D12`` is vector 12
-of layer 3, both counted from 0. They are float32, whatever the precision of the model.
+of layer 3, both counted from 0. They are float32 for any precision of the model.
 
 Where a norm follows the FFN (Gemma 2 and 3), ``m_i v_i`` reaches the residual stream as ``s m_i (g * v_i)``
 with the norm's gain ``g`` and one positive scale ``s`` per token; there the value vectors are ``g * v_i``. A
@@ -128,7 +128,7 @@ class ValueVectors:
     n_layers, d_mlp, d_model
         There are ``n_layers x d_mlp`` vectors of ``d_model`` dimensions.
     output_kind
-        Site of what an FFN adds to the residual stream: ``ffn_out``, or ``ln2_post_out`` if a norm follows.
+        The site that is added to the residual stream: ``ffn_out``, or ``ln2_post_out`` if a norm follows.
     identity
         The model's name, the fingerprint of its weights, and its precision.
     device

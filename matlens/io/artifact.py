@@ -86,7 +86,7 @@ class Artifact:
 
     @property
     def request(self) -> dict[str, Any]:
-        """What was asked for, as JSON gives it back."""
+        """The request, as JSON returns it."""
         return self.config["request"]
 
     @property
@@ -336,7 +336,7 @@ class Artifact:
         return open_recorded(path, record)
 
     def _header(self, name: str) -> Record:
-        """What a file of tensors says of its job and its tensors, once it is known to be as written."""
+        """The metadata of a tensor file, after its checksum is verified."""
         if name in self._headers:
             return self._headers[name]
         from safetensors import SafetensorError, safe_open
@@ -359,7 +359,7 @@ class Artifact:
 
 
 def make_config(holds: str, request: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``config.json`` says of every result: what it holds, its request, and what computed it."""
+    """Content of ``config.json``: type, request, and library versions."""
     return {
         "layout": LAYOUT,
         "holds": holds,
@@ -370,7 +370,7 @@ def make_config(holds: str, request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def software_versions() -> dict[str, str]:
-    """Versions of what computed the result."""
+    """Versions of the libraries that computed the result."""
     return {"python": platform.python_version()} | {name: version(name) for name in _LIBRARIES}
 
 
@@ -431,7 +431,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def is_finished(folder: str | Path) -> bool:
-    """Whether a folder holds a finished artifact, as its ``config.json`` says."""
+    """Whether a folder holds a finished artifact, by its ``config.json``."""
     try:
         return bool(read_json(Path(folder) / CONFIG).get("finished"))
     except (OSError, InputError, AttributeError):
@@ -478,7 +478,7 @@ def _cut(value: Any) -> str:
 
 
 def _only_names(key: str, now: Mapping[str, Any], there: Mapping[str, Any]) -> bool:
-    """Whether a name of a model differs whose fingerprint says that it is the same model."""
+    """Whether only the name of a model differs, not its fingerprint."""
     of, _, name = key.rpartition(".")
     fingerprint = f"{of}.fingerprint"
     return name in _NAMES and fingerprint in now and now[fingerprint] == there.get(fingerprint)
@@ -500,7 +500,7 @@ def _owner(folder: Path) -> str:
 
 
 def _hash(values: Tensor) -> str:
-    """The SHA-256 of a tensor's type, shape and bytes, as they are in a file."""
+    """The SHA-256 of a tensor's type, shape and bytes in a file."""
     import torch
 
     digest = hashlib.sha256(f"{values.dtype} {list(values.shape)}".encode())

@@ -21,7 +21,7 @@ class Bound:
     default
         The bound where it is not set.
     unit
-        What is counted, such as ``"MiB in a line"``.
+        Unit and subject, such as ``"MiB in a line"``.
     scale
         How many of what `check` counts are one of these, such as bytes in a MiB.
     """
@@ -33,7 +33,7 @@ class Bound:
 
     @property
     def limit(self) -> int:
-        """The current bound, in what `check` counts; raises InputError if the variable is no number."""
+        """The current limit, in the unit of `check`; raises InputError for an invalid variable."""
         text = os.environ.get(self.variable, "").strip() or str(self.default)
         if not (text.isascii() and text.isdigit() and len(text) < 19 and int(text)):
             raise InputError(

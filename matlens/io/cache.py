@@ -41,7 +41,7 @@ class Entry(NamedTuple):
 
 @checked
 class Cache:
-    """A folder of entries, of which those used longest ago are removed when it grows too large.
+    """A folder of entries with least-recently-used eviction.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ class Cache:
         Parameters
         ----------
         kind, key
-            What it holds, and everything that it depends on.
+            The type of the entry, and everything that it depends on.
         fill
             Writes the files of the entry into a folder.
         about
@@ -183,7 +183,7 @@ def _size(path: Path) -> int:
 
 
 def file_states(paths: Iterable[Path]) -> dict[str, list[Any]]:
-    """What changes whenever a file does, for keys: where it is, its size and both of its times.
+    """A key that changes with a file: path, size and both timestamps.
 
     The time of its last change of status cannot be set, so a file that was overwritten and given its old time
     is noticed too.

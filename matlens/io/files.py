@@ -170,7 +170,7 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 def read_bounded(path: str | Path, bound: Bound) -> bytes:
-    """Read a file that may be no larger than a bound."""
+    """Read a file up to a size limit."""
     with open_regular(path) as file:
         bound.check(os.fstat(file.fileno()).st_size, str(path))
         content = file.read(bound.limit + 1)
@@ -224,6 +224,6 @@ def hash_file(file: BinaryIO) -> tuple[str, int]:
 
 
 def content_hash(content: Mapping[str, Any]) -> str:
-    """The SHA-256 of a record, whatever the order of its keys."""
+    """The SHA-256 of a record, independent of the order of its keys."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()

@@ -72,7 +72,7 @@ class HubRepository:
 
     @contextmanager
     def _asking(self, what: str) -> Iterator[None]:
-        """Wait no longer than `PATIENCE` for an answer, and raise InputError for whatever goes wrong."""
+        """Time out after `PATIENCE` seconds, and raise InputError for any failure."""
         from huggingface_hub import get_session
 
         session = get_session()

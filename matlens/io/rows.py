@@ -57,7 +57,7 @@ def file_bytes(n_rows: int, column: Column) -> int:
 
 
 class StoredRows(Mapping[str, Tensor]):
-    """The rows of an artifact by column, in the order of their numbers; a column is read when it is used."""
+    """The rows of an artifact by column, in order; columns are read lazily."""
 
     def __init__(self, artifact: Artifact, *, finite: bool = True) -> None:
         self._artifact, self._finite = artifact, finite
@@ -83,7 +83,7 @@ class StoredRows(Mapping[str, Tensor]):
         return whole
 
     def shards(self, names: Sequence[str]) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
-        """The rows of some columns shard by shard: their numbers, and their values."""
+        """The rows of some columns shard by shard: indices and values."""
         for shard in self._shards:
             index = self._artifact.read(shard, INDEX).numpy()
             yield index, {name: self._artifact.read(shard, name, finite=self._finite) for name in names}

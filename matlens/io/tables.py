@@ -58,7 +58,7 @@ def result_row(
     model, corpus
         Names of the model and of the corpus.
     method
-        What is measured, such as ``mat`` or ``id``.
+        The evaluated method, such as ``mat`` or ``id``.
     layer, target
         Layers that the value is about; None for all of them.
     metric, k
@@ -105,7 +105,7 @@ def read_table(
     columns
         Columns that must exist, with their dtypes; str if only names are given.
     what
-        What the file should be, such as ``"a table of results"``.
+        Description of the file for errors, such as ``"a table of results"``.
     made_by
         A sentence that says where such a file comes from.
     options
@@ -201,7 +201,7 @@ def _describe(name: str, content: bytes) -> dict[str, Any]:
 
 
 def escape_formula(text: str) -> str:
-    """A cell as it is written, with an apostrophe in front of what a spreadsheet would run."""
+    """A cell as written, with an apostrophe before what a spreadsheet would run as a formula."""
     return f"'{text}" if _FORMULA.match(text) else text
 
 

@@ -35,9 +35,9 @@ class Verdict(NamedTuple):
     path
         The folder of an artifact, or a table.
     what
-        What it holds, such as ``"maps, 12 files"``.
+        Contents, such as ``"maps, 12 files"``.
     damage
-        What is wrong with it, or ``None``.
+        The problem, or ``None``.
     """
 
     path: Path
@@ -94,7 +94,7 @@ def _check_files(folder: Path, records: Mapping[str, Any]) -> None:
 
 
 def _verify_record(path: Path) -> Verdict | None:
-    """Verify the files that a record lists; ``None`` if it is no record of matlens."""
+    """Verify the files listed in a record; ``None`` if it is not a record of matlens."""
     if path.suffix != ".json":
         return None
     folder, place, what = path.parent, path.parent, path.name

@@ -98,7 +98,7 @@ def solve(
 def leave_one_out(
     sums: LeastSquares, x: Tensor, y: Tensor, weights: Tensor, *, intercept: bool
 ) -> Float[Tensor, " strengths"]:
-    """Squared errors on held-out samples, each by the map fitted on all others, for each of `STRENGTHS`.
+    """Leave-one-out squared errors for each of `STRENGTHS`.
 
     The error of a held-out sample is that of the fit on all samples, divided by one minus its leverage.
     """

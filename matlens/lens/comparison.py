@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @checked
 def default_methods(model: TransformerBridge) -> list[Method]:
-    """What is compared by default; ``tuned`` and ``jacobian``, which take minutes a layer, are not."""
+    """Default methods; ``tuned`` and ``jacobian`` take minutes per layer and are excluded."""
     standardised = [LensConfig(standardise=True), LensConfig(standardise=True, intercept=True)]
     if not trained.best_start(model).standardise:  # the head does not begin with a norm
         standardised = []
@@ -61,7 +61,7 @@ class Comparison:
     lenses
         The lenses by name.
     origin
-        What the values come from.
+        Provenance of the values.
     """
 
     report: pd.DataFrame
@@ -105,11 +105,11 @@ def compare_lenses(
     layers
         The layers, by default a sixth, a third, a half, two thirds and five sixths of the way.
     against
-        The lens from which paired differences are taken, by default ``mat`` where it is there.
+        The reference lens of paired differences, by default ``mat`` if present.
     n_prompts, longest
         Sentences that Jacobians are taken on, and the tokens that they are cut to, see `Lens.fit`.
     evaluations
-        Open sets to read besides, see `read_evaluations`; for decoders.
+        Open sets to evaluate as well, see `read_evaluations`; decoders only.
     seed
         For sampled positions, and the samples and tokens that training samples.
     """

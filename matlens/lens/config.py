@@ -28,7 +28,7 @@ class LensConfig:
     ridge
         Penalty in units of ``mean diag(X'X)``; ``"loo"`` chooses it by leave-one-out.
     toward
-        What the penalty pulls the map towards.
+        The target of the penalty.
     rank
         Rank of the map, full by default.
     shared_map
@@ -87,7 +87,7 @@ def parse_methods(methods: Method | Sequence[Method]) -> dict[str, LensConfig | 
     Raises
     ------
     InputError
-        There is no method of a name, or no name.
+        A name is unknown, or none is given.
     """
     known = [*METHODS, *entry_points(group=ENTRY_POINTS).names]
     parsed: dict[str, LensConfig | None] = {}

@@ -157,7 +157,7 @@ def _read_out(readout: Readout, h: Tensor) -> Tensor:
 def evaluate_layers(
     lenses: Mapping[str, Lens], data: Activations, layers: Sequence[int], **options: bool
 ) -> dict[tuple[int, str], Evaluation]:
-    """What lenses read out at some layers, by layer and name; the options are those of `evaluate`."""
+    """Readouts of lenses by layer and name; options as in `evaluate`."""
     readout = next(iter(lenses.values())).on_readout
 
     def scores(layer: int, lens: Lens) -> Scores:
@@ -227,7 +227,7 @@ def prediction_quality(
     methods: Sequence[MapMethod] = METHODS,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Precision@1, 5, 10 and surprisal of what every layer predicts by ``mat`` and ``id`` (paper A, 4.1)."""
+    """Precision@1, 5, 10 and surprisal of ``mat`` and ``id`` at every layer (paper A, 4.1)."""
     warn_of_same_sentences(maps.provenance, validation.provenance, "The maps", parts=False)
     if not methods:
         raise InputError("methods must have mat, id, or both.")
@@ -304,7 +304,7 @@ def evaluate_lenses(
     layers
         Layers to evaluate, by default all that every lens has and that were collected.
     against
-        The lens from which paired differences are taken, if any.
+        The reference lens of paired differences, if any.
     sinks
         True for attention sinks: r2 is then given without them too.
     seconds

@@ -43,7 +43,7 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 
 def check_lens_folder(folder: Path, method: str) -> None:
-    """Refuse, before any work, a folder in which a lens of a method could not be stored."""
+    """Check early that a lens of a method can be stored in a folder."""
     Artifact.check_possible(folder, _HOLDS, {"method": method})
     check_writable(nearest_existing(folder))
 
@@ -125,7 +125,7 @@ def write_jacobian_lens(path: str | Path, lens: LensMaps) -> None:
 
 
 def _digest_of(matrices: Mapping[int, Tensor]) -> str:
-    """Sixteen hex digits that change with the matrices of the layers, as they are in a file."""
+    """A 16-digit hex digest of the matrices of the layers in a file."""
     return tensor_digest(
         torch.tensor(sorted(matrices)).double(),
         *(matrices[layer].cpu().float() for layer in sorted(matrices)),
@@ -218,7 +218,7 @@ def _has_unembedding(model: TransformerBridge, config: Mapping[str, Any]) -> boo
 
 
 def _tuned_hash(weight: Tensor) -> str:
-    """What tuned-lens calls the hash of an unembedding: of how NumPy prints it, with one decimal."""
+    """The unembedding hash of tuned-lens: of NumPy's printed form, with one decimal."""
     usual = np.printoptions(
         edgeitems=3, threshold=1000, linewidth=75, suppress=False, nanstr="nan", infstr="inf", sign="-",
         formatter=None, floatmode="maxprec", legacy=False,

@@ -107,7 +107,7 @@ def _folders(files: Sequence[str]) -> list[str]:
 
 
 def folder_of(lens: LensMaps) -> str:
-    """Where a lens lies in a repository unless it is named: ``model/method/corpus``."""
+    """Default folder of a lens in a repository: ``model/method/corpus``."""
     parts = (bare(lens.provenance.identity.name), lens.method, bare(lens.provenance.corpus))
     return "/".join(
         re.sub(r"[^A-Za-z0-9._-]+", "-", part.split("/")[-1]).strip("-.") or "-" for part in parts
@@ -194,7 +194,7 @@ def _table(heads: Sequence[str], rows: Any) -> list[str]:
 
 
 def _plain(text: Any) -> str:
-    """Foreign text that is shown in a line of Markdown and does nothing else."""
+    """Foreign text, escaped for a line of Markdown."""
     return _MARKUP.sub(r"\\\1", printable(str(text), most=200))
 
 

@@ -49,7 +49,7 @@ class Lens(LensMaps):
     ----------
     maps
         The map of each layer, from ``0`` to ``L - 1``, ``None`` for the identity; layers may be absent.
-        ``h^L`` itself is read as it is.
+        ``h^L`` itself is read unchanged.
     method
         How it was fitted, such as ``"mat"`` or ``"standardise+rank=64"``.
     provenance
@@ -73,7 +73,7 @@ class Lens(LensMaps):
 
     @classmethod
     def identity(cls, model: TransformerBridge) -> Lens:
-        """The logit lens of a model: every layer is read as it is (``id``)."""
+        """The logit lens of a model (``id``): every layer is read unchanged."""
         maps = dict.fromkeys(range(model.cfg.n_layers))
         return cls(maps, "id", Provenance(ModelIdentity.from_model(model))).on(model)
 
@@ -270,7 +270,7 @@ class Lens(LensMaps):
         return replace(lens, readout=Readout(model), model=model)
 
     def trajectory(self, prompt: str, *, k: int = 5, layers: Sequence[Layer] | None = None) -> Trajectory:
-        """What is predicted at every token of a prompt and every layer, see `Trajectory`.
+        """Predict at every token of a prompt and every layer, see `Trajectory`.
 
         ``k`` tokens of each prediction, at all layers of the lens or some; the last one is always read. The
         prompt of a masked-LM model has one mask in it.
@@ -319,7 +319,7 @@ class Lens(LensMaps):
         Returns
         -------
         commit
-            Forty hex digits, by which `from_pretrained` reads this very lens.
+            The commit, for `from_pretrained(revision=...)`.
         """
         place = HubRepository(repository, endpoint, token)
         return push_lens(self, place, name=name, quality=quality, private=private)

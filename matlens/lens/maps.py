@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 @checked
 @dataclass(frozen=True)
 class Standardisation:
-    """What a norm does to a vector before its gain: unit mean square, for LayerNorm centred first.
+    """A norm without its gain: unit mean square, centered first for LayerNorm.
 
     Attributes
     ----------
     kind
         ``"rms"`` for RMSNorm, ``"layer"`` for LayerNorm.
     eps
-        What the norm adds to the mean square.
+        Epsilon, added to the mean square.
     """
 
     kind: Literal["rms", "layer"]
@@ -43,7 +43,7 @@ class Standardisation:
 
     @classmethod
     def from_model(cls, model: TransformerBridge) -> Standardisation:
-        """That of a model's final norm.
+        """Standardization of a model's final norm.
 
         Raises
         ------
@@ -83,7 +83,7 @@ def _is_gain(standardisation: Standardisation, module: Any, width: int) -> bool:
 @checked
 @dataclass(frozen=True, eq=False)
 class LensMaps:
-    """What a `Lens` is without the model that it reads out with, see there."""
+    """A `Lens` without its model."""
 
     maps: Mapping[int, LinearMap | None]
     method: str
@@ -125,7 +125,7 @@ class LensMaps:
 
     @property
     def digest(self) -> str:
-        """Sixteen hex digits that change with the numbers."""
+        """A 16-digit hex digest of the weights."""
         digests = {layer: linear and linear.digest for layer, linear in self.maps.items()}
         content = repr((self.norm, digests, sorted(self.scales.items())))
         return hashlib.sha256(content.encode()).hexdigest()[:16]

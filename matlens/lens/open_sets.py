@@ -58,7 +58,7 @@ class EvaluationItem:
     Attributes
     ----------
     name
-        What it is called.
+        Name of the item.
     text
         The prompt up to the token that it is read at.
     words

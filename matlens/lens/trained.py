@@ -93,7 +93,7 @@ class LayerTraining:
     norm
         What is done to ``h^l`` before the map.
     seed
-        For the samples and tokens that are drawn.
+        For the samples and tokens.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class LayerTraining:
     def polish(
         self, *, steps: int = STEPS, batch: int = BATCH, tokens: int = TOKENS, rate: float = 0.03
     ) -> None:
-        """Take steps down the divergence of what is read out, each with a sample of the vocabulary.
+        """Minimize the KL divergence of the readout by steps on samples of the vocabulary.
 
         A step changes the matrix as much in every direction: its gradient with momentum, with all singular
         values made equal. The intercept and a factor on the scores go by Adam. ``rate`` is about what the
@@ -330,12 +330,12 @@ def fit_jacobian(
         How many of the longest sentences are prompts, and the tokens that each is cut to. Those with no more
         than ``skip + 1`` tokens are excluded.
     skip
-        First positions of a prompt that are no sources.
+        Number of initial positions excluded as sources.
 
     Raises
     ------
     InputError
-        The model is no plain decoder, or no prompt is long enough.
+        The model is not a plain decoder, or no prompt is long enough.
     """
     from transformer_lens.tools.analysis import JacobianLens
 

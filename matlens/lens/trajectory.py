@@ -1,4 +1,4 @@
-"""What a lens reads at every token of a prompt and at every layer."""
+"""Predictions of a lens at every token of a prompt and every layer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FOLLOWED = 24  # tokens whose ranks are known in every cell of a page
 @checked
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """What is predicted at each token of a prompt, layer by layer; the last layer is the model itself.
+    """Predictions at each token of a prompt, by layer; the last layer is the model itself.
 
     Arrays are over layers and then tokens, in the order of ``layers`` and ``ids``; of a lens with all layers
     ``probabilities[12][-1]`` are those at layer 12 and the last token, as ``top_tokens()[12][-1]`` are.
@@ -104,7 +104,7 @@ class Trajectory:
         }
 
     def first_top1(self, answer: str | int, position: int | None = None) -> int | None:
-        """The first layer from which on an answer is the most probable token, ``None`` if there is none.
+        """The first layer at and after which an answer is the most probable token, or ``None``.
 
         At a token of the prompt, negative from the end, by default at ``place``; for the answer see `rank`.
         """
@@ -180,7 +180,7 @@ class Trajectory:
         path
             Where to write the figure, see `matlens.plots.save`.
         colour
-            What colours the cells: ``"probability"`` of the predicted token; ``"kl"`` from the model's own
+            Color of the cells: ``"probability"`` of the predicted token; ``"kl"`` from the model's own
             distribution; ``"rank"`` of the model's own prediction; or ``"entropy"``.
         positions
             Which tokens of the prompt, by default all; negative ones count from the end.
