@@ -26,7 +26,7 @@ class Estimate(NamedTuple):
 
     @classmethod
     def without_interval(cls, value: SupportsFloat, n: int) -> Estimate:
-        """A value that is no mean of examples, such as r2, a quantile or a count."""
+        """A value that is not a mean over examples, such as r2, a quantile or a count."""
         return cls(float(value), float("nan"), float("nan"), n)
 
 
@@ -46,7 +46,7 @@ def r2(prediction: Float[Tensor, "n d"], truth: Float[Tensor, "n d"]) -> float:
 
 
 def warn_of_steady(of: str, n: int) -> None:
-    """Warn of an r2 that says something of a few coordinates only."""
+    """Warn if r2 is dominated by a few dimensions."""
     what = "1 coordinate that hardly varies" if n == 1 else f"{n:,} coordinates that hardly vary"
     warn(
         f"r2 is far below zero because of {what} in {of}, since it divides the error of each by its "
@@ -105,7 +105,7 @@ def proportion(hits: Bool[Tensor, " ..."]) -> Estimate:
 
 @checked
 def mean(values: Float[Tensor, " ..."]) -> Estimate:
-    """Mean with its 95% interval by Student's t; there is no interval around an infinite mean."""
+    """Mean with its 95% interval by Student's t; no interval for an infinite mean."""
     _check_some(values)
     sample = values.cpu().double().numpy().reshape(-1)
     if np.isinf(sample).any():

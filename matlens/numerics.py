@@ -39,7 +39,7 @@ def in_float64(x: Tensor) -> Tensor:
 
 
 def check_float64_device(device: Any) -> torch.device:
-    """Read a device that is to compute in float64; raises InputError if there is no such device."""
+    """Parse a device for float64 computation; raises InputError if there is none."""
     try:
         found = find_device(device)
     except ValueError as error:
@@ -75,7 +75,7 @@ def split_product(a: Float[Tensor, "n k"], b: Float[Tensor, "n m"]) -> Float[Ten
 
 
 def _scale(x: Tensor) -> Tensor:
-    """A power of two for each column that is no less than its values."""
+    """For each column, a power of two that bounds its values."""
     largest = in_float64(x.abs().amax(0, keepdim=True) if len(x) else x.new_ones(1, x.shape[1]))
     return torch.exp2(torch.where(largest > 0, largest, 1.0).log2().ceil())
 

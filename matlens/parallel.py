@@ -27,7 +27,7 @@ _DAY = 24 * 3600.0  # the main process may evaluate alone for hours; that one is
 
 
 class ProcessLost(InputError):
-    """Another process of the job failed or was killed. Rerun the command: what is stored is kept."""
+    """Another process of the job failed or was killed. Rerun the command to resume."""
 
 
 class _Place(NamedTuple):
@@ -66,7 +66,7 @@ def local_world_size() -> int:
 
 
 def is_launched() -> bool:
-    """Whether the environment says that this is one of several processes, as `torchrun` does."""
+    """Whether `torchrun` started this process, by its environment."""
     size, number = os.environ.get("WORLD_SIZE", ""), os.environ.get("RANK", "")
     return size.isdecimal() and number.isdecimal() and int(size) > 1
 
@@ -198,13 +198,13 @@ def concatenate(tensors: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
 
 
 def merge(tensors: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
-    """Tensors of all processes, each of which has some of its own names, in every process."""
+    """Gather the named tensors of all processes in every process."""
     gathered = gather(tensors, what)
     return broadcast_tensors({name: part for of_rank in gathered for name, part in of_rank.items()}, what)
 
 
 def _exchange(value: Any, what: str) -> list[Any]:
-    """What every process says, in rank order; all must be at the same call."""
+    """Gather a value of every process, in rank order; all must make the same call."""
     import torch.distributed as dist
 
     place = _current.get()

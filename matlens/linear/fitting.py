@@ -36,7 +36,7 @@ KEPT = 4 << 30  # bytes of float64 copies that are stored rather than made again
 
 
 def fitting_bar(maps: Iterable[LinearMap], n: int, *, progress: bool) -> Bar:
-    """Maps as they are fitted, with a bar over all of them."""
+    """Maps as they are fitted, with a progress bar."""
     return Bar(maps, total=n, desc="fitting", unit="map", disable=not progress)
 
 
@@ -57,7 +57,7 @@ def fit_samples(
     """Fit a map for each ``(source, target)``; one factorisation serves all targets of a source.
 
     Yields the maps source by source, so that a caller who writes them never has them all. At the end an
-    `InputWarning` says if fits without a ridge follow the noise of their samples.
+    Fits without a ridge that overfit their samples issue an `InputWarning`.
 
     Parameters
     ----------
@@ -224,7 +224,7 @@ def fit_stream(
     Parameters
     ----------
     batches
-        What `matlens.activations.stream` yields, or vectors by site.
+        Batches of `matlens.activations.stream`, or vectors by site.
     rows, weights
         As in `fit_samples`, in the order of the collection; for vectors by site, in the order of the batches.
     pairs, intercept, ridge, split, noisy

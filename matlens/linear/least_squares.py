@@ -2,7 +2,7 @@
 
 All fits minimise ``sum_s w_s ||A x_s - y_s||^2 + ridge ||A||^2`` (definitions, section 3), by default with
 no weights, no intercept and no penalty; where the samples do not determine ``A``, the solution of least norm.
-Everything is accumulated and solved in float64, whatever the samples' precision.
+Everything is accumulated and solved in float64, for any precision of the samples.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class LeastSquares:
     d_out
         Width of ``y``, or the width of each target by name, in the order of their columns in ``y``.
     source
-        What ``x`` is, for errors and for the maps.
+        Name of ``x``, for errors and maps.
     split
         Compute products with the targets, which are most of the work, as sums of exact products in float32
         (`split_product`): faster on a device that is slow in float64, and slower on all others.
     norms
-        Store the squared norm of each ``x`` too, from which a ridge for few samples is chosen.
+        Also store the squared norm of each ``x``, to choose a ridge for few samples.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class LeastSquares:
         source: str = "x",
         split: bool = False,
     ) -> Self:
-        """The object whose `tensors` these are; raises InputError if they do not belong together."""
+        """The object with these `tensors`; raises InputError if they are inconsistent."""
         r, z, n = tensors["r"], tensors["z"], int(tensors["n"])
         fits = r.ndim == z.ndim == 2 and len(r) == len(z) and r.shape[1] > 1 and z.shape[1] > 0
         if not fits or r.dtype != torch.float64 or z.dtype != torch.float64 or (len(r) > 0) != (n > 0):
@@ -283,7 +283,7 @@ def noise_of_fit(
     samples
         Some of these: ``x``, the targets in their order, and weights, batch by batch.
     names
-        What the fits are called.
+        Name of the fits.
     """
     n, d = state.n, state.factors()[0].shape[1]
     if n <= d:
@@ -336,7 +336,7 @@ def _both_errors(
 
 
 def _rounding_of(r: Tensor) -> float:
-    """What centring leaves of a constant column is rounding of the column itself, which sets the level."""
+    """The rounding level: centering a constant column leaves rounding errors of this size."""
     return float(r.norm(dim=0).max())
 
 

@@ -80,7 +80,7 @@ class LinearMap:
         return self.weight if self.right is None else self.weight @ self.right
 
     def __call__(self, h: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
-        """Map vectors in float32 on their device, whatever the precision of the map or of the vectors."""
+        """Map vectors in float32 on their device, for any precision of map and vectors."""
         parts = {name: part.to(h.device, torch.float32) for name, part in self.parts.items()}
         h = h.to(torch.float32)
         if self.right is not None:

@@ -157,7 +157,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
 
     @classmethod
     def load(cls, folder: str | Path, *, same_precision: bool = True) -> MapSet:
-        """Open what `save` has written; a map's values are read when it is asked for.
+        """Open a folder of `save`; the weights of a map are read lazily.
 
         Parameters
         ----------
@@ -185,7 +185,7 @@ def _with_names(linear: LinearMap) -> LinearMap:
 
 
 def _common(provenances: Sequence[Provenance]) -> Provenance:
-    """What provenances of maps of one model have in common, and all their hooks; some may be unknown."""
+    """The common provenance of maps of one model, with all their hooks; some may be unknown."""
     known = [provenance for provenance in provenances if provenance.model is not None] or provenances
     first = known[0]
 

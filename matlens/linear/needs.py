@@ -33,7 +33,7 @@ def written_statistics_bytes(n_rows: int, sources: Sequence[Widths], *, norms: b
 
 
 def collected_fit_bytes(n_rows: int, width: int, *, n_sites: int, most_targets: int) -> int:
-    """Memory of a fit on collected vectors, source by source, apart from the vectors."""
+    """Memory of a fit on collected vectors, source by source, excluding the vectors."""
     d_out = most_targets * width
     copies = _DOUBLE * n_rows * n_sites * width
     statistics = statistics_bytes(width, d_out, n_rows)

@@ -72,7 +72,7 @@ def check_collected(pairs: Iterable[tuple[str, str]], collected: Iterable[str]) 
 
 
 def by_source(pairs: Iterable[tuple[Any, Any]]) -> dict[str, list[str]]:
-    """Targets of each source, both in the order in which they first occur."""
+    """Targets of each source, in order of first occurrence."""
     grouped: dict[str, list[str]] = {}
     for source, target in dict.fromkeys((str(Site.parse(a)), str(Site.parse(b))) for a, b in pairs):
         grouped.setdefault(source, []).append(target)

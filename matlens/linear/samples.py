@@ -47,7 +47,7 @@ class Selection:
 
     @classmethod
     def parse(cls, rows: Tensor | None, weights: Tensor | None, n: int) -> Selection | None:
-        """Check ``rows`` and ``weights`` of so many samples; ``None`` where neither is given."""
+        """Check ``rows`` and ``weights`` of ``n`` samples; ``None`` if neither is given."""
         if rows is None and weights is None:
             return None
         mask = torch.ones(n, dtype=torch.bool) if rows is None else rows.cpu()
@@ -67,7 +67,7 @@ class Selection:
 
     @property
     def details(self) -> dict[str, str]:
-        """What the provenance of a fit says of its samples and their weights."""
+        """Samples and weights of a fit, for its provenance."""
         weights = {} if self.weights is None else {"weights": tensor_digest(self.weights[self.mask])}
         return {"rows": tensor_digest(self.mask)} | weights
 
@@ -122,7 +122,7 @@ def selected_batches(
 
 
 def check_weights(weights: Tensor, n: int) -> Float[Tensor, " n"]:
-    """Read the weights of so many samples, in float64; raises InputError unless they are finite and >= 0."""
+    """Weights of ``n`` samples in float64; raises InputError unless they are finite and >= 0."""
     if len(weights) != n or not bool((weights.isfinite() & (weights >= 0)).all()):
         raise InputError(
             f"weights must be finite numbers of at least 0 for the {n} samples, got {short(weights)}."
@@ -141,7 +141,7 @@ class NoisyFit(NamedTuple):
     Attributes
     ----------
     name
-        What was fitted, such as ``"h.3 -> h.30"``.
+        Name of the fit, such as ``"h.3 -> h.30"``.
     n, width
         How many samples it was fitted on, and of how many dimensions.
     r2, r2_fitted

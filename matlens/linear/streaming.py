@@ -83,7 +83,7 @@ class StoredLeastSquares:
         self.n_samples = sum(request["n_samples"] for request in requests)
 
     def check_complete(self) -> None:
-        """Raise InputError, with the numbers, if parts of the job are missing."""
+        """Raise InputError if parts of the job are missing."""
         of = self.parts[0][1]
         missing = sorted({*range(1, of + 1)} - {number for number, _ in self.parts})
         if missing:
@@ -136,7 +136,7 @@ def stream_least_squares(
     Parameters
     ----------
     model, examples, folder
-        What is run on what, and where the statistics are written.
+        Model, examples and folder of the statistics.
     pairs
         As in `MapSet.fit`.
     positions
@@ -235,7 +235,7 @@ def _add_all(
 
 
 class _States:
-    """The sums after so many batches, stored now and then, from which an interrupted run resumes."""
+    """Periodic checkpoints of the sums, to resume an interrupted run."""
 
     def __init__(self, artifact: Artifact, fits: PairFits) -> None:
         self._artifact, self.n_batches = artifact, 0

@@ -88,11 +88,11 @@ def linearity_atlas(
         Text to fit on, several times as many tokens as vectors have coordinates; and other text, see
         `matlens.data.make_windows` with ``targets=True``.
     folder
-        Where finished layers are kept: a call that was broken off goes on there. By default nothing is kept.
+        Folder of finished layers, to resume an interrupted call. By default nothing is stored.
     jumps
         Over how many blocks jumps go.
     every
-        Take the parts of every so many blocks alone, from the first one on.
+        Use the parts of every n-th block, from the first.
     progress
         Whether to show bars.
 
@@ -128,7 +128,7 @@ def linearity_atlas(
 
 @checked
 def atlas_seconds(folder: str | Path) -> float:
-    """What an atlas has taken: seconds of a processor of all its steps, by however many calls they were made.
+    """CPU seconds of all steps of an atlas, over all calls.
 
     Of several processes that share the work, they are those of the first one.
 
@@ -140,7 +140,7 @@ def atlas_seconds(folder: str | Path) -> float:
     Raises
     ------
     InputError
-        The folder holds no finished atlas, or a damaged one.
+        The folder does not hold a finished atlas, or it is damaged.
     """
     artifact = Artifact.open(folder, _HOLDS)
     steps = [artifact.read_json(name.removesuffix(".json")) or {} for name in artifact.files]
@@ -181,7 +181,7 @@ def _fill(
 
 
 def _sum_up(model: TransformerBridge, examples: Examples, parts: Sequence[Part], progress: bool) -> PartSums:
-    """Moments of all parts from one pass, which the processes divide; the leading one has the whole."""
+    """Sufficient statistics of all parts from one distributed pass; the main process has the total."""
     layout = ModelLayout.from_model(model)
     sums = PartSums(parts, layout.d_model, same_sites(layout))
     sinks = _flat(find_sinks(model, examples, progress=progress), examples)
@@ -263,7 +263,7 @@ class _Atlas:
         return rows
 
     def cost_rows(self, layer: int, parts: Sequence[Part]) -> list[Row]:
-        """What it costs to do without each part of a layer, in every way."""
+        """Loss increase when each part of a layer is replaced or removed."""
         ways = [*((MAP, mode) for mode in self._modes), (REMOVED, ALL)]
         cases = [_Case(part, *way) for part, way in itertools.product(parts, ways)]
         variants = {str(i): self._variant(layer, [case]) for i, case in enumerate(cases)}
@@ -365,6 +365,6 @@ def _sites(parts: Iterable[Part]) -> list[str]:
 
 
 def _flat(of_places: Bool[Tensor, "n longest"], examples: Examples) -> Bool[Tensor, " n_tokens"]:
-    """What is known of each place of each sentence, token after token."""
+    """Losses and predictions at each token of each sentence."""
     sentence = np.repeat(np.arange(len(examples)), examples.lengths)
     return of_places[torch.from_numpy(sentence), torch.from_numpy(examples.places)]

@@ -28,7 +28,7 @@ class Part:
     Attributes
     ----------
     kind
-        ``ln1``, ``attn``, ``ln2``, ``ffn``, ``block``, or ``jump 2`` and so on for so many blocks.
+        ``ln1``, ``attn``, ``ln2``, ``ffn``, ``block``, or ``jump n`` over ``n`` blocks.
     layer
         The block, or the first of those that are jumped over.
     source, target
@@ -48,7 +48,7 @@ class Part:
 
     @property
     def blocks(self) -> range:
-        """The blocks that it lies in."""
+        """The blocks of the part."""
         after = Site.parse(self.target).layer if self.source.startswith(f"{STREAM}.") else self.layer + 1
         return range(self.layer, after)
 

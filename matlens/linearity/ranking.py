@@ -1,4 +1,4 @@
-"""What a table of the atlas says: which score predicts the damage, and which parts go first."""
+"""Rank correlations of scores with the damage, and the cheapest parts of an atlas."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def held_out_scores(predicted: Float[Tensor, "n d"], truth: Float[Tensor, "n d"]
 
 
 class PartSums:
-    """Least squares of many parts at once, of all samples and of those that are no attention sinks.
+    """Least squares of many parts at once, with and without attention sinks.
 
     Parameters
     ----------
@@ -153,7 +153,7 @@ class PartSums:
         return sums | {f"{site} alone": LeastSquares(self._width, 1, source=site) for site in self._alone}
 
     def update(self, vectors: Mapping[str, Float[Tensor, "n d"]], sinks: Bool[Tensor, " n"]) -> None:
-        """Add samples, and say which are sinks."""
+        """Add samples, with their mask of sinks."""
         self._add(self._sums, {site: of_site[~sinks] for site, of_site in vectors.items()})
         if bool(sinks.any()):
             self._sinks.append({site: of_site[sinks] for site, of_site in vectors.items()})

@@ -1,4 +1,4 @@
-"""What is changed in a model at the moment, so that its vectors are never taken for those of the plain model.
+"""Detects edits, hooks and patches of a model, for provenance.
 
 Hooks by which this library only reads a model change nothing.
 """
@@ -57,7 +57,7 @@ _COUNT = itertools.count(1)
 
 
 class _Plain(NamedTuple):
-    """What a model's configuration makes: a description of each module, and buffers, by their places."""
+    """Modules and buffers that a model's configuration creates, by name."""
 
     parts: dict[str, str]
     buffers: dict[str, Tensor]
@@ -243,7 +243,7 @@ def _buffers(inner: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _plain_buffers(model: TransformerBridge, plain: Any) -> dict[str, Tensor]:
-    """What the configuration makes of each buffer; where it does not alone, what is there now."""
+    """Buffers that the configuration creates; current values if it cannot create them."""
     present = {name: values.detach().cpu() for name, values in _buffers(model.original_model)}
     made: dict[str, Tensor] = {}
     for path, module in plain.named_modules() if hasattr(plain, "_init_weights") else ():
@@ -302,7 +302,7 @@ def _is_builders(function: Any) -> bool:
 
 
 def _only_moves(module: nn.Module, forward: Any) -> bool:
-    """Whether it is the forward of the class, to which accelerate brings what comes in (`device_map`)."""
+    """Whether it is the class's forward, possibly wrapped by accelerate (`device_map`)."""
     hook, plain = vars(module).get("_hf_hook"), vars(module).get("_old_forward")
     by_accelerate = (getattr(forward, "func", None), type(hook))
     return (
@@ -313,7 +313,7 @@ def _only_moves(module: nn.Module, forward: Any) -> bool:
 
 
 def _replaced_methods(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Callable[..., Any]]:
-    """What stands in for the ``forward`` of a module's class, and comes from another package."""
+    """A replacement of a module's ``forward`` by another package."""
     for kind in sorted({type(module) for _, module in modules}, key=lambda kind: kind.__qualname__):
         owner = next(base for base in kind.__mro__ if "forward" in vars(base))
         forward = vars(owner)["forward"]

@@ -40,14 +40,14 @@ def read_configuration(folder: str, **options: Any) -> Any:
 
 
 def modality(config: Any) -> str:
-    """What a model reads and how many stacks it has, such as ``"vision"`` and ``"seq2seq"``."""
+    """Input types and stacks of a model, such as ``"vision"`` and ``"seq2seq"``."""
     from transformer_lens.utilities.architectures import classify_model_config
 
     return str(classify_model_config(config))
 
 
 def check_supported(name: str, config: Any, stack: str | None = None) -> None:
-    """Raise InputError for models that TransformerLens has no adapter for, or without a stream of blocks."""
+    """Raise InputError for models without a TransformerLens adapter or without blocks."""
     from transformer_lens.model_bridge.sources._hf_format import (
         determine_architecture_from_hf_config,
         get_effective_text_config,
@@ -151,7 +151,7 @@ def read_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def gguf_key(path: Path) -> dict[str, Any]:
-    """What the model of a GGUF file depends on: the file, and the libraries that read it."""
+    """Cache key of a GGUF file: the file, and the libraries that read it."""
     return {"file": file_states([path]), "software": software()}
 
 

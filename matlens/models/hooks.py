@@ -30,7 +30,7 @@ class EndOfPass(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Presence:
-    """A context of this library around a model: what it changes there, and by which functions."""
+    """A context of matlens around a model: its changes and its hook functions."""
 
     changes: Callable[[], Sequence[str]]
     functions: frozenset[int]
@@ -67,7 +67,7 @@ def intervening(
     changes: Callable[[], Sequence[str]] | None,
     functions: Iterable[Callable[..., Any]],
 ) -> Iterator[None]:
-    """Say what is changed in a model while the context lasts, and by which hooks; None if it is only read.
+    """Register the changes and hooks of a context; None if it only reads.
 
     ``changes`` is called when somebody asks: naming a map reads all its weights. Raises InputError if another
     thread changes or reads the model, and for a pass while another thread's is under way.

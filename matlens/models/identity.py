@@ -77,12 +77,12 @@ class ModelIdentity:
 
     @property
     def of_weights(self) -> ModelIdentity:
-        """The same model for what is read off its weights, whatever it is run with."""
+        """The identity for values that depend on the weights only."""
         return replace(self, changes=None)
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What is equal where two models are the same, whatever they are called."""
+        """Key that is equal for the same model under any name."""
         return (self.fingerprint, self.tokens)
 
     def same_but_rounded(self, other: ModelIdentity) -> bool:
@@ -91,7 +91,7 @@ class ModelIdentity:
         return self.dtype != other.dtype and any(self.rounded[k] == other.rounded[k] for k in narrow)
 
     def difference(self, other: ModelIdentity) -> str:
-        """What tells another model from this one; empty if they are the same."""
+        """The difference to another model; empty if they are the same."""
         if self.fingerprint != other.fingerprint:
             if not self.same_but_rounded(other):
                 return "weights or precision differ"
@@ -192,7 +192,7 @@ class Provenance:
         return replace(self, details={**self.details, **details})
 
     def check_same(self, other: Provenance | ModelIdentity, *, ours: str, theirs: str = "this model") -> None:
-        """Raise InputError, in which both are named, unless they belong to the same known model."""
+        """Raise InputError unless both are of the same known model."""
         model = other.model if isinstance(other, Provenance) else other
         reason = "both must be known"
         if self.model is not None and model is not None:

@@ -48,7 +48,7 @@ class Hook(NamedTuple):
     order
         The number of hooks that fire before it; -1 if it does not fire.
     shape
-        What it carries for a token, ``(width,)`` or ``(heads, width)``; ``()`` where that is no vector.
+        Shape per token, ``(width,)`` or ``(heads, width)``; ``()`` if it is not a vector.
     carries
         A description for messages.
     """
@@ -63,7 +63,7 @@ class Hook(NamedTuple):
 @checked
 @dataclass(frozen=True)
 class ModelLayout:
-    """What sites a model has and which hook carries each.
+    """The sites of a model and their hooks.
 
     Attributes
     ----------
@@ -105,7 +105,7 @@ class ModelLayout:
 
     @cached_property
     def sites(self) -> tuple[Site, ...]:
-        """Every site of the model, the stream first."""
+        """All sites of the model, residual stream first."""
         stream = [Site(STREAM, layer) for layer in range(self.n_layers + 1)]
         inside = [Site(kind, layer) for kind in self.kinds for layer in range(self.n_layers)]
         return (*stream, *inside)
@@ -167,15 +167,15 @@ class ModelLayout:
         return block_hook(site.layer, hooks[last]), block_hook(site.layer, hooks[before])
 
     def order(self, site: str | int | Site) -> int:
-        """When a pass comes to a site: the number of hooks that fire before."""
+        """Position of a site in the forward pass: the number of hooks that fire before."""
         return self.hooks[self.hook(site)].order
 
     def write_order(self, site: str | int | Site) -> int:
-        """When a site is written, in the numbers of `order`."""
+        """Position at which a site is written, as in `order`."""
         return self.hooks[self.written_at(site)[0]].order
 
     def start_of_block(self, layer: int) -> int:
-        """When a pass comes to a block, in the numbers of `order`."""
+        """Position of a block, as in `order`."""
         check_int(layer, "layer", min=0, max=self.n_layers - 1)
         return self.hooks[block_hook(layer, STREAM_HOOKS["h"])].order
 
@@ -304,7 +304,7 @@ def _names(model: TransformerBridge) -> dict[str, tuple[str, ...]]:
 
 
 def _carried(fired: list[tuple[int, Any]], size: tuple[int, int]) -> tuple[int, tuple[int, ...], str]:
-    """Order, shape and description of what a hook carries, of all times that it fired."""
+    """Order, shape and description of a hook, over all its calls."""
     if not fired:
         return -1, (), "does not fire: this model does not compute it, or it has to be turned on in model.cfg"
     order, shape = fired[-1]
@@ -321,7 +321,7 @@ def output_layer(model: TransformerBridge, layer: int) -> nn.Module:
 
 
 def output_multiplier(model: TransformerBridge) -> float:
-    """What attention and FFN are multiplied by before they are added to the stream; 1 in most models."""
+    """Residual multiplier of attention and FFN outputs; 1 in most models."""
     return float(getattr(model.blocks[0], "residual_contribution_scale", 1.0))
 
 

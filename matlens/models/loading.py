@@ -57,7 +57,7 @@ def load(
     device
         ``"cpu"``, ``"cuda"``, ``"mps"``; by default the best that is there.
     dtype
-        The precision that the model runs in. Maps are fitted in float64 whatever this is.
+        The precision of the model. Maps are always fitted in float64.
     revision
         Branch, tag or commit on the hub.
     trust_remote_code
@@ -128,7 +128,7 @@ def _naming(name: str, folder: str) -> Iterator[None]:
 
 
 def model_name(name: str | os.PathLike[str], commit: str | None) -> str:
-    """What a loaded model is called: its name on the hub, or its path."""
+    """Name of a loaded model: its name on the hub, or its path."""
     name = os.fspath(name)
     return name if commit or name == SMOLLM2 else str(Path(name).expanduser().resolve())
 
@@ -158,7 +158,7 @@ def wrap(
     prepend_bos: bool | None = None,
     stack: Stack | None = None,
 ) -> TransformerBridge:
-    """Prepare a bridge that was booted elsewhere, in place, and say how its text becomes tokens.
+    """Prepare your own TransformerBridge in place, with a fixed tokenization.
 
     ``TransformerBridge.boot_transformers`` adds a BOS to every text unless it is told otherwise; `load` does
     so only if the model's own tokenizer does. Maps fitted on the one are refused with the other.

@@ -1,4 +1,4 @@
-"""Where a model lies: in a folder, in a GGUF file, in a wheel, in the hub's cache or on the hub."""
+"""Locate a model: a folder, a GGUF file, a wheel, the hub's cache or the hub."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXPECTED = (
 
 @checked
 def locate(name: str | os.PathLike[str], revision: str | None) -> tuple[str, str | None, str | None]:
-    """Where a model lies, without loading it: folder or hub name, single file in it, commit."""
+    """Location of a model, without loading it: folder or hub name, file, commit."""
     name = os.fspath(name)
     place = _local(name)
     if place is None:

@@ -26,7 +26,7 @@ _SCREENED = 1 << 24  # logits that are looked at together
 
 @checked
 class Readout:
-    """What the model does after its last block, in float32.
+    """Everything after the last block of a model: norm, unembedding, scaling; in float32.
 
     For decoders the final norm and the unembedding; for masked-LM models the whole head. Logit scaling and
     soft capping are part of it (paper A, Eq. 2; BERT: section 4.2). In a vision transformer, classes take the
@@ -86,7 +86,7 @@ class Readout:
         return torch.tanh(logits / self._cap) * self._cap if self._cap else logits
 
     def features(self, h: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_features"]:
-        """What the unembedding is applied to, differentiable in ``h``."""
+        """Input of the unembedding, differentiable in ``h``."""
         check_vectors(h, self.d_model)
         self.weights.check()
         features = h.to(self.device, torch.float32)
@@ -216,7 +216,7 @@ def _with_constants(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def head_modules(model: TransformerBridge) -> list[nn.Module]:
-    """What a model does after its last block, module by module."""
+    """The modules after the last block."""
     if not hasattr(model, "unembed"):
         raise InputError(
             "This model has no unembedding, so there is nothing to read out. Load it with its "
@@ -227,7 +227,7 @@ def head_modules(model: TransformerBridge) -> list[nn.Module]:
 
 
 def narrowing(model: TransformerBridge) -> list[nn.Module]:
-    """The projection from the stream to narrower embeddings, as in OPT-350m."""
+    """The projection to narrower embeddings, as in OPT-350m."""
     return [model.project_out.original_component] if hasattr(model, "project_out") else []
 
 

@@ -38,7 +38,7 @@ class Repair(NamedTuple):
 
 
 class Family:
-    """What an architecture does otherwise than most. Override what differs and decorate with `register`.
+    """How an architecture deviates: override methods and decorate the class with `register`.
 
     A method returns None (or nothing) for models of other architectures.
     """
@@ -58,10 +58,10 @@ class Family:
         """Why a bridge may give other logits than transformers does; `load` and `wrap` then compare them."""
 
     def choose_stack(self, model: TransformerBridge, stack: Stack) -> bool | None:
-        """Let a model with two stacks of blocks stand for one of them, in place; True where that is done."""
+        """Select one of two stacks of blocks, in place; True if done."""
 
     def stack(self, model: TransformerBridge) -> Stack | None:
-        """The stack that a model stands for."""
+        """The selected stack of a model."""
 
     def probe(self, model: TransformerBridge) -> tuple[Tensor, tuple[int, int]] | None:
         """A small batch that the model reads instead of tokens; its size, and the vectors of each input."""

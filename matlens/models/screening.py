@@ -46,7 +46,7 @@ class Screen:
 
     @staticmethod
     def suits(module: nn.Module) -> bool:
-        """Whether a module is a linear layer as it is, which nothing is hung on."""
+        """Whether a module is a plain linear layer without hooks."""
         if type(module) is not nn.Linear or module.weight.dtype != torch.float32:
             return False
         hung = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
@@ -117,7 +117,7 @@ class Screen:
         return logits, highest.float(), error
 
     def _reaching(self, logits: Tensor, highest: Tensor, least: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows, tokens and quick logits of what is no less than ``least`` of the row."""
+        """Rows, tokens and approximate logits of entries of at least ``least`` of the row."""
         row, block = (highest >= least[:, None]).nonzero(as_tuple=True)
         n_whole = logits.shape[1] // _BLOCK
         blocks, in_rest = logits[:, : n_whole * _BLOCK].unflatten(1, (n_whole, _BLOCK)), block == n_whole
@@ -152,7 +152,7 @@ def _state(unembed: nn.Linear) -> tuple[tuple[int, int], ...]:
 
 
 def _bfloat16_is_quicker(weight: Tensor) -> bool:
-    """Whether this processor multiplies numbers in bfloat16 in less time than in float32.
+    """Whether this CPU multiplies faster in bfloat16 than in float32.
 
     What comes out is the same either way, so it does not matter that the clock has a say.
     """

@@ -41,7 +41,7 @@ _SHORT = {
 @checked
 @dataclass(frozen=True, order=True)
 class Site:
-    """A place in the model: ``Site("h", 5)`` is the stream after five blocks.
+    """A site of a model: ``Site("h", 5)`` is the residual stream after five blocks.
 
     ``kind`` is ``"h"`` for the stream, the input or output of a sub-module (``"ln1_out"``), ``"mid"``, the
     stream between attention and FFN, or a TransformerLens hook with a star for the layer
@@ -63,7 +63,7 @@ class Site:
 
     @classmethod
     def parse(cls, text: str | int | Site, n_layers: int | None = None) -> Site:
-        """Read ``"attn_out.3"`` or the name of a hook; a bare number is a layer of the stream.
+        """Parse ``"attn_out.3"``, a hook name, or an integer (a layer of the residual stream).
 
         With the number of blocks, negative layers count from the end and layers out of range are refused.
         """
@@ -91,7 +91,7 @@ class Site:
 
     @classmethod
     def _as_written(cls, text: str | int | Site) -> Site:
-        """What is written, with the hooks of the stream still as hooks, which count blocks."""
+        """The parsed site, with hooks of the residual stream not yet converted to layers."""
         if isinstance(text, Site):
             anew = cls._as_written(str(text))
             return text if anew == text else anew
@@ -112,7 +112,7 @@ class Site:
         return cls(parts[1] or STREAM if hook is None else _IN_BLOCK + hook, int(parts[2]))
 
     def _of_stream(self) -> Site:
-        """The layer of the stream that a hook at a block's ends stands for; any other site as it is."""
+        """The layer of a residual-stream hook; other sites unchanged."""
         name = self.kind.removeprefix(_IN_BLOCK)
         if name == self.kind or name not in (*_BEFORE, *_BEHIND):
             return self
@@ -248,7 +248,7 @@ STREAM_ONLY = Wiring("stream-only", {}, ())
 
 
 def stack_hooks(stack: str) -> dict[str, str]:
-    """How hooks of one of two stacks begin, and how they begin where the model stands for that stack."""
+    """Prefixes of the hooks of a stack, in the full model and in the selected stack."""
     return {f"{stack}_blocks.": "blocks.", f"{stack}_ln_final.": "ln_final."}
 
 

@@ -1,4 +1,4 @@
-"""Sizes of a model as its configuration says them, cached since transformers takes seconds to read them."""
+"""Sizes of a model from its configuration, cached because reading takes seconds."""
 
 from __future__ import annotations
 
@@ -105,6 +105,6 @@ def _coefficients(config: Any) -> int:
 
 
 def _numbers(config: Any, names: Sequence[str]) -> Iterator[int]:
-    """What a configuration says under some names, as far as these are integers above 0."""
+    """Values of a configuration that are integers above 0."""
     said = (getattr(config, name, None) for name in names)
     return (number for number in said if type(number) is int and number > 0)

@@ -1,4 +1,4 @@
-"""A model's tokens: how text becomes them, what each stands for, and words that are one token."""
+"""Tokenization of a model, texts of its tokens, and words of one token."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def warn_of_unknown(model: TransformerBridge, texts: Sequence[str], encoded: Seq
 
 @checked
 def encode_text(model: TransformerBridge, text: str, *, longest: NonNegativeInt | None = None) -> TextTokens:
-    """The tokens that the model reads when it is given a text, at most ``longest``.
+    """Tokens of a text, at most ``longest``.
 
     With special tokens that the tokenizer adds, and the BOS that a bridge adds or removes, see
     `matlens.wrap`.
@@ -122,7 +122,7 @@ def check_tokenizer(model: TransformerBridge) -> Any:
 
 @checked
 def token_policy(model: TransformerBridge) -> TokenPolicy:
-    """Look at how a model's text becomes tokens, as it is at this moment."""
+    """The current tokenization policy of a model."""
     tokenizer = model.tokenizer
     if tokenizer is None:
         return TokenPolicy(None, "no tokenizer")
@@ -154,7 +154,7 @@ def _outcome(model: TransformerBridge, text: str) -> tuple[list[int] | str, list
 
 
 def _own_texts(tokenizer: Any) -> Iterator[str]:
-    """Texts of the vocabulary's own pieces, as they are and in capitals, which normalisers change."""
+    """Texts of vocabulary pieces, unchanged and in capitals, which normalizers change."""
     vocabulary = _vocabulary(tokenizer)
     pieces = sorted(vocabulary, key=vocabulary.__getitem__)
     sampled = [pieces[i * len(pieces) // _SAMPLED] for i in range(_SAMPLED)] if pieces else []
@@ -192,7 +192,7 @@ def _vocabulary_digest(tokenizer: Any) -> str:
 
 @checked
 def token_texts(tokenizer: Tokenizer, tokens: Iterable[TokenId]) -> list[str]:
-    r"""What each token stands for in a text, with its leading space.
+    r"""The text of each token, with its leading space.
 
     Parts of a character are written as bytes (``\xe2\x80``), ids outside of the vocabulary as ``<50300>``.
     """

@@ -232,7 +232,7 @@ def _digest(model: TransformerBridge, rounding: torch.dtype | None) -> str:
 
 
 def _configuration(model: TransformerBridge) -> bytes:
-    """What a fingerprint begins with; the streams of both stacks of an encoder-decoder are two models'."""
+    """Start of a fingerprint; the two stacks of an encoder-decoder differ."""
     shaping = _shaping(model.original_model.config.to_dict())
     return f"{json.dumps(shaping, sort_keys=True, default=str)}{ask(Family.stack, model) or ''}".encode()
 
@@ -283,7 +283,7 @@ def _checksums(tensor: Tensor, rounding: torch.dtype | None) -> np.ndarray:
 
 @cache
 def _multipliers(device: torch.device) -> Tensor:
-    """Odd numbers of 64 bits that have nothing to do with one another, by the steps of SplitMix64."""
+    """Pseudorandom odd 64-bit integers by SplitMix64."""
     with np.errstate(over="ignore"):
         mixed = np.arange(1, 2 * _RUN + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

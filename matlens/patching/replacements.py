@@ -69,7 +69,7 @@ class Replacement:
     def from_map(
         cls, linear: LinearMap, *, where: Where = "all", heads: Sequence[int] | None = None
     ) -> Replacement:
-        """Replace what lies between the sites of a map."""
+        """Replace everything between the sites of a map."""
         chosen = None if heads is None else tuple(heads)
         return cls(linear, Site.read(linear.source), Site.read(linear.target), where, chosen)
 
@@ -151,7 +151,7 @@ def replace_submodules(
 
 
 def describe_replacement(replacement: Replacement) -> str:
-    """What is replaced, by which weights and at which tokens, as in `changes_of`."""
+    """Sites, weights and tokens of the replacement, as in `changes_of`."""
     function, where = replacement.function, replacement.where
     by = f"the map {function.digest}" if isinstance(function, LinearMap) else function_name(function)
     at = where if isinstance(where, str) else f"the tokens {tensor_digest(where)}"

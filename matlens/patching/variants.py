@@ -1,4 +1,4 @@
-"""Many ways of running a model with parts replaced, which share the blocks that they leave as they are."""
+"""Run many patched variants of a model, sharing the blocks that are not replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures and standalone HTML pages, drawn from tables; nothing is computed here."""
+"""Figures and standalone HTML pages, made from tables."""
 
 import lazy_loader
 

@@ -78,16 +78,16 @@ def plot_trajectory(table: pd.DataFrame, *, colour: str = "probability", title: 
     Parameters
     ----------
     table
-        What `Trajectory.to_dataframe` gives, or rows of some positions or layers of it.
+        Table of `Trajectory.to_dataframe`, or a selection of its rows.
     colour
-        What colours the cells: ``"probability"``, ``"kl"``, ``"rank"`` or ``"entropy"``.
+        Color of the cells: ``"probability"``, ``"kl"``, ``"rank"`` or ``"entropy"``.
     title
         Title of the figure.
 
     Raises
     ------
     InputError
-        It is no such table, or has more tokens than can be read side by side.
+        The table has other columns, or too many tokens.
     """
     check_choice(colour, _COLOURS, "colour")
     grid = table.pivot(index="layer", columns="position", values=colour)
@@ -131,7 +131,7 @@ def _short_token(token: str) -> str:
 
 @styled
 def plot_atlas(results: pd.DataFrame, correlations: pd.DataFrame) -> Figure:
-    """What it costs to replace each part by its map, layer by layer, and which score says so beforehand.
+    """Plot the loss increase of each part by layer, and the scores that predict it.
 
     Above are heatmaps, kinds of parts down and layers across: the loss increase with each part replaced at
     all tokens, at all but sinks, and with each removed. Below are two scores against it, and rank

@@ -112,7 +112,7 @@ def source_hash(text: str) -> str:
 
 
 def embedded_json(data: Any) -> str:
-    """JSON for a script element, whatever texts are in it."""
+    """JSON for a script element, safe for any text."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).translate(_OUTSIDE)
 
 
@@ -145,7 +145,7 @@ def packed_fields(record: Any, **instead: Shaped[np.ndarray, ...]) -> dict[str, 
 
 @dataclass(frozen=True, eq=False)
 class LensCells:
-    """What one lens reads at every layer and token of a prompt.
+    """Predictions of one lens at every layer and token of a prompt.
 
     Attributes
     ----------
@@ -218,13 +218,13 @@ class PromptPage:
     Attributes
     ----------
     model, prompt
-        What was run on what, as people read it.
+        Model and prompt, for people.
     tokens
         The prompt's tokens.
     layers
         Layers that all lenses read, ascending; the last is the model's own prediction.
     lenses
-        What each lens reads in every cell, by its name. The page opens on the first.
+        Predictions of each lens, by name. The page opens on the first.
     followed
         Tokens whose ranks are known in every cell.
     texts
@@ -295,7 +295,7 @@ class PromptPage:
         return path
 
     def _repr_html_(self) -> str:
-        """The page inside another, such as a notebook, of which it can touch nothing."""
+        """The page in a sandboxed frame, for notebooks."""
         return (
             f'<iframe sandbox="allow-scripts" width="100%" height="{_FRAME_HEIGHT}" style="border:0" '
             f'title="matlens" srcdoc="{escape(self.to_html())}"></iframe>'

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class Method(StrEnum):
-    """What replaces the matrix before a removed span.
+    """How the matrix before a removed span is replaced.
 
     Attributes
     ----------
@@ -46,7 +46,7 @@ class Choice(StrEnum):
     loss
         The span whose removal increases the loss on the calibration text least.
     greedy
-        Blocks one after another, each the one whose removal increases the loss least; they may lie apart.
+        One block at a time, each with the smallest loss increase.
     """
 
     angle = "angle"

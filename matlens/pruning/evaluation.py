@@ -73,7 +73,7 @@ def compare_pruned(
 
 
 def compare_texts(shorter: ReadText, original: ReadText) -> dict[str, Estimate]:
-    """Perplexity of a pruned model, its ratio to the original's, and the share of tokens predicted alike."""
+    """Perplexity of a pruned model, its ratio to the original, and top-token agreement."""
     return {
         "perplexity": shorter.losses.perplexity(),
         "ratio": shorter.losses.ratio(original.losses),

@@ -1,4 +1,4 @@
-"""Maps in the place of what is removed, folded into the weights, and healed (definitions, section 11).
+"""Fold maps of removed blocks into the weights, and heal them.
 
 Blocks ``i .. i+n-1`` are removed. ``m`` is what the FFN of the block before them adds to the stream, ``y``
 the stream without it, so ``h^i = y + m``; the target in the place of ``m`` is ``h^{i+n} - y``. In
@@ -46,7 +46,7 @@ class Matrix(NamedTuple):
 
 
 def check_foldable(layout: Layout) -> None:
-    """Refuse a model in whose blocks something stands between the FFN's output matrix and the stream.
+    """Check that FFN outputs are added to the residual stream unchanged.
 
     It is shown by a sum: with the matrix set to zero, a block must give what it gave less what the matrix had
     written.
@@ -129,7 +129,7 @@ def _fold_in_turn(
     streams: Streams, blocks: Mapping[int, nn.Module], changed: Sequence[int],
     target: Callable[[int], Tensor], method: Method, penalty: float, progress: bool,
 ) -> dict[int, Matrix]:  # fmt: skip
-    """Fit matrices one after another, each on the stream that the changed model has before its block."""
+    """Fit matrices in turn, each on the residual stream of the changed model."""
     layout, matrices = streams.layout, dict[int, Matrix]()
     if not changed:
         return matrices
@@ -152,7 +152,7 @@ def _fold_in_turn(
 def _fold_block(
     streams: Streams, index: int, block: nn.Module, h: Tensor, target: Tensor, method: Method, penalty: float
 ) -> Matrix:
-    """The matrix with which a block, run on the stream before it, best gives the target stream after it."""
+    """The output matrix of a block that best reproduces the target residual stream after it."""
     writer = streams.layout.writer_of(block)
     out, read, written = streams.through(index, block, h, writer)
     bias = None if writer.bias is None else writer.bias.detach()
@@ -169,7 +169,7 @@ def fold(
     *,
     penalty: float = 0.0,
 ) -> Matrix:
-    """The output matrix with which a block writes the target as nearly as the method can.
+    """The output matrix that best approximates the target, by the method.
 
     Parameters
     ----------

@@ -88,7 +88,7 @@ class Layout:
         return paths[0]
 
     def writer_of(self, block: nn.Module) -> Any:
-        """The module that writes what a block's FFN adds to the stream; raises InputError if not one does."""
+        """The output module of a block's FFN; raises InputError unless there is exactly one."""
         return block.get_submodule(self._writer)
 
     def weight_of(self, block: nn.Module) -> Float[Tensor, "d_model d_mlp"]:
@@ -142,7 +142,7 @@ def plain_copy(model: TransformerBridge) -> Any:
     Raises
     ------
     InputError
-        The model's configuration does not make it, as where its weights are kept quantized.
+        The model cannot be created from its configuration, for example with quantized weights.
     """
     source = model.original_model
     copied: Any = plain_model(model, as_loaded=True)
@@ -249,7 +249,7 @@ class Streams:
 
     @classmethod
     def tried(cls, layout: Layout) -> Streams:
-        """Streams of a few sampled tokens, on which sums are tried, in float32 at least.
+        """Residual streams of a few sampled tokens for checks of sums, at least float32.
 
         So no sum is hidden by rounding; see `full_block`.
         """
@@ -261,7 +261,7 @@ class Streams:
         return streams
 
     def beginning(self, n_tokens: int) -> Streams:
-        """The same of the first texts alone: so many tokens or a few more, in full batches."""
+        """The same for the first texts: at least this many tokens, in full batches."""
         n_batches = max(1, -(-n_tokens // (self._step * self.tokens.shape[1])))
         part = copy.copy(self)
         part._calls = self._calls[:n_batches]
@@ -314,7 +314,7 @@ class Streams:
     def log_probs(
         self, layout: Layout, start: int, h: Float[Tensor, "n length d_model"], tokens: Tensor
     ) -> Float[Tensor, "n length d_vocab"]:
-        """Log probabilities by a model, such as this one, from the stream before its block ``start``."""
+        """Log-probabilities of a model from the residual stream before block ``start``."""
         device = layout.model.device
         # A vector that was made without gradients cannot be part of what has some.
         known = _ConstantBlock(h.clone().to(device), self._rest)
@@ -330,7 +330,7 @@ class _ConstantBlock(nn.Module):
         self._returned = h if rest is None else (h, *rest)
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """Return it, whatever is given."""
+        """Return the stored value for any input."""
         return self._returned
 
 
@@ -355,5 +355,5 @@ def full_block(block: nn.Module) -> nn.Module:
 
 
 def differ(result: Tensor, expected: Tensor, scale: Tensor) -> bool:
-    """Whether streams differ by more than rounding of numbers as large as ``scale``, or are not finite."""
+    """Whether streams differ by more than rounding at ``scale``, or are not finite."""
     return not bool((result - expected).abs().max() <= _TOLERANCE * scale.abs().max())

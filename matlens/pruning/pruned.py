@@ -62,7 +62,7 @@ class Pruned:
     blocks
         Indices of the removed blocks, in the original model.
     method
-        What replaced the matrix before each span of them.
+        How the matrix before each span was replaced.
     provenance
         The original model, the calibration text, and the settings.
     attention
@@ -102,7 +102,7 @@ def prune(
     Parameters
     ----------
     model
-        A decoder whose FFNs write into the stream as it is: the kinds of GPT-2, Llama, GPT-NeoX and GPT-J.
+        A decoder like GPT-2, Llama, GPT-NeoX or GPT-J, without norms after FFNs.
         ``out`` removes blocks of others too, such as mixtures of experts.
     windows
         Calibration text, see `matlens.data.make_windows`; windows shorter than the first are not
@@ -123,7 +123,7 @@ def prune(
         On at least how many tokens of the text the changed matrices are then trained towards the original
         model's predictions, in updates of some 1,024. It takes some five times as long as a forward pass.
     seed
-        Seed of the order in which texts are read then.
+        Seed of the order of texts in healing.
 
     Raises
     ------

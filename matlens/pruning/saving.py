@@ -115,7 +115,7 @@ def save_pruned(pruned: Pruned, folder: str | Path, table: pd.DataFrame | None =
 
 
 def model_card(pruned: Pruned, table: pd.DataFrame | None) -> str:
-    """What was done to the model and what was measured, as Markdown."""
+    """The model card: changes and measurements, as Markdown."""
     from jinja2 import Environment, PackageLoader, Undefined
 
     def measured(value: Any, unit: float = 1.0) -> str:

@@ -1,4 +1,4 @@
-"""What a study takes in memory, on disk and in operations, and whether it fits.
+"""Memory, disk and operations of a study, and whether it fits.
 
 Everything follows from the model's shape and from counts: no weights are loaded. Files are planned to the
 byte of their numbers; the memory of fits is that of the arrays that they hold at their peak.
@@ -98,7 +98,7 @@ class Shape:
         parameter_bytes: int = 4,
         trust_remote_code: bool = False,
     ) -> Shape:
-        """The shape that a model's configuration says, without its weights."""
+        """The shape of a model from its configuration, without weights."""
         from matlens.models.sizes import read_sizes
 
         said: Any = read_sizes(name, revision=revision, trust_remote_code=trust_remote_code)
@@ -113,7 +113,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Need:
-    """What a step takes.
+    """Memory, disk and operations of a step.
 
     Attributes
     ----------
@@ -132,7 +132,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps of a study by name, in the order in which they run.
+    """The steps of a study by name, in order.
 
     Attributes
     ----------
@@ -248,7 +248,7 @@ def format_bytes(n_bytes: int) -> str:
 
 
 def free_memory() -> int | None:
-    """Bytes that Linux says are available and that the process's control groups leave; None where unknown."""
+    """Available bytes by Linux and the process's control groups; None if unknown."""
     free = []
     with contextlib.suppress(OSError):
         facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())

@@ -1,4 +1,4 @@
-"""The steps after collecting, each on the folder of a study: maps fitted, evaluated and drawn."""
+"""The steps after collecting, on the folder of a study: fit, evaluate and plot."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def existing_results(model: TransformerBridge, folder: Path) -> pd.DataFrame | N
 
 
 def _evaluation_digest(model: TransformerBridge, folder: Path) -> str:
-    """A digest of what an evaluation depends on; the configs of folders hold the checksums of their files."""
+    """A digest of everything an evaluation depends on, from the configs of folders."""
     configs = {name: describe_file(folder / name / "config.json") for name in (MAPS, VALIDATION)}
     identity = ModelIdentity.from_model(model).to_json()
     return content_hash({**configs, "model": identity, "software": software_versions()})
@@ -204,7 +204,7 @@ def _check_fitted_here(maps: MapSet, folder: Path) -> None:
 
 @checked
 def origin_of(maps: MapSet, validation: Activations, results: pd.DataFrame | None = None) -> dict[str, Any]:
-    """What maps were fitted on, whether that is enough for them, and what they were tested on."""
+    """Training samples of maps, whether they are sufficient, and the validation samples."""
     fit = maps.provenance.to_json()
     validated = validation.provenance.to_json("data")["data"]
     return {"maps": fit, "note": _note_on_samples(fit, results), "validation": validated}

@@ -243,7 +243,7 @@ class Study:
 
     @property
     def origin(self) -> dict[str, Any]:
-        """What the study's numbers come from."""
+        """Provenance of the study's values."""
         return origin_of(self.maps, self.validation)
 
 

@@ -1,4 +1,4 @@
-"""Encoder-decoders: two stacks of blocks, of which a loaded model stands for one.
+"""Encoder-decoders: two stacks of blocks; a loaded model represents one of them.
 
 For the chosen stack, ``h.0 .. h.L`` are its layers and its hooks are named as in other models. The blocks of
 a decoder read the encoder's last layer too, so it is given the tokens of the source besides its own.
@@ -58,14 +58,14 @@ class EncoderDecoder(Family):
 
 
 def stack_of(model: Any) -> Stack | None:
-    """The stack that a model stands for; None for a model with a single one."""
+    """The stack of a loaded encoder-decoder; None for other models."""
     return getattr(model, _CHOSEN, None)
 
 
 def inputs_of(
     model: Any, tokens: Tensor, mask: Tensor, source: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What a model is called with, ``model(first, **others)``.
+    """Arguments of a forward pass, ``model(first, **others)``.
 
     ``tokens`` and ``mask`` are those of the model's stack, ``source`` the tokens and mask that the encoder of
     a decoder reads.

@@ -50,7 +50,7 @@ class Falcon(Family):
 
 
 class FalconAdapter(FalconArchitectureAdapter):
-    """TransformerLens' adapter, with attention and norms of newer blocks put right."""
+    """TransformerLens' adapter, with attention and norms of newer blocks corrected."""
 
     def __init__(self, cfg: Any) -> None:
         newer = bool(getattr(cfg, "new_decoder_architecture", False))

@@ -86,7 +86,7 @@ class Mixture:
         return self.n_experts * self.width + self.shared_width
 
     def name(self, column: int) -> tuple[int, int]:
-        """The expert of a column, and the number of the value vector among its own."""
+        """The expert of a column, and the index of the value vector in that expert."""
         expert = min(column // self.width, self.n_experts)
         return expert, column - expert * self.width
 
@@ -169,7 +169,7 @@ class Mixture:
 
 
 class _Passage:
-    """What the running pass has chosen, until its coefficients are sent through the hook point."""
+    """Routing of the current pass, until its coefficients go through the hook point."""
 
     def __init__(self, mixture: Mixture, point: Any) -> None:
         self._mixture, self._point = mixture, point
@@ -207,7 +207,7 @@ def _child(module: Any, name: str) -> nn.Module | None:
 
 
 def _plain(module: Any) -> Any:
-    """A module of the plain model, out of what TransformerLens puts around it."""
+    """A module of the original model, unwrapped from TransformerLens."""
     while isinstance(getattr(module, "original_component", None), nn.Module):
         module = module.original_component
     return module

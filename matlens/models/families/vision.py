@@ -40,7 +40,7 @@ def image_shape(model: Any) -> tuple[int, int, int]:
 
 
 def places_of_image(model: Any) -> int:
-    """How many vectors an image has in the stream."""
+    """Number of vectors per image in the residual stream."""
     for name, parameter in model.original_model.named_parameters():
         if name.rpartition(".")[2] == _POSITIONS and parameter.ndim == 3:
             return int(parameter.shape[1])

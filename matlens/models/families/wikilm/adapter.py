@@ -47,7 +47,7 @@ class WikiLM(Family):
 
 
 class WikiLMAdapter(ArchitectureAdapter):
-    """Which module of a WikiLM is which part of a bridge: all of them are run as they are."""
+    """Maps the modules of a WikiLM to the parts of a bridge."""
 
     def __init__(self, cfg: Any) -> None:
         super().__init__(cfg)
@@ -82,7 +82,7 @@ class WikiLMAdapter(ArchitectureAdapter):
         }
 
     def prepare_model(self, hf_model: Any) -> None:
-        """Say where the norm behind the last block is, where there is one."""
+        """Set the norm after the last block, if there is one."""
         if hf_model.config.final_norm:
             assert self.component_mapping is not None
             self.component_mapping["ln_final"] = self._norm("layer_norm")

@@ -1,4 +1,4 @@
-"""Words in bands by frequency: embeddings of band ``i`` are ``factor ** i`` times narrower than the stream.
+"""Adaptive embeddings: those of frequency band ``i`` are ``factor ** i`` times narrower.
 
 As an input (Baevski and Auli 2019) a word is its narrow vector, projected. As an output (Grave et al. 2017)
 the first band competes with one class per other band: ``log p(w) = log p(band of w) + log p(w | band)``.
@@ -124,7 +124,7 @@ class AdaptiveSoftmax(nn.Module):
 
 
 def _words(sizes: Sequence[int], widths: Sequence[int]) -> nn.ParameterList:
-    """Embeddings that are about 1 long, whatever their width."""
+    """Embeddings with norms of about 1 for any width."""
     shapes = zip(sizes, widths, strict=True)
     return nn.ParameterList(nn.Parameter(torch.randn(n, width) * width**-0.5) for n, width in shapes)
 

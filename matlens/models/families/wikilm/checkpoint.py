@@ -75,7 +75,7 @@ def read_wikilm(path: str | Path) -> tuple[WikiLMForCausalLM, WordDictionary]:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    """What a checkpoint holds, with nothing in it run."""
+    """Content of a checkpoint, without executing code."""
     allowed: list[Any] = [argparse.Namespace]
     allowed += [
         (_Inert, f"fairseq.{module}.{name}") for module in ("meters", "logging.meters") for name in _METERS
@@ -120,7 +120,7 @@ def _as_now(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _config(
     settings: Mapping[str, Any], tensors: Mapping[str, Tensor], n_words: int, path: Path
 ) -> WikiLMConfig:
-    """What the model is made of, as its settings say it and its weights bear it out."""
+    """Configuration of the model, from its settings, checked against its weights."""
 
     def refuse(what: str) -> InputError:
         return InputError(f"The checkpoint {path} is not of a WikiLM: {what}. {_EXPECTED}")
@@ -191,13 +191,13 @@ def _lacks_final_norm(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]
 
 
 def _cutoffs(value: Any) -> list[int] | None:
-    """Cutoffs as they are written, ``"20000,60000"``."""
+    """Parse cutoffs such as ``"20000,60000"``."""
     known = isinstance(value, str) and re.fullmatch(r"\d{1,9}(,\d{1,9})*", value)
     return [int(part) for part in value.split(",")] if known else None
 
 
 def _check_tied(model: WikiLMForCausalLM, path: Path) -> None:
-    """Refuse an output that is not the input's, where the settings say that it is."""
+    """Check that input and output embeddings are tied if the settings say so."""
     head, embeddings = model.lm_head, model.embed_tokens
     pairs = list(zip(head.words, embeddings.words, strict=True))
     if model.config.tie_projections:

@@ -90,7 +90,7 @@ class WordDictionary:
         return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="right", **special)
 
     def _whole(self) -> list[str]:
-        """Words that a text is not taken apart at, though letters and signs stand side by side in them."""
+        """Words that are not split, although they contain punctuation."""
         count_of = dict(zip(self.words, self.counts, strict=True))
         mixed = [word for word in self.words[len(SPECIAL) :] if not word.isalnum()]
         return [
@@ -122,7 +122,7 @@ def _take_apart(
 
 @checked
 def words_of(texts: Sequence[str]) -> list[list[str]]:
-    """Take texts apart into words and signs, as the tokenizer of a dictionary does."""
+    """Split texts into words and punctuation, like the tokenizer of a dictionary."""
     from tokenizers import Tokenizer, models
 
     tokenizer = Tokenizer(models.WordLevel({UNK: 0}, unk_token=UNK))

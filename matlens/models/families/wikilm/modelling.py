@@ -101,7 +101,7 @@ class WikiLMAttention(nn.Module):
         past_key_values: Any = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor]:
-        """What attention writes, and how much each token attends to which, ``[batch, head, to, from]``."""
+        """Attention output and pattern, ``[batch, head, to, from]``."""
         batch, length, d = hidden_states.shape
         queries, keys, values = (
             projected(hidden_states).view(batch, length, self.n_heads, -1).transpose(1, 2)
@@ -127,12 +127,12 @@ class WikiLMFeedForward(nn.Module):
         self.activation = config.hidden_act
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """What the layer writes."""
+        """The FFN output."""
         return self.fc2(ACTIVATIONS[self.activation](self.fc1(hidden_states)))
 
 
 class WikiLMBlock(nn.Module):
-    """Attention and FFN, each behind a norm, each added to the stream."""
+    """Pre-norm attention and FFN with residual connections."""
 
     def __init__(self, config: WikiLMConfig, layer_idx: int) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class WikiLMBlock(nn.Module):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, past_key_values: Any = None
     ) -> Tensor:
-        """The stream behind the block."""
+        """The residual stream after the block."""
         written, _ = self.self_attn(
             self.self_attn_layer_norm(hidden_states),
             attention_mask=attention_mask,
@@ -185,12 +185,12 @@ class WikiLMForCausalLM(PreTrainedModel, GenerationMixin):
         return self.embed_tokens
 
     def get_output_embeddings(self) -> nn.Module:
-        """What makes log-probabilities of the last vectors."""
+        """The readout of log-probabilities."""
         return self.lm_head
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Matrices by Xavier; the adaptive parts are drawn when they are made."""
+        """Xavier initialization of matrices; adaptive parts initialize themselves."""
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
             nn.init.zeros_(module.bias)
@@ -201,7 +201,7 @@ class WikiLMForCausalLM(PreTrainedModel, GenerationMixin):
     def features(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, past_key_values: Any = None
     ) -> Float[Tensor, "batch length d_model"]:
-        """What the adaptive softmax is given: the stream behind the last block, normed where it is."""
+        """Input of the adaptive softmax: the residual stream after the last block and its norm, if any."""
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         length = input_ids.shape[1]
         present = input_ids.new_ones(len(input_ids), past + length)
@@ -246,7 +246,7 @@ def _padding(config: WikiLMConfig) -> int:
 
 
 def _causal(length: int, total: int, like: Tensor) -> Tensor:
-    """What is added to scores so that no token attends to those behind it, ``[1, 1, length, total]``."""
+    """Causal mask that is added to scores, ``[1, 1, length, total]``."""
     lowest = torch.finfo(like.dtype).min
     mask = torch.full((length, total), lowest, dtype=like.dtype, device=like.device)
     return mask.triu(total - length + 1)[None, None]
