@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line; an interruption ends it in a line also while it is still being imported."""
+    """Run the command line; interruptions print one line, even during imports."""
     try:
         from matlens.cli.app import main as run
 

@@ -52,7 +52,7 @@ _WITHOUT_SINKS = re.compile(r"( without sinks|\+?sinks=exclude)$")
 
 
 class Look(NamedTuple):
-    """How a method is drawn: the colour, the style of its line, its marker, and whether that is hollow."""
+    """Color, line style, marker and fill of a method."""
 
     colour: str
     line: Any = SOLID
@@ -84,7 +84,7 @@ LOOKS = {
 
 
 def method_looks(methods: Iterable[str]) -> dict[str, Look]:
-    """Look of each method of one figure: its own in all figures, or one that is free in this one."""
+    """Look of each method of a figure: fixed for known methods, a free one for others."""
     names = list(dict.fromkeys(methods))
     looks = {name: look for name in names if (look := _own_look(name)) is not None}
     taken = {(look.colour, look.line) for look in looks.values()}
@@ -145,7 +145,7 @@ def short_name(name: str) -> str:
 
 
 def title_of(results: pd.DataFrame, *columns: str) -> str:
-    """Short names of the first row, by default of model and corpus, and how many examples the rows have."""
+    """Title from the first row: model, corpus and number of examples."""
     parts = [short_name(str(results[column].iloc[0])) for column in columns or ("model", "corpus")]
     if not columns:
         parts.append(examples_of(results))
@@ -194,7 +194,7 @@ def finish(
     columns: int = 4,
     place: Place = "outside lower center",
 ) -> Figure:
-    """Add the title, and a legend outside the panels, by default of all that the first panel labels."""
+    """Add the title, and a legend outside the panels."""
     figure.suptitle(title)
     named = figure.axes[0].get_legend_handles_labels()[0] if handles is None else handles
     figure.legend(handles=list(named), loc=place, ncols=columns)
@@ -238,7 +238,7 @@ def precision_axis(ax: Axes, label: str = "Precision@1") -> None:
 
 
 def surprisal_axis(ax: Axes) -> None:
-    """Label and limit an axis of surprisal once all curves are there, and mark its infinite values."""
+    """Label and limit a surprisal axis, and mark infinite values."""
     ax.set_ylabel("Surprisal (nats)")
     ax.set_ylim(bottom=0)
     mark_infinite(ax)

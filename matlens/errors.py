@@ -119,7 +119,7 @@ _REMEDIES = {
 
 
 def checked(public: Public) -> Public:
-    """Check the arguments of a function, or of every public method of a class, against their annotations.
+    """Check arguments of a function, or of a class's public methods, against annotations.
 
     Raises InputError that names the parameter. Annotations are evaluated at the first call; a class that is
     imported for type checkers only is known by its name.
@@ -160,7 +160,7 @@ def _checked_function(function: Any) -> Any:
 
 
 def check(value: Any, hint: Any, name: str) -> None:
-    """Raise InputError where a value does not fit an annotation, for what `checked` does not see."""
+    """Raise InputError if a value does not fit an annotation."""
     kind = _kind(hint)
     if kind is not None and not kind.holds(value):
         raise kind.error(name, value)
@@ -188,7 +188,7 @@ def check_choice(value: Any, choices: Iterable[str], name: str) -> str:
 
 
 def check_rows(rows: Any, n: int, name: str = "rows", *, min: int = 1) -> None:
-    """Raise InputError unless a Boolean mask has ``n`` entries and enough of them are true; None is all."""
+    """Raise InputError unless a Boolean mask has ``n`` entries and enough are true."""
     if rows is not None and (tuple(rows.shape) != (n,) or int(rows.sum()) < min):
         more = "two or more" if min == 2 else "one or more"
         raise InputError(
@@ -197,7 +197,7 @@ def check_rows(rows: Any, n: int, name: str = "rows", *, min: int = 1) -> None:
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
-    """The known name that is closest to one with a typo, as the end of a message; empty where none is."""
+    """A hint with the closest known name for a typo; empty if there is none."""
     close = difflib.get_close_matches(name[:99], known, n=1) if isinstance(name, str) else []
     return f" Did you mean {close[0]!r}?" if close else ""
 

@@ -32,7 +32,7 @@ class Estimate(NamedTuple):
 
 @checked
 def r2(prediction: Float[Tensor, "n d"], truth: Float[Tensor, "n d"]) -> float:
-    """Share of the variance explained, averaged uniformly over coordinates (paper A, section 3.3).
+    """Share of variance explained, averaged over dimensions (paper A, section 3.3).
 
     ``1 - SSE/SST`` of each coordinate against the mean of ``truth``, in float64, as scikit-learn's
     `r2_score` does by default: a coordinate that is constant counts 1 if it is met exactly, else 0.

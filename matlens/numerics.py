@@ -1,4 +1,4 @@
-"""Computations on plain tensors: float64 on every device, products, log-probabilities, largest entries."""
+"""Numerics on tensors: float64 on every device, products, log-probabilities, top-k."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def log_softmax(logits: Float[Tensor, "*n d_vocab"]) -> Float[Tensor, "*n d_voca
 def kl_divergence(
     log_p: Float[Tensor, "*n d_vocab"], log_q: Float[Tensor, "*n d_vocab"]
 ) -> Float[Tensor, " *n"]:
-    """``KL(p || q)`` in nats, from the log-probabilities of both; tokens with ``p = 0`` add nothing."""
+    """``KL(p || q)`` in nats, from log-probabilities."""
     p = log_p.exp()
     return torch.where(p == 0, torch.zeros_like(p), p * (log_p - log_q)).sum(-1)
 
@@ -111,7 +111,7 @@ _FEW = 16  # values in a group, below which topk is quicker
 
 
 def largest(scores: Float[Tensor, "n m"], k: int) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
-    """The ``k`` largest values of each row and their places, the largest first, as by `torch.topk`.
+    """The ``k`` largest values of each row and their indices, as `torch.topk`.
 
     They are in the ``k`` groups whose largest values are largest, so only these are sorted. Of equal values
     any may be taken.

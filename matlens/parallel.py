@@ -1,4 +1,4 @@
-"""Divide work over the processes of one job, such as `torchrun` starts, on top of `torch.distributed`.
+"""Divide work over the processes that `torchrun` starts.
 
 Every process makes the same calls in the same order and gets what one process alone would get; the work
 inside is divided by examples. The main process (rank 0) writes files, prints and shows progress.
@@ -156,7 +156,7 @@ def barrier(what: str) -> None:
 
 
 def gather(tensors: Mapping[str, Tensor], what: str) -> list[dict[str, Tensor]]:
-    """The tensors of every process in rank order, on the CPU of the main process; others get none."""
+    """Tensors of all processes in rank order on the main process's CPU; None elsewhere."""
     if world_size() == 1:
         return [dict(tensors)]
     import torch.distributed as dist
@@ -189,7 +189,7 @@ def broadcast_tensors(tensors: Mapping[str, Tensor], what: str) -> dict[str, Ten
 
 
 def concatenate(tensors: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
-    """Tensors of all processes concatenated along their first axis in rank order, in every process."""
+    """Concatenate tensors of all processes in rank order, in every process."""
     import torch
 
     gathered = gather(tensors, what)

@@ -54,7 +54,7 @@ class Rows:
 
 @checked
 class Activations(Mapping[str, Float[Tensor, "n d"]]):
-    """Vectors by site, ``[n, d]``: ``activations["h.5"]``, or ``activations[5]`` for the residual stream.
+    """Vectors by site, ``[n, d]``: ``activations["h.5"]``, or ``activations[5]`` for a layer.
 
     Attributes
     ----------

@@ -45,7 +45,7 @@ def collect(
     batch_tokens: PositiveInt | None = None,
     progress: bool = True,
 ) -> Activations:
-    """Run the examples through the model once and store the vectors of the chosen sites, in float32.
+    """Run the examples once and store the vectors of the chosen sites in float32.
 
     Parameters
     ----------
@@ -180,7 +180,7 @@ class _Batches:
         return [int(of_sentence[sentences].sum()) for sentences in self._sentences]
 
     def read(self, number: int) -> tuple[Batch, tuple[Tensor, Tensor], np.ndarray]:
-        """A batch; sentences and places of its vectors in it; and which rows of the collection they are."""
+        """A batch, with the sentences, positions and rows of its vectors."""
         batch = self._read.batch(self._sentences[number])
         if self.positions == "sampled":
             sentence, place, rows = self.examples.rows_of(batch.index)

@@ -1,4 +1,4 @@
-"""Vectors that another engine has computed: a folder of safetensors files, one for each prompt.
+"""Vectors exported by another engine: a folder with one safetensors file per prompt.
 
 So vLLM's extraction of hidden states leaves them (its ``ExampleHiddenStatesConnector``): ``token_ids`` of
 the shape ``[tokens]`` and ``hidden_states`` of the shape ``[tokens, entries, d_model]``. A file does not name

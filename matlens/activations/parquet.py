@@ -1,4 +1,4 @@
-"""Vectors as Parquet, which `datasets`, pandas and DuckDB read: one row per vector, one column per site."""
+"""Vectors as Parquet: one row per vector, one column per site."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class SinkWarning(InputWarning):
 
 @checked
 def sink_rows(samples: Activations, *, factor: float = FACTOR) -> Bool[Tensor, " n"]:
-    """Which samples are sinks, by the norms of the layers of the residual stream that were collected.
+    """Boolean mask of samples that are attention sinks, by norms of collected layers.
 
     Warns with `SinkWarning` where these cannot tell: where layers are missing, sinks that stand out only at
     these are not found; and where most samples are first tokens, there is nothing to compare them with.

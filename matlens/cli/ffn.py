@@ -79,7 +79,7 @@ def search(
 def promoting(
     words: list[str], /, model: ModelOptions, reading: ReadOptions, limit: PositiveInt = 20
 ) -> None:
-    """Find the value vectors that raise the odds of a word, or of several, most over other tokens'."""
+    """Find the value vectors that raise the odds of the words most."""
     catalogue = model.catalogue()
     values, projection = catalogue.values, reading.projection(catalogue)
     lifts = projection.promoting(values, words, n=min(limit, len(values)))
@@ -103,7 +103,7 @@ def cluster(
     limit: PositiveInt = 20,
     out: Path = Path("out"),
 ) -> None:
-    """Cluster all value vectors by their cosines, and show the largest clusters or those of value vectors.
+    """Cluster all value vectors; show the largest clusters or those of given vectors.
 
     The clusters are stored in the output folder, so that the next call has them.
 

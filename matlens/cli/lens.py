@@ -157,7 +157,7 @@ def report(
 
 @command(app)
 def show(prompt: str, /, model: ModelOptions, lens: str = "id", last: PositiveInt | None = None) -> None:
-    """Show what every layer predicts after each token of a prompt: a line a layer, a column a token.
+    """Show what every layer predicts after each token of a prompt.
 
     Parameters
     ----------
@@ -228,7 +228,7 @@ def trajectory(
 
 @command(app)
 def convert(source: Path, target: Path, /, model: ModelOptions) -> None:
-    """Turn a lens of TransformerLens or tuned-lens into a folder of matlens, or a folder into their file.
+    """Convert lenses between folders of matlens and files of TransformerLens or tuned-lens.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Commands made of functions: help texts are read from docstrings, bounds and choices from annotations.
+"""Commands from functions: help from docstrings, limits and choices from annotations.
 
 A parameter that is annotated with a dataclass becomes its fields on the command line. Positional-only
 parameters become arguments. An option that a docstring does not describe has the help of `SHARED`, or of the
@@ -83,7 +83,7 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[...
 
 
 def options_of(function: Any, *, but: Sequence[str] = ()) -> list[Parameter]:
-    """Parameters of a function, or fields of a dataclass, annotated for typer, required ones first."""
+    """Parameters of a function or fields of a dataclass, annotated for typer."""
     hints, (_, helps) = get_type_hints(function, include_extras=True), documented(function)
     options: list[Parameter] = []
     for name, parameter in inspect.signature(function).parameters.items():

@@ -98,7 +98,7 @@ def serve(
     maps: list[Path] | None = None,
     port: Annotated[int, Between(1024, 65_535)] = 8765,
 ) -> None:
-    """Answer the pages of a model to a browser on this machine: type prompts, and change the model.
+    """Serve the live explorer on this machine: type prompts and modify the model.
 
     The address that is printed has a secret in it, without which nothing is answered.
 

@@ -1,4 +1,4 @@
-"""Commands about parts of a model: how linear each is, and a plain model without some blocks."""
+"""Commands for parts of a model: linearity and pruning."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def prune(
     windows: PositiveInt = 40,
     eval_windows: TwoOrMore = 20,
 ) -> None:
-    """Remove blocks, fold a map into the weights before them, and write a plain Hugging Face folder.
+    """Remove blocks, fold maps into the weights before them, and save a plain model.
 
     Nine tenths of the corpus are for calibration, the rest for evaluation. A thorough run has '--windows 160
     --eval-windows 40'. It takes three times as long, and perplexity rises less: of SmolLM2-135M without 3

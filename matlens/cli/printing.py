@@ -26,7 +26,7 @@ _METRICS = {"r2": "r2", "precision": "P@1", "surprisal": "surprisal"}  # and wha
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table, so wide that no column but the last is wrapped: a number cut would lose its exponent."""
+    """Print a table without wrapping any column but the last."""
     table = Table(*columns, title=Text(printable(title, keep="\n")), title_justify="left")
     for column in table.columns[:-1]:
         column.no_wrap = True
@@ -64,7 +64,7 @@ def print_line(*parts: object) -> None:
 
 
 def print_results(results: pd.DataFrame, folder: Path) -> None:
-    """Print how well maps onto the last layer fit and predict, a row per layer, and the note on samples."""
+    """Print fit and prediction of maps to the last layer, one row per layer."""
     last = results["target"].max()
     rows = results[(results["target"] == last) & (results["k"].isna() | (results["k"] == 1))]
     columns = [
@@ -83,7 +83,7 @@ def print_results(results: pd.DataFrame, folder: Path) -> None:
 
 
 def print_members(report: Any, exits: Any) -> None:
-    """Print a line for each lens of a report: measures in the mean over layers, layers saved, and costs.
+    """Print one line per lens of a report: mean metrics, layers saved, and costs.
 
     Parameters
     ----------
@@ -102,7 +102,7 @@ def print_members(report: Any, exits: Any) -> None:
 
 
 def print_atlas(table: Any, correlations: Any) -> None:
-    """Print which score tells what replacing a part costs, and what the first parts cost together.
+    """Print which score predicts the loss increase, and the cheapest parts.
 
     Parameters
     ----------
@@ -141,7 +141,7 @@ def top_texts(projection: Projection, vectors: Any, k: int) -> list[str]:
 
 
 def number_text(value: float, digits: int = 3) -> str:
-    """A number with some digits after the point, and an exponent where it is huge or would vanish."""
+    """Format a number, with an exponent if it is very large or small."""
     text = f"{value:.{digits}f}"
     if math.isfinite(value) and (abs(value) >= 1e6 or (value and not float(text))):
         return f"{value:.{digits}e}"

@@ -1,4 +1,4 @@
-"""Commands of the main job, at once or step by step in one folder, in parts, planned or verified."""
+"""Commands of the main job: all steps at once, single steps, parts, plans and checks."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def run_part(
     samples: SampleOptions,
     pairs: PairsOption = "all",
 ) -> None:
-    """Run one part of the training sentences and store its sufficient statistics, and no vectors.
+    """Collect sufficient statistics of one part of the training sentences.
 
     Give all parts the same options except --part and --out. 'matlens merge' joins them.
 
@@ -199,7 +199,7 @@ def plan(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> None:
-    """Print the memory, disk and operations of each step, and which maps fit, before anything runs.
+    """Print memory, disk and operations of each step, without running anything.
 
     Parameters
     ----------

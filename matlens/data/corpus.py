@@ -1,4 +1,4 @@
-"""Corpora: sentences of a sample, a file, a dataset or an iterable, without duplicates and short ones."""
+"""Corpora: sentences from samples, files, datasets or iterables, without duplicates."""
 
 import hashlib
 import os

@@ -68,7 +68,7 @@ class Batch:
 def padded(
     tokens: np.ndarray, offsets: np.ndarray, index: np.ndarray, length: int | None = None
 ) -> tuple[Int[Tensor, "batch length"], Int[Tensor, "batch length"]]:
-    """Tokens of some sentences, padded on the right to the longest or to ``length``, and their mask."""
+    """Tokens of some sentences, right-padded to the longest or to ``length``, and their mask."""
     longest = int(np.diff(offsets)[index].max()) if length is None else length
     ids = np.zeros((len(index), longest), dtype=np.int64)
     mask = np.zeros((len(index), longest), dtype=np.int64)
@@ -197,7 +197,7 @@ class Examples:
         )  # fmt: skip
 
     def up_to_positions(self) -> Examples:
-        """Every sentence truncated after its last position, which gives a decoder the same vectors there."""
+        """Sentences truncated after their last position; decoders give the same vectors."""
         last = np.zeros(len(self), dtype=np.int64)
         np.maximum.at(last, self.sentences, self.positions)
         kept = self.places <= np.repeat(last, self.lengths)

@@ -90,7 +90,7 @@ def make_examples(
 def make_pairs(
     model: TransformerBridge, sources: Sequence[str], targets: Sequence[str], *, seed: Seed = 0
 ) -> Examples:
-    """Tokenise sources and targets for the decoder of an encoder-decoder, with a position in each target.
+    """Tokenize sources and targets for a decoder, with one position per target.
 
     The encoder reads the source; the decoder reads its start token and the target without the last token, as
     in training, and predicts the target's token at each position.

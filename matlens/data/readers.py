@@ -71,7 +71,7 @@ def check_readable(model: TransformerBridge) -> None:
 
 
 def check_decoder(model: TransformerBridge, consequence: str) -> None:
-    """Raise InputError unless a model is a decoder in eval mode; ``consequence`` completes "so it ..."."""
+    """Raise InputError unless a model is a decoder in eval mode."""
     check_eval_mode(model)
     reads = ""
     if is_visual(model):

@@ -1,4 +1,4 @@
-"""Text files, plain or gzip, and archives of Leipzig corpora: read in bounds, to their checksum.
+"""Text files and Leipzig archives, plain or gzip, read with size limits.
 
 Nothing is unpacked to disk, so names and links in an archive are harmless.
 """

@@ -1,4 +1,4 @@
-"""A model looked at in a browser: a prompt through its lenses, its value vectors, and both of them live."""
+"""Explore a model in the browser: prompts through lenses, value vectors, and live."""
 
 import lazy_loader
 

@@ -56,7 +56,7 @@ def explore(
     proceed: Callable[[], None] | None = None,
     progress: bool = True,
 ) -> PromptPage:
-    """A page of a prompt layer by layer: what lenses predict everywhere, and the dominant sub-updates.
+    """An HTML page of a prompt: predictions of lenses at every layer, and sub-updates.
 
     Parameters
     ----------
@@ -161,7 +161,7 @@ def dominant_cells(
     updates: Updates, projection: Projection, followed: Int[Tensor, " followed"], k: int,
     proceed: Callable[[], None], *, progress: bool,
 ) -> UpdateCells:  # fmt: skip
-    """Sub-updates of all layers with their effects on the followed tokens, by a linear projection."""
+    """Sub-updates of all layers with their effects on the followed tokens."""
     values = updates.values
     words = Projection(projection.unembedding[followed], projection.tokenizer, projection.norm)
     parts: dict[str, list[np.ndarray]] = {}

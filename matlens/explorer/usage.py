@@ -1,4 +1,4 @@
-"""Max activating examples of value vectors, and how often they are dominant, in one pass over a corpus.
+"""Max activating examples of value vectors, in one pass over a corpus.
 
 The first token of a sentence is read but does not count: in most decoders it is an attention sink, whose
 coefficients are hundreds of times as large as all others.

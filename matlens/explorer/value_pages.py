@@ -236,7 +236,7 @@ class _Pages:
         return list(map(visible, token_texts(plain.tokenizer, range(len(plain.unembedding)))))
 
     def write_lists(self, top: np.ndarray, clusters: Clusters | None) -> None:
-        """Write texts of tokens, a few facts of all vectors, the vectors of each token, and sentences."""
+        """Write token texts, vector summaries, the vectors of each token, and sentences."""
         texts = self._texts()
         self._write("vocabulary", texts)
         facts = {"top": packed(top[:, :_IN_LISTS])}

@@ -1,4 +1,4 @@
-"""Value vectors, updates, events, clusters, control of generation, and early exit by FFN updates."""
+"""Value vectors, FFN updates, events, clusters, steering, and early exit."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Agglomerative clustering of vectors by their cosine distances, exactly or by near neighbours.
+"""Agglomerative clustering by cosine distance, exact or by nearest neighbors.
 
 Exact clusters need the distances of all pairs. By near neighbours two clusters are merged only where one has
 a near neighbour of the other, and of these merges the one that adds least to the squared distances of the

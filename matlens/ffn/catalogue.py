@@ -101,7 +101,7 @@ class Catalogue:
         return ValueVectors(self.model if self._stored is None else self._stored.values)
 
     def projection(self, reading: Reading = "plain") -> Projection:
-        """The projection: by ``E``, after the final norm (which needs the model), or through the head."""
+        """The projection ``plain``, ``norm`` (needs the model) or ``head``."""
         stored = None if self._stored is None else self._stored.projection(reading)
         make = {
             "plain": Projection.from_model, "norm": Projection.after_norm, "head": Projection.through_head,
@@ -117,7 +117,7 @@ class Catalogue:
         k: int = TOP,
         progress: bool = True,
     ) -> TopTokens:
-        """Top tokens of every value vector by a reading, as `Projection.top_of_all`, stored in the cache."""
+        """Cached top tokens of every value vector, as `Projection.top_of_all`."""
         if self._place is None:
             return projection.top_of_all(values, k, progress=progress)
         projection.check_same(values.identity)

@@ -1,4 +1,4 @@
-"""Control: a model run with the coefficients of chosen value vectors changed (paper B, section 6.1)."""
+"""Steering: run a model with modified coefficients (paper B, section 6.1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saturation and elimination: where a prediction is made and where a candidate falls (section 5.1).
+"""Saturation and elimination events (paper B, section 5.1).
 
 **Saturation** is where the predicted token becomes the top candidate for good; **elimination** is the update
 that lowers a top candidate most. The scores of the dominant sub-updates for the token in question say whether
@@ -88,7 +88,7 @@ class Events(NamedTuple):
 
 @checked
 def find_events(trace: Trace) -> dict[str, Events]:
-    """Find the saturation and elimination events of FFNs, at most one of each per example (section 5.1).
+    """Find saturation and elimination events, at most one of each per example.
 
     Saturation: the FFN that brings the predicted token to the top for good; the scores are those of the
     final token. Elimination: of all FFNs that take the top candidate from the top, the one that leaves it on
@@ -157,7 +157,7 @@ def trace_row(
 @checked
 @torch.inference_mode()
 def relative_scores(trace: Trace, model: TransformerBridge, to: Literal["mean", "rival"]) -> TraceScores:
-    """Scores of a trace's sub-updates relative to the vocabulary's mean (lift), or to the rival's (log-odds).
+    """Scores relative to the vocabulary's mean (lift) or to the rival's score (log-odds).
 
     The rival of the top candidate ``before`` an update is the one ``after`` it; the rival of the ``final``
     token is the candidate before. Where reference and rival are one token, the score is 0. Keys and shapes

@@ -68,7 +68,7 @@ class NormGain:
 
 
 class LinearHead(nn.Module):
-    """The linear parts before an unembedding: a dense layer, if there is one, and the gain of a norm."""
+    """The linear parts before an unembedding: a dense layer, if any, and a norm's gain."""
 
     def __init__(self, dense: Tensor | None, gain: NormGain) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ _PLACES = 128  # whose distributions are computed together
 
 
 class TextLosses(NamedTuple):
-    """The loss of a model on each of ``n`` texts: ``-ln p`` summed over its ``n_tokens`` tokens, in nats."""
+    """Loss of a model on each of ``n`` texts: ``-ln p`` summed over tokens, in nats."""
 
     total: Float[np.ndarray, " n"]
     n_tokens: Int[np.ndarray, " n"]
@@ -41,7 +41,7 @@ class TextLosses(NamedTuple):
         return _exp_of_mean(self.total, self.n_tokens)
 
     def ratio(self, unchanged: TextLosses) -> Estimate:
-        """Perplexity over that of the unchanged model on the same texts, with its 95% interval over texts."""
+        """Perplexity relative to the original model's, with a 95% interval over texts."""
         return _exp_of_mean(self.total - unchanged.total, unchanged.n_tokens)
 
 

@@ -206,7 +206,7 @@ class Projection:
         return name_columns(values, best.tolist()).assign(score=score, lift=lift)
 
     def search(self, values: ValueVectors, tokens: TopTokens, words: Sequence[str]) -> pd.DataFrame:
-        """The value vectors with one of the words, or several, in their top tokens (see `top_of_all`).
+        """The value vectors with the words in their top tokens (see `top_of_all`).
 
         Columns are ``value, layer, index, words, rank, score``: how many of the words there are, and the rank
         and the score of the first. Those with most words come first, and then those that rank them highest.

@@ -1,4 +1,4 @@
-"""Self-supervised early exit: dominant sub-updates tell that a prediction is made (section 6.2, A.5)."""
+"""Early exit by dominant sub-updates, without training (paper B, section 6.2, A.5)."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class Trace:
 
     @property
     def sinks(self) -> Bool[Tensor, " n"]:
-        """Which examples are read at an attention sink; sub-updates there are hundreds of times as large."""
+        """Mask of examples at attention sinks, where sub-updates are hundreds of times larger."""
         return outlying_rows(self.norm, places=self.examples.positions)
 
     def _by_layer(self, name: str) -> Tensor:

@@ -58,7 +58,7 @@ class Updates:
         *,
         progress: bool = True,
     ) -> Updates:
-        """Collect coefficients and outputs of FFNs, of some layers or all, at the examples' positions."""
+        """Collect coefficients and outputs of FFNs at the examples' positions."""
         values = ValueVectors(model)
         chosen = range(values.n_layers) if layers is None else list(map(values.resolve_layer, layers))
         kinds = dict.fromkeys((COEFFICIENTS, FFN_OUT, values.output_kind))
@@ -107,7 +107,7 @@ class Updates:
     def table(
         self, projection: Projection, *, row: int = 0, k: int = DOMINANT, n_tokens: int = 10
     ) -> pd.DataFrame:
-        """The ``k`` dominant sub-updates of each layer at one position, with promoted tokens (appendix A.3).
+        """The ``k`` dominant sub-updates of each layer at one position, with promoted tokens.
 
         Columns are ``layer, rank, value, coefficient, contribution, share, promoted``; ``promoted`` are the
         tokens with the largest scores of ``m v``: where ``m`` is negative, tokens that ``v`` demotes.

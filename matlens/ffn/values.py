@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 @checked
 @dataclass(frozen=True, order=True)
 class ValueVector:
-    """The name of a value vector: ``ValueVector(3, 12)`` is written ``L3D12``, both counted from 0.
+    """The name of a value vector: ``ValueVector(3, 12)`` is ``L3D12``, counted from 0.
 
     In a mixture of experts ``ValueVector(3, 120, 5)`` is ``L3E5D120``, the vector 120 of expert 5.
     """

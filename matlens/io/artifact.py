@@ -62,7 +62,7 @@ Record = Mapping[str, Any]
 
 
 class Artifact:
-    """A folder with the files of one job: `writing` begins or resumes it, `open` reads a finished one.
+    """A folder with the files of one job, written by `writing` and read by `open`.
 
     Attributes
     ----------

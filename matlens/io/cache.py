@@ -30,7 +30,7 @@ _ENTRY = re.compile(r"([a-z]+)-[0-9a-f]{32}")
 
 
 class Entry(NamedTuple):
-    """An entry of the cache: its files, their size, and when they were last used in seconds since 1970."""
+    """A cache entry: its files, size, and time of last use in Unix seconds."""
 
     folder: Path
     kind: str

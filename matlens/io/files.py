@@ -35,7 +35,7 @@ Content = str | bytes | memoryview | Mapping[str, Any]
 
 @contextmanager
 def system_errors(path: str | Path | None = None) -> Iterator[None]:
-    """Raise InputError where the system refuses a path (by default the one it names) or a disk is full."""
+    """Convert errors of the file system to InputError."""
     try:
         yield
     except Exception as error:
@@ -102,7 +102,7 @@ def _check_replaceable(path: Path) -> None:
 
 
 def check_writable(folder: Path, files: Iterable[str] = ()) -> None:
-    """Raise InputError, before any work, if a folder cannot be made, or these files not be written in it."""
+    """Raise InputError early if a folder cannot be created or files not be written."""
     with system_errors(folder):
         trial = partial_path(nearest_existing(folder) / "trial")
         trial.touch(exist_ok=False)
@@ -160,7 +160,7 @@ def is_transient(name: str) -> bool:
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """Open a regular file; raises InputError for a pipe or a device, which could block the reader."""
+    """Open a regular file; raises InputError for a pipe or a device."""
     # Opening a pipe would wait for a writer; Windows has no pipes in folders, and opens text otherwise.
     descriptor = os.open(path, getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -179,7 +179,7 @@ def read_bounded(path: str | Path, bound: Bound) -> bytes:
 
 
 def read_json(path: str | Path) -> Any:
-    """Read a JSON file; raises InputError if it is none or too large, OSError if it cannot be opened."""
+    """Read a JSON file; raises InputError if it is invalid or too large."""
     content = read_bounded(path, JSON)
     try:
         return parse_json(content.decode(), str(path))

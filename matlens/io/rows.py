@@ -1,4 +1,4 @@
-"""Rows of vectors that batches compute in any order: in memory, or in an `Artifact` of shards.
+"""Rows of vectors, computed by batch in any order: in memory or in an `Artifact`.
 
 A shard holds the rows of consecutive batches, with an ``index`` of their numbers. Which batches these are
 does not depend on the number of processes: of W, process r writes the shards r, r + W, ...

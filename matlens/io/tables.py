@@ -151,7 +151,7 @@ def csv_text(table: pd.DataFrame, **options: Any) -> str:
 
 
 def check_columns(table: pd.DataFrame, columns: Iterable[str], *, what: str) -> None:
-    """Raise InputError if a table lacks columns, or rows; ``what`` names the table that is expected."""
+    """Raise InputError if a table lacks columns or rows."""
     check(table, pd.DataFrame, "table")
     names = list(table.columns)
     wrong = [column for column in columns if names.count(column) != 1]

@@ -47,7 +47,7 @@ class Verdict(NamedTuple):
 
 @checked
 def verify(folder: str | Path) -> Iterator[Verdict]:
-    """Verify every artifact and every table of results in a folder and its subfolders, byte by byte.
+    """Verify the checksums of all artifacts and tables below a folder.
 
     Files of others are ignored. Of an interrupted job, the complete files are verified.
 
@@ -73,7 +73,7 @@ def verify(folder: str | Path) -> Iterator[Verdict]:
 
 
 def check_unchanged(folder: Path) -> None:
-    """Raise InputError if a file of a folder with a ``matlens.json``, such as a pruned model, has changed."""
+    """Raise InputError if a file listed in ``matlens.json`` has changed."""
     try:
         files = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
         _check_model(folder, str([(name, of.st_mtime_ns, of.st_size) for name, of in files]))

@@ -1,4 +1,4 @@
-"""Lenses in closed form: least squares of every layer onto the last, from one pass over the data."""
+"""Closed-form lenses: least squares of every layer, from one pass over the data."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Samples = dict[str, Tensor]
 
 
 def layers_read(configs: Sequence[LensConfig], layers: Sequence[int], n_layers: int) -> list[int]:
-    """Layers whose vectors are needed: all where sinks are excluded, as these are known by all norms."""
+    """Layers that a fit needs: all of them to exclude sinks."""
     if any(config.sinks == "exclude" for config in configs):
         return list(range(n_layers + 1))
     return [*layers, n_layers]
@@ -212,7 +212,7 @@ def fit_closed_forms(
     batch_tokens: int | None = None,
     progress: bool = True,
 ) -> dict[str, LensMaps]:
-    """Fit closed forms by one pass over the data, which several processes divide; see `Lens.fit`.
+    """Fit closed forms in one distributed pass over the data; see `Lens.fit`.
 
     Where one excludes sinks, a pass before it finds them. Warns once of all fits that follow noise.
     """

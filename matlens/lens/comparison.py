@@ -1,4 +1,4 @@
-"""Compare lenses of one model on one corpus: fitted on the same tokens, evaluated, and what each costs."""
+"""Compare the quality and cost of lenses fitted on the same tokens."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def compare_lenses(
 
 @checked
 def summarise(report: pd.DataFrame, exits: pd.DataFrame) -> pd.DataFrame:
-    """A table to read: a row per lens, metrics averaged over layers, layers saved at 95%, and costs.
+    """One row per lens: metrics averaged over layers, layers saved at 95%, and costs.
 
     Parameters
     ----------

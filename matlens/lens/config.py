@@ -54,7 +54,7 @@ class LensConfig:
 
     @property
     def name(self) -> str:
-        """``"mat"``, ``"affine"``, or the options that differ from ``mat``: ``"standardise+rank=64"``."""
+        """``"mat"``, ``"affine"``, or the options that differ, as ``"standardise+rank=64"``."""
         options = {option.name: getattr(self, option.name) for option in fields(self)}
         changed = [
             option.name if options[option.name] is True else f"{option.name}={options[option.name]}"

@@ -1,4 +1,4 @@
-"""Early exit: layers saved by taking the prediction of a confident layer (paper A, section 6 and Figure 9).
+"""Early exit at confident layers (paper A, section 6 and Figure 9).
 
 Everything is decided from stored representations, for all thresholds at once: the model is not run again.
 """
@@ -31,7 +31,7 @@ SWEEP = (-1.112, *(i / 10 for i in range(11)), *np.linspace(1, 1.112, 12)[1:-1].
 def thresholds(
     positions: Int[Tensor, " n"], lam: float, mean_length: float | None = None
 ) -> Float[Tensor, " n"]:
-    """``0.9 lam + 0.1 exp(-4 i / N)``: the confidence that position ``i``, from 0, has to exceed.
+    """``0.9 lam + 0.1 exp(-4 i / N)``: the threshold at position ``i``.
 
     ``lam`` of 0 and less exits nearly at once, of more than 1.11 never. ``N`` is ``mean_length``, by default
     the mean of ``i + 1``.
@@ -86,7 +86,7 @@ def exit_sweep(
     lams: Mapping[str, Sequence[float]] | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Precision@1 and mean number of layers run, for the sweep over ``lam``, by the confidence of each lens.
+    """Precision@1 and mean layers run of each lens, for a sweep over ``lam``.
 
     A table with one more column, ``lam``. Rows with a ``lam`` are early exit: ``layer`` is the mean number of
     layers run and ``low`` and ``high`` belong to the precision. Rows without are fixed exit: all tokens exit
@@ -130,7 +130,7 @@ def exit_sweep(
 
 @checked
 def savings(exits: pd.DataFrame, precision: Fraction = 0.95) -> pd.DataFrame:
-    """Layers saved by early exit at a Precision@1: ``method, saved, n_layers, share`` of all layers.
+    """Layers saved by early exit at a Precision@1: ``method, saved, n_layers, share``.
 
     Interpolated linearly between the points of the sweep.
 

@@ -1,4 +1,4 @@
-"""Evaluate predictions against those of ``h^L``, token by token (definitions, sections 4 and 9).
+"""Evaluate predictions against those of ``h^L``, token by token.
 
 A table has one row per value: ``experiment, model, corpus, method, layer, target, metric, k, value, low,
 high, n``; ``low`` and ``high`` bound the 95% interval where there is one.
@@ -74,7 +74,7 @@ class Evaluation(NamedTuple):
         }
 
     def differences(self, other: Evaluation) -> dict[Metric, Estimate]:
-        """Each metric minus that of another evaluation, with the 95% interval of the paired differences."""
+        """Paired differences of metrics to another evaluation, with 95% intervals."""
         theirs = other.values()
         return {key: metrics.mean(ours - theirs[key]) for key, ours in self.values().items() if key in theirs}
 
@@ -254,7 +254,7 @@ def map_lenses(readout: Readout, maps: MapSet, validation: Activations) -> dict[
 def prediction_rows(
     experiment: str, data: Activations, method: str, layer: float, evaluation: Evaluation
 ) -> list[dict[str, Any]]:
-    """Rows of a table for one method at one layer: Precision@1, 5, 10, surprisal, and KL if it is known."""
+    """Table rows of one method and layer: Precision@1, 5, 10, surprisal, and KL if known."""
     last = data.provenance.identity.n_layers
     return [
         validation_row(experiment, data, method, layer, last, metric, k, estimate)

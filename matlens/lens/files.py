@@ -1,4 +1,4 @@
-"""Lenses on disk: folders of this project, files of TransformerLens' Jacobian lens, folders of tuned-lens."""
+"""Lens files: folders of matlens, and files of TransformerLens and tuned-lens."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def read_jacobian_lens(path: str | Path, model: TransformerBridge) -> LensMaps:
 
 
 def read_tuned_lens(folder: str | Path, model: TransformerBridge) -> LensMaps:
-    """Read a folder of tuned-lens, whose maps are added to the identity; see `Lens.from_tuned_lens`."""
+    """Read a folder of tuned-lens; see `Lens.from_tuned_lens`."""
     folder = Path(folder)
     expected = "Expected config.json and params.pt as tuned-lens saves them, of this model."
     with _foreign(folder, expected):

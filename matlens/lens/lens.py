@@ -40,7 +40,7 @@ Layer = int | str | Site
 @checked
 @dataclass(frozen=True, eq=False)
 class Lens(LensMaps):
-    """A function for each layer ``l`` that approximates ``h^L`` from ``h^l`` (definitions, section 9).
+    """A map for each layer ``l`` that approximates ``h^L`` from ``h^l``, with the readout.
 
     ``lens(h, layer)`` maps vectors. A lens that is *on* a model reads them out too: one that was just fitted,
     one that was loaded with it, or ``lens.on(model)``.
@@ -226,7 +226,7 @@ class Lens(LensMaps):
     def logits(
         self, h: Float[Tensor, "... d_model"], layer: Layer, *, gradients: bool = False
     ) -> Float[Tensor, "... d_vocab"]:
-        """Scores of all tokens for vectors ``h^l``, read out through the model's own head, in float32.
+        """Logits of vectors ``h^l``, read out by the model's head, in float32.
 
         With ``gradients`` they can be differentiated in ``h``; the model's weights are constants.
         """
@@ -298,7 +298,7 @@ class Lens(LensMaps):
         endpoint: str | None = None,
         token: str | None = None,
     ) -> str:
-        """Put the lens into a repository of the hub, which may hold lenses of many models, in one commit.
+        """Push the lens to a hub repository, which may hold many lenses, in one commit.
 
         Its card is written from its provenance: model, corpus, tokens, attention sinks.
 
@@ -336,7 +336,7 @@ class Lens(LensMaps):
         endpoint: str | None = None,
         token: str | None = None,
     ) -> Lens:
-        """Read a lens from a repository of the hub, every byte of it checked; nothing in it is executed.
+        """Load a lens from a hub repository; checksums are verified, no code is executed.
 
         ``lens.provenance.details["hub"]["commit"]`` is the commit that it was read at.
 
@@ -360,7 +360,7 @@ class Lens(LensMaps):
 
     @classmethod
     def from_jacobian_lens(cls, path: str | Path, model: TransformerBridge) -> Lens:
-        """Read a file of TransformerLens' `JacobianLens`, such as ``lens.pt``; nothing in it is executed.
+        """Read a `JacobianLens` file of TransformerLens; no code in it is executed.
 
         Its layer ``l``, the output of block ``l``, is ``l + 1`` here.
         """
@@ -376,5 +376,5 @@ class Lens(LensMaps):
 
     @classmethod
     def from_tuned_lens(cls, folder: str | Path, model: TransformerBridge) -> Lens:
-        """Read ``config.json`` and ``params.pt`` of the package tuned-lens; nothing in them is executed."""
+        """Read a lens of the package tuned-lens; no code in it is executed."""
         return cls(**vars(files.read_tuned_lens(folder, model))).on(model)

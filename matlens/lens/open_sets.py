@@ -1,4 +1,4 @@
-"""Open sets of lens evaluations: whether a layer predicts a word on the way to the model's answer.
+"""Open sets: words that a layer may predict on the way to the model's answer.
 
 They are the six files of ``data/evaluations`` of *anthropics/jacobian-lens* (Apache-2.0), read from a folder
 that the user names, in their protocol. An item has a prompt and intermediate words, such as "Netherlands" for
@@ -72,7 +72,7 @@ class EvaluationItem:
 
 @checked
 def read_evaluations(folder: str | Path) -> dict[str, list[EvaluationItem]]:
-    """Read the evaluations that a folder has: ``lens-eval-multihop.json`` and the others, by their names."""
+    """Read the evaluation sets in a folder, such as ``lens-eval-multihop.json``."""
     paths = {name: Path(folder).expanduser() / f"lens-eval-{name}.json" for name in EVALUATIONS}
     existing = {name: path for name, path in paths.items() if path.is_file()}
     if not existing:
@@ -117,7 +117,7 @@ def _spellings(word: str) -> tuple[str, ...]:
 
 @checked
 def word_tokens(model: TransformerBridge, spellings: Iterable[str]) -> list[int]:
-    """Tokens that are one of these words alone: as given, small and capital, with and without a space."""
+    """Tokens of the words in any case, with and without a leading space."""
     tokenizer = check_tokenizer(model)
     forms = {
         space + form

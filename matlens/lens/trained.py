@@ -66,7 +66,7 @@ def token_chances(weights: Float[Tensor, " d_vocab"], n: int) -> Float[Tensor, "
 def draw_tokens(
     chances: Float[Tensor, " d_vocab"], generator: torch.Generator
 ) -> tuple[Int[Tensor, " k"], Float[Tensor, " k"]]:
-    """Sampled tokens, and the logarithm of each one's chance, which is subtracted from its score."""
+    """Sample tokens, with the log-probabilities that correct their scores."""
     tokens = (torch.rand(len(chances), generator=generator) < chances).nonzero()[:, 0]
     return tokens, chances[tokens].log()
 
@@ -82,7 +82,7 @@ def divergence(
 
 
 class LayerTraining:
-    """A map ``h^l -> h^L`` while it is trained, and what is read out through it (definitions, section 9).
+    """A map ``h^l -> h^L`` in training, with its readout.
 
     Parameters
     ----------
@@ -244,7 +244,7 @@ def _batches(n: int, steps: int, batch: int, generator: torch.Generator) -> Iter
 
 
 def best_start(model: TransformerBridge) -> LensConfig:
-    """The closed form that ``scaled`` and ``polished`` start from: standardised if the head allows."""
+    """The closed form that ``scaled`` and ``polished`` start from."""
     try:
         Standardisation.from_model(model)
     except InputError:
@@ -262,7 +262,7 @@ def fit_on_vectors(
     seed: int = 0,
     progress: bool = True,
 ) -> LensMaps:
-    """Fit a lens that needs the vectors themselves: a trained one, or a method of another package.
+    """Fit a lens that needs vectors: trained, or a method of another package.
 
     Several processes each train some of the layers.
     """
@@ -317,7 +317,7 @@ def fit_jacobian(
     skip: int = SKIPPED,
     progress: bool = True,
 ) -> LensMaps:
-    """Fit a Jacobian lens by ``JacobianLens.fit`` of TransformerLens; several processes divide the prompts.
+    """Fit a Jacobian lens by TransformerLens; processes divide the prompts.
 
     For each prompt there is a backward pass for every few dimensions of ``h^L``: minutes per prompt on a CPU;
     all layers come from the same passes.

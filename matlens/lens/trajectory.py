@@ -139,7 +139,7 @@ class Trajectory:
         )  # fmt: skip
 
     def to_dataframe(self, answers: Sequence[str | int] = ()) -> pd.DataFrame:
-        """A row for each token and layer and, where answers are given (see `rank`), for each of them.
+        """One row per token and layer, and per answer if answers are given (see `rank`).
 
         Columns are ``position, token, layer, predicted, predicted_id, probability, entropy, kl, rank``, the
         last that of what the model itself predicts; and ``answer, answer_rank, answer_probability``.
@@ -207,7 +207,7 @@ def _column(values: Tensor) -> np.ndarray:
 def read_trajectory(
     lens: Any, prompt: str, *, k: int = 5, layers: Sequence[int | str | Site] | None = None
 ) -> Trajectory:
-    """Run a prompt through the model of a lens and read every layer at every token; see `Lens.trajectory`."""
+    """Read every layer at every token of a prompt; see `Lens.trajectory`."""
     check_int(k, "k", min=1, max=lens.on_readout.d_vocab)
     wanted = sorted({*(lens.layers if layers is None else map(lens.resolve, layers)), lens.n_layers})
     examples = make_prompts(lens.model, [prompt])

@@ -31,7 +31,7 @@ _EXACT = 1e-6  # error, in variances, below which a fit is exact but for roundin
 
 @checked
 class LeastSquares:
-    """Sufficient statistics of a source and its targets, in memory that does not grow with the samples.
+    """Sufficient statistics of a source and its targets, in constant memory.
 
     They are not the second moments but their triangular square root: the factor ``R`` of ``[x 1] = QR``, and
     ``Q^T y``. Squaring would lose every direction that is a millionth as strong as the strongest, and
@@ -133,7 +133,7 @@ class LeastSquares:
         return self
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that is known of the samples, for `from_tensors`: ``r``, ``z``, ``n`` and maybe ``norms``."""
+        """All statistics, for `from_tensors`: ``r``, ``z``, ``n`` and maybe ``norms``."""
         tensors = {"r": self._r, "z": self._z, "n": torch.tensor(self.n)}
         return tensors if self.norms is None else tensors | {"norms": self.norms}
 
@@ -268,7 +268,7 @@ def noise_of_fit(
     *,
     intercept: bool,
 ) -> list[NoisyFit]:
-    """Which targets are fitted so that their error on other samples is mostly the noise of the fit's own.
+    """Targets whose error on other samples is mostly noise of the fit.
 
     With ``c = d_in / n`` and Gaussian samples, least squares leaves the error ``s (1 - c)`` on the samples
     that it is fitted on and ``s / (1 - c)`` on others, where ``s`` is the error that no linear map can avoid.

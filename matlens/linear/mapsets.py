@@ -1,4 +1,4 @@
-"""Sets of linear maps of one model: fitted in one line, in memory or in a folder read map by map."""
+"""Sets of linear maps of one model, in memory or in a folder that is read lazily."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
     def in_memory(
         self, pairs: Iterable[tuple[Any, Any]] | None = None, *, device: torch.device | str | None = None
     ) -> MapSet:
-        """These maps, by default all, in memory and on a device: each is read once, however often used."""
+        """Maps in memory on a device, by default all; each is read once."""
         chosen = [self[pair] for pair in (self if pairs is None else dict.fromkeys(map(self._names, pairs)))]
         if device is not None:
             chosen = [linear.to(device) for linear in chosen]
@@ -212,7 +212,7 @@ def write_maps(
     *,
     content: str | None = None,
 ) -> MapSet:
-    """Fit maps into a folder, source by source; what a killed run has written is not fitted again.
+    """Fit maps into a folder, source by source; resumes after an interruption.
 
     ``fit`` gives the maps of the pairs that it is asked for, in their order; ``content`` is a digest of maps
     that are not fitted.

@@ -1,4 +1,4 @@
-"""Memory that fits take at their peak: upper bounds from counts, at most a third above what they take."""
+"""Peak memory of fits: upper bounds, at most a third too large."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Widths = tuple[int, int]
 
 
 def stream_widths(n_layers: int, width: int, pairs: PairsToFit) -> list[Widths]:
-    """Widths of each layer of the residual stream and of its targets: the last layer, or all later ones."""
+    """Widths of each layer of the residual stream and of its targets."""
     counts = [1] * n_layers if pairs == "last" else range(n_layers, 0, -1)
     return [(width, n * width) for n in counts]
 

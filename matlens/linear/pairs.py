@@ -47,7 +47,7 @@ def resolve_pairs(pairs: Pairs, model: int | Provenance) -> list[tuple[str, str]
 
 
 def list_pairs(pairs: Iterable[Any]) -> list[Pair]:
-    """Read a list of pairs of sites; raises InputError if it is empty, or if an item is not a pair."""
+    """Parse a list of pairs of sites; raises InputError for empty or invalid lists."""
     named = [both_ends(pair) for pair in pairs]
     if not named:
         raise InputError("pairs must have at least one pair of sites, such as (0, 3).")

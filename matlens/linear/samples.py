@@ -1,4 +1,4 @@
-"""Samples as fits take them: which are fitted on, how much each counts, and whether they are enough."""
+"""Samples of fits: selected rows, weights, and whether they are enough."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def check_weights(weights: Tensor, n: int) -> Float[Tensor, " n"]:
 
 
 def are_few(n_samples: int, width: int) -> bool:
-    """Whether samples are fewer than twice the width, which leaves a fit without a penalty to their noise."""
+    """Whether samples are fewer than twice the width, so a fit needs a penalty."""
     return n_samples < ENOUGH * width
 
 
@@ -157,7 +157,7 @@ class NoisyFit(NamedTuple):
 
 
 def warn_of_noise(fits: Sequence[NoisyFit], n_fits: int) -> None:
-    """Warn once, with `InputWarning`, of all fits of a call that follow the noise of their samples."""
+    """Issue one `InputWarning` for all fits of a call that overfit their samples."""
     if not fits:
         return
     worst = min(fits, key=lambda fit: -torch.inf if fit.r2 is None else fit.r2)
@@ -176,7 +176,7 @@ def warn_of_noise(fits: Sequence[NoisyFit], n_fits: int) -> None:
 
 
 def warn_of_same_sentences(fitted: Provenance, validation: Provenance, what: str, *, parts: bool) -> None:
-    """Warn, with `InputWarning`, of maps that are evaluated on the sentences that they were fitted on.
+    """Issue an `InputWarning` if maps are evaluated on their training sentences.
 
     With ``parts`` only some of the samples count here; if the fit took only some too, they may be others.
     """

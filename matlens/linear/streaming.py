@@ -39,7 +39,7 @@ _SHARE_OF_WRITING = 20  # and so many times as long as it takes to write one
 
 @checked
 class StoredLeastSquares:
-    """`LeastSquares` of pairs of sites in finished folders: ``stored["h.3"]`` reads that of a source.
+    """`LeastSquares` of stored pairs of sites: ``stored["h.3"]`` reads one source.
 
     Several folders, which are the parts of one job, are merged in the order of their numbers, whatever the
     order in which they are given.
@@ -103,7 +103,7 @@ class StoredLeastSquares:
         return fit
 
     def merge(self, folder: str | Path) -> StoredLeastSquares:
-        """Write the statistics of all parts into a folder, as an undivided job would have written them."""
+        """Merge the statistics of all parts of a job into a folder."""
         self.check_complete()
         request = {**self.request, "part": [1, 1], "n_samples": self.n_samples}
         with Artifact.writing(folder, HOLDS, request, only_unfinished=("batch_tokens",)) as artifact:

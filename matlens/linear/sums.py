@@ -1,4 +1,4 @@
-"""`LeastSquares` of many pairs of sites, from samples that are streamed, in one process or several."""
+"""`LeastSquares` of many pairs of sites from streamed samples."""
 
 from __future__ import annotations
 

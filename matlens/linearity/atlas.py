@@ -1,4 +1,4 @@
-"""The atlas: how linear every part of a model is, and what it costs to replace it or to leave it out.
+"""The atlas: how linear each part of a model is, and the cost of replacing it.
 
 One pass over text to fit on gives moments, of which the maps and most scores are solved; the rest of the
 scores is of text that no map has seen. There, every part is replaced and left out in passes that begin where
@@ -69,7 +69,7 @@ def linearity_atlas(
     every: PositiveInt = 1,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Score every part of a model, replace it by its map, and remove it (definitions, section 10).
+    """Score every part of a model, replace it by its map, and remove it.
 
     A row per part and value, with the columns ``kind``, ``tokens`` and ``parts``. Scores have the method
     ``map``: ``r2`` and ``r2 of the variance`` on the text to evaluate on; ``procrustes``, ``rotation`` and

@@ -1,4 +1,4 @@
-"""The parts of a model that a map can replace: norms, attention, FFNs, blocks, and jumps over several."""
+"""Parts of a model that a map can replace: norms, attention, FFNs, blocks, jumps."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _unchanged(h: Tensor) -> Tensor:
 
 @checked
 def model_parts(layout: ModelLayout, *, jumps: Sequence[int] = JUMPS) -> list[Part]:
-    """Every part of a model, block after block: its sub-modules, the block, and the jumps that start at it.
+    """All parts of a model, block by block: sub-modules, the block, and jumps from it.
 
     Where the wiring of its blocks is not known, there are only blocks and jumps.
     """

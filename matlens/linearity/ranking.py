@@ -41,7 +41,7 @@ def loss_increases(table: pd.DataFrame, tokens: str) -> pd.DataFrame:
 def first_parts(
     table: pd.DataFrame, n: PositiveInt = FIRST, *, group: Group = "any", tokens: Tokens = "all"
 ) -> list[tuple[str, int]]:
-    """The ``n`` parts that cost least when they are replaced, by kind and layer; none that touches another.
+    """The ``n`` disjoint parts with the smallest loss increase.
 
     Of the table of `linearity_atlas`, for a group of kinds (`GROUPS`) and the tokens that are replaced.
     """
@@ -59,7 +59,7 @@ def first_parts(
 def rank_correlations(
     table: pd.DataFrame, *, seed: Seed = 0, resamples: Annotated[int, Between(9, 100000)] = _RESAMPLES
 ) -> pd.DataFrame:
-    """Spearman's correlation of every score with the loss increase when a part is replaced or removed.
+    """Spearman's correlation of every score with the loss increase.
 
     The sign is such that 1 is a perfect prediction. Intervals are of SciPy's bootstrap over parts. ``method``
     is what is done to the part, ``metric`` the score; ``kind`` is one kind of part, or all. A loss increase

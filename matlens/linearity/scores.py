@@ -1,4 +1,4 @@
-"""How linear a part of a model is, from least squares of its input and output (definitions, section 10).
+"""Linearity scores of a part, from least squares of its input and output.
 
 With ``x = Q R`` and ``Z = Q^T y`` of the centred vectors, the residual of the best affine map is the part of
 ``y`` outside the columns of ``Q``: all scores are functions of ``R``, ``Z`` and the factor of ``y``.
@@ -32,7 +32,7 @@ _ROUNDING = torch.finfo(torch.float32).eps
 def fit_scores(
     r: Float[Tensor, "k d_in"], z: Float[Tensor, "k d_out"], r_y: Float[Tensor, "k_y d_out"], *, added: bool
 ) -> dict[str, float]:  # fmt: skip
-    """Scores of a part on the tokens that its map was fitted on, from the factors of centred samples.
+    """Scores of a part on its training tokens, from factors of centered samples.
 
     ``procrustes`` is that of 2405.12250: inputs and outputs centred and scaled to unit norm, one less the
     squared error of the best linear map, which is the share of the whole variance that an affine map
@@ -95,7 +95,7 @@ def _level(s: Tensor) -> float:
 
 
 def held_out_scores(predicted: Float[Tensor, "n d"], truth: Float[Tensor, "n d"]) -> dict[str, float]:
-    """r2 in the mean over dimensions, and of the whole variance, on tokens that no map was fitted on."""
+    """r2 on held-out tokens: mean over dimensions, and of the total variance."""
     truth, predicted = in_float64(truth), in_float64(predicted)
     left = float((truth - predicted).square().sum())
     total = float((truth - truth.mean(0)).square().sum())
@@ -177,7 +177,7 @@ class PartSums:
         self._sinks = [parallel.concatenate(sinks, "vectors of sinks")]
 
     def solve(self, provenance: Provenance) -> Iterable[tuple[Part, bool, LinearMap, dict[str, float]]]:
-        """Each part's map with an intercept and its scores: without sinks (False), then with them (True).
+        """Affine map and scores of each part: without sinks (False), then with them (True).
 
         Raises
         ------

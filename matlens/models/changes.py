@@ -101,7 +101,7 @@ def _plain(model: TransformerBridge) -> _Plain:
 
 
 def check_eval_mode(model: TransformerBridge) -> None:
-    """Raise InputError for a model in training mode with dropout, whose vectors differ at every pass."""
+    """Raise InputError for a model in training mode with dropout."""
     if _drops_out(model, _modules(model)):
         raise InputError(
             f"{model.cfg.model_name} must be in eval mode, got training mode with dropout. "

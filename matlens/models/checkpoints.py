@@ -1,4 +1,4 @@
-"""Configurations, tokenizers and weights out of files; GGUF files are cached as plain folders.
+"""Configurations, tokenizers and weights from files; GGUF files are cached.
 
 Dequantising a GGUF file takes many times as long as reading its weights back.
 """

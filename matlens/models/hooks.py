@@ -117,7 +117,7 @@ def intervening(
 
 @contextmanager
 def reading(model: TransformerBridge, hooks: Sequence[tuple[str, Callable[..., Any]]]) -> Iterator[None]:
-    """Add hooks that read the passes of this thread alone and change nothing; one thread reads at a time."""
+    """Add read-only hooks for passes of this thread; one thread at a time."""
     here = threading.get_ident()
 
     def of_this_thread(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,7 +135,7 @@ def reading(model: TransformerBridge, hooks: Sequence[tuple[str, Callable[..., A
 
 @contextmanager
 def hanging(model: TransformerBridge, hooks: Sequence[tuple[str, Callable[..., Any]]]) -> Iterator[None]:
-    """Add hooks that survive ``model.reset_hooks()``; raises InputError if they were removed all the same."""
+    """Add hooks that survive ``model.reset_hooks()``."""
     functions = {id(function) for _, function in hooks}
     with _hung(model, hooks):
         handles = [

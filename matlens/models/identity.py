@@ -249,7 +249,7 @@ def _named(model: ModelIdentity | None) -> str:
 
 @checked
 def check_raw(model: TransformerBridge) -> None:
-    """Raise InputError for folded weights, dropout, or a bridge that computes another model than its own."""
+    """Raise InputError for folded weights, dropout, or a bridge with wrong logits."""
     if not is_repaired(model):
         raise InputError(
             f"TransformerLens does not compute {model.cfg.architecture} as transformers does. Load it with "

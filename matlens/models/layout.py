@@ -93,7 +93,7 @@ class ModelLayout:
 
     @classmethod
     def from_model(cls, model: TransformerBridge) -> ModelLayout:
-        """Run a few tokens and find the wiring whose sums hold; remembered, unless the model is changed."""
+        """Find the wiring from a few tokens; cached for an unmodified model."""
         # Hooks that are turned on in `model.cfg` are found in a new pass.
         switches = tuple(getattr(model.cfg, name, None) for name in _SWITCHES)
         if model in _KNOWN and _KNOWN[model][0] == switches:
@@ -277,7 +277,7 @@ def _examine(model: TransformerBridge) -> ModelLayout:
 
 
 def probe_inputs(model: TransformerBridge) -> tuple[Tensor, tuple[int, int]]:
-    """A few inputs to try a model with, usually tokens: their number, and how many vectors each has."""
+    """A few inputs to probe a model: batch size and vectors per input."""
     probe = ask(Family.probe, model)
     if probe is not None:
         return probe

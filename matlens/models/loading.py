@@ -44,7 +44,7 @@ def load(
     trust_remote_code: bool = False,
     stack: Stack | None = None,
 ) -> TransformerBridge:
-    """Load a model as published: a `TransformerBridge` in evaluation mode, with its own tokenizer.
+    """Load a model as a `TransformerBridge` in eval mode, with its own tokenizer.
 
     Text becomes the tokens that the model was published with; no BOS is added where the model has none.
 

@@ -1,4 +1,4 @@
-"""The readout ``delta``: from an approximation of ``h^L`` to a distribution over the vocabulary."""
+"""The readout ``delta``: from approximations of ``h^L`` to distributions over tokens."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Readout:
     def top_ids_and_ranks(
         self, h: Float[Tensor, "n d_model"], ids: Int[Tensor, " n"]
     ) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:
-        """The token with the highest logit for each vector, and the rank of a given one (1 for the best)."""
+        """The top token of each vector, and the rank of a given token (1 is the best)."""
         if ids.shape != h.shape[:1]:
             raise InputError(f"ids must be a token for each of the {len(h)} vectors, got {len(ids)}.")
         self._check_tokens(ids)
@@ -166,7 +166,7 @@ class Readout:
         return log_softmax(self.logits(h))
 
     def top_tokens(self, h: Float[Tensor, " d_model"], k: int = 5) -> list[tuple[str, float]]:
-        """The ``k`` most probable tokens of ``delta(h)`` and their probabilities, the most probable first."""
+        """The ``k`` most probable tokens of ``delta(h)`` and their probabilities."""
         k = check_int(k, "k", min=1, max=self.d_vocab)
         if self.tokenizer is None:
             raise InputError("The model of this readout has no tokenizer. Read its logits instead.")

@@ -1,4 +1,4 @@
-"""Architectures that deviate: one class in `matlens.models.families` for each, asked by everything else.
+"""Registry of architectures that deviate, one class in `models.families` for each.
 
 Most models need none. Their wiring is found from sums and their readout is checked against their own logits,
 so no other module names an architecture.
@@ -99,7 +99,7 @@ def _find() -> None:
 
 
 def ask(question: Callable[Concatenate[Family, P], T | None], *args: P.args, **kwargs: P.kwargs) -> T | None:
-    """The first answer to a question, such as ``ask(Family.stack, model)``; None if no family has one."""
+    """The first family's answer, such as ``ask(Family.stack, model)``, or None."""
     answers = (getattr(family, question.__name__)(*args, **kwargs) for family in families())
     return next((answer for answer in answers if answer is not None), None)
 

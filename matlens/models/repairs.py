@@ -44,7 +44,7 @@ def _missing(model: TransformerBridge) -> Iterator[Repair]:
 
 @torch.inference_mode()
 def check_logits(model: TransformerBridge) -> None:
-    """Raise InputError for a bridge whose logits are not those of the model that transformers loads.
+    """Raise InputError for a bridge whose logits differ from those of transformers.
 
     Only where a family says that they may differ, since it takes two passes; a bridge that was changed is
     meant to give others.

@@ -1,4 +1,4 @@
-"""Which token is on top and how many are above another, without every logit in full precision.
+"""Exact top tokens and ranks without computing every logit in full precision.
 
 All logits are computed once in a precision that is quick, with a bound on their error. What the bound does
 not settle, a few tokens in fifty thousand, is computed in float64.

@@ -38,7 +38,7 @@ TokenId = Annotated[int, Between(0, 2**31 - 1)]
 
 
 class TextTokens(NamedTuple):
-    """A text as tokens: their ids, and which of them the text itself does not hold, such as a BOS."""
+    """Token ids of a text, and which of them are special, such as a BOS."""
 
     ids: list[int]
     added: list[bool]

@@ -56,7 +56,7 @@ def float32_on(module: nn.Module, device: torch.device) -> nn.Module:
 
 @torch.inference_mode()
 def rows_of_linear(module: nn.Module, shape: tuple[int, int]) -> Float[Tensor, "d_mlp d_model"]:
-    """A linear layer's weights with a row for each input, however it keeps them (Linear, Conv1D).
+    """Weights of a linear layer (Linear, Conv1D) with one row per input.
 
     The layer is asked which way round they are: a single coefficient of 1 has to give that row and the bias.
     So packed weights, and those that an adapter changes on the way, are not mistaken for the matrix.
@@ -82,7 +82,7 @@ def rows_of_linear(module: nn.Module, shape: tuple[int, int]) -> Float[Tensor, "
 
 @checked
 def fingerprint(model: TransformerBridge) -> str:
-    """Sixteen hex digits of all weights, their names, shapes and precision, and the configuration.
+    """A 16-digit hex digest of weights, names, shapes, precision and configuration.
 
     The same on every device, and wherever the model's files are.
     """
@@ -320,7 +320,7 @@ def plain_place(path: str) -> str:
 
 
 def plain_state(model: TransformerBridge) -> dict[str, Tensor]:
-    """All parameters and buffers of a model, by their names without a bridge; the model's own tensors."""
+    """All parameters and buffers by the names of the original model."""
     inner = model.original_model
     named = (*inner.named_parameters(remove_duplicate=False), *inner.named_buffers(remove_duplicate=False))
     return {plain_place(name): tensor.detach() for name, tensor in named}

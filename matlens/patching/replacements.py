@@ -106,7 +106,7 @@ def jump(maps: MapSet, first: int, last: int, *, where: Where = "all") -> list[R
 
 @checked
 def mat_attn(maps: MapSet, first: int, last: int, *, where: Where = "all") -> list[Replacement]:
-    """Attention replaced by ``A_attn`` in the blocks from layer ``first`` to ``last`` (appendix A)."""
+    """Replace attention by ``A_attn`` in blocks from layer ``first`` to ``last``."""
     return replace_submodules(maps, ("attn",), first, last, where=where)
 
 

@@ -35,7 +35,7 @@ _HOLDS = "variants"
 @checked
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """A way of running a model: unpatched up to layer ``first``, and with replacements from there on.
+    """A patched variant: original up to layer ``first``, then with replacements.
 
     A ``where`` with positions has one for each example.
     """
@@ -55,7 +55,7 @@ def run_variants(
     batch_tokens: PositiveInt | None = None,
     progress: bool = True,
 ) -> Mapping[str, Float[Tensor, "n d_model"]]:
-    """Run every variant over the examples; returns its vectors at the last layer at their positions.
+    """Run every variant; returns its last-layer vectors at the examples' positions.
 
     Each batch runs unpatched once, and a variant starts from there at its own first layer. Vectors can
     overflow; `matlens.lens.evaluate` counts vectors that are not finite as wrong.

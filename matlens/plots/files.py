@@ -19,7 +19,7 @@ _UNDATED: Mapping[str, dict[str, None]] = {".png": {}, ".pdf": {"CreationDate": 
 
 @checked
 def save(figure: Figure, path: str | Path, *, title: str | None = None) -> list[Path]:
-    """Write a figure to ``path``, or as ``path.png`` and ``path.pdf``, both or neither; return the paths.
+    """Save a figure as ``path``, or as ``path.png`` and ``path.pdf``; returns the paths.
 
     Parameters
     ----------

@@ -39,7 +39,7 @@ _LEAST = 1e-3  # nats; what increases less stands there
 
 @styled
 def plot_r2(results: pd.DataFrame) -> Figure:
-    """r2 of ``mat`` and ``id`` for all pairs of layers, on one colour scale (paper A, Figures 2 and 3).
+    """r2 of ``mat`` and ``id`` for all pairs of layers (paper A, Figures 2 and 3).
 
     Blue is better than the mean of the target, red is worse; below -1 the red does not deepen.
     """

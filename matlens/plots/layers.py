@@ -48,7 +48,7 @@ def plot_layers(
     label: str = LAYER,
     title: str | None = None,
 ) -> Figure:
-    """Precision@k and surprisal over layers, a line for each method and ``k`` (paper A, Figure 4).
+    """Precision@k and surprisal by layer, one line per method and ``k`` (Figure 4).
 
     Infinite surprisal is marked above the top edge.
 
@@ -93,7 +93,7 @@ def plot_layers(
 
 @styled
 def plot_report(results: pd.DataFrame) -> Figure:
-    """Four measures of each lens over layers, with 95% intervals, and the time that its fit takes.
+    """Four metrics of each lens by layer, with 95% intervals, and fit times.
 
     Surprisal and KL have a logarithmic axis where the worst lens would press the others together.
 

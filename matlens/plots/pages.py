@@ -1,4 +1,4 @@
-"""Standalone HTML pages: a template with its style sheet, script and data; and the page of a prompt.
+"""Standalone HTML pages from a template, style sheet, script and data.
 
 A page fetches nothing: its Content-Security-Policy allows the one script and the one style sheet in it, by
 their hashes, and no request at all. Scripts are ES modules next to this file, joined here into one: imports
@@ -75,7 +75,7 @@ def assemble(
 
 
 def read_template(package: str, folder: str, name: str) -> Template:
-    """A Jinja template of a package, for HTML: values are escaped, and undefined names are errors."""
+    """A Jinja template for HTML; values are escaped, undefined names are errors."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -170,7 +170,7 @@ class LensCells:
 
 @dataclass(frozen=True, eq=False)
 class UpdateCells:
-    """The dominant sub-updates of every FFN at every token, and what they do to the followed tokens.
+    """Dominant sub-updates of every FFN at every token, and their effects on tokens.
 
     A sub-update ``s m_i v_i`` points one way along its value vector or, where its coefficient is negative,
     the other; ``way`` says which of these each is. The effect of one on the score of a token is

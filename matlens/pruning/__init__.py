@@ -1,4 +1,4 @@
-"""Blocks removed, maps folded into the weights, plain Hugging Face models of it, and their evaluation."""
+"""Remove blocks, fold maps into the weights, and evaluate the pruned model."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Which blocks, or whose attention, are removed: as given, or chosen on the calibration text."""
+"""Choose the blocks, or attention layers, to remove."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def linearity_of(
     later: Float[Tensor, "n length d_model"],
     rows: Bool[Tensor, "n length"],
 ) -> float:
-    """The r2 of the best affine map of a stream to a later one, on the tokens that it is fitted on."""
+    """The r2 of the best affine map between two layers, on its training tokens."""
     x, y = h[rows].double(), later[rows].double()
     moments = LeastSquares(
         x.shape[1], {"the residual stream after the span": y.shape[1]}, source="the residual stream"
@@ -110,7 +110,7 @@ def linearity_of(
 def loss_without(
     streams: Streams, blocks: Iterable[int], instead: Mapping[int, nn.Module] | None = None
 ) -> float:
-    """Mean loss of the next token with blocks removed, or others in their place; infinite if not finite."""
+    """Mean next-token loss with blocks removed or replaced; infinite if not finite."""
     own = dict(enumerate(streams.layout.blocks))
     changed: dict[int, nn.Module | None] = {**dict.fromkeys(blocks), **(instead or {})}
     first = min(changed)
@@ -149,7 +149,7 @@ def greedy_order(streams: Streams, n: int, *, progress: bool = True) -> list[int
 
 
 def choose_attention(streams: Streams, n: int, *, progress: bool = True) -> tuple[int, ...]:
-    """The ``n`` blocks whose attention, each alone, increases the loss on the text least when removed."""
+    """The ``n`` attention layers whose removal alone increases the loss least."""
     blocks = streams.layout.blocks
     losses = []
     for index in Bar(range(1, len(blocks)), desc="attention", unit="block", disable=not progress):

@@ -170,7 +170,7 @@ def compare_costs(model: TransformerBridge, pruned: Pruned, *, rounds: PositiveI
 
 @torch.inference_mode()
 def by_turns(models: Sequence[Any], *, rounds: int) -> list[Timed]:
-    """Time several plain models, each once in every round, so that what slows the machine slows them all."""
+    """Time several models in turns, so that machine noise affects them equally."""
     sizes = [_lengths(model) for model in models]
     seconds: list[list[float]] = [[] for _ in models]
     caches = [0 for _ in models]

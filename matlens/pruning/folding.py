@@ -87,7 +87,7 @@ def check_foldable_attention(layout: Layout) -> None:
 
 
 def changed_by(method: Method, blocks: Sequence[int], n_layers: int) -> list[int]:
-    """Blocks whose matrices a method changes: those before each span, and with ``chain`` all after them."""
+    """Blocks whose matrices a method changes: before each span; with ``chain`` all later."""
     before = [first - 1 for first, _ in spans_of(blocks)]
     if method == Method.out or not before:
         return []
@@ -213,7 +213,7 @@ def fold(
 
 
 class Healed(NamedTuple):
-    """Tokens that healing read, the remaining divergence from the original model in nats, and seconds."""
+    """Tokens used for healing, remaining KL to the original in nats, and seconds."""
 
     n_tokens: int
     divergence: float

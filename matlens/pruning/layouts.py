@@ -1,4 +1,4 @@
-"""Plain Hugging Face models: their blocks, the matrices in these, and their streams on calibration text."""
+"""Blocks and matrices of Hugging Face models, and their residual streams on a text."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Layout:
 
     @classmethod
     def from_model(cls, model: Any) -> Layout:
-        """Find the blocks; raises InputError if there are none, or no head that predicts the next token."""
+        """Find the blocks; raises InputError without blocks or a next-token head."""
         n_layers = model.config.get_text_config().num_hidden_layers
         lists = [
             (path, module)
@@ -303,7 +303,7 @@ class Streams:
 
     @torch.inference_mode()
     def losses(self, h: Float[Tensor, "n length d_model"]) -> Float[Tensor, " n"]:
-        """``-ln p`` of the next token, the mean over each text, from an approximation of the last stream."""
+        """Mean next-token loss of each text, from an approximation of the last layer."""
         losses = []
         for part, tokens in zip(h.split(self._step), self.tokens.split(self._step), strict=True):
             log_p = self.log_probs(self.layout, len(self.layout.blocks), part, tokens)[:, :-1]

@@ -1,4 +1,4 @@
-"""Pruned models: blocks chosen and removed, maps folded in their place, and a plain model of the rest."""
+"""Pruned models: choose and remove blocks, fold maps, and build a plain model."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def prune(
     seed: Seed = 0,
     progress: bool = True,
 ) -> Pruned:
-    """Remove blocks from a model and fold maps into the weights before them (definitions, section 11).
+    """Remove blocks from a model and fold maps into the weights before them.
 
     Of several spans each map is fitted on the stream of the model that is pruned so far.
 
@@ -336,7 +336,7 @@ _PER_LAYER = (  # settings of transformers that hold an entry a block, where the
 
 
 def cut_config(config: Any, remaining: Sequence[int]) -> Any:
-    """A configuration of the blocks that stay: their number, and every setting with an entry per block."""
+    """A configuration for the remaining blocks."""
     cut = copy.deepcopy(config)
     text = cut.get_text_config()
     lists = {

@@ -81,7 +81,7 @@ def reserved(folder: Path) -> Iterator[Path]:
 
 @checked
 def save_pruned(pruned: Pruned, folder: str | Path, table: pd.DataFrame | None = None) -> Path:
-    """Write configuration, weights, tokenizer, generation settings and a model card, all or nothing.
+    """Save configuration, weights, tokenizer and a model card, atomically.
 
     Parameters
     ----------

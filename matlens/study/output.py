@@ -1,4 +1,4 @@
-"""The output folder of the main job: checked before the work, and listed in ``run.json`` after it."""
+"""The output folder of the main job, checked first and listed in ``run.json``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HOLDS = {TRAIN: "activations", VALIDATION: "activations", STATISTICS: "sufficie
 
 
 def check_output(out: Path, known: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse an output folder that cannot be written, or that belongs to others or to another job.
+    """Raise InputError if an output folder is not writable or belongs to another job.
 
     ``known`` is what is known already of the provenance of the job's folders, by their names.
     """

@@ -1,4 +1,4 @@
-"""OpenAI's first GPT, whose blocks return lists and hide later tokens in their own attention.
+"""OpenAI's first GPT, whose blocks return lists and apply their own causal mask.
 
 A bridge returns a list without sending it through the hook for a block's output. The mask that blocks are
 given hides padding alone, and the bridge's attention takes a mask for the whole truth: later tokens would be

@@ -1,4 +1,4 @@
-"""Masked-LM models (BERT, RoBERTa), whose head is a dense layer, an activation, a norm and the decoder."""
+"""Masked-LM models (BERT, RoBERTa), with a dense layer and a norm in the head."""
 
 from __future__ import annotations
 

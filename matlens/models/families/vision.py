@@ -1,4 +1,4 @@
-"""Vision transformers, which read images: a class token, counted as position 0, then one vector per patch."""
+"""Vision transformers: a class token at position 0, then one vector per patch."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""WikiLM: adaptive input and softmax, fairseq checkpoints and dictionaries, the TransformerLens adapter."""
+"""WikiLM: adaptive softmax, fairseq checkpoints, and a TransformerLens adapter."""

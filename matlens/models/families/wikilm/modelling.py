@@ -1,4 +1,4 @@
-"""WikiLM as a model of transformers: adaptive input and output, sinusoidal positions and ReLU."""
+"""WikiLM for transformers: adaptive input and output, sinusoidal positions, ReLU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SLOWEST = 10_000.0  # the longest wave of the positions, in multiples of the sh
 
 
 class WikiLMConfig(PreTrainedConfig):
-    """Configuration of a WikiLM; by default the one trained on WikiText-103 (Baevski and Auli 2019).
+    """Configuration of a WikiLM; by default that of WikiText-103.
 
     Attributes
     ----------
