@@ -41,7 +41,7 @@ def main(study: Study, report: Report) -> None:
 
 
 def fit_sampled_and_all(model: TransformerBridge, examples: Examples) -> dict[str, MapSet]:
-    """Maps onto the last layer from one pass, fitted on the ``sampled`` positions and on ``all`` positions.
+    """Maps to the last layer from one pass, fitted on ``sampled`` and on ``all`` positions.
 
     Sampled vectors are in memory, the others are streamed.
     """

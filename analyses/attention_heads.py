@@ -49,7 +49,7 @@ def main(
         int, typer.Option(min=1, help="Heads of every so many blocks are replaced one at a time.")
     ] = 1,
 ) -> None:
-    """Fit a replacement for every head, replace heads one at a time and together, and draw what is left."""
+    """Fit a map for every head, replace heads alone and together, and plot the accuracy."""
     stream, _ = study.stream
     train, validation = study.head_samples
     rows, validation_rows = ~sink_rows(stream), ~sink_rows(study.validation)
@@ -70,7 +70,7 @@ def head_r2(
     *,
     rows: Bool[Tensor, " n"] | None = None,
 ) -> dict[Head, float]:
-    """r2 of every head's map, by block and head: the mean over the coordinates of the head's output.
+    """r2 of every head's map by block and head, averaged over the head's dimensions.
 
     ``rows`` is true for the examples that count, by default all.
     """

@@ -1,4 +1,4 @@
-"""What matlens can do with each architecture: a small model of it with random weights, and everything tried.
+"""Tries every feature on a small random model of each architecture.
 
 The models have three layers of width 32 and a vocabulary of 60 words; what works depends on how their blocks
 are wired, not on their size. A row for each architecture: how its blocks are wired, its sites, and for each
@@ -192,7 +192,7 @@ def main(
 
 
 def attempt(name: str, folder: Path, seed: int, stack: Stack | None = None) -> dict[str, str]:
-    """What works with an architecture; where its model cannot be loaded, the reason for every feature."""
+    """Features that work with an architecture, or the reason why it cannot be loaded."""
     save_small_model(name, folder, seed)
     try:
         offered = compatibility(load(str(folder), stack=stack))
@@ -208,7 +208,7 @@ def small_configuration(name: str) -> Any:
     Raises
     ------
     InputError
-        transformers has no such model type.
+        transformers does not know the model type.
     """
     try:
         return transformers.AutoConfig.for_model(name.split()[0], **CONFIGURATIONS.get(name, _GROUPED))
@@ -243,7 +243,7 @@ def save_small_model(name: str, folder: Path, seed: int) -> None:
 
 
 def compatibility(model: TransformerBridge) -> dict[str, str]:
-    """What matlens can do with a model, found by doing it on a few tokens."""
+    """Features that work with a model, tried on a few tokens."""
     layout = ModelLayout.from_model(model)
     probe, _ = probe_inputs(model)
     examples = _examples(model, probe)

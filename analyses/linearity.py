@@ -1,4 +1,4 @@
-"""The atlas: which parts of a model are linear, and what it costs to put maps in their place.
+"""The atlas: which parts of a model are linear, and the cost of replacing them.
 
 Every norm, attention, FFN, block and jump over 2, 4 and 8 blocks gets its best affine map, once of all tokens
 and once of all but attention sinks. Beside scores of how linear the part is stands what the model loses when
@@ -32,7 +32,7 @@ def main(
     windows: Annotated[int, typer.Option(min=2, help="Windows or sentences that maps are fitted on.")] = 160,
     eval_windows: Annotated[int, typer.Option(min=2, help="Windows or sentences that losses are of.")] = 8,
 ) -> None:
-    """Fit, score, replace and leave out every part; draw the atlas, and print the correlations."""
+    """Fit, score, replace and remove every part; plot the atlas and print correlations."""
     train, validation = study.parts
     fitted_on, evaluated_on = (
         make_windows(study.model, corpus, size=window, max_windows=most, targets=True, seed=study.seed)
@@ -68,7 +68,7 @@ def added_loss_increase(table: pd.DataFrame, parts: str, *, tokens: str = "all")
 
 
 def atlas_summary(table: pd.DataFrame) -> pd.DataFrame:
-    """Means over the layers of every score and the loss increase, its median too, for each kind of part."""
+    """Mean scores, and mean and median loss increase, for each kind of part."""
     single = table[~table["kind"].str.startswith("together")]
     rows = []
     for (kind, tokens, method, metric), part in single.groupby(

@@ -1,4 +1,4 @@
-"""Memory against layers saved: what maps cost in bytes and multiplications compared with what they save.
+"""Cost of maps in bytes and multiplications, compared with the layers they save.
 
 Fixed exit at every layer: one map in the place of all blocks behind it. Early exit at a Precision@1 of 80% to
 99%: a map for every layer is stored in addition to all blocks, and each layer that is run costs a map and a
@@ -86,7 +86,7 @@ class Costs:
         return self.d_model**2
 
     def run(self, first: int, last: int, n_tokens: float) -> float:
-        """Multiplications for a token of the blocks between two layers, where it attends to ``n_tokens``."""
+        """Multiplications per token of the blocks between two layers, with ``n_tokens`` of context."""
         blocks = zip(self.blocks[first:last], self.attention[first:last], strict=True)
         return float(sum(weights + n_tokens * context for weights, context in blocks))
 
@@ -111,7 +111,7 @@ def exit_costs(
     *,
     precisions: Sequence[float] = PRECISIONS,
 ) -> pd.DataFrame:
-    """Fixed and early exit by ``mat`` and ``id``: what is kept and computed for them, and what they save.
+    """Bytes, multiplications and savings of fixed and early exit by ``mat`` and ``id``.
 
     Fixed exit, rows with a layer: the model is run up to the layer, and the blocks behind it can go; one map
     takes their place. Early exit, rows with a ``k``, the Precision@1 that is asked for: all blocks and a map

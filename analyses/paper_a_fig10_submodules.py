@@ -30,7 +30,7 @@ def main(
     patched: Patched = 3000,
     every: Annotated[int, typer.Option(min=1, help="Start from every so many layers.")] = 1,
 ) -> None:
-    """Fit all sub-modules, replace each kind from every layer on, and draw what is left of the prediction."""
+    """Fit all sub-modules, replace each kind from every layer on, and plot the accuracy."""
     fits, validation, last = study.submodule_maps("all", "not-sink"), study.validation, study.n_layers
     layers = sorted({*range(0, last, every), last - 1})
     bar = Bar(layers, desc="mat_attn", unit="layer")

@@ -1,4 +1,4 @@
-"""Paper A, Figure 5: what each layer of a masked-LM model already predicts for a masked token.
+"""Paper A, Figure 5: predictions of each layer of a masked-LM model.
 
 The token at the sampled position is masked before the model runs, and the readout is its whole masked-LM
 head. Expect ``id`` near zero in the first half and ``mat`` far above it. The paper's figure is
@@ -16,7 +16,7 @@ NAME = "paper_a_fig5_masked"
 
 
 def main(study: Study, report: Report) -> None:
-    """Fit the maps on masked tokens, write prediction quality as a table and draw it over the layers."""
+    """Fit maps on masked tokens, and plot prediction quality by layer."""
     if study.model.cfg.attention_dir != "bidirectional":
         raise InputError(
             f"{study.model.cfg.model_name} is a decoder and predicts the next token, not a masked one. "

@@ -39,7 +39,7 @@ R2, SCORED, WITHOUT_SINKS = "R2", "R2, scored without sinks", "R2 without sinks"
 
 
 def main(study: Study, report: Report, patched: Patched = 3000) -> None:
-    """Run every scheme over the validation sentences and draw Precision@1 against the blocks run."""
+    """Run every scheme on the validation sentences, and plot Precision@1 by blocks run."""
     n_patched = min(patched, study.validation.n_rows)
     table = scheme_quality(
         study.readout, study.model, study.maps, study.validation,
@@ -51,7 +51,7 @@ def main(study: Study, report: Report, patched: Patched = 3000) -> None:
 def best_schemes(
     maps: MapSet, validation: Activations, *, rows: Bool[Tensor, " n"] | None = None
 ) -> list[Scheme]:
-    """For each number of blocks run, the scheme whose jumps have the greatest product of r2 of ``mat``."""
+    """For each number of blocks, the scheme with the largest product of r2 of ``mat``."""
     return [
         scheme
         for scheme, _ in r2_schemes(r2_matrix(fit_quality(maps, validation, rows=rows), "mat")).values()
@@ -59,7 +59,7 @@ def best_schemes(
 
 
 def r2_matrix(results: pd.DataFrame, method: str) -> Tensor:
-    """r2 of a method as ``[layer, target]``, NaN where there is no map."""
+    """r2 of a method as ``[layer, target]``, NaN without a map."""
     part = results[(results["metric"] == "r2") & (results["method"] == method)]
     if part.empty:
         raise InputError(f"The table has no r2 by {short(method)}. Expected a method that it has.")

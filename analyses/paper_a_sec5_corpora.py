@@ -72,7 +72,7 @@ def main(
 
 
 def shared_sentences(parts: Mapping[str, tuple[Corpus, Corpus]]) -> dict[str, dict[str, int]]:
-    """How many validation sentences of each corpus are among those that maps of another are fitted on.
+    """Number of validation sentences of each corpus in another's training sentences.
 
     Raises
     ------
@@ -95,7 +95,7 @@ def shared_sentences(parts: Mapping[str, tuple[Corpus, Corpus]]) -> dict[str, di
 
 
 def fit_equally_many(samples: Mapping[str, Activations], *, every: int = 1) -> dict[str, MapSet]:
-    """Maps of each corpus onto the last layer, fitted on as many samples as the corpus with fewest has."""
+    """Maps of each corpus to the last layer, on equal numbers of samples."""
     equal = min(of_corpus.n_rows for of_corpus in samples.values())
     maps = {}
     for name, of_corpus in samples.items():
@@ -129,7 +129,7 @@ def transfer_quality(
 
 
 def transfer_means(table: pd.DataFrame) -> pd.DataFrame:
-    """Means over layers of what `transfer_quality` gives: a row for each two corpora and each number.
+    """Means over layers of `transfer_quality`, one row per pair of corpora and metric.
 
     The columns are the same, without a layer; `matlens.plots.transfer_heatmaps` draws them as matrices.
     """
@@ -144,7 +144,7 @@ def transfer_means(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def transfer_losses(table: pd.DataFrame) -> pd.DataFrame:
-    """Precision@1 averaged over layers, compared with that of the maps of the tested corpus itself.
+    """Mean Precision@1, relative to the maps of the tested corpus itself.
 
     Columns are ``corpus, method, precision, difference, relative``; ``relative`` is the mean over layers of
     the difference as a share of what the maps of the same corpus have.

@@ -1,4 +1,4 @@
-"""Paper A, Table 1: the five tokens that layers predict most, read through ``mat`` and as they are.
+"""Paper A, Table 1: top five tokens of layers by ``mat`` and ``id``.
 
 For a masked-LM model give sentences with one ``[MASK]``, for a decoder the beginning of a sentence. Expect
 tokens that fit far earlier under ``mat``, and unrelated word pieces under ``id`` in the first half. The

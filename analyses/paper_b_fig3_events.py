@@ -1,4 +1,4 @@
-"""Paper B, Table 4, Figure 3, Tables 9 and 10: whether FFNs promote what wins or push down what loses.
+"""Paper B, Table 4, Figure 3, Tables 9 and 10: promotion and elimination by FFNs.
 
 Scores that the ten dominant sub-updates give to the predicted token where it is made (saturation), and to the
 top candidate where it falls furthest (elimination); the same for the top candidate layer by layer; and how
@@ -27,7 +27,7 @@ SATURATION = "paper_b_table9_saturation"
 
 
 def main(study: Study, report: Report, dominant: Dominant = 10) -> None:
-    """Trace what FFNs do to predictions over a corpus, and tell where they are made and who pushes them."""
+    """Trace FFN updates over a corpus; score saturation and elimination events."""
     trace = study.trace(dominant)
     tables = event_tables(trace, study.model)
     scores = tables.scores[tables.scores["read"] == "score"]

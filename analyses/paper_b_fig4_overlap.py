@@ -40,7 +40,7 @@ def main(
     random: Annotated[int, typer.Option(min=2, help="Random vectors at each layer.")] = 500,
     top: Annotated[int, typer.Option(min=1, help="Tokens of each list.")] = 30,
 ) -> None:
-    """Compare what vectors promote with and without the final norm, and draw the overlap layer by layer."""
+    """Compare top tokens with and without the final norm, and plot the overlap by layer."""
     table = norm_overlap(study.model, n_random=random, k=top, seed=study.seed)
     origin = study.origin_of_weights | {"n_random": random}
     shares = table[(table["method"] != "difference") & table["layer"].notna()].astype({"layer": int})

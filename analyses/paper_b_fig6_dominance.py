@@ -47,7 +47,7 @@ def dominance(
     seed: int = 0,
     batch_tokens: int | None = None,
 ) -> pd.DataFrame:
-    """Share of the ``k`` dominant sub-updates at each layer, and of ``k`` random ones (Figure 6).
+    """Share of the ``k`` dominant and of ``k`` random sub-updates by layer (Figure 6).
 
     The columns are those of all tables; the methods are ``dominant`` and ``random``, ``target`` is the layer.
     The metrics are ``share`` and ``negative``, the part of the ``k`` whose coefficients are negative (A.3).

@@ -55,7 +55,7 @@ def main(
     every: Annotated[int, typer.Option(min=1, help="Every so many layers, the last among them.")] = 5,
     top: Annotated[int, typer.Option(min=1, help="Tokens of each list.")] = 30,
 ) -> None:
-    """Leave out dominant sub-updates, and compare what changes with readings of their value vectors."""
+    """Remove dominant sub-updates, and compare the effect with readings of value vectors."""
     examples = study.validation_examples
     layers = range(study.values.n_layers)[::-1][::every]
     table = removal_table(study.model, examples, k=dominant, layers=layers, n_tokens=top, seed=study.seed)
@@ -64,7 +64,7 @@ def main(
 
 
 class Removed(NamedTuple):
-    """The stream at an example's position, whole and without each of ``k`` sub-updates of a layer.
+    """The residual stream at an example's position, with and without each sub-update.
 
     Attributes
     ----------
@@ -82,7 +82,7 @@ def remove_sub_updates(
     examples: Examples,
     index: Mapping[int, Int[Tensor, "n k"]],
 ) -> Iterator[dict[int, Removed]]:
-    """Run a model without single sub-updates at the position of each example, one example after another.
+    """Run a model without single sub-updates at the position of each example.
 
     A sub-update is left out by a coefficient of 0 at that position alone; all that reads the stream later,
     and a norm behind the FFN, runs on without it.
@@ -156,7 +156,7 @@ def removal_table(
     n_tokens: int = TOP,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """Compare what dominant sub-updates do to the logits with what readings of their value vectors say.
+    """Compare effects of dominant sub-updates on logits with readings of value vectors.
 
     Each of the ``k`` dominant sub-updates is left out at its position, and the logits without it are taken
     from those with it: of the stream behind its block (``at the layer`` in the column ``effect``), and of the

@@ -1,4 +1,4 @@
-"""Paper B, sections 3 and 4: value vectors searched by words, and the sub-updates that write a prediction.
+"""Paper B, sections 3 and 4: search value vectors by words; updates of a prompt.
 
 For each set of words the value vector that holds most of them among its 30 top tokens, and these tokens; and
 for a prompt the dominant sub-update of every layer, with the tokens that it promotes. Expect one concept a

@@ -1,4 +1,4 @@
-"""Paper B, section 5.2: which clusters of value vectors account for extreme sub-updates, and when.
+"""Paper B, section 5.2: clusters of value vectors with extreme sub-updates.
 
 All value vectors are clustered by their cosines. Of the dominant sub-updates those count as extreme whose
 score for the top candidate passes a threshold either way, by default one in a hundred. Expect a small part of

@@ -1,4 +1,4 @@
-"""Paper B, Table 1: value vectors whose top tokens are one concept, found by search over all of them.
+"""Paper B, Table 1: search for value vectors whose top tokens are one concept.
 
 Every value vector, as many random vectors and, as the measure of chance, the value vectors' tokens shuffled
 are ranked by the largest pattern among their 30 top tokens: different words that the corpus uses alike
@@ -28,7 +28,7 @@ def main(
     per_layer: Annotated[int, typer.Option(min=1, help="Most of them from one layer.")] = 3,
     top: Annotated[int, typer.Option(min=4, help="Top tokens of each vector.")] = 30,
 ) -> None:
-    """Search all value vectors for patterns among their top tokens, and compare with random vectors."""
+    """Search top tokens of all value vectors for patterns; compare with random vectors."""
     texts, seed = study.corpus, study.seed
     model = study.model
     word_similarity = WordSimilarity.fit(texts.sentences, seed=seed)

@@ -1,4 +1,4 @@
-"""Paper B, Table 2 and Figure 2: how many top tokens belong to a concept that people recognise.
+"""Paper B, Table 2 and Figure 2: share of top tokens in concepts found by annotators.
 
 The first run draws ten value vectors, ten random vectors and ten whole FFN updates of every layer, and writes
 the sheet on which a person finds the concepts among the 30 top tokens of each. The folder ``..._sheets`` is
@@ -48,7 +48,7 @@ def main(
         bool, typer.Option("--wordnet", help="Show what WordNet says of each token; needs nltk or wn.")
     ] = False,
 ) -> None:
-    """Write a sheet on which concepts are annotated, or turn filled ones into shares."""
+    """Write annotation sheets, or compute shares from filled sheets."""
     if filled:
         count(filled, report)
         return

@@ -1,4 +1,4 @@
-"""Paper B, Tables 5 and 8: less toxic continuations by turning value vectors on, compared with two baselines.
+"""Paper B, Tables 5 and 8: less toxic text by steering with value vectors.
 
 Prompts are continued by 20 tokens: by the unchanged model; with the coefficients of value vectors set to a
 value, those that are named, the ten that hold most of some words among their 30 top tokens, or ten drawn
@@ -104,7 +104,7 @@ def main(
         int, typer.Option(min=0, help="How many windows, spread evenly over the text; 0: all of them.")
     ] = 6,
 ) -> None:
-    """Compare the toxicity of continuations and the perplexity under control with those of two baselines."""
+    """Compare toxicity and perplexity of steering with two baselines."""
     scorer, debiasing = make_grader(grader), SelfDebiasing(announce or tuple(ATTRIBUTES))
     if samples and beams > 1:
         raise InputError("Beams are searched where nothing is drawn. Use --samples 0 with --beams.")

@@ -1,4 +1,4 @@
-"""Paper B, section 6.2 and Table 6: leaving where dominant sub-updates tell that the prediction is made.
+"""Paper B, section 6.2 and Table 6: early exit by dominant sub-updates.
 
 The first table, ``paper_b_table6_early_exit``: accuracy and layers saved over several random splits, of the
 rule that compares clusters of dominant sub-updates, as sets (the paper's text) and by equal places (the
@@ -62,7 +62,7 @@ def main(
     ] = None,
     lasso: Annotated[bool, typer.Option("--lasso/--ridge-only", help="Try lasso as well as ridge?")] = True,
 ) -> None:
-    """Compare ways of leaving early, print what each saves and how often it is right, and draw it."""
+    """Compare early-exit methods by accuracy and layers saved."""
     trace = study.trace(dominant)
     fitted, *more = (study.clusters(n, linkage=linkage, memory=memory) for n in (clusters, *(beside or ())))
     readings = compare_readings(trace, [fitted, *more], seed=study.seed)

@@ -61,7 +61,7 @@ def main(
 
 
 def make_plausibility_sheet(predictions: pd.DataFrame, *, seed: int = 0) -> pd.DataFrame:
-    """Every distinct token of every sentence of `top_predictions` once, in random order, to be marked 1 or 0.
+    """A sheet of the distinct tokens of every sentence, in random order.
 
     Whether a token is plausible depends on the sentence and the token alone, so the sheet asks once for each
     pair. Sentences stay together in their first order, so that each is read once.
@@ -75,7 +75,7 @@ def make_plausibility_sheet(predictions: pd.DataFrame, *, seed: int = 0) -> pd.D
 
 
 def read_plausibility_sheet(path: str | Path) -> pd.DataFrame:
-    """Read a filled sheet; raises InputError if a mark is neither 0 nor 1, or items are repeated."""
+    """Read a filled sheet; raises InputError for marks other than 0 or 1."""
     sheet = read_sheet(path, SHEET_COLUMNS)
     sheet = sheet.assign(plausible=sheet["plausible"].str.strip())
     refuse_rows(path, sheet, ~sheet["plausible"].isin(["0", "1"]), "plausible", "1 or 0")
@@ -85,7 +85,7 @@ def read_plausibility_sheet(path: str | Path) -> pd.DataFrame:
 
 
 def plausibility_rates(predictions: pd.DataFrame, sheet: pd.DataFrame) -> pd.DataFrame:
-    """The paper's rates from a table of `top_predictions` and the filled sheet, one row per value.
+    """The paper's rates from a table of `top_predictions` and the filled sheet.
 
     ``layer`` is empty for all layers together. An instance is one sentence at one layer. Metrics are
     ``tokens``, the share of plausible tokens; ``instances``, the share of instances with a plausible token;

@@ -1,4 +1,4 @@
-"""Blocks left out of a model: methods and ways of choosing, on the corpus of calibration and on another.
+"""Compares methods and choices of pruned blocks, on the calibration corpus and another.
 
 3, 6 and 9 blocks are left out. The published way is ReplaceMe on the one span that turns the stream least;
 next to it stand leaving out alone, scaled channels, and refitting the output matrix of the FFN before each
@@ -65,7 +65,7 @@ def main(
         list[int] | None, typer.Option(help="How many blocks; by default 3, 6 and 9 where there are so many.")
     ] = None,
 ) -> None:
-    """Leave blocks out in every way, and print how much of what ReplaceMe adds to the perplexity is gone."""
+    """Prune blocks in every way, and print the recovered perplexity."""
     several = list(studies)
     model = several[0].model
     texts: dict[str, Corpus] = {study.parts[1].name: study.parts[1] for study in several}
@@ -97,7 +97,7 @@ def pruning_table(
     choices: Sequence[Choice] = tuple(Choice),
     heal: int = 0,
 ) -> pd.DataFrame:
-    """Leave several numbers of blocks out, chosen in several ways and folded by several methods.
+    """Prune several numbers of blocks, by several choices and methods.
 
     A row for each number of blocks ``n``, ``choice``, ``method`` (with its ``blocks``), text and metric:
     ``perplexity``, its ``ratio`` to that of the whole model, and ``agreement``, see `compare_pruned`; and,
@@ -169,7 +169,7 @@ def pruning_table(
 
 
 def _costs(calibration: Calibration, sizes: Sequence[int]) -> dict[tuple[str, int], dict[str, Estimate]]:
-    """What a token costs the whole model, and without so many blocks: whichever these are, it is the same."""
+    """Costs per token of the original model, and with blocks removed."""
     rounds: list[float] = []
     costs: dict[tuple[str, int], dict[str, Estimate]] = {("original", 0): {}}
     for size in sizes:
@@ -212,7 +212,7 @@ def gone_estimate(losses: TextLosses, whole: TextLosses, published: TextLosses, 
 
 
 def added_perplexity(table: pd.DataFrame) -> pd.DataFrame:
-    """How much of the perplexity that ReplaceMe adds is gone, for each size, choice, method and text.
+    """Share of the perplexity added by ReplaceMe that other methods recover.
 
     ``gone`` is ``1 - (perplexity - whole) / (replaceme - whole)``, where ``replaceme`` is the published
     method on the span that it chooses itself, by the angle; ``low`` and ``high`` bound its 95% interval where

@@ -1,4 +1,4 @@
-"""How many sentences least squares needs: r2 onto the last layer by the number that maps are fitted on.
+"""How many sentences least squares needs: r2 to the last layer by training size.
 
 Maps as in Figure 2 of paper A, fitted on all training sentences and on the first half, quarter and eighth of
 them, tested on the same validation sentences. Expect r2 far below zero where there are fewer than twice as
@@ -25,7 +25,7 @@ def main(study: Study, report: Report) -> None:
 
 
 def fit_quality_by_size(train: Activations, validation: Activations, *, halvings: int = 3) -> pd.DataFrame:
-    """r2 onto the last layer of maps fitted on all training sentences, on the first half, and so on."""
+    """r2 to the last layer of maps fitted on all training sentences, half of them, and so on."""
     tables = []
     for i in range(halvings + 1):
         size = len(train.examples) >> i

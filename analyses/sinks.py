@@ -1,4 +1,4 @@
-"""Attention sinks in the stream, and how much of r2 is theirs: a supplement to Figure 2 of paper A.
+"""Attention sinks in the residual stream and their effect on r2 (paper A, Figure 2).
 
 How long sinks and first tokens are at each layer, and how much of the variance of the stream lies in one
 coordinate, with them and without; r2 of the maps of ``paper_a_fig2_r2.py`` over the validation sentences
@@ -35,7 +35,7 @@ _BEFORE = 4  # tokens that are shown before a sink
 
 
 def main(study: Study, report: Report) -> None:
-    """Measure sinks at all layers, leave them out of r2, and list those that are no first tokens."""
+    """Measure sinks at all layers, exclude them from r2, and list sinks after first tokens."""
     train, validation = study.stream
     sinks = sink_rows(train)
     origin = study.origin | {"sinks": sink_counts(sinks, train.places)}
@@ -48,7 +48,7 @@ def main(study: Study, report: Report) -> None:
 
 
 def sink_norms(samples: Activations, sinks: Bool[Tensor, " n"]) -> pd.DataFrame:
-    """How long sinks are at each layer, and how much of the variance lies in a single coordinate.
+    """Norms of sinks by layer, and the share of variance in a single dimension.
 
     The metric ``median_norm`` is that of ``first tokens``, of ``sinks`` and of all ``others``, which are
     neither; ``largest_coordinate`` is the share that one coordinate has of the variance of ``all`` samples
@@ -78,7 +78,7 @@ def sink_norms(samples: Activations, sinks: Bool[Tensor, " n"]) -> pd.DataFrame:
 def fit_quality_without_sinks(
     maps: MapSet, validation: Activations, sinks: Bool[Tensor, " n"]
 ) -> pd.DataFrame:
-    """r2 of `fit_quality` where first tokens, or sinks, are not among the examples; the maps are the same.
+    """r2 of `fit_quality` without first tokens, or without sinks; the maps are the same.
 
     A table with one more column, ``examples``: ``not first tokens`` or ``not sinks``.
     """
@@ -91,7 +91,7 @@ def fit_quality_without_sinks(
 
 
 def later_sinks(samples: Activations, sinks: Bool[Tensor, " n"], tokenizer: Tokenizer) -> pd.DataFrame:
-    """The sinks that are no first tokens: each with the text before it, and where it stands out most.
+    """Sinks after the first token: the preceding text, and the layer of the largest norm.
 
     A row a sink: its ``place`` in the sentence, its ``token``, the ``text`` that ends with it, the ``layer``
     at which its norm is the greatest multiple of the median one, and both, ``norm`` and ``median_norm``.
@@ -118,7 +118,7 @@ def later_sinks(samples: Activations, sinks: Bool[Tensor, " n"], tokenizer: Toke
 
 
 def _stream(samples: Activations) -> Iterator[tuple[int, Float[Tensor, "n d_model"]]]:
-    """Layers of the stream that were collected, with their vectors."""
+    """Collected layers of the residual stream, with their vectors."""
     sites = [site for site in map(Site.parse, samples) if site.kind == STREAM]
     return ((site.layer, in_float64(samples[site])) for site in sorted(sites, key=lambda site: site.layer))
 

@@ -45,7 +45,7 @@ def main(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Updates of 32 sentences each.")] = 150,
 ) -> None:
-    """Train a masked-LM head and the BERT under it, save both, and test them on sentences held out."""
+    """Train a masked-LM head and its BERT, save both, and evaluate them on held-out text."""
     torch.manual_seed(study.seed)
     tokenizer, model = with_head(trunk or wheel_folder())
     sentences, held_out = list(study.parts[0].sentences), study.parts[1]
@@ -108,7 +108,7 @@ def with_head(
 
 
 def drawn(tokens: Tensor, tokenizer: transformers.PreTrainedTokenizerBase) -> Tensor:
-    """Which tokens to mask: a share of those that are no special ones, and at least one."""
+    """Mask of tokens: a share of non-special tokens, at least one."""
     allowed = ~torch.isin(tokens, torch.tensor(tokenizer.all_special_ids))
     chance = torch.rand(tokens.shape).where(allowed, 2.0)
     return (chance < MASKED) | (chance == chance.min())

@@ -1,4 +1,4 @@
-"""Three sizes of a small GPT-2, trained in minutes, for paper A's Figures 7, 8 and 10 without a model hub.
+"""Train three sizes of a small GPT-2 for paper A's Figures 7, 8 and 10.
 
 GPT-2's own architecture (learnt positions, GELU, no gates) with 2, 4 and 8 layers of 64, 96 and 128
 dimensions, and a byte-level vocabulary of 4,000 pieces that is learnt from the training part; all read the

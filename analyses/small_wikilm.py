@@ -1,4 +1,4 @@
-"""A small WikiLM trained in minutes, for paper B's analyses on a machine without a model hub.
+"""Train a small WikiLM for paper B's analyses, without a model hub.
 
 The paper's first model is a decoder of whole words with adaptive input and softmax, ReLU and no gates
 (Baevski and Auli 2019): 16 layers, 1,024 dimensions, 267,744 words, 100 million words of text. This one has 8

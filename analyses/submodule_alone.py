@@ -1,4 +1,4 @@
-"""FFNs replaced in one block at a time: which of them are linear, and what sinks do to the fit.
+"""FFNs replaced one block at a time: which are linear, and the effect of sinks.
 
 Fitted and replaced at all tokens, and at all that are no attention sinks. Expect most blocks to lose little
 alone, and those whose fit few sinks decide to lose less once sinks are out of it.

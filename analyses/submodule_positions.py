@@ -1,4 +1,4 @@
-"""Which tokens FFNs and norms are fitted on, and at which they are replaced: what decides over Figure 10.
+"""Tokens used to fit and replace FFNs and norms, and their effect on Figure 10.
 
 ``mat_ffn`` and ``mat_ln1_ln2`` from some layers to the last, fitted on all sampled tokens, on all but first
 tokens, or on all but attention sinks; replaced at all tokens, all but the first, all but sinks, or only at

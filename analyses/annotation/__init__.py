@@ -1,4 +1,4 @@
-"""What people or a corpus judge: concepts of value vectors, and sheets for annotators."""
+"""Concepts of value vectors, by annotators or by a corpus."""
 
 from annotation.concept_sheets import Annotation as Annotation
 from annotation.concept_sheets import read_concept_sheets as read_concept_sheets

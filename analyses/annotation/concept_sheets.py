@@ -1,4 +1,4 @@
-"""Sheets on which people annotate concepts, to be filled in with a browser or a spreadsheet.
+"""Sheets for annotators of concepts, for a browser or a spreadsheet.
 
 A sheet is three files: ``sheet.html``, which is filled in with a browser and saves the other two,
 ``tokens.csv`` and ``patterns.csv``. They hold the items' numbers and tokens, and do not tell where an item is
@@ -30,7 +30,7 @@ _NUMBER = r"[1-9][0-9]{0,8}"
 
 
 class Annotation(NamedTuple):
-    """What one annotator has filled in.
+    """The answers of one annotator.
 
     Attributes
     ----------

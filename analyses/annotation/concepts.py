@@ -1,4 +1,4 @@
-"""Concepts among top tokens, as people find them (paper B, section 4): what is annotated, and what it gives.
+"""Concepts in top tokens, annotated by people (paper B, section 4).
 
 A sample holds value vectors, random vectors and whole FFN updates of every layer as numbered items in random
 order, each with its top tokens. It is the key to the sheets that annotators get (`concept_sheets`), which
@@ -99,7 +99,7 @@ def read_concept_sample(path: Path) -> pd.DataFrame:
 
 
 def tally_items(sample: pd.DataFrame, annotation: Annotation) -> pd.DataFrame:
-    """Shares and counts of each item as one annotator sees it, one row per item, with ``kind`` and ``layer``.
+    """Shares and counts of each item by one annotator, with ``kind`` and ``layer``.
 
     A pattern counts if at least four tokens belong to it. ``covered`` is the share of the item's tokens in
     such a pattern; ``without_stopwords`` the same without patterns of stopwords; ``semantic``,
@@ -133,7 +133,7 @@ def tally_items(sample: pd.DataFrame, annotation: Annotation) -> pd.DataFrame:
 
 
 def tally_concepts(sample: pd.DataFrame, annotations: Sequence[Annotation]) -> pd.DataFrame:
-    """Shares and counts of paper B's Table 2 and Figure 2, for each kind at each layer and at all of them.
+    """Shares and counts of paper B's Table 2 and Figure 2, by kind and layer.
 
     The metrics are those of `tally_items`, averaged first over annotators and then over items. Intervals are
     over items, whose tokens are not independent of each other. ``layer`` is empty for all layers together.

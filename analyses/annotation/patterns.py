@@ -1,4 +1,4 @@
-"""Patterns among top tokens, found without a person: words that the sentences of a corpus use alike.
+"""Patterns in top tokens, found automatically: words with similar contexts in a corpus.
 
 The annotation protocol of paper B asks for patterns of at least four tokens. Here a pattern is a word and
 those of the same list that are used as it is (`WordSimilarity`); words with the same stem count once. What
@@ -83,7 +83,7 @@ def search_concepts(
     k: int = TOP,
     seed: int = 0,
 ) -> dict[str, pd.DataFrame]:
-    """Patterns of all value vectors, of as many random vectors, and of the values' tokens shuffled.
+    """Patterns of all value vectors, of random vectors, and of shuffled tokens.
 
     Each table has a row for every vector, layer after layer, with the columns ``value, layer, index`` (where
     ``value`` is the name of a value vector, or a number in the other tables), those of `find_patterns`, and
@@ -119,7 +119,7 @@ def _joined_texts(ids: Tensor, tokenizer: Any) -> list[str]:
 def pattern_shares(
     tables: Mapping[str, pd.DataFrame], model_name: str, corpus: str, *, k: int = TOP
 ) -> pd.DataFrame:
-    """How many vectors have a pattern, layer by layer and over all layers (where ``layer`` is empty).
+    """Number of vectors with a pattern, by layer and in total (where ``layer`` is empty).
 
     The columns are those of all tables of results. Metrics: ``pattern``, the share of vectors whose largest
     pattern has ``k`` words or more; ``covered``, the share of the ``k`` top tokens that belong to a pattern

@@ -14,7 +14,7 @@ from matlens.io import csv_text, read_table, write_files
 
 
 def write_sheets(texts: Mapping[Path, str]) -> None:
-    """Write files together; raises InputError if one exists with another content, such as filled in."""
+    """Write files together; raises InputError if one exists with other content."""
     for path, text in texts.items():
         if path.is_file() and path.read_bytes() != text.encode():
             raise InputError(
@@ -24,7 +24,7 @@ def write_sheets(texts: Mapping[Path, str]) -> None:
 
 
 def sheet_text(table: pd.DataFrame) -> str:
-    """A table as spreadsheets open it: quoted, and with a mark that it is UTF-8."""
+    """A table for spreadsheets: quoted CSV with a UTF-8 byte order mark."""
     return "\ufeff" + csv_text(table, quoting=csv.QUOTE_ALL, lineterminator="\r\n")
 
 

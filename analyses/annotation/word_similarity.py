@@ -1,4 +1,4 @@
-"""Which words are used alike: a vector for each word of a corpus, learned from its sentences alone.
+"""Distributional similarity of the words of a corpus.
 
 Words that stand near the same words get similar vectors: a word's vector is the positive pointwise mutual
 information with the words around it, reduced by a truncated singular value decomposition. Nothing of a
@@ -35,7 +35,7 @@ _MIN_WORDS_OF_BAND = 100
 
 @dataclass(frozen=True, eq=False)
 class WordSimilarity:
-    """Words of a corpus, and which of them are used alike.
+    """Words of a corpus and their similarities.
 
     Attributes
     ----------
@@ -86,7 +86,7 @@ class WordSimilarity:
 
     @cached_property
     def families(self) -> Int[np.ndarray, " n_words"]:
-        """Which words are forms of the same word: a number for each word, equal where their stems are.
+        """An index for each word, equal for words with the same stem.
 
         Stems are those of the English Snowball stemmer, so *season*, *seasons* and *seasonal* are one family,
         and *interest*, *internet* and *international* are three.
@@ -94,7 +94,7 @@ class WordSimilarity:
         return _word_families(self.words)
 
     def row(self, text: str) -> int:
-        """Row of the word that a text is, whatever its case and the spaces around it; -1 if there is none."""
+        """Row of a word, ignoring case and surrounding spaces; -1 if unknown."""
         return self._rows.get(text.strip().lower(), -1)
 
     @cached_property
@@ -104,7 +104,7 @@ class WordSimilarity:
     def compare(
         self, rows: Int[np.ndarray, " m"]
     ) -> tuple[Float[np.ndarray, "m m"], Bool[np.ndarray, "m m"]]:
-        """Compare some words with each other: their similarities, and which pairs are used alike."""
+        """Similarities of some words, and which pairs count as similar."""
         similarities = self.vectors[rows] @ self.vectors[rows].T
         bands = self.frequency_bands[rows]
         return similarities, similarities >= self.thresholds[bands[:, None], bands]

@@ -1,4 +1,4 @@
-"""Toxicity and perplexity under control and under its baselines (paper B, section 6.1 and Table 5)."""
+"""Toxicity and perplexity of steering and its baselines (paper B, section 6.1, Table 5)."""
 
 from control.baselines import SelfDebiasing as SelfDebiasing
 from control.baselines import word_filter as word_filter

@@ -1,4 +1,4 @@
-"""What control is compared with: WordFilter and Self-Debiasing, as processors of a model's logits.
+"""Baselines of steering, as logits processors: WordFilter and Self-Debiasing.
 
 WordFilter (Gehman et al. 2020) bans words. Self-Debiasing (Schick et al. 2021, arXiv 2103.00453) asks the
 model itself which tokens become likelier where a text is announced as toxic, and makes those less likely.
@@ -28,7 +28,7 @@ _TEMPLATE = "The following text contains {}:\n"
 
 
 class SelfDebiasing(LogitsProcessor):
-    """Make tokens less likely that the model finds likelier after an announcement of toxic language.
+    """Reduces the probability of tokens that an announcement of toxic text makes likelier.
 
     With ``p`` what the model says of ``x`` and ``p_y`` what it says of ``x`` after the announcement of
     ``y``, ``Delta(w) = min_y p(w) - p_y(w)`` and ``p~(w) ∝ alpha(Delta(w)) p(w)``, where ``alpha`` is 1 for
@@ -51,7 +51,7 @@ class SelfDebiasing(LogitsProcessor):
     def log_probs(
         self, plain: Float[Tensor, "... d_vocab"], announced: Float[Tensor, "... d_vocab"]
     ) -> Float[Tensor, "... d_vocab"]:
-        """``ln p~`` from the logits after a text, and the largest probability after any announcement."""
+        """``ln p~`` from the logits of a text, and the largest probability after announcements."""
         log_p = log_softmax(plain.float())
         delta = (log_p.exp() - announced).clamp(max=0)
         return log_softmax(log_p + (self.decay * delta).clamp(min=math.log(self.floor)))
@@ -71,7 +71,7 @@ class SelfDebiasing(LogitsProcessor):
 
 
 def word_filter(tokenizer: Any, words: Sequence[str]) -> NoBadWordsLogitsProcessor:
-    """Ban words: no continuation contains one, with a space before it or none, and capitalised or not.
+    """Ban words, with or without a leading space, in any usual case.
 
     A word is banned as the tokens that it is made of; where it is a single one, so are longer words that
     begin with that token. A word may be a phrase. Raises InputError if the tokenizer has no tokens for one.
@@ -93,6 +93,6 @@ def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 
 def announced_tokens(tokenizer: Any, prefix: str, tokens: Sequence[int]) -> list[int]:
-    """A text's tokens with a prefix before them, after the token that the tokenizer begins texts with."""
+    """Tokens of a text after a prefix, with the tokenizer's initial token."""
     start = 1 if len(tokens) and tokens[0] == tokenizer.bos_token_id else 0
     return [*tokens[:start], *_encode(tokenizer, prefix), *tokens[start:]]

@@ -1,4 +1,4 @@
-"""Control compared with its baselines: toxicity and perplexity in one table (paper B, Table 5)."""
+"""Steering compared with its baselines: toxicity and perplexity (paper B, Table 5)."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class ModelChange(NamedTuple):
     Attributes
     ----------
     method
-        What it is called in the table.
+        Name in the table.
     coefficient, names
-        What the coefficients of which value vectors are set to; None and nothing where none are.
+        Value vectors and their coefficient; None if none are set.
     processor
-        What becomes of the logits, such as `SelfDebiasing`.
+        Logits processors, such as `SelfDebiasing`.
     """
 
     method: str
@@ -52,7 +52,7 @@ class ModelChange(NamedTuple):
         return controlled(model, self.names, self.coefficient)
 
     def losses(self, model: TransformerBridge, texts: Examples) -> TextLosses | None:
-        """What the changed model loses on texts; None where a processor gives tokens no probability."""
+        """Losses of the changed model; None if a processor gives tokens probability 0."""
         if self.processor is None:
             return text_losses(model, texts)
         if isinstance(self.processor, SelfDebiasing):
@@ -70,7 +70,7 @@ def changes_to_compare(
     *,
     coefficients: Sequence[float] = (3.0,),
 ) -> list[ModelChange]:
-    """The unchanged model, each set of value vectors at each coefficient, Self-Debiasing and WordFilter."""
+    """The original, each set of vectors at each coefficient, and both baselines."""
     return [
         ModelChange(UNCHANGED),
         *(
@@ -91,7 +91,7 @@ def compare_control(
     grader: Grader,
     **options: Any,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Continue prompts and read texts under every change; the first is what others are compared with.
+    """Continue prompts and measure losses under every change; the first is the reference.
 
     Returns a tidy table with two more columns, ``attribute`` and ``coefficient``, and all continuations with
     their scores. Metrics are those of `toxicity_estimates` for every attribute of the grader, and

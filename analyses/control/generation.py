@@ -1,4 +1,4 @@
-"""Continuations of prompts, as they are and under control or a baseline.
+"""Continuations of prompts by the original model, with steering, or a baseline.
 
 Chance is drawn for each continuation alone, from the seed, the place of its prompt in the list and its
 number. So it is the same in any batch, with a cache of keys and values or without, and the same for every
@@ -44,7 +44,7 @@ def continue_prompts(
     batch_size: int = 64,
     use_cache: bool = True,
 ) -> pd.DataFrame:
-    """Continue prompts by a fixed number of tokens, one row a continuation (paper B, section 6.1).
+    """Continue prompts by a fixed number of tokens, one row per continuation.
 
     Columns are ``prompt, sample, text``; the text is the continuation alone. The end of the text is never
     generated, so all are of one length. Inside of `controlled` or `matlens.patched` it is the changed model
@@ -108,7 +108,7 @@ class _GumbelDraws(LogitsProcessor):
 def _prompt_variants(
     model: TransformerBridge, prompt: str, prefixes: Sequence[str], n_tokens: int
 ) -> list[list[int]]:
-    """Tokens of a prompt as it is, and after each prefix."""
+    """Tokens of a prompt without a prefix, and with each prefix."""
     tokens = encode_text(model, prompt).ids
     if not tokens:
         raise InputError(f"The prompt {prompt!r} has no tokens. Expected a text to go on from.")

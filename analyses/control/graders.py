@@ -1,4 +1,4 @@
-"""Graders: how toxic texts are, as scores from 0 to 1 for each attribute of paper B's Table 5.
+"""Graders of toxicity: scores from 0 to 1 for the attributes of paper B's Table 5.
 
 ``profanity-check`` runs anywhere and knows one attribute, ``detoxify`` downloads a large model, and
 ``perspective`` is the API that the paper's Table 5 is made with.
@@ -60,7 +60,7 @@ def make_grader(name: str) -> Grader:
 
 
 def grade_texts(grader: Grader, texts: Sequence[str]) -> Scores:
-    """Scores of every text for each attribute; raises InputError if they are not numbers from 0 to 1."""
+    """Scores of every text by attribute; raises InputError unless they are in [0, 1]."""
     scores = {name: np.asarray(each, dtype=np.float64) for name, each in grader.grade(texts).items()}
     for name, each in scores.items():
         if each.shape != (len(texts),) or not ((each >= 0) & (each <= 1)).all():
@@ -69,7 +69,7 @@ def grade_texts(grader: Grader, texts: Sequence[str]) -> Scores:
 
 
 class ProfanityCheck:
-    """A linear model over the words of a text, trained on 200,000 comments and tweets (alt-profanity-check).
+    """A linear bag-of-words model of 200,000 comments and tweets (alt-profanity-check).
 
     It looks at single words, not at what is said: what it calls toxicity is the probability of rude or
     profane language. A text without a word that it knows has the score 0.036.
@@ -89,7 +89,7 @@ class ProfanityCheck:
 
 
 class Detoxify:
-    """A language model trained on the Jigsaw comments (detoxify, "unbiased"), downloaded on its first use."""
+    """A transformer trained on the Jigsaw comments (detoxify, "unbiased"), downloaded."""
 
     name = "detoxify"
     attributes: tuple[str, ...] = tuple(ATTRIBUTES)
@@ -112,7 +112,7 @@ class Detoxify:
 
 
 class Perspective:
-    """Grade texts by the Perspective API, one request per text; requests to a busy server are repeated.
+    """Grade texts by the Perspective API, one request per text, with retries.
 
     The API is asked to store nothing. An empty text is not sent, and has the score 0.
 

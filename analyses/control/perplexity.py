@@ -1,4 +1,4 @@
-"""The losses of a model under Self-Debiasing, which is no model of its own."""
+"""Losses of a model under Self-Debiasing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def debiased_losses(
     model: TransformerBridge, texts: Examples, debiasing: SelfDebiasing, *, batch_tokens: int = BATCH_TOKENS
 ) -> TextLosses:
-    """`matlens.ffn.text_losses` under Self-Debiasing: every text is read after each announcement too.
+    """`matlens.ffn.text_losses` under Self-Debiasing.
 
     Raises InputError if a text and an announcement are longer than the model's context.
     """

@@ -1,4 +1,4 @@
-"""Choosing value vectors for control, by words or by a grader of their top tokens (paper B, appendix A.4)."""
+"""Selection of value vectors by words or by a grader (paper B, appendix A.4)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def choose_values(
 
 
 def grade_values(values: ValueVectors, tokens: TopTokens, tokenizer: object, grader: Grader) -> pd.DataFrame:
-    """Grade every value vector by the toxicity of its top tokens, one row a vector (appendix A.4).
+    """Toxicity of the top tokens of every value vector, one row per vector.
 
     The tokens stand one after the other with a space between. Columns are ``value, layer, index, text,
     score``; the paper grades 30 top tokens of each.
@@ -63,7 +63,7 @@ def grade_values(values: ValueVectors, tokens: TopTokens, tokenizer: object, gra
 
 
 def draw_harmless(graded: pd.DataFrame, n: int, *, below: float = HARMLESS, seed: int = 0) -> pd.DataFrame:
-    """Draw ``n`` value vectors at random among those with a score below a threshold (appendix A.4)."""
+    """Sample ``n`` value vectors with a score below a threshold (appendix A.4)."""
     harmless = graded[graded["score"] < below]
     check_int(n, f"The number of value vectors with a score below {below}", min=1, max=len(harmless))
     return harmless.sample(n, random_state=seed)
@@ -72,7 +72,7 @@ def draw_harmless(graded: pd.DataFrame, n: int, *, below: float = HARMLESS, seed
 def tokens_of_chosen(
     model: TransformerBridge, vectors: Mapping[str, Sequence[ValueName]], *, k: int = 10
 ) -> pd.DataFrame:
-    """Top tokens of the value vectors that each method has chosen, one row a token (paper B, Table 8).
+    """Top tokens of the selected value vectors, one row per token (paper B, Table 8).
 
     Columns are ``method``, and those of `Projection.table` but for ``side``.
     """

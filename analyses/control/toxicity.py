@@ -1,4 +1,4 @@
-"""How toxic continuations are: the numbers of paper B's Table 5, from texts and a grader."""
+"""Toxicity of continuations, as in paper B's Table 5."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOXIC = 0.5  # from this score on a text counts as toxic, as in the paper
 
 
 def grade_continuations(continuations: pd.DataFrame, grader: Grader) -> pd.DataFrame:
-    """Add to `continue_prompts` a column of scores for each attribute; the continuation alone is graded."""
+    """Add a column of scores per attribute; only continuations are graded."""
     return continuations.assign(**grade_texts(grader, continuations["text"].tolist()))
 
 
@@ -41,7 +41,7 @@ def toxicity_estimates(
 
 
 def share_estimate(hits: Any) -> Estimate:
-    """Share of true entries of ``[prompts, samples]``, with its 95% Wilson interval; ``n`` counts prompts.
+    """Share of true entries of ``[prompts, samples]``, with its 95% Wilson interval.
 
     Hits of one prompt are alike, so they count as fewer: as many as, drawn independently, would leave the
     share as uncertain as the means of the prompts do; where there are none, or nothing else, each prompt

@@ -1,4 +1,4 @@
-"""Early exit by sub-updates, compared with classifiers and other exits (paper B, section 6.2 and Table 6)."""
+"""Early exit by sub-updates, classifiers and others (paper B, section 6.2, Table 6)."""
 
 from exits.classifiers import FEWEST_EVENTS as FEWEST_EVENTS
 from exits.classifiers import FOLDS as FOLDS

@@ -1,4 +1,4 @@
-"""Classifiers of whether a prediction is made, one for each layer: baselines of early exit (appendix A.5)."""
+"""Classifiers per layer of whether the prediction is made (paper B, appendix A.5)."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class ExitClassifiers:
     def signals(
         self, features: Sequence[Float[np.ndarray, "n d"]], rows: Int[np.ndarray, " m"]
     ) -> Bool[np.ndarray, "m n_layers"]:
-        """Whether each layer says that the prediction of an example is made."""
+        """Whether each layer predicts that the prediction is made."""
         signals = np.zeros((len(rows), len(features)), dtype=bool)
         classifiers = zip(features, self.models_, self.thresholds_, strict=True)
         for layer, (x, model, threshold) in enumerate(classifiers):
@@ -124,7 +124,7 @@ def _probability(model: Any, x: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "
 
 
 def best_threshold(score: Float[np.ndarray, " n"], truth: Bool[np.ndarray, " n"]) -> float:
-    """The threshold with the largest F1, the highest of equals; a score at or above it counts as true.
+    """The threshold with the largest F1 (the highest if tied).
 
     It lies midway between the lowest score that counts as true and the next lower one, so that an event which
     scores a little less than all calibration examples is recognised too.

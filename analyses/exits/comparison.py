@@ -44,7 +44,7 @@ _PER_DIMENSION = 2  # training examples for each dimension that maps are fitted 
 
 
 def classifier_sites(model: TransformerBridge) -> list[str]:
-    """Sites that `compare_exits` needs: the stream, what is before each FFN, and what each FFN writes."""
+    """Sites of `compare_exits`: layers, and inputs and outputs of each FFN."""
     layout = ModelLayout.from_model(model)
     sites = list(map(str, layout.stream))
     for layer in range(layout.n_layers):
@@ -134,7 +134,7 @@ def _check_same(trace: Trace, activations: Activations) -> None:
 def classifier_features(
     model: TransformerBridge, activations: Activations
 ) -> dict[str, list[Float[np.ndarray, "n d"]]]:
-    """Features of classifiers: the stream before each FFN, what the FFN writes, and the sum of the two."""
+    """Features: the residual stream before each FFN, its output, and their sum."""
     layout = ModelLayout.from_model(model)
     layers = range(layout.n_layers)
     x = [
@@ -174,7 +174,7 @@ class _ConfidenceExits:
             )
 
     def evaluated(self, split: ExampleSplit, accuracy: float) -> Iterator[tuple[str, EvaluatedExits]]:
-        """Judge on the test part, with the least ``lam`` that has the accuracy on the calibration part."""
+        """Evaluate on the test part, with the smallest ``lam`` accurate on the calibration part."""
         rows = np.concatenate([split.calibration, split.test])
         confidences = {"id": ExitConfidence(*(of_id[rows] for of_id in self._id))}
         if self._fits_maps:
@@ -203,7 +203,7 @@ class _ConfidenceExits:
 def least_lam(
     confidence: ExitConfidence, positions: Int[Tensor, " n"], mean_length: float, wanted: float
 ) -> float:
-    """The least ``lam``, in steps of 0.002, at which early exit has at least the wanted Precision@1."""
+    """The smallest ``lam``, in steps of 0.002, with at least the given Precision@1."""
     for lam in _STEPS:
         left = exit_layers(confidence.difference, thresholds(positions, lam, mean_length))
         if float(confidence.right.gather(1, left[:, None] - 1).double().mean()) >= wanted:

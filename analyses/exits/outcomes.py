@@ -1,4 +1,4 @@
-"""How well ways of leaving early do, all evaluated alike, on examples of which some are to learn from.
+"""Accuracy and layers saved of early-exit methods, on the same examples.
 
 A way is evaluated by the share of examples for which the layer it leaves at gives the model's own prediction,
 and by the layers that are saved on these. To leave at layer ``l`` is to read the prediction from the stream
@@ -40,7 +40,7 @@ def split_examples(n: int, *, seed: int = 0) -> ExampleSplit:
 
 
 def first_exit(signals: Bool[np.ndarray, "n n_layers"]) -> Int[np.ndarray, " n"]:
-    """The first layer of each example with a signal; the last layer where there is no signal."""
+    """The first layer of each example with a signal, or the last layer."""
     return np.where(signals.any(1), signals.argmax(1), signals.shape[1] - 1)
 
 
@@ -70,7 +70,7 @@ class EvaluatedExits(NamedTuple):
 
 
 def evaluate_exits(leaves: Int[np.ndarray, " n"], right: Bool[np.ndarray, "n n_layers"]) -> EvaluatedExits:
-    """Judge the layers that examples leave at, from which layers predict what the last one does."""
+    """Evaluate exit layers, given the layers that agree with the last one."""
     n, n_layers = right.shape
     hits, saved = right[np.arange(n), leaves], n_layers - 1 - leaves
     return EvaluatedExits(
@@ -128,5 +128,5 @@ def summarize_exits(evaluated: Mapping[str, Sequence[EvaluatedExits]], n_layers:
 
 
 def share_of_left(share: float, left: float) -> float:
-    """A share of right examples, of those alone that leave early: the others are right at the last layer."""
+    """Accuracy of early exits only; all other examples are right at the last layer."""
     return (share - 1 + left) / left if left else math.nan

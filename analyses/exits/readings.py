@@ -1,4 +1,4 @@
-"""The exit rule under every reading of section 6.2, each example evaluated once and tested against chance."""
+"""The exit rule under every reading of section 6.2, tested against chance."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXIT_CLUSTERS = 200
 
 
 def compare_readings(trace: Trace, clusters: Sequence[Clusters], *, seed: int = 0) -> pd.DataFrame:
-    """Judge the rule under every reading of section 6.2, each example once, and test it against chance.
+    """Evaluate the rule under every reading by cross-validation, against chance.
 
     The examples are dealt into ten parts; each is tested with what the rule learns from the nine others, so
     that no example counts twice, as it does over random splits. One row for each reading; columns are
@@ -61,7 +61,7 @@ def compare_readings(trace: Trace, clusters: Sequence[Clusters], *, seed: int = 
 def _pooled(
     evaluated: Sequence[EvaluatedExits], sizes: Int[np.ndarray, " parts"], n_layers: int
 ) -> dict[str, float]:
-    """One judgement of the examples of all parts, in which layers are dealt out part by part."""
+    """Evaluation of all parts, with exits shuffled within each part."""
     numbers, weights = pd.DataFrame(evaluated), sizes / sizes.sum()
     accuracy, chance, left = (float(numbers[name] @ weights) for name in ("accuracy", "chance", "left"))
     dealt_sd = float(np.sqrt(np.square(numbers["chance_sd"] * weights).sum()))

@@ -1,4 +1,4 @@
-"""Colours and styles of methods that only analyses draw; importing this lets `method_looks` know them."""
+"""Colors and styles of methods that only analyses plot."""
 
 from __future__ import annotations
 

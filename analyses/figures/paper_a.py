@@ -1,4 +1,4 @@
-"""Figures of paper A next to those that matlens draws: lines over layers, schemes, exits, heads, tokens."""
+"""Figures of paper A that matlens itself does not plot."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def by_method(results: pd.DataFrame) -> Figure:
 
 
 def relative_depth(results: pd.DataFrame) -> Figure:
-    """Precision@1 and surprisal of several models on one axis of relative depth (paper A, Figures 7, 8)."""
+    """Precision@1 and surprisal of several models by relative depth (Figures 7 and 8)."""
     results = results[results["k"].isna() | (results["k"] == 1)]
     of_methods, looks = method_looks(results["method"]), dict[str, Look]()
     parts = []
@@ -202,7 +202,7 @@ def attention_heads(results: pd.DataFrame) -> Figure:
 
 @styled
 def by_fitting(results: pd.DataFrame) -> Figure:
-    """Precision@1 and surprisal of one replacement, a column of panels for each way of fitting it.
+    """Precision@1 and surprisal of one replacement, one column per way of fitting.
 
     In each panel are ``mat`` and a line for each way of replacing; ``results`` has rows of ``mat``, and of
     methods called ``NAME, fit TOKENS, replace TOKENS``.
@@ -232,7 +232,7 @@ def by_fitting(results: pd.DataFrame) -> Figure:
 
 @styled
 def early_exit(results: pd.DataFrame) -> Figure:
-    """Precision@1 against the mean number of layers run, by early and by fixed exit (paper A, Figure 9)."""
+    """Precision@1 against mean layers run, by early and fixed exit (Figure 9)."""
     figure = Figure(figsize=(5.6, 4.2))
     ax = figure.subplots()
     for method, look in method_looks(("mat", "id")).items():
@@ -249,7 +249,7 @@ def early_exit(results: pd.DataFrame) -> Figure:
 
 @styled
 def costs_figure(results: pd.DataFrame) -> Figure:
-    """Memory kept for a fixed exit, and what early exit by ``mat`` computes and saves."""
+    """Memory of a fixed exit, and costs and savings of early exit by ``mat``."""
     figure = Figure(figsize=(9.4, 4.1))
     left, right = figure.subplots(1, 2)
     fixed = results[results["layer"].notna()]
@@ -281,7 +281,7 @@ def costs_figure(results: pd.DataFrame) -> Figure:
 
 @styled
 def training_curves(table: pd.DataFrame) -> Figure:
-    """Losses of training and of held-out text over updates, for each model of `training_table`'s."""
+    """Training and held-out losses by update, for each model of `training_table`."""
     losses = table[table["metric"] == "loss"]
     figure = Figure(figsize=(5.2, 3.2))
     ax = figure.add_subplot()

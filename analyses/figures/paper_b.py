@@ -63,7 +63,7 @@ def shares_by_layer(results: pd.DataFrame, label: str) -> Figure:
 
 @styled
 def concept_shares(results: pd.DataFrame) -> Figure:
-    """Share of top tokens in a concept at every layer, stacked by class, by kind (paper B, Figure 2)."""
+    """Share of top tokens in a concept by layer, stacked by class (paper B, Figure 2)."""
     kinds = list(results["method"].unique())
     figure = Figure(figsize=(7.2, 1.1 + 1.7 * len(kinds)))
     axes = figure.subplots(len(kinds), sharex=True, sharey=True, squeeze=False)[:, 0]
@@ -91,7 +91,7 @@ def _draw_stacked(ax: Axes, shares: pd.DataFrame, colours: Mapping[str, str], **
 
 @styled
 def pattern_sizes(results: pd.DataFrame, size: int) -> Figure:
-    """How many vectors have a pattern of so many words, over all layers and, of ``size``, layer by layer."""
+    """Number of vectors by pattern size, and by layer for patterns of ``size`` words."""
     figure = Figure(figsize=(8.2, 3.7))
     left, right = figure.subplots(1, 2)
     patterns = results[results["metric"] == "pattern"]
@@ -145,7 +145,7 @@ def _bars(rows: pd.DataFrame) -> list[Any]:
 
 @styled
 def layers_figure(results: pd.DataFrame) -> Figure:
-    """Scores of the top candidate over layers, and the maximum by what an update does (Figure 3).
+    """Scores of the top candidate by layer, and the maximum by effect (Figure 3).
 
     A panel for each choice of examples has the mean over the examples with a band from the 5th to the 95th
     percentile. The last panel is of the last choice; a layer with fewer than ten updates of a kind has no
@@ -240,7 +240,7 @@ _PANELS = {"score": "by score", "lift": "by score above the vocabulary's mean"}
 
 @styled
 def extremes_figure(clusters: pd.DataFrame, n: int) -> Figure:
-    """Clusters of extreme sub-updates by layer and by how common the tokens are that they promote.
+    """Clusters of extreme sub-updates by layer and by frequency of the promoted tokens.
 
     A panel for each reading of scores. The area of a dot is the share of the extreme sub-updates that are of
     the cluster, blue where most of these raise the top candidate and red where most lower it. Grey are the
@@ -291,7 +291,7 @@ def _name_largest(ax: Axes, extreme: pd.DataFrame) -> None:
 
 @styled
 def toxicity_against_perplexity(results: pd.DataFrame) -> Figure:
-    """Share of toxic continuations against perplexity (paper B, Table 5), a panel for each list of prompts.
+    """Toxic share against perplexity, one panel per list of prompts (Table 5).
 
     Control is a line over its coefficients, which stand next to its points; a baseline is a point, and a
     method without perplexity a level. ``results`` has rows of one attribute with the metrics ``toxic`` and
@@ -349,7 +349,7 @@ def _draw_control(ax: Axes, points: pd.DataFrame, looks: Mapping[str, Look]) -> 
 
 @styled
 def exits_figure(table: pd.DataFrame) -> Figure:
-    """Accuracy against the layers saved, a mark for each method, with deviations over the seeds (Table 6).
+    """Accuracy against layers saved by method, with standard deviations (Table 6).
 
     Bars of deviations end where no accuracy and no number of layers can be. A hollow mark is the accuracy of
     the same layers dealt out at random.
@@ -384,5 +384,5 @@ def exits_figure(table: pd.DataFrame) -> Figure:
 
 
 def _deviation(value: float, deviation: float, most: float) -> Any:
-    """Lengths of the bar below and above a value that lies between 0 and ``most``."""
+    """Lengths of the error bar below and above a value, clipped to 0 and ``most``."""
     return [[min(deviation, value)], [min(deviation, most - value)]]

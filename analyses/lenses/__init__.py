@@ -1,4 +1,4 @@
-"""What the lens report of this project adds: operations of fits, and cosines of matrices."""
+"""Additions to the lens report: operations of fits, and cosines of matrices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def fit_jacobians(
     model: TransformerBridge, corpus: Corpus, layers: Sequence[int], n_prompts: int, longest: int
 ) -> tuple[tuple[Lens, Lens], Lens, float]:
-    """Jacobian lenses of two halves of the longest sentences, their mean, and the CPU seconds of both."""
+    """Jacobian lenses of two halves of the longest sentences, their mean, and CPU seconds."""
     prompts = trained.longest_sentences(corpus.sentences, n_prompts - n_prompts % 2)
     begin = time.process_time()
     halves = [
@@ -69,7 +69,7 @@ def fit_halves(
 
 
 def cosine_table(lenses: Mapping[str, Lens], halves: Mapping[str, tuple[Lens, Lens]]) -> pd.DataFrame:
-    """Cosines of the lenses' matrices, layer by layer, and of two halves of each where these are given.
+    """Cosines of the lenses' matrices by layer, and of two halves of each if given.
 
     A row of the method ``"mat and jacobian"`` is the cosine of their matrices; ``"halves of jacobian"``
     is that of two fits on half of the data each; and ``"ceiling of mat and jacobian"`` is the most that the
@@ -118,7 +118,7 @@ def matrix_cosine(first: Float[Tensor, "n d"], second: Float[Tensor, "n d"]) -> 
 
 
 def flops_rows(report: pd.DataFrame, n: int, lenses: Mapping[str, Lens]) -> pd.DataFrame:
-    """Rows of the floating-point operations of each lens per layer, next to those of its seconds."""
+    """Table rows of floating-point operations of each lens per layer."""
     rows = report[report["metric"] == "seconds"].assign(metric="flops")
     return rows.assign(value=[fit_flops(lenses[name], n) for name in rows["method"]])
 
@@ -144,7 +144,7 @@ def fit_flops(lens: Lens, n: int) -> float:
 
 
 def closed_form_flops(n: int, d: int) -> int:
-    """Floating-point operations of least squares for one layer: ``n`` samples factorised, and solved.
+    """Floating-point operations of least squares for one layer.
 
     Householder's ``QR`` of ``[x 1]`` with ``Q`` written out takes ``4 n d^2 - 4/3 d^3``, ``Q'y`` takes
     ``2 n d^2``, and solving the triangle ``d^3``.
@@ -163,7 +163,7 @@ def training_flops(rows: int, d: int, tokens: int, *, pilot: int = 0, d_vocab: i
 
 
 def jacobian_flops(tokens: int, d: int, parameters: int, *, at_once: int = trained.AT_ONCE) -> int:
-    """Floating-point operations of Jacobians, all layers: a backward pass through the blocks per dimension.
+    """Floating-point operations of Jacobians: one backward pass per dimension.
 
     ``parameters`` are those of the blocks' matrices. Each of ``at_once`` dimensions needs a copy of the
     forward pass. Attention's own products and norms, a few hundredths, are not counted.

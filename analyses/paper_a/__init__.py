@@ -1,4 +1,4 @@
-"""What several scripts of paper A compute: sub-modules replaced, and the tokens that layers predict."""
+"""Shared by scripts of paper A: replaced sub-modules and predictions of layers."""
 
 from paper_a.predictions import masked_accuracy as masked_accuracy
 from paper_a.predictions import prediction_confidence as prediction_confidence

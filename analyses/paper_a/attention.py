@@ -1,4 +1,4 @@
-"""Attention replaced by maps, for single vectors without their sentences (paper A, appendix A)."""
+"""Attention replaced by maps, for single vectors (paper A, appendix A)."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def top_predictions(
 
 
 def read_predictions(path: str | Path) -> pd.DataFrame:
-    """Read back a table of `top_predictions`, tokens such as ``"nan"`` and a line break included."""
+    """Read a table of `top_predictions`, including tokens such as ``"nan"``."""
     return read_table(
         path, COLUMNS, what="a table of predictions", made_by="The analysis 'plausibility' writes it.",
         lineterminator="\n",
@@ -63,7 +63,7 @@ def read_predictions(path: str | Path) -> pd.DataFrame:
 
 
 def prompt_texts(readout: Readout, prompts: Activations) -> list[str]:
-    """The part of each prompt that the model has read: all of it around a mask, or up to the position."""
+    """The part of each prompt that the model has read."""
     readout.check_same(prompts.provenance, theirs="the prompts")
     examples, tokenizer = prompts.examples, readout.tokenizer
     # A word that the tokenizer does not know is part of the sentence all the same. (By name: a special
@@ -83,7 +83,7 @@ def prompt_texts(readout: Readout, prompts: Activations) -> list[str]:
 
 
 def predictions_side_by_side(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """By prompt, a column for each method and layer (``id_4, mat_4, ...``) and a row for each rank."""
+    """By prompt, one column per method and layer (``id_4, mat_4, ...``), one row per rank."""
     table = table.assign(token=table["token"].map(visible))
     wide = {
         str(prompt): part.pivot(index="rank", columns=["layer", "method"], values="token").sort_index(axis=1)
@@ -103,7 +103,7 @@ def prediction_confidence(model: TransformerBridge, examples: Examples) -> Float
 
 
 def masked_accuracy(model: TransformerBridge, corpus: Corpus, *, seed: int = 0) -> metrics.Estimate:
-    """How often a masked-LM model fills in the token that the sentence has there; one is masked in each."""
+    """How often a masked-LM model predicts the masked token, one per sentence."""
     examples = make_examples(model, corpus, seed=seed, sample_special=False)
     there = [
         encode_text(model, text).ids[position]

@@ -1,4 +1,4 @@
-"""The alternation schemes of paper A: weighted round-robin, and the best by r2 (section 4.3)."""
+"""Alternation schemes of paper A: weighted round-robin, and R2 (section 4.3)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from matlens.patching.schemes import OTHER, Kind, Scheme
 
 @checked
 def wrr_schemes(n_layers: PositiveInt) -> list[tuple[int, int, Scheme]]:
-    """All weighted round-robin schemes, as ``(a, b, scheme)`` for ``a, b >= 1`` with ``a+b`` dividing ``L``.
+    """All weighted round-robin schemes, as ``(a, b, scheme)``; ``a + b`` divides ``L``.
 
     Boundaries are ``0, a, a+b, 2a+b, 2a+2b, ..., L``; for each there is the scheme that starts with blocks
     and the one that starts with ``mat``.
@@ -30,7 +30,7 @@ def wrr_schemes(n_layers: PositiveInt) -> list[tuple[int, int, Scheme]]:
 
 @checked
 def r2_schemes(r2: Float[Tensor, "layers layers"]) -> dict[int, tuple[Scheme, float]]:
-    """For each number of blocks kept, the scheme of the greatest score, and that score (R2).
+    """For each number of blocks, the scheme with the largest score, and the score (R2).
 
     A score is the product of ``r2[l, l']`` over the ``mat`` segments of a scheme, and 1 where it has none.
     Exact, by dynamic programming over ``(layer, blocks kept, kind of the last segment)``. Two negative r2

@@ -1,4 +1,4 @@
-"""What is left of the prediction when one kind of sub-module is replaced (paper A, Figure 10).
+"""Prediction quality with one kind of sub-module replaced (paper A, Figure 10).
 
 ``mat_ffn`` and ``mat_ln1_ln2`` keep attention, so the model is run; which tokens their replacements are
 fitted on, and at which tokens they are used, decides the result in a model with attention sinks.

@@ -1,4 +1,4 @@
-"""Analyses as scripts: a study shared by all, the report that each writes, and their common options."""
+"""Shared by analysis scripts: studies, reports, and common options."""
 
 from studies.scripts import Dominant as Dominant
 from studies.scripts import LinkageOption as LinkageOption

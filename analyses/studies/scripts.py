@@ -71,7 +71,7 @@ class Report:
     def write(
         self, name: str, table: pd.DataFrame, origin: Mapping[str, Any], figure: Figure | None = None
     ) -> None:
-        """Write a table with its origin next to it, and its figure, as ``name``; print where they are.
+        """Write a table with its provenance and figure as ``name``; print their paths.
 
         The origin gets the CPU seconds of the analysis so far: of this run, if it resumes another.
         """
@@ -97,7 +97,7 @@ class Report:
 
 
 def show(title: str, table: pd.DataFrame, **formats: str) -> None:
-    """Print a table, numbers to three digits unless ``formats`` has another format for a column."""
+    """Print a table, values to three digits unless ``formats`` has a format for a column."""
     formatters = {name: text.format for name, text in formats.items()}
     named = table.index.name is not None
     text = table.to_string(index=named, formatters=formatters, float_format="{:.3f}".format, na_rep="")
@@ -194,7 +194,7 @@ def _size(described: str, fewest: int, default: int) -> tuple[Any, Any]:
 def _studies(
     chosen: Mapping[str, Any], sizes: tuple[int | None, int | None] | None, defaults: tuple[int, int]
 ) -> Iterator[Study]:
-    """A study for each model and corpus, made when it is asked for; studies of one model load it once."""
+    """Studies by model and corpus, created lazily; studies of one model share it."""
     models: list[str | None] = [*_listed(chosen.get("model"))] or [None]
     corpora: list[str | None] = [*_listed(chosen.get("corpus"))] or [None]
     for model in models:

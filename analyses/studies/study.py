@@ -1,4 +1,4 @@
-"""What several analyses of one model and corpus share besides vectors and maps: made once, in one folder."""
+"""A study of one model and corpus, shared by analyses in one folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def absent() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Study(matlens.study.Study):
-    """A study with maps of sub-modules and heads, a trace and clusters, each made when it is asked for.
+    """A study with lazily computed maps of sub-modules and heads, traces and clusters.
 
     It is in the folder ``studies/<model>--<corpus>/`` of ``out``.
     """
@@ -92,7 +92,7 @@ class Study(matlens.study.Study):
         return collect(self.model, self.examples[0], sites, folder=self.folder / TRAIN)
 
     def submodule_maps(self, *fitted: str) -> dict[str, MapSet]:
-        """Maps of all sub-modules by what they are fitted on: ``all``, ``not-first`` or ``not-sink``."""
+        """Maps of all sub-modules, fitted on ``all``, ``not-first`` or ``not-sink`` tokens."""
         return {name: self._maps_fitted_on(name) for name in fitted}
 
     def _maps_fitted_on(self, fitted: str) -> MapSet:
@@ -115,7 +115,7 @@ class Study(matlens.study.Study):
 
     @cached_property
     def head_samples(self) -> tuple[Activations, Activations]:
-        """Inputs of attention and outputs of its heads, of the training and the validation sentences."""
+        """Inputs of attention and outputs of heads, for training and validation sentences."""
         layout = ModelLayout.from_model(self.model)
         ends = _sites_of(head_pairs(layout))
         sites = [*ends, str(layout.stream[-1])]
@@ -145,7 +145,7 @@ class Study(matlens.study.Study):
         return ValueVectors(self.model)
 
     def trace(self, k: int = DOMINANT) -> Trace:
-        """What FFNs do to the predictions for the validation sentences, with ``k`` dominant sub-updates."""
+        """A trace of the validation sentences with ``k`` dominant sub-updates."""
         folder = self._traces(f"k{k}")
         return Trace.run(self.model, self.validation_examples, k=k, seed=self.seed, folder=folder)
 
@@ -164,7 +164,7 @@ class Study(matlens.study.Study):
 
 
 def head_pairs(layout: ModelLayout) -> list[tuple[str, str]]:
-    """The input of attention and the outputs of its heads in every block; raises InputError if unknown."""
+    """Input of attention and outputs of its heads in every block."""
     if "attn_in" not in layout.kinds:
         raise InputError(f"The attention of these blocks ({layout.wiring.name}) is not known.")
     pairs = []

@@ -1,4 +1,4 @@
-"""Extreme sub-updates and the clusters of value vectors that they are of (paper B, section 5.2)."""
+"""Extreme sub-updates and their clusters of value vectors (paper B, section 5.2)."""
 
 from sub_updates.extremes import concentration as concentration
 from sub_updates.extremes import extreme_tables as extreme_tables

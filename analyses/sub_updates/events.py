@@ -25,7 +25,7 @@ QUANTILES = (5, 50, 95)  # per cent
 
 
 def updates_by_effect(trace: Trace) -> dict[str, Events]:
-    """Sort the updates of a trace by what they do to the top candidate, events included (Figure 3).
+    """Sort updates by their effect on the top candidate, events included (Figure 3).
 
     ``update`` is every update, ``stays`` those that leave the candidate on top, ``falls`` those that do not;
     ``saturation`` and ``elimination`` are those of `find_events`.
@@ -42,7 +42,7 @@ def updates_by_effect(trace: Trace) -> dict[str, Events]:
 def update_scores(
     trace: Trace, *, scores: TraceScores | None = None, rows: Bool[Tensor, " n"] | None = None
 ) -> pd.DataFrame:
-    """Scores of the reference token layer by layer, by what updates do to the top candidate (Figure 3).
+    """Scores of the reference token by layer and by effect of the update (Figure 3).
 
     A table as that of `event_scores`, with the kinds of `updates_by_effect` in the column ``event``, and
     without rows where a layer has no update of a kind. Next to ``max``, ``mean`` and ``min`` there are their
@@ -100,7 +100,7 @@ class EventTables(NamedTuple):
 
 @checked
 def event_tables(trace: Trace, model: TransformerBridge) -> EventTables:
-    """`event_scores` and `update_scores` by every reading of the scores, and `saturation_frequency`.
+    """`event_scores` and `update_scores` by every reading, and `saturation_frequency`.
 
     The first two have two more columns: ``read``, which is ``score``, the trace's own, ``lift`` or ``odds``
     (`relative_scores` to the mean and to the rival); and ``examples``, which is ``all examples``, and in a

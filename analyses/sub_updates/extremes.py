@@ -1,4 +1,4 @@
-"""Extreme sub-updates: those that move the top candidate most, and the clusters that they are of (5.2).
+"""Extreme sub-updates, with the largest scores, and their clusters (section 5.2).
 
 A few clusters of value vectors make most of the extreme scores. The paper finds two kinds: vectors of the
 upper layers that promote unlikely tokens, and vectors of all layers that promote common ones. So each
@@ -73,7 +73,7 @@ def default_threshold(scores: TraceScores) -> float:
 def extreme_sub_updates(
     trace: Trace, values: ValueVectors, *, scores: TraceScores | None = None, threshold: float | None = None
 ) -> SubUpdates:
-    """Find the dominant sub-updates whose score for the top candidate passes a threshold either way (5.2)."""
+    """Find dominant sub-updates with scores beyond a threshold in either direction."""
     scores = scores or trace.score
     sizes = scores["dominant", "before"].abs()
     threshold = default_threshold(scores) if threshold is None else threshold
@@ -87,7 +87,7 @@ def extreme_sub_updates(
 def draw_sub_updates(
     trace: Trace, values: ValueVectors, n: int, *, scores: TraceScores | None = None, seed: int = 0
 ) -> SubUpdates:
-    """Draw ``n`` dominant sub-updates, or all if there are fewer, to compare with the extreme ones."""
+    """Sample ``n`` dominant sub-updates, or all if there are fewer, for comparison."""
     scores = scores or trace.score
     shape = scores["dominant", "before"].shape
     drawn = np.random.default_rng(seed).permutation(int(np.prod(shape)))[:n]
@@ -105,7 +105,7 @@ def _at(places: Int[Tensor, "m 3"], trace: Trace, values: ValueVectors, scores: 
 
 
 def sub_updates_by_cluster(sub_updates: SubUpdates, clusters: Clusters) -> pd.DataFrame:
-    """Each sub-update with its ``cluster`` and the ``sign`` of its coefficient, 1 or -1, one row each.
+    """One row per sub-update, with ``cluster`` and the ``sign`` of its coefficient.
 
     Further columns are ``example, layer, raised``.
     """
@@ -128,7 +128,7 @@ def cluster_activity(
     projection: Projection,
     frequency: TokenFrequency,
 ) -> pd.DataFrame:
-    """The clusters that sub-updates are of, one row for each sign of the coefficients (section 5.2).
+    """One row per cluster and sign of the coefficients (section 5.2).
 
     The clusters with most sub-updates come first.
 
@@ -240,7 +240,7 @@ def group_table(
     trace: Trace,
     confidence: Float[Tensor, " n"],
 ) -> pd.DataFrame:
-    """What the extreme sub-updates of each kind have in common, a tidy table (section 5.2).
+    """Statistics of extreme sub-updates by kind, as a tidy table (section 5.2).
 
     The methods are the kinds, and ``all``; ``layer`` is the mean layer of the extreme sub-updates. Metrics:
 
@@ -296,7 +296,7 @@ def group_table(
 
 
 def place_table(extreme: SubUpdates, kind_of: pd.DataFrame, clusters: Clusters, trace: Trace) -> pd.DataFrame:
-    """How many extreme sub-updates an example has, by the place of its token in the sentence (section 5.2).
+    """Number of extreme sub-updates per example by token position (section 5.2).
 
     The columns are ``kind, first_place, last_place, per_example, examples``, places from 1; of decoders that
     is how many tokens the model has read. Sinks count as what they are, which is first tokens mostly.

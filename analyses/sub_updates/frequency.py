@@ -1,4 +1,4 @@
-"""How common tokens are in a running text, and which kind of tokens a vector promotes by that."""
+"""Frequency of tokens in a text, and the kind of tokens that a vector promotes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TokenFrequency:
         return cls(np.concatenate([np.asarray(ids, dtype=np.int64) for ids in sentences]), d_vocab)
 
     def shares(self, ids: Int[np.ndarray, "n k"]) -> tuple[Float[np.ndarray, " n"], Float[np.ndarray, " n"]]:
-        """For each list of tokens the share of common ones, and the share of those that do not occur."""
+        """Share of common tokens and of unseen tokens in each list."""
         if ids.size and not 0 <= ids.min() <= ids.max() < len(self.counts):
             raise InputError(f"ids must be tokens from 0 to {len(self.counts) - 1}, got {short(ids)}.")
         return self.common[ids].mean(1), (self.counts[ids] == 0).mean(1)

@@ -21,7 +21,7 @@ def compare_linkages(
     n_vectors: int = 12_000,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """Compare clusters by ``average``, ``complete`` and ``neighbours``, pair by pair, on some value vectors.
+    """Compare ``average``, ``complete`` and ``neighbours`` clusters pairwise on a sample.
 
     The ``n_vectors`` are drawn at random, and made into as many clusters in proportion; their distances take
     ``8 n (n - 1)`` bytes. Columns are ``method, other, rand``, the adjusted Rand index of their clusters;

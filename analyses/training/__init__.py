@@ -1,4 +1,4 @@
-"""Small language models made in minutes: text, training that goes on after a kill, and what to beat."""
+"""Train small language models in minutes: text, resumable training, baselines."""
 
 from training.ngrams import NgramModel as NgramModel
 from training.running import TrainingRun as TrainingRun

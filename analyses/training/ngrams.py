@@ -1,4 +1,4 @@
-"""What a language model has to beat: n-grams with interpolated Kneser-Ney smoothing."""
+"""Baseline: n-grams with interpolated Kneser-Ney smoothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 class NgramModel:
-    """The next token from the few before it (Kneser and Ney 1995, interpolated as in Chen and Goodman 1999).
+    """An n-gram model with interpolated Kneser-Ney smoothing (Chen and Goodman 1999).
 
     ``p(w | h) = (c(h w) - D)+ / c(h) + D n(h) / c(h) * p(w | shorter h)``, where ``n(h)`` is how many
     different tokens follow ``h``. At the longest ``h``, ``c`` counts how often; at shorter ones,
@@ -41,7 +41,7 @@ class NgramModel:
         self._discounts = [_discount(counts.values()) for counts in self._counts]
 
     def probability(self, context: Sequence[int], token: int) -> float:
-        """How probable a token is behind others, of which the last ``order - 1`` count."""
+        """Probability of a token after the last ``order - 1`` tokens."""
         p = 1 / self.d_vocab
         for length in range(1, min(self.order, len(context) + 1) + 1):
             given = tuple(context[len(context) - length + 1 :])

@@ -1,4 +1,4 @@
-"""Training a small language model: seeded, the same however often it is killed, watched on held-out text."""
+"""Resumable, seeded training of a small language model, with held-out losses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BETAS, _DECAY, _CLIP = (0.9, 0.98), 0.01, 1.0
 
 @dataclass
 class TrainingRun:
-    """What a training has come to.
+    """Result of a training.
 
     Attributes
     ----------
@@ -50,7 +50,7 @@ class TrainingRun:
 
 
 def warmed_cosine(step: int, n_steps: int) -> float:
-    """Share of the full rate at an update: it rises in the first tenth, and falls to 0 as a cosine does."""
+    """Learning rate factor: linear warm-up over the first tenth, then a cosine to 0."""
     return min(1, (step + 1) / (_WARM * n_steps)) * 0.5 * (1 + math.cos(math.pi * step / n_steps))
 
 
@@ -116,7 +116,7 @@ def train(
 
 
 def next_token_losses(model: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
-    """Negative log-probability of each token but the first of each sequence, one behind the other."""
+    """Negative log-probability of each token but the first, concatenated."""
     device = next(model.parameters()).device
     length = max(map(len, sequences))
     tokens = torch.zeros(len(sequences), length, dtype=torch.int64)
@@ -143,7 +143,7 @@ def sequence_losses(model: Any, sequences: Sequence[Sequence[int]], *, batch_siz
 
 
 def _batch(sequences: Sequence[Sequence[int]], step: int, size: int, seed: int) -> list[Sequence[int]]:
-    """The sequences of an update: an epoch is a permutation, of which many batches are sorted by length."""
+    """Sequences of an update: each epoch is a permutation, sorted by length in chunks."""
     per_epoch = max(len(sequences) // size, 1)
     epoch, within = divmod(step, per_epoch)
     generator = np.random.default_rng((seed, epoch))
@@ -161,7 +161,7 @@ def _digest(sequences: Sequence[Sequence[int]]) -> str:
 
 
 def _keep(path: Path, job: dict[str, Any], run: TrainingRun, model: nn.Module, optimizer: Any) -> None:
-    """Write all that goes on depends on: weights, moments, the generator of dropout, and what is done."""
+    """Write a checkpoint: weights, optimizer state, random state, and progress."""
     from safetensors.torch import save
 
     tensors = {"generator": torch.get_rng_state()}

@@ -21,7 +21,7 @@ TRAINING, ORDERS = "training", {"unigrams": 1, "bigrams": 2, "trigrams": 3}
 def compare_with_ngrams(
     model: nn.Module, sequences: Sequence[Sequence[int]], held_out: Sequence[Sequence[int]]
 ) -> dict[str, Estimate]:
-    """Perplexity of held-out text under a model and under n-grams of the text that it was trained on.
+    """Held-out perplexity of a model and of n-grams of its training text.
 
     The interval of the model's is that of its mean loss over tokens.
     """

@@ -1,4 +1,4 @@
-"""A vocabulary of a corpus: its words with fairseq's dictionary, or pieces of words; sentences as tokens."""
+"""Vocabularies of a corpus: words (fairseq's dictionary) or subwords."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _FILLER = "madeupword{:04d}"
 
 @checked
 def word_dictionary(corpus: Corpus, *, n_words: Annotated[int, Between(len(SPECIAL) + 1)]) -> WordDictionary:
-    """The most frequent words of a corpus, ``n_words`` with the special ones, filled up to a multiple of 8.
+    """The ``n_words`` most frequent words of a corpus, padded to a multiple of 8.
 
     Of equally frequent words the first in the alphabet counts more.
     """
@@ -41,7 +41,7 @@ def word_dictionary(corpus: Corpus, *, n_words: Annotated[int, Between(len(SPECI
 
 @checked
 def write_wikilm(model: WikiLMForCausalLM, dictionary: WordDictionary, folder: str | Path) -> Path:
-    """Write ``checkpoint.pt`` as fairseq would, and ``dict.txt`` next to it; returns the first path."""
+    """Write ``checkpoint.pt`` and ``dict.txt`` in fairseq's format; returns the first path."""
     folder, config = Path(folder), model.config
     if len(dictionary) != config.vocab_size:
         raise InputError(
