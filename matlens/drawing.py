@@ -46,7 +46,7 @@ BLUE, VERMILLION, PURPLE = "#0072b2", "#d55e00", "#cc79a7"
 
 SOLID, DASHED, DOTTED = "-", "--", ":"
 STYLES: tuple[Any, ...] = (SOLID, DASHED, DOTTED, "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 3)), (0, (1, 4)))
-_FREE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, DARK)  # for methods that have no colour of their own
+_FREE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, DARK)  # for methods without a fixed color
 _MARKERS = "osD^v<>"
 _WITHOUT_SINKS = re.compile(r"( without sinks|\+?sinks=exclude)$")
 
@@ -182,7 +182,7 @@ def layer_axis(ax: Axes, last: float, label: str = LAYER) -> None:
 
 
 def percent_ticks(axis: Axis) -> None:
-    """Write the shares of an axis as percentages, with no more digits than they have."""
+    """Format an axis of shares as percentages, with as few digits as possible."""
     axis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g}%"))
 
 
@@ -247,13 +247,13 @@ def surprisal_axis(ax: Axes) -> None:
 def mark_infinite(ax: Axes) -> None:
     """Mark infinite values above the top edge, one row per curve, with a label.
 
-    The words stand next to the marks of their curve, or above them where there is no room.
+    Labels are next to the marks of their curve, or above them if there is no space.
     """
     curves = [line for line in ax.get_lines() if np.isinf(np.asarray(line.get_ydata(), dtype=float)).any()]
     if not curves:
         return
     everywhere = np.concatenate([np.asarray(line.get_xdata(), dtype=float) for line in ax.get_lines()])
-    margin = 0.05 * np.ptp(everywhere)  # by itself an axis leaves out where nothing is finite
+    margin = 0.05 * np.ptp(everywhere)  # autoscaling ignores places without finite values
     x_limits = (
         min(ax.get_xlim()[0], everywhere.min() - margin),
         max(ax.get_xlim()[1], everywhere.max() + margin),

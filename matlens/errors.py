@@ -1,6 +1,6 @@
 """`InputError`, and arguments of public functions checked against their annotations.
 
-An annotation says what a reader needs: a jaxtyping shape, or a named type such as `PositiveInt`. `checked`
+An annotation is a jaxtyping shape, or a named type such as `PositiveInt`. `checked`
 holds every call to it. Lists are checked item by item, NumPy scalars are numbers, ``True`` is not. What
 depends on other values, such as the number of layers, is checked by the function itself.
 """
@@ -35,7 +35,7 @@ _SHOWN_SPACES = "Zs"  # every other kind of space, and all that cannot be seen, 
 class InputError(ValueError):
     """Something the user gave cannot be used.
 
-    The message says what was wrong, what was expected and what to do. The command line
+    The message states the problem and the remedy. The command line
     prints it without a traceback and exits with code 2. What cannot be seen in it, such as control characters
     from a file, is escaped, and a message that echoes too much is cut.
     """
@@ -365,7 +365,7 @@ def _of_places(hints: Sequence[Any]) -> Kind:
 
 
 def _of_mapping(hints: Sequence[Any]) -> Kind:
-    """A mapping; only a dict is looked into, since others may read values when they are asked for."""
+    """A mapping; only a dict is checked inside, since others may read values lazily."""
     key, item = map(_kind, hints) if hints else (None, None)
     if hints and hasattr(hints[1], "array_type"):  # shapes are checked by name, by functions
         item = _of_class(hints[1].array_type.__name__)
@@ -387,7 +387,7 @@ def _of_array(hint: Any) -> Kind:
     n_axes = len(axes) - is_open
 
     def holds(value: Any) -> bool:
-        # Of a masked array, torch and NumPy would read the values behind the mask.
+        # torch and NumPy would read the masked values of a masked array.
         if array not in _names(value) or "MaskedArray" in _names(value):
             return False
         if dtypes is not None and _dtype(value) not in dtypes:

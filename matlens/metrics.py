@@ -66,7 +66,7 @@ def r2_and_steady(prediction: Tensor, truth: Tensor) -> tuple[float, int]:
     truth, prediction = in_float64(truth), in_float64(prediction)
     residual = (truth - prediction).square().sum(0)
     total = (truth - truth.mean(0)).square().sum(0)
-    # The mean of equal numbers can be off by rounding, which is no variance.
+    # The mean of equal values can be off by rounding, which is not variance.
     total = torch.where((truth == truth[0]).all(0), torch.zeros_like(total), total)
     score = 1 - residual / total
     score = torch.where(total == 0, torch.zeros_like(score), score)

@@ -110,7 +110,7 @@ def distributed(*, timeout: float = _DAY) -> Iterator[None]:
     finally:
         _silent.clear()
         _current.reset(place)
-        if opened:  # the others are told by the closed connection if this one failed
+        if opened:  # closing the connection tells the others if this one failed
             dist.destroy_process_group()
 
 

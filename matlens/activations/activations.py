@@ -59,7 +59,7 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
     Attributes
     ----------
     examples
-        What they were collected on.
+        The examples they were collected on.
     positions
         ``"sampled"``: a row for each position of the examples, sentence after sentence. ``"all"``: a row for
         every token, sentence after sentence.

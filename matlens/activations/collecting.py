@@ -136,7 +136,7 @@ def stream(
     """Yield the vectors of the chosen sites batch by batch, storing none.
 
     The model runs no further than the last chosen site and, if it is a decoder and only sampled positions are
-    asked for, reads no sentence further than its position. ``numbers`` are those of batches, by default all.
+    asked for, reads no sentence further than its position. ``numbers`` are batch indices, by default all.
 
     A model that is changed between two batches is refused; edited weights are noticed at the end, since
     reading them all takes as long as a batch. Of several processes each is given all batches or, with
@@ -287,5 +287,5 @@ def _run(
     flat = torch.cat([values.reshape(-1) for values in vectors]).cpu()  # one transfer from the device
     parts = flat.split([values.numel() for values in vectors])
     shapes = [values.shape for values in vectors]
-    # Copies: a part of the whole would keep all of it for as long as it is kept itself.
+    # Copies: a view would keep the whole batch in memory.
     return {site: part.view(shape).clone() for site, part, shape in zip(hooks, parts, shapes, strict=True)}

@@ -197,7 +197,7 @@ def _read(prompt: _Prompt, sites: Sequence[str | None]) -> dict[str, Tensor]:
 def _check_sites(model: TransformerBridge, prompts: Sequence[_Prompt], sites: Sequence[str | None]) -> None:
     """Raise InputError unless each entry is near the model's site, and nearer than to any other layer.
 
-    A block may change the stream by less than half precision may differ.
+    The change by a block can be smaller than rounding in half precision.
     """
     layers = [str(site) for site in ModelLayout.from_model(model).stream]
     known = list(dict.fromkeys([*(site for site in sites if site is not None), *layers]))

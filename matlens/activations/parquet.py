@@ -48,9 +48,9 @@ def write_parquet(
     Parameters
     ----------
     activations
-        What `collect` has returned, or `Activations.load`.
+        Result of `collect` or `Activations.load`.
     folder
-        An empty folder, or one in which an export was interrupted.
+        An empty folder, or that of an interrupted export.
     sites
         By default all.
     dtype

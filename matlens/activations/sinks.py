@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 FACTOR = 20.0
 FIRST_FACTOR = 4.0  # of the median first token, where nearly all other tokens stay below half of it
-_FEWEST = 3  # first tokens, and others, from which their norms are compared
+_FEWEST = 3  # min number of first tokens, and of others, to compare their norms
 
 
 class SinkWarning(InputWarning):
@@ -95,7 +95,7 @@ def _doubt_of_first(
 def sink_counts(sinks: Bool[Tensor, " n"], places: Int[np.ndarray, " n"]) -> dict[str, int]:
     """How many samples are sinks, first tokens or later ones, and how many are first tokens.
 
-    ``places`` says which token of its sentence each sample is, from 0.
+    ``places`` are the positions of the samples in their sentences, from 0.
     """
     if len(sinks) != len(places):
         raise InputError(f"places must be as many as the {len(sinks)} samples, got {len(places)}.")

@@ -51,7 +51,7 @@ def fit(
 ) -> None:
     """Fit lenses and save them in OUT, each in a folder of its own where there are several.
 
-    Of the corpus, the 1000 sentences that other commands evaluate on by default are left out.
+    The 1000 sentences that other commands evaluate on by default are excluded.
 
     Parameters
     ----------
@@ -162,7 +162,7 @@ def show(prompt: str, /, model: ModelOptions, lens: str = "id", last: PositiveIn
     Parameters
     ----------
     last
-        Show only the last so many tokens of the prompt.
+        Number of tokens to show, from the end of the prompt.
     """
     from matlens.models.tokens import visible
 

@@ -96,7 +96,7 @@ def options_of(function: Any, *, but: Sequence[str] = ()) -> list[Parameter]:
             kind, notes = _without_notes(hint)
             info = _info(parameter, kind, notes)
             info.help = info.help or helps.get(name) or SHARED.get(name) or _of_groups().get(name)
-            kind = Any if info.parser == ridge_of else kind  # typer knows no unions
+            kind = Any if info.parser == ridge_of else kind  # typer does not support unions
             options.append(parameter.replace(annotation=Annotated[kind, info], kind=Parameter.KEYWORD_ONLY))
     return sorted(options, key=lambda option: option.default is not Parameter.empty)
 

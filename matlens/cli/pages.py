@@ -12,7 +12,7 @@ from matlens.cli.options import ModelOptions, command
 from matlens.cli.printing import print_line
 from matlens.errors import Between, NonNegativeInt, PositiveInt
 
-_OTHERS = 2  # sentences that a split of a corpus leaves out at least
+_OTHERS = 2  # min validation sentences of a split
 
 app = typer.Typer()
 

@@ -72,7 +72,7 @@ def _quietly(run: Callable[[], Any]) -> Any:
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
             return run()
     except Exception:
-        # If the main process failed alike, it prints the error and torchrun ends this process meanwhile.
+        # If the main process failed the same way, it prints the error and torchrun ends this process.
         time.sleep(_MAIN_FIRST)
         raise
 

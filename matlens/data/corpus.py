@@ -38,7 +38,7 @@ class Corpus:
         The sentences, with white space normalised.
     n_read, n_empty, n_short, n_duplicate
         Number of sentences in the source, and of those that were excluded: empty, shorter than five words, or
-        duplicates. Parts made by `split` keep the numbers of the whole corpus.
+        duplicates. Parts made by `split` keep the counts of the whole corpus.
     """
 
     name: str
@@ -131,7 +131,7 @@ def load_corpus(
     Raises
     ------
     InputError
-        The source cannot be found or read, is larger than a bound, or has no sentence that counts.
+        The source cannot be found or read, exceeds a size limit, or has no valid sentence.
     """
     if not field or (name is not None and not name.strip()):
         raise InputError("field and name must not be empty.")
@@ -145,7 +145,7 @@ def load_corpus(
 
 
 def _select_sentences(name: str, pieces: Iterable[str], limit: int | None) -> Corpus:
-    kept: dict[str, None] = {}  # a set that remembers the order
+    kept: dict[str, None] = {}  # an ordered set
     n_read = n_empty = n_short = n_duplicate = n_characters = 0
     most_characters = CORPUS.limit
     for piece in pieces:

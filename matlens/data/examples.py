@@ -176,7 +176,7 @@ class Examples:
         return self.select(np.arange(n), n=n)
 
     def select(self, sentences: Int[np.ndarray, " some"], **details: Any) -> Examples:
-        """Some sentences by their numbers in ascending order, with all of their positions.
+        """Some sentences by ascending index, with all of their positions.
 
         ``details`` are added to the provenance.
         """
@@ -230,7 +230,7 @@ class Examples:
         return (self.batch(index) for index in self.batch_indices(max_tokens))
 
     def batch_indices(self, max_tokens: PositiveInt) -> list[np.ndarray]:
-        """The numbers of the sentences of each of the `batches`."""
+        """Indices of the sentences of each of the `batches`."""
         order = np.argsort(-self.lengths, kind="stable")
         indices, start = [], 0
         while start < len(order):

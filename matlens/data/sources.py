@@ -124,7 +124,7 @@ def _given_sentences(rows: Iterable[Any], field: str) -> Iterator[str]:
 
 
 def _sentences(text: str) -> list[str]:
-    # Blank lines between paragraphs are no sentences; a text without any is one empty sentence.
+    # Blank lines between paragraphs are not sentences; an empty text is one empty sentence.
     return [piece for piece in segment("en", text) if piece.strip()] or [""]
 
 

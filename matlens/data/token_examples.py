@@ -157,7 +157,7 @@ def _check_ids(ids: np.ndarray, number: int, model: TransformerBridge) -> None:
 
 
 def _masks(given: Sequence[np.ndarray], rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Boolean masks of tokens that are no padding."""
+    """Boolean masks of tokens other than padding."""
     if [row.shape for row in given] != [row.shape for row in rows]:
         raise InputError("attention_mask must have the shape of the tokens.")
     for number, row in enumerate(given):
@@ -176,7 +176,7 @@ def _check_unpadded(rows: Sequence[np.ndarray], model: TransformerBridge) -> Non
     pad = None if tokenizer is None else tokenizer.pad_token_id
     if pad is None:
         return
-    in_front = 2 if pad == tokenizer.bos_token_id else 1  # where padding is the BOS, one is no padding
+    in_front = 2 if pad == tokenizer.bos_token_id else 1  # if padding is the BOS, the last of them is a token
     for number, row in enumerate(rows):
         if row[-1] == pad or (row[:in_front] == pad).sum() == in_front:
             raise InputError(

@@ -59,7 +59,7 @@ class LiveModel:
     Parameters
     ----------
     model
-        The model, which nothing else may change meanwhile.
+        The model; do not modify it while the server runs.
     lenses
         Lenses and maps that prompts are read through, next to ``id``.
     maps

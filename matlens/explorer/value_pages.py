@@ -39,7 +39,7 @@ _BLOCK = 256  # value vectors per script
 _SENTENCES = 1024  # sentences per script
 _TOKENS = 1024  # tokens per script that lists their value vectors
 _IN_LISTS = 5  # top tokens per vector in lists of vectors
-_SHOWN, _SEARCHED = 10, 30  # tokens of a vector that are shown, and in which a token is searched
+_SHOWN, _SEARCHED = 10, 30  # tokens of a vector that are shown, and that are searched
 _BEST = 5  # sentences per vector
 _USAGE = "usage"
 
@@ -56,14 +56,14 @@ def write_value_pages(
 ) -> Path:
     """Write pages of all value vectors of a model into a folder; returns the page to open.
 
-    An interrupted call resumes; a finished folder is checked and left as it is.
+    An interrupted call resumes; a finished folder is only verified.
 
     Parameters
     ----------
     model, folder
         The model, and the folder of the pages.
     corpus
-        Sentences in which uses of the vectors are found, the first 64 tokens of each.
+        Sentences to search for activating examples, the first 64 tokens of each.
     clusters
         Clusters of the model's value vectors.
     neighbours
@@ -144,7 +144,7 @@ class _Pages:
             if not self._is_written(layer):
                 files = self._write_layer(layer, units)
                 records = {path.name: describe_file(path) for path in files}
-                self._artifact.write_json(_name(layer), records)  # which says that all are there
+                self._artifact.write_json(_name(layer), records)  # marks the layer as complete
             yield self._artifact.read(_name(layer), "top").numpy().astype(np.int64)
 
     def _is_written(self, layer: int) -> bool:

@@ -55,7 +55,7 @@ def controlled(
     vectors
         Value vectors such as ``"L3D12"``, or a mapping from them to a value each.
     value
-        The value of all vectors, if they are no mapping. Typical coefficients differ between models: the
+        The value of all vectors, unless they are a mapping. Typical coefficients differ between models: the
         paper's 3 is large for GPT-2.
     how
         Whether the value replaces the coefficient, is added to it, or multiplies it.

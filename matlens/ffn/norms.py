@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FFN_OUT, NORMED_OUT = (
     "ffn_out",
     "ln2_post_out",
-)  # what is added to the stream; the second where a norm follows
+)  # sites added to the residual stream; the second if a norm follows
 
 
 @checked

@@ -45,7 +45,7 @@ class TopTokens(NamedTuple):
 def unembedding(model: TransformerBridge) -> Float[Tensor, "d_vocab d_model"]:
     """``E``, a row for each token, in float32; of a masked-LM model the decoder of its head.
 
-    Where embeddings are narrower than the stream (OPT-350m), the projection in between is part of it.
+    For narrower embeddings (OPT-350m), it includes the projection to them.
     """
     check_raw(model)
     if stack_of(model) == ENCODER or not hasattr(model, "unembed"):
@@ -106,7 +106,7 @@ class Projection:
         """``E (f * v)``, with the gain ``f`` of the final norm; in a masked-LM head ``E (f * W v)``.
 
         The linear parts of everything after the last block (``W`` is the dense layer of the head), without
-        biases and scale. In masked-LM models ``E v`` alone does not say what ``v`` promotes.
+        biases and scale. In masked-LM models ``E v`` alone is not meaningful.
         """
         normed = cls.after_norm(model)
         dense = None

@@ -27,7 +27,7 @@ from matlens.models.tokens import token_texts, visible
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-_SAMPLED = 2**22  # random numbers that are ranked together
+_SAMPLED = 2**22  # random values that are ranked together
 DOMINANT = 10  # sub-updates of an update that the paper calls dominant
 
 

@@ -462,7 +462,7 @@ def _same_job(
         if now.get(key) != there.get(key) and key not in ignored and not _only_names(key, now, there)
     ]
     if differing:
-        # What a user has changed; digests of it say no more, unless nothing else differs.
+        # Show what the user changed; digests only if nothing else differs.
         chosen = [key for key in differing if _DERIVED.isdisjoint(key.split("."))] or differing
         differences = "; ".join(
             f"{key}: {_cut(there.get(key))} in the folder, {_cut(now.get(key))} now" for key in chosen[:4]

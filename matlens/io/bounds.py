@@ -23,7 +23,7 @@ class Bound:
     unit
         Unit and subject, such as ``"MiB in a line"``.
     scale
-        How many of what `check` counts are one of these, such as bytes in a MiB.
+        Size of the unit in counts of `check`, such as bytes in a MiB.
     """
 
     variable: str

@@ -1,7 +1,7 @@
 """The table of results: its columns and rows, and CSV files with a JSON that describes them.
 
 A table has one row per value. ``low`` and ``high`` bound its 95% interval, if it has one. The JSON next to a
-table says what it was computed from and holds its hash.
+table has its provenance and its hash.
 
 Tokens and sentences are foreign text, and a spreadsheet runs a cell that begins with a sign such as ``=`` as
 a formula. In a CSV file, such a cell has an apostrophe in front.
@@ -107,7 +107,7 @@ def read_table(
     what
         Description of the file for errors, such as ``"a table of results"``.
     made_by
-        A sentence that says where such a file comes from.
+        A sentence on how to create such a file.
     options
         Further options of `pandas.read_csv`. By default empty cells are empty texts.
 
@@ -135,7 +135,7 @@ def read_table(
 def csv_text(table: pd.DataFrame, **options: Any) -> str:
     """A table as CSV, with every digit and without cells that a spreadsheet would run.
 
-    A value that is no number is ``nan``; other missing cells, such as intervals, are empty.
+    Missing values are ``nan``; other missing cells, such as intervals, are empty.
 
     Parameters
     ----------

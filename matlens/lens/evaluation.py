@@ -52,7 +52,7 @@ class Evaluation(NamedTuple):
     kl
         ``KL(p || q)`` from the model's distribution to the predicted one, if it was asked for.
     confidence
-        ``q1 - q2``, by how much the most probable token leads, if it was asked for.
+        ``q1 - q2``, the margin of the most probable token, if requested.
     """
 
     rank: Int[Tensor, " n"]

@@ -223,7 +223,7 @@ def _tuned_hash(weight: Tensor) -> str:
         edgeitems=3, threshold=1000, linewidth=75, suppress=False, nanstr="nan", infstr="inf", sign="-",
         formatter=None, floatmode="maxprec", legacy=False,
     )  # fmt: skip
-    with usual:  # whatever a notebook has set
+    with usual:  # independent of a notebook's print options
         text = np.array_str(weight.detach().cpu().float().numpy(), precision=1)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -55,7 +55,7 @@ class Lens(LensMaps):
     provenance
         The model, the corpus, and how much of it. A lens goes with this model alone.
     norm
-        What is done to ``h^l`` before its map, for lenses that map standardised vectors to standardised ones.
+        Standardization of ``h^l`` before its map, for lenses between standardized vectors.
     scales
         Factors on the scores by layer, 1 where there is none.
     readout, model

@@ -104,7 +104,7 @@ class LensMaps:
                     "dimensions. Is it of another model?"
                 )
         maps = dict(sorted(self.maps.items()))
-        if self.norm is not None:  # such a map alone must not be patched into the stream
+        if self.norm is not None:  # such a map must not be patched in without the norm
             maps = {
                 layer: None if linear is None else replace(linear, source=f"standardised h.{layer}")
                 for layer, linear in maps.items()

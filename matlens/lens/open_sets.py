@@ -60,7 +60,7 @@ class EvaluationItem:
     name
         Name of the item.
     text
-        The prompt up to the token that it is read at.
+        The prompt, up to the token at which it is read.
     words
         The words that come in between; each with its other spellings.
     """

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 PILOT = 512  # samples read out over the whole vocabulary before the first step
-_FLOOR = 1e-3  # of the mean weight: the least of a token, so that each can be drawn
+_FLOOR = 1e-3  # min weight of a token, relative to the mean, so that each can be sampled
 _SCALES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 # A step's matrix is brought near an orthogonal one by so many odd polynomials of these coefficients, which
 # take singular values from 0.01 to 1 into 0.7 to 1.2 (Jordan, "Muon", 2024).
@@ -43,9 +43,9 @@ _QUINTIC, _ROUNDS = (3.4445, -4.7750, 2.0315), 5
 TOKENS, STEPS, BATCH = 2048, 48, 1024
 _FEWEST = 128  # samples of a step, where there are few
 TUNED = 120_000  # samples that the tuned lens sees at most, over all steps
-SKIPPED = 16  # first positions that TransformerLens excludes, sinks among them
+SKIPPED = 16  # initial positions that TransformerLens excludes, such as sinks
 PROMPTS, LONGEST = 30, 128  # that Jacobians are taken on, and the tokens that each is cut to
-AT_ONCE = 8  # dimensions per backward pass; more take more memory and no more work
+AT_ONCE = 8  # dimensions per backward pass; more would need more memory
 
 
 def token_chances(weights: Float[Tensor, " d_vocab"], n: int) -> Float[Tensor, " d_vocab"]:
@@ -76,7 +76,7 @@ def divergence(
 ) -> Float[Tensor, " n"]:
     """``KL(p || q)`` of each row, for scores of ``q`` and of ``p`` (``truth``).
 
-    ``offset`` has the logarithms of the chances by which tokens were sampled, if they were.
+    ``offset`` has the log-probabilities of sampled tokens.
     """
     return kl_divergence(log_softmax(truth - offset), log_softmax(scores - offset))
 
@@ -91,7 +91,7 @@ class LayerTraining:
     start, scale
         The map to start from, by default 0, and the factor on its scores.
     norm
-        What is done to ``h^l`` before the map.
+        Standardization of ``h^l`` before the map.
     seed
         For the samples and tokens.
     """

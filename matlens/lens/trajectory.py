@@ -44,7 +44,7 @@ class Trajectory:
     prompt
         The text.
     ids, tokens
-        Its tokens, those that the tokenizer adds included, as numbers and as texts.
+        Its tokens, including special tokens, as ids and texts.
     layers
         The layers, the last one of the model at the end.
     top_ids, probabilities
@@ -237,7 +237,7 @@ def read_cells(
 ) -> LensCells:
     """Read every token of a prompt at every layer, the last layer of the model at the end.
 
-    The ranks and probabilities of ``followed`` tokens are in every cell, besides the ``k`` most probable.
+    The ranks and probabilities of ``followed`` tokens are in every cell, next to the ``k`` most probable.
     """
     step = max(_SCORES // lens.on_readout.d_vocab, 1)
     blocks = [

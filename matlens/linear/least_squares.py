@@ -23,7 +23,7 @@ from matlens.models.sites import check_finite
 from matlens.numerics import in_float64, split_product
 
 _Width = Annotated[int, Between(1, 2**31)]
-_DOMINATED = 4  # error on other samples over that on the fit's own, from which most of it is noise
+_DOMINATED = 4  # ratio of held-out to training error above which most of the error is noise
 _ALONE = 1e-6  # of one less the leverage, below which a sample alone settles a direction
 _BLOCK = 32  # samples whose errors are computed together, to take less memory than the fit
 _EXACT = 1e-6  # error, in variances, below which a fit is exact but for rounding

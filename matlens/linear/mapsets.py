@@ -79,7 +79,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         """Whether there is a map, without reading it."""
         try:
             return isinstance(pair, tuple) and self._names(pair) in self._maps
-        except InputError:  # there is no such site
+        except InputError:  # an unknown site
             return False
 
     def _names(self, pair: Any) -> tuple[str, str]:
@@ -231,7 +231,7 @@ def write_maps(
             missing = [(source, target) for source, targets in grouped.items() for target in targets]
             maps = iter(fit(missing))
             for source, targets in grouped.items():
-                # No more than this source's maps are asked for before they are written.
+                # Only this source's maps are in memory before they are written.
                 own = list(itertools.islice(maps, len(targets)))
                 if parallel.is_main():
                     artifact.write(source, _tensors(own))

@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 HOLDS = "sufficient statistics"
 _STATE_EVERY = 60.0  # seconds, at least, between two states that a killed run can resume from
-_SHARE_OF_WRITING = 20  # and so many times as long as it takes to write one
+_SHARE_OF_WRITING = 20  # and this multiple of the time to write one
 
 
 @checked
 class StoredLeastSquares:
     """`LeastSquares` of stored pairs of sites: ``stored["h.3"]`` reads one source.
 
-    Several folders, which are the parts of one job, are merged in the order of their numbers, whatever the
+    Several folders, the parts of one job, are merged in the order of their numbers, regardless of the
     order in which they are given.
 
     Attributes

@@ -1,6 +1,6 @@
 """The atlas: how linear each part of a model is, and the cost of replacing it.
 
-One pass over text to fit on gives moments, of which the maps and most scores are solved; the rest of the
+One pass over training text gives the statistics for the maps and most scores; the rest of the
 scores is of text that no map has seen. There, every part is replaced and left out in passes that begin where
 they differ from the model's own.
 """

@@ -15,7 +15,7 @@ from matlens.patching.replacements import Replacement, Where
 from matlens.patching.submodules import submodule_pairs
 
 JUMPS = (2, 4, 8)
-WRITING = ("attn", "ffn")  # their output is added to the stream, so that zeros remove them
+WRITING = ("attn", "ffn")  # their output is added to the residual stream, so zeros remove them
 BLOCK = "block"
 _KINDS = ("ln1", "attn", "ln2", "ffn")
 

@@ -26,7 +26,7 @@ GROUPS: dict[Group, tuple[str, ...]] = {
 """Kinds of parts among which the first are looked for; a norm that is replaced saves nothing."""
 FIRST = 3
 _RESAMPLES = 999
-_FEWEST = 6  # parts of which a correlation is told
+_FEWEST = 6  # min parts for a correlation
 _EVERY = "all kinds"
 
 
@@ -81,7 +81,7 @@ def rank_correlations(
     rows: list[dict[str, Any]] = []
     for tokens in dict.fromkeys(wide.index.get_level_values("tokens")):
         of_tokens = cast(pd.DataFrame, wide.xs(tokens, level="tokens")).copy()
-        if ("removed", "loss increase") in wide:  # at all tokens, whatever the scores are of
+        if ("removed", "loss increase") in wide:  # at all tokens, also for scores without sinks
             of_tokens["removed", "loss increase"] = wide.xs("all", level="tokens")["removed", "loss increase"]
         by_kind = {kind: of_tokens[of_tokens.index.get_level_values("kind") == kind] for kind in kinds}
         by_kind = {_EVERY: of_tokens, **by_kind}

@@ -1,6 +1,6 @@
 """Detects edits, hooks and patches of a model, for provenance.
 
-Hooks by which this library only reads a model change nothing.
+Read-only hooks of this library are ignored.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _foreign_changes(model: TransformerBridge, ours: frozenset[int]) -> Iterator
     repairs = (repair.hook for family in families() for repair in family.repairs(model))
     ours = ours.union(map(id, repairs))
     for name, module in modules:
-        # Not getattr, which takes long where a module has no such name.
+        # Not getattr, which is slow for missing names of modules.
         of_points, own = set(), vars(module)
         # A hook point of TransformerLens has lists of its own.
         for handle in (*own.get("fwd_hooks", ()), *own.get("bwd_hooks", ())):

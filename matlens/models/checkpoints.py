@@ -23,7 +23,7 @@ from matlens.models.registry import families
 MODEL = "model"
 """What entries of whole models are called."""
 _READERS = ("gguf", "torch", "transformers", "tokenizers")
-# What says where a model came from, and not what it is.
+# Settings about a model's origin, not its content.
 _ORIGIN = ("quantization_config", "_name_or_path", "transformers_version", "dtype", "torch_dtype")
 _TEXTS = ("a", " The naïve café, 1,000  times\n", "don't Привет 日本語 🙂 <|endoftext|></s>")
 
@@ -166,13 +166,13 @@ def _dequantize(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     # In a folder of its own, where no other model's configuration or tokenizer comes before the file's.
     with tempfile.TemporaryDirectory() as alone, warnings.catch_warnings():
         Path(alone, path.name).symlink_to(path.resolve())
-        warnings.simplefilter("ignore")  # about quantized weights, which are no longer so
+        warnings.simplefilter("ignore")  # about quantized weights, which are dequantized here
         tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=path.name)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             alone, gguf_file=path.name, dtype=dtype, output_loading_info=True
         )
     model = _complete(str(path), *loaded)
-    # transformers does not always say of which class the model is, and the bridge does not know every kind.
+    # transformers does not always record the class, and the bridge does not support every class.
     model.config.architectures = [type(model).__name__]
     check_supported(str(path), model.config)
     return check_vocabulary(tokenizer, str(path)), model

@@ -243,7 +243,7 @@ def _examine(model: TransformerBridge) -> ModelLayout:
         hooks = [(name, keep) for name in names if closed(name) is None]  # others are turned on in model.cfg
         with torch.inference_mode(), reading(model, hooks):
             model(probe, return_type=None)
-    except (InputError, torch.OutOfMemoryError):  # these say nothing about what the model is
+    except (InputError, torch.OutOfMemoryError):  # not caused by the model's architecture
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
         raise InputError(

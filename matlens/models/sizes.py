@@ -19,7 +19,7 @@ from matlens.models.registry import Family, ask, family_adapters
 SIZES = "sizes"
 """What entries of sizes are called."""
 _FILE = "sizes.json"
-_LAYOUT = 3  # of what is cached; what was cached in another is not found
+_LAYOUT = 3  # version of the cache entries
 # What configurations call the layers of a stack, the coefficients of an FFN, and experts.
 _LAYERS = ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
 _WIDTHS = ("intermediate_size", "n_inner", "d_ff", "ffn_dim", "decoder_ffn_dim", "ffn_hidden_size")

@@ -15,7 +15,7 @@ from matlens.errors import Between, InputError, NonNegativeInt, Tokenizer, check
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-PLACEHOLDER = "<|endoftext|>"  # what a bridge adds to vocabularies that have no end-of-text token
+PLACEHOLDER = "<|endoftext|>"  # added by a bridge to vocabularies without an end-of-text token
 _SAMPLED = 64  # pieces that tell whether a vocabulary is the one that was read before
 _PROBES = (
     "The capital of France is Paris.",
@@ -91,7 +91,7 @@ def encode_text(model: TransformerBridge, text: str, *, longest: NonNegativeInt 
     put = wanted and not there and bos is not None and len(_encoded(tokenizer, bos)) == 1
     cut: dict[str, Any] = {} if longest is None else {"truncation": True, "max_length": longest}
     before = bos if put else ""
-    # Whether it is longer than the context is for those to say who ask for the tokens.
+    # Callers check the context length.
     encoded = tokenizer(before + text, return_special_tokens_mask=True, verbose=False, **cut)
     ids, added = list(encoded["input_ids"]), [bool(flag) for flag in encoded["special_tokens_mask"]]
     if put and added:

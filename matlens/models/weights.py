@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 HALF = (torch.bfloat16, torch.float16)
-# Parts of a configuration that say where a model lies and how it is called, run or written, not what it is.
+# Settings about a model's path, name or runtime, not its content.
 _NOT_THE_MODEL = frozenset({
     "_name_or_path", "_commit_hash", "transformers_version", "tokenizer_class", "auto_map", "architectures",
     "gguf_file", "dtype", "torch_dtype", "attn_implementation", "_attn_implementation",
@@ -37,9 +37,9 @@ _NOT_THE_MODEL = frozenset({
 })  # fmt: skip
 _WORDS: Mapping[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 FINGERPRINTS, _FILE = "fingerprints", "rounded.json"  # entries of the cache, and the file in each
-_LARGE = 2**24  # numbers of a model from which on they are kept
+_LARGE = 2**24  # min parameters for caching fingerprints
 _RUN = 2**20  # values that share a checksum, of at most two words each
-_PROBES = 5  # rows of a matrix that its layer itself is asked for
+_PROBES = 5  # rows of a matrix that are checked by running its layer
 _AT_ONCE = 2**15  # words that are multiplied at once on a CPU, where they fit into its cache
 
 
@@ -242,7 +242,7 @@ def _shaping(config: Mapping[Any, Any]) -> dict[str, Any]:
     kept = {str(key): value for key, value in config.items() if str(key) not in _NOT_THE_MODEL}
     quantization = kept.get("quantization_config")
     if isinstance(quantization, Mapping) and quantization.get("quant_method") == "gguf":
-        del kept["quantization_config"]  # it is read as plain numbers, which are seen themselves
+        del kept["quantization_config"]  # the dequantized weights are hashed themselves
     return {key: _shaping(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
 
 

@@ -310,7 +310,7 @@ class TokenPlaces:
         self._signature = inspect.signature(self._inner.forward)
         self.of_batch = torch.empty(0, 0)  # [batch, length], of the running pass
         self.read: dict[Any, Tensor] = {}  # vectors of the running pass that are still to be used
-        self.look: Callable[..., None] = self._look  # one object, by which the hook is known
+        self.look: Callable[..., None] = self._look  # one object, to identify the hook
 
     def starts_behind(self, order: int) -> bool:
         """Whether the running pass starts at a later layer than a hook."""
@@ -320,7 +320,7 @@ class TokenPlaces:
     def chosen(self, where: Where) -> Tensor:
         """``[batch, length]``: the tokens at which something is replaced."""
         places = self.of_batch
-        if isinstance(where, str) and where == "last":  # a pass that goes on from a cache reads no prompt
+        if isinstance(where, str) and where == "last":  # a pass with a KV cache does not see the prompt
             last = places.max(1, keepdim=True).values
             return (places == last) & (places >= 0) & (places == 0).any(1, keepdim=True)
         if isinstance(where, str):

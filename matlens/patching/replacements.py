@@ -1,6 +1,6 @@
 """Replacements of parts of a model by maps, and which of them fit a model and each other.
 
-The two sites of a map say what it replaces: from ``h.4`` to ``h.10`` the blocks 4 to 9, from ``attn_in.3`` to
+The sites of a map define what it replaces: from ``h.4`` to ``h.10`` the blocks 4 to 9, from ``attn_in.3`` to
 ``attn_out.3`` the attention of block 3, between any other two sites the second.
 """
 

@@ -25,7 +25,7 @@ from matlens.models.tokens import visible
 
 _MOST_TOKENS = 60  # tokens side by side; more cannot be read
 _LONGEST_TOKEN = 9  # characters of a token in a cell
-_COLOURS = {  # the colour map, dark where a cell is sure, and what the colour bar says
+_COLOURS = {  # color map, dark for confident cells, and label of the color bar
     "probability": ("Blues", "probability of the token"),
     "kl": ("Blues_r", "KL from the model's own distribution (nats)"),
     "rank": ("Blues_r", "rank of the model's own prediction"),
@@ -142,7 +142,7 @@ def plot_atlas(results: pd.DataFrame, correlations: pd.DataFrame) -> Figure:
     results
         The table of `matlens.linearity.linearity_atlas`.
     correlations
-        That of `matlens.linearity.rank_correlations`.
+        Table of `matlens.linearity.rank_correlations`.
     """
     single = results[~results["kind"].str.startswith("together")]
     modes = list(single["tokens"].unique())

@@ -33,7 +33,7 @@ _EXPORT = re.compile(r"^export (?=(?:const|let|function|class|async) )", re.MULT
 _KINDS = {"f4": "f32", "i2": "i16", "u1": "u8", "u2": "u16", "u4": "u32"}
 _OUTSIDE = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 _LONGEST_TITLE = 120
-_STEPS = 2**15 - 1  # of a score kept as a whole number, against the largest of its value vector
+_STEPS = 2**15 - 1  # of a score stored as an integer, relative to the largest of its value vector
 _FRAME_HEIGHT = 760  # pixels of a page in a notebook
 
 

@@ -16,7 +16,7 @@ class Method(StrEnum):
     replaceme
         ``T W`` for the matrix ``W``, ``T`` the least-squares map of ``m`` to the target (ReplaceMe).
     refit
-        Least squares of what the matrix reads to the target, with a penalty towards ``W``.
+        Least squares from the input of the matrix to the target, with a penalty towards ``W``.
     chain
         ``refit``, and the same for the FFN of every later block in turn: the target there is the original
         model's own stream. So later blocks correct what is left of the error, without training.

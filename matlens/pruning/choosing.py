@@ -127,7 +127,7 @@ def greedy_order(streams: Streams, n: int, *, progress: bool = True) -> list[int
     """Remove blocks one by one; returns them in this order.
 
     A block is tried again only while its loss without the blocks removed before it is below the minimum of
-    this round: losses rise as blocks are removed, so the others would only have become worse.
+    this round: losses increase as blocks are removed, so the others would be worse.
     """
     n_layers = len(streams.layout.blocks)
     losses = dict.fromkeys(range(1, n_layers), -math.inf)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 EXPERIMENT = "pruning"
 _TOKENS = 1024  # of a batch, each with its distribution over the vocabulary
 _PROMPT, _WRITTEN = 8, 32
-_FIRST_ID = 3  # of the prompt, behind the ids that are mostly special
+_FIRST_ID = 3  # of the prompt, after ids that are mostly special
 
 
 class ReadText(NamedTuple):

@@ -28,7 +28,7 @@ _ATTENTION = frozenset({"attn", "attention", "self_attn", "self_attention"})
 _WRITERS = ("down_proj", "c_proj", "dense_4h_to_h", "fc_out", "fc2", "w2", "wo", "proj")
 _OUTPUTS = ("o_proj", "c_proj", "dense", "out_proj", "wo")
 _TOKENS = 1024  # of a batch
-_TRIED = 6  # tokens on which a block's sum is tried
+_TRIED = 6  # tokens to check the sum of a block
 _TOLERANCE = 1e-4  # of the largest number that a block gives
 MOST_BYTES = 8 << 30  # of the streams of all layers; set matlens.pruning.layouts.MOST_BYTES for more
 
@@ -289,7 +289,7 @@ class Streams:
 
         def hook(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
             reads.append(args[0].cpu())
-            writes.append(output.to("cpu", copy=True))  # to which some blocks add in place
+            writes.append(output.to("cpu", copy=True))  # some blocks add in place
 
         handle = module.register_forward_hook(hook)
         try:

@@ -97,7 +97,7 @@ def prune(
 ) -> Pruned:
     """Remove blocks from a model and fold maps into the weights before them.
 
-    Of several spans each map is fitted on the stream of the model that is pruned so far.
+    With several spans, each map is fitted on the model pruned so far.
 
     Parameters
     ----------
@@ -292,7 +292,7 @@ def build(layout: Layout, blocks: Iterable[int], matrices: dict[int, Matrix]) ->
         raise _of_its_place(original)
     pruned.load_state_dict(state)
     pruned.tie_weights()
-    # Frequencies of positions are no weights, and stay in float32 where these are in half precision.
+    # Rotary frequencies are not weights, and stay in float32 in half precision.
     for name, buffer in of_pruned(dict(original.named_buffers())).items():
         place, _, last = name.rpartition(".")
         module = pruned.get_submodule(place)

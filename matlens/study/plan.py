@@ -43,8 +43,8 @@ Count = Annotated[int, Between(1, 2**40)]  # of sentences
 CountOrNone = Annotated[int, Between(0, 2**50)]
 
 _BATCH_TOKENS = 2048  # of a batch on a processor
-_SENTENCE = 30  # tokens, where nobody says how long sentences are
-_ROWS = 256  # distributions that are held together while maps are evaluated
+_SENTENCE = 30  # tokens per sentence by default
+_ROWS = 256  # distributions in memory while maps are evaluated
 _CONTROL_GROUPS, _OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -207,7 +207,7 @@ def plan_study(
     weights = shape.n_parameters * shape.parameter_bytes
     needs = {"load the model": Need(weights, 0, 0)}
     if positions == "all" and not keep_rows:
-        # A state to resume from lies next to the one before, and the last one next to what comes of it.
+        # Two checkpoints exist at a time, and the last one next to the result.
         written = 2 * written_statistics_bytes(n_rows, sources, norms=are_few(n_rows, d))
         fitting = streamed_fit_bytes(n_rows, sources, of_sample=(n_layers + 1) * d, widest=d, written=True)
         needs["collect"] = Need(

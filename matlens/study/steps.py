@@ -35,7 +35,7 @@ from matlens.study.plan import check_fit, check_solve
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-_PLENTY = 10  # samples per dimension from which a map worse than `id` is not for want of samples
+_PLENTY = 10  # samples per dimension above which a map worse than `id` does not lack samples
 
 
 @checked

@@ -69,7 +69,7 @@ class Study:
         For the sampled positions.
     positions
         With ``"all"`` maps are fitted on every token of the training part; the validation part has one
-        sampled position per sentence, so that its numbers compare. ``"auto"`` is ``"all"`` where the training
+        sampled position per sentence, so that results compare. ``"auto"`` is ``"all"`` where the training
         sentences are fewer than twice the width of the model, and that is possible.
     sample_special, batch_tokens
         As in `make_examples` and `collect`.

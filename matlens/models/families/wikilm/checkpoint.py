@@ -161,7 +161,7 @@ def _config(
         )
     given: Any = settings.get
     ties = bool(settings.get("tie_adaptive_weights"))
-    # Old checkpoints say it the other way round.
+    # Old checkpoints have the inverse setting.
     ties_projections = settings.get("no_tie_adaptive_proj") is False or bool(
         settings.get("tie_adaptive_proj")
     )
@@ -181,7 +181,7 @@ def _config(
 
 
 def _lacks_final_norm(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
-    """Old checkpoints never have it, whatever else they say, and those before version 3 neither."""
+    """Whether there is no final norm, as in all checkpoints before version 3."""
     version = tensors.get("decoder.version")
     if version is not None and version.numel() == 1 and float(version) <= 2:
         return True

@@ -24,7 +24,7 @@ _OVERWRITE = "#fairseq:overwrite"
 _JOINERS = ((r"(?<=\w)-(?=\w)", " @-@ "), (r"(?<=\d),(?=\d)", " @,@ "), (r"(?<=\d)\.(?=\d)", " @.@ "))
 _WORD = r"@[-,.]@|<unk>|(?<=\w)'\w+|^'(?:s|t|re|ve|ll|d|m)$|\w+|[^\w\s]"
 _ENDED = re.compile(r"\w+\.")
-_SELDOM = 100  # "album." is the end of a sentence where "album" is seen more than so many times as often
+_SELDOM = 100  # "album." ends a sentence if "album" is this many times more frequent
 
 
 @checked
