@@ -292,7 +292,7 @@ def test_what_cannot_be_fitted_is_refused(model: Any, data: Activations, small_m
     assert Lens.fit(model, some, layers=[1], method=LensConfig(ridge=1.0)).layers == (1,)
     with pytest.raises(InputError, match=r"lack h\.0, h\.2"):
         Lens.fit(model, some, layers=[1], method=LensConfig(sinks="exclude"))
-    with pytest.raises(InputError, match="must have one or more of 0 to 2"):
+    with pytest.raises(InputError, match="layers must be between 0 and 2"):
         Lens.fit(model, data, layers=[3])
     with pytest.raises(InputError, match="select at least one sample"):
         Lens.fit(model, data.examples, weights=torch.zeros(data.n_rows))

@@ -11,7 +11,8 @@ import torch
 from conftest import D_MODEL
 
 from matlens import InputError, Lens, collect, make_examples
-from matlens.lens.config import LensConfig, layers_read, parse_methods
+from matlens.lens.closed_forms import layers_read
+from matlens.lens.config import LensConfig, parse_methods
 
 
 def test_a_name_tells_the_options() -> None:
