@@ -28,7 +28,9 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeVar, get_a
 
 from matlens.arithmetic import is_reduced, own_precision
 
-_MOST = 1950  # characters of a message: what is longer echoes something, and others may put words before it
+_LONGEST_MESSAGE = (
+    1950  # characters of a message: what is longer echoes something, and others may put words before it
+)
 _SHOWN_SPACES = "Zs"  # every other kind of space, and all that cannot be seen, is written by its number
 
 
@@ -41,7 +43,7 @@ class InputError(ValueError):
     """
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(printable(str(message), most=_MOST, keep="\n"))
+        super().__init__(printable(str(message), limit=_LONGEST_MESSAGE, keep="\n"))
 
 
 class InputWarning(UserWarning):
@@ -57,22 +59,22 @@ def warn(message: str) -> None:
     level, frame = 1, sys._getframe()
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
         level, frame = level + 1, frame.f_back
-    warnings.warn(printable(message, most=_MOST, keep="\n"), InputWarning, stacklevel=level)
+    warnings.warn(printable(message, limit=_LONGEST_MESSAGE, keep="\n"), InputWarning, stacklevel=level)
 
 
-def printable(text: str, *, most: int = sys.maxsize, keep: str = "") -> str:
+def printable(text: str, *, limit: int = sys.maxsize, keep: str = "") -> str:
     r"""Escape foreign text for a terminal.
 
     Control characters, marks that turn the direction of reading, halves of surrogate pairs and all else that
     cannot be seen are escaped as in ``\x1b``, except for the characters in ``keep``. A text of more than
-    ``most`` characters is cut.
+    ``limit`` characters is cut.
     """
     shown = "".join(
         c if c.isprintable() or c in keep or unicodedata.category(c) == _SHOWN_SPACES
         else c.encode("unicode_escape").decode()
-        for c in text[:most]
+        for c in text[:limit]
     )  # fmt: skip
-    return shown if max(len(text), len(shown)) <= most else f"{shown[: most - 1]}…"
+    return shown if max(len(text), len(shown)) <= limit else f"{shown[: limit - 1]}…"
 
 
 Public = TypeVar("Public", bound=Callable[..., Any])

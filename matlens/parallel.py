@@ -96,7 +96,7 @@ def distributed(*, timeout: float = _DAY) -> Iterator[None]:
             dist.init_process_group(store=store, rank=number, world_size=size, timeout=longest)
         group = dist.new_group(backend="gloo", timeout=longest)
     except (RuntimeError, ValueError) as error:
-        reason = printable(str(error).partition("\n")[0], most=200)
+        reason = printable(str(error).partition("\n")[0], limit=200)
         raise InputError(
             f"The processes of this job cannot connect ({reason}). RANK, WORLD_SIZE, "
             "MASTER_ADDR and MASTER_PORT must be as torchrun sets them, and the master reachable."

@@ -28,11 +28,11 @@ def test_what_can_be_seen_stays(text: str) -> None:
 
 
 @given(st.text(st.characters()), st.integers(1, 120))
-def test_nothing_unseen_is_left_and_no_more_than_asked_for(text: str, most: int) -> None:
-    for shown in (printable(text), printable(text, most=most)):
+def test_nothing_unseen_is_left_and_no_more_than_asked_for(text: str, limit: int) -> None:
+    for shown in (printable(text), printable(text, limit=limit)):
         assert all(unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Zl", "Zp") for c in shown)
         assert shown.encode() or not text
-    assert len(printable(text, most=most)) <= most
+    assert len(printable(text, limit=limit)) <= limit
     assert printable(printable(text)) == printable(text)
 
 

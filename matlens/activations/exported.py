@@ -149,7 +149,7 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        reason = printable(str(error).partition("\n")[0], most=200)
+        reason = printable(str(error).partition("\n")[0], limit=200)
         raise InputError(
             f"{path} cannot be read as safetensors ({reason}). Is the engine still writing, or was it "
             "interrupted?"

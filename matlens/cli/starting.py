@@ -139,5 +139,5 @@ def _print_refusal(refusal: Any) -> None:
     """Print typer's word on options; what was typed is echoed no longer than a message can be."""
     from typer.rich_utils import rich_format_error
 
-    refusal.message = printable(refusal.message, most=_LONGEST_ECHO, keep="\n")
+    refusal.message = printable(refusal.message, limit=_LONGEST_ECHO, keep="\n")
     rich_format_error(refusal)

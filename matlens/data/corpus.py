@@ -11,7 +11,6 @@ from typing import Annotated
 import numpy as np
 
 from matlens.data.sources import Source, open_source
-from matlens.data.texts import shown
 from matlens.errors import Between, InputError, PositiveInt, Seed, checked, printable
 from matlens.io.bounds import CORPUS
 
@@ -64,7 +63,7 @@ class Corpus:
     def report(self) -> str:
         """One line with the number of sentences, and of those that were excluded."""
         return (
-            f"{len(self):,} sentences of {printable(self.name, most=200)} (read {self.n_read:,}; excluded: "
+            f"{len(self):,} sentences of {printable(self.name, limit=200)} (read {self.n_read:,}; excluded: "
             f"{self.n_empty:,} empty, {self.n_short:,} shorter than {MIN_WORDS} words, "
             f"{self.n_duplicate:,} duplicates)"
         )
@@ -162,7 +161,7 @@ def _select_sentences(name: str, pieces: Iterable[str], limit: int | None) -> Co
             kept[sentence] = None
             n_characters += len(sentence)
             if n_characters > most_characters:
-                CORPUS.check(n_characters, shown(name))
+                CORPUS.check(n_characters, name)
             if len(kept) == limit:
                 break
     return Corpus(name, tuple(kept), n_read, n_empty, n_short, n_duplicate)

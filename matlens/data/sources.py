@@ -21,9 +21,8 @@ from matlens.data.texts import (
     Lines,
     json_rows,
     open_text,
-    shown,
 )
-from matlens.errors import InputError, did_you_mean, printable, short
+from matlens.errors import InputError, did_you_mean, short
 from matlens.io.bounds import LINE
 
 Source = str | os.PathLike[str] | Iterable[str | Mapping[str, Any] | None]
@@ -63,13 +62,13 @@ def open_source(source: Source, field: str, split: str) -> Iterator[Iterator[str
         yield _dataset_sentences(source, path, field, split)
     else:
         raise InputError(
-            f"source must be a sample, an existing file or a dataset, got {shown(source)}. {_CHOICES}"
+            f"source must be a sample, an existing file or a dataset, got '{source}'. {_CHOICES}"
         )
 
 
 def _file_sentences(path: Path, name: str, lines: Lines, field: str) -> Iterator[str]:
     if name.endswith(".csv"):  # its heading and columns would be read as text
-        raise InputError(f"{shown(path)} must be text (.txt) or JSON lines (.jsonl), got a table.")
+        raise InputError(f"'{path}' must be text (.txt) or JSON lines (.jsonl), got a table.")
     if name.endswith(JSON_SUFFIXES):
         for where, row in json_rows(lines, path):
             yield text_of_row(row, field, where) if row is not None else ""
@@ -79,7 +78,7 @@ def _file_sentences(path: Path, name: str, lines: Lines, field: str) -> Iterator
     numbered = bool(filled) and all(map(_LEIPZIG_LINE.match, filled))
     is_leipzig = numbered or name.endswith((LEIPZIG_NAME, ".tsv"))
     for number, line in chain(head, lines):
-        yield _leipzig_sentence(line, f"Line {number} of {shown(path)}") if is_leipzig else line
+        yield _leipzig_sentence(line, f"Line {number} of '{path}'") if is_leipzig else line
 
 
 def _leipzig_sentence(line: str, where: str) -> str:
@@ -95,8 +94,8 @@ def _leipzig_sentence(line: str, where: str) -> str:
 def text_of_row(row: Mapping[str, Any], field: str, where: str) -> str:
     """The text in a field of a row, empty if it is null; ``where`` is the place of the row."""
     if field not in row:
-        names = printable(", ".join(map(str, row)), most=200)
-        raise InputError(f"field (--field) must be one of {names or 'none'} in {where}, got {short(field)}.")
+        names = ", ".join(map(str, row)) or "none"
+        raise InputError(f"field (--field) must be one of {names} in {where}, got {short(field)}.")
     return _checked_text(row[field], f"The field {short(field)} in {where}")
 
 
@@ -131,14 +130,14 @@ def _sentences(text: str) -> list[str]:
 def _dataset_sentences(source: str, path: Path, field: str, split: str) -> Iterator[str]:
     try:
         for number, row in enumerate(_dataset_rows(source, path, split), 1):
-            yield from _sentences(text_of_row(row, field, f"row {number} of {shown(source)}"))
+            yield from _sentences(text_of_row(row, field, f"row {number} of '{source}'"))
     except InputError:
         raise
     except Exception as error:  # code of others, for every format and every server, fails in its own ways
         said = error.__cause__ if "occurred while generating" in str(error) else error
         raise InputError(
-            f"The dataset {shown(source)} cannot be read: "
-            f"{printable(f'{type(said).__name__}: {said}', most=300)}. With HF_HUB_OFFLINE=1, it is read "
+            f"The dataset '{source}' cannot be read: "
+            f"{type(said).__name__}: {str(said)[:300]}. With HF_HUB_OFFLINE=1, it is read "
             f"from the cache. {_CHOICES}{did_you_mean(source, SAMPLES)}"
         ) from error
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from matlens.errors import InputError, printable
+from matlens.errors import InputError
 from matlens.io.bounds import LINE, UNPACKED, parse_json
 from matlens.io.files import open_regular
 
@@ -25,11 +25,6 @@ _PIECE = 2**18  # bytes read at once
 _DAMAGE = (tarfile.TarError, zlib.error, EOFError, OSError, ValueError, OverflowError)
 
 Lines = Iterator[tuple[int, str]]
-
-
-def shown(path: Path | str) -> str:
-    """A path as messages show it."""
-    return f"'{printable(str(path), most=300)}'"
 
 
 @contextmanager
@@ -55,14 +50,13 @@ def open_text(path: Path) -> Iterator[tuple[str, Lines]]:
     except InputError:
         raise
     except _DAMAGE as error:
-        reason = printable(str(error).partition("\n")[0] or type(error).__name__, most=200)
-        raise InputError(f"{shown(path)} cannot be read: {reason}.") from error
+        raise InputError(f"'{path}' cannot be read: {str(error) or type(error).__name__}.") from error
 
 
 def json_rows(lines: Lines, path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """Parse JSON lines, each with its place for messages; a blank line is ``None``."""
     for number, line in lines:
-        where = f"line {number} of {shown(path)}"
+        where = f"line {number} of '{path}'"
         row = parse_json(line, where) if line.strip() else None
         if line.strip() and not isinstance(row, dict):
             raise InputError(f"{where} must be a JSON object, got a {type(row).__name__}.")
@@ -73,13 +67,13 @@ def _decoded(lines: Iterator[bytes], path: Path) -> Lines:
     limit = LINE.limit
     for number, raw in enumerate(lines, 1):
         if len(raw) > limit:
-            LINE.check(len(raw), f"Line {number} of {shown(path)}")
+            LINE.check(len(raw), f"Line {number} of '{path}'")
         try:
             line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
             if "\0" in line:
                 raise ValueError("it has a NUL character")
         except ValueError as error:
-            where = f"Line {number} of {shown(path)}"
+            where = f"Line {number} of '{path}'"
             raise InputError(
                 f"{where} must be text in UTF-8, plain or gzip: {error}. iconv converts other text."
             ) from error
@@ -91,7 +85,7 @@ def _metered(lines: Iterator[bytes], path: Path) -> Iterator[bytes]:
     for line in lines:
         size += len(line)
         if size > limit:
-            UNPACKED.check(size, shown(path))
+            UNPACKED.check(size, f"'{path}'")
         yield line
 
 
@@ -103,7 +97,7 @@ def _lines_of_tar(archive: IO[bytes], path: Path) -> Iterator[bytes]:
         nonlocal n_read
         n_read += len(piece)
         if n_read > limit:
-            UNPACKED.check(n_read, shown(path))
+            UNPACKED.check(n_read, f"'{path}'")
         return piece
 
     while (header := archive.read(tarfile.BLOCKSIZE)) != bytes(tarfile.BLOCKSIZE):
@@ -125,7 +119,7 @@ def _lines_of_tar(archive: IO[bytes], path: Path) -> Iterator[bytes]:
         archive.read(-size % tarfile.BLOCKSIZE)
     if n_texts != 1:
         raise InputError(
-            f"{shown(path)} must hold one file that ends in {LEIPZIG_NAME!r}, as a Leipzig archive does, got "
+            f"'{path}' must hold one file that ends in {LEIPZIG_NAME!r}, as a Leipzig archive does, got "
             f"{n_texts}. Unpack the text, and give its path."
         )
     while counted(archive.read(_PIECE)):

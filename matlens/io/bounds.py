@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from matlens.errors import InputError, printable
+from matlens.errors import InputError, short
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Bound:
         if not (text.isascii() and text.isdigit() and len(text) < 19 and int(text)):
             raise InputError(
                 f"The environment variable {self.variable} ({self.unit}) must be an integer above 0, got "
-                f"'{printable(text, most=60)}'. The default is {self.default}."
+                f"{short(text)}. The default is {self.default}."
             )
         return int(text) * self.scale
 
@@ -67,5 +67,4 @@ def parse_json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # of nesting, or of a number of thousands of digits
-        reason = printable(str(error).partition("\n")[0], most=200)
-        raise InputError(f"{where} must be JSON ({reason}).") from error
+        raise InputError(f"{where} must be JSON ({str(error)[:200]}).") from error

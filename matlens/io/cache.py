@@ -200,7 +200,7 @@ def file_states(paths: Iterable[Path]) -> dict[str, list[Any]]:
 
 def tell(message: str) -> None:
     """Print what the cache does to stderr."""
-    print(printable(message, most=500), file=sys.stderr, flush=True)
+    print(printable(message, limit=500), file=sys.stderr, flush=True)
 
 
 @checked

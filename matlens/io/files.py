@@ -135,7 +135,7 @@ def locked(folder: Path, owner: Callable[[], str] = lambda: "another process") -
             break
         except Timeout:
             note = f"{folder} is in use by {owner()}. Waiting until it ends."
-            print(printable(note, most=500), file=sys.stderr, flush=True)
+            print(printable(note, limit=500), file=sys.stderr, flush=True)
             timeout = -1
         except FileNotFoundError:  # the other job has failed and removed the folder
             continue

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from matlens.errors import InputError, printable, short
+from matlens.errors import InputError, short
 
 PATIENCE = 20.0  # seconds
 
@@ -80,7 +80,7 @@ class HubRepository:
         try:
             yield
         except Exception as error:  # of the hub's client or of the HTTP library that it uses
-            reason = printable(" ".join(str(error).split()) or type(error).__name__, most=300)
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise InputError(
                 f"The repository {short(self.name)} cannot be {what}: {reason} Check its name and revision, "
                 "your token ('hf auth login' or HF_TOKEN) and the network, or use a folder on disk."

@@ -250,7 +250,7 @@ def _foreign(path: Path, expected: str) -> Iterator[None]:
             f"{path} must contain only tensors and plain values; code is not executed. {expected}"
         ) from error
     except Exception as error:
-        cause = printable(f"{type(error).__name__}: {error}", most=300)
+        cause = printable(f"{type(error).__name__}: {error}", limit=300)
         raise InputError(f"{path} cannot be read ({cause}). {expected}") from error
 
 

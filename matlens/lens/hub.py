@@ -195,7 +195,7 @@ def _table(heads: Sequence[str], rows: Any) -> list[str]:
 
 def _plain(text: Any) -> str:
     """Foreign text, escaped for a line of Markdown."""
-    return _MARKUP.sub(r"\\\1", printable(str(text), most=200))
+    return _MARKUP.sub(r"\\\1", printable(str(text), limit=200))
 
 
 def _whole(number: Any) -> str:

@@ -216,6 +216,6 @@ def read_tensors(content: bytes, what: str) -> list[Tensor]:
             raise pickle.UnpicklingError("it is empty")
     except Exception as error:  # a damaged pickle can fail in any way
         raise InputError(
-            f"{what} must be a pickle of tensors of floating point: {printable(str(error), most=200)}."
+            f"{what} must be a pickle of tensors of floating point: {printable(str(error), limit=200)}."
         ) from error
     return tensors

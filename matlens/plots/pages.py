@@ -69,7 +69,7 @@ def assemble(
         )
     )
     return read_template("matlens", "plots", template).render(
-        title=printable(title, most=_LONGEST_TITLE), policy=policy, style=Markup(style),
+        title=printable(title, limit=_LONGEST_TITLE), policy=policy, style=Markup(style),
         script=Markup(joined), data=Markup(embedded_json(data)), **more,
     )  # fmt: skip
 

@@ -180,9 +180,9 @@ def test_a_missing_file_is_named_with_the_choices(source: str) -> None:
     [
         ("a.csv", f"text\n{FIRST}", "got a table"),
         ("eng-sentences.txt", f"1\t{FIRST}\n{SECOND}\n", r"Line 2 of .*number<TAB>sentence.*A second one"),
-        ("a.jsonl", json.dumps({"text": FIRST}) + "\n{'text'}\n", r"no JSON .* line 2 of .*a\.jsonl'"),
+        ("a.jsonl", json.dumps({"text": FIRST}) + "\n{'text'}\n", r"line 2 of .*a\.jsonl' must be JSON"),
         ("a.jsonl", '{"id": 1, "body": "x"}', r"one of id, body in line 1 of .*, got 'text'"),
-        ("a.jsonl", '{"text": ' + "[" * 100_000, "no JSON in line 1"),
+        ("a.jsonl", '{"text": ' + "[" * 100_000, "line 1 of .* must be JSON"),
         ("a.jsonl", '{"text": 7}', "'text' in line 1 of .* must be a str or null, got 7"),
         ("a.jsonl", '{"text": "nul\\u0000nul"}', "has a NUL character"),
     ],

@@ -66,7 +66,7 @@ def read_wikilm(path: str | Path) -> tuple[WikiLMForCausalLM, WordDictionary]:
         weights = _weights(model, tensors, path)
         model.load_state_dict(weights, strict=True, assign=True)
     except RuntimeError as error:
-        reason = printable(" ".join(str(error).split()), most=400)
+        reason = printable(" ".join(str(error).split()), limit=400)
         raise InputError(f"The weights of {path} do not fit their settings: {reason} {_EXPECTED}") from error
     if config.tie_word_embeddings:
         _check_tied(model, path)
@@ -89,10 +89,10 @@ def _read(path: Path) -> Mapping[str, Any]:
         named = _NAMED.search(str(error))
         if named is not None:
             raise InputError(
-                f"The checkpoint {path} names {printable(named[1] or named[2], most=80)}, which may be code, "
+                f"The checkpoint {path} names {(named[1] or named[2])[:80]}, which may be code, "
                 "so it is not read. Expected tensors and settings alone, as fairseq's own checkpoints hold."
             ) from error
-        reason = printable(" ".join(str(error).split()), most=200)
+        reason = printable(" ".join(str(error).split()), limit=200)
         raise InputError(
             f"The checkpoint {path} cannot be read: it is truncated or damaged, or no file of torch "
             f"({type(error).__name__}: {reason})."
@@ -246,7 +246,7 @@ def _weights(model: WikiLMForCausalLM, tensors: Mapping[str, Tensor], path: Path
     if lacking or more:
         what = f"lacks {lacking[0]}" if lacking else f"has {more[0]}"
         raise InputError(
-            f"The checkpoint {path} is not of a WikiLM: it {printable(what, most=120)}. {_EXPECTED}"
+            f"The checkpoint {path} is not of a WikiLM: it {printable(what, limit=120)}. {_EXPECTED}"
         )
     for theirs, (ours, turned) in names.items():
         weights[ours] = tensors[theirs].T.contiguous() if turned else tensors[theirs]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from matlens.errors import InputError, PositiveInt, checked, printable
+from matlens.errors import InputError, PositiveInt, checked
 from matlens.io.bounds import TABLE
 from matlens.io.files import read_bounded
 
@@ -52,12 +52,12 @@ class WordDictionary:
                 word, _, field = word.rpartition(" ")
             if not word or not (field.isascii() and field.isdigit()) or len(field) > 18:
                 raise InputError(
-                    f"Line {row} of {path} is '{printable(line, most=60)}'. Expected a word, a space and how "
+                    f"Line {row} of {path} is '{line[:60]}'. Expected a word, a space and how "
                     "often it was seen."
                 )
             if word in number_of and not again:
                 raise InputError(
-                    f"Line {row} of {path} has the word '{printable(word, most=60)}' a second time. Expected "
+                    f"Line {row} of {path} has the word '{word[:60]}' a second time. Expected "
                     f"each word once, or {_OVERWRITE} behind those that take the place of an earlier one."
                 )
             number_of[word] = len(counts)
