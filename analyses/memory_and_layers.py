@@ -1,9 +1,8 @@
 """Cost of maps in bytes and multiplications, compared with the layers they save.
 
-Fixed exit at every layer: one map in the place of all blocks behind it. Early exit at a Precision@1 of 80% to
-99%: a map for every layer is stored in addition to all blocks, and each layer that is run costs a map and a
-readout of the whole vocabulary, which paper A does not count. ``id`` has no maps, and the same
-readouts.
+Fixed exit at every layer: one map in place of all later blocks. Early exit at a Precision@1 of 80% to 99%: a
+map for every layer is stored in addition to all blocks, and each layer that is run costs a map and a readout
+of the whole vocabulary, which paper A does not count. ``id`` needs only the readouts.
 """
 
 from __future__ import annotations

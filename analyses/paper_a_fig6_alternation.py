@@ -1,11 +1,11 @@
 """Paper A, Figure 6: running some blocks and jumping over the others.
 
-All weighted round-robin schemes (WRR) and, for each number of blocks, the one whose jumps have the greatest
+All weighted round-robin schemes (WRR) and, for each number of blocks, the one whose jumps have the largest
 product of r2 (R2), compared with the fixed exits of ``mat`` and ``id``. Expect some schemes above ``mat``
 with the same number of blocks, and R2 good in the first half. The paper's figure is ``--model gpt2-medium``.
 
-Attention sinks have most of what r2 sees in many models, so R2 is there twice more: with schemes that are
-chosen by r2 on all other tokens, and with maps that are fitted on these as well and jump at these alone.
+Attention sinks dominate r2 in many models, so R2 has two variants: schemes chosen by r2 without sinks, and
+maps that are also fitted and applied without sinks.
 """
 
 from __future__ import annotations

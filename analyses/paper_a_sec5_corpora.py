@@ -1,11 +1,11 @@
 """Paper A, section 5.2: maps fitted on one corpus and tested on another.
 
-Maps onto the last layer, fitted on equally many samples of each corpus and tested on each: the precision of
+Maps to the last layer, fitted on equal numbers of samples of each corpus and tested on each: the precision of
 every layer, and its mean over layers. Expect little loss across corpora: the paper lost 5.5% and 8% of
 Precision@1 on GPT-2, relative to maps of the same corpus, and nearly nothing on BERT.
 
-Any number of corpora can be given, of other languages and domains too; from three on they are drawn as
-matrices, a row for each corpus that maps were fitted on and a column for each that they are evaluated on.
+Give any number of corpora, also of other languages and domains; three or more are plotted as matrices, with a
+row per training corpus and a column per test corpus.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from matlens.metrics import Estimate
 from matlens.study import origin_of
 
 NAME, MATRIX = "paper_a_sec5_corpora", "paper_a_sec5_matrix"
-_SHARED = 0.01  # of validation sentences that may be among another corpus' training sentences
-_SIDE_BY_SIDE = 2  # corpora whose layers are drawn side by side
+_SHARED = 0.01  # max share of validation sentences in another corpus' training sentences
+_SIDE_BY_SIDE = 2  # max corpora that are plotted by layer
 ACROSS_CORPORA = "paper_a_sec5_corpora"  # the experiment
 
 
@@ -114,7 +114,7 @@ def transfer_quality(
     """Precision, surprisal and r2 of the maps of each corpus, tested on each (section 5.2).
 
     ``corpus`` says which one they are tested on, and the method, ``mat of <corpus>``, which they were fitted
-    on. The last layer, where there is no map, is left out.
+    on. The last layer is excluded.
     """
     tables = []
     for fitted, fits in maps.items():

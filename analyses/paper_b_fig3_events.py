@@ -1,17 +1,15 @@
 """Paper B, Table 4, Figure 3, Tables 9 and 10: promotion and elimination by FFNs.
 
-Scores that the ten dominant sub-updates give to the predicted token where it is made (saturation), and to the
-top candidate where it falls furthest (elimination); the same for the top candidate layer by layer; and how
-often predictions are made at each layer. Expect a larger maximum at saturation than at elimination, a mean
-near zero at elimination, and far smaller scores of random sub-updates. The paper's are WikiLM and
-``--model gpt2-medium``, 2,000 sentences.
+Scores of the ten dominant sub-updates for the predicted token where it is made (saturation), and for the top
+candidate where it falls furthest (elimination); the same for the top candidate by layer; and how often
+predictions are made at each layer. Expect a larger maximum at saturation than at elimination, a mean near
+zero at elimination, and far smaller scores of random sub-updates. The paper uses WikiLM and
+``--model gpt2-medium`` with 2,000 sentences.
 
-The first two tables have the definition's score first, and then two readings that leave out what moves no
-probability: ``lift``, above the mean over the vocabulary, and ``odds``, against the token that the candidate
-competes with. In the rows of ``sinks left out`` the examples whose position is an attention sink do not
-count. The part of Figure 3's table that has the scores of dominant sub-updates by what an update does stands
-apart, since means over any layers follow from it. The trace that all is read off is kept in the output
-folder, for other analyses too.
+The first two tables have the score of the definition, and two readings without the part that changes no
+probability: ``lift``, relative to the mean over the vocabulary, and ``odds``, relative to the rival.
+Rows of ``sinks left out`` exclude examples at attention sinks. The scores by effect of an update are a table
+of their own. The trace is stored in the output folder, for other analyses too.
 """
 
 from __future__ import annotations

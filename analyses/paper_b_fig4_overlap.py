@@ -2,9 +2,8 @@
 
 Overlap (IoU) of the 30 top tokens by ``E v`` and by ``E ln_f(v)`` at every layer, of all value vectors and of
 random vectors with their mean and standard deviation. Expect a large overlap of the value vectors, so that
-reading them without the norm is sound, and a smaller one of the random vectors. The paper's figure is
-``--model gpt2``. The table also says how far the value vectors lie above the random ones, with tests. Only
-the weights are read, so there is no corpus.
+the norm can be ignored, and a smaller one of the random vectors. The paper's figure is ``--model gpt2``. The
+table also has tests of the difference. Only weights are read; no corpus is needed.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def dominance(
 
     The columns are those of all tables; the methods are ``dominant`` and ``random``, ``target`` is the layer.
     The metrics are ``share`` and ``negative``, the part of the ``k`` whose coefficients are negative (A.3).
-    The random sub-updates are drawn for each example and layer from the seed, whatever the batches are.
+    Random sub-updates are sampled per example and layer from the seed, independent of batches.
     """
     values = ValueVectors(model)
     sites = [str(Site(COEFFICIENTS, layer)) for layer in range(values.n_layers)]

@@ -1,11 +1,10 @@
-"""Removal against projection: which reading of value vectors is true to a model.
+"""Removal against projection: which reading of value vectors matches the model.
 
-The dominant sub-updates at one sampled position of each sentence are left out, one at a time, and what that
-changes in the logits is compared with the scores that their value vectors give to all tokens: as they are
-(``E v``, the paper's), with the gains of the norms that they pass on their way to the logits, and through the
-final norm. The logits are those of the stream behind the layer, and those of the whole model. A random value
-vector of the layer stands next to them. Expect the readings with the gains to agree better than ``E v``, and
-all of them to agree less with the whole model the earlier the layer is.
+The dominant sub-updates at one sampled position of each sentence are removed, one at a time. The change of
+the logits is compared with the scores of their value vectors: plain (``E v``, the paper's), with the gains of
+the norms before the logits, and through the final norm, and with those of a random value vector. Logits are
+read right after the block, and at the end of the model. Expect the readings with gains to agree better than
+``E v``, and all of them to agree less with the final logits in earlier layers.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class Removed(NamedTuple):
     Attributes
     ----------
     after, final
-        Behind the block of the layer, and behind the last: in row 0 nothing is left out, in row ``1 + i``
+        After the block of the layer, and after the last: in row 0 nothing is removed, in row ``1 + i``
         the sub-update ``i``.
     """
 
@@ -84,8 +83,8 @@ def remove_sub_updates(
 ) -> Iterator[dict[int, Removed]]:
     """Run a model without single sub-updates at the position of each example.
 
-    A sub-update is left out by a coefficient of 0 at that position alone; all that reads the stream later,
-    and a norm behind the FFN, runs on without it.
+    A sub-update is removed by a coefficient of 0 at that position only; everything later in the model,
+    and a norm after the FFN, runs without it.
     """
     layout = ModelLayout.from_model(model)
     if examples.n_positions != len(examples):
@@ -158,15 +157,15 @@ def removal_table(
 ) -> pd.DataFrame:
     """Compare effects of dominant sub-updates on logits with readings of value vectors.
 
-    Each of the ``k`` dominant sub-updates is left out at its position, and the logits without it are taken
-    from those with it: of the stream behind its block (``at the layer`` in the column ``effect``), and of the
+    Each of the ``k`` dominant sub-updates is removed at its position, and the logits without it subtracted
+    from those with it: right after its block (``at the layer`` in the column ``effect``), and of the
     whole model (``at the end``). A reading is true to the model as far as its scores, times the coefficient,
     agree with that difference.
 
     The methods are the readings: ``v`` is ``E v`` with the row ``v`` of the output matrix, ``g v`` that with
-    the gain of the norm behind the FFN (where there is one: extra-norm and post-norm blocks), ``f v`` and
+    the gain of the norm after the FFN (where there is one: extra-norm and post-norm blocks), ``f v`` and
     ``f g v`` go through the linear parts of the head, see `Projection.through_head`: the final norm's gain,
-    in masked-LM models behind the head's dense layer (``f W v``, ``f W g v``). ``ln_f(...)`` is through the
+    in masked-LM models after the head's dense layer (``f W v``, ``f W g v``). ``ln_f(...)`` is through the
     whole final norm (a layer norm; what an RMS norm gives agrees as its gain does). ``another v`` is a random
     value vector of the layer, read as ``v``. The metrics are ``correlation``, Pearson's over the vocabulary,
     and ``common``, the share of the ``n_tokens`` top tokens that both have. Estimates are means over examples

@@ -1,8 +1,8 @@
 """Paper B, sections 3 and 4: search value vectors by words; updates of a prompt.
 
-For each set of words the value vector that holds most of them among its 30 top tokens, and these tokens; and
-for a prompt the dominant sub-update of every layer, with the tokens that it promotes. Expect one concept a
-vector for words that belong together, most of them in the last third of the layers.
+For each set of words, the value vector with most of them in its 30 top tokens; and for a prompt, the dominant
+sub-update of every layer and the tokens that it promotes. Expect value vectors of one concept, most of them
+in the last third of the layers.
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
 """Paper B, section 5.2: clusters of value vectors with extreme sub-updates.
 
-All value vectors are clustered by their cosines. Of the dominant sub-updates those count as extreme whose
-score for the top candidate passes a threshold either way, by default one in a hundred. Expect a small part of
-the clusters to hold most of them, of two kinds: value vectors of the upper layers that promote unlikely
-tokens, and value vectors of all layers that promote common ones. How common tokens are is counted in all of
-the corpus.
+All value vectors are clustered by cosine. Dominant sub-updates are extreme if their score for the top
+candidate is beyond a threshold in either direction, by default one in a hundred. Expect a small part of the
+clusters to have most of them, of two kinds: value vectors of the upper layers that promote unlikely tokens,
+and value vectors of all layers that promote common ones. Frequencies are counted in the whole corpus.
 
 All tables but the last and the figure have two readings of scores: the definition's own, ``score``, and
-``lift``, the score above the mean over the vocabulary; what is added to all tokens alike moves no
-probability. Beside the extreme sub-updates stand drawn ones. ``..._groups`` says what the extreme ones of
-each kind have in common, and ``..._alone`` the same with each value vector read by itself, not by its
-cluster; ``..._places`` where in a sentence they are; ``..._few`` how few clusters account for them;
-``..._largest`` the ten largest, each by the sign of its coefficients. ``..._ways`` has the agreement of
-average linkage, complete linkage and near neighbours on some of the value vectors.
+``lift``, relative to the mean over the vocabulary, because a constant added to all tokens changes no
+probability. Extreme sub-updates are compared with sampled ones. ``..._groups`` describes the extreme ones of
+each kind, and ``..._alone`` the same for single value vectors instead of clusters; ``..._places`` has their
+positions in the sentence; ``..._few`` how few clusters account for them; ``..._largest`` the ten largest, by
+the sign of the coefficients; and ``..._ways`` the agreement of average linkage, complete linkage and nearest
+neighbors on a sample of value vectors.
 
 The paper's models are WikiLM and ``--model gpt2-medium``, 2,000 sentences. Its authors use complete linkage;
 the distances of the 98,304 vectors of gpt2-medium take 72 GiB (``--linkage complete --memory 72``).

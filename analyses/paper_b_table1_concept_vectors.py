@@ -1,11 +1,11 @@
 """Paper B, Table 1: search for value vectors whose top tokens are one concept.
 
-Every value vector, as many random vectors and, as the measure of chance, the value vectors' tokens shuffled
-are ranked by the largest pattern among their 30 top tokens: different words that the corpus uses alike
-(`annotation.find_patterns`). Written are the shares of vectors with a pattern, by its size and layer,
-and as ``..._vectors.csv`` thirty value vectors, each of another concept, and the random ones that there are.
-Expect large patterns among value vectors, most of them in the last third of the layers, and hardly any
-among random ones. The corpus only says which words are used alike: the model is not run on it.
+All value vectors, as many random vectors and, for the chance level, value vectors with shuffled tokens are
+ranked by the largest pattern in their 30 top tokens: different words with similar contexts in the corpus
+(`annotation.find_patterns`). The output has the shares of vectors with a pattern, by size and layer, and in
+``..._vectors.csv`` thirty value vectors of different concepts, and random ones. Expect large patterns of
+value vectors, most of them in the last third of the layers, and hardly any of random ones. The model is not
+run on the corpus, which only provides similarities of words.
 """
 
 from __future__ import annotations

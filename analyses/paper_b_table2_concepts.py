@@ -1,11 +1,11 @@
 """Paper B, Table 2 and Figure 2: share of top tokens in concepts found by annotators.
 
-The first run draws ten value vectors, ten random vectors and ten whole FFN updates of every layer, and writes
-the sheet on which a person finds the concepts among the 30 top tokens of each. The folder ``..._sheets`` is
-for the annotators; it does not say what an item is. The key, the ``.csv`` next to it, is not for them. A run
-with ``--filled`` turns filled sheets, a folder each, into shares by kind, layer and class, the figure and, of
-two annotators and more, their agreement. Expect more of the tokens of value vectors in concepts than of
-random ones. The paper's Table 2 has 36.7% for GPT-2's value vectors.
+The first run samples ten value vectors, ten random vectors and ten FFN updates of every layer, and writes a
+sheet for annotators, who find the concepts in the 30 top tokens of each. Give them the folder ``..._sheets``,
+which hides the type of an item, and keep the key, the ``.csv`` next to it. A run with ``--filled`` computes
+shares by kind, layer and class from filled sheets (one folder each), the figure and, with two annotators or
+more, their agreement. Expect more tokens in concepts for value vectors than for random ones. The paper's
+Table 2 has 36.7% for GPT-2's value vectors.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
 """Paper B, Tables 5 and 8: less toxic text by steering with value vectors.
 
-Prompts are continued by 20 tokens: by the unchanged model; with the coefficients of value vectors set to a
-value, those that are named, the ten that hold most of some words among their 30 top tokens, or ten drawn
-among those whose top tokens a grader finds harmless; with Self-Debiasing; and with banned words, of the list
-that is given. Continuations are drawn, greedy, or found by beams. A grader scores the continuations alone,
-for each attribute that it knows, and perplexity is that on running text, read in windows. Expect vectors
-picked by hand to lower toxicity, graded ones hardly, all at some cost in perplexity. The top tokens of all
-vectors are a table of their own.
+Prompts are continued by 20 tokens: by the original model; with coefficients of value vectors set to a value
+(named vectors, the ten with most of some words in their 30 top tokens, or ten sampled vectors whose top
+tokens a grader finds harmless); with Self-Debiasing; and with banned words. Continuations are sampled,
+greedy, or by beam search. A grader scores the continuations alone, and perplexity is measured on windows of
+running text. Expect vectors picked by hand to lower toxicity, graded ones hardly, all at some cost in
+perplexity. The top tokens of all vectors are a table of their own.
 
 The paper's table, all six attributes side by side: ``--model gpt2-medium --grader perspective --samples 0
 --challenging --windows 0``, with the file of RealToxicityPrompts as ``--prompts``, the text of WikiText-2's
-test part as ``--text``, the list of Gehman et al. as ``--banned``, and the vectors of Table 8, as far as they
-are known, each as ``--vector``. Schick et al. search their continuations with ``--beams 3``.
+test part as ``--text``, the list of Gehman et al. as ``--banned``, and the known vectors of Table 8, each as
+``--vector``. Schick et al. search their continuations with ``--beams 3``.
 """
 
 from __future__ import annotations

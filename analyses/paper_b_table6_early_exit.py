@@ -2,18 +2,18 @@
 
 The first table, ``paper_b_table6_early_exit``: accuracy and layers saved over several random splits, of the
 rule that compares clusters of dominant sub-updates, as sets (the paper's text) and by equal places (the
-authors' notebook); of classifiers on the stream before the FFN (x), on what the FFN writes (o) and on their
-sum; of the confidence exit of paper A and of a fixed layer, as accurate as the rule on calibration examples;
-and of leaving where the prediction is made, which is the ceiling. The paper's are WikiLM, 10,000 sentences:
-94.1% and 3.2 of 16 layers by the rule, 92.9% to 94.4% and 3.0 to 3.1 by classifiers.
+authors' notebook); of classifiers on the residual stream before the FFN (x), on the FFN output (o) and on
+their sum; of the confidence exit of paper A and of a fixed layer, as accurate as the rule on calibration
+examples; and of exiting where the prediction is made, which is the ceiling. The paper's are WikiLM, 10,000
+sentences: 94.1% and 3.2 of 16 layers by the rule, 92.9% to 94.4% and 3.0 to 3.1 by classifiers.
 
-The second, ``paper_b_sec6_readings``: the rule under every reading of its definition, each example tested
-once, with the accuracy of the same layers dealt out at random and how far apart the two are. Give
-``--beside 10000`` for the readings by as many clusters as section 5.2 has.
+The second, ``paper_b_sec6_readings``: the rule under every reading of its definition, by cross-validation,
+compared with the same exits shuffled over examples. ``--beside 10000`` adds readings with as many clusters as
+section 5.2 has.
 
 Expect the rule level with the classifiers. These take nearly all of the time, lasso far more than ridge alone
-(``--ridge-only``). ``--sentences 10000`` is the paper's size. The trace, the clusters and the
-activations are kept in the output folder; a run that was killed goes on where it was.
+(``--ridge-only``). ``--sentences 10000`` is the paper's size. The trace, clusters and activations are stored
+in the output folder; an interrupted run resumes.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def plausibility_rates(predictions: pd.DataFrame, sheet: pd.DataFrame) -> pd.Dat
     last = marked[marked["layer"] == marked["layer"].max()]
     if "mat" not in set(last["method"]):  # at the last layer both methods read the same
         marked = pd.concat([marked, last[last["method"] == "id"].assign(method="mat")])
-    # Sentences that begin alike read the same, and are as many instances.
+    # Sentences with the same beginning are one context, but separate instances.
     marked["repeat"] = marked.groupby(["method", "layer", "prompt", "rank"]).cumcount()
     instances = marked.groupby(["method", "layer", "prompt", "repeat"])["plausible"].agg(["sum", "size"])
     rows = []

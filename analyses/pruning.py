@@ -1,10 +1,10 @@
 """Compares methods and choices of pruned blocks, on the calibration corpus and another.
 
-3, 6 and 9 blocks are left out. The published way is ReplaceMe on the one span that turns the stream least;
-next to it stand leaving out alone, scaled channels, and refitting the output matrix of the FFN before each
-span, with spans that are most linear or cost the calibration text least, and with blocks taken away one after
-the other. Every map is fitted on windows of the first corpus alone. Time and memory are those of a token,
-written with the cache.
+3, 6 and 9 blocks are removed. The published method is ReplaceMe on the span with the smallest angle. It is
+compared with plain removal, scaled channels, and refitting the output matrix of the FFN before each span, on
+spans that are most linear or increase the calibration loss least, and on blocks that are removed one at a
+time. All maps are fitted on windows of the first corpus. Time and memory are per generated token, with the
+cache.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 NAME = "pruning"
 SIZES = (3, 6, 9)
 HEALED = f"{Method.chain}, healed"
-_ROUNDS = 7  # in which the whole model is timed in turn with one without so many blocks
+_ROUNDS = 7  # rounds of timing the original and pruned models in turns
 _PUBLISHED = (Choice.angle, Method.replaceme.value)
 _RESAMPLES = 2000
 _OF_A_ROW = ["corpus", "n_removed", "choice", "method"]
@@ -106,8 +106,8 @@ def pruning_table(
     that two ways choose alike are folded and evaluated once. With ``heal``, ``chain`` of blocks chosen one
     after the other is also healed on so many tokens of the windows: the method ``chain, healed``.
 
-    Rows of no text say what a token costs, see `compare_costs`: of the whole model, and with so many blocks
-    left out, method ``pruned``, whichever they are and whatever was folded.
+    Rows without a text are costs per token, see `compare_costs`: of the original, and with blocks
+    removed, method ``pruned``, for any choice and method.
     """
     for size in sizes:
         check_int(size, "sizes", min=1, max=model.cfg.n_layers - 1)

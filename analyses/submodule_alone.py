@@ -1,7 +1,7 @@
 """FFNs replaced one block at a time: which are linear, and the effect of sinks.
 
-Fitted and replaced at all tokens, and at all that are no attention sinks. Expect most blocks to lose little
-alone, and those whose fit few sinks decide to lose less once sinks are out of it.
+Maps are fitted and applied at all tokens, and at all except attention sinks. Expect most blocks to lose
+little alone, and blocks whose fit is dominated by sinks to lose less without them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Patterns in top tokens, found automatically: words with similar contexts in a corpus.
 
 The annotation protocol of paper B asks for patterns of at least four tokens. Here a pattern is a word and
-those of the same list that are used as it is (`WordSimilarity`); words with the same stem count once. What
-a vector promotes comes from the model, which words belong together from a corpus, so
-a random vector gains nothing from tokens lying close together in the unembedding.
+those of the same list that occur in similar contexts (`WordSimilarity`); words with the same stem count once.
+Similarity comes from a corpus and not from the model, so a random vector gains nothing from tokens that are
+close together in the unembedding.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def search_concepts(
     ``value`` is the name of a value vector, or a number in the other tables), those of `find_patterns`, and
     ``top``, the tokens with commas between. The random vectors have the mean and the standard deviation of
     their layer. In ``dealt`` each rank's tokens are shuffled among all value vectors: the same words as
-    often, but whatever belongs together is torn apart, so its patterns are those of chance.
+    often, but related words are separated, so its patterns are chance.
     """
     values, projection = ValueVectors(model), Projection.from_model(model)
     value_ids = projection.top_of_all(values, k).ids

@@ -2,7 +2,7 @@
 
 Words that stand near the same words get similar vectors: a word's vector is the positive pointwise mutual
 information with the words around it, reduced by a truncated singular value decomposition. Nothing of a
-language model goes into it, so it can judge what one promotes.
+language model is involved, so it can evaluate what one promotes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sklearn.preprocessing import normalize
 from matlens import InputError
 
 WINDOW, DIMENSIONS, MIN_COUNT = 5, 100, 4
-SHARE_ALIKE = 0.01  # of all pairs of words are used alike
+SHARE_ALIKE = 0.01  # of all pairs of words count as similar
 _WORD = re.compile(r"\w+")
 _MIN_LETTERS = 3  # shorter ones are pieces of words as often as words
 _SMOOTHING = 0.75  # of how frequent contexts are, so that rare ones do not win
@@ -127,7 +127,7 @@ def _frequency_bands(counts: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
 def _thresholds(vectors: np.ndarray, bands: np.ndarray, families: np.ndarray, seed: int) -> np.ndarray:
     """The similarity that one pair in a hundred of different families passes, for each pair of bands.
 
-    Frequent words are all more alike than rare ones are, whatever they mean.
+    Frequent words are more similar to each other than rare ones, regardless of meaning.
     """
     generator = np.random.default_rng(seed)
     members = [np.flatnonzero(bands == band) for band in range(bands.max() + 1)]

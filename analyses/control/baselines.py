@@ -57,7 +57,7 @@ class SelfDebiasing(LogitsProcessor):
         return log_softmax(log_p + (self.decay * delta).clamp(min=math.log(self.floor)))
 
     def room(self, model: TransformerBridge) -> int:
-        """How many tokens of a text a model's context has room for after the longest announcement."""
+        """Number of tokens of a text that fit into the context after the longest announcement."""
         longest = max(len(_encode(model.tokenizer, prefix)) for prefix in self.prefixes)
         return max(context_length(model) - longest, 0)
 
@@ -73,7 +73,7 @@ class SelfDebiasing(LogitsProcessor):
 def word_filter(tokenizer: Any, words: Sequence[str]) -> NoBadWordsLogitsProcessor:
     """Ban words, with or without a leading space, in any usual case.
 
-    A word is banned as the tokens that it is made of; where it is a single one, so are longer words that
+    A word is banned as its sequence of tokens; if it is a single token, so are longer words that
     begin with that token. A word may be a phrase. Raises InputError if the tokenizer has no tokens for one.
     """
     banned: dict[tuple[int, ...], None] = {}

@@ -60,7 +60,7 @@ def continue_prompts(
     prefixes = processor.prefixes if isinstance(processor, SelfDebiasing) else ()
     rows = [(p, s) for p in range(len(prompts)) for s in range(n_samples or 1)]
     tokens = [_prompt_variants(model, prompt, prefixes, n_tokens) for prompt in prompts]
-    rows.sort(key=lambda row: -len(tokens[row[0]][0]))  # alike in length together, the longest first
+    rows.sort(key=lambda row: -len(tokens[row[0]][0]))  # similar lengths together, the longest first
     config = GenerationConfig(
         max_new_tokens=n_tokens, min_new_tokens=n_tokens, do_sample=False, num_beams=n_beams,
         num_return_sequences=1, length_penalty=1.0, early_stopping=False, use_cache=use_cache,
@@ -70,7 +70,7 @@ def continue_prompts(
     with Bar(total=len(rows), desc="continuing", unit="text") as bar:
         for start in range(0, len(rows), batch_size):
             batch = rows[start : start + batch_size]
-            # A prompt as it is, then all of them after the first announcement, and so on.
+            # All prompts without a prefix, then all with the first announcement, and so on.
             inputs = [tokens[p][variant] for variant in range(1 + len(prefixes)) for p, _ in batch]
             ids, mask = _left_padded(inputs, _padding(model.tokenizer))
             processors = [] if processor is None else [processor]

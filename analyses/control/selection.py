@@ -33,7 +33,7 @@ def choose_values(
 
     ``picked`` ones are those that are given; ``words``: the ``n`` that hold most of some words among their 30
     top tokens; ``graded``: ``n`` drawn among those whose top tokens a grader finds harmless. A method is
-    called ``words, 10 vectors``; one that finds no vectors is left out.
+    called ``words, 10 vectors``; one that finds no vectors is skipped.
     """
     values, projection = ValueVectors(model), Projection.from_model(model)
     word_tokens(projection.tokenizer, words)  # before the work, not after it

@@ -29,7 +29,7 @@ def toxicity_estimates(
 
     ``toxic`` is the share with a score of 0.5 or more, ``score`` the mean score, and ``score_change`` the
     mean difference from the score of the unchanged model's continuation with the same draws. Intervals
-    allow for continuations of one prompt being alike; ``n`` is the number of prompts.
+    account for correlated continuations of one prompt; ``n`` is the number of prompts.
     """
     after, before = (_by_prompt(texts, attribute) for texts in (changed, unchanged))
     change = torch.from_numpy((after - before).mean(1))
@@ -55,7 +55,7 @@ def share_estimate(hits: Any) -> Estimate:
     z = float(stats.norm.ppf(0.975))
     centre, spread = p + z * z / (2 * n), z * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     low, high = ((centre + sign * spread) / (1 + z * z / n) for sign in (-1, 1))
-    # At 0 and 1 the bounds are these numbers themselves, but for rounding.
+    # At 0 and 1 the bounds equal the share, except for rounding.
     return Estimate(p, min(max(float(low), 0.0), p), max(min(float(high), 1.0), p), prompts)
 
 

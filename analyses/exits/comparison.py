@@ -111,7 +111,7 @@ def compare_exits(
                 strengths=strengths, kinds=kinds, folds=folds, fewest=fewest, seed=seed
             ).fit(of_layers[:-1], made_at, split)
             signals = classifiers.signals(of_layers[:-1], test)
-            leaves[name] = first_exit(np.pad(signals, ((0, 0), (0, 1))))  # the last layer needs no signal
+            leaves[name] = first_exit(np.pad(signals, ((0, 0), (0, 1))))  # the last layer always exits
             penalties[name].update(classifiers.penalties)
         leaves[FIXED] = np.full(len(test), (right[calibration].mean(0) >= accuracy).argmax())
         leaves[ORACLE] = made_at[test]

@@ -1,8 +1,8 @@
 """Accuracy and layers saved of early-exit methods, on the same examples.
 
-A way is evaluated by the share of examples for which the layer it leaves at gives the model's own prediction,
-and by the layers that are saved on these. To leave at layer ``l`` is to read the prediction from the stream
-after its FFN, so ``n_layers - 1 - l`` layers are not run.
+A method is evaluated by the share of examples for which its exit layer gives the model's own prediction, and
+by the layers saved on these. An exit at layer ``l`` reads the prediction from the residual stream after its
+FFN, so ``n_layers - 1 - l`` layers are not run.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ _UPDATES = {
     "falls": "candidate that falls",
 }
 _READS = {"score": "score", "lift": "score above the vocabulary's mean", "odds": "log-odds against the rival"}
-_FEW = 10  # updates; a mean of fewer is not drawn
+_FEW = 10  # min updates for a mean to be plotted
 _APART = 0.18  # between the points of two summaries of the same sub-updates
 
 
@@ -295,7 +295,7 @@ def toxicity_against_perplexity(results: pd.DataFrame) -> Figure:
 
     Control is a line over its coefficients, which stand next to its points; a baseline is a point, and a
     method without perplexity a level. ``results`` has rows of one attribute with the metrics ``toxic`` and
-    ``perplexity``, and a column ``coefficient``, which is empty for what is no control.
+    ``perplexity``, and a column ``coefficient``, which is empty for the baselines.
     """
     keys = ["method", "coefficient"]
     toxic = results[results["metric"] == "toxic"].rename(columns={"value": "toxic"})

@@ -38,7 +38,7 @@ class SubmoduleCase(NamedTuple):
     place
         At which tokens they are used: one of `PLACES`.
     layer, target
-        From which layer to which they are used; by default to the last.
+        First and last layer of the replacements; by default to the last.
     """
 
     replaced: str

@@ -34,7 +34,7 @@ from sub_updates.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kin
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-SHARE = 0.01  # of the dominant sub-updates that count as extreme where no threshold is given
+SHARE = 0.01  # of the dominant sub-updates are extreme by default
 EXTREME_GROUPS = "extreme_groups"  # the experiment's name in tables
 ACTIVITY_COLUMNS = (
     "cluster", "sign", "kind", "size", "cosine", "extremes", "share", "raised", "at_sinks", "examples",
@@ -252,7 +252,7 @@ def group_table(
       at attention sinks;
     - ``place`` of the token in its sentence, from 1, ``confidence``, the probability of the prediction, and
       ``stays``, whether the top candidate stays on top: means over the updates that have such a sub-update,
-      sinks left out; ``place_else`` and so on, over the other updates of the same layers, weighed alike.
+      sinks left out; ``place_else`` and so on, over the other updates of the same layers, equally weighted.
 
     Sub-updates of one example are not independent of each other, so there are no intervals.
     """
@@ -325,7 +325,7 @@ def _active_and_idle(
     active: Bool[np.ndarray, "n l"],
     idle: Bool[np.ndarray, "n l"],
 ) -> dict[str, tuple[float, int]]:
-    """Means over active updates, and over idle ones with the layers weighed as they are among the active."""
+    """Means over active updates, and over idle ones with the layer weights of the active ones."""
     layers = active.any(0) & idle.any(0)
     weights, n_idle = active.sum(0)[layers], int(idle[:, layers].sum())
     if not weights.sum():

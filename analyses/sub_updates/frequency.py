@@ -12,7 +12,7 @@ from matlens.errors import Tokenizer, check_int, short
 FREQUENCY_KINDS = ("unlikely", "common", "other")
 _LARGEST = 2**24  # tokens of a vocabulary
 _SHARE_OF_TEXT = 0.5  # of the running text is made of common tokens
-_SHARE_COMMON, _SHARE_UNSEEN = 0.5, 0.9  # of a vector's top tokens, from which it is of that kind
+_SHARE_COMMON, _SHARE_UNSEEN = 0.5, 0.9  # min share of a vector's top tokens for that kind
 
 
 class TokenFrequency:

@@ -24,7 +24,7 @@ from matlens.parallel import Bar
 
 STATE = "training.safetensors"
 _RECORD = "record"
-_WARM = 0.1  # share of the updates in which the rate rises
+_WARM = 0.1  # share of the updates in the warm-up
 _POOL = 32  # batches whose sequences are sorted by length together, so that little is padded
 _BETAS, _DECAY, _CLIP = (0.9, 0.98), 0.01, 1.0
 
@@ -68,7 +68,7 @@ def train(
 ) -> TrainingRun:
     """Train a decoder on sequences of tokens, in place, and leave it in evaluation mode.
 
-    Now and then the state is written into the folder, whole or not at all; a run that was killed goes on
+    Checkpoints are written atomically into the folder; an interrupted run resumes
     there and ends with the same weights.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=_BETAS, weight_decay=_DECAY)
