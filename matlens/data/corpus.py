@@ -50,11 +50,6 @@ class Corpus:
     def __len__(self) -> int:
         return len(self.sentences)
 
-    @property
-    def n_tokens(self) -> int:
-        """Approximate number of tokens, at four characters per token."""
-        return sum(map(len, self.sentences)) // 4
-
     @cached_property
     def fingerprint(self) -> str:
         """Sixteen hex digits that change with any sentence and with their order."""
@@ -126,11 +121,6 @@ def load_corpus(
         Maximum number of sentences.
     name
         Name of the corpus, by default that of the source.
-
-    Raises
-    ------
-    InputError
-        The source cannot be found or read, exceeds a size limit, or has no valid sentence.
     """
     if not field or (name is not None and not name.strip()):
         raise InputError("field and name must not be empty.")

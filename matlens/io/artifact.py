@@ -117,11 +117,6 @@ class Artifact:
             Where, what the folder holds, and what distinguishes its job from others.
         only_unfinished
             Parts of the request that are compared only while the job is unfinished.
-
-        Raises
-        ------
-        InputError
-            The folder belongs to another job, holds other files, or cannot be written.
         """
         folder, config, what = Path(folder), make_config(holds, request), f"the folder of {holds}"
         if not parallel.is_main():
@@ -246,13 +241,7 @@ class Artifact:
 
     @classmethod
     def open(cls, folder: str | Path, holds: str) -> Artifact:
-        """Open a finished folder.
-
-        Raises
-        ------
-        InputError
-            It does not exist, is unfinished, holds something else, or is damaged.
-        """
+        """Open a finished folder."""
         folder = Path(folder)
         try:
             artifact = _read_config(folder)
@@ -274,13 +263,7 @@ class Artifact:
         return list(self._header(name)["tensors"])
 
     def read(self, name: str, tensor: str, *, finite: bool = True) -> Tensor:
-        """Map a tensor of ``name.safetensors`` from the disk.
-
-        Raises
-        ------
-        InputError
-            It was damaged, or holds a value that is not finite.
-        """
+        """Map a tensor of ``name.safetensors`` from the disk."""
         from safetensors import SafetensorError, safe_open
 
         path, header = self.folder / f"{name}{TENSORS}", self._header(name)
@@ -413,15 +396,7 @@ def is_record(record: Any) -> bool:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Read a record of a folder, such as ``config.json``.
-
-    Raises
-    ------
-    InputError
-        It is not what was written, somebody else's, or of another version of matlens.
-    OSError
-        It cannot be opened.
-    """
+    """Read a record of a folder, such as ``config.json``."""
     record = read_json(path)
     if not is_record(record):
         raise InputError(f"{path} was not written by matlens. Choose another folder.")

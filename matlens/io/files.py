@@ -60,11 +60,6 @@ def write_files(contents: Mapping[Path, Content]) -> None:
     """Write text, bytes or JSON to several files: all of them complete, or none.
 
     Folders are created, a link is replaced and not followed.
-
-    Raises
-    ------
-    InputError
-        The system refuses a file, the disk is full, or there is a folder or a device in the place of a file.
     """
     partial: dict[Path, Path] = {}
     with system_errors(next(iter(contents))):

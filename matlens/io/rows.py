@@ -51,11 +51,6 @@ class Column(NamedTuple):
 Columns = Mapping[str, Column]
 
 
-def file_bytes(n_rows: int, column: Column) -> int:
-    """Bytes of the rows of a column on the disk, without index and headers."""
-    return n_rows * column.row_bytes
-
-
 class StoredRows(Mapping[str, Tensor]):
     """The rows of an artifact by column, in order; columns are read lazily."""
 

@@ -110,11 +110,6 @@ def read_table(
         A sentence on how to create such a file.
     options
         Further options of `pandas.read_csv`. By default empty cells are empty texts.
-
-    Raises
-    ------
-    InputError
-        The file cannot be read, columns are missing, or the JSON next to it describes another table.
     """
     types = dict(columns) if isinstance(columns, Mapping) else dict.fromkeys(columns, "str")
     try:

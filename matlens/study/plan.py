@@ -18,7 +18,7 @@ from matlens.activations.activations import Positions
 from matlens.errors import Between, InputError, check_choice, check_int, checked
 from matlens.io.artifact import is_finished
 from matlens.io.files import nearest_existing
-from matlens.io.rows import Column, file_bytes
+from matlens.io.rows import Column
 from matlens.linear.needs import (
     PairsToFit,
     Widths,
@@ -232,7 +232,7 @@ def plan_study(
 
 def collected_bytes(shape: Shape, n_rows: int, n_tokens: int, n_sentences: int) -> int:
     """Bytes of the tensors in a folder of collected vectors: the rows of each site, index and examples."""
-    columns = (shape.n_layers + 1) * file_bytes(n_rows, Column(shape.d_model))
+    columns = (shape.n_layers + 1) * n_rows * Column(shape.d_model).row_bytes
     return columns + 8 * (n_rows + n_tokens + 3 * n_sentences + 1)
 
 

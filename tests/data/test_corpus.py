@@ -10,7 +10,7 @@ from corpus_files import FIRST, SECOND, THIRD, counts, write
 from hypothesis import given
 from hypothesis import strategies as st
 
-from matlens.data.corpus import MIN_WORDS, Corpus, _select_sentences, load_corpus
+from matlens.data.corpus import MIN_WORDS, Corpus, _select_sentences, as_corpus, load_corpus
 from matlens.errors import InputError
 
 
@@ -66,6 +66,10 @@ def test_counts_add_up_and_sentences_are_normal_and_different(lines: list[str]) 
 
 
 # What a corpus says of itself
+
+
+def test_given_texts_are_a_corpus_of_all_of_them() -> None:
+    assert as_corpus([FIRST, "", FIRST]) == Corpus("given texts", (FIRST, "", FIRST), 3, 0, 0, 0)
 
 
 def test_fingerprint_follows_sentences_and_their_order_only() -> None:

@@ -94,6 +94,7 @@ def test_one_position_each_and_the_last(small_model: Models) -> None:
         [1], [3], [0], [2],
     ]  # fmt: skip
     assert one.fingerprint != last.fingerprint
+    assert positions_of(make_token_examples(model, SENTENCES[:1], positions=[2])) == [[2]]
     several = make_token_examples(model, SENTENCES, positions=[[1, 0], [0], [0], [0]])
     shifted = make_token_examples(model, SENTENCES, positions=[[0], [0, 1], [0], [0]])
     assert positions_of(several)[0] == [1, 0]  # rows stand in the order that was asked for
