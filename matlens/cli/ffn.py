@@ -53,7 +53,7 @@ def search(
     Parameters
     ----------
     among
-        How many top tokens of each vector to search.
+        Number of top tokens of each vector to search.
     """
     from matlens.models.tokens import word_tokens
 
@@ -105,18 +105,18 @@ def cluster(
 ) -> None:
     """Cluster all value vectors; show the largest clusters or those of given vectors.
 
-    The clusters are stored in the output folder, so that the next call has them.
+    The clusters are stored in the output folder and reused.
 
     Parameters
     ----------
     names
         Value vectors, such as L3D12, whose clusters to show.
     clusters
-        How many clusters.
+        Number of clusters.
     linkage
-        Of exact clusters; complete is what the authors of paper B have.
+        Linkage of exact clusters; the authors of paper B use complete.
     memory
-        Maximum GiB for exact clusters; if they need more, cluster by near neighbours.
+        Maximum GiB for exact clusters; beyond it, nearest neighbors are used.
     limit
         Number of clusters to show, largest first, if no vector is named.
     """
@@ -166,16 +166,15 @@ def update(
 ) -> None:
     """Show the dominant sub-updates of the FFNs for a prompt and the tokens they promote.
 
-    Without --layer there is a line for each layer, with its greatest sub-update, and the share of the layer's
-    contributions that the dominant ones have. A sub-update with a negative coefficient promotes the tokens
-    that its value vector demotes.
+    Without --layer, one line per layer with its largest sub-update and the share of the dominant ones. A
+    sub-update with a negative coefficient promotes the tokens that its value vector demotes.
 
     Parameters
     ----------
     layer
-        A layer whose dominant sub-updates to show; give it once for each.
+        Show all dominant sub-updates of this layer (repeatable).
     position
-        Which token, from 0 (negative: from the end); by default the last, or the mask.
+        Token position from 0 (negative: from the end); by default the last, or the mask.
     """
     from matlens.data.making import make_prompts
     from matlens.ffn.catalogue import Catalogue

@@ -49,7 +49,7 @@ def fit(
     prompts: Val = 30,
     batch_tokens: PositiveInt | None = None,
 ) -> None:
-    """Fit lenses and save them in OUT, each in a folder of its own where there are several.
+    """Fit lenses and save them in OUT, or in one folder each if there are several.
 
     The 1000 sentences that other commands evaluate on by default are excluded.
 
@@ -57,12 +57,11 @@ def fit(
     ----------
     method
         Closed forms: mat and affine, with the options below; id needs no fit. Trained: scaled, polished,
-        tuned, jacobian; tuned takes minutes a layer, jacobian minutes a sentence. Give it once for each lens.
+        tuned (minutes per layer), jacobian (minutes per sentence). Repeatable.
     positions
-        Every token of a sentence, or one that is sampled.
+        All tokens of each sentence, or one sampled token.
     rows
-        Where vectors are written that lenses are trained on, which can be removed afterwards; in memory
-        without.
+        Folder for the vectors that lenses are trained on (delete it afterwards); by default in memory.
     """
     from matlens.study.study import slug
 
@@ -105,28 +104,27 @@ def report(
     seed: Seed = 0,
     out: Path = Path("out"),
 ) -> None:
-    """Fit lenses on the same tokens, evaluate all on the same others, and print what each cost.
+    """Compare the quality and cost of lenses, fitted and evaluated on the same tokens.
 
-    The published table has --train 4000, --val 1000, --method tuned and --method jacobian: an hour.
+    The published table: --train 4000 --val 1000 --method tuned --method jacobian, about an hour.
 
     Parameters
     ----------
     method
-        A method as in 'matlens lens fit', once for each lens; by default all but tuned and jacobian, which
-        take minutes a layer.
+        A method as in 'matlens lens fit' (repeatable); by default all but tuned and jacobian, which take
+        minutes per layer.
     train
-        Sentences that maps are fitted on; by default 1000, or fewer of a small corpus.
+        Training sentences; by default 1000, or fewer of a small corpus.
     val
-        Other sentences that the maps are evaluated on; by default 500, or fewer of a small corpus.
+        Validation sentences; by default 500, or fewer of a small corpus.
     layers
-        Layers with a comma between, by default five, evenly spread.
+        Comma-separated layers; by default five, evenly spaced.
     against
-        The lens that others are compared with, by default mat.
+        Reference lens of paired differences, by default mat.
     longest
-        Tokens that such a sentence is cut to.
+        Maximum tokens of such a sentence.
     evaluations
-        Folder with lens-eval-multihop.json and the like, of data/evaluations of the repository
-        anthropics/jacobian-lens.
+        Folder with lens-eval-multihop.json and others, from data/evaluations of anthropics/jacobian-lens.
     """
     model.check()
     from matlens import plots
@@ -187,16 +185,16 @@ def trajectory(
     csv: Path | None = None,
     colour: Literal["probability", "kl", "rank", "entropy"] = "probability",
 ) -> None:
-    """Follow the prediction after the prompt through the layers, and draw all tokens and layers.
+    """Print the prediction after the prompt at each layer, and plot all tokens and layers.
 
     Parameters
     ----------
     token
-        A word of one token whose rank to show at each layer; give it once for each.
+        Show the rank of this one-token word at each layer (repeatable).
     plot
-        Draw a cell for each token and layer: .png, .pdf or .svg.
+        Plot one cell per token and layer: .png, .pdf or .svg.
     csv
-        Write a row for each token, layer and --token.
+        Write one row per token, layer and --token.
     colour
         Color of the cells.
     """
@@ -269,11 +267,11 @@ def push(
     source
         A folder of 'matlens lens fit'.
     name
-        Its folder there, by default model/method/corpus.
+        Folder of the lens in the repository, by default model/method/corpus.
     results
         Table of 'matlens lens report' with r2 and Precision@1 for its card.
     private
-        Make a repository that others cannot read.
+        Create a private repository.
     """
     from matlens.io.tables import read_table
     from matlens.lens.lens import Lens
@@ -291,12 +289,12 @@ def push(
 
 @command(app)
 def pull(repository: str, name: str | None = None, /, *, out: Path, revision: str | None = None) -> None:
-    """Read a lens of a repository of the hub into OUT, every byte of it checked.
+    """Download a lens from a hub repository into OUT and verify its checksums.
 
     Parameters
     ----------
     name
-        The folder of the lens there; where there is one, none.
+        Folder of the lens in the repository; optional if there is only one.
     revision
         A commit, a branch or a tag, by default main.
     """

@@ -205,22 +205,22 @@ def _of_groups() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model, and how it is loaded.
+    """The model, and how to load it.
 
     Attributes
     ----------
     model
         Hub name, Hugging Face folder, .gguf file, .pt file of a WikiLM, or smollm2-135m.
     device
-        cpu, cuda or mps; by default the best there is.
+        cpu, cuda or mps; by default the best available.
     dtype
-        Precision of the model; fits are in float64 anyway.
+        Precision of the model; fits are always in float64.
     revision
         Branch, tag or commit of a model on the hub.
     trust_remote_code
-        Run code that the model brings.
+        Execute code of the model's repository.
     stack
-        Of an encoder-decoder such as T5, the stack whose stream is read.
+        Stack of an encoder-decoder such as T5.
     """
 
     model: str
@@ -263,17 +263,17 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class CorpusOptions:
-    """Which corpus, and how much of it is read.
+    """The corpus, and how much of it to read.
 
     Attributes
     ----------
     corpus
-        wikipedia-sample, news-sample, messages-de (and other languages), a text file with one sentence a
+        wikipedia-sample, news-sample, messages-de (and other languages), a text file with one sentence per
         line, a .jsonl file, a Leipzig corpus, or a dataset id (name or name:config).
     field
-        Where the text is in JSON lines and datasets.
+        Field of the text in JSON lines and datasets.
     split
-        Which split of a dataset to read.
+        Split of a dataset.
     limit
         Maximum number of sentences to read.
     """
@@ -340,28 +340,28 @@ def split_parts(
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """How many sentences are run, which tokens give samples, and where the vectors are written.
+    """Number of sentences, sampled tokens, and output folder.
 
     Attributes
     ----------
     out
-        Folder for everything that is written.
+        Output folder.
     train
-        Sentences that maps are fitted on; by default 3000, or fewer of a small corpus. The paper has 9000,
-        and --val 3000: three times the work, and better maps.
+        Training sentences; by default 3000, or fewer of a small corpus. The paper uses --train 9000
+        --val 3000: three times the work, and better maps.
     val
-        Other sentences that the maps are evaluated on; by default 1000, or fewer of a small corpus.
+        Validation sentences; by default 1000, or fewer of a small corpus.
     seed
         Random seed of the split and of the positions.
     positions
-        One sampled token of each training sentence, or all of them. auto: sampled, as in the paper, or all
-        where there are fewer sentences than twice the width of the model.
+        One sampled token per training sentence, or all. auto: sampled, as in the paper, or all if there are
+        fewer sentences than twice the width of the model.
     sample_special
-        May the position fall on [CLS] and the like?
+        Also sample special tokens, such as [CLS].
     batch_tokens
-        Most tokens in a batch; by default what suits the device.
+        Maximum tokens per batch; the default depends on the device.
     keep_rows
-        Store vectors of all positions on disk, or only what fits need of them; 'collect' stores them.
+        Store the vectors of all positions, or only sufficient statistics; 'collect' stores them.
     """
 
     out: Path
@@ -387,17 +387,17 @@ class SampleOptions:
 
 @dataclass(frozen=True)
 class FitOptions:
-    """Which maps are fitted, and how: the arguments of `fit_maps`.
+    """Options of fits: the arguments of `fit_maps`.
 
     Attributes
     ----------
     pairs
         all, last, or a list such as 0:12,6:12 (negative: from the end).
     intercept
-        Fit a bias too. The paper does not.
+        Also fit a bias (not in the paper).
     ridge
-        Penalty on the maps; by default 0, or one that suits where samples are fewer than twice the width. The
-        paper has none.
+        Ridge penalty; by default 0, or a suitable one if samples are fewer than twice the width. The paper
+        has none.
     """
 
     pairs: PairsOption = "all"
@@ -407,12 +407,12 @@ class FitOptions:
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How vectors are read in the vocabulary.
+    """How vectors are projected to the vocabulary.
 
     Attributes
     ----------
     tokens
-        How many tokens to show of each vector.
+        Number of tokens to show for each vector.
     read
         plain: E v, as in the paper. norm: through the final norm first. head: through the gain of the final
         norm, and in masked-LM models the dense layer of the head.

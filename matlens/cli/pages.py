@@ -30,7 +30,7 @@ def explore(
 ) -> None:
     """Write an HTML page that shows a prompt layer by layer and works offline.
 
-    Each cell opens to its likeliest tokens and to the sub-updates that the FFN below it wrote.
+    Select a cell to see its most probable tokens and the dominant sub-updates of the FFN before it.
 
     Parameters
     ----------
@@ -40,9 +40,9 @@ def explore(
         A lens, or maps that 'matlens fit' has written; repeat it for several. The page opens on the first; id
         is always in it.
     pin
-        A word of one token to follow through all layers; once for each.
+        Plot the rank of this one-token word over layers (repeatable).
     read
-        How value vectors are read: E v, or through the linear parts of the head.
+        Projection of value vectors: E v, or through the linear parts of the head.
     """
     from matlens.explorer.exploration import explore as explore_prompt
     from matlens.explorer.exploration import load_lens
@@ -64,19 +64,18 @@ def explore_values(
 ) -> None:
     """Write pages of all value vectors into a folder: open OUT/index.html.
 
-    They are found by token, name, layer and cluster, with their tokens, neighbours and sentences. A call that
-    was killed resumes.
+    Search by token, name, layer or cluster; see tokens, neighbors and sentences. An interrupted call resumes.
 
     Parameters
     ----------
     corpus
-        Sentences to show uses of the vectors in, such as wikipedia-sample; none without.
+        Corpus of activating sentences, such as wikipedia-sample; by default none.
     sentences
         Number of sentences sampled from the corpus.
     clusters
-        Clusters that 'matlens values cluster' has stored.
+        Folder of clusters from 'matlens values cluster'.
     neighbours
-        Neighbours of each vector; 0 where all pairs are too many.
+        Number of nearest neighbors; 0 to skip the search.
     """
     model.check()
     from matlens.data.corpus import load_corpus
@@ -100,7 +99,7 @@ def serve(
 ) -> None:
     """Serve the live explorer on this machine: type prompts and modify the model.
 
-    The address that is printed has a secret in it, without which nothing is answered.
+    The printed address contains a secret; other requests are refused.
 
     Parameters
     ----------
@@ -108,10 +107,9 @@ def serve(
         A lens, or maps that 'matlens fit' has written; repeat it for several. The page opens on the first; id
         is always in it.
     maps
-        Maps to put in the place of blocks and sub-modules, such as a study stores; give it once for each
-        folder.
+        Fitted maps to offer as replacements of blocks and sub-modules (repeatable).
     port
-        Where the server listens.
+        Port of the server.
     """
     from matlens.explorer.exploration import load_lens
     from matlens.explorer.server import LiveModel, check_server, run_server

@@ -42,19 +42,19 @@ def linearity(
     seed: Seed = 0,
     out: Path = Path("out"),
 ) -> None:
-    """Say how linear every part of a model is, and what it costs to put its map in its place.
+    """Measure how linear every part of a model is, and the loss when a map replaces it.
 
-    Nine tenths of the corpus are to fit on, the rest to evaluate on. An interrupted run resumes. A thorough
-    run has '--every 1 --windows 160 --eval-windows 8': it takes four times as long.
+    Nine tenths of the corpus are for fitting, the rest for evaluation. An interrupted run resumes. A thorough
+    run: '--every 1 --windows 160 --eval-windows 8', four times as long.
 
     Parameters
     ----------
     window
-        Tokens of a window, or most of a sentence.
+        Tokens per window, or maximum tokens per sentence.
     windows
-        Most windows or sentences to fit maps on.
+        Maximum windows or sentences for fitting.
     eval_windows
-        Most windows or sentences to take losses of.
+        Maximum windows or sentences for evaluation.
     every
         Use every n-th block; 1 for all.
     """
@@ -110,13 +110,13 @@ def prune(
     """Remove blocks, fold maps into the weights before them, and save a plain model.
 
     Nine tenths of the corpus are for calibration, the rest for evaluation. A thorough run has '--windows 160
-    --eval-windows 40'. It takes three times as long, and perplexity rises less: of SmolLM2-135M without 3
-    blocks by 6%, not 8%.
+    --eval-windows 40'. It takes three times as long, and perplexity increases less: by 6% instead of 8% for
+    SmolLM2-135M without 3 blocks.
 
     Parameters
     ----------
     blocks
-        How many blocks to remove, or which: 13,14,15.
+        Number of blocks to remove, or a list: 13,14,15.
     attention
         Remove only attention: number of blocks, or a list of blocks.
     method
@@ -128,11 +128,11 @@ def prune(
     heal
         Train the changed matrices on this many tokens; minutes for 100,000.
     window
-        Tokens of a window of running text.
+        Tokens per window of running text.
     windows
-        Most windows to calibrate on.
+        Maximum windows for calibration.
     eval_windows
-        Most windows to evaluate both models on.
+        Maximum windows for evaluation of both models.
     """
     if (blocks is None) == (attention is None) or (attention is not None and heal):
         raise InputError("Give either --blocks or --attention, and --heal with --blocks only.")

@@ -64,7 +64,7 @@ def collect(model: ModelOptions, corpus: CorpusOptions, samples: SampleOptions) 
 
 @command(app)
 def fit(folder: Path, /, how: FitOptions) -> None:
-    """Fit linear maps between layers on what 'collect' has written, in FOLDER/maps.
+    """Fit linear maps between layers on collected vectors, in FOLDER/maps.
 
     Parts of a job, such as 3/8, are run by 'matlens part', and 'matlens merge' joins them and fits the maps.
     """
@@ -97,7 +97,7 @@ def run_part(
     Parameters
     ----------
     part
-        Which part of the training sentences, such as 3/8.
+        Part of the training sentences, such as 3/8.
     """
     study = samples.study(model, corpus, pairs=pairs)
     number, of = part
@@ -115,7 +115,7 @@ def merge(parts: list[Path], /, out: Path, how: FitOptions) -> None:
     Parameters
     ----------
     parts
-        Folders that 'matlens part' has written.
+        Folders written by 'matlens part'.
     """
     from matlens.linear.pairs import resolve_pairs
     from matlens.linear.streaming import StoredLeastSquares
@@ -153,9 +153,9 @@ def evaluate(
     Parameters
     ----------
     model
-        Where the model is now, if not where it was collected from.
+        Path of the model, if it has moved since it was collected.
     same_precision
-        Must the model run in the precision that the maps were fitted in?
+        Require the precision that the maps were fitted in.
     """
     from matlens.linear.mapsets import MapSet
     from matlens.study.output import MAPS, RESULTS
@@ -206,7 +206,7 @@ def plan(
     model
         Like --model elsewhere; only its configuration is read.
     layers
-        L, where there is no --model.
+        Number of layers, without --model.
     width
         Width of the residual stream, with --layers.
     mlp
@@ -214,11 +214,11 @@ def plan(
     vocab
         Tokens of the vocabulary, with --layers.
     sentences
-        Sentences that maps are fitted on.
+        Training sentences.
     val
-        Sentences that they are evaluated on.
+        Validation sentences.
     tokens
-        Tokens of a sentence.
+        Tokens per sentence.
     pairs
         all or last, as in 'matlens run'.
     dtype
