@@ -64,7 +64,7 @@ _DEEPSEEK = (
     _EXPERTS
     | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "q_lora_rank": 16}
     | {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-    | {"num_key_value_heads": 4}  # there are no groups in latent attention
+    | {"num_key_value_heads": 4}  # latent attention is not grouped
 )
 _STACKS = _SIZES | {
     "d_model": 32, "encoder_layers": 3, "decoder_layers": 3, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
@@ -74,7 +74,7 @@ _PICTURES: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48,
     "image_size": 12, "patch_size": 4, "num_labels": 5,
 }  # fmt: skip
-# What each type's configuration takes, besides the defaults of its own; a type whose settings wire its blocks
+# Settings of each type's configuration, in addition to its defaults; a type whose settings wire its blocks
 # in several ways has a row for each, named by the type and a word.
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "openai-gpt": _SIZES,

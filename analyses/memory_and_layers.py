@@ -64,7 +64,7 @@ class Costs:
         weights = [[*block.parameters()] for block in _plain_blocks(model)]
         if any(weight.ndim > 2 for of_block in weights for weight in of_block):
             raise InputError(
-                f"The blocks of {model.cfg.model_name} have weights that are no matrices, such as those of "
+                f"The blocks of {model.cfg.model_name} have weights other than matrices, such as those of "
                 "experts, of which a token reads some. Expected a dense model."
             )
         context = 2 * model.cfg.n_heads * model.cfg.d_head

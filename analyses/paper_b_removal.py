@@ -50,8 +50,8 @@ AT_LAYER, AT_END = "at the layer", "at the end"  # where the effect of a removal
 def main(
     study: Study,
     report: Report,
-    dominant: Annotated[int, typer.Option(min=1, help="Sub-updates of each layer that are left out.")] = 3,
-    every: Annotated[int, typer.Option(min=1, help="Every so many layers, the last among them.")] = 5,
+    dominant: Annotated[int, typer.Option(min=1, help="Number of sub-updates to remove in each layer.")] = 3,
+    every: Annotated[int, typer.Option(min=1, help="Use every n-th layer, including the last.")] = 5,
     top: Annotated[int, typer.Option(min=1, help="Tokens of each list.")] = 30,
 ) -> None:
     """Remove dominant sub-updates, and compare the effect with readings of value vectors."""
@@ -137,7 +137,7 @@ def _remove(
     hooks = [(layout.hook(Site(COEFFICIENTS, layer)), without(layer)) for layer in index]
     hooks += [(name, keep) for name in dict.fromkeys([*behind.values(), last])]
     with ExitStack() as stack:
-        described = [f"sub-updates of layer {layer} left out" for layer in index]
+        described = [f"sub-updates of layer {layer} removed" for layer in index]
         stack.enter_context(intervening(model, lambda: described, [function for _, function in hooks]))
         stack.enter_context(hanging(model, hooks))
         first, others = copies.inputs(model)

@@ -46,7 +46,7 @@ def main(
         spaced = [f" {word}" for word in search.split()]
         best = projection.search(values, tokens, spaced).head(1)
         if best.empty:
-            raise InputError(f"No value vector has one of {search!r} among its {top} top tokens.")
+            raise InputError(f"No value vector has one of {search!r} in its {top} top tokens.")
         promoted = projection.table(values, best["value"].tolist(), k=shown)
         texts = ", ".join(promoted[promoted["side"] == "top"]["token"].map(visible))
         rows.append(best.assign(search=search, searched=len(spaced), tokens=texts))

@@ -101,7 +101,7 @@ def pruning_table(
 
     A row for each number of blocks ``n``, ``choice``, ``method`` (with its ``blocks``), text and metric:
     ``perplexity``, its ``ratio`` to that of the whole model, and ``agreement``, see `compare_pruned`; and,
-    where ``replaceme`` of the span chosen by ``angle`` is among them, the share ``gone`` of what that adds to
+    if ``replaceme`` of the span chosen by ``angle`` is one of them, the share ``gone`` of what that adds to
     the perplexity, see `added_perplexity`. Rows of the method ``original`` are the original model's. Blocks
     that two ways choose alike are folded and evaluated once. With ``heal``, ``chain`` of blocks chosen one
     after the other is also healed on so many tokens of the windows: the method ``chain, healed``.

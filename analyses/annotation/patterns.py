@@ -48,7 +48,7 @@ def find_patterns(ids: Int[Tensor, "n k"], word_similarity: WordSimilarity, toke
     words = np.array([word_similarity.row(text) for text in token_texts(tokenizer, tokens.tolist())])
     if not (words >= 0).any():
         raise InputError(
-            f"None of the {len(words)} top tokens is among the {len(word_similarity.words)} words that the "
+            f"None of the {len(words)} top tokens is one of the {len(word_similarity.words)} words that the "
             "corpus uses often enough. Expected a larger corpus, in the language of the model."
         )
     lists = words[inverse].reshape(ids.shape)
@@ -88,7 +88,7 @@ def search_concepts(
     Each table has a row for every vector, layer after layer, with the columns ``value, layer, index`` (where
     ``value`` is the name of a value vector, or a number in the other tables), those of `find_patterns`, and
     ``top``, the tokens with commas between. The random vectors have the mean and the standard deviation of
-    their layer. In ``dealt`` each rank's tokens are shuffled among all value vectors: the same words as
+    their layer. In ``dealt`` each rank's tokens are shuffled over all value vectors: the same words as
     often, but related words are separated, so its patterns are chance.
     """
     values, projection = ValueVectors(model), Projection.from_model(model)

@@ -31,8 +31,8 @@ def choose_values(
 ) -> dict[str, tuple[str, ...]]:
     """Value vectors to be turned on, by the method that they are chosen by.
 
-    ``picked`` ones are those that are given; ``words``: the ``n`` that hold most of some words among their 30
-    top tokens; ``graded``: ``n`` drawn among those whose top tokens a grader finds harmless. A method is
+    ``picked`` ones are given; ``words``: the ``n`` with most of some words in their 30
+    top tokens; ``graded``: ``n`` sampled from those whose top tokens a grader finds harmless. A method is
     called ``words, 10 vectors``; one that finds no vectors is skipped.
     """
     values, projection = ValueVectors(model), Projection.from_model(model)

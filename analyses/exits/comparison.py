@@ -85,7 +85,7 @@ def compare_exits(
     evaluated by ``sets`` and by ``places``, see `ExitRule`; `compare_readings` has its other readings. It
     learns from the training and the calibration part, as in the paper; from the training part alone for the
     accuracy that others have to reach on the calibration part. The classifiers see the stream before the
-    FFN, what the FFN writes, and their sum. ``mat`` is fitted on the training part, and left out where that
+    FFN, the FFN output, and their sum. ``mat`` is fitted on the training part, and excluded where that
     has fewer than two examples for each dimension.
     """
     _check_same(trace, activations)
@@ -168,7 +168,7 @@ class _ConfidenceExits:
         self._fits_maps = n_train >= _PER_DIMENSION * d_model
         if not self._fits_maps:
             tqdm.write(
-                f"mat is left out: {n_train} training examples for {d_model} dimensions. Expected "
+                f"mat is skipped: {n_train} training examples for {d_model} dimensions. Expected "
                 f"{_PER_DIMENSION * d_model} or more.",
                 file=sys.stderr,
             )

@@ -56,8 +56,8 @@ class EvaluatedExits(NamedTuple):
     left
         Share of examples, right or not, that leave before the last layer.
     chance
-        The accuracy if the same layers are dealt out among the examples at random, on average over all ways
-        to deal them. What is above it is owed to knowing which examples to let go.
+        The accuracy if the same layers are assigned to the examples at random, on average over all ways
+        to assign them. Accuracy above it comes from choosing the right examples.
     chance_sd
         The standard deviation of the accuracy over all ways to deal them.
     """
@@ -98,7 +98,7 @@ def summarize_exits(evaluated: Mapping[str, Sequence[EvaluatedExits]], n_layers:
     Columns are ``method, accuracy, accuracy_sd, saved, saved_sd, saved_share, left, chance, above, above_sd,
     left_right, left_chance, seeds``; ``sd`` is the standard deviation over the seeds, NaN for one;
     ``saved_share`` is that of all layers; ``above`` is the accuracy less chance. ``left_right`` is the share
-    of right ones among the examples that leave before the last layer, and ``left_chance`` that of all
+    of right ones of the examples that exit before the last layer, and ``left_chance`` that of all
     examples at the same layers; NaN where none leave. A seed without a right example has no layers saved and
     does not count for these.
     """

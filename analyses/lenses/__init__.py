@@ -77,7 +77,7 @@ def cosine_table(lenses: Mapping[str, Lens], halves: Mapping[str, tuple[Lens, Le
     reliability, ``2 c / (1 + c)`` for a cosine ``c`` of halves (Spearman and Brown).
     """
     if any(lens.norm is not None for lens in lenses.values()):
-        raise InputError("lenses must map the stream as it is, without a norm before.")
+        raise InputError("lenses must not standardize vectors.")
     first = next(iter(lenses.values()))
     identity, width = first.provenance.identity, first.provenance.identity.d_model
     for lens in lenses.values():

@@ -26,7 +26,7 @@ from matlens.study.study import slug
 
 
 def absent() -> Any:
-    """Raise InputError: what is asked for is not among the options of the analysis."""
+    """Raise InputError for a missing option of the analysis."""
     raise InputError("This analysis has no such model or corpus.")
 
 

@@ -7,7 +7,7 @@ gated FFNs, a cluster promotes one set of tokens with positive and another with 
 two are kept apart.
 
 The paper says of these groups that they are mostly active where little has been read or where the prediction
-is easy, and that those which promote unlikely tokens leave the top candidate as it is. To see whether that is
+is easy, and that those which promote unlikely tokens do not change the top candidate. To see whether that is
 so, updates that have an extreme sub-update are compared with updates of the same layers that have none.
 """
 

@@ -64,7 +64,7 @@ def search(
     matches = projection.search(values, tokens, words)
     if matches.empty:
         print_line(
-            f"No value vector has {', '.join(words)} among its {among} top tokens. A larger --among may help."
+            f"No value vector has {', '.join(words)} in its {among} top tokens. A larger --among may help."
         )
         return
     first = matches.head(limit)

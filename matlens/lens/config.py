@@ -76,7 +76,7 @@ METHODS: dict[str, LensConfig | None] = {
 }
 """Lenses by name; those without a `LensConfig` are not closed forms."""
 ENTRY_POINTS = "matlens.lens_methods"
-"""Group of entry points by which other packages add methods, see docs/architecture.md."""
+"""Group of entry points for lens methods of other packages, see docs/architecture.md."""
 Method = str | LensConfig
 
 

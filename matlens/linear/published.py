@@ -36,7 +36,7 @@ _FILE = re.compile(r"(?:p(?P<block>[0-9]{1,4})_)?(?P<first>[0-9]{1,4})_(?P<last>
 _SUBMODULES = {(0, 1): "ln1", (1, 2): "attn", (3, 4): "ln2", (4, 5): "ffn"}
 _SUMS = {(2, 3), (5, 6)}  # additions to the residual stream, not sub-modules
 _VALUE_BYTES = 16  # of a value; protocols before 3 write each byte as a character, of up to two bytes
-_OTHER_BYTES = 2**20  # of a pickle besides its values
+_OTHER_BYTES = 2**20  # of a pickle in addition to its values
 
 
 @checked

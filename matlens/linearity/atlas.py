@@ -1,7 +1,7 @@
 """The atlas: how linear each part of a model is, and the cost of replacing it.
 
 One pass over training text gives the statistics for the maps and most scores; the rest of the
-scores is of text that no map has seen. There, every part is replaced and left out in passes that begin where
+scores is of held-out text, where every part is replaced and removed in passes that begin where
 they differ from the model's own.
 """
 

@@ -23,7 +23,7 @@ GROUPS: dict[Group, tuple[str, ...]] = {
     "norms": ("ln1", "ln2"), "attn": ("attn",), "ffn": ("ffn",), "block": ("block",),
     "any": ("attn", "ffn", "block"),
 }  # fmt: skip
-"""Kinds of parts among which the first are looked for; a norm that is replaced saves nothing."""
+"""Kinds of parts to choose from; replacing a norm saves nothing."""
 FIRST = 3
 _RESAMPLES = 999
 _FEWEST = 6  # min parts for a correlation

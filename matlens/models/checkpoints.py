@@ -21,7 +21,7 @@ from matlens.io.cache import default_cache, file_states, tell
 from matlens.models.registry import families
 
 MODEL = "model"
-"""What entries of whole models are called."""
+"""Name of the cache entries of models."""
 _READERS = ("gguf", "torch", "transformers", "tokenizers")
 # Settings about a model's origin, not its content.
 _ORIGIN = ("quantization_config", "_name_or_path", "transformers_version", "dtype", "torch_dtype")

@@ -34,12 +34,12 @@ class ModelIdentity:
     fingerprint, rounded
         Of all weights, and of the weights rounded to half precisions.
     tokens, token_policy
-        How text becomes tokens, as a digest (None without a tokenizer) and in words.
+        How text becomes tokens, as a digest (None without a tokenizer) and a description.
     unembed_hash, dtype
         Hash of the unembedding, and the precision that the model runs in.
     changes
         What was replaced, set or hooked, see `changes_of`; ``()`` for the plain model, and None for what is
-        read from the weights, whatever the model is run with.
+        derived from the weights only.
     """
 
     name: str

@@ -155,7 +155,7 @@ class ModelLayout:
         """The hook at which a site can be written, and one whose vectors are added to what is written there.
 
         ``mid`` is the stream before plus attention's output: where only a norm reads the sum from a hook,
-        writing there would leave the stream as it is.
+        writing there would not change the residual stream.
         """
         site = self.resolve(site)
         sums = dict(self.wiring.sums)

@@ -99,7 +99,7 @@ def _on_hub(name: str, revision: str | None) -> tuple[str, str | None, str | Non
             f"The hub gives no model {name!r} (revision {revision or 'main'}): {error} {EXPECTED}"
         ) from error
     except Exception as error:
-        # The HTTP library behind the hub's client has changed before, and so have its exceptions.
+        # The HTTP library of the hub's client has changed before, and so have its exceptions.
         # If the hub does not answer for any reason, use the cache.
         logging.getLogger(__name__).info("the hub was not reached: %s", error)
     try:

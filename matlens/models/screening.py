@@ -19,7 +19,7 @@ _BLOCK = 1024  # tokens whose highest logit is looked at before each of theirs
 _TOGETHER = 4096  # logits that are computed in float64 together
 _SLACK = 1.02  # on bounds, for their own rounding
 _ROWS, _TOKENS, _TRIES = 64, 4096, 3  # of the product that compares precisions
-_LARGEST = 1e30  # a product that is no larger does not overflow
+_LARGEST = 1e30  # products up to this size do not overflow
 
 
 class Screen:

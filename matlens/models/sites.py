@@ -93,8 +93,8 @@ class Site:
     def _as_written(cls, text: str | int | Site) -> Site:
         """The parsed site, with hooks of the residual stream not yet converted to layers."""
         if isinstance(text, Site):
-            anew = cls._as_written(str(text))
-            return text if anew == text else anew
+            parsed = cls._as_written(str(text))
+            return text if parsed == text else parsed
         if isinstance(text, Integral) and not isinstance(text, bool):
             return cls(STREAM, int(text))
         written = text if isinstance(text, str) and len(text) <= _LONGEST else ""

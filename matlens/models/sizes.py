@@ -17,7 +17,7 @@ from matlens.models.places import GGUF, locate
 from matlens.models.registry import Family, ask, family_adapters
 
 SIZES = "sizes"
-"""What entries of sizes are called."""
+"""Name of the cache entries of sizes."""
 _FILE = "sizes.json"
 _LAYOUT = 3  # version of the cache entries
 # What configurations call the layers of a stack, the coefficients of an FFN, and experts.

@@ -1,4 +1,4 @@
-// The live page: a prompt, changes of the model, and what they do beside the model as it is.
+// The live page: a prompt, changes of the model, compared with the original model.
 import { pageData } from "./decoding.js";
 import { choose, element, followTheme, percent, table, token } from "./elements.js";
 

@@ -1,4 +1,4 @@
-// Parts of the data that are scripts beside the page: a page from a disk may run them, and fetch nothing.
+// Parts of the data that are scripts next to the page: a page opened from disk can run scripts, but not fetch.
 
 const waiting = new Map();
 const brought = new Map();

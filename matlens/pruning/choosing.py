@@ -86,8 +86,8 @@ def no_sinks(streams: Streams) -> Bool[Tensor, "n length"]:
     columns = streams.h[0].shape[-1] + 1
     if int(rows.sum()) <= columns:
         raise InputError(
-            f"Spans are to be chosen by r2, and the text has {int(rows.sum())} tokens that are no attention "
-            f"sinks for maps of {columns} columns. Expected more of it, better four times as many tokens, or "
+            f"Choosing spans by r2 needs more text: it has {int(rows.sum())} tokens other than attention "
+            f"sinks for maps of {columns} columns. Use four times as many tokens, or "
             "another choice."
         )
     return rows.reshape(n_texts, length)

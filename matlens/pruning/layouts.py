@@ -316,7 +316,7 @@ class Streams:
     ) -> Float[Tensor, "n length d_vocab"]:
         """Log-probabilities of a model from the residual stream before block ``start``."""
         device = layout.model.device
-        # A vector that was made without gradients cannot be part of what has some.
+        # Inference tensors cannot be part of a computation with gradients.
         known = _ConstantBlock(h.clone().to(device), self._rest)
         with layout.with_blocks([known] * start + list(layout.blocks[start:])) as model:
             return log_softmax(model(tokens.to(device), use_cache=False).logits.float())

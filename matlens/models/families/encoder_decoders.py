@@ -1,7 +1,7 @@
 """Encoder-decoders: two stacks of blocks; a loaded model represents one of them.
 
 For the chosen stack, ``h.0 .. h.L`` are its layers and its hooks are named as in other models. The blocks of
-a decoder read the encoder's last layer too, so it is given the tokens of the source besides its own.
+a decoder read the encoder's last layer too, so it also gets the tokens of the source.
 """
 
 from __future__ import annotations

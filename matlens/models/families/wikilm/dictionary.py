@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 DICTIONARY = "dict.txt"
-"""What the file is called, next to the checkpoint."""
+"""Name of the file, next to the checkpoint."""
 BOS, PAD, EOS, UNK = SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 """The words that every dictionary begins with; its file does not list them."""
 _OVERWRITE = "#fairseq:overwrite"
