@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from matlens.errors import InputError, printable
+from matlens.errors import InputError, did_you_mean, printable
 
 RISKY = (
     "\x00\x07\x08\x0b\x0c\r\t\x1b\x7f\x85\x9b\xad\u061c\u200b\u200e\u200f\u2028\u2029\u202a\u202e\u2066\u2069"
@@ -44,3 +44,10 @@ def test_an_error_cleans_its_message_and_keeps_its_lines() -> None:
     assert str(pickle.loads(pickle.dumps(error))) == str(error) == str(InputError(error))
     assert isinstance(error, ValueError)
     assert str(InputError()) == ""
+
+
+def test_a_typo_is_answered_with_the_closest_name() -> None:
+    known = ["mat", "affine", "jacobian"]
+    assert did_you_mean("jacobain", known) == " Did you mean 'jacobian'?"
+    for name in ("", "xyz", "\n", "a" * 500, 3):
+        assert did_you_mean(name, known) == ""
