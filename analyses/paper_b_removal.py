@@ -10,7 +10,6 @@ read right after the block, and at the end of the model. Expect the readings wit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import pandas as pd
@@ -33,7 +32,7 @@ from matlens.ffn.projection import TOP
 from matlens.ffn.updates import random_sub_updates
 from matlens.io import result_row, result_table
 from matlens.models import ModelLayout
-from matlens.models.hooks import EndOfPass, hanging, intervening
+from matlens.models.changes import EndOfPass, changing
 from matlens.models.sites import COEFFICIENTS, POST_NORM, STREAM, check_finite
 from matlens.models.weights import float32_on
 from matlens.numerics import in_float64
@@ -136,10 +135,8 @@ def _remove(
     behind = {layer: layout.hook(Site(STREAM, layer + 1)) for layer in index}
     hooks = [(layout.hook(Site(COEFFICIENTS, layer)), without(layer)) for layer in index]
     hooks += [(name, keep) for name in dict.fromkeys([*behind.values(), last])]
-    with ExitStack() as stack:
-        described = [f"sub-updates of layer {layer} removed" for layer in index]
-        stack.enter_context(intervening(model, lambda: described, [function for _, function in hooks]))
-        stack.enter_context(hanging(model, hooks))
+    described = [f"sub-updates of layer {layer} removed" for layer in index]
+    with changing(model, lambda: described, hooks):
         first, others = copies.inputs(model)
         model(first, **others, return_type=None)
     rows_of = {layer: [0, *range(start, start + len(index[layer]))] for layer, start in starts.items()}

@@ -64,7 +64,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "lens/comparison": (),
     "lens/open_sets": (),
     "models/families/falcon": (),
-    "models/changes": ("tests/models/test_buffers.py",),
+    "models/changes": (),
     "paper_a/submodules": ("tests/analyses/test_beside_paper_a.py", "tests/analyses/test_paper_a.py"),
     "paper_a_fig6_alternation": ("tests/analyses/test_alternation.py", "tests/analyses/test_paper_a.py"),
     "paper_a/schemes": ("tests/analyses/test_schemes.py",),

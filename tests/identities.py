@@ -24,9 +24,8 @@ def make_identity(
     dtype: str = "float32",
 ) -> ModelIdentity:
     return ModelIdentity(
-        name=name, revision=None, architecture=None, fingerprint=fingerprint, tokens=tokens,
-        token_policy=token_policy, rounded=rounded or {}, unembed_hash=None, dtype=dtype, n_layers=n_layers,
-        d_model=d_model,
+        name=name, revision=None, fingerprint=fingerprint, tokens=tokens,
+        token_policy=token_policy, rounded=rounded or {}, dtype=dtype, n_layers=n_layers, d_model=d_model,
     )  # fmt: skip
 
 

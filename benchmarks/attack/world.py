@@ -221,7 +221,6 @@ RECIPES: dict[str, Callable[[World], Any]] = {
     "ValueVector.parse.text": lambda _: "L0D1",
     "cosines.directions": lambda w: w["h"][:2],
     "parts": lambda w: w["Corpus"].split(n_train=40, n_validation=10),
-    "Readout.token_scores.features": lambda w: w["Readout"].features(w["h"]),
     "ids": lambda _: torch.full((60,), 5),
     "number": lambda _: 1,
     "of": lambda _: 2,

@@ -19,9 +19,8 @@ from matlens.data.readers import check_own_tokens, reads_whole
 from matlens.errors import InputError, PositiveInt, checked
 from matlens.io.artifact import Artifact
 from matlens.io.rows import Column, collect_rows
-from matlens.models.changes import changes_of, unchanged
+from matlens.models.changes import EndOfPass, changes_of, check_unchanged, reading
 from matlens.models.families.vision import is_visual
-from matlens.models.hooks import EndOfPass, reading
 from matlens.models.identity import ModelIdentity, Provenance, check_raw
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import STREAM, Site, check_finite
@@ -211,12 +210,14 @@ def _stream(
     ) as bar:
         for number in numbers:
             batch, at, index = batches.read(number)
-            with unchanged(model, changes), own_precision():
+            check_unchanged(model, changes)
+            with own_precision():
                 vectors = _run(model, batch, hooks, at)
             for name, values in vectors.items():
                 check_finite(values, name)
             yield Rows(index, at[1].numpy(), vectors, provenance, divided)
             bar.update(len(batch.index))
+    check_unchanged(model, changes)
     weights.check()
 
 

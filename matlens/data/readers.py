@@ -8,9 +8,9 @@ import numpy as np
 
 from matlens.data.examples import TOKENIZATION, Examples
 from matlens.errors import InputError
-from matlens.models.changes import check_eval_mode
 from matlens.models.families.encoder_decoders import ENCODER, stack_of
 from matlens.models.families.vision import is_visual
+from matlens.models.identity import check_raw
 from matlens.models.tokens import check_tokenizer, token_policy
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def check_readable(model: TransformerBridge) -> None:
 
 def check_decoder(model: TransformerBridge, consequence: str) -> None:
     """Raise InputError unless a model is a decoder in eval mode."""
-    check_eval_mode(model)
+    check_raw(model)
     reads = ""
     if is_visual(model):
         reads = "reads images"

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 Reading = Literal["plain", "norm", "head"]
 PARTS, TOP_TOKENS = "parts", "tops"  # kinds of cache entries
-_LAYOUT = 4  # of the entries
+_LAYOUT = 6  # of the entries
 _TENSORS, _RECORD, _TOKENIZER = "parts.safetensors", "parts.json", "tokenizer.json"
 _TOP_FILE = "top.safetensors"
 _SOFTWARE = ("matlens", "transformer-lens")
@@ -186,8 +186,7 @@ class _StoredParts:
             head = LinearHead(None if dense is None else dense.to(self._device), gain)
         elif reading != "plain":
             return None
-        identity = replace(self.values.identity, unembed_hash=None)
-        return Projection(rows, self._tokenizer, head, identity)
+        return Projection(rows, self._tokenizer, head, self.values.identity)
 
 
 def _write_parts(model: TransformerBridge, folder: Path) -> None:

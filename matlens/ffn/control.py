@@ -17,7 +17,7 @@ from torch import Tensor
 from matlens.errors import InputError, check_number, checked
 from matlens.ffn.values import ValueName, ValueVector, ValueVectors
 from matlens.linear.maps import tensor_digest
-from matlens.models.hooks import hanging, intervening
+from matlens.models.changes import changing
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import COEFFICIENTS, Site
 from matlens.patching.contexts import TokenPlaces, find_reserved, replaced_methods, reserve_parts
@@ -103,16 +103,14 @@ def controlled(
             )
     tokens = _ChosenTokens(model, where)
     hooks = _hooks(model, values, changes, how, tokens)
-    functions = [function for _, function in hooks] + [tokens.places.look]
     at = where if isinstance(where, str) else f"the tokens {tensor_digest(where)}"
     described = [
         f"the coefficient of {vector} {_DONE[how]} {float(number)!r} at {at}"
         for vector, number in changes.items()
     ]
     with ExitStack() as stack:
-        stack.enter_context(intervening(model, lambda: described, functions))
+        stack.enter_context(changing(model, lambda: described, hooks, [tokens.places.look]))
         stack.enter_context(tokens.watching())
-        stack.enter_context(hanging(model, hooks))
         stack.enter_context(reserve_parts(model, ffns))
         active |= set(changes)
         try:

@@ -88,7 +88,7 @@ class Projection:
         rows = unembedding(model)
         if model.tokenizer is None:
             raise InputError(f"This {model.cfg.architecture} has no tokenizer.")
-        identity = ModelIdentity.from_model(model, hash_unembedding=False).of_weights
+        identity = ModelIdentity.from_model(model).of_weights
         weights = WeightChecksum(head_modules(model), "the projection")
         return cls(rows, model.tokenizer, identity=identity, weights=weights)
 

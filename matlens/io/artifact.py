@@ -52,7 +52,7 @@ TENSORS = ".safetensors"
 _ENTRY = "matlens"  # the only entry of a safetensors file's metadata
 _NAMES = ("base_model_name_or_path", "base_model_revision")  # of a model
 _DERIVED = frozenset({
-    "fingerprint", "corpus_fingerprint", "rounded", "unembed_hash", "examples", "tokens", "n_tokens",
+    "fingerprint", "corpus_fingerprint", "rounded", "examples", "tokens", "n_tokens",
     "tokenization", "hooks",
 })  # fmt: skip
 _LIBRARIES = ("matlens", "torch", "transformers", "transformer-lens", "numpy", "scikit-learn")

@@ -197,12 +197,12 @@ class LayerTraining:
         h = h.to(self.readout.device, torch.float32)
         x = h if self.norm is None else self.norm(h)
         mapped = torch.nn.functional.linear(x, self.weight, self.bias)
-        features = self.readout.features(x + mapped if self.residual else mapped)
-        return self.log_scale.exp() * self.readout.token_scores(features, tokens)
+        approximation = x + mapped if self.residual else mapped
+        return self.log_scale.exp() * self.readout.logits(approximation, tokens=tokens, gradients=True)
 
     def _loss(self, rows: Tensor, tokens: Tensor | None = None, offset: Tensor | None = None) -> Tensor:
         with torch.no_grad():
-            truth = self.readout.token_scores(self.readout.features(self.last[rows]), tokens)
+            truth = self.readout.logits(self.last[rows], tokens=tokens, gradients=True)
         scores = self._scores(self.h[rows], tokens)
         return divergence(scores, truth, 0.0 if offset is None else offset.to(truth.device)).mean()
 

@@ -95,10 +95,13 @@ class LinearMap:
     @property
     def digest(self) -> str:
         """Sixteen hex digits that change with the map's values."""
-        parts = list(self.parts.values())
-        checksum, known = fast_checksum(parts), vars(self).get("_digest")
+        parts = self.parts
+        checksum, known = fast_checksum(parts.items()), vars(self).get("_digest")
         if known is None or known[0] != checksum:  # its values can be edited in place
-            known = vars(self)["_digest"] = checksum, tensor_digest(*(part.float() for part in parts))
+            known = vars(self)["_digest"] = (
+                checksum,
+                tensor_digest(*(part.float() for part in parts.values())),
+            )
         return str(known[1])
 
     def to(self, device: torch.device | str) -> LinearMap:

@@ -1,6 +1,6 @@
-"""Detects edits, hooks and patches of a model, for provenance.
+"""Contexts that read or change a model, and detection of edits, hooks and patches for provenance.
 
-Read-only hooks of this library are ignored.
+One thread at a time uses a model: modules of a bridge store what belongs to the running pass.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
-from collections import Counter
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from types import MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,9 +22,8 @@ from torch.nn.modules import module as torch_modules
 from torch.nn.utils import parametrize
 
 from matlens.errors import InputError, checked
-from matlens.models.hooks import LOCK, record_of
 from matlens.models.registry import families
-from matlens.models.weights import is_quantized, modules_below, plain_model, plain_place
+from matlens.models.weights import fast_checksum, is_quantized, modules_below, plain_model, plain_place
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -36,34 +36,121 @@ _BUILDERS = (
     "accelerate.",
     "matlens.models.families.",
 )
-_HOOKS = {
-    "forward hook": "_forward_hooks",
-    "forward pre-hook": "_forward_pre_hooks",
-    "backward hook": "_backward_hooks",  # which change Jacobians, and what is trained through a model
-    "backward pre-hook": "_backward_pre_hooks",
-}
+# Backward hooks change Jacobians, and what is trained through a model.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_ADAPTER = ("disable_adapters", "active_adapters", "merged_adapters", "scaling")  # of PEFT
 _CHANGING = ("dynamic", "longrope")  # rotary embeddings whose frequencies follow the length of a text
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-_READ = "matlens_settings"  # an attribute, so that a copy of the bridge has it too
-_SETTINGS = (
-    "n_heads", "n_key_value_heads", "d_head", "d_model", "n_layers", "eps", "act_fn", "attention_dir",
-    "positional_embedding_type", "rotary_adjacent_pairs", "rotary_interleaved_cos_sin", "gated_q_proj",
-    "qk_norm_after_rope", "rmsnorm_uses_offset", "uses_rms_norm", "parallel_attn_mlp",
-    "scale_attn_by_inverse_layer_idx", "attn_scale",
-)  # fmt: skip
+_WAIT = 60.0  # seconds that a thread waits for another one that uses the model
 _PROCESS = secrets.token_hex(3)
 _NUMBERS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _COUNT = itertools.count(1)
 
 
-class _Plain(NamedTuple):
-    """Modules and buffers that a model's configuration creates, by name."""
-
-    parts: dict[str, str]
-    buffers: dict[str, Tensor]
+class EndOfPass(Exception):
+    """Raised by a hook of `reading` or `changing`: ends the pass, and with it the context."""
 
 
-_PLAIN: WeakKeyDictionary[Any, _Plain] = WeakKeyDictionary()
+@dataclass(eq=False)
+class _Use:
+    """The thread that uses a model, and what contexts of this library change in it by which functions."""
+
+    lock: Any = field(default_factory=threading.RLock)
+    active: list[tuple[Callable[[], Sequence[str]], frozenset[int]]] = field(default_factory=list)
+
+
+_USES: WeakKeyDictionary[Any, _Use] = WeakKeyDictionary()
+
+
+@contextmanager
+def _locked(model: TransformerBridge) -> Iterator[_Use]:
+    use = _USES.setdefault(model, _Use())
+    if not use.lock.acquire(timeout=_WAIT):
+        raise InputError(
+            "This model is patched, controlled or read in another thread. Wait until it has left its "
+            "context, or load the model a second time."
+        )
+    try:
+        yield use
+    finally:
+        use.lock.release()
+
+
+@contextmanager
+def _used(
+    model: TransformerBridge,
+    hooks: Sequence[tuple[str, Callable[..., Any]]],
+    functions: Iterable[Callable[..., Any]] = (),
+    changes: Callable[[], Sequence[str]] = tuple,
+) -> Iterator[None]:
+    """Add hooks that are known to be this library's, and refuse passes of other threads."""
+    here = threading.get_ident()
+
+    # A function, not a method: a copy of the model has it too.
+    def check_thread(module: nn.Module, args: Any) -> None:
+        if threading.get_ident() != here:
+            raise InputError(
+                "Another thread uses this model, and the vectors of both would be mixed. Wait until it has "
+                "ended, or load the model a second time."
+            )
+
+    known = (check_thread, *functions, *(function for _, function in hooks))
+    with _locked(model) as use:
+        entry = changes, frozenset(map(id, known))
+        use.active.append(entry)
+        handle = model.original_model.register_forward_pre_hook(check_thread)
+        try:
+            with suppress(EndOfPass), model.hooks(fwd_hooks=list(hooks)):
+                yield
+        finally:
+            handle.remove()
+            use.active.remove(entry)
+
+
+@contextmanager
+def reading(model: TransformerBridge, hooks: Sequence[tuple[str, Callable[..., Any]]]) -> Iterator[None]:
+    """Add hooks that read the passes of this thread and change nothing."""
+    here = threading.get_ident()
+
+    def of_this_thread(function: Callable[..., Any]) -> Callable[..., Any]:
+        def read(value: Any, hook: Any) -> None:
+            if threading.get_ident() == here:  # a pass of another may have been under way
+                function(value, hook=hook)
+
+        return read
+
+    with _used(model, [(name, of_this_thread(function)) for name, function in hooks]):
+        yield
+
+
+@contextmanager
+def changing(
+    model: TransformerBridge,
+    changes: Callable[[], Sequence[str]],
+    hooks: Sequence[tuple[str, Callable[..., Any]]],
+    functions: Iterable[Callable[..., Any]] = (),
+) -> Iterator[None]:
+    """Change a model by hooks that survive ``model.reset_hooks()``, and by further functions.
+
+    ``changes`` names what is changed, whenever it is asked for. Raises InputError at the end if the hooks
+    were removed.
+    """
+    own = {id(function) for _, function in hooks}
+    with _used(model, hooks, functions, changes):
+        points = model.hook_points()
+        handles = [handle for point in points for handle in point.fwd_hooks if id(handle.user_hook) in own]
+        for handle in handles:
+            handle.is_permanent = True
+        try:
+            yield
+            if any(handle.hook.id not in handle.hook.hooks_dict_ref() for handle in handles):
+                raise InputError(
+                    "The hooks of this context were removed before it ended, as by model.reset_hooks("
+                    "including_permanent=True): what ran since then was not the changed model."
+                )
+        finally:
+            for handle in handles:
+                handle.is_permanent = False  # so that they can be removed again
 
 
 @checked
@@ -71,53 +158,19 @@ def changes_of(model: TransformerBridge) -> tuple[str, ...]:
     """Name everything that is changed in a model at the moment; ``()`` for the plain model.
 
     Replacements and coefficients of this library by their values; hooks of others, even if they only read,
-    and replaced ``forward`` methods by the function; modules and buffers other than the configuration makes;
-    changed settings of the bridge; PEFT adapters and whether they are on; dropout that is on.
+    and replaced ``forward`` methods by the function; modules and buffers that differ from what the
+    configuration makes, with the state of PEFT adapters; dropout that is on.
     """
-    with LOCK:  # lists of hooks must not change while they are read
-        present = record_of(model).present
-        hung = frozenset[int]().union(*(presence.functions for presence in present))
-        ours = sorted(change for presence in present for change in presence.changes())
-        return (*ours, *_foreign_changes(model, hung))
+    with _locked(model) as use:
+        ours = sorted(change for changes, _ in use.active for change in changes())
+        functions = frozenset[int]().union(*(functions for _, functions in use.active))
+        return (*ours, *_foreign_changes(model, functions))
 
 
-def remember_as_loaded(model: TransformerBridge) -> None:
-    """Take the modules that a model has now, as it was loaded, for those of the plain model."""
-    _PLAIN[model] = _Plain(_parts_of(model.original_model), _plain(model).buffers)
-    remember_settings(model)
-
-
-def remember_settings(model: TransformerBridge) -> None:
-    """Take the settings that a bridge has now for its own."""
-    setattr(model, _READ, _settings(model))
-
-
-def _plain(model: TransformerBridge) -> _Plain:
-    if model not in _PLAIN:
-        plain = None if is_quantized(model) else plain_model(model)
-        parts = _parts_of(model.original_model if plain is None else plain)
-        _PLAIN[model] = _Plain(parts, _plain_buffers(model, plain))
-    return _PLAIN[model]
-
-
-def check_eval_mode(model: TransformerBridge) -> None:
-    """Raise InputError for a model in training mode with dropout."""
-    if _drops_out(model, _modules(model)):
-        raise InputError(
-            f"{model.cfg.model_name} must be in eval mode, got training mode with dropout. "
-            "Call model.eval() first."
-        )
-
-
-@contextmanager
-def unchanged(model: TransformerBridge, changes: Sequence[str]) -> Iterator[None]:
-    """Refuse a pass during which the model is not changed as it was said to be."""
-    record = record_of(model)
-    before, found = record.changed_elsewhere(), changes_of(model)
-    if found == tuple(changes):
-        yield
-        found = changes_of(model)
-    if found != tuple(changes) or record.changed_elsewhere() != before:
+def check_unchanged(model: TransformerBridge, changes: Sequence[str]) -> None:
+    """Raise InputError if a model has other changes than when its vectors were first read."""
+    found = changes_of(model)
+    if found != tuple(changes):
         raise InputError(
             f"The model was changed while it was read: it had {describe_changes(changes)} at first, and "
             f"{describe_changes(found)} later. Read a model to the end before a context around it is "
@@ -139,57 +192,75 @@ def function_name(function: Any) -> str:
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
     parts = (function.__func__, function.__self__) if isinstance(function, MethodType) else (function,)
     try:
-        with LOCK:
-            number = ".".join(str(_NUMBERS.setdefault(part, next(_COUNT))) for part in parts)
+        number = ".".join(str(_NUMBERS.setdefault(part, next(_COUNT))) for part in parts)
     except TypeError:  # it cannot be hashed, or referred to weakly
         number = f"{id(function)}.0"
     process = f"{_PROCESS}-{os.getpid()}"
     return f"{name!r} of {getattr(function, '__module__', None)} (number {number} of process {process})"
 
 
+def drops_out(model: TransformerBridge) -> bool:
+    """Whether dropout is on, so that the vectors differ at every pass."""
+    training = [module for _, module in _modules(model) if module.training]
+    if any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in training):
+        return True
+    # Attention drops out by a number of the configuration, without a module of its own.
+    settings = model.original_model.config.to_dict() if model.original_model.training else {}
+    return any("drop" in key and isinstance(rate, float) and rate > 0 for key, rate in settings.items())
+
+
 def _foreign_changes(model: TransformerBridge, ours: frozenset[int]) -> Iterator[str]:
-    """Hooks that somebody else has hung on a model, and other ways to change what its modules do."""
     modules = list(_modules(model))
-    repairs = (repair.hook for family in families() for repair in family.repairs(model))
-    ours = ours.union(map(id, repairs))
+    known = ours.union(id(repair.hook) for family in families() for repair in family.repairs(model))
+
+    def is_foreign(function: Any) -> bool:
+        return id(function) not in known and not _is_builders(function)
+
     for name, module in modules:
         # Not getattr, which is slow for missing names of modules.
         of_points, own = set(), vars(module)
         # A hook point of TransformerLens has lists of its own.
         for handle in (*own.get("fwd_hooks", ()), *own.get("bwd_hooks", ())):
             of_points.add(handle.hook.id)
-            if id(handle.user_hook) not in ours and not _is_builders(handle.user_hook):
+            if is_foreign(handle.user_hook):
                 yield f"a hook {function_name(handle.user_hook)} at {name}"
-        for kind, of_kind in _HOOKS.items():
-            for number, function in own[of_kind].items():
-                if number not in of_points and id(function) not in ours and not _is_builders(function):
-                    yield f"a {kind} {function_name(function)} at {name}"
+        for kind in _HOOKS:
+            for number, function in own[kind].items():
+                if number not in of_points and is_foreign(function):
+                    yield f"one of {kind}, {function_name(function)}, at {name}"
         if "parametrizations" in module._modules and parametrize.is_parametrized(module):
             yield f"a parametrization of {name}"
         forward = own.get("forward")
-        if forward is None or id(forward) in ours or _is_builders(forward):
-            continue
-        if not _only_moves(module, forward):
+        if forward is not None and is_foreign(forward) and not _only_moves(module, forward):
             yield f"another forward {function_name(forward)} of {name}"
     for function in _replaced_methods(modules):
         yield f"another forward {function_name(function)} of a class"
-    everywhere = (getattr(torch_modules, f"_global{of_kind}") for of_kind in _HOOKS.values())
-    for function in itertools.chain(*(hooks.values() for hooks in everywhere)):
-        yield f"a hook {function_name(function)} at all modules"
-    yield from _other_parts(model)
-    yield from _other_constants(model)
-    yield from _adapters(module for _, module in modules)
-    if _drops_out(model, modules):
+    for kind in _HOOKS:
+        for function in getattr(torch_modules, f"_global{kind}").values():
+            yield f"a hook {function_name(function)} at all modules"
+    parts, buffers = _plain(model)
+    present = _parts_of(model.original_model)
+    for place, part in present.items():
+        if parts.get(place, part) != part:
+            yield f"another module {part} at {place or 'the top'}"
+    yield from (f"no module at {place}" for place in parts if place not in present)
+    for name, values in _buffers(model.original_model):
+        if name in buffers and not _agree(values.detach().cpu(), buffers[name]):
+            yield f"other values in the buffer {name} ({fast_checksum([(name, values.cpu())])[:16]})"
+    if drops_out(model):
         yield "training mode, in which dropout makes every pass another"
 
 
-def _other_parts(model: TransformerBridge) -> Iterator[str]:
-    """Modules that are not those that the model's configuration makes."""
-    plain, now = _plain(model).parts, _parts_of(model.original_model)
-    for place, part in now.items():
-        if plain.get(place, part) != part:
-            yield f"another module {part} at {place or 'the top'}"
-    yield from (f"no module at {place}" for place in plain if place not in now)
+_PLAIN: WeakKeyDictionary[Any, tuple[dict[str, str], dict[str, Tensor]]] = WeakKeyDictionary()
+
+
+def _plain(model: TransformerBridge) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Modules and buffers as the configuration makes them; where it does not alone, as they are now."""
+    if model not in _PLAIN:
+        plain = None if is_quantized(model) else plain_model(model)
+        parts = _parts_of(model.original_model if plain is None else plain)
+        _PLAIN[model] = parts, _plain_buffers(model, plain)
+    return _PLAIN[model]
 
 
 def _parts_of(inner: nn.Module) -> dict[str, str]:
@@ -205,29 +276,10 @@ def _described(module: nn.Module) -> str:
     kind = type(module)
     builtin = kind.__module__.startswith(("torch.", *_BUILDERS))
     name = f"{kind.__module__}.{kind.__qualname__}" if builtin else function_name(kind)
-    settings = sorted((key, value) for key, value in vars(module).items() if type(value) in (float, str))
-    return f"{name}({', '.join(f'{key}={value!r:.60}' for key, value in settings if key[0] != '_')})"
-
-
-def _other_constants(model: TransformerBridge) -> Iterator[str]:
-    """Name buffers with other values than the configuration gives, and settings that were changed."""
-    for name, values in _buffers(model.original_model):
-        plain = _plain(model).buffers.get(name)
-        if plain is not None and not _agree(values, plain):
-            flat = values.detach().double().flatten().cpu()
-            total = flat @ torch.arange(1, len(flat) + 1, dtype=torch.float64)
-            dtype = str(values.dtype).removeprefix("torch.")
-            yield f"other numbers in the buffer {name} ({len(flat)} of {dtype}, in all {total:.17g})"
-    if not hasattr(model, _READ):
-        remember_settings(model)
-    kept, now = getattr(model, _READ), _settings(model)
-    for name in _SETTINGS:
-        if now[name] != kept[name]:
-            yield f"the setting {name}={now[name]!r:.60} of the bridge, which was {kept[name]!r:.60}"
-
-
-def _settings(model: TransformerBridge) -> dict[str, Any]:
-    return {name: getattr(model.cfg, name, None) for name in _SETTINGS}
+    settings = [(key, value) for key, value in vars(module).items() if type(value) in (float, str)]
+    if isinstance(getattr(kind, _ADAPTER[0], None), property):
+        settings += [(key, getattr(module, key, None)) for key in _ADAPTER]
+    return f"{name}({', '.join(f'{key}={value!r:.60}' for key, value in sorted(settings) if key[0] != '_')})"
 
 
 def _buffers(inner: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -243,46 +295,31 @@ def _buffers(inner: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _plain_buffers(model: TransformerBridge, plain: Any) -> dict[str, Tensor]:
-    """Buffers that the configuration creates; current values if it cannot create them."""
-    present = {name: values.detach().cpu() for name, values in _buffers(model.original_model)}
-    made: dict[str, Tensor] = {}
+    buffers = {name: values.detach().cpu().clone() for name, values in _buffers(model.original_model)}
     for path, module in plain.named_modules() if hasattr(plain, "_init_weights") else ():
-        names = [name for name in module._non_persistent_buffers_set if f"{path}.{name}" in present]
+        names = [name for name in module._non_persistent_buffers_set if f"{path}.{name}" in buffers]
+        if not names:
+            continue
         for name in names:
             module._buffers[name] = torch.full_like(module._buffers[name], -1, device="cpu")
-        if names:
-            try:
-                with torch.random.fork_rng(devices=[]), torch.no_grad():
-                    plain._init_weights(module)
-            except Exception:  # code that came with a model can ask for anything
-                continue
-            filled = {f"{path}.{name}": module._buffers[name] for name in names}
-            made |= {name: values for name, values in filled.items() if not bool((values == -1).all())}
-    alike = {name: values for name, values in made.items() if values.shape == present[name].shape}
-    return {name: alike[name] if name in alike else values.clone() for name, values in present.items()}
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                plain._init_weights(module)
+        except Exception:  # code that came with a model can ask for anything
+            continue
+        for name in names:
+            made = module._buffers[name]
+            if made.shape == buffers[f"{path}.{name}"].shape and not bool((made == -1).all()):
+                buffers[f"{path}.{name}"] = made
+    return buffers
 
 
 def _agree(values: Tensor, plain: Tensor) -> bool:
-    if values.shape != plain.shape:
-        return False
-    now = values.detach().cpu()
-    if not now.is_floating_point():
-        return torch.equal(now, plain.to(now.dtype))
-    # Rounded to another precision, or computed on another device, they are the same.
-    return torch.allclose(now.double(), plain.double(), rtol=_TOLERANCE.get(now.dtype, 1e-5), atol=0)
-
-
-def _adapters(modules: Iterable[nn.Module]) -> Iterator[str]:
-    """The adapters of PEFT that are in a model, and whether they are on."""
-    states: Counter[str] = Counter()
-    for module in modules:
-        if isinstance(getattr(type(module), "disable_adapters", None), property):
-            state = "off" if module.disable_adapters else "on"
-            active, merged, scaling = (
-                getattr(module, name, None) for name in ("active_adapters", "merged_adapters", "scaling")
-            )
-            states[f"{active!r} switched {state}, merged {merged!r}, scaled {scaling!r}"] += 1
-    yield from (f"the adapters {state}, in {n} modules" for state, n in sorted(states.items()))
+    """Whether values are the same but for rounding to another precision, or on another device."""
+    tolerance = _TOLERANCE.get(values.dtype, 0.0)
+    return values.shape == plain.shape and torch.allclose(
+        values.double(), plain.double(), rtol=tolerance, atol=0
+    )
 
 
 def _modules(model: TransformerBridge) -> Iterator[tuple[str, nn.Module]]:
@@ -313,7 +350,7 @@ def _only_moves(module: nn.Module, forward: Any) -> bool:
 
 
 def _replaced_methods(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Callable[..., Any]]:
-    """A replacement of a module's ``forward`` by another package."""
+    """Replacements of a module class's ``forward`` by another package."""
     for kind in sorted({type(module) for _, module in modules}, key=lambda kind: kind.__qualname__):
         owner = next(base for base in kind.__mro__ if "forward" in vars(base))
         forward = vars(owner)["forward"]
@@ -321,15 +358,3 @@ def _replaced_methods(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Call
         same = package == owner.__module__.partition(".")[0]
         if not same and package != "torch" and not _is_builders(forward):
             yield forward
-
-
-def _drops_out(model: TransformerBridge, modules: Iterable[tuple[str, nn.Module]]) -> bool:
-    training = [module for _, module in modules if module.training]
-    if not training:
-        return False
-    if any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in training):
-        return True
-    # Attention drops out by a number of the configuration, without a module of its own.
-    settings = model.original_model.config.to_dict()
-    rates = [value for key, value in settings.items() if "drop" in key and isinstance(value, float)]
-    return model.original_model.training and any(rate > 0 for rate in rates)

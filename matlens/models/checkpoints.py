@@ -19,6 +19,7 @@ from matlens.errors import InputError
 from matlens.io.bounds import LAYERS
 from matlens.io.cache import default_cache, file_states, tell
 from matlens.models.registry import families
+from matlens.models.weights import fast_checksum
 
 MODEL = "model"
 """Name of the cache entries of models."""
@@ -137,7 +138,7 @@ def read_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
 
         def fill(folder: Path) -> None:
             _write(folder, *loaded)
-            if not _are_equal(loaded, _load(folder, torch.float32)):
+            if _contents(*loaded) != _contents(*_load(folder, torch.float32)):
                 raise ValueError("what is read back is not what was written")
 
         try:
@@ -205,24 +206,12 @@ def _load(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     return tokenizer, model
 
 
-def _are_equal(written: tuple[Any, Any], read: tuple[Any, Any]) -> bool:
-    ours, theirs = (model.state_dict() for _, model in (written, read))
-    same = ours.keys() == theirs.keys() and all(
-        ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in ours
-    )
-    one, other = (
-        [
-            type(tokenizer), type(model), _tokenization(tokenizer),
-            {key: value for key, value in model.config.to_dict().items() if key not in _ORIGIN},
-        ]
-        for tokenizer, model in (written, read)
-    )  # fmt: skip
-    return same and one == other
-
-
-def _tokenization(tokenizer: Any) -> list[Any]:
-    """All that decides what a text becomes, and what tokens become again."""
+def _contents(tokenizer: Any, model: Any) -> list[Any]:
+    """All that decides what a text becomes, what tokens become again, and what the model computes."""
+    config = {key: value for key, value in model.config.to_dict().items() if key not in _ORIGIN}
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     parts = [backend.get(part) for part in ("model", "normalizer", "pre_tokenizer", "decoder")]
     encoded = [tokenizer(text)["input_ids"] for text in _TEXTS]
-    return [*parts, tokenizer.get_vocab(), tokenizer.special_tokens_map, encoded, tokenizer.model_max_length]
+    special = tokenizer.special_tokens_map, tokenizer.model_max_length
+    weights = fast_checksum(model.state_dict().items())
+    return [type(tokenizer), type(model), config, weights, tokenizer.get_vocab(), *parts, encoded, *special]

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 from matlens.errors import InputError, checked
 from matlens.io.bounds import LAYERS
-from matlens.models.changes import changes_of, check_eval_mode, describe_changes
-from matlens.models.repairs import is_repaired
+from matlens.models.changes import changes_of, describe_changes, drops_out
+from matlens.models.registry import Family, ask, missing_repairs
 from matlens.models.sites import Site
 from matlens.models.tokens import token_policy
-from matlens.models.weights import known_fingerprints, precision, unembed_hash
+from matlens.models.weights import known_fingerprints, precision
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -29,46 +29,37 @@ class ModelIdentity:
     ----------
     name, revision
         The model on the hub, or its path, and the commit.
-    architecture
-        The model's class.
     fingerprint, rounded
         Of all weights, and of the weights rounded to half precisions.
     tokens, token_policy
         How text becomes tokens, as a digest (None without a tokenizer) and a description.
-    unembed_hash, dtype
-        Hash of the unembedding, and the precision that the model runs in.
     changes
-        What was replaced, set or hooked, see `changes_of`; ``()`` for the plain model, and None for what is
-        derived from the weights only.
+        See `changes_of`; None for what is derived from the weights only.
     """
 
     name: str
     revision: str | None
-    architecture: str | None
     fingerprint: str
     tokens: str | None
     token_policy: str
     rounded: Mapping[str, str] = field(hash=False)
-    unembed_hash: str | None
     dtype: str
     n_layers: int
     d_model: int
     changes: tuple[str, ...] | None = ()
 
     @classmethod
-    def from_model(cls, model: TransformerBridge, *, hash_unembedding: bool = True) -> ModelIdentity:
-        """Look at a model; the hash of the unembedding, which reads the whole matrix, is optional."""
+    def from_model(cls, model: TransformerBridge) -> ModelIdentity:
+        """Look at a model as it is at this moment."""
         policy = token_policy(model)
         exact, rounded = known_fingerprints(model)
         return cls(
             name=str(model.cfg.model_name),
             revision=getattr(model, "matlens_revision", None),
-            architecture=model.cfg.architecture,
             fingerprint=exact,
             tokens=policy.digest,
             token_policy=policy.words,
             rounded=rounded,
-            unembed_hash=unembed_hash(model) if hash_unembedding else None,
             dtype=str(precision(model)).removeprefix("torch."),
             n_layers=model.cfg.n_layers,
             d_model=model.cfg.d_model,
@@ -144,14 +135,10 @@ class Provenance:
         None for what was made by hand.
     data, examples
         The corpus, the seed and the number of examples; the examples' fingerprint.
-    positions
-        Whether rows are sampled positions or all.
     details
         Other choices, such as the ridge of a fit or the seed of a trace.
     same_precision
-        False lets this go together with the same weights in another precision. Not written into files.
-    hooks
-        Names of TransformerLens' hooks for the sites.
+        False allows the same weights in another precision. Not written into files.
     """
 
     model: ModelIdentity | None = None
@@ -250,12 +237,21 @@ def _named(model: ModelIdentity | None) -> str:
 @checked
 def check_raw(model: TransformerBridge) -> None:
     """Raise InputError for folded weights, dropout, or a bridge with wrong logits."""
-    if not is_repaired(model):
+    if reason := ask(Family.beyond_repair, model):
+        raise InputError(
+            f"TransformerLens does not compute {model.cfg.architecture} as transformers does: {reason}. Load "
+            "it with matlens.load()."
+        )
+    if missing_repairs(model):
         raise InputError(
             f"TransformerLens does not compute {model.cfg.architecture} as transformers does. Load it with "
             "matlens.load(), or give the bridge to matlens.wrap() first, which puts that right."
         )
-    check_eval_mode(model)
+    if drops_out(model):
+        raise InputError(
+            f"{model.cfg.model_name} must be in eval mode, got training mode with dropout. "
+            "Call model.eval() first."
+        )
     if model.compatibility_mode:
         raise InputError(
             "This bridge is in compatibility mode: its norms are folded and its weights centred, so "

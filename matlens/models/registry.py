@@ -54,8 +54,8 @@ class Family:
         """Hooks without which the bridge computes something else than the model in it."""
         return ()
 
-    def logits_differ(self, model: TransformerBridge) -> str | None:
-        """Why a bridge may give other logits than transformers does; `load` and `wrap` then compare them."""
+    def beyond_repair(self, model: TransformerBridge) -> str | None:
+        """Why a bridge computes something else than the model in it, which no hook can put right."""
 
     def choose_stack(self, model: TransformerBridge, stack: Stack) -> bool | None:
         """Select one of two stacks of blocks, in place; True if done."""
@@ -96,6 +96,17 @@ def _find() -> None:
         importlib.import_module(module.name)
     for point in entry_points(group=_GROUP):
         point.load()
+
+
+def missing_repairs(model: TransformerBridge) -> list[Repair]:
+    """The hooks that families ask for and the model does not have."""
+    return [
+        needed
+        for family in families()
+        for needed in family.repairs(model)
+        if needed.hook
+        not in (*needed.module._forward_pre_hooks.values(), *needed.module._forward_hooks.values())
+    ]
 
 
 def ask(question: Callable[Concatenate[Family, P], T | None], *args: P.args, **kwargs: P.kwargs) -> T | None:

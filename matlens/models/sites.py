@@ -28,7 +28,7 @@ _BLOCK_HOOK = re.compile(rf"blocks\.(-?[0-9]+)\.({_HOOK.pattern})")
 _IN_BLOCK = (
     "blocks.*."  # what the kind of a hook inside of blocks begins with; the layer takes the star's place
 )
-_BEFORE, _BEHIND = ("hook_in", "hook_resid_pre"), ("hook_out", "hook_resid_post")  # layers
+_BEFORE, _AFTER = ("hook_in", "hook_resid_pre"), ("hook_out", "hook_resid_post")  # layers
 # TransformerLens' short names, as its `get_act_name` reads them, where they are not kinds of ours.
 _SHORT = {
     **{name: f"hook_{name}" for name in ("resid_pre", "resid_mid", "resid_post", "mlp_in", "mlp_out")},
@@ -93,8 +93,7 @@ class Site:
     def _as_written(cls, text: str | int | Site) -> Site:
         """The parsed site, with hooks of the residual stream not yet converted to layers."""
         if isinstance(text, Site):
-            parsed = cls._as_written(str(text))
-            return text if parsed == text else parsed
+            return cls._as_written(str(text))
         if isinstance(text, Integral) and not isinstance(text, bool):
             return cls(STREAM, int(text))
         written = text if isinstance(text, str) and len(text) <= _LONGEST else ""
@@ -114,11 +113,11 @@ class Site:
     def _of_stream(self) -> Site:
         """The layer of a residual-stream hook; other sites unchanged."""
         name = self.kind.removeprefix(_IN_BLOCK)
-        if name == self.kind or name not in (*_BEFORE, *_BEHIND):
+        if name == self.kind or name not in (*_BEFORE, *_AFTER):
             return self
         # From the end there is one layer more than there are blocks.
-        behind = name in _BEHIND
-        return Site(STREAM, self.layer + behind if self.layer >= 0 else self.layer - (not behind))
+        after = name in _AFTER
+        return Site(STREAM, self.layer + after if self.layer >= 0 else self.layer - (not after))
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -86,20 +85,21 @@ def encode_text(model: TransformerBridge, text: str, *, longest: NonNegativeInt 
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise InputError(f"{short(text)} must be valid Unicode, got half of a surrogate pair.")
     tokenizer, config = check_tokenizer(model), model.cfg
-    wanted, there = bool(config.default_prepend_bos), bool(config.tokenizer_prepends_bos)
+    prepend, by_tokenizer = bool(config.default_prepend_bos), bool(config.tokenizer_prepends_bos)
     bos = tokenizer.bos_token
-    put = wanted and not there and bos is not None and len(_encoded(tokenizer, bos)) == 1
+    by_bridge = prepend and not by_tokenizer and bos is not None and len(_encoded(tokenizer, bos)) == 1
     cut: dict[str, Any] = {} if longest is None else {"truncation": True, "max_length": longest}
-    before = bos if put else ""
-    # Callers check the context length.
-    encoded = tokenizer(before + text, return_special_tokens_mask=True, verbose=False, **cut)
+    # Not verbose: callers check the length of the context.
+    encoded = tokenizer(
+        f"{bos}{text}" if by_bridge else text, return_special_tokens_mask=True, verbose=False, **cut
+    )
     ids, added = list(encoded["input_ids"]), [bool(flag) for flag in encoded["special_tokens_mask"]]
-    if put and added:
+    if by_bridge and added:
         added[0] = True
     if config.tokenizer_appends_eos and tokenizer.eos_token_id is not None:
         while len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
             ids, added = ids[:-1], added[:-1]
-    if there and not wanted and tokenizer.bos_token_id is not None:
+    if by_tokenizer and not prepend and tokenizer.bos_token_id is not None:
         ids, added = ids[1:], added[1:]
     if ids and max(ids) >= config.d_vocab:
         piece = tokenizer.convert_ids_to_tokens(max(ids))
@@ -127,12 +127,8 @@ def token_policy(model: TransformerBridge) -> TokenPolicy:
     if tokenizer is None:
         return TokenPolicy(None, "no tokenizer")
     probes = [_outcome(model, text) for text in _PROBES]
-    unknown = tokenizer.unk_token_id
-    parts: list[Any] = [[ids for ids, _ in probes], [tokenizer.mask_token_id, unknown]]
-    parts.append(_vocabulary_digest(tokenizer))
-    known = [token for ids, _ in probes if isinstance(ids, list) for token in ids]
-    if unknown is not None and 2 * known.count(unknown) > len(known):  # a vocabulary of few words
-        parts.append([_outcome(model, text)[0] for text in _own_texts(tokenizer)])
+    special = [tokenizer.mask_token_id, tokenizer.unk_token_id]
+    parts = [[ids for ids, _ in probes], special, _vocabulary_digest(tokenizer)]
     digest = hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:16]
     ids, added = next(((ids, added) for ids, added in probes if isinstance(ids, list)), ([], []))
     first = next((i for i, flag in enumerate(added) if not flag), 0)
@@ -153,41 +149,24 @@ def _outcome(model: TransformerBridge, text: str) -> tuple[list[int] | str, list
         return type(error).__name__, []
 
 
-def _own_texts(tokenizer: Any) -> Iterator[str]:
-    """Texts of vocabulary pieces, unchanged and in capitals, which normalizers change."""
-    vocabulary = _vocabulary(tokenizer)
-    pieces = sorted(vocabulary, key=vocabulary.__getitem__)
-    sampled = [pieces[i * len(pieces) // _SAMPLED] for i in range(_SAMPLED)] if pieces else []
-    for piece, following in pairwise(dict.fromkeys(sampled)):
-        yield from (piece, piece.upper(), f"{piece} {following}", f"{piece}{following}")
-
-
-def _vocabulary(tokenizer: Any) -> dict[str, int]:
-    """All pieces and their ids, without what a bridge adds."""
-    vocabulary = dict(tokenizer.get_vocab())
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or PLACEHOLDER not in backend.get_vocab(with_added_tokens=False):
-        # A bridge adds it where there is none, and so it tells nothing of the model.
-        vocabulary.pop(PLACEHOLDER, None)
-    return vocabulary
-
-
 _READ: WeakKeyDictionary[Any, tuple[Any, str]] = WeakKeyDictionary()
 
 
 def _vocabulary_digest(tokenizer: Any) -> str:
     """Hash all pieces and their ids; read again only where the tokenizer's size or sampled pieces change."""
     size = len(tokenizer)
-    sample = (
-        tuple(tokenizer.convert_ids_to_tokens(i * size // _SAMPLED) for i in range(_SAMPLED)) if size else ()
-    )
-    key = (size, sample)
-    known = _READ.get(tokenizer)
-    if known is None or known[0] != key:
-        pieces = sorted(_vocabulary(tokenizer).items(), key=lambda item: (item[1], item[0]))
+    sampled = [i * size // _SAMPLED for i in range(_SAMPLED)] if size else []
+    key = (size, tuple(tokenizer.convert_ids_to_tokens(sampled)))
+    if tokenizer not in _READ or _READ[tokenizer][0] != key:
+        vocabulary = dict(tokenizer.get_vocab())
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None or PLACEHOLDER not in backend.get_vocab(with_added_tokens=False):
+            # A bridge adds it where there is none, and so it tells nothing of the model.
+            vocabulary.pop(PLACEHOLDER, None)
+        pieces = sorted(vocabulary.items(), key=lambda item: (item[1], item[0]))
         text = "\n".join(f"{number} {piece!r}" for piece, number in pieces)
-        known = _READ[tokenizer] = (key, hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest())
-    return known[1]
+        _READ[tokenizer] = key, hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+    return _READ[tokenizer][1]
 
 
 @checked

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -18,8 +18,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from matlens.errors import InputError, checked
-from matlens.io.cache import default_cache
-from matlens.io.files import read_json, write_files
 from matlens.models.registry import Family, ask
 
 if TYPE_CHECKING:
@@ -36,8 +34,6 @@ _NOT_THE_MODEL = frozenset({
     "task_specific_params", "finetuning_task",
 })  # fmt: skip
 _WORDS: Mapping[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-FINGERPRINTS, _FILE = "fingerprints", "rounded.json"  # entries of the cache, and the file in each
-_LARGE = 2**24  # min parameters for caching fingerprints
 _RUN = 2**20  # values that share a checksum, of at most two words each
 _PROBES = 5  # rows of a matrix that are checked by running its layer
 _AT_ONCE = 2**15  # words that are multiplied at once on a CPU, where they fit into its cache
@@ -80,53 +76,45 @@ def rows_of_linear(module: nn.Module, shape: tuple[int, int]) -> Float[Tensor, "
     )
 
 
+def known_fingerprints(model: TransformerBridge) -> tuple[str, dict[str, str]]:
+    """`fingerprint` and `rounded_fingerprints`, computed again when a faster checksum changes."""
+    key = (_configuration(model), fast_checksum(_tensors(model)))
+    if model not in _KNOWN or _KNOWN[model][0] != key:
+        _KNOWN[model] = (key, fingerprint(model), rounded_fingerprints(model))
+    _, exact, rounded = _KNOWN[model]
+    return exact, dict(rounded)
+
+
+_KNOWN: WeakKeyDictionary[Any, tuple[Any, str, dict[str, str]]] = WeakKeyDictionary()
+
+
 @checked
 def fingerprint(model: TransformerBridge) -> str:
     """A 16-digit hex digest of weights, names, shapes, precision and configuration.
 
     The same on every device, and wherever the model's files are.
     """
-    return _digest(model, None)
+    digest = hashlib.sha256(_configuration(model))
+    for name, tensor in _tensors(model):
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        digest.update(_checksums(tensor).tobytes())
+    return digest.hexdigest()[:16]
 
 
 @checked
 def rounded_fingerprints(model: TransformerBridge) -> dict[str, str]:
-    """Fingerprints of the weights rounded to each half precision; in half precision, to that one alone."""
-    wide = {tensor.dtype for _, tensor in _tensors(model) if tensor.is_floating_point()} - {*HALF}
-    kinds = HALF if wide else [dtype for dtype in HALF if dtype == precision(model)]
-    return {str(dtype).removeprefix("torch."): _digest(model, dtype) for dtype in kinds}
-
-
-def known_fingerprints(model: TransformerBridge) -> tuple[str, dict[str, str]]:
-    """Both kinds of fingerprints, computed again when a faster checksum of the weights changes."""
-    tensors = list(_tensors(model))
-    checksum = fast_checksum(tensor for _, tensor in tensors)
-    key = (_configuration(model), [name for name, _ in tensors], checksum)
-    if model not in _KNOWN or _KNOWN[model][0] != key:
-        exact = fingerprint(model)
-        _KNOWN[model] = (key, exact, _kept_fingerprints(model, exact))
-    _, exact, rounded = _KNOWN[model]
-    return exact, dict(rounded)
-
-
-def _kept_fingerprints(model: TransformerBridge, exact: str) -> dict[str, str]:
-    """The rounded fingerprints of a large model, from the cache where its own one is known there."""
-    n_numbers = sum(tensor.numel() for _, tensor in _tensors(model))
-    cache = default_cache() if n_numbers >= _LARGE else None
-    if cache is None:
-        return rounded_fingerprints(model)
-    key = {"fingerprint": exact, "torch": torch.__version__}
-    entry = cache.find(FINGERPRINTS, key)
-    if entry is not None:
-        with suppress(OSError, InputError):  # it was cleared meanwhile
-            return {str(kind): str(digits) for kind, digits in read_json(entry.folder / _FILE).items()}
-    rounded = rounded_fingerprints(model)
-    about = {"what": "fingerprints of the rounded weights", "of": str(model.cfg.model_name)}
-    cache.store(FINGERPRINTS, key, lambda folder: write_files({folder / _FILE: rounded}), about=about)
-    return rounded
-
-
-_KNOWN: WeakKeyDictionary[Any, tuple[Any, str, dict[str, str]]] = WeakKeyDictionary()
+    """Digests of the weights rounded to each half precision; in half precision, to that one alone."""
+    tensors = [(name, tensor.detach()) for name, tensor in _tensors(model)]
+    wide = {tensor.dtype for _, tensor in tensors if tensor.is_floating_point()} - {*HALF}
+    digests = {}
+    for dtype in HALF if wide else [dtype for dtype in HALF if dtype == precision(model)]:
+        digest = xxhash.xxh3_64(_configuration(model))
+        for name, tensor in tensors:
+            rounded = tensor.to(dtype) if tensor.is_floating_point() else tensor
+            digest.update(f"{name}{tuple(tensor.shape)}".encode())
+            digest.update(_bytes_of(rounded))
+        digests[str(dtype).removeprefix("torch.")] = digest.hexdigest()
+    return digests
 
 
 class WeightChecksum:
@@ -160,36 +148,27 @@ class WeightChecksum:
         self.check()
 
     def _read(self) -> str:
-        return fast_checksum(tensor for module in self._modules for _, tensor in _tensors_of(module))
+        return fast_checksum(pair for module in self._modules for pair in _tensors_of(module))
 
 
-def fast_checksum(tensors: Iterable[Tensor]) -> str:
-    """Digits that change with any value of some tensors, for this process and device alone."""
+def fast_checksum(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Digits that change with any value of named tensors, for this process and device alone."""
     digest = xxhash.xxh3_128()
-    for tensor in tensors:
-        digest.update(f"{tuple(tensor.shape)}{tensor.dtype}{tensor.device}".encode())
-        if tensor.device.type != "cpu":
-            digest.update(_checksums(tensor, None).tobytes())
-            continue
-        flat = tensor.detach().contiguous().reshape(-1)
-        numbers = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-        digest.update(numbers.view(torch.uint8).numpy().data)
+    for name, tensor in tensors:
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}{tensor.device}".encode())
+        digest.update(_bytes_of(tensor) if tensor.device.type == "cpu" else _checksums(tensor).tobytes())
     return digest.hexdigest()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
 
 
 def precision(model: TransformerBridge) -> torch.dtype:
     """The precision of the weights, or where they are of several, that of the configuration."""
     kinds = {tensor.dtype for _, tensor in _tensors(model) if tensor.is_floating_point()}
     return kinds.pop() if len(kinds) == 1 else model.cfg.dtype
-
-
-@checked
-def unembed_hash(model: TransformerBridge) -> str | None:
-    """Sixteen hex digits of the unembedding matrix, None without one."""
-    if not hasattr(model, "unembed"):
-        return None
-    weight = model.unembed.original_component.weight.detach().cpu().contiguous()
-    return hashlib.sha256(weight.view(torch.uint8).numpy().data).hexdigest()[:16]
 
 
 def check_in_memory(model: TransformerBridge) -> None:
@@ -222,15 +201,6 @@ def check_finite_weights(model: TransformerBridge) -> None:
         )
 
 
-def _digest(model: TransformerBridge, rounding: torch.dtype | None) -> str:
-    digest = hashlib.sha256(_configuration(model))
-    for name, tensor in _tensors(model):
-        kind = "rounded" if rounding and tensor.is_floating_point() else tensor.dtype
-        digest.update(f"{name}{tuple(tensor.shape)}{kind}".encode())
-        digest.update(_checksums(tensor, rounding).tobytes())
-    return digest.hexdigest()[:16]
-
-
 def _configuration(model: TransformerBridge) -> bytes:
     """Start of a fingerprint; the two stacks of an encoder-decoder differ."""
     shaping = _shaping(model.original_model.config.to_dict())
@@ -260,7 +230,7 @@ def _tensors_of(inner: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{place}.{name}", buffer
 
 
-def _checksums(tensor: Tensor, rounding: torch.dtype | None) -> np.ndarray:
+def _checksums(tensor: Tensor) -> np.ndarray:
     """A sum modulo 2**64 for each run of words, each word times its place's odd multiplier.
 
     A change of one word changes its sum for certain, since an odd number can be divided by.
@@ -272,8 +242,7 @@ def _checksums(tensor: Tensor, rounding: torch.dtype | None) -> np.ndarray:
     sums = []
     for run in flat.split(_RUN):
         total = torch.zeros((), dtype=torch.int64, device=device)
-        rounded = run.to(rounding) if rounding and run.is_floating_point() else run
-        words = rounded.view(_WORDS[rounded.element_size()])
+        words = run.view(_WORDS[run.element_size()])
         for start in range(0, len(words), step):
             block = words[start : start + step].to(torch.int64)
             total += block.mul_(factors[start : start + len(block)]).sum()

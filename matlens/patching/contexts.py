@@ -17,9 +17,9 @@ from torch import Tensor
 
 from matlens.errors import InputError, check, checked
 from matlens.linear.maps import LinearMap
+from matlens.models.changes import changing
 from matlens.models.families.encoder_decoders import DECODER, stack_of
 from matlens.models.families.vision import is_visual, places_of_image
-from matlens.models.hooks import hanging, intervening
 from matlens.models.layout import ModelLayout
 from matlens.patching.replacements import (
     Replacement,
@@ -96,18 +96,16 @@ def apply_replacements(model: TransformerBridge, replacements: Sequence[Replacem
             writing.append((target, _writing_hook(replacement, places, order, list(keys.values()))))
             reading += [(hook, places.keep(key)) for hook, key in keys.items()]
     hooks = writing + reading  # one replacement reads what another writes, in any order
-    functions = [function for _, function in hooks] + [places.look, *forwards.values()]
 
     def changes() -> list[str]:
         return [describe_replacement(replacement) for replacement in replacements]
 
     with ExitStack() as stack:
-        stack.enter_context(intervening(model, changes, functions))
+        stack.enter_context(changing(model, changes, hooks, [places.look, *forwards.values()]))
         if any(not replacement.is_jump for replacement in replacements):
             stack.enter_context(places.watching())
         methods = [(model.blocks[layer], "forward", forward) for layer, forward in forwards.items()]
         stack.enter_context(replaced_methods(methods))
-        stack.enter_context(hanging(model, hooks))
         stack.enter_context(reserve_parts(model, replacements))
         yield
 
@@ -302,7 +300,7 @@ class TokenPlaces:
     """The position of every token of a running batch in its sentence, and -1 for padding.
 
     Padding is never replaced: a map's output there could overflow and reach the other tokens as NaN through
-    an attention weight of zero. Only one pass of a patched model runs at a time, see `matlens.models.hooks`.
+    an attention weight of zero. Only one pass of a patched model runs at a time.
     """
 
     def __init__(self, model: TransformerBridge) -> None:

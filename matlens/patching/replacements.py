@@ -322,7 +322,7 @@ def _check_fitted_on(
             )
         origins[provenance.model.key] = provenance
     if origins:
-        identity = identity or ModelIdentity.from_model(model, hash_unembedding=False)
+        identity = identity or ModelIdentity.from_model(model)
         for provenance in origins.values():
             provenance.check_same(identity.of_weights, ours="the maps")
 

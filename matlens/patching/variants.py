@@ -17,8 +17,7 @@ from matlens.data.examples import Batch, Examples
 from matlens.data.readers import check_own_tokens, reads_whole
 from matlens.errors import InputError, PositiveInt, checked
 from matlens.io.rows import Column, collect_rows
-from matlens.models.changes import unchanged
-from matlens.models.hooks import EndOfPass, reading
+from matlens.models.changes import EndOfPass, check_unchanged, reading
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import STREAM, Site
@@ -92,9 +91,8 @@ def run_variants(
                 batch = read.batch(sentences[number])
                 row, position, rows = examples.rows_of(batch.index)
                 places = torch.from_numpy(row), torch.from_numpy(position)
-                with unchanged(model, identity.changes or ()):
-                    final = _run(model, batch, ready, places)
-                yield rows, final
+                check_unchanged(model, identity.changes or ())
+                yield rows, _run(model, batch, ready, places)
                 bar.update(len(batch.index))
 
     provenance = Provenance(identity, examples.provenance, examples.fingerprint)

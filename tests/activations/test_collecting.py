@@ -447,11 +447,10 @@ def test_a_model_is_asked_once_who_it_is_and_how_it_is_wired(
         monkeypatch.setattr(module, name, lambda model: asked.append(name) or question(model))
 
     counting(identity, "known_fingerprints")
-    counting(identity, "unembed_hash")
     counting(collecting, "check_raw")
     counting(ModelLayout, "from_model")
     collect(*llama, batch_tokens=BUDGET, folder=tmp_path / "out", progress=False)
-    assert sorted(asked) == ["check_raw", "from_model", "known_fingerprints", "unembed_hash"]
+    assert sorted(asked) == ["check_raw", "from_model", "known_fingerprints"]
 
 
 def test_no_sites_and_examples_of_another_tokenizer_are_refused(

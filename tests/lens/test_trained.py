@@ -87,10 +87,10 @@ def test_scores_of_some_tokens_are_those_of_all(name: str, small_model: Models) 
     readout = Readout(small_model(name))
     h, tokens = numbers(6, D_MODEL), torch.tensor([40, 3, 17])
     everything = readout.logits(h)
-    torch.testing.assert_close(readout.token_scores(readout.features(h)), everything)
-    torch.testing.assert_close(readout.token_scores(readout.features(h), tokens), everything[:, tokens])
+    torch.testing.assert_close(readout.logits(h, gradients=True), everything)
+    torch.testing.assert_close(readout.logits(h, tokens=tokens), everything[:, tokens])
     moving = h.clone().requires_grad_()
-    readout.token_scores(readout.features(moving), tokens)[0, 1].backward()
+    readout.logits(moving, tokens=tokens, gradients=True)[0, 1].backward()
     step = torch.zeros_like(h)
     step[0, 2] = 1e-2
     slope = (readout.logits(h + step) - readout.logits(h - step))[0, 3] / 2e-2

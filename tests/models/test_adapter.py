@@ -52,12 +52,12 @@ def unembedding() -> torch.Tensor:
     return torch.stack(rows)
 
 
-def test_a_bridge_has_every_site(model: Any) -> None:
+def test_a_bridge_has_every_site(model: Any, path: Path) -> None:
     layout = ModelLayout.from_model(model)
     assert (layout.wiring.name, layout.n_layers, layout.d_model, layout.d_mlp) == ("pre-norm", 3, 16, 24)
     assert {"ln1_in", "ln1_out", "attn_out", "mid", "ln2_out", "ffn_post", "ffn_out"} <= set(layout.kinds)
     assert layout.resolve("blocks.2.attn.hook_z") is not None
-    assert changes_of(model) == ()
+    assert changes_of(model) == changes_of(matlens.wrap(matlens.load(path, device="cpu"))) == ()
     assert token_policy(model).words == "'</s>' in front"
     assert (model.cfg.n_ctx, model.cfg.d_vocab) == (48, N_WORDS)
 
@@ -83,12 +83,12 @@ def test_the_readout_is_true_to_the_adaptive_softmax(model: Any, samples: Any) -
     assert ranks.tolist() == (1 + (expected > expected[:, 40:41]).sum(1)).tolist()
     some = torch.tensor([3, 17, 50])
     given = h.clone().requires_grad_(True)
-    scores = readout.token_scores(readout.features(given), some)
+    scores = readout.logits(given, tokens=some, gradients=True)
     torch.testing.assert_close(scores, expected[:, some], atol=1e-5, rtol=0)
     scores.sum().backward()
     assert given.grad is not None
     with pytest.raises(InputError, match="must be between 0 and"):
-        readout.token_scores(readout.features(h), torch.tensor([N_WORDS]))
+        readout.logits(h, tokens=torch.tensor([N_WORDS]))
 
 
 def test_value_vectors_are_read_by_the_whole_unembedding(model: Any, samples: Any) -> None:
@@ -113,7 +113,3 @@ def test_a_norm_behind_the_last_block_is_part_of_the_readout(tmp_path: Path) -> 
         matlens.Readout(model).log_probs(seen[f"h.{LAYERS}"]), seen["logits"], atol=1e-5, rtol=0
     )
     assert ffn.Projection.after_norm(model).norm is not None
-
-
-def test_a_loaded_model_can_be_wrapped(path: Path) -> None:
-    assert changes_of(matlens.wrap(matlens.load(path, device="cpu"))) == ()

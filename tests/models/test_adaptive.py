@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from matlens import InputError
 from matlens.models.families.wikilm.adaptive import AdaptiveInput, AdaptiveSoftmax
 
 D, V = 16, 40
@@ -24,16 +23,11 @@ def layers(cutoffs: list[int]) -> tuple[AdaptiveSoftmax, torch.nn.AdaptiveLogSof
 @pytest.mark.parametrize("cutoffs", [[10], [4, 17], [3, 4, 39]])
 def test_it_is_the_adaptive_softmax_of_torch(cutoffs: list[int]) -> None:
     ours, theirs = layers(cutoffs)
-    x, targets = torch.randn(50, D), torch.randint(V, (50,))
+    x, targets = torch.randn(50, D), torch.arange(50) % V
     torch.testing.assert_close(ours(x), theirs.log_prob(x))
     torch.testing.assert_close(ours(x).exp().sum(1), torch.ones(50))
     torch.testing.assert_close(ours.losses(x, targets), -theirs(x, targets).output)
     torch.testing.assert_close(ours(x.view(2, 25, D)), ours(x).view(2, 25, V))
-
-
-def test_gradients_of_losses_are_those_of_torch() -> None:
-    ours, theirs = layers([4, 17])
-    x, targets = torch.randn(30, D), torch.randint(V, (30,))
     ours.losses(x, targets).mean().backward()
     theirs(x, targets).loss.backward()
     head = torch.cat([ours.words[0].grad, ours.classes.grad])
@@ -66,9 +60,3 @@ def test_an_input_is_each_word_projected() -> None:
         torch.testing.assert_close(layer.weight[token], vectors[place])
     vectors.sum().backward()
     assert all(parameter.grad is not None for parameter in layer.parameters())
-
-
-@pytest.mark.parametrize("cutoffs", [[], [5, 5], [41]])
-def test_cutoffs_that_are_none_are_refused(cutoffs: object) -> None:
-    with pytest.raises(InputError, match="utoff"):
-        AdaptiveInput(D, V, cutoffs, 2)  # type: ignore[arg-type]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,6 @@ import matlens
 from matlens import InputError
 from matlens.models import ModelIdentity
 from matlens.models.changes import changes_of
-from matlens.models.families import falcon
 from matlens.models.layout import ModelLayout
 
 Models = Callable[[str], Any]
@@ -78,24 +76,3 @@ def test_a_mask_hides_what_is_behind_a_token(
     assert_near(ours, plain)
     apart = float((logits(boot(model_folder("gpt1"))) - plain).abs().max())
     assert apart > 1e-3 * float(plain.abs().max())
-
-
-def test_distances_that_no_mask_holds_stay() -> None:
-    """With as many axes as blocks add themselves, they are not in the mask yet."""
-    given = {"alibi": torch.ones(8, 1, 5), "attention_mask": None}
-    assert falcon.count_once(torch.nn.Identity(), (), given) is None
-    assert falcon.count_once(torch.nn.Identity(), (), {"alibi": None}) is None
-    _, taken = falcon.count_once(torch.nn.Identity(), (), given | {"alibi": torch.ones(2, 4, 1, 5)})
-    assert taken == {"alibi": None, "attention_mask": None}
-
-
-@pytest.mark.parametrize("name", FALCONS[:1])
-def test_a_bridge_that_counts_twice_is_refused(
-    name: str, model_folder: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left_alone = types.FunctionType((lambda *_: None).__code__, vars(falcon), "count_once")
-    monkeypatch.setattr(falcon, "count_once", left_alone)
-    with pytest.raises(InputError, match="counts the distances between tokens"):
-        matlens.load(str(model_folder(name)), device="cpu")
-    with pytest.raises(InputError, match="counts the distances between tokens"):
-        matlens.wrap(boot(model_folder(name)))

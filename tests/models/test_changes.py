@@ -1,10 +1,11 @@
-"""Whatever is replaced, set or hooked is named, and what is read meanwhile is not the plain model's."""
+"""Everything that is replaced, set or hooked is named, and vectors read with it are not the plain model's."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import re
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -19,26 +20,26 @@ from small_maps import random_map
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
+from transformer_lens.model_bridge import TransformerBridge
 
 import matlens
 from matlens import InputError, MapSet, collect
 from matlens.activations.collecting import stream
 from matlens.ffn import Trace, ValueVectors, controlled
+from matlens.models import changes
 from matlens.models.changes import changes_of
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.patching.replacements import Replacement
 from matlens.patching.variants import Variant, run_variants
 
-Models = Callable[[str], Any]
-
-
-def examples_of(model: Any, n: int = 12) -> Any:
-    return matlens.make_examples(model, make_sentences()).head(n)
-
 
 @pytest.fixture
 def model(model_folder: Callable[[str], Path]) -> Any:
     return matlens.load(str(model_folder("gpt2")), device="cpu")
+
+
+def examples_of(model: Any, n: int = 12) -> Any:
+    return matlens.make_examples(model, make_sentences()).head(n)
 
 
 def doubled(value: Tensor, hook: Any) -> Tensor:
@@ -53,45 +54,52 @@ class Doubling:
     def __call__(self, value: Tensor, hook: Any) -> Tensor:
         return 2 * value
 
-    def method(self, value: Tensor, hook: Any) -> Tensor:
-        return 2 * value
-
 
 class Twice(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return 2 * x
 
 
+class Adapter(nn.Module):
+    """As much of PEFT's tuner layers as tells whether they are on."""
+
+    off = False
+
+    @property
+    def disable_adapters(self) -> bool:
+        return self.off
+
+
 # What somebody else can do to a model
 
 
-@contextlib.contextmanager
-def added_hook(model: Any, function: Any, *, permanent: bool = False) -> Iterator[None]:
-    model.add_hook("blocks.1.hook_out", function, is_permanent=permanent)
-    try:
-        yield
-    finally:
-        model.reset_hooks(including_permanent=True)
+def mlp(model: Any) -> Any:
+    return model.blocks[1].mlp.original_component
 
 
 @contextlib.contextmanager
-def torch_hook(register: Any, function: Any) -> Iterator[None]:
-    handle = register(function)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@contextlib.contextmanager
-def other_forward(owner: Any) -> Iterator[None]:
-    before = owner.forward
-    owner.forward = lambda *args, **kwargs: before(*args, **kwargs)
+def permanent(model: Any) -> Iterator[None]:
+    model.add_hook("blocks.1.hook_out", doubled, is_permanent=True)
     yield
-    if isinstance(owner, type):
-        owner.forward = before
-    else:
+    model.reset_hooks(including_permanent=True)
+
+
+@contextlib.contextmanager
+def torch_hook(register: Any) -> Iterator[None]:
+    handle = register(lambda *_: None)
+    yield
+    handle.remove()
+
+
+@contextlib.contextmanager
+def with_value(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    yield
+    if name == "forward" and not isinstance(owner, type):
         del owner.forward
+    else:
+        setattr(owner, name, before)
 
 
 @contextlib.contextmanager
@@ -108,52 +116,54 @@ def training(model: Any) -> Iterator[None]:
     model.eval()
 
 
-def mlp(model: Any) -> Any:
-    return model.blocks[1].mlp.original_component
+@contextlib.contextmanager
+def without_dropout_module(model: Any) -> Iterator[None]:
+    drop = model.original_model.transformer._modules.pop("drop")
+    yield
+    model.original_model.transformer._modules["drop"] = drop
+
+
+def norm_of(model: Any) -> Any:
+    return model.original_model.transformer.ln_f._original_component
 
 
 FOREIGN: dict[str, tuple[Callable[[Any], Any], str]] = {
     "hook": (lambda m: m.hooks(fwd_hooks=[("blocks.1.hook_out", doubled)]), r"doubled.*blocks\.1\.hook_out"),
     "object": (lambda m: m.hooks(fwd_hooks=[("blocks.1.hook_out", Doubling())]), "Doubling"),
-    "permanent": (lambda m: added_hook(m, doubled, permanent=True), "doubled"),
-    "forward hook": (lambda m: torch_hook(mlp(m).register_forward_hook, doubled), "forward hook"),
-    "pre-hook": (lambda m: torch_hook(mlp(m).register_forward_pre_hook, doubled), "forward pre-hook"),
+    "permanent": (permanent, "doubled"),
+    "forward hook": (lambda m: torch_hook(mlp(m).register_forward_hook), "_forward_hooks"),
+    "pre-hook": (lambda m: torch_hook(mlp(m).register_forward_pre_hook), "_forward_pre_hooks"),
     "backward": (lambda m: m.hooks(bwd_hooks=[("blocks.1.hook_out", lambda g, hook: g)]), "lambda"),
-    "backward hook": (lambda m: torch_hook(mlp(m).register_full_backward_hook, doubled), "a backward hook"),
-    "everywhere": (lambda m: torch_hook(register_module_forward_hook, lambda *_: None), "at all modules"),
-    "forward": (lambda m: other_forward(mlp(m)), "another forward"),
-    "method of a class": (lambda m: other_forward(type(mlp(m))), "of a class"),
+    "backward hook": (lambda m: torch_hook(mlp(m).register_full_backward_hook), "_backward_hooks"),
+    "everywhere": (lambda m: torch_hook(register_module_forward_hook), "at all modules"),
+    "forward": (lambda m: with_value(mlp(m), "forward", lambda x: x), "another forward"),
+    "method of a class": (lambda m: with_value(type(mlp(m)), "forward", lambda s, x: x), "of a class"),
     "parametrization": (lambda m: parametrized(mlp(m).c_proj.original_component), "parametrization"),
     "training": (training, "dropout"),
+    "module": (lambda m: with_value(mlp(m), "act", nn.ReLU()), r"ReLU\(\) at transformer\.h\.1\.mlp\.act$"),
+    "class": (lambda m: with_value(mlp(m), "act", Twice()), r"'Twice' of \S*test_changes \(number \d+ of"),
+    "setting": (lambda m: with_value(norm_of(m), "eps", 0.5), r"LayerNorm\(eps=0.5\) at transformer\.ln_f"),
+    "no module": (without_dropout_module, r"^no module at transformer\.drop$"),
 }
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_what_others_hang_on_a_model_is_named(kind: str, model: Any) -> None:
+def test_what_others_change_in_a_model_is_named_and_makes_it_another_one(kind: str, model: Any) -> None:
     change, message = FOREIGN[kind]
-    assert changes_of(model) == ()
+    before = ModelIdentity.from_model(model)
+    assert before.changes == ()
     with change(model):
         assert any(re.search(message, named) for named in changes_of(model))
-        assert changes_of(model) == changes_of(model)
+        after = ModelIdentity.from_model(model)
+        assert after.changes == changes_of(model)
+        with pytest.raises(InputError):
+            Provenance(before).check_same(after, ours="the maps")
+        if kind in ("module", "setting"):  # a copy knows what it was before, too
+            assert changes_of(copy.deepcopy(model)) == after.changes
     assert changes_of(model) == ()
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "gemma3"])
-def test_a_plain_model_of_any_family_has_no_changes(kind: str, small_model: Models) -> None:
-    assert changes_of(small_model(kind)) == ()
-    small_model(kind)(torch.tensor([[3, 4, 5]]))
-    assert changes_of(small_model(kind)) == ()
-
-
-def test_dropout_that_only_the_configuration_knows_is_named(model_folder: Callable[[str], Path]) -> None:
-    llama = matlens.load(str(model_folder("llama")), device="cpu")
-    llama.train()
-    assert changes_of(llama) == ()  # it drops nothing
-    llama.original_model.config.attention_dropout = 0.1
-    assert "dropout" in changes_of(llama)[0]
-
-
-def test_hooks_that_only_look_alike_are_told_apart(model: Any) -> None:
+def test_functions_that_only_look_alike_are_told_apart(model: Any) -> None:
     """Nobody can see what a function will do, so another function is another change."""
 
     def make(factor: float) -> Any:
@@ -169,17 +179,81 @@ def test_hooks_that_only_look_alike_are_told_apart(model: Any) -> None:
     assert named(Doubling()) != named(Doubling())
 
 
-def test_a_copy_of_a_patched_model_is_not_plain(model: Any) -> None:
-    with patched(model, [random_map()]):
-        other = copy.deepcopy(model)
+def test_adapters_are_seen_switched_on_and_off(model: Any) -> None:
+    adapter: Any = Adapter()
+    adapter.active_adapters, adapter.scaling = ["default"], {"default": 2.0}
+    model.original_model.transformer.h[0].add_module("lora", adapter)
+    first = ModelIdentity.from_model(model)
+    changes._PLAIN[model] = changes._parts_of(model.original_model), {}  # as a bridge of an adapted model
     assert changes_of(model) == ()
-    assert changes_of(other)
+    seen = {first.changes}
+    for name, value in (("off", True), ("active_adapters", ["other"]), ("scaling", {"default": 1.0})):
+        setattr(adapter, name, value)
+        seen.add(changes_of(model))
+    assert len(seen) == 4
+
+
+BUFFERS = {
+    "llama": "model.rotary_emb.inv_freq",
+    "gptj": "transformer.h.1.attn.embed_positions",
+    "gemma3": "model.embed_tokens.embed_scale",
+    "bert": "bert.embeddings.position_ids",
+}
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_other_values_in_a_buffer_are_another_model_and_another_precision_is_not(
+    kind: str, model_folder: Callable[[str], Path]
+) -> None:
+    model = matlens.load(str(model_folder(kind)), device="cpu")
+    state = torch.random.get_rng_state()
+    assert changes_of(model) == ()
+    assert torch.equal(torch.random.get_rng_state(), state)
+    named = dict(model.original_model.named_buffers())
+    (values,) = (v for name, v in named.items() if name.replace("_original_component.", "") == BUFFERS[kind])
+    seen = set()
+    for _ in range(2):  # another change has another name
+        values.copy_(values * 1.01 if values.is_floating_point() else values.roll(1))
+        (change,) = changes_of(model)
+        assert f"other values in the buffer {BUFFERS[kind]} " in change
+        assert changes_of(copy.deepcopy(model)) == (change,)
+        seen.add(change)
+    assert len(seen) == 2
+    for dtype in (torch.bfloat16, torch.float64):
+        rounded = matlens.load(str(model_folder(kind)), device="cpu")
+        rounded.original_model.to(dtype)
+        assert changes_of(rounded) == ()
+
+
+def test_dropout_that_only_the_configuration_knows_is_named(model_folder: Callable[[str], Path]) -> None:
+    llama = matlens.load(str(model_folder("llama")), device="cpu")
+    llama.train()
+    assert changes_of(llama) == ()  # it drops nothing
+    llama.original_model.config.attention_dropout = 0.1
+    assert "dropout" in changes_of(llama)[0]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "gemma3"])
+def test_a_bridge_of_another_module_is_not_the_plain_one(
+    name: str, model_folder: Callable[[str], Path]
+) -> None:
+    def booted(plain: Any) -> Any:
+        options = {"hf_model": plain, "tokenizer": make_tokenizer(bert=name == "bert"), "device": "cpu"}
+        return matlens.wrap(TransformerBridge.boot_transformers(str(model_folder(name)), **options))
+
+    plain = load_plain(name, model_folder(name))
+    assert changes_of(booted(plain)) == ()
+    if name == "gpt2":
+        plain = load_plain(name, model_folder(name))
+        plain.transformer.h[0].mlp.act = nn.ReLU()
+        (change,) = changes_of(booted(plain))
+        assert change == "another module torch.nn.modules.activation.ReLU() at transformer.h.0.mlp.act"
 
 
 # What this library does to a model
 
 
-def test_replacements_and_coefficients_are_named_by_their_numbers(model: Any) -> None:
+def test_replacements_and_coefficients_are_named_by_their_values(model: Any) -> None:
     def named(context: Any) -> tuple[str, ...]:
         with context:
             return changes_of(model)
@@ -187,19 +261,20 @@ def test_replacements_and_coefficients_are_named_by_their_numbers(model: Any) ->
     first = named(patched(model, [random_map()]))
     assert len(first) == 1
     assert first[0].startswith("h.0 -> h.1 replaced by the map ")
-    assert named(patched(model, [random_map()])) == first  # another object with the same numbers
+    assert named(patched(model, [random_map()])) == first  # another object with the same values
     assert named(patched(model, [random_map(seed=1)])) != first
-    with_bias = replace(random_map(), bias=torch.zeros(D_MODEL))
-    assert named(patched(model, [with_bias])) != first
+    assert named(patched(model, [replace(random_map(), bias=torch.zeros(D_MODEL))])) != first
     ffn = random_map("ffn_in.1", "ffn_out.1")
     wheres: list[Any] = ["all", "not-first", torch.tensor([1, 2]), torch.tensor([1, 3])]
-    changes = {named(patched(model, [Replacement.from_map(ffn, where=where)])) for where in wheres}
-    assert len(changes) == len(wheres)
+    found = {named(patched(model, [Replacement.from_map(ffn, where=where)])) for where in wheres}
+    assert len(found) == len(wheres)
     assert named(controlled(model, ["L0D1"], 3.0)) != named(controlled(model, ["L0D1"], 4.0))
     assert named(controlled(model, ["L0D1"], 3.0)) != named(controlled(model, ["L0D2"], 3.0))
+    with patched(model, [random_map()]):
+        other = copy.deepcopy(model)
+    assert changes_of(model) == ()
+    assert changes_of(other)
 
-
-# Vectors of a changed model
 
 READ: dict[str, Callable[[Any, Any, Any], Any]] = {
     "collect": lambda m, x, folder: collect(m, x, ["h.2", "h.3"], folder=folder, progress=False),
@@ -218,39 +293,38 @@ def test_a_folder_of_the_plain_model_is_refused_for_a_changed_one_and_the_other_
     read: str, change: str, model: Any, tmp_path: Path
 ) -> None:
     examples = examples_of(model)
-    contexts = (contextlib.nullcontext(), CHANGES[change](model), contextlib.nullcontext())
+    plain = contextlib.nullcontext
+    contexts = (plain, lambda: CHANGES[change](model), plain)
     for i, (first, second) in enumerate(pairwise(contexts)):
-        folder = tmp_path / str(i)
-        if i:
-            first = CHANGES[change](model)
-        with first:
-            READ[read](model, examples, folder)
-        with second, pytest.raises(InputError, match=r"belongs to another job.*model\.changes"):
-            READ[read](model, examples, folder)
+        with first():
+            READ[read](model, examples, tmp_path / str(i))
+        with second(), pytest.raises(InputError, match=r"belongs to another job.*model\.changes"):
+            READ[read](model, examples, tmp_path / str(i))
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_results_in_memory_carry_what_was_changed(change: str, model: Any) -> None:
     examples = examples_of(model)
     plain = collect(model, examples, progress=False)
-    context = CHANGES[change](model)
-    with context:
-        changes = changes_of(model)
+    with CHANGES[change](model):
+        active = changes_of(model)
         activations = collect(model, examples, progress=False)
         trace = Trace.run(model, examples, k=3, progress=False)
         rows = next(iter(stream(model, examples, ["h.3"], progress=False)))
         values = ValueVectors(model)
-    assert activations.provenance.identity.changes == trace.provenance.identity.changes == changes
-    assert rows.provenance.identity.changes == changes
+    for made in (activations, trace, rows):
+        assert made.provenance.identity.changes == active
     assert values.identity == ValueVectors(model).identity  # weights are weights, whatever hangs there
-    with pytest.raises(InputError, match=r"do not belong together.*nothing replaced or hooked"):
-        activations.provenance.check_same(plain.provenance, ours="the ones", theirs="the others")
     maps = MapSet.fit(activations, pairs=[(1, 3)], progress=False)
     plain_maps = MapSet.fit(plain, pairs=[(0, 1)], progress=False)
-    with pytest.raises(InputError, match="do not belong together"):
-        MapSet([*maps.values(), *plain_maps.values()])
-    with pytest.raises(InputError, match="do not belong together"):
-        plain_maps[0, 1].then(maps[1, 3])
+    refused: list[Callable[[], Any]] = [
+        lambda: activations.provenance.check_same(plain.provenance, ours="the ones", theirs="the others"),
+        lambda: MapSet([*maps.values(), *plain_maps.values()]),
+        lambda: plain_maps[0, 1].then(maps[1, 3]),
+    ]
+    for use in refused:
+        with pytest.raises(InputError, match="do not belong together"):
+            use()
 
 
 def test_streaming_is_refused_where_the_model_changes_on_the_way(model: Any) -> None:
@@ -269,87 +343,70 @@ def test_streaming_is_refused_where_the_model_changes_on_the_way(model: Any) -> 
             next(rows)
 
 
-# Modules without weights
+# Threads
 
 
-def test_a_module_in_the_place_of_another_is_seen_though_it_has_no_weights(
-    model: Any, model_folder: Callable[[str], Path]
+def in_a_thread(work: Callable[[], Any]) -> Any:
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except InputError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return outcome[0]
+
+
+def interrupt(value: Tensor, hook: Any) -> None:
+    raise RuntimeError
+
+
+@pytest.mark.parametrize("kind", ["patched", "controlled", "read"])
+def test_another_thread_cannot_use_a_model_that_is_changed_or_read(
+    kind: str, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mlp = model.original_model.transformer.h[1].mlp._original_component
-    before, act = ModelIdentity.from_model(model), mlp.act
-    mlp.act = nn.Identity()
-    (change,) = changes_of(model)
-    assert change == "another module torch.nn.modules.linear.Identity() at transformer.h.1.mlp.act"
-    after = ModelIdentity.from_model(model)
-    assert after.fingerprint == before.fingerprint
-    with pytest.raises(InputError, match=r"Identity\(\) at transformer\.h\.1\.mlp\.act"):
-        Provenance(before).check_same(after, ours="the maps")
-    with pytest.raises(InputError, match=r"Identity"):  # a copy knows what it was before, too
-        Provenance(before).check_same(ModelIdentity.from_model(copy.deepcopy(model)), ours="the maps")
-    mlp.act = act
-    assert changes_of(model) == ()
-    mlp.act = Twice()  # of a class that this process alone knows
-    assert re.search(r"'Twice' of \S*test_changes \(number \d+ of process", changes_of(model)[0])
+    monkeypatch.setattr(changes, "_WAIT", 0.1)
+    examples, tokens = examples_of(model), torch.randint(6, 50, (1, 9))
+    contexts: dict[str, Callable[[], Any]] = {
+        "patched": lambda: patched(model, [random_map()]),
+        "controlled": lambda: controlled(model, ["L1D3"], 3.0),
+        "read": lambda: changes.reading(model, []),
+    }
+    uses: list[Callable[[], Any]] = [
+        lambda: collect(model, examples, ["h.3"], progress=False),
+        lambda: patched(model, [random_map("ffn_in.2", "ffn_out.2")]).__enter__(),
+        lambda: model(tokens),
+        lambda: model.original_model(tokens),
+    ]
+    with contexts[kind]():
+        for use in uses:
+            error = in_a_thread(use)
+            assert isinstance(error, InputError)
+            assert "thread" in str(error)
+        with pytest.raises(RuntimeError), model.hooks(fwd_hooks=[("blocks.1.hook_in", interrupt)]):
+            model(tokens)
+    assert in_a_thread(lambda: changes_of(model)) == ()
+    assert in_a_thread(lambda: model(tokens)).shape == (1, 9, 60)
 
 
-def test_settings_of_modules_are_seen_and_one_gone_is(model: Any) -> None:
-    norm = model.original_model.transformer.ln_f._original_component
-    norm.eps = 0.5
-    (change,) = changes_of(model)
-    assert "LayerNorm(eps=0.5) at transformer.ln_f" in change
-    norm.eps = 1e-5
-    assert changes_of(model) == ()
-    del model.original_model.transformer._modules["drop"]
-    assert changes_of(model) == ("no module at transformer.drop",)
+def test_two_threads_that_read_one_model_do_not_mix_their_vectors(model: Any) -> None:
+    many = examples_of(model, 24)
+    parts = [many.head(24), many.head(7)]
+    expected = [collect(model, part, batch_tokens=40, progress=False) for part in parts]
+    results: list[Any] = [None, None]
 
+    def run(i: int) -> None:
+        results[i] = [collect(model, parts[i], batch_tokens=40, progress=False) for _ in range(4)]
 
-@pytest.mark.parametrize("name", ["bert", "gemma3"])
-def test_a_users_bridge_has_the_modules_of_its_configuration(
-    name: str, model_folder: Callable[[str], Path]
-) -> None:
-    from transformer_lens.model_bridge import TransformerBridge
-
-    plain = load_plain(name, model_folder(name))
-    options = {"hf_model": plain, "tokenizer": make_tokenizer(bert=name == "bert"), "device": "cpu"}
-    bridge = matlens.wrap(TransformerBridge.boot_transformers(str(model_folder(name)), **options))
-    state = torch.random.get_rng_state()
-    assert changes_of(bridge) == ()
-    assert torch.equal(torch.random.get_rng_state(), state)
-
-
-def test_a_bridge_booted_with_another_module_is_not_the_plain_one(
-    model_folder: Callable[[str], Path],
-) -> None:
-    from transformer_lens.model_bridge import TransformerBridge
-
-    plain = load_plain("gpt2", model_folder("gpt2"))
-    plain.transformer.h[0].mlp.act = nn.ReLU()
-    options = {"hf_model": plain, "tokenizer": make_tokenizer(), "device": "cpu"}
-    bridge = matlens.wrap(TransformerBridge.boot_transformers(str(model_folder("gpt2")), **options))
-    (change,) = changes_of(bridge)
-    assert change == "another module torch.nn.modules.activation.ReLU() at transformer.h.0.mlp.act"
-
-
-class Adapter(nn.Module):
-    """As much of PEFT's tuner layers as tells whether they are on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.off, self.active_adapters, self.scaling = False, ["default"], {"default": 2.0}
-
-    @property
-    def disable_adapters(self) -> bool:
-        return self.off
-
-
-def test_adapters_are_seen_switched_on_and_off(model: Any) -> None:
-    adapter = Adapter()
-    model.original_model.transformer.h[0].add_module("lora", adapter)
-    on = changes_of(model)
-    assert any("the adapters ['default'] switched on" in change for change in on)
-    adapter.off = True
-    off = changes_of(model)
-    assert any("switched off" in change for change in off)
-    assert off != on
-    adapter.off, adapter.scaling["default"] = False, 1.0
-    assert changes_of(model) not in (on, off)
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for alone, together in zip(expected, results, strict=True):
+        for again in together:
+            assert all(torch.equal(alone[site], again[site]) for site in alone)

@@ -42,8 +42,6 @@ HEAD: dict[str, Callable[[Any], Any]] = {
     "Readout.log_probs": lambda w: w.readout.log_probs(H),
     "Readout.top_ids": lambda w: w.readout.top_ids(H),
     "Readout.top_ids_and_ranks": lambda w: w.readout.top_ids_and_ranks(H, torch.tensor([1, 2, 3])),
-    "Readout.features": lambda w: w.readout.features(H),
-    "Readout.token_scores": lambda w: w.readout.token_scores(H),
     "Lens.logits": lambda w: w.lens.logits(H, 1),
     "Lens.trajectory": lambda w: w.lens.trajectory("w1 w2"),
     "prediction_quality": lambda w: matlens.lens.prediction_quality(w.readout, w.maps, w.activations),
@@ -117,19 +115,6 @@ def test_weights_edited_within_a_loop_that_checks_once_are_noticed_at_its_end(wo
 
 
 # Whose maps they are
-
-
-def test_maps_of_streamed_vectors_are_of_the_model(
-    work: SimpleNamespace, small_model: Callable[[str], Any]
-) -> None:
-    rows = stream(work.model, work.examples, ["h.0", "h.2"], progress=False)
-    maps = MapSet(linear.fit_stream(rows, [("h.0", "h.2")]))
-    assert maps.provenance.identity == work.activations.provenance.identity
-    assert maps.n_samples == work.examples.n_positions
-    with matlens.patched(work.model, matlens.jump(maps, 0, 2)):
-        pass
-    with pytest.raises(InputError), matlens.patched(small_model("llama"), matlens.jump(maps, 0, 2)):
-        pass
 
 
 def test_maps_of_no_known_model_are_refused_where_a_model_is_given(work: SimpleNamespace) -> None:

@@ -58,17 +58,6 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "_KNOWN", WeakKeyDictionary())
 
 
-@pytest.mark.parametrize("name", [*WIRINGS, *KINDS])
-def test_family_and_kinds_are_those_of_the_architecture(name: str, small_model: Callable[[str], Any]) -> None:
-    found = ModelLayout.from_model(small_model(name))
-    kinds = {*SITE_MODULES[name], *APART.get(name, ())}
-    assert found.wiring.name == (WIRING_OF | KINDS)[name]
-    assert set(found.kinds) == kinds
-    assert (found.n_layers, found.d_model) == (N_LAYERS, D_MODEL)
-    assert [str(site) for site in found.stream] == [f"h.{i}" for i in range(N_LAYERS + 1)]
-    assert len(set(found.sites)) == N_LAYERS + 1 + N_LAYERS * len(kinds)
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_stream_is_the_hidden_states_with_the_last_before_the_final_norm(
     name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
@@ -87,9 +76,14 @@ def test_stream_is_the_hidden_states_with_the_last_before_the_final_norm(
 
 
 @pytest.mark.parametrize("name", [*WIRINGS, *KINDS])
-def test_every_site_is_the_end_of_its_module(
+def test_wirings_are_found_and_every_site_is_the_end_of_its_module(
     name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
 ) -> None:
+    found = ModelLayout.from_model(small_model(name))
+    assert found.wiring.name == (WIRING_OF | KINDS)[name]
+    assert set(found.kinds) == {*SITE_MODULES[name], *APART.get(name, ())}
+    assert (found.n_layers, found.d_model) == (N_LAYERS, D_MODEL)
+    assert [str(site) for site in found.stream] == [f"h.{i}" for i in range(N_LAYERS + 1)]
     ours, theirs = vectors(small_model(name)), plain_vectors(name, plain_model(name), TOKENS)
     apart = {f"{kind}.{layer}" for kind in APART.get(name, ()) for layer in range(N_LAYERS)}
     assert set(ours) == set(theirs) - {"logits"} | apart
@@ -109,9 +103,7 @@ def test_blocks_whose_parts_add_the_stream_themselves_have_only_the_stream(tmp_p
         found.resolve("attn_out.1")
 
 
-@pytest.mark.parametrize(
-    ("name", "layer"), [("gpt2", 0), ("gpt2", 2), ("bert", 1), ("neox", 1), ("gemma2", 1)]
-)
+@pytest.mark.parametrize(("name", "layer"), [("gpt2", 0), ("gpt2", 2), ("bert", 1), ("neox", 1)])
 def test_one_block_that_does_not_add_up_is_enough_to_trust_only_the_stream(
     name: str, layer: int, small_model: Callable[[str], Any], forgotten: None
 ) -> None:
@@ -133,12 +125,11 @@ def test_one_block_that_does_not_add_up_is_enough_to_trust_only_the_stream(
         handle.remove()
 
 
-@pytest.mark.parametrize("name", ["llama"])
 def test_an_ffn_that_changes_what_its_output_layer_gives_has_no_coefficients(
-    name: str, small_model: Callable[[str], Any], forgotten: None
+    small_model: Callable[[str], Any], forgotten: None
 ) -> None:
     """The rest of the block adds up all the same, so its other sites stay."""
-    model = small_model(name)
+    model = small_model("llama")
     kinds = set(ModelLayout.from_model(model).kinds)
     layout._KNOWN.clear()
     handle = model.blocks[1].mlp.original_component.register_forward_hook(lambda _, __, out: out * 1.01)
@@ -146,7 +137,7 @@ def test_an_ffn_that_changes_what_its_output_layer_gives_has_no_coefficients(
         found = ModelLayout.from_model(model)
     finally:
         handle.remove()
-    assert found.wiring.name == WIRING_OF[name]
+    assert found.wiring.name == WIRING_OF["llama"]
     assert (set(found.kinds), found.d_mlp) == (kinds - {"ffn_post"}, 0)
 
 
@@ -167,7 +158,7 @@ def test_hooks_are_gone_when_the_run_fails(small_model: Callable[[str], Any], fo
 # Hooks by their names
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "gemma2"])
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_a_hook_that_carries_a_site_is_that_site(name: str, small_model: Callable[[str], Any]) -> None:
     """By the hook point itself, whatever TransformerLens calls it in this architecture."""
     model = small_model(name)

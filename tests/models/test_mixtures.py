@@ -153,7 +153,7 @@ def test_the_hook_is_part_of_the_plain_model_and_changes_nothing(
     assert mixture(model, 1) is experts
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
 def test_half_precision_adds_up_and_a_missing_expert_does_not(
     dtype: torch.dtype, model_folder: Callable[[str], Path]
 ) -> None:

@@ -12,13 +12,11 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 import torch
-from conftest import WORDS, assert_near
+from conftest import assert_near
 
 import matlens
 from matlens import InputError
 from matlens.models.places import SMOLLM2, locate
-
-TEXT = " ".join(WORDS[3:15])
 
 
 def test_smollm2_without_its_wheel_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,28 +25,18 @@ def test_smollm2_without_its_wheel_names_the_command(monkeypatch: pytest.MonkeyP
         matlens.load(SMOLLM2)
 
 
-def test_a_missing_folder_is_refused(tmp_path: Path, no_network: list[str]) -> None:
-    missing = tmp_path / "not" / "there"
-    with pytest.raises(
-        InputError, match=rf"no model '{missing}'.*no such file or folder.*Expected a hub name"
-    ):
-        matlens.load(str(missing))
-    assert no_network == []
-
-
-@pytest.mark.parametrize("name", ["someone/no-such-model"])
 def test_an_unknown_hub_name_without_network_is_refused_after_one_question(
-    name: str, no_network: list[str], empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+    no_network: list[str], empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
     with pytest.raises(InputError, match=r"hub cannot be reached.*Expected a hub name"):
-        matlens.load(name)
+        matlens.load("someone/no-such-model")
     assert len(no_network) <= 2
     assert sum(slept) < 5
 
 
-@pytest.mark.parametrize("name", ["", "a\0b", "x" * 5000, "~no-such-user/m", "a/b/c"])
+@pytest.mark.parametrize("name", ["", "a\0b", "x" * 5000, "~no-such-user/m", "a/b/c", "/not/there"])
 def test_what_is_no_name_is_refused(name: Any, no_network: list[str]) -> None:
     for attempt in (matlens.load, lambda name: locate(name, None)):
         with pytest.raises(InputError, match=r"^name must be|no model") as caught:
@@ -62,13 +50,8 @@ def test_a_file_of_another_kind_is_refused(model_folder: Callable[[str], Path]) 
         matlens.load(model_folder("gpt2") / "model.safetensors")
     with pytest.raises(InputError, match="There is no file"):
         matlens.load("/dev/null")
-
-
-def test_a_revision_of_a_folder_is_refused(model_folder: Callable[[str], Path]) -> None:
     with pytest.raises(InputError, match="revision must be None"):
         matlens.load(str(model_folder("gpt2")), revision="main")
-    with pytest.raises(InputError, match=r"^revision must be"):
-        matlens.load("gpt2", revision=3)  # type: ignore[arg-type]
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

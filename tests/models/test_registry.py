@@ -127,19 +127,3 @@ def test_the_core_imports_no_architecture() -> None:
             node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)
         }
         assert not [name for name in imported if name and "families" in name], path.name
-
-
-@pytest.mark.usefixtures("forgotten")
-def test_a_family_hides_no_other_hooks_of_its_module(
-    small_model: Callable[[str], Any],
-) -> None:
-    @register
-    class Mine(Family):
-        pass
-
-    model = small_model("gpt2")
-    handle = model.original_model.transformer.h[1].register_forward_hook(lambda *_: None)
-    try:
-        assert len(changes_of(model)) == 1
-    finally:
-        handle.remove()

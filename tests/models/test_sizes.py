@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from conftest import load_plain
 
-from matlens.io.cache import default_cache
 from matlens.models import sizes
-from matlens.models.sizes import SIZES, read_sizes
+from matlens.models.sizes import read_sizes
 
 
-@pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """The names of models whose configurations were read."""
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_sizes_are_those_of_the_model_and_read_once(
+    kind: str, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("MATLENS_CACHE", str(tmp_path / "cache"))
     names: list[str] = []
     read = sizes.read_configuration
@@ -28,37 +28,17 @@ def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         return read(folder, **options)
 
     monkeypatch.setattr(sizes, "read_configuration", counting)
-    return names
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_sizes_are_read_once(kind: str, model_folder: Callable[[str], Path], reads: list[str]) -> None:
-    folder = model_folder(kind)
-    plain = load_plain(kind, folder)
+    plain, folder = load_plain(kind, model_folder(kind)), tmp_path / "model"
+    shutil.copytree(model_folder(kind), folder)
     first = read_sizes(str(folder))
     assert first["n_parameters"] == sum(weight.numel() for weight in plain.parameters())
     assert (first["n_layers"], first["d_model"]) == (plain.config.num_hidden_layers, plain.config.hidden_size)
-    assert first["d_vocab"] == plain.config.vocab_size
+    d_mlp = {"llama": 48, "gpt2": 0}[kind]  # GPT-2 does not say it
+    assert (first["d_vocab"], first["d_mlp"]) == (plain.config.vocab_size, d_mlp)
     assert read_sizes(str(folder)) == first
-    assert len(reads) == 1
+    assert len(names) == 1
     assert read_sizes(str(folder), trust_remote_code=True) == first  # code that is not here may say otherwise
-    assert len(reads) == 2
-
-
-def test_another_configuration_and_a_damaged_entry_are_read_anew(
-    model_folder: Callable[[str], Path], reads: list[str], tmp_path: Path
-) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(model_folder("llama"), folder)
-    first = read_sizes(str(folder))
+    assert len(names) == 2
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 7}))
-    assert read_sizes(str(folder))["n_layers"] == 7 != first["n_layers"]
-    cache = default_cache()
-    assert cache is not None
-    entries = [entry for entry in cache.entries() if entry.kind == SIZES]
-    assert len(entries) == 2
-    for entry in entries:
-        (entry.folder / "sizes.json").write_text("{}")
-    assert read_sizes(str(folder))["n_layers"] == 7
-    assert len(reads) == 3
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 77}))
+    assert read_sizes(str(folder))["d_vocab"] == 77

@@ -19,7 +19,7 @@ import matlens
 from matlens import InputError, LinearMap, MapSet, Site, collect, make_examples
 from matlens.data.examples import Examples
 from matlens.models import identity
-from matlens.models.hooks import intervening
+from matlens.models.changes import changing
 from matlens.models.layout import ModelLayout
 from matlens.patching.replacements import Replacement, jump, mat_attn, mat_ffn, mat_ln1_ln2
 from matlens.patching.variants import Variant
@@ -140,7 +140,7 @@ def counting(model: Any) -> Iterator[list[int]]:
         for block, hook in zip(model.blocks, hooks, strict=True)
     ]
     try:
-        with intervening(model, tuple, hooks):  # they change nothing, and are not taken for foreign hooks
+        with changing(model, tuple, [], hooks):  # they change nothing, and are not taken for foreign hooks
             yield counts
     finally:
         for handle in handles:

@@ -38,14 +38,11 @@ class Falcon(Family):
         """Distances are counted once."""
         return [Repair(block.attn, count_once) for block in _with_distances(model)]
 
-    def logits_differ(self, model: Any) -> str | None:
-        """ALiBi counted twice, or rows of the joint matrix read in another order."""
-        if _with_distances(model):
-            return "attention counts the distances between tokens (ALiBi) in another way"
-        if getattr(model.original_model.config, "new_decoder_architecture", False):
-            return (
-                "attention takes queries, keys and values from other rows of the matrix that holds them all"
-            )
+    def beyond_repair(self, model: Any) -> str | None:
+        """Newer blocks behind TransformerLens' own adapter."""
+        newer = getattr(model.original_model.config, "new_decoder_architecture", False)
+        if newer and type(model.adapter) is FalconArchitectureAdapter:
+            return "attention takes queries, keys and values from other rows of the joint matrix"
         return None
 
 

@@ -93,8 +93,8 @@ class Mixture:
     def column(self, expert: int, index: int) -> int | None:
         """The column of a value vector of an expert; ``None`` where there is none of that number."""
         width = self.shared_width if expert == self.n_experts else self.width
-        there = 0 <= expert <= self.n_experts and 0 <= index < width
-        return expert * self.width + index if there else None
+        exists = 0 <= expert <= self.n_experts and 0 <= index < width
+        return expert * self.width + index if exists else None
 
     def matrix(self) -> Float[Tensor, "columns d_model"]:
         """All value vectors, a row each, in the precision of the model."""

@@ -34,6 +34,10 @@ _BLOCK = re.compile(r"decoder\.layers\.(\d{1,5})\.")
 _EMBEDDINGS = re.compile(r"decoder\.embed_tokens\.embeddings\.\d+\.0\.weight")
 _OLD_NORMS = {"layer_norms.0": "self_attn_layer_norm", "layer_norms.2": "final_layer_norm"}
 _NAMED = re.compile(r"GLOBAL ([\w.]+)|unsupported class ([\w.]+)")
+_NOT_READ = (
+    "character_embeddings", "decoder_learned_pos", "no_token_positional_embeddings", "base_layers",
+    "layernorm_embedding", "scale_fc", "scale_attn", "scale_heads", "scale_resids", "add_bos_token",
+)  # fmt: skip
 SOFTMAX = "decoder.adaptive_softmax"
 
 
@@ -125,29 +129,25 @@ def _config(
     def refuse(what: str) -> InputError:
         return InputError(f"The checkpoint {path} is not of a WikiLM: {what}. {_EXPECTED}")
 
-    arch = settings.get("arch")
-    if not isinstance(arch, str) or not arch.startswith("transformer_lm"):
-        raise refuse(f"its architecture is {short(arch)}")
-    if not settings.get("adaptive_input") or settings.get("adaptive_softmax_cutoff") is None:
-        raise refuse("it has no adaptive input, or no adaptive softmax")
-    cutoffs = [_cutoffs(settings.get(f"adaptive_{side}_cutoff")) for side in ("input", "softmax")]
-    factors = [settings.get(f"adaptive_{side}_factor", 4) for side in ("input", "softmax")]
-    if cutoffs[0] is None or cutoffs[0] != cutoffs[1] or factors[0] != factors[1]:
-        raise refuse("the bands of its input and of its output differ")
-    others = [
-        name
-        for name in (
-            "character_embeddings", "decoder_learned_pos", "no_token_positional_embeddings", "base_layers",
-            "layernorm_embedding", "scale_fc", "scale_attn", "scale_heads", "scale_resids", "add_bos_token",
-        )
-        if settings.get(name)
-    ]  # fmt: skip
-    if others:
-        raise refuse(f"it is made with {', '.join(others)}, which is not read here")
-    if f"{SOFTMAX}.version" not in tensors:
-        raise refuse("its adaptive softmax is of the first kind, whose bands stand elsewhere")
+    given: Any = settings.get
+    cutoffs, softmax_cutoffs = (_cutoffs(given(f"adaptive_{side}_cutoff")) for side in ("input", "softmax"))
+    factor, softmax_factor = (given(f"adaptive_{side}_factor", 4) for side in ("input", "softmax"))
+    others = [name for name in _NOT_READ if given(name)]
+    refused = {
+        f"its architecture is {short(given('arch'))}": not str(given("arch")).startswith("transformer_lm"),
+        "it has no adaptive input, or no adaptive softmax":
+            not given("adaptive_input") or given("adaptive_softmax_cutoff") is None,
+        "the bands of its input and of its output differ":
+            cutoffs is None or cutoffs != softmax_cutoffs or factor != softmax_factor,
+        f"it is made with {', '.join(others)}, which is not read here": bool(others),
+        "its adaptive softmax is of the first kind, whose bands stand elsewhere":
+            f"{SOFTMAX}.version" not in tensors,
+    }  # fmt: skip
+    for what, is_so in refused.items():
+        if is_so:
+            raise refuse(what)
     # Before a model of the settings is made, which could have any number of blocks.
-    layers: Any = settings.get("decoder_layers")
+    layers = given("decoder_layers")
     blocks = {block[1] for block in map(_BLOCK.match, tensors) if block}
     if layers != len(blocks):
         raise refuse(f"its settings say {short(layers)} blocks, and it has weights of {len(blocks)}")
@@ -159,19 +159,16 @@ def _config(
             f"The dictionary {path.parent / DICTIONARY} has {n_words} words, the special ones included, and "
             f"the checkpoint {path.name} embeddings of {known}. Expected the dictionary of this checkpoint."
         )
-    given: Any = settings.get
-    ties = bool(settings.get("tie_adaptive_weights"))
+    ties = bool(given("tie_adaptive_weights"))
     # Old checkpoints have the inverse setting.
-    ties_projections = settings.get("no_tie_adaptive_proj") is False or bool(
-        settings.get("tie_adaptive_proj")
-    )
+    ties_projections = given("no_tie_adaptive_proj") is False or bool(given("tie_adaptive_proj"))
     try:
         return WikiLMConfig(
             vocab_size=n_words, hidden_size=given("decoder_embed_dim"), num_hidden_layers=layers,
             num_attention_heads=given("decoder_attention_heads"),
             intermediate_size=given("decoder_ffn_embed_dim"),
             max_position_embeddings=given("max_target_positions") or given("tokens_per_sample") or 1024,
-            cutoffs=cutoffs[0], adaptive_factor=factors[0], hidden_act=given("activation_fn", "relu"),
+            cutoffs=cutoffs or (), adaptive_factor=factor, hidden_act=given("activation_fn", "relu"),
             tie_word_embeddings=ties, tie_projections=ties and ties_projections,
             final_norm=not _lacks_final_norm(settings, tensors),
             scale_embedding=not given("no_scale_embedding", False),

@@ -31,10 +31,6 @@ class WikiLMConfig(PreTrainedConfig):
         Whether the output takes the embeddings of the input, and their projections.
     final_norm
         Whether a norm follows the last block; not in the one of WikiText-103.
-    scale_embedding
-        Whether embeddings are multiplied by the square root of the width.
-    dropout
-        In training, of embeddings and of the outputs of attention and FFN.
     """
 
     model_type = MODEL_TYPE
