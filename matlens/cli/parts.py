@@ -13,6 +13,8 @@ from matlens.cli.starting import on_main
 from matlens.errors import Between, InputError, NonNegative, NonNegativeInt, PositiveInt, Seed
 from matlens.pruning.choices import Choice, Method
 
+_UNITS = {"seconds": "s per token", "cache": "bytes per token", "weights": "bytes"}
+
 app = typer.Typer()
 TwoOrMore = Annotated[int, Between(2)]
 
@@ -163,8 +165,12 @@ def prune(
         table = pd.concat([compare_pruned(bridge, pruned, validation), compare_costs(bridge, pruned)])
         save_pruned(pruned, out, table)
     print_frame(
-        "On other text; seconds and bytes of a token, and bytes of the weights", table,
-        {"method": "model", "metric": "metric", "value": "value", "low": "from", "high": "to"},
+        "Perplexity and agreement on held-out text; time and memory of generation",
+        table.assign(unit=table["metric"].map(_UNITS).fillna("")),
+        {
+            "method": "model", "metric": "metric", "value": "value", "unit": "unit", "low": "from",
+            "high": "to",
+        },
     )  # fmt: skip
     if healed := pruned.provenance.details.get("healed"):
         print_line(

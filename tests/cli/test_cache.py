@@ -58,11 +58,3 @@ def test_the_cache_is_shown_and_cleared(
     assert "freed" in run_command(["cache", "clear"], capsys).out
     assert not cache.exists()
     assert "0 entries" in run_command(["cache", "show"], capsys).out
-
-
-def test_a_switched_off_cache_is_said_to_be(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("MATLENS_CACHE", "off")
-    for command in ("show", "clear"):
-        assert "switched off" in run_command(["cache", command], capsys).out

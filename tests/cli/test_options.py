@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
-import torch
 import typer
 from conftest import make_sentences
 from typer.testing import CliRunner
 
 from matlens import InputError
-from matlens.activations.activations import Positions
 from matlens.cli import options
 from matlens.cli.app import app
-from matlens.cli.options import FitOptions, ModelOptions, ReadOptions
+from matlens.cli.options import FitOptions, ModelOptions
 from matlens.errors import PositiveInt
-from matlens.ffn.agglomeration import Linkage
 
 
 def run(*arguments: str) -> str:
@@ -88,12 +84,6 @@ def test_every_option_of_every_command_has_a_help() -> None:
             assert get_args(parameter.annotation)[1].help, (function, name)
 
 
-def test_choices_are_those_of_the_library() -> None:
-    assert all(isinstance(getattr(torch, name), torch.dtype) for name in get_args(options.Dtype))
-    assert get_args(options.LinkageChoice) == get_args(Linkage)
-    assert set(get_args(options.PositionChoice)) == {"auto", *get_args(Positions)}
-
-
 @pytest.mark.parametrize(
     ("read", "text", "expected"),
     [
@@ -115,17 +105,6 @@ def test_how_texts_are_read(read: Any, text: Any, expected: Any, monkeypatch: py
         return
     with pytest.raises(typer.BadParameter, match=r"[Ee]xpected"):
         read(text)
-
-
-def test_vectors_are_read_as_the_options_say() -> None:
-    catalogue: Any = SimpleNamespace(
-        projection=lambda reading: SimpleNamespace(reading=reading, unembedding=range(60))
-    )
-    for choice in ("plain", "norm", "head"):
-        read: Any = ReadOptions(read=choice).projection(catalogue)  # type: ignore[arg-type]
-        assert read.reading == choice
-    with pytest.raises(InputError, match=r"^The number of tokens must be"):
-        ReadOptions(tokens=61).projection(catalogue)
 
 
 @pytest.mark.parametrize(

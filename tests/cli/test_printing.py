@@ -39,11 +39,6 @@ def test_an_exit_comes_through_and_an_interruption_is_explained(
     assert ("Run the same command again" in capsys.readouterr().err) == hint
 
 
-def test_a_defect_of_ours_comes_through() -> None:
-    with pytest.raises(ZeroDivisionError):
-        starting.report_errors(lambda: 1 / 0)
-
-
 def test_tables_show_what_looks_like_markup(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,6 @@ from conftest import make_sentences
 
 import matlens
 from matlens import InputError, MapSet
-from matlens.explorer import LiveModel
 from matlens.explorer.changes import Change, compare_changes, offered_maps
 from matlens.models.layout import ModelLayout
 from matlens.patching import fit_submodules, mat_attn, mat_ffn, mat_ln1_ln2, submodule_pairs
@@ -97,8 +96,3 @@ def test_changes_without_a_map_are_refused(kind: str, which: str, message: str, 
     model, jumps, inside = fitted
     with pytest.raises(InputError, match=message):
         compare_changes(model, PROMPT, [Change(kind, which)], maps=[jumps, inside], n_tokens=1)
-
-
-def test_maps_of_another_model_are_refused(fitted: Fitted, small_model: Callable[[str], Any]) -> None:
-    with pytest.raises(InputError, match="the maps"):
-        LiveModel(small_model("gpt2"), maps=[fitted[1]])

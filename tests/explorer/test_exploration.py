@@ -176,18 +176,6 @@ def test_sub_updates_of_a_cell_add_up_to_what_its_ffn_writes(
         assert (visit.requests, visit.errors) == ([], [])
 
 
-def test_the_page_is_shown_in_notebooks_and_saved_as_html_alone(
-    explored: Callable[[str], Any], tmp_path: Path
-) -> None:
-    exploration, _, path = explored("gpt2")
-    shown = exploration._repr_html_()
-    assert shown.startswith('<iframe sandbox="allow-scripts"')  # which cannot touch the notebook
-    assert "<script" not in shown
-    assert path.read_text(encoding="utf-8") == exploration.to_html()
-    with pytest.raises(InputError, match=r"\.html or \.htm"):
-        exploration.save(tmp_path / "page.pdf")
-
-
 def test_lenses_are_read_from_folders_of_either_kind(
     explored: Callable[[str], Any], small_model: Callable[[str], Any], tmp_path: Path
 ) -> None:

@@ -181,16 +181,6 @@ def test_no_fault_is_seen_by_axe_and_all_is_reached_by_keys(visit: Visit) -> Non
     assert set(wanted) <= reached
 
 
-def test_without_corpus_clusters_and_neighbours_there_are_tokens_alone(
-    browser: Any, small_model: Callable[[str], Any], tmp_path: Path
-) -> None:
-    page = write_value_pages(small_model("gpt2"), tmp_path / "site", neighbours=0, progress=False)
-    with visiting(browser, page, fragment="#L1D5") as visit:
-        assert visit.page.locator("#vector [data-list]").count() == 4
-        assert visit.page.locator(".sentence").count() == 0
-        assert (visit.requests, visit.errors) == ([], [])
-
-
 def test_tokens_of_others_are_shown_and_not_obeyed(
     browser: Any, small_model: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import D_MODEL, N_LAYERS, assert_near, make_sentences
+from conftest import D_MODEL, N_LAYERS, make_sentences
 
 import matlens
 from matlens import InputError, Lens
@@ -266,18 +266,6 @@ def test_lenses_of_too_few_tokens_are_warned_of_once_but_not_with_a_ridge(
     recwarn.clear()
     Lens.fit(model, data.head(2), method="tuned", progress=False)
     assert [caught.category for caught in recwarn] == [matlens.InputWarning]
-
-
-def test_masked_models_are_fitted_at_their_masks(small_model: Models) -> None:
-    bert = small_model("bert")
-    examples = matlens.make_examples(bert, make_sentences())
-    config = LensConfig(ridge=0.1)
-    lens = Lens.fit(bert, examples, method=config, positions="sampled", layers=[-2], progress=False)
-    sampled = matlens.collect(bert, examples, progress=False)
-    x, y = (sampled[layer].double().numpy() for layer in (2, 3))
-    assert lens.layers == (2,)
-    assert_near(lens.matrix(2), torch.from_numpy(reference(x, y, np.ones(len(x)), config)[0]).float())
-    assert lens.provenance.positions == "sampled"
 
 
 @pytest.mark.refused

@@ -48,14 +48,6 @@ def test_contradictions_are_refused(options: dict[str, Any], words: str) -> None
         LensConfig(**options)
 
 
-@pytest.mark.refused
-def test_unknown_names_are_refused() -> None:
-    with pytest.raises(InputError, match=r"method must be one of id, mat, .*, got 'tune'.*'tuned'"):
-        parse_methods(["mat", "tune"])
-    with pytest.raises(InputError, match="at least one of"):
-        parse_methods([])
-
-
 def test_another_package_adds_a_method(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_model: Callable[[str], Any], sentences: Any
 ) -> None:

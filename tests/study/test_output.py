@@ -66,19 +66,6 @@ def test_another_job_is_told(
         check_output(tmp_path, KNOWN)
 
 
-@pytest.mark.parametrize("part", KNOWN)
-def test_files_of_others_and_what_is_no_folder_are_told(tmp_path: Path, part: str) -> None:
-    (tmp_path / part).mkdir()
-    (tmp_path / part / "mine.txt").write_text("mine")
-    with pytest.raises(InputError, match="holds other files"):
-        check_output(tmp_path, KNOWN)
-    (tmp_path / part / "mine.txt").unlink()
-    (tmp_path / part).rmdir()
-    (tmp_path / part).write_text("mine")
-    with pytest.raises(InputError, match="got a file"):
-        check_output(tmp_path, KNOWN)
-
-
 def test_where_nothing_can_be_written_is_told_and_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")

