@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from sklearn.metrics import r2_score
 from studying import collect_parts
@@ -98,3 +99,7 @@ def test_few_samples_are_said() -> None:
     assert "a ridge of 26000" in (_note_on_samples({**fit, "ridge": 26000.0}) or "")
     assert _note_on_samples({**fit, "n_samples": 1152}) is None
     assert _note_on_samples({}) is None
+    rows = [("r2", 0, 3, method, value) for method, value in (("mat", 0.1), ("id", 0.2))]
+    worse = pd.DataFrame(rows, columns=["metric", "layer", "target", "method", "value"])
+    assert "1 of 1 pairs" in (_note_on_samples({**fit, "n_samples": 5759}, worse) or "")
+    assert _note_on_samples({**fit, "n_samples": 5760}, worse) is None
