@@ -157,16 +157,16 @@ def path_of(text: str | Path) -> Path:
     A ``~`` is the user's folder: shells leave it alone in ``--out=~/here``.
     """
     if not str(text).strip():
-        raise typer.BadParameter("it is empty. Expected a path; '.' for this folder.")
+        raise typer.BadParameter("must be a path, got nothing. Use '.' for the current folder.")
     return Path(os.path.expanduser(text))
 
 
 def layers_of(text: str) -> list[int]:
-    """Layers with a comma between."""
+    """Comma-separated layers."""
     try:
         return [int(layer) for layer in text.split(",")]
     except ValueError:
-        raise typer.BadParameter(f"{short(text)}: expected numbers with a comma between.") from None
+        raise typer.BadParameter(f"must be a list such as 0,12,29, got {short(text)}.") from None
 
 
 def pairs_of(text: str) -> Any:
@@ -177,7 +177,7 @@ def pairs_of(text: str) -> Any:
         pairs = [pair.split(":") for pair in text.split(",")]
         return [(int(source), int(target)) for source, target in pairs]
     except ValueError:
-        raise typer.BadParameter(f"{short(text)}: expected all, last, or a list such as 0:12,6:12.") from None
+        raise typer.BadParameter(f"must be all, last or a list as 0:12,6:12, got {short(text)}.") from None
 
 
 def ridge_of(text: str | float) -> float | Literal["loo"]:
@@ -185,7 +185,7 @@ def ridge_of(text: str | float) -> float | Literal["loo"]:
     try:
         return "loo" if text == "loo" else float(text)
     except ValueError:
-        raise typer.BadParameter(f"{short(text)}: expected a number or loo.") from None
+        raise typer.BadParameter(f"must be a number or loo, got {short(text)}.") from None
 
 
 PairsOption = Annotated[Any, typer.Option("--pairs", parser=pairs_of, metavar="PAIRS")]

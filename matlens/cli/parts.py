@@ -24,8 +24,7 @@ def _blocks(text: str) -> int | list[int]:
         numbers = [int(part) for part in text.removesuffix(",").split(",")]
     except ValueError:
         raise typer.BadParameter(
-            f"{text[:40]!r}: expected how many, or their numbers with a comma behind each, such as 13,14,15 "
-            "(one block alone: 13,)."
+            f"must be a number of blocks, or a list such as 13,14,15 (one block: 13,), got {text[:40]!r}."
         ) from None
     return numbers if "," in text else numbers[0]
 

@@ -78,7 +78,7 @@ def fit(folder: Path, /, how: FitOptions) -> None:
 def _part_of(text: str) -> tuple[int, int]:
     read = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
     if read is None or not 1 <= int(read[1]) <= int(read[2]):
-        raise typer.BadParameter(f"{text[:40]}: expected a part such as 3/8, from 1/8 to 8/8.")
+        raise typer.BadParameter(f"must be a part such as 3/8, got {text[:40]}.")
     return int(read[1]), int(read[2])
 
 
