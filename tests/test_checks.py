@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 UNCHECKED = {
     "InputError", "controlled", "InputWarning", "added", "scaled", "CoefficientChange", "SinkWarning",
     "csv_text", "sink_counts", "Report", "main", "run_study", "Rows", "Column", "Artifact", "Plan",
-    "collect_rows", "read_rows", "result_row", "result_table", "write_files", "write_results",
+    "writing_rows", "read_rows", "result_row", "result_table", "write_files", "write_results",
     "print_members", "print_atlas", "distributed", "Family", "register", "write_maps", "make_token_examples",
 }  # fmt: skip
 

@@ -19,7 +19,7 @@ from matlens import linearity
 from matlens.activations import collecting, find_sinks
 from matlens.data import make_windows
 from matlens.data.corpus import Corpus
-from matlens.data.examples import Examples
+from matlens.data.examples import Batch, Examples
 from matlens.lens import Lens, LensConfig
 from matlens.lens.closed_forms import fit_closed_forms
 from matlens.lens.trained import fit_jacobian, fit_on_vectors
@@ -117,13 +117,13 @@ def test_each_process_passes_over_its_part(
     model: Any, examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every batch is run once, by one of the processes."""
-    run, batches = collecting._run, []
+    inputs, batches = Batch.inputs, []
 
     def noted(*arguments: Any) -> Any:
-        batches.append(arguments[1].index.tolist())
-        return run(*arguments)
+        batches.append(arguments[0].index.tolist())
+        return inputs(*arguments)
 
-    monkeypatch.setattr(collecting, "_run", noted)
+    monkeypatch.setattr(Batch, "inputs", noted)
 
     def work() -> Any:
         batches.clear()

@@ -18,9 +18,9 @@ from torch import Tensor
 
 import matlens
 from matlens import parallel
-from matlens.activations import collecting, stream
+from matlens.activations import stream
 from matlens.activations.activations import Activations
-from matlens.data.examples import Examples
+from matlens.data.examples import Batch, Examples
 from matlens.errors import InputError
 from matlens.ffn.trace import Trace
 from matlens.linear import stream_least_squares
@@ -160,14 +160,14 @@ def test_processes_without_examples_have_the_same(model: Any, examples: Examples
 
 def killed(folder: Path, model: Any, examples: Examples, rank: int = 1) -> Any:
     if parallel.rank() == rank:  # in its second batch
-        run, turns = collecting._run, iter(range(1))
+        inputs, turns = Batch.inputs, iter(range(1))
 
         def last(*arguments: Any) -> Any:
             if next(turns, None) is None:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return run(*arguments)
+            return inputs(*arguments)
 
-        collecting._run = last
+        Batch.inputs = last  # type: ignore[method-assign]
     return matlens.collect(model, examples, folder=folder, batch_tokens=BATCH, progress=False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from matlens.data.examples import Batch, Examples
 from matlens.data.readers import check_own_tokens, reads_whole
 from matlens.errors import InputError, PositiveInt, checked
 from matlens.io.artifact import Artifact
-from matlens.io.rows import Column, collect_rows
+from matlens.io.rows import Column, writing_rows
 from matlens.models.changes import EndOfPass, changes_of, check_unchanged, reading
 from matlens.models.families.vision import is_visual
 from matlens.models.identity import ModelIdentity, Provenance, check_raw
@@ -78,16 +79,13 @@ def collect(
     }
     batches = _Batches(model, examples, positions, batch_tokens)
     hooks = {str(site): layout.hook(site) for site in wanted}
-
-    def run(numbers: Sequence[int]) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
-        for rows in _stream(model, batches, numbers, hooks, progress, provenance):
-            yield rows.index, rows.vectors
-
-    config, vectors = collect_rows(
-        HOLDS, request, columns, batches.counts, run,
+    with writing_rows(
+        HOLDS, request, columns, batches.counts,
         folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens", "read"),
-    )  # fmt: skip
-    return Activations(vectors, examples, positions, Provenance.from_config(config))
+    ) as writer:  # fmt: skip
+        for batch in _stream(model, batches, writer.missing, hooks, progress, provenance):
+            writer.add(batch.index, batch.vectors)
+    return Activations(writer.rows, examples, positions, Provenance.from_config(writer.config))
 
 
 def _columns(layout: ModelLayout, folder: str | Path | None, wanted: Sequence[Site]) -> dict[str, Column]:
@@ -150,7 +148,7 @@ def stream(
         numbers = range(len(batches.counts))
     several = divided and parallel.world_size() > 1
     own = numbers[parallel.rank() :: parallel.world_size()] if several else numbers
-    yield from _stream(model, batches, own, hooks, progress, provenance, divided=several)
+    return _stream(model, batches, own, hooks, progress, provenance, divided=several)
 
 
 def batch_counts(
@@ -201,6 +199,8 @@ def _stream(
     divided: bool = False,
 ) -> Iterator[Rows]:
     """Yield the vectors of some batches by the sites' hooks."""
+    if not numbers:
+        return
     changes = provenance.identity.changes or ()
     weights = WeightChecksum([model.original_model], "the stream of its vectors")
     n_sentences = sum(map(len, batches._sentences))
@@ -210,12 +210,12 @@ def _stream(
     ) as bar:
         for number in numbers:
             batch, at, index = batches.read(number)
+            reader = _Reader(hooks, at)
             check_unchanged(model, changes)
-            with own_precision():
-                vectors = _run(model, batch, hooks, at)
-            for name, values in vectors.items():
-                check_finite(values, name)
-            yield Rows(index, at[1].numpy(), vectors, provenance, divided)
+            with own_precision(), reading(model, reader.hooks):
+                first, others = batch.inputs(model)
+                model(first, **others, return_type=None)
+            yield Rows(index, at[1].numpy(), reader.vectors(model), provenance, divided)
             bar.update(len(batch.index))
     check_unchanged(model, changes)
     weights.check()
@@ -247,46 +247,49 @@ def default_batch_tokens(model: TransformerBridge) -> int:
     return _CPU_TOKENS if torch.device(model.cfg.device).type == "cpu" else _GPU_TOKENS
 
 
-@torch.inference_mode()
-def _run(
-    model: TransformerBridge, batch: Batch, hooks: Mapping[str, str], at: tuple[Tensor, Tensor]
-) -> dict[str, Tensor]:
-    places: dict[torch.device, tuple[Tensor, ...]] = {}  # blocks of a large model are on several devices
-    seen: dict[str, Tensor] = {}
-    hook_points = set(hooks.values())
+class _Reader:
+    """Reads the vectors of one pass at some places of a batch, and ends the pass after the last site."""
 
-    def keep(name: str) -> Any:
-        def hook(value: Tensor, hook: Any) -> None:
-            if value.device not in places:
-                places[value.device] = tuple(index.to(value.device) for index in at)
-            seen[name] = value[places[value.device]].flatten(1).float()  # of several heads, head after head
-            # Not stop_at_layer: it runs the unembedding all the same.
-            if len(seen) == len(hook_points):
-                raise EndOfPass
+    def __init__(self, hooks: Mapping[str, str], at: tuple[Tensor, Tensor]) -> None:
+        self._hooks, self._at = hooks, at
+        self._places: dict[torch.device, tuple[Tensor, ...]] = {}  # blocks may be on several devices
+        self._seen: dict[str, Tensor] = {}
+        self.hooks = [(name, functools.partial(self._read, name)) for name in {*hooks.values()}]
 
-        return hook
+    def _read(self, name: str, value: Tensor, hook: Any) -> None:
+        if value.device not in self._places:
+            self._places[value.device] = tuple(index.to(value.device) for index in self._at)
+        self._seen[name] = value[self._places[value.device]].flatten(1).float()  # head after head
+        # Not stop_at_layer: it runs the unembedding all the same.
+        if len(self._seen) == len(self.hooks):
+            raise EndOfPass
 
-    with reading(model, [(name, keep(name)) for name in hook_points]):
-        first, others = batch.inputs(model)
-        model(first, **others, return_type=None)
-    absent = [site for site, name in hooks.items() if name not in seen]
-    if absent:
-        unread = ModelLayout.from_model(model).hooks.get(hooks[absent[0]])
-        if unread is not None and not unread.shape and not changes_of(model):
+    def vectors(self, model: TransformerBridge) -> dict[str, Tensor]:
+        """The vectors of all sites, on the CPU."""
+        absent = [site for site, name in self._hooks.items() if name not in self._seen]
+        if absent:
+            unread = ModelLayout.from_model(model).hooks.get(self._hooks[absent[0]])
+            if unread is not None and not unread.shape and not changes_of(model):
+                raise InputError(
+                    f"{', '.join(absent)} cannot be collected from {model.cfg.architecture}: the hook "
+                    f"{unread.name} {unread.carries}."
+                )
             raise InputError(
-                f"{', '.join(absent)} cannot be collected from {model.cfg.architecture}: the hook "
-                f"{unread.name} {unread.carries}."
+                f"The model did not run {', '.join(absent)}. Is it patched, with a jump over these sites?"
             )
-        raise InputError(
-            f"The model did not run {', '.join(absent)}. Is it patched, with a jump over these sites?"
-        )
-    vectors = [seen[name] for name in hooks.values()]
-    if all(values.device.type == "cpu" for values in vectors):
-        return dict(zip(hooks, vectors, strict=True))
-    if len(places) > 1:
-        vectors = [values.cpu() for values in vectors]
-    flat = torch.cat([values.reshape(-1) for values in vectors]).cpu()  # one transfer from the device
-    parts = flat.split([values.numel() for values in vectors])
-    shapes = [values.shape for values in vectors]
+        vectors = {site: self._seen[name] for site, name in self._hooks.items()}
+        if any(of_site.device.type != "cpu" for of_site in vectors.values()):
+            vectors = _to_cpu(vectors)
+        for site, of_site in vectors.items():
+            check_finite(of_site, site)
+        return vectors
+
+
+def _to_cpu(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same vectors by one transfer from their device, if it is one."""
+    if len({of_site.device for of_site in vectors.values()}) > 1:
+        return {site: of_site.cpu() for site, of_site in vectors.items()}
+    flat = torch.cat([of_site.reshape(-1) for of_site in vectors.values()]).cpu()
+    parts = flat.split([of_site.numel() for of_site in vectors.values()])
     # Copies: a view would keep the whole batch in memory.
-    return {site: part.view(shape).clone() for site, part, shape in zip(hooks, parts, shapes, strict=True)}
+    return {site: part.view_as(vectors[site]).clone() for site, part in zip(vectors, parts, strict=True)}

@@ -25,7 +25,7 @@ from matlens.data.examples import Examples
 from matlens.data.token_examples import make_token_examples
 from matlens.errors import InputError, PositiveInt, checked, printable, short
 from matlens.io.files import open_regular
-from matlens.io.rows import Column, collect_rows
+from matlens.io.rows import Column, writing_rows
 from matlens.models.identity import Provenance, check_raw
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import STREAM, Site
@@ -111,20 +111,16 @@ def read_exported(
     provenance = provenance_of(model, layout, examples, positions, named)
     provenance = replace(provenance, data={**examples.provenance, "engine": "another"})
 
-    def run(numbers: Sequence[int]) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
-        for number in Bar(numbers, unit="prompt", desc="reading", disable=not progress):
+    counts = examples.lengths.tolist() if positions == "all" else [1] * len(examples)
+    request = {"provenance": provenance.to_json(), "files": _stamp(prompts)}
+    with writing_rows(HOLDS, request, columns, counts, folder=folder, arrays=examples.arrays) as writer:
+        for number in Bar(writer.missing, unit="prompt", desc="reading", disable=not progress):
             vectors = _read(prompts[number], sites)
-            if positions == "all":
-                yield np.arange(examples.offsets[number], examples.offsets[number + 1]), vectors
-            else:
-                yield np.array([number]), {site: of_site[-1:] for site, of_site in vectors.items()}
-
-    config, rows = collect_rows(
-        HOLDS, {"provenance": provenance.to_json(), "files": _stamp(prompts)}, columns,
-        examples.lengths.tolist() if positions == "all" else [1] * len(examples), run,
-        folder=folder, arrays=examples.arrays,
-    )  # fmt: skip
-    return Activations(rows, examples, positions, Provenance.from_config(config))
+            index = np.arange(examples.offsets[number], examples.offsets[number + 1])
+            if positions == "sampled":
+                index, vectors = np.array([number]), {site: h[-1:] for site, h in vectors.items()}
+            writer.add(index, vectors)
+    return Activations(writer.rows, examples, positions, Provenance.from_config(writer.config))
 
 
 def _examples(model: TransformerBridge, prompts: Sequence[_Prompt], name: str = "exported") -> Examples:

@@ -18,7 +18,7 @@ from matlens.activations.activations import HOLDS, Activations
 from matlens.data.examples import Examples
 from matlens.errors import InputError, checked
 from matlens.io.files import damaged, system_errors
-from matlens.io.rows import Column, collect_rows
+from matlens.io.rows import Column, writing_rows
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site, check_finite
 from matlens.parallel import Bar
@@ -154,26 +154,26 @@ def read_parquet(
     counts = [file.metadata.num_rows for file in files]
     columns = {site: Column(files[0].schema_arrow.field(site).type.list_size) for site in facts["sites"]}
 
-    def run(numbers: Sequence[int]) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
-        with Bar(total=n_rows, unit="row", desc="reading", disable=not progress) as bar:
-            for number in numbers:
-                with _intact(paths[number]):
-                    table = files[number].read()
-                    vectors = {
-                        site: _from_arrow(table[site], column.width, facts["dtype"])
-                        for site, column in columns.items()
-                    }
-                for site, of_site in vectors.items():
-                    check_finite(of_site, site)
-                yield table["row"].to_numpy().copy(), vectors
-                bar.update(table.num_rows)
-
     request = {
         "provenance": provenance.to_json(), "parquet": facts["examples"], "dtype": facts["dtype"],
         "counts": counts,
     }  # fmt: skip
-    config, rows = collect_rows(HOLDS, request, columns, counts, run, folder=folder, arrays=examples.arrays)
-    return Activations(rows, examples, positions, Provenance.from_config(config))
+    with (
+        writing_rows(HOLDS, request, columns, counts, folder=folder, arrays=examples.arrays) as writer,
+        Bar(total=n_rows, unit="row", desc="reading", disable=not progress) as bar,
+    ):
+        for number in writer.missing:
+            with _intact(paths[number]):
+                table = files[number].read()
+                vectors = {
+                    site: _from_arrow(table[site], column.width, facts["dtype"])
+                    for site, column in columns.items()
+                }
+            for site, of_site in vectors.items():
+                check_finite(of_site, site)
+            writer.add(table["row"].to_numpy().copy(), vectors)
+            bar.update(table.num_rows)
+    return Activations(writer.rows, examples, positions, Provenance.from_config(writer.config))
 
 
 def _prepare(folder: Path) -> None:

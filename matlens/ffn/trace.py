@@ -7,12 +7,11 @@ the top candidate of ``x``, and the token that the model predicts in the end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -25,7 +24,7 @@ from matlens.ffn.norms import FFN_OUT
 from matlens.ffn.projection import unembedding
 from matlens.ffn.updates import DOMINANT, random_sub_updates
 from matlens.ffn.values import ValueVectors
-from matlens.io.rows import Column, collect_rows, read_rows
+from matlens.io.rows import Column, read_rows, writing_rows
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
@@ -156,17 +155,16 @@ class Trace:
         )
         request = {"provenance": origin.to_json(), "batch_tokens": size}
 
-        def run(numbers: Sequence[int]) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
-            for batch in stream(
-                model, examples, reader.sites, batch_tokens=size, progress=progress, numbers=numbers
-            ):
-                yield batch.index, reader.rows(batch)
-
-        config, rows = collect_rows(
-            TRACE, request, reader.columns, batch_counts(model, examples, "sampled", size), run,
+        counts = batch_counts(model, examples, "sampled", size)
+        with writing_rows(
+            TRACE, request, reader.columns, counts,
             folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens",),
-        )  # fmt: skip
-        return cls(rows, examples, Provenance.from_config(config))
+        ) as writer:  # fmt: skip
+            for batch in stream(
+                model, examples, reader.sites, batch_tokens=size, progress=progress, numbers=writer.missing
+            ):
+                writer.add(batch.index, reader.rows(batch))
+        return cls(writer.rows, examples, Provenance.from_config(writer.config))
 
     @classmethod
     def load(cls, folder: str | Path) -> Trace:

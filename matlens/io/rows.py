@@ -6,8 +6,10 @@ does not depend on the number of processes: of W, process r writes the shards r,
 
 from __future__ import annotations
 
+import itertools
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +29,6 @@ _SHARD_BYTES = 2**28
 _MIN_SHARDS = 16  # if there are as many batches, so that processes can divide them
 _INDEX_BYTES = 8
 _ARRAYS = "examples"  # the file of the arrays next to the rows
-
-Batches = Iterator[tuple[np.ndarray, Mapping[str, Tensor]]]
 
 
 class Column(NamedTuple):
@@ -97,113 +97,131 @@ class StoredRows(Mapping[str, Tensor]):
         return len(self.columns)
 
 
-def collect_rows(
+@contextmanager
+def writing_rows(
     holds: str,
     request: Mapping[str, Any],
     columns: Columns,
     counts: Sequence[int],
-    run: Callable[[Sequence[int]], Batches],
     *,
     folder: str | Path | None,
     arrays: Mapping[str, np.ndarray] | None = None,
     only_unfinished: tuple[str, ...] = (),
     finite: bool = True,
-) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
-    """Collect rows in memory or in a folder; the processes of a job divide the batches.
+) -> Iterator[RowsInMemory | RowsInShards]:
+    """Write rows in memory or in a folder; the processes of a job divide the batches.
+
+    The caller computes the batches ``missing`` and adds each, in this order. At the end ``config`` and
+    ``rows`` are the content of ``config.json`` and the rows by column.
 
     Parameters
     ----------
     holds, request, only_unfinished
         As in `Artifact.writing`.
-    columns
-        The columns of the rows.
     counts
         Number of rows of each batch.
-    run
-        Yields the batches with these numbers: the numbers of their rows, and the values by column.
-    folder
-        Where rows are stored, or ``None`` for memory.
     arrays
         Arrays that are stored next to the rows.
     finite
         Whether a value that is not finite is an error.
-
-    Returns
-    -------
-    config, rows
-        The content of ``config.json``, and the rows by column.
     """
     n_rows = int(sum(counts))
     request = {
         **request, "columns": {name: list(column) for name, column in columns.items()}, "n_rows": n_rows,
     }  # fmt: skip
     parallel.check_same([request, None if folder is None else str(folder)], f"the job of {holds}")
-    shards = _shards(counts, columns)
+    own = list(enumerate(_shards(counts, columns)))[parallel.rank() :: parallel.world_size()]
+    shards = {f"{number:05d}": batches for number, batches in own}
     if folder is None:
-        own = [number for shard in shards[parallel.rank() :: parallel.world_size()] for number in shard]
-        return make_config(holds, request), _in_memory(n_rows, columns, run(own))
+        in_memory = RowsInMemory(make_config(holds, request), columns, n_rows, shards)
+        yield in_memory
+        in_memory.share()
+        return
     with Artifact.writing(folder, holds, request, only_unfinished=only_unfinished) as artifact:
+        existing = {*shards} if artifact.finished else artifact.written(shards)
+        if not artifact.finished and parallel.is_main():
+            _check_disk(artifact, n_rows * _row_bytes(columns))
+        missing = {name: batches for name, batches in shards.items() if name not in existing}
+        yield RowsInShards(artifact, columns, missing, finite=finite)
         if not artifact.finished:
-            _write_shards(artifact, shards, n_rows, columns, run)
             if parallel.is_main():
                 artifact.write(_ARRAYS, {name: torch.from_numpy(a) for name, a in (arrays or {}).items()})
             artifact.finish()
-    return artifact.config, StoredRows(artifact, finite=finite)
+
+
+class RowsInMemory:
+    """Rows that are written into tensors."""
+
+    def __init__(
+        self, config: dict[str, Any], columns: Columns, n_rows: int, shards: Mapping[str, range]
+    ) -> None:
+        self.config, self.missing = config, list(itertools.chain(*shards.values()))
+        self.rows: Mapping[str, Tensor] = {
+            name: torch.empty(n_rows, column.width, dtype=column.in_memory)
+            for name, column in columns.items()
+        }
+        self._index = [np.zeros(0, dtype=np.int64)]
+
+    def add(self, index: np.ndarray, values: Mapping[str, Tensor]) -> None:
+        """Write the rows of a batch: their numbers, and the values by column."""
+        self._index.append(index)
+        for name, column in self.rows.items():
+            column[torch.from_numpy(index)] = values[name].to(column.dtype)
+
+    def share(self) -> None:
+        """Give all rows to all processes."""
+        if parallel.world_size() > 1:
+            own = torch.from_numpy(np.concatenate(self._index))
+            of_all = parallel.concatenate({INDEX: own}, "rows")[INDEX]
+            for name, column in self.rows.items():
+                column[of_all] = parallel.concatenate({name: column[own]}, f"rows of {name}")[name]
+
+
+class RowsInShards:
+    """Rows that are written into the shards of an artifact."""
+
+    def __init__(
+        self, artifact: Artifact, columns: Columns, shards: Mapping[str, range], *, finite: bool
+    ) -> None:
+        self.missing = list(itertools.chain(*shards.values()))
+        self._artifact, self._columns, self._finite = artifact, columns, finite
+        self._last = {batches[-1]: name for name, batches in shards.items()}
+        self._waiting = iter(self.missing)
+        self._parts: list[dict[str, Tensor]] = []
+
+    def add(self, index: np.ndarray, values: Mapping[str, Tensor]) -> None:
+        """Write the rows of a batch, when its shard is complete."""
+        of_columns = {name: values[name].to(column.in_memory) for name, column in self._columns.items()}
+        self._parts.append({INDEX: torch.from_numpy(np.asarray(index, dtype=np.int64)), **of_columns})
+        name = self._last.get(next(self._waiting))
+        if name is not None:
+            parts, self._parts = self._parts, []
+            self._artifact.write(name, {key: torch.cat([part[key] for part in parts]) for key in parts[0]})
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The content of ``config.json``."""
+        return self._artifact.config
+
+    @property
+    def rows(self) -> StoredRows:
+        """The rows by column."""
+        return StoredRows(self._artifact, finite=self._finite)
 
 
 def _row_bytes(columns: Columns) -> int:
     return _INDEX_BYTES + sum(column.row_bytes for column in columns.values())
 
 
-def _write_shards(
-    artifact: Artifact,
-    shards: Sequence[range],
-    n_rows: int,
-    columns: Columns,
-    run: Callable[[Sequence[int]], Batches],
-) -> None:
-    """Write those of this process's shards that an earlier call has not."""
-    own = list(enumerate(shards))[parallel.rank() :: parallel.world_size()]
-    mine = {f"{number:05d}": batches for number, batches in own}
-    existing = artifact.written(mine)
-    if parallel.is_main():
-        free = shutil.disk_usage(artifact.folder).free
-        stored = sum(path.stat().st_size for path in artifact.folder.glob("*.safetensors"))
-        needed = n_rows * _row_bytes(columns) - stored
-        if needed > free:  # now, not after hours
-            raise InputError(
-                f"{artifact.folder} needs {needed / 1e9:.1f} GB, and its disk has {free / 1e9:.1f} GB free. "
-                "Free some space, or choose another folder."
-            )
-    missing = {name: batches for name, batches in mine.items() if name not in existing}
-    found = run([number for batches in missing.values() for number in batches])
-    for name, batches in missing.items():
-        parts: dict[str, list[Tensor]] = {column: [] for column in (INDEX, *columns)}
-        for _, (index, values) in zip(batches, found, strict=False):
-            parts[INDEX].append(torch.from_numpy(np.asarray(index, dtype=np.int64)))
-            for column, (_, dtype) in columns.items():
-                parts[column].append(values[column].to(getattr(torch, dtype)))
-        artifact.write(name, {column: torch.cat(of_column) for column, of_column in parts.items()})
-    for _ in found:  # to its end, where it checks the model
-        pass
-
-
-def _in_memory(n_rows: int, columns: Columns, batches: Batches) -> dict[str, Tensor]:
-    whole = {
-        name: torch.empty(n_rows, column.width, dtype=column.in_memory) for name, column in columns.items()
-    }
-    seen = [np.zeros(0, dtype=np.int64)]
-    for index, values in batches:
-        seen.append(index)
-        rows = torch.from_numpy(index)
-        for name, of_column in whole.items():
-            of_column[rows] = values[name].to(of_column.dtype)
-    if parallel.world_size() > 1:
-        own = torch.from_numpy(np.concatenate(seen))
-        of_all = parallel.concatenate({INDEX: own}, "rows")[INDEX]
-        for name, of_column in whole.items():
-            of_column[of_all] = parallel.concatenate({name: of_column[own]}, f"rows of {name}")[name]
-    return whole
+def _check_disk(artifact: Artifact, n_bytes: int) -> None:
+    """Raise InputError if the disk is too small, now and not after hours."""
+    free = shutil.disk_usage(artifact.folder).free
+    needed = n_bytes - sum(path.stat().st_size for path in artifact.folder.glob("*.safetensors"))
+    if needed > free:
+        raise InputError(
+            f"{artifact.folder} needs {needed / 1e9:.1f} GB, and its disk has {free / 1e9:.1f} GB free. "
+            "Free some space, or choose another folder."
+        )
 
 
 def read_rows(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from matlens.activations.collecting import default_batch_tokens
 from matlens.data.examples import Batch, Examples
 from matlens.data.readers import check_own_tokens, reads_whole
 from matlens.errors import InputError, PositiveInt, checked
-from matlens.io.rows import Column, collect_rows
+from matlens.io.rows import Column, writing_rows
 from matlens.models.changes import EndOfPass, check_unchanged, reading
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.layout import ModelLayout
@@ -82,19 +82,6 @@ def run_variants(
 
     sentences = read.batch_indices(budget)
     counts = np.bincount(examples.sentences, minlength=len(examples))
-
-    def run(numbers: Sequence[int]) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
-        bar = Bar(total=len(examples), unit="sentence", desc="patched runs", disable=not progress)
-        with bar:
-            bar.update(len(examples) - sum(len(sentences[number]) for number in numbers))
-            for number in numbers:
-                batch = read.batch(sentences[number])
-                row, position, rows = examples.rows_of(batch.index)
-                places = torch.from_numpy(row), torch.from_numpy(position)
-                check_unchanged(model, identity.changes or ())
-                yield rows, _run(model, batch, ready, places)
-                bar.update(len(batch.index))
-
     provenance = Provenance(identity, examples.provenance, examples.fingerprint)
     request = {
         "provenance": provenance.to_json(),
@@ -105,11 +92,24 @@ def run_variants(
         "batch_tokens": budget,
     }
     columns = dict.fromkeys(variants, Column(layout.d_model))
-    _, vectors = collect_rows(
-        _HOLDS, request, columns, [int(counts[index].sum()) for index in sentences], run,
-        folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens",), finite=False,
-    )  # fmt: skip
-    return vectors
+    with (
+        writing_rows(
+            _HOLDS, request, columns, [int(counts[index].sum()) for index in sentences],
+            folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens",), finite=False,
+        ) as writer,
+        Bar(total=len(examples), unit="sentence", desc="patched runs", disable=not progress) as bar,
+    ):  # fmt: skip
+        bar.update(len(examples) - sum(len(sentences[number]) for number in writer.missing))
+        for number in writer.missing:
+            batch = read.batch(sentences[number])
+            row, position, rows = examples.rows_of(batch.index)
+            places = torch.from_numpy(row), torch.from_numpy(position)
+            check_unchanged(model, identity.changes or ())
+            vectors = _run(model, batch, ready, places)
+            writer.add(rows, vectors)
+            bar.update(len(batch.index))
+        check_unchanged(model, identity.changes or ())
+    return writer.rows
 
 
 def _resolve_variant(

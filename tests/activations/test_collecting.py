@@ -213,13 +213,13 @@ def test_stream_runs_the_batches_that_are_asked_for(llama: tuple[Any, Examples],
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes of the batches that the model is run on, as they happen."""
     sizes: list[int] = []
-    run = collecting._run
+    inputs = Batch.inputs
 
-    def counted(model: Any, batch: Any, hooks: Any, at: Any) -> Any:
+    def counted(batch: Batch, model: Any) -> Any:
         sizes.append(len(batch.index))
-        return run(model, batch, hooks, at)
+        return inputs(batch, model)
 
-    monkeypatch.setattr(collecting, "_run", counted)
+    monkeypatch.setattr(Batch, "inputs", counted)
     return sizes
 
 
@@ -285,13 +285,13 @@ def test_a_decoder_reads_each_sentence_up_to_its_position_and_bert_reads_all(
     model = small_model(name)
     examples = make_examples(model, sentences)
     read = np.zeros(len(examples), dtype=int)
-    run = collecting._run
+    inputs = Batch.inputs
 
-    def counted(model: Any, batch: Batch, hooks: Any, at: Any) -> Any:
+    def counted(batch: Batch, model: Any) -> Any:
         read[batch.index] += batch.mask.sum(1).numpy()
-        return run(model, batch, hooks, at)
+        return inputs(batch, model)
 
-    monkeypatch.setattr(collecting, "_run", counted)
+    monkeypatch.setattr(Batch, "inputs", counted)
     collect(model, examples, [0], progress=False)
     expected = examples.lengths if name == "bert" else examples.positions + 1
     assert read.tolist() == expected.tolist()
@@ -333,7 +333,7 @@ def test_a_finished_folder_is_opened_without_running_the_model_also_for_fewer_si
     stored = [*STREAM, "attn_out.1", "mid.0"]
     first = collect(model, examples, stored, folder=tmp_path / "out", progress=False)
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    monkeypatch.setattr(collecting, "_run", lambda *args: pytest.fail("the model was run"))
+    monkeypatch.setattr(Batch, "inputs", lambda *args: pytest.fail("the model was run"))
     for asked in (stored, [2], [-1, "attn_out.1"], ["h.3", "h.0"]):
         again = collect(model, examples, asked, folder=tmp_path / "out", progress=False)
         assert all(torch.equal(again[site], first[site]) for site in asked)

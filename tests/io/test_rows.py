@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from hypothesis import strategies as st
 
 from matlens import InputError
 from matlens.io import rows
-from matlens.io.rows import Column, collect_rows, read_rows
+from matlens.io.rows import Column, read_rows, writing_rows
 
 COLUMNS = {"h.0": Column(3), "token": Column(2, "int32"), "count": Column(1, "int64")}
 
@@ -34,20 +32,19 @@ def test_rows_land_where_they_should(
         "count": torch.randint(2**60, (n_rows, 1), generator=generator),
     }
 
-    def run(numbers: Sequence[int]) -> Iterator[tuple[np.ndarray, dict[str, torch.Tensor]]]:
-        for number in numbers:
-            yield batches[number], {name: of[torch.from_numpy(batches[number])] for name, of in whole.items()}
-
     folder = tmp_path_factory.mktemp("rows") / "r"
     arrays = {"lengths": np.arange(4)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "_SHARD_BYTES", shard_bytes)
         for place in (None, folder):
             counts = list(map(len, batches))
-            _, found = collect_rows("rows", {}, COLUMNS, counts, run, folder=place, arrays=arrays)
+            with writing_rows("rows", {}, COLUMNS, counts, folder=place, arrays=arrays) as writer:
+                for number in writer.missing:
+                    index = batches[number]
+                    writer.add(index, {name: of[torch.from_numpy(index)] for name, of in whole.items()})
             for name, of in whole.items():
-                assert found[name].dtype == of.dtype
-                assert torch.equal(found[name], of)
+                assert writer.rows[name].dtype == of.dtype
+                assert torch.equal(writer.rows[name], of)
     _, beside, read = read_rows(folder, "rows")
     assert np.array_equal(beside["lengths"], arrays["lengths"])
     assert all(torch.equal(read[name], of) for name, of in whole.items())
@@ -67,19 +64,15 @@ def test_shards_are_about_as_large_as_the_limit(tmp_path: Path, monkeypatch: pyt
 
 
 def test_rows_that_are_not_all_there_are_damage(tmp_path: Path) -> None:
-    def run(numbers: Sequence[int]) -> Iterator[tuple[np.ndarray, dict[str, torch.Tensor]]]:
-        yield np.arange(2), {"h.0": torch.ones(2, 3)}
-
-    _, found = collect_rows("rows", {}, {"h.0": Column(3)}, [4], run, folder=tmp_path / "r")
+    with writing_rows("rows", {}, {"h.0": Column(3)}, [4], folder=tmp_path / "r") as writer:
+        writer.add(np.arange(2), {"h.0": torch.ones(2, 3)})
     with pytest.raises(InputError):
-        _ = found["h.0"]
+        _ = writer.rows["h.0"]
 
 
 def test_a_disk_without_room_is_said_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(numbers: Sequence[int]) -> Any:
-        raise AssertionError("the work has begun")
-
     monkeypatch.setattr(rows.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 100})())
-    with pytest.raises(InputError):
-        collect_rows("rows", {}, {"h.0": Column(3)}, [50], run, folder=tmp_path / "r")
+    place = writing_rows("rows", {}, {"h.0": Column(3)}, [50], folder=tmp_path / "r")
+    with pytest.raises(InputError), place:
+        raise AssertionError("the work has begun")
     assert not list(tmp_path.iterdir())

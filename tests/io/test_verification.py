@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,20 @@ from damage import harmed
 from small_maps import ORIGIN, PAIRS, linear
 
 from matlens import MapSet
-from matlens.io.rows import Column, collect_rows
+from matlens.io.rows import Column, writing_rows
 from matlens.io.tables import write_results
 from matlens.io.verification import verify
 from matlens.linear.mapsets import write_maps
 
 
 def write_rows(folder: Path, *, broken_off: bool = False) -> None:
-    def run(numbers: Sequence[int]) -> Any:
-        for number in numbers:
+    columns, arrays = dict.fromkeys(("h.0", "h.1"), Column(3)), {"tokens": np.arange(3)}
+    with writing_rows("activations", {}, columns, [2] * 3, folder=folder, arrays=arrays) as writer:
+        for number in writer.missing:
             if broken_off and number == 2:
                 raise KeyboardInterrupt
             rows = torch.arange(6.0).view(2, 3) + number
-            yield np.arange(2) + 2 * number, {"h.0": rows, "h.1": -rows}
-
-    columns = dict.fromkeys(("h.0", "h.1"), Column(3))
-    collect_rows("activations", {}, columns, [2] * 3, run, folder=folder, arrays={"tokens": np.arange(3)})
+            writer.add(np.arange(2) + 2 * number, {"h.0": rows, "h.1": -rows})
 
 
 @pytest.fixture

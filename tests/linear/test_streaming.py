@@ -13,8 +13,7 @@ import torch
 from conftest import make_sentences
 
 import matlens
-from matlens.activations import collecting
-from matlens.data.examples import Examples
+from matlens.data.examples import Batch, Examples
 from matlens.errors import InputError
 from matlens.io.verification import verify
 from matlens.linear import StoredLeastSquares, streaming
@@ -236,15 +235,15 @@ def test_a_killed_run_goes_on_from_its_last_state_to_the_same_bytes(
 ) -> None:  # fmt: skip
     monkeypatch.setattr("matlens.linear.sums.chunk_size", lambda _: chunk)
     stream_least_squares(model, examples, tmp_path / "lone", pairs=PAIRS, **QUIET)
-    run, passes = collecting._run, list[int]()
+    inputs, passes = Batch.inputs, list[int]()
 
     def counted(*arguments: Any) -> Any:
         if len(passes) == 7:
             raise _Killed
         passes.append(1)
-        return run(*arguments)
+        return inputs(*arguments)
 
-    monkeypatch.setattr(collecting, "_run", counted)
+    monkeypatch.setattr(Batch, "inputs", counted)
     monkeypatch.setattr(streaming, "_STATE_EVERY", 0.0)
     monkeypatch.setattr(streaming, "_SHARE_OF_WRITING", 0)
     with pytest.raises(_Killed):

@@ -18,9 +18,9 @@ from torch import Tensor
 
 import matlens
 from matlens import InputError, collect, load_corpus, make_examples
-from matlens.activations import collecting
 from matlens.activations.activations import Activations
 from matlens.data.corpus import Corpus
+from matlens.data.examples import Batch
 from matlens.ffn.trace import Trace
 
 N_TRAIN, N_VALIDATION = 26, 12
@@ -60,13 +60,13 @@ def study(small_model: Callable[[str], Any], corpus: Path, tmp_path: Path) -> Ca
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Number of sentences of every run of the model that collects."""
     seen: list[int] = []
-    run = collecting._run
+    inputs = Batch.inputs
 
-    def counting(model: Any, batch: Any, *rest: Any) -> Any:
+    def counting(batch: Batch, model: Any) -> Any:
         seen.append(len(batch.index))
-        return run(model, batch, *rest)
+        return inputs(batch, model)
 
-    monkeypatch.setattr(collecting, "_run", counting)
+    monkeypatch.setattr(Batch, "inputs", counting)
     return seen
 
 
