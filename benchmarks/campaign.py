@@ -44,7 +44,7 @@ _modules = {
     name: importlib.import_module(name)
     for name in (
         "matlens.cli.app", "matlens.models.loading", "matlens.io.rows", "matlens.study.study",
-        "matlens.linear.mapsets", "matlens.linear.sums", "matlens.linear.streaming", "matlens.lens.lens",
+        "matlens.linear.mapsets", "matlens.linear.fitting", "matlens.linear.streaming", "matlens.lens.lens",
         "matlens.explorer.usage",
         "matlens.explorer.value_pages", "matlens.pruning.evaluation",
         "matlens.pruning.saving",
@@ -111,7 +111,7 @@ class Campaign:
         setattr(_modules["matlens.models.loading"], "load", lambda *_, **__: model)  # noqa: B010
         setattr(_modules["matlens.linear.streaming"], "_STATE_EVERY", 0.0)  # noqa: B010
         setattr(_modules["matlens.linear.streaming"], "_SHARE_OF_WRITING", 0.0)  # noqa: B010
-        setattr(_modules["matlens.linear.sums"], "chunk_size", lambda _: 64)  # noqa: B010
+        setattr(_modules["matlens.linear.fitting"], "chunk_size", lambda _: 64)  # noqa: B010
         setattr(_modules["matlens.explorer.usage"], "_CHUNK", 16)  # noqa: B010
         # What was taken by the clock is the one thing that is not the same again: here, as much each time.
         setattr(_modules["matlens.linearity.atlas"], "time", SimpleNamespace(process_time=float))  # noqa: B010

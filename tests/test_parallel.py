@@ -280,15 +280,6 @@ def test_processes_that_do_different_things_are_told_so(tmp_path: Path) -> None:
         assert [words in outcome["error"] for outcome in outcomes] == [True, True]
 
 
-def test_one_process_is_a_job_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv("RANK", "0")
-    with parallel.distributed(), parallel.alone():
-        assert (parallel.rank(), parallel.world_size(), parallel.is_main()) == (0, 1, True)
-        assert parallel.broadcast([1, 2], "numbers") == [1, 2]
-        assert parallel.gather({"x": torch.ones(2)}, "ones")[0]["x"].sum() == 2
-
-
 @pytest.mark.parametrize(
     ("size", "rank", "expected"),
     [("2", "1", True), ("1", "0", False), ("x", "0", False), (None, None, False)],

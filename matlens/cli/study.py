@@ -119,7 +119,6 @@ def merge(parts: list[Path], /, out: Path, how: FitOptions) -> None:
     """
     from matlens.linear.pairs import resolve_pairs
     from matlens.linear.streaming import StoredLeastSquares
-    from matlens.linear.sums import check_kept
     from matlens.study.output import MAPS, STATISTICS
     from matlens.study.plan import check_merge
     from matlens.study.steps import fit_statistics
@@ -128,7 +127,7 @@ def merge(parts: list[Path], /, out: Path, how: FitOptions) -> None:
     if how.pairs == "all":  # all that the parts have stored
         arguments["pairs"] = None
     else:
-        check_kept(stored, resolve_pairs(arguments["pairs"], stored.provenance))  # before it is written
+        stored.check_pairs(resolve_pairs(arguments["pairs"], stored.provenance))  # before it is written
     check_merge(stored, out / STATISTICS)
     maps = fit_statistics(stored.merge(out / STATISTICS), out / MAPS, **arguments)
     print_line(
@@ -224,7 +223,7 @@ def plan(
     dtype
         Precision of the model.
     """
-    from matlens.linear.samples import are_few
+    from matlens.linear.least_squares import are_few
     from matlens.study.plan import Shape, format_bytes, free_disk, free_memory, plan_study
 
     parameter_bytes = _BYTES[dtype]

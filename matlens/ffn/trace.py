@@ -160,10 +160,12 @@ class Trace:
             TRACE, request, reader.columns, counts,
             folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens",),
         ) as writer:  # fmt: skip
-            for batch in stream(
-                model, examples, reader.sites, batch_tokens=size, progress=progress, numbers=writer.missing
-            ):
-                writer.add(batch.index, reader.rows(batch))
+            if writer.missing:
+                for batch in stream(
+                    model, examples, reader.sites, batch_tokens=size, progress=progress,
+                    numbers=writer.missing,
+                ):  # fmt: skip
+                    writer.add(batch.index, reader.rows(batch))
         return cls(writer.rows, examples, Provenance.from_config(writer.config))
 
     @classmethod

@@ -23,6 +23,7 @@ from matlens import parallel
 from matlens.errors import InputError
 from matlens.io.artifact import Artifact, make_config
 from matlens.io.files import damaged
+from matlens.numerics import give_back_freed
 
 INDEX = "index"
 _SHARD_BYTES = 2**28
@@ -197,6 +198,8 @@ class RowsInShards:
         if name is not None:
             parts, self._parts = self._parts, []
             self._artifact.write(name, {key: torch.cat([part[key] for part in parts]) for key in parts[0]})
+            del parts
+            give_back_freed()
 
     @property
     def config(self) -> dict[str, Any]:

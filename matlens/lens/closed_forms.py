@@ -22,9 +22,9 @@ from matlens.data.examples import Examples
 from matlens.errors import InputError, short
 from matlens.lens.config import LensConfig
 from matlens.lens.maps import LensMaps, Standardisation
-from matlens.linear.least_squares import LeastSquares, noise_of_fit
+from matlens.linear.fitting import Selection
+from matlens.linear.least_squares import LeastSquares, NoisyFit, noise_of_fit, warn_of_noise
 from matlens.linear.maps import LinearMap
-from matlens.linear.samples import NoisyFit, Selection, warn_of_noise
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.sites import Site
 from matlens.numerics import in_float64

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from matlens import metrics
 from matlens.activations.activations import Activations
-from matlens.errors import InputError, check_rows, checked, short
+from matlens.errors import InputError, check_rows, checked, short, warn
 from matlens.io.tables import result_row, result_table
 from matlens.lens.lens import Lens
 from matlens.linear.mapsets import MapSet
-from matlens.linear.samples import warn_of_same_sentences
 from matlens.metrics import Estimate
+from matlens.models.identity import Provenance
 from matlens.models.readout import Readout
 from matlens.models.sites import STREAM, Site
 from matlens.numerics import in_float64, kl_divergence, log_softmax
@@ -192,7 +192,7 @@ def fit_quality(
     """
     maps.provenance.check_same(validation.provenance, ours="the maps", theirs="the activations")
     check_rows(rows, validation.n_rows, min=2)
-    warn_of_same_sentences(maps.provenance, validation.provenance, "The maps", parts=rows is not None)
+    _warn_of_same_sentences(maps.provenance, validation.provenance, "The maps", parts=rows is not None)
     used = slice(None) if rows is None else rows
     table: list[dict[str, Any]] = []
     steady: dict[str, int] = {}
@@ -228,7 +228,7 @@ def prediction_quality(
     progress: bool = True,
 ) -> pd.DataFrame:
     """Precision@1, 5, 10 and surprisal of ``mat`` and ``id`` at every layer (paper A, 4.1)."""
-    warn_of_same_sentences(maps.provenance, validation.provenance, "The maps", parts=False)
+    _warn_of_same_sentences(maps.provenance, validation.provenance, "The maps", parts=False)
     if not methods:
         raise InputError("methods must have mat, id, or both.")
     lenses = map_lenses(readout, maps, validation)
@@ -315,7 +315,7 @@ def evaluate_lenses(
     wanted = shared_layers(lenses, validation, layers)
     fitted = [lens.provenance for lens in lenses.values() if lens.n_samples]
     if fitted:
-        warn_of_same_sentences(fitted[0], validation.provenance, "The lenses", parts=False)
+        _warn_of_same_sentences(fitted[0], validation.provenance, "The lenses", parts=False)
     samples: dict[str, Any] = {"r2": slice(None)}
     if sinks is not None:
         check_rows(~sinks, validation.n_rows, "~sinks", min=2)
@@ -371,3 +371,19 @@ def shared_layers(
             f"with the last one, got {short(sorted(wanted))}."
         )
     return sorted(wanted)
+
+
+def _warn_of_same_sentences(fitted: Provenance, validation: Provenance, what: str, *, parts: bool) -> None:
+    """Warn, with `InputWarning`, of maps that are evaluated on the sentences that they were fitted on.
+
+    With ``parts`` only some of the samples count here; if the fit took only some too, they may be others.
+    """
+    if parts and "rows" in fitted.details:
+        return
+    texts = (fitted.data or {}).get("corpus_fingerprint"), (validation.data or {}).get("corpus_fingerprint")
+    same_texts = texts[0] is not None and texts[0] == texts[1]
+    if same_texts or (fitted.examples is not None and fitted.examples == validation.examples):
+        warn(
+            f"{what} were fitted on the sentences of {validation.corpus} that they are evaluated on, so r2 "
+            "and predictions are better than on new text. Use other sentences, see Corpus.split."
+        )

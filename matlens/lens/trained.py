@@ -24,8 +24,8 @@ from matlens.errors import InputError
 from matlens.lens.closed_forms import fit_closed_forms
 from matlens.lens.config import ENTRY_POINTS, LensConfig
 from matlens.lens.maps import LensMaps, Standardisation
+from matlens.linear.least_squares import NoisyFit, warn_of_noise
 from matlens.linear.maps import LinearMap
-from matlens.linear.samples import NoisyFit, warn_of_noise
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import Readout, check_vectors
 from matlens.numerics import in_float64, kl_divergence, log_softmax

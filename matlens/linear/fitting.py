@@ -1,43 +1,234 @@
-"""Maps between many pairs of sites at once, from samples in memory or streamed."""
+"""Maps between many pairs of sites at once, from samples in memory, in a folder or streamed."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Num
 from torch import Tensor
 
 from matlens import parallel
 from matlens.activations.activations import Activations, Rows
-from matlens.errors import InputError, NonNegative, checked
-from matlens.linear.least_squares import LeastSquares, noise_of_fit
-from matlens.linear.maps import LinearMap
+from matlens.errors import InputError, NonNegative, check, checked
+from matlens.linear.least_squares import LeastSquares, NoisyFit, check_weights, noise_of_fit, warn_of_noise
+from matlens.linear.maps import LinearMap, tensor_digest
 from matlens.linear.pairs import Pair, by_source, check_collected, list_pairs
-from matlens.linear.samples import (
-    NoisyFit,
-    Selection,
-    check_alike,
-    selected_batches,
-    vectors_of,
-    warn_of_noise,
-)
-from matlens.linear.sums import PairFits, chunk_size, maps_for_all, solve_pairs
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site, check_finite
-from matlens.numerics import check_float64_device, in_float64
+from matlens.numerics import check_float64_device, give_back_freed, in_float64
 from matlens.parallel import Bar
 
 _COMPARED, _ALIKE = 16, 1e-2  # samples that processes compare, and by how much of the largest they may differ
-LEFT_OUT = 1024  # samples that leave-one-out looks at
+_CHUNK = 4096  # samples factorised at a time; never fewer than eight for each dimension
+LEFT_OUT = 256  # samples that leave-one-out looks at
 KEPT = 4 << 30  # bytes of float64 copies that are stored rather than made again for every source
+
+
+Batch = tuple[Mapping[str, Tensor], Tensor | None]
+"""Vectors by site, and their weights."""
 
 
 def fitting_bar(maps: Iterable[LinearMap], n: int, *, progress: bool) -> Bar:
     """Maps as they are fitted, with a progress bar."""
     return Bar(maps, total=n, desc="fitting", unit="map", disable=not progress)
+
+
+def chunk_size(width: int) -> int:
+    """How many samples of a width are factorised at a time: the factor is factorised again each time."""
+    return max(_CHUNK, 8 * width)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which of all samples are fitted on, and how much each counts.
+
+    Attributes
+    ----------
+    mask
+        True for each sample that is fitted on, whose weight is above 0.
+    weights
+        The weight of each sample in float64, or ``None`` where all count the same.
+    """
+
+    mask: Bool[Tensor, " n"]
+    weights: Float[Tensor, " n"] | None
+
+    @classmethod
+    def parse(cls, rows: Tensor | None, weights: Tensor | None, n: int) -> Selection | None:
+        """Check ``rows`` and ``weights`` of so many samples; ``None`` where neither is given."""
+        if rows is None and weights is None:
+            return None
+        mask = torch.ones(n, dtype=torch.bool) if rows is None else rows.cpu()
+        if len(mask) != n:
+            raise InputError(f"rows must have a value for each of the {n} samples, got {len(mask)}.")
+        if weights is not None:
+            weights = check_weights(weights, n).cpu()
+            mask = mask & (weights > 0)
+        if not bool(mask.any()):
+            raise InputError("rows and weights must select at least one sample, got none.")
+        return cls(mask, weights)
+
+    @property
+    def n(self) -> int:
+        """How many samples are fitted on."""
+        return int(self.mask.sum())
+
+    @property
+    def details(self) -> dict[str, str]:
+        """What the provenance of a fit says of its samples and their weights."""
+        weights = {} if self.weights is None else {"weights": tensor_digest(self.weights[self.mask])}
+        return {"rows": tensor_digest(self.mask)} | weights
+
+    def part(self, index: Any) -> Selection:
+        """The same of some of the samples, by their index or a mask."""
+        index = torch.as_tensor(index)
+        return Selection(self.mask[index], None if self.weights is None else self.weights[index])
+
+    def apply(self, vectors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
+        """The selected vectors, and their weights."""
+        selected = {site: of_site[self.mask.to(of_site.device)] for site, of_site in vectors.items()}
+        return selected, None if self.weights is None else self.weights[self.mask]
+
+
+class PairFits:
+    """`LeastSquares` by source; small batches wait until they are worth a factorisation.
+
+    Parameters
+    ----------
+    pairs
+        Names of the sites of each pair.
+    widths
+        The width of each site.
+    norms, split
+        As in `LeastSquares`.
+    """
+
+    def __init__(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        widths: Mapping[str, int],
+        *,
+        norms: bool = False,
+        split: bool = False,
+    ) -> None:
+        self.targets, self._pairs = by_source(pairs), pairs
+        self.sites = list(dict.fromkeys(itertools.chain(*pairs)))
+        self._fits: dict[str, LeastSquares] = {}
+        for source, targets in self.targets.items():
+            d_out = {target: widths[target] for target in targets}
+            self._fits[source] = LeastSquares(widths[source], d_out, source=source, norms=norms, split=split)
+        self._waiting: list[tuple[dict[str, Tensor], Tensor | None]] = []
+
+    def __getitem__(self, source: str) -> LeastSquares:
+        self._flush()
+        return self._fits[source]
+
+    def __setitem__(self, source: str, fit: LeastSquares) -> None:
+        self._fits[source] = fit
+
+    @property
+    def n(self) -> int:
+        """How many samples there are, without those whose weight is 0."""
+        return self[next(iter(self._fits))].n
+
+    @property
+    def settled(self) -> bool:
+        """Whether no samples wait, so that reading the statistics does not change how they are divided."""
+        return not self._waiting
+
+    def update(self, vectors: Mapping[str, Tensor], *, weights: Tensor | None = None) -> None:
+        """Add samples."""
+        check_collected(self._pairs, vectors)
+        self._waiting.append(({site: vectors[site] for site in self.sites}, weights))
+        width = next(iter(vectors.values())).shape[1]
+        if sum(len(next(iter(part.values()))) for part, _ in self._waiting) >= chunk_size(width):
+            self._flush()
+
+    def reduce(self) -> None:
+        """Merge the samples of all processes in the main one; the others have none then."""
+        for source in self._fits:
+            self._fits[source] = self[source].reduce()
+
+    def _flush(self) -> None:
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, []
+        weighed = [weights for _, weights in waiting if weights is not None]
+        weights = torch.cat(weighed) if weighed else None
+        last_use = {site: source for source, targets in self.targets.items() for site in (source, *targets)}
+        joined: dict[str, Tensor] = {}
+        for source, targets in self.targets.items():
+            # No site is there twice, nor longer than it is needed: together they are most of the memory.
+            for site in (source, *targets):
+                if site not in joined:
+                    parts = [part.pop(site) for part, _ in waiting]
+                    joined[site] = parts[0] if len(parts) == 1 else torch.cat(parts)
+            self._fits[source].update(joined[source], [joined[target] for target in targets], weights=weights)
+            for site in [site for site in joined if last_use[site] == source]:
+                del joined[site]
+        give_back_freed()
+
+
+def _maps(
+    batches: Iterable[Batch],
+    fits: PairFits,
+    *,
+    intercept: bool,
+    ridge: float,
+    provenance: Provenance | None,
+    divided: bool,
+    noisy: list[NoisyFit],
+    some: Sequence[Batch] = (),
+    count: bool = False,
+) -> Iterator[LinearMap]:
+    """Fit maps on batches, source by source.
+
+    Leave-one-out looks at ``some`` of the samples, by default of the first batches. With ``count``, the
+    number of samples goes into the provenance. If batches are ``divided``, all processes get the maps of all.
+    """
+    sample, left = [*some], 0 if some else LEFT_OUT
+    for vectors, weights in batches:
+        fits.update(vectors, weights=weights)
+        n = len(next(iter(vectors.values())))
+        if n and left and not ridge:
+            few = slice(None, None, -(-n // left))
+            # Copies: a slice would keep the whole batch in memory.
+            part = {site: vectors[site][few].clone() for site in fits.sites}
+            sample.append((part, None if weights is None else weights[few]))
+            left -= len(next(iter(part.values())))
+    if divided:
+        fits.reduce()
+    is_solved = parallel.is_main() or not divided
+    if provenance is not None and count:
+        n = parallel.broadcast(fits.n, "the number of samples") if divided else fits.n
+        provenance = provenance.with_details(n_fitted=n)
+    for source, targets in fits.targets.items():
+        maps = {}
+        if is_solved:
+            maps = fits[source].solve(intercept=intercept, ridge=ridge, provenance=provenance)
+        for target in targets:
+            yield maps.pop(target) if not divided else _of_main(maps, source, target, provenance)
+        if not ridge and is_solved:
+            samples = (
+                (part[source], [part[target] for target in targets], weights) for part, weights in sample
+            )
+            names = [f"{source} -> {target}" for target in targets]
+            noisy += noise_of_fit(fits[source], samples, names, intercept=intercept)
+
+
+def _of_main(
+    maps: dict[str, LinearMap], source: str, target: str, provenance: Provenance | None
+) -> LinearMap:
+    """A map that the main process has solved, in every process."""
+    if parallel.world_size() == 1:
+        return maps.pop(target)
+    parts = maps.pop(target).parts if parallel.is_main() else {}
+    parts = parallel.broadcast_tensors(parts, f"map {source} -> {target}")
+    return LinearMap(parts["weight"], parts.get("bias"), source, target, provenance or Provenance())
 
 
 @checked
@@ -52,7 +243,6 @@ def fit_samples(
     provenance: Provenance | None = None,
     split: bool = False,
     device: torch.device | str | None = None,
-    noisy: list[NoisyFit] | None = None,
 ) -> Iterator[LinearMap]:
     """Fit a map for each ``(source, target)``; one factorisation serves all targets of a source.
 
@@ -78,8 +268,6 @@ def fit_samples(
         As in `LeastSquares`.
     device
         Where maps are fitted, by default where the samples are, which are moved there part by part.
-    noisy
-        Collects the fits that follow the noise of their samples (`noise_of_fit`), instead of a warning.
     """
     device = None if device is None else check_float64_device(device)
     resolve = getattr(samples, "resolve", Site.parse)  # Activations know which layer is the last
@@ -89,53 +277,81 @@ def fit_samples(
     n = samples.n_rows if isinstance(samples, Activations) else len(samples[sites[0]])
     selection = Selection.parse(rows, weights, n)
     if provenance is None and isinstance(samples, Activations):
-        provenance = samples.provenance.with_details(
-            n_fitted=n if selection is None else selection.n, intercept=intercept, ridge=ridge,
-            **({} if selection is None else selection.details),
-        )  # fmt: skip
+        n_fitted = n if selection is None else selection.n
+        provenance = _with_options(samples.provenance, selection, intercept=intercept, ridge=ridge)
+        provenance = provenance.with_details(n_fitted=n_fitted)
     options: dict[str, Any] = {"intercept": intercept, "ridge": ridge, "provenance": provenance}
-    found: list[NoisyFit] = []
+    noisy: list[NoisyFit] = []
     if isinstance(samples, Activations) and samples.stored_bytes(sites) > KEPT // 2:
         for source, targets in by_source(named).items():
-            maps = fit_stream(
+            maps = _streamed(
                 samples.shards([source, *targets], divided=True, device=device),
                 [(source, target) for target in targets],
-                rows=rows, weights=weights, divided=True, split=split, noisy=found, **options,
+                rows, weights, divided=True, split=split, noisy=noisy, **options,
             )  # fmt: skip
             yield from (linear.to("cpu") for linear in maps)
-        _report(found, len(named), noisy)
+        warn_of_noise(noisy, len(named))
         return
-    selected = {site: samples[site] for site in sites}
-    check_alike(selected)
+    vectors = {site: samples[site] for site in sites}
+    _check_alike(vectors)
     if selection is not None:
-        selected, weights = selection.apply(selected)
-    selected, weights = _own_share(selected, weights, [named, intercept, ridge])
-    for site, vectors in selected.items():
-        check_finite(vectors, site)
-    in_one_matrix = _OneMatrix(selected)
-    n = len(selected[sites[0]])
-    some = slice(None, None, max(1, -(-n // LEFT_OUT)))
+        vectors, weights = selection.apply(vectors)
+    vectors, weights = _own_share(vectors, weights, [named, intercept, ridge])
+    for site, of_site in vectors.items():
+        check_finite(of_site, site)
+    n, home = len(vectors[sites[0]]), vectors[sites[0]].device
+    vectors = _in_one_matrix(vectors)
+    every = slice(None, None, max(1, -(-n // LEFT_OUT)))
+    some = (
+        {site: of_site[every] for site, of_site in vectors.items()},
+        None if weights is None else weights[every],
+    )
     for source, targets in by_source(named).items():
-        widths = {target: selected[target].shape[1] for target in targets}
-        fit = LeastSquares(selected[source].shape[1], widths, source=source, split=split)
-        size = chunk_size(selected[source].shape[1])
-        for start in range(0, n, size):
-            part = slice(start, start + size)
-            x, blocks = selected[source][part], in_one_matrix.blocks(targets, part)
-            if device is not None:
-                x, blocks = x.to(device), [block.to(device) for block in blocks]
-            fit.update(x, blocks, weights=None if weights is None else weights[part])
-        fit = fit.reduce()
-        if not ridge and parallel.is_main():
-            names = [f"{source} -> {target}" for target in targets]
-            ys = [selected[target][some] for target in targets]
-            left_out = selected[source][some], ys, None if weights is None else weights[some]
-            found += noise_of_fit(fit, [left_out], names, intercept=intercept)
-        solved = fit.solve(**options) if parallel.is_main() else {}
-        in_order = (solved.pop(target) for target in targets)
-        for linear in maps_for_all(in_order, [(source, target) for target in targets], provenance):
-            yield linear if device is None else linear.to(selected[source].device)
-    _report(found, len(named), noisy)
+        widths = {site: vectors[site].shape[1] for site in (source, *targets)}
+        chunk = chunk_size(widths[source])
+        batches = (
+            (
+                {site: vectors[site][start : start + chunk].to(device or home) for site in widths},
+                None if weights is None else weights[start : start + chunk],
+            )
+            for start in range(0, n, chunk)
+        )
+        fits = PairFits([(source, target) for target in targets], widths, split=split)
+        for linear in _maps(batches, fits, **options, divided=True, noisy=noisy, some=[some]):
+            yield linear if device is None else linear.to(home)
+    warn_of_noise(noisy, len(named))
+
+
+def _check_alike(samples: Mapping[str, Tensor]) -> None:
+    """Raise InputError unless all sites have as many vectors: row by row they are of one token."""
+    for site, vectors in samples.items():
+        check(vectors, Num[Tensor, "n width"], f"samples of {site}")
+    counts = {site: len(vectors) for site, vectors in samples.items()}
+    if len(set(counts.values())) > 1:
+        numbers = ", ".join(f"{count} of {site}" for site, count in counts.items())
+        raise InputError(f"All sites must have the same number of samples, got {numbers}.")
+
+
+def _with_options(provenance: Provenance, selection: Selection | None, **options: Any) -> Provenance:
+    """The provenance of maps that are fitted on some samples with these options."""
+    return provenance.with_details(**options, **({} if selection is None else selection.details))
+
+
+def _in_one_matrix(samples: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Float64 copies of all samples side by side, where they are not too many to be copied.
+
+    Targets whose columns follow each other are one product with a source's factor, a quarter quicker than
+    one product for each.
+    """
+    same_device = len({vectors.device for vectors in samples.values()}) == 1
+    if not same_device or sum(vectors.numel() * 8 for vectors in samples.values()) > KEPT:
+        return samples
+    first, widths = next(iter(samples.values())), [vectors.shape[1] for vectors in samples.values()]
+    matrix = in_float64(first.new_empty(0)).new_empty(len(first), sum(widths))
+    columns = dict(zip(samples, matrix.split(widths, 1), strict=True))
+    for site, vectors in samples.items():
+        columns[site].copy_(vectors.detach())
+    return columns
 
 
 def _own_share(
@@ -163,48 +379,6 @@ def _own_share(
     return own, None if weights is None else weights[share]
 
 
-def _report(found: list[NoisyFit], n_fits: int, noisy: list[NoisyFit] | None) -> None:
-    if noisy is None:
-        warn_of_noise(found, n_fits)
-    else:
-        noisy += found
-
-
-class _OneMatrix:
-    """Float64 copies of all samples in one matrix, where they are not too many to be copied.
-
-    Targets whose columns follow each other are one product with a source's factor, a quarter quicker than
-    one product for each.
-    """
-
-    def __init__(self, samples: Mapping[str, Tensor]) -> None:
-        self._samples = samples
-        self._columns: dict[str, tuple[int, int]] = {}
-        same_device = len({vectors.device for vectors in samples.values()}) == 1
-        if same_device and sum(vectors.numel() * 8 for vectors in samples.values()) <= KEPT:
-            first = next(iter(samples.values()))
-            width = sum(vectors.shape[1] for vectors in samples.values())
-            self._matrix = in_float64(first.new_empty(0)).new_empty(len(first), width)
-            start = 0
-            for site, vectors in samples.items():
-                end = start + vectors.shape[1]
-                self._matrix[:, start:end] = vectors.to(self._matrix.device)
-                self._columns[site] = start, end
-                start = end
-
-    def blocks(self, sites: Sequence[str], rows: slice) -> list[Tensor]:
-        """Samples of the sites, in their order, in as few blocks as possible."""
-        if not self._columns:
-            return [self._samples[site][rows] for site in sites]
-        runs: list[tuple[int, int]] = []
-        for start, end in (self._columns[site] for site in sites):
-            if runs and runs[-1][1] == start:
-                runs[-1] = runs[-1][0], end
-            else:
-                runs.append((start, end))
-        return [self._matrix[rows, start:end] for start, end in runs]
-
-
 @checked
 def fit_stream(
     batches: Iterable[Rows | Mapping[str, Float[Tensor, "n d"]]],
@@ -217,7 +391,6 @@ def fit_stream(
     provenance: Provenance | None = None,
     divided: bool = False,
     split: bool = False,
-    noisy: list[NoisyFit] | None = None,
 ) -> Iterator[LinearMap]:
     """Fit the same maps from samples that are streamed and not stored.
 
@@ -227,7 +400,7 @@ def fit_stream(
         Batches of `matlens.activations.stream`, or vectors by site.
     rows, weights
         As in `fit_samples`, in the order of the collection; for vectors by site, in the order of the batches.
-    pairs, intercept, ridge, split, noisy
+    pairs, intercept, ridge, split
         As in `fit_samples`.
     provenance
         Goes into the maps; by default that of the first batch of `matlens.activations.stream`. Vectors by
@@ -237,70 +410,88 @@ def fit_stream(
         their statistics are merged at the end, and each process has the maps of all samples.
     """
     named = [(str(Site.parse(source)), str(Site.parse(target))) for source, target in list_pairs(pairs)]
-    widths, own, batches = _first_of(_check_division(batches, divided))
-    provenance = provenance or own
+    noisy: list[NoisyFit] = []
+    yield from _streamed(
+        batches, named, rows, weights, intercept=intercept, ridge=ridge, provenance=provenance,
+        divided=divided, split=split, noisy=noisy,
+    )  # fmt: skip
+    warn_of_noise(noisy, len(named))
+
+
+def _streamed(
+    batches: Iterable[Rows | Mapping[str, Tensor]],
+    pairs: Sequence[tuple[str, str]],
+    rows: Tensor | None,
+    weights: Tensor | None,
+    *,
+    intercept: bool,
+    ridge: float,
+    provenance: Provenance | None,
+    divided: bool,
+    split: bool,
+    noisy: list[NoisyFit],
+) -> Iterator[LinearMap]:
+    """Fit maps on batches as they are yielded; see `fit_stream`."""
+    expected = next((len(given) for given in (rows, weights) if given is not None), None)
+    selection = Selection.parse(rows, weights, expected or 0)
+    batches = iter(batches)
+    if (first := next(batches, None)) is not None:
+        batches = itertools.chain([first], batches)
+    widths = {site: of_site.shape[1] for site, of_site in _vectors_of(first).items()}
     if divided:
         widths = parallel.broadcast(widths, "widths of the samples")
     if not widths:
         raise InputError("batches must have at least one sample to fit maps on, got none.")
-    check_collected(named, widths)
-    fits, sample = PairFits(named, widths, split=split), _FirstSamples()
-    named = [(source, target) for source, targets in fits.targets.items() for target in targets]
-    for vectors, of_batch in selected_batches(batches, rows, weights, provenance, divided=divided):
-        fits.update(vectors, weights=of_batch)
-        sample.add({site: vectors[site] for pair in named for site in pair}, of_batch)
-    if divided:
-        fits.reduce()
-    n = parallel.broadcast(fits.n, "the number of samples") if divided else fits.n
-    if own is not None and provenance is own:
-        provenance = own.with_details(n_fitted=n, intercept=intercept, ridge=ridge)
-    maps = solve_pairs(fits, named, intercept=intercept, ridge=ridge, provenance=provenance)
-    yield from maps_for_all(maps, named, provenance) if divided else maps
-    if not ridge and (parallel.is_main() or not divided):
-        _report(sample.noisy(fits, intercept=intercept), len(named), noisy)
+    check_collected(pairs, widths)
+    own = getattr(first, "provenance", None)
+    count = provenance is None and own is not None
+    if count:
+        provenance = _with_options(own, selection, intercept=intercept, ridge=ridge)
+    yield from _maps(
+        _selected(batches, selection, expected, provenance, divided=divided),
+        PairFits(pairs, widths, split=split),
+        intercept=intercept, ridge=ridge, provenance=provenance, count=count, divided=divided, noisy=noisy,
+    )  # fmt: skip
 
 
-class _FirstSamples:
-    """The first samples of a stream, which leave-one-out looks at."""
-
-    def __init__(self) -> None:
-        self._n = 0
-        self._parts: list[tuple[dict[str, Tensor], Tensor | None]] = []
-
-    def add(self, vectors: Mapping[str, Tensor], weights: Tensor | None) -> None:
-        if self._n < LEFT_OUT:
-            few = slice(LEFT_OUT - self._n)
-            # Copies: a slice would keep the whole batch in memory.
-            part = {site: of_site[few].clone() for site, of_site in vectors.items()}
-            self._parts.append((part, None if weights is None else weights[few]))
-            self._n += len(next(iter(part.values())))
-
-    def noisy(self, fits: PairFits, *, intercept: bool) -> list[NoisyFit]:
-        found: list[NoisyFit] = []
-        for source, targets in fits.targets.items() if self._n else ():
-            samples = (
-                (part[source], [part[target] for target in targets], weights) for part, weights in self._parts
-            )
-            names = [f"{source} -> {target}" for target in targets]
-            found += noise_of_fit(fits[source], samples, names, intercept=intercept)
-        return found
+def _vectors_of(batch: Rows | Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+    return batch.vectors if isinstance(batch, Rows) else batch or {}
 
 
-def _first_of(batches: Iterator[Any]) -> tuple[dict[str, int], Provenance | None, Iterator[Any]]:
-    """Widths of the sites in the first batch, its provenance, and all batches."""
-    first = next(batches, None)
-    if first is None:
-        return {}, None, batches
-    widths = {site: of_site.shape[1] for site, of_site in vectors_of(first).items()}
-    return widths, getattr(first, "provenance", None), itertools.chain([first], batches)
-
-
-def _check_division(batches: Iterable[Any], divided: bool) -> Iterator[Any]:
-    """Refuse batches that would be counted by every process, or those of one process for all samples."""
+def _selected(
+    batches: Iterable[Rows | Mapping[str, Tensor]],
+    selection: Selection | None,
+    expected: int | None,
+    provenance: Provenance | None,
+    *,
+    divided: bool,
+) -> Iterator[Batch]:
+    """Vectors of the selected samples and their weights, batch by batch."""
+    seen = 0
     for batch in batches:
+        vectors = _vectors_of(batch)
         if parallel.world_size() > 1 and getattr(batch, "divided", divided) != divided:
             raise InputError(
-                f"divided must be {batch.divided} for these batches, got {divided}: stream and fit_stream "
-                "must have the same divided."
+                f"divided must be {not divided} for these batches, got {divided}: stream and fit_stream must "
+                "have the same divided."
             )
-        yield batch
+        if isinstance(batch, Rows) and provenance is not None and provenance.model is not None:
+            provenance.check_same(batch.provenance, ours="the provenance", theirs="the vectors")
+        count = len(next(iter(vectors.values()), ()))
+        if not count:
+            continue
+        for site, of_site in vectors.items():
+            check_finite(of_site, site)
+        index = torch.as_tensor(batch.index) if isinstance(batch, Rows) else torch.arange(seen, seen + count)
+        seen += count
+        if selection is None:
+            yield vectors, None
+        elif int(index.max()) < len(selection.mask):
+            yield selection.part(index).apply(vectors)
+        else:
+            break
+    if divided and expected is not None:
+        of_ranks = parallel.concatenate({"seen": torch.tensor([seen])}, "the number of samples seen")
+        seen = int(of_ranks["seen"].sum())
+    if expected not in (None, seen):
+        raise InputError(f"rows and weights must have a value for each sample, got {expected}.")

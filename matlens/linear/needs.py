@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from matlens.linear import fitting
-from matlens.linear.samples import are_few
-from matlens.linear.sums import chunk_size
+from matlens.linear.fitting import chunk_size
+from matlens.linear.least_squares import are_few
 
 _DOUBLE, _SINGLE = 8, 4
 PairsToFit = Literal["last", "all"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +19,13 @@ from matlens import parallel
 from matlens.activations.activations import Positions
 from matlens.activations.collecting import Rows, batch_counts, default_batch_tokens, provenance_of, stream
 from matlens.data.examples import Examples
-from matlens.errors import InputError, PositiveInt, checked
+from matlens.errors import InputError, NonNegative, PositiveInt, checked
 from matlens.io.artifact import Artifact
 from matlens.io.files import damaged
-from matlens.linear.least_squares import LeastSquares
+from matlens.linear.fitting import PairFits, Selection
+from matlens.linear.least_squares import LeastSquares, are_few
+from matlens.linear.maps import LinearMap
 from matlens.linear.pairs import Pairs, by_source, resolve_pairs
-from matlens.linear.samples import Selection, are_few
-from matlens.linear.sums import PairFits
 from matlens.models.identity import Provenance
 from matlens.models.layout import ModelLayout
 
@@ -101,6 +101,31 @@ class StoredLeastSquares:
         if fit.n != artifact.request["n_samples"]:
             raise damaged(artifact.folder / source, "is of another number of samples than the folder")
         return fit
+
+    def solve(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        *,
+        intercept: bool = False,
+        ridge: NonNegative = 0.0,
+        provenance: Provenance | None = None,
+    ) -> Iterator[LinearMap]:
+        """Maps of some of the pairs, source by source; see `LeastSquares.solve`."""
+        self.check_pairs(pairs)
+        for source, targets in by_source(pairs).items():
+            maps = self[source].solve(
+                intercept=intercept, ridge=ridge, targets=targets, provenance=provenance
+            )
+            yield from (maps.pop(target) for target in targets)
+
+    def check_pairs(self, pairs: Sequence[tuple[str, str]]) -> None:
+        """Raise InputError for pairs without sufficient statistics."""
+        for source, target in pairs:
+            if target not in self.targets.get(source, ()):
+                raise InputError(
+                    f"There are no sufficient statistics of {source} -> {target}. Collect or "
+                    "stream again with these pairs."
+                )
 
     def merge(self, folder: str | Path) -> StoredLeastSquares:
         """Merge the statistics of all parts of a job into a folder."""

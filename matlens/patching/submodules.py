@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 
 from jaxtyping import Bool, Float
@@ -12,8 +11,7 @@ from matlens.activations.activations import Activations
 from matlens.errors import InputError, checked, short
 from matlens.linear.fitting import fit_samples, fitting_bar
 from matlens.linear.maps import LinearMap
-from matlens.linear.pairs import check_collected, resolve_pairs
-from matlens.linear.samples import NoisyFit, warn_of_noise
+from matlens.linear.pairs import resolve_pairs
 from matlens.models.layout import ModelLayout
 
 SUBMODULES = ("attn", "ffn", "ln1", "ln2")
@@ -54,19 +52,11 @@ def fit_submodules(
     ridge: float = 0.0,
     progress: bool = True,
 ) -> Iterator[LinearMap]:
-    """Fit maps of sub-modules from collected samples one after the other, which bounds memory.
+    """Fit maps of sub-modules from collected samples.
 
     ``pairs`` are those of `submodule_pairs`; the options are those of `fit_samples`. Exclude attention sinks
     with ``rows=~sink_rows(samples)``: they dominate a fit.
     """
     pairs = resolve_pairs(pairs, samples.provenance)
-    check_collected(pairs, samples)
-    noisy: list[NoisyFit] = []
-    one_by_one = (
-        fit_samples(
-            samples, [pair], rows=rows, weights=weights, intercept=intercept, ridge=ridge, noisy=noisy
-        )
-        for pair in pairs
-    )
-    yield from fitting_bar(itertools.chain.from_iterable(one_by_one), len(pairs), progress=progress)
-    warn_of_noise(noisy, len(pairs))
+    maps = fit_samples(samples, pairs, rows=rows, weights=weights, intercept=intercept, ridge=ridge)
+    yield from fitting_bar(maps, len(pairs), progress=progress)

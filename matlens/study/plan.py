@@ -19,6 +19,7 @@ from matlens.errors import Between, InputError, check_choice, check_int, checked
 from matlens.io.artifact import is_finished
 from matlens.io.files import nearest_existing
 from matlens.io.rows import Column
+from matlens.linear.least_squares import are_few
 from matlens.linear.needs import (
     PairsToFit,
     Widths,
@@ -30,7 +31,6 @@ from matlens.linear.needs import (
     written_statistics_bytes,
 )
 from matlens.linear.pairs import by_source
-from matlens.linear.samples import are_few
 from matlens.linear.streaming import StoredLeastSquares
 from matlens.models.families.vision import is_visual
 from matlens.models.layout import ModelLayout

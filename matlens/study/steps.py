@@ -18,12 +18,11 @@ from matlens.io.files import content_hash, read_json
 from matlens.io.tables import COLUMNS, check_described, read_table, write_results
 from matlens.lens.evaluation import FIT, PREDICTION, fit_quality, prediction_quality
 from matlens.linear.fitting import fit_samples, fitting_bar
+from matlens.linear.least_squares import NoisyFit, are_few, warn_of_noise
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
 from matlens.linear.pairs import Pairs, check_collected, resolve_pairs
-from matlens.linear.samples import NoisyFit, are_few, warn_of_noise
 from matlens.linear.streaming import StoredLeastSquares
-from matlens.linear.sums import solve_pairs
 from matlens.models.families.encoder_decoders import ENCODER, stack_of
 from matlens.models.identity import ModelIdentity
 from matlens.models.layout import ModelLayout
@@ -115,7 +114,7 @@ def fit_statistics(
             check_solve(stored, missing)
             if not penalty and are_few(n, width):  # without samples, none can be held out
                 warn_of_noise([NoisyFit("maps", n, width)], 1)
-        maps = solve_pairs(stored, missing, intercept=intercept, ridge=penalty, provenance=origin)
+        maps = stored.solve(missing, intercept=intercept, ridge=penalty, provenance=origin)
         return fitting_bar(maps, len(missing), progress=progress)
 
     return write_maps(folder, requested, fit, origin)

@@ -31,9 +31,9 @@ from matlens.ffn.agglomeration import Linkage, method_within
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.values import ValueVectors
 from matlens.io.artifact import is_finished
+from matlens.linear.least_squares import are_few
 from matlens.linear.mapsets import MapSet
 from matlens.linear.pairs import Pairs, resolve_pairs
-from matlens.linear.samples import are_few
 from matlens.linear.streaming import StoredLeastSquares, pairs_and_widths, stream_least_squares
 from matlens.models.readout import Readout
 from matlens.study.output import MAPS, STATISTICS, TRAIN, VALIDATION, check_output, has_statistics

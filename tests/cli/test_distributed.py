@@ -21,7 +21,7 @@ from several import run_ranks
 from matlens import parallel
 from matlens.cli import app
 from matlens.lens.lens import Lens
-from matlens.linear.sums import PairFits
+from matlens.linear.fitting import PairFits
 
 
 def of_a_command(*arguments: object) -> Callable[[], Any]:

@@ -128,7 +128,7 @@ def test_artifacts_keep_the_contract(
     monkeypatch.setattr(streaming, "_SHARE_OF_WRITING", 0)
     monkeypatch.setattr("matlens.linearity.atlas.time.process_time", lambda: 0.0)
     if kind == "moments":  # where chunks fall depends on where a run resumes
-        monkeypatch.setattr("matlens.linear.sums.chunk_size", lambda x: 1)
+        monkeypatch.setattr("matlens.linear.fitting.chunk_size", lambda x: 1)
     make, read = kind_of(kind)
     slow = kind in ("atlas", "pages")
     check_artifact(make, read, tmp_path, kills=2 if slow else 8, harms=20 if slow else 80)

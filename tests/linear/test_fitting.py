@@ -21,7 +21,7 @@ from torch import Tensor
 from matlens import parallel
 from matlens.activations.activations import Rows
 from matlens.errors import InputError
-from matlens.linear import fitting, sums
+from matlens.linear import fitting
 from matlens.linear.fitting import fit_samples, fit_stream
 from matlens.linear.least_squares import LeastSquares
 from matlens.linear.maps import LinearMap
@@ -140,7 +140,6 @@ def in_chunks(way: Way) -> Way:
     def chunked(x: Tensor, y: Tensor, intercept: bool, ridge: float) -> Solution:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fitting, "chunk_size", lambda width: 1)
-            patch.setattr(sums, "chunk_size", lambda width: 1)
             return way(x, y, intercept, ridge)
 
     return chunked
@@ -383,7 +382,7 @@ def test_several_targets_at_once_and_in_chunks_are_the_same_as_one_by_one(
         list(fit_samples(SITES, PAIRS, **options)),
         list(fit_stream(batches(SITES, 7), PAIRS, **options)),
     ]
-    monkeypatch.setattr(sums, "_CHUNK", 9)
+    monkeypatch.setattr(fitting, "_CHUNK", 9)
     sizes.clear()
     found.append(list(fit_samples(SITES, PAIRS, **options)))
     # Eight samples for each dimension at least: of b 6 dimensions, of a 4, of c 3.
@@ -655,7 +654,7 @@ def test_split_products_are_used_where_they_are_asked_for_and_give_the_same_maps
 def test_moments_of_other_processes_split_their_products_as_before(
     split_widths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fits = sums.PairFits(PAIR, {"h.0": D_IN, "h.1": D_OUT}, split=True)
+    fits = fitting.PairFits(PAIR, {"h.0": D_IN, "h.1": D_OUT}, split=True)
     fits.update({"h.0": X[:30], "h.1": Y[:30]})
     monkeypatch.setattr(parallel, "world_size", lambda: 2)
     monkeypatch.setattr(parallel, "gather", lambda parts, what: [parts])

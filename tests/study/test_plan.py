@@ -77,7 +77,7 @@ def test_all_positions_write_moments_and_a_state_of_before(
 
     monkeypatch.setattr(streaming, "_STATE_EVERY", 0.0)
     monkeypatch.setattr(streaming, "_SHARE_OF_WRITING", 0)
-    monkeypatch.setattr("matlens.linear.sums.chunk_size", lambda _: 1)  # no samples wait
+    monkeypatch.setattr("matlens.linear.fitting.chunk_size", lambda _: 1)  # no samples wait
     monkeypatch.setattr(Artifact, "write", watched)
     _ = study.validation
     needs = plan_study(shape, len(train), 0, positions="all", pairs=pairs, train_tokens=len(train.tokens))
