@@ -311,7 +311,10 @@ def fit_samples(
         chunk = chunk_size(widths[source])
         batches = (
             (
-                {site: vectors[site][start : start + chunk].to(device or home) for site in widths},
+                {
+                    site: vectors[site][start : start + chunk].to(device or vectors[site].device)
+                    for site in widths
+                },
                 None if weights is None else weights[start : start + chunk],
             )
             for start in range(0, n, chunk)

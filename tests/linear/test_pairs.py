@@ -48,7 +48,7 @@ def test_pairs_that_cannot_be_fitted(pairs: Any) -> None:
 
 def test_pairs_that_were_not_collected_are_named_in_their_order() -> None:
     check_collected([("h.0", "h.3")], ["h.0", "h.3"])
-    with pytest.raises(InputError, match=r"no vectors of h\.2, h\.10; collected were h\.0, h\.3"):
+    with pytest.raises(InputError, match=r"\(h\.0, h\.3\), got h\.2, h\.10"):
         check_collected(iter([("h.0", "h.10"), ("h.2", "h.3")]), iter(["h.0", "h.3"]))
 
 

@@ -94,7 +94,7 @@ def test_blocks_whose_output_no_hook_sees_are_refused(
     model = matlens.load(str(model_folder("gpt1")), device="cpu")
     with pytest.raises(InputError, match=r"hook blocks.[01].hook_out does not fire"):
         patched(model, [linear(jump_part(0, 1))]).__enter__()
-    with pytest.raises(InputError, match=r"h\.1, h\.2, h\.3 cannot be collected of OpenAIGPT.* not fire"):
+    with pytest.raises(InputError, match=r"h\.1, h\.2, h\.3 cannot be collected from OpenAIGPT.* not fire"):
         matlens.collect(model, matlens.make_token_examples(model, [[3, 4, 5]]), progress=False)
     with pytest.raises(InputError, match=r"last block of OpenAIGPT.* hook blocks\.2\.hook_out does not fire"):
         matlens.Readout(model)
