@@ -308,21 +308,24 @@ def fit_samples(
     )
     for source, targets in by_source(named).items():
         widths = {site: vectors[site].shape[1] for site in (source, *targets)}
-        chunk = chunk_size(widths[source])
-        batches = (
-            (
-                {
-                    site: vectors[site][start : start + chunk].to(device or vectors[site].device)
-                    for site in widths
-                },
-                None if weights is None else weights[start : start + chunk],
-            )
-            for start in range(0, n, chunk)
+        batches = _chunks(
+            {site: vectors[site] for site in widths}, weights, chunk_size(widths[source]), device
         )
         fits = PairFits([(source, target) for target in targets], widths, split=split)
         for linear in _maps(batches, fits, **options, divided=True, noisy=noisy, some=[some]):
             yield linear if device is None else linear.to(home)
     warn_of_noise(noisy, len(named))
+
+
+def _chunks(
+    vectors: Mapping[str, Tensor], weights: Tensor | None, size: int, device: torch.device | None
+) -> Iterator[Batch]:
+    """The samples part by part, on a device if one is given."""
+    for start in range(0, len(next(iter(vectors.values()))), size):
+        part = {site: of_site[start : start + size] for site, of_site in vectors.items()}
+        if device is not None:
+            part = {site: of_site.to(device) for site, of_site in part.items()}
+        yield part, None if weights is None else weights[start : start + size]
 
 
 def _check_alike(samples: Mapping[str, Tensor]) -> None:
@@ -446,9 +449,9 @@ def _streamed(
     if not widths:
         raise InputError("batches must have at least one sample to fit maps on, got none.")
     check_collected(pairs, widths)
-    own = getattr(first, "provenance", None)
-    count = provenance is None and own is not None
-    if count:
+    own: Provenance | None = getattr(first, "provenance", None)
+    count = provenance is None
+    if count and own is not None:
         provenance = _with_options(own, selection, intercept=intercept, ridge=ridge)
     yield from _maps(
         _selected(batches, selection, expected, provenance, divided=divided),
