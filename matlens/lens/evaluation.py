@@ -374,7 +374,7 @@ def shared_layers(
 
 
 def _warn_of_same_sentences(fitted: Provenance, validation: Provenance, what: str, *, parts: bool) -> None:
-    """Warn, with `InputWarning`, of maps that are evaluated on the sentences that they were fitted on.
+    """Issue an `InputWarning` if maps are evaluated on their training sentences.
 
     With ``parts`` only some of the samples count here; if the fit took only some too, they may be others.
     """

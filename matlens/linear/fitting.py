@@ -59,7 +59,7 @@ class Selection:
 
     @classmethod
     def parse(cls, rows: Tensor | None, weights: Tensor | None, n: int) -> Selection | None:
-        """Check ``rows`` and ``weights`` of so many samples; ``None`` where neither is given."""
+        """Check ``rows`` and ``weights`` of ``n`` samples; ``None`` if neither is given."""
         if rows is None and weights is None:
             return None
         mask = torch.ones(n, dtype=torch.bool) if rows is None else rows.cpu()
@@ -79,7 +79,7 @@ class Selection:
 
     @property
     def details(self) -> dict[str, str]:
-        """What the provenance of a fit says of its samples and their weights."""
+        """Samples and weights of a fit, for its provenance."""
         weights = {} if self.weights is None else {"weights": tensor_digest(self.weights[self.mask])}
         return {"rows": tensor_digest(self.mask)} | weights
 

@@ -281,7 +281,7 @@ def _joined(blocks: list[Tensor]) -> list[Tensor]:
 
 
 def check_weights(weights: Tensor, n: int) -> Float[Tensor, " n"]:
-    """Read the weights of so many samples, in float64; raises InputError unless they are finite and >= 0."""
+    """Weights of ``n`` samples in float64; raises InputError unless they are finite and >= 0."""
     if len(weights) != n or not bool((weights.isfinite() & (weights >= 0)).all()):
         raise InputError(
             f"weights must be finite numbers of at least 0 for the {n} samples, got {short(weights)}."
@@ -295,7 +295,7 @@ class NoisyFit(NamedTuple):
     Attributes
     ----------
     name
-        What was fitted, such as ``"h.3 -> h.30"``.
+        Name of the fit, such as ``"h.3 -> h.30"``.
     n, width
         How many samples it was fitted on, and of how many dimensions.
     r2, r2_fitted
@@ -382,12 +382,12 @@ def _both_errors(
 
 
 def are_few(n_samples: int, width: int) -> bool:
-    """Whether samples are fewer than twice the width, which leaves a fit without a penalty to their noise."""
+    """Whether samples are fewer than twice the width, so a fit needs a penalty."""
     return n_samples < ENOUGH * width
 
 
 def warn_of_noise(fits: Sequence[NoisyFit], n_fits: int) -> None:
-    """Warn once, with `InputWarning`, of all fits of a call that follow the noise of their samples."""
+    """Issue one `InputWarning` for all fits of a call that overfit their samples."""
     if not fits:
         return
     worst = min(fits, key=lambda fit: -torch.inf if fit.r2 is None else fit.r2)
