@@ -56,9 +56,12 @@ class InputWarning(UserWarning):
 
 def warn(message: str) -> None:
     """Issue an `InputWarning` at the line of the user's code that called into matlens."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
-        level, frame = level + 1, frame.f_back
+    level, depth, frame = 1, 1, sys._getframe()
+    while frame.f_back:  # to the outermost frame of ours: those of tqdm lie in between
+        depth += 1
+        if frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+            level = depth
+        frame = frame.f_back
     warnings.warn(printable(message, limit=_LONGEST_MESSAGE, keep="\n"), InputWarning, stacklevel=level)
 
 
