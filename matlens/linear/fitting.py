@@ -207,17 +207,17 @@ def _maps(
         n = parallel.broadcast(fits.n, "the number of samples") if divided else fits.n
         provenance = provenance.with_details(n_fitted=n)
     for source, targets in fits.targets.items():
-        maps = {}
-        if is_solved:
-            maps = fits[source].solve(intercept=intercept, ridge=ridge, provenance=provenance)
-        for target in targets:
-            yield maps.pop(target) if not divided else _of_main(maps, source, target, provenance)
         if not ridge and is_solved:
             samples = (
                 (part[source], [part[target] for target in targets], weights) for part, weights in sample
             )
             names = [f"{source} -> {target}" for target in targets]
             noisy += noise_of_fit(fits[source], samples, names, intercept=intercept)
+        maps = {}
+        if is_solved:
+            maps = fits[source].solve(intercept=intercept, ridge=ridge, provenance=provenance)
+        for target in targets:
+            yield maps.pop(target) if not divided else _of_main(maps, source, target, provenance)
 
 
 def _of_main(
