@@ -203,9 +203,9 @@ def _maps(
     if divided:
         fits.reduce()
     is_solved = parallel.is_main() or not divided
-    if provenance is not None and count:
+    if count:  # in processes without a batch too, which have no provenance
         n = parallel.broadcast(fits.n, "the number of samples") if divided else fits.n
-        provenance = provenance.with_details(n_fitted=n)
+        provenance = None if provenance is None else provenance.with_details(n_fitted=n)
     for source, targets in fits.targets.items():
         if not ridge and is_solved:
             samples = (
@@ -356,7 +356,7 @@ def _in_one_matrix(samples: dict[str, Tensor]) -> dict[str, Tensor]:
     matrix = in_float64(first.new_empty(0)).new_empty(len(first), sum(widths))
     columns = dict(zip(samples, matrix.split(widths, 1), strict=True))
     for site, vectors in samples.items():
-        columns[site].copy_(vectors.detach())
+        columns[site].copy_(vectors.detach().to(matrix.device))
     return columns
 
 

@@ -269,7 +269,8 @@ def _joined(blocks: list[Tensor]) -> list[Tensor]:
         start, n_columns = last.storage_offset(), last.shape[1]
         side_by_side = (
             last.stride() == block.stride() == (block.stride(0), 1)
-            and last.untyped_storage().data_ptr() == block.untyped_storage().data_ptr()
+            and block._base is not None
+            and last._base is block._base
             and start + n_columns == block.storage_offset()
             and n_columns + block.shape[1] <= block.stride(0)
         )
