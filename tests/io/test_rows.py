@@ -53,12 +53,10 @@ def test_rows_land_where_they_should(
 
 
 def test_shards_are_about_as_large_as_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(numbers: Sequence[int]) -> Iterator[tuple[np.ndarray, dict[str, torch.Tensor]]]:
-        for number in numbers:
-            yield np.arange(2) + 2 * number, {"h.0": torch.ones(2, 3)}
-
     monkeypatch.setattr(rows, "_SHARD_BYTES", 100)  # a batch has two rows of 8 + 12 bytes
-    collect_rows("rows", {}, {"h.0": Column(3)}, [2] * 80, run, folder=tmp_path / "r")
+    with writing_rows("rows", {}, {"h.0": Column(3)}, [2] * 80, folder=tmp_path / "r") as writer:
+        for number in writer.missing:
+            writer.add(np.arange(2) + 2 * number, {"h.0": torch.ones(2, 3)})
     shards = list(read_rows(tmp_path / "r", "rows")[2].shards([]))
     assert [len(index) for index, _ in shards] == [6] * 26 + [4]
 
