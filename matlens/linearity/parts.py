@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,10 +48,14 @@ class Part:
         return f"{self.kind}{between}{self.layer}"
 
     @property
-    def blocks(self) -> range:
-        """The blocks of the part."""
-        after = Site.parse(self.target).layer if self.source.startswith(f"{STREAM}.") else self.layer + 1
-        return range(self.layer, after)
+    def ends(self) -> tuple[str, str]:
+        """The source and the target."""
+        return self.source, self.target
+
+    @property
+    def end(self) -> int:
+        """The layer after it."""
+        return Site.parse(self.target).layer if self.source.startswith(f"{STREAM}.") else self.layer + 1
 
     @property
     def writes(self) -> bool:
@@ -74,17 +79,14 @@ def model_parts(layout: ModelLayout, *, jumps: Sequence[int] = JUMPS) -> list[Pa
     Where the wiring of its blocks is not known, there are only blocks and jumps.
     """
     spans = [check_int(jump, "each of the jumps", min=2) for jump in dict.fromkeys(jumps)]
-    pairs: dict[tuple[str, int], tuple[str, str]] = {}
+    parts = []
     for source, target in submodule_pairs(layout) if layout.kinds else ():
         site = Site.parse(source)
-        pairs[site.kind.removesuffix("_in").removesuffix("_post"), site.layer] = source, target
-    parts = []
-    for layer in range(layout.n_layers):
-        for kind in _KINDS:
-            if (kind, layer) in pairs:
-                parts.append(Part(kind, layer, *pairs[kind, layer]))
-        for n_blocks in (1, *spans):
-            if layer + n_blocks <= layout.n_layers:
-                kind = BLOCK if n_blocks == 1 else f"jump {n_blocks}"
-                parts.append(Part(kind, layer, f"{STREAM}.{layer}", f"{STREAM}.{layer + n_blocks}"))
-    return parts
+        kind = site.kind.removesuffix("_in").removesuffix("_post")
+        parts.append(Part(kind, site.layer, source, target))
+    for n_blocks, layer in itertools.product((1, *spans), range(layout.n_layers)):
+        if layer + n_blocks <= layout.n_layers:
+            kind = BLOCK if n_blocks == 1 else f"jump {n_blocks}"
+            parts.append(Part(kind, layer, f"{STREAM}.{layer}", f"{STREAM}.{layer + n_blocks}"))
+    order = [*_KINDS, BLOCK, *(f"jump {span}" for span in spans)]
+    return sorted(parts, key=lambda part: (part.layer, order.index(part.kind)))

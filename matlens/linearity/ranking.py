@@ -11,19 +11,18 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from matlens.errors import Between, PositiveInt, Seed, checked
+from matlens.errors import Between, Seed, checked
 from matlens.io.tables import result_row, result_table
 from matlens.linearity.scores import BOUND, SCORES
 from matlens.metrics import Estimate
 
 CORRELATIONS = "linearity_correlations"
-Group = Literal["norms", "attn", "ffn", "block", "any"]
 Tokens = Literal["all", "no sinks"]
-GROUPS: dict[Group, tuple[str, ...]] = {
+GROUPS = {
     "norms": ("ln1", "ln2"), "attn": ("attn",), "ffn": ("ffn",), "block": ("block",),
     "any": ("attn", "ffn", "block"),
 }  # fmt: skip
-"""Kinds of parts to choose from; replacing a norm saves nothing."""
+"""Kinds of parts that are replaced together; a norm that is replaced saves nothing."""
 FIRST = 3
 _RESAMPLES = 999
 _FEWEST = 6  # min parts for a correlation
@@ -37,20 +36,14 @@ def loss_increases(table: pd.DataFrame, tokens: str) -> pd.DataFrame:
     ]
 
 
-@checked
-def first_parts(
-    table: pd.DataFrame, n: PositiveInt = FIRST, *, group: Group = "any", tokens: Tokens = "all"
-) -> list[tuple[str, int]]:
-    """The ``n`` disjoint parts with the smallest loss increase.
-
-    Of the table of `linearity_atlas`, for a group of kinds (`GROUPS`) and the tokens that are replaced.
-    """
+def first_parts(table: pd.DataFrame, *, group: str, tokens: str = "all") -> list[tuple[str, int]]:
+    """The three parts of a group that cost least when replaced, by kind and layer; none touches another."""
     rows = loss_increases(table, tokens)
     rows = rows[rows["kind"].isin(GROUPS[group])].sort_values("value", kind="stable")
     chosen: list[tuple[str, int]] = []
     for kind, layer in zip(rows["kind"], rows["layer"].astype(int), strict=True):
         taken = {other for other, of_layer in chosen if of_layer == layer}
-        if len(chosen) < n and not taken & {kind, "block"} and not (kind == "block" and taken):
+        if len(chosen) < FIRST and not taken & {kind, "block"} and not (kind == "block" and taken):
             chosen.append((kind, layer))
     return chosen
 

@@ -7,7 +7,7 @@ With ``x = Q R`` and ``Z = Q^T y`` of the centred vectors, the residual of the b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from jaxtyping import Bool, Float
@@ -117,40 +117,38 @@ class PartSums:
     """
 
     def __init__(self, parts: Sequence[Part], width: int, same: Mapping[str, str] | None = None) -> None:
-        self._same, self._width = dict(same or {}), width
+        self._width, self._same = width, same or {}
         self._ends = {part: (self._carrier(part.source), self._carrier(part.target)) for part in parts}
-        self._parts: dict[str, list[Part]] = {}  # by source
-        self._added: dict[str, str] = {}  # the site that a target is added to, by the target
-        for part, (source, target) in self._ends.items():
-            self._parts.setdefault(source, []).append(part)
-            if part.writes:
-                self._added[target] = source
-        alone = {target for part, (_, target) in self._ends.items() if not part.writes} - set(self._parts)
-        self._alone = [*sorted(alone), *sorted(self._added)]
+        # Sums of sites whose factors are needed, with what is fitted to each; of some only the factor.
+        self._fitted: dict[tuple[str, ...], list[Part]] = {}
+        for part, (source, _) in self._ends.items():
+            self._fitted.setdefault((source,), []).append(part)
+        for part in parts:
+            self._fitted.setdefault(self._written(part), [])
         self._sums = self._empty()
-        self._sinks: list[dict[str, Tensor]] = []
+        self._sinks: list[Mapping[str, Tensor]] = []
 
     def _carrier(self, site: str) -> str:
         """Of the sites with the same vectors, the one whose vectors are needed."""
         return site if site not in self._same else self._carrier(self._same[site])
+
+    def _written(self, part: Part) -> tuple[str, ...]:
+        """The target of a part, with the source where it is added to the stream."""
+        source, target = self._ends[part]
+        return (target, source) if part.writes else (target,)
 
     @property
     def sites(self) -> list[str]:
         """Every site whose vectors are needed."""
         return list(dict.fromkeys(site for ends in self._ends.values() for site in ends))
 
-    def _targets(self, source: str) -> list[str]:
-        return [self._ends[part][1] for part in self._parts[source]]
-
-    def _empty(self) -> dict[str, LeastSquares]:
-        sums = {
-            source: LeastSquares(
-                self._width, dict.fromkeys(self._targets(source), self._width), source=source
+    def _empty(self) -> dict[tuple[str, ...], LeastSquares]:
+        return {
+            sites: LeastSquares(
+                self._width, {part.target: self._width for part in parts} or 1, source=sites[0]
             )
-            for source in self._parts
-        }  # fmt: skip
-        # Of these only the factor is needed; their target is their own first dimension.
-        return sums | {f"{site} alone": LeastSquares(self._width, 1, source=site) for site in self._alone}
+            for sites, parts in self._fitted.items()
+        }
 
     def update(self, vectors: Mapping[str, Float[Tensor, "n d"]], sinks: Bool[Tensor, " n"]) -> None:
         """Add samples, with their mask of sinks."""
@@ -158,63 +156,50 @@ class PartSums:
         if bool(sinks.any()):
             self._sinks.append({site: of_site[sinks] for site, of_site in vectors.items()})
 
-    def _add(self, sums: Mapping[str, LeastSquares], vectors: Mapping[str, Tensor]) -> None:
-        for source in self._parts:
-            sums[source].update(vectors[source], [vectors[target] for target in self._targets(source)])
-        for site in self._alone:
-            y = vectors[site]
-            if site in self._added:
-                y = y + vectors[self._added[site]]
-            sums[f"{site} alone"].update(y, y[:, :1])
+    def _add(self, sums: Mapping[tuple[str, ...], LeastSquares], vectors: Mapping[str, Tensor]) -> None:
+        for sites, parts in self._fitted.items():
+            x, *others = (vectors[site] for site in sites)
+            x = sum(others, start=x)
+            # Where nothing is fitted, the target is the first dimension itself.
+            sums[sites].update(x, [vectors[self._ends[part][1]] for part in parts] or x[:, :1])
 
     def gather(self) -> None:
         """Add the samples of every other process, in the main one."""
-        if parallel.world_size() == 1:
-            return
-        self._sums = {name: sums.reduce() for name, sums in self._sums.items()}
+        if parallel.world_size() > 1:
+            self._sums = {sites: sums.reduce() for sites, sums in self._sums.items()}
+            self._sinks = [parallel.concatenate(self._joined_sinks(), "vectors of sinks")]
+
+    def _joined_sinks(self) -> dict[str, Tensor]:
         none = torch.empty(0, self._width)
-        sinks = {site: torch.cat([none, *(part[site] for part in self._sinks)]) for site in self.sites}
-        self._sinks = [parallel.concatenate(sinks, "vectors of sinks")]
+        return {site: torch.cat([none, *(part[site] for part in self._sinks)]) for site in self.sites}
 
-    def solve(self, provenance: Provenance) -> Iterable[tuple[Part, bool, LinearMap, dict[str, float]]]:
-        """Affine map and scores of each part: without sinks (False), then with them (True).
+    def solve(self, provenance: Provenance) -> Iterator[tuple[Part, bool, LinearMap, dict[str, float]]]:
+        """Each part's map with an intercept and its scores: without sinks (False), then with them (True).
 
-        Raises
-        ------
-        InputError
-            There are fewer samples than a map has columns.
+        Raises InputError if there are fewer samples than a map has columns.
         """
         sinks = self._empty()
-        if self._sinks:
-            joined = {site: torch.cat([part[site] for part in self._sinks]) for site in self._sinks[0]}
-            self._add(sinks, joined)
+        self._add(sinks, self._joined_sinks())
         for with_sinks in (False, True):
-            for name, sums in self._sums.items():
+            for sites, sums in self._sums.items():
                 if with_sinks:
-                    sums.merge(sinks[name])
+                    sums.merge(sinks[sites])
                 if sums.n <= self._width:
                     raise InputError(
                         f"The text to fit on must have more than {self._width} tokens"
                         f"{'' if with_sinks else ' without sinks'}, best ten times as many, got {sums.n}."
                     )
-            for source in self._parts:
-                for part, linear, scores in self._solved(source, provenance):
-                    yield part, with_sinks, linear, scores
-
-    def _solved(
-        self, source: str, provenance: Provenance
-    ) -> Iterable[tuple[Part, LinearMap, dict[str, float]]]:
-        sums, parts = self._sums[source], self._parts[source]
-        r, z = sums.factors(centred=True)
-        # LayerNorm's outputs add up to a constant but for rounding, which must not be fitted.
-        weight, bias = sums.solution(intercept=True, ridge=_ROUNDING**2 * float(r.square().sum()))
-        assert bias is not None
-        columns = (weight.split(self._width), bias.split(self._width), z.split(self._width, 1))
-        for part, of_weight, of_bias, of_z in zip(parts, *columns, strict=True):
-            target = self._ends[part][1]
-            r_y, _ = self._sums[f"{target} alone" if target in self._alone else target].factors(centred=True)
-            linear = LinearMap.from_solution(
-                of_weight, of_bias, part.source, part.target,
-                provenance.with_details(n_fitted=sums.n, intercept=True, ridge=0.0),
-            )  # fmt: skip
-            yield part, linear, fit_scores(r, of_z, r_y, added=part.writes)
+            factors = {sites: sums.factors(centred=True) for sites, sums in self._sums.items()}
+            for sites, parts in self._fitted.items():
+                if not parts:
+                    continue
+                sums, (r, z) = self._sums[sites], factors[sites]
+                details = provenance.with_details(n_fitted=sums.n, intercept=True, ridge=0.0)
+                # LayerNorm's outputs add up to a constant but for rounding, which must not be fitted.
+                weight, bias = sums.solution(intercept=True, ridge=_ROUNDING**2 * float(r.square().sum()))
+                assert bias is not None
+                columns = (weight.split(self._width), bias.split(self._width), z.split(self._width, 1))
+                for part, of_weight, of_bias, of_z in zip(parts, *columns, strict=True):
+                    linear = LinearMap.from_solution(of_weight, of_bias, *part.ends, details)
+                    r_y, _ = factors[self._written(part)]
+                    yield part, with_sinks, linear, fit_scores(r, of_z, r_y, added=part.writes)

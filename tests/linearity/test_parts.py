@@ -29,10 +29,10 @@ def test_every_part_is_there(name: str, kinds: list[str], small_model: Callable[
         after = "_post" if (name, kind[:2]) == ("olmo2", "ln") else ""
         assert ends[kind] == (f"{kind}{after}_in.1", f"{kind}{after}_out.1")
     jump = next(part for part in parts if part.kind == "jump 2")
-    assert (jump.source, jump.target, list(jump.blocks)) == ("h.0", "h.2", [0, 1])
+    assert (jump.source, jump.target, jump.end) == ("h.0", "h.2", 2)
     assert [part.kind for part in parts if part.layer == 0 and part.writes] == [
         kind for kind in ("attn", "ffn") if kind in kinds
     ]
-    assert list(Part("ffn", 1, "ffn_in.1", "ffn_out.1").blocks) == [1]
+    assert Part("ffn", 1, "ffn_in.1", "ffn_out.1").end == 2
     with pytest.raises(InputError, match="each of the jumps"):
         model_parts(layout, jumps=[1])
