@@ -20,23 +20,11 @@ from studies import Report, Study, run_study, show
 
 from matlens import InputError
 from matlens.data import Corpus, Examples, make_windows
-from matlens.data.readers import check_own_tokens
 from matlens.errors import check_int
 from matlens.ffn import TextLosses
 from matlens.io import result_row, result_table
 from matlens.metrics import Estimate
-from matlens.pruning import Method
-from matlens.pruning.choices import Choice
-from matlens.pruning.evaluation import (
-    EXPERIMENT,
-    ReadText,
-    by_turns,
-    compare_texts,
-    evaluation_tokens,
-    read_text,
-)
-from matlens.pruning.folding import heal as train_folded
-from matlens.pruning.pruned import Calibration
+from matlens.pruning import Calibration, Choice, Method, plain_copy, read_text, time_in_turns
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -111,23 +99,21 @@ def pruning_table(
     """
     for size in sizes:
         check_int(size, "sizes", min=1, max=model.cfg.n_layers - 1)
-    for texts in evaluated.values():
-        check_own_tokens(model, texts)
-    tokens = {corpus: evaluation_tokens(texts) for corpus, texts in evaluated.items()}
-    foldable = next((method for method in methods if method != Method.out), Method.out)
-    calibration = Calibration.run(model, windows, foldable, progress=True)
 
-    def read(of_model: Any, desc: str) -> dict[str, ReadText]:
-        return {name: read_text(of_model, part, desc=desc, progress=True) for name, part in tokens.items()}
+    def read(of_model: Any, desc: str) -> dict[str, Any]:
+        return {name: read_text(of_model, part, desc=desc) for name, part in evaluated.items()}
+
+    whole = read(plain_copy(model), "original model")
+    foldable = next((method for method in methods if method != Method.out), Method.out)
+    calibration = Calibration.run(model, windows, foldable)
 
     def row(method: str, metric: str, estimate: Estimate, **more: Any) -> dict[str, Any]:
         columns = {"corpus": "", "n_removed": 0, "choice": "", "blocks": "", **more}
         return result_row(
-            EXPERIMENT, model=calibration.provenance.identity.name, method=method, layer=None, target=None,
+            NAME, model=calibration.provenance.identity.name, method=method, layer=None, target=None,
             metric=metric, estimate=estimate, **columns,
         )  # fmt: skip
 
-    whole = read(calibration.layout.model, "original model")
     rows = [
         row("original", "perplexity", of_text.losses.perplexity(), corpus=corpus)
         for corpus, of_text in whole.items()
@@ -136,7 +122,7 @@ def pruning_table(
         rows += [row(method, *estimate, n_removed=size) for estimate in estimates.items()]
     if Choice.greedy in choices:
         calibration.choose(max(sizes), Choice.greedy)  # the smaller are its beginning
-    known: dict[tuple[tuple[int, ...], str], dict[str, ReadText]] = {}
+    known: dict[tuple[tuple[int, ...], str], dict[str, Any]] = {}
     for size in sizes:
         chosen = {choice: calibration.choose(size, choice) for choice in choices}
         for (choice, gone), fold in itertools.product(chosen.items(), methods):
@@ -147,16 +133,16 @@ def pruning_table(
             pruned = calibration.without(gone, fold)
             known[gone, fold.value] = read(pruned, f"{size} {fold}")
             if healing:
-                train_folded(calibration.streams, pruned, gone, fold, heal)
+                calibration.heal(pruned, gone, fold, heal)
                 known[gone, HEALED] = read(pruned, f"{size} {HEALED}")
         choice, method = _PUBLISHED
         published = known.get((chosen.get(choice, ()), method))
         named = [*map(str, methods), *([HEALED] if heal and Method.chain in methods else [])]
-        for choice, name, corpus in itertools.product(choices, named, tokens):
+        for choice, name, corpus in itertools.product(choices, named, evaluated):
             if name == HEALED and choice != Choice.greedy:
                 continue
             losses, original = known[chosen[choice], name][corpus], whole[corpus]
-            estimates = compare_texts(losses, original)
+            estimates = losses.compare(original)
             if published is not None:
                 estimates["gone"] = gone_estimate(losses.losses, original.losses, published[corpus].losses)
             more: dict[str, Any] = {
@@ -174,7 +160,7 @@ def _costs(calibration: Calibration, sizes: Sequence[int]) -> dict[tuple[str, in
     costs: dict[tuple[str, int], dict[str, Estimate]] = {("original", 0): {}}
     for size in sizes:
         pruned = calibration.without(range(1, 1 + size), Method.out, progress=False)
-        whole, timed = by_turns([calibration.layout.model, pruned], rounds=_ROUNDS)
+        whole, timed = time_in_turns([calibration.layout.model, pruned], rounds=_ROUNDS)
         rounds += whole.rounds
         costs["original", 0] = whole._replace(rounds=rounds).estimates()
         costs["pruned", size] = timed.estimates(whole)

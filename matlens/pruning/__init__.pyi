@@ -1,7 +1,11 @@
+from .choices import Choice as Choice
+from .choices import Method as Method
 from .evaluation import compare_costs as compare_costs
 from .evaluation import compare_pruned as compare_pruned
-from .folding import Method as Method
+from .evaluation import read_text as read_text
+from .evaluation import time_in_turns as time_in_turns
 from .layouts import plain_copy as plain_copy
+from .pruned import Calibration as Calibration
 from .pruned import Pruned as Pruned
 from .pruned import prune as prune
 from .pruned import prune_attention as prune_attention

@@ -69,7 +69,7 @@ def choose_span(streams: Streams, n: int, choice: Choice, *, progress: bool = Tr
 
 def _check_finite(lowest: float) -> None:
     if not math.isfinite(lowest):
-        raise InputError("No choice of blocks has a finite loss. Remove fewer, or load the model in float32.")
+        raise InputError("The loss is not finite whichever blocks are removed. Remove fewer, or use float32.")
 
 
 def angles(a: Float[Tensor, "*n d_model"], b: Float[Tensor, "*n d_model"]) -> Float[Tensor, " *n"]:
@@ -86,9 +86,8 @@ def no_sinks(streams: Streams) -> Bool[Tensor, "n length"]:
     columns = streams.h[0].shape[-1] + 1
     if int(rows.sum()) <= columns:
         raise InputError(
-            f"Choosing spans by r2 needs more text: it has {int(rows.sum())} tokens other than attention "
-            f"sinks for maps of {columns} columns. Use four times as many tokens, or "
-            "another choice."
+            f"The text must have more than {columns} tokens that are no attention sinks to choose spans by "
+            f"r2, got {int(rows.sum())}. Use more text, or another choice."
         )
     return rows.reshape(n_texts, length)
 

@@ -36,10 +36,18 @@ _FIRST_ID = 3  # of the prompt, after ids that are mostly special
 
 
 class ReadText(NamedTuple):
-    """Losses of a model on texts, and its top token after each."""
+    """Losses of a model on texts, and its top token after each token but the last."""
 
     losses: TextLosses
-    likeliest: Int[Tensor, "n length_less_1"]
+    top: Int[Tensor, "n length_less_1"]
+
+    def compare(self, original: ReadText) -> dict[str, Estimate]:
+        """``perplexity``, its ``ratio`` to the original's, and ``agreement`` of the top tokens."""
+        return {
+            "perplexity": self.losses.perplexity(),
+            "ratio": self.losses.ratio(original.losses),
+            "agreement": metrics.proportion((self.top == original.top).flatten()),
+        }
 
 
 @checked
@@ -64,21 +72,11 @@ def compare_pruned(
     """
     check_made_of(pruned, model)
     check_own_tokens(model, windows)
-    tokens = evaluation_tokens(windows)
-    original = read_text(plain_copy(model), tokens, desc="original model", progress=progress)
-    shorter = read_text(pruned.model, tokens, desc="pruned model", progress=progress)
+    original = read_text(plain_copy(model), windows, desc="original model", progress=progress)
+    shorter = read_text(pruned.model, windows, desc="pruned model", progress=progress)
     estimates = [("original", "perplexity", original.losses.perplexity())]
-    estimates += [("pruned", *estimate) for estimate in compare_texts(shorter, original).items()]
+    estimates += [("pruned", *estimate) for estimate in shorter.compare(original).items()]
     return _table(pruned, str(windows.provenance.get("corpus", "unnamed")), estimates)
-
-
-def compare_texts(shorter: ReadText, original: ReadText) -> dict[str, Estimate]:
-    """Perplexity of a pruned model, its ratio to the original, and top-token agreement."""
-    return {
-        "perplexity": shorter.losses.perplexity(),
-        "ratio": shorter.losses.ratio(original.losses),
-        "agreement": metrics.proportion((shorter.likeliest == original.likeliest).flatten()),
-    }
 
 
 def check_made_of(pruned: Pruned, model: TransformerBridge) -> None:
@@ -105,28 +103,30 @@ def evaluation_tokens(windows: Examples) -> Int[Tensor, "n length"]:
     tokens = full_windows(windows)
     if len(tokens) < 2:
         raise InputError(
-            f"Evaluation needs at least two windows of {tokens.shape[1]} tokens for an interval, got one. "
-            "Use more text or shorter windows."
+            f"There is one full window of {tokens.shape[1]} tokens to evaluate on. Expected at least two: "
+            "more text, or shorter windows."
         )
     return tokens
 
 
+@checked
 @torch.inference_mode()
-def read_text(model: Any, tokens: Int[Tensor, "n length"], *, desc: str, progress: bool) -> ReadText:
-    """Let a plain model read texts of equal length."""
-    losses, likeliest = [], []
+def read_text(model: Any, windows: Examples, *, desc: str = "reading", progress: bool = True) -> ReadText:
+    """Losses and top tokens of a plain model on the full windows of a text, two or more."""
+    tokens = evaluation_tokens(windows)
+    losses, top = [], []
     with Bar(total=len(tokens), desc=desc, unit="window", disable=not progress) as bar:
         for part in tokens.split(max(1, _TOKENS // tokens.shape[1])):
             part = part.to(model.device)
             log_p = log_softmax(model(part, use_cache=False).logits[:, :-1].float())
             of_next = log_p.gather(2, part[:, 1:, None])[..., 0]
             if not bool(of_next.isfinite().all()):
-                raise InputError("The pruned model's probabilities are not finite. Use a larger penalty.")
+                raise InputError("The model's probabilities are not finite. Prune it with a larger penalty.")
             losses.append(-in_float64(of_next).sum(1).cpu())
-            likeliest.append(log_p.argmax(-1).cpu())
+            top.append(log_p.argmax(-1).cpu())
             bar.update(len(part))
     total = torch.cat(losses).numpy()
-    return ReadText(TextLosses(total, np.full(len(total), tokens.shape[1] - 1)), torch.cat(likeliest))
+    return ReadText(TextLosses(total, np.full(len(total), tokens.shape[1] - 1)), torch.cat(top))
 
 
 class Timed(NamedTuple):
@@ -159,7 +159,7 @@ def compare_costs(model: TransformerBridge, pruned: Pruned, *, rounds: PositiveI
     ``seconds ratio``, the median over rounds of its time relative to the original model's.
     """
     check_made_of(pruned, model)
-    original, shorter = by_turns([plain_copy(model), pruned.model], rounds=rounds)
+    original, shorter = time_in_turns([plain_copy(model), pruned.model], rounds=rounds)
     estimates = (
         (method, metric, estimate)
         for method, of_method in (("original", original.estimates()), ("pruned", shorter.estimates(original)))
@@ -168,32 +168,22 @@ def compare_costs(model: TransformerBridge, pruned: Pruned, *, rounds: PositiveI
     return _table(pruned, "", estimates)
 
 
+@checked
 @torch.inference_mode()
-def by_turns(models: Sequence[Any], *, rounds: int) -> list[Timed]:
-    """Time several models in turns, so that machine noise affects them equally."""
-    sizes = [_lengths(model) for model in models]
-    seconds: list[list[float]] = [[] for _ in models]
-    caches = [0 for _ in models]
+def time_in_turns(models: Sequence[Any], *, rounds: PositiveInt = 5) -> list[Timed]:
+    """Time several plain models, each once in every round, so that what slows the machine slows them all."""
+    timed = [Timed([], sum(w.numel() * w.element_size() for w in model.parameters()), 0) for model in models]
     for _ in range(rounds):
-        for place, (model, (length, count)) in enumerate(zip(models, sizes, strict=True)):
-            vocab_size = model.config.get_text_config().vocab_size
-            prompt = ((torch.arange(length)[None] + _FIRST_ID) % vocab_size).to(model.device)
-            took, held = _written(model, prompt, count)
-            seconds[place].append(took / count)
-            caches[place] = held // (length + count)
-    weights = [sum(each.numel() * each.element_size() for each in model.parameters()) for model in models]
-    return [Timed(*of_model) for of_model in zip(seconds, weights, caches, strict=True)]
-
-
-def _lengths(model: Any) -> tuple[int, int]:
-    """Tokens of the prompt, and tokens written after it; both fit into the context."""
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if context is None:
-        return _PROMPT, _WRITTEN
-    if context < 2:
-        raise InputError(f"{type(model).__name__} has a context of {context} token, which cannot be timed.")
-    prompt = min(_PROMPT, context // 2)
-    return prompt, min(_WRITTEN, context - prompt)
+        for i, model in enumerate(models):
+            config = model.config.get_text_config()
+            context = getattr(config, "max_position_embeddings", None) or _PROMPT + _WRITTEN
+            length = min(_PROMPT, context // 2)
+            count = min(_WRITTEN, context - length)
+            prompt = ((torch.arange(length)[None] + _FIRST_ID) % config.vocab_size).to(model.device)
+            took, stored = _written(model, prompt, count)
+            timed[i].rounds.append(took / count)
+            timed[i] = timed[i]._replace(cache=stored // (length + count))
+    return timed
 
 
 def _written(model: Any, prompt: torch.Tensor, n_tokens: int) -> tuple[float, int]:
@@ -202,7 +192,7 @@ def _written(model: Any, prompt: torch.Tensor, n_tokens: int) -> tuple[float, in
     cache: Any = getattr(given, "past_key_values", None)
     token = given.logits[:, -1:].argmax(-1)
     if not hasattr(cache, "layers"):
-        raise InputError(f"{type(model).__name__} must be a decoder with a KV cache, such as GPT-2 or Llama.")
+        raise InputError(f"{type(model).__name__} must have a cache of keys and values, as GPT-2 has.")
     int(token)  # a device is done with all before it
     start = time.perf_counter()
     for _ in range(n_tokens):
@@ -210,5 +200,5 @@ def _written(model: Any, prompt: torch.Tensor, n_tokens: int) -> tuple[float, in
         cache, token = given.past_key_values, given.logits[:, -1:].argmax(-1)
     int(token)
     took = time.perf_counter() - start
-    held = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
-    return took, sum(each.numel() * each.element_size() for each in held if each is not None)
+    stored = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+    return took, sum(each.numel() * each.element_size() for each in stored if each is not None)

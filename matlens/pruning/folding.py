@@ -59,9 +59,9 @@ def check_foldable(layout: Layout) -> None:
         silence(layout.writer_of(silent))
         if differ(whole - written, streams.after(index, silent, h), whole):
             raise InputError(
-                f"No map can be folded into block {index} of {type(layout.model).__name__}: a norm or factor "
-                "follows the FFN, as in Gemma 2 and 3, Granite and post-norm models. Supported are models "
-                "like GPT-2, Llama, GPT-NeoX and GPT-J."
+                f"In block {index} of {type(layout.model).__name__} what the FFN's output matrix writes is "
+                "not added to the stream as it is (as in Gemma 2 and 3, Granite and post-norm models), so no "
+                "map can be folded into it. Use method='out', or a model like GPT-2, Llama or GPT-J."
             )
 
 
@@ -77,9 +77,9 @@ def check_foldable_attention(layout: Layout) -> None:
         rest = streams.after(index, without_attention(block), streams.h[index] + written)
         if differ(rest, whole, whole):
             raise InputError(
-                f"Attention of block {index} of {type(layout.model).__name__} cannot be folded into the FFN: "
-                "they are parallel, or a norm or factor follows attention. Supported are models like GPT-2 "
-                "and Llama."
+                f"In block {index} of {type(layout.model).__name__} the FFN does not read the stream with "
+                "what attention adds to it, so no map can be folded in its place. Use method='out', or a "
+                "model like GPT-2 or Llama."
             )
 
 

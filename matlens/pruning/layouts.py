@@ -78,12 +78,9 @@ class Layout:
     def _writer(self) -> str:
         paths = _matrices(self.blocks[0], _WRITERS, of_attention=False)
         if len(paths) != 1:
-            what = "more than one matrix" if paths else "no matrix"
             raise InputError(
-                f"The blocks of {type(self.model).__name__} have {what} that writes what their FFN adds to "
-                f"the stream ({', '.join(paths[:4]) or 'none of ' + ', '.join(_WRITERS)}). Expected one, as "
-                "in GPT-2, Llama, GPT-NeoX and GPT-J; FFNs of several experts cannot be folded into. With "
-                "method='out' (--method out) removes blocks of such a model too."
+                f"A block must have one output matrix of its FFN for a map to be folded into, got {paths[:4]} "
+                f"in {type(self.model).__name__}. Use method='out' (--method out)."
             )
         return paths[0]
 
@@ -121,10 +118,7 @@ def attention_output(block: nn.Module) -> Any:
     """The module whose output a block's attention adds to the residual stream."""
     paths = _matrices(block, _OUTPUTS, of_attention=True)
     if len(paths) != 1:
-        raise InputError(
-            f"The blocks of this model have {len(paths) or 'no'} output matrices of attention. Expected one, "
-            "as in GPT-2 and Llama."
-        )
+        raise InputError(f"A block must have one output matrix of attention, got {len(paths) or 'none'}.")
     return block.get_submodule(paths[0])
 
 
@@ -147,22 +141,14 @@ def plain_copy(model: TransformerBridge) -> Any:
     source = model.original_model
     copied: Any = plain_model(model, as_loaded=True)
     if copied is None:
-        raise InputError(
-            f"{model.cfg.model_name} cannot be built from its configuration. Models with custom code are "
-            "not supported."
-        )
+        raise InputError(f"{model.cfg.model_name} cannot be built from its configuration alone.")
     state = {name: tensor.clone() for name, tensor in plain_state(model).items()}
     if len(devices := {tensor.device for tensor in state.values()}) > 1:
-        raise InputError(
-            f"{model.cfg.model_name} must be on one device to be pruned, got "
-            f"{', '.join(sorted(map(str, devices)))}."
-        )
+        raise InputError(f"The model must be on one device, got {', '.join(sorted(map(str, devices)))}.")
     names = {name for name, _ in [*copied.named_parameters(), *copied.named_buffers()]}
     if names - state.keys():
         missing = ", ".join(sorted(names - state.keys())[:3])
-        raise InputError(
-            f"{model.cfg.model_name} has no weights for {missing}. Expected a model as matlens.load gives it."
-        )
+        raise InputError(f"{model.cfg.model_name} has no weights for {missing}. Use matlens.load.")
     for name in names:
         place, _, last = name.rpartition(".")
         module = copied.get_submodule(place)

@@ -27,6 +27,7 @@ from matlens.pruning.choosing import (
     spans_of,
 )
 from matlens.pruning.folding import (
+    Healed,
     Matrix,
     check_foldable,
     check_foldable_attention,
@@ -134,20 +135,19 @@ def prune(
     choice = Choice(check_choice(choice, Choice, "choice"))
     requested = parse_blocks(blocks, model.cfg.n_layers)
     if heal and (method == Method.out or not requested):
-        raise InputError("heal requires removed blocks and a method other than 'out'.")
-    penalty = PENALTIES.get(method, 0.0) if penalty is None else penalty
+        raise InputError("heal needs blocks to remove, and another method than out.")
     calibration = Calibration.run(model, windows, method, progress=progress)
     removed = requested
     if isinstance(removed, int):
         removed = calibration.choose(removed, choice, progress=progress)
     made = calibration.without(removed, method, penalty, progress=progress)
     details: dict[str, Any] = {
-        "removed_blocks": list(removed), "method": method.value, "penalty": penalty,
+        "removed_blocks": list(removed), "method": method.value, "penalty": _penalty(method, penalty),
         "n_tokens": calibration.streams.tokens.numel(),
         "choice": choice.value if isinstance(requested, int) else "given",
     }  # fmt: skip
     if heal:
-        healed = train_folded(calibration.streams, made, removed, method, heal, seed=seed, progress=progress)
+        healed = calibration.heal(made, removed, method, heal, seed=seed, progress=progress)
         details["healed"] = {**healed._asdict(), "seed": seed}
     return Pruned(made, model.tokenizer, removed, method, calibration.provenance.with_details(**details))
 
@@ -183,10 +183,10 @@ def prune_attention(
     """
     method = Method(check_choice(method, [known for known in Method if known != Method.chain], "method"))
     requested = parse_blocks(attention, model.cfg.n_layers, "attentions")
-    penalty = PENALTIES.get(method, 0.0) if penalty is None else penalty
+    penalty = _penalty(method, penalty)
     calibration = Calibration.run(model, windows, method, progress=progress)
     streams, layers = calibration.streams, requested
-    calibration.check_enough(method)
+    calibration._check_enough(method)
     if method != Method.out:
         check_foldable_attention(calibration.layout)
     if isinstance(layers, int):
@@ -203,26 +203,39 @@ def prune_attention(
     return Pruned(made, model.tokenizer, (), method, provenance, layers)
 
 
+def _penalty(method: Method, penalty: float | None) -> float:
+    return PENALTIES.get(method, 0.0) if penalty is None else penalty
+
+
+@checked
 @dataclass(frozen=True)
 class Calibration:
-    """A plain model, and what its blocks read and write on calibration text."""
+    """A plain model and its streams on calibration text, for several ways of pruning it.
+
+    Attributes
+    ----------
+    layout, streams
+        The plain model (``layout.model``), and the streams before its blocks and after the last.
+    provenance
+        The model and the text.
+    """
 
     layout: Layout
     streams: Streams
     provenance: Provenance
-    _order: list[int] = field(default_factory=list)  # blocks as they go one after the other
+    _order: list[int] = field(default_factory=list)  # blocks as greedy choice removes them
 
     @classmethod
     def run(
-        cls, model: TransformerBridge, windows: Examples, method: Method = Method.out, *, progress: bool
+        cls, model: TransformerBridge, windows: Examples, method: str = Method.out, *, progress: bool = True
     ) -> Calibration:
-        """Read the text; a map of any method but ``out`` must be foldable into the model."""
+        """Read the text; maps of any method but ``out`` must be foldable into the model."""
         check_decoder(model, "cannot be pruned")
         identity = ModelIdentity.from_model(model)
         if identity.changes:
             raise InputError(
-                f"The model must be unmodified, got {describe_changes(identity.changes)}. "
-                "Prune it outside the context, or without the hooks."
+                f"The model must be unchanged, got one with {describe_changes(identity.changes)}. Prune it "
+                "outside of the context, or without the hooks."
             )
         check_own_tokens(model, windows)
         layout = Layout.from_model(plain_copy(model))
@@ -231,9 +244,9 @@ class Calibration:
         streams = Streams(layout, full_windows(windows), progress=progress)
         return cls(layout, streams, Provenance(identity, data=windows.provenance))
 
-    def choose(self, n: int, choice: Choice, *, progress: bool = True) -> tuple[int, ...]:
+    def choose(self, n: int, choice: str = Choice.greedy, *, progress: bool = True) -> tuple[int, ...]:
         """Choose ``n`` blocks to remove, on the beginning of the text."""
-        n_tokens = CHOSEN_ON
+        choice, n_tokens = Choice(check_choice(choice, Choice, "choice")), CHOSEN_ON
         if choice == Choice.r2:
             n_tokens = max(n_tokens, ROWS_A_COLUMN * self.streams.h[0].shape[-1])
         beginning = self.streams.beginning(n_tokens)
@@ -244,28 +257,33 @@ class Calibration:
         return tuple(sorted(self._order[:n]))
 
     def without(
-        self, blocks: Sequence[int], method: Method, penalty: float | None = None, *, progress: bool = True
+        self, blocks: Sequence[int], method: str, penalty: float | None = None, *, progress: bool = True
     ) -> Any:
         """A plain model without these blocks, with maps in their place by a method."""
-        self.check_enough(method)
-        penalty = PENALTIES.get(method, 0.0) if penalty is None else penalty
+        method = Method(check_choice(method, Method, "method"))
+        self._check_enough(method)
+        penalty = _penalty(method, penalty)
         matrices = fold_spans(self.streams, blocks, method, penalty, progress=progress)
         return build(self.layout, blocks, matrices)
 
-    def check_enough(self, method: Method) -> None:
-        """Refuse fewer tokens than a fit has columns: it would be exact, and worth nothing."""
+    def heal(
+        self, pruned: Any, blocks: Sequence[int], method: str, n_tokens: int, *,
+        seed: Seed = 0, progress: bool = True,
+    ) -> Healed:  # fmt: skip
+        """Train the matrices that `without` has changed, in place, towards the original's predictions."""
+        method = Method(check_choice(method, Method, "method"))
+        return train_folded(self.streams, pruned, blocks, method, n_tokens, seed=seed, progress=progress)
+
+    def _check_enough(self, method: Method) -> None:
+        """Refuse fewer tokens than a fit has columns."""
         if method == Method.out:
             return
-        rows, columns = self.layout.weight_of(self.layout.blocks[0]).shape
-        if method in PENALTIES:
-            minimum, what, other = columns, f"a matrix of {columns} columns", "'replaceme' needs fewer"
-        else:
-            minimum, what, other = rows, f"a map of {rows} coordinates", "'out' needs none"
-        n_tokens = self.streams.tokens.numel()
-        if n_tokens < minimum:
+        d_model, d_mlp = self.layout.weight_of(self.layout.blocks[0]).shape
+        columns, n_tokens = d_mlp if method in PENALTIES else d_model, self.streams.tokens.numel()
+        if n_tokens < columns:
             raise InputError(
-                f"The calibration text has {n_tokens} tokens in full windows, and {what} is to be fitted. "
-                f"Expected at least {minimum}, better ten times as many; method={other}."
+                f"The calibration text must have at least {columns} tokens in full windows for {method}, "
+                f"got {n_tokens}. Use ten times as many, or another method: 'out' needs none."
             )
 
 
@@ -321,9 +339,8 @@ def _check_moved_alike(original: Layout, pruned: Layout, remaining: Sequence[int
 
 def _of_its_place(model: Any, how: str = "blocks differ in their shapes") -> InputError:
     return InputError(
-        f"A block of {type(model).__name__} depends on its place: {how}, as where GPT-2's "
-        "scale_attn_by_inverse_layer_idx is set, or a setting that counts them. So none before it can be "
-        "removed. Expected a model whose blocks do the same wherever they stand, or blocks at the end alone."
+        f"A block of {type(model).__name__} depends on its place: {how}, as with GPT-2's "
+        "scale_attn_by_inverse_layer_idx. So none before it can be removed."
     )
 
 
@@ -355,12 +372,10 @@ def cut_config(config: Any, remaining: Sequence[int]) -> Any:
         again = type(cut).from_dict(cut.to_dict()).get_text_config()
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise InputError(
-            f"The configuration of {type(cut).__name__} without some blocks is not valid: {short(error)}. "
-            "Expected a model whose settings an entry a block are known."
+            f"The configuration of {type(cut).__name__} without some blocks is not valid: {short(error)}."
         ) from error
     if any(list(getattr(again, key)) != value for key, value in lists.items()):
         raise InputError(
-            f"The settings {', '.join(lists)} of {type(cut).__name__} cannot be saved with fewer blocks: "
-            "the model is not supported."
+            f"The settings {', '.join(lists)} of {type(cut).__name__} would be others in a file."
         )
     return cut

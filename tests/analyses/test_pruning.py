@@ -13,7 +13,7 @@ from analysing import PRUNING, run
 import matlens
 from matlens import pruning
 from matlens.data import make_windows
-from matlens.pruning.choices import Choice
+from matlens.pruning import Choice
 
 
 def test_the_table_is_what_pruning_alone_gives(

@@ -126,5 +126,5 @@ def test_a_folder_says_what_is_gone(small_model: Models, windows: Models, tmp_pa
 
 @pytest.mark.parametrize("name", ["neox"])
 def test_blocks_side_by_side_are_refused(name: str, small_model: Models, windows: Models) -> None:
-    with pytest.raises(InputError, match="are parallel"):
+    with pytest.raises(InputError, match="no map can be folded"):
         pruning.prune_attention(small_model(name), windows(name), [1], progress=False)

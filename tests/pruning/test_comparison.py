@@ -14,12 +14,7 @@ from pruning import added_perplexity, pruning_table
 
 from matlens import InputError, pruning
 from matlens.data import Corpus, make_windows
-from matlens.pruning import Method
-from matlens.pruning.choices import Choice
-from matlens.pruning.evaluation import read_text
-from matlens.pruning.folding import heal
-from matlens.pruning.layouts import full_windows
-from matlens.pruning.pruned import Calibration
+from matlens.pruning import Calibration, Choice, Method, read_text
 
 METHODS, CHOICES = (Method.out, Method.replaceme, Method.refit), (Choice.angle, Choice.loss)
 
@@ -63,7 +58,7 @@ def test_a_healed_model_is_judged_healed(small_model: Callable[[str], Any], text
         choices=[Choice.greedy, Choice.angle], heal=60,
     )  # fmt: skip
     calibration = Calibration.run(model, texts[0], Method.chain, progress=False)
-    tokens, perplexities = full_windows(texts[1]), list[float]()
+    perplexities = list[float]()
     for n in (1, 2):
         blocks = calibration.choose(n, Choice.greedy, progress=False)
         rows = table[(table["n_removed"] == n) & (table["choice"] == "greedy")]
@@ -72,8 +67,8 @@ def test_a_healed_model_is_judged_healed(small_model: Callable[[str], Any], text
         for method in ("chain", "out", "chain, healed"):
             pruned = calibration.without(blocks, Method(method.partition(",")[0]), progress=False)
             if method == "chain, healed":
-                heal(calibration.streams, pruned, blocks, Method.chain, 60, progress=False)
-            losses = read_text(pruned, tokens, desc="", progress=False).losses
+                calibration.heal(pruned, blocks, Method.chain, 60, progress=False)
+            losses = read_text(pruned, texts[1], progress=False).losses
             of_method = rows[rows["method"] == method].set_index("metric")["value"]
             perplexities.append(np.exp(losses.total.sum() / losses.n_tokens.sum()))
             assert of_method["perplexity"] == pytest.approx(perplexities[-1], rel=1e-6)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from matlens.pruning import folding
-from matlens.pruning.choices import Method
+from matlens.pruning import Method, folding
 from matlens.pruning.folding import Matrix, fold
 
 N, D, D_MLP = 70, 5, 8

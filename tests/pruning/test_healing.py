@@ -116,9 +116,9 @@ def test_streams_begin_at_the_first_folded_block(small_model: Models, windows: M
 
 def test_what_cannot_be_healed_is_refused(small_model: Models, windows: Models) -> None:
     asked = small_model("llama"), windows("llama")
-    with pytest.raises(InputError, match="heal requires"):
+    with pytest.raises(InputError, match="heal needs blocks"):
         pruning.prune(*asked, [1], method="out", heal=10, progress=False)
-    with pytest.raises(InputError, match="heal requires"):
+    with pytest.raises(InputError, match="heal needs blocks"):
         pruning.prune(*asked, 0, heal=10, progress=False)
 
 

@@ -140,7 +140,7 @@ def test_half_precision_is_folded_and_stays(
 
 def test_a_factor_is_seen_in_half_precision(model_folder: Models, windows: Models) -> None:
     half = matlens.load(str(model_folder("granite")), dtype=torch.bfloat16, device="cpu")
-    with pytest.raises(InputError, match="norm or factor"):
+    with pytest.raises(InputError, match="no map can be folded"):
         pruning.prune(half, windows("granite"), [1], progress=False)
 
 
@@ -148,7 +148,7 @@ def test_a_factor_is_seen_in_half_precision(model_folder: Models, windows: Model
 def test_what_stands_between_the_matrix_and_the_stream_is_named(
     name: str, small_model: Models, windows: Models
 ) -> None:
-    with pytest.raises(InputError, match="norm or factor"):
+    with pytest.raises(InputError, match="no map can be folded"):
         pruning.prune(small_model(name), windows(name), [1], progress=False)
 
 
@@ -156,7 +156,7 @@ def test_blocks_that_give_lists_are_left_out(
     small_model: Models, windows: Models, model_folder: Models
 ) -> None:
     """GPT-1 has norms behind, so nothing is folded."""
-    with pytest.raises(InputError, match="norm or factor"):
+    with pytest.raises(InputError, match="no map can be folded"):
         pruning.prune(small_model("gpt1"), windows("gpt1"), [1], progress=False)
     pruned = pruning.prune(small_model("gpt1"), windows("gpt1"), [1], method="out", progress=False)
     by_hand = transformers.AutoModelForCausalLM.from_pretrained(model_folder("gpt1")).eval()
@@ -169,7 +169,7 @@ def test_blocks_are_left_out_of_mixtures_of_experts(
     name: str, small_model: Models, windows: Models, model_folder: Models, tmp_path: Path
 ) -> None:
     """Nothing can be folded into one, and `out` folds nothing."""
-    with pytest.raises(InputError, match=r"several experts cannot be folded into.* With method='out'"):
+    with pytest.raises(InputError, match="Use method='out'"):
         pruning.prune(small_model(name), windows(name), [1], progress=False)
     pruned = pruning.prune(small_model(name), windows(name), 1, method="out", progress=False)
     by_hand = transformers.AutoModelForCausalLM.from_pretrained(model_folder(name)).eval()
