@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import pandas as pd
@@ -24,12 +24,10 @@ from torch import Tensor
 
 from matlens import LinearMap, MapSet, Readout, metrics
 from matlens.activations import Activations, find_sinks, sink_counts, sink_rows
-from matlens.io import result_table
-from matlens.lens import evaluate
-from matlens.lens.evaluation import prediction_rows, validation_row
+from matlens.io import result_row, result_table
+from matlens.lens import evaluate, prediction_rows
 from matlens.models import ModelLayout
 from matlens.patching import Replacement, Variant, run_variants
-from matlens.patching.replacements import Where
 from matlens.study import origin_of
 
 if TYPE_CHECKING:
@@ -98,7 +96,7 @@ def constant_maps(maps: MapSet, samples: Activations | None = None, *, rows: Ten
 
 
 def head_replacements(
-    layout: ModelLayout, maps: MapSet, heads: Sequence[Head], *, where: Where = "all"
+    layout: ModelLayout, maps: MapSet, heads: Sequence[Head], *, where: Any = "all"
 ) -> list[Replacement]:
     """Replace some heads of some blocks, given by block and head."""
     pairs = head_pairs(layout)
@@ -167,7 +165,10 @@ def head_ablation(
     table = []
     for (layer, head), score in scores.items():
         estimate = metrics.Estimate.without_interval(score, int(validation_rows.sum()))
-        row = validation_row(HEADS, validation, "linear", layer, layer, "r2", None, estimate)
+        row = result_row(
+            HEADS, model=validation.provenance.identity.name, corpus=validation.provenance.corpus,
+            method="linear", layer=layer, target=layer, metric="r2", estimate=estimate,
+        )  # fmt: skip
         table.append(row | {"head": head, "share": None})
     for key, name in names.items():
         method, of_block, of_head, of_share = key

@@ -37,9 +37,6 @@ from matlens import (
 from matlens.data import Examples, make_image_examples
 from matlens.ffn import Updates, ValueVectors, controlled
 from matlens.models import ModelLayout, Stack
-from matlens.models.families.encoder_decoders import DECODER, stack_of
-from matlens.models.families.vision import is_visual
-from matlens.models.layout import probe_inputs
 from matlens.parallel import Bar
 from matlens.patching import submodule_pairs
 
@@ -195,7 +192,7 @@ def attempt(name: str, folder: Path, seed: int, stack: Stack | None = None) -> d
     """Features that work with an architecture, or the reason why it cannot be loaded."""
     save_small_model(name, folder, seed)
     try:
-        offered = compatibility(load(str(folder), stack=stack))
+        offered = compatibility(load(str(folder), stack=stack), stack)
     except InputError as error:
         reason = str(error).replace(str(folder), name)
         return {"wiring": "", "sites": ""} | dict.fromkeys(FEATURES, reason)
@@ -242,11 +239,13 @@ def save_small_model(name: str, folder: Path, seed: int) -> None:
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
 
 
-def compatibility(model: TransformerBridge) -> dict[str, str]:
-    """Features that work with a model, tried on a few tokens."""
+def compatibility(model: TransformerBridge, stack: Stack | None = None) -> dict[str, str]:
+    """What matlens can do with a model, found by doing it on a few tokens."""
     layout = ModelLayout.from_model(model)
-    probe, _ = probe_inputs(model)
-    examples = _examples(model, probe)
+    probe = torch.arange(1, 22).view(3, 7)
+    if model.tokenizer is None:  # it reads images
+        probe = torch.rand(3, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+    examples = _examples(model, probe, stack)
     stream = collect(model, examples, progress=False)
 
     def read_out() -> None:
@@ -280,11 +279,11 @@ def compatibility(model: TransformerBridge) -> dict[str, str]:
     }
 
 
-def _examples(model: TransformerBridge, probe: Tensor) -> Examples:
-    if is_visual(model):
+def _examples(model: TransformerBridge, probe: Tensor, stack: Stack | None) -> Examples:
+    if model.tokenizer is None:
         return make_image_examples(model, probe)
     every = torch.ones_like(probe, dtype=torch.bool)
-    sources = probe.tolist() if stack_of(model) == DECODER else None
+    sources = probe.tolist() if stack == "decoder" else None
     return make_token_examples(model, probe, attention_mask=every.long(), positions=every, sources=sources)
 
 

@@ -15,11 +15,10 @@ import typer
 from studies import Report, Study, run_study
 
 from matlens import plots
-from matlens.cli.printing import print_atlas
+from matlens.cli import printing
 from matlens.data import make_windows
 from matlens.io import result_row, result_table
 from matlens.linearity import atlas_seconds, linearity_atlas, rank_correlations
-from matlens.linearity.ranking import loss_increases
 from matlens.metrics import Estimate
 
 NAME = "linearity"
@@ -52,7 +51,7 @@ def main(
     report.write("linearity_costs", few, origin)
     report.write("linearity_kinds", atlas_summary(table), origin)
     report.write("linearity_correlations", correlations, origin)
-    print_atlas(table, correlations)
+    printing.print_atlas(table, correlations)
 
 
 def added_loss_increase(table: pd.DataFrame, parts: str, *, tokens: str = "all") -> float:
@@ -60,8 +59,8 @@ def added_loss_increase(table: pd.DataFrame, parts: str, *, tokens: str = "all")
 
     ``table`` is that of `linearity_atlas`; ``parts`` are names with a comma between, as in its column.
     """
-    alone = loss_increases(table, tokens)
-    alone = alone[alone["layer"].notna()]
+    alone = table[table["layer"].notna() & (table["tokens"] == tokens)]
+    alone = alone[(alone["metric"] == "loss increase") & (alone["method"] == "map")]
     names = alone["kind"] + " " + alone["layer"].astype("Int64").astype(str)
     by_name = dict(zip(names, alone["value"], strict=True))
     return float(sum(by_name[name] for name in parts.split(", ")))

@@ -20,13 +20,20 @@ from torch import nn
 
 from matlens import InputError, MapSet, Readout
 from matlens.activations import Activations
-from matlens.io import result_table
-from matlens.lens import exit_sweep, prediction_quality, savings
-from matlens.lens.early_exit import SWEEP, ExitConfidence, exit_layers, thresholds
-from matlens.lens.evaluation import evaluate_layers, map_lenses, validation_row
+from matlens.io import result_row, result_table
+from matlens.lens import (
+    ExitConfidence,
+    Lens,
+    evaluate,
+    exit_layers,
+    exit_sweep,
+    prediction_quality,
+    savings,
+    thresholds,
+)
 from matlens.metrics import Estimate
 from matlens.models import ModelIdentity
-from matlens.models.weights import plain_model
+from matlens.pruning import plain_copy
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -34,7 +41,8 @@ if TYPE_CHECKING:
 NAME = "memory_and_layers"
 COSTS = "memory_and_layers"  # the experiment
 PRECISIONS = (0.8, 0.85, 0.9, 0.95, 0.99)
-PAPER_SWEEP = (-1.112, *(i / 10 for i in range(11)), 1.112)  # of lam; for id the paper has more, `SWEEP`
+PAPER_SWEEP = (-1.112, *(i / 10 for i in range(11)), 1.112)  # of lam; for id the paper has more
+ID_SWEEP = (*PAPER_SWEEP[:-1], *np.linspace(1, 1.112, 12)[1:-1].round(6).tolist(), 1.112)
 
 
 def main(study: Study, report: Report) -> None:
@@ -92,8 +100,7 @@ class Costs:
 
 def _plain_blocks(model: TransformerBridge) -> nn.ModuleList:
     """The blocks as the model's configuration makes them: a bridge holds some matrices twice."""
-    plain = plain_model(model)
-    for part in [] if plain is None else plain.modules():
+    for part in plain_copy(model).modules():
         if isinstance(part, nn.ModuleList) and len(part) == model.cfg.n_layers:
             return part
     raise InputError(
@@ -134,7 +141,10 @@ def exit_costs(
     def add(method: str, layer: int | None, k: float | None, numbers: dict[str, float]) -> None:
         for metric, value in numbers.items():
             estimate = Estimate.without_interval(value, validation.n_rows)
-            row = validation_row(COSTS, validation, method, 0, last, metric, None, estimate)
+            row = result_row(
+                COSTS, model=validation.provenance.identity.name, corpus=validation.provenance.corpus,
+                method=method, layer=0, target=last, metric=metric, estimate=estimate,
+            )  # fmt: skip
             of_bytes = value / (sum(costs.blocks) * costs.n_bytes) if "bytes" in metric else None
             of_all = value / whole if "multiplications" in metric else None
             shares = {"share of bytes": of_bytes, "share of multiplications": of_all}
@@ -152,15 +162,16 @@ def exit_costs(
             "multiplications saved": costs.run(layer, last, n_tokens),
         }  # fmt: skip
         add(row["method"], layer, None, numbers)
-    lenses = map_lenses(readout, maps, validation)
-    lams = {"mat": PAPER_SWEEP, "id": SWEEP}
+    lenses = {"mat": Lens.from_maps(maps, model=model), "id": Lens.identity(model)}
+    lams = {"mat": PAPER_SWEEP, "id": ID_SWEEP}
     exits = exit_sweep(lenses, validation, layers=range(1, last), lams=lams)
     saved_at = {p: savings(exits, p).set_index("method")["saved"] for p in precisions}
-    evaluated = evaluate_layers(lenses, validation, range(1, last + 1), confidence=True)
     positions = torch.from_numpy(validation.places).long()
-    for method in lenses:
+    for method, lens in lenses.items():
         n_maps = int(method == "mat")
-        confidence = ExitConfidence.from_evaluations(evaluated[at, method] for at in range(1, last + 1))
+        mapped = {at: lens(validation[at], at) for at in range(1, last + 1)}
+        evaluated = evaluate(readout, validation[last], mapped, confidence=True)
+        confidence = ExitConfidence.from_evaluations(evaluated.values())
         left = [exit_layers(confidence.difference, thresholds(positions, lam)) for lam in lams[method]]
         n_layers = [float(layers.double().mean()) for layers in left]
         shares_of_all = [float((layers == last).double().mean()) for layers in left]

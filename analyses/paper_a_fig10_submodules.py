@@ -17,8 +17,7 @@ from paper_a.attention import attend_nowhere
 from paper_a.submodules import CONTEXTUAL, SubmoduleCase, rows_of_cases, with_mat
 from studies import Patched, Report, Study, run_study
 
-from matlens.lens import evaluate
-from matlens.lens.evaluation import prediction_rows
+from matlens.lens import evaluate, prediction_rows
 from matlens.parallel import Bar
 
 NAME = "paper_a_fig10_submodules"

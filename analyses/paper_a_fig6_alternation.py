@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
@@ -25,10 +25,8 @@ from torch import Tensor
 from matlens import InputError, MapSet, Readout
 from matlens.activations import Activations, find_sinks, sink_rows
 from matlens.errors import short
-from matlens.lens import evaluate, fit_quality, prediction_quality
-from matlens.lens.evaluation import prediction_rows
+from matlens.lens import evaluate, fit_quality, prediction_quality, prediction_rows
 from matlens.patching import Scheme, Variant, run_variants
-from matlens.patching.replacements import Where
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -141,7 +139,7 @@ def _variants(
             continue
         pairs = [pair for _, scheme in chosen for pair in scheme.jumps]
         in_memory = of_case.in_memory(pairs, device=model.cfg.device)
-        where: Where = "all" if at_all else ~find_sinks(model, data.examples)
+        where: Any = "all" if at_all else ~find_sinks(model, data.examples)
         for method, scheme in chosen:
             replacements = scheme.replacements(model, in_memory, where=where)
             variants[_file_name(method, scheme)] = Variant(_blocks_before(scheme), replacements)

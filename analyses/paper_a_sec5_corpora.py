@@ -22,7 +22,7 @@ from studies import Report, Study, run_study, show
 
 from matlens import InputError, MapSet, Readout
 from matlens.activations import Activations
-from matlens.cli.options import PositionChoice
+from matlens.cli import options
 from matlens.data import Corpus
 from matlens.errors import printable
 from matlens.io import result_row, result_table
@@ -41,7 +41,7 @@ def main(
     studies: Iterator[Study],
     report: Report,
     positions: Annotated[
-        PositionChoice,
+        options.PositionChoice,
         typer.Option(
             help="A sample is one sampled token of each training sentence (sampled), or any token (all)."
         ),

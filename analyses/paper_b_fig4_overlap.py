@@ -21,7 +21,6 @@ from torch import Tensor
 
 from matlens import metrics
 from matlens.ffn import Projection, ValueVectors
-from matlens.ffn.projection import TOP
 from matlens.io import result_row, result_table
 from matlens.parallel import Bar
 
@@ -57,7 +56,7 @@ def norm_overlap(
     model: TransformerBridge,
     *,
     n_random: int = 1000,
-    k: int = TOP,
+    k: int = 30,
     seed: int = 0,
 ) -> pd.DataFrame:
     """Overlap of the top tokens by ``E v`` and by ``E ln_f(v)``, layer by layer (Figure 4).

@@ -15,13 +15,11 @@ import torch
 from figures.paper_b import shares_by_layer
 from studies import Dominant, Report, Study, run_study
 
-from matlens import Site, metrics
+from matlens import metrics
 from matlens.activations import stream
 from matlens.data import Examples
 from matlens.ffn import ValueVectors
-from matlens.ffn.updates import DOMINANT, random_sub_updates, relative
 from matlens.io import result_row, result_table
-from matlens.models.sites import COEFFICIENTS
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -43,7 +41,7 @@ def dominance(
     model: TransformerBridge,
     examples: Examples,
     *,
-    k: int = DOMINANT,
+    k: int = 10,
     seed: int = 0,
     batch_tokens: int | None = None,
 ) -> pd.DataFrame:
@@ -54,8 +52,8 @@ def dominance(
     Random sub-updates are sampled per example and layer from the seed, independent of batches.
     """
     values = ValueVectors(model)
-    sites = [str(Site(COEFFICIENTS, layer)) for layer in range(values.n_layers)]
-    drawn = random_sub_updates(values, examples.n_positions, k, seed=seed)
+    sites = [f"ffn_post.{layer}" for layer in range(values.n_layers)]
+    drawn = values.random_sub_updates(examples.n_positions, k, seed=seed)
     norms = [values.norms(layer).cpu() for layer in range(values.n_layers)]
     shape = values.n_layers, examples.n_positions
     shares = {
@@ -66,7 +64,8 @@ def dominance(
     for rows in stream(model, examples, sites, batch_tokens=batch_tokens):
         index = torch.from_numpy(rows.index)
         for layer, site in enumerate(sites):
-            share = relative(rows.vectors[site].abs() * norms[layer])
+            lengths = rows.vectors[site].abs() * norms[layer]
+            share = lengths / lengths.sum(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
             chosen = {"dominant": share.topk(k).indices, "random": drawn[layer][index].long()}
             for method, of_method in chosen.items():
                 shares[method, "share"][layer, index] = share.gather(1, of_method).sum(1)

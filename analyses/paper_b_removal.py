@@ -10,6 +10,7 @@ read right after the block, and at the end of the model. Expect the readings wit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import pandas as pd
@@ -21,20 +22,12 @@ from paper_b_fig4_overlap import iou
 from studies import Report, Study, run_study
 from torch import Tensor
 
-from matlens import InputError, Readout, Site, metrics
+from matlens import InputError, Readout, metrics
 from matlens.data import Examples
-from matlens.data.examples import Batch
-from matlens.data.readers import reads_whole
 from matlens.errors import check_int, short
-from matlens.ffn import Projection, Updates, ValueVectors
-from matlens.ffn.norms import FFN_OUT, NormGain, norm_after_ffn
-from matlens.ffn.projection import TOP
-from matlens.ffn.updates import random_sub_updates
+from matlens.ffn import NormGain, Projection, Updates, ValueVectors
 from matlens.io import result_row, result_table
 from matlens.models import ModelLayout
-from matlens.models.changes import EndOfPass, changing
-from matlens.models.sites import COEFFICIENTS, POST_NORM, STREAM, check_finite
-from matlens.models.weights import float32_on
 from matlens.numerics import in_float64
 from matlens.parallel import Bar
 
@@ -91,22 +84,26 @@ def remove_sub_updates(
             f"examples must have a position in each sentence, got {examples.n_positions} in {len(examples)}."
         )
     for layer, of_layer in index.items():
-        layout.resolve(Site(COEFFICIENTS, layer))
+        layout.resolve(f"ffn_post.{layer}")
         if len(of_layer) != len(examples) or int(of_layer.min()) < 0:  # a negative index is another one
             raise InputError(
                 f"index[{layer}] must have indices from 0 for each of the {len(examples)} examples, got "
                 f"{short(of_layer)}."
             )
-    read = examples if reads_whole(model) else examples.up_to_positions()
+    read = examples if model.cfg.attention_dir == "bidirectional" else examples.up_to_positions()
     for row in Bar(range(len(read)), desc="leaving out", unit="sentence"):
         position, of_row = int(read.positions[row]), {layer: rows[row] for layer, rows in index.items()}
         copies = read.copies(row, 1 + sum(map(len, of_row.values())))
         yield _remove(model, layout, copies, position, of_row)
 
 
+class _EndOfPass(Exception):
+    """What is behind is not needed."""
+
+
 @torch.inference_mode()
 def _remove(
-    model: TransformerBridge, layout: ModelLayout, copies: Batch, position: int, index: Mapping[int, Tensor]
+    model: TransformerBridge, layout: ModelLayout, copies: Any, position: int, index: Mapping[int, Tensor]
 ) -> dict[int, Removed]:
     """One pass of a copy of the sentence for each sub-update, behind one that is whole."""
     starts, n_rows = dict[int, int](), 1
@@ -114,7 +111,7 @@ def _remove(
         starts[layer] = n_rows
         n_rows += len(of_layer)
     seen: dict[str, Tensor] = {}
-    last = layout.hook(Site(STREAM, layout.n_layers))
+    last = layout.hook(layout.stream[-1])
 
     def without(layer: int) -> Any:
         rows = starts[layer] + torch.arange(len(index[layer]))
@@ -128,16 +125,16 @@ def _remove(
 
     def keep(value: Tensor, hook: Any) -> None:
         seen[hook.name] = value[:, position].float()
-        check_finite(seen[hook.name], hook.name)
+        if not bool(seen[hook.name].isfinite().all()):
+            raise InputError(f"The vectors at {hook.name} must be finite. Load the model in float32.")
         if hook.name == last:
-            raise EndOfPass  # before the unembedding, which is not asked for
+            raise _EndOfPass  # before the unembedding, which is not asked for
 
-    behind = {layer: layout.hook(Site(STREAM, layer + 1)) for layer in index}
-    hooks = [(layout.hook(Site(COEFFICIENTS, layer)), without(layer)) for layer in index]
+    behind = {layer: layout.hook(layout.stream[layer + 1]) for layer in index}
+    hooks = [(layout.hook(f"ffn_post.{layer}"), without(layer)) for layer in index]
     hooks += [(name, keep) for name in dict.fromkeys([*behind.values(), last])]
-    described = [f"sub-updates of layer {layer} removed" for layer in index]
-    with changing(model, lambda: described, hooks):
-        first, others = copies.inputs(model)
+    first, others = copies.inputs(model)
+    with suppress(_EndOfPass), model.hooks(fwd_hooks=hooks):
         model(first, **others, return_type=None)
     rows_of = {layer: [0, *range(start, start + len(index[layer]))] for layer, start in starts.items()}
     return {layer: Removed(seen[behind[layer]][rows], seen[last][rows]) for layer, rows in rows_of.items()}
@@ -149,7 +146,7 @@ def removal_table(
     *,
     k: int = 3,
     layers: Sequence[int] | None = None,
-    n_tokens: int = TOP,
+    n_tokens: int = 30,
     seed: int = 0,
 ) -> pd.DataFrame:
     """Compare effects of dominant sub-updates on logits with readings of value vectors.
@@ -173,7 +170,7 @@ def removal_table(
     values, readout = updates.values, Readout(model)
     readings = _readings(model, values)
     index = {layer: updates.dominant(layer, k).cpu() for layer in updates.layers}
-    drawn = random_sub_updates(values, examples.n_positions, k, seed=seed)
+    drawn = values.random_sub_updates(examples.n_positions, k, seed=seed)
     agreement: dict[tuple[int, str, str, str], list[float]] = {}
     for row, removed in enumerate(remove_sub_updates(model, examples, index)):
         for layer, streams in removed.items():
@@ -210,9 +207,10 @@ def _readings(model: TransformerBridge, values: ValueVectors) -> dict[str, Calla
         make(model) for make in (Projection.from_model, Projection.after_norm, Projection.through_head)
     )
     gains: list[NormGain] = []
-    if values.output_kind != FFN_OUT or ModelLayout.from_model(model).wiring is POST_NORM:
-        norms = [norm_after_ffn(model, layer) for layer in range(values.n_layers)]
-        gains = [NormGain.from_module(float32_on(norm, values.device), values.d_model) for norm in norms]
+    own = values.output_kind != "ffn_out"  # else in post-norm blocks that of the stream
+    if own or ModelLayout.from_model(model).wiring.name == "post-norm":
+        norms = [(block.ln2_post if own else block.ln2).original_component for block in model.blocks]
+        gains = [NormGain.from_module(norm, values.d_model) for norm in norms]
     through, is_rms = "f W" if hasattr(model, "mlm_head") else "f", not head.norm.gain.centred  # type: ignore[union-attr]
 
     def reading(projection: Projection, *, gained: bool = False) -> Callable[[Tensor, int], Tensor]:

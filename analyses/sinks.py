@@ -21,12 +21,10 @@ from torch import Tensor
 from matlens import MapSet, Site, plots
 from matlens.activations import Activations, sink_counts, sink_rows
 from matlens.errors import Tokenizer
-from matlens.io import result_table
+from matlens.io import result_row, result_table
 from matlens.lens import fit_quality
-from matlens.lens.evaluation import validation_row
 from matlens.metrics import Estimate
-from matlens.models.sites import STREAM
-from matlens.models.tokens import token_texts
+from matlens.models import token_texts
 from matlens.numerics import in_float64
 
 NAME, FIT, LATER = "sinks", "sinks_r2", "sinks_later"
@@ -71,7 +69,12 @@ def sink_norms(samples: Activations, sinks: Bool[Tensor, " n"]) -> pd.DataFrame:
         ]
         for name, metric, value, mask in numbers:
             estimate = Estimate.without_interval(value, int(mask.sum()))
-            rows.append(validation_row(SINK_NORMS, samples, name, layer, layer, metric, None, estimate))
+            rows.append(
+                result_row(
+                    SINK_NORMS, model=samples.provenance.identity.name, corpus=samples.provenance.corpus,
+                    method=name, layer=layer, target=layer, metric=metric, estimate=estimate,
+                )
+            )  # fmt: skip
     return result_table(rows)
 
 
@@ -118,8 +121,8 @@ def later_sinks(samples: Activations, sinks: Bool[Tensor, " n"], tokenizer: Toke
 
 
 def _stream(samples: Activations) -> Iterator[tuple[int, Float[Tensor, "n d_model"]]]:
-    """Collected layers of the residual stream, with their vectors."""
-    sites = [site for site in map(Site.parse, samples) if site.kind == STREAM]
+    """Layers of the stream that were collected, with their vectors."""
+    sites = [site for site in map(Site.parse, samples) if site.kind == "h"]
     return ((site.layer, in_float64(samples[site])) for site in sorted(sites, key=lambda site: site.layer))
 
 

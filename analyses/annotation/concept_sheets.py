@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from annotation.sheets import read_sheet, refuse_rows, sheet_text, write_sheets
 from matlens import InputError
-from matlens.plots.pages import read_template
 
 CLASSES = ("semantic", "syntactic", "names", "stopwords")
 TOKENS_FILE, PATTERNS_FILE, PAGE_FILE = "tokens.csv", "patterns.csv", "sheet.html"
@@ -82,7 +82,11 @@ def write_concept_sheets(
 def render_page(sample: pd.DataFrame, meanings: Mapping[str, str] | None = None) -> str:
     """The sheet as one standalone HTML page; ``meanings`` are shown next to tokens."""
     items = [(item, lines["token"].to_list()) for item, lines in _ordered(sample).groupby("item")]
-    return read_template("annotation", "", PAGE_FILE).render(
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    return environment.get_template(PAGE_FILE).render(
         code=sheet_code(sample), items=items, classes=CLASSES, n_patterns=_OFFERED_PATTERNS,
         meanings=meanings or {},
     )  # fmt: skip

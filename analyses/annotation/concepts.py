@@ -20,10 +20,8 @@ from sklearn.metrics import cohen_kappa_score
 from annotation.concept_sheets import CLASSES, Annotation
 from matlens import InputError, metrics
 from matlens.ffn import Projection, Updates
-from matlens.ffn.projection import TOP
 from matlens.io import read_table, result_row, result_table
-from matlens.models import visible
-from matlens.models.tokens import token_texts
+from matlens.models import token_texts, visible
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -46,7 +44,7 @@ def draw_concept_sample(
     examples: Examples,
     *,
     per_layer: int = 10,
-    k: int = TOP,
+    k: int = 30,
     seed: int = 0,
 ) -> pd.DataFrame:
     """Sample vectors whose top tokens are to be annotated, one row per token.

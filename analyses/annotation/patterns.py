@@ -21,10 +21,8 @@ from torch import Tensor
 from annotation.word_similarity import WordSimilarity
 from matlens import InputError, metrics
 from matlens.ffn import Projection, ValueVectors
-from matlens.ffn.projection import TOP, name_columns
 from matlens.io import result_row, result_table
-from matlens.models import visible
-from matlens.models.tokens import token_texts
+from matlens.models import token_texts, visible
 from matlens.parallel import Bar
 
 if TYPE_CHECKING:
@@ -80,7 +78,7 @@ def search_concepts(
     model: TransformerBridge,
     word_similarity: WordSimilarity,
     *,
-    k: int = TOP,
+    k: int = 30,
     seed: int = 0,
 ) -> dict[str, pd.DataFrame]:
     """Patterns of all value vectors, of random vectors, and of shuffled tokens.
@@ -99,7 +97,7 @@ def search_concepts(
     dealt_ids = torch.stack(
         [column[torch.randperm(len(value_ids), generator=generator)] for column in value_ids.T], 1
     )
-    named, tables = name_columns(values, range(len(values))), {}
+    named, tables = values.name_columns(range(len(values))), {}
     for method, ids in (("values", value_ids), ("random", torch.cat(random_ids)), ("dealt", dealt_ids)):
         patterns = find_patterns(ids, word_similarity, projection.tokenizer)
         tables[method] = pd.concat([named, patterns], axis=1).assign(
@@ -117,7 +115,7 @@ def _joined_texts(ids: Tensor, tokenizer: Any) -> list[str]:
 
 
 def pattern_shares(
-    tables: Mapping[str, pd.DataFrame], model_name: str, corpus: str, *, k: int = TOP
+    tables: Mapping[str, pd.DataFrame], model_name: str, corpus: str, *, k: int = 30
 ) -> pd.DataFrame:
     """Number of vectors with a pattern, by layer and in total (where ``layer`` is empty).
 

@@ -16,7 +16,6 @@ from transformers import LogitsProcessor, NoBadWordsLogitsProcessor
 
 from control.graders import ATTRIBUTES
 from matlens import InputError
-from matlens.data.readers import context_length
 from matlens.errors import check_choice, short
 from matlens.numerics import log_softmax
 
@@ -59,7 +58,7 @@ class SelfDebiasing(LogitsProcessor):
     def room(self, model: TransformerBridge) -> int:
         """Number of tokens of a text that fit into the context after the longest announcement."""
         longest = max(len(_encode(model.tokenizer, prefix)) for prefix in self.prefixes)
-        return max(context_length(model) - longest, 0)
+        return max(min(model.cfg.n_ctx, model.tokenizer.model_max_length) - longest, 0)
 
     def __call__(
         self, input_ids: Int[Tensor, "rows length"], scores: Float[Tensor, "rows d_vocab"]

@@ -18,10 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from control.baselines import SelfDebiasing, announced_tokens
-from matlens import InputError
-from matlens.data.readers import check_decoder
-from matlens.models.identity import check_raw
-from matlens.models.tokens import encode_text
+from matlens import InputError, make_prompts
 from matlens.numerics import has_float64, in_float64
 from matlens.parallel import Bar
 
@@ -50,8 +47,6 @@ def continue_prompts(
     generated, so all are of one length. Inside of `controlled` or `matlens.patched` it is the changed model
     that generates.
     """
-    check_raw(model)
-    check_decoder(model, "continues no prompts")
     if n_samples is not None and n_beams > 1:
         raise InputError(
             f"{n_beams} beams and {n_samples} draws of each prompt were asked for. Expected beams, which "
@@ -108,10 +103,8 @@ class _GumbelDraws(LogitsProcessor):
 def _prompt_variants(
     model: TransformerBridge, prompt: str, prefixes: Sequence[str], n_tokens: int
 ) -> list[list[int]]:
-    """Tokens of a prompt without a prefix, and with each prefix."""
-    tokens = encode_text(model, prompt).ids
-    if not tokens:
-        raise InputError(f"The prompt {prompt!r} has no tokens. Expected a text to go on from.")
+    """Tokens of a prompt as it is, and after each prefix."""
+    tokens = make_prompts(model, [prompt]).tokens.tolist()
     variants = [tokens, *(announced_tokens(model.tokenizer, prefix, tokens) for prefix in prefixes)]
     longest, context = max(map(len, variants)), model.cfg.n_ctx
     if longest + n_tokens > context:

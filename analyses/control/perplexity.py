@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,10 +12,8 @@ from torch import Tensor
 from control.baselines import SelfDebiasing, announced_tokens
 from matlens import InputError
 from matlens.data import Examples
-from matlens.data.examples import Batch
 from matlens.ffn import TextLosses
-from matlens.ffn.perplexity import BATCH_TOKENS, next_token_logits, sum_losses
-from matlens.numerics import log_softmax
+from matlens.numerics import in_float64, log_softmax
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
 
 @torch.inference_mode()
 def debiased_losses(
-    model: TransformerBridge, texts: Examples, debiasing: SelfDebiasing, *, batch_tokens: int = BATCH_TOKENS
+    model: TransformerBridge, texts: Examples, debiasing: SelfDebiasing, *, batch_tokens: int = 512
 ) -> TextLosses:
     """`matlens.ffn.text_losses` under Self-Debiasing.
 
@@ -38,25 +35,32 @@ def debiased_losses(
         )
     total = np.zeros(len(texts))
     for batch in texts.batches(batch_tokens):
-        plain = next_token_logits(model, batch.tokens, batch.mask)
-        log_probs = partial(_log_probs, debiasing, plain, _likeliest(model, batch, debiasing))
-        total[batch.index] = sum_losses(batch, log_probs).cpu().numpy()
+        plain = _logits(model, batch.tokens, batch.mask)
+        log_p = debiasing.log_probs(plain, _likeliest(model, batch, debiasing))
+        of_next = log_p.gather(2, batch.tokens[:, 1:, None].to(log_p.device))[..., 0]
+        real = batch.mask[:, 1:].bool().to(log_p.device)
+        if not bool(of_next[real].isfinite().all()):
+            raise InputError("The model's probabilities are not finite. Load it in float32.")
+        lost = -in_float64(of_next.where(real, torch.zeros_like(of_next))).sum(1)
+        total[batch.index] = lost.cpu().numpy()
     return TextLosses(total, texts.lengths - 1)
 
 
-def _log_probs(debiasing: SelfDebiasing, plain: Tensor, likeliest: Tensor, places: slice) -> Tensor:
-    return debiasing.log_probs(plain[:, places], likeliest[:, places])
+def _logits(model: TransformerBridge, tokens: Tensor, mask: Tensor) -> Float[Tensor, "batch places d_vocab"]:
+    """Logits after every token but the last."""
+    device = model.cfg.device
+    return model(tokens.to(device), attention_mask=mask.to(device), return_type="logits")[:, :-1].float()
 
 
 def _likeliest(
-    model: TransformerBridge, batch: Batch, debiasing: SelfDebiasing
-) -> Float[Tensor, "batch length_less_1 d_vocab"]:
+    model: TransformerBridge, batch: Any, debiasing: SelfDebiasing
+) -> Float[Tensor, "batch places d_vocab"]:
     """The largest probability that each token has after any announcement, at every place but the first."""
     likeliest = torch.zeros(())
     for prefix in debiasing.prefixes:
         rows = [announced_tokens(model.tokenizer, prefix, row) for row in batch.tokens.tolist()]
         added = len(rows[0]) - batch.tokens.shape[1]
         mask = torch.cat([torch.ones(len(rows), added, dtype=batch.mask.dtype), batch.mask], 1)
-        p = log_softmax(next_token_logits(model, torch.tensor(rows), mask)[:, added:]).exp()
+        p = log_softmax(_logits(model, torch.tensor(rows), mask)[:, added:]).exp()
         likeliest = torch.maximum(p, likeliest.to(p.device), out=p)
     return likeliest

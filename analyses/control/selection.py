@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from control.graders import TOXICITY, Grader, grade_texts
 from matlens.errors import check_int
 from matlens.ffn import Projection, ValueVectors
-from matlens.ffn.projection import TopTokens, name_columns
-from matlens.ffn.values import ValueName
-from matlens.models.tokens import token_texts, word_tokens
+from matlens.models import token_texts
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -25,7 +23,7 @@ def choose_values(
     grader: Grader,
     words: Sequence[str],
     *,
-    picked: Sequence[ValueName] = (),
+    picked: Sequence[str] = (),
     n: int = 10,
     seed: int = 0,
 ) -> dict[str, tuple[str, ...]]:
@@ -36,7 +34,6 @@ def choose_values(
     called ``words, 10 vectors``; one that finds no vectors is skipped.
     """
     values, projection = ValueVectors(model), Projection.from_model(model)
-    word_tokens(projection.tokenizer, words)  # before the work, not after it
     vectors = {}
     if picked:
         vectors[f"picked, {len(picked)} vectors"] = tuple(str(values.resolve(name)) for name in picked)
@@ -48,8 +45,8 @@ def choose_values(
     return vectors | {f"graded, {n} vectors": tuple(graded["value"])}
 
 
-def grade_values(values: ValueVectors, tokens: TopTokens, tokenizer: object, grader: Grader) -> pd.DataFrame:
-    """Toxicity of the top tokens of every value vector, one row per vector.
+def grade_values(values: ValueVectors, tokens: Any, tokenizer: Any, grader: Grader) -> pd.DataFrame:
+    """Grade every value vector by the toxicity of its top tokens, one row a vector (appendix A.4).
 
     The tokens stand one after the other with a space between. Columns are ``value, layer, index, text,
     score``; the paper grades 30 top tokens of each.
@@ -57,7 +54,7 @@ def grade_values(values: ValueVectors, tokens: TopTokens, tokenizer: object, gra
     ids = tokens.ids.unique().tolist()
     words = dict(zip(ids, token_texts(tokenizer, ids), strict=True))
     texts = [" ".join(words[token].strip() for token in row) for row in tokens.ids.tolist()]
-    return name_columns(values, range(len(values))).assign(
+    return values.name_columns(range(len(values))).assign(
         text=texts, score=grade_texts(grader, texts)[TOXICITY]
     )
 
@@ -70,7 +67,7 @@ def draw_harmless(graded: pd.DataFrame, n: int, *, below: float = HARMLESS, seed
 
 
 def tokens_of_chosen(
-    model: TransformerBridge, vectors: Mapping[str, Sequence[ValueName]], *, k: int = 10
+    model: TransformerBridge, vectors: Mapping[str, Sequence[str]], *, k: int = 10
 ) -> pd.DataFrame:
     """Top tokens of the selected value vectors, one row per token (paper B, Table 8).
 

@@ -21,16 +21,12 @@ from tqdm.auto import tqdm
 
 from exits.classifiers import FEWEST_EVENTS, FOLDS, LASSO, PENALTY_STRENGTHS, RIDGE, ExitClassifiers
 from exits.outcomes import EvaluatedExits, ExampleSplit, evaluate_exits, first_exit, split_examples
-from matlens import InputError, Readout, Site
+from matlens import InputError, Readout
 from matlens.activations import Activations
-from matlens.ffn import Clusters, ExitRule, Trace, active_clusters, find_saturation
-from matlens.ffn.norms import output_kind
-from matlens.ffn.trace import sites_before_ffn
-from matlens.lens import evaluate
-from matlens.lens.early_exit import ExitConfidence, exit_layers, thresholds
+from matlens.ffn import Clusters, ExitRule, Trace, ValueVectors, active_clusters, find_saturation
+from matlens.lens import ExitConfidence, evaluate, exit_layers, thresholds
 from matlens.linear import fit_samples
 from matlens.models import ModelLayout
-from matlens.models.sites import STREAM
 from matlens.parallel import Bar
 
 if TYPE_CHECKING:
@@ -48,8 +44,13 @@ def classifier_sites(model: TransformerBridge) -> list[str]:
     layout = ModelLayout.from_model(model)
     sites = list(map(str, layout.stream))
     for layer in range(layout.n_layers):
-        sites += [*sites_before_ffn(model, layer), str(Site(output_kind(layout), layer))]
+        sites += [*_before_ffn(layout, layer), f"{ValueVectors(model).output_kind}.{layer}"]
     return list(dict.fromkeys(sites))
+
+
+def _before_ffn(layout: ModelLayout, layer: int) -> list[str]:
+    """Sites that add up to the stream before an FFN; in parallel blocks as if attention came first."""
+    return [f"mid.{layer}"] if "mid" in layout.kinds else [f"h.{layer}", f"attn_out.{layer}"]
 
 
 class ExitComparison(NamedTuple):
@@ -138,10 +139,11 @@ def classifier_features(
     layout = ModelLayout.from_model(model)
     layers = range(layout.n_layers)
     x = [
-        torch.stack([activations[site] for site in sites_before_ffn(model, layer)]).sum(0).numpy()
+        torch.stack([activations[site] for site in _before_ffn(layout, layer)]).sum(0).numpy()
         for layer in layers
     ]
-    o = [activations[Site(output_kind(layout), layer)].numpy() for layer in layers]
+    kind = ValueVectors(model).output_kind
+    o = [activations[f"{kind}.{layer}"].numpy() for layer in layers]
     total = [before + written for before, written in zip(x, o, strict=True)]
     return dict(zip(CLASSIFIERS, (x, o, total), strict=True))
 
@@ -179,9 +181,7 @@ class _ConfidenceExits:
         confidences = {"id": ExitConfidence(*(of_id[rows] for of_id in self._id))}
         if self._fits_maps:
             last = self._layers[-1]
-            samples = {
-                str(Site(STREAM, layer)): self._activations[layer][split.train] for layer in self._layers
-            }
+            samples = {f"h.{layer}": self._activations[layer][split.train] for layer in self._layers}
             maps = fit_samples(samples, [(layer, last) for layer in self._layers[:-1]])
             mapped = [linear(self._activations[linear.source][rows]) for linear in maps]
             confidences["mat"] = self._read([*mapped, self._activations[last][rows]])

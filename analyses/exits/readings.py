@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,9 +21,10 @@ from exits.outcomes import (
     split_examples,
 )
 from matlens.ffn import Clusters, ExitRule, Trace, active_clusters, find_saturation
-from matlens.ffn.rule import OTHERS, OVERLAPS
 
 BOTH, OF_FFNS = "FFN and attention", "FFN"
+OVERLAPS: tuple[Any, ...] = ("sets", "places")
+OTHERS: tuple[Any, ...] = ("later", "by-layer", "together")
 EXIT_CLUSTERS = 200
 """How many clusters the rule compares unless another number is given, as in the authors' notebook."""
 

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from matlens.errors import InputError, checked
-from matlens.linear.mapsets import MapSet
-from matlens.models.layout import ModelLayout, probe_inputs
-from matlens.models.sites import CROSS, STREAM, Site, check_finite
-from matlens.patching.replacements import Replacement, mat_attn, resolve_replacements
-from matlens.patching.variants import run_to_layers
+from matlens import InputError, MapSet, mat_attn, patched
+from matlens.models import ModelLayout, Site
+from matlens.patching import Replacement
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
+_ROWS = 256  # vectors that are run together
 
-@checked
+
 @torch.inference_mode()
 def attend_nowhere(
     model: TransformerBridge, maps: MapSet, h: Float[Tensor, "n d_model"], first: int, last: int
@@ -29,10 +27,20 @@ def attend_nowhere(
     The map of attention reads no other token, so each vector is run as a sentence of one token. The blocks
     before ``first`` are skipped.
     """
-    if ModelLayout.from_model(model).wiring is CROSS:
+    layout = ModelLayout.from_model(model)
+    if layout.wiring.name == "cross-attention":
         raise InputError("These blocks also read the encoder. Use matlens.patched with mat_attn.")
-    check_finite(h, str(Site(STREAM, first)))
-    vectors = Replacement(lambda _: h[:, None], Site(STREAM, 0), Site(STREAM, first))
-    replacements = resolve_replacements(model, [vectors, *mat_attn(maps, first, last)])
-    inputs = probe_inputs(model)[0][:1, :1].repeat(len(h), 1), {"use_cache": False}
-    return run_to_layers(model, inputs, replacements, [last])[last][:, 0].float()
+    parts, reached = iter(h.split(_ROWS)), list[Tensor]()
+    vectors = Replacement(lambda _: next(parts)[:, None], Site("h", 0), Site("h", first))
+
+    def keep(value: Tensor, hook: Any) -> None:
+        reached.append(value[:, 0].float().cpu())
+
+    with (
+        patched(model, [vectors, *mat_attn(maps, first, last)]),
+        model.hooks(fwd_hooks=[(layout.hook(layout.stream[last]), keep)]),
+    ):
+        for part in h.split(_ROWS):
+            tokens = torch.ones(len(part), 1, dtype=torch.int64, device=model.cfg.device)
+            model(tokens, return_type=None, use_cache=False)
+    return torch.cat(reached)

@@ -17,7 +17,6 @@ from matlens.activations import Activations
 from matlens.data import Corpus
 from matlens.io import read_table
 from matlens.models import visible
-from matlens.models.tokens import encode_text
 from matlens.numerics import log_softmax
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ def masked_accuracy(model: TransformerBridge, corpus: Corpus, *, seed: int = 0) 
     """How often a masked-LM model predicts the masked token, one per sentence."""
     examples = make_examples(model, corpus, seed=seed, sample_special=False)
     there = [
-        encode_text(model, text).ids[position]
+        model.tokenizer(text)["input_ids"][position]
         for text, position in zip(corpus.sentences, examples.positions.tolist(), strict=True)
     ]
     last = collect(model, examples, [-1])[-1]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
 from matlens.errors import InputError, PositiveInt, checked, short
-from matlens.patching.schemes import OTHER, Kind, Scheme
+from matlens.patching import Scheme
+
+Kind = Literal["blocks", "mat"]
+OTHER: dict[Kind, Kind] = {"blocks": "mat", "mat": "blocks"}
 
 
 @checked

@@ -16,10 +16,8 @@ from studies import Study
 
 from matlens import MapSet, mat_ffn, mat_ln1_ln2
 from matlens.activations import Activations, find_sinks
-from matlens.lens import evaluate, prediction_quality
-from matlens.lens.evaluation import prediction_rows
+from matlens.lens import evaluate, prediction_quality, prediction_rows
 from matlens.patching import Variant, run_variants
-from matlens.patching.replacements import Where
 
 Place = Literal["all", "not-first", "not-sink", "predicted"]
 PLACES: tuple[Place, ...] = ("all", "not-first", "not-sink", "predicted")
@@ -65,7 +63,7 @@ def rows_of_cases(
     ``fits`` are maps of all sub-modules by the tokens that they were fitted on, and ``cases`` have the name
     of each one's method.
     """
-    where: dict[str, Where] = {
+    where: dict[str, Any] = {
         "all": "all", "not-first": "not-first", "not-sink": ~find_sinks(study.model, data.examples),
         "predicted": torch.from_numpy(data.examples.positions),
     }  # fmt: skip

@@ -16,19 +16,7 @@ import typer
 from matplotlib.figure import Figure
 
 from matlens import plots
-from matlens.cli.options import (
-    CorpusOptions,
-    LinkageChoice,
-    ModelOptions,
-    documented,
-    options_of,
-    path_of,
-    split_parts,
-    with_signature,
-)
-from matlens.cli.printing import print_line
-from matlens.cli.starting import start
-from matlens.data import Corpus
+from matlens.cli import options, printing, starting
 from matlens.errors import printable
 from matlens.io import csv_text, write_files, write_results
 from studies.study import Study, absent
@@ -44,7 +32,7 @@ Memory = Annotated[
     float, typer.Option(min=0, help="Maximum GiB for exact clusters; above it, near neighbours.")
 ]
 LinkageOption = Annotated[
-    LinkageChoice,
+    options.LinkageChoice,
     typer.Option("--linkage", help="Of exact clusters; complete is what the authors of paper B have."),
 ]
 _Seed = Annotated[
@@ -77,7 +65,7 @@ class Report:
         """
         taken = {SECONDS: round(sum(os.times()[:4]), 1)}  # this process's and its children's
         write_results(self.out, name + self.suffix, table, {**origin, **taken})
-        print_line(self.path(name))
+        printing.print_line(self.path(name))
         if figure is not None:
             self.write_figure(name, figure)
 
@@ -88,12 +76,12 @@ class Report:
     def write_figure(self, name: str, figure: Figure) -> None:
         """Write a figure alone; print where it is."""
         for path in plots.save(figure, self.out / (name + self.suffix)):
-            print_line(path)
+            printing.print_line(path)
 
     def write_table(self, name: str, table: pd.DataFrame) -> None:
         """Write a table alone; print where it is."""
         write_files({self.path(name): csv_text(table)})
-        print_line(self.path(name))
+        printing.print_line(self.path(name))
 
 
 def show(title: str, table: pd.DataFrame, **formats: str) -> None:
@@ -145,7 +133,7 @@ def run_study(
     if model is not None:
         shared["device"] = _option(str | None, "cpu, cuda or mps; by default the best there is."), None
         shared["suffix"] = _option(str, "Appended to the names of tables and figures, such as _bert."), ""
-    out = typer.Option(parser=path_of, metavar="PATH", help="Folder for everything that is written.")
+    out = typer.Option(parser=options.path_of, metavar="PATH", help="Folder for everything that is written.")
     shared["out"] = Annotated[Path, out], Path("out")
     several = "studies" in inspect.signature(work).parameters
 
@@ -154,25 +142,27 @@ def run_study(
         sizes: tuple[int | None, int | None] | None = None
         defaults = train or 1, val
         if sentences is not None:
-            sizes, defaults = (1, chosen["sentences"]), (1, sentences)
+            sizes = options.sizes_of(1, chosen["sentences"], default_val=sentences)
         elif "train" in chosen:
-            sizes = chosen["train"], chosen["val"]
-            if not isinstance(corpus, str):  # of several, one may be smaller
-                sizes, defaults = (None, None), (sizes[0] or defaults[0], sizes[1] or val)
+            sizes = options.sizes_of(
+                chosen["train"], chosen["val"], default_train=train or 1, default_val=val
+            )
+        if sizes and corpus is not None and not isinstance(corpus, str):
+            sizes["adjustable"] = ("train", "validation")
         for name in _listed(chosen.get("model")):  # before any corpus is read
-            ModelOptions(name, chosen["device"]).check()
-        studies = _studies(chosen, sizes, defaults)
+            options.ModelOptions(name, chosen["device"]).check()
+        studies = _studies(chosen, sizes)
         report = Report(chosen["out"], chosen.get("suffix", ""))
         work(studies if several else next(studies), report, **given)
 
-    own = options_of(work, but=("study", "studies", "report"))
+    own = options.options_of(work, but=("study", "studies", "report"))
     added = [
         Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
         for name, (annotation, default) in shared.items()
     ]
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(help=documented(work)[0])(with_signature(command, [*own, *added]))
-    start(app)
+    app.command(help=options.documented(work)[0])(options.with_signature(command, [*own, *added]))
+    starting.start(app)
 
 
 def _option(kind: Any, described: str) -> Any:
@@ -198,14 +188,11 @@ def _studies(
     models: list[str | None] = [*_listed(chosen.get("model"))] or [None]
     corpora: list[str | None] = [*_listed(chosen.get("corpus"))] or [None]
     for model in models:
-        load_model = absent if model is None else cache(ModelOptions(model, chosen["device"]).load)
+        load_model = cache(options.ModelOptions(model, chosen["device"]).load) if model is not None else None
         for corpus in corpora:
-            load_corpus = absent if corpus is None else cache(CorpusOptions(corpus).load)
-            load_parts = absent
-            if sizes is not None:
-                load_parts = partial(_split, load_corpus, sizes, defaults, chosen["seed"])
+            load_corpus = None if corpus is None else options.CorpusOptions(corpus).load
             yield Study(
-                load_model=load_model, load_corpus=load_corpus, load_parts=load_parts, out=chosen["out"],
+                load_model=load_model, load_corpus=load_corpus, out=chosen["out"], **sizes,
                 seed=chosen["seed"],
             )  # fmt: skip
 

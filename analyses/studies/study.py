@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,19 +16,10 @@ from matlens import InputError, LinearMap, MapSet, collect
 from matlens.activations import Activations, sink_rows
 from matlens.data import Corpus, Examples
 from matlens.ffn import Clusters, Trace, ValueVectors
-from matlens.ffn.updates import DOMINANT
-from matlens.io.artifact import is_finished
 from matlens.linear import fit_samples, resolve_pairs, write_maps
 from matlens.models import ModelIdentity, ModelLayout
 from matlens.patching import fit_submodules, submodule_pairs
 from matlens.study import cluster_values
-from matlens.study.output import TRAIN
-from matlens.study.study import slug
-
-
-def absent() -> Any:
-    """Raise InputError for a missing option of the analysis."""
-    raise InputError("This analysis has no such model or corpus.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +78,10 @@ class Study(matlens.study.Study):
         """
         layout = ModelLayout.from_model(self.model)
         ends = _sites_of(submodule_pairs(layout))
-        if is_finished(self.folder / TRAIN):
+        if self._collected:
             return self._training(ends, "train-submodules")
         sites = [*map(str, layout.stream), *ends, *head_outputs(layout)]
-        return collect(self.model, self.examples[0], sites, folder=self.folder / TRAIN)
+        return collect(self.model, self.examples[0], sites, folder=self.folder / "train")
 
     def submodule_maps(self, *fitted: str) -> dict[str, MapSet]:
         """Maps of all sub-modules, fitted on ``all``, ``not-first`` or ``not-sink`` tokens."""
@@ -124,10 +116,17 @@ class Study(matlens.study.Study):
         )
         return self._training(ends, "train-heads"), validation
 
+    @property
+    def _collected(self) -> list[str]:
+        """Sites of the training sentences that are collected."""
+        with suppress(InputError, OSError):
+            return list(Activations.load(self.folder / "train"))
+        return []
+
     def _training(self, sites: list[str], otherwise: str) -> Activations:
         """Sites of the training sentences: in ``train/`` if it has them, else in another folder."""
-        folder = self.folder / TRAIN
-        existing = list(Activations.load(folder)) if is_finished(folder) else []
+        folder = self.folder / "train"
+        existing = self._collected
         if set(sites) <= set(existing):
             sites = existing
         else:
@@ -144,8 +143,8 @@ class Study(matlens.study.Study):
         """The model's value vectors."""
         return ValueVectors(self.model)
 
-    def trace(self, k: int = DOMINANT) -> Trace:
-        """A trace of the validation sentences with ``k`` dominant sub-updates."""
+    def trace(self, k: int = 10) -> Trace:
+        """What FFNs do to the predictions for the validation sentences, with ``k`` dominant sub-updates."""
         folder = self._traces(f"k{k}")
         return Trace.run(self.model, self.validation_examples, k=k, seed=self.seed, folder=folder)
 

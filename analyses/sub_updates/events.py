@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -12,16 +13,25 @@ from torch import Tensor
 
 from matlens import metrics
 from matlens.errors import checked
-from matlens.ffn import Trace, event_scores, find_events, find_saturation, relative_scores
-from matlens.ffn.events import Events, TraceScores, extremes_and_mean, trace_row
-from matlens.ffn.trace import GROUPS
-from matlens.io import result_table
+from matlens.ffn import Events, Trace, event_scores, find_events, find_saturation, relative_scores
+from matlens.io import result_row, result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 FREQUENCY, UPDATES = "saturation_frequency", "update_scores"  # experiments
+TraceScores: TypeAlias = Mapping[tuple[str, str], Tensor]  # as `Trace.score`
 QUANTILES = (5, 50, 95)  # per cent
+
+
+def trace_row(
+    trace: Trace, experiment: str, method: str, layer: float, metric: str, estimate: metrics.Estimate
+) -> dict[str, Any]:
+    """A row of a table of results that is about a layer of a trace, see `result_row`."""
+    return result_row(
+        experiment, model=trace.provenance.identity.name, corpus=trace.provenance.corpus, method=method,
+        layer=layer, target=layer, metric=metric, k=trace.k, estimate=estimate,
+    )  # fmt: skip
 
 
 def updates_by_effect(trace: Trace) -> dict[str, Events]:
@@ -40,7 +50,10 @@ def updates_by_effect(trace: Trace) -> dict[str, Events]:
 
 @checked
 def update_scores(
-    trace: Trace, *, scores: TraceScores | None = None, rows: Bool[Tensor, " n"] | None = None
+    trace: Trace,
+    *,
+    scores: Mapping[tuple[str, str], Tensor] | None = None,
+    rows: Bool[Tensor, " n"] | None = None,
 ) -> pd.DataFrame:
     """Scores of the reference token by layer and by effect of the update (Figure 3).
 
@@ -55,9 +68,10 @@ def update_scores(
             example = updates.example[updates.layer == layer]
             if not len(example):
                 continue
-            for group in GROUPS:
+            for group in trace.index:
                 of_layer = (scores or trace.score)[group, updates.reference][example, layer]
-                for metric, values in extremes_and_mean(of_layer).items():
+                summaries = {"max": of_layer.amax(1), "mean": of_layer.mean(1), "min": of_layer.amin(1)}
+                for metric, values in summaries.items():
                     estimates = {metric: metrics.mean(values)}
                     if kind == "update":
                         estimates |= _quantiles(metric, values)

@@ -24,11 +24,9 @@ from torch import Tensor
 
 from matlens import InputError, metrics
 from matlens.ffn import Clusters, Projection, Trace, ValueVectors, relative_scores
-from matlens.ffn.events import TraceScores, trace_row
-from matlens.ffn.projection import TOP
 from matlens.io import result_table
-from matlens.models import visible
-from matlens.models.tokens import token_texts
+from matlens.models import token_texts, visible
+from sub_updates.events import TraceScores, trace_row
 from sub_updates.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
 
 if TYPE_CHECKING:
@@ -71,7 +69,11 @@ def default_threshold(scores: TraceScores) -> float:
 
 
 def extreme_sub_updates(
-    trace: Trace, values: ValueVectors, *, scores: TraceScores | None = None, threshold: float | None = None
+    trace: Trace,
+    values: ValueVectors,
+    *,
+    scores: TraceScores | None = None,
+    threshold: float | None = None,
 ) -> SubUpdates:
     """Find dominant sub-updates with scores beyond a threshold in either direction."""
     scores = scores or trace.score
@@ -85,7 +87,12 @@ def extreme_sub_updates(
 
 
 def draw_sub_updates(
-    trace: Trace, values: ValueVectors, n: int, *, scores: TraceScores | None = None, seed: int = 0
+    trace: Trace,
+    values: ValueVectors,
+    n: int,
+    *,
+    scores: TraceScores | None = None,
+    seed: int = 0,
 ) -> SubUpdates:
     """Sample ``n`` dominant sub-updates, or all if there are fewer, for comparison."""
     scores = scores or trace.score
@@ -151,7 +158,7 @@ def cluster_activity(
     numbers = table["cluster"].tolist()
     directions = clusters.directions(values, numbers)
     signs = directions.new_tensor(table["sign"].tolist())
-    ids = projection.top(signs[:, None] * directions, TOP).ids.numpy()
+    ids = projection.top(signs[:, None] * directions, 30).ids.numpy()
     common, unseen = frequency.shares(ids)
     texts = [", ".join(map(visible, token_texts(projection.tokenizer, row[:10]))) for row in ids.tolist()]
     table = table.assign(

@@ -6,12 +6,11 @@ import itertools
 
 import numpy as np
 import pandas as pd
+import torch
 from jaxtyping import Float, Int
 from sklearn.metrics import adjusted_rand_score
 
-from matlens.ffn import ValueVectors
-from matlens.ffn.agglomeration import EXACT, NEIGHBOURS, Linkage, agglomerate
-from matlens.ffn.clusters import unit_vectors
+from matlens.ffn import ValueVectors, agglomerate
 
 
 def compare_linkages(
@@ -28,14 +27,16 @@ def compare_linkages(
     ``cosine`` and ``other_cosine``, the mean cosine of a vector with the mean of its cluster; ``vectors`` and
     ``clusters``, how many there are.
     """
-    unit = unit_vectors(values)
+    vectors = torch.cat([values.layer(layer).cpu() for layer in range(values.n_layers)]).double()
+    unit = (vectors / vectors.norm(dim=1, keepdim=True)).numpy()
     drawn = np.random.default_rng(seed).permutation(len(unit))[:n_vectors]
     unit = unit[np.sort(drawn)]
     n = min(len(unit), max(1, round(n_clusters * len(unit) / len(values))))
-    ways: tuple[tuple[str, str, Linkage], ...] = (
-        ("average", EXACT, "average"), ("complete", EXACT, "complete"), (NEIGHBOURS, NEIGHBOURS, "average"),
-    )  # fmt: skip
-    labels = {name: agglomerate(unit, n, method, linkage) for name, method, linkage in ways}
+    labels = {
+        "average": agglomerate(unit, n, "exact", "average"),
+        "complete": agglomerate(unit, n, "exact", "complete"),
+        "neighbours": agglomerate(unit, n, "neighbours"),
+    }
     tight = {name: _tightness(unit, each) for name, each in labels.items()}
     rows = [
         (name, other, adjusted_rand_score(labels[name], labels[other]), tight[name], tight[other])

@@ -1,10 +1,13 @@
+from .agglomeration import agglomerate as agglomerate
 from .catalogue import Catalogue as Catalogue
 from .clusters import Clusters as Clusters
 from .control import controlled as controlled
+from .events import Events as Events
 from .events import event_scores as event_scores
 from .events import find_events as find_events
 from .events import find_saturation as find_saturation
 from .events import relative_scores as relative_scores
+from .norms import NormGain as NormGain
 from .perplexity import TextLosses as TextLosses
 from .perplexity import text_losses as text_losses
 from .projection import Projection as Projection

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from matlens.errors import InputError, checked
-from matlens.models.layout import ModelLayout
-from matlens.models.sites import POST_NORM
 
-if TYPE_CHECKING:
-    from transformer_lens.model_bridge import TransformerBridge
-
-FFN_OUT, NORMED_OUT = (
-    "ffn_out",
-    "ln2_post_out",
-)  # sites added to the residual stream; the second if a norm follows
+FFN_OUT, NORMED_OUT = "ffn_out", "ln2_post_out"  # what is added to the stream; the second behind a norm
 
 
 @checked
@@ -76,20 +67,3 @@ class LinearHead(nn.Module):
 
     def forward(self, vectors: Tensor) -> Tensor:  # noqa: D102
         return self.gain(vectors if self.dense is None else vectors @ self.dense.T)
-
-
-def output_kind(layout: ModelLayout) -> str:
-    """The kind of site that an FFN adds to the residual stream: after its own norm, if any."""
-    return NORMED_OUT if NORMED_OUT in layout.kinds else FFN_OUT
-
-
-def norm_after_ffn(model: TransformerBridge, layer: int) -> nn.Module:
-    """The norm after an FFN: its own, or that of the residual stream in BERT."""
-    layout, block = ModelLayout.from_model(model), model.blocks[layer]
-    if NORMED_OUT in layout.kinds:
-        return block.ln2_post.original_component
-    if layout.wiring is POST_NORM:
-        return block.ln2.original_component
-    raise InputError(
-        f"No norm follows the FFNs of {model.cfg.architecture} (its blocks are {layout.wiring.name})."
-    )

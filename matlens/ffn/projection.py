@@ -7,7 +7,7 @@ readout is linear, so ``v`` promotes the tokens with the largest scores (paper B
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -203,7 +203,7 @@ class Projection:
         scores = torch.cat([words_alone.scores(values.layer(layer)) for layer in layers]).cpu()
         best = scores[:, 1].topk(n).indices
         score, lift = scores[best].T.tolist()
-        return name_columns(values, best.tolist()).assign(score=score, lift=lift)
+        return values.name_columns(best.tolist()).assign(score=score, lift=lift)
 
     def search(self, values: ValueVectors, tokens: TopTokens, words: Sequence[str]) -> pd.DataFrame:
         """The value vectors with the words in their top tokens (see `top_of_all`).
@@ -220,25 +220,13 @@ class Projection:
         hits = torch.isin(tokens.ids, torch.tensor(word_tokens(self.tokenizer, words)))
         rows = hits.any(1).nonzero()[:, 0]
         first = hits[rows].int().argmax(1)
-        table = name_columns(values, rows.tolist()).assign(
+        table = values.name_columns(rows.tolist()).assign(
             words=hits[rows].sum(1).tolist(),
             rank=(first + 1).tolist(),
             score=tokens.scores[rows, first].tolist(),
         )
         order = ["words", "rank", "score"]
         return table.sort_values(order, ascending=[False, True, False], ignore_index=True, kind="stable")
-
-
-def name_columns(values: ValueVectors, rows: Iterable[int]) -> pd.DataFrame:
-    """Names of value vectors by their rows, with the columns ``value, layer, index``."""
-    names = [values.at(row) for row in rows]
-    return pd.DataFrame(
-        {
-            "value": list(map(str, names)),
-            "layer": [name.layer for name in names],
-            "index": [name.index for name in names],
-        }
-    )
 
 
 def _layers(values: ValueVectors, doing: str, progress: bool) -> Iterator[int]:

@@ -22,7 +22,7 @@ from matlens.data.examples import Examples
 from matlens.errors import InputError, PositiveInt, Seed, check_int, checked
 from matlens.ffn.norms import FFN_OUT
 from matlens.ffn.projection import unembedding
-from matlens.ffn.updates import DOMINANT, random_sub_updates
+from matlens.ffn.updates import DOMINANT
 from matlens.ffn.values import ValueVectors
 from matlens.io.rows import Column, read_rows, writing_rows
 from matlens.models.identity import ModelIdentity, Provenance
@@ -206,7 +206,7 @@ class _BatchReader:
         outputs = self._outputs if self._values.output_kind != FFN_OUT else []  # where they pass a norm
         self.sites = sorted(stream | {*self._coefficients, *outputs})
         self._norms = [self._values.norms(layer).cpu() for layer in layers]
-        self._random = random_sub_updates(self._values, examples.n_positions, k, seed=seed)
+        self._random = self._values.random_sub_updates(examples.n_positions, k, seed=seed)
         n = self._values.n_layers
         scores = [f"score.{group}.{reference}" for group in GROUPS for reference in REFERENCES]
         self.columns = {

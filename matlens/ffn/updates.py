@@ -27,7 +27,6 @@ from matlens.models.tokens import token_texts, visible
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-_SAMPLED = 2**22  # random values that are ranked together
 DOMINANT = 10  # sub-updates of an update that the paper calls dominant
 
 
@@ -97,8 +96,10 @@ class Updates:
         return self.scales(layer)[:, None] * self.coefficients(layer).abs() * self.values.norms(layer)
 
     def shares(self, layer: int) -> Float[Tensor, "n d_mlp"]:
-        """Contribution of each sub-update relative to the sum of all of them."""
-        return relative(self.contributions(layer))
+        """Contribution of each sub-update relative to the sum of all of them; 0 if all are."""
+        contributions = self.contributions(layer)
+        total = contributions.sum(-1, keepdim=True)
+        return contributions / total.where(total > 0, torch.ones_like(total))
 
     def dominant(self, layer: int, k: int = DOMINANT) -> Int[Tensor, "n k"]:
         """The ``k`` sub-updates that contribute most, the greatest first."""
@@ -130,20 +131,3 @@ class Updates:
     def _of(self, kind: str, layer: int) -> Tensor:
         site = Site(kind, self.values.resolve_layer(layer))
         return self.activations[site].to(self.values.device)
-
-
-def relative(contributions: Tensor) -> Tensor:
-    """Contributions relative to their sum; 0 if all are."""
-    total = contributions.sum(-1, keepdim=True)
-    return contributions / total.where(total > 0, torch.ones_like(total))
-
-
-def random_sub_updates(values: ValueVectors, n: int, k: int, *, seed: int) -> list[Int[Tensor, "n k"]]:
-    """For each layer ``k`` different sub-updates of each of ``n`` examples, from the seed alone."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = [len(rows) for rows in torch.arange(n).split(max(_SAMPLED // values.d_mlp, 1))]
-
-    def sample(rows: int) -> Tensor:
-        return torch.rand((rows, values.d_mlp), generator=generator).topk(k).indices.to(torch.int32)
-
-    return [torch.cat([sample(rows) for rows in sizes]) for _ in range(values.n_layers)]

@@ -21,12 +21,13 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from matlens.errors import InputError, PositiveInt, Seed, check_int, checked, short
-from matlens.ffn.norms import FFN_OUT, NORMED_OUT, NormGain, norm_after_ffn, output_kind
+from matlens.ffn.norms import FFN_OUT, NORMED_OUT, NormGain
 from matlens.models.identity import ModelIdentity, check_raw
 from matlens.models.layout import ModelLayout, mixture, output_layer, output_multiplier
 from matlens.models.sites import COEFFICIENTS
@@ -34,6 +35,8 @@ from matlens.models.weights import WeightChecksum, float32_on, rows_of_linear
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
+
+_SAMPLED = 2**22  # random numbers that are ranked together
 
 
 @checked
@@ -102,8 +105,8 @@ class ValueParts:
                 )
             raise InputError(f"The FFNs of {model.cfg.architecture} have no known value vectors{reason}.")
         modules = [None if mixtures[layer] else output_layer(model, layer) for layer in layers]
-        kind = output_kind(layout)
-        norms = [norm_after_ffn(model, layer) for layer in layers] if kind == NORMED_OUT else []
+        kind = NORMED_OUT if NORMED_OUT in layout.kinds else FFN_OUT
+        norms = [block.ln2_post.original_component for block in model.blocks] if kind == NORMED_OUT else []
         read = [[model.blocks[i].mlp if module is None else module] for i, module in enumerate(modules)]
         return cls(
             ModelIdentity.from_model(model).of_weights,
@@ -294,6 +297,24 @@ class ValueVectors:
         generator = torch.Generator().manual_seed((seed * self.n_layers + layer) % 2**63)
         noise = torch.randn(n, self.d_model, generator=generator).to(self.device)
         return vectors.mean(0) + noise * vectors.std(0)
+
+    def random_sub_updates(
+        self, n: PositiveInt, k: PositiveInt, *, seed: Seed = 0
+    ) -> list[Int[Tensor, "n k"]]:
+        """For each layer the columns of ``k`` different sub-updates of each of ``n`` examples."""
+        generator = torch.Generator().manual_seed(seed)
+        sizes = [len(rows) for rows in torch.arange(n).split(max(_SAMPLED // self.d_mlp, 1))]
+
+        def sample(rows: int) -> Tensor:
+            return torch.rand((rows, self.d_mlp), generator=generator).topk(k).indices.to(torch.int32)
+
+        return [torch.cat([sample(rows) for rows in sizes]) for _ in range(self.n_layers)]
+
+    def name_columns(self, rows: Iterable[int]) -> pd.DataFrame:
+        """Names of value vectors by their rows (see `at`), with the columns ``value, layer, index``."""
+        names = [self.at(row) for row in rows]
+        columns = ([*map(str, names)], [name.layer for name in names], [name.index for name in names])
+        return pd.DataFrame(dict(zip(("value", "layer", "index"), columns, strict=True)))
 
 
 def _is_whole(number: object) -> bool:

@@ -2,12 +2,16 @@ from .comparison import compare_lenses as compare_lenses
 from .comparison import default_methods as default_methods
 from .comparison import summarise as summarise
 from .config import LensConfig as LensConfig
+from .early_exit import ExitConfidence as ExitConfidence
+from .early_exit import exit_layers as exit_layers
 from .early_exit import exit_sweep as exit_sweep
 from .early_exit import savings as savings
+from .early_exit import thresholds as thresholds
 from .evaluation import evaluate as evaluate
 from .evaluation import evaluate_lenses as evaluate_lenses
 from .evaluation import fit_quality as fit_quality
 from .evaluation import prediction_quality as prediction_quality
+from .evaluation import prediction_rows as prediction_rows
 from .lens import Lens as Lens
 from .open_sets import evaluate_open_sets as evaluate_open_sets
 from .open_sets import read_evaluations as read_evaluations

@@ -30,6 +30,7 @@ from matlens.errors import InputError, PositiveInt, checked
 from matlens.ffn.perplexity import TextLosses
 from matlens.io.artifact import Artifact
 from matlens.io.tables import result_row, result_table
+from matlens.linear.maps import LinearMap
 from matlens.linearity.parts import JUMPS, Part, model_parts
 from matlens.linearity.ranking import GROUPS, Tokens, first_parts
 from matlens.linearity.scores import PartSums, held_out_scores
@@ -126,9 +127,9 @@ def linearity_atlas(
                 for name in Bar(missing, desc="replacing", unit="step", disable=not progress):
                     known = [row for step in steps.values() if step is not None for row in step["rows"]]
                     made, now = atlas.rows_of(name, known), time.process_time()
-                    steps[name] = {"rows": made, "seconds": round(now - begun, 3)}
-                    artifact.write_json(name, steps[name])
-                    begun = now
+                    step = {"rows": made, "seconds": round(now - begun, 3)}
+                    artifact.write_json(name, step)
+                    steps[name], begun = step, now
         if not artifact.finished:
             with parallel.alone():
                 artifact.finish()
@@ -175,7 +176,7 @@ class _Atlas:
         self._modes: list[Tokens] = [ALL, NO_SINKS] if bool(self._sinks.any()) else [ALL]
         last = str(ModelLayout.from_model(model).stream[-1])
         self._losses, self._top = self._read(collect(model, evaluated, [last], progress=False)[last])
-        self._solved = {
+        self._solved: dict[tuple[Part, str], tuple[LinearMap, dict[str, float]]] = {
             (part, ALL if with_sinks else NO_SINKS): (linear, scores)
             for part, with_sinks, linear, scores in sums.solve(replace(provenance, positions="all"))
         }

@@ -11,4 +11,5 @@ from .registry import Stack as Stack
 from .registry import register as register
 from .sites import Site as Site
 from .tokens import token_policy as token_policy
+from .tokens import token_texts as token_texts
 from .tokens import visible as visible

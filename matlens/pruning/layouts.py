@@ -79,7 +79,7 @@ class Layout:
         paths = _matrices(self.blocks[0], _WRITERS, of_attention=False)
         if len(paths) != 1:
             raise InputError(
-                f"A block must have one output matrix of its FFN for a map to be folded into, got {paths[:4]} "
+                f"A block must have one output matrix of its FFN to fold a map into, got {paths[:4]} "
                 f"in {type(self.model).__name__}. Use method='out' (--method out)."
             )
         return paths[0]

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from matlens import make_examples
 from matlens.data.corpus import Corpus
-from matlens.ffn.updates import random_sub_updates
 from matlens.ffn.values import ValueVectors
 
 
@@ -72,7 +71,7 @@ def test_removal_agrees_with_readings_as_far_as_counted_by_hand(
     table = removal_table(model, examples, k=2, layers=[-1, 0], n_tokens=5, seed=3)
     e, final = plain_unembedding(plain), gain_by_hand(name, plain, None)
     expected: dict[tuple[str, int, str, str], list[float]] = {}
-    drawn = random_sub_updates(ValueVectors(model), 3, 2, seed=3)
+    drawn = ValueVectors(model).random_sub_updates(3, 2, seed=3)
     for row, layer in itertools.product(range(3), (0, N_LAYERS - 1)):
         start, end = examples.offsets[row : row + 2]
         tokens, at = torch.from_numpy(examples.tokens[start:end]), examples.positions[row]

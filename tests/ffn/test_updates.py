@@ -23,9 +23,8 @@ import matlens
 from matlens import InputError, collect, make_examples, make_prompts
 from matlens.data.corpus import Corpus
 from matlens.data.examples import Examples
-from matlens.ffn import updates as module
 from matlens.ffn.projection import Projection
-from matlens.ffn.updates import Updates, random_sub_updates
+from matlens.ffn.updates import Updates
 from matlens.ffn.values import ValueVectors
 
 Models = Callable[[str], Any]
@@ -141,9 +140,9 @@ def test_random_sub_updates_are_the_same_however_few_are_sampled_at_once(
     small_model: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = ValueVectors(small_model("gpt2"))
-    whole = random_sub_updates(values, 50, 3, seed=4)
-    monkeypatch.setattr(module, "_SAMPLED", 7 * values.d_mlp)
-    parts = random_sub_updates(values, 50, 3, seed=4)
+    whole = values.random_sub_updates(50, 3, seed=4)
+    monkeypatch.setattr("matlens.ffn.values._SAMPLED", 7 * values.d_mlp)
+    parts = values.random_sub_updates(50, 3, seed=4)
     assert all(torch.equal(one, other) for one, other in zip(whole, parts, strict=True))
     numbers = torch.rand((50, values.d_mlp), generator=torch.Generator().manual_seed(4))
     assert torch.equal(whole[0].long(), numbers.topk(3).indices)

@@ -102,7 +102,7 @@ def test_the_most_linear_span_is_that_of_least_squares_without_sinks(streams: St
     assert choose_span(marked, 1, Choice.r2, progress=False) == (best,)
     few = streams.beginning(1)
     few.tokens, few.h = few.tokens[:1], [h[:1] for h in few.h]
-    with pytest.raises(InputError, match="more than 33 tokens .* got 20"):
+    with pytest.raises(InputError, match="more than 33 tokens"):
         choose_span(few, 1, Choice.r2, progress=False)
 
 

@@ -58,7 +58,8 @@ def test_models_take_turns_and_medians_count(plain_model: Models, monkeypatch: p
     ("make", "message"),
     [
         (lambda: transformers.BertForMaskedLM(
-            transformers.BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)), "must have a cache"),
+            transformers.BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)),
+         "must have a cache"),
     ],
 )  # fmt: skip
 def test_what_writes_no_tokens_one_by_one_is_refused(make: Callable[[], Any], message: str) -> None:
