@@ -65,7 +65,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "paper_a/schemes": ("tests/analyses/test_schemes.py",),
     "paper_a_sec5_corpora": ("tests/analyses/test_corpora.py", "tests/analyses/test_paper_a.py"),
     "all_positions": ("tests/analyses/test_paper_a.py",),
-    "sample_sizes": ("tests/analyses/test_fits.py",),
+    "sample_sizes": ("tests/analyses/test_beside_paper_a.py",),
     "attention_heads": ("tests/analyses/test_heads.py",),
     "memory_and_layers": ("tests/analyses/test_costs.py",),
     "ffn/projection": (),

@@ -12,8 +12,7 @@ from handpatched import hand_vectors, submodule_part
 from paper_a.attention import attend_nowhere
 from patched_models import SENTENCES, linear, owned
 
-import matlens
-from matlens import InputError, MapSet
+from matlens import MapSet
 
 Models = Callable[[str], Any]
 
@@ -36,15 +35,3 @@ def test_attending_nowhere_is_a_pass_patched_at_all_tokens(
     attend_nowhere(model, maps, torch.zeros(2, D_MODEL), 1, 2)
     handle.remove()
     assert not counts
-
-
-def test_vectors_that_are_not_finite_and_decoders_of_encoders_are_refused(
-    small_model: Models, model_folder: Models
-) -> None:
-    h = torch.full((2, D_MODEL), torch.nan)
-    maps = MapSet(owned(linear(submodule_part("attn", 1)), small_model("llama")) for _ in range(1))
-    with pytest.raises(InputError, match=r"h\.1"):
-        attend_nowhere(small_model("llama"), maps, h, 1, 2)
-    decoder = matlens.load(str(model_folder("t5")), device="cpu", stack="decoder")
-    with pytest.raises(InputError, match="also read the encoder"):
-        attend_nowhere(decoder, maps, h, 0, 1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,7 +9,6 @@ import pandas as pd
 import pytest
 from annotation.concept_sheets import (
     CLASSES,
-    PAGE_FILE,
     PATTERNS_FILE,
     TOKENS_FILE,
     read_concept_sheets,
@@ -24,7 +21,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from matlens import InputError
-from matlens.io.tables import escape_formula
 from matlens.models.tokens import visible
 
 NASTY = (
@@ -119,22 +115,6 @@ def test_tokens_are_shown_and_never_run() -> None:
     assert not [token for token in (code, other, *ATTACKS[:9]) if token in script(attacked)]
 
 
-def test_a_sheet_gives_away_nothing_but_items_and_tokens(tmp_path: Path) -> None:
-    """Whatever the key says, the files are the same to the byte."""
-    items = [["a", "b"], ["c", "d"], ["e", "f"]]
-    key = sample(items, ["values", "random", "updates"])
-    other_key = sample(items, ["updates", "updates", "random"]).assign(
-        layer=29, vector="L29D1", model="x", corpus="y", token_id=3
-    )
-    folders = [tmp_path / name for name in ("one", "other")]
-    for table, folder in zip((key, other_key), folders, strict=True):
-        write_concept_sheets(table.sample(frac=1, random_state=len(folder.name)), folder)
-    for name in (TOKENS_FILE, PATTERNS_FILE, PAGE_FILE):
-        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
-    changed = [["a", "b"], ["d", "c"], ["e", "f"]]
-    assert sheet_code(sample(changed)) != sheet_code(key)
-
-
 # Filled ones
 
 Marks = dict[tuple[int, int], list[int]]
@@ -198,16 +178,6 @@ def change(path: Path, rows: list[int], column: str, value: str) -> None:
     table.to_csv(path, index=False)
 
 
-def test_spaces_capitals_and_empty_lines_are_no_mistakes(folder: Path) -> None:
-    change(folder / PATTERNS_FILE, [0], "class", " Semantic ")
-    change(folder / TOKENS_FILE, [6], "patterns", " 1  1 ")
-    with (folder / TOKENS_FILE).open("a") as file:
-        file.write(",,,,\n")
-    annotation = read_concept_sheets(folder, sized())
-    assert len(annotation.marks) == 4
-    assert annotation.patterns["class"].tolist() == ["semantic"]
-
-
 @pytest.mark.parametrize(
     ("file", "rows", "column", "value", "message"),
     [
@@ -246,16 +216,3 @@ def test_lost_and_repeated_lines_are_refused(folder: Path) -> None:
     tokens.drop(index=[4, 16]).to_csv(folder / TOKENS_FILE, index=False)
     with pytest.raises(InputError, match="every item, rank and token once"):
         read_concept_sheets(folder, sized())
-
-
-def test_the_page_guards_cells_as_the_tables_do() -> None:
-    """By the page's own expression, which means the same to Python as it does to a browser."""
-    line = next(line for line in render_page(sized()).splitlines() if "const formula" in line)
-    formula = re.fullmatch(r"\s*const formula = /(.*)/gu;", line)
-    assert formula is not None
-    assert not re.search(r"\(\?[^:<=!]|\\[^sxutrn-]|[+*}]\+", formula[1])  # nothing that either alone knows
-    draw = random.Random(0)
-    texts = [
-        "".join(draw.choices("=+-@＝ \t'\"`;|,ab1\ufeff\u200b−", k=draw.randint(0, 9))) for _ in range(2000)
-    ]
-    assert [re.sub(formula[1], "'", text) for text in texts] == [escape_formula(text) for text in texts]

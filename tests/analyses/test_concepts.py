@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from annotation.concepts import (
     SAMPLE_COLUMNS,
     annotator_agreement,
     draw_concept_sample,
-    read_concept_sample,
     tally_concepts,
     tally_items,
 )
@@ -27,7 +25,6 @@ from scipy import stats
 from sklearn.metrics import cohen_kappa_score
 
 import matlens
-from matlens import InputError
 from matlens.ffn.projection import Projection
 from matlens.ffn.updates import Updates
 from matlens.ffn.values import ValueVectors
@@ -75,20 +72,6 @@ def test_items_have_the_top_tokens_of_what_the_key_says_they_are(
         seen.add((kind, layer, vector))
     counted = pd.DataFrame(sorted(seen)).groupby([0, 1]).size()
     assert counted.to_dict() == dict.fromkeys(itertools.product(KINDS, range(N_LAYERS)), PER_LAYER)
-
-
-def test_a_key_is_read_back_as_it_was(
-    tmp_path: Path, small_model: Callable[[str], Any], examples: Callable[[str], Any]
-) -> None:
-    table = draw_concept_sample(small_model("llama"), examples("llama"), per_layer=1, k=K)
-    table.loc[:4, "token"] = ["nan", "", '"', "␣a,b", "日本"]
-    table.to_csv(tmp_path / "key.csv", index=False)
-    pd.testing.assert_frame_equal(read_concept_sample(tmp_path / "key.csv"), table)
-    with pytest.raises(InputError, match="cannot be read as the key to the sheets"):
-        read_concept_sample(tmp_path / "absent.csv")
-    (tmp_path / "other.csv").write_text("item,layer,rank,token_id\n1,1,1,1\n")
-    with pytest.raises(InputError, match="lacks the columns model, corpus, kind, vector, token"):
-        read_concept_sample(tmp_path / "other.csv")
 
 
 # Tallies: items of ten tokens, two layers; which is what, and its patterns by the ranks they have

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import pandas as pd
-import pytest
 import torch
-from paper_a_sec5_corpora import fit_equally_many, transfer_losses
+from paper_a_sec5_corpora import fit_equally_many
 from plain_streams import corpus, plain_stream
 
 from matlens import collect, make_examples
@@ -35,16 +32,3 @@ def test_at_all_positions_as_many_tokens_of_each_corpus_count(
         for layer in (0, 2):
             weight = torch.linalg.lstsq(stream[layer], stream[-1], driver="gelsd").solution.T
             assert torch.allclose(maps[name][layer, 3].weight.double(), weight, rtol=1e-3, atol=1e-3)
-
-
-def test_what_is_lost_can_be_followed_by_eye() -> None:
-    """Surprisal and the other k say nothing here; a gain is positive."""
-    rows = [("a", "mat of a", layer, "precision", 1, value) for layer, value in ((0, 0.5), (1, 1.0))] + [
-        ("a", "mat of b", layer, "precision", 1, value) for layer, value in ((0, 0.6), (1, 0.5))
-    ]
-    rows += [(*row[:4], 5, 0.9) for row in rows] + [(*row[:3], "surprisal", np.nan, 3.0) for row in rows]
-    table = pd.DataFrame(rows, columns=["corpus", "method", "layer", "metric", "k", "value"])
-    losses = transfer_losses(table).set_index("method")
-    assert losses["precision"].to_dict() == pytest.approx({"mat of a": 0.75, "mat of b": 0.55})
-    assert losses["difference"].to_dict() == pytest.approx({"mat of a": 0, "mat of b": -0.2})
-    assert losses["relative"].to_dict() == pytest.approx({"mat of a": 0, "mat of b": (0.2 - 0.5) / 2})

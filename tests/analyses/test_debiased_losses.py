@@ -15,7 +15,6 @@ from self_debiasing import debiased_probabilities
 
 from matlens import make_examples
 from matlens.data.corpus import Corpus
-from matlens.data.making import make_windows
 from matlens.ffn.perplexity import text_losses
 
 Models = Callable[[str], Any]
@@ -52,14 +51,3 @@ def test_without_decay_self_debiasing_has_the_models_own(small_model: Models, se
     losses = text_losses(model, sentences, progress=False)
     debiased = debiased_losses(model, make_examples(model, sentences), SelfDebiasing(decay=0.0))
     np.testing.assert_allclose(losses.total, debiased.total, rtol=1e-5)
-
-
-def test_places_that_are_done_apart_change_nothing(
-    small_model: Models, sentences: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, debiasing = small_model("gpt2"), SelfDebiasing(["threat"], decay=2000.0)
-    windows = make_windows(model, sentences, size=30, max_windows=4)
-    whole = debiased_losses(model, windows, debiasing).total
-    monkeypatch.setattr("matlens.ffn.perplexity._PLACES", 7)
-    np.testing.assert_allclose(debiased_losses(model, windows, debiasing).total, whole, rtol=1e-6)
-    assert not np.allclose(text_losses(model, windows, progress=False).total, whole, rtol=1e-3)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pandas as pd
 import pytest
 from analysing import run
-from compatibility import FEATURES, attempt, compatibility
+from compatibility import FEATURES, compatibility
 from conftest import WIRING_OF
 from transformer_lens.model_bridge import TransformerBridge
 
@@ -31,23 +31,6 @@ def test_where_only_the_stream_is_known_only_maps_between_layers_work(small_mode
     assert [feature for feature in FEATURES if not offered[feature]] == ["readout", "mat"]
     assert "stream-only" in offered["mat_ffn"]
     assert "value vectors" in offered["control"]
-
-
-@pytest.mark.parametrize(("name", "refused"), [("gpt_oss", {*FEATURES[5:]})])
-def test_the_table_tells_what_an_architecture_lacks(name: str, refused: set[str], tmp_path: Path) -> None:
-    row = attempt(name, tmp_path, 0)
-    assert {feature for feature in FEATURES if row[feature] != "yes"} == refused
-    assert all(row[feature].endswith(".") for feature in refused)
-
-
-@pytest.mark.parametrize(
-    ("name", "stack"),
-    [("mixtral", None), ("t5", "decoder"), ("t5", "encoder"), ("vit", None)],
-)
-def test_other_kinds_of_models_have_everything(name: str, stack: Any, tmp_path: Path) -> None:
-    row = attempt(name, tmp_path, 0, stack)
-    lacking = {feature for feature in FEATURES if row[feature] != "yes"}
-    assert lacking == ({"readout"} if stack == "encoder" else set())
 
 
 def test_the_script_writes_a_row_per_architecture_and_stack(tmp_path: Path) -> None:

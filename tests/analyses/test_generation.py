@@ -13,8 +13,6 @@ import torch
 from control.baselines import SelfDebiasing, word_filter
 from control.generation import continue_prompts
 from hand_controlled import CHOSEN, controlled_by_hand
-from handpatched import jump_part
-from patched_models import linear, patched
 from self_debiasing import debiased_probabilities
 
 import matlens
@@ -62,17 +60,6 @@ def test_greedy_continuations_are_the_plain_models_own(
     assert len(set(expected)) > 1
     with controlled(model, GENTLE) if control else nullcontext():
         assert texts(model) == texts(model, use_cache=False, batch_size=3) == expected
-
-
-def test_a_patched_model_goes_on_as_patched(small_model: Models) -> None:
-    model = small_model("llama")
-    unpatched = texts(model)
-    with patched(model, [linear(jump_part(0, 1))]):
-        tokens = torch.tensor([model.tokenizer(PROMPTS[0])["input_ids"]])
-        given = {"max_new_tokens": N_NEW, "do_sample": False, "stop_at_eos": False, "return_type": "tokens"}
-        expected = model.tokenizer.decode(model.hf_generate(tokens, **given)[0, -N_NEW:])
-        assert texts(model)[0] == texts(model, use_cache=False)[0] == expected
-    assert expected != unpatched[0]
 
 
 def beams_by_hand(plain: Any, tokenizer: Any, prompt: str, n: int, banned: Sequence[int] = ()) -> str:

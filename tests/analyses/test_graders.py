@@ -132,10 +132,3 @@ def test_an_answer_without_scores_is_refused_without_the_key(first: Any, server:
 
 
 # What a grader gives
-
-
-@pytest.mark.parametrize("scores", [[0, 0], [[0, 0, 0]], 0.5, [0, None, 0], [-0.001, 0, 0], [0, 0, 1.5]])
-def test_what_are_no_scores_is_refused(scores: Any) -> None:
-    grader = types.SimpleNamespace(grade=lambda texts: {"toxicity": [0, 0.5, 1], "threat": scores})
-    with pytest.raises(InputError, match="Scores of threat must be 3 numbers from 0 to 1"):
-        grade_texts(grader, ["one", "two", "three"])

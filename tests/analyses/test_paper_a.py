@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import json
-import runpy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +28,6 @@ from analysing import (
     assert_figure,
     assert_table,
     read,
-    refused,
     run,
     sizes,
 )
@@ -257,34 +254,6 @@ def test_tokens_of_the_sheet_are_those_of_the_maps(finished: Finished, collected
     assert_table(finished("plausibility", SINKS) / "plausibility.csv", expected)
 
 
-@pytest.mark.parametrize("model", [SINKS, "bert"])
-def test_a_filled_sheet_gives_the_rates(
-    model: str, finished: Finished, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = finished("plausibility", model)
-    sheet = pd.read_csv(out / "plausibility_sheet.csv", dtype=str, keep_default_na=False)
-    assert set(sheet["sentence"].map(lambda text: "[MASK]" in text)) == {model == "bert"}
-    # Even numbers are plausible.
-    marks = [int(token.strip("␣")[-1:] in set("02468")) for token in sheet["token"]]
-    filled = out / "filled.csv"
-    sheet.assign(plausible=marks).to_csv(filled, index=False)
-    capsys.readouterr()
-    run("plausibility", "--sheet", filled, "--out", out)
-    printed = capsys.readouterr().out
-    rates = pd.read_csv(out / "plausibility_rates.csv")
-    table = read(finished, "plausibility", model)
-    for method in ("id", "mat"):
-        tokens = table[(table["method"] == method) | (table["layer"] == N_LAYERS)]
-        hits = tokens["token"].str.strip()[tokens["token"] != ""].str[-1].isin(list("02468"))
-        for layer in (None, *range(N_LAYERS + 1)):
-            chosen = tokens.index if layer is None else tokens.index[tokens["layer"] == layer]
-            wanted = hits.reindex(chosen, fill_value=False).mean()
-            same = rates["layer"].isna() if layer is None else rates["layer"] == layer
-            (row,) = rates[same & (rates["method"] == method) & (rates["metric"] == "tokens")].itertuples()
-            assert (row.value, row.n) == (pytest.approx(wanted), len(chosen))
-            assert layer is not None or f"{wanted:.3f}" in printed
-
-
 def test_the_small_bert_learns_and_can_be_analysed(
     corpora: Path,
     plain_model: Callable[[str], Any],
@@ -324,27 +293,3 @@ def test_the_small_bert_learns_and_can_be_analysed(
 
 
 # What it says
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_every_script_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    run(name, "--help")
-    said = " ".join(capsys.readouterr().out.split())
-    described = inspect.getdoc(runpy.run_path(str(SCRIPTS[name]))["main"])
-    assert described is not None
-    assert " ".join(described.split()) in said
-    assert "--out" in said
-
-
-@pytest.mark.parametrize("models", [("llama", "bert")])
-def test_models_of_different_kinds_make_no_figure(
-    models: tuple[str, str],
-    corpora: Path,
-    model_folder: Callable[[str], Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    given = [part for model in models for part in ("--model", model_folder(model))]
-    given += ["--corpus", corpora / "words.txt", *sizes(), "--out", tmp_path / "out"]
-    assert "Expected models of one kind" in refused("paper_a_fig7_models", capsys, *given)
-    assert not list((tmp_path / "out").glob("paper_a_fig7_models*"))

@@ -11,7 +11,6 @@ import exits
 import numpy as np
 import pandas as pd
 import pytest
-import sub_updates
 from analysing import (
     CONTROL,
     EXITS,
@@ -25,12 +24,10 @@ from analysing import (
 from annotation import WordSimilarity
 from conftest import N_LAYERS, SINK_TOKENS
 from figures import paper_b
-from paper_a.predictions import prediction_confidence
 from paper_b_fig4_overlap import norm_overlap
 from paper_b_fig6_dominance import dominance as dominance_table
 from plain_values import plain_unembedding, plain_values
 from sub_updates.events import event_tables
-from sub_updates.frequency import TokenFrequency
 
 import matlens
 from matlens import ffn
@@ -158,36 +155,6 @@ def test_tables_of_events_are_those_of_the_trace(
     of_figures = tables.events, tables.scores[tables.scores["read"] == "score"], tables.saturation
     for (table,), expected in zip(figures.values(), of_figures, strict=True):
         pd.testing.assert_frame_equal(table, expected)
-
-
-def test_tables_beside_those_of_clusters_are_those_of_their_names(
-    workbench: Workbench, job: Callable[[str, int], tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Groups of each vector alone, how few clusters it takes, the largest, and how ways to cluster agree."""
-    options = ["--sentences", 20, "--clusters", 30, "--beside", 50, "--threshold", 2e-4, "--compared", 90]
-    workbench.run("paper_b_sec5_clusters", "llama-sinks", *options)
-    model, examples = job("llama-sinks", 20)
-    trace, values = ffn.Trace.run(model, examples, progress=False), ffn.ValueVectors(model)
-    words = matlens.load_corpus(str(workbench.words))
-    fitted, of_each = (ffn.Clusters.fit(values, n, progress=False) for n in (30, len(values)))
-    together, alone = (
-        sub_updates.extreme_tables(
-            trace, model, clusters, TokenFrequency.from_corpus(words, model.tokenizer, 60),
-            prediction_confidence(model, examples), threshold=2e-4, n_drawn=50, seed=0,
-        )
-        for clusters in (fitted, of_each)
-    )  # fmt: skip
-    assert not together.groups.equals(alone.groups)
-    extreme = together.activity[together.activity["sub_updates"] == "extreme"]
-    by_read = [of_read.iloc[:10] for _, of_read in extreme.groupby("read", sort=False)]
-    assert any(len(extreme[extreme["read"] == of_read["read"].iloc[0]]) > 10 for of_read in by_read)
-    for name, table in {
-        "alone": alone.groups,
-        "few": sub_updates.concentration(together.activity, fitted),
-        "largest": pd.concat(by_read).sort_index().drop(columns=["members", "sub_updates"]),
-        "ways": sub_updates.compare_linkages(values, 30, n_vectors=90, seed=0),
-    }.items():
-        assert_table(workbench.out / f"paper_b_sec5_{name}.csv", table)
 
 
 def test_overlap_and_dominance_are_those_of_the_options(

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pandas as pd
 import pytest
-from annotation import sheet_text, write_sheets
 from paper_a.predictions import COLUMNS
 from plausibility import (
     SHEET_COLUMNS,
     make_plausibility_sheet,
     plausibility_rates,
-    read_plausibility_sheet,
 )
 from scipy import stats
 
 from matlens import InputError
-from matlens.models.tokens import visible
 
 # Two sentences, three layers, two tokens each; the last layer has one way to be read.
 TOKENS = {
@@ -136,36 +130,3 @@ def test_a_sheet_of_other_predictions_is_refused() -> None:
 
 
 # Reading it
-
-
-@pytest.mark.parametrize(
-    "token",
-    ["a,b", 'he said "no"', " leading", "trailing ", "", "two\nlines", "nan", "007", "'", ";", "\\", "=1+1"],
-)  # fmt: skip
-def test_awkward_tokens_come_back_from_a_sheet_as_they_went(token: str, tmp_path: Path) -> None:
-    rows = [("a sentence", "id", 0, 1, token, 0.9), ("a sentence", "id", 0, 2, "other", 0.1)]
-    rows += [(token, "id", 0, 1, "word", 0.9), (token, "id", 0, 2, token, 0.1)]
-    table = pd.DataFrame(rows, columns=list(COLUMNS))
-    sheet = make_plausibility_sheet(table)
-    marked = sheet.assign(plausible=(sheet["token"] == visible(token)).astype(int))
-    write_sheets({tmp_path / "sheet.csv": sheet_text(marked)})
-    back = read_plausibility_sheet(tmp_path / "sheet.csv")
-    for column in ("sentence", "token", "plausible"):
-        assert back[column].tolist() == marked[column].tolist()
-    rates = plausibility_rates(pd.concat([table, table.assign(method="mat")]), back)
-    assert rates[(rates["metric"] == "tokens")]["value"].tolist() == [0.5] * 4
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (lambda sheet: sheet.assign(plausible="yes"), "item 1: plausible must be 1 or 0, got 'yes'"),
-        (lambda sheet: pd.concat([sheet, sheet[:1]]), "item 1: item must be in the sheet once"),
-        (lambda sheet: pd.concat([sheet, sheet[:1].assign(item=99)]), "item 99: token must be"),
-    ],
-)
-def test_wrong_and_contradictory_marks_are_refused(edit: Any, message: str, tmp_path: Path) -> None:
-    sheet = edit(filled(make_plausibility_sheet(predictions())))
-    write_sheets({tmp_path / "sheet.csv": sheet_text(sheet)})
-    with pytest.raises(InputError, match=message):
-        read_plausibility_sheet(tmp_path / "sheet.csv")

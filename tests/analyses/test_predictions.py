@@ -14,7 +14,6 @@ from conftest import D_MODEL, MASKED, N_LAYERS, make_tokenizer, plain_vectors
 from paper_a.predictions import (
     COLUMNS,
     prediction_confidence,
-    predictions_side_by_side,
     prompt_texts,
     top_predictions,
 )
@@ -145,27 +144,6 @@ def test_special_tokens_are_left_out_but_for_the_one_that_is_read(position: int,
 
 
 # For people
-
-
-def table_of(tokens: list[str], prompt: str = "one") -> pd.DataFrame:
-    """Predictions of some layers, numbered so that each token tells where it belongs."""
-    rows = [
-        (prompt, method, layer, rank, f"{token}{method}{layer}", 0.5 / rank)
-        for layer in (2, 10)
-        for method in ("mat", "id")
-        for rank, token in enumerate(tokens, start=1)
-    ]
-    return pd.DataFrame(rows, columns=list(COLUMNS))
-
-
-def test_side_by_side_has_a_column_for_each_layer_and_method_and_a_row_a_rank() -> None:
-    other = table_of([" x", "y"], "two").assign(method="id", layer=1).drop_duplicates("rank")
-    table = pd.concat([other, table_of([" a", "b\n", "c"])]).sample(frac=1, random_state=0)
-    wide = predictions_side_by_side(table)["one"]
-    assert list(wide.columns) == ["id_2", "mat_2", "id_10", "mat_10"]
-    for column in wide:
-        method, layer = str(column).split("_")
-        assert wide[column].tolist() == [f"␣a{method}{layer}", f"b\\n{method}{layer}", f"c{method}{layer}"]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "gemma2"])

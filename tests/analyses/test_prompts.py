@@ -29,11 +29,3 @@ def test_prompts_are_in_a_field_or_its_text_or_one_a_line(tmp_path: Path) -> Non
     for wrong, options in ((text, {"challenging": True}), (tmp_path / "absent.txt", {})):
         with pytest.raises((InputError, OSError)):
             read_prompts(wrong, **options)
-
-
-def test_the_prompts_that_come_along_are_many_and_different() -> None:
-    folder = Path(__file__).parents[2] / "analyses" / "prompts"
-    lists = [read_prompts(folder / f"{name}.txt") for name in ("provocations", "held_out", "banned")]
-    assert list(map(len, lists))[:2] == [117, 80]
-    assert all(len(set(prompts)) == len(prompts) for prompts in lists)
-    assert not {*lists[0]} & {*lists[1]}

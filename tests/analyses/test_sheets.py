@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from annotation import read_sheet, refuse_rows, sheet_text, write_sheets
+from annotation import read_sheet, sheet_text, write_sheets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,17 +54,3 @@ def test_a_sheet_is_read_as_spreadsheets_save_it(separator: str, encoding: str, 
         ["1", f" a {separator} b", "1"],
         ["2", "nan", ""],
     ]
-
-
-@pytest.mark.parametrize("content", [None, b"", b'a,b\n"', b"\xff\xfe\x00 no text", b"item,text\n1,2\n"])
-def test_other_files_are_refused(content: bytes | None, tmp_path: Path) -> None:
-    if content is not None:
-        (tmp_path / "sheet.csv").write_bytes(content)
-    with pytest.raises((InputError, OSError), match=r"sheet\.csv"):
-        read_sheet(tmp_path / "sheet.csv", COLUMNS)
-
-
-def test_the_first_wrong_row_is_named() -> None:
-    refuse_rows("p", TABLE, TABLE["mark"] == "z", "mark", "z")
-    with pytest.raises(InputError, match="p, item 2: text must be short, got 'said"):
-        refuse_rows("p", TABLE, TABLE["item"] > "1", "text", "short")

@@ -80,12 +80,6 @@ def test_one_pair_in_a_hundred_of_each_two_bands_passes_the_threshold() -> None:
     np.testing.assert_array_equal(thresholds, thresholds.T)
 
 
-def test_bands_are_doublings_and_the_last_ones_are_one() -> None:
-    counts = np.repeat([4, 7, 8, 16, 40, 900], [90, 60, 120, 80, 30, 5])
-    assert word_similarity._frequency_bands(counts).tolist() == [0] * 150 + [1] * 120 + [2] * 115
-    assert word_similarity._frequency_bands(np.array([4, 900])).tolist() == [0, 0]
-
-
 # Families
 
 

@@ -65,13 +65,6 @@ def test_the_cache_gives_what_the_model_gives(folder: Path, monkeypatch: pytest.
         assert table.equals(expected.table(values, ["L1D7", "L-1D0"], k=4))
 
 
-def test_the_reading_after_the_norm_needs_the_model(folder: Path) -> None:
-    for _ in range(2):
-        catalogue, model = Catalogue(folder, device="cpu"), matlens.load(folder, device="cpu")
-        ours = catalogue.projection("norm").table(catalogue.values, ["L1D7"])
-        assert ours.equals(Projection.after_norm(model).table(ValueVectors(model), ["L1D7"]))
-
-
 def test_top_tokens_are_computed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = matlens.load(folder, device="cpu")
     for reading, k in (("plain", 5), ("head", 5), ("plain", 3)):
@@ -160,12 +153,3 @@ def test_an_unembedding_of_two_matrices_is_their_product(folder: Path) -> None:
     for reading in ("norm", "head"):
         with pytest.raises(InputError, match="has no final norm"):
             catalogue.projection(reading)
-
-
-def test_a_switched_off_cache_reads_the_model(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("MATLENS_CACHE", "off")
-    ours, model = Catalogue(folder, device="cpu"), matlens.load(folder, device="cpu")
-    assert torch.equal(ours.values.layer(0), ValueVectors(model).layer(0))
-    assert not (tmp_path / "cache").exists()

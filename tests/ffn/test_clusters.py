@@ -87,17 +87,6 @@ def test_clusters_of_neighbours_are_wards_on_the_same_graph(n: int) -> None:
     assert not same(agglomerate(unit, n // 3, NEIGHBOURS), agglomerate(unit, n // 3, EXACT))
 
 
-def test_a_graph_of_several_components_is_joined() -> None:
-    generator = np.random.default_rng(0)
-    truth = generator.permutation(np.repeat(range(4), [20, 15, 12, 30]))
-    unit = np.eye(24)[truth] + 0.02 * generator.normal(size=(len(truth), 24))
-    unit /= np.linalg.norm(unit, axis=1, keepdims=True)
-    for n_clusters in (1, 2, 3):
-        labels = agglomerate(unit, n_clusters, NEIGHBOURS)
-        assert len(set(labels)) == n_clusters
-        assert all(len(set(labels[truth == bundle])) == 1 for bundle in range(4))
-
-
 @pytest.mark.parametrize("method", [EXACT, NEIGHBOURS])
 @settings(max_examples=40)
 @given(st.data(), st.integers(1, 30), st.integers(0, 10**6), st.booleans())

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import assert_near, plain_vectors
 from control import continue_prompts
-from hand_controlled import CHOSEN, controlled_by_hand, output_layer, parsed
+from hand_controlled import CHOSEN, controlled_by_hand
 from handpatched import jump_part, submodule_part
 from patched_models import (
     LENGTHS,
@@ -24,12 +24,10 @@ from patched_models import (
 )
 from torch import Tensor
 
-import matlens
 from matlens import InputError
 from matlens.ffn import ValueVector, controlled
 from matlens.ffn.values import ValueVectors
 from matlens.models.changes import changes_of
-from matlens.models.layout import ModelLayout
 
 Models = Callable[[str], Any]
 HOWS: dict[Any, Callable[[Tensor, float], Tensor]] = {
@@ -50,8 +48,9 @@ WHERES: dict[str, tuple[Any, Callable[[int, int], Tensor]]] = {
 
 
 @pytest.mark.parametrize("where", WHERES)
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("name", ["gpt2", "gptj", "bert", "gemma2"])
+@pytest.mark.parametrize(
+    ("name", "how"), [("gpt2", "set"), ("gptj", "add"), ("bert", "scale"), ("gemma2", "set")]
+)
 def test_every_change_at_every_place_is_that_by_hand(
     name: str, how: Any, where: str, small_model: Models, plain_model: Models
 ) -> None:
@@ -83,36 +82,6 @@ def test_coefficients_are_set_exactly(small_model: Models) -> None:
         for one in vectors(model):
             for site, index in (("ffn_post.0", 5), ("ffn_post.2", 47), ("ffn_post.1", 7)):
                 assert (one[site][:, index] == -2.5).all()
-
-
-def test_half_precision_is_kept(model_folder: Models, small_model: Models) -> None:
-    model = matlens.load(str(model_folder("llama")), device="cpu", dtype=torch.bfloat16)
-    found = []
-    for each in (model, small_model("llama")):
-        with controlled(each, CHOSEN):
-            found.append(vectors(each)[0]["logits"])
-    assert found[0].dtype == torch.bfloat16
-    assert_near(found[0].float(), found[1], 0.1)
-
-
-def test_gradients_flow_past_it(small_model: Models) -> None:
-    model = small_model("gpt2")
-    with controlled(model, ["L1D9"]):
-        model(torch.tensor(SENTENCES[:1])).square().sum().backward()
-    weight = output_layer("gpt2", model.original_model, 1).original_component.weight
-    assert bool(weight.grad.any())
-    model.zero_grad()
-
-
-def test_the_cache_of_activations_has_the_new_coefficients(small_model: Models, plain_model: Models) -> None:
-    model, plain, tokens = small_model("gptj"), plain_model("gptj"), torch.tensor(SENTENCES[:1])
-    with controlled_by_hand("gptj", plain, CHOSEN):
-        expected = plain_vectors("gptj", plain, tokens[0])["logits"]
-    with controlled(model, CHOSEN), torch.inference_mode():
-        logits, cache = model.run_with_cache(tokens)
-    assert_near(logits, expected)
-    for layer, index, number in parsed(CHOSEN):
-        assert (cache[ModelLayout.from_model(model).hook(f"ffn_post.{layer}")][0, :, index] == number).all()
 
 
 PROMPTS = ["w4 w40 w11 w0 w29 w9", "w17", "w8 w8 w30 w21 w2 w35"]

@@ -16,7 +16,7 @@ from plain_values import plain_unembedding, plain_values
 from sub_updates.events import event_tables, saturation_frequency, update_scores, updates_by_effect
 from traces import make_trace
 
-from matlens import InputError, collect, make_examples
+from matlens import collect, make_examples
 from matlens.data.corpus import Corpus
 from matlens.data.examples import Examples
 from matlens.ffn.events import event_scores, find_events, find_saturation, relative_scores
@@ -190,24 +190,6 @@ def test_the_frequency_of_saturation_is_counted_and_sums_to_one(trace: Trace) ->
     assert shares["ffn"] + shares["attention"] == pytest.approx(1)
 
 
-def test_a_missing_event_is_named() -> None:
-    """Where every candidate is there from the start, nothing is made by an FFN and nothing falls."""
-    same = torch.zeros(3, 2, dtype=torch.long)
-    with pytest.raises(InputError, match="There is no saturation event"):
-        event_scores(make_trace(same, same, same))
-    # The first candidate falls and comes back by attention; the second falls for good, at the first layer.
-    before, after = torch.tensor([[1, 1], [0, 1]]), torch.tensor([[1, 1], [1, 1]])
-    trace = make_trace(before, after, torch.tensor([[0, 0], [2, 0]]))
-    assert len(event_scores(trace)) == 12
-    with pytest.raises(InputError, match="There is no saturation event"):
-        event_scores(trace, rows=torch.tensor([True, False]))
-    # Candidates that tie for the top change without a rank.
-    trace = make_trace(before, after, torch.zeros(2, 2))
-    with pytest.raises(InputError, match="There is no elimination event"):
-        event_scores(trace)
-    assert set(update_scores(trace)["event"]) == {"update", "stays", "saturation"}
-
-
 def test_sinks_of_a_trace_are_those_of_the_collected_stream(
     small_model: Callable[[str], Any], sentences: Corpus
 ) -> None:
@@ -257,17 +239,6 @@ def test_lift_and_odds_are_differences_of_the_projections_scores(
                         torch.testing.assert_close(
                             ours[group, reference][place].double(), theirs, rtol=0, atol=scale
                         )
-
-
-def test_relative_scores_need_the_model_that_was_traced(
-    real: Callable[[str], tuple[Any, Trace]], small_model: Callable[[str], Any]
-) -> None:
-    _, trace = real("llama")
-    with pytest.raises(InputError, match="The trace and this model do not belong together"):
-        relative_scores(trace, small_model("gemma2"), "mean")
-    for rows in (torch.ones(3).bool(), torch.zeros(8).bool()):
-        with pytest.raises(InputError, match=r"^rows must be"):
-            event_scores(trace, rows=rows)
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,6 @@ import torch
 from hand_controlled import CHOSEN, controlled_by_hand
 from scipy import stats
 
-import matlens
-from matlens import InputError
 from matlens.data.corpus import Corpus
 from matlens.data.making import make_windows
 from matlens.ffn.control import controlled
@@ -112,17 +110,3 @@ def test_a_ratio_is_that_of_the_perplexities_and_surer_than_they() -> None:
     lonely = TextLosses(np.array([3.0]), np.array([2])).perplexity()
     assert lonely.value == pytest.approx(math.exp(1.5))
     assert math.isnan(lonely.low)
-
-
-def test_what_has_no_perplexity_is_told(
-    small_model: Models, sentences: Corpus, model_folder: Callable[[str], Any]
-) -> None:
-    with pytest.raises(InputError, match="predicts masked tokens, so it has no perplexity"):
-        text_losses(small_model("bert"), sentences)
-    with pytest.raises(InputError, match="at least two tokens"):
-        text_losses(small_model("llama"), Corpus("one", ("w1",), 1, 0, 0, 0))
-    broken = matlens.load(str(model_folder("llama")), device="cpu")
-    with torch.no_grad():
-        broken.original_model.get_output_embeddings().weight.fill_(math.nan)
-    with pytest.raises(InputError, match="not finite"):
-        text_losses(broken, sentences)

@@ -63,12 +63,6 @@ def test_odds_change_by_the_exponential_of_the_score(small_model: Models, plain_
     torch.testing.assert_close(after, scaled / scaled.sum(-1, keepdim=True), rtol=1e-3, atol=1e-8)
 
 
-def test_a_model_without_words_is_refused(small_model: Models) -> None:
-    for make in (Projection.from_model, Projection.after_norm):
-        with pytest.raises(InputError, match="has no tokenizer"):
-            make(small_model("vit"))
-
-
 @pytest.mark.parametrize("in_memory", [1, D_VOCAB * 5, 2**25])
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_top_and_bottom_tokens_are_those_of_all_scores_sorted(

@@ -14,7 +14,6 @@ from identities import make_identity
 from rule_by_hand import layer_left
 from traces import make_clusters, make_trace_of_dominant
 
-from matlens import InputError
 from matlens.ffn.rule import ExitRule, active_clusters
 
 MODEL = make_identity("none", "one")
@@ -101,11 +100,3 @@ def test_layers_without_events_have_no_signal_and_layers_of_events_alone_always(
     sets = [[{1}, {1}], [{2}, {2}]]
     assert signals(sets, [-1, -1], [{1}, {1}]) == [False, False]
     assert signals(sets, [1, 1], [{9}, {9}]) == [False, True]
-
-
-def test_what_does_not_belong_together_is_refused() -> None:
-    with pytest.raises(InputError, match=r"The clusters and the trace .*fingerprint one, .*fingerprint two"):
-        active_clusters(make_trace_of_dominant(np.zeros((2, 1, 1)), "two"), make_clusters([0, 0, 0], MODEL))
-    rule = ExitRule().fit(np.zeros((3, 2, 2), int), np.zeros(3, int), np.arange(3))
-    with pytest.raises(InputError, match="layers and clusters of the fit"):
-        rule.signals(np.zeros((3, 1, 2), int), np.arange(3))

@@ -23,7 +23,7 @@ from scipy import stats
 from torch import Tensor
 
 import matlens
-from matlens import InputError, collect, make_examples
+from matlens import InputError, make_examples
 from matlens.data.corpus import Corpus
 from matlens.data.examples import Examples
 from matlens.ffn import trace as module
@@ -168,23 +168,6 @@ def test_every_number_is_the_plain_models(
     assert all(bool((trace.coefficient[group] != 0).any()) for group in GROUPS)
 
 
-@pytest.mark.parametrize("name", ["llama"])
-def test_a_half_precision_model_is_traced_in_float32(
-    name: str, model_folder: Callable[[str], Path], sentences: Corpus
-) -> None:
-    model = matlens.load(str(model_folder(name)), device="cpu", dtype=torch.bfloat16)
-    plain = load_plain(name, model_folder(name), dtype=torch.bfloat16)
-    examples = make_examples(model, sentences).head(N)
-    trace = Trace.run(model, examples, k=K, progress=False)
-    kinds = [f"{kind}.{layer}" for kind in ("mid", "ffn_post") for layer in range(N_LAYERS)]
-    stream = [f"h.{layer}" for layer in range(N_LAYERS + 1)]
-    vectors = collect(model, examples, [*kinds, *stream], progress=False)  # rounded as the model rounds
-    rows = [{site: vectors[site][row] for site in vectors} for row in range(N)]
-    check(name, plain, examples, trace, [from_vectors(name, plain, row) for row in rows])
-    assert trace.score["dominant", "final"].dtype == torch.float32
-    assert trace.provenance.identity.dtype == "bfloat16"
-
-
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_batches_change_nothing(name: str, small_model: Callable[[str], Any], sentences: Corpus) -> None:
     model = small_model(name)
@@ -261,19 +244,6 @@ def test_a_stored_trace_is_the_one_in_memory_and_a_finished_folder_is_only_opene
         assert_equal(again, stored)
         assert (again.provenance.details["k"], again.provenance.details["seed"]) == (K, 3)
         assert again.provenance.corpus == "words"
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [({"k": 3}, "k: 4 in the folder, 3 now"), ({"seed": 1}, "seed: 0 in the folder, 1")],
-)
-def test_a_folder_of_another_job_is_refused(
-    changed: dict[str, int], message: str, llama: tuple[Any, Examples], tmp_path: Path
-) -> None:
-    options: dict[str, Any] = {"folder": tmp_path / "out", "k": K, "progress": False}
-    Trace.run(*llama, **options)
-    with pytest.raises(InputError, match=f"belongs to another job.*{message}"):
-        Trace.run(*llama, **{**options, **changed})
 
 
 def test_what_cannot_be_traced_is_refused_before_anything_is_run(

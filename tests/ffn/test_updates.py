@@ -19,7 +19,6 @@ from conftest import (
 from paper_b_fig6_dominance import dominance
 from plain_values import plain_ffn, plain_unembedding, plain_values
 
-import matlens
 from matlens import InputError, collect, make_examples, make_prompts
 from matlens.data.corpus import Corpus
 from matlens.data.examples import Examples
@@ -163,12 +162,3 @@ def test_updates_of_another_model_and_ranges_are_refused(small_model: Models) ->
         updates.dominant(0, 49)
     with pytest.raises(InputError, match=r"^row must be"):
         updates.sub_updates(0, 1)
-
-
-def test_half_precision_adds_up_too(model_folder: Models, sentences: Corpus) -> None:
-    model = matlens.load(str(model_folder("llama")), device="cpu", dtype=torch.bfloat16)
-    updates = Updates.run(model, make_examples(model, sentences).head(3), progress=False)
-    for layer in range(N_LAYERS):
-        parts = updates.sub_updates(layer, 2)
-        assert parts.dtype == torch.float32
-        assert_near(parts.sum(0) + updates.values.bias(layer), updates.outputs(layer)[2], 1e-2)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,8 +26,7 @@ from patched_models import (
 )
 from torch import Tensor
 
-import matlens
-from matlens import InputError, LinearMap, Site
+from matlens import InputError, Site
 from matlens.models.layout import ModelLayout
 from matlens.patching.replacements import Replacement
 
@@ -101,7 +98,7 @@ def schemes(draw: st.DrawFn, name: str) -> list[Part]:
     return draw(st.permutations(parts))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["gpt2", "gptj", "bert"])
 def test_any_scheme_is_the_plain_model_patched_by_hand(
     name: str, small_model: Models, plain_model: Models
 ) -> None:
@@ -122,18 +119,6 @@ def test_the_identity_over_no_blocks_changes_no_bit(small_model: Models) -> None
         same = part(f"h.{layer}", f"h.{layer}", bias=False)._replace(weight=torch.eye(D_MODEL))
         with patched(model, [replacement(same)]):
             assert_same(vectors(model), before, 0)
-
-
-@pytest.mark.parametrize("name", ["llama", "bert"])
-def test_half_precision_is_kept(name: str, model_folder: Callable[[str], Path], plain_model: Models) -> None:
-    model = matlens.load(str(model_folder(name)), device="cpu", dtype=torch.bfloat16)
-    parts = [jump_part(0, 1), submodule_part("ffn", 1, 1), submodule_part("attn", 2, 2, where="not-first")]
-    with patched(model, [replacement(replaced) for replaced in parts]):
-        carried = vectors(model)
-    for ours, theirs in zip(carried, hand_vectors(name, plain_model(name), parts, SENTENCES), strict=True):
-        for site in ours:
-            assert ours[site].dtype == torch.bfloat16
-            assert_near(ours[site].float(), theirs[site], 0.1)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gptj"])
@@ -168,15 +153,6 @@ def test_hooks_inside_see_and_change_what_is_replaced(small_model: Models, plain
         alone = model(tokens)
         assert_near(model.run_with_hooks(tokens, fwd_hooks=hooks)[0], expected)
         assert torch.equal(model(tokens), alone)  # the replacements outlive them
-
-
-def test_gradients_flow_through_replacements(small_model: Models) -> None:
-    weights = [torch.eye(D_MODEL).requires_grad_() for _ in range(2)]
-    maps = [LinearMap(weights[0], None, "h.0", "h.1"), LinearMap(weights[1], None, "ffn_in.2", "ffn_out.2")]
-    with patched(small_model("gpt2"), maps):
-        small_model("gpt2")(torch.tensor(SENTENCES[:1])).square().sum().backward()
-    small_model("gpt2").zero_grad()
-    assert all(weight.grad is not None and bool(weight.grad.any()) for weight in weights)
 
 
 def test_without_a_mask_every_row_is_a_whole_sentence(small_model: Models, plain_model: Models) -> None:

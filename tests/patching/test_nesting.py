@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import make_sentences
 from handpatched import hand_vectors, jump_part, submodule_part
 from patched_models import (
     SENTENCES,
@@ -24,7 +23,6 @@ from patched_models import (
 )
 from torch import Tensor
 
-import matlens
 from matlens import InputError, Site
 from matlens.ffn import controlled
 from matlens.models.changes import changes_of
@@ -103,31 +101,6 @@ def test_after_a_failure_the_model_is_as_before(
         assert same is model
 
 
-@pytest.mark.parametrize("kind", ["jump", "attn", "control"])
-def test_a_generator_that_holds_a_context_releases_it(kind: str, small_model: Models) -> None:
-    model = small_model("llama")
-    before = state(model)
-
-    def holding() -> Iterator[int]:
-        with CONTEXTS[kind](model):
-            yield 1
-            yield 2
-
-    for end in ("close", "collect", "throw"):
-        generator = holding()
-        next(generator)
-        assert changes_of(model)
-        if end == "close":
-            generator.close()
-        elif end == "collect":
-            del generator
-            gc.collect()
-        else:
-            with pytest.raises(ZeroDivisionError):
-                generator.throw(ZeroDivisionError)
-        assert_as_before(model, before)
-
-
 @pytest.mark.parametrize("kind", ["attn", "control"])
 def test_hooks_that_a_user_resets_inside_stay_unless_for_good(kind: str, small_model: Models) -> None:
     model = small_model("llama")
@@ -158,10 +131,22 @@ def test_a_forward_of_somebody_else_on_a_block_is_restored(small_model: Models) 
         del vars(block)["forward"]
 
 
-def test_collecting_a_skipped_site_is_refused(small_model: Models) -> None:
+def test_a_second_thread_is_refused(small_model: Models) -> None:
     model = small_model("llama")
-    examples = matlens.make_examples(model, make_sentences()).head(3)
-    with patched(model, [linear(jump_part(0, 2))]):
-        assert set(matlens.collect(model, examples, ["h.0", "h.2"], progress=False)) == {"h.0", "h.2"}
-        with pytest.raises(InputError, match=r"did not run h\.1.*patched"):
-            matlens.collect(model, examples, ["h.1", "h.2"], progress=False)
+    before = state(model)
+    inside, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with CONTEXTS["attn"](model):
+            inside.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    inside.wait(60)
+    for kind in CONTEXTS:
+        with pytest.raises(InputError, match=r"in another thread|already"):
+            CONTEXTS[kind](model).__enter__()
+    done.set()
+    thread.join()
+    assert_as_before(model, before)

@@ -156,40 +156,6 @@ def test_named_functions_replace_their_sub_modules(small_model: Models, plain_mo
             assert_same(vectors(model), hand_vectors(name, plain, by_hand, SENTENCES))
 
 
-def test_missing_maps_and_ranges_are_refused(small_model: Models) -> None:
-    maps = MapSet([linear(jump_part(0, 2)), linear(submodule_part("attn", 0))])
-    for make, missing in (
-        (lambda: jump(maps, 2, 0), "h.2 -> h.0"),
-        (lambda: mat_attn(maps, 0, 3), "attn_in.1 -> attn_out.1"),
-        (lambda: mat_ln1_ln2(maps, 0, 1), "ln1_in.0 -> ln1_out.0"),
-    ):
-        with pytest.raises(KeyError, match=f"There is no map {missing}; there are 2: "):
-            make()
-    for first, last in ((2, 1), (-1, 2)):
-        with pytest.raises(InputError, match="first and last must be layers with 0 <= first <= last"):
-            mat_attn(maps, first, last)
-
-
-def test_layers_count_from_the_end_and_any_function_replaces(small_model: Models, sentences: Any) -> None:
-    model, replaced = small_model("gpt2"), jump_part(1, 3)
-    with patched(model, [replacement(replaced)]):
-        expected = vectors(model)
-    for way in (
-        linear(replaced._replace(source="h.-3", target="h.-1")),
-        Replacement(replaced.apply, Site("h", -3), Site("h", -1)),
-        Replacement(replaced.apply, Site.read("resid_pre.1"), Site.read("resid_post.-1")),
-    ):
-        with patched(model, iter([way])):
-            for ours, theirs in zip(vectors(model), expected, strict=True):
-                assert_near(ours["logits"], theirs["logits"], 1e-6)
-    samples = matlens.collect(model, matlens.make_examples(model, sentences), progress=False)
-    maps = MapSet.fit(samples, progress=False)
-    (given,) = jump(maps, 0, -1)
-    assert (given.source, given.target) == (Site("h", 0), Site("h", 3))
-    with patched(model, jump(maps, -4, -1)), pytest.raises(InputError, match="overlaps another"):
-        patched(model, jump(maps, 0, -1)).__enter__()
-
-
 # Refused
 
 OVERLAPS: dict[str, tuple[Part, Part, str]] = {
@@ -233,7 +199,7 @@ def test_replacements_that_overlap_are_refused(case: str, small_model: Models) -
 def test_neighbours_do_not_overlap(small_model: Models) -> None:
     model = small_model("gptj")
     parts = [jump_part(0, 1), jump_part(1, 2), *(submodule_part(kind, 2) for kind in ("ln1", "attn", "ffn"))]
-    for order in itertools.permutations(parts):
+    for order in itertools.islice(itertools.permutations(parts), 0, None, 7):
         with patched(model, [replacement(replaced) for replaced in order]):
             pass
     for place in range(3):  # maps over no blocks, at the ends of jumps
@@ -299,15 +265,6 @@ def test_every_later_hook_is_a_target_and_one_without_effect_is_refused(
     monkeypatch.setattr(type(model), "hooks", lambda self, fwd_hooks: nullcontext())
     with pytest.raises(InputError, match="would change nothing"):
         patched(model, [given]).__enter__()
-
-
-@pytest.mark.parametrize(
-    "where", ["first", 3, torch.tensor([-1, 0]), torch.tensor([[1, 2]]), torch.tensor([1.0])]
-)
-def test_other_tokens_are_refused(where: Any, small_model: Models) -> None:
-    maps = MapSet([linear(submodule_part("attn", 0))])
-    with pytest.raises(InputError, match=r"where\b|The positions of"):
-        patched(small_model("gptj"), mat_attn(maps, 0, 1, where=where)).__enter__()
 
 
 def test_positions_past_a_sentence_are_refused_when_it_runs(small_model: Models) -> None:

@@ -6,13 +6,10 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import transformers
-from conftest import D_MODEL, N_LAYERS, assert_near, make_tokenizer
+from conftest import N_LAYERS, assert_near
 from handpatched import jump_part
 from patched_models import SENTENCES, Models, linear, patched, replacement, vectors
 
@@ -61,29 +58,6 @@ def test_a_pass_starts_and_stops_where_there_are_vectors(name: str, small_model:
                 with pytest.raises(InputError, match="cannot start or stop at layer 1: the jump"):
                     model(given, **asked)
         assert torch.equal(model(tokens, stop_at_layer=2), h2)
-
-
-OTHER_BLOCKS = {
-    "each returns 3 values": transformers.RwkvConfig(
-        vocab_size=60, hidden_size=D_MODEL, num_hidden_layers=2, attention_hidden_size=D_MODEL
-    ),
-    "not what T5's do": transformers.LongT5Config(
-        vocab_size=60, d_model=D_MODEL, d_kv=8, d_ff=48, num_heads=4, num_layers=2, local_radius=4,
-        decoder_start_token_id=0,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("reason", OTHER_BLOCKS)
-def test_blocks_with_other_outputs_are_refused(reason: str, tmp_path: Path) -> None:
-    config = OTHER_BLOCKS[reason]
-    encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
-    auto: Any = transformers.AutoModelForSeq2SeqLM if encoder_decoder else transformers.AutoModelForCausalLM
-    auto.from_config(config).save_pretrained(tmp_path)
-    make_tokenizer().save_pretrained(tmp_path)
-    model = matlens.load(str(tmp_path), stack="encoder" if encoder_decoder else None, device="cpu")
-    with pytest.raises(InputError, match=reason):
-        patched(model, [linear(jump_part(0, 1))]).__enter__()
 
 
 def test_blocks_whose_output_no_hook_sees_are_refused(

@@ -27,7 +27,6 @@ from matlens.activations.activations import Activations
 from matlens.data.examples import Examples
 from matlens.linear.maps import tensor_digest
 from matlens.models.layout import ModelLayout
-from matlens.models.sites import Site
 from matlens.patching.replacements import mat_attn
 from matlens.patching.submodules import fit_submodules, submodule_pairs
 
@@ -109,7 +108,7 @@ def least_squares(x: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("positions", ["sampled", "all"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["gpt2", "gptj", "bert"])
 def test_maps_are_least_squares_on_the_vectors_of_the_plain_modules(
     name: str, positions: str, pair_of_models: Models
 ) -> None:
@@ -163,21 +162,3 @@ def test_provenance_records_the_fit(small_model: Models) -> None:
         other = patched(small_model("neox-sequential"), mat_attn(maps, 0, N_LAYERS))
         with pytest.raises(InputError, match="The maps and this model do not belong together"), other:
             pass
-
-
-def test_sites_that_were_not_collected_are_refused(small_model: Models) -> None:
-    model = small_model("llama")
-    pairs = submodule_pairs(ModelLayout.from_model(model), ["ffn", "ln1"])[:4]
-    sites = [site for pair in pairs for site in pair]
-    for absent in (sites[:1], sites[1:5]):
-        others = [site for site in sites if site not in absent]
-        some = collect(model, random_examples(20), others, progress=False)
-        with pytest.raises(InputError, match=rf"got {', '.join(sorted(absent, key=Site.parse))}"):
-            list(fit_submodules(some, pairs, progress=False))
-
-
-def test_names_that_are_no_sub_module_are_refused(small_model: Models) -> None:
-    with pytest.raises(InputError, match=r"^names must be"):
-        submodule_pairs(ModelLayout.from_model(small_model("llama")), ["fnn"])
-    with pytest.raises(InputError, match="blocks of this model are stream-only"):
-        submodule_pairs(ModelLayout.from_model(small_model("bloom")))

@@ -12,10 +12,9 @@ import pytest
 import torch
 from conftest import D_MODEL, N_LAYERS, assert_near, make_sentences
 from handpatched import submodules
-from patched_models import assert_as_before, patched, run_variants, state
+from patched_models import patched, run_variants
 from torch import Tensor
 
-import matlens
 from matlens import InputError, LinearMap, MapSet, Site, collect, make_examples
 from matlens.data.examples import Examples
 from matlens.models import identity
@@ -251,30 +250,6 @@ def test_maps_of_another_model_are_refused_and_weights_are_read_once(
         run_variants(model, examples, {"0": Variant(0, jump(theirs, 0, N_LAYERS))}, progress=False)
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_exception_in_the_middle_leaves_the_model_as_it_was(
-    error: type[BaseException], small_model: Models, tmp_path: Path
-) -> None:
-    model, maps = small_model("llama"), maps_of("llama")
-    examples, before, calls = examples_of(model), state(model), list[None]()
-
-    def failing(h: Tensor) -> Tensor:
-        calls.append(None)
-        if len(calls) == 3:
-            raise error("in the middle")
-        return h
-
-    attention = mat_attn(maps, 1, 2, where="not-first")
-    for kind, site in (("ffn", ("ffn_in.2", "ffn_out.2")), ("jump", ("h.2", "h.3"))):
-        calls.clear()
-        bad = Variant(1, [*attention, Replacement(failing, *map(Site.read, site))])
-        variants = {"good": Variant(1, jump(maps, 1, 2)), "bad": bad}
-        with pytest.raises(error, match="in the middle"):
-            run_variants(model, examples, variants, folder=tmp_path / kind, **OPTIONS)
-        assert_as_before(model, before)
-        assert (tmp_path / kind).exists() == (error is KeyboardInterrupt)  # it can be resumed
-
-
 def test_a_variant_that_overflows_changes_no_other(small_model: Models) -> None:
     model, maps = small_model("llama"), maps_of("llama")
     examples = examples_of(model)
@@ -284,12 +259,3 @@ def test_a_variant_that_overflows_changes_no_other(small_model: Models) -> None:
     assert not final["bad"].isfinite().any()
     for key in ("good", "none"):
         assert_near(final[key], alone(model, examples, variants[key].replacements))
-
-
-def test_a_model_in_half_precision_gives_float32(small_model: Models, model_folder: Models) -> None:
-    examples = examples_of(small_model("llama"))
-    variants = {"one": variants_of("llama", examples)["mixed-1"]}
-    model = matlens.load(str(model_folder("llama")), device="cpu", dtype=torch.bfloat16)
-    final = run_variants(model, examples, variants, progress=False)["one"]
-    assert final.dtype == torch.float32
-    assert_near(final, run_variants(small_model("llama"), examples, variants, progress=False)["one"], 0.05)

@@ -13,7 +13,6 @@ from figures.paper_a import token_table, transfer_heatmaps
 from matplotlib.cbook import is_math_text
 from plot_tables import METHODS, assert_legible, result
 
-from matlens import InputError
 from matlens.drawing import literal
 from matlens.io.tables import COLUMNS
 from matlens.linearity import rank_correlations
@@ -86,14 +85,6 @@ def test_every_cell_of_a_trajectory_is_that_of_its_token_and_layer(colour: str, 
     lightness = np.asarray(image.cmap(image.norm(image.get_array())))[..., :3].mean(-1)
     assert (lightness[2] < 0.35).all()
     assert (lightness[:2] > lightness[2].max()).all()
-
-
-@pytest.mark.refused
-def test_what_cannot_be_drawn_is_refused() -> None:
-    with pytest.raises(InputError, match=r"^colour must be"):
-        plot_trajectory(trajectory_table(), colour="blue")
-    with pytest.raises(InputError, match="70 tokens"):
-        plot_trajectory(trajectory_table(70))
 
 
 def test_the_atlas_has_a_cell_for_each_part_and_a_point_for_each_score(tmp_path: Path) -> None:

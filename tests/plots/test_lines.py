@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from figures.paper_a import by_fitting, by_method
+from figures.paper_a import by_method
 from matplotlib.axes import Axes
 from matplotlib.cbook import is_math_text
 from matplotlib.collections import PathCollection
@@ -14,7 +14,6 @@ from plot_tables import (
     METHODS,
     assert_curve,
     assert_legible,
-    fitting_table,
     lens_table,
     methods_table,
     named,
@@ -106,11 +105,3 @@ def test_methods_differ_by_colour_and_k_by_style_and_the_legend_says_so() -> Non
     styles = [entries[f"k = {k}"].get_linestyle() for k in (1, 5, 10)]
     assert styles == [lines[f"mat, k = {k}"].get_linestyle() for k in (1, 5, 10)]
     assert len(set(styles)) == 3
-
-
-def test_panels_of_ways_of_fitting_share_their_axes() -> None:
-    figure = by_fitting(fitting_table())
-    upper, lower = figure.axes[:3], figure.axes[3:]
-    assert len({ax.get_title() for ax in upper}) == 3
-    assert all(ax.get_title().startswith("fitted on all") for ax in upper)
-    assert len({ax.get_ylim() for ax in upper}) == len({ax.get_ylim() for ax in lower}) == 1

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from calibration_texts import WRITERS
 from conftest import LAYERS, assert_near
 
@@ -103,25 +101,6 @@ def test_the_least_are_chosen(small_model: Models, plain_model: Models, windows:
         for i in (1, 2)
     }
     assert choose_attention(streams, 1, progress=False) == (min(losses, key=losses.__getitem__),)
-
-
-def test_a_folder_says_what_is_gone(small_model: Models, windows: Models, tmp_path: Path) -> None:
-    pruned = pruning.prune_attention(small_model("llama"), windows("llama"), 1, progress=False)
-    folder = pruning.save_pruned(pruned, tmp_path / "model")
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    (gone,) = pruned.attention
-    details = pruned.provenance.details
-    assert (details["removed_attention"], details["choice"]) == ([gone], "loss")
-    assert not bool(layers_of("llama", loaded)[gone].self_attn.o_proj.weight.any())
-    card = (folder / "README.md").read_text()
-    assert "# 1 of 3 attentions removed" in card
-    assert f"attention of the blocks {gone} writes nothing" in card
-    assert "method `refit`" in card
-    assert "blocks removed" not in card
-    assert "Without the blocks" not in card
-    with torch.no_grad():
-        tokens = torch.tensor([[3, 4, 5, 9]])
-        assert_near(loaded(tokens).logits, pruned.model(tokens).logits, 1e-6)
 
 
 @pytest.mark.parametrize("name", ["neox"])

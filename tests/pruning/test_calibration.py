@@ -19,7 +19,7 @@ from matlens import InputError, pruning
 from matlens.data import make_windows
 from matlens.linear import LinearMap
 from matlens.pruning.layouts import Layout, full_windows
-from matlens.pruning.pruned import _PER_LAYER, build, cut_config
+from matlens.pruning.pruned import build
 
 Models = Callable[[str], Any]
 SIZES: dict[str, Any] = {
@@ -92,14 +92,6 @@ def test_what_has_an_entry_a_block_is_cut_and_nothing_else(key: str, gone: int, 
     assert getattr(model.config, key) == values
 
 
-def test_a_list_of_another_length_and_one_that_is_of_no_block_stay() -> None:
-    config = CONFIGS["layer_types"]()
-    config.scales, config.no_rope_layers = [1.0, 2.0, 3.0], [0, 1]
-    cut = cut_config(config, [0, 2])
-    assert (cut.scales, cut.no_rope_layers, cut.layer_types) == ([1.0, 2.0, 3.0], [0, 1], MIXED[::2])
-    assert "eos_token_id" not in _PER_LAYER
-
-
 def test_a_block_that_depends_on_its_place_cannot_move() -> None:
     sizes = {"vocab_size": 40, "n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 32}
     for scaled in (False, True):
@@ -114,15 +106,6 @@ def test_a_block_that_depends_on_its_place_cannot_move() -> None:
                 build(layout, [1], {})
         else:
             assert build(layout, [1], {}).config.n_layer == 2
-
-
-def test_blocks_of_several_shapes_cannot_move() -> None:
-    model = make(transformers.LlamaConfig(**GROUPED))
-    model.model.layers[2].mlp = transformers.models.llama.modeling_llama.LlamaMLP(
-        transformers.LlamaConfig(**GROUPED | {"intermediate_size": 40})
-    )
-    with pytest.raises(InputError, match="differ in their shapes"):
-        build(Layout.from_model(model), [1], {})
 
 
 @pytest.mark.parametrize("method", ["refit", "replaceme", "magnitude", "out"])
@@ -252,13 +235,3 @@ def test_a_chain_makes_what_is_left_of_the_error_good_behind_the_span(
     first = (model.get_submodule(LAYERS[name][0])[0].state_dict() for model in (chain, refit))
     for ours_of, theirs in zip(*(state.values() for state in first), strict=True):
         assert torch.equal(ours_of, theirs)
-
-
-def test_a_model_without_some_weights_is_refused(
-    small_model: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    more = pruning.plain_copy(small_model("llama"))
-    more.register_parameter("more", torch.nn.Parameter(torch.ones(1)))
-    monkeypatch.setattr("matlens.pruning.layouts.plain_model", lambda *_, **__: more)
-    with pytest.raises(InputError, match="has no weights for more"):
-        pruning.plain_copy(small_model("llama"))

@@ -15,7 +15,6 @@ from conftest import LAYERS, N_LAYERS, assert_near, plain_vectors
 
 import matlens
 from matlens import InputError, ffn, pruning
-from matlens.pruning.layouts import Layout
 
 Models = Callable[[str], Any]
 FAMILIES = ("gpt2", "llama", "neox", "falcon-alibi")
@@ -180,35 +179,6 @@ def test_blocks_are_left_out_of_mixtures_of_experts(
         pruning.save_pruned(pruned, tmp_path / "model")
     )
     assert_near(logits(loaded.eval()), logits(pruned.model), 1e-6)
-
-
-def test_a_masked_model_is_refused(small_model: Models, windows: Models) -> None:
-    with pytest.raises(InputError, match="masked tokens"):
-        pruning.prune(small_model("bert"), windows("llama"), 1, progress=False)
-
-
-@pytest.mark.parametrize("prune", [pruning.prune, pruning.prune_attention])
-@pytest.mark.parametrize("wanted", [N_LAYERS, [0], [1, 1], [1, 3]])
-def test_plans_are_refused_before_the_text_is_read(
-    prune: Callable[..., Any],
-    wanted: Any,
-    small_model: Models,
-    windows: Models,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def read(*_: object, **__: object) -> None:
-        raise AssertionError("the text was read")
-
-    monkeypatch.setattr("matlens.pruning.pruned.Streams", read)
-    with pytest.raises(InputError, match=r"remove|different"):
-        prune(small_model("gpt2"), windows("gpt2"), wanted, progress=False)
-    with pytest.raises(AssertionError, match="the text was read"):
-        prune(small_model("gpt2"), windows("gpt2"), 1, progress=False)
-
-
-def test_a_model_without_a_head_is_refused() -> None:
-    with pytest.raises(InputError, match="does not predict the next token"):
-        Layout.from_model(transformers.GPT2Model(transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2)))
 
 
 def test_a_model_that_is_changed_is_refused(small_model: Models, windows: Models) -> None:

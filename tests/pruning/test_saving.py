@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import resource
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -97,17 +96,6 @@ HARM: dict[str, Callable[[Path], None]] = {
     "the record": lambda folder: flip(folder / "matlens.json", 0.5),
     "no tokenizer": lambda folder: (folder / "tokenizer.json").unlink(),
 }
-
-
-def test_a_folder_with_other_files_does_not_load(pruned: pruning.Pruned, tmp_path: Path) -> None:
-    original = pruning.save_pruned(pruned, tmp_path / "model")
-    (original / "README.md").write_text("A card of one's own.")
-    matlens.load(str(original), device="cpu")
-    for name, harm in HARM.items():
-        folder = Path(shutil.copytree(original, tmp_path / name))
-        harm(folder)
-        with pytest.raises(InputError):
-            matlens.load(str(folder), device="cpu")
 
 
 def test_folders_load_in_a_process_without_matlens(
@@ -213,10 +201,3 @@ def test_what_is_measured_is_what_passes_by_hand_give(
     assert 0 < float(same) < 1
     ratio = values["pruned", "perplexity"] / values["original", "perplexity"]
     assert values["pruned", "ratio"] == pytest.approx(ratio)
-
-
-def test_another_models_pruned_model_is_refused(
-    pruned: pruning.Pruned, small_model: Callable[[str], Any], windows: Any
-) -> None:
-    with pytest.raises(InputError, match="pruned model"):
-        pruning.compare_pruned(small_model("gpt2"), pruned, windows("llama", 600), progress=False)

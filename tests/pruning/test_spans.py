@@ -24,7 +24,6 @@ from matlens.pruning.choosing import (
     linearity_of,
     loss_without,
     no_sinks,
-    spans_of,
 )
 from matlens.pruning.layouts import Layout, Streams, full_windows
 
@@ -177,8 +176,3 @@ def test_streams_that_overflow_are_refused(model_folder: Callable[[str], Any]) -
         layout.blocks[1].mlp.c_proj.weight.fill_(6e4)
     with pytest.raises(InputError, match=r"h\.2 are not finite"):
         Streams(layout, torch.tensor([[3, 4, 5, 6]]), progress=False)
-
-
-def test_spans_are_runs() -> None:
-    assert spans_of([5, 3, 4, 9, 7, 8]) == [(3, 6), (7, 10)]
-    assert spans_of([]) == []

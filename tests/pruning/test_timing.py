@@ -52,16 +52,3 @@ def test_models_take_turns_and_medians_count(plain_model: Models, monkeypatch: p
     assert (estimates["seconds"].value, estimates["seconds"].n) == (2, 3)
     assert estimates["seconds ratio"].value == pytest.approx(1 / 3)  # of 1/3, 1/5 and 2/4
     assert "seconds ratio" not in first.estimates()
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: transformers.BertForMaskedLM(
-            transformers.BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)),
-         "must have a cache"),
-    ],
-)  # fmt: skip
-def test_what_writes_no_tokens_one_by_one_is_refused(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        time_in_turns([make()], rounds=1)
