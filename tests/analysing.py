@@ -23,7 +23,6 @@ TRACED = ("paper_b_fig3_events", "paper_b_sec5_clusters")  # these make several 
 CONTROL = "paper_b_table5_control"
 EXITS = "paper_b_table6_early_exit"  # its table is that of no other
 REMOVAL = "paper_b_removal"
-OWN_TABLES = (SHEETS, SEARCH, CONTROL, EXITS, REMOVAL, *TRACED)  # not the columns that all others have
 SENTENCES = {name: ["--sentences", 12] for name in ("paper_b_fig6_dominance", EXITS, REMOVAL, *TRACED)}
 SENTENCES[CONTROL] = ["--windows", 4]
 

@@ -86,12 +86,7 @@ class Clusters:
         folder
             Where the clusters are stored, and read from if they exist.
         progress
-            Whether to print the method and show progress.
-
-        Raises
-        ------
-        InputError
-            A vector is zero or not finite, complete linkage needs more memory, or the folder has another job.
+            Whether to print the method, and to show that work goes on.
         """
         n = len(values)
         check_int(n_clusters, "n_clusters", min=1, max=n)

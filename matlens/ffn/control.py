@@ -66,12 +66,6 @@ def controlled(
         ``[batch, longest]``, which includes tokens past its end. Padding is excluded, but for ``"all"``,
         where it has no effect.
 
-    Raises
-    ------
-    InputError
-        A vector does not exist, is named twice or is under control already; a block, or its FFN, is replaced;
-        ``where`` has another number of rows than a batch; or another thread uses the model.
-
     Examples
     --------
     >>> with controlled(model, {"L24D219": 5.0, "L22D984": 3.0}):
@@ -120,10 +114,7 @@ def controlled(
 
 
 class _ChosenTokens:
-    """The tokens of a running batch at which coefficients are changed.
-
-    While ``generate`` runs, the first pass tells prompts from new tokens, with a cache or without.
-    """
+    """The tokens of a running batch at which coefficients are changed."""
 
     def __init__(self, model: TransformerBridge, where: Tokens) -> None:
         self.everywhere = isinstance(where, str) and where == "all"

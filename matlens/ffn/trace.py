@@ -141,12 +141,6 @@ class Trace:
             Maximum tokens per batch, with padding.
         progress
             Whether to show a bar over the examples.
-
-        Raises
-        ------
-        InputError
-            The model has no value vectors, no known residual stream before its FFNs, or fewer than ``k``
-            value vectors in a layer; or the folder belongs to another job.
         """
         reader = _BatchReader(model, examples, k, seed)
         size = batch_tokens or default_batch_tokens(model)

@@ -136,11 +136,6 @@ class ValueVectors:
         The model's name, the fingerprint of its weights, and its precision.
     device
         The device of the model.
-
-    Raises
-    ------
-    InputError
-        The FFN's output is not known to be a matrix times coefficients, or an unknown norm follows it.
     """
 
     def __init__(self, model: TransformerBridge | ValueParts) -> None:

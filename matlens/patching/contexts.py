@@ -57,12 +57,6 @@ def patched(
         return, in any order and combination. A replacement reads the input of its sub-module before hooks
         that are added inside the context; changes of earlier hooks to the sub-module's output are lost.
 
-    Raises
-    ------
-    InputError
-        A map belongs to another model or to one with changes that are not active, or is not finite; a range
-        runs backwards; two replacements overlap; or another thread uses the model.
-
     Examples
     --------
     >>> with matlens.patched(model, [maps[4, 10], *matlens.mat_attn(maps, 20, 30)]):

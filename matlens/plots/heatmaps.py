@@ -83,11 +83,6 @@ def plot_trajectory(table: pd.DataFrame, *, colour: str = "probability", title: 
         Color of the cells: ``"probability"``, ``"kl"``, ``"rank"`` or ``"entropy"``.
     title
         Title of the figure.
-
-    Raises
-    ------
-    InputError
-        The table has other columns, or too many tokens.
     """
     check_choice(colour, _COLOURS, "colour")
     grid = table.pivot(index="layer", columns="position", values=colour)

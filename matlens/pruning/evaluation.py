@@ -64,11 +64,6 @@ def compare_pruned(
     windows
         At least two of running text that was not used for calibration, see `matlens.data.make_windows`;
         windows shorter than the first are not read.
-
-    Raises
-    ------
-    InputError
-        The pruned model was made from another model, or the windows with another tokenizer.
     """
     check_made_of(pruned, model)
     check_own_tokens(model, windows)

@@ -131,13 +131,7 @@ def silence(module: nn.Module) -> None:
 
 @checked
 def plain_copy(model: TransformerBridge) -> Any:
-    """The plain Hugging Face model under a bridge: the same weights, in memory of its own.
-
-    Raises
-    ------
-    InputError
-        The model cannot be created from its configuration, for example with quantized weights.
-    """
+    """The plain Hugging Face model under a bridge: the same weights, in memory of its own."""
     source = model.original_model
     copied: Any = plain_model(model, as_loaded=True)
     if copied is None:

@@ -124,12 +124,7 @@ def prune(
         On at least how many tokens of the text the changed matrices are then trained towards the original
         model's predictions, in updates of some 1,024. It takes some five times as long as a forward pass.
     seed
-        Seed of the order of texts in healing.
-
-    Raises
-    ------
-    InputError
-        The model cannot be folded into.
+        Seed of the order in which texts are read then.
     """
     method = Method(check_choice(method, Method, "method"))
     choice = Choice(check_choice(choice, Choice, "choice"))
@@ -175,11 +170,6 @@ def prune_attention(
     attention
         How many, those that each alone increase the loss on the first 2,048 tokens least; or the indices of
         the blocks, from 1 on.
-
-    Raises
-    ------
-    InputError
-        The model cannot be folded into, such as where attention and FFN are parallel.
     """
     method = Method(check_choice(method, [known for known in Method if known != Method.chain], "method"))
     requested = parse_blocks(attention, model.cfg.n_layers, "attentions")

@@ -29,13 +29,7 @@ if TYPE_CHECKING:
 
 
 def check_new(folder: Path) -> None:
-    """Refuse, before any work, a folder that a model could not be put in the place of.
-
-    Raises
-    ------
-    InputError
-        It holds files, is not a folder, or cannot be replaced or made.
-    """
+    """Refuse, before any work, a folder that a model could not be put in the place of."""
     expected = "Expected a new or empty folder for the pruned model"
     with system_errors(folder):
         if os.path.lexists(folder):

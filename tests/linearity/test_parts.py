@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from matlens import InputError
-from matlens.linearity.parts import Part, model_parts
+from matlens.linearity.parts import JUMPS, Part, model_parts
 from matlens.models import ModelLayout
 
 ALL = ["ln1", "attn", "ln2", "ffn", "block", "jump 2"]
@@ -21,6 +21,7 @@ ALL = ["ln1", "attn", "ln2", "ffn", "block", "jump 2"]
 def test_every_part_is_there(name: str, kinds: list[str], small_model: Callable[[str], Any]) -> None:
     layout = ModelLayout.from_model(small_model(name))
     parts = model_parts(layout)
+    assert JUMPS == (2, 4, 8)  # definitions, section 10
     assert [part.kind for part in parts if part.layer == 0] == kinds
     assert [part.kind for part in parts if part.layer == 2] == kinds[:-1]
     assert len({part.name for part in parts}) == len(parts) == 3 * len(kinds) - 1
