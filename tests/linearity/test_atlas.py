@@ -191,9 +191,13 @@ def test_what_was_broken_off_goes_on(
     pd.testing.assert_frame_equal(again, table)
     with pytest.raises(InputError, match="belongs to another job"):
         linearity.linearity_atlas(*asked, folder=tmp_path / "atlas", jumps=[2], progress=False)
-    second = linearity.linearity_atlas(*asked, every=2, progress=False)
-    alone = whole[whole["layer"].notna() & (whole["layer"] % 2 == 0)].reset_index(drop=True)
-    ours = second[second["layer"].notna()].reset_index(drop=True)
+    second = linearity.linearity_atlas(*asked, every=2, jumps=[3], progress=False)
+    assert set(second["kind"]) & {"jump 2", "jump 3"} == {"jump 3"}
+    alone, ours = (
+        each[each["layer"].notna() & (each["layer"] % 2 == 0) & ~each["kind"].str.startswith("jump")]
+        for each in (whole, second)
+    )
+    alone, ours = (each.reset_index(drop=True) for each in (alone, ours))
     pd.testing.assert_frame_equal(ours, alone)
 
 
