@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 from matlens import plots
 from matlens.cli import options, printing, starting
+from matlens.data import Corpus
 from matlens.errors import printable
 from matlens.io import csv_text, write_files, write_results
 from studies.study import Study, absent
@@ -142,16 +143,14 @@ def run_study(
         sizes: tuple[int | None, int | None] | None = None
         defaults = train or 1, val
         if sentences is not None:
-            sizes = options.sizes_of(1, chosen["sentences"], default_val=sentences)
+            sizes, defaults = (1, chosen["sentences"]), (1, sentences)
         elif "train" in chosen:
-            sizes = options.sizes_of(
-                chosen["train"], chosen["val"], default_train=train or 1, default_val=val
-            )
-        if sizes and corpus is not None and not isinstance(corpus, str):
-            sizes["adjustable"] = ("train", "validation")
+            sizes = chosen["train"], chosen["val"]
+            if not isinstance(corpus, str):  # of several, one may be smaller
+                sizes, defaults = (None, None), (sizes[0] or defaults[0], sizes[1] or val)
         for name in _listed(chosen.get("model")):  # before any corpus is read
             options.ModelOptions(name, chosen["device"]).check()
-        studies = _studies(chosen, sizes)
+        studies = _studies(chosen, sizes, defaults)
         report = Report(chosen["out"], chosen.get("suffix", ""))
         work(studies if several else next(studies), report, **given)
 
@@ -188,17 +187,20 @@ def _studies(
     models: list[str | None] = [*_listed(chosen.get("model"))] or [None]
     corpora: list[str | None] = [*_listed(chosen.get("corpus"))] or [None]
     for model in models:
-        load_model = cache(options.ModelOptions(model, chosen["device"]).load) if model is not None else None
+        load_model = absent if model is None else cache(options.ModelOptions(model, chosen["device"]).load)
         for corpus in corpora:
-            load_corpus = None if corpus is None else options.CorpusOptions(corpus).load
+            load_corpus = absent if corpus is None else cache(options.CorpusOptions(corpus).load)
+            load_parts = absent
+            if sizes is not None:
+                load_parts = partial(_split, load_corpus, sizes, defaults, chosen["seed"])
             yield Study(
-                load_model=load_model, load_corpus=load_corpus, out=chosen["out"], **sizes,
+                load_model=load_model, load_corpus=load_corpus, load_parts=load_parts, out=chosen["out"],
                 seed=chosen["seed"],
             )  # fmt: skip
 
 
-def _split(load_corpus: Callable[[], Corpus], *options: Any) -> tuple[Corpus, Corpus]:
-    return split_parts(load_corpus(), *options)
+def _split(load_corpus: Callable[[], Corpus], *sizes: Any) -> tuple[Corpus, Corpus]:
+    return options.split_parts(load_corpus(), *sizes)
 
 
 def _listed(names: str | Sequence[str] | None) -> list[str]:

@@ -19,7 +19,12 @@ from matlens.ffn import Clusters, Trace, ValueVectors
 from matlens.linear import fit_samples, resolve_pairs, write_maps
 from matlens.models import ModelIdentity, ModelLayout
 from matlens.patching import fit_submodules, submodule_pairs
-from matlens.study import cluster_values
+from matlens.study import cluster_values, slug
+
+
+def absent() -> Any:
+    """Raise InputError: what is asked for is not among the options of the analysis."""
+    raise InputError("This analysis has no such model or corpus.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +149,7 @@ class Study(matlens.study.Study):
         return ValueVectors(self.model)
 
     def trace(self, k: int = 10) -> Trace:
-        """What FFNs do to the predictions for the validation sentences, with ``k`` dominant sub-updates."""
+        """A trace of the validation sentences with ``k`` dominant sub-updates."""
         folder = self._traces(f"k{k}")
         return Trace.run(self.model, self.validation_examples, k=k, seed=self.seed, folder=folder)
 
