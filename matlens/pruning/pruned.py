@@ -225,7 +225,7 @@ class Calibration:
         if identity.changes:
             raise InputError(
                 f"The model must be unchanged, got one with {describe_changes(identity.changes)}. Prune it "
-                "outside of the context, or without the hooks."
+                "outside the context, or without the hooks."
             )
         check_own_tokens(model, windows)
         layout = Layout.from_model(plain_copy(model))

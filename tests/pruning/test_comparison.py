@@ -134,7 +134,7 @@ def test_one_window_alone_is_refused_before_the_work(
         lambda: pruning.compare_pruned(model, pruned, one, progress=False),
         lambda: pruning_table(model, texts[0], {"a": texts[1], "b": one}, [1]),
     ):
-        with pytest.raises(InputError, match=r"one full window of 20 tokens.*at least two"):
+        with pytest.raises(InputError, match="at least two"):
             judge()
     table = pruning.compare_pruned(model, pruned, two, progress=False)
     assert not table["low"].isna().any()
