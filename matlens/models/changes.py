@@ -52,28 +52,60 @@ class EndOfPass(Exception):
 
 
 @dataclass(eq=False)
+class _Context:
+    """The thread that entered a context of this library, and what it changes by which functions."""
+
+    changes: Callable[[], Sequence[str]] = tuple
+    functions: frozenset[int] = frozenset()
+    thread: threading.Thread = field(default_factory=threading.current_thread)
+
+
+@dataclass(eq=False)
 class _Use:
-    """The thread that uses a model, and what contexts of this library change in it by which functions."""
+    """The contexts around a model. Any thread can leave one: generators are closed wherever they end."""
 
-    lock: Any = field(default_factory=threading.RLock)
-    active: list[tuple[Callable[[], Sequence[str]], frozenset[int]]] = field(default_factory=list)
+    left: threading.Condition = field(default_factory=threading.Condition)
+    contexts: list[_Context] = field(default_factory=list)
+
+    def is_free(self) -> bool:
+        """Whether no other thread that still runs uses the model."""
+        threads = {context.thread for context in tuple(self.contexts)} - {threading.current_thread()}
+        return not any(thread.is_alive() for thread in threads)
 
 
-_USES: WeakKeyDictionary[Any, _Use] = WeakKeyDictionary()
+_USES: WeakKeyDictionary[nn.Module, _Use] = WeakKeyDictionary()
+
+
+def _use_of(inner: nn.Module) -> _Use:
+    return _USES.setdefault(inner, _Use())
 
 
 @contextmanager
-def _locked(model: TransformerBridge) -> Iterator[_Use]:
-    use = _USES.setdefault(model, _Use())
-    if not use.lock.acquire(timeout=_WAIT):
-        raise InputError(
-            "This model is patched, controlled or read in another thread. Wait until it has left its "
-            "context, or load the model a second time."
-        )
+def _entered(model: TransformerBridge, context: _Context) -> Iterator[_Use]:
+    """Wait until no other thread uses a model, and use it."""
+    use = _use_of(model.original_model)
+    with use.left:
+        if not use.left.wait_for(use.is_free, _WAIT):
+            raise InputError(
+                "This model is patched, controlled or read in another thread. Wait until it has left its "
+                "context, or load the model a second time."
+            )
+        use.contexts.append(context)
     try:
         yield use
     finally:
-        use.lock.release()
+        with use.left:
+            use.contexts.remove(context)
+            use.left.notify_all()
+
+
+def _check_thread(inner: nn.Module, args: Any) -> None:
+    """A hook that refuses passes of other threads; a copy of the model has it too, and is free."""
+    if not _use_of(inner).is_free():
+        raise InputError(
+            "Another thread uses this model, and the vectors of both would be mixed. Wait until it has "
+            "ended, or load the model a second time."
+        )
 
 
 @contextmanager
@@ -84,37 +116,24 @@ def _used(
     changes: Callable[[], Sequence[str]] = tuple,
 ) -> Iterator[None]:
     """Add hooks that are known to be this library's, and refuse passes of other threads."""
-    here = threading.get_ident()
-
-    # A function, not a method: a copy of the model has it too.
-    def check_thread(module: nn.Module, args: Any) -> None:
-        if threading.get_ident() != here:
-            raise InputError(
-                "Another thread uses this model, and the vectors of both would be mixed. Wait until it has "
-                "ended, or load the model a second time."
-            )
-
-    known = (check_thread, *functions, *(function for _, function in hooks))
-    with _locked(model) as use:
-        entry = changes, frozenset(map(id, known))
-        use.active.append(entry)
-        handle = model.original_model.register_forward_pre_hook(check_thread)
+    known = (*functions, *(function for _, function in hooks))
+    with _entered(model, _Context(changes, frozenset(map(id, known)))):
+        handle = model.original_model.register_forward_pre_hook(_check_thread)
         try:
             with suppress(EndOfPass), model.hooks(fwd_hooks=list(hooks)):
                 yield
         finally:
             handle.remove()
-            use.active.remove(entry)
 
 
 @contextmanager
 def reading(model: TransformerBridge, hooks: Sequence[tuple[str, Callable[..., Any]]]) -> Iterator[None]:
     """Add hooks that read the passes of this thread and change nothing."""
-    here = threading.get_ident()
+    here = threading.current_thread()
 
     def of_this_thread(function: Callable[..., Any]) -> Callable[..., Any]:
         def read(value: Any, hook: Any) -> None:
-            if threading.get_ident() == here:  # a pass of another may have been under way
+            if threading.current_thread() is here:  # a pass of another may have been under way
                 function(value, hook=hook)
 
         return read
@@ -161,9 +180,9 @@ def changes_of(model: TransformerBridge) -> tuple[str, ...]:
     and replaced ``forward`` methods by the function; modules and buffers that differ from what the
     configuration makes, with the state of PEFT adapters; dropout that is on.
     """
-    with _locked(model) as use:
-        ours = sorted(change for changes, _ in use.active for change in changes())
-        functions = frozenset[int]().union(*(functions for _, functions in use.active))
+    with _entered(model, _Context()) as use:
+        ours = sorted(change for context in use.contexts for change in context.changes())
+        functions = frozenset({id(_check_thread)}).union(*(context.functions for context in use.contexts))
         return (*ours, *_foreign_changes(model, functions))
 
 

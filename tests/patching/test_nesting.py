@@ -25,6 +25,7 @@ from torch import Tensor
 
 from matlens import InputError, Site
 from matlens.ffn import controlled
+from matlens.models import changes
 from matlens.models.changes import changes_of
 from matlens.patching.replacements import Replacement
 
@@ -131,7 +132,8 @@ def test_a_forward_of_somebody_else_on_a_block_is_restored(small_model: Models) 
         del vars(block)["forward"]
 
 
-def test_a_second_thread_is_refused(small_model: Models) -> None:
+def test_a_second_thread_is_refused(small_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes, "_WAIT", 0.1)
     model = small_model("llama")
     before = state(model)
     inside, done = threading.Event(), threading.Event()
