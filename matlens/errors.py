@@ -149,7 +149,10 @@ def _checked_function(function: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         if not kinds:
             kinds.update(_kinds(function, signature))
-        bound = signature.bind(*args, **kwargs)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:  # Python's own words, which name no function here
+            raise TypeError(f"{function.__qualname__}() {error}") from None
         for name, value in bound.arguments.items():
             if name in kinds and not kinds[name].holds(value):
                 raise kinds[name].error(name, value)

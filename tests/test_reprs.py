@@ -13,11 +13,17 @@ from matlens import Lens, LinearMap, MapSet
 
 def test_results_say_in_one_line_what_they_are(small_model: Callable[[str], Any]) -> None:
     model = small_model("gpt2")
-    activations = matlens.collect(model, matlens.make_examples(model, make_sentences()), progress=False)
+    corpus = make_sentences()
+    examples = matlens.make_examples(model, corpus)
+    activations = matlens.collect(model, examples, progress=False)
     maps = MapSet.fit(activations, pairs="all", progress=False)
     name = repr(model.cfg.model_name)
     by_hand = MapSet([LinearMap(maps[0, 3].weight, None, "h.0", "h.3")])
     expected = {
+        repr(corpus): ("words", f"{len(corpus):,} sentences"),
+        repr(examples): (f"{len(examples):,} sentences", f"{examples.n_positions:,} positions"),
+        repr(maps[0, 3]): ("h.0 -> h.3", "32 -> 32"),
+        repr(matlens.Readout(model)): (name, "32 -> "),
         repr(activations): ("h.0 .. h.3", f"{activations.n_rows:,} rows", name),
         repr(maps): (f"{len(maps)} maps", "h.0 -> h.1 .. h.2 -> h.3", name),
         repr(by_hand): ("1 maps: h.0 -> h.3", "unknown model"),

@@ -47,6 +47,9 @@ class Corpus:
     n_short: int
     n_duplicate: int
 
+    def __repr__(self) -> str:
+        return f"Corpus({self.name!r}, {len(self):,} sentences)"
+
     def __len__(self) -> int:
         return len(self.sentences)
 

@@ -124,6 +124,10 @@ class Examples:
         """Examples of their stored `arrays` and their provenance."""
         return cls(**arrays, provenance=dict(data or {}))
 
+    def __repr__(self) -> str:
+        corpus = self.provenance.get("corpus")
+        return f"Examples({len(self):,} sentences, {self.n_positions:,} positions, corpus={corpus!r})"
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 

@@ -42,6 +42,12 @@ class LinearMap:
     provenance: Provenance = field(default_factory=Provenance, repr=False)
     right: Float[Tensor, "k d_in"] | None = None
 
+    def __repr__(self) -> str:
+        d_in = (self.weight if self.right is None else self.right).shape[1]
+        of_rank = "" if self.right is None else f", rank {len(self.right)}"
+        affine = "" if self.bias is None else ", with bias"
+        return f"LinearMap({self.source} -> {self.target}, {d_in} -> {len(self.weight)}{of_rank}{affine})"
+
     def __post_init__(self) -> None:
         bias, right = (None if part is None else len(part) for part in (self.bias, self.right))
         d_out, k = self.weight.shape

@@ -51,6 +51,9 @@ class Readout:
         self._screen: Any = None
         self._agrees_with(model)
 
+    def __repr__(self) -> str:
+        return f"Readout({self.identity.name!r}, {self.d_model} -> {self.d_vocab})"
+
     def check_same(self, other: Provenance | ModelIdentity, *, theirs: str = "the activations") -> None:
         """Raise InputError for vectors of another model; vectors of unknown origin pass."""
         if isinstance(other, ModelIdentity) or other.model is not None:
