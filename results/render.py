@@ -59,7 +59,7 @@ from paper_a_sec5_corpora import transfer_losses  # noqa: E402
 from pruning import added_perplexity  # noqa: E402
 
 PAGES = RESULTS.parent / "docs" / "results"
-BENCHMARKS = ("speed_", "tuned_lens")  # how tables of benchmarks begin
+BENCHMARKS = ("speed_", "tuned_lens", "versions")  # how tables of benchmarks begin
 MADE_BY = "Make it with 'make results'."
 VERDICTS = ("same", "in part", "different", "not seen")
 

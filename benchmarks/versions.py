@@ -1,0 +1,57 @@
+"""Run tests with the package versions of this environment, and add a row to a table of versions tried.
+
+``python benchmarks/versions.py --label lowest tests/linear tests/io`` runs these tests and replaces the row
+``lowest`` of ``results/versions.csv``; ``docs/results/architectures.md`` shows the table. Run it in an
+environment of each Python and each set of versions that the project claims. The exit status is pytest's.
+"""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+from xml.etree import ElementTree
+
+import pandas as pd
+import typer
+
+from matlens.io import read_table, write_results
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("torch", "transformer-lens", "transformers", "numpy", "pandas", "datasets")
+
+
+def main(
+    tests: Annotated[list[str], typer.Argument(help="Folders and files of tests.")],
+    label: Annotated[str, typer.Option(help="Name of the row, such as lowest or newest.")],
+    out: Annotated[Path, typer.Option(help="Folder of the table.")] = ROOT / "results",
+) -> None:
+    """Run tests in this environment and add their counts to the table."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
+        status = subprocess.run(command, cwd=ROOT).returncode
+        suite = ElementTree.parse(report).getroot()[0]
+    counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
+    failed = counts["failures"] + counts["errors"]
+    row = {
+        "versions": label, "python": platform.python_version(), **{name: version(name) for name in PACKAGES},
+        "system": f"{platform.system()} {platform.machine()}", "paths": " ".join(tests),
+        "passed": counts["tests"] - failed - counts["skipped"], "failed": failed, "skipped": counts["skipped"],
+    }  # fmt: skip
+    path = out / "versions.csv"
+    made_by = "Make it with benchmarks/versions.py."
+    rows = read_table(path, [], what="a table of versions", made_by=made_by) if path.is_file() else pd.DataFrame()
+    if len(rows):
+        rows = rows[rows["versions"] != label]
+    table = pd.concat([rows, pd.DataFrame([row])], ignore_index=True)
+    write_results(out, "versions", table, {"command": "versions.py --label LABEL TESTS"})
+    raise typer.Exit(status)
+
+
+if __name__ == "__main__":
+    typer.run(main)
