@@ -33,7 +33,16 @@ def main(
     """Run tests in this environment and add their counts to the table."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            f"--junitxml={report}",
+            *tests,
+        ]
         status = subprocess.run(command, cwd=ROOT).returncode
         suite = ElementTree.parse(report).getroot()[0]
     counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
@@ -41,11 +50,16 @@ def main(
     row = {
         "versions": label, "python": platform.python_version(), **{name: version(name) for name in PACKAGES},
         "system": f"{platform.system()} {platform.machine()}", "paths": " ".join(tests),
-        "passed": counts["tests"] - failed - counts["skipped"], "failed": failed, "skipped": counts["skipped"],
+        "passed": counts["tests"] - failed - counts["skipped"], "failed": failed,
+        "skipped": counts["skipped"],
     }  # fmt: skip
     path = out / "versions.csv"
     made_by = "Make it with benchmarks/versions.py."
-    rows = read_table(path, [], what="a table of versions", made_by=made_by) if path.is_file() else pd.DataFrame()
+    rows = (
+        read_table(path, [], what="a table of versions", made_by=made_by)
+        if path.is_file()
+        else pd.DataFrame()
+    )
     if len(rows):
         rows = rows[rows["versions"] != label]
     table = pd.concat([rows, pd.DataFrame([row])], ignore_index=True)

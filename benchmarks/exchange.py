@@ -1,0 +1,73 @@
+"""Time and size of vectors written as Parquet and read back, against our own folders.
+
+All layers at all positions of SmolLM2. Works take turns in one process; each write is into a new folder;
+reading is of all vectors, with warm file caches.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from turns import Measured, Out, fastest, smollm2_examples
+
+import matlens
+from matlens.activations import Activations, read_parquet, write_parquet
+from matlens.models import SMOLLM2
+
+FORMS = {"Parquet": torch.float32, "Parquet in bfloat16": torch.bfloat16}
+
+
+def main(
+    sentences: Annotated[int, typer.Option(help="Sentences of wikipedia-sample.")] = 200,
+    rounds: Annotated[int, typer.Option(help="Turns; the fastest of each counts.")] = 3,
+    out: Out = None,
+) -> None:
+    """Measure writing and reading both formats."""
+    model, examples = smollm2_examples(sentences)
+    everything = {"positions": "all", "progress": False}
+    with tempfile.TemporaryDirectory() as name:
+        kept = Path(name)
+
+        def collect() -> None:
+            with tempfile.TemporaryDirectory(dir=kept) as folder:
+                matlens.collect(model, examples, folder=Path(folder) / "vectors", **everything)
+
+        def write(dtype: torch.dtype) -> None:
+            with tempfile.TemporaryDirectory(dir=kept) as folder:
+                write_parquet(vectors, Path(folder) / "vectors", dtype=dtype, progress=False)
+
+        def read(form: str) -> None:
+            stored = (Activations.load if form == "matlens" else read_parquet)(kept / form)
+            for site in stored:
+                stored[site].sum()
+
+        vectors = matlens.collect(model, examples, folder=kept / "matlens", **everything)
+        for form, dtype in FORMS.items():
+            write_parquet(vectors, kept / form, dtype=dtype, progress=False)
+        forms = ["matlens", *FORMS]
+        works: dict[str, Callable[[], None]] = {"collecting to a matlens folder": collect}
+        works |= {f"writing {form}": partial(write, dtype) for form, dtype in FORMS.items()}
+        works |= {f"reading {form}": partial(read, form) for form in forms}
+        best = fastest(works, rounds)
+        size = {form: sum(path.stat().st_size for path in (kept / form).rglob("*")) for form in forms}
+    measured = Measured(
+        "exchange", out, model=SMOLLM2, corpus="wikipedia-sample",
+        sentences=sentences, tokens=len(examples.tokens), sites=len(vectors), rounds=rounds,
+    )  # fmt: skip
+    for form in FORMS:
+        collecting = best["collecting to a matlens folder"]
+        measured.add(f"writing {form} / collecting to a matlens folder", best[f"writing {form}"] / collecting)
+        measured.add(f"reading {form} / matlens", best[f"reading {form}"] / best["reading matlens"])
+        measured.add(f"size of {form} / matlens", size[form] / size["matlens"])
+    measured.add_times(best)
+    measured.write()
+
+
+if __name__ == "__main__":
+    typer.run(main)
