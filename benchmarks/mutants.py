@@ -70,7 +70,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "memory_and_layers": ("tests/analyses/test_costs.py",),
     "ffn/projection": (),
     "ffn/updates": (),
-    "ffn/values": ("tests/ffn/test_updates.py",),
+    "ffn/values": ("tests/ffn/test_updates.py", "tests/models/test_mixtures.py"),
     "ffn/trace": (),
     "ffn/events": (),
     "ffn/clusters": (),

@@ -63,6 +63,14 @@ def test_the_standardisation_is_that_of_the_final_norm(name: str, kind: str, sma
     assert norm.kind == kind
 
 
+def test_a_clamped_norm_is_refused(small_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = small_model("gpt2").ln_final.original_component
+    normalise = module.forward
+    monkeypatch.setattr(module, "forward", lambda h: normalise(h).clamp(-1, 1))
+    with pytest.raises(InputError):
+        Standardisation.from_model(small_model("gpt2"))
+
+
 def test_scores_can_be_differentiated_and_the_weights_stay_as_they_are(small_model: Models) -> None:
     model = small_model("gemma2")
     lens, h = make_lens(model).on(model), numbers(1, D_MODEL).requires_grad_()
