@@ -26,7 +26,7 @@ def submodule_pairs(layout: ModelLayout, names: Sequence[str] = SUBMODULES) -> l
     if not layout.kinds:
         raise InputError(
             f"The wiring of this model is unknown ({layout.wiring.name}), so "
-            "their sub-modules cannot be fitted or replaced."
+            "its sub-modules cannot be fitted or replaced."
         )
     unknown = [name for name in names if name not in (*SUBMODULES, "ln1_post", "ln2_post")]
     if unknown or not names:
