@@ -47,6 +47,8 @@ def continue_prompts(
     generated, so all are of one length. Inside of `controlled` or `matlens.patched` it is the changed model
     that generates.
     """
+    if not model.original_model.can_generate():
+        raise InputError(f"model must be a decoder, got {model.cfg.architecture}.")
     if n_samples is not None and n_beams > 1:
         raise InputError(
             f"{n_beams} beams and {n_samples} draws of each prompt were asked for. Expected beams, which "

@@ -42,6 +42,7 @@ def fit(
     out: Path,
     method: list[str] = ["mat"],  # noqa: B006
     train: PositiveInt | None = None,
+    val: Val | None = None,
     seed: Seed = 0,
     positions: Literal["all", "sampled"] = "all",
     layers: Layers = None,
@@ -51,10 +52,10 @@ def fit(
 ) -> None:
     """Fit lenses and save them in OUT, or in one folder each if there are several.
 
-    The 1000 sentences that other commands evaluate on by default are excluded.
-
     Parameters
     ----------
+    val
+        Validation sentences, which are excluded: the --val of the command that evaluates the lens.
     method
         Closed forms: mat and affine, with the options below; id needs no fit. Trained: scaled, polished,
         tuned (minutes per layer), jacobian (minutes per sentence). Repeatable.
@@ -73,7 +74,7 @@ def fit(
     for name, folder in folders.items():
         check_lens_folder(folder, name)
     model.check()
-    part, _ = corpus.parts(train, None, seed)
+    part, _ = corpus.parts(train, val, seed)
     bridge = model.load()
     from matlens.lens.lens import Lens
 

@@ -117,7 +117,7 @@ def _spellings(word: str) -> tuple[str, ...]:
 
 @checked
 def word_tokens(model: TransformerBridge, spellings: Iterable[str]) -> list[int]:
-    """Tokens of the words in any case, with and without a leading space."""
+    """Tokens of the words as given, in lower case and capitalized, with and without a leading space."""
     tokenizer = check_tokenizer(model)
     forms = {
         space + form

@@ -297,6 +297,6 @@ def same_sites(layout: ModelLayout) -> dict[str, str]:
 
 
 def _flat(of_places: Bool[Tensor, "n longest"], examples: Examples) -> Bool[Tensor, " n_tokens"]:
-    """Losses and predictions at each token of each sentence."""
+    """A mask by sentence and place, as one by token."""
     sentence = np.repeat(np.arange(len(examples)), examples.lengths)
     return of_places[torch.from_numpy(sentence), torch.from_numpy(examples.places)]

@@ -94,7 +94,7 @@ class Study:
     def __post_init__(self) -> None:
         if self.positions == "all" and not self.sample_special:
             raise InputError(
-                "skip_special must be False for all positions. Use sampled positions (--positions sampled)."
+                "sample_special must be True for all positions (no --skip-special). Use sampled positions."
             )
 
     @cached_property
