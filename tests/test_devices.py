@@ -270,7 +270,7 @@ def test_a_model_on_two_devices_is_the_same_and_is_not_pruned(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(part, "forward", lambda x: forward(2 * x))
         assert "another forward" in ModelIdentity.from_model(model).changes[0]
-    with pytest.raises(InputError, match="on one device to be pruned, got lazy:0, lazy:1"):
+    with pytest.raises(InputError, match="must be on one device, got lazy:0, lazy:1"):
         pruned(model)
 
 

@@ -227,7 +227,7 @@ def test_an_atlas_of_several_processes_is_that_of_one(
     monkeypatch.setattr(collecting, "_CPU_TOKENS", BATCH)
     folder = tmp_path / "atlas"
     with monkeypatch.context() as patch:
-        patch.setattr(atlas._Atlas, "together_rows", lambda *_: 1 / 0)
+        patch.setattr(atlas._Atlas, "_together_rows", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             linearity.linearity_atlas(model, *texts, folder=folder, progress=False)
 

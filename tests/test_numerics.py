@@ -34,7 +34,7 @@ def test_devices_are_found_and_have_float64_or_are_refused(monkeypatch: pytest.M
         with pytest.raises(InputError, match=r"^device must be available on this machine"):
             check_float64_device(device)
     monkeypatch.setattr(numerics, "WITHOUT_FLOAT64", frozenset({"cpu"}))
-    with pytest.raises(InputError, match=r"^device must have float64"):
+    with pytest.raises(InputError, match=r"^device must support float64"):
         check_float64_device("cpu")
 
 

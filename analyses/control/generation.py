@@ -19,6 +19,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from control.baselines import SelfDebiasing, announced_tokens
 from matlens import InputError, make_prompts
+from matlens.models import check_raw
 from matlens.numerics import has_float64, in_float64
 from matlens.parallel import Bar
 
@@ -47,6 +48,7 @@ def continue_prompts(
     generated, so all are of one length. Inside of `controlled` or `matlens.patched` it is the changed model
     that generates.
     """
+    check_raw(model)
     if not model.original_model.can_generate():
         raise InputError(f"model must be a decoder, got {model.cfg.architecture}.")
     if n_samples is not None and n_beams > 1:

@@ -19,6 +19,8 @@ from scipy.sparse.csgraph import connected_components
 from sklearn.cluster import AgglomerativeClustering
 from sklearn.neighbors import kneighbors_graph
 
+from matlens.errors import checked
+
 Linkage = Literal["average", "complete"]
 EXACT, NEIGHBOURS = "exact", "neighbours"
 _NEAR = 10  # neighbours of each vector in the graph
@@ -36,6 +38,7 @@ def method_within(n: int, memory: float) -> str:
     return EXACT if gib_in_memory(n) <= memory else NEIGHBOURS
 
 
+@checked
 def agglomerate(
     unit: Float[np.ndarray, "n d"], n_clusters: int, method: str, linkage: Linkage = "average"
 ) -> Int[np.ndarray, " n"]:

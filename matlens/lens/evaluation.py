@@ -251,6 +251,7 @@ def map_lenses(readout: Readout, maps: MapSet, validation: Activations) -> dict[
     return {"mat": mat, "id": replace(mat, maps=dict.fromkeys(mat.layers), method="id")}
 
 
+@checked
 def prediction_rows(
     experiment: str, data: Activations, method: str, layer: float, evaluation: Evaluation
 ) -> list[dict[str, Any]]:

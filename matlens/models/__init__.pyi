@@ -1,6 +1,7 @@
 from .changes import changes_of as changes_of
 from .identity import ModelIdentity as ModelIdentity
 from .identity import Provenance as Provenance
+from .identity import check_raw as check_raw
 from .layout import ModelLayout as ModelLayout
 from .loading import load as load
 from .loading import wrap as wrap

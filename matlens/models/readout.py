@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,7 +78,7 @@ class Readout:
         if tokens is not None:
             self._check_tokens(tokens)
         *modules, unembedding = self._head
-        with torch.inference_mode(not gradients):
+        with nullcontext() if gradients else torch.inference_mode():
             features = h.to(self.device, torch.float32)
             for module in modules:
                 features = _with_constants(module, features)

@@ -363,9 +363,9 @@ def test_a_small_corpus_is_split_in_proportion(
         (["--seed", "9" * 5000], ["'--seed'"]),
         (["--ridge", "inf"], ["ridge must be a finite number of at least 0 or None, got inf"]),
         (["--device", "abacus"], ["device must be an available cpu, cuda or mps device, got abacus"]),
-        (["--pairs", "3"], ["'--pairs'", "3", "expected all, last, or a list such as 0:12,6:12"]),
+        (["--pairs", "3"], ["'--pairs'", "3", "must be all, last or a list"]),
         (["--pairs", "0:4"], ["Layer 4 of site 'h' is out of range", "h.0 to h.3"]),
-        (["--positions", "all", "--skip-special"], ["special tokens"]),
+        (["--positions", "all", "--skip-special"], ["sample_special"]),
     ],
     ids=lambda value: str(value[0]) if "--" in str(value[0]) else "",
 )

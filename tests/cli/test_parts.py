@@ -82,7 +82,7 @@ def test_attention_is_removed(
     for wrong in ([], ["--attention", "1", "--blocks", "1"], ["--attention", "1", "--heal", "9"]):
         outcome = run_command([*asked, *wrong], capsys)
         assert outcome.code == 2
-        assert "one of them alone" in " ".join(outcome.err.split())
+        assert "either --blocks or --attention" in " ".join(outcome.err.split())
     outcome = run_command([*asked, "--attention", "1"], capsys)
     assert outcome.code == 0, outcome.err
     assert "Without the attention of the blocks" in outcome.out

@@ -60,8 +60,8 @@ def test_a_models_configuration_is_enough(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "Which model? Expected either --model"),
-        (["--model", "x", "--layers", "3", "--width", "8"], "Which model? Expected either --model"),
+        ([], "Give either --model"),
+        (["--model", "x", "--layers", "3", "--width", "8"], "Give either --model"),
         (["--model", "/nowhere"], "There is no model"),
     ],
 )

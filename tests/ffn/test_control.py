@@ -220,7 +220,7 @@ def test_control_of_an_ffn_that_is_replaced_is_refused_in_either_order(
         (("L0D1",), "^vectors must be"),
         ((["L0D1", "wine"],), "'wine' is not a value vector"),
         ((["L3D1"],), "layer must be between"),
-        ((["L2D1", "L-1D1"],), "L2D1 is named twice"),
+        ((["L2D1", "L-1D1"],), "vectors must be different, got L2D1 twice"),
         ((["L0D1"], float("nan")), "^value must be"),
         (({"L0D1": "3"},), "^The value of L0D1 must be"),
         (({"L0D1": float("nan")},), "^The value of L0D1 must be"),
@@ -242,7 +242,7 @@ def test_contexts_are_nested_for_other_vectors_and_other_sentences_are_refused(s
         outer = vectors(model)
         with controlled(model, {"L0D11": -2.5, "L2D7": 4.0}):
             both = vectors(model)
-        with pytest.raises(InputError, match="L0D5 is under control already"):
+        with pytest.raises(InputError, match="L0D5 is already controlled"):
             controlled(model, ["L0D3", "L0D5"], 2.0).__enter__()
         assert_same(vectors(model), outer, 0)
     with controlled(model, CHOSEN):

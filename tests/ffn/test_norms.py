@@ -31,5 +31,5 @@ def test_the_gain_is_that_of_the_norm_without_size_and_bias(norm: Any, centred: 
 
 
 def test_other_modules_are_refused() -> None:
-    with pytest.raises(InputError, match="The norm Softmax is neither an RMS norm nor a layer norm"):
+    with pytest.raises(InputError, match="must be an RMS norm or a layer norm, got Softmax"):
         NormGain.from_module(torch.nn.Softmax(-1), 8)

@@ -87,7 +87,7 @@ def test_weights_that_the_layer_does_not_use_as_they_are_are_refused(model_folde
     layer = model.blocks[1].mlp.out.original_component
     usual = layer.forward
     layer.forward = lambda x: usual(x) * 1.01
-    with pytest.raises(InputError, match=r"not a plain matrix of 48 x 32.*without quantisation or adapters"):
+    with pytest.raises(InputError, match=r"not a plain matrix of 48 x 32.*without quantization or adapters"):
         ValueVectors(model)
 
 
