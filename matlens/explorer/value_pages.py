@@ -90,7 +90,7 @@ def write_value_pages(
             if corpus is not None:
                 examples = shortened(make_examples(model, corpus))
                 usage = max_activating_examples(
-                    model, examples, values, artifact.folder / _USAGE, n_best=_BEST, progress=progress
+                    model, examples, values, artifact.subfolder(_USAGE), n_best=_BEST, progress=progress
                 )
             projections = {"plain": plain}
             if hasattr(model, "ln_final"):

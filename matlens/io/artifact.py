@@ -17,7 +17,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -27,6 +27,7 @@ from matlens.errors import InputError, plain_number
 from matlens.io.bounds import parse_json
 from matlens.io.files import (
     CHECKSUM,
+    LOCK,
     checksummed,
     content_hash,
     damaged,
@@ -78,6 +79,7 @@ class Artifact:
         self._job = content_hash({"holds": config["holds"], "request": config["request"]})
         self._headers: dict[str, Record] = {}  # of files of tensors that are verified
         self._verified: set[tuple[str, str]] = set()  # tensors that need not be hashed again
+        self._unmarked: set[str] = set()  # files and folders of this job that do not name it
 
     @property
     def finished(self) -> bool:
@@ -109,7 +111,7 @@ class Artifact:
         """Begin, resume or open the folder of a job; only one job at a time works in a folder.
 
         All processes of a distributed job call this; the main process writes ``config.json``. If the work
-        fails, a folder that this call began is removed; after a kill it is resumed.
+        fails, the files of a job that this call began are removed; after a kill it is resumed.
 
         Parameters
         ----------
@@ -129,9 +131,11 @@ class Artifact:
             parallel.broadcast(True, what)
             yield found
             return
-        with ExitStack() as lock:
+        with ExitStack() as stack:
             with system_errors(folder):
-                lock.enter_context(locked(folder, lambda: _owner(folder)))
+                if not os.path.lexists(folder):
+                    stack.callback(_remove_if_empty, folder)  # without the lock, which is a file in it
+                stack.enter_context(locked(folder, lambda: _owner(folder)))
                 found = _same_job(folder, config, only_unfinished)
                 is_new = found is None
                 if found is None or not found.finished:
@@ -146,7 +150,7 @@ class Artifact:
                 raise
             except Exception:
                 if is_new and not found.finished:
-                    shutil.rmtree(folder, ignore_errors=True)
+                    found._discard()
                 raise
 
     @classmethod
@@ -206,13 +210,39 @@ class Artifact:
 
     def write_text(self, file: str, text: str) -> None:
         """Write a text file, whose checksum is taken when the job is finished."""
+        self._unmarked.add(file)
         write_files({self.folder / file: text})
+
+    def subfolder(self, name: str) -> Path:
+        """A folder for other files of this job; the caller creates it."""
+        self._unmarked.add(name)
+        return self.folder / name
 
     def remove(self, *names: str) -> None:
         """Remove files of tensors that are no longer needed."""
         for name in names:
             (self.folder / f"{name}{TENSORS}").unlink(missing_ok=True)
             self._headers.pop(name, None)
+
+    def _discard(self) -> None:
+        """Remove what the job wrote, ``config.json`` last; the lock and files of others stay."""
+        with suppress(OSError):
+            for path in filter(self._is_own, list(self.folder.iterdir())):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+            (self.folder / CONFIG).unlink()
+
+    def _is_own(self, path: Path) -> bool:
+        if path.name in self._unmarked or (is_transient(path.name) and path.name != LOCK):
+            return True
+        with suppress(InputError, OSError, KeyError):
+            if path.suffix == TENSORS:
+                return self._header(path.stem)["job"] == self._job
+            if path.suffix == ".json":
+                return self.read_json(path.stem) is not None
+        return False
 
     def finish(self) -> None:
         """Finish the job, once all of its processes have written their files."""
@@ -465,6 +495,11 @@ def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         name = f"{prefix}{key}"
         flat |= _flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
     return flat
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _owner(folder: Path) -> str:

@@ -29,6 +29,10 @@ _FILES, _ABOUT = "files", "about"
 _ENTRY = re.compile(r"([a-z]+)-[0-9a-f]{32}")
 
 
+class _TooLarge(Exception):
+    """An entry is larger than the cache."""
+
+
 class Entry(NamedTuple):
     """A cache entry: its files, size, and time of last use in Unix seconds."""
 
@@ -104,14 +108,17 @@ class Cache:
                 Artifact.writing(place, kind, {"key": key}) as artifact,
             ):  # fmt: skip
                 if not artifact.finished:
-                    shutil.rmtree(place / _FILES, ignore_errors=True)  # of a killed process
-                    (place / _FILES).mkdir()
-                    fill(place / _FILES)
-                    if _size(place / _FILES) > self.limit:
-                        shutil.rmtree(place)
-                        return None
+                    files = artifact.subfolder(_FILES)
+                    shutil.rmtree(files, ignore_errors=True)  # of a killed process
+                    files.mkdir()
+                    fill(files)
+                    if _size(files) > self.limit:
+                        shutil.rmtree(files)
+                        raise _TooLarge
                     artifact.write_json(_ABOUT, about or {})
                     artifact.finish()
+        except _TooLarge:
+            return None
         except (OSError, InputError) as error:
             if isinstance(error, InputError) and error.__cause__ is None:
                 raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 import torch
 from artifacts import Make, Read, assert_same, check_artifact, contents
 from conftest import make_sentences
+from safetensors.torch import save_file
 from several import run_ranks
 
 import matlens
@@ -218,6 +220,61 @@ def test_work_that_fails_leaves_no_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="mine"):
         write_and_raise(tmp_path / "a", ValueError("mine"))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_failure_removes_what_the_job_wrote_and_nothing_else(tmp_path: Path) -> None:
+    """Neither a folder that was there, nor files that others put into it meanwhile."""
+
+    def work(folder: Path) -> None:
+        with Artifact.writing(folder, "maps", {}) as artifact:
+            (folder / "config.yaml").write_text("theirs")
+            (folder / "theirs.json").write_text("{}")
+            save_file({"x": torch.ones(3)}, folder / "theirs.safetensors")
+            artifact.write("0", {"x": torch.ones(3)})
+            artifact.write_json("1", {"a": 1})
+            artifact.write_text("2.html", "text")
+            artifact.subfolder("3").mkdir()
+            (folder / "3" / "file").write_text("text")
+            raise ValueError("mine")
+
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "target").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    for name in ("folder", "link", "new"):
+        with pytest.raises(ValueError, match="mine"):
+            work(tmp_path / name)
+        left = sorted(path.name for path in (tmp_path / name).iterdir())
+        assert left == ["config.yaml", "theirs.json", "theirs.safetensors"]
+    for name in ("empty", "new/empty"):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        with pytest.raises(ValueError, match="mine"):
+            write_and_raise(tmp_path / name, ValueError("mine"))
+        assert (tmp_path / name).exists() == (name == "empty")
+
+
+def test_a_folder_is_locked_until_a_failed_job_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else another process begins in it, and loses the files that it has written."""
+    removed, unlink = {}, os.unlink
+
+    def removing(path: Any, **options: Any) -> None:
+        descriptor = os.open(tmp_path / "a" / ".lock", os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_free = True
+        except BlockingIOError:
+            is_free = False
+        os.close(descriptor)
+        if not str(path).endswith(".partial"):
+            removed[Path(path).name] = is_free
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", removing)
+    with pytest.raises(ValueError, match="mine"):
+        write_and_raise(tmp_path / "a", ValueError("mine"))
+    assert list(removed) == ["0.safetensors", "config.json", ".lock"]
+    assert not any(removed.values())
 
 
 def test_what_an_earlier_call_wrote_outlives_a_failure(tmp_path: Path) -> None:
