@@ -67,6 +67,7 @@ def verify(folder: str | Path) -> Iterator[Verdict]:
             continue
         seen.add((status.st_dev, status.st_ino))
         inner.sort()
+        names += {CONFIG, MODEL_RECORD, FILES}.intersection(inner)  # folders in place of records
         yield from filter(None, (_verify_record(Path(place, name)) for name in sorted(names)))
         if CONFIG not in names and any(name.endswith(TENSORS) and name[0] in "h0" for name in names):
             yield Verdict(Path(place), "vectors or maps", f"{Path(place, CONFIG)} is missing.")
@@ -119,7 +120,9 @@ def _verify_record(path: Path) -> Verdict | None:
         is_ours = is_ours or TABLE in record  # else it is listed in the config.json of an artifact
         verified(record, path)
         if TABLE in record:
-            _check_files(folder, {record[TABLE]["file"]: record[TABLE]})
+            if record[TABLE]["file"] != place.name:
+                raise damaged(path, f"describes another table than {place.name}")
+            _check_files(folder, {place.name: record[TABLE]})
         elif is_ours:
             what = _described(record)
             _check_files(folder, record["files"])
@@ -128,6 +131,8 @@ def _verify_record(path: Path) -> Verdict | None:
                     raise InputError(f"{folder / name / CONFIG} is missing.")
     except (InputError, OSError) as error:
         return Verdict(place, what, str(error)) if is_ours else None
+    except (KeyError, TypeError, AttributeError):  # the checksum is right, but it is no record of this kind
+        return Verdict(place, what, str(damaged(path, "is incomplete"))) if is_ours else None
     return Verdict(place, what, None) if is_ours else None
 
 

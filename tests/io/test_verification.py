@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from damage import harmed
 from small_maps import ORIGIN, PAIRS, linear
 
 from matlens import MapSet
+from matlens.io.artifact import LAYOUT
+from matlens.io.files import checksummed
 from matlens.io.rows import Column, writing_rows
 from matlens.io.tables import write_results
 from matlens.io.verification import verify
@@ -99,6 +102,28 @@ def test_a_missing_file_is_named(gone: str, out: Path) -> None:
     damages = [verdict.damage for verdict in verify(out) if verdict.damage]
     assert len(damages) == 1
     assert str(out / gone) in damages[0]
+
+
+def test_an_exchanged_description_of_a_table_is_found(out: Path) -> None:
+    write_results(out, "other", pd.DataFrame({"value": [1.0]}), {"seed": 1})
+    (out / "results.json").write_bytes((out / "other.json").read_bytes())
+    damages = {verdict.path.name: verdict.damage for verdict in verify(out)}
+    assert "results.json describes another table" in (damages["results.csv"] or "")
+    assert damages["other.csv"] is None
+
+
+@pytest.mark.parametrize("name", ["config.json", "matlens.json", "run.json", "a.json"])
+def test_records_that_lack_entries_or_are_folders_are_damaged(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    content = {"table": "a.csv"} if name == "a.json" else {"layout": LAYOUT, "folders": []}
+    path.write_text(json.dumps(checksummed(content)))
+    (verdict,) = verify(tmp_path)
+    assert f"{path} is incomplete" in (verdict.damage or "")
+    if name != "a.json":
+        path.unlink()
+        path.mkdir()
+        (verdict,) = verify(tmp_path)
+        assert f"{path} must be a file, got a folder" in (verdict.damage or "")
 
 
 def test_the_command_exits_with_2_on_damage(
