@@ -45,7 +45,7 @@ from matlens.io.files import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-LAYOUT = 5  # of config.json and the files next to it
+LAYOUT = 6  # of config.json and the files next to it
 CONFIG = "config.json"
 MODEL_RECORD = "matlens.json"
 """The record of a folder whose ``config.json`` is a Hugging Face model's."""

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,28 @@ def test_folders_of_others_are_refused_and_not_touched(files: dict[str, str], tm
     with pytest.raises(InputError):
         Artifact.open(tmp_path, "maps")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_folders_of_an_earlier_layout_are_refused_as_such(
+    finished: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to layout 5 the provenance had other fields, so that the same job seemed to be another."""
+    request = {"provenance": {"model": {"base_model_name_or_path": "gpt2", "fields": "of layout 5"}}}
+    with monkeypatch.context() as patch:
+        patch.setattr("matlens.io.artifact.LAYOUT", 5)
+        with suppress(KeyboardInterrupt), Artifact.writing(tmp_path, "maps", request) as artifact:
+            artifact.write("0", {"x": torch.ones(3)})
+            if not finished:
+                raise KeyboardInterrupt
+            artifact.finish()
+    for call in (
+        lambda: Artifact.open(tmp_path, "maps"),
+        lambda: Artifact.check_possible(tmp_path, "maps", {}),
+        lambda: Artifact.writing(tmp_path, "maps", {}).__enter__(),
+    ):
+        with pytest.raises(InputError, match=r"another version of matlens\. Remove it and rerun"):
+            call()
 
 
 def write_and_raise(folder: Path, error: BaseException) -> None:
