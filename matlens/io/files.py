@@ -11,7 +11,7 @@ import secrets
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -59,7 +59,8 @@ def system_errors(path: str | Path | None = None) -> Iterator[None]:
 def write_files(contents: Mapping[Path, Content]) -> None:
     """Write text, bytes or JSON to several files: all of them complete, or none.
 
-    Folders are created, a link is replaced and not followed.
+    Folders are created, a link is replaced and not followed. Of two processes that write the same files, all
+    are from one.
     """
     partial: dict[Path, Path] = {}
     with system_errors(next(iter(contents))):
@@ -73,8 +74,9 @@ def write_files(contents: Mapping[Path, Content]) -> None:
                     file.write(_encoded(content))
                     file.flush()
                     os.fsync(file.fileno())
-            for path, temporary in partial.items():
-                temporary.replace(path)
+            with locked(next(iter(partial)).parent, clean=False) if len(partial) > 1 else nullcontext():
+                for path, temporary in partial.items():
+                    temporary.replace(path)
         finally:
             for temporary in partial.values():
                 temporary.unlink(missing_ok=True)
@@ -115,10 +117,13 @@ def nearest_existing(folder: Path) -> Path:
 
 
 @contextmanager
-def locked(folder: Path, owner: Callable[[], str] = lambda: "another process") -> Iterator[None]:
+def locked(
+    folder: Path, owner: Callable[[], str] = lambda: "another process", *, clean: bool = True
+) -> Iterator[None]:
     """Hold the lock of a folder, which is created; waits, with a message, while another process holds it.
 
-    A killed process holds no lock, and the partial files that it left are removed.
+    A killed process holds no lock. The partial files that it left are removed if ``clean``; where others
+    write without the lock, partial files may be theirs.
     """
     from filelock import FileLock, Timeout
 
@@ -135,15 +140,18 @@ def locked(folder: Path, owner: Callable[[], str] = lambda: "another process") -
         except FileNotFoundError:  # the other job has failed and removed the folder
             continue
     try:
-        if lock.lock_counter == 1:
+        if clean and lock.lock_counter == 1:
             for path in folder.glob(".*.partial"):
                 if _PARTIAL.fullmatch(path.name):
                     path.unlink(missing_ok=True)
         yield
     finally:
-        if lock.lock_counter == 1:  # while it is held: those that wait see that it is gone, and try again
-            (folder / LOCK).unlink(missing_ok=True)
-        lock.release()
+        try:
+            if lock.lock_counter == 1:  # while it is held: those that wait see that it is gone, and try again
+                with suppress(OSError):  # Windows cannot remove an open file
+                    (folder / LOCK).unlink()
+        finally:
+            lock.release()
 
 
 def is_transient(name: str) -> bool:

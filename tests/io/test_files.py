@@ -7,10 +7,12 @@ import multiprocessing
 import os
 import secrets
 import stat
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 from safetensors import SafetensorError
 from trees import tree
 
@@ -79,6 +81,37 @@ def test_several_files_are_all_written_or_none(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(InputError, match="got a folder"):
         write_files({tmp_path / "csv": b"newer", tmp_path / "a": b"x"})
     assert tree(tmp_path)["csv"] == b"new"
+
+
+def test_of_two_writers_at_once_all_files_are_from_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second begins between the two replacements of the first."""
+    replace, is_between, is_done = Path.replace, threading.Event(), threading.Event()
+
+    def write(text: str) -> None:
+        write_files({tmp_path / "csv": text, tmp_path / "json": text})
+
+    def replacing(self: Path, target: Path) -> Path:
+        replaced = replace(self, target)
+        if threading.current_thread() is first and target.name == "csv":
+            is_between.set()
+            is_done.wait(0.5)
+        return replaced
+
+    first = threading.Thread(target=write, args=["first"])
+    monkeypatch.setattr(Path, "replace", replacing)
+    (tmp_path / f".x.{'0' * 16}.partial").write_text("of a third one")
+    first.start()
+    is_between.wait()
+    write("second")
+    is_done.set()
+    first.join()
+    assert tree(tmp_path) == {
+        "csv": b"second",
+        "json": b"second",
+        f".x.{'0' * 16}.partial": b"of a third one",
+    }
 
 
 def test_links_are_replaced_and_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,3 +209,19 @@ def test_the_lock_of_a_killed_process_is_free_and_its_partial_files_are_removed(
     with locked(tmp_path / "a"):
         assert [path.name for path in (tmp_path / "a").iterdir()] == [".lock"]
     assert not list((tmp_path / "a").iterdir())
+
+
+def test_a_lock_whose_file_cannot_be_removed_is_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Windows, where the file is open."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, "in use")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        with locked(tmp_path):
+            pass
+    with FileLock(tmp_path / ".lock", timeout=0):
+        pass
