@@ -20,7 +20,7 @@ from matlens import parallel
 from matlens.errors import InputError, checked, printable
 from matlens.io.artifact import CONFIG, LAYOUT, Artifact
 from matlens.io.bounds import Bound
-from matlens.io.files import LOCK, system_errors
+from matlens.io.files import LOCK, is_unwritable, system_errors
 
 VARIABLE = "MATLENS_CACHE"
 LIMIT = Bound("MATLENS_CACHE_GIB", 20, "GiB of the cache", 2**30)
@@ -101,7 +101,7 @@ class Cache:
         Entry or None
             ``None`` if it is larger than the cache, or the disk is full or cannot be written.
         """
-        place = self._place(kind, key)
+        place, is_filling = self._place(kind, key), False
         try:
             with (
                 parallel.alone(), system_errors(self.root),
@@ -111,7 +111,10 @@ class Cache:
                     files = artifact.subfolder(_FILES)
                     shutil.rmtree(files, ignore_errors=True)  # of a killed process
                     files.mkdir()
-                    fill(files)
+                    is_filling = True
+                    with system_errors():
+                        fill(files)
+                    is_filling = False
                     if _size(files) > self.limit:
                         shutil.rmtree(files)
                         raise _TooLarge
@@ -120,9 +123,13 @@ class Cache:
         except _TooLarge:
             return None
         except (OSError, InputError) as error:
-            if isinstance(error, InputError) and error.__cause__ is None:
+            if is_filling:  # an error of the work itself is not one of the cache
+                is_of_cache = is_unwritable(error)
+            else:
+                is_of_cache = isinstance(error, OSError) or error.__cause__ is not None
+            if not is_of_cache:
                 raise
-            tell(f"The cache is not used. {error}")
+            tell(f"The cache {self.root} is not used. {error}")
             return None
         self._shrink(place)
         return _entry(artifact)

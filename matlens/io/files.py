@@ -21,9 +21,10 @@ from matlens.io.bounds import JSON, Bound, parse_json
 CHECKSUM = "digest"
 """The key under which a record holds the hash of everything else in it."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DENIED = (errno.EACCES, errno.EROFS, errno.EPERM)
 _REFUSED = (
-    errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG,
-    errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EMFILE, errno.ENFILE, errno.ENOTEMPTY, errno.EBUSY,
+    *_DENIED, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.ELOOP,
+    errno.ENXIO, errno.EMFILE, errno.ENFILE, errno.ENOTEMPTY, errno.EBUSY,
 )  # fmt: skip
 _OF_THE_SYSTEM = re.compile(r"\(os error (\d{1,5})\)")
 _CHUNK = 4 * 2**20
@@ -39,8 +40,7 @@ def system_errors(path: str | Path | None = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        in_library = _OF_THE_SYSTEM.search(str(error))  # safetensors, tokenizers
-        number = int(in_library[1]) if in_library else getattr(error, "errno", None)
+        number = _number(error)
         path = path or getattr(error, "filename", None) or "the folder"
         if number in _FULL:
             raise InputError(
@@ -51,6 +51,16 @@ def system_errors(path: str | Path | None = None) -> Iterator[None]:
                 f"{path} cannot be used: {os.strerror(number)}. Check the path and its permissions."
             ) from error
         raise
+
+
+def is_unwritable(error: Exception) -> bool:
+    """Whether an error was caused by a full disk or a missing permission."""
+    return any(_number(each) in (*_FULL, *_DENIED) for each in (error, error.__cause__) if each is not None)
+
+
+def _number(error: BaseException) -> int | None:
+    in_library = _OF_THE_SYSTEM.search(str(error))  # safetensors, tokenizers
+    return int(in_library[1]) if in_library else getattr(error, "errno", None)
 
 
 # Writing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from matlens.errors import InputError
@@ -149,13 +151,48 @@ def words_in_no_folder(folder: Path) -> None:
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")).save(str(folder / "nowhere" / "words"))
 
 
-@pytest.mark.parametrize("fill", [tensors_in_no_folder, words_in_no_folder])
-def test_a_library_that_cannot_write_is_no_error(
+def raising(error: Exception, cause: Exception | None = None) -> Callable[[Path], None]:
+    def fill(_: Path) -> None:
+        raise error from cause
+
+    return fill
+
+
+FULL, DENIED = OSError(errno.ENOSPC, "full"), PermissionError(errno.EACCES, "denied")
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [
+        raising(FULL),
+        raising(DENIED),
+        raising(InputError("full"), FULL),
+        raising(SafetensorError("I/O error: No space left on device (os error 28)")),
+    ],
+)
+def test_a_full_disk_is_no_error(
     fill: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Libraries raise errors of their own if a disk is full, or a folder does not exist."""
     assert Cache(tmp_path).store("thing", KEY, fill) is None
-    assert "No such file or directory" in capsys.readouterr().err
+    assert "is not used" in capsys.readouterr().err
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize(
+    ("fill", "message"),
+    [
+        (raising(InputError("mine"), ValueError("damaged")), "mine"),
+        (raising(InputError("mine"), FileNotFoundError(errno.ENOENT, "no file")), "mine"),
+        (raising(FileNotFoundError(errno.ENOENT, "no file", "theirs")), "theirs cannot be used"),
+        (tensors_in_no_folder, "No such file or directory"),
+        (words_in_no_folder, "No such file or directory"),
+    ],
+)
+def test_other_errors_of_a_filler_are_raised(
+    fill: Callable[[Path], None], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=message):
+        Cache(tmp_path).store("thing", KEY, fill)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
