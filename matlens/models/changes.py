@@ -298,7 +298,7 @@ def _described(module: nn.Module) -> str:
     settings = [(key, value) for key, value in vars(module).items() if type(value) in (float, str)]
     if isinstance(getattr(kind, _ADAPTER[0], None), property):
         settings += [(key, getattr(module, key, None)) for key in _ADAPTER]
-    return f"{name}({', '.join(f'{key}={value!r:.60}' for key, value in sorted(settings) if key[0] != '_')})"
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in sorted(settings) if key[0] != '_')})"
 
 
 def _buffers(inner: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -181,13 +181,14 @@ def test_functions_that_only_look_alike_are_told_apart(model: Any) -> None:
 
 def test_adapters_are_seen_switched_on_and_off(model: Any) -> None:
     adapter: Any = Adapter()
-    adapter.active_adapters, adapter.scaling = ["default"], {"default": 2.0}
+    scaling = {"wikipedia-english-2024": 2.0, "code-python-instruct-v2": 1.0, "chat": 1.0}
+    adapter.active_adapters, adapter.scaling = ["default"], scaling
     model.original_model.transformer.h[0].add_module("lora", adapter)
     first = ModelIdentity.from_model(model)
     changes._PLAIN[model] = changes._parts_of(model.original_model), {}  # as a bridge of an adapted model
     assert changes_of(model) == ()
     seen = {first.changes}
-    for name, value in (("off", True), ("active_adapters", ["other"]), ("scaling", {"default": 1.0})):
+    for name, value in (("off", True), ("active_adapters", ["other"]), ("scaling", {**scaling, "chat": 5.0})):
         setattr(adapter, name, value)
         seen.add(changes_of(model))
     assert len(seen) == 4
