@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,6 +39,7 @@ _BUILDERS = (
 # Backward hooks change Jacobians, and what is trained through a model.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ADAPTER = ("disable_adapters", "active_adapters", "merged_adapters", "scaling")  # of PEFT
+_SETTINGS = ("n_heads", "eps", "uses_rms_norm", "scale_attn_by_inverse_layer_idx")  # read at every pass
 _CHANGING = ("dynamic", "longrope")  # rotary embeddings whose frequencies follow the length of a text
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 _WAIT = 60.0  # seconds that a thread waits for another one that uses the model
@@ -71,6 +72,17 @@ class _Use:
         """Whether no other thread that still runs uses the model."""
         threads = {context.thread for context in tuple(self.contexts)} - {threading.current_thread()}
         return not any(thread.is_alive() for thread in threads)
+
+
+class Plain(NamedTuple):
+    """The plain model: modules and buffers as its configuration makes them, and settings of the bridge.
+
+    Where the configuration is not enough, as they were when the model was loaded or wrapped.
+    """
+
+    parts: dict[str, str]
+    buffers: dict[str, Tensor]
+    settings: dict[str, Any]
 
 
 _USES: WeakKeyDictionary[nn.Module, _Use] = WeakKeyDictionary()
@@ -257,7 +269,7 @@ def _foreign_changes(model: TransformerBridge, ours: frozenset[int]) -> Iterator
     for kind in _HOOKS:
         for function in getattr(torch_modules, f"_global{kind}").values():
             yield f"a hook {function_name(function)} at all modules"
-    parts, buffers = _plain(model)
+    parts, buffers, settings = remember_plain(model)
     present = _parts_of(model.original_model)
     for place, part in present.items():
         if parts.get(place, part) != part:
@@ -266,20 +278,25 @@ def _foreign_changes(model: TransformerBridge, ours: frozenset[int]) -> Iterator
     for name, values in _buffers(model.original_model):
         if name in buffers and not _agree(values.detach().cpu(), buffers[name]):
             yield f"other values in the buffer {name} ({fast_checksum([(name, values.cpu())])[:16]})"
+    for name, value in _settings(model).items():
+        if value != settings[name]:
+            yield f"the setting {name}={value!r} of the bridge, which was {settings[name]!r}"
     if drops_out(model):
         yield "training mode, in which dropout makes every pass another"
 
 
-_PLAIN: WeakKeyDictionary[Any, tuple[dict[str, str], dict[str, Tensor]]] = WeakKeyDictionary()
-
-
-def _plain(model: TransformerBridge) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Modules and buffers as the configuration makes them; where it does not alone, as they are now."""
-    if model not in _PLAIN:
+def remember_plain(model: TransformerBridge) -> Plain:
+    """What `changes_of` compares a model with, kept when it is first asked for."""
+    if not hasattr(model, "matlens_plain"):
         plain = None if is_quantized(model) else plain_model(model)
         parts = _parts_of(model.original_model if plain is None else plain)
-        _PLAIN[model] = parts, _plain_buffers(model, plain)
-    return _PLAIN[model]
+        # An attribute, so that a copy of the bridge has it too.
+        model.matlens_plain = Plain(parts, _plain_buffers(model, plain), _settings(model))
+    return model.matlens_plain
+
+
+def _settings(model: TransformerBridge) -> dict[str, Any]:
+    return {name: getattr(model.cfg, name, None) for name in _SETTINGS}
 
 
 def _parts_of(inner: nn.Module) -> dict[str, str]:

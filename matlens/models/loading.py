@@ -13,6 +13,7 @@ import torch
 
 from matlens import parallel
 from matlens.errors import InputError, Tokenizer, checked
+from matlens.models.changes import remember_plain
 from matlens.models.checkpoints import (
     CompleteModel,
     check_supported,
@@ -105,6 +106,7 @@ def load(
         _follow(model, tokenizer)
     check_finite_weights(model)
     _repair(model.eval())
+    remember_plain(model)
     return model
 
 
@@ -196,6 +198,7 @@ def wrap(
     elif prepend_bos is not None:
         _set_bos(bridge, prepend_bos)
     check_finite_weights(bridge)
+    remember_plain(bridge)
     return bridge
 
 

@@ -185,7 +185,8 @@ def test_adapters_are_seen_switched_on_and_off(model: Any) -> None:
     adapter.active_adapters, adapter.scaling = ["default"], scaling
     model.original_model.transformer.h[0].add_module("lora", adapter)
     first = ModelIdentity.from_model(model)
-    changes._PLAIN[model] = changes._parts_of(model.original_model), {}  # as a bridge of an adapted model
+    parts = changes._parts_of(model.original_model)
+    model.matlens_plain = model.matlens_plain._replace(parts=parts)  # as a bridge of an adapted model
     assert changes_of(model) == ()
     seen = {first.changes}
     for name, value in (("off", True), ("active_adapters", ["other"]), ("scaling", {**scaling, "chat": 5.0})):
@@ -249,6 +250,41 @@ def test_a_bridge_of_another_module_is_not_the_plain_one(
         plain.transformer.h[0].mlp.act = nn.ReLU()
         (change,) = changes_of(booted(plain))
         assert change == "another module torch.nn.modules.activation.ReLU() at transformer.h.0.mlp.act"
+
+
+@torch.no_grad()
+def test_settings_that_a_bridge_reads_at_every_pass_are_seen(model: Any) -> None:
+    tokens = torch.randint(6, 50, (1, 9))
+    settings = {"n_heads": 2, "eps": 0.5, "scale_attn_by_inverse_layer_idx": True, "uses_rms_norm": True}
+    logits = model(tokens)
+    for name, value in settings.items():
+        with with_value(model.cfg, name, value):
+            (change,) = changes_of(model)
+            assert f"{name}={value}" in change
+            assert changes_of(copy.deepcopy(model)) == (change,)
+            # GPT-2's norms subtract the mean whatever the last one says, Cohere's do not.
+            assert torch.equal(model(tokens), logits) == (name == "uses_rms_norm")
+    assert changes_of(model) == ()
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_edits_are_seen_where_the_configuration_does_not_make_a_model(
+    wrapped: bool, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(changes, "plain_model", lambda model: None)  # as with code that came with a model
+    folder = str(model_folder("llama"))
+    if wrapped:
+        model = matlens.wrap(TransformerBridge.boot_transformers(folder, device="cpu"))
+    else:
+        model = matlens.load(folder, device="cpu")
+    named = model.original_model.named_buffers()
+    (values,) = (values for name, values in named if name.endswith(".inv_freq"))
+    values.mul_(2)
+    mlp(model).act_fn = nn.ReLU()
+    other, buffer = changes_of(model)
+    assert "another module torch.nn.modules.activation.ReLU()" in other
+    assert "other values in the buffer model.rotary_emb.inv_freq" in buffer
+    assert changes_of(copy.deepcopy(model)) == (other, buffer)
 
 
 # What this library does to a model
