@@ -96,8 +96,8 @@ RESULTS_MODELS := \
 	small_wikilm \
 	paper_b_table9_saturation_wikilm \
 	paper_b_table6_early_exit_wikilm
-# Linear parts and what can be left out: an hour and a half.
-RESULTS_PARTS := linearity linearity_bert pruning
+# Linear parts, over training too, and what can be left out: two hours.
+RESULTS_PARTS := linearity linearity_bert linearity_training pruning
 
 .PHONY: demo test browser check verify attack mutate bench results tables results-a results-b results-lenses results-models results-parts pages docs install clean
 
@@ -205,8 +205,8 @@ $(RESULTS)/lens_report.csv: | install
 	$(BIN)/python analyses/lens_report.py --train $(STUDY_TRAIN) --val $(STUDY_VAL) --jacobian $(JACOBIANS) --out $(RESULTS)
 
 # Small models of the papers' kinds; what is published of them holds for any number of JOBS.
-$(RESULTS)/small_gpts.csv $(RESULTS)/small_wikilm.csv: $(RESULTS)/small_%.csv: | install
-	$(BIN)/python analyses/small_$*.py --out $(RESULTS) $(OPTIONS)
+$(RESULTS)/small_gpts.csv $(RESULTS)/small_wikilm.csv $(RESULTS)/linearity_training.csv: $(RESULTS)/%.csv: | install
+	$(BIN)/python analyses/$*.py --out $(RESULTS) $(OPTIONS)
 
 GPT := $(RESULTS)/small-gpt-
 $(RESULTS)/paper_a_fig7_models_gpts.csv: OPTIONS = --model $(GPT)2 --model $(GPT)4 --model $(GPT)8

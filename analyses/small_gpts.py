@@ -12,7 +12,7 @@ not larger, the validation sentences of other analyses are held out here, too. A
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import pandas as pd
 import torch
@@ -24,6 +24,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 NAME = "small_gpts"
 WIDTHS = {2: 64, 4: 96, 8: 128}  # by layers
+RATE = 2e-3
 LONGEST, TRAINED = 128, 96  # tokens that the models read, and of a sentence that are trained on
 
 
@@ -42,18 +43,11 @@ def main(
     parts = [token_sequences(tokenizer, part, longest=TRAINED) for part in (training, held_out)]
     tables, origin = [], {"sentences": len(training), "fingerprint": training.fingerprint, "updates": updates}
     for layers in size or WIDTHS:
-        width = WIDTHS.get(layers, 64)
-        config = GPT2Config(
-            vocab_size=len(tokenizer), n_positions=LONGEST, n_embd=width, n_layer=layers, n_head=width // 16,
-            bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id,
-        )  # fmt: skip
-        with torch.random.fork_rng():
-            torch.manual_seed(study.seed)
-            model = GPT2LMHeadModel(config)
+        model = initial_gpt(tokenizer, layers=layers, seed=study.seed)
         name = f"small-gpt-{layers}"
         run = train(
             model, parts[0], parts[1][:200], folder=report.out / name / "training", n_updates=updates,
-            rate=2e-3, seed=study.seed,
+            rate=RATE, seed=study.seed,
         )  # fmt: skip
         model.save_pretrained(report.out / name)
         tokenizer.save_pretrained(report.out / name)
@@ -63,6 +57,18 @@ def main(
         origin[name] = {"minutes": run.seconds / 60, "parameters": model.num_parameters()}
     table = pd.concat(tables, ignore_index=True)
     report.write(NAME, table, {"trained on": origin, "seed": study.seed}, training_curves(table))
+
+
+def initial_gpt(tokenizer: Any, *, layers: int, seed: int) -> GPT2LMHeadModel:
+    """A GPT-2 of one of the sizes with random weights."""
+    width = WIDTHS.get(layers, 64)
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=LONGEST, n_embd=width, n_layer=layers, n_head=width // 16,
+        bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return GPT2LMHeadModel(config)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import perf_counter
+from time import process_time
 from typing import Annotated, Any
 
 import numpy as np
@@ -37,7 +37,7 @@ class TrainingRun:
     updates
         How many updates have been made.
     seconds
-        How long they took, all runs together, without loading and without held-out text.
+        CPU seconds that they took, all runs together, without loading and without held-out text.
     curve
         ``(update, training loss, held-out loss)`` now and then, in nats a token; the first is the mean since
         the entry before.
@@ -64,11 +64,13 @@ def train(
     rate: Annotated[float, Between(1e-12)] = 1e-3,
     every: int = 100,
     seed: int = 0,
+    after_update: Callable[[int], None] = lambda update: None,
 ) -> TrainingRun:
     """Train a decoder on sequences of tokens, in place, and leave it in evaluation mode.
 
     Checkpoints are written atomically into the folder; an interrupted run resumes
-    there and ends with the same weights.
+    there and ends with the same weights. ``after_update`` is called with the number of updates made, also
+    with 0, and again with some of them when a run resumes.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=_BETAS, weight_decay=_DECAY)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmed_cosine(step, n_updates))
@@ -82,7 +84,9 @@ def train(
         torch.manual_seed(seed)
         run = _go_on(path, job, model, optimizer, schedule) if path.is_file() else TrainingRun()
         losses: list[float] = []
-        start = perf_counter()
+        start = process_time()
+        if run.updates == 0:
+            after_update(0)
         bar = Bar(total=n_updates, initial=run.updates, desc="training", unit="update")
         with bar:
             while run.updates < n_updates:
@@ -96,9 +100,10 @@ def train(
                 schedule.step()
                 losses.append(loss.item())
                 run.updates += 1
+                after_update(run.updates)
                 bar.update(1)
                 if run.updates % every == 0 or run.updates == n_updates:
-                    run.seconds += perf_counter() - start
+                    run.seconds += process_time() - start
                     watched = sequence_losses(model, held_out, batch_size=batch_size)
                     run.curve.append((run.updates, math.fsum(losses) / len(losses), watched.mean().item()))
                     if not all(map(math.isfinite, run.curve[-1])):
@@ -108,7 +113,7 @@ def train(
                         )
                     losses = []
                     _keep(path, job, run, model, optimizer)
-                    start = perf_counter()
+                    start = process_time()
     model.eval()
     return run
 

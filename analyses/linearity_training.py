@@ -1,0 +1,204 @@
+"""How linear a model is over its training: r2 of every part, and Precision@1 of mat, by checkpoint.
+
+At each checkpoint maps are fitted and evaluated on the same sentences: r2 and loss increase of attention,
+FFN and block as in ``analyses/linearity.py``, Precision@1 of ``mat`` and ``id`` onto the last layer as in
+paper A, and the model's own loss. ``constant`` always answers with the model's most frequent prediction: at
+first a model predicts few tokens, and whatever reads it is right for that reason alone.
+
+By default a GPT-2 of 4 layers is trained as in ``analyses/small_gpts.py``, and saved before the first update
+and after 2, 4, 8, ..., 2,048. Of a model on the hub, give revisions whose names end with the update::
+
+    python analyses/linearity_training.py --model EleutherAI/pythia-70m --revisions step0,step8,step64,step512
+
+``--model`` can also be a local folder with a folder for each revision, such as ``checkpoint-500``. An
+interrupted run resumes, in its training and at the checkpoint where it was.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+from pathlib import Path
+from time import process_time
+from typing import Annotated, Any
+
+import numpy as np
+import pandas as pd
+import typer
+from figures.training import over_training
+from small_gpts import LONGEST, RATE, TRAINED, initial_gpt
+from studies import Report, Study, run_study
+from training import TrainingRun, bpe_tokenizer, token_sequences, train
+
+import matlens
+from matlens import InputError, MapSet, Readout, collect, metrics
+from matlens.activations import Activations
+from matlens.data import make_examples, make_windows
+from matlens.ffn import text_losses
+from matlens.io import Artifact, csv_text, result_row, result_table
+from matlens.lens import prediction_quality
+from matlens.linearity import linearity_atlas
+from matlens.metrics import Estimate
+from matlens.models import ModelIdentity
+from matlens.parallel import Bar
+from matlens.study import slug
+
+NAME = "linearity_training"
+COLUMNS = ("kind", "tokens", "step")
+KINDS, SCORES = ["attn", "ffn", "block"], ["r2", "r2 of the variance", "loss increase"]
+WINDOW = 64
+
+
+def main(
+    study: Study,
+    report: Report,
+    model: Annotated[
+        str | None, typer.Option(help="Hub name, or a folder of checkpoints; by default one is trained.")
+    ] = None,
+    revisions: Annotated[
+        str | None, typer.Option(help="Checkpoints of --model, such as step0,step512,step143000 of Pythia.")
+    ] = None,
+    updates: Annotated[
+        int, typer.Option(min=1, help="Updates of 32 sentences that a model is trained.")
+    ] = 2048,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model to train: 2, 4 or 8.")] = 4,
+    pieces: Annotated[int, typer.Option(min=258, help="Pieces of its vocabulary.")] = 4000,
+    fit_sentences: Annotated[
+        int, typer.Option(min=2, help="Training sentences that mat is fitted on.")
+    ] = 4000,
+    sentences: Annotated[int, typer.Option(min=2, help="Others that mat and the loss are of.")] = 1000,
+    windows: Annotated[int, typer.Option(min=2, help="Windows of 64 tokens to fit maps of parts on.")] = 160,
+    eval_windows: Annotated[int, typer.Option(min=2, help="Others that maps of parts are tested on.")] = 32,
+) -> None:
+    """Train a model or name its checkpoints, evaluate maps at each, and plot values by update."""
+    if (model is None) != (revisions is None):
+        raise InputError("--model and --revisions must be given together.")
+    sizes = {
+        "fit_sentences": fit_sentences, "sentences": sentences, "windows": windows,
+        "eval_windows": eval_windows,
+    }  # fmt: skip
+    job = {**sizes, "seed": study.seed, "corpora": [part.fingerprint for part in study.parts]}
+    taken: dict[str, Any] = {}
+    if model is None or revisions is None:
+        model, steps = f"small-gpt-{layers}-checkpoints", checkpoint_updates(updates)
+        folder = report.out / model
+        job |= {"layers": layers, "pieces": pieces, "updates": updates}
+        taken["training"] = train_checkpoints(study, folder, steps, layers=layers, pieces=pieces).seconds
+    else:
+        folder, steps = Path(model), checkpoint_steps(revisions)
+    job |= {"model": model, "checkpoints": steps}
+    place = report.out / NAME / slug(model)
+    with Artifact.writing(place, "linearity over training", job) as artifact:
+        done = {name: artifact.read_json(name) for name in steps}
+        missing = [name for name in steps if done[name] is None]
+        for name in Bar(missing, desc="checkpoints", unit="checkpoint"):
+            begun, loaded = process_time(), load_checkpoint(folder, name)
+            table = checkpoint_table(study, loaded, **sizes).assign(model=model, step=steps[name])
+            fingerprint = ModelIdentity.from_model(loaded).fingerprint
+            seconds = process_time() - begun
+            result = {"table": csv_text(table), "fingerprint": fingerprint, "seconds": seconds}
+            artifact.write_json(name, result)
+            done[name] = result
+        if not artifact.finished:
+            artifact.finish()
+    results = [result for result in done.values() if result is not None]
+    taken["evaluation"] = sum(result["seconds"] for result in results)
+    fingerprints = {name: result["fingerprint"] for name, result in zip(done, results, strict=True)}
+    table = joined([pd.read_csv(io.StringIO(result["table"])) for result in results])
+    report.write(NAME, table, job | {"fingerprints": fingerprints, "seconds": taken}, over_training(table))
+
+
+def checkpoint_updates(updates: int) -> dict[str, int]:
+    """0 and 11 updates, each half of the next and the last all of them, by the name of their checkpoint."""
+    return {f"step{update}": update for update in sorted({0, *(updates >> i for i in range(11))})}
+
+
+def checkpoint_steps(revisions: str) -> dict[str, int]:
+    """Updates by revision, in their order: the number that its name ends with."""
+    steps = {}
+    for name in map(str.strip, revisions.split(",")):
+        number = re.search(r"\d+$", name)
+        if number is None:
+            raise InputError(f"revisions must end with their update, such as step512, got {name!r}.")
+        steps[name] = int(number[0])
+    return dict(sorted(steps.items(), key=lambda item: item[1]))
+
+
+def train_checkpoints(
+    study: Study, folder: Path, steps: dict[str, int], *, layers: int, pieces: int
+) -> TrainingRun:
+    """Train a small GPT-2, and save it at some updates, in a folder for each."""
+    training, held_out = study.parts
+    tokenizer = bpe_tokenizer(training, n_tokens=pieces, longest=LONGEST)
+    sequences, watched = (token_sequences(tokenizer, part, longest=TRAINED) for part in (training, held_out))
+    gpt = initial_gpt(tokenizer, layers=layers, seed=study.seed)
+
+    def save(update: int) -> None:
+        path, partial = folder / f"step{update}", folder / "partial"
+        if path.name in steps:
+            gpt.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+            shutil.rmtree(path, ignore_errors=True)  # of a run that was interrupted, or of another
+            partial.rename(path)
+
+    return train(
+        gpt, sequences, watched[:200], folder=folder / "training", n_updates=max(steps.values()), rate=RATE,
+        seed=study.seed, after_update=save,
+    )  # fmt: skip
+
+
+def load_checkpoint(model: Path, revision: str) -> Any:
+    """A folder in the folder of the model, or a revision on the hub."""
+    folder = model / revision
+    return matlens.load(folder) if folder.is_dir() else matlens.load(model.as_posix(), revision=revision)
+
+
+def checkpoint_table(
+    study: Study, model: Any, *, fit_sentences: int, sentences: int, windows: int, eval_windows: int
+) -> pd.DataFrame:
+    """All values of one checkpoint, with maps fitted on the first part of the study's sentences."""
+    fitted_on, evaluated_on = (
+        make_windows(model, part, size=WINDOW, max_windows=n, targets=True, seed=study.seed)
+        for part, n in zip(study.parts, (windows, eval_windows), strict=True)
+    )
+    atlas = linearity_atlas(model, fitted_on, evaluated_on, jumps=(), progress=False)
+    atlas = atlas[atlas["kind"].isin(KINDS) & atlas["metric"].isin(SCORES)]
+    examples = [
+        make_examples(model, part, seed=study.seed).head(n)
+        for part, n in zip(study.parts, (fit_sentences, sentences), strict=True)
+    ]
+    training, validation = (collect(model, each, progress=False) for each in examples)
+    maps = MapSet.fit(training, pairs="last", progress=False)
+    read = prediction_quality(Readout(model), maps, validation, progress=False)
+    read = read[(read["layer"] < read["target"]) & ((read["k"] == 1) | (read["metric"] == "surprisal"))]
+    perplexity = text_losses(model, examples[1], progress=False).perplexity()
+    value, low, high = (float(np.log(each)) for each in perplexity[:3])
+    loss = Estimate(value, low, high, perplexity.n)
+    rows = [
+        result_row(
+            NAME, model="", corpus=study.parts[1].name, method=method, layer=None, target=None, metric=metric,
+            k=k, estimate=estimate,
+        )
+        for method, metric, k, estimate in (
+            ("constant", "precision", 1, most_frequent(Readout(model), validation)),
+            ("model", "loss", None, loss),
+        )
+    ]  # fmt: skip
+    return joined([atlas, read, result_table(rows)]).assign(experiment=NAME)
+
+
+def joined(tables: list[pd.DataFrame]) -> pd.DataFrame:
+    """The rows of all tables."""
+    rows: list[Any] = [row for table in tables for row in table.to_dict("records")]
+    return result_table(rows, *COLUMNS)
+
+
+def most_frequent(readout: Readout, data: Activations) -> Estimate:
+    """The share of the model's predictions that are its most frequent one."""
+    predicted = readout.top_ids(data[data.provenance.identity.n_layers])
+    return metrics.proportion(predicted == predicted.mode().values)
+
+
+if __name__ == "__main__":
+    run_study(main, model=None)
