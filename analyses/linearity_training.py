@@ -28,7 +28,7 @@ import pandas as pd
 import typer
 from figures.training import over_training
 from small_gpts import LONGEST, RATE, TRAINED, initial_gpt
-from studies import Report, Study, run_study
+from studies import SECONDS, Report, Study, run_study
 from training import TrainingRun, bpe_tokenizer, token_sequences, train
 
 import matlens
@@ -79,7 +79,7 @@ def main(
         "eval_windows": eval_windows,
     }  # fmt: skip
     job = {**sizes, "seed": study.seed, "corpora": [part.fingerprint for part in study.parts]}
-    taken: dict[str, Any] = {}
+    taken: dict[str, float] = {}
     if model is None or revisions is None:
         model, steps = f"small-gpt-{layers}-checkpoints", checkpoint_updates(updates)
         folder = report.out / model
@@ -104,9 +104,12 @@ def main(
             artifact.finish()
     results = [result for result in done.values() if result is not None]
     taken["evaluation"] = sum(result["seconds"] for result in results)
-    fingerprints = {name: result["fingerprint"] for name, result in zip(done, results, strict=True)}
+    origin = job | {
+        "seconds": taken, SECONDS: sum(taken.values()),
+        "fingerprints": {name: result["fingerprint"] for name, result in zip(done, results, strict=True)},
+    }  # fmt: skip
     table = joined([pd.read_csv(io.StringIO(result["table"])) for result in results])
-    report.write(NAME, table, job | {"fingerprints": fingerprints, "seconds": taken}, over_training(table))
+    report.write(NAME, table, origin, over_training(table))
 
 
 def checkpoint_updates(updates: int) -> dict[str, int]:

@@ -10,10 +10,10 @@ from matlens.drawing import (
     DARK,
     DOTTED,
     GREEN,
-    GREY,
     ID,
     MAT,
     ORANGE,
+    PURPLE,
     Look,
     draw_line,
     finish,
@@ -23,7 +23,7 @@ from matlens.drawing import (
 )
 
 PARTS = {"attn": Look(GREEN, marker="^"), "ffn": Look(ORANGE, marker="D"), "block": Look(BLACK, marker="v")}
-READ = {"mat": MAT, "id": ID, "constant": Look(GREY, DOTTED, "x")}
+READ = {"mat": MAT, "id": ID, "constant": Look(DARK, DOTTED, "x")}
 
 
 @styled
@@ -35,7 +35,7 @@ def over_training(table: pd.DataFrame) -> Figure:
     of_parts = table[(table["tokens"] == "all") & (table["method"] == "map")].assign(method=table["kind"])
     read = table[(table["metric"] == "precision") & (table["k"] == 1)]
     drawn = (
-        ("loss (nats per token)", table[table["metric"] == "loss"], {"model": Look(DARK)}),
+        ("loss (nats per token)", table[table["metric"] == "loss"], {"model": Look(PURPLE)}),
         ("Precision@1", read, READ),
         (r"$r^2$ of the part's map", of_parts[of_parts["metric"] == "r2"], PARTS),
         ("loss increase with the map (nats)", of_parts[of_parts["metric"] == "loss increase"], PARTS),
@@ -54,4 +54,4 @@ def over_training(table: pd.DataFrame) -> Figure:
     for ax in panels[1]:
         ax.set_xlabel("updates")
     handles = [line for ax in (panels[0, 0], panels[0, 1], panels[1, 0]) for line in ax.get_lines()]
-    return finish(figure, title_of(table, "model", "corpus"), handles, columns=7)
+    return finish(figure, f"{title_of(table, 'model', 'corpus')}, means over layers", handles, columns=7)

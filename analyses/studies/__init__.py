@@ -1,5 +1,6 @@
 """Shared by analysis scripts: studies, reports, and common options."""
 
+from studies.scripts import SECONDS as SECONDS
 from studies.scripts import Dominant as Dominant
 from studies.scripts import LinkageOption as LinkageOption
 from studies.scripts import Memory as Memory

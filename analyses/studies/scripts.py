@@ -62,10 +62,11 @@ class Report:
     ) -> None:
         """Write a table with its provenance and figure as ``name``; print their paths.
 
-        The origin gets the CPU seconds of the analysis so far: of this run, if it resumes another.
+        The origin gets the CPU seconds of the analysis so far, unless it has them: of this run, if it resumes
+        another.
         """
         taken = {SECONDS: round(sum(os.times()[:4]), 1)}  # this process's and its children's
-        write_results(self.out, name + self.suffix, table, {**origin, **taken})
+        write_results(self.out, name + self.suffix, table, {**taken, **origin})
         printing.print_line(self.path(name))
         if figure is not None:
             self.write_figure(name, figure)
