@@ -56,10 +56,17 @@ def test_losses_are_of_each_next_token(kind: str) -> None:
 
 def test_updates_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     ours, theirs = make("wikilm", dropout=0.0), make("wikilm", dropout=0.0)
-    run = train(ours, SEQUENCES, HELD_OUT, **options(tmp_path, n_updates=4))
+    seen: dict[int, torch.Tensor] = {}
+
+    def keep(update: int) -> None:
+        seen[update] = next(ours.parameters()).detach().clone()
+
+    run = train(ours, SEQUENCES, HELD_OUT, **options(tmp_path, n_updates=4), after_update=keep)
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-2, betas=(0.9, 0.98), weight_decay=0.01)
     losses = []
+    assert list(seen) == [0, 1, 2, 3, 4]
     for step in range(4):
+        torch.testing.assert_close(seen[step], next(theirs.parameters()))
         optimizer.param_groups[0]["lr"] = 1e-2 * warmed_cosine(step, 4)
         loss = next_token_losses(theirs, running._batch(SEQUENCES, step, 4, 0)).mean()
         optimizer.zero_grad()
