@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -127,8 +128,11 @@ def token_policy(model: TransformerBridge) -> TokenPolicy:
     if tokenizer is None:
         return TokenPolicy(None, "no tokenizer")
     probes = [_outcome(model, text) for text in _PROBES]
-    special = [tokenizer.mask_token_id, tokenizer.unk_token_id]
-    parts = [[ids for ids, _ in probes], special, _vocabulary_digest(tokenizer)]
+    unknown = tokenizer.unk_token_id
+    parts = [[ids for ids, _ in probes], [tokenizer.mask_token_id, unknown], _vocabulary_digest(tokenizer)]
+    known = [token for ids, _ in probes if isinstance(ids, list) for token in ids]
+    if unknown is not None and 2 * known.count(unknown) > len(known):  # a vocabulary of few words
+        parts.append([_outcome(model, text)[0] for text in _own_texts(tokenizer)])
     digest = hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:16]
     ids, added = next(((ids, added) for ids, added in probes if isinstance(ids, list)), ([], []))
     first = next((i for i, flag in enumerate(added) if not flag), 0)
@@ -149,6 +153,25 @@ def _outcome(model: TransformerBridge, text: str) -> tuple[list[int] | str, list
         return type(error).__name__, []
 
 
+def _own_texts(tokenizer: Any) -> Iterator[str]:
+    """Texts of the vocabulary's own pieces, also in capitals, which normalisers change."""
+    vocabulary = _vocabulary(tokenizer)
+    pieces = sorted(vocabulary, key=vocabulary.__getitem__)
+    sampled = [pieces[i * len(pieces) // _SAMPLED] for i in range(_SAMPLED)] if pieces else []
+    for piece, following in pairwise(dict.fromkeys(sampled)):
+        yield from (piece, piece.upper(), f"{piece} {following}", f"{piece}{following}")
+
+
+def _vocabulary(tokenizer: Any) -> dict[str, int]:
+    """All pieces and their ids, without what a bridge adds."""
+    vocabulary = dict(tokenizer.get_vocab())
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or PLACEHOLDER not in backend.get_vocab(with_added_tokens=False):
+        # A bridge adds it where there is none, and so it tells nothing of the model.
+        vocabulary.pop(PLACEHOLDER, None)
+    return vocabulary
+
+
 _READ: WeakKeyDictionary[Any, tuple[Any, str]] = WeakKeyDictionary()
 
 
@@ -158,12 +181,7 @@ def _vocabulary_digest(tokenizer: Any) -> str:
     sampled = [i * size // _SAMPLED for i in range(_SAMPLED)] if size else []
     key = (size, tuple(tokenizer.convert_ids_to_tokens(sampled)))
     if tokenizer not in _READ or _READ[tokenizer][0] != key:
-        vocabulary = dict(tokenizer.get_vocab())
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is None or PLACEHOLDER not in backend.get_vocab(with_added_tokens=False):
-            # A bridge adds it where there is none, and so it tells nothing of the model.
-            vocabulary.pop(PLACEHOLDER, None)
-        pieces = sorted(vocabulary.items(), key=lambda item: (item[1], item[0]))
+        pieces = sorted(_vocabulary(tokenizer).items(), key=lambda item: (item[1], item[0]))
         text = "\n".join(f"{number} {piece!r}" for piece, number in pieces)
         _READ[tokenizer] = key, hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
     return _READ[tokenizer][1]

@@ -78,6 +78,15 @@ def test_the_digest_tells_policies_and_vocabularies_apart(tmp_path: Path) -> Non
     assert token_policy(other).digest != first.digest
 
 
+@pytest.mark.parametrize("normalizer", [normalizers.Lowercase(), normalizers.Replace("w3", "w9")], ids=str)
+def test_the_digest_tells_normalisers_of_few_words_apart(normalizer: Any, tmp_path: Path) -> None:
+    model = matlens.load(str(save_with_ends(tmp_path)), device="cpu")
+    before, ids = token_policy(model).digest, encode_text(model, "W3 w3").ids
+    model.tokenizer.backend_tokenizer.normalizer = normalizer
+    assert encode_text(model, "W3 w3").ids != ids
+    assert token_policy(model).digest != before
+
+
 # A bridge of one's own
 
 
