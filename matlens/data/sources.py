@@ -22,7 +22,7 @@ from matlens.data.texts import (
     json_rows,
     open_text,
 )
-from matlens.errors import InputError, did_you_mean, short
+from matlens.errors import InputError, did_you_mean, printable, short
 from matlens.io.bounds import LINE
 
 Source = str | os.PathLike[str] | Iterable[str | Mapping[str, Any] | None]
@@ -94,7 +94,7 @@ def _leipzig_sentence(line: str, where: str) -> str:
 def text_of_row(row: Mapping[str, Any], field: str, where: str) -> str:
     """The text in a field of a row, empty if it is null; ``where`` is the place of the row."""
     if field not in row:
-        names = ", ".join(map(str, row)) or "none"
+        names = printable(", ".join(map(str, row)), limit=300) or "none"
         raise InputError(f"field (--field) must be one of {names} in {where}, got {short(field)}.")
     return _checked_text(row[field], f"The field {short(field)} in {where}")
 

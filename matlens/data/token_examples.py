@@ -192,10 +192,10 @@ def _positions(given: np.ndarray, mask: np.ndarray, number: int) -> np.ndarray:
         if given.shape != mask.shape or (given & ~mask).any():
             raise InputError(f"{where} must have the shape of its tokens, and be False at padding.")
         given = np.flatnonzero(given[mask])
-    positions = given.astype(np.int64)
-    outside = (positions < -length) | (positions >= length)
+    outside = (given < -length) | (given >= length)
     if outside.any():
-        raise InputError(f"{where} must be between 0 and {length - 1}, got {positions[outside.argmax()]}.")
+        raise InputError(f"{where} must be between 0 and {length - 1}, got {given[outside.argmax()]}.")
+    positions = given.astype(np.int64)  # after the check: it turns 2**64 - 1 into -1
     positions = np.where(positions < 0, positions + length, positions)
     if not len(positions) or len(np.unique(positions)) < len(positions):
         raise InputError(f"{where} must be one or more, and different, got {given.tolist()[:10]}.")

@@ -191,6 +191,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "segments": ({"input_ids": BATCH, "token_type_ids": BATCH * 0 + 1}, {}, "token_type_ids"),
     "positions of its own": ({"input_ids": BATCH, "position_ids": BATCH}, {}, "'position_ids'"),
     "outside": (RAGGED, {"positions": [1, 1]}, "positions of sentence 1 must be between 0 and 0, got 1"),
+    "outside of int64": (RAGGED, {"positions": np.array([0, 2**64 - 1], "u8")}, "got 18446744073709551615"),
     "outside from the end": (RAGGED, {"positions": [[-3], [0]]}, "sentence 0 .* got -3"),
     "twice": (RAGGED, {"positions": [[1, -1], [0]]}, "sentence 0 must be one or more, and different"),
     "too few": (RAGGED, {"positions": [0]}, "positions must have 2 entries"),
