@@ -7,7 +7,7 @@ replaced runs, and hooks replace its output. Between any other two sites everyth
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -228,7 +228,7 @@ def _skipping_forwards_of_t5(model: TransformerBridge, jump: Replacement) -> dic
         def forward(
             h: Tensor, mask: Any = None, bias: Any = None, encoder: Any = None, *others: Any, **more: Any
         ) -> Any:
-            _check_first_pass(more.get("past_key_values"), layer, len(model.blocks), h.shape[1], jump)
+            _check_first_pass(_cache_of(more), layer, len(model.blocks), h.shape[1], jump)
             if bias is None:
                 attention = block.original_component.layer[0].SelfAttention
                 attention = getattr(attention, "original_component", attention)
@@ -239,6 +239,10 @@ def _skipping_forwards_of_t5(model: TransformerBridge, jump: Replacement) -> dic
         return forward
 
     return {layer: forward_of(layer) for layer in jump.blocks}
+
+
+def _cache_of(given: Mapping[str, Any]) -> Any:
+    return given.get("cache", given.get("past_key_values"))  # the name changes in transformers 5.24
 
 
 def _check_first_pass(cache: Any, layer: int, n_layers: int, length: int, jump: Replacement) -> None:
@@ -364,7 +368,7 @@ class TokenPlaces:
         tokens = given.get(f"{of_stack}input_ids")
         tokens = given[f"{of_stack}inputs_embeds"] if tokens is None else tokens
         n, length = tokens.shape[:2]
-        mask, cache = given.get(f"{of_stack}attention_mask"), given.get("past_key_values")
+        mask, cache = given.get(f"{of_stack}attention_mask"), _cache_of(given)
         if mask is not None and mask.ndim != 2:
             raise InputError(f"attention_mask must be [batch, length], got one of {mask.ndim} dimensions.")
         if mask is not None:
