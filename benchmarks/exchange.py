@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -30,7 +30,7 @@ def main(
 ) -> None:
     """Measure writing and reading both formats."""
     model, examples = smollm2_examples(sentences)
-    everything = {"positions": "all", "progress": False}
+    everything: Any = {"positions": "all", "progress": False}
     with tempfile.TemporaryDirectory() as name:
         kept = Path(name)
 

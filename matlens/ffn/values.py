@@ -297,6 +297,7 @@ class ValueVectors:
         self, n: PositiveInt, k: PositiveInt, *, seed: Seed = 0
     ) -> list[Int[Tensor, "n k"]]:
         """For each layer the columns of ``k`` different sub-updates of each of ``n`` examples."""
+        check_int(n, "n", min=1, max=2**31)
         generator = torch.Generator().manual_seed(seed)
         sizes = [len(rows) for rows in torch.arange(n).split(max(_SAMPLED // self.d_mlp, 1))]
 

@@ -137,9 +137,10 @@ def locked(
     """
     from filelock import FileLock, Timeout
 
-    lock = FileLock(folder / LOCK, is_singleton=True)  # reentrant in a thread; it creates the folder
+    lock = FileLock(folder / LOCK, is_singleton=True)  # reentrant in a thread
     timeout = 0.0
     while True:
+        folder.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(timeout=timeout)
             break

@@ -271,8 +271,11 @@ def _keep_place_in_cache(given: Sequence[Any], layer: int, h: Tensor) -> None:
             continue
         place = cache.layers[layer] if layer < len(cache.layers) else None
         # Linear attention has a state instead of keys and values, and a flag for a previous pass.
-        states = getattr(place, "has_previous_state", {})
-        states.update(dict.fromkeys(states, True))
+        states = getattr(place, "has_previous_state", None)
+        if isinstance(states, dict):
+            states.update(dict.fromkeys(states, True))
+        elif states is not None:  # before transformers 5.10
+            place.has_previous_state = True
         if place is None or hasattr(place, "update"):
             nothing = h.new_zeros(h.shape[0], 1, h.shape[1], 1)
             cache.update(nothing, nothing, layer)
