@@ -62,7 +62,9 @@ def test_r2_is_computed_in_float64() -> None:
     prediction = truth + 5e-4 * random(500, 1, seed=1).double()
     assert r2(prediction, truth) == pytest.approx(r2_score(truth.numpy(), prediction.numpy()), abs=1e-9)
     half = random(3000, 2).half() + 100
-    assert r2(half + 0.5, half) == pytest.approx(r2_score(half.double().numpy(), half.double().numpy() + 0.5), abs=1e-9)
+    assert r2(half + 0.5, half) == pytest.approx(
+        r2_score(half.double().numpy(), half.double().numpy() + 0.5), abs=1e-9
+    )
 
 
 @pytest.mark.parametrize("n", [0, 1])

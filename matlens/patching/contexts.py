@@ -269,7 +269,7 @@ def _keep_place_in_cache(given: Sequence[Any], layer: int, h: Tensor) -> None:
             cache = cache.self_attention_cache
         if not isinstance(cache, Cache):
             continue
-        place = cache.layers[layer] if layer < len(cache.layers) else None
+        place: Any = cache.layers[layer] if layer < len(cache.layers) else None
         # Linear attention has a state instead of keys and values, and a flag for a previous pass.
         states = getattr(place, "has_previous_state", None)
         if isinstance(states, dict):

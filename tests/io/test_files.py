@@ -211,6 +211,13 @@ def test_the_lock_of_a_killed_process_is_free_and_its_partial_files_are_removed(
     assert not list((tmp_path / "a").iterdir())
 
 
+def test_a_folder_that_cannot_be_made_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file" / "a", Path("/proc/nothing/there")):
+        with pytest.raises((FileNotFoundError, NotADirectoryError)), locked(folder):
+            pass
+
+
 def test_a_lock_whose_file_cannot_be_removed_is_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
