@@ -21,7 +21,7 @@ def test_all_positions_of_a_masked_model_are_no_predictions(
     tmp_path: Path,
 ) -> None:
     name = "llama" if options else "bert"
-    with pytest.raises(matlens.InputError, match=r"masked|skip_special"):
+    with pytest.raises(matlens.InputError, match=r"masked|sample_special"):
         collect_parts(
             small_model(name),
             sentences,
