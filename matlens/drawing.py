@@ -247,7 +247,7 @@ def surprisal_axis(ax: Axes) -> None:
 def mark_infinite(ax: Axes) -> None:
     """Mark infinite values above the top edge, one row per curve, with a label.
 
-    Labels are next to the marks of their curve, or above them if there is no space.
+    Labels are next to the marks of their curve, or above them if space is short.
     """
     curves = [line for line in ax.get_lines() if np.isinf(np.asarray(line.get_ydata(), dtype=float)).any()]
     if not curves:

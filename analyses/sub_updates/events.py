@@ -13,8 +13,8 @@ from torch import Tensor
 
 from matlens import metrics
 from matlens.errors import checked
-from matlens.ffn import Events, Trace, event_scores, find_events, find_saturation, relative_scores
-from matlens.io import result_row, result_table
+from matlens.ffn import Events, Trace, event_scores, find_events, find_saturation, relative_scores, trace_row
+from matlens.io import result_table
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -22,16 +22,6 @@ if TYPE_CHECKING:
 FREQUENCY, UPDATES = "saturation_frequency", "update_scores"  # experiments
 TraceScores: TypeAlias = Mapping[tuple[str, str], Tensor]  # as `Trace.score`
 QUANTILES = (5, 50, 95)  # per cent
-
-
-def trace_row(
-    trace: Trace, experiment: str, method: str, layer: float, metric: str, estimate: metrics.Estimate
-) -> dict[str, Any]:
-    """A row of a table of results that is about a layer of a trace, see `result_row`."""
-    return result_row(
-        experiment, model=trace.provenance.identity.name, corpus=trace.provenance.corpus, method=method,
-        layer=layer, target=layer, metric=metric, k=trace.k, estimate=estimate,
-    )  # fmt: skip
 
 
 def updates_by_effect(trace: Trace) -> dict[str, Events]:

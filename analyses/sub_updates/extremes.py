@@ -23,10 +23,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from matlens import InputError, metrics
-from matlens.ffn import Clusters, Projection, Trace, ValueVectors, relative_scores
+from matlens.ffn import Clusters, Projection, Trace, ValueVectors, relative_scores, trace_row
 from matlens.io import result_table
 from matlens.models import token_texts, visible
-from sub_updates.events import TraceScores, trace_row
+from sub_updates.events import TraceScores
 from sub_updates.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
 
 if TYPE_CHECKING:

@@ -144,6 +144,7 @@ def extremes_and_mean(scores: Float[Tensor, "m k"]) -> dict[str, Float[Tensor, "
     return {"max": scores.amax(1), "mean": scores.mean(1), "min": scores.amin(1)}
 
 
+@checked
 def trace_row(
     trace: Trace, experiment: str, method: str, layer: float, metric: str, estimate: metrics.Estimate
 ) -> dict[str, Any]:

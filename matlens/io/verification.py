@@ -131,7 +131,7 @@ def _verify_record(path: Path) -> Verdict | None:
                     raise InputError(f"{folder / name / CONFIG} is missing.")
     except (InputError, OSError) as error:
         return Verdict(place, what, str(error)) if is_ours else None
-    except (KeyError, TypeError, AttributeError):  # the checksum is right, but it is no record of this kind
+    except (KeyError, TypeError, AttributeError):  # the checksum is right, but this is another kind of record
         return Verdict(place, what, str(damaged(path, "is incomplete"))) if is_ours else None
     return Verdict(place, what, None) if is_ours else None
 

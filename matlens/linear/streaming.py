@@ -123,7 +123,7 @@ class StoredLeastSquares:
         for source, target in pairs:
             if target not in self.targets.get(source, ()):
                 raise InputError(
-                    f"There are no sufficient statistics of {source} -> {target}. Collect or "
+                    f"Sufficient statistics of {source} -> {target} are missing. Collect or "
                     "stream again with these pairs."
                 )
 

@@ -54,7 +54,7 @@ class EndOfPass(Exception):
 
 @dataclass(eq=False)
 class _Context:
-    """The thread that entered a context of this library, and what it changes by which functions."""
+    """The thread that entered a context of this library, and the functions that change the model."""
 
     changes: Callable[[], Sequence[str]] = tuple
     functions: frozenset[int] = frozenset()

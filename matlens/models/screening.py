@@ -96,7 +96,7 @@ class Screen:
         return _count(surely).index_add_(0, row[above], torch.ones_like(row[above]))
 
     def _logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """All logits quickly, and a bound on the error for each row, besides ``relative`` of each logit."""
+        """All logits, and a bound on the error for each row, in addition to ``relative`` of each logit."""
         quick = x.to(self._quick.dtype)
         logits = nn.functional.linear(quick, self._quick, self._bias)
         length, lost = quick.float().norm(dim=1), (quick.float() - x).norm(dim=1)
@@ -116,7 +116,7 @@ class Screen:
 
 
 def _places(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and columns of what is true; NumPy looks for it much faster than torch."""
+    """Rows and columns of the true entries; NumPy finds them much faster than torch."""
     if mask.device.type != "cpu":
         rows, columns = mask.nonzero(as_tuple=True)
         return rows, columns

@@ -86,7 +86,7 @@ def no_sinks(streams: Streams) -> Bool[Tensor, "n length"]:
     columns = streams.h[0].shape[-1] + 1
     if int(rows.sum()) <= columns:
         raise InputError(
-            f"The text must have more than {columns} tokens that are no attention sinks to choose spans by "
+            f"The text must have more than {columns} tokens without attention sinks to choose spans by "
             f"r2, got {int(rows.sum())}. Use more text, or another choice."
         )
     return rows.reshape(n_texts, length)
