@@ -254,7 +254,7 @@ attack: install
 	PYTHONPATH=benchmarks OMP_NUM_THREADS=1 $(BIN)/python -m attack --show --out out/attack --page docs/results/robustness.md
 
 # Speed and memory as ratios, and the page of them: about half an hour. Seconds are those of one processor.
-BENCHMARKS := starting collecting peers fitting memory planning skipping projecting events wide
+BENCHMARKS := starting collecting peers exchange fitting memory planning skipping projecting events wide
 
 bench: install
 	@for name in $(BENCHMARKS); do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py --out $(RESULTS) || exit 1; done
