@@ -54,8 +54,8 @@ def main(
         torch.manual_seed(study.seed)
         model = WikiLMForCausalLM(
             WikiLMConfig(
-                vocab_size=n, hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // 16,
-                intermediate_size=4 * width, max_position_embeddings=LONGEST, cutoffs=[n // 4, n // 2],
+                vocab_size=n, d_model=width, num_layers=layers, attention_heads=width // 16,
+                ffn_dim=4 * width, max_position_embeddings=LONGEST, cutoffs=[n // 4, n // 2],
                 adaptive_factor=2.0, dropout=0.2,
             )
         )  # fmt: skip

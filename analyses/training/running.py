@@ -131,8 +131,6 @@ def next_token_losses(model: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
     inputs, mask, counted = tokens[:, :-1], there[:, :-1].long(), there[:, 1:]
     head = model.get_output_embeddings()
     targets = tokens[:, 1:][counted]
-    if hasattr(head, "losses"):  # an adaptive softmax
-        return head.losses(model.features(inputs, mask)[counted], targets)
     hidden = model.base_model(inputs, attention_mask=mask).last_hidden_state[counted]
     return cross_entropy(head(hidden), targets, reduction="none")
 

@@ -14,9 +14,8 @@ from matlens import InputError
 from matlens.data import Corpus
 from matlens.errors import Between, checked
 from matlens.io import write_files
-from matlens.models.families.wikilm.checkpoint import SOFTMAX, tensor_names
-from matlens.models.families.wikilm.dictionary import DICTIONARY, SPECIAL, WordDictionary, words_of
-from matlens.models.families.wikilm.modelling import WikiLMConfig, WikiLMForCausalLM
+from matlens.models.families.fairseq import DICTIONARY, PREFIXES, SPECIAL, WordDictionary, words_of
+from matlens.models.families.wikilm import WikiLMConfig, WikiLMForCausalLM
 
 __all__ = ["WikiLMConfig", "WikiLMForCausalLM", "word_dictionary", "write_wikilm"]
 _MULTIPLE = 8  # fairseq fills dictionaries up to a multiple of it
@@ -41,38 +40,35 @@ def word_dictionary(corpus: Corpus, *, n_words: Annotated[int, Between(len(SPECI
 
 @checked
 def write_wikilm(model: WikiLMForCausalLM, dictionary: WordDictionary, folder: str | Path) -> Path:
-    """Write ``checkpoint.pt`` and ``dict.txt`` in fairseq's format; returns the first path."""
+    """Write ``checkpoint.pt`` and ``dict.txt`` in fairseq's format; returns the first path.
+
+    Input and output of the model share embeddings and projections.
+    """
     folder, config = Path(folder), model.config
     if len(dictionary) != config.vocab_size:
-        raise InputError(
-            f"The dictionary has {len(dictionary)} words, and the model {config.vocab_size}. Expected "
-            "as many."
-        )
+        raise InputError(f"dictionary must have {config.vocab_size} words, got {len(dictionary)}.")
     cutoffs = ",".join(map(str, config.cutoffs))
     args = argparse.Namespace(
-        arch="transformer_lm_wiki103", task="language_modeling", decoder_layers=config.num_hidden_layers,
-        decoder_attention_heads=config.num_attention_heads, decoder_embed_dim=config.hidden_size,
-        decoder_input_dim=config.hidden_size, decoder_output_dim=config.hidden_size,
-        decoder_ffn_embed_dim=config.intermediate_size, decoder_normalize_before=True,
+        arch="transformer_lm_wiki103", task="language_modeling", decoder_layers=config.num_layers,
+        decoder_attention_heads=config.attention_heads, decoder_embed_dim=config.d_model,
+        decoder_input_dim=config.d_model, decoder_output_dim=config.d_model,
+        decoder_ffn_embed_dim=config.ffn_dim, decoder_normalize_before=True,
         no_decoder_final_norm=not config.final_norm, adaptive_input=True, adaptive_input_cutoff=cutoffs,
         adaptive_input_factor=config.adaptive_factor, adaptive_softmax_cutoff=cutoffs,
-        adaptive_softmax_factor=config.adaptive_factor, tie_adaptive_weights=config.tie_word_embeddings,
-        tie_adaptive_proj=config.tie_projections, activation_fn=config.hidden_act, add_bos_token=False,
+        adaptive_softmax_factor=config.adaptive_factor, tie_adaptive_weights=True,
+        tie_adaptive_proj=True, activation_fn=config.activation_function, add_bos_token=False,
         no_scale_embedding=not config.scale_embedding, tokens_per_sample=config.max_position_embeddings,
         max_target_positions=config.max_position_embeddings, decoder_learned_pos=False,
         no_token_positional_embeddings=False, dropout=config.dropout,
     )  # fmt: skip
-    names = tensor_names(model)
-    ours = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
     tensors = {
-        theirs: ours[name].T.contiguous() if turned else ours[name]
-        for theirs, (name, turned) in names.items()
+        f"{theirs}{name.removeprefix(ours)}": tensor.detach().cpu()
+        for ours, theirs in PREFIXES.items()
+        for name, tensor in model.state_dict().items()
+        if name.startswith(ours)
     }
-    if not config.tie_word_embeddings:
-        del tensors[f"{SOFTMAX}.head.class_proj.weight"]
-        tensors[f"{SOFTMAX}.head.weight"] = torch.cat([ours["lm_head.words.0"], ours["lm_head.classes"]])
     tensors["decoder.version"] = torch.tensor([3.0])
-    tensors[f"{SOFTMAX}.version"] = torch.tensor([1])
+    tensors["decoder.adaptive_softmax.version"] = torch.tensor([1])
     buffer = io.BytesIO()
     torch.save({"args": args, "model": tensors, "optimizer_history": [], "extra_state": {}}, buffer)
     rows = list(zip(dictionary.words, dictionary.counts, strict=True))[len(SPECIAL) :]

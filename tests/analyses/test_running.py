@@ -14,7 +14,7 @@ from training.running import next_token_losses, sequence_losses, train, warmed_c
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from matlens import InputError
-from matlens.models.families.wikilm.modelling import WikiLMConfig, WikiLMForCausalLM
+from matlens.models.families.wikilm import WikiLMConfig, WikiLMForCausalLM
 
 V = 24
 GENERATOR = np.random.default_rng(1)
@@ -27,7 +27,7 @@ def make(kind: str, dropout: float = 0.1) -> Any:
     if kind == "wikilm":
         return WikiLMForCausalLM(
             WikiLMConfig(
-                vocab_size=V, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12,
+                vocab_size=V, d_model=8, num_layers=2, attention_heads=2, ffn_dim=12,
                 max_position_embeddings=16, cutoffs=[8, 16], adaptive_factor=2.0, dropout=dropout,
             )
         )  # fmt: skip
@@ -134,6 +134,6 @@ def test_a_damaged_state_and_a_loss_that_is_none_are_refused(tmp_path: Path) -> 
         train(make("wikilm"), SEQUENCES, HELD_OUT, **options(tmp_path, n_updates=2))
     broken = make("wikilm")
     with torch.no_grad():
-        broken.lm_head.classes.fill_(math.nan)
+        broken.lm_head.head["class_proj"].weight.fill_(math.nan)
     with pytest.raises(InputError, match="not finite"):
         train(broken, SEQUENCES, HELD_OUT, **options(tmp_path / "b"))

@@ -1,1 +1,0 @@
-"""WikiLM: adaptive softmax, fairseq checkpoints, and a TransformerLens adapter."""

@@ -1,0 +1,347 @@
+"""WikiLM is what its weights compute by torch alone, from fairseq's files, also behind a bridge."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from conftest import assert_near, make_sentences
+from fairseq_by_hand import BANDS, EMBEDDINGS, LAYERS, N_WORDS, SOFTMAX, run, save, settings, weights
+from torch import Tensor
+from training import word_dictionary, write_wikilm
+from transformers import AutoModelForCausalLM
+
+import matlens
+from matlens import InputError, ffn
+from matlens.data import Corpus
+from matlens.models import ModelLayout, changes_of, token_policy
+from matlens.models.families.fairseq import SPECIAL, WordDictionary, read_wikilm, words_of
+from matlens.models.families.wikilm import WikiLMForCausalLM
+from matlens.models.registry import families
+
+SENTENCES = [[2, 5, 40, 17, 55, 6, 31], [2, 13, 14], [2, 30, 29, 8, 9]]
+HEAD = f"{SOFTMAX}.head.word_proj.weight"
+VARIANTS = {
+    "as published": settings(),
+    "own projections": settings(tie_adaptive_proj=False),
+    "own output": settings(tie_adaptive_weights=False, tie_adaptive_proj=False),
+    "final norm": settings(no_decoder_final_norm=False),
+    "old": settings(no_tie_adaptive_proj=False, no_decoder_final_norm=True),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("wikilm"))
+
+
+@pytest.fixture(scope="module")
+def plain(path: Path) -> WikiLMForCausalLM:
+    return read_wikilm(path)[0]
+
+
+@pytest.fixture(scope="module")
+def model(path: Path) -> Any:
+    return matlens.load(path, device="cpu")
+
+
+def by_hand(tokens: list[int] = SENTENCES[0], args: Any = None) -> dict[str, Tensor]:
+    args = settings() if args is None else args
+    return run(args, weights(args), tokens)
+
+
+def tokens_of(sentence: str) -> list[int]:
+    return [2, *(4 + int(word[1:]) for word in sentence.split())]
+
+
+def assert_close(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def logits_of(path: Path) -> Tensor:
+    model, dictionary = read_wikilm(path)
+    assert len(dictionary) == model.config.vocab_size == N_WORDS
+    return model(torch.tensor(SENTENCES[:1])).logits[0]
+
+
+# The model
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding_on_either_side_changes_nothing(plain: WikiLMForCausalLM, side: str) -> None:
+    length = max(map(len, SENTENCES))
+    tokens, mask = torch.ones(3, length, dtype=torch.int64), torch.zeros(3, length, dtype=torch.int64)
+    spans = [slice(0, len(s)) if side == "right" else slice(length - len(s), length) for s in SENTENCES]
+    for row, (span, sentence) in enumerate(zip(spans, SENTENCES, strict=True)):
+        tokens[row, span], mask[row, span] = torch.tensor(sentence), 1
+    with torch.no_grad():
+        logits = plain(tokens, attention_mask=mask).logits
+    for row, (span, sentence) in enumerate(zip(spans, SENTENCES, strict=True)):
+        assert_close(logits[row, span], by_hand(sentence)["logits"])
+
+
+def test_generation_takes_the_likeliest_word_each_time(plain: WikiLMForCausalLM) -> None:
+    """With a cache, and padding on the left."""
+    tokens = [2, 5]
+    for _ in range(4):
+        tokens.append(int(by_hand(tokens)["logits"][-1].argmax()))
+    made = plain.generate(
+        torch.tensor([[1, 2, 5]]), attention_mask=torch.tensor([[0, 1, 1]]), max_new_tokens=4,
+        min_new_tokens=4, do_sample=False, eos_token_id=None,
+    )  # fmt: skip
+    assert made[0, 1:].tolist() == tokens
+
+
+def test_transformers_writes_and_reads_it(plain: WikiLMForCausalLM, tmp_path: Path) -> None:
+    families()
+    plain.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokens = torch.tensor(SENTENCES[:1])
+    assert type(again) is WikiLMForCausalLM
+    assert again.lm_head.head["word_proj"].weight is again.model.embed_tokens.embeddings[0][0].weight
+    stored = dict(plain.named_parameters())
+    assert all(torch.equal(stored.pop(name), value) for name, value in again.named_parameters())
+    assert not stored
+    with torch.no_grad():  # the place in memory changes the order of additions
+        assert_near(again(tokens).logits, plain(tokens).logits, 1e-6)
+
+
+# Behind a bridge
+
+
+def test_every_site_carries_what_the_weights_compute(model: Any, path: Path) -> None:
+    layout, sentences = ModelLayout.from_model(model), make_sentences().sentences
+    assert (layout.wiring.name, layout.n_layers, layout.d_model, layout.d_mlp) == ("pre-norm", 3, 16, 24)
+    assert changes_of(model) == changes_of(matlens.wrap(matlens.load(path, device="cpu"))) == ()
+    assert token_policy(model).words == "'</s>' in front"
+    assert (model.cfg.n_ctx, model.cfg.d_vocab) == (48, N_WORDS)
+    samples = matlens.collect(
+        model, matlens.make_examples(model, make_sentences()), sites=layout.sites, progress=False
+    )
+    tensors, values, readout = weights(settings()), ffn.ValueVectors(model), matlens.Readout(model)
+    expected = [by_hand(tokens_of(sentence)) for sentence in sentences]
+    positions = samples.examples.positions
+    for site in expected[0].keys() - {"logits"}:
+        rows = [vectors[site][position] for vectors, position in zip(expected, positions, strict=True)]
+        assert_near(samples[site], torch.stack(rows))
+    for layer in range(LAYERS):
+        second = tensors[f"decoder.layers.{layer}.fc2.weight"].T
+        torch.testing.assert_close(values.layer(layer), second)
+    logits = torch.stack([e["logits"][position] for e, position in zip(expected, positions, strict=True)])
+    h = samples[f"h.{LAYERS}"]
+    assert_close(readout.log_probs(h), logits)
+    tops, ranks = readout.top_ids_and_ranks(h, torch.full((len(h),), 40))
+    assert tops.tolist() == logits.argmax(1).tolist()
+    assert ranks.tolist() == (1 + (logits > logits[:, 40:41]).sum(1)).tolist()
+    given, some = h.clone().requires_grad_(True), torch.tensor([3, 17, 50])
+    scores = readout.logits(given, tokens=some, gradients=True)
+    assert_close(scores, logits[:, some])
+    scores.sum().backward()
+    assert given.grad is not None
+    with pytest.raises(InputError, match="must be between 0 and"):
+        readout.logits(h, tokens=torch.tensor([N_WORDS]))
+
+
+def test_value_vectors_are_read_by_the_whole_unembedding(model: Any) -> None:
+    """Each word's row, with the projection of its band where that is not the first."""
+    tensors, rows, projection = weights(settings()), [], ffn.Projection.from_model(model)
+    for band in range(len(BANDS)):
+        for word in tensors[f"{EMBEDDINGS}.{band}.0.weight"]:
+            rows.append(tensors[f"{EMBEDDINGS}.{band}.1.weight"] @ word if band else word)
+    torch.testing.assert_close(projection.unembedding, torch.stack(rows))
+    value = ffn.ValueVectors(model).layer(1)
+    assert_close(projection.scores(value), value @ torch.stack(rows).T)
+    with pytest.raises(InputError, match="no final norm"):
+        ffn.Projection.after_norm(model)
+
+
+def test_a_norm_after_the_last_block_is_part_of_the_readout(tmp_path: Path) -> None:
+    args = VARIANTS["final norm"]
+    model = matlens.load(save(tmp_path, args), device="cpu")
+    seen = by_hand(args=args)
+    assert_close(matlens.Readout(model).log_probs(seen[f"h.{LAYERS}"]), seen["logits"])
+    assert ffn.Projection.after_norm(model).norm is not None
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_checkpoint_is_read_to_equal_logits(name: str, tmp_path: Path) -> None:
+    args = VARIANTS[name]
+    assert_close(logits_of(save(tmp_path, args)), by_hand(args=args)["logits"])
+
+
+def test_a_checkpoint_is_written_as_fairseq_does(path: Path, tmp_path: Path) -> None:
+    """The file that is written is loaded by torch alone, and run by hand."""
+    again = write_wikilm(*read_wikilm(path), tmp_path)
+    written = torch.load(again, weights_only=False)
+    assert isinstance(written["args"], Namespace)
+    assert written["args"].arch == "transformer_lm_wiki103"
+    expected = by_hand()["logits"]
+    torch.testing.assert_close(run(written["args"], written["model"], SENTENCES[0])["logits"], expected)
+    assert_close(logits_of(again), expected)
+    assert (tmp_path / "dict.txt").read_text() == (path.parent / "dict.txt").read_text()
+
+
+def test_old_names_and_half_precision_are_read(tmp_path: Path) -> None:
+    args = settings()
+    tensors = {name: tensor.half() for name, tensor in weights(args).items()}
+    expected = run(args, {name: tensor.float() for name, tensor in tensors.items()}, SENTENCES[0])["logits"]
+    for layer in range(args.decoder_layers):
+        place = f"decoder.layers.{layer}"
+        for kind in ("weight", "bias"):
+            parts = [tensors.pop(f"{place}.self_attn.{letter}_proj.{kind}") for letter in "qkv"]
+            tensors[f"{place}.self_attn.in_proj_{kind}"] = torch.cat(parts)
+            for number, norm in ((0, "self_attn_layer_norm"), (2, "final_layer_norm")):
+                tensors[f"{place}.layer_norms.{number}.{kind}"] = tensors.pop(f"{place}.{norm}.{kind}")
+    assert_close(logits_of(save(tmp_path, args, tensors)), expected)
+
+
+class Harm:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("where", ["args", "extra_state", "model"])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_code_in_a_checkpoint_is_refused_and_not_run(where: str, zipped: bool, tmp_path: Path) -> None:
+    path = save(tmp_path)
+    content = torch.load(path, weights_only=False) | {where: Harm(tmp_path / "done")}
+    torch.save(content, path, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(InputError, match=r"mkdir, which may be code"):
+        read_wikilm(path)
+    assert not (tmp_path / "done").exists()
+
+
+def test_meters_of_a_training_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects of fairseq's own classes, which are not there when the checkpoint is read."""
+    module, package = ModuleType("fairseq.meters"), ModuleType("fairseq")
+    meter = type("AverageMeter", (), {"__module__": "fairseq.meters"})
+    module.AverageMeter = meter  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "fairseq", package)
+        patch.setitem(sys.modules, "fairseq.meters", module)
+        average = meter()
+        average.sum = 3.0  # type: ignore[attr-defined]
+        path = save(tmp_path, extra_state={"train_meters": {"loss": average}})
+    assert_close(logits_of(path), by_hand()["logits"])
+
+
+def without(name: str) -> dict[str, Tensor]:
+    return {key: tensor for key, tensor in weights(settings()).items() if key != name}
+
+
+def _half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+OTHERS: list[tuple[Any, Any, str]] = [
+    (settings(adaptive_input_cutoff=None), None, "bands"),
+    (settings(adaptive_softmax_cutoff="14,31"), None, "bands"),
+    (settings(adaptive_input_factor=3), None, "bands"),
+    (settings(no_token_positional_embeddings=True), None, "no_token_positional"),
+    (settings(add_bos_token=True), None, "add_bos_token"),
+    (settings(activation_fn="tanh"), None, "activation_fn"),
+    (settings(decoder_layers=10**9), weights(settings()), "decoder_layers"),
+    (settings(decoder_embed_dim=20), weights(settings()), "size mismatch"),
+    (settings(), without(f"{EMBEDDINGS}.1.1.weight"), "Missing"),
+    (settings(), without(f"{SOFTMAX}.version"), "first kind"),
+    (settings(), weights(settings()) | {"encoder.x": torch.zeros(1)}, "Unexpected"),
+    (settings(), weights(settings()) | {HEAD: torch.ones(14, 16)}, "must be equal"),
+    (settings(), {"decoder.x": "text"}, "cannot be used"),
+    ("args", weights(settings()), "cannot be used"),
+]
+DAMAGE: list[tuple[Callable[[Path], Any], str]] = [
+    (_half, "truncated"),
+    (lambda path: path.write_text("no pickle"), "truncated"),
+    (lambda path: torch.save([1, 2], path), "cannot be used"),
+    (lambda path: (path.unlink(), path.mkdir()), "must be a file"),
+    (lambda path: (path.parent / "dict.txt").write_text("a 1\n"), "size mismatch"),
+]
+
+
+def test_other_models_and_damaged_files_are_refused(tmp_path: Path) -> None:
+    for args, tensors, reason in OTHERS:
+        with pytest.raises(InputError, match=reason):
+            read_wikilm(save(tmp_path, args, tensors))
+    for number, (damage, reason) in enumerate(DAMAGE):
+        path = save(tmp_path / str(number))
+        damage(path)
+        with pytest.raises(InputError, match=reason):
+            read_wikilm(path)
+
+
+# Dictionaries
+
+TEXTS = {
+    "The well-known 1,000 men didn't go, at 3.5 km.":
+        "The well @-@ known 1 @,@ 000 men didn 't go , at 3 @.@ 5 km .",
+    "It's 'old' (sic)": "It 's ' old ' ( sic )",
+    "a well @-@ known <unk> , it 's 1 @,@ 000": "a well @-@ known <unk> , it 's 1 @,@ 000",
+    "Straße — 日本": "Straße — 日本",
+}  # fmt: skip
+
+
+def made_of(counts: dict[str, int]) -> WordDictionary:
+    own = {word: count for word, count in counts.items() if word not in SPECIAL}
+    return WordDictionary((*SPECIAL, *own), (*(0,) * len(SPECIAL), *own.values()))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_is_taken_apart_as_in_wikitext(text: str) -> None:
+    words = TEXTS[text].split()
+    assert words_of([text]) == [words]
+    numbered = made_of(dict.fromkeys(words, 1))
+    ids = numbered.tokenizer()(text)["input_ids"]
+    assert [numbered.words[i] for i in ids] == ["</s>", *words]
+    assert numbered.tokenizer().decode(ids[1:]) == " ".join(words)
+
+
+def test_words_of_the_dictionary_stay_whole_between_spaces() -> None:
+    """WikiText's own words have signs in them; a sentence's last word is no such word, though it was seen."""
+    seen = {"U.S.": 900, "H.": 40, "H": 30, "...": 5, ".": 9000, "(_": 1, "in": 80, "the": 80, "album.": 3,
+            "album": 400, "No": 9, "No.": 9, "a^b|c": 2, "@-@": 7, "\"": 8, "based": 2}  # fmt: skip
+    dictionary = made_of(seen)
+    tokenizer = dictionary.tokenizer()
+    apart = 'the U.S. @-@ based H. album . No. ... a^b|c "'
+    for text, words in {
+        apart: apart.split(),
+        "in the U.S. No... album.": ["in", "the", "U.S.", "No", ".", ".", ".", "album", "."],
+        '"the U.S."': ['"', "the", "<unk>", ".", "<unk>", ".", '"'],
+        "a^bc 5.5": ["<unk>", "<unk>", "<unk>", "<unk>", ".", "<unk>"],  # no @.@ where there is none
+    }.items():
+        assert [dictionary.words[i] for i in tokenizer(text).input_ids[1:]] == words, text
+
+
+def test_words_are_numbered_by_frequency_and_filled_up() -> None:
+    text = " ".join(3 * ["b", "a"] + 9 * ["c"] + ["rare"] + 50 * ["<unk>"])
+    made = word_dictionary(Corpus("c", (text,), 1, 0, 0, 0), n_words=7)
+    assert made.words == (*SPECIAL, "c", "a", "b", "madeupword0000")
+    assert made.counts == (0, 0, 0, 0, 9, 3, 3, 0)
+    tokenizer = made.tokenizer(longest=12)
+    assert tokenizer("a rare c").input_ids == [2, 5, 3, 4]
+    assert tokenizer.model_max_length == 12
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 3)
+
+
+def test_dictionaries_are_read_and_others_refused(tmp_path: Path) -> None:
+    path = tmp_path / "dict.txt"
+    path.write_text("the 10\nof a 3\na 2\n")
+    dictionary = WordDictionary.read(path)
+    assert (dictionary.words[4:], dictionary.counts[4:]) == (("the", "of a", "a"), (10, 3, 2))
+    for content in ("word\n", "a 1\na 2\n", "a " + "9" * 40 + "\n", "</s> 3\n"):
+        path.write_text(content)
+        with pytest.raises(InputError, match=r"^Line \d of"):
+            WordDictionary.read(path)
