@@ -138,7 +138,7 @@ results: install
 	$(BIN)/python results/gather.py $(RESULTS)
 	$(BIN)/python results/render.py
 
-# The first collects what others of paper A wait for: paper B goes beside it.
+# The first collects what the rest of paper A needs; paper B runs at the same time.
 tables: $(RESULTS)/$(firstword $(RESULTS_A)).csv results-b results-a $(RESULTS)/compatibility.csv
 
 results-a: $(RESULTS_A:%=$(RESULTS)/%.csv)
@@ -168,7 +168,7 @@ $(RESULTS)/attention_heads.csv: OPTIONS = --patched $(HEADS) --every $(EVERY)
 $(RESULTS)/submodule_alone.csv: OPTIONS = --patched $(ALONE)
 $(RESULTS)/all_positions.csv: STUDY_TRAIN = $(ALL)
 
-# One text in several languages, beside Wikipedia and news: as many tokens of each.
+# One text in several languages, and Wikipedia and news: the same number of tokens of each.
 LANGUAGES := en de fr ru tr
 
 $(RESULTS)/paper_a_sec5_matrix_languages.csv: | install
@@ -232,8 +232,8 @@ $(RESULTS)/paper_b_removal_bert.csv: | $(RESULTS)/small_bert.csv
 
 $(RESULTS)/paper_b_fig6_dominance.csv: OPTIONS = --sentences $(SENTENCES)
 $(RESULTS)/paper_b_sec5_clusters.csv: OPTIONS = --sentences $(SENTENCES)
-# Lasso beside ridge takes far longer.
-$(RESULTS)/paper_b_table6_early_exit.csv: OPTIONS = --sentences $(SENTENCES) --beside 10000 --$(PENALTIES)
+# Lasso in addition to ridge takes far longer.
+$(RESULTS)/paper_b_table6_early_exit.csv: OPTIONS = --sentences $(SENTENCES) --also-clusters 10000 --$(PENALTIES)
 # Ten value vectors of SmolLM2 picked by hand, the second list being prompts that none of them was chosen on. Twelve
 # minutes, half of them Self-Debiasing's, which reads everything once more for each of six announcements.
 PICKED := L18D748 L24D547 L20D630 L19D675 L20D546 L27D1523 L22D1369 L23D855 L29D285 L24D732

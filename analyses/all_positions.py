@@ -1,8 +1,8 @@
 """One sampled position per sentence against all positions, for the same forward passes.
 
-The paper takes one position of each sentence. The passes that give it give every other position too, so
-maps can be fitted on some thirty times as many samples, which are streamed. Expect them to generalise better,
-most of all from early layers.
+The paper samples one position of each sentence. The same forward passes give all other positions too,
+some thirty times as many samples, which are streamed. Expect these maps to generalise better, most of all
+from early layers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAME = "all_positions"
 
 
 def main(study: Study, report: Report) -> None:
-    """Fit the maps to the last layer both ways from one pass, and print both in one table."""
+    """Fit maps to the last layer on both, and compare them."""
     model = study.model
     maps = fit_sampled_and_all(model, make_examples(model, study.parts[0], seed=study.seed))
     validation = collect(model, study.validation_examples)
@@ -47,28 +47,27 @@ def fit_sampled_and_all(model: TransformerBridge, examples: Examples) -> dict[st
     """
     if model.cfg.attention_dir == "bidirectional":
         raise InputError(
-            "The model must be a decoder: of a masked LM only the sampled token of each sentence is a "
-            f"prediction. Got {model.cfg.model_name}."
+            f"model must be a decoder, got {model.cfg.model_name}, which predicts masked tokens."
         )
     sites = list(map(str, ModelLayout.from_model(model).stream))
     last = len(sites) - 1
     pairs = [(layer, last) for layer in range(last)]
     starts = examples.offsets[examples.sentences]
     number_of = {int(row): i for i, row in enumerate(starts + examples.positions)}
-    drawn = {site: torch.empty(examples.n_positions, model.cfg.d_model) for site in sites}
+    sampled = {site: torch.empty(examples.n_positions, model.cfg.d_model) for site in sites}
 
     def all_vectors() -> Iterator[dict[str, torch.Tensor]]:
         for rows in stream(model, examples, sites, positions="all"):
             kept = [(i, number_of[int(row)]) for i, row in enumerate(rows.index) if int(row) in number_of]
             here, there = map(list, zip(*kept, strict=True))
             for site, vectors in rows.vectors.items():
-                drawn[site][there] = vectors[here]
+                sampled[site][there] = vectors[here]
             yield rows.vectors
 
     origin = Provenance(ModelIdentity.from_model(model), examples.provenance)
     of_all = MapSet(fit_stream(all_vectors(), pairs, provenance=replace(origin, positions="all")))
-    of_drawn = MapSet(fit_samples(drawn, pairs, provenance=replace(origin, positions="sampled")))
-    return {"sampled": of_drawn, "all": of_all}
+    of_sampled = MapSet(fit_samples(sampled, pairs, provenance=replace(origin, positions="sampled")))
+    return {"sampled": of_sampled, "all": of_all}
 
 
 def compare_fits(readout: Readout, maps: Mapping[str, MapSet], validation: Activations) -> pd.DataFrame:

@@ -1,9 +1,9 @@
 """Ablation by head: the attention of single heads replaced by linear maps.
 
-Paper A replaces the attention of whole blocks (Figure 10); here each head is replaced by a map of its own,
-linear in what enters attention at the same token and fitted on all tokens but sinks. First r2 of every map;
-then heads replaced one at a time, and more and more of them at once, compared with heads that give their mean
-or nothing. What a replacement recovers over the mean is what the head does without looking at other tokens.
+Paper A replaces the attention of whole blocks (Figure 10); here each head is replaced by its own map,
+linear in the attention input at the same token and fitted without sinks. First r2 of every map; then
+heads replaced one at a time, and increasing shares of them at once, compared with heads that output their
+mean or zero. The gain over the mean is what the head does without reading other tokens.
 """
 
 from __future__ import annotations
@@ -43,11 +43,9 @@ def main(
     study: Study,
     report: Report,
     patched: Patched = 3000,
-    every: Annotated[
-        int, typer.Option(min=1, help="Heads of every so many blocks are replaced one at a time.")
-    ] = 1,
+    every: Annotated[int, typer.Option(min=1, help="Replace single heads in every n-th block.")] = 1,
 ) -> None:
-    """Fit a map for every head, replace heads alone and together, and plot the accuracy."""
+    """Fit a map for every head, replace heads alone and together, and plot the precision."""
     stream, _ = study.stream
     train, validation = study.head_samples
     rows, validation_rows = ~sink_rows(stream), ~sink_rows(study.validation)
@@ -70,7 +68,7 @@ def head_r2(
 ) -> dict[Head, float]:
     """r2 of every head's map by block and head, averaged over the head's dimensions.
 
-    ``rows`` is true for the examples that count, by default all.
+    ``rows`` is a mask of examples, by default all.
     """
     kept = slice(None) if rows is None else rows
     scores = {}
@@ -85,7 +83,7 @@ def head_r2(
 
 
 def constant_maps(maps: MapSet, samples: Activations | None = None, *, rows: Tensor | None = None) -> MapSet:
-    """Maps whose output is constant: the mean of some samples, or zero."""
+    """Maps with a constant output: the mean of the samples, or zero."""
     kept = slice(None) if rows is None else rows
     constant = []
     for (source, target), linear in maps.items():
@@ -98,7 +96,7 @@ def constant_maps(maps: MapSet, samples: Activations | None = None, *, rows: Ten
 def head_replacements(
     layout: ModelLayout, maps: MapSet, heads: Sequence[Head], *, where: Any = "all"
 ) -> list[Replacement]:
-    """Replace some heads of some blocks, given by block and head."""
+    """Replacements of heads, given by block and head."""
     pairs = head_pairs(layout)
     return [
         Replacement.from_map(maps[pairs[layer]], where=where, heads=[head for _, head in of_block])
@@ -120,20 +118,21 @@ def head_ablation(
     seed: int = 0,
     folder: str | Path | None = None,
 ) -> pd.DataFrame:
-    """Heads replaced one at a time, and more and more of them at once.
+    """Replace heads one at a time, and increasing shares of them at once.
 
-    A table with two more columns, ``head`` and ``share``. Rows of the metric ``r2`` are about every head's
-    replacement. Rows with a head are about that head alone, in every so many blocks and the last; rows with a
-    share are about so many of all heads at once, those with the highest r2 first (``linear``, ``mean`` and
-    ``nothing``), or in random order (``linear, random order``). The metrics are those of `prediction_rows`
-    and ``kl``, the mean of ``KL(delta(h^L) || delta(h'))``. Heads are replaced at all tokens but sinks.
+    A table with two more columns, ``head`` and ``share``. Rows of the metric ``r2`` are of every head's
+    map. Rows with a head are of that head alone, in every n-th block and the last; rows with a share are
+    of that share of all heads at once, those with the highest r2 first (``linear``, ``mean`` and
+    ``nothing``), or in random order (``linear, random order``). The metrics are those of
+    `prediction_rows` and ``kl``, the mean of ``KL(delta(h^L) || delta(h'))``. Heads are replaced at all
+    tokens but sinks.
     """
     for samples, theirs in ((train, "the training vectors"), (validation, "the validation vectors")):
         readout.check_same(samples.provenance, theirs=theirs)
     layout = ModelLayout.from_model(model)
     last, scores = layout.n_layers, head_r2(layout, maps, validation, rows=validation_rows)
     linear = maps.in_memory(head_pairs(layout))
-    stand_ins = {
+    replacements = {
         "linear": linear.in_memory(device=model.cfg.device),
         "mean": constant_maps(linear, train, rows=rows).in_memory(device=model.cfg.device),
         "nothing": constant_maps(linear).in_memory(device=model.cfg.device),
@@ -144,18 +143,18 @@ def head_ablation(
     shuffled = [best[i] for i in np.random.default_rng(seed).permutation(len(best))]
     cases: dict[tuple[str, int | None, int | None, float | None], Variant] = {}
 
-    def case(heads: Sequence[Head], instead: str) -> Variant:
-        replacements = head_replacements(layout, stand_ins[instead], heads, where=where)
-        return Variant(min(layer for layer, _ in heads), replacements)
+    def case(heads: Sequence[Head], method: str) -> Variant:
+        of_heads = head_replacements(layout, replacements[method], heads, where=where)
+        return Variant(min(layer for layer, _ in heads), of_heads)
 
     for layer, head in scores:
         if layer % every == 0 or layer == last - 1:
-            for instead in stand_ins:
-                cases[instead, layer, head, None] = case([(layer, head)], instead)
+            for method in replacements:
+                cases[method, layer, head, None] = case([(layer, head)], method)
     for share in SHARES:
         n = max(1, round(share * len(best)))
-        for instead in stand_ins:
-            cases[instead, None, None, share] = case(best[:n], instead)
+        for method in replacements:
+            cases[method, None, None, share] = case(best[:n], method)
         if share < 1:
             cases["linear, random order", None, None, share] = case(shuffled[:n], "linear")
     names = {key: "-".join("all" if part is None else str(part) for part in key) for key in cases}

@@ -1,10 +1,10 @@
 """Which lens to use: quality against cost, all evaluated on the same tokens.
 
 Lenses are fitted at every token of the training sentences and evaluated at one sampled token of each
-validation sentence. Expect standardized least squares to beat plain least squares, a few steps on KL to beat
-both for some seconds per layer, and the tuned lens, which starts from the identity, to take minutes to come
-near. ``--jacobian`` adds a figure of the similarity of least squares and mean Jacobians. Ten minutes with
-1,000 sentences, most of them for the tuned lens; Jacobians take a minute per prompt.
+validation sentence. Expect standardized least squares to beat plain least squares, a few steps on KL to
+beat both within seconds per layer, and the tuned lens, which starts from the identity, to need minutes to
+get close. ``--jacobian`` adds a figure of the similarity of least squares and mean Jacobians. Ten minutes
+with 1,000 sentences, most of them for the tuned lens; Jacobians take a minute per prompt.
 """
 
 from __future__ import annotations

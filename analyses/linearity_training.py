@@ -2,16 +2,16 @@
 
 At each checkpoint maps are fitted and evaluated on the same sentences: r2 and loss increase of attention,
 FFN and block as in ``analyses/linearity.py``, Precision@1 of ``mat`` and ``id`` onto the last layer as in
-paper A, and the model's own loss. ``constant`` always answers with the model's most frequent prediction: at
-first a model predicts few tokens, and whatever reads it is right for that reason alone.
+paper A, and the model's own loss. ``constant`` always predicts the model's most frequent prediction:
+early in training a model predicts few distinct tokens, so any lens has a high precision.
 
 By default a GPT-2 of 4 layers is trained as in ``analyses/small_gpts.py``, and saved before the first update
-and after 2, 4, 8, ..., 2,048. Of a model on the hub, give revisions whose names end with the update::
+and after 2, 4, 8, ..., 2,048. For a model on the hub, give revisions whose names end with the update::
 
     python analyses/linearity_training.py --model EleutherAI/pythia-70m --revisions step0,step8,step64,step512
 
 ``--model`` can also be a local folder with a folder for each revision, such as ``checkpoint-500``. An
-interrupted run resumes, in its training and at the checkpoint where it was.
+interrupted run resumes.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ ID_SWEEP = (*PAPER_SWEEP[:-1], *np.linspace(1, 1.112, 12)[1:-1].round(6).tolist(
 
 
 def main(study: Study, report: Report) -> None:
-    """Count what fixed and early exit keep, compute and save, and draw both."""
+    """Count the costs and savings of fixed and early exit, and plot both."""
     table = exit_costs(study.readout, study.model, study.maps, study.validation)
     report.write(NAME, table, study.origin, costs_figure(table))
 
@@ -72,8 +72,7 @@ class Costs:
         weights = [[*block.parameters()] for block in _plain_blocks(model)]
         if any(weight.ndim > 2 for of_block in weights for weight in of_block):
             raise InputError(
-                f"The blocks of {model.cfg.model_name} have weights other than matrices, such as those of "
-                "experts, of which a token reads some. Expected a dense model."
+                f"model must be dense, with matrices only in its blocks, got {model.cfg.model_name}."
             )
         context = 2 * model.cfg.n_heads * model.cfg.d_head
         return cls(
@@ -89,7 +88,7 @@ class Costs:
 
     @property
     def map(self) -> int:
-        """Numbers in a map between two layers, which are its multiplications for a token."""
+        """Parameters of a map between two layers, its multiplications per token."""
         return self.d_model**2
 
     def run(self, first: int, last: int, n_tokens: float) -> float:
@@ -99,13 +98,13 @@ class Costs:
 
 
 def _plain_blocks(model: TransformerBridge) -> nn.ModuleList:
-    """The blocks as the model's configuration makes them: a bridge holds some matrices twice."""
+    """The blocks made from the model's configuration; a bridge has some matrices twice."""
     for part in plain_copy(model).modules():
         if isinstance(part, nn.ModuleList) and len(part) == model.cfg.n_layers:
             return part
     raise InputError(
-        f"The matrices of {model.cfg.model_name} cannot be counted: its configuration alone does not make a "
-        f"model whose {model.cfg.n_layers} blocks stand in one list. Expected a model of transformers."
+        f"model must be one of transformers with its {model.cfg.n_layers} blocks in one list, got "
+        f"{model.cfg.model_name}."
     )
 
 
@@ -119,34 +118,34 @@ def exit_costs(
 ) -> pd.DataFrame:
     """Bytes, multiplications and savings of fixed and early exit by ``mat`` and ``id``.
 
-    Fixed exit, rows with a layer: the model is run up to the layer, and the blocks behind it can go; one map
-    takes their place. Early exit, rows with a ``k``, the Precision@1 that is asked for: all blocks and a map
-    for every layer are kept; a token pays a map and a readout at every layer that is run, but no map at the
-    last, and saves the blocks behind. Metrics, of which all but the first two are for a token:
+    Fixed exit (rows with a layer): the model runs up to the layer, and one map replaces the blocks after it.
+    Early exit (rows with ``k``, the required Precision@1): all blocks and a map for every layer are stored; a
+    token costs a map and a readout at every layer that is run, but no map at the last, and saves the blocks
+    after its exit. Metrics, per token except the first two lines:
 
     - ``precision``; ``layers saved``
     - ``bytes of maps`` and ``bytes saved``
-    - ``map multiplications``, ``readout multiplications`` (beyond the one of the model itself) and
-      ``multiplications saved``, that of the blocks that are not run.
+    - ``map multiplications``, ``readout multiplications`` (except the model's own) and ``multiplications
+      saved``, of the blocks that are not run.
 
-    Two more columns, ``share of bytes`` and ``share of multiplications``, relate them to all blocks'.
+    Two more columns, ``share of bytes`` and ``share of multiplications``, are relative to all blocks.
 
-    Attention reads as many tokens as the validation sentences have on average up to their positions.
+    The context of attention is the mean number of tokens up to the validation positions.
     """
     costs, last = Costs.from_model(model, readout), validation.provenance.identity.n_layers
     n_tokens = float(validation.places.mean()) + 1
-    whole = costs.run(0, last, n_tokens)
+    all_blocks = costs.run(0, last, n_tokens)
     rows = []
 
-    def add(method: str, layer: int | None, k: float | None, numbers: dict[str, float]) -> None:
-        for metric, value in numbers.items():
+    def add(method: str, layer: int | None, k: float | None, values: dict[str, float]) -> None:
+        for metric, value in values.items():
             estimate = Estimate.without_interval(value, validation.n_rows)
             row = result_row(
                 COSTS, model=validation.provenance.identity.name, corpus=validation.provenance.corpus,
                 method=method, layer=0, target=last, metric=metric, estimate=estimate,
             )  # fmt: skip
             of_bytes = value / (sum(costs.blocks) * costs.n_bytes) if "bytes" in metric else None
-            of_all = value / whole if "multiplications" in metric else None
+            of_all = value / all_blocks if "multiplications" in metric else None
             shares = {"share of bytes": of_bytes, "share of multiplications": of_all}
             rows.append(row | {"layer": layer, "k": k} | shares)
 
@@ -154,14 +153,14 @@ def exit_costs(
     quality = quality[(quality["metric"] == "precision") & (quality["k"] == 1) & (quality["layer"] < last)]
     for row in quality.to_dict("records"):
         n_maps, layer = int(row["method"] == "mat"), int(row["layer"])
-        numbers = {
+        values = {
             "precision": row["value"], "layers saved": last - layer,
             "bytes of maps": n_maps * costs.map * costs.n_bytes,
             "bytes saved": sum(costs.blocks[layer:]) * costs.n_bytes,
             "map multiplications": n_maps * costs.map,
             "multiplications saved": costs.run(layer, last, n_tokens),
         }  # fmt: skip
-        add(row["method"], layer, None, numbers)
+        add(row["method"], layer, None, values)
     lenses = {"mat": Lens.from_maps(maps, model=model), "id": Lens.identity(model)}
     lams = {"mat": PAPER_SWEEP, "id": ID_SWEEP}
     exits = exit_sweep(lenses, validation, layers=range(1, last), lams=lams)
@@ -179,15 +178,15 @@ def exit_costs(
             saved = float(saved_at[precision][method])
             n_run = last - saved
             n_mapped = n_run - float(np.interp(n_run, n_layers, shares_of_all))
-            numbers = {
+            values = {
                 "layers saved": saved,
                 "bytes of maps": n_maps * (last - 1) * costs.map * costs.n_bytes,
                 "bytes saved": 0,
                 "map multiplications": n_maps * n_mapped * costs.map,
                 "readout multiplications": (n_run - 1) * costs.readout,
-                "multiplications saved": saved * whole / last,
+                "multiplications saved": saved * all_blocks / last,
             }
-            add(method, None, precision, numbers)
+            add(method, None, precision, values)
     return result_table(rows, "share of bytes", "share of multiplications")
 
 

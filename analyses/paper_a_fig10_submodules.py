@@ -27,13 +27,13 @@ def main(
     study: Study,
     report: Report,
     patched: Patched = 3000,
-    every: Annotated[int, typer.Option(min=1, help="Start from every so many layers.")] = 1,
+    every: Annotated[int, typer.Option(min=1, help="Start from every n-th layer.")] = 1,
 ) -> None:
     """Fit all sub-modules, replace each kind from every layer on, and plot the accuracy."""
     fits, validation, last = study.submodule_maps("all", "not-sink"), study.validation, study.n_layers
     layers = sorted({*range(0, last, every), last - 1})
     bar = Bar(layers, desc="mat_attn", unit="layer")
-    # Without attention no token depends on another, so single vectors are enough.
+    # Without attention tokens are independent, so single vectors suffice.
     vectors = {
         layer: attend_nowhere(study.model, fits["all"], validation[layer], layer, last) for layer in bar
     }

@@ -18,8 +18,8 @@ def main(study: Study, report: Report) -> None:
     """Fit the maps, write prediction quality as a table and draw it over the layers."""
     if study.model.cfg.attention_dir == "bidirectional":
         raise InputError(
-            f"{study.model.cfg.model_name} predicts masked tokens, not the next one: that is for "
-            "paper_a_fig5_masked.py."
+            f"model must be a decoder, got {study.model.cfg.model_name}. Use "
+            "paper_a_fig5_masked.py for masked-LM models."
         )
     table = prediction_quality(study.readout, study.maps, study.validation)
     report.write(NAME, table, study.origin, plots.plot_layers(table))

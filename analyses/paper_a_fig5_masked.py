@@ -19,9 +19,8 @@ def main(study: Study, report: Report) -> None:
     """Fit maps on masked tokens, and plot prediction quality by layer."""
     if study.model.cfg.attention_dir != "bidirectional":
         raise InputError(
-            f"{study.model.cfg.model_name} is a decoder and predicts the next token, not a masked one. "
-            "Expected a masked-LM model such as bert-base-uncased; for decoders there is "
-            "paper_a_fig4_next_token.py."
+            f"model must be a masked LM such as bert-base-uncased, got {study.model.cfg.model_name}. Use "
+            "paper_a_fig4_next_token.py for decoders."
         )
     table = prediction_quality(study.readout, study.maps, study.validation)
     report.write(NAME, table, study.origin, plots.plot_layers(table))

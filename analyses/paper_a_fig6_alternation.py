@@ -107,21 +107,21 @@ def scheme_quality(
     vectors = run_variants(model, data.examples, variants, folder=folder)
     last = data.provenance.identity.n_layers
     evaluated = evaluate(
-        readout, data[last], {name: vectors[name] for name in variants} | {_WHOLE: data[last]}
+        readout, data[last], {name: vectors[name] for name in variants} | {_ORIGINAL: data[last]}
     )
     rows = [
         row | {"scheme": str(scheme)}
         for method, scheme in named
         for row in prediction_rows(
             ALTERNATION, data, method, scheme.n_blocks,
-            evaluated[_file_name(method, scheme) if scheme.jumps else _WHOLE],
+            evaluated[_file_name(method, scheme) if scheme.jumps else _ORIGINAL],
         )
     ]  # fmt: skip
     fixed = prediction_quality(readout, maps, data).assign(experiment=ALTERNATION)
     return pd.concat([pd.DataFrame(rows), fixed], ignore_index=True)
 
 
-_WHOLE = "whole"  # nothing is jumped over
+_ORIGINAL = "original"  # all blocks run
 
 
 def _variants(
@@ -131,9 +131,9 @@ def _variants(
     data: Activations,
     named: Sequence[tuple[str, Scheme]],
 ) -> dict[str, Variant]:
-    """Every scheme as a way of running the model; one that several methods choose is run once."""
+    """Variants of all schemes; one that several methods choose is run once."""
     variants: dict[str, Variant] = {}
-    for of_case, at_all in ((maps, True), (without_sinks, False)):  # at all tokens, or at all but sinks
+    for of_case, at_all in ((maps, True), (without_sinks, False)):  # at all tokens, or all but sinks
         chosen = [item for item in named if item[1].jumps and (item[0] != WITHOUT_SINKS) == at_all]
         if of_case is None or not chosen:
             continue
@@ -147,12 +147,12 @@ def _variants(
 
 
 def _blocks_before(scheme: Scheme) -> int:
-    """Blocks that a scheme starts with are those of the model itself, and are run once for all."""
+    """Original blocks that a scheme starts with, which are run once for all."""
     return scheme.boundaries[1] if scheme.starts_with == "blocks" else 0
 
 
 def _file_name(method: str, scheme: Scheme) -> str:
-    """``blocks-0-3-10``, the boundaries with what they start with, and whether sinks are left alone."""
+    """Such as ``blocks-0-3-10``: the first segment, the boundaries, and whether sinks are excluded."""
     name = "-".join([scheme.starts_with, *map(str, scheme.boundaries)])
     return f"{name}-without-sinks" if method == WITHOUT_SINKS else name
 

@@ -26,8 +26,8 @@ def main(studies: Iterator[Study], report: Report) -> None:
         kinds.add(study.model.cfg.attention_dir == "bidirectional")
         if len(kinds) > 1:
             raise InputError(
-                f"{study.model.cfg.model_name} predicts masked tokens and the models before it do not, or "
-                "the other way round: their numbers do not compare. Expected models of one kind."
+                "--model must be all decoders or all masked-LM models, whose metrics compare, got both (at "
+                f"{study.model.cfg.model_name})."
             )
         tables.append(prediction_quality(study.readout, study.maps, study.validation))
         origins[study.folder.name] = study.origin

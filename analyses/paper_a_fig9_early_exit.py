@@ -1,4 +1,4 @@
-"""Paper A, Figure 9: leaving the model as soon as a layer is confident.
+"""Paper A, Figure 9: early exit at the first confident layer.
 
 Precision@1 against the mean number of layers run, for ``mat`` and ``id``, with early and with fixed exit.
 Expect early above fixed exit and ``mat`` above ``id``. At 95% the paper saves 3.3 of 24 layers of GPT-2
@@ -19,7 +19,7 @@ NAME = "paper_a_fig9_early_exit"
 
 
 def main(study: Study, report: Report) -> None:
-    """Sweep the threshold, print the layers saved at a precision of 95% and draw the curves."""
+    """Sweep the threshold, print the layers saved at a precision of 95%, and plot."""
     lenses = {"mat": Lens.from_maps(study.maps, model=study.model), "id": Lens.identity(study.model)}
     table = exit_sweep(lenses, study.validation, lams={"mat": PAPER_SWEEP})
     for row in savings(table).to_dict("records"):

@@ -33,7 +33,7 @@ from matlens.study import origin_of
 
 NAME, MATRIX = "paper_a_sec5_corpora", "paper_a_sec5_matrix"
 _SHARED = 0.01  # max share of validation sentences in another corpus' training sentences
-_SIDE_BY_SIDE = 2  # max corpora that are plotted by layer
+_SIDE_BY_SIDE = 2  # max corpora plotted by layer
 ACROSS_CORPORA = "paper_a_sec5_corpora"  # the experiment
 
 
@@ -42,15 +42,13 @@ def main(
     report: Report,
     positions: Annotated[
         options.PositionChoice,
-        typer.Option(
-            help="A sample is one sampled token of each training sentence (sampled), or any token (all)."
-        ),
+        typer.Option(help="Fit on one sampled token per training sentence, or on all tokens."),
     ] = "sampled",
-    every: Annotated[int, typer.Option(min=1, help="From every how many layers there are maps.")] = 1,
+    every: Annotated[int, typer.Option(min=1, help="Fit maps from every n-th layer.")] = 1,
 ) -> None:
     """Fit on each corpus, test on each, print the means over layers and draw all layers."""
     by_corpus = {study.corpus.name: replace(study, positions=positions) for study in studies}
-    if positions != "sampled":  # apart from what others have collected at sampled positions
+    if positions != "sampled":  # separate from vectors at sampled positions
         by_corpus = {name: replace(study, out=study.out / positions) for name, study in by_corpus.items()}
     shared = shared_sentences({name: study.parts for name, study in by_corpus.items()})
     samples = {name: study.stream[0] for name, study in by_corpus.items()}
@@ -77,7 +75,7 @@ def shared_sentences(parts: Mapping[str, tuple[Corpus, Corpus]]) -> dict[str, di
     Raises
     ------
     InputError
-        They are so many that the maps would be evaluated on what they were fitted on.
+        If they are more than 1% of the validation sentences.
     """
     shared: dict[str, dict[str, int]] = {}
     for fitted, (train, _) in parts.items():
@@ -87,9 +85,8 @@ def shared_sentences(parts: Mapping[str, tuple[Corpus, Corpus]]) -> dict[str, di
             shared.setdefault(fitted, {})[tested] = n
             if n > _SHARED * len(validation):
                 raise InputError(
-                    f"{n:,} of the {len(validation):,} validation sentences of {printable(tested)} are "
-                    f"among the training sentences of {printable(fitted)}: its maps would be evaluated on "
-                    "what they were fitted on. Use corpora that share next to no sentences."
+                    f"corpora must not share sentences, got {n:,} of the {len(validation):,} validation "
+                    f"sentences of {printable(tested)} in the training sentences of {printable(fitted)}."
                 )
     return shared
 
@@ -113,8 +110,8 @@ def transfer_quality(
 ) -> pd.DataFrame:
     """Precision, surprisal and r2 of the maps of each corpus, tested on each (section 5.2).
 
-    ``corpus`` says which one they are tested on, and the method, ``mat of <corpus>``, which they were fitted
-    on. The last layer is excluded.
+    ``corpus`` is the one they are tested on, and the method, ``mat of <corpus>``, the one they were
+    fitted on. The last layer is excluded.
     """
     tables = []
     for fitted, fits in maps.items():
@@ -131,7 +128,7 @@ def transfer_quality(
 def transfer_means(table: pd.DataFrame) -> pd.DataFrame:
     """Means over layers of `transfer_quality`, one row per pair of corpora and metric.
 
-    The columns are the same, without a layer; `matlens.plots.transfer_heatmaps` draws them as matrices.
+    The columns are the same, without a layer.
     """
     named = ["experiment", "model", "corpus", "method", "target", "metric", "k"]
     rows = []
@@ -147,7 +144,7 @@ def transfer_losses(table: pd.DataFrame) -> pd.DataFrame:
     """Mean Precision@1, relative to the maps of the tested corpus itself.
 
     Columns are ``corpus, method, precision, difference, relative``; ``relative`` is the mean over layers of
-    the difference as a share of what the maps of the same corpus have.
+    the difference, relative to the maps of the same corpus.
     """
     best = table[(table["metric"] == "precision") & (table["k"] == 1)]
     wide = best.pivot_table(index="layer", columns=["corpus", "method"], values="value")

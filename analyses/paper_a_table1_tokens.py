@@ -28,10 +28,10 @@ NEXT = ("The Eiffel Tower stands in the city of", "She opened the window because
 def main(
     study: Study,
     report: Report,
-    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; give it once for each.")] = None,
-    layer: Annotated[list[int] | None, typer.Option(help="A layer; give it once for each.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt (repeatable).")] = None,
+    layer: Annotated[list[int] | None, typer.Option(help="A layer (repeatable).")] = None,
 ) -> None:
-    """Print the tokens of each prompt side by side, and draw them as a figure."""
+    """Print and plot the top tokens of each prompt side by side."""
     mask = study.readout.tokenizer.mask_token
     given = prompt or (
         [text.format(mask) for text in MASKED]

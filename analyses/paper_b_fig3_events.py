@@ -6,10 +6,10 @@ predictions are made at each layer. Expect a larger maximum at saturation than a
 zero at elimination, and far smaller scores of random sub-updates. The paper uses WikiLM and
 ``--model gpt2-medium`` with 2,000 sentences.
 
-The first two tables have the score of the definition, and two readings without the part that changes no
-probability: ``lift``, relative to the mean over the vocabulary, and ``odds``, relative to the rival.
-Rows of ``sinks left out`` exclude examples at attention sinks. The scores by effect of an update are a table
-of their own. The trace is stored in the output folder, for other analyses too.
+The first two tables have the score as defined, and two readings without the part that is constant over
+tokens and changes no probability: ``lift``, relative to the vocabulary mean, and ``odds``, relative to
+the rival. Rows of ``sinks excluded`` exclude examples at attention sinks. Scores by effect of the update
+are in a separate table. The trace is stored in the output folder and reused by other analyses.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 NAME = "paper_b_fig4_overlap"
 OVERLAP = "overlap"  # the experiment's name in tables
-_LISTS = 1024  # lists of tokens that are compared at once
+_LISTS = 1024  # lists of tokens compared at once
 
 
 def main(
@@ -61,30 +61,29 @@ def norm_overlap(
 ) -> pd.DataFrame:
     """Overlap of the top tokens by ``E v`` and by ``E ln_f(v)``, layer by layer (Figure 4).
 
-    One row a layer and method: ``values`` are all value vectors of the layer, ``random`` are vectors drawn
-    with their mean and standard deviation, and the metric is ``iou``. ``difference`` is how far the value
-    vectors lie above the random ones: its metrics are ``iou`` with its interval by Welch, ``above``, the
-    probability that the lists of a value vector overlap more than those of a random one (equal ones count a
-    half), and ``p``, by the Mann-Whitney test of whether both overlap alike. Rows without a layer are over
-    all layers: ``iou`` is a mean over layers with its interval from them, and ``p`` is that of the Wilcoxon
-    test of the layers' differences. The columns are those of all tables; ``k`` is the length of the lists,
-    ``target`` the layer itself, and the corpus is ``none``.
+    One row per layer and method: ``values`` are all value vectors of the layer, ``random`` are random vectors
+    with their mean and standard deviation, and the metric is ``iou``. ``difference`` compares both: its
+    metrics are ``iou``, the difference of the means with Welch's interval; ``above``, the probability that a
+    value vector's overlap is larger than a random vector's (ties count half); and ``p`` of the Mann-Whitney
+    test. Rows without a layer are over all layers: ``iou`` is a mean over layers, and ``p`` is that of the
+    Wilcoxon test of the layers' differences. ``k`` is the length of the lists, ``target`` is the layer, and
+    the corpus is ``none``.
     """
     values, plain, normed = ValueVectors(model), Projection.from_model(model), Projection.after_norm(model)
     overlaps: dict[str, list[Tensor]] = {"values": [], "random": []}
     layers = range(values.n_layers)
     for layer in Bar(layers, desc="overlap", unit="layer"):
-        drawn = values.random(layer, n_random, seed=seed)
-        for method, vectors in (("values", values.layer(layer)), ("random", drawn)):
+        random = values.random(layer, n_random, seed=seed)
+        for method, vectors in (("values", values.layer(layer)), ("random", random)):
             overlaps[method].append(iou(plain.top(vectors, k).ids, normed.top(vectors, k).ids))
     pairs = list(zip(overlaps["values"], overlaps["random"], strict=True))
     means = {method: torch.stack([layer.mean() for layer in lists]) for method, lists in overlaps.items()}
     rows: list[tuple[str, str, int | None, metrics.Estimate]] = []
-    for layer, (real, drawn) in enumerate(pairs):
-        rows += [("values", "iou", layer, metrics.mean(real)), ("random", "iou", layer, metrics.mean(drawn))]
-        rows += [("difference", metric, layer, number) for metric, number in _compare(real, drawn).items()]
+    for layer, (real, random) in enumerate(pairs):
+        rows += [("values", "iou", layer, metrics.mean(real)), ("random", "iou", layer, metrics.mean(random))]
+        rows += [("difference", metric, layer, number) for metric, number in _compare(real, random).items()]
     rows += [(method, "iou", None, metrics.mean(of_layers)) for method, of_layers in means.items()]
-    from scipy import stats  # seconds, which only this needs
+    from scipy import stats  # slow to import
 
     above = means["values"] - means["random"]
     rows.append(("difference", "iou", None, metrics.mean(above)))
@@ -99,15 +98,15 @@ def norm_overlap(
     )  # fmt: skip
 
 
-def _compare(real: Tensor, drawn: Tensor) -> dict[str, metrics.Estimate]:
-    """How far overlaps of value vectors lie above those of random vectors."""
+def _compare(real: Tensor, random: Tensor) -> dict[str, metrics.Estimate]:
+    """Overlaps of value vectors compared with those of random vectors."""
     from scipy import stats
 
-    first, second = real.cpu().double().numpy(), drawn.cpu().double().numpy()
+    first, second = real.cpu().double().numpy(), random.cpu().double().numpy()
     difference, n = float(first.mean() - second.mean()), len(first) + len(second)
     low = high = difference
     if first.var() or second.var():
-        with warnings.catch_warnings():  # one of them may be the same everywhere, and exactly so
+        with warnings.catch_warnings():  # of a sample that is exactly constant
             warnings.filterwarnings("ignore", "Precision loss", RuntimeWarning)
             interval = stats.ttest_ind(first, second, equal_var=False).confidence_interval(0.95)
         low, high = float(interval.low), float(interval.high)

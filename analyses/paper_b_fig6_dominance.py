@@ -1,9 +1,9 @@
 """Paper B, Figure 6: how much of an FFN's update comes from its ten dominant sub-updates.
 
-The share of the ten sub-updates with the largest ``|m_i| ||v_i||`` at every layer, and of ten random ones, at
-one sampled position of each sentence. Expect the dominant ones to hold 5% to 10% and more of the whole, the
-random ones ``10 / d_mlp``. The table also has how many of the ten have negative coefficients, which turn
-their vectors round (A.3). The paper's figure is ``--model gpt2-medium``, 2,000 sentences.
+The share of the ten sub-updates with the largest ``|m_i| ||v_i||`` at every layer, and of ten random
+ones, at one sampled position of each sentence. Expect the dominant ones to hold 5% to 10% and more of the
+whole, the random ones ``10 / d_mlp``. The table also has the share of negative coefficients, which flip
+the sign of their vectors (A.3). The paper's figure is ``--model gpt2-medium``, 2,000 sentences.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DOMINANCE = "dominance"  # the experiment's name in tables
 
 
 def main(study: Study, report: Report, dominant: Dominant = 10) -> None:
-    """Measure the share of the dominant sub-updates over a corpus, and draw it layer by layer."""
+    """Measure the share of the dominant sub-updates over a corpus, and plot it by layer."""
     examples = study.validation_examples
     table = dominance(study.model, examples, k=dominant, seed=study.seed)
     origin = study.origin_of_weights | {"data": examples.provenance}
@@ -47,13 +47,13 @@ def dominance(
 ) -> pd.DataFrame:
     """Share of the ``k`` dominant and of ``k`` random sub-updates by layer (Figure 6).
 
-    The columns are those of all tables; the methods are ``dominant`` and ``random``, ``target`` is the layer.
-    The metrics are ``share`` and ``negative``, the part of the ``k`` whose coefficients are negative (A.3).
+    The methods are ``dominant`` and ``random``, ``target`` is the layer. The metrics are ``share`` and
+    ``negative``, the share of the ``k`` with negative coefficients (A.3).
     Random sub-updates are sampled per example and layer from the seed, independent of batches.
     """
     values = ValueVectors(model)
     sites = [f"ffn_post.{layer}" for layer in range(values.n_layers)]
-    drawn = values.random_sub_updates(examples.n_positions, k, seed=seed)
+    random = values.random_sub_updates(examples.n_positions, k, seed=seed)
     norms = [values.norms(layer).cpu() for layer in range(values.n_layers)]
     shape = values.n_layers, examples.n_positions
     shares = {
@@ -66,7 +66,7 @@ def dominance(
         for layer, site in enumerate(sites):
             lengths = rows.vectors[site].abs() * norms[layer]
             share = lengths / lengths.sum(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-            chosen = {"dominant": share.topk(k).indices, "random": drawn[layer][index].long()}
+            chosen = {"dominant": share.topk(k).indices, "random": random[layer][index].long()}
             for method, of_method in chosen.items():
                 shares[method, "share"][layer, index] = share.gather(1, of_method).sum(1)
                 negative = rows.vectors[site].gather(1, of_method) < 0

@@ -170,14 +170,14 @@ def removal_table(
     values, readout = updates.values, Readout(model)
     readings = _readings(model, values)
     index = {layer: updates.dominant(layer, k).cpu() for layer in updates.layers}
-    drawn = values.random_sub_updates(examples.n_positions, k, seed=seed)
+    random = values.random_sub_updates(examples.n_positions, k, seed=seed)
     agreement: dict[tuple[int, str, str, str], list[float]] = {}
     for row, removed in enumerate(remove_sub_updates(model, examples, index)):
         for layer, streams in removed.items():
             m = updates.coefficients(layer)[row, index[layer][row].to(values.device), None]
             rows = values.matrix(layer)
             scores = {name: m * read(rows[index[layer][row]], layer) for name, read in readings.items()}
-            scores["another v"] = m * readings["v"](rows[drawn[layer][row]], layer)
+            scores["another v"] = m * readings["v"](rows[random[layer][row]], layer)
             for effect, stream_vectors in ((AT_LAYER, streams.after), (AT_END, streams.final)):
                 logits = readout.logits(stream_vectors)
                 lost = logits[:1] - logits[1:]

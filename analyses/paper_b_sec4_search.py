@@ -31,13 +31,13 @@ def main(
     report: Report,
     words: Annotated[
         list[str] | None,
-        typer.Option(help="Words with spaces between that a vector should promote; once for each search."),
+        typer.Option(help="Words, separated by spaces, that a vector should promote (repeatable)."),
     ] = None,
     prompt: Annotated[str, typer.Option(help="A text whose next token is predicted.")] = PROMPT,
-    top: Annotated[int, typer.Option(min=1, help="Top tokens of each vector that are searched.")] = 30,
-    shown: Annotated[int, typer.Option(min=1, help="Top tokens that are written.")] = 10,
+    top: Annotated[int, typer.Option(min=1, help="Top tokens of each vector to search.")] = 30,
+    shown: Annotated[int, typer.Option(min=1, help="Top tokens to show.")] = 10,
 ) -> None:
-    """Search value vectors by words, and find those that write a prediction."""
+    """Search value vectors by words, and show the dominant sub-updates of a prompt."""
     model = study.model
     values, projection = ValueVectors(model), Projection.from_model(model)
     tokens = projection.top_of_all(values, top)

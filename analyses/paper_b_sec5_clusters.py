@@ -32,7 +32,7 @@ from matlens.ffn import Clusters, Projection
 
 NAME, GROUPS, PLACES = "paper_b_sec5_clusters", "paper_b_sec5_groups", "paper_b_sec5_places"
 ALONE, FEW, LARGEST, WAYS = (f"paper_b_sec5_{name}" for name in ("alone", "few", "largest", "ways"))
-N_LARGEST = 10  # clusters of each reading that are named
+N_LARGEST = 10  # clusters listed for each reading
 
 
 def main(
@@ -43,16 +43,16 @@ def main(
     memory: Memory = 4.0,
     threshold: Annotated[
         float | None,
-        typer.Option(min=1e-9, help="What the size of a score has to pass; by default one in 100 does."),
+        typer.Option(min=1e-9, help="Minimum absolute score; by default exceeded by one in 100."),
     ] = None,
-    beside: Annotated[
+    sampled: Annotated[
         int, typer.Option(min=1, help="Sampled sub-updates to compare with the extreme ones.")
     ] = 2000,
     compared: Annotated[
-        int, typer.Option(min=2, help="Value vectors that the ways to cluster are compared on.")
+        int, typer.Option(min=2, help="Value vectors for the comparison of clustering methods.")
     ] = 12_000,
 ) -> None:
-    """Find the clusters of extreme sub-updates, what they promote, and when they are active."""
+    """Find the clusters of extreme sub-updates, the tokens they promote, and where they are active."""
     trace, projection = study.trace(), Projection.from_model(study.model)
     fitted = study.clusters(clusters, linkage=linkage, memory=memory)
     frequency = TokenFrequency.from_corpus(study.corpus, study.model.tokenizer, len(projection.unembedding))
@@ -61,7 +61,7 @@ def main(
     tables, alone = (
         extreme_tables(
             trace, study.model, each, frequency, confidence,
-            threshold=threshold, n_drawn=beside, seed=study.seed,
+            threshold=threshold, n_sampled=sampled, seed=study.seed,
         )
         for each in (fitted, of_each)
     )  # fmt: skip

@@ -120,7 +120,7 @@ def main(
         ValueVector.parse(by_hand)
     read = text or study.corpus
     model, seed = study.model, study.seed
-    size = min(window, debiasing.room(model))
+    size = min(window, debiasing.max_tokens(model))
     part = make_windows(model, read, size=size, max_windows=windows or None)
     chosen = choose_values(model, scorer, word or WORDS, picked=vector or (), n=n, seed=seed)
     changes = changes_to_compare(

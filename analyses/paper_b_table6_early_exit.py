@@ -7,13 +7,13 @@ their sum; of the confidence exit of paper A and of a fixed layer, as accurate a
 examples; and of exiting where the prediction is made, which is the ceiling. The paper's are WikiLM, 10,000
 sentences: 94.1% and 3.2 of 16 layers by the rule, 92.9% to 94.4% and 3.0 to 3.1 by classifiers.
 
-The second, ``paper_b_sec6_readings``: the rule under every reading of its definition, by cross-validation,
-compared with the same exits shuffled over examples. ``--beside 10000`` adds readings with as many clusters as
-section 5.2 has.
+The second, ``paper_b_sec6_readings``: the rule under every reading of its definition, by
+cross-validation, compared with the same exits shuffled over examples. ``--also-clusters 10000`` adds
+readings with the number of clusters of section 5.2.
 
-Expect the rule level with the classifiers. These take nearly all of the time, lasso far more than ridge alone
-(``--ridge-only``). ``--sentences 10000`` is the paper's size. The trace, clusters and activations are stored
-in the output folder; an interrupted run resumes.
+Expect the rule to be on par with the classifiers. These take nearly all of the time, lasso far more than
+ridge alone (``--ridge-only``). ``--sentences 10000`` is the paper's size. The trace, clusters and
+activations are stored in the output folder; an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -44,27 +44,29 @@ def main(
     report: Report,
     dominant: Dominant = 10,
     clusters: Annotated[int, typer.Option(min=1, help="Clusters that the rule compares.")] = EXIT_CLUSTERS,
-    beside: Annotated[
+    also_clusters: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Another number of clusters to read the rule by; give it once for each."),
+        typer.Option(min=1, help="Another number of clusters for the readings (repeatable)."),
     ] = None,
     linkage: LinkageOption = "average",
     memory: Memory = 4.0,
-    splits: Annotated[int, typer.Option(min=1, help="Random splits that all is evaluated over.")] = 5,
+    splits: Annotated[int, typer.Option(min=1, help="Random splits to average over.")] = 5,
     folds: Annotated[int, typer.Option(min=2, help="Folds of the cross-validation of classifiers.")] = FOLDS,
     fewest: Annotated[
         int,
-        typer.Option(min=2, help="Events of a layer to learn from, and to calibrate on; else none leave."),
+        typer.Option(min=2, help="Min events of a layer in training and calibration; else it never exits."),
     ] = FEWEST_EVENTS,
     strength: Annotated[
         list[float] | None,
-        typer.Option(min=1e-9, help="Inverse strength of a penalty to try; give it once for each."),
+        typer.Option(min=1e-9, help="Inverse penalty strength to try (repeatable)."),
     ] = None,
     lasso: Annotated[bool, typer.Option("--lasso/--ridge-only", help="Try lasso as well as ridge?")] = True,
 ) -> None:
     """Compare early-exit methods by accuracy and layers saved."""
     trace = study.trace(dominant)
-    fitted, *more = (study.clusters(n, linkage=linkage, memory=memory) for n in (clusters, *(beside or ())))
+    fitted, *more = (
+        study.clusters(n, linkage=linkage, memory=memory) for n in (clusters, *(also_clusters or ()))
+    )
     readings = compare_readings(trace, [fitted, *more], seed=study.seed)
     studied = {"model": study.values.identity.name, "corpus": trace.provenance.corpus}
     origin = trace.provenance.to_json("model", "data", "seed", "k") | {

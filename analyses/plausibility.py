@@ -1,9 +1,9 @@
-"""Paper A, section 4.2: whether the tokens that layers predict fit into the sentence.
+"""Paper A, section 4.2: plausibility of the tokens that layers predict.
 
-Without ``--sheet`` it writes ``plausibility_sheet.csv``, in which a person marks every token 1 or 0; it
-shows neither the layer nor the method of a token. With ``--sheet`` it turns the filled sheet into the
-paper's rates. The paper, with 50 sentences and all 25 layers of BERT, found 85.4% of ``mat`` against 52.8% of
-``id``, and more plausible tokens by ``id`` than by ``mat`` in less than 4.3% of the instances.
+Without ``--sheet`` it writes ``plausibility_sheet.csv``, in which a person marks every token 1 or 0
+without seeing its layer or method. With ``--sheet`` it computes the paper's rates from the filled sheet.
+The paper, with 50 sentences and all 25 layers of BERT, found 85.4% of ``mat`` against 52.8% of ``id``,
+and more plausible tokens by ``id`` than by ``mat`` in less than 4.3% of the instances.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(
         str | None, typer.Option(help="A corpus for them; by default the validation part of --corpus.")
     ] = None,
 ) -> None:
-    """Write a sheet to be filled in, or turn a filled one into rates."""
+    """Write a sheet to fill in, or compute rates from a filled one."""
     if sheet is not None:
         rates = plausibility_rates(read_predictions(report.path(NAME)), read_plausibility_sheet(sheet))
         report.write_table(f"{NAME}_rates", rates)
@@ -48,8 +48,8 @@ def main(
         _, chosen = study.parts
         if sentences > len(chosen):
             raise InputError(
-                f"sentences must be at most {len(chosen)}, those that maps are not fitted on, got "
-                f"{sentences}. Use a larger --val, or --sentences-from."
+                f"sentences must be at most {len(chosen)}, the validation sentences, got {sentences}. "
+                "Use a larger --val, or --sentences-from."
             )
     examples = make_examples(study.model, chosen, seed=study.seed, sample_special=False).head(sentences)
     read = collect(study.model, examples)
@@ -63,8 +63,8 @@ def main(
 def make_plausibility_sheet(predictions: pd.DataFrame, *, seed: int = 0) -> pd.DataFrame:
     """A sheet of the distinct tokens of every sentence, in random order.
 
-    Whether a token is plausible depends on the sentence and the token alone, so the sheet asks once for each
-    pair. Sentences stay together in their first order, so that each is read once.
+    Plausibility depends only on the sentence and the token, so each pair is in the sheet once. Tokens of one
+    sentence are together, so that it is read once.
     """
     pairs = predictions[["prompt", "token"]].drop_duplicates()
     order = {prompt: i for i, prompt in enumerate(predictions["prompt"].unique())}
@@ -96,12 +96,14 @@ def plausibility_rates(predictions: pd.DataFrame, sheet: pd.DataFrame) -> pd.Dat
     missing = keys[~keys.isin(marks.index)]
     if len(missing):
         prompt, token = missing[0]
-        raise InputError(f"The sheet has no mark for {token!r} in {prompt!r}: it is of other predictions.")
+        raise InputError(
+            f"sheet must have a mark for every predicted token, got none for {token!r} in {prompt!r}."
+        )
     marked = predictions.assign(plausible=marks.reindex(keys).to_numpy())
     last = marked[marked["layer"] == marked["layer"].max()]
-    if "mat" not in set(last["method"]):  # at the last layer both methods read the same
+    if "mat" not in set(last["method"]):  # at the last layer both are the same
         marked = pd.concat([marked, last[last["method"] == "id"].assign(method="mat")])
-    # Sentences with the same beginning are one context, but separate instances.
+    # Sentences with the same beginning have one context, but are separate instances.
     marked["repeat"] = marked.groupby(["method", "layer", "prompt", "rank"]).cumcount()
     instances = marked.groupby(["method", "layer", "prompt", "repeat"])["plausible"].agg(["sum", "size"])
     rows = []

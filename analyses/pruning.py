@@ -50,7 +50,8 @@ def main(
     method: Annotated[list[Method] | None, typer.Option(help="Only these methods.")] = None,
     choice: Annotated[list[Choice] | None, typer.Option(help="Only these ways of choosing.")] = None,
     size: Annotated[
-        list[int] | None, typer.Option(help="How many blocks; by default 3, 6 and 9 where there are so many.")
+        list[int] | None,
+        typer.Option(help="Number of removed blocks; by default 3, 6 and 9."),
     ] = None,
 ) -> None:
     """Prune blocks in every way, and print the recovered perplexity."""
@@ -88,11 +89,11 @@ def pruning_table(
     """Prune several numbers of blocks, by several choices and methods.
 
     A row for each number of blocks ``n``, ``choice``, ``method`` (with its ``blocks``), text and metric:
-    ``perplexity``, its ``ratio`` to that of the whole model, and ``agreement``, see `compare_pruned`; and,
-    if ``replaceme`` of the span chosen by ``angle`` is one of them, the share ``gone`` of what that adds to
-    the perplexity, see `added_perplexity`. Rows of the method ``original`` are the original model's. Blocks
-    that two ways choose alike are folded and evaluated once. With ``heal``, ``chain`` of blocks chosen one
-    after the other is also healed on so many tokens of the windows: the method ``chain, healed``.
+    ``perplexity``, its ``ratio`` to that of the original model, and ``agreement``, see `compare_pruned`;
+    and, if ``replaceme`` of the span chosen by ``angle`` is one of them, the share ``recovered`` of what
+    that adds to the perplexity, see `added_perplexity`. Rows of the method ``original`` are the original
+    model's. The same blocks are folded and evaluated once. With ``heal``, ``chain`` with ``greedy``
+    blocks is also healed on that many tokens of the windows: the method ``chain, healed``.
 
     Rows without a text are costs per token, see `compare_costs`: of the original, and with blocks
     removed, method ``pruned``, for any choice and method.
@@ -103,7 +104,7 @@ def pruning_table(
     def read(of_model: Any, desc: str) -> dict[str, Any]:
         return {name: read_text(of_model, part, desc=desc) for name, part in evaluated.items()}
 
-    whole = read(plain_copy(model), "original model")
+    originals = read(plain_copy(model), "original model")
     foldable = next((method for method in methods if method != Method.out), Method.out)
     calibration = Calibration.run(model, windows, foldable)
 
@@ -116,7 +117,7 @@ def pruning_table(
 
     rows = [
         row("original", "perplexity", of_text.losses.perplexity(), corpus=corpus)
-        for corpus, of_text in whole.items()
+        for corpus, of_text in originals.items()
     ]
     for (method, size), estimates in _costs(calibration, sizes).items():
         rows += [row(method, *estimate, n_removed=size) for estimate in estimates.items()]
@@ -125,26 +126,28 @@ def pruning_table(
     known: dict[tuple[tuple[int, ...], str], dict[str, Any]] = {}
     for size in sizes:
         chosen = {choice: calibration.choose(size, choice) for choice in choices}
-        for (choice, gone), fold in itertools.product(chosen.items(), methods):
+        for (choice, removed), fold in itertools.product(chosen.items(), methods):
             healing = heal > 0 and choice == Choice.greedy and fold == Method.chain
-            called = [fold.value, HEALED] if healing else [fold.value]
-            if all((gone, name) in known for name in called):
+            names = [fold.value, HEALED] if healing else [fold.value]
+            if all((removed, name) in known for name in names):
                 continue
-            pruned = calibration.without(gone, fold)
-            known[gone, fold.value] = read(pruned, f"{size} {fold}")
+            pruned = calibration.without(removed, fold)
+            known[removed, fold.value] = read(pruned, f"{size} {fold}")
             if healing:
-                calibration.heal(pruned, gone, fold, heal)
-                known[gone, HEALED] = read(pruned, f"{size} {HEALED}")
+                calibration.heal(pruned, removed, fold, heal)
+                known[removed, HEALED] = read(pruned, f"{size} {HEALED}")
         choice, method = _PUBLISHED
         published = known.get((chosen.get(choice, ()), method))
         named = [*map(str, methods), *([HEALED] if heal and Method.chain in methods else [])]
         for choice, name, corpus in itertools.product(choices, named, evaluated):
             if name == HEALED and choice != Choice.greedy:
                 continue
-            losses, original = known[chosen[choice], name][corpus], whole[corpus]
-            estimates = losses.compare(original)
+            changed, original = known[chosen[choice], name][corpus], originals[corpus]
+            estimates = changed.compare(original)
             if published is not None:
-                estimates["gone"] = gone_estimate(losses.losses, original.losses, published[corpus].losses)
+                estimates["recovered"] = recovered_estimate(
+                    changed.losses, original.losses, published[corpus].losses
+                )
             more: dict[str, Any] = {
                 "n_removed": size,
                 "choice": choice.value,
@@ -160,23 +163,25 @@ def _costs(calibration: Calibration, sizes: Sequence[int]) -> dict[tuple[str, in
     costs: dict[tuple[str, int], dict[str, Estimate]] = {("original", 0): {}}
     for size in sizes:
         pruned = calibration.without(range(1, 1 + size), Method.out, progress=False)
-        whole, timed = time_in_turns([calibration.layout.model, pruned], rounds=_ROUNDS)
-        rounds += whole.rounds
-        costs["original", 0] = whole._replace(rounds=rounds).estimates()
-        costs["pruned", size] = timed.estimates(whole)
+        original, timed = time_in_turns([calibration.layout.model, pruned], rounds=_ROUNDS)
+        rounds += original.rounds
+        costs["original", 0] = original._replace(rounds=rounds).estimates()
+        costs["pruned", size] = timed.estimates(original)
     return costs
 
 
-def recovered_fraction(perplexity: Any, whole: Any, published: Any) -> Any:
-    """``1 - (perplexity - whole) / (published - whole)``."""
-    return 1 - (perplexity - whole) / (published - whole)
+def recovered_fraction(perplexity: Any, original: Any, published: Any) -> Any:
+    """``1 - (perplexity - original) / (published - original)``."""
+    return 1 - (perplexity - original) / (published - original)
 
 
-def gone_estimate(losses: TextLosses, whole: TextLosses, published: TextLosses, *, seed: int = 0) -> Estimate:
-    """The share that is gone, with its 95% interval by a bootstrap of the texts.
+def recovered_estimate(
+    losses: TextLosses, original: TextLosses, published: TextLosses, *, seed: int = 0
+) -> Estimate:
+    """The recovered fraction, with its 95% interval by a bootstrap of the texts.
 
-    All models have read the same; the ends are percentiles of what is drawn. There is no interval
-    around what one text says, or where some resamples have no such share.
+    All models read the same texts; the limits are percentiles over resamples. There is no interval for a
+    single text, or if the fraction is undefined in some resamples.
     """
     n = len(losses.total)
 
@@ -185,43 +190,45 @@ def gone_estimate(losses: TextLosses, whole: TextLosses, published: TextLosses, 
             return recovered_fraction(
                 *(
                     np.exp(each.total[index].sum(-1) / each.n_tokens[index].sum(-1))
-                    for each in (losses, whole, published)
+                    for each in (losses, original, published)
                 )
             )
 
     value = float(share(np.arange(n)))
-    drawn = share(np.random.default_rng(seed).integers(n, size=(_RESAMPLES, n)))
-    if n < 2 or not np.isfinite(drawn).all():
+    resampled = share(np.random.default_rng(seed).integers(n, size=(_RESAMPLES, n)))
+    if n < 2 or not np.isfinite(resampled).all():
         return Estimate.without_interval(value, n)
-    low, high = np.quantile(drawn, (0.025, 0.975))
+    low, high = np.quantile(resampled, (0.025, 0.975))
     return Estimate(value, float(low), float(high), n)
 
 
 def added_perplexity(table: pd.DataFrame) -> pd.DataFrame:
     """Share of the perplexity added by ReplaceMe that other methods recover.
 
-    ``gone`` is ``1 - (perplexity - whole) / (replaceme - whole)``, where ``replaceme`` is the published
-    method on the span that it chooses itself, by the angle; ``low`` and ``high`` bound its 95% interval where
-    the table has one.
+    ``recovered`` is ``1 - (perplexity - original) / (replaceme - original)``, where ``replaceme`` is the
+    published method on the span that it chooses by the angle; ``low`` and ``high`` are its 95% interval,
+    if the table has one.
     """
     perplexity = table[table["metric"] == "perplexity"]
-    whole = perplexity[perplexity["method"] == "original"].set_index("corpus")["value"]
+    original = perplexity[perplexity["method"] == "original"].set_index("corpus")["value"]
     rest = perplexity[perplexity["method"] != "original"]
     choice, method = _PUBLISHED
     published = rest[(rest["method"] == method) & (rest["choice"] == choice)]
     if published.empty:
         raise InputError(
-            "The table has no replaceme on a span chosen by angle. Expected what to compare with."
+            "The table must have replaceme on a span chosen by angle, to compare with, got none."
         )
-    beside = published.set_index(["corpus", "n_removed"])["value"]
+    published_values = published.set_index(["corpus", "n_removed"])["value"]
     keys = pd.MultiIndex.from_frame(rest[["corpus", "n_removed"]])
-    gone = recovered_fraction(rest["value"], rest["corpus"].map(whole), beside.reindex(keys).to_numpy())
-    limits = table[table["metric"] == "gone"].set_index(_OF_A_ROW)[["low", "high"]]
+    recovered = recovered_fraction(
+        rest["value"], rest["corpus"].map(original), published_values.reindex(keys).to_numpy()
+    )
+    limits = table[table["metric"] == "recovered"].set_index(_OF_A_ROW)[["low", "high"]]
     of_rest = limits.reindex(pd.MultiIndex.from_frame(rest[_OF_A_ROW]))
     return (
         rest[["corpus", "n_removed", "choice", "method", "blocks", "value"]]
         .rename(columns={"value": "perplexity"})
-        .assign(gone=gone, low=of_rest["low"].to_numpy(), high=of_rest["high"].to_numpy())
+        .assign(recovered=recovered, low=of_rest["low"].to_numpy(), high=of_rest["high"].to_numpy())
     )
 
 

@@ -29,7 +29,7 @@ from matlens.numerics import in_float64
 
 NAME, FIT, LATER = "sinks", "sinks_r2", "sinks_later"
 SINK_NORMS, SINK_FIT = "sinks", "sinks_r2"  # experiments
-_BEFORE = 4  # tokens that are shown before a sink
+_BEFORE = 4  # tokens shown before a sink
 
 
 def main(study: Study, report: Report) -> None:
@@ -48,26 +48,24 @@ def main(study: Study, report: Report) -> None:
 def sink_norms(samples: Activations, sinks: Bool[Tensor, " n"]) -> pd.DataFrame:
     """Norms of sinks by layer, and the share of variance in a single dimension.
 
-    The metric ``median_norm`` is that of ``first tokens``, of ``sinks`` and of all ``others``, which are
-    neither; ``largest_coordinate`` is the share that one coordinate has of the variance of ``all`` samples
-    and of those that are ``not sinks``.
-
-    ``sinks`` is true for the samples that are sinks.
+    ``median_norm`` is that of ``first tokens``, of ``sinks``, and of ``others``, which are neither;
+    ``largest_dimension`` is the largest share of the variance in one dimension, over ``all`` samples and over
+    ``not sinks``. ``sinks`` is a mask of samples.
     """
     first = torch.from_numpy(samples.places == 0)
     groups = {"first tokens": first, "sinks": sinks, "others": ~first & ~sinks}
     rows = []
     for layer, h in _stream(samples):
-        numbers = [
+        values = [
             (name, "median_norm", h[mask].norm(dim=1).median(), mask)
             for name, mask in groups.items()
             if mask.any()
         ]
-        numbers += [
-            (name, "largest_coordinate", _largest_share(h[mask]), mask)
+        values += [
+            (name, "largest_dimension", _largest_share(h[mask]), mask)
             for name, mask in (("all", torch.ones_like(sinks)), ("not sinks", ~sinks))
         ]
-        for name, metric, value, mask in numbers:
+        for name, metric, value, mask in values:
             estimate = Estimate.without_interval(value, int(mask.sum()))
             rows.append(
                 result_row(
@@ -96,8 +94,8 @@ def fit_quality_without_sinks(
 def later_sinks(samples: Activations, sinks: Bool[Tensor, " n"], tokenizer: Tokenizer) -> pd.DataFrame:
     """Sinks after the first token: the preceding text, and the layer of the largest norm.
 
-    A row a sink: its ``place`` in the sentence, its ``token``, the ``text`` that ends with it, the ``layer``
-    at which its norm is the greatest multiple of the median one, and both, ``norm`` and ``median_norm``.
+    One row per sink: its ``position`` in the sentence, its ``token``, the ``text`` up to it, the
+    ``layer`` where its norm is largest relative to the median, and both norms.
     """
     layers = [layer for layer, _ in _stream(samples)]
     norms = torch.stack([h.norm(dim=1) for _, h in _stream(samples)], 1)
@@ -113,21 +111,21 @@ def later_sinks(samples: Activations, sinks: Bool[Tensor, " n"], tokenizer: Toke
         at = int((norms[row] / medians).argmax())
         rows.append(
             {
-                "place": place, "token": texts[-1], "text": "".join(texts), "layer": layers[at],
+                "position": place, "token": texts[-1], "text": "".join(texts), "layer": layers[at],
                 "norm": float(norms[row, at]), "median_norm": float(medians[at]),
             }
         )  # fmt: skip
-    return pd.DataFrame(rows, columns=["place", "token", "text", "layer", "norm", "median_norm"])
+    return pd.DataFrame(rows, columns=["position", "token", "text", "layer", "norm", "median_norm"])
 
 
 def _stream(samples: Activations) -> Iterator[tuple[int, Float[Tensor, "n d_model"]]]:
-    """Layers of the stream that were collected, with their vectors."""
+    """Collected layers of the residual stream, with their vectors."""
     sites = [site for site in map(Site.parse, samples) if site.kind == "h"]
     return ((site.layer, in_float64(samples[site])) for site in sorted(sites, key=lambda site: site.layer))
 
 
 def _largest_share(h: Float[Tensor, "n d_model"]) -> float:
-    """The largest coordinate's share of the variance."""
+    """The largest dimension's share of the variance."""
     variance = h.var(0, correction=0)
     return float(variance.max() / variance.sum())
 

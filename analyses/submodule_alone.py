@@ -17,7 +17,7 @@ METHODS = {"all": "mat_ffn", "not-sink": "mat_ffn without sinks"}
 
 
 def main(study: Study, report: Report, patched: Patched = 300) -> None:
-    """Replace the FFN of one block at a time, and draw what is left of the prediction."""
+    """Replace the FFN of one block at a time, and plot the prediction quality."""
     fits, some = study.submodule_maps(*METHODS), study.validation.head(patched)
     cases = {
         SubmoduleCase("mat_ffn", fitted, fitted, block, block + 1): method

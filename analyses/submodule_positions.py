@@ -22,7 +22,7 @@ def main(
     study: Study,
     report: Report,
     patched: Patched = 300,
-    every: Annotated[int, typer.Option(min=1, help="Start from every so many layers.")] = 8,
+    every: Annotated[int, typer.Option(min=1, help="Start from every n-th layer.")] = 8,
 ) -> None:
     """Run every combination, and print Precision@1 by layer."""
     fits, some = study.submodule_maps("all", "not-first", "not-sink"), study.validation.head(patched)

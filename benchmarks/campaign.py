@@ -1,9 +1,8 @@
-"""Commands on a small model as forked processes: raced against each other, and killed and resumed.
+"""Races and kills of commands on a small model.
 
-All is imported and the model is loaded once; every command is then a process of its own that begins in
-milliseconds, in a folder of its own, and what it leaves there is compared with what it leaves alone. A race
-is identical if no work is lost and no byte differs, a killed job if its bytes in the end are those of an
-undisturbed one.
+Imports and the model are shared; each command is a forked process in its own folder, whose files are
+compared with those of an undisturbed run. A race is identical if all processes succeed and no byte
+differs, a killed job if its files after resuming are those of an undisturbed one.
 """
 
 from __future__ import annotations
@@ -51,15 +50,15 @@ _modules = {
         "matlens.linearity.atlas", "matlens.linearity.ranking",
     )
 }  # fmt: skip
-_PATIENCE = 900.0  # seconds after which a process counts as hanging
-_IN_A_ROW = 4  # kills of one job, before it is let run to its end
+_PATIENCE = 900.0  # seconds until a process counts as hanging
+_IN_A_ROW = 4  # kills of one job before it runs to its end
 
 
 class Command(NamedTuple):
-    """A command, which others must have been run before it in the same folder, and what late ones are told.
+    """A command, and the commands to run before it in the same folder.
 
-    A process that finds the work done by another says ``told`` and ends with code 2; by default it is
-    content.
+    A process that finds the work done by another exits with code 2 and a message with ``told``; by default
+    it succeeds.
     """
 
     work: Callable[[], Any]
@@ -69,13 +68,13 @@ class Command(NamedTuple):
 
 @dataclass
 class Process:
-    """A command under way."""
+    """A running command."""
 
     pid: int
     log: Path
 
     def wait(self) -> int:
-        """How it ended: its exit code, or the negative number of the signal that ended it."""
+        """Its exit code, or the negative signal number."""
         deadline = time.monotonic() + _PATIENCE
         while True:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -107,13 +106,13 @@ class Campaign:
         corpus.write_text("\n".join(lines))
         model = matlens.load(str(folder), device="cpu")
         examples, values = matlens.make_examples(model, matlens.load_corpus(str(corpus))), ValueVectors(model)
-        # Every process has the model already, and is too short for the usual time between two states.
+        # Processes share the model, and are too short for the usual time between two checkpoints.
         setattr(_modules["matlens.models.loading"], "load", lambda *_, **__: model)  # noqa: B010
         setattr(_modules["matlens.linear.streaming"], "_STATE_EVERY", 0.0)  # noqa: B010
         setattr(_modules["matlens.linear.streaming"], "_SHARE_OF_WRITING", 0.0)  # noqa: B010
         setattr(_modules["matlens.linear.fitting"], "chunk_size", lambda _: 64)  # noqa: B010
         setattr(_modules["matlens.explorer.usage"], "_CHUNK", 16)  # noqa: B010
-        # What was taken by the clock is the one thing that is not the same again: here, as much each time.
+        # Only times differ between runs: here they are constant.
         setattr(_modules["matlens.linearity.atlas"], "time", SimpleNamespace(process_time=float))  # noqa: B010
         clock = SimpleNamespace(perf_counter=count().__next__)
         setattr(_modules["matlens.pruning.evaluation"], "time", clock)  # noqa: B010
@@ -143,7 +142,7 @@ class Campaign:
         }
 
     def folder(self, name: str) -> Path:
-        """A new folder in which all is there that a command needs."""
+        """A new folder with everything that a command needs."""
         folder = self._root / f"work-{random.SystemRandom().getrandbits(48):x}"
         folder.mkdir()
         after = self.commands[name].after
@@ -153,7 +152,7 @@ class Campaign:
         return folder
 
     def alone(self, name: str) -> tuple[Files, float]:
-        """What a command writes that nothing disturbs, and how many seconds it takes."""
+        """Files and seconds of an undisturbed command."""
         if name not in self._alone:
             folder = self.folder(name)
             begun = time.monotonic()
@@ -165,12 +164,12 @@ class Campaign:
         return self._alone[name]
 
     def found_it_done(self, name: str, process: Process, code: int) -> bool:
-        """Whether a process ended because another had done the work."""
+        """Whether a process ended because another did the work."""
         told = self.commands[name].told
         return code == 2 and told != "" and told in process.log.read_text()
 
     def start(self, name: str, folder: Path, delay: float = 0.0) -> Process:
-        """Run a command in a process of its own."""
+        """Run a command in a forked process."""
         log = self._root / f"log-{random.SystemRandom().getrandbits(48):x}"
         sys.stdout.flush()
         pid = os.fork()
@@ -182,7 +181,7 @@ class Campaign:
             for stream in (1, 2):
                 os.dup2(descriptor, stream)
             os.chdir(folder)
-            # The lock of all bars is shared with whoever was forked: a kill of one would hold up the others.
+            # The lock of progress bars is shared by forks: a killed process would block the others.
             tqdm.set_lock(threading.RLock())
             time.sleep(delay)
             self.commands[name].work()
@@ -203,8 +202,8 @@ class Campaign:
 def campaign(*, draws: bool = False) -> Iterator[Campaign]:
     """A campaign in a temporary folder.
 
-    Drawing figures takes twenty times as long as all else of a command, so unless one ``draws``, files of a
-    line stand in their place.
+    Figures take twenty times as long as the rest of a command, so unless ``draws``, they are replaced by
+    files of one line.
     """
     torch.set_num_threads(1)  # threads do not survive a fork
     os.environ["SOURCE_DATE_EPOCH"] = "0"  # figures bear no date
@@ -217,12 +216,12 @@ def _write_instead(figure: Figure, file: Any, *, format: str, **_: Any) -> None:
 
 
 def files(folder: Path) -> Files:
-    """What is in a folder, whatever it is."""
+    """All files of a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def differing(these: Files, those: Files) -> list[str]:
-    """Files that are not the same in both."""
+    """Names of files that differ."""
     return sorted(name for name in {*these, *those} if these.get(name) != those.get(name))
 
 
@@ -251,7 +250,7 @@ def _save_model(folder: Path) -> None:
 
 
 def race(setting: Campaign, name: str, n: int, draw: random.Random) -> str | None:
-    """Let processes run a command, each begun at a random moment of the first; what went wrong."""
+    """Run a command in several processes with random starts; returns the failure, if any."""
     expected, seconds = setting.alone(name)
     folder = setting.folder(name)
     racing = [setting.start(name, folder, draw.uniform(0, 0.8 * seconds) if i else 0.0) for i in range(n)]
@@ -267,7 +266,7 @@ def race(setting: Campaign, name: str, n: int, draw: random.Random) -> str | Non
 def kill(
     setting: Campaign, name: str, draw: random.Random, in_a_row: int = _IN_A_ROW
 ) -> tuple[int, str | None]:
-    """Kill a command some times in one folder and let it end; how many kills, and what went wrong."""
+    """Kill and resume a command in one folder; returns the number of kills and the failure, if any."""
     expected, seconds = setting.alone(name)
     folder, kills = setting.folder(name), 0
     for attempt in range(in_a_row + 1):
@@ -289,8 +288,8 @@ def main(
     races: Annotated[int, typer.Option(min=0, help="Races of each command with two and with four.")] = 50,
     kills: Annotated[int, typer.Option(min=0, help="Kills of each command.")] = 17,
     command: Annotated[list[str] | None, typer.Option(help="Only these commands.")] = None,
-    draws: Annotated[bool, typer.Option(help="Draw real figures, which takes far longer.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the moments of starts and kills.")] = 0,
+    draws: Annotated[bool, typer.Option(help="Draw real figures (slow).")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the times of starts and kills.")] = 0,
     page: Annotated[
         Path | None, typer.Option(help="A page whose table, between two marks, is written.")
     ] = None,

@@ -1,10 +1,9 @@
-"""How much longer collecting takes than the bare forward passes that it cannot do without.
+"""Time of collecting relative to the bare forward passes.
 
-Over the same batches in one process, by turns: the plain transformers model with its default attention,
-without hooks and without the bridge, and ``matlens.collect`` of all ``h^l``, once at one position a sentence,
-where sentences are cut at their positions for both, and once at all positions. The aim is at most 1.05 times
-the bare trunk, which has no unembedding. Maps that are fitted while all vectors pass by may take 1.15 times
-the forward passes, but for what the moments themselves take.
+In turns, in one process and on the same batches: the transformers model with its default attention,
+without hooks and bridge, and ``matlens.collect`` of all ``h^l``, at one position per sentence (both
+truncate sentences at their positions) and at all positions. Target: at most 1.05 times the trunk, without
+unembedding, and 1.15 times the forward passes for streaming all positions.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def compare(plain: Any, model: Any, examples: Examples, rounds: int, measured: M
     def collected() -> None:
         matlens.collect(model, examples, progress=False)
 
-    def passing() -> None:
+    def streaming() -> None:
         for _ in stream(model, examples, sites, positions="all", progress=False):
             pass
 
@@ -39,18 +38,18 @@ def compare(plain: Any, model: Any, examples: Examples, rounds: int, measured: M
         "forward, cut": lambda: bare(plain, cut), "trunk, cut": lambda: bare(plain.model, cut),
         "collecting": collected,
         "forward": lambda: bare(plain, examples), "trunk": lambda: bare(plain.model, examples),
-        "streaming all positions": passing,
+        "streaming all positions": streaming,
     }  # fmt: skip
     best = fastest(works, rounds)
     measured.add_times(best)
     measured.add(
-        "collecting / trunk cut at positions", best["collecting"] / best["trunk, cut"], most=1.05,
+        "collecting / trunk cut at positions", best["collecting"] / best["trunk, cut"], max=1.05,
         profiled=collected,
     )  # fmt: skip
     measured.add("collecting / forward passes cut at positions", best["collecting"] / best["forward, cut"])
     measured.add(
         "streaming all positions / forward passes", best["streaming all positions"] / best["forward"],
-        most=1.15, profiled=passing,
+        max=1.15, profiled=streaming,
     )  # fmt: skip
     measured.add("streaming all positions / trunk", best["streaming all positions"] / best["trunk"])
 

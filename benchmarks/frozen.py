@@ -1,14 +1,13 @@
-"""Whether a change lost a number: tables, README, speed and mutants against the kept ones, in one table.
+"""Check that a change lost no number: tables, README, speed and mutants against the stored ones.
 
-Tables that take less than a minute of CPU each are remade by their own `make` targets in a folder of their
-own and compared with ``results/``: the same columns and rows, counts and text exactly, floats to a relative
-1e-5. Between two processors some cells near zero differ by more: ``--against FOLDER`` compares with the
-tables of an earlier call on the same machine. The models that tables need (a small BERT, small GPT-2s, a
-small WikiLM) are trained once and kept in ``--models``. README's code blocks are run against their printed
-output. With ``--speed`` the speed ratios are measured again and may be at most 15% worse; with ``--mutants
-FILE`` the kill rate of a run of ``mutants.py --sample 4`` is compared instead with that of
-``mutants_before.jsonl``, the run before tests were removed (seed 28). Exit status 1 if anything
-was lost.
+Tables that take less than a CPU minute are remade by their `make` targets in a separate folder and
+compared with ``results/``: the same columns and rows, counts and text exactly, floats to a relative 1e-5.
+On another processor some cells near zero differ by more; ``--against FOLDER`` compares with the tables of
+an earlier call on the same machine. The models that tables need (a small BERT, small GPT-2s, a small
+WikiLM) are trained once and stored in ``--models``. README's code blocks are compared with their printed
+output. With ``--speed`` the speed ratios are measured again and may be at most 15% worse; with
+``--mutants FILE`` only the kill rate of a run of ``mutants.py --sample 4`` is compared with that of
+``mutants_before.jsonl``, the run before tests were removed (seed 28). Exit status 1 if anything was lost.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ import typer
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "results"
 BEFORE = ROOT / "benchmarks" / "mutants_before.jsonl"
-RELATIVE = 1e-5  # two numbers may differ by this, beside the rounding of kept tables to six digits
-SLOWER = 1.15  # times that a ratio may be worse: two runs on one machine differ by up to 10%
+RELATIVE = 1e-5  # relative tolerance, in addition to the rounding of tables to six digits
+SLOWER = 1.15  # a ratio may be worse by this factor: two runs on one machine differ by up to 10%
 # Targets of the Makefile, and the tables each makes. Those without a model read SmolLM2.
 TARGETS = {
     "paper_a_fig2_r2": ["paper_a_fig2_r2"],
@@ -70,7 +69,7 @@ def main(
         Path | None, typer.Option(help="results.jsonl of mutants.py, compared with the run before.")
     ] = None,
 ) -> None:
-    """Compare what the code gives now with what is kept, and print a row for each table."""
+    """Compare current with stored results, and print a row for each table."""
     rows = []
     if not mutants:
         names = list(TARGETS) if only is None else only
@@ -92,21 +91,21 @@ Row = tuple[str, int, int, str]
 
 
 def make_tables(names: list[str], out: Path, models: Path) -> None:
-    """Make tables in an empty folder, by the Makefile's targets, with models that were trained before."""
+    """Make tables in an empty folder by the Makefile's targets, with the trained models."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     trained = [target for suffix, target in MODELS.items() if any(suffix in name for name in names)]
     call_make([f"{models}/{name}.csv" for name in trained], models)
     for path in models.iterdir() if models.is_dir() else ():
-        if path.name.startswith("small"):  # not what the training collected on its way
+        if path.name.startswith("small"):  # not what was collected during training
             (out / path.name).symlink_to(path.resolve())
-    # One after the other: what the first collects serves the others.
+    # In order: the others reuse what the first collects.
     for name in names:
         call_make([f"{out}/{name}.csv"], out)
 
 
 def call_make(targets: list[str], folder: Path) -> None:
-    """Make targets with ``folder`` in the place of ``out/results``."""
+    """Make targets in ``folder`` instead of ``out/results``."""
     if targets:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         python = sys.executable
@@ -118,7 +117,7 @@ def call_make(targets: list[str], folder: Path) -> None:
 
 
 def compare(name: str, out: Path, against: Path) -> Row:
-    """One table: how many cells were compared and changed, and the largest relative difference."""
+    """Compare one table: number of cells, of changed ones, and the largest relative difference."""
     with tempfile.TemporaryDirectory() as folder:
         code = "import sys, pathlib; sys.path.insert(0, 'results'); from gather import keep_table; "
         code += "keep_table(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]))"
@@ -137,7 +136,7 @@ def compare(name: str, out: Path, against: Path) -> Row:
 
 
 def differences(before: pd.DataFrame, after: pd.DataFrame) -> tuple[int, str]:
-    """How many cells of two tables of one shape differ, and the largest relative difference."""
+    """Number of differing cells of two tables of one shape, and the largest relative difference."""
     changed, worst = 0, 0.0
     for column in before.columns:
         for old, new in zip(before[column], after[column], strict=True):
@@ -150,7 +149,7 @@ def differences(before: pd.DataFrame, after: pd.DataFrame) -> tuple[int, str]:
 
 
 def relative(old: float, new: float) -> float:
-    """A relative difference, less what rounding both to six digits may do."""
+    """A relative difference beyond the rounding of both to six digits."""
     if math.isnan(old) or math.isnan(new):
         return math.inf
     size = max(abs(old), abs(new))
@@ -159,7 +158,7 @@ def relative(old: float, new: float) -> float:
 
 
 def run_readme() -> Row:
-    """README's Python blocks, run one after the other: how many print something else than README says."""
+    """Run README's Python blocks in order, and compare their output."""
     blocks = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
     names: dict[str, object] = {}
     checked, wrong = 0, list[str]()
@@ -178,25 +177,25 @@ def run_readme() -> Row:
 
 
 def compare_speed(out: Path) -> list[Row]:
-    """Every ratio of the benchmarks, measured again: how many are worse by more than noise."""
+    """Measure the ratios of the benchmarks again; count those worse by more than noise."""
     rows = []
     for name in SPEED:
         command = [sys.executable, f"benchmarks/{name}.py", "--out", str(out)]
         subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
         tables = [pd.read_csv(folder / f"speed_{name}.csv") for folder in (KEPT, out)]
-        before, after = (table[table["aim"].notna()].set_index("method") for table in tables)
+        before, after = (table[table["goal"].notna()].set_index("method") for table in tables)
         both = before.join(after["value"].rename("now"), how="left")
         worse = list[float]()
         for row in both.to_dict("records"):
             kept, now = float(row["value"]), float(row["now"])
-            worse.append(now / kept if str(row["aim"]).startswith("at most") else kept / now)
-        lost = sum(not factor <= SLOWER for factor in worse)  # a ratio that is gone is lost too
+            worse.append(now / kept if str(row["goal"]).startswith("at most") else kept / now)
+        lost = sum(not factor <= SLOWER for factor in worse)  # a missing ratio is lost too
         rows.append((f"speed of {name}", len(worse), lost, f"{max(worse, default=1.0):.2f} times as slow"))
     return rows
 
 
 def compare_kill_rates(after: Path) -> Row:
-    """Whether tests kill a smaller share of the mutants than before."""
+    """Compare the share of killed mutants with the one before."""
     counts = []
     for path in (BEFORE, after):
         rows = [json.loads(line) for line in path.open()]

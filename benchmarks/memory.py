@@ -1,10 +1,10 @@
-"""How the peak memory grows when there are ten times more sentences, in every way of going over them.
+"""Growth of peak memory with ten times the sentences, for every kind of pass.
 
-Each size runs in a process of its own; all begin with what is imported. What writes to disk or keeps moments
-should grow by less than 5%; what keeps rows in memory by the rows alone. So should the peak of the longer run
-from when a tenth of its time had gone: two processes have peaks that differ by chance, by as much as a tenth.
-Where the peak grows, it is measured again with glibc told to give large blocks back at once, and what this
-costs in time.
+Each size runs in a separate process. Jobs that write to disk or accumulate sums should grow by less than
+5%, jobs that return vectors by their size. The same holds for the peak of the longer run relative to its
+peak after a tenth of the time, since the peaks of two processes differ by chance, by up to a tenth. If
+the peak grows, it is measured again with glibc returning large blocks at once, and so is the cost in
+time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SHARE = 0.05
 
 def main(
     sentences: Annotated[int, typer.Option(help="The smaller number of sentences.")] = 2_000,
-    rounds: Annotated[int, typer.Option(help="Runs of each; the least peak counts.")] = 1,
+    rounds: Annotated[int, typer.Option(help="Runs of each; the smallest peak counts.")] = 1,
     out: Out = None,
 ) -> None:
     """Measure the growth of the peak in each mode."""
@@ -47,38 +47,40 @@ def main(
         sizes = sentences, 10 * sentences
         seen = [[_parts(n, name) for _ in range(rounds)] for n in sizes]
         small, large = (_least(of_size, PEAK) for of_size in seen)
-        held = partial(_side_by_side, *(of_size[0] for of_size in seen))
+        lines = partial(_side_by_side, *(of_size[0] for of_size in seen))
         if name == _IN_MEMORY:
-            measured.add(f"{name}: growth / rows", (large - small) / rows, most=1 + _SHARE, held=held)
+            measured.add(f"{name}: growth / rows", (large - small) / rows, max=1 + _SHARE, memory=lines)
             taken = [_least(of_size, TAKEN) for of_size in seen]
             measured.add(
-                f"{name}: growth of what is in use / rows", (taken[1] - taken[0]) / rows, most=1 + _SHARE
+                f"{name}: growth of what is in use / rows", (taken[1] - taken[0]) / rows, max=1 + _SHARE
             )
         else:
             measured.add(
-                f"{name}: peak of ten times the sentences / peak", large / small, most=1 + _SHARE, held=held
+                f"{name}: peak of ten times the sentences / peak", large / small, max=1 + _SHARE, memory=lines
             )
             later = min(float(parts[PEAK]) / float(parts[EARLY]) for parts in seen[1])
-            measured.add(f"{name}: peak / peak when a tenth had gone", later, most=1 + _SHARE, held=held)
+            measured.add(
+                f"{name}: peak / peak after a tenth of the time", later, max=1 + _SHARE, memory=lines
+            )
             used = [_least(of_size, IN_USE) for of_size in seen]
-            measured.add(f"{name}: in use at most, the same", used[1] / used[0], most=1 + _SHARE, held=held)
+            measured.add(f"{name}: in use, the same", used[1] / used[0], max=1 + _SHARE, memory=lines)
             if large > (1 + _SHARE) * small:
                 given = [[_parts(n, name, gives_back=True) for _ in range(rounds)] for n in sizes]
                 peaks = [_least(of_size, PEAK) for of_size in given]
                 seconds = [_least(of_size[1], SECONDS) for of_size in (seen, given)]
-                measured.add(f"{name}, large blocks given back: peak, the same", peaks[1] / peaks[0])
-                measured.add(f"{name}, large blocks given back: time / time", seconds[1] / seconds[0])
+                measured.add(f"{name}, large blocks returned: peak, the same", peaks[1] / peaks[0])
+                measured.add(f"{name}, large blocks returned: time / time", seconds[1] / seconds[0])
         measured.add(f"{name}: peak", small, unit="MiB")
     measured.write()
 
 
 def _least(of_size: list[dict[str, Any]], part: str) -> float:
-    """The least of a part over the runs of a size."""
+    """The smallest value over the runs of a size."""
     return min(float(parts[part]) for parts in of_size)
 
 
 def _parts(sentences: int, mode: str, *, gives_back: bool = False) -> dict[str, Any]:
-    """What memory goes into while a mode is done in a process of its own."""
+    """Memory use of a job in a separate process."""
 
     def prepare(folder: Path) -> Work:
         return partial(_MODES[mode], *_prepared(sentences), folder / "out")
@@ -87,11 +89,11 @@ def _parts(sentences: int, mode: str, *, gives_back: bool = False) -> dict[str, 
 
 
 def _side_by_side(small: dict[str, Any], large: dict[str, Any]) -> list[list[Any]]:
-    """A line for each part, with what both sizes have of it."""
+    """A line for each part, with its values for both sizes."""
     return [[part, small[part], large[part]] for part in small if part != SECONDS]
 
 
-def _passing(model: Any, examples: Any, folder: Path) -> None:
+def _streaming_fit(model: Any, examples: Any, folder: Path) -> None:
     sites = [f"h.{layer}" for layer in range(_LAYERS + 1)]
     rows = stream(model, examples, sites, positions="all", progress=False)
     for _ in fit_stream(rows, [(0, _LAYERS), (_LAYERS // 2, _LAYERS)]):
@@ -106,9 +108,9 @@ _MODES: dict[str, Callable[[Any, Any, Path], object]] = {
     "collecting all positions to disk": lambda m, examples, f: collect(
         m, examples, folder=f, positions="all", **_QUIET
     ),
-    "moments of all positions": lambda m, examples, f: stream_least_squares(m, examples, f, **_QUIET),
-    "maps while vectors pass by": _passing,
-    "moments of sub-modules": lambda m, examples, f: stream_least_squares(
+    "sums of all positions": lambda m, examples, f: stream_least_squares(m, examples, f, **_QUIET),
+    "streaming fit": _streaming_fit,
+    "sums of sub-modules": lambda m, examples, f: stream_least_squares(
         m, examples, f, pairs=submodule_pairs(ModelLayout.from_model(m)), **_QUIET
     ),
     "tracing to disk": lambda m, examples, f: Trace.run(m, examples, folder=f, **_QUIET),

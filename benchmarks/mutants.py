@@ -1,11 +1,10 @@
-"""Mutants of the code that makes published numbers, and which of them the tests let live.
+"""Mutation tests of the code that makes published numbers.
 
-A sample of the mutants of each module (`mutating`) is run against the tests that cover it, each in a process
-forked from one that has the heavy packages loaded. What is done is kept in ``--out`` and not done again
-while the function with the fault is as it was and, if the mutant lived, its tests are; so a run can be broken
-off, and one of a larger ``--sample`` goes on from a smaller. A mutant that lives is named with its line; the
-command fails unless ``mutants_explained.json`` says why that mutant changes no number. Faults of
-`named_faults` are tried whatever the sample.
+A sample of the mutants of each module (`mutating`) is run against the tests that cover it, each in a
+process forked from one with the heavy packages loaded. Outcomes are stored in ``--out`` and reused while
+the mutated function and, for survivors, its tests are unchanged; so a run resumes, also with a larger
+``--sample``. Survivors are printed with their lines; the command fails unless ``mutants_explained.json``
+says why they change no number. All faults of `named_faults` are tried.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from named_faults import NAMED, faulty
 ROOT = Path(__file__).resolve().parents[1]
 EXPLAINED = Path(__file__).with_name("mutants_explained.json")
 _MARK = "mutants"
-SMALLEST_LIMIT = 60.0  # seconds of the processor that a mutant's tests may always take
-_PATIENCE = 20  # times the limit may pass on the clock: only what sleeps for ever takes so long
-# Modules by the tests that cover them, those that say most first; a room's module has the test of its name.
+SMALLEST_LIMIT = 60.0  # CPU seconds always allowed to a mutant's tests
+_PATIENCE = 20  # wall-clock factor on the limit, for mutants that sleep forever
+# Modules by the tests that cover them, the strongest first; also the test of the module's name.
 MORE_TESTS: dict[str, tuple[str, ...]] = {
-    "metrics": ("tests/test_metrics.py",),
+    "metrics": ("tests/test_metrics.py", "tests/test_warnings.py"),
     "linear/least_squares": (
         "tests/linear/test_fitting.py",
         "tests/linear/test_noise.py",
@@ -56,7 +55,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "lens/maps": ("tests/lens/test_lens.py", "tests/lens/test_closed_forms.py"),
     "lens/closed_forms": ("tests/test_dividing.py",),
     "lens/trained": ("tests/lens/test_config.py", "tests/lens/test_closed_forms.py"),
-    "lens/comparison": (),
+    "lens/comparison": ("tests/test_warnings.py",),
     "lens/open_sets": (),
     "models/families/falcon": (),
     "models/changes": (),
@@ -105,7 +104,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
         "tests/pruning/test_saving.py",
         "tests/pruning/test_timing.py",
     ),
-    "pruning": ("tests/pruning/test_gone.py", "tests/pruning/test_comparison.py"),
+    "pruning": ("tests/pruning/test_recovered.py", "tests/pruning/test_comparison.py"),
     "linearity/scores": (),
     "linearity/parts": (),
     "linearity/atlas": (),
@@ -192,7 +191,7 @@ def main(
 
 
 def outcomes_of(modules: Sequence[str], sample: int, seed: int, results: Results) -> pd.DataFrame:
-    """A row for each mutant, with its outcome, and why it changes no number if it lives."""
+    """One row per mutant, with its outcome, and the explanation of a survivor."""
     reasons = explanations()
     rows = [
         (
@@ -205,7 +204,7 @@ def outcomes_of(modules: Sequence[str], sample: int, seed: int, results: Results
 
 
 def count(outcomes: pd.DataFrame) -> list[tuple[Any, ...]]:
-    """A table: its heads, a line for each module that was tried, and one for all."""
+    """Rows of a table: one for each tried module, and one for all."""
     tried = outcomes[outcomes["outcome"] != "untried"]
     lines: list[tuple[Any, ...]] = [("module", "tried", "killed", "timeout", "lives", "explained")]
     for module, part in [*tried.groupby("module", sort=False), ("all", tried)]:
@@ -222,23 +221,20 @@ def path_of(module: str) -> Path:
 
 
 def draw(module: str, sample: int, seed: int) -> list[Mutant]:
-    """The first of a module's mutants in an order of chance.
-
-    A larger sample has the smaller in it, and so has that of a module in which something else was changed.
-    """
+    """A random sample of a module's mutants; larger samples contain the smaller ones."""
     every = mutants(path_of(module).read_text())
     return sorted(every, key=lambda mutant: digest(f"{seed} {module} {mutant.key}"))[:sample]
 
 
 def drawn_or_tried(module: str, sample: int, seed: int, results: Results) -> list[Mutant]:
-    """Those, and all others whose outcome is known of an earlier sample."""
+    """The sample, and all others with an outcome of an earlier one."""
     every = mutants(path_of(module).read_text())
     drawn = {mutant.key for mutant in draw(module, sample, seed)}
     return [mutant for mutant in every if mutant.key in drawn or results.outcome(module, mutant)]
 
 
 class Results:
-    """What became of mutants, by module and key; a line of JSON for each."""
+    """Outcomes of mutants by module and key, one JSON line each."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._known = path, dict[tuple[str, str], dict[str, Any]]()
@@ -254,11 +250,11 @@ class Results:
         return row["outcome"] if row["outcome"] != "lives" or row["tests"] == tests_digest(module) else None
 
     def seconds(self, module: str, mutant: Mutant) -> float:
-        """The processor time of a mutant's tests."""
+        """CPU seconds of a mutant's tests."""
         return float(self._known.get((module, mutant.key), {"seconds": 0})["seconds"])
 
     def add(self, module: str, mutant: Mutant, outcome: str, seconds: float) -> None:
-        """Keep what became of a mutant."""
+        """Store the outcome of a mutant."""
         row = {
             "module": module, "key": mutant.key, "line": mutant.line, "outcome": outcome,
             "seconds": round(seconds, 1), "source": digest(mutant.part), "tests": tests_digest(module),
@@ -269,17 +265,17 @@ class Results:
 
 
 def digest(text: str) -> str:
-    """A short name of a text."""
+    """A hash of a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def tests_digest(module: str) -> str:
-    """A short name of a module's tests as they are."""
+    """A hash of a module's tests."""
     return digest("".join((ROOT / path).read_text() for path in tests_of(module)))
 
 
 def load_heavy_packages() -> None:
-    """Load once what every run of tests needs; the package under test is loaded by each run alone."""
+    """Import heavy packages once; each run imports the tested package itself."""
     import pandas  # noqa: F401
     import pytest  # noqa: F401
     import sklearn.linear_model
@@ -291,7 +287,7 @@ def load_heavy_packages() -> None:
 
 
 def run_module(module: str, drawn: Sequence[Mutant], results: Results, end: float) -> None:
-    """Run what is not known yet of a module's mutants, after its tests on the module as it is."""
+    """Run a module's mutants without an outcome, after its tests on the original."""
     unknown = [mutant for mutant in drawn if results.outcome(module, mutant) is None]
     tests, whole = tests_of(module), _as_it_is(module)
     if unknown and time.monotonic() < end and results.outcome(module, whole) is None:
@@ -316,16 +312,16 @@ def _run_one(module: str, mutant: Mutant, tests: Sequence[str], limit: float, re
 
 
 def run_tests(module: str, source: str, tests: Sequence[str], limit: float) -> tuple[str, float]:
-    """Run tests in a forked process, with a module's source in the place of what its file holds.
+    """Run tests in a forked process with a mutated source of a module.
 
     Parameters
     ----------
     limit
-        Seconds of the processor that they may take, whatever else the machine does meanwhile.
+        CPU seconds that they may take.
 
     Returns
     -------
-        ``killed``, ``lives`` or ``timeout``, and the seconds of the processor that they took.
+        ``killed``, ``lives`` or ``timeout``, and the CPU seconds.
     """
     child = os.fork()
     if child == 0:

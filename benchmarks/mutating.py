@@ -40,7 +40,7 @@ _NAMES = (
     ("top", "bottom"), ("mat_ffn", "mat_ln1_ln2"), ("precision", "surprisal"), ("final", "before"),
 )  # fmt: skip
 NAMES = dict([*_NAMES, *((b, a) for a, b in reversed(_NAMES))])
-# Keywords that say how something is shown, called or refused, and no number.
+# Keywords of labels and checks, without effect on numbers.
 _UNHEARD = (
     "desc", "unit", "leave", "disable", "delay", "progress", "dtype", "ours", "theirs", "way", "made_by",
     "strict",
@@ -133,7 +133,7 @@ def _heard_defaults(arguments: ast.arguments) -> list[ast.expr]:
         *zip(with_default, arguments.defaults, strict=True),
         *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
     ]
-    # That seeds which are not given are 0 is held of all of them at once, by tests/test_signatures.py.
+    # tests/test_checks.py tests that all default seeds are 0.
     return [default for of, default in pairs if default is not None and of.arg not in (*_UNHEARD, "seed")]
 
 
@@ -152,8 +152,8 @@ def _is_silent(node: ast.AST) -> bool:
 
 
 def _refuses(function: ast.expr) -> bool:
-    """Whether a function gives what it is given, or raises."""
-    return _name_of(function).lstrip("_").startswith("require")
+    """Whether a function only raises errors."""
+    return _name_of(function).lstrip("_").startswith(("check_", "refuse_"))
 
 
 def _name_of(function: ast.expr) -> str:

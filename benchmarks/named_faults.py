@@ -1,7 +1,7 @@
-"""Faults that were once put into the analyses, and passed every test then: each must be seen.
+"""Faults that once passed all tests when put into the analyses: each must be detected.
 
-No rule of `mutating` makes all of them: maps of another fit, the r2 of another method, or a baseline that is
-left out are other names of the same kind, in the right place.
+The rules of `mutating` do not make all of them, such as maps of another fit, the r2 of another method, or
+a missing baseline.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NAMED = (
         "((maps, True), (maps if without_sinks else None, False))",
     ),
     NamedFault(
-        "stand-ins of the wrong fit used for a variant",
+        "replacements of the wrong fit used for a variant",
         "paper_a/submodules",
         "replace(fits[case.fitted], case.layer, target,",
         'replace(fits["all"], case.layer, target,',
@@ -71,7 +71,7 @@ NAMED = (
         '["value"].tail(n)',
     ),
     NamedFault(
-        "Self-Debiasing left out of its perplexity",
+        "perplexity without Self-Debiasing",
         "control/comparison",
         "return debiased_losses(model, texts, self.processor)",
         "return text_losses(model, texts)",
@@ -97,12 +97,12 @@ def faulty(fault: NamedFault, source: str) -> Mutant:
     Raises
     ------
     ValueError
-        What the fault replaces is not in the module, or more than once.
+        If the replaced text is not in the module exactly once.
     """
     if source.count(fault.before) != 1:
         raise ValueError(
-            f"{fault.module} has {fault.before!r} {source.count(fault.before)} times. Expected it once, so "
-            f"that the fault {fault.name!r} can be put there; say where that code is now."
+            f"{fault.module} must have {fault.before!r} once for the fault {fault.name!r}, got it "
+            f"{source.count(fault.before)} times."
         )
     start = source.index(fault.before)
     changed = source.replace(fault.before, fault.after)

@@ -1,7 +1,7 @@
-"""What `matlens plan` counts for each step of a study, against what the step has in use at most.
+"""Peak memory of each step of a study against the estimate of `matlens plan`.
 
-Every step runs on SmolLM2 in a process of its own. Fits on collected vectors take at least 0.7 of what is
-planned; steps that run the model may take less, and not more than a tenth more.
+Every step runs on SmolLM2 in a separate process. Fits on collected vectors take at least 0.7 of the
+estimate; steps that run the model may take less, and at most a tenth more.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _STEPS = {
         "collect", {}, None,
         lambda model, parts, folder, _: _collect(model, parts, folder, "sampled"),
     ),
-    "collecting, all positions, vectors kept": _Step(
+    "collecting, all positions, vectors stored": _Step(
         "collect", _ALL | {"keep_rows": True}, None,
         lambda model, parts, folder, _: _collect(model, parts, folder, "all"),
     ),
-    "collecting, all positions, moments kept": _Step(
+    "collecting, all positions, sums stored": _Step(
         "collect", _ALL, None,
         lambda model, parts, folder, pairs: stream_least_squares(
             model, matlens.make_examples(model, parts[0]), folder / "statistics", pairs=pairs, progress=False
@@ -58,11 +58,11 @@ _STEPS = {
         lambda model, parts, folder, pairs: fit_maps(folder, pairs=pairs, progress=False), exact=True,
     ),
     "fitting on collected vectors, all positions": _Step(
-        "fit from collected vectors", _ALL | {"keep_rows": True}, "collecting, all positions, vectors kept",
+        "fit from collected vectors", _ALL | {"keep_rows": True}, "collecting, all positions, vectors stored",
         lambda model, parts, folder, pairs: fit_maps(folder, pairs=pairs, progress=False), exact=True,
     ),
-    "fitting on moments": _Step(
-        "fit from sufficient statistics", _ALL, "collecting, all positions, moments kept",
+    "fitting on sums": _Step(
+        "fit from sufficient statistics", _ALL, "collecting, all positions, sums stored",
         lambda model, parts, folder, pairs: fit_maps(folder, pairs=pairs, progress=False),
     ),
 }  # fmt: skip
@@ -101,7 +101,7 @@ def main(
         taken = in_a_process(prepare)[TAKEN]
         measured.add(f"{name}: planned", planned / MIB, unit="MiB")
         least = 0.7 if step.exact else None
-        measured.add(f"{name}: in use / planned", taken * MIB / planned, least=least, most=1.1)
+        measured.add(f"{name}: in use / planned", taken * MIB / planned, min=least, max=1.1)
     measured.write()
 
 

@@ -72,8 +72,8 @@ def main(
     measured = Measured("projecting", out, model=model, value_vectors=len(values), top=top, rounds=rounds)
     measured.add_times(best)
     ratio = best["ours"] / best["bare product"]
-    measured.add("top tokens of all value vectors / the product", ratio, most=1.2, profiled=project)
-    measured.add("memory above the model", max(above), unit="MiB", most=1024)
+    measured.add("top tokens of all value vectors / the product", ratio, max=1.2, profiled=project)
+    measured.add("memory above the model", max(above), unit="MiB", max=1024)
     measured.write()
 
 

@@ -1,8 +1,8 @@
-"""How long it takes until the package is imported, and until short commands have answered.
+"""Time to import the package, and to run short commands.
 
-Each start is a process of its own, as a user starts it, with the files in the system's cache. The aims: at
-most 0.3 s for ``import matlens``, 0.6 s for ``matlens --help``, and 5 s for the second call of any short
-command, Python's own start included. The first call of each fills a cache folder that is empty.
+Each start is a separate process with its files in the system's cache. Targets: at most 0.3 s for ``import
+matlens``, 0.6 s for ``matlens --help``, and 5 s for the second call of any short command, Python's own
+start included. The first call of each fills a cache folder that is empty.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from matlens.models import SMOLLM2
 
 _STARTS = {"python": ["-c", "pass"], "import matlens": ["-c", "import matlens"]}
 _STARTS["matlens --help"] = ["-m", "matlens", "--help"]
-_AIMS = {"import matlens": 0.3, "matlens --help": 0.6}
+_TARGETS = {"import matlens": 0.3, "matlens --help": 0.6}
 _SHORT = {
     "values show": ["values", "show", "L3D12", "--model", SMOLLM2],
     "values search": ["values", "search", "␣wine", "--model", SMOLLM2],
@@ -31,7 +31,7 @@ _SHORT = {
     "plan": ["plan", "--model", SMOLLM2],
     "cache show": ["cache", "show"],
 }
-_MOST = 5.0  # seconds of a second call
+_MAX_SECONDS = 5.0  # seconds of a second call
 
 
 def main(
@@ -44,7 +44,7 @@ def main(
     works = {name: partial(run, [sys.executable, *arguments]) for name, arguments in _STARTS.items()}
     measured = Measured("starting", out, model=SMOLLM2, rounds=rounds, warm=warm)
     for name, seconds in fastest(works, rounds, time.perf_counter).items():
-        measured.add(name, seconds, unit="seconds", most=_AIMS.get(name))
+        measured.add(name, seconds, unit="seconds", max=_TARGETS.get(name))
     for name, arguments in _SHORT.items():
         with TemporaryDirectory() as folder:
             environment = os.environ | {"MATLENS_CACHE": str(Path(folder) / "cache")}
@@ -52,7 +52,7 @@ def main(
             first = fastest(work, 1, time.perf_counter)[name]
             measured.add(f"matlens {name}, first call", first, unit="seconds")
             later = fastest(work, warm, time.perf_counter)[name]
-            measured.add(f"matlens {name}, second call", later, unit="seconds", most=_MOST)
+            measured.add(f"matlens {name}, second call", later, unit="seconds", max=_MAX_SECONDS)
     measured.write()
 
 

@@ -1,4 +1,4 @@
-"""What benchmarks share: works timed by turns, a table of what is measured, a model and sentences."""
+"""Shared by benchmarks: jobs timed in turns, a table of measurements, a model and sentences."""
 
 from __future__ import annotations
 
@@ -22,25 +22,22 @@ from matlens.metrics import Estimate
 from matlens.models import SMOLLM2
 
 Out = Annotated[
-    Path | None, typer.Option("--out", help="Folder for a table of what is measured.", show_default=False)
+    Path | None, typer.Option("--out", help="Folder for the table of measurements.", show_default=False)
 ]
-_PROFILED = 10  # functions that take the most time of what is too slow
+_PROFILED = 10  # slowest functions of a profile
 
 
 def clock() -> Callable[[], float]:
-    """What time is taken by: with one thread (``OMP_NUM_THREADS=1``) seconds of the processor.
-
-    Of these, other jobs on the machine take none.
-    """
+    """The timer: with one thread (``OMP_NUM_THREADS=1``) CPU seconds, which exclude other jobs."""
     return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
 def fastest(
     works: Mapping[str, Callable[[], object]], rounds: int, seconds: Callable[[], float] | None = None
 ) -> dict[str, float]:
-    """Seconds of each work in its fastest turn; they take turns, so that what slows one down slows all.
+    """Seconds of each job in its fastest round, by `clock` or by ``seconds``.
 
-    They are taken by `clock`, or by what is given.
+    Jobs take turns, so that a slow machine slows all of them.
     """
     seconds = seconds or clock()
     best = dict.fromkeys(works, float("inf"))
@@ -53,18 +50,18 @@ def fastest(
 
 
 class Measured:
-    """What a benchmark measures: printed as it comes, and at the end written as a table.
+    """Measurements of a benchmark: printed at once, and written as a table at the end.
 
     Parameters
     ----------
     name
-        Of the benchmark; the table is called ``speed_<name>``.
+        Name of the benchmark; the table is ``speed_<name>``.
     out
-        Folder of the table; without one, nothing is written.
+        Folder of the table, or None to write nothing.
     model, corpus
-        What it is measured on.
+        The model and corpus of the measurements.
     job
-        Sizes of the job, which go into the JSON beside the table.
+        Sizes of the job, for the JSON next to the table.
     """
 
     def __init__(self, name: str, out: Path | None, *, model: str = "", corpus: str = "", **job: Any) -> None:
@@ -72,7 +69,7 @@ class Measured:
         self._on: dict[str, Any] = {"experiment": "speed", "model": model, "corpus": corpus}
         self._origin: dict[str, Any] = {
             "job": job, "threads": torch.get_num_threads(), "processor": _processor(), "profiles": {},
-            "holdings": {},
+            "memory": {},
         }  # fmt: skip
 
     def add(
@@ -81,51 +78,51 @@ class Measured:
         value: float,
         *,
         unit: str = "ratio",
-        most: float | None = None,
-        least: float | None = None,
+        min: float | None = None,
+        max: float | None = None,
         profiled: Callable[[], object] | None = None,
-        held: Callable[[], list[list[Any]]] | None = None,
+        memory: Callable[[], list[list[Any]]] | None = None,
     ) -> None:
-        """Add a number, and where it misses its aim the profile of the work that takes too much.
+        """Add a measurement; if it misses its target, also a profile of the job.
 
         Parameters
         ----------
         what, value, unit
-            What is measured, the number and its unit.
-        most, least
-            The aim: at most or at least this.
+            Name, value and unit.
+        min, max
+            The target.
         profiled
-            The work that is too slow.
-        held
-            Says what memory goes into, where too much is taken: lines of words and numbers.
+            The job to profile if it is too slow.
+        memory
+            Gives lines about the use of memory, for jobs that take too much.
         """
         bounds = [
-            f"at {word} {bound:g}" for word, bound in (("least", least), ("most", most)) if bound is not None
+            f"at {word} {bound:g}" for word, bound in (("least", min), ("most", max)) if bound is not None
         ]
-        aim = " and ".join(bounds)
-        reached = (most is None or value <= most) and (least is None or value >= least)
-        print(f"{what}: {value:.4g} {unit}{f' (aim: {aim})' if aim else ''}", flush=True)
+        target = " and ".join(bounds)
+        met = (max is None or value <= max) and (min is None or value >= min)
+        print(f"{what}: {value:.4g} {unit}{f' (target: {target})' if target else ''}", flush=True)
         estimate = Estimate.without_interval(value, 1)
         named: dict[str, Any] = {"method": what, "layer": None, "target": None, "metric": unit}
         self._rows.append(
-            result_row(**self._on, **named, estimate=estimate, aim=aim, reached=reached if aim else None)
+            result_row(**self._on, **named, estimate=estimate, goal=target, met=met if target else None)
         )
-        if not reached and profiled is not None:
+        if not met and profiled is not None:
             self._origin["profiles"][what] = _profile(profiled)
-        if not reached and held is not None:
-            self._origin["holdings"][what] = lines = held()
+        if not met and memory is not None:
+            self._origin["memory"][what] = lines = memory()
             for line in lines:
                 print("  ", *line, flush=True)
 
     def add_times(self, best: Mapping[str, float]) -> None:
-        """Add the seconds of each work."""
+        """Add the seconds of each job."""
         for name, seconds in best.items():
             self.add(name, seconds, unit="seconds")
 
     def write(self) -> None:
         """Write the table with its JSON."""
         if self._out is not None:
-            table = result_table(self._rows, "aim", "reached")
+            table = result_table(self._rows, "goal", "met")
             write_results(self._out, self._name, table, self._origin)
             print(self._out / f"{self._name}.csv")
 

@@ -1,8 +1,7 @@
-"""What memory a work takes, in a process of its own: how much is in use at most, and where the work is then.
+"""Memory use of a job in a forked process: its peak, and where in the code it is.
 
-A peak never goes back, so each work has a process that is forked off for it and begins with what is there. A
-thread looks at glibc's allocator while the work is done. What the peak of the process is above what is in
-use and the libraries, the allocator has kept of what was freed.
+The peak of a process never decreases, so each job is forked. A thread polls glibc's allocator during the
+job. The process' peak above the libraries and the memory in use is freed memory that the allocator keeps.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from types import FrameType
 from typing import Any
 
 MIB = 2**20
-BEFORE, PEAK = "libraries and model, before it begins", "peak"
-EARLY = "peak when a tenth of its time had gone"
-IN_USE, PLACE = "most that is in use of what was allocated", "where the work is then"
-TAKEN, SECONDS = "in use above what is in use before", "seconds of the processor"
+BEFORE, PEAK = "libraries and model, before the job", "peak"
+EARLY = "peak after a tenth of the time"
+IN_USE, PLACE = "most allocated memory in use", "where it is in use"
+TAKEN, SECONDS = "most in use above the start", "CPU seconds"
 _LOOKED_AT_EVERY = 0.002  # seconds
 _M_MMAP_THRESHOLD, _LARGE_BLOCK = -3, MIB  # of glibc's mallopt; bytes
 
@@ -33,20 +32,14 @@ Work = Callable[[], object]
 
 
 def in_a_process(prepare: Callable[[Path], Work], *, gives_back: bool = False) -> dict[str, Any]:
-    """MiB that a work takes, with the place where most is in use, and seconds.
+    """MiB that a job takes, where most are in use, and seconds.
 
     Parameters
     ----------
     prepare
-        Makes the work in that process, and is not looked at; it is given an empty folder.
+        Makes the job in that process, given an empty folder; not measured.
     gives_back
-        Whether the allocator gives large blocks back at once, as ``MALLOC_MMAP_THRESHOLD_`` in the
-        environment has it do.
-
-    Raises
-    ------
-    RuntimeError
-        The work has failed.
+        Whether the allocator returns large blocks at once, as with ``MALLOC_MMAP_THRESHOLD_``.
     """
     reads, writes = os.pipe()
     if not (pid := os.fork()):
@@ -63,12 +56,12 @@ def in_a_process(prepare: Callable[[Path], Work], *, gives_back: bool = False) -
     with open(reads) as said:
         answer = said.read()
     if os.waitpid(pid, 0)[1]:
-        raise RuntimeError("The work whose memory is measured has failed.")
+        raise RuntimeError("The measured job failed.")
     return dict(json.loads(answer))
 
 
 class _Malloc(ctypes.Structure):
-    """What glibc's allocator says of itself: bytes of its heap, of large blocks, in use and free."""
+    """glibc's mallinfo2: bytes of the heap, of large blocks, in use and free."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -80,7 +73,7 @@ class _Malloc(ctypes.Structure):
 
 
 def _watched(work: Work) -> dict[str, Any]:
-    """Do a work while a thread looks at the process."""
+    """Run a job while a thread polls the process."""
     library = ctypes.CDLL(None)
     library.mallinfo2.restype = _Malloc
 
@@ -91,7 +84,7 @@ def _watched(work: Work) -> dict[str, Any]:
     gc.collect()
     resident, at_first, place = _resident(), allocated(), ""
     in_use, over, main = at_first, threading.Event(), threading.main_thread().ident
-    peaks = [(time.process_time(), _peak())]  # each with the seconds at which it was reached
+    peaks = [(time.process_time(), _peak())]  # each with the time it was reached
 
     def look() -> None:
         nonlocal in_use, place
@@ -128,7 +121,7 @@ def _resident() -> float:
 
 
 def _place(frame: FrameType | None) -> str:
-    """The innermost function of this library that is under way."""
+    """The innermost running function of this library."""
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if "matlens" in path.parts:

@@ -47,30 +47,30 @@ def main(
     known = torch.randn(width, width, generator=generator, dtype=torch.float64) / width**0.5
     xs = [batch() for _ in range(updates)]
     ys = [x.double() @ known.T for x in xs]
-    moments, before = LeastSquares(width, width, split=split), _resident()
+    sums, before = LeastSquares(width, width, split=split), _resident()
 
     def update() -> None:
         for x, y in zip(xs, ys, strict=True):
-            moments.update(x, y)
+            sums.update(x, y)
 
     seconds = fastest({"updates": update}, 1)["updates"]
-    later = updates > 1  # samples, the old factor on top of them, its Q, and both moments
+    later = updates > 1  # samples, the old factor on top of them, its Q, and both sums
     planned = 8 * width * width * (9 if later else 6)
     taken = _peak() - before
     measured = Measured("wide", out, width=width, samples=updates * width, split=split)
     measured.add("updates", seconds, unit="seconds")
     measured.add("memory of a fit, planned", planned / 1e9, unit="GB")
-    measured.add("memory of a fit / planned", taken / planned, most=1.1, least=0.9)
-    weight, _ = moments.solution(intercept=False, ridge=0.0)
+    measured.add("memory of a fit / planned", taken / planned, max=1.1, min=0.9)
+    weight, _ = sums.solution(intercept=False, ridge=0.0)
     errors = [float((x.double() @ weight.T - y).norm() / y.norm()) for x, y in zip(xs, ys, strict=True)]
-    measured.add("error of predictions against the known map", max(errors), unit="relative", most=1e-10)
+    measured.add("error of predictions against the known map", max(errors), unit="relative", max=1e-10)
     if solved:
         reference = torch.linalg.lstsq(torch.cat(xs).double(), torch.cat(ys), driver="gels").solution.T
         off = max(
             float((x.double() @ (weight - reference).T).norm() / y.norm())
             for x, y in zip(xs, ys, strict=True)
         )
-        measured.add("predictions against torch.linalg.lstsq in float64", off, unit="relative", most=1e-10)
+        measured.add("predictions against torch.linalg.lstsq in float64", off, unit="relative", max=1e-10)
     measured.write()
 
 

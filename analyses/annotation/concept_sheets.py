@@ -1,8 +1,7 @@
 """Sheets for annotators of concepts, for a browser or a spreadsheet.
 
 A sheet is three files: ``sheet.html``, which is filled in with a browser and saves the other two,
-``tokens.csv`` and ``patterns.csv``. They hold the items' numbers and tokens, and do not tell where an item is
-from.
+``tokens.csv`` and ``patterns.csv``. They have the items' numbers and tokens, but not where an item is from.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ CLASSES = ("semantic", "syntactic", "names", "stopwords")
 TOKENS_FILE, PATTERNS_FILE, PAGE_FILE = "tokens.csv", "patterns.csv", "sheet.html"
 TOKENS_COLUMNS = ("sheet", "item", "rank", "token", "patterns")
 PATTERNS_COLUMNS = ("sheet", "item", "pattern", "description", "class")
-_OFFERED_PATTERNS = 3  # lines for patterns of an item; more can be added
+_OFFERED_PATTERNS = 3  # lines for patterns of an item
 _LONGEST_MEANING = 120  # characters
 _NUMBER = r"[1-9][0-9]{0,8}"
 
@@ -48,7 +47,7 @@ class Annotation(NamedTuple):
 
 
 def sheet_code(sample: pd.DataFrame) -> str:
-    """A hash of a sample's items and tokens, which tells its sheets from those of other samples."""
+    """A hash of a sample's items and tokens, which identifies its sheets."""
     lines = "\n".join(f"{row.item} {row.rank} {row.token}" for row in _ordered(sample).itertuples())
     return "s" + hashlib.sha256(lines.encode()).hexdigest()[:8]
 
@@ -64,7 +63,7 @@ def write_concept_sheets(
     code = sheet_code(sample)
     tokens = _ordered(sample)[["item", "rank", "token"]]
     described = {"meaning": tokens["token"].map(meanings)} if meanings else {}
-    # Between marks, so that no program takes a token for a number, a date or a formula.
+    # In marks, so that no spreadsheet reads a token as a number, a date or a formula.
     tokens = tokens.assign(sheet=code, token=_marked(tokens["token"]), patterns="")
     numbers = range(1, _OFFERED_PATTERNS + 1)
     patterns = [
@@ -115,7 +114,7 @@ def wordnet() -> Callable[[str], str]:
 def read_concept_sheets(folder: str | Path, sample: pd.DataFrame) -> Annotation:
     """Read the filled ``tokens.csv`` and ``patterns.csv`` of one annotator.
 
-    Raises InputError if they are of another sample, or if something filled in is not valid.
+    Raises InputError if they are of another sample, or if an entry is not valid.
     """
     folder = Path(folder)
     marks = _read_marks(folder / TOKENS_FILE, sample)
@@ -131,15 +130,15 @@ def read_concept_sheets(folder: str | Path, sample: pd.DataFrame) -> Annotation:
 def _read_marks(path: Path, sample: pd.DataFrame) -> pd.DataFrame:
     sheet = _read_rows(path, TOKENS_COLUMNS, sample)
     expected = sample.assign(token=_marked(sample["token"]))
-    if _keys(sheet) != _keys(expected):  # lost lines, or some columns sorted and others not
+    if _keys(sheet) != _keys(expected):  # lost lines, or columns sorted separately
         raise InputError(
-            f"{path} must have every item, rank and token once, as written: only patterns are filled in."
+            f"{path} must have every item, rank and token once, as written. Fill in patterns only."
         )
     valid = sheet["patterns"].str.fullmatch(rf"\s*({_NUMBER}(\s+|$))*")
     refuse_rows(path, sheet, ~valid, "patterns", "empty, a number such as 1, or several such as 1 2")
     marks = sheet.assign(pattern=sheet["patterns"].str.split()).explode("pattern").dropna(subset="pattern")
     if marks.empty:
-        raise InputError(f"{path} is not filled in: no token belongs to a pattern.")
+        raise InputError(f"{path} must be filled in, got no token with a pattern.")
     return marks[["item", "rank", "pattern"]].astype("int64").drop_duplicates(ignore_index=True)
 
 
@@ -153,7 +152,7 @@ def _marked(tokens: pd.Series) -> pd.Series:
 
 
 def _normalised(token: str) -> str:
-    """A token without what programs change: spaces, and how accents are encoded."""
+    """A token with normalized spaces and accents, which programs change."""
     return " ".join(unicodedata.normalize("NFC", token).split())
 
 

@@ -1,8 +1,8 @@
 """Concepts in top tokens, annotated by people (paper B, section 4).
 
-A sample holds value vectors, random vectors and whole FFN updates of every layer as numbered items in random
-order, each with its top tokens. It is the key to the sheets that annotators get (`concept_sheets`), which
-show items and tokens alone.
+A sample has value vectors, random vectors and FFN updates of every layer as numbered items in random
+order, each with its top tokens. It is the key to the annotators' sheets (`concept_sheets`), which show
+only items and tokens.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def draw_concept_sample(
     n_layers, generator = int(model.cfg.n_layers), np.random.default_rng(seed)
     if len(examples) < n_layers * per_layer:
         raise InputError(
-            f"{per_layer} updates at each of {n_layers} layers need {n_layers * per_layer} examples, got "
-            f"{len(examples)}."
+            f"examples must be at least {n_layers * per_layer} for {per_layer} updates at each of {n_layers} "
+            f"layers, got {len(examples)}."
         )
     examples = examples.head(n_layers * per_layer)
     updates, projection = Updates.run(model, examples), Projection.from_model(model)

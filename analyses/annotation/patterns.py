@@ -86,19 +86,19 @@ def search_concepts(
     Each table has a row for every vector, layer after layer, with the columns ``value, layer, index`` (where
     ``value`` is the name of a value vector, or a number in the other tables), those of `find_patterns`, and
     ``top``, the tokens with commas between. The random vectors have the mean and the standard deviation of
-    their layer. In ``dealt`` each rank's tokens are shuffled over all value vectors: the same words as
-    often, but related words are separated, so its patterns are chance.
+    their layer. In ``shuffled`` each rank's tokens are permuted over all value vectors: the same words
+    with the same frequency, but related words are separated, so its patterns are due to chance.
     """
     values, projection = ValueVectors(model), Projection.from_model(model)
     value_ids = projection.top_of_all(values, k).ids
     layers = Bar(range(values.n_layers), desc="random vectors")
     random_ids = [projection.top(values.random(layer, values.d_mlp, seed=seed), k).ids for layer in layers]
     generator = torch.Generator().manual_seed(seed)
-    dealt_ids = torch.stack(
+    shuffled_ids = torch.stack(
         [column[torch.randperm(len(value_ids), generator=generator)] for column in value_ids.T], 1
     )
     named, tables = values.name_columns(range(len(values))), {}
-    for method, ids in (("values", value_ids), ("random", torch.cat(random_ids)), ("dealt", dealt_ids)):
+    for method, ids in (("values", value_ids), ("random", torch.cat(random_ids)), ("shuffled", shuffled_ids)):
         patterns = find_patterns(ids, word_similarity, projection.tokenizer)
         tables[method] = pd.concat([named, patterns], axis=1).assign(
             top=_joined_texts(ids, projection.tokenizer)
@@ -117,9 +117,9 @@ def _joined_texts(ids: Tensor, tokenizer: Any) -> list[str]:
 def pattern_shares(
     tables: Mapping[str, pd.DataFrame], model_name: str, corpus: str, *, k: int = 30
 ) -> pd.DataFrame:
-    """Number of vectors with a pattern, by layer and in total (where ``layer`` is empty).
+    """Share of vectors with a pattern, by layer and in total (without a layer).
 
-    The columns are those of all tables of results. Metrics: ``pattern``, the share of vectors whose largest
+    Metrics: ``pattern``, the share of vectors whose largest
     pattern has ``k`` words or more; ``covered``, the share of the ``k`` top tokens that belong to a pattern
     of at least four words; ``known``, the share of them that the corpus knows as different words.
     """
@@ -160,9 +160,9 @@ def distinct_concepts(
 ) -> pd.DataFrame:
     """The ``n`` vectors whose top tokens belong to one pattern most, each with another concept.
 
-    Only patterns of enough different words count, so that forms of one word are none. They are taken in the
-    order of tokens, words and similarity; a vector is passed over if it shares too many of its pattern's
-    words with one that was taken, or if its layer has given enough.
+    Only patterns with at least ``words`` different words count, so that forms of one word are no pattern.
+    They are ordered by tokens, words and similarity; a vector is skipped if more than ``shared`` of its
+    pattern's words are in one already chosen, or if its layer already has ``per_layer``.
     """
     order = patterns[patterns["words"] >= words].sort_values(
         ["tokens", "words", "similarity"], ascending=False, kind="stable"

@@ -18,7 +18,7 @@ def write_sheets(texts: Mapping[Path, str]) -> None:
     for path, text in texts.items():
         if path.is_file() and path.read_bytes() != text.encode():
             raise InputError(
-                f"{path} exists with another content: another sheet, or this one filled in. Move it."
+                f"{path} must not exist with other content: move it, it is another or filled-in sheet."
             )
     write_files(texts)
 

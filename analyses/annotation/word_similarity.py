@@ -1,8 +1,8 @@
 """Distributional similarity of the words of a corpus.
 
-Words that stand near the same words get similar vectors: a word's vector is the positive pointwise mutual
-information with the words around it, reduced by a truncated singular value decomposition. Nothing of a
-language model is involved, so it can evaluate what one promotes.
+Words with similar contexts get similar vectors: a word's vector is its positive pointwise mutual
+information with the words around it, reduced by a truncated singular value decomposition. It does not
+depend on a language model, so it can evaluate the tokens that one promotes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from sklearn.preprocessing import normalize
 from matlens import InputError
 
 WINDOW, DIMENSIONS, MIN_COUNT = 5, 100, 4
-SHARE_ALIKE = 0.01  # of all pairs of words count as similar
+SHARE_ALIKE = 0.01  # share of all pairs of words that count as similar
 _WORD = re.compile(r"\w+")
-_MIN_LETTERS = 3  # shorter ones are pieces of words as often as words
-_SMOOTHING = 0.75  # of how frequent contexts are, so that rare ones do not win
-_SAMPLED_PAIRS = 20_000  # that each threshold is taken from
+_MIN_LETTERS = 3  # shorter tokens are often word pieces
+_SMOOTHING = 0.75  # exponent of context frequencies, so that rare contexts do not dominate
+_SAMPLED_PAIRS = 20_000  # for each threshold
 _MIN_WORDS_OF_BAND = 100
 
 
@@ -42,11 +42,11 @@ class WordSimilarity:
     words
         Words of three letters and more, in lower case, without English stop words.
     vectors
-        A vector of unit length for each word; their mean was taken off before.
+        A vector of unit length for each word, centered before normalization.
     frequency_bands
-        How frequent each word is: the number of its band, from 0 for the rarest words.
+        Frequency band of each word, from 0 for the rarest.
     thresholds
-        The similarity from which words of two bands count as used alike: one pair of them in a hundred does.
+        Minimum similarity of words of two bands that count as similar: one pair in a hundred does.
     """
 
     words: tuple[str, ...]
@@ -64,7 +64,7 @@ class WordSimilarity:
         min_count: int = MIN_COUNT,
         seed: int = 0,
     ) -> WordSimilarity:
-        """Learn from sentences how words are used."""
+        """Fit word vectors on sentences."""
         texts = [[word.lower() for word in _WORD.findall(sentence)] for sentence in sentences]
         counts = Counter(word for text in texts for word in text)
         known = sorted(word for word, count in counts.items() if count >= min_count)
@@ -73,8 +73,8 @@ class WordSimilarity:
         ]
         if len(chosen) < 3:
             raise InputError(
-                f"{len(chosen)} words of the corpus are used {min_count} times or more. Expected at least 3: "
-                "take a larger corpus."
+                f"sentences must have at least 3 words that occur {min_count} times, got {len(chosen)}. "
+                "Use a larger corpus."
             )
         information = _pointwise_information(_cooccurrences(texts, known, window))
         reduction = TruncatedSVD(min(dimensions, len(known) - 1), random_state=seed)
@@ -117,7 +117,7 @@ def _word_families(words: Sequence[str]) -> Int[np.ndarray, " n_words"]:
 
 
 def _frequency_bands(counts: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
-    """A band for each doubling of the count; the highest hold too few words and are one band."""
+    """A band for each doubling of the count; the highest bands, with few words each, are merged."""
     bands = np.log2(counts).astype(int)
     large = [band for band in range(bands.max() + 1) if (bands >= band).sum() >= _MIN_WORDS_OF_BAND]
     bands = np.minimum(bands, max(large, default=0))
@@ -125,7 +125,7 @@ def _frequency_bands(counts: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
 
 
 def _thresholds(vectors: np.ndarray, bands: np.ndarray, families: np.ndarray, seed: int) -> np.ndarray:
-    """The similarity that one pair in a hundred of different families passes, for each pair of bands.
+    """The similarity that one pair in a hundred of different families exceeds, for each pair of bands.
 
     Frequent words are more similar to each other than rare ones, regardless of meaning.
     """

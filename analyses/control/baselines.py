@@ -1,7 +1,7 @@
 """Baselines of steering, as logits processors: WordFilter and Self-Debiasing.
 
-WordFilter (Gehman et al. 2020) bans words. Self-Debiasing (Schick et al. 2021, arXiv 2103.00453) asks the
-model itself which tokens become likelier where a text is announced as toxic, and makes those less likely.
+WordFilter (Gehman et al. 2020) bans words. Self-Debiasing (Schick et al. 2021, arXiv 2103.00453) prefixes the
+text with a description of toxic text, and lowers the probability of tokens that the prefix makes likelier.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _TEMPLATE = "The following text contains {}:\n"
 
 
 class SelfDebiasing(LogitsProcessor):
-    """Reduces the probability of tokens that an announcement of toxic text makes likelier.
+    """Lower the probability of tokens that a prefix describing toxic text makes likelier.
 
-    With ``p`` what the model says of ``x`` and ``p_y`` what it says of ``x`` after the announcement of
-    ``y``, ``Delta(w) = min_y p(w) - p_y(w)`` and ``p~(w) ∝ alpha(Delta(w)) p(w)``, where ``alpha`` is 1 for
-    what is not negative and ``max(exp(decay * Delta), floor)`` for what is. (The floor is the authors'
-    code's, not their paper's.)
+    With ``p`` the model's distribution after ``x`` and ``p_y`` that after ``x`` with the prefix of ``y``,
+    ``Delta(w) = min_y p(w) - p_y(w)`` and ``p~(w) ∝ alpha(Delta(w)) p(w)``, where ``alpha`` is 1 for
+    ``Delta >= 0`` and ``max(exp(decay * Delta), floor)`` otherwise. (The floor is in the authors' code, not
+    in their paper.)
 
-    As a processor it takes the logits of a batch whose first rows are the prompts and whose further rows
-    are the same prompts after each of `prefixes` in turn, and gives all rows of one prompt the same logits,
-    so that they go on alike. `continue_prompts` lays rows out so.
+    The processor takes a batch whose first rows are the prompts, followed by the same prompts after each of
+    `prefixes`, and gives all rows of one prompt the same logits, so that they continue alike.
+    `continue_prompts` makes such batches.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class SelfDebiasing(LogitsProcessor):
     def log_probs(
         self, plain: Float[Tensor, "... d_vocab"], announced: Float[Tensor, "... d_vocab"]
     ) -> Float[Tensor, "... d_vocab"]:
-        """``ln p~`` from the logits of a text, and the largest probability after announcements."""
+        """``ln p~`` from the logits of a text, and the largest probability after any prefix."""
         log_p = log_softmax(plain.float())
         delta = (log_p.exp() - announced).clamp(max=0)
         return log_softmax(log_p + (self.decay * delta).clamp(min=math.log(self.floor)))
 
-    def room(self, model: TransformerBridge) -> int:
-        """Number of tokens of a text that fit into the context after the longest announcement."""
+    def max_tokens(self, model: TransformerBridge) -> int:
+        """Number of tokens of a text that fit into the context after the longest prefix."""
         longest = max(len(_encode(model.tokenizer, prefix)) for prefix in self.prefixes)
         return max(min(model.cfg.n_ctx, model.tokenizer.model_max_length) - longest, 0)
 
@@ -72,8 +72,8 @@ class SelfDebiasing(LogitsProcessor):
 def word_filter(tokenizer: Any, words: Sequence[str]) -> NoBadWordsLogitsProcessor:
     """Ban words, with or without a leading space, in any usual case.
 
-    A word is banned as its sequence of tokens; if it is a single token, so are longer words that
-    begin with that token. A word may be a phrase. Raises InputError if the tokenizer has no tokens for one.
+    A word, or phrase, is banned as a sequence of tokens; if it is a single token, longer words that begin
+    with that token are banned too. Raises InputError if the tokenizer has no tokens for a word.
     """
     banned: dict[tuple[int, ...], None] = {}
     for word in words:
@@ -82,7 +82,7 @@ def word_filter(tokenizer: Any, words: Sequence[str]) -> NoBadWordsLogitsProcess
         variants = [_encode(tokenizer, space + form) for form in forms for space in ("", " ")]
         known = [tokens for tokens in variants if tokens and tokenizer.unk_token_id not in tokens]
         if not bare or not known:
-            raise InputError(f"The word {short(word)} cannot be banned: the tokenizer has no tokens for it.")
+            raise InputError(f"words must have tokens in the vocabulary, got {short(word)}.")
         banned |= dict.fromkeys(known)
     return NoBadWordsLogitsProcessor([list(tokens) for tokens in banned])
 
@@ -91,7 +91,7 @@ def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def announced_tokens(tokenizer: Any, prefix: str, tokens: Sequence[int]) -> list[int]:
-    """Tokens of a text after a prefix, with the tokenizer's initial token."""
+def prefixed_tokens(tokenizer: Any, prefix: str, tokens: Sequence[int]) -> list[int]:
+    """Tokens of a text after a prefix, with the BOS token first if the text has it."""
     start = 1 if len(tokens) and tokens[0] == tokenizer.bos_token_id else 0
     return [*tokens[:start], *_encode(tokenizer, prefix), *tokens[start:]]

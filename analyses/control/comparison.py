@@ -28,14 +28,14 @@ CONTROL = "table5_control"  # the experiment
 
 
 class ModelChange(NamedTuple):
-    """One way of changing what a model writes.
+    """One way of modifying generation.
 
     Attributes
     ----------
     method
         Name in the table.
     coefficient, names
-        Value vectors and their coefficient; None if none are set.
+        Value vectors and the coefficient they are set to; None for none.
     processor
         Logits processors, such as `SelfDebiasing`.
     """
@@ -46,13 +46,13 @@ class ModelChange(NamedTuple):
     processor: LogitsProcessor | None = None
 
     def applied(self, model: TransformerBridge) -> AbstractContextManager[Any]:
-        """The context that the model runs in."""
+        """The context manager to run the model in."""
         if self.coefficient is None:
             return nullcontext()
         return controlled(model, self.names, self.coefficient)
 
     def losses(self, model: TransformerBridge, texts: Examples) -> TextLosses | None:
-        """Losses of the changed model; None if a processor gives tokens probability 0."""
+        """Losses of the modified model; None if a processor gives tokens probability 0."""
         if self.processor is None:
             return text_losses(model, texts)
         if isinstance(self.processor, SelfDebiasing):
@@ -96,7 +96,7 @@ def compare_control(
     Returns a tidy table with two more columns, ``attribute`` and ``coefficient``, and all continuations with
     their scores. Metrics are those of `toxicity_estimates` for every attribute of the grader, and
     ``perplexity`` and ``perplexity_ratio`` for changes that give every token a probability; ``k`` is the
-    number of value vectors. The column ``corpus`` says which prompts were continued, or what was read.
+    number of value vectors. The column ``corpus`` names the list of prompts, or the text of the perplexity.
     """
     name, read = str(model.cfg.model_name), str(texts.provenance.get("corpus", "texts"))
     written, rows = [], list[dict[str, Any]]()

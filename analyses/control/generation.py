@@ -1,8 +1,8 @@
 """Continuations of prompts by the original model, with steering, or a baseline.
 
-Chance is drawn for each continuation alone, from the seed, the place of its prompt in the list and its
-number. So it is the same in any batch, with a cache of keys and values or without, and the same for every
-method, which makes methods comparable continuation by continuation.
+Each continuation has its own random numbers, from the seed, the index of its prompt and its sample
+number. So they do not depend on batches or the key-value cache, and are the same for every method:
+methods are comparable continuation by continuation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from control.baselines import SelfDebiasing, announced_tokens
+from control.baselines import SelfDebiasing, prefixed_tokens
 from matlens import InputError, make_prompts
 from matlens.models import check_raw
 from matlens.numerics import has_float64, in_float64
@@ -44,17 +44,15 @@ def continue_prompts(
 ) -> pd.DataFrame:
     """Continue prompts by a fixed number of tokens, one row per continuation.
 
-    Columns are ``prompt, sample, text``; the text is the continuation alone. The end of the text is never
-    generated, so all are of one length. Inside of `controlled` or `matlens.patched` it is the changed model
-    that generates.
+    Columns are ``prompt, sample, text``; the text is the continuation alone. The end-of-text token is never
+    generated, so all have one length. Inside `controlled` or `matlens.patched` the modified model generates.
     """
     check_raw(model)
     if not model.original_model.can_generate():
         raise InputError(f"model must be a decoder, got {model.cfg.architecture}.")
     if n_samples is not None and n_beams > 1:
         raise InputError(
-            f"{n_beams} beams and {n_samples} draws of each prompt were asked for. Expected beams, which "
-            "find the likeliest continuation, or draws."
+            f"n_samples must be None with beam search, got {n_samples} samples and {n_beams} beams."
         )
     prefixes = processor.prefixes if isinstance(processor, SelfDebiasing) else ()
     rows = [(p, s) for p in range(len(prompts)) for s in range(n_samples or 1)]
@@ -109,7 +107,7 @@ def _prompt_variants(
 ) -> list[list[int]]:
     """Tokens of a prompt as it is, and after each prefix."""
     tokens = make_prompts(model, [prompt]).tokens.tolist()
-    variants = [tokens, *(announced_tokens(model.tokenizer, prefix, tokens) for prefix in prefixes)]
+    variants = [tokens, *(prefixed_tokens(model.tokenizer, prefix, tokens) for prefix in prefixes)]
     longest, context = max(map(len, variants)), model.cfg.n_ctx
     if longest + n_tokens > context:
         raise InputError(

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from control.baselines import SelfDebiasing, announced_tokens
+from control.baselines import SelfDebiasing, prefixed_tokens
 from matlens import InputError
 from matlens.data import Examples
 from matlens.ffn import TextLosses
@@ -25,13 +25,13 @@ def debiased_losses(
 ) -> TextLosses:
     """`matlens.ffn.text_losses` under Self-Debiasing.
 
-    Raises InputError if a text and an announcement are longer than the model's context.
+    Raises InputError if a text with a prefix is longer than the model's context.
     """
-    longest, room = int(texts.lengths.max()), debiasing.room(model)
-    if longest > room:
+    longest, max_tokens = int(texts.lengths.max()), debiasing.max_tokens(model)
+    if longest > max_tokens:
         raise InputError(
-            f"A text has {longest} tokens, and after an announcement there is room for {room} in the "
-            "model's context. Expected shorter texts or windows."
+            f"texts must have at most {max_tokens} tokens to fit into the context with a prefix, got "
+            f"{longest}. Use shorter texts or windows."
         )
     total = np.zeros(len(texts))
     for batch in texts.batches(batch_tokens):
@@ -40,7 +40,9 @@ def debiased_losses(
         of_next = log_p.gather(2, batch.tokens[:, 1:, None].to(log_p.device))[..., 0]
         real = batch.mask[:, 1:].bool().to(log_p.device)
         if not bool(of_next[real].isfinite().all()):
-            raise InputError("The model's probabilities are not finite. Load it in float32.")
+            raise InputError(
+                "The model must give finite probabilities, got NaN or infinity. Load it in float32."
+            )
         lost = -in_float64(of_next.where(real, torch.zeros_like(of_next))).sum(1)
         total[batch.index] = lost.cpu().numpy()
     return TextLosses(total, texts.lengths - 1)
@@ -55,10 +57,10 @@ def _logits(model: TransformerBridge, tokens: Tensor, mask: Tensor) -> Float[Ten
 def _likeliest(
     model: TransformerBridge, batch: Any, debiasing: SelfDebiasing
 ) -> Float[Tensor, "batch places d_vocab"]:
-    """The largest probability that each token has after any announcement, at every place but the first."""
+    """The largest probability of each token after any prefix, at every position but the first."""
     likeliest = torch.zeros(())
     for prefix in debiasing.prefixes:
-        rows = [announced_tokens(model.tokenizer, prefix, row) for row in batch.tokens.tolist()]
+        rows = [prefixed_tokens(model.tokenizer, prefix, row) for row in batch.tokens.tolist()]
         added = len(rows[0]) - batch.tokens.shape[1]
         mask = torch.cat([torch.ones(len(rows), added, dtype=batch.mask.dtype), batch.mask], 1)
         p = log_softmax(_logits(model, torch.tensor(rows), mask)[:, added:]).exp()

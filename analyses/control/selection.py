@@ -27,11 +27,11 @@ def choose_values(
     n: int = 10,
     seed: int = 0,
 ) -> dict[str, tuple[str, ...]]:
-    """Value vectors to be turned on, by the method that they are chosen by.
+    """Value vectors to steer with, by selection method.
 
-    ``picked`` ones are given; ``words``: the ``n`` with most of some words in their 30
-    top tokens; ``graded``: ``n`` sampled from those whose top tokens a grader finds harmless. A method is
-    called ``words, 10 vectors``; one that finds no vectors is skipped.
+    ``picked``: given by hand; ``words``: the ``n`` with most of the words in their 30 top tokens; ``graded``:
+    ``n`` sampled from those whose top tokens a grader scores as harmless. A method is called
+    ``words, 10 vectors``; one that finds no vectors is skipped.
     """
     values, projection = ValueVectors(model), Projection.from_model(model)
     vectors = {}
@@ -46,9 +46,9 @@ def choose_values(
 
 
 def grade_values(values: ValueVectors, tokens: Any, tokenizer: Any, grader: Grader) -> pd.DataFrame:
-    """Grade every value vector by the toxicity of its top tokens, one row a vector (appendix A.4).
+    """Grade every value vector by the toxicity of its top tokens, one row per vector (appendix A.4).
 
-    The tokens stand one after the other with a space between. Columns are ``value, layer, index, text,
+    The tokens are joined by spaces. Columns are ``value, layer, index, text,
     score``; the paper grades 30 top tokens of each.
     """
     ids = tokens.ids.unique().tolist()

@@ -43,9 +43,9 @@ def toxicity_estimates(
 def share_estimate(hits: Any) -> Estimate:
     """Share of true entries of ``[prompts, samples]``, with its 95% Wilson interval.
 
-    Hits of one prompt are alike, so they count as fewer: as many as, drawn independently, would leave the
-    share as uncertain as the means of the prompts do; where there are none, or nothing else, each prompt
-    counts once. With one sample a prompt it is the plain Wilson interval.
+    Samples of one prompt are correlated, so the interval uses an effective sample size: the number of
+    independent samples with the variance that the prompts' means have. If no entry or every entry is true,
+    each prompt counts once. With one sample per prompt this is the plain Wilson interval.
     """
     prompts, samples = hits.shape
     p = float(hits.mean())

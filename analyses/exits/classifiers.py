@@ -1,4 +1,4 @@
-"""Classifiers per layer of whether the prediction is made (paper B, appendix A.5)."""
+"""Per-layer classifiers of whether the prediction is already made (paper B, appendix A.5)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PENALTY_STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 1e1, 1e2, 1e3)
 """Inverse, and those of the paper: the smaller, the stronger the penalty."""
 FOLDS = 8
 FEWEST_EVENTS = 8
-"""Events of a layer that a classifier needs to learn from."""
+"""Minimum events of a layer for a classifier."""
 RIDGE = 0
 """Penalty on the squares of the weights."""
 LASSO = 1
@@ -30,19 +30,17 @@ _NAMES = {RIDGE: "ridge", LASSO: "lasso"}
 class ExitClassifiers:
     """A logistic regression for each layer, of whether the prediction is made there.
 
-    Features are standardised, classes weighed against their frequency; the penalty, lasso or ridge, and its
-    strength are chosen by cross-validated average precision, and the threshold is the one with the largest
-    F1 on the calibration examples. A layer with too few events to learn from or to calibrate on never says
-    so: a threshold that is set on one or two events may let nearly all examples go. One with too few other
-    examples always says so.
+    Features are standardised and classes balanced; the penalty (lasso or ridge) and its strength are
+    chosen by cross-validated average precision, and the threshold by the largest F1 on the calibration
+    examples. A layer with too few events for training or calibration never exits: a threshold set on one
+    or two events may let nearly all examples exit. One with too few non-events always exits.
 
     Attributes
     ----------
     models_
-        The classifier of each layer, None where there is none.
+        The classifier of each layer, or None.
     thresholds_
-        The probability that each layer has to reach; infinite where it never says so, negative where it
-        always does.
+        The probability at which each layer exits; infinite if never, negative if always.
     """
 
     def __init__(
@@ -72,7 +70,7 @@ class ExitClassifiers:
 
     @property
     def penalties(self) -> list[str]:
-        """The penalty that was chosen at each layer that has a classifier, such as ``ridge 0.01``."""
+        """The selected penalty of each classifier, such as ``ridge 0.01``."""
         chosen = [model.best_params_ for model in self.models_ if model is not None]
         return [
             f"{_NAMES[parameters['logisticregression__l1_ratio']]} {parameters['logisticregression__C']:g}"
@@ -126,12 +124,12 @@ def _probability(model: Any, x: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "
 def best_threshold(score: Float[np.ndarray, " n"], truth: Bool[np.ndarray, " n"]) -> float:
     """The threshold with the largest F1 (the highest if tied).
 
-    It lies midway between the lowest score that counts as true and the next lower one, so that an event which
-    scores a little less than all calibration examples is recognised too.
+    It lies midway between the lowest score that counts as true and the next lower one, so that an event with
+    a slightly lower score than all calibration events still counts.
     """
     levels = np.unique(score)[::-1]
     positive = score >= levels[:, None]
-    f1 = 2 * (positive & truth).sum(1) / (positive.sum(1) + truth.sum())  # whole numbers, so equals are equal
+    f1 = 2 * (positive & truth).sum(1) / (positive.sum(1) + truth.sum())  # of integers: exact ties
     lowest, following = np.append(levels, levels[-1])[f1.argmax() :][:2]
     middle = (lowest + following) / 2
     return float(middle if middle > following else lowest)

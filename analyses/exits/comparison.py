@@ -1,8 +1,8 @@
-"""All ways of leaving early, on the same examples and over the same splits (Table 6).
+"""Early-exit methods compared on the same examples and the same splits (Table 6).
 
-Beside the rule and the classifiers of the paper stand the confidence exit of paper A and a fixed layer, both
-set on the calibration examples so that there they are right at least as often as the rule is; and leaving
-where the prediction is made, which no method can know.
+In addition to the rule and the classifiers of the paper: the confidence exit of paper A and a fixed
+layer, both calibrated to be right at least as often as the rule on the calibration examples; and an
+oracle that exits where the prediction is made.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 RULE, PLACES = "sub-updates rule", "rule, equal places"
 CLASSIFIERS = tuple(f"classifiers on {features}" for features in ("x", "o", "x + o"))
-FIXED, ORACLE = "fixed layer", "where it is made"
-_STEPS = np.linspace(-0.112, 1.112, 613)  # of lam, from where all examples exit at once to where none does
-_PER_DIMENSION = 2  # training examples for each dimension that maps are fitted on
+FIXED, ORACLE = "fixed layer", "oracle"
+_STEPS = np.linspace(-0.112, 1.112, 613)  # of lam: at one end all examples exit at once, at the other none
+_PER_DIMENSION = 2  # min training examples per dimension to fit maps
 
 
 def classifier_sites(model: TransformerBridge) -> list[str]:
@@ -49,19 +49,19 @@ def classifier_sites(model: TransformerBridge) -> list[str]:
 
 
 def _before_ffn(layout: ModelLayout, layer: int) -> list[str]:
-    """Sites that add up to the stream before an FFN; in parallel blocks as if attention came first."""
+    """Sites whose sum is the residual stream before an FFN; in parallel blocks as if attention came first."""
     return [f"mid.{layer}"] if "mid" in layout.kinds else [f"h.{layer}", f"attn_out.{layer}"]
 
 
 class ExitComparison(NamedTuple):
-    """How well every way of leaving early does, as `compare_exits` finds it (Table 6).
+    """Evaluation of all early-exit methods (Table 6), see `compare_exits`.
 
     Attributes
     ----------
     evaluated
-        By method, its exits as evaluated on each split.
+        By method, its evaluation on each split.
     penalties
-        By set of classifiers, how often each penalty was chosen, over layers and splits.
+        By set of classifiers, how often each penalty was selected, over layers and splits.
     """
 
     evaluated: dict[str, list[EvaluatedExits]]
@@ -80,14 +80,14 @@ def compare_exits(
     folds: int = FOLDS,
     fewest: int = FEWEST_EVENTS,
 ) -> ExitComparison:
-    """Judge every way of leaving early, once for each seed of the split (Table 6, appendix A.5).
+    """Evaluate all early-exit methods on one split per seed (Table 6, appendix A.5).
 
-    A prediction that attention makes is an event of its layer, as one that the FFN makes is. The rule is
+    Predictions made by attention count as events of their layer, like those made by the FFN. The rule is
     evaluated by ``sets`` and by ``places``, see `ExitRule`; `compare_readings` has its other readings. It
-    learns from the training and the calibration part, as in the paper; from the training part alone for the
-    accuracy that others have to reach on the calibration part. The classifiers see the stream before the
-    FFN, the FFN output, and their sum. ``mat`` is fitted on the training part, and excluded where that
-    has fewer than two examples for each dimension.
+    learns from the training and calibration parts, as in the paper; its accuracy on the calibration part,
+    which other methods have to reach, is that of a rule learned from the training part alone. Classifiers
+    see the residual stream before the FFN, the FFN output, and their sum. ``mat`` is fitted on the training
+    part, and skipped if that has fewer than two examples per dimension.
     """
     _check_same(trace, activations)
     saturation, right = find_saturation(trace), (trace.after == trace.final[:, None]).numpy()
@@ -106,20 +106,20 @@ def compare_exits(
         split = split_examples(len(trace), seed=seed)
         train, calibration, test = split
         accuracy = float(right[calibration, rules[RULE](train, calibration)].mean())
-        leaves = {name: rule(np.concatenate([train, calibration]), test) for name, rule in rules.items()}
+        exits = {name: rule(np.concatenate([train, calibration]), test) for name, rule in rules.items()}
         for name, of_layers in features.items():
             classifiers = ExitClassifiers(
                 strengths=strengths, kinds=kinds, folds=folds, fewest=fewest, seed=seed
             ).fit(of_layers[:-1], made_at, split)
             signals = classifiers.signals(of_layers[:-1], test)
-            leaves[name] = first_exit(np.pad(signals, ((0, 0), (0, 1))))  # the last layer always exits
+            exits[name] = first_exit(np.pad(signals, ((0, 0), (0, 1))))  # the last layer always exits
             penalties[name].update(classifiers.penalties)
-        leaves[FIXED] = np.full(len(test), (right[calibration].mean(0) >= accuracy).argmax())
-        leaves[ORACLE] = made_at[test]
-        for name, layers in leaves.items():
+        exits[FIXED] = np.full(len(test), (right[calibration].mean(0) >= accuracy).argmax())
+        exits[ORACLE] = made_at[test]
+        for name, layers in exits.items():
             evaluated[name].append(evaluate_exits(layers, right[test]))
-        for name, exits in by_confidence.evaluated(split, accuracy):
-            evaluated[name].append(exits)
+        for name, of_split in by_confidence.evaluated(split, accuracy):
+            evaluated[name].append(of_split)
     return ExitComparison(dict(evaluated), dict(penalties))
 
 
@@ -127,8 +127,7 @@ def _check_same(trace: Trace, activations: Activations) -> None:
     activations.provenance.check_same(trace.provenance, ours="the activations", theirs="the trace")
     if trace.examples.fingerprint != activations.examples.fingerprint:
         raise InputError(
-            "The trace and the activations are of different examples. Collect the activations at "
-            "the examples of the trace, `trace.examples`."
+            "activations must be of the examples of the trace, got others. Collect them at `trace.examples`."
         )
 
 
@@ -159,7 +158,7 @@ def _by_rule(
 
 
 class _ConfidenceExits:
-    """The confidence exit of paper A by ``id``, and by ``mat`` where there are enough examples to fit it."""
+    """The confidence exit of paper A by ``id``, and by ``mat`` if there are enough examples to fit it."""
 
     def __init__(self, readout: Readout, activations: Activations) -> None:
         self._readout, self._activations = readout, activations

@@ -45,62 +45,60 @@ def first_exit(signals: Bool[np.ndarray, "n n_layers"]) -> Int[np.ndarray, " n"]
 
 
 class EvaluatedExits(NamedTuple):
-    """How well one way of leaving early does (section 6.2).
+    """Evaluation of one early-exit method (section 6.2).
 
     Attributes
     ----------
     accuracy
-        Share of examples for which the layer that they leave at gives the model's prediction.
+        Share of examples whose exit layer gives the model's prediction.
     saved
-        Mean number of layers that are not run, over these examples; NaN where there are none.
-    left
-        Share of examples, right or not, that leave before the last layer.
+        Mean number of layers that are not run, over these examples; NaN if there are none.
+    exited
+        Share of examples, right or not, that exit before the last layer.
     chance
-        The accuracy if the same layers are assigned to the examples at random, on average over all ways
-        to assign them. Accuracy above it comes from choosing the right examples.
+        Expected accuracy if the same exit layers are assigned to the examples at random. Accuracy above it
+        comes from choosing the right examples.
     chance_sd
-        The standard deviation of the accuracy over all ways to deal them.
+        Standard deviation of the accuracy over random assignments.
     """
 
     accuracy: float
     saved: float
-    left: float
+    exited: float
     chance: float
     chance_sd: float
 
 
-def evaluate_exits(leaves: Int[np.ndarray, " n"], right: Bool[np.ndarray, "n n_layers"]) -> EvaluatedExits:
+def evaluate_exits(layers: Int[np.ndarray, " n"], right: Bool[np.ndarray, "n n_layers"]) -> EvaluatedExits:
     """Evaluate exit layers, given the layers that agree with the last one."""
     n, n_layers = right.shape
-    hits, saved = right[np.arange(n), leaves], n_layers - 1 - leaves
+    hits, saved = right[np.arange(n), layers], n_layers - 1 - layers
     return EvaluatedExits(
         accuracy=float(hits.mean()),
         saved=float(saved[hits].mean()) if hits.any() else float("nan"),
-        left=float((saved > 0).mean()),
-        chance=float(right.mean(0)[leaves].mean()),
-        chance_sd=_deviation_when_dealt(leaves, right),
+        exited=float((saved > 0).mean()),
+        chance=float(right.mean(0)[layers].mean()),
+        chance_sd=_deviation_of_chance(layers, right),
     )
 
 
-def _deviation_when_dealt(leaves: Int[np.ndarray, " n"], right: Bool[np.ndarray, "n n_layers"]) -> float:
-    """Standard deviation of the accuracy when the layers are dealt out at random (Hoeffding 1951)."""
+def _deviation_of_chance(layers: Int[np.ndarray, " n"], right: Bool[np.ndarray, "n n_layers"]) -> float:
+    """Standard deviation of the accuracy of randomly assigned layers (Hoeffding 1951)."""
     n, n_layers = right.shape
     if n == 1:
         return 0.0
-    left_at = np.bincount(leaves, minlength=n_layers)
-    interaction = right - right.mean(0) - ((right @ left_at) / n)[:, None] + (right.mean(0) @ left_at) / n
-    return math.sqrt(float(np.square(interaction).sum(0) @ left_at) / (n - 1)) / n
+    counts = np.bincount(layers, minlength=n_layers)
+    interaction = right - right.mean(0) - ((right @ counts) / n)[:, None] + (right.mean(0) @ counts) / n
+    return math.sqrt(float(np.square(interaction).sum(0) @ counts) / (n - 1)) / n
 
 
 def summarize_exits(evaluated: Mapping[str, Sequence[EvaluatedExits]], n_layers: int) -> pd.DataFrame:
     """Accuracy and layers saved of each method over the seeds (Table 6), one row each.
 
-    Columns are ``method, accuracy, accuracy_sd, saved, saved_sd, saved_share, left, chance, above, above_sd,
-    left_right, left_chance, seeds``; ``sd`` is the standard deviation over the seeds, NaN for one;
-    ``saved_share`` is that of all layers; ``above`` is the accuracy less chance. ``left_right`` is the share
-    of right ones of the examples that exit before the last layer, and ``left_chance`` that of all
-    examples at the same layers; NaN where none leave. A seed without a right example has no layers saved and
-    does not count for these.
+    Columns are ``method, accuracy, accuracy_sd, saved, saved_sd, saved_share, exited, chance, above,
+    above_sd, seeds``; ``sd`` is the standard deviation over the seeds, NaN for one; ``saved_share`` is a
+    share of all layers; ``above`` is the accuracy minus chance. Seeds without a right example do not count
+    for layers saved.
     """
     rows = []
     for method, of_seeds in evaluated.items():
@@ -115,18 +113,11 @@ def summarize_exits(evaluated: Mapping[str, Sequence[EvaluatedExits]], n_layers:
                 "saved": mean["saved"],
                 "saved_sd": sd["saved"],
                 "saved_share": mean["saved"] / n_layers,
-                "left": mean["left"],
+                "exited": mean["exited"],
                 "chance": mean["chance"],
                 "above": mean["above"],
                 "above_sd": sd["above"],
-                "left_right": share_of_left(mean["accuracy"], mean["left"]),
-                "left_chance": share_of_left(mean["chance"], mean["left"]),
                 "seeds": len(of_seeds),
             }
         )
     return pd.DataFrame(rows)
-
-
-def share_of_left(share: float, left: float) -> float:
-    """Accuracy of early exits only; all other examples are right at the last layer."""
-    return (share - 1 + left) / left if left else math.nan

@@ -12,14 +12,7 @@ import pandas as pd
 from jaxtyping import Int
 from scipy.stats import norm
 
-from exits.outcomes import (
-    FEWEST_EXAMPLES,
-    EvaluatedExits,
-    evaluate_exits,
-    first_exit,
-    share_of_left,
-    split_examples,
-)
+from exits.outcomes import FEWEST_EXAMPLES, EvaluatedExits, evaluate_exits, first_exit, split_examples
 from matlens.ffn import Clusters, ExitRule, Trace, active_clusters, find_saturation
 
 BOTH, OF_FFNS = "FFN and attention", "FFN"
@@ -32,14 +25,13 @@ EXIT_CLUSTERS = 200
 def compare_readings(trace: Trace, clusters: Sequence[Clusters], *, seed: int = 0) -> pd.DataFrame:
     """Evaluate the rule under every reading by cross-validation, against chance.
 
-    The examples are dealt into ten parts; each is tested with what the rule learns from the nine others, so
-    that no example counts twice, as it does over random splits. One row for each reading; columns are
-    ``clusters, overlap, others, events``, which say the reading; ``accuracy``; ``chance``, of the same layers
-    dealt out within the parts; ``above``, the accuracy less chance; ``dealt_sd``, the standard deviation of
-    the accuracy when the layers are dealt out; ``p``, two-sided, of a normal of that deviation; ``saved`` and
-    ``saved_share``, over right examples; ``left``; ``left_right`` and ``left_chance``, see `summarize_exits`;
-    and ``n``, the number of examples. ``p`` holds for one reading and for the exits as they are: the parts
-    share what the rule learns from, and a table of many readings needs a correction for their number.
+    Ten folds, so that every example is tested once. One row per reading; columns are ``clusters, overlap,
+    others, events``, which identify the reading; ``accuracy``; ``chance``, of the same exit layers shuffled
+    within each fold; ``above``, the accuracy minus chance; ``chance_sd``, the standard deviation of the
+    accuracy under such shuffling; ``p``, two-sided, from a normal with that deviation; ``saved`` and
+    ``saved_share``, over right examples; ``exited``, see `summarize_exits`; and ``n``, the number of
+    examples. ``p`` is for one reading with its exits fixed: the folds share training examples, and a table
+    of many readings needs a correction for multiple tests.
     """
     split_examples(len(trace))
     saturation, right = find_saturation(trace), (trace.after == trace.final[:, None]).numpy()
@@ -65,14 +57,13 @@ def _pooled(
 ) -> dict[str, float]:
     """Evaluation of all parts, with exits shuffled within each part."""
     numbers, weights = pd.DataFrame(evaluated), sizes / sizes.sum()
-    accuracy, chance, left = (float(numbers[name] @ weights) for name in ("accuracy", "chance", "left"))
-    dealt_sd = float(np.sqrt(np.square(numbers["chance_sd"] * weights).sum()))
+    accuracy, chance, exited = (float(numbers[name] @ weights) for name in ("accuracy", "chance", "exited"))
+    chance_sd = float(np.sqrt(np.square(numbers["chance_sd"] * weights).sum()))
     hits = numbers["accuracy"] * weights
     saved = float((numbers["saved"].fillna(0) * hits).sum() / hits.sum()) if hits.sum() else math.nan
     return {
-        "accuracy": accuracy, "chance": chance, "above": accuracy - chance, "dealt_sd": dealt_sd,
-        "p": float(2 * norm.sf(abs(accuracy - chance) / dealt_sd)) if dealt_sd else 1.0,
-        "saved": saved, "saved_share": saved / n_layers, "left": left,
-        "left_right": share_of_left(accuracy, left), "left_chance": share_of_left(chance, left),
+        "accuracy": accuracy, "chance": chance, "above": accuracy - chance, "chance_sd": chance_sd,
+        "p": float(2 * norm.sf(abs(accuracy - chance) / chance_sd)) if chance_sd else 1.0,
+        "saved": saved, "saved_share": saved / n_layers, "exited": exited,
         "n": int(sizes.sum()),
     }  # fmt: skip

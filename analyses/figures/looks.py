@@ -27,11 +27,11 @@ LOOKS |= {
     "R2, scored without sinks": Look(PURPLE, DOTTED, "v"),
     "WRR, blocks first": Look(SKY, "none", "o"),
     "WRR, mat first": Look(ORANGE, "none", "D"),
-    # Value vectors, updates, and what they are compared with
+    # Value vectors, updates and controls
     "values": Look(BLUE),
     "dominant": Look(BLUE),
     "random": Look(DARK, DASHED, "s"),
-    "dealt": Look(ORANGE, DOTTED, "D"),
+    "shuffled": Look(ORANGE, DOTTED, "D"),
     "ffn": Look(ORANGE),
     "attention": Look(GREEN),
     # Early exit
@@ -41,7 +41,7 @@ LOOKS |= {
     "classifiers on o": Look(GREEN, marker="v"),
     "classifiers on x + o": Look(GREEN, marker="*"),
     "fixed layer": Look(DARK, marker="X"),
-    "where it is made": Look(BLACK, marker="d"),
+    "oracle": Look(BLACK, marker="d"),
     "confidence, id": ID,
     "confidence, mat": MAT,
     # Control

@@ -90,7 +90,7 @@ def relative_depth(results: pd.DataFrame) -> Figure:
 def across_corpora(results: pd.DataFrame) -> Figure:
     """Precision@1 of maps fitted on each corpus and tested on each (paper A, section 5.2).
 
-    Maps of the corpus that they are tested on are solid, and others dashed.
+    Solid: maps of the tested corpus; dashed: others.
     """
     results = of_metric(results, "precision", 1)
     corpora = list(results["corpus"].unique())
@@ -114,7 +114,7 @@ def across_corpora(results: pd.DataFrame) -> Figure:
 
 @styled
 def transfer_heatmaps(means: pd.DataFrame) -> Figure:
-    """How well the maps of each corpus do on each, as matrices: r2, Precision@1 and surprisal."""
+    """r2, Precision@1 and surprisal of each corpus' maps on each corpus, as heatmaps."""
     corpora = list(means["corpus"].unique())
     names = [literal(short_name(corpus)) for corpus in corpora]
     figure = Figure(figsize=(2.2 + 1.35 * len(corpora), 1.9 + 0.36 * len(corpora)))
@@ -183,7 +183,7 @@ def alternation(results: pd.DataFrame) -> Figure:
 
 @styled
 def attention_heads(results: pd.DataFrame) -> Figure:
-    """r2 of every head's replacement, and Precision@1 with more and more of all heads replaced."""
+    """r2 of every head's map, and Precision@1 by the share of heads replaced."""
     figure = Figure(figsize=(9.4, 4.1))
     left, right = figure.subplots(1, 2)
     scores = results[results["metric"] == "r2"].pivot(index="head", columns="layer", values="value")
@@ -194,7 +194,7 @@ def attention_heads(results: pd.DataFrame) -> Figure:
     figure.colorbar(image, ax=left, extend="min").set_label(r"$r^2$ of the linear map")
     together = of_metric(results[results["share"].notna()], "precision", 1)
     draw_methods(right, together, method_looks(together["method"]), "share")
-    right.set_xlabel("share of all heads that are replaced")
+    right.set_xlabel("share of heads replaced")
     percent_ticks(right.xaxis)
     precision_axis(right)
     return finish(figure, title_of(results), right.get_legend_handles_labels()[0])
@@ -204,8 +204,8 @@ def attention_heads(results: pd.DataFrame) -> Figure:
 def by_fitting(results: pd.DataFrame) -> Figure:
     """Precision@1 and surprisal of one replacement, one column per way of fitting.
 
-    In each panel are ``mat`` and a line for each way of replacing; ``results`` has rows of ``mat``, and of
-    methods called ``NAME, fit TOKENS, replace TOKENS``.
+    Each panel has ``mat`` and a line for each choice of replaced tokens; ``results`` has rows of ``mat``, and
+    of methods called ``NAME, fit TOKENS, replace TOKENS``.
     """
     ways = results["method"].str.extract(r"^(?P<name>.+), fit (?P<fitted>.+), replace (?P<replaced>.+)$")
     fits, replaced = (list(ways[column].dropna().unique()) for column in ("fitted", "replaced"))
@@ -221,7 +221,7 @@ def by_fitting(results: pd.DataFrame) -> Figure:
             draw_line(surprisal, of_metric(part, "surprisal"), look, label)
         precision.set_title(_FITTED[fitted])
         precision_axis(precision)
-    for surprisal in panels[1]:  # once the limits that they share are settled
+    for surprisal in panels[1]:  # after their shared limits are set
         surprisal_axis(surprisal)
         layer_axis(surprisal, results["layer"].max())
     for ax in panels.flat:
@@ -261,7 +261,7 @@ def costs_figure(results: pd.DataFrame) -> Figure:
             kept, rows["value"].loc["precision"], look.line, color=look.colour, marker=look.marker,
             label=f"{method}, fixed exit",
         )  # fmt: skip
-    left.set_xlabel("bytes of the blocks that are run, and of the map")
+    left.set_xlabel("bytes of the blocks run and the map")
     percent_ticks(left.xaxis)
     precision_axis(left)
     early = results[results["layer"].isna() & (results["method"] == "mat")]
@@ -271,8 +271,8 @@ def costs_figure(results: pd.DataFrame) -> Figure:
             rows["k"].astype(float), rows["share of multiplications"].astype(float), look.line,
             color=look.colour, marker=look.marker, label=f"{_SAVED[metric]}, early exit",
         )  # fmt: skip
-    right.set_xlabel("Precision@1 that is asked for")
-    right.set_ylabel("multiplications, as a share of all blocks'")
+    right.set_xlabel("required Precision@1")
+    right.set_ylabel("multiplications, share of all blocks")
     right.set_ylim(bottom=0)
     for axis in (right.xaxis, right.yaxis):
         percent_ticks(axis)
@@ -291,7 +291,7 @@ def training_curves(table: pd.DataFrame) -> Figure:
             label = literal(f"{short_name(str(model))}, {method}")
             ax.plot(curve["k"], curve["value"], ls=dashes, color=f"C{number}", label=label)
     ax.set_xlabel("update")
-    ax.set_ylabel("loss (nats a token)")
+    ax.set_ylabel("loss (nats per token)")
     ax.legend()
     figure.suptitle(literal(str(losses["corpus"].iloc[0])))
     return figure

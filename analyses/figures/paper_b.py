@@ -30,16 +30,16 @@ from matlens.drawing import (
     title_of,
 )
 
-_VECTORS = {"values": "value vectors", "random": "random vectors", "dealt": "tokens shuffled"}
+_VECTORS = {"values": "value vectors", "random": "random vectors", "shuffled": "tokens shuffled"}
 _EVENTS = tuple(itertools.product(("dominant", "random"), ("saturation", "elimination")))
 _UPDATES = {
-    "saturation": "predicted token, where it is made",
+    "saturation": "predicted token, at saturation",
     "stays": "candidate that stays",
     "falls": "candidate that falls",
 }
 _READS = {"score": "score", "lift": "score above the vocabulary's mean", "odds": "log-odds against the rival"}
 _FEW = 10  # min updates for a mean to be plotted
-_APART = 0.18  # between the points of two summaries of the same sub-updates
+_APART = 0.18  # between the points of two summaries
 
 
 # Value vectors
@@ -80,7 +80,7 @@ def concept_shares(results: pd.DataFrame) -> Figure:
 
 
 def _draw_stacked(ax: Axes, shares: pd.DataFrame, colours: Mapping[str, str], **options: Any) -> None:
-    """A bar for each layer, of the columns on each other."""
+    """Stacked bars, one per layer."""
     tops = shares[list(colours)].cumsum(axis=1)
     for name, colour in colours.items():
         bottom = tops[name] - shares[name]
@@ -100,9 +100,9 @@ def pattern_sizes(results: pd.DataFrame, size: int) -> Figure:
         label = f"{_VECTORS.get(method, method)}, n = {part['n'].max():,}"
         draw_line(left, part[part["layer"].isna() & (part["value"] > 0)], look, label, "k")
         draw_line(right, part[(part["k"] == size) & part["layer"].notna()], look, label)
-    if (patterns["value"] > 0).any():  # else there is nothing to draw on such a scale
+    if (patterns["value"] > 0).any():  # a log scale needs positive values
         left.set_yscale("log")
-    left.set_xlabel("words of the largest pattern, at least")
+    left.set_xlabel("minimum words of the largest pattern")
     left.set_ylabel("share of vectors")
     percent_ticks(left.yaxis)
     right.set_ylabel(f"share with a pattern of {size} words or more")
@@ -148,8 +148,7 @@ def layers_figure(results: pd.DataFrame) -> Figure:
     """Scores of the top candidate by layer, and the maximum by effect (Figure 3).
 
     A panel for each choice of examples has the mean over the examples with a band from the 5th to the 95th
-    percentile. The last panel is of the last choice; a layer with fewer than ten updates of a kind has no
-    point there.
+    percentile. The last panel is for the last choice, without layers that have fewer than ten updates.
     """
     examples = list(results["examples"].unique())
     figure = Figure(figsize=(4.2 * (len(examples) + 1), 4.3))
@@ -204,10 +203,9 @@ def saturation_figure(results: pd.DataFrame) -> Figure:
 
 @styled
 def removal_figure(results: pd.DataFrame) -> Figure:
-    """How far readings of value vectors agree with what their removal does, layer by layer.
+    """Agreement of readings of value vectors with the effect of their removal, by layer.
 
-    Correlations above, shares of common top tokens below; the stream of the layer on the left, the model's
-    own logits on the right.
+    Top: correlations; bottom: shares of common top tokens. Left: logits after the layer; right: final logits.
     """
     by_layer = results.dropna(subset="layer")
     effects, metrics = list(by_layer["effect"].unique()), ["correlation", "common"]
@@ -242,10 +240,9 @@ _PANELS = {"score": "by score", "lift": "by score above the vocabulary's mean"}
 def extremes_figure(clusters: pd.DataFrame, n: int) -> Figure:
     """Clusters of extreme sub-updates by layer and by frequency of the promoted tokens.
 
-    A panel for each reading of scores. The area of a dot is the share of the extreme sub-updates that are of
-    the cluster, blue where most of these raise the top candidate and red where most lower it. Grey are the
-    clusters of sampled sub-updates. The largest are listed: their number, the sign of the coefficients, and
-    the tokens that they promote.
+    A panel for each reading of scores. The area of a dot is the cluster's share of the extreme sub-updates;
+    blue if most of them raise the top candidate, red if most lower it. Clusters of sampled sub-updates are
+    grey. The largest are listed with their number, the sign of the coefficients, and the tokens they promote.
     """
     reads = list(clusters["read"].unique())
     figure = Figure(figsize=(5.9 * len(reads), 4.4))
@@ -254,8 +251,8 @@ def extremes_figure(clusters: pd.DataFrame, n: int) -> Figure:
     clusters = clusters.assign(height=clusters["common"] - clusters["unseen"])
     for ax, read in zip(panels, reads, strict=True):
         of_updates = dict(list(clusters[clusters["read"] == read].groupby("sub_updates", sort=False)))
-        drawn, extreme = of_updates["sampled"], of_updates["extreme"]
-        ax.scatter(drawn["layer"], drawn["height"], s=5, color=OTHER, alpha=0.5, lw=0, rasterized=True)
+        sampled, extreme = of_updates["sampled"], of_updates["extreme"]
+        ax.scatter(sampled["layer"], sampled["height"], s=5, color=OTHER, alpha=0.5, lw=0, rasterized=True)
         colours = np.where(extreme["raised"] >= 0.5, RAISED, LOWERED)
         areas = 4 + _AREA * extreme["share"]
         ax.scatter(
@@ -267,7 +264,7 @@ def extremes_figure(clusters: pd.DataFrame, n: int) -> Figure:
         layer_axis(ax, last, "mean layer of the sub-updates")
         ax.set_xlim(-0.04 * last, 1.04 * last)
         _name_largest(ax, extreme)
-    panels[0].set_ylabel("share of common tokens less share of unseen tokens")
+    panels[0].set_ylabel("share of common minus share of unseen tokens")
     handles = [
         panels[0].scatter([], [], s=30, color=colour, alpha=0.6, lw=0, label=label)
         for colour, label in _EXTREME.items()
@@ -293,9 +290,9 @@ def _name_largest(ax: Axes, extreme: pd.DataFrame) -> None:
 def toxicity_against_perplexity(results: pd.DataFrame) -> Figure:
     """Toxic share against perplexity, one panel per list of prompts (Table 5).
 
-    Control is a line over its coefficients, which stand next to its points; a baseline is a point, and a
-    method without perplexity a level. ``results`` has rows of one attribute with the metrics ``toxic`` and
-    ``perplexity``, and a column ``coefficient``, which is empty for the baselines.
+    Steering is a line over its coefficients, which label its points; a baseline is a point, and a method
+    without perplexity a horizontal line. ``results`` has rows of one attribute with the metrics ``toxic`` and
+    ``perplexity``, and a column ``coefficient``, empty for the baselines.
     """
     keys = ["method", "coefficient"]
     toxic = results[results["metric"] == "toxic"].rename(columns={"value": "toxic"})
@@ -351,8 +348,8 @@ def _draw_control(ax: Axes, points: pd.DataFrame, looks: Mapping[str, Look]) -> 
 def exits_figure(table: pd.DataFrame) -> Figure:
     """Accuracy against layers saved by method, with standard deviations (Table 6).
 
-    Bars of deviations end where no accuracy and no number of layers can be. A hollow mark is the accuracy of
-    the same layers dealt out at random.
+    Error bars are clipped to possible values. A hollow marker is the accuracy of the same exit layers,
+    assigned at random.
     """
     figure = Figure(figsize=(7.6, 4))
     ax = figure.subplots()
@@ -368,7 +365,7 @@ def exits_figure(table: pd.DataFrame) -> Figure:
             xerr=_deviation(row["saved"], row["saved_sd"], float("inf")),
             yerr=_deviation(row["accuracy"], row["accuracy_sd"], 1.0), label=literal(row["method"]), zorder=3,
         )  # fmt: skip
-    ax.set_xlabel("layers saved, mean over examples that are right")
+    ax.set_xlabel("layers saved, mean over right examples")
     ax.set_ylabel("accuracy")
     lowest = min((table["accuracy"] - table["accuracy_sd"].fillna(0)).min(), table["chance"].min())
     ax.set_ylim(max(0.0, float(lowest) - 0.05), 1.02)
@@ -378,7 +375,7 @@ def exits_figure(table: pd.DataFrame) -> Figure:
         line_key(literal(method), look.colour, marker=look.marker, ls="none", ms=5.5)
         for method, look in looks.items()
     ]
-    keys.append(line_key("its layers at random", marker="o", ls="none", ms=4, mfc="white"))
+    keys.append(line_key("random assignment", marker="o", ls="none", ms=4, mfc="white"))
     title = f"{title_of(table)}, {table['seeds'].iloc[0]} splits"
     return finish(figure, title, keys, columns=1, place="outside right center")
 

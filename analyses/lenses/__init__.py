@@ -71,10 +71,10 @@ def fit_halves(
 def cosine_table(lenses: Mapping[str, Lens], halves: Mapping[str, tuple[Lens, Lens]]) -> pd.DataFrame:
     """Cosines of the lenses' matrices by layer, and of two halves of each if given.
 
-    A row of the method ``"mat and jacobian"`` is the cosine of their matrices; ``"halves of jacobian"``
-    is that of two fits on half of the data each; and ``"ceiling of mat and jacobian"`` is the most that the
-    first could be were both the same but for what such halves differ in: the geometric mean of both lenses'
-    reliability, ``2 c / (1 + c)`` for a cosine ``c`` of halves (Spearman and Brown).
+    The method ``"mat and jacobian"`` is the cosine of their matrices; ``"halves of jacobian"`` is that of two
+    fits on half of the data each; and ``"ceiling of mat and jacobian"`` is the cosine to expect if both
+    estimated the same matrix with the noise of such halves: the geometric mean of both lenses' reliability,
+    ``2 c / (1 + c)`` for a cosine ``c`` of halves (Spearman and Brown).
     """
     if any(lens.norm is not None for lens in lenses.values()):
         raise InputError("lenses must not standardize vectors.")
@@ -109,7 +109,7 @@ def cosine_table(lenses: Mapping[str, Lens], halves: Mapping[str, tuple[Lens, Le
 
 
 def matrix_cosine(first: Float[Tensor, "n d"], second: Float[Tensor, "n d"]) -> float:
-    """Cosine of two matrices as long vectors; NaN where one is 0."""
+    """Cosine of two flattened matrices; NaN if one is 0."""
     a, b = in_float64(first).flatten(), in_float64(second).flatten()
     return float((a @ b) / (a.norm() * b.norm()))
 
@@ -153,11 +153,11 @@ def closed_form_flops(n: int, d: int) -> int:
 
 
 def training_flops(rows: int, d: int, tokens: int, *, pilot: int = 0, d_vocab: int = 0) -> int:
-    """Floating-point operations of steps down the divergence, over all steps of one layer.
+    """Floating-point operations of training the lens of one layer on KL.
 
-    A sample is mapped, and its gradient goes back into the map: ``4 d^2``. It is read out, the gradient goes
-    back through the readout, and ``h^L`` is read out as well: ``6 d`` for each of ``tokens``. One of the
-    ``pilot`` is mapped once and read out twice over the whole vocabulary.
+    Per sample: ``4 d^2`` for the map and its gradient; ``6 d`` for each of ``tokens`` for the readout,
+    its gradient, and the readout of ``h^L``. Each ``pilot`` sample is mapped once and read out twice over
+    the whole vocabulary.
     """
     return rows * (4 * d**2 + 6 * d * tokens) + pilot * (2 * d**2 + 4 * d * d_vocab)
 
@@ -165,7 +165,7 @@ def training_flops(rows: int, d: int, tokens: int, *, pilot: int = 0, d_vocab: i
 def jacobian_flops(tokens: int, d: int, parameters: int, *, at_once: int = trained.AT_ONCE) -> int:
     """Floating-point operations of Jacobians: one backward pass per dimension.
 
-    ``parameters`` are those of the blocks' matrices. Each of ``at_once`` dimensions needs a copy of the
-    forward pass. Attention's own products and norms, a few hundredths, are not counted.
+    ``parameters`` are those of the blocks' matrices. Each group of ``at_once`` dimensions needs a forward
+    pass. Attention products and norms, a few percent, are not counted.
     """
     return 2 * tokens * parameters * (d + at_once)

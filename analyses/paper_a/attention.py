@@ -15,7 +15,7 @@ from matlens.patching import Replacement
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-_ROWS = 256  # vectors that are run together
+_ROWS = 256  # vectors per batch
 
 
 @torch.inference_mode()
@@ -24,23 +24,26 @@ def attend_nowhere(
 ) -> Float[Tensor, "n d_model"]:
     """``mat_attn`` from layer ``first`` to ``last`` for single vectors.
 
-    The map of attention reads no other token, so each vector is run as a sentence of one token. The blocks
-    before ``first`` are skipped.
+    The map of attention does not read other tokens, so each vector is run as a sentence of one token. The
+    blocks before ``first`` are skipped.
     """
     layout = ModelLayout.from_model(model)
     if layout.wiring.name == "cross-attention":
-        raise InputError("These blocks also read the encoder. Use matlens.patched with mat_attn.")
-    parts, reached = iter(h.split(_ROWS)), list[Tensor]()
+        raise InputError(
+            "model must have blocks without cross-attention, got a decoder that reads an encoder. Use "
+            "matlens.patched with mat_attn."
+        )
+    parts, outputs = iter(h.split(_ROWS)), list[Tensor]()
     vectors = Replacement(lambda _: next(parts)[:, None], Site("h", 0), Site("h", first))
 
-    def keep(value: Tensor, hook: Any) -> None:
-        reached.append(value[:, 0].float().cpu())
+    def store(value: Tensor, hook: Any) -> None:
+        outputs.append(value[:, 0].float().cpu())
 
     with (
         patched(model, [vectors, *mat_attn(maps, first, last)]),
-        model.hooks(fwd_hooks=[(layout.hook(layout.stream[last]), keep)]),
+        model.hooks(fwd_hooks=[(layout.hook(layout.stream[last]), store)]),
     ):
         for part in h.split(_ROWS):
             tokens = torch.ones(len(part), 1, dtype=torch.int64, device=model.cfg.device)
             model(tokens, return_type=None, use_cache=False)
-    return torch.cat(reached)
+    return torch.cat(outputs)

@@ -1,4 +1,4 @@
-"""Tokens that layers predict, side by side, as a person reads them (paper A, Table 1)."""
+"""Top tokens of layers, side by side (paper A, Table 1)."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ COLUMNS = {
     "probability": "float64",
 }  # fmt: skip
 METHODS = ("id", "mat")
-_ROWS = 256  # rows that are read out at once
+_ROWS = 256  # vectors per readout
 
 
 def top_predictions(
     readout: Readout, maps: MapSet, prompts: Activations, layers: Sequence[int], *, k: int = 5
 ) -> pd.DataFrame:
-    """The ``k`` most probable tokens at chosen layers under ``id`` and ``mat``, one row a token.
+    """The ``k`` most probable tokens at chosen layers under ``id`` and ``mat``, one row per token.
 
     Columns are ``prompt, method, layer, rank, token, probability``. At the last layer both methods read
     ``h^L`` and there is only ``id``, as in the paper's table.
@@ -54,7 +54,7 @@ def top_predictions(
 
 
 def read_predictions(path: str | Path) -> pd.DataFrame:
-    """Read a table of `top_predictions`, including tokens such as ``"nan"``."""
+    """Read a table of `top_predictions`; the token ``nan`` is read as text."""
     return read_table(
         path, COLUMNS, what="a table of predictions", made_by="The analysis 'plausibility' writes it.",
         lineterminator="\n",
@@ -62,11 +62,11 @@ def read_predictions(path: str | Path) -> pd.DataFrame:
 
 
 def prompt_texts(readout: Readout, prompts: Activations) -> list[str]:
-    """The part of each prompt that the model has read."""
+    """The text that the model has read at each position."""
     readout.check_same(prompts.provenance, theirs="the prompts")
     examples, tokenizer = prompts.examples, readout.tokenizer
-    # A word that the tokenizer does not know is part of the sentence all the same. (By name: a special
-    # token that a tokenizer lacks has the number of the unknown word.)
+    # Unknown words are part of the sentence. (By name: a special token that a tokenizer lacks has the id of
+    # the unknown token.)
     names = {*tokenizer.all_special_tokens} & {*tokenizer.get_vocab()}
     if tokenizer.unk_token not in (tokenizer.bos_token, tokenizer.eos_token):
         names.discard(tokenizer.unk_token)
@@ -95,20 +95,20 @@ def predictions_side_by_side(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 @torch.inference_mode()
 def prediction_confidence(model: TransformerBridge, examples: Examples) -> Float[Tensor, " n"]:
-    """The probability that the model gives to its prediction for each example."""
+    """The probability of the model's top token for each example."""
     last = collect(model, examples, ["h.-1"])[-1]
     readout = Readout(model)
     return torch.cat([log_softmax(readout.logits(rows)).amax(-1).exp().cpu() for rows in last.split(_ROWS)])
 
 
 def masked_accuracy(model: TransformerBridge, corpus: Corpus, *, seed: int = 0) -> metrics.Estimate:
-    """How often a masked-LM model predicts the masked token, one per sentence."""
+    """Accuracy of a masked-LM model on one masked token per sentence."""
     examples = make_examples(model, corpus, seed=seed, sample_special=False)
-    there = [
+    truth = [
         model.tokenizer(text)["input_ids"][position]
         for text, position in zip(corpus.sentences, examples.positions.tolist(), strict=True)
     ]
     last = collect(model, examples, [-1])[-1]
     readout = Readout(model)
     best = torch.cat([readout.logits(part).argmax(-1).cpu() for part in last.split(_ROWS)])
-    return metrics.proportion(best == torch.tensor(there))
+    return metrics.proportion(best == torch.tensor(truth))

@@ -1,7 +1,7 @@
 """Prediction quality with one kind of sub-module replaced (paper A, Figure 10).
 
-``mat_ffn`` and ``mat_ln1_ln2`` keep attention, so the model is run; which tokens their replacements are
-fitted on, and at which tokens they are used, decides the result in a model with attention sinks.
+``mat_ffn`` and ``mat_ln1_ln2`` keep attention, so the model is run. In a model with attention sinks the
+result depends on the tokens that their replacements are fitted on, and on those where they are applied.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class SubmoduleCase(NamedTuple):
     replaced
         ``mat_ffn`` or ``mat_ln1_ln2``.
     fitted
-        Which tokens the replacements were fitted on: ``all``, ``not-first`` or ``not-sink``.
+        Tokens that the replacements were fitted on: ``all``, ``not-first`` or ``not-sink``.
     place
-        At which tokens they are used: one of `PLACES`.
+        Tokens where they are applied: one of `PLACES`.
     layer, target
         First and last layer of the replacements; by default to the last.
     """
@@ -58,10 +58,10 @@ def rows_of_cases(
     experiment: str,
     folder: Path,
 ) -> list[dict[str, Any]]:
-    """Rows of a table: the quality of predictions with sub-modules replaced in every way.
+    """Rows of a table: prediction quality for each case.
 
-    ``fits`` are maps of all sub-modules by the tokens that they were fitted on, and ``cases`` have the name
-    of each one's method.
+    ``fits`` are maps of all sub-modules by the tokens that they were fitted on; ``cases`` maps each case to
+    its method name.
     """
     where: dict[str, Any] = {
         "all": "all", "not-first": "not-first", "not-sink": ~find_sinks(study.model, data.examples),
@@ -84,7 +84,7 @@ def rows_of_cases(
 def with_mat(
     study: Study, data: Activations, rows: list[dict[str, Any]], experiment: str, layers: list[int]
 ) -> pd.DataFrame:
-    """A table of some rows after those of ``mat`` from some layers."""
+    """Rows of ``mat`` from some layers, followed by ``rows``."""
     blocks = prediction_quality(study.readout, study.maps, data, methods=["mat"])
     blocks = blocks[blocks["layer"].isin(layers)].assign(experiment=experiment)
     return pd.concat([blocks, pd.DataFrame(rows)], ignore_index=True)

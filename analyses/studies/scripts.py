@@ -1,4 +1,4 @@
-"""Analyses as scripts: what all of them take on the command line is written here once."""
+"""Run analyses as scripts: their common command-line options, and where tables are written."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from matlens.io import csv_text, write_files, write_results
 from studies.study import Study, absent
 
 SECONDS = "processor_seconds"
-"""The key under which the JSON next to a table says what its analysis has taken."""
+"""Key of an analysis' CPU seconds in the JSON next to its table."""
 
-Dominant = Annotated[int, typer.Option(min=1, help="How many sub-updates count as dominant.")]
+Dominant = Annotated[int, typer.Option(min=1, help="Number of sub-updates that count as dominant.")]
 Patched = Annotated[
     int, typer.Option("--patched", min=2, help="Validation sentences that the patched model is run on.")
 ]
 Memory = Annotated[
-    float, typer.Option(min=0, help="Maximum GiB for exact clusters; above it, near neighbours.")
+    float, typer.Option(min=0, help="Maximum GiB for exact clusters; beyond it, nearest neighbors.")
 ]
 LinkageOption = Annotated[
     options.LinkageChoice,
-    typer.Option("--linkage", help="Of exact clusters; complete is what the authors of paper B have."),
+    typer.Option("--linkage", help="Linkage of exact clusters; paper B has complete."),
 ]
 _Seed = Annotated[
     int, typer.Option(min=0, max=2**32 - 1, help="Random seed of the split and of the positions.")
@@ -50,8 +50,7 @@ class Report:
     out
         The output folder.
     suffix
-        What is appended to the names of all tables and figures, so that one folder can hold those of several
-        models.
+        Appended to the names of all tables and figures, so that one folder can have those of several models.
     """
 
     out: Path
@@ -62,8 +61,7 @@ class Report:
     ) -> None:
         """Write a table with its provenance and figure as ``name``; print their paths.
 
-        The origin gets the CPU seconds of the analysis so far, unless it has them: of this run, if it resumes
-        another.
+        Adds the CPU seconds of this run so far to the origin, unless it has them.
         """
         taken = {SECONDS: round(sum(os.times()[:4]), 1)}  # this process's and its children's
         write_results(self.out, name + self.suffix, table, {**taken, **origin})
@@ -72,16 +70,16 @@ class Report:
             self.write_figure(name, figure)
 
     def path(self, name: str) -> Path:
-        """Where a table is."""
+        """Path of a table."""
         return self.out / f"{name}{self.suffix}.csv"
 
     def write_figure(self, name: str, figure: Figure) -> None:
-        """Write a figure alone; print where it is."""
+        """Write a figure; print its path."""
         for path in plots.save(figure, self.out / (name + self.suffix)):
             printing.print_line(path)
 
     def write_table(self, name: str, table: pd.DataFrame) -> None:
-        """Write a table alone; print where it is."""
+        """Write a table without provenance; print its path."""
         write_files({self.path(name): csv_text(table)})
         printing.print_line(self.path(name))
 
@@ -103,23 +101,23 @@ def run_study(
     val: int = 3000,
     sentences: int | None = None,
 ) -> None:
-    """Run an analysis of one study, or of several, as a script.
+    """Run an analysis of one or several studies as a script.
 
-    ``work`` is called with the `Study`, the `Report` that its tables are written by, and its further options
-    by name; those that a study is made from are added to its command line. An analysis of several models or
-    corpora is called with ``studies``, one for each.
+    ``work`` is called with the `Study`, the `Report` to write its tables with, and its own options; the
+    options of a study are added to the command line. An analysis of several models or corpora takes
+    ``studies`` instead, one for each.
 
     Parameters
     ----------
     work
         ``work(study, report, ...)`` or ``work(studies, report, ...)``; its docstring is the script's help.
     model, corpus
-        Defaults; several where the option can be given several times, None where there is none. Of several
-        corpora one may be smaller: it is split in the same proportion.
+        Defaults; a list if the option is repeatable, None for no such option. If one of several corpora is
+        smaller, it is split in the same proportion.
     train, val
-        Sentences that maps are fitted and evaluated on; None where the analysis takes the whole corpus.
+        Sentences to fit and to evaluate maps on; None if the analysis takes the whole corpus.
     sentences
-        Instead, for analyses that fit no maps: how many sentences are run.
+        Instead, for analyses without maps: the number of sentences to run.
     """
     shared: dict[str, tuple[Any, Any]] = {}  # annotation and default
     if model is not None:
@@ -127,15 +125,15 @@ def run_study(
     if corpus is not None:
         shared["corpus"] = _named(corpus, "--corpus", "A sample, a file or a dataset, as in 'matlens run'")
     if sentences is not None:
-        shared["sentences"] = _size("How many sentences to run", 2, sentences)
+        shared["sentences"] = _size("Number of sentences to run", 2, sentences)
     elif train is not None and corpus is not None:
-        shared["train"] = _size("Sentences that maps are fitted on", 1, train)
-        shared["val"] = _size("Other sentences that the maps are evaluated on", 2, val)
+        shared["train"] = _size("Training sentences of the maps", 1, train)
+        shared["val"] = _size("Validation sentences of the maps", 2, val)
     shared["seed"] = _Seed, 0
     if model is not None:
-        shared["device"] = _option(str | None, "cpu, cuda or mps; by default the best there is."), None
+        shared["device"] = _option(str | None, "cpu, cuda or mps; by default the best available."), None
         shared["suffix"] = _option(str, "Appended to the names of tables and figures, such as _bert."), ""
-    out = typer.Option(parser=options.path_of, metavar="PATH", help="Folder for everything that is written.")
+    out = typer.Option(parser=options.path_of, metavar="PATH", help="Output folder.")
     shared["out"] = Annotated[Path, out], Path("out")
     several = "studies" in inspect.signature(work).parameters
 
@@ -172,12 +170,12 @@ def _option(kind: Any, described: str) -> Any:
 def _named(default: str | Sequence[str], name: str, described: str) -> tuple[Any, Any]:
     if isinstance(default, str):
         return Annotated[str, typer.Option(name, help=f"{described}.")], default
-    return Annotated[list[str], typer.Option(name, help=f"{described}; give it once for each.")], [*default]
+    return Annotated[list[str], typer.Option(name, help=f"{described} (repeatable).")], [*default]
 
 
 def _size(described: str, fewest: int, default: int) -> tuple[Any, Any]:
-    """An option that tells what the user gave from a default, which gives way to a small corpus."""
-    text = f"{described}; by default {default}, or fewer of a small corpus."
+    """An option whose default, unlike a given size, shrinks with a small corpus."""
+    text = f"{described}; by default {default}, or fewer if the corpus is small."
     return Annotated[int | None, typer.Option(min=fewest, help=text)], None
 
 

@@ -23,8 +23,8 @@ from matlens.study import cluster_values, slug
 
 
 def absent() -> Any:
-    """Raise InputError: what is asked for is not among the options of the analysis."""
-    raise InputError("This analysis has no such model or corpus.")
+    """Raise InputError: the analysis has no such option."""
+    raise InputError("This analysis takes no such model or corpus.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +43,13 @@ class Study(matlens.study.Study):
         return self.load_corpus()
 
     def check_job(self) -> None:
-        """Read the corpus, before the model is loaded, after which the folder is named."""
+        """Read the corpus before the model is loaded; the folder is named after the model."""
         if self.load_parts is not absent:
             _ = self.parts
 
     @property
     def name(self) -> str:
-        """The model and the corpus, as folders are named after them."""
+        """Name of the study's folders, from the model and the corpus."""
         return f"{slug(self.model.cfg.model_name)}--{slug(self.corpus.name)}"
 
     @property
@@ -59,12 +59,12 @@ class Study(matlens.study.Study):
 
     @property
     def origin_of_weights(self) -> dict[str, Any]:
-        """The model and the seed, for results that use no map."""
+        """The model and the seed, for results without maps."""
         return {"model": ModelIdentity.from_model(self.model).to_json(), "seed": self.seed}
 
     @cached_property
     def maps_without_sinks(self) -> MapSet:
-        """``mat`` for the pairs of layers, fitted on all samples but attention sinks."""
+        """``mat`` for the pairs of layers, fitted without attention sinks."""
         samples = self.stream[0]
         rows, pairs = ~sink_rows(samples), resolve_pairs(self.pairs, samples.provenance)
 
@@ -78,8 +78,7 @@ class Study(matlens.study.Study):
     def submodule_samples(self) -> Activations:
         """Inputs and outputs of all sub-modules at the sampled positions of the training sentences.
 
-        Asked for before anything else, they are collected in one pass with the residual stream and the heads'
-        outputs.
+        If accessed first, they are collected in one pass with the residual stream and the heads' outputs.
         """
         layout = ModelLayout.from_model(self.model)
         ends = _sites_of(submodule_pairs(layout))
@@ -123,13 +122,13 @@ class Study(matlens.study.Study):
 
     @property
     def _collected(self) -> list[str]:
-        """Sites of the training sentences that are collected."""
+        """Sites already collected for the training sentences."""
         with suppress(InputError, OSError):
             return list(Activations.load(self.folder / "train"))
         return []
 
     def _training(self, sites: list[str], otherwise: str) -> Activations:
-        """Sites of the training sentences: in ``train/`` if it has them, else in another folder."""
+        """Vectors of the training sentences: from ``train/`` if it has the sites, else another folder."""
         folder = self.folder / "train"
         existing = self._collected
         if set(sites) <= set(existing):
@@ -140,7 +139,7 @@ class Study(matlens.study.Study):
 
     @property
     def validation_examples(self) -> Examples:
-        """The validation sentences as the model reads them, with a sampled position in each."""
+        """The tokenized validation sentences, with a sampled position in each."""
         return self.examples[1]
 
     @cached_property
@@ -170,18 +169,18 @@ class Study(matlens.study.Study):
 def head_pairs(layout: ModelLayout) -> list[tuple[str, str]]:
     """Input of attention and outputs of its heads in every block."""
     if "attn_in" not in layout.kinds:
-        raise InputError(f"The attention of these blocks ({layout.wiring.name}) is not known.")
+        raise InputError(f"model must have blocks whose attention input is known, got {layout.wiring.name}.")
     pairs = []
     for layer in range(layout.n_layers):
         target = layout.resolve(f"z.{layer}")
         if len(layout.hooks[layout.hook(target)].shape) != 2:
-            raise InputError(f"{target} must have a vector for each head, [heads, width].")
+            raise InputError(f"{target} must be a site with shape [heads, width].")
         pairs.append((f"attn_in.{layer}", str(target)))
     return pairs
 
 
 def head_outputs(layout: ModelLayout) -> list[str]:
-    """The outputs of heads in every block; none where they are unknown."""
+    """Outputs of the heads in every block; empty if unknown."""
     try:
         return [target for _, target in head_pairs(layout)]
     except InputError:

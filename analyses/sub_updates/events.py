@@ -25,10 +25,10 @@ QUANTILES = (5, 50, 95)  # per cent
 
 
 def updates_by_effect(trace: Trace) -> dict[str, Events]:
-    """Sort updates by their effect on the top candidate, events included (Figure 3).
+    """Group updates by their effect on the top candidate, and events (Figure 3).
 
-    ``update`` is every update, ``stays`` those that leave the candidate on top, ``falls`` those that do not;
-    ``saturation`` and ``elimination`` are those of `find_events`.
+    ``update`` is every update, ``stays`` those after which the candidate is still on top, ``falls`` the
+    others; ``saturation`` and ``elimination`` are those of `find_events`.
     """
     falls = trace.rank > 1
     updates = {}
@@ -47,9 +47,9 @@ def update_scores(
 ) -> pd.DataFrame:
     """Scores of the reference token by layer and by effect of the update (Figure 3).
 
-    A table as that of `event_scores`, with the kinds of `updates_by_effect` in the column ``event``, and
-    without rows where a layer has no update of a kind. Next to ``max``, ``mean`` and ``min`` there are their
-    quantiles over the updates, such as ``max_p95``, for the kind ``update``.
+    Like `event_scores`, with the groups of `updates_by_effect` in the column ``event``; layers without an
+    update in a group have no row. The group ``update`` also has quantiles of ``max``, ``mean`` and ``min``
+    over the updates, such as ``max_p95``.
     """
     table = list[dict[str, Any]]()
     kinds = {kind: updates.of_examples(rows) for kind, updates in updates_by_effect(trace).items()}
@@ -75,7 +75,7 @@ def update_scores(
 def saturation_frequency(trace: Trace) -> pd.DataFrame:
     """Share of the examples whose prediction is made at each layer (Tables 9 and 10).
 
-    The methods say by what: ``ffn``, ``attention``, or ``either``, which sums to 1 over the layers.
+    The method is the sub-module: ``ffn``, ``attention``, or ``either``, which sums to 1 over the layers.
     """
     made_at, by_ffn = find_saturation(trace)
     rows = []
@@ -106,15 +106,15 @@ class EventTables(NamedTuple):
 def event_tables(trace: Trace, model: TransformerBridge) -> EventTables:
     """`event_scores` and `update_scores` by every reading, and `saturation_frequency`.
 
-    The first two have two more columns: ``read``, which is ``score``, the trace's own, ``lift`` or ``odds``
-    (`relative_scores` to the mean and to the rival); and ``examples``, which is ``all examples``, and in a
-    trace with attention sinks also ``sinks left out``.
+    The first two have two more columns: ``read``, which is ``score`` (the trace's own), ``lift`` or ``odds``
+    (`relative_scores` to the mean and to the rival); and ``examples``, which is ``all examples`` or, if there
+    are attention sinks, ``sinks excluded``.
     """
     lift, odds = relative_scores(trace, model, "mean"), relative_scores(trace, model, "rival")
     readings = {"score": trace.score, "lift": lift, "odds": odds}
     counted: dict[str, Tensor | None] = {"all examples": None}
     if trace.sinks.any():
-        counted["sinks left out"] = ~trace.sinks
+        counted["sinks excluded"] = ~trace.sinks
     events, scores = (
         pd.concat(
             make(trace, scores=reading, rows=rows).assign(examples=examples, read=name)

@@ -1,14 +1,13 @@
 """Extreme sub-updates, with the largest scores, and their clusters (section 5.2).
 
-A few clusters of value vectors make most of the extreme scores. The paper finds two kinds: vectors of the
-upper layers that promote unlikely tokens, and vectors of all layers that promote common ones. So each
-cluster is listed with how common the tokens are that it promotes. Where coefficients have both signs, as in
-gated FFNs, a cluster promotes one set of tokens with positive and another with negative coefficients, and the
-two are kept apart.
+A few clusters of value vectors cause most of the extreme scores. The paper finds two kinds: vectors of the
+upper layers that promote unlikely tokens, and vectors of all layers that promote common ones. So each cluster
+is listed with the frequency of the tokens that it promotes. In gated FFNs coefficients have both signs, and a
+cluster promotes different tokens with each, so the signs are separate rows.
 
-The paper says of these groups that they are mostly active where little has been read or where the prediction
-is easy, and that those which promote unlikely tokens do not change the top candidate. To see whether that is
-so, updates that have an extreme sub-update are compared with updates of the same layers that have none.
+According to the paper these groups are mostly active early in the text or where the prediction is easy, and
+those that promote unlikely tokens do not change the top candidate. To test this, updates with an extreme
+sub-update are compared with updates of the same layers without one.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ ACTIVITY_COLUMNS = (
     "cluster", "sign", "kind", "size", "cosine", "extremes", "share", "raised", "at_sinks", "examples",
     "layer", "first_layer", "last_layer", "common", "unseen", "members", "tokens",
 )  # fmt: skip
-_FIRST_PLACES = (1, 2, 3, 4, 6, 11, 21, 41)  # where a range of places in the sentence begins
+_FIRST_POSITIONS = (1, 2, 3, 4, 6, 11, 21, 41)  # where a range of places in the sentence begins
 
 
 class SubUpdates(NamedTuple):
@@ -64,7 +63,7 @@ class SubUpdates(NamedTuple):
 
 
 def default_threshold(scores: TraceScores) -> float:
-    """The threshold that the size of a score passes in one of a hundred dominant sub-updates."""
+    """The threshold that one in a hundred dominant sub-updates exceeds in absolute score."""
     return float(np.quantile(scores["dominant", "before"].abs().numpy(), 1 - SHARE))
 
 
@@ -86,7 +85,7 @@ def extreme_sub_updates(
     return _at((sizes > threshold).nonzero(), trace, values, scores)
 
 
-def draw_sub_updates(
+def sample_sub_updates(
     trace: Trace,
     values: ValueVectors,
     n: int,
@@ -97,8 +96,8 @@ def draw_sub_updates(
     """Sample ``n`` dominant sub-updates, or all if there are fewer, for comparison."""
     scores = scores or trace.score
     shape = scores["dominant", "before"].shape
-    drawn = np.random.default_rng(seed).permutation(int(np.prod(shape)))[:n]
-    places = np.stack(np.unravel_index(np.sort(drawn), shape), axis=1)
+    sampled = np.random.default_rng(seed).permutation(int(np.prod(shape)))[:n]
+    places = np.stack(np.unravel_index(np.sort(sampled), shape), axis=1)
     return _at(torch.from_numpy(places), trace, values, scores)
 
 
@@ -139,12 +138,11 @@ def cluster_activity(
 
     The clusters with most sub-updates come first.
 
-    Columns are `ACTIVITY_COLUMNS`: the cluster and the sign; the kind, see `frequency_kinds`; how many value
-    vectors the cluster has, and the mean cosine between two of them; how many of the sub-updates are of it,
-    and what share of all that is; the share of these that raise the candidate, and that are at attention
-    sinks; the share of the trace's examples in which there is one; their mean, first and last layer; the
-    shares of the 30 tokens promoted with such coefficients that are common and that do not occur; the names
-    of the value vectors; and the first ten of the tokens, as people see them.
+    Columns are `ACTIVITY_COLUMNS`: the cluster and the sign; the kind, see `frequency_kinds`; the number of
+    value vectors in the cluster, and the mean cosine between two of them; the number of its sub-updates and
+    their share of all; the share of these that raise the candidate, and that are at attention sinks; the
+    share of the trace's examples with one; their mean, first and last layer; the shares of the 30 promoted
+    tokens that are common and that do not occur; the names of the value vectors; and the first ten tokens.
     """
     projection.check_same(values.identity)
     labelled = sub_updates_by_cluster(sub_updates, clusters).assign(
@@ -178,10 +176,9 @@ def _member_names(values: ValueVectors, clusters: Clusters, cluster: int) -> str
 def concentration(activity: pd.DataFrame, clusters: Clusters) -> pd.DataFrame:
     """How few clusters account for the extreme sub-updates (section 5.2).
 
-    One row for each reading and each ``of``, a half, four in five and all of the extreme sub-updates: how
-    many ``clusters``, the largest first, it takes for them, and what share of the value ``vectors`` these
-    hold.
-    ``activity`` is the table of that name of `extreme_tables`, and ``clusters`` those it was made with.
+    One row for each reading and each ``of`` (0.5, 0.8 and 1 of the extreme sub-updates): the number of
+    ``clusters``, largest first, that have this share, and their share of the value ``vectors``. ``activity``
+    is that table of `extreme_tables`, and ``clusters`` those it was made with.
     """
     rows = []
     for read, table in activity[activity["sub_updates"] == "extreme"].groupby("read", sort=False):
@@ -211,10 +208,10 @@ def extreme_tables(
     confidence: Float[Tensor, " n"],
     *,
     threshold: float | None = None,
-    n_drawn: int = 2000,
+    n_sampled: int = 2000,
     seed: int = 0,
 ) -> ExtremeTables:
-    """`cluster_activity`, `group_table` and `place_table` by both readings of the scores.
+    """`cluster_activity`, `group_table` and `position_table` by both readings of the scores.
 
     All have one more column, ``read``, which is ``score``, the trace's own, or ``lift``, relative to the mean
     over the vocabulary; that of the clusters has another, ``sub_updates``: ``extreme`` or ``sampled``.
@@ -225,13 +222,13 @@ def extreme_tables(
     for read, scores in (("score", trace.score), ("lift", relative_scores(trace, model, "mean"))):
         thresholds[read] = default_threshold(scores) if threshold is None else threshold
         extreme = extreme_sub_updates(trace, values, scores=scores, threshold=thresholds[read])
-        drawn = draw_sub_updates(trace, values, n_drawn, scores=scores, seed=seed)
+        sampled = sample_sub_updates(trace, values, n_sampled, scores=scores, seed=seed)
         activity = pd.concat(
             cluster_activity(chosen, clusters, trace, values, projection, frequency).assign(sub_updates=name)
-            for name, chosen in (("extreme", extreme), ("sampled", drawn))
+            for name, chosen in (("extreme", extreme), ("sampled", sampled))
         )
-        groups = group_table(extreme, drawn, activity, clusters, values, trace, confidence)
-        places = place_table(extreme, activity, clusters, trace)
+        groups = group_table(extreme, sampled, activity, clusters, values, trace, confidence)
+        places = position_table(extreme, activity, clusters, trace)
         for name, table in (("activity", activity), ("groups", groups), ("places", places)):
             tables[name].append(table.assign(read=read))
     together = {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items()}
@@ -240,7 +237,7 @@ def extreme_tables(
 
 def group_table(
     extreme: SubUpdates,
-    drawn: SubUpdates,
+    sampled: SubUpdates,
     kind_of: pd.DataFrame,
     clusters: Clusters,
     values: ValueVectors,
@@ -251,23 +248,24 @@ def group_table(
 
     The methods are the kinds, and ``all``; ``layer`` is the mean layer of the extreme sub-updates. Metrics:
 
-    - ``share`` of the extreme sub-updates that are of the kind, and ``share_drawn``, the same for drawn ones;
-    - ``clusters`` that they are of, the share of the model's value ``vectors`` that these clusters hold, the
-      share that is ``active``, of which there are extreme sub-updates, and ``cosine``, the median over the
-      clusters of the mean cosine between two of their vectors;
-    - ``raised`` and ``at_sinks``, shares of the extreme sub-updates that raise the candidate and that are
-      at attention sinks;
-    - ``place`` of the token in its sentence, from 1, ``confidence``, the probability of the prediction, and
-      ``stays``, whether the top candidate stays on top: means over the updates that have such a sub-update,
-      sinks left out; ``place_else`` and so on, over the other updates of the same layers, equally weighted.
+    - ``share`` of the extreme sub-updates that are of the kind; ``share_sampled``, of the sampled ones;
+    - ``clusters``, their number; ``vectors``, their share of the model's value vectors; ``active``, the share
+      of value vectors with an extreme sub-update; ``cosine``, the median over the clusters of the mean cosine
+      between two of their vectors;
+    - ``raised`` and ``at_sinks``, shares of the extreme sub-updates that raise the candidate and that are at
+      attention sinks;
+    - ``position`` of the token in its sentence, from 1, ``confidence``, the probability of the
+      prediction, and ``stays``, whether the top candidate stays on top: means over updates with such a
+      sub-update, sinks excluded; ``position_else`` etc.: over the other updates, with the same weight for
+      each layer.
 
     Sub-updates of one example are not independent of each other, so there are no intervals.
     """
-    of_extreme, of_drawn = (_with_kinds(chosen, clusters, kind_of) for chosen in (extreme, drawn))
+    of_extreme, of_sampled = (_with_kinds(chosen, clusters, kind_of) for chosen in (extreme, sampled))
     of_extreme = of_extreme.assign(sink=trace.sinks[extreme.example].numpy(), row=extreme.row.numpy())
     shape = trace.rank.shape
     quantities = {
-        "place": np.broadcast_to(trace.examples.positions[:, None] + 1.0, shape),
+        "position": np.broadcast_to(trace.examples.positions[:, None] + 1.0, shape),
         "confidence": np.broadcast_to(confidence.double().numpy()[:, None], shape),
         "stays": (trace.rank == 1).double().numpy(),
     }
@@ -280,10 +278,10 @@ def group_table(
         numbers = of_kind["cluster"].unique()
         cosines = clusters.cosines(clusters.directions(values, numbers.tolist()), numbers.tolist())
         cosines = cosines[np.isfinite(cosines)]
-        share_drawn = 1.0 if kind == "all" else float((of_drawn["kind"] == kind).mean())
+        share_sampled = 1.0 if kind == "all" else float((of_sampled["kind"] == kind).mean())
         metric_values: dict[str, tuple[float, int]] = {
             "share": (len(of_kind) / len(of_extreme), len(of_extreme)),
-            "share_drawn": (share_drawn, len(of_drawn)),
+            "share_sampled": (share_sampled, len(of_sampled)),
             "clusters": (len(numbers), len(numbers)),
             "vectors": (clusters.sizes[numbers].sum() / len(values), len(numbers)),
             "active": (of_kind["row"].nunique() / len(values), len(of_kind)),
@@ -302,22 +300,24 @@ def group_table(
     return result_table(rows)
 
 
-def place_table(extreme: SubUpdates, kind_of: pd.DataFrame, clusters: Clusters, trace: Trace) -> pd.DataFrame:
+def position_table(
+    extreme: SubUpdates, kind_of: pd.DataFrame, clusters: Clusters, trace: Trace
+) -> pd.DataFrame:
     """Number of extreme sub-updates per example by token position (section 5.2).
 
-    The columns are ``kind, first_place, last_place, per_example, examples``, places from 1; of decoders that
-    is how many tokens the model has read. Sinks count as what they are, which is first tokens mostly.
+    The columns are ``kind, first_position, last_position, per_example, examples``, from 1, which is
+    how many tokens a decoder has read. Sinks are included; most are first tokens.
     """
-    labelled, place = _with_kinds(extreme, clusters, kind_of), trace.examples.positions + 1
-    last_places = (*(start - 1 for start in _FIRST_PLACES[1:]), int(place.max()))
+    labelled, position = _with_kinds(extreme, clusters, kind_of), trace.examples.positions + 1
+    last_positions = (*(start - 1 for start in _FIRST_POSITIONS[1:]), int(position.max()))
     rows = []
-    for first, last in zip(_FIRST_PLACES, last_places, strict=True):
-        in_range = (place >= first) & (place <= last)
+    for first, last in zip(_FIRST_POSITIONS, last_positions, strict=True):
+        in_range = (position >= first) & (position <= last)
         n_examples = int(in_range.sum())
         for kind in FREQUENCY_KINDS if n_examples else ():
             n = int(in_range[labelled.loc[labelled["kind"] == kind, "example"]].sum())
             rows.append((kind, first, last, n / n_examples, n_examples))
-    return pd.DataFrame(rows, columns=["kind", "first_place", "last_place", "per_example", "examples"])
+    return pd.DataFrame(rows, columns=["kind", "first_position", "last_position", "per_example", "examples"])
 
 
 def _with_kinds(sub_updates: SubUpdates, clusters: Clusters, kind_of: pd.DataFrame) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""Frequency of tokens in a text, and the kind of tokens that a vector promotes."""
+"""Frequency of tokens in a corpus, and the kind of tokens that a vector promotes."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from matlens.errors import Tokenizer, check_int, short
 
 FREQUENCY_KINDS = ("unlikely", "common", "other")
 _LARGEST = 2**24  # tokens of a vocabulary
-_SHARE_OF_TEXT = 0.5  # of the running text is made of common tokens
+_SHARE_OF_TEXT = 0.5  # share of the corpus that common tokens make up
 _SHARE_COMMON, _SHARE_UNSEEN = 0.5, 0.9  # min share of a vector's top tokens for that kind
 
 
 class TokenFrequency:
-    """How common each token is in a running text.
+    """Token frequencies in a corpus.
 
     Attributes
     ----------
     counts
-        ``[d_vocab]``, how often each token occurs.
+        ``[d_vocab]``, occurrences of each token.
     common
-        ``[d_vocab]``, which tokens are common: the fewest that make half of the text, of equally frequent
-        ones those with the smaller numbers.
+        ``[d_vocab]``, whether it is one of the most frequent tokens that make up half of the corpus; ties go
+        to the smaller token id.
     """
 
     def __init__(self, tokens: Int[np.ndarray, " n"], d_vocab: int) -> None:
@@ -33,11 +33,8 @@ class TokenFrequency:
         if not len(tokens):
             raise InputError("tokens must have at least one token.")
         if tokens.min() < 0 or tokens.max() >= d_vocab:
-            number = tokens.min() if tokens.min() < 0 else tokens.max()
-            raise InputError(
-                f"A token has the number {number}. Expected numbers from 0 to {d_vocab - 1}, as many as the "
-                "vocabulary has tokens."
-            )
+            token = tokens.min() if tokens.min() < 0 else tokens.max()
+            raise InputError(f"tokens must be between 0 and {d_vocab - 1}, got {token}.")
         self.counts = np.bincount(tokens.astype(np.int64), minlength=d_vocab)
         order = np.argsort(-self.counts, kind="stable")
         running = np.cumsum(self.counts[order])
@@ -60,7 +57,7 @@ class TokenFrequency:
 def frequency_kinds(common: Float[np.ndarray, " n"], unseen: Float[np.ndarray, " n"]) -> list[str]:
     """Kind of each list of tokens, by the shares that `TokenFrequency.shares` gives.
 
-    It is ``common`` where half of the tokens are, ``unlikely`` where nine in ten do not occur, or ``other``.
+    ``common`` if at least half of the tokens are, ``unlikely`` if nine in ten do not occur, else ``other``.
     """
     return [
         "common" if share >= _SHARE_COMMON else "unlikely" if unseen_share >= _SHARE_UNSEEN else "other"

@@ -1,4 +1,4 @@
-"""How far clusters of value vectors depend on the way they are made (section 5.2)."""
+"""How far clusters of value vectors depend on the clustering method (section 5.2)."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def compare_linkages(
 ) -> pd.DataFrame:
     """Compare ``average``, ``complete`` and ``neighbours`` clusters pairwise on a sample.
 
-    The ``n_vectors`` are drawn at random, and made into as many clusters in proportion; their distances take
-    ``8 n (n - 1)`` bytes. Columns are ``method, other, rand``, the adjusted Rand index of their clusters;
-    ``cosine`` and ``other_cosine``, the mean cosine of a vector with the mean of its cluster; ``vectors`` and
-    ``clusters``, how many there are.
+    The ``n_vectors`` are sampled at random and grouped into proportionally many clusters; their distances
+    take ``8 n (n - 1)`` bytes. Columns are ``method, other, rand``, the adjusted Rand index of their
+    clusters; ``cosine`` and ``other_cosine``, the mean cosine of a vector with the mean of its cluster;
+    ``vectors`` and ``clusters``, their numbers.
     """
     vectors = torch.cat([values.layer(layer).cpu() for layer in range(values.n_layers)]).double()
     unit = (vectors / vectors.norm(dim=1, keepdim=True)).numpy()
-    drawn = np.random.default_rng(seed).permutation(len(unit))[:n_vectors]
-    unit = unit[np.sort(drawn)]
+    sampled = np.random.default_rng(seed).permutation(len(unit))[:n_vectors]
+    unit = unit[np.sort(sampled)]
     n = min(len(unit), max(1, round(n_clusters * len(unit) / len(values))))
     labels = {
         "average": agglomerate(unit, n, "exact", "average"),

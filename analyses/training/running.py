@@ -24,7 +24,7 @@ from matlens.parallel import Bar
 STATE = "training.safetensors"
 _RECORD = "record"
 _WARM = 0.1  # share of the updates in the warm-up
-_POOL = 32  # batches whose sequences are sorted by length together, so that little is padded
+_POOL = 32  # batches whose sequences are sorted by length together, for little padding
 _BETAS, _DECAY, _CLIP = (0.9, 0.98), 0.01, 1.0
 
 
@@ -35,12 +35,12 @@ class TrainingRun:
     Attributes
     ----------
     updates
-        How many updates have been made.
+        Number of updates so far.
     seconds
-        CPU seconds that they took, all runs together, without loading and without held-out text.
+        CPU seconds of the updates, over all runs, without loading and held-out evaluation.
     curve
-        ``(update, training loss, held-out loss)`` now and then, in nats a token; the first is the mean since
-        the entry before.
+        ``(update, training loss, held-out loss)`` at intervals, in nats per token; the training loss is the
+        mean since the previous entry.
     """
 
     updates: int = 0
@@ -68,9 +68,9 @@ def train(
 ) -> TrainingRun:
     """Train a decoder on sequences of tokens, in place, and leave it in evaluation mode.
 
-    Checkpoints are written atomically into the folder; an interrupted run resumes
-    there and ends with the same weights. ``after_update`` is called with the number of updates made, also
-    with 0, and again with some of them when a run resumes.
+    Checkpoints are written atomically into the folder; an interrupted run resumes from the last one and ends
+    with the same weights. ``after_update`` is called with the number of updates, from 0; after a resume, some
+    numbers are repeated.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=_BETAS, weight_decay=_DECAY)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmed_cosine(step, n_updates))
@@ -82,7 +82,7 @@ def train(
     path = Path(folder) / STATE
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        run = _go_on(path, job, model, optimizer, schedule) if path.is_file() else TrainingRun()
+        run = _resume(path, job, model, optimizer, schedule) if path.is_file() else TrainingRun()
         losses: list[float] = []
         start = process_time()
         if run.updates == 0:
@@ -104,15 +104,17 @@ def train(
                 bar.update(1)
                 if run.updates % every == 0 or run.updates == n_updates:
                     run.seconds += process_time() - start
-                    watched = sequence_losses(model, held_out, batch_size=batch_size)
-                    run.curve.append((run.updates, math.fsum(losses) / len(losses), watched.mean().item()))
+                    held_out_losses = sequence_losses(model, held_out, batch_size=batch_size)
+                    run.curve.append(
+                        (run.updates, math.fsum(losses) / len(losses), held_out_losses.mean().item())
+                    )
                     if not all(map(math.isfinite, run.curve[-1])):
                         raise InputError(
-                            f"The loss is not finite after {run.updates} updates. Expected a lower rate than "
-                            f"{rate:g}."
+                            f"The loss must be finite, got {run.curve[-1]} after {run.updates} updates. Use "
+                            f"a rate below {rate:g}."
                         )
                     losses = []
-                    _keep(path, job, run, model, optimizer)
+                    _save(path, job, run, model, optimizer)
                     start = process_time()
     model.eval()
     return run
@@ -123,21 +125,21 @@ def next_token_losses(model: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
     device = next(model.parameters()).device
     length = max(map(len, sequences))
     tokens = torch.zeros(len(sequences), length, dtype=torch.int64)
-    there = torch.zeros(len(sequences), length, dtype=torch.bool)
+    real = torch.zeros(len(sequences), length, dtype=torch.bool)
     for row, sequence in enumerate(sequences):
         tokens[row, : len(sequence)] = torch.as_tensor(sequence)
-        there[row, : len(sequence)] = True
-    tokens, there = tokens.to(device), there.to(device)
-    inputs, mask, counted = tokens[:, :-1], there[:, :-1].long(), there[:, 1:]
+        real[row, : len(sequence)] = True
+    tokens, real = tokens.to(device), real.to(device)
+    inputs, mask, predicted = tokens[:, :-1], real[:, :-1].long(), real[:, 1:]
     head = model.get_output_embeddings()
-    targets = tokens[:, 1:][counted]
-    hidden = model.base_model(inputs, attention_mask=mask).last_hidden_state[counted]
+    targets = tokens[:, 1:][predicted]
+    hidden = model.base_model(inputs, attention_mask=mask).last_hidden_state[predicted]
     return cross_entropy(head(hidden), targets, reduction="none")
 
 
 @torch.inference_mode()
 def sequence_losses(model: Any, sequences: Sequence[Sequence[int]], *, batch_size: int = 32) -> Tensor:
-    """The same for many sequences, in evaluation mode and batch by batch."""
+    """`next_token_losses` of many sequences, in evaluation mode and in batches."""
     model.eval()
     batches = (sequences[start : start + batch_size] for start in range(0, len(sequences), batch_size))
     return torch.cat([next_token_losses(model, batch).cpu() for batch in batches])
@@ -161,7 +163,7 @@ def _digest(sequences: Sequence[Sequence[int]]) -> str:
     return hashlib.sha256(repr([list(map(int, tokens)) for tokens in sequences]).encode()).hexdigest()[:16]
 
 
-def _keep(path: Path, job: dict[str, Any], run: TrainingRun, model: nn.Module, optimizer: Any) -> None:
+def _save(path: Path, job: dict[str, Any], run: TrainingRun, model: nn.Module, optimizer: Any) -> None:
     """Write a checkpoint: weights, optimizer state, random state, and progress."""
     from safetensors.torch import save
 
@@ -175,8 +177,8 @@ def _keep(path: Path, job: dict[str, Any], run: TrainingRun, model: nn.Module, o
     write_files({path: save(content, {_RECORD: json.dumps(record)})})
 
 
-def _go_on(path: Path, job: dict[str, Any], model: nn.Module, optimizer: Any, schedule: Any) -> TrainingRun:
-    """Take up what a run before has left."""
+def _resume(path: Path, job: dict[str, Any], model: nn.Module, optimizer: Any, schedule: Any) -> TrainingRun:
+    """Restore the state of an interrupted run."""
     from safetensors import safe_open
 
     try:
@@ -191,7 +193,8 @@ def _go_on(path: Path, job: dict[str, Any], model: nn.Module, optimizer: Any, sc
         raise InputError(f"{path} is damaged ({type(error).__name__}). Remove it to train again.") from error
     if not same:
         raise InputError(
-            f"{path} is of another training: other text, sizes, rate or seed. Remove it, or write elsewhere."
+            f"{path} must be of the same training, got other text, sizes, rate or seed. Remove it, or use "
+            "another folder."
         )
     with torch.no_grad():
         for name, parameter in model.named_parameters():

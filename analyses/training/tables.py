@@ -1,4 +1,4 @@
-"""A training as a table: losses by update, and perplexities compared with those of n-grams."""
+"""Tables of training runs: losses by update, and perplexity compared with n-grams."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def compare_with_ngrams(
 ) -> dict[str, Estimate]:
     """Held-out perplexity of a model and of n-grams of its training text.
 
-    The interval of the model's is that of its mean loss over tokens.
+    The model's interval is that of its mean loss over tokens.
     """
     loss = metrics.mean(sequence_losses(model, held_out))
     value, low, high = (math.exp(nats) for nats in loss[:3])
@@ -45,8 +45,8 @@ def training_table(
             TRAINING, **named, method=method, metric="loss", k=update,
             estimate=Estimate.without_interval(loss, n_held_out),
         )
-        for update, trained, watched in run.curve
-        for method, loss in (("training", trained), ("held-out", watched))
+        for update, trained, held_out in run.curve
+        for method, loss in (("training", trained), ("held-out", held_out))
     ]  # fmt: skip
     rows += [
         result_row(TRAINING, **named, method=method, metric="perplexity", estimate=estimate)

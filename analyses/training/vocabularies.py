@@ -9,11 +9,11 @@ from matlens import InputError
 from matlens.data import Corpus
 from matlens.errors import Between, short
 
-END = "<|endoftext|>"  # as in GPT-2, before each text and behind it
+END = "<|endoftext|>"  # as in GPT-2, before and after each text
 
 
 def bpe_tokenizer(corpus: Corpus, *, n_tokens: Annotated[int, Between(258)], longest: int) -> Any:
-    """A tokenizer of GPT-2's kind, byte-level BPE, learnt from a corpus."""
+    """Train a byte-level BPE tokenizer, as in GPT-2, on a corpus."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -34,10 +34,10 @@ def bpe_tokenizer(corpus: Corpus, *, n_tokens: Annotated[int, Between(258)], lon
 def token_sequences(
     tokenizer: Any, corpus: Corpus, *, longest: Annotated[int, Between(3)]
 ) -> list[list[int]]:
-    """Each sentence as the end of a text, its tokens, and the end of a text again."""
+    """Token ids of each sentence, between two end-of-text tokens."""
     end = getattr(tokenizer, "eos_token_id", None)
     if end is None or not callable(tokenizer):
-        raise InputError(f"tokenizer is {short(tokenizer)}. Expected one of transformers with an eos_token.")
+        raise InputError(f"tokenizer must be of transformers, with an eos_token, got {short(tokenizer)}.")
     encoded = tokenizer(list(corpus.sentences), add_special_tokens=False, verbose=False)
     texts: Sequence[Sequence[int]] = encoded["input_ids"]
     return [[end, *tokens, end][:longest] for tokens in texts]

@@ -1,4 +1,4 @@
-"""A WikiLM and its words, written as fairseq writes them."""
+"""Write a WikiLM and its dictionary in fairseq's format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from matlens.models.families.fairseq import DICTIONARY, PREFIXES, SPECIAL, WordD
 from matlens.models.families.wikilm import WikiLMConfig, WikiLMForCausalLM
 
 __all__ = ["WikiLMConfig", "WikiLMForCausalLM", "word_dictionary", "write_wikilm"]
-_MULTIPLE = 8  # fairseq fills dictionaries up to a multiple of it
+_MULTIPLE = 8  # fairseq pads dictionaries to a multiple of this
 _FILLER = "madeupword{:04d}"
 
 
@@ -26,7 +26,7 @@ _FILLER = "madeupword{:04d}"
 def word_dictionary(corpus: Corpus, *, n_words: Annotated[int, Between(len(SPECIAL) + 1)]) -> WordDictionary:
     """The ``n_words`` most frequent words of a corpus, padded to a multiple of 8.
 
-    Of equally frequent words the first in the alphabet counts more.
+    Ties are in alphabetical order.
     """
     counts = Counter(word for words in words_of(corpus.sentences) for word in words if word not in SPECIAL)
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[: n_words - len(SPECIAL)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from conftest import make_tokenizer
-from control.baselines import SelfDebiasing, announced_tokens, word_filter
+from control.baselines import SelfDebiasing, prefixed_tokens, word_filter
 from control.graders import ATTRIBUTES
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,10 +39,10 @@ def test_every_row_has_the_probabilities_of_the_formula(
 def test_an_announcement_stands_before_the_text_and_after_what_begins_every_text() -> None:
     tokenizer = make_tokenizer()
     w3, w4, w9 = tokenizer.convert_tokens_to_ids(["w3", "w4", "w9"])
-    assert announced_tokens(tokenizer, "w3 w4:\n", [w9]) == [w3, tokenizer.unk_token_id, w9]
+    assert prefixed_tokens(tokenizer, "w3 w4:\n", [w9]) == [w3, tokenizer.unk_token_id, w9]
     tokenizer.bos_token = "[PAD]"
-    assert announced_tokens(tokenizer, "w3 w4", [1, w9]) == [1, w3, w4, w9]
-    assert announced_tokens(tokenizer, "w3 w4", [w9, 1]) == [w3, w4, w9, 1]
+    assert prefixed_tokens(tokenizer, "w3 w4", [1, w9]) == [1, w3, w4, w9]
+    assert prefixed_tokens(tokenizer, "w3 w4", [w9, 1]) == [w3, w4, w9, 1]
 
 
 # WordFilter

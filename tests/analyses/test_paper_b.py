@@ -180,7 +180,7 @@ def test_ways_of_leaving_early_are_those_of_the_options(
 ) -> None:
     options = [
         "--sentences", 40, "--dominant", 3, "--clusters", 20, "--splits", 2, "--folds", 2, "--fewest", 2,
-        "--strength", 0.01, "--ridge-only", "--beside", 30,
+        "--strength", 0.01, "--ridge-only", "--also-clusters", 30,
     ]  # fmt: skip
     workbench.run(EXITS, "gpt2", *options)
     model, examples = job("gpt2", 40)

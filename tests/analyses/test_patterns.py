@@ -92,7 +92,7 @@ def test_all_vectors_are_searched_with_their_controls(
     model = small_model(name)
     values, projection = ValueVectors(model), Projection.from_model(model)
     tables = search_concepts(model, spoken, k=6, seed=2)
-    assert list(tables) == ["values", "random", "dealt"]
+    assert list(tables) == ["values", "random", "shuffled"]
     for method, table in tables.items():
         assert len(table) == len(values)
         assert table["layer"].tolist() == np.repeat(range(N_LAYERS), values.d_mlp).tolist()
@@ -110,10 +110,10 @@ def test_all_vectors_are_searched_with_their_controls(
         pd.testing.assert_frame_equal(table[list(PATTERN_COLUMNS)], expected)
     assert tables["values"]["value"].tolist() == [str(values.at(row)) for row in range(len(values))]
     # Dealt anew, each rank has the same tokens, and lists are others.
-    real, dealt = (tables[method]["top"].str.split(", ", expand=True) for method in ("values", "dealt"))
+    real, shuffled = (tables[method]["top"].str.split(", ", expand=True) for method in ("values", "shuffled"))
     for rank in range(6):
-        assert sorted(real[rank]) == sorted(dealt[rank])
-    assert not (real == dealt).all(axis=None)
+        assert sorted(real[rank]) == sorted(shuffled[rank])
+    assert not (real == shuffled).all(axis=None)
 
 
 def made(words: list[int], tokens: list[int], known: list[int], layers: list[int]) -> pd.DataFrame:

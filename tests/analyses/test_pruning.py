@@ -47,7 +47,10 @@ def test_the_table_is_what_pruning_alone_gives(
         )
         rows = table[(table["method"] == "replaceme") & (table["choice"] == "angle")]
         ours = (
-            rows[rows["corpus"].str.contains(corpus)].set_index("metric")["value"].astype(float).drop("gone")
+            rows[rows["corpus"].str.contains(corpus)]
+            .set_index("metric")["value"]
+            .astype(float)
+            .drop("recovered")
         )
         expected = alone[alone["method"] == "pruned"].set_index("metric")["value"]
         pd.testing.assert_series_equal(ours.sort_index(), expected.sort_index(), check_dtype=False)

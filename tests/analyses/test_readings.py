@@ -54,11 +54,11 @@ def test_every_reading_tests_every_example_once() -> None:
             chances += len(part) * evaluated.chance
             variances += (len(part) * evaluated.chance_sd) ** 2
         assert row["accuracy"] == pytest.approx(hits / n)
-        assert (row["left"], row["saved"]) == pytest.approx((left / n, saved / hits))
-        assert (row["chance"], row["dealt_sd"]) == pytest.approx((chances / n, variances**0.5 / n))
+        assert (row["exited"], row["saved"]) == pytest.approx((left / n, saved / hits))
+        assert (row["chance"], row["chance_sd"]) == pytest.approx((chances / n, variances**0.5 / n))
         assert row["above"] == pytest.approx((hits - chances) / n)
-        z = abs(row["above"]) / row["dealt_sd"] if row["dealt_sd"] else 0
+        z = abs(row["above"]) / row["chance_sd"] if row["chance_sd"] else 0
         assert row["p"] == pytest.approx(math.erfc(z / 2**0.5))
     published = table[(table["others"] == "later") & (table["overlap"] == "sets")].iloc[0]
-    assert published["left"] > 0.3
+    assert published["exited"] > 0.3
     assert published["p"] < 1e-3

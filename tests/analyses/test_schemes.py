@@ -91,7 +91,7 @@ def test_two_bad_jumps_can_score_more_than_two_good_ones() -> None:
     assert r2_schemes(r2)[3] == (Scheme((0, 3), "blocks"), 1.0)
     for missing in (float("nan"), float("inf")):
         r2[1, 3] = missing
-        with pytest.raises(InputError, match="lacks pairs of layers"):
+        with pytest.raises(InputError):
             r2_schemes(r2)
 
 

@@ -23,7 +23,7 @@ def test_a_filled_sheet_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "new" / "sheet.csv"
     assert path.read_bytes().startswith(b'\xef\xbb\xbf"item","text","mark"\r\n"1","a, b",""\r\n')
     path.write_bytes(path.read_bytes().replace(b'""\r', b'"x"\r', 1))
-    with pytest.raises(InputError, match="filled in"):
+    with pytest.raises(InputError):
         write_sheets({tmp_path / "new" / "page.html": "other", path: sheet_text(TABLE)})
     assert read_sheet(path, COLUMNS)["mark"].tolist() == ["x", "", ""]
 

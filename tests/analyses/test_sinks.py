@@ -42,7 +42,7 @@ def cell(table: pd.DataFrame, metric: str, method: str, layer: int) -> float:
     return float(rows["value"].item())
 
 
-def test_norms_and_the_largest_coordinate(samples: Activations) -> None:
+def test_norms_and_the_largest_dimension(samples: Activations) -> None:
     table = sink_norms(samples, SINKS)
     sinks, first = SINKS.numpy(), np.arange(N) % 5 == 0
     groups = {"first tokens": first, "sinks": sinks, "others": ~first & ~sinks}
@@ -53,9 +53,9 @@ def test_norms_and_the_largest_coordinate(samples: Activations) -> None:
             assert cell(table, "median_norm", method, layer) == pytest.approx(norms[(len(norms) - 1) // 2])
         for method, mask in (("all", sinks | True), ("not sinks", ~sinks)):
             variance = np.var(h[mask], axis=0)
-            share = cell(table, "largest_coordinate", method, layer)
+            share = cell(table, "largest_dimension", method, layer)
             assert share == pytest.approx(variance.max() / variance.sum())
-    assert cell(table, "largest_coordinate", "all", 1) > 0.9 > cell(table, "largest_coordinate", "all", 0)
+    assert cell(table, "largest_dimension", "all", 1) > 0.9 > cell(table, "largest_dimension", "all", 0)
     assert table.groupby("method")["n"].first().to_dict() == {
         "all": 60, "first tokens": 12, "not sinks": 56, "others": 47, "sinks": 4
     }  # fmt: skip
@@ -79,7 +79,7 @@ def test_sinks_that_are_no_first_tokens_are_listed_with_their_text(samples: Acti
     tokenizer = make_tokenizer()
     (row,) = later_sinks(samples, SINKS, tokenizer).to_dict("records")
     words = [tokenizer.convert_ids_to_tokens(token) for token in range(7, 12)]  # places 1 to 5
-    assert (row["place"], row["token"], row["layer"]) == (5, words[-1], 1)
+    assert (row["position"], row["token"], row["layer"]) == (5, words[-1], 1)
     assert row["text"] == "".join(words)
     norms = samples[1].norm(dim=1)
     assert (row["norm"], row["median_norm"]) == pytest.approx((norms[33].item(), norms.median().item()))

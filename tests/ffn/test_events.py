@@ -277,7 +277,7 @@ def test_all_readings_and_sinks_are_in_the_tables_under_their_names(
     trace, plain = with_sinks, plain_model("llama-sinks")
     tables = event_tables(trace, small_model("llama-sinks"))
     readings = readings_by_hand(trace, plain)
-    counted = {"all examples": [True] * 60, "sinks left out": [i % 5 != 0 for i in range(60)]}
+    counted = {"all examples": [True] * 60, "sinks excluded": [i % 5 != 0 for i in range(60)]}
     updates = all_updates(trace)
     for table, kinds in ((tables.events, ("saturation", "elimination")), (tables.scores, tuple(REFERENCE))):
         combinations = table[["read", "examples"]].drop_duplicates().apply(tuple, axis=1).tolist()
@@ -294,4 +294,4 @@ def test_all_readings_and_sinks_are_in_the_tables_under_their_names(
     assert (tables.scores["read"] == "score").sum() * 3 == len(tables.scores)
     pd.testing.assert_frame_equal(tables.saturation, saturation_frequency(trace))
     counts = tables.scores[tables.scores["event"] == "update"].groupby("examples")["n"].first()
-    assert counts.to_dict() == {"all examples": 60, "sinks left out": 48}
+    assert counts.to_dict() == {"all examples": 60, "sinks excluded": 48}

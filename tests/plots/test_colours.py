@@ -17,7 +17,7 @@ TOGETHER = {
     "figure 10": (
         "mat", "mat_attn", "mat_ffn", "mat_ffn without sinks", "mat_ln1_ln2", "mat_ln1_ln2 without sinks",
     ),
-    "overlap": ("values", "random", "dealt"),
+    "overlap": ("values", "random", "shuffled"),
     "control": (
         "unchanged", "picked, 10 vectors", "words, 9 vectors", "graded, 10 vectors", "Self-Debiasing",
         "WordFilter",

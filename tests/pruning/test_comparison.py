@@ -41,7 +41,7 @@ def test_a_row_is_what_pruning_alone_gives(
     pruned = pruning.prune(model, texts[0], n, method=method, choice=choice, progress=False)
     for name, evaluated in (("a", texts[1]), ("b", texts[2])):
         rows = table[(table["n_removed"] == n) & (table["choice"] == choice) & (table["method"] == method)]
-        ours = rows[rows["corpus"] == name].set_index("metric")["value"].drop("gone")
+        ours = rows[rows["corpus"] == name].set_index("metric")["value"].drop("recovered")
         assert set(rows["blocks"]) == {" ".join(map(str, pruned.blocks))}
         alone = pruning.compare_pruned(model, pruned, evaluated, progress=False)
         expected = alone[alone["method"] == "pruned"].set_index("metric")["value"]
@@ -74,7 +74,7 @@ def test_a_healed_model_is_judged_healed(small_model: Callable[[str], Any], text
             assert of_method["perplexity"] == pytest.approx(perplexities[-1], rel=1e-6)
     assert len({round(value, 6) for value in perplexities}) == 6
     assert "chain, healed" not in set(table[table["choice"] == "angle"]["method"])
-    assert "gone" not in set(table["metric"])
+    assert "recovered" not in set(table["metric"])
 
 
 def test_each_size_is_timed_once_beside_the_whole(
@@ -113,13 +113,13 @@ def test_each_size_is_timed_once_beside_the_whole(
 def test_what_is_gone_is_told_with_an_interval(table: pd.DataFrame) -> None:
     gone = added_perplexity(table)
     assert len(gone) == 2 * len(CHOICES) * len(METHODS) * 2
-    rows = table[table["metric"] == "gone"]
-    assert np.allclose(rows["value"], gone["gone"])
+    rows = table[table["metric"] == "recovered"]
+    assert np.allclose(rows["value"], gone["recovered"])
     published = gone[(gone["method"] == "replaceme") & (gone["choice"] == "angle")]
-    assert (published[["gone", "low", "high"]] == 0).all().all()
+    assert (published[["recovered", "low", "high"]] == 0).all().all()
     others = gone[gone["method"] != "replaceme"]
-    assert (others["low"] < others["gone"]).all()
-    assert (others["gone"] < others["high"]).all()
+    assert (others["low"] < others["recovered"]).all()
+    assert (others["recovered"] < others["high"]).all()
 
 
 def test_one_window_alone_is_refused_before_the_work(

@@ -1,4 +1,4 @@
-"""What is gone of what the published method adds, and how sure that is."""
+"""The recovered fraction of the perplexity that the published method adds, and its interval."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
-from pruning import added_perplexity, gone_estimate
+from pruning import added_perplexity, recovered_estimate
 
 from matlens import InputError
 from matlens.ffn import TextLosses
@@ -19,7 +19,7 @@ def losses(means: np.ndarray) -> TextLosses:
     return TextLosses(means * LENGTH, np.full(len(means), LENGTH))
 
 
-def test_what_is_gone_is_a_share_of_what_the_published_method_adds() -> None:
+def test_the_recovered_fraction() -> None:
     rows = [
         ("original", "", 0, 10.0), ("replaceme", "angle", 3, 30.0), ("refit", "greedy", 3, 20.0),
         ("out", "angle", 3, 50.0),
@@ -27,25 +27,25 @@ def test_what_is_gone_is_a_share_of_what_the_published_method_adds() -> None:
     table = pd.DataFrame(rows, columns=["method", "choice", "n_removed", "value"]).assign(
         corpus="a", metric="perplexity", blocks="", low=math.nan, high=math.nan
     )
-    gone = added_perplexity(table).set_index("method")
-    assert gone["gone"].to_dict() == pytest.approx({"replaceme": 0, "refit": 0.5, "out": -1})
-    assert gone["low"].isna().all()
-    limits = {"metric": "gone", "value": 0.5, "low": 0.4, "high": 0.7}
+    recovered = added_perplexity(table).set_index("method")
+    assert recovered["recovered"].to_dict() == pytest.approx({"replaceme": 0, "refit": 0.5, "out": -1})
+    assert recovered["low"].isna().all()
+    limits = {"metric": "recovered", "value": 0.5, "low": 0.4, "high": 0.7}
     with_limits = pd.concat([table, table[table["method"] == "refit"].assign(**limits)])
     (refit,) = added_perplexity(with_limits).query("method == 'refit'").to_dict("records")
-    assert (refit["gone"], refit["low"], refit["high"]) == pytest.approx((0.5, 0.4, 0.7))
-    with pytest.raises(InputError, match="no replaceme"):
+    assert (refit["recovered"], refit["low"], refit["high"]) == pytest.approx((0.5, 0.4, 0.7))
+    with pytest.raises(InputError):
         added_perplexity(table[table["choice"] != "angle"])
 
 
-def test_an_interval_is_that_of_windows_drawn_anew() -> None:
+def test_an_interval_is_that_of_resampled_windows() -> None:
     """All models have read the same windows, so what these differ in themselves does not widen it."""
     generator = np.random.default_rng(3)
     n = 14
     whole = generator.normal(4, 0.6, n)
     published = whole + generator.normal(0.4, 0.02, n)
     ours = whole + generator.normal(0.2, 0.03, n)
-    estimate = gone_estimate(losses(ours), losses(whole), losses(published))
+    estimate = recovered_estimate(losses(ours), losses(whole), losses(published))
     of_all = [math.exp(each.mean()) for each in (ours, whole, published)]
     assert estimate.value == pytest.approx(1 - (of_all[0] - of_all[1]) / (of_all[2] - of_all[1]))
     drawn = []
@@ -55,11 +55,11 @@ def test_an_interval_is_that_of_windows_drawn_anew() -> None:
         drawn.append(1 - (a - b) / (c - b))
     assert (estimate.low, estimate.high) == pytest.approx(tuple(np.quantile(drawn, [0.025, 0.975])), abs=0.01)
     assert estimate.high - estimate.low < 0.15
-    assert estimate == gone_estimate(losses(ours), losses(whole), losses(published))
+    assert estimate == recovered_estimate(losses(ours), losses(whole), losses(published))
 
 
 def test_where_nothing_can_be_said_there_is_no_interval() -> None:
     one, more = losses(np.array([4.0])), losses(np.array([5.0]))
-    assert math.isnan(gone_estimate(one, one, more).low)
+    assert math.isnan(recovered_estimate(one, one, more).low)
     two, far = losses(np.array([4.0, 4.1])), losses(np.array([4.5, 2000.0]))
-    assert math.isnan(gone_estimate(far, two, far).low)
+    assert math.isnan(recovered_estimate(far, two, far).low)
