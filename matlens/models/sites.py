@@ -12,7 +12,7 @@ the wiring whose sums hold. All hook names of matlens are in this file.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -122,128 +122,90 @@ class Site:
 
 @dataclass(frozen=True)
 class Wiring:
-    """Which hook of a block carries which kind, and which sums ``(total, parts)`` hold.
+    """Which hook of a block carries which kind, and which sums hold, such as ``"mid = h + attn_out"``.
 
-    ``"h"`` is the stream before the block, ``"next"`` after it. Sums with a missing site are skipped, except
-    for ``"next"``.
+    ``h`` is the stream before the block, ``next`` after it. Sums with a missing site are skipped, except
+    for ``next``.
     """
 
     name: str
     hooks: Mapping[str, str]
-    sums: Sequence[tuple[str, tuple[str, ...]]]
+    equations: str
+
+    @property
+    def sums(self) -> list[tuple[str, list[str]]]:
+        """Each total with its parts."""
+        sides = (equation.split(" = ") for equation in self.equations.split(", ") if equation)
+        return [(total, parts.split(" + ")) for total, parts in sides]
 
 
 MID, MID_HOOK = "mid", "hook_resid_mid"  # what TransformerLens calls a hook that is also the input of a norm
 MIXTURE_HOOK = "mlp.hook_coefficients"  # of mixtures of experts, see `matlens.models.families.mixtures`
 MID_CROSS = "mid_cross"  # between self-attention and cross-attention
 STREAM_HOOKS = {"h": "hook_in", "next": "hook_out"}
-_LN = {f"{ln}_{side}": f"{ln}.hook_{side}" for ln in ("ln1", "ln2") for side in ("in", "out")}
-_LN_POST = {f"{ln}_post_{side}": f"{ln}_post.hook_{side}" for ln in ("ln1", "ln2") for side in ("in", "out")}
-_SUBMODULES = {
-    "attn_in": "attn.hook_in",
-    "attn_out": "attn.hook_out",
-    "ffn_in": "mlp.hook_in",
-    "ffn_out": "mlp.hook_out",
-    "ffn_post": "mlp.out.hook_in",
-}
+
+
+def _ends(*modules: str, **renamed: str) -> dict[str, str]:
+    """Input and output of sub-modules, whose kinds may have other names."""
+    named = dict(zip(modules, modules, strict=True)) | renamed
+    return {f"{kind}_{side}": f"{name}.hook_{side}" for kind, name in named.items() for side in ("in", "out")}
+
+
+_POST = "ln1_post", "ln2_post"
+_SUBMODULES = _ends("attn", ffn="mlp") | {"ffn_post": "mlp.out.hook_in"}
 
 PRE_NORM = Wiring(
     "pre-norm",
-    {**_LN, **_SUBMODULES, "mid": "ln2.hook_in"},
-    (
-        ("ln1_in", ("h",)),
-        ("attn_in", ("ln1_out",)),
-        ("mid", ("h", "attn_out")),
-        ("ffn_in", ("ln2_out",)),
-        ("next", ("mid", "ffn_out")),
-    ),
+    _ends("ln1", "ln2") | _SUBMODULES | {MID: "ln2.hook_in"},
+    "ln1_in = h, attn_in = ln1_out, mid = h + attn_out, ffn_in = ln2_out, next = mid + ffn_out",
 )
 # Each output is multiplied by one number before it is added; these hooks carry it multiplied.
 SCALED = Wiring(
     "scaled",
     {**PRE_NORM.hooks, "attn_out": "hook_attn_out", "ffn_out": "hook_mlp_out"},
-    PRE_NORM.sums,
+    PRE_NORM.equations,
 )
 EXTRA_NORM = Wiring(
     "extra-norm",
-    {**_LN, **_LN_POST, **_SUBMODULES, "mid": "ln2.hook_in"},
-    (
-        ("ln1_in", ("h",)),
-        ("attn_in", ("ln1_out",)),
-        ("ln1_post_in", ("attn_out",)),
-        ("mid", ("h", "ln1_post_out")),
-        ("ffn_in", ("ln2_out",)),
-        ("ln2_post_in", ("ffn_out",)),
-        ("next", ("mid", "ln2_post_out")),
-    ),
+    _ends("ln1", "ln2", *_POST) | _SUBMODULES | {MID: "ln2.hook_in"},
+    "ln1_in = h, attn_in = ln1_out, ln1_post_in = attn_out, mid = h + ln1_post_out, "
+    "ffn_in = ln2_out, ln2_post_in = ffn_out, next = mid + ln2_post_out",
+)
+OUTPUT_NORM = Wiring(
+    "output-norm",
+    _ends(*_POST) | _SUBMODULES | {MID: "mlp.hook_in"},
+    "attn_in = h, ln1_post_in = attn_out, mid = h + ln1_post_out, "
+    "ffn_in = mid, ln2_post_in = ffn_out, next = mid + ln2_post_out",
 )
 POST_NORM = Wiring(
     "post-norm",
     {
-        **_LN,
+        **_ends("ln1", "ln2"),
         "attn_in": "attn.hook_in",
         "attn_out": "attn.o.hook_out",
-        "mid": "ln1.hook_out",
+        MID: "ln1.hook_out",
         "ffn_in": "mlp.in.hook_in",
         "ffn_out": "mlp.out.hook_out",
         "ffn_post": "mlp.out.hook_in",
     },
-    (
-        ("attn_in", ("h",)),
-        ("ln1_in", ("h", "attn_out")),
-        ("ffn_in", ("ln1_out",)),
-        ("ln2_in", ("mid", "ffn_out")),
-        ("next", ("ln2_out",)),
-    ),
-)
-OUTPUT_NORM = Wiring(
-    "output-norm",
-    {**_LN_POST, **_SUBMODULES, "mid": "mlp.hook_in"},
-    (
-        ("attn_in", ("h",)),
-        ("ln1_post_in", ("attn_out",)),
-        ("mid", ("h", "ln1_post_out")),
-        ("ffn_in", ("mid",)),
-        ("ln2_post_in", ("ffn_out",)),
-        ("next", ("mid", "ln2_post_out")),
-    ),
+    "attn_in = h, ln1_in = h + attn_out, ffn_in = ln1_out, ln2_in = mid + ffn_out, next = ln2_out",
 )
 PARALLEL = Wiring(
     "parallel",
-    {**_LN, **_SUBMODULES},
-    (
-        ("ln1_in", ("h",)),
-        ("ln2_in", ("h",)),
-        ("attn_in", ("ln1_out",)),
-        ("next", ("h", "attn_out", "ffn_out")),
-    ),
+    _ends("ln1", "ln2") | _SUBMODULES,
+    "ln1_in = h, ln2_in = h, attn_in = ln1_out, next = h + attn_out + ffn_out",
 )
 # The decoder of an encoder-decoder: attention, attention to the encoder's last layer, FFN. Here ``ln2`` and
 # ``mid`` stand before the FFN as everywhere; what stands before the attention to the encoder is named by it.
 CROSS = Wiring(
     "cross-attention",
-    {
-        **{f"ln1_{side}": f"ln1.hook_{side}" for side in ("in", "out")},
-        **{f"ln2_{side}": f"ln3.hook_{side}" for side in ("in", "out")},
-        **{f"ln_cross_{side}": f"ln2.hook_{side}" for side in ("in", "out")},
-        **{f"attn_{side}": f"self_attn.hook_{side}" for side in ("in", "out")},
-        **{f"cross_{side}": f"cross_attn.hook_{side}" for side in ("in", "out")},
-        **{kind: hook for kind, hook in _SUBMODULES.items() if not kind.startswith("attn")},
-        MID_CROSS: "ln2.hook_in",
-        MID: "ln3.hook_in",
-    },
-    (
-        ("ln1_in", ("h",)),
-        ("attn_in", ("ln1_out",)),
-        (MID_CROSS, ("h", "attn_out")),
-        ("cross_in", ("ln_cross_out",)),
-        (MID, (MID_CROSS, "cross_out")),
-        ("ffn_in", ("ln2_out",)),
-        ("next", (MID, "ffn_out")),
-    ),
+    _ends("ln1", ln2="ln3", ln_cross="ln2", attn="self_attn", cross="cross_attn", ffn="mlp")
+    | {"ffn_post": "mlp.out.hook_in", MID_CROSS: "ln2.hook_in", MID: "ln3.hook_in"},
+    "ln1_in = h, attn_in = ln1_out, mid_cross = h + attn_out, cross_in = ln_cross_out, "
+    "mid = mid_cross + cross_out, ffn_in = ln2_out, next = mid + ffn_out",
 )
 WIRINGS = (PRE_NORM, SCALED, EXTRA_NORM, OUTPUT_NORM, POST_NORM, PARALLEL, CROSS)
-STREAM_ONLY = Wiring("stream-only", {}, ())
+STREAM_ONLY = Wiring("stream-only", {}, "")
 
 
 def stack_hooks(stack: str) -> dict[str, str]:
