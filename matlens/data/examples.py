@@ -16,8 +16,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from matlens.errors import InputError, PositiveInt, check_int, checked
-from matlens.models.families.encoder_decoders import inputs_of
-from matlens.models.families.vision import image_shape, is_visual
+from matlens.models.stacks import inputs_of
+from matlens.models.vision import image_shape, is_visual
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -31,7 +31,7 @@ from matlens.models.checkpoints import gguf_key, software
 from matlens.models.identity import ModelIdentity
 from matlens.models.loading import choose_device, load, model_name
 from matlens.models.places import GGUF, locate
-from matlens.models.registry import Stack
+from matlens.models.stacks import Stack
 from matlens.models.tokens import token_texts
 
 if TYPE_CHECKING:

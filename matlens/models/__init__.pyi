@@ -8,9 +8,9 @@ from .loading import wrap as wrap
 from .places import SMOLLM2 as SMOLLM2
 from .readout import Readout as Readout
 from .registry import Family as Family
-from .registry import Stack as Stack
 from .registry import register as register
 from .sites import Site as Site
+from .stacks import Stack as Stack
 from .tokens import token_policy as token_policy
 from .tokens import token_texts as token_texts
 from .tokens import visible as visible

@@ -31,6 +31,7 @@ from matlens.models.sites import (
     Wiring,
     block_hook,
 )
+from matlens.models.vision import image_shape, is_visual, places_of_image
 from matlens.numerics import in_float64
 
 if TYPE_CHECKING:
@@ -265,9 +266,10 @@ def _examine(model: TransformerBridge) -> ModelLayout:
 
 def probe_inputs(model: TransformerBridge) -> tuple[Tensor, tuple[int, int]]:
     """A few inputs to probe a model: batch size and vectors per input."""
-    probe = ask(Family.probe, model)
-    if probe is not None:
-        return probe
+    if is_visual(model):
+        images = torch.randn(3, *image_shape(model), generator=torch.Generator().manual_seed(0))
+        images = images.to(model.cfg.device, next(model.original_model.parameters()).dtype)
+        return images, (len(images), places_of_image(model))
     # A length that tells the axis of tokens from all others.
     heads = {getattr(model.cfg, name, None) for name in ("n_heads", "n_key_value_heads", "d_head")}
     length = next(length for length in (7, 5, 11, 13, 9) if length not in heads)

@@ -24,7 +24,8 @@ from matlens.models.checkpoints import (
 )
 from matlens.models.identity import check_raw
 from matlens.models.places import EXPECTED, GGUF, SMOLLM2, locate
-from matlens.models.registry import Family, Stack, ask, family_adapters, missing_repairs
+from matlens.models.registry import Family, ask, family_adapters, missing_repairs
+from matlens.models.stacks import Stack, choose_stack, stack_of
 from matlens.models.tokens import check_tokenizer, encode_text
 from matlens.models.weights import check_finite_weights
 from matlens.numerics import find_device
@@ -99,7 +100,7 @@ def load(
             folder, tokenizer=tokenizer and _keeping_itself(tokenizer), device=device, dtype=dtype, **options
         )
     if stack is not None:
-        _choose_stack(model, stack)
+        choose_stack(model, stack)
     model.cfg.model_name = model_name(name, commit)
     model.matlens_revision = commit
     if tokenizer is not None:
@@ -179,13 +180,13 @@ def wrap(
 
     _repair(bridge.eval())
     check_raw(bridge)
-    chosen = ask(Family.stack, bridge)
+    chosen = stack_of(bridge)
     with family_adapters():
         check_supported(str(bridge.cfg.model_name), bridge.original_model.config, stack or chosen)
     if chosen not in (None, stack or chosen):
         raise InputError(f"stack must be {chosen!r} for this bridge, got {stack!r}. Boot another bridge.")
     if stack is not None and chosen is None:
-        _choose_stack(bridge, stack)
+        choose_stack(bridge, stack)
     if tokenizer is not None:
         if prepend_bos is not None:
             raise InputError("Give either tokenizer or prepend_bos, not both.")
@@ -209,13 +210,6 @@ def _repair(model: TransformerBridge) -> None:
             module.register_forward_hook(hook)
         else:
             module.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def _choose_stack(model: TransformerBridge, stack: Stack) -> None:
-    if not ask(Family.choose_stack, model, stack):
-        raise InputError(
-            f"stack must be None for {model.cfg.architecture}, which is not a known encoder-decoder."
-        )
 
 
 def _set_bos(bridge: TransformerBridge, prepend_bos: bool) -> None:

@@ -47,23 +47,18 @@ def _local(name: str) -> tuple[str, str | None] | None:
     if name == SMOLLM2:
         path = smollm2_path()
         return str(path.parent), path.name
-    if not name.strip() or not name.isprintable():
-        raise InputError(f"There is no model {name!r}. {EXPECTED}")
-    try:
-        path = Path(name).expanduser()
-        exists, is_folder, is_file = path.exists(), path.is_dir(), path.is_file()
-    except (OSError, ValueError, RuntimeError) as error:
-        raise InputError(f"There is no model {name!r}: {error}. {EXPECTED}") from error
-    if is_folder:
-        if not (path / "config.json").is_file():
+    path = os.path.expanduser(name)
+    if os.path.isdir(path):
+        if not os.path.isfile(os.path.join(path, "config.json")):
             raise InputError(
                 f"The folder {path} has no config.json. Expected a Hugging Face model folder, as "
                 "save_pretrained writes it, or the path of a .gguf file."
             )
-        return str(path.resolve()), None
-    if is_file:
-        return str(path.parent.resolve()), path.name
-    if exists or path.suffix.lower() in (GGUF, CHECKPOINT):
+        return os.path.realpath(path), None
+    if os.path.isfile(path):
+        folder, file = os.path.split(path)
+        return os.path.realpath(folder), file
+    if os.path.exists(path) or Path(path).suffix.lower() in (GGUF, CHECKPOINT):
         raise InputError(f"There is no file {name}. {EXPECTED}")
     return None
 

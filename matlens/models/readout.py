@@ -16,6 +16,7 @@ from matlens.models.layout import ModelLayout, probe_inputs
 from matlens.models.registry import Family, ask
 from matlens.models.screening import Screen
 from matlens.models.sites import check_finite
+from matlens.models.stacks import ENCODER, stack_of
 from matlens.models.weights import WeightChecksum, check_finite_weights, float32_on
 from matlens.numerics import log_softmax
 
@@ -201,6 +202,11 @@ def head_modules(model: TransformerBridge) -> list[nn.Module]:
         raise InputError(
             "This model has no unembedding, so there is nothing to read out. Load it with its "
             "language-model head (a ...ForCausalLM or ...ForMaskedLM checkpoint)."
+        )
+    if stack_of(model) == ENCODER:
+        raise InputError(
+            "An encoder has no readout: what its last layer holds is read by the decoder alone. Load "
+            "the model with stack='decoder'. The encoder's layers can be collected and mapped."
         )
     norm = [model.ln_final.original_component] if hasattr(model, "ln_final") else []
     return ask(Family.head, model) or [*norm, *narrowing(model), model.unembed.original_component]

@@ -13,15 +13,14 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-Stack = Literal["encoder", "decoder"]
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -56,15 +55,6 @@ class Family:
 
     def beyond_repair(self, model: TransformerBridge) -> str | None:
         """Why a bridge computes something else than the model in it, which no hook can put right."""
-
-    def choose_stack(self, model: TransformerBridge, stack: Stack) -> bool | None:
-        """Select one of two stacks of blocks, in place; True if done."""
-
-    def stack(self, model: TransformerBridge) -> Stack | None:
-        """The selected stack of a model."""
-
-    def probe(self, model: TransformerBridge) -> tuple[Tensor, tuple[int, int]] | None:
-        """A small batch that the model reads instead of tokens; its size, and the vectors of each input."""
 
     def experts(self, model: TransformerBridge, layer: int) -> Any | None:
         """The experts of a block's FFN, as `matlens.models.families.mixtures.Mixture` describes them."""
@@ -110,7 +100,7 @@ def missing_repairs(model: TransformerBridge) -> list[Repair]:
 
 
 def ask(question: Callable[Concatenate[Family, P], T | None], *args: P.args, **kwargs: P.kwargs) -> T | None:
-    """The first family's answer, such as ``ask(Family.stack, model)``, or None."""
+    """The first family's answer, such as ``ask(Family.head, model)``, or None."""
     answers = (getattr(family, question.__name__)(*args, **kwargs) for family in families())
     return next((answer for answer in answers if answer is not None), None)
 

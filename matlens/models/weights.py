@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from matlens.errors import InputError, checked
-from matlens.models.registry import Family, ask
+from matlens.models.stacks import stack_of
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -204,7 +204,7 @@ def check_finite_weights(model: TransformerBridge) -> None:
 def _configuration(model: TransformerBridge) -> bytes:
     """Start of a fingerprint; the two stacks of an encoder-decoder differ."""
     shaping = _shaping(model.original_model.config.to_dict())
-    return f"{json.dumps(shaping, sort_keys=True, default=str)}{ask(Family.stack, model) or ''}".encode()
+    return f"{json.dumps(shaping, sort_keys=True, default=str)}{stack_of(model) or ''}".encode()
 
 
 def _shaping(config: Mapping[Any, Any]) -> dict[str, Any]:

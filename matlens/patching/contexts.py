@@ -18,9 +18,9 @@ from torch import Tensor
 from matlens.errors import InputError, check, checked
 from matlens.linear.maps import LinearMap
 from matlens.models.changes import changing
-from matlens.models.families.encoder_decoders import DECODER, stack_of
-from matlens.models.families.vision import is_visual, places_of_image
 from matlens.models.layout import ModelLayout
+from matlens.models.stacks import DECODER, stack_of
+from matlens.models.vision import is_visual, places_of_image
 from matlens.patching.replacements import (
     Replacement,
     Where,

@@ -96,22 +96,22 @@ def test_an_installed_package_adds_an_architecture(
 @pytest.mark.usefixtures("forgotten")
 def test_the_family_that_was_registered_last_answers_first(small_model: Callable[[str], Any]) -> None:
     model = small_model("gpt2")
-    assert ask(Family.stack, model) is None
+    assert ask(Family.head, model) is None
 
     @register
     class First(Family):
-        def stack(self, model: Any) -> Any:
-            return "encoder"
+        def head(self, model: Any) -> Any:
+            return ["first"]
 
         def adapters(self) -> Any:
             return {"FalconForCausalLM": First, "New": First}
 
     @register
     class Second(Family):
-        def stack(self, model: Any) -> Any:
-            return "decoder" if model.cfg.n_layers == 3 else None
+        def head(self, model: Any) -> Any:
+            return ["second"] if model.cfg.n_layers == 3 else None
 
-    assert ask(Family.stack, model) == "decoder"
+    assert ask(Family.head, model) == ["second"]
     before = dict(factory.SUPPORTED_ARCHITECTURES), dict(factory.ArchitectureAdapterFactory._adapters)
     with family_adapters():
         assert factory.SUPPORTED_ARCHITECTURES["New"] is First

@@ -4,26 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from matlens.errors import InputError
-from matlens.models.registry import Family, register
 
 _POSITIONS = "position_embeddings"  # of all models of the kind, a vector for each place
-
-
-@register
-class Vision(Family):
-    """Vision transformers."""
-
-    def probe(self, model: Any) -> tuple[Tensor, tuple[int, int]] | None:
-        """A few images of noise, the same at each call."""
-        if not is_visual(model):
-            return None
-        images = torch.randn(3, *image_shape(model), generator=torch.Generator().manual_seed(0))
-        images = images.to(model.cfg.device, next(model.original_model.parameters()).dtype)
-        return images, (len(images), places_of_image(model))
 
 
 def is_visual(model: Any) -> bool:
