@@ -47,18 +47,18 @@ def _local(name: str) -> tuple[str, str | None] | None:
     if name == SMOLLM2:
         path = smollm2_path()
         return str(path.parent), path.name
-    path = os.path.expanduser(name)
-    if os.path.isdir(path):
-        if not os.path.isfile(os.path.join(path, "config.json")):
+    place = os.path.expanduser(name)
+    if os.path.isdir(place):
+        if not os.path.isfile(os.path.join(place, "config.json")):
             raise InputError(
-                f"The folder {path} has no config.json. Expected a Hugging Face model folder, as "
+                f"The folder {place} has no config.json. Expected a Hugging Face model folder, as "
                 "save_pretrained writes it, or the path of a .gguf file."
             )
-        return os.path.realpath(path), None
-    if os.path.isfile(path):
-        folder, file = os.path.split(path)
+        return os.path.realpath(place), None
+    if os.path.isfile(place):
+        folder, file = os.path.split(place)
         return os.path.realpath(folder), file
-    if os.path.exists(path) or Path(path).suffix.lower() in (GGUF, CHECKPOINT):
+    if os.path.exists(place) or Path(place).suffix.lower() in (GGUF, CHECKPOINT):
         raise InputError(f"There is no file {name}. {EXPECTED}")
     return None
 

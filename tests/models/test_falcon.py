@@ -22,7 +22,6 @@ Models = Callable[[str], Any]
 NEWER = {
     "groups with biases": {"num_kv_heads": 2, "bias": True, "multi_query": False},
     "a key for each query": {"num_kv_heads": 4, "multi_query": False},
-    "one key": {"num_kv_heads": 1},
     "one norm": {"num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
     "distances": {"num_kv_heads": 2, "alibi": True, "bias": True},
 }

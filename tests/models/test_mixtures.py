@@ -153,26 +153,20 @@ def test_the_hook_is_part_of_the_plain_model_and_changes_nothing(
     assert mixture(model, 1) is experts
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
-def test_half_precision_adds_up_and_a_missing_expert_does_not(
-    dtype: torch.dtype, model_folder: Callable[[str], Path]
-) -> None:
-    model = matlens.load(str(model_folder("qwen2-moe")), device="cpu", dtype=dtype)
-    known = ModelLayout.from_model(model)
+def test_half_precision_adds_up_and_a_missing_expert_does_not(model_folder: Callable[[str], Path]) -> None:
+    model = matlens.load(str(model_folder("qwen2-moe")), device="cpu", dtype=torch.bfloat16)
+    known, experts = ModelLayout.from_model(model), mixture(model, 1)
     assert known.d_mlp == 88
-    seen: dict[str, Tensor] = {}
-    hooks = [
-        (known.hook(site), lambda value, hook, site=site: seen.update({site: value.clone()}))
-        for site in ("ffn_post.1", "ffn_out.1")
-    ]
+    assert experts is not None
+    seen: list[Tensor] = []
+    sites = map(known.hook, ("ffn_post.1", "ffn_out.1"))
+    hooks = [(site, lambda value, hook: seen.append(value.clone())) for site in sites]
     with torch.inference_mode(), model.hooks(fwd_hooks=hooks):
         model(TOKENS)
-    assert seen["ffn_post.1"].dtype == dtype
-    experts = mixture(model, 1)
-    assert experts is not None
-    assert experts.adds_up(seen["ffn_post.1"], seen["ffn_out.1"], 1.0)
-    assert not experts.adds_up(seen["ffn_post.1"], seen["ffn_out.1"], 1.2)
+    coefficients, output = seen
+    assert experts.adds_up(coefficients, output, 1.0)
+    assert not experts.adds_up(coefficients, output, 1.2)
     for part in (slice(16, 32), slice(64, 88)):
-        m = seen["ffn_post.1"].clone()
-        m[..., part] = 0
-        assert not experts.adds_up(m, seen["ffn_out.1"], 1.0)
+        without = coefficients.clone()
+        without[..., part] = 0
+        assert not experts.adds_up(without, output, 1.0)

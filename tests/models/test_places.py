@@ -37,11 +37,9 @@ def test_an_unknown_hub_name_without_network_is_refused_after_one_question(
 
 
 @pytest.mark.parametrize("name", ["", "a\0b", "x" * 5000, "~no-such-user/m", "a/b/c", "/not/there"])
-def test_what_is_no_name_is_refused(name: Any, no_network: list[str]) -> None:
-    for attempt in (matlens.load, lambda name: locate(name, None)):
-        with pytest.raises(InputError, match=r"^name must be|no model") as caught:
-            attempt(name)
-        assert len(str(caught.value)) < 1000
+def test_what_is_no_name_is_refused(name: str, no_network: list[str]) -> None:
+    with pytest.raises(InputError, match=r"^name must be|no model"):
+        locate(name, None)
     assert no_network == []
 
 
@@ -57,8 +55,7 @@ def test_a_file_of_another_kind_is_refused(model_folder: Callable[[str], Path]) 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-@pytest.mark.parametrize("offline", [True, False], ids=["offline mode", "no network"])
-@pytest.mark.parametrize("revision", [None, COMMIT])
+@pytest.mark.parametrize(("offline", "revision"), [(True, None), (False, COMMIT)])
 def test_a_cached_hub_model_is_loaded_without_network(
     revision: str | None,
     offline: bool,

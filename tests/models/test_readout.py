@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import (
-    ARCHITECTURES,
     D_MODEL,
-    MASKED,
     N_LAYERS,
     WIRINGS,
     assert_near,
@@ -26,8 +24,6 @@ from matlens import InputError, Readout, ffn
 from matlens.models import readout
 from matlens.models.identity import ModelIdentity, Provenance
 
-DECODERS = tuple(name for name in ARCHITECTURES if name not in MASKED)
-SCALED = ("gemma2", "granite", "cohere")
 LAST = f"h.{N_LAYERS}"
 
 
@@ -68,49 +64,36 @@ def test_top_ids_and_ranks_are_those_of_all_logits(
     assert ours.top_ids(vectors[:0]).shape == (0,)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*zip(SCALED, 2 * [torch.float32, torch.float16], strict=False)])
-def test_a_read_out_without_scaling_or_cap_is_refused(
-    name: str, dtype: torch.dtype, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["gemma2", "granite", "cohere"])
+def test_a_readout_without_scaling_or_cap_is_refused(
+    name: str, small_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = matlens.load(str(model_folder(name)), device="cpu", dtype=dtype)
-    Readout(model)
     monkeypatch.setattr(readout, "_scaling", lambda model: (1.0, None))
-    with pytest.raises(InputError, match="do not give the model's own logits"):
-        Readout(model)
-
-
-@pytest.mark.parametrize(
-    ("name", "left_out"),
-    [("gpt2", 0), ("gemma3", 0), *(("bert", i) for i in range(3))],
-)
-def test_a_read_out_with_a_part_left_out_is_refused(
-    name: str, left_out: int, small_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = readout.head_modules(small_model(name))
-    part = [module for i, module in enumerate(whole) if i != left_out]
-    monkeypatch.setattr(readout, "head_modules", lambda model: part)
     with pytest.raises(InputError, match="do not give the model's own logits"):
         Readout(small_model(name))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "gemma2"])
-def test_half_precision_is_read_out_in_float32_with_the_models_own_weights(
-    name: str, model_folder: Callable[[str], Path]
+@pytest.mark.parametrize(("name", "part"), [("gpt2", 0), *(("bert", i) for i in range(3))])
+def test_a_readout_without_one_of_its_modules_is_refused(
+    name: str, part: int, small_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, dtype = model_folder(name), torch.bfloat16
-    plain = load_plain(name, folder, dtype=dtype)
-    found = plain_vectors(name, plain, random_tokens())
+    modules = readout.head_modules(small_model(name))
+    monkeypatch.setattr(readout, "head_modules", lambda model: modules[:part] + modules[part + 1 :])
+    with pytest.raises(InputError, match="do not give the model's own logits"):
+        Readout(small_model(name))
+
+
+def test_half_precision_is_read_out_in_float32_with_the_models_own_weights(
+    model_folder: Callable[[str], Path],
+) -> None:
+    folder, dtype = model_folder("gpt2"), torch.bfloat16
+    plain = load_plain("gpt2", folder, dtype=dtype)
+    found = plain_vectors("gpt2", plain, random_tokens())
     ours = Readout(matlens.load(str(folder), device="cpu", dtype=dtype)).logits(found[LAST])
     assert ours.dtype == torch.float32
-    # The same rounded weights, computed with in float32.
-    norm = {"bert": "cls.predictions.transform", "gpt2": "transformer.ln_f"}.get(name, "model.norm")
-    exact = plain.float()
+    exact = plain.float()  # the same rounded weights
     with torch.inference_mode():
-        expected = exact.get_output_embeddings()(exact.get_submodule(norm)(found[LAST].float()))
-    if name == "gemma2":
-        expected = 0.05 * torch.tanh(expected / 0.05)
-    assert_near(ours, expected, 2e-6)
-    # And near what the model itself says in half precision.
+        assert_near(ours, exact.lm_head(exact.transformer.ln_f(found[LAST].float())), 2e-6)
     assert_near(ours, found["logits"].float(), 8 * torch.finfo(dtype).eps)
 
 
@@ -140,21 +123,16 @@ def test_a_read_out_knows_its_model(small_model: Callable[[str], Any]) -> None:
             gpt2.check_same(other)
 
 
-WRONG_VECTORS = {
-    "narrow": (torch.zeros(4, D_MODEL - 1), f"must have {D_MODEL} dimensions"),
-    "wide": (torch.zeros(4, D_MODEL + 1), f"must have {D_MODEL} dimensions"),
-    "NaN": (torch.full((4, D_MODEL), float("nan")), "must be finite"),
-    "infinity": (torch.full((4, D_MODEL), float("inf")), "must be finite"),
-}
-
-
 @pytest.mark.refused
-@pytest.mark.parametrize("case", WRONG_VECTORS)
-def test_vectors_that_cannot_be_read_are_refused(case: str, small_model: Callable[[str], Any]) -> None:
-    vectors, told = WRONG_VECTORS[case]
+def test_vectors_that_cannot_be_read_are_refused(small_model: Callable[[str], Any]) -> None:
     ours, projection = Readout(small_model("gpt2")), ffn.Projection.from_model(small_model("gpt2"))
-    for attempt in (ours.logits, ours.top_ids, projection.scores, projection.top):
+    for vectors, told in (
+        (torch.zeros(4, D_MODEL + 1), f"must have {D_MODEL} dimensions"),
+        (torch.full((4, D_MODEL), float("nan")), "must be finite"),
+        (torch.full((4, D_MODEL), float("inf")), "must be finite"),
+    ):
+        for attempt in (ours.logits, ours.top_ids, projection.scores, projection.top):
+            with pytest.raises(InputError, match=told):
+                attempt(vectors)
         with pytest.raises(InputError, match=told):
-            attempt(vectors)
-    with pytest.raises(InputError, match=told):
-        ours.top_tokens(vectors[0])
+            ours.top_tokens(vectors[0])

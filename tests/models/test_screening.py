@@ -43,7 +43,7 @@ def check(unembed: nn.Linear, x: Tensor, ids: Tensor) -> None:
     assert torch.equal(rank, (logits > logits.gather(1, ids[:, None])).sum(1))
 
 
-@pytest.mark.parametrize("n_tokens", [1, 1025, 3000])
+@pytest.mark.parametrize("n_tokens", [1, 1025])
 @pytest.mark.parametrize("biased", [False, True])
 def test_top_tokens_and_ranks_are_those_of_float64(n_tokens: int, biased: bool, precision: str) -> None:
     generator = torch.Generator().manual_seed(n_tokens)
@@ -55,10 +55,9 @@ def test_top_tokens_and_ranks_are_those_of_float64(n_tokens: int, biased: bool, 
     check(layer(weight, bias), x, torch.randint(n_tokens, (40,), generator=generator))
 
 
-@pytest.mark.parametrize("spread", [1e-2, 1e-5])
-def test_tokens_that_the_quick_product_confuses_are_told_apart(spread: float, precision: str) -> None:
+def test_tokens_that_the_quick_product_confuses_are_told_apart(precision: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(WIDTH, generator=generator) + spread * torch.randn(3000, WIDTH, generator=generator)
+    weight = torch.randn(WIDTH, generator=generator) + 1e-5 * torch.randn(3000, WIDTH, generator=generator)
     x = torch.randn(30, WIDTH, generator=generator)
     unembed = layer(weight)
     quick = x.bfloat16() @ unembed.weight.detach().bfloat16().T

@@ -7,18 +7,10 @@ import pytest
 from matlens import InputError, Site
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "h.", "attn_out", "h.one", "../hook_z", "x" * 1000],
-)
-def test_what_is_not_a_site_says_what_is(text: str) -> None:
-    with pytest.raises(InputError, match=r"is not a site.*'h\.12' or 'attn_out\.3'"):
-        Site.parse(text)
-
-
-@pytest.mark.parametrize("site", [Site("h", 0), Site("h", 12), Site("ln1_post_out", 3)])
-def test_a_site_is_read_back_from_its_name(site: Site) -> None:
-    assert Site.parse(str(site)) == site
+def test_what_is_not_a_site_says_what_is() -> None:
+    for text in ("", "h.", "attn_out", "h.one", "../hook_z", "x" * 1000):
+        with pytest.raises(InputError, match=r"is not a site.*'h\.12' or 'attn_out\.3'"):
+            Site.parse(text)
 
 
 def test_layers_are_counted_where_the_depth_is_known() -> None:
@@ -32,43 +24,22 @@ def test_layers_are_counted_where_the_depth_is_known() -> None:
 
 # Names of TransformerLens' hooks
 
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("z.2", "blocks.2.attn.hook_z"),
-        ("blocks.2.attn.hook_z", "blocks.2.attn.hook_z"),
-        ("z.-1", "blocks.2.attn.hook_z"),
-        ("blocks.-1.attn.hook_z", "blocks.2.attn.hook_z"),
-        ("resid_mid.2", "blocks.2.hook_resid_mid"),
-        ("blocks.0.ln1.hook_scale", "blocks.0.ln1.hook_scale"),
-        ("hook_embed", "hook_embed"),
-        ("resid_pre.0", "h.0"),
-        ("resid_pre.2", "h.2"),
-        ("resid_post.2", "h.3"),
-        ("blocks.1.hook_resid_post", "h.2"),
-        ("blocks.1.hook_in", "h.1"),
-        ("blocks.1.hook_out", "h.2"),
-        ("resid_post.-1", "h.3"),
-        ("resid_post.-3", "h.1"),
-        ("resid_pre.-1", "h.2"),
-        ("blocks.-3.hook_resid_pre", "h.0"),
-        ("attn_out.1", "attn_out.1"),
-    ],
-)
-def test_hooks_are_read_as_transformer_lens_writes_them(text: str, expected: str) -> None:
-    site = Site.parse(text, 3)
-    assert str(site) == expected
-    assert Site.parse(str(site)) == site
-    assert Site.parse(site, 3) == site
-    read = Site.read(text)
-    assert Site.parse(read, 3) == site
-    assert site.is_hook == ("hook" in expected)
+HOOKS = {
+    "z.2": "blocks.2.attn.hook_z", "z.-1": "blocks.2.attn.hook_z",
+    "blocks.-1.attn.hook_z": "blocks.2.attn.hook_z", "resid_mid.2": "blocks.2.hook_resid_mid",
+    "blocks.0.ln1.hook_scale": "blocks.0.ln1.hook_scale", "hook_embed": "hook_embed", "resid_pre.0": "h.0",
+    "blocks.1.hook_resid_post": "h.2", "blocks.1.hook_in": "h.1", "blocks.1.hook_out": "h.2",
+    "resid_post.-1": "h.3", "resid_post.-3": "h.1", "resid_pre.-1": "h.2", "blocks.-3.hook_resid_pre": "h.0",
+    "attn_out.1": "attn_out.1",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("text", ["resid_pre.3", "resid_post.3", "z.3", "resid_post.-4", "blocks.3.hook_in"])
-def test_hooks_of_blocks_that_are_not_there_are_refused(text: str) -> None:
-    with pytest.raises(
-        InputError, match=r"is out of range: this model has blocks\.0\..*hook_\w+ to blocks\.2\."
-    ):
-        Site.parse(text, 3)
+def test_hooks_are_read_as_transformer_lens_writes_them() -> None:
+    for text, expected in HOOKS.items():
+        site = Site.parse(text, 3)
+        assert str(site) == expected
+        assert site == Site.parse(expected, 3) == Site.parse(site, 3) == Site.parse(Site.read(text), 3)
+        assert site.is_hook == ("hook" in expected)
+    for text in ("resid_pre.3", "resid_post.3", "z.3", "resid_post.-4", "blocks.3.hook_in"):
+        with pytest.raises(InputError, match=r"out of range: .* blocks\.0\..*hook_\w+ to blocks\.2"):
+            Site.parse(text, 3)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from conftest import WORDS, assert_near, make_sentences, make_tokenizer, save_with_ends
+from conftest import WORDS, make_sentences, make_tokenizer, save_with_ends
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import PreTrainedTokenizerFast
@@ -24,8 +23,7 @@ from matlens.models.tokens import encode_text, token_texts, word_token, word_tok
 TEXT = " ".join(WORDS[:6])
 
 
-@pytest.mark.parametrize("end", [False, True])
-@pytest.mark.parametrize("front", [False, True])
+@pytest.mark.parametrize(("front", "end"), [(False, True), (True, False)])
 def test_a_loaded_model_reads_what_its_tokenizer_makes(front: bool, end: bool, tmp_path: Path) -> None:
     model = matlens.load(str(save_with_ends(tmp_path / "model", front=front, end=end)), device="cpu")
     own = model.tokenizer(TEXT)["input_ids"]
@@ -78,22 +76,14 @@ def test_the_digest_tells_policies_and_vocabularies_apart(tmp_path: Path) -> Non
     assert token_policy(other).digest != first.digest
 
 
-@pytest.mark.parametrize("normalizer", [normalizers.Lowercase(), normalizers.Replace("w3", "w9")], ids=str)
-def test_the_digest_tells_normalisers_of_few_words_apart(normalizer: Any, tmp_path: Path) -> None:
+def test_the_digest_tells_normalisers_of_few_words_apart(tmp_path: Path) -> None:
     model = matlens.load(str(save_with_ends(tmp_path)), device="cpu")
-    before, ids = token_policy(model).digest, encode_text(model, "W3 w3").ids
-    model.tokenizer.backend_tokenizer.normalizer = normalizer
-    assert encode_text(model, "W3 w3").ids != ids
+    before = token_policy(model).digest
+    model.tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
     assert token_policy(model).digest != before
 
 
 # A bridge of one's own
-
-
-def fit(model: Any) -> MapSet:
-    corpus = make_sentences()
-    activations = matlens.collect(model, matlens.make_examples(model, corpus), progress=False)
-    return MapSet.fit(activations, pairs=[(0, 3)], ridge=1.0, progress=False)
 
 
 def test_a_bridge_with_another_policy_is_refused_until_it_is_wrapped(tmp_path: Path) -> None:
@@ -102,35 +92,22 @@ def test_a_bridge_with_another_policy_is_refused_until_it_is_wrapped(tmp_path: P
         matlens.load(folder, device="cpu"),
         TransformerBridge.boot_transformers(folder, device="cpu"),
     )
-    maps, others = fit(model), fit(bridge)
-    assert token_policy(bridge).words == "'w49' in front"
-    for ours, theirs in ((maps, bridge), (others, model)):
-        with (
-            pytest.raises(
-                InputError, match=r"the same text becomes other tokens: .*'w49' in front.*matlens\.wrap"
-            ),
-            matlens.patched(theirs, matlens.jump(ours, 0, 3)),
-        ):
+    examples = matlens.make_examples(model, make_sentences())
+    maps = MapSet.fit(matlens.collect(model, examples, progress=False), pairs=[(0, 3)], progress=False)
+    told = r"the same text becomes other tokens: .*'w49' in front.*matlens\.wrap"
+    for _ in range(2):
+        assert token_policy(bridge).words == "'w49' in front"
+        with pytest.raises(InputError, match=told), matlens.patched(bridge, matlens.jump(maps, 0, 3)):
             pass
-
-    assert matlens.wrap(bridge) is bridge
-    assert token_policy(bridge).words == "'w49' in front"  # as it does, unless it is told otherwise
-    with matlens.patched(bridge, matlens.jump(others, 0, 3)):
-        pass
+        assert matlens.wrap(bridge) is bridge  # as it does, unless it is told otherwise
     matlens.wrap(bridge, prepend_bos=False)
     assert token_policy(bridge) == token_policy(model)
-    assert bridge.to_tokens(TEXT).tolist() == model.to_tokens(TEXT).tolist()
     tokens = model.to_tokens(TEXT)
+    assert torch.equal(bridge.to_tokens(TEXT), tokens)
     with matlens.patched(bridge, matlens.jump(maps, 0, 3)):
         logits = bridge(tokens)
     with matlens.patched(model, matlens.jump(maps, 0, 3)):
         assert torch.equal(logits, model(tokens))
-    assert_near(fit(bridge)[0, 3].weight, maps[0, 3].weight)
-    with (
-        pytest.raises(InputError, match="becomes other tokens"),
-        matlens.patched(bridge, matlens.jump(others, 0, 3)),
-    ):
-        pass
 
 
 # Words
@@ -166,12 +143,12 @@ def test_tokens_are_written_as_a_person_reads_them() -> None:
     assert token_texts(tokenizer, [9999]) == ["<9999>"]
 
 
-@pytest.mark.parametrize("word", [" tea", "␣tea"])
-def test_a_word_is_taken_with_its_space(word: str) -> None:
+def test_a_word_is_taken_with_its_space() -> None:
     tokenizer = byte_level()
-    assert word_token(tokenizer, word) == tokenizer.convert_tokens_to_ids("Ġtea")
+    for word in (" tea", "␣tea"):
+        assert word_token(tokenizer, word) == tokenizer.convert_tokens_to_ids("Ġtea")
     assert word_token(sentencepiece(), "tea") == 1
-    assert word_tokens(tokenizer, [word, "Tea", " tea"]) == tokenizer.convert_tokens_to_ids(["Ġtea", "Tea"])
+    assert word_tokens(tokenizer, ["␣tea", "Tea", " tea"]) == tokenizer.convert_tokens_to_ids(["Ġtea", "Tea"])
 
 
 def test_a_word_with_its_space_is_found_where_every_text_gets_a_space() -> None:

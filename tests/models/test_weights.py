@@ -39,9 +39,8 @@ def _changed(model: Any, name: str) -> str:
     return found
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_fingerprint_changes_with_every_parameter(name: str, small_model: Callable[[str], Any]) -> None:
-    model = small_model(name)
+def test_fingerprint_changes_with_every_parameter(small_model: Callable[[str], Any]) -> None:
+    model = small_model("gpt2")
     names = [name for name, _ in model.original_model.named_parameters()]
     found = [fingerprint(model)] + [_changed(model, name) for name in names]
     assert len(set(found)) == 1 + len(names)
@@ -88,13 +87,15 @@ EDITS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
-def test_fingerprint_sees_any_edit(edit: Callable[[torch.Tensor], Any], dtype: torch.dtype) -> None:
-    """Edits that keep sums, sets of numbers or sampled places as they were, through ``.data`` too."""
+def test_fingerprint_sees_any_edit(dtype: torch.dtype) -> None:
+    """Edits that keep sums, sets of values or sampled places as they were, through ``.data`` too."""
     weight = torch.randn(700, 3000, generator=torch.Generator().manual_seed(0))
-    before, after = _edited(weight, dtype, edit)
-    assert before != after
-    assert _edited(weight, dtype, lambda w: None) == (before, before)
+    found = {_edited(weight, dtype, lambda w: None)} | {
+        _edited(weight, dtype, edit) for edit in EDITS.values()
+    }
+    (before,) = {before for before, _ in found}
+    assert len({after for _, after in found}) == 1 + len(EDITS)
+    assert (before, before) in found
 
 
 def test_fingerprint_sees_buffers_that_a_checkpoint_holds() -> None:
