@@ -230,7 +230,11 @@ def short(value: Any) -> str:
     if isinstance(value, Enum):
         return repr(value.value)
     named = isinstance(value, str | bytes | complex | Real | list | tuple | dict | set | None)
-    return reprlib.repr(value) if named else f"a {type(value).__name__}"
+    return reprlib.repr(value) if named else _with_article(type(value).__name__)
+
+
+def _with_article(name: str) -> str:
+    return f"an {name}" if name[0] in "AEIOaeio" else f"a {name}"
 
 
 class Kind(NamedTuple):
@@ -327,7 +331,7 @@ def _kind(hint: Any) -> Kind | None:
 
 
 def _of_class(name: str) -> Kind:
-    return Kind(f"a {name}", lambda value: name in _names(value), _REMEDIES.get(name, ""))
+    return Kind(_with_article(name), lambda value: name in _names(value), _REMEDIES.get(name, ""))
 
 
 def _of_several(kinds: Sequence[Kind | None]) -> Kind | None:
@@ -356,7 +360,7 @@ def _of_items(hints: Sequence[Any], *, once: bool) -> Kind:
             return True
         return all(map(item.holds, value))
 
-    return Kind("a list" + (f" of items that are {item.words}" if item else ""), holds)
+    return Kind("a list" + (f" (each {item.words})" if item else ""), holds)
 
 
 def _of_places(hints: Sequence[Any]) -> Kind:
@@ -384,7 +388,7 @@ def _of_mapping(hints: Sequence[Any]) -> Kind:
         keys = key is None or all(map(key.holds, value))
         return keys and (item is None or all(map(item.holds, value.values())))
 
-    return Kind("a dict" + (f" of values that are {item.words}" if item else ""), holds)
+    return Kind("a dict" + (f" (each value {item.words})" if item else ""), holds)
 
 
 def _of_array(hint: Any) -> Kind:
