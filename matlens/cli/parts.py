@@ -13,7 +13,7 @@ from matlens.cli.starting import on_main
 from matlens.errors import Between, InputError, NonNegative, NonNegativeInt, PositiveInt, Seed
 from matlens.pruning.choices import Choice, Method
 
-_UNITS = {"seconds": "s per token", "cache": "bytes per token", "weights": "bytes"}
+_UNITS = {"seconds": (1, "s per token"), "cache": (1e3, "kB per token"), "weights": (1e6, "MB")}
 
 app = typer.Typer()
 TwoOrMore = Annotated[int, Between(2)]
@@ -163,9 +163,12 @@ def prune(
             pruned = prune_attention(bridge, calibration, wanted, method=method, penalty=penalty)
         table = pd.concat([compare_pruned(bridge, pruned, validation), compare_costs(bridge, pruned)])
         save_pruned(pruned, out, table)
+    units = [_UNITS.get(metric, (1, "")) for metric in table["metric"]]
     print_frame(
         "Perplexity and agreement on held-out text; time and memory of generation",
-        table.assign(unit=table["metric"].map(_UNITS).fillna("")),
+        table.assign(
+            value=table["value"] / [divisor for divisor, _ in units], unit=[unit for _, unit in units]
+        ),
         {
             "method": "model", "metric": "metric", "value": "value", "unit": "unit", "low": "from",
             "high": "to",

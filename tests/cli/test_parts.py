@@ -35,6 +35,7 @@ def test_a_folder_is_written_that_transformers_loads(
     assert "agreement" in outcome.out
     assert "seconds ratio" in outcome.out
     assert "s per token" in outcome.out
+    assert "kB per token" in outcome.out
     assert "Healed on 1,008 tokens" in outcome.out
     card = (tmp_path / "pruned" / "README.md").read_text()
     assert "then trained on 1,008 tokens" in card
