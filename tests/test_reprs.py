@@ -8,7 +8,7 @@ from typing import Any
 from conftest import make_sentences
 
 import matlens
-from matlens import Lens, LinearMap, MapSet
+from matlens import Lens, LinearMap, MapSet, ffn
 
 
 def test_results_say_in_one_line_what_they_are(small_model: Callable[[str], Any]) -> None:
@@ -28,6 +28,9 @@ def test_results_say_in_one_line_what_they_are(small_model: Callable[[str], Any]
         repr(maps): (f"{len(maps)} maps", "h.0 -> h.1 .. h.2 -> h.3", name),
         repr(by_hand): ("1 maps: h.0 -> h.3", "unknown model"),
         repr(Lens.identity(model)): ("'id'", "layers 0 to 2 of 3", name),
+        repr(Lens.identity(model).trajectory("a")): ("'a'", "4 layers", "Lens('id'"),
+        repr(ffn.Trace.run(model, examples, progress=False)): (f"{len(examples)} examples", "3 layers", name),
+        repr(ffn.Updates.run(model, examples, [1], progress=False)): ("positions", "layers 1", name),
         repr(Lens.from_maps(maps)): ("'mat'", "on no model", name),
     }
     for text, parts in expected.items():

@@ -1,4 +1,4 @@
-"""Top candidates before and after every FFN, and the sub-updates that move them (section 5).
+"""Top candidates before and after every FFN, and the sub-updates that move them (paper B, section 5).
 
 At layer ``l``, ``x`` is the residual stream before the FFN and ``x~`` after it, both read by the model's own
 norm and unembedding. The dominant sub-updates, and as many random ones, are scored for two reference tokens:
@@ -41,7 +41,7 @@ _READOUT_ROWS = 4096  # vectors that are read out together, of one or several la
 
 @checked
 class Trace:
-    """Candidates and sub-updates at every layer, for ``n`` examples (section 5).
+    """Candidates and sub-updates at every layer, for ``n`` examples (paper B, section 5).
 
     Layers are those of the FFNs, ``0 .. n_layers - 1``. ``examples`` are what the model was run on, and
     ``provenance`` records the model, the corpus, the number of sub-updates and the seed.
@@ -54,6 +54,9 @@ class Trace:
 
     def __len__(self) -> int:
         return self.examples.n_positions
+
+    def __repr__(self) -> str:
+        return f"Trace({len(self):,} examples, {self.n_layers} layers, {self.provenance.identity.name!r})"
 
     @cached_property
     def norm(self) -> Float[Tensor, "n n_layers"]:

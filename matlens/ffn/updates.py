@@ -64,6 +64,10 @@ class Updates:
         sites = [Site(kind, layer) for layer in chosen for kind in kinds]
         return cls(values, collect(model, examples, sites, progress=progress))
 
+    def __repr__(self) -> str:
+        n, model = self.activations.n_rows, self.values.identity.name
+        return f"Updates({n:,} positions, layers {', '.join(map(str, self.layers))}, {model!r})"
+
     @property
     def layers(self) -> list[int]:
         """Layers whose updates were collected, in ascending order."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from matlens.activations.collecting import collect
 from matlens.data.making import make_prompts
-from matlens.errors import check_int, checked
+from matlens.errors import check_int, checked, short
 from matlens.models.sites import Site
 from matlens.models.tokens import token_texts, visible, word_token
 from matlens.numerics import kl_divergence, log_softmax
@@ -73,6 +73,10 @@ class Trajectory:
     lens: Any = field(repr=False)
     place: int = field(repr=False)
     _vectors: Float[Tensor, "layers n d"] = field(repr=False)
+
+    def __repr__(self) -> str:
+        sizes = f"{len(self.ids)} tokens, {len(self.layers)} layers"
+        return f"Trajectory({short(self.prompt)}, {sizes}, {self.lens})"
 
     def rank(self, token: str | int) -> Int[Tensor, "layers n"]:
         """The rank of a token at every layer and position, 1 where it is the most probable.
