@@ -1,6 +1,6 @@
 """Examples: tokenised sentences with positions in each, and batches of them.
 
-One sentence is one example and is never packed with another (definitions, section 2).
+One sentence is one example and is never packed with another.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Clusters of value vectors that point the same way (section 5.2)."""
+"""Clusters of value vectors that point the same way (paper B, section 5.2)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WARD = "ward"  # what clusters by near neighbours are linked by
 
 @checked
 class Clusters:
-    """Which cluster each value vector of a model belongs to (section 5.2).
+    """Which cluster each value vector of a model belongs to (paper B, section 5.2).
 
     Attributes
     ----------

@@ -51,7 +51,7 @@ class Saturation(NamedTuple):
 
 @checked
 def find_saturation(trace: Trace) -> Saturation:
-    """Find where each prediction of a trace is made (section 5.1).
+    """Find where each prediction of a trace is made (paper B, section 5.1).
 
     Candidates are read before and after every FFN. A prediction is made at the first of these places from
     which on all candidates are the token that the model predicts.

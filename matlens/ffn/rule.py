@@ -21,7 +21,7 @@ OVERLAPS: tuple[Overlap, ...] = ("sets", "places")
 
 @checked
 def active_clusters(trace: Trace, clusters: Clusters) -> Int[np.ndarray, "n n_layers k"]:
-    """Clusters of the dominant sub-updates of each example, layer by layer (section 6.2).
+    """Clusters of the dominant sub-updates of each example, layer by layer (paper B, section 6.2).
 
     In the order of the sizes of coefficients, the largest first, as in the authors' notebook.
     """
@@ -34,7 +34,7 @@ def active_clusters(trace: Trace, clusters: Clusters) -> Int[np.ndarray, "n n_la
 
 @checked
 class ExitRule:
-    """Exit where active clusters match those of predictions made at a layer (section 6.2).
+    """Exit where active clusters match those of predictions made at a layer (paper B, section 6.2).
 
     At each layer the clusters of an example are compared with those of the training examples whose
     prediction was made there, and with those of others. The signal is that both the mean and the maximal

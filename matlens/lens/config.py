@@ -13,7 +13,7 @@ from matlens.errors import InputError, NonNegative, PositiveInt, check_choice, c
 @checked
 @dataclass(frozen=True)
 class LensConfig:
-    """A least-squares fit of every layer onto the last one (definitions, section 9).
+    """A least-squares fit of every layer onto the last one.
 
     ``LensConfig(standardise=True, intercept=True, rank=64, sinks="exclude")``
 

@@ -116,7 +116,7 @@ class Lens(LensMaps):
         folder: str | Path | None = None,
         progress: bool = True,
     ) -> Lens | dict[str, Lens]:
-        """Fit a lens, or several closed forms in one pass over the data (definitions, section 9).
+        """Fit a lens, or several closed forms in one pass over the data.
 
         Parameters
         ----------
