@@ -300,7 +300,8 @@ def fit_samples(
     for site, of_site in vectors.items():
         check_finite(of_site, site)
     n, home = len(vectors[sites[0]]), vectors[sites[0]].device
-    vectors = _in_one_matrix(vectors)
+    if sum(8 * of_site.numel() for of_site in vectors.values()) <= KEPT:
+        vectors = {site: in_float64(of_site.detach()) for site, of_site in vectors.items()}
     every = slice(None, None, max(1, -(-n // LEFT_OUT)))
     some = (
         {site: of_site[every] for site, of_site in vectors.items()},
@@ -341,23 +342,6 @@ def _check_alike(samples: Mapping[str, Tensor]) -> None:
 def _with_options(provenance: Provenance, selection: Selection | None, **options: Any) -> Provenance:
     """The provenance of maps that are fitted on some samples with these options."""
     return provenance.with_details(**options, **({} if selection is None else selection.details))
-
-
-def _in_one_matrix(samples: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Float64 copies of all samples side by side, where they are not too many to be copied.
-
-    Targets whose columns follow each other are one product with a source's factor, a quarter quicker than
-    one product for each.
-    """
-    same_device = len({vectors.device for vectors in samples.values()}) == 1
-    if not same_device or sum(vectors.numel() * 8 for vectors in samples.values()) > KEPT:
-        return samples
-    first, widths = next(iter(samples.values())), [vectors.shape[1] for vectors in samples.values()]
-    matrix = in_float64(first.new_empty(0)).new_empty(len(first), sum(widths))
-    columns = dict(zip(samples, matrix.split(widths, 1), strict=True))
-    for site, vectors in samples.items():
-        columns[site].copy_(vectors.detach().to(matrix.device))
-    return columns
 
 
 def _own_share(

@@ -103,7 +103,7 @@ class LeastSquares:
                 f"x must be [n, {d_in}] and y [n, {d_out}], got {list(x.shape)} and "
                 f"{', '.join(str(list(block.shape)) for block in blocks)}."
             )
-        blocks, root = _joined(blocks), None
+        root = None
         if weights is not None:
             weights = check_weights(weights, len(x))
             used = weights > 0
@@ -261,26 +261,6 @@ class LeastSquares:
         return r[0, 1:] / r[0, 0], z[0] / r[0, 0], float(r[0, 0].square())
 
 
-def _joined(blocks: list[Tensor]) -> list[Tensor]:
-    """The same blocks, those side by side in one matrix as one: a product with it takes a quarter less."""
-    joined: list[Tensor] = []
-    for block in blocks:
-        last = joined[-1] if joined else block
-        start, n_columns = last.storage_offset(), last.shape[1]
-        side_by_side = (
-            last.stride() == block.stride() == (block.stride(0), 1)
-            and block._base is not None
-            and last._base is block._base
-            and start + n_columns == block.storage_offset()
-            and n_columns + block.shape[1] <= block.stride(0)
-        )
-        if side_by_side:
-            joined[-1] = last.as_strided((len(last), n_columns + block.shape[1]), last.stride(), start)
-        else:
-            joined.append(block)
-    return joined
-
-
 def check_weights(weights: Tensor, n: int) -> Float[Tensor, " n"]:
     """Weights of ``n`` samples in float64; raises InputError unless they are finite and >= 0."""
     if len(weights) != n or not bool((weights.isfinite() & (weights >= 0)).all()):
@@ -342,19 +322,25 @@ def noise_of_fit(
     floor = _rounding_of(state.factors()[0]) if intercept else 0.0
     x_mean, y_mean, total = state.means() if intercept else (r.new_zeros(d), z[0] * 0, torch.inf)
     white, z = _whitened(r, z, n, floor)
+    parts = []
+    for x, targets, weights in samples:
+        rotated = (in_float64(x.detach()).to(r.device) - x_mean) @ white
+        w = r.new_ones(len(x)) if weights is None else in_float64(weights).to(r.device)
+        rest = 1 - w * (1 / total + rotated.square().sum(1))  # one less the leverage
+        parts.append((rotated, rest, w, targets))
+    # No error grows by more than 1 / rest^2.
+    if all(bool((rest.square() >= 1 / _DOMINATED).all()) for _, rest, *_ in parts):
+        return []
     # Of each target dimension: sums over samples of y, y^2, and the squares of both errors.
     sums, weight = z.new_zeros(4, z.shape[1]), 0.0
-    for x, targets, weights in samples:
-        for start in range(0, len(x), _BLOCK):
-            part = slice(start, start + _BLOCK)
-            h, *ys = (in_float64(of[part].detach()).to(r.device) for of in (x, *targets))
-            w = r.new_ones(len(h)) if weights is None else in_float64(weights[part]).to(r.device)
-            y = torch.cat(ys, 1) - y_mean
-            errors = _both_errors(h - x_mean, y, w, white, z, 1 / total)
-            sums[0] += w @ y
+    for rotated, rest, w, targets in parts:
+        for block in torch.arange(len(w)).split(_BLOCK):
+            y = torch.cat([in_float64(of[block].detach()).to(r.device) for of in targets], 1) - y_mean
+            errors = _both_errors(rotated[block], rest[block], y, w[block], white, z)
+            sums[0] += w[block] @ y
             for of_sums, values in zip(sums[1:], (y, *errors), strict=True):
-                of_sums += w @ values.square_()
-            weight += float(w.sum())
+                of_sums += w[block] @ values.square_()
+        weight += float(w.sum())
     noisy = []
     spread = sums[1] - sums[0].square() / max(weight, 1e-300)
     by_target = torch.cat([sums[2:], spread[None]]).split(list(state.targets.values()), 1)
@@ -367,17 +353,15 @@ def noise_of_fit(
 
 
 def _both_errors(
-    x: Tensor, y: Tensor, weights: Tensor, white: Tensor, z: Tensor, constant: float
+    rotated: Tensor, rest: Tensor, y: Tensor, weights: Tensor, white: Tensor, z: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Errors of samples by the map of all samples, and by that of all others."""
-    turned = x @ white
-    residual = y - turned @ z
-    rest = 1 - weights * (constant + turned.square().sum(1))
+    residual = y - rotated @ z
     left_out = residual / rest.clamp(min=_ALONE)[:, None]
     # A sample that alone settles a direction has no residual; the limit of a vanishing ridge has an error.
     alone = rest < _ALONE
     if bool(alone.any()):
-        toward = turned[alone] @ white.T
+        toward = rotated[alone] @ white.T
         left_out[alone] = toward @ (white @ z) / (weights[alone] * toward.square().sum(1))[:, None]
     return residual, left_out
 
