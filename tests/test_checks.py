@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 # Made by the library, checks of its own, or below what a user hands over; `cli` takes its words from typer.
 UNCHECKED = {
     "InputError", "controlled", "InputWarning", "added", "scaled", "CoefficientChange", "SinkWarning",
-    "csv_text", "sink_counts", "Report", "main", "run_study", "Rows", "Column", "Artifact", "Plan",
-    "writing_rows", "read_rows", "result_row", "result_table", "write_files", "write_results",
+    "csv_text", "sink_counts", "Report", "main", "run_study", "Rows",
+    "Artifact", "Plan", "result_row", "result_table", "write_files", "write_results",
     "print_members", "print_atlas", "distributed", "Family", "register", "write_maps", "make_token_examples",
 }  # fmt: skip
 

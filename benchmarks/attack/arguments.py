@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -211,15 +210,8 @@ def _examples(good: data.Examples) -> Iterator[Bad]:
 def _paths(world: World) -> Iterator[Bad]:
     """Where no file can be read, and none written."""
     yield from (Bad(FILES, path, path) for path in ("/proc/nothing/there", "/dev/null/x"))
-    yield Bad(FILES, "a pipe", _pipe)
     yield Bad(FILES, "a link to itself", _loop)
     yield Bad(FILES, "below a text", lambda w: w.text / "folder")
-
-
-def _pipe(world: World) -> Path:
-    path = world.fresh("pipe")
-    os.mkfifo(path)
-    return path
 
 
 def _loop(world: World) -> Path:

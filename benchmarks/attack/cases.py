@@ -72,10 +72,10 @@ def judge(case: Case, *, seconds: float = SECONDS) -> Judgement:
         return Judgement(case, *_judge_message(str(error)))
     except Unnamed as error:
         return Judgement(case, UNCLEAR, str(error))
-    except (LookupError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        # What Python, torch and pandas say of a value passes through, but for what an annotation excludes.
-        said = str(error.args[0]) if error.args else ""
-        clear = case.fault != EXCLUDED and len(said) >= _SHORTEST
+    except (LookupError, NotImplementedError, OSError, RuntimeError, TypeError, ValueError) as error:
+        # What Python, torch, pandas and the system say of a value passes through, but for what an
+        # annotation excludes.
+        clear = case.fault != EXCLUDED and len(str(error)) >= _SHORTEST
         return Judgement(case, CLEAR if clear else TRACEBACK, _origin(error))
     except (Exception, SystemExit) as error:
         return Judgement(case, TRACEBACK, _origin(error))

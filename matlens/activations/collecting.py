@@ -81,7 +81,7 @@ def collect(
     hooks = {str(site): layout.hook(site) for site in wanted}
     with writing_rows(
         HOLDS, request, columns, batches.counts,
-        folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens", "read"),
+        folder=folder, arrays=examples.arrays,
     ) as writer:  # fmt: skip
         for batch in _stream(model, batches, writer.missing, hooks, progress, provenance):
             writer.add(batch.index, batch.vectors)

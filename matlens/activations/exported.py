@@ -7,8 +7,7 @@ the layers of its entries. The reader names them, and they are compared with pas
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,8 @@ from matlens.activations.collecting import collect, provenance_of
 from matlens.data.examples import Examples
 from matlens.data.token_examples import make_token_examples
 from matlens.errors import InputError, PositiveInt, checked, printable, short
-from matlens.io.files import open_regular
+from matlens.io.cache import file_states
+from matlens.io.files import content_hash
 from matlens.io.rows import Column, writing_rows
 from matlens.models.identity import Provenance, check_raw
 from matlens.models.layout import ModelLayout
@@ -105,14 +105,18 @@ def read_exported(
         raise InputError(f"source must be a folder with a file *.safetensors for each prompt, got {source}.")
     examples = _examples(model, prompts, name)
     shortest = sorted(prompts, key=lambda prompt: (len(prompt.tokens) == 1, len(prompt.tokens)))
-    _check_sites(model, shortest[:n_checked], sites)
-    _compare(model, prompts, [site if site == str(layout.stream[0]) else None for site in sites])
+    _compare(model, shortest[:n_checked], sites, [*named, *map(str, layout.stream)])
+    first = str(layout.stream[0])
+    for start in range(0, len(prompts) if first in named else 0, _TOGETHER):
+        some = prompts[start : start + _TOGETHER]
+        _compare(model, some, [site if site == first else None for site in sites], [first])
     columns = {site: Column(layout.width(site)) for site in named}
     provenance = provenance_of(model, layout, examples, positions, named)
     provenance = replace(provenance, data={**examples.provenance, "engine": "another"})
 
     counts = examples.lengths.tolist() if positions == "all" else [1] * len(examples)
-    request = {"provenance": provenance.to_json(), "files": _stamp(prompts)}
+    files = file_states(prompt.path for prompt in prompts)  # which change if they are written again
+    request = {"provenance": provenance.to_json(), "files": content_hash(files)}
     with writing_rows(HOLDS, request, columns, counts, folder=folder, arrays=examples.arrays) as writer:
         for number in Bar(writer.missing, unit="prompt", desc="reading", disable=not progress):
             vectors = _read(prompts[number], sites)
@@ -129,19 +133,9 @@ def _examples(model: TransformerBridge, prompts: Sequence[_Prompt], name: str = 
     return make_token_examples(model, tokens, attention_mask=[[1] * len(each) for each in tokens], name=name)
 
 
-def _stamp(prompts: Sequence[_Prompt]) -> str:
-    """A digest that changes if files are written again after they were read."""
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        status = prompt.path.stat()
-        digest.update(f"{prompt.path.name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
-
-
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
-        open_regular(path).close()
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
@@ -190,65 +184,36 @@ def _read(prompt: _Prompt, sites: Sequence[str | None]) -> dict[str, Tensor]:
     return found
 
 
-def _check_sites(model: TransformerBridge, prompts: Sequence[_Prompt], sites: Sequence[str | None]) -> None:
-    """Raise InputError unless each entry is near the model's site, and nearer than to any other layer.
+def _compare(
+    model: TransformerBridge, prompts: Sequence[_Prompt], sites: Sequence[str | None], known: Sequence[str]
+) -> None:
+    """Raise InputError unless each entry is near the model's site, and nearer than to any other known one.
 
     The change by a block can be smaller than rounding in half precision.
     """
-    layers = [str(site) for site in ModelLayout.from_model(model).stream]
-    known = list(dict.fromkeys([*(site for site in sites if site is not None), *layers]))
-    collected, theirs = _pairs(model, prompts, sites, known)
-    for site in theirs[0]:
-        of_site = torch.cat([of_prompt[site] for of_prompt in theirs])
-        distances = {
-            name: float(_distances(of_site, torch.cat(list(collected[name]))).median()) for name in known
-        }
-        nearest = min(known, key=distances.__getitem__)
-        if distances[nearest] < distances[site]:
-            raise InputError(
-                f"entries must be the sites of the vectors: entry {sites.index(site)} is named {site} and is "
-                f"nearest to {nearest}."
-            )
-    _check_all_near(prompts, sites, collected, theirs)
-
-
-def _pairs(
-    model: TransformerBridge, prompts: Sequence[_Prompt], sites: Sequence[str | None], known: Sequence[str]
-) -> tuple[dict[str, Sequence[Tensor]], list[dict[str, Tensor]]]:
-    """The model's vectors of prompts at the known sites, and those of the files."""
     examples = _examples(model, prompts)
-    collected = collect(model, examples, known, positions="all", progress=False)
-    ours = {site: collected[site].split(examples.lengths.tolist()) for site in known}
-    return ours, [_read(prompt, sites) for prompt in prompts]
+    ours = collect(model, examples, known, positions="all", progress=False)
+    read = [_read(prompt, sites) for prompt in prompts]
+    for entry, site in enumerate(sites):
+        if site is None:
+            continue
+        theirs = torch.cat([of_prompt[site] for of_prompt in read])
+        distances = {
+            name: (theirs - vectors).norm(dim=1) / vectors.norm(dim=1).clamp_min(1e-30)
+            for name, vectors in ours.items()
+        }
+        nearest = min(distances, key=lambda name: float(distances[name].median()))
+        if distances[nearest].median() < distances[site].median():
+            raise InputError(
+                f"entries must be the sites of the vectors: entry {entry} is named {site} and is nearest to "
+                f"{nearest}."
+            )
+        for prompt, of_prompt in zip(prompts, distances[site].split(examples.lengths.tolist()), strict=True):
+            _check_near(prompt, f"entry {entry}, {site},", of_prompt)
 
 
-def _check_all_near(
-    prompts: Sequence[_Prompt],
-    sites: Sequence[str | None],
-    ours: Mapping[str, Sequence[Tensor]],
-    theirs: Sequence[Mapping[str, Tensor]],
-) -> None:
-    for number, (prompt, of_prompt) in enumerate(zip(prompts, theirs, strict=True)):
-        for site, vectors in of_prompt.items():
-            _check_near(prompt, f"entry {sites.index(site)}, {site},", vectors, ours[site][number])
-
-
-def _distances(theirs: Tensor, ours: Tensor) -> Tensor:
-    """How far vectors are from the model's, relative to the length of those."""
-    return (theirs - ours).norm(dim=1) / ours.norm(dim=1).clamp_min(1e-30)
-
-
-def _compare(model: TransformerBridge, prompts: Sequence[_Prompt], sites: Sequence[str | None]) -> None:
-    """Raise InputError unless the vectors of all prompts at some sites are those of the model."""
-    named = [site for site in sites if site is not None]
-    for start in range(0, len(prompts) if named else 0, _TOGETHER):
-        some = prompts[start : start + _TOGETHER]
-        _check_all_near(some, sites, *_pairs(model, some, sites, named))
-
-
-def _check_near(prompt: _Prompt, what: str, theirs: Tensor, ours: Tensor) -> None:
-    """Of a prompt in half precision, some vectors may differ."""
-    distances = _distances(theirs, ours)
+def _check_near(prompt: _Prompt, what: str, distances: Tensor) -> None:
+    """Raise InputError if vectors of a prompt are far from the model's; some may be in half precision."""
     allowed = 0 if prompt.dtype == torch.float32 else max(int(_EXCEPTIONS * len(distances)), 1)
     far = torch.nonzero(distances > _TOLERANCES[prompt.dtype]).flatten().tolist()
     if len(far) > min(allowed, len(distances) - 1):

@@ -17,7 +17,7 @@ from matlens import parallel
 from matlens.activations.activations import HOLDS, Activations
 from matlens.data.examples import Examples
 from matlens.errors import InputError, checked
-from matlens.io.files import damaged, system_errors
+from matlens.io.files import damaged
 from matlens.io.rows import Column, writing_rows
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site, check_finite
@@ -138,19 +138,15 @@ def read_parquet(
         arrays = {name: table[name][0].values.to_numpy().copy() for name in table.column_names}
     examples = Examples.from_arrays(arrays, provenance.data)
     paths = [source / VECTORS.replace("*", f"{number:05d}") for number in range(facts["n_shards"])]
-    files, index = [], [np.zeros(0, dtype=np.int64)]
+    files = []
     shared = {key: value for key, value in facts.items() if key != "n_shards"}
     for number, path in enumerate(paths):
         file, of_shard = opened(path)
         if of_shard != {**shared, "shard": number} or facts["examples"] != examples.fingerprint:
             raise InputError(f"{path} and {source / EXAMPLES} must be from the same export.")
         files.append(file)
-        with _intact(path):
-            index.append(file.read(["row"])["row"].to_numpy())
     positions: Any = "all" if provenance.positions == "all" else "sampled"
     n_rows = examples.n_positions if positions == "sampled" else len(examples.tokens)
-    if not np.array_equal(np.sort(np.concatenate(index)), np.arange(n_rows)):
-        raise InputError(f"{source} must hold each of {n_rows:,} rows once. Export the vectors again.")
     counts = [file.metadata.num_rows for file in files]
     columns = {site: Column(files[0].schema_arrow.field(site).type.list_size) for site in facts["sites"]}
 
@@ -178,8 +174,7 @@ def read_parquet(
 
 def _prepare(folder: Path) -> None:
     """An empty folder; what an interrupted export has left in it is removed."""
-    with system_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     left = [path for path in folder.iterdir() if path.match(VECTORS) or path.suffix == ".part"]
     if (folder / EXAMPLES).exists() or len(left) < len(list(folder.iterdir())):
         raise InputError(f"{folder} must be empty. Choose another folder.")

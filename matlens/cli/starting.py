@@ -18,7 +18,6 @@ from tqdm import tqdm
 
 from matlens import parallel
 from matlens.errors import InputError, InputWarning, printable
-from matlens.io.files import system_errors
 
 _BAD_INPUT, _INTERRUPTED, _PIPE_CLOSED = 2, 130, 141
 _LONGEST_ECHO = 400  # characters of a message about an option; what was typed can be of any length
@@ -89,7 +88,7 @@ def report_errors(work: Callable[[], Any]) -> None:
     refusal: Exception | None = None
     message = ""
     try:
-        with system_errors(), _warnings_as_lines():
+        with _warnings_as_lines():
             code = work()
             sys.stdout and sys.stdout.flush()
         if not isinstance(code, int) or not code:
@@ -105,10 +104,16 @@ def report_errors(work: Callable[[], Any]) -> None:
     except BrokenPipeError:
         code = _PIPE_CLOSED
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+    except OSError as error:
+        code, message = _BAD_INPUT, str(error)
     except Exception as error:
-        if not hasattr(error, "format_message"):  # typer's word on options that it cannot read
+        code = _BAD_INPUT
+        if "(os error " in str(error):  # of safetensors or tokenizers, such as a full disk
+            message = str(error)
+        elif hasattr(error, "format_message"):  # typer's word on options that it cannot read
+            refusal = error
+        else:
             raise
-        code, refusal = _BAD_INPUT, error
     # Printed only here: while the exception lives, a bar that it came through is open, on an unfinished line.
     if message:
         Console(stderr=True).print(Text.assemble(("error:", "bold red"), f" {message}"), soft_wrap=True)

@@ -16,7 +16,6 @@ from typing import IO, Any
 
 from matlens.errors import InputError
 from matlens.io.bounds import LINE, UNPACKED, parse_json
-from matlens.io.files import open_regular
 
 LEIPZIG_NAME = "-sentences.txt"
 ARCHIVE_SUFFIXES = (".tar", ".tgz", ".tar.gz")
@@ -35,7 +34,7 @@ def open_text(path: Path) -> Iterator[tuple[str, Lines]]:
     """
     name = path.name.lower()
     try:
-        with open_regular(path) as opened:
+        with path.open("rb") as opened:
             is_packed = name.endswith((".gz", ".tgz"))
             file: Any = gzip.GzipFile(fileobj=opened) if is_packed else opened
             if name.endswith(ARCHIVE_SUFFIXES):

@@ -117,7 +117,7 @@ class Usage:
         """Take over the last state that an earlier call has stored."""
         for name in artifact.written()[-1:]:
             for part in artifact.tensors(name):
-                stored = artifact.read(name, part, finite=False)
+                stored = artifact.read(name, part)
                 setattr(self, part, stored.clone() if stored.ndim else int(stored))
 
     def store(self, artifact: Artifact) -> None:

@@ -24,7 +24,8 @@ from matlens.explorer.usage import Usage, max_activating_examples, shortened
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
-from matlens.io.artifact import Artifact, check_file, describe_file
+from matlens.io.artifact import Artifact
+from matlens.io.files import check_file, describe_file
 from matlens.models.identity import Provenance
 from matlens.models.tokens import token_texts, visible
 from matlens.parallel import Bar

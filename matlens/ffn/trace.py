@@ -155,7 +155,7 @@ class Trace:
         counts = batch_counts(model, examples, "sampled", size)
         with writing_rows(
             TRACE, request, reader.columns, counts,
-            folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens",),
+            folder=folder, arrays=examples.arrays,
         ) as writer:  # fmt: skip
             if writer.missing:
                 for batch in stream(

@@ -1,10 +1,5 @@
 from .artifact import Artifact as Artifact
-from .cache import Cache as Cache
 from .files import write_files as write_files
-from .rows import Column as Column
-from .rows import read_rows as read_rows
-from .rows import writing_rows as writing_rows
-from .tables import COLUMNS as COLUMNS
 from .tables import csv_text as csv_text
 from .tables import read_table as read_table
 from .tables import result_row as result_row

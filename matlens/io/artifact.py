@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import platform
-import reprlib
 import shlex
 import shutil
 import socket
@@ -20,24 +19,23 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from matlens import parallel
 from matlens.errors import InputError, plain_number
 from matlens.io.bounds import parse_json
 from matlens.io.files import (
     CHECKSUM,
-    LOCK,
+    check_file,
+    check_size,
     checksummed,
     content_hash,
     damaged,
-    hash_file,
+    describe_file,
     is_transient,
     locked,
-    open_regular,
     partial_path,
     read_json,
-    system_errors,
     verified,
     write_files,
 )
@@ -56,6 +54,7 @@ _DERIVED = frozenset({
     "fingerprint", "corpus_fingerprint", "rounded", "examples", "tokens", "n_tokens",
     "tokenization", "hooks",
 })  # fmt: skip
+_OF_BATCHES = ("batch_tokens", "read")
 _LIBRARIES = ("matlens", "torch", "transformers", "transformer-lens", "numpy", "scikit-learn")
 _CHUNK = 2**22
 
@@ -79,7 +78,7 @@ class Artifact:
         self._job = content_hash({"holds": config["holds"], "request": config["request"]})
         self._headers: dict[str, Record] = {}  # of files of tensors that are verified
         self._verified: set[tuple[str, str]] = set()  # tensors that need not be hashed again
-        self._unmarked: set[str] = set()  # files and folders of this job that do not name it
+        self._written: set[Path] = set()  # files and folders, removed if the job fails
 
     @property
     def finished(self) -> bool:
@@ -105,8 +104,6 @@ class Artifact:
         folder: str | Path,
         holds: str,
         request: Mapping[str, Any],
-        *,
-        only_unfinished: tuple[str, ...] = (),
     ) -> Iterator[Artifact]:
         """Begin, resume or open the folder of a job; only one job at a time works in a folder.
 
@@ -116,41 +113,35 @@ class Artifact:
         Parameters
         ----------
         folder, holds, request
-            Where, what the folder holds, and what distinguishes its job from others.
-        only_unfinished
-            Parts of the request that are compared only while the job is unfinished.
+            Where, what the folder holds, and what distinguishes its job from others. How it is divided into
+            batches does so only while it is unfinished.
         """
-        folder, config, what = Path(folder), make_config(holds, request), f"the folder of {holds}"
-        if not parallel.is_main():
-            finished = parallel.broadcast(None, what)
-            yield _read_config(folder) if finished else cls(folder, config)
-            return
-        with system_errors(folder):
-            found = _same_job(folder, config, only_unfinished)
-        if found is not None and found.finished:
-            parallel.broadcast(True, what)
-            yield found
-            return
+        folder, config = Path(folder), make_config(holds, request)
         with ExitStack() as stack:
-            with system_errors(folder):
-                if not os.path.lexists(folder):
-                    stack.callback(_remove_if_empty, folder)  # without the lock, which is a file in it
-                stack.enter_context(locked(folder, lambda: _owner(folder)))
-                found = _same_job(folder, config, only_unfinished)
-                is_new = found is None
-                if found is None or not found.finished:
+            artifact, is_new = None, False
+            if parallel.is_main():
+                artifact = _same_job(folder, config)
+                if artifact is None or not artifact.finished:
+                    if not os.path.lexists(folder):
+                        stack.callback(_remove_if_empty, folder)  # without the lock, which is a file in it
+                    stack.enter_context(locked(folder, lambda: _owner(folder)))
+                    artifact = _same_job(folder, config)  # another process may be done
+                is_new = artifact is None
+                if artifact is None or not artifact.finished:
                     by = f"process {os.getpid()} on {socket.gethostname()}"
-                    unfinished = checksummed({**config, "finished": False, "by": by})
-                    write_files({folder / CONFIG: unfinished})
-                    found = cls(folder, config)
-            parallel.broadcast(found.finished, what)
+                    write_files({folder / CONFIG: checksummed({**config, "finished": False, "by": by})})
+                    artifact = cls(folder, config)
+            finished = artifact is not None and artifact.finished
+            finished, is_new = parallel.broadcast((finished, is_new), f"the folder of {holds}")
+            if artifact is None:
+                artifact = _read_config(folder) if finished else cls(folder, config)
             try:
-                yield found
+                yield artifact
             except parallel.ProcessLost:  # as after a kill
                 raise
             except Exception:
-                if is_new and not found.finished:
-                    found._discard()
+                if is_new and not artifact.finished:
+                    artifact._discard()
                 raise
 
     @classmethod
@@ -160,10 +151,9 @@ class Artifact:
         Unknown parts of the request can be omitted.
         """
         folder = Path(folder)
-        with system_errors(folder):
-            if os.path.lexists(folder) and not folder.is_dir():
-                raise InputError(f"{folder} must be a new or empty folder, got a file.")
-            _same_job(folder, make_config(holds, request), (), partial=True)
+        if os.path.lexists(folder) and not folder.is_dir():
+            raise InputError(f"{folder} must be a new or empty folder, got a file.")
+        _same_job(folder, make_config(holds, request), partial=True)
 
     def written(self, names: Iterable[str] | None = None) -> list[str]:
         """Names of the complete files of tensors (of ``names``), every byte of them verified."""
@@ -177,7 +167,7 @@ class Artifact:
             if header["job"] != self._job or header["name"] != name:
                 raise damaged(path, "was written by another job")
             for tensor in header["tensors"]:
-                self.read(name, tensor, finite=False)
+                self.read(name, tensor)
         return found
 
     def write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
@@ -191,31 +181,30 @@ class Artifact:
         header = {"job": self._job, "name": name, "tensors": hashes}
         path = self.folder / f"{name}{TENSORS}"
         partial = partial_path(path)
-        with system_errors(self.folder):
-            try:
-                # One entry: safetensors writes several in another order each time.
-                save_file(own, partial, metadata={_ENTRY: json.dumps(checksummed(header))})
-                with partial.open("rb+") as file:
-                    os.fsync(file.fileno())
-                partial.replace(path)
-            finally:
-                partial.unlink(missing_ok=True)
+        try:
+            # One entry: safetensors writes several in another order each time.
+            save_file(own, partial, metadata={_ENTRY: json.dumps(checksummed(header))})
+            with partial.open("rb+") as file:
+                os.fsync(file.fileno())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+        self._written.add(path)
         self._headers.pop(name, None)
         self._verified |= {(name, key) for key in own}
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a record to ``name.json``."""
-        record = checksummed({"job": self._job, "content": content})
-        write_files({self.folder / f"{name}.json": record})
+        self.write_text(f"{name}.json", checksummed({"job": self._job, "content": content}))
 
-    def write_text(self, file: str, text: str) -> None:
-        """Write a text file, whose checksum is taken when the job is finished."""
-        self._unmarked.add(file)
-        write_files({self.folder / file: text})
+    def write_text(self, file: str, content: str | Mapping[str, Any]) -> None:
+        """Write a file of text, whose checksum is taken when the job is finished."""
+        self._written.add(self.folder / file)
+        write_files({self.folder / file: content})
 
     def subfolder(self, name: str) -> Path:
         """A folder for other files of this job; the caller creates it."""
-        self._unmarked.add(name)
+        self._written.add(self.folder / name)
         return self.folder / name
 
     def remove(self, *names: str) -> None:
@@ -225,38 +214,28 @@ class Artifact:
             self._headers.pop(name, None)
 
     def _discard(self) -> None:
-        """Remove what the job wrote, ``config.json`` last; the lock and files of others stay."""
+        """Remove what this process wrote, ``config.json`` last; the lock and files of others stay."""
         with suppress(OSError):
-            for path in filter(self._is_own, list(self.folder.iterdir())):
-                if path.is_dir() and not path.is_symlink():
+            for path in self._written:
+                if path.is_dir():
                     shutil.rmtree(path)
                 else:
                     path.unlink(missing_ok=True)
-            (self.folder / CONFIG).unlink()
-
-    def _is_own(self, path: Path) -> bool:
-        if path.name in self._unmarked or (is_transient(path.name) and path.name != LOCK):
-            return True
-        with suppress(InputError, OSError, KeyError):
-            if path.suffix == TENSORS:
-                return self._header(path.stem)["job"] == self._job
-            if path.suffix == ".json":
-                return self.read_json(path.stem) is not None
-        return False
+            if parallel.is_main():
+                (self.folder / CONFIG).unlink()
 
     def finish(self) -> None:
         """Finish the job, once all of its processes have written their files."""
         parallel.barrier(f"the files of {self.config['holds']}")
         if parallel.is_main():
-            with system_errors(self.folder):
-                paths = sorted(path for path in self.folder.rglob("*") if path.is_file())
-                records = {
-                    path.relative_to(self.folder).as_posix(): self._record(path)
-                    for path in paths
-                    if path.parent != self.folder or not (path.name == CONFIG or is_transient(path.name))
-                }
-                config = checksummed({**self.config, "finished": True, "files": records})
-                write_files({self.folder / CONFIG: config})
+            files = {}
+            for path in sorted(self.folder.rglob("*")):
+                name = path.relative_to(self.folder).as_posix()
+                if path.is_file() and name != CONFIG and not is_transient(name):
+                    files[name] = self._record(path)
+            write_files(
+                {self.folder / CONFIG: checksummed({**self.config, "finished": True, "files": files})}
+            )
         parallel.barrier(f"the end of {self.config['holds']}")
         self.config = _read_config(self.folder).config
 
@@ -284,15 +263,15 @@ class Artifact:
                 f"{folder} is unfinished: its job was interrupted or is still running. Rerun the same "
                 "command to resume it."
             )
-        for name in artifact.files:
-            artifact._open(name).close()
+        for name, record in artifact.files.items():
+            check_size(folder / name, record)
         return artifact
 
     def tensors(self, name: str) -> list[str]:
         """Names of the tensors in a file of tensors."""
         return list(self._header(name)["tensors"])
 
-    def read(self, name: str, tensor: str, *, finite: bool = True) -> Tensor:
+    def read(self, name: str, tensor: str) -> Tensor:
         """Map a tensor of ``name.safetensors`` from the disk."""
         from safetensors import SafetensorError, safe_open
 
@@ -307,8 +286,6 @@ class Artifact:
         if (name, tensor) not in self._verified:
             if _hash(values) != header["tensors"][tensor]:
                 raise damaged(path, f"does not hold the tensor {tensor} that was written")
-            if finite and values.is_floating_point() and not _is_finite(values):
-                raise damaged(path, f"holds a value in {tensor} that is not finite")
             self._verified.add((name, tensor))
         return values
 
@@ -329,24 +306,17 @@ class Artifact:
 
     def check(self) -> Iterator[str]:
         """Verify all files byte by byte, yielding the name of each; raises InputError on damage."""
-        for name in self.files if self.finished else (f"{name}{TENSORS}" for name in self.written()):
-            if self.finished:
-                record = self.files[name]
-                if "tensors" in record:
-                    stem = name.removesuffix(TENSORS)
-                    for tensor in self.tensors(stem):
-                        self.read(stem, tensor, finite=False)
-                else:
-                    check_file(self.folder / name, record)
+        if not self.finished:
+            yield from (f"{name}{TENSORS}" for name in self.written())
+            return
+        for name, record in self.files.items():
+            if "tensors" in record:
+                stem = name.removesuffix(TENSORS)
+                for tensor in self.tensors(stem):
+                    self.read(stem, tensor)
+            else:
+                check_file(self.folder / name, record)
             yield name
-
-    def _open(self, file_name: str) -> BinaryIO:
-        """Open a file; in a finished folder it must have the size that was written."""
-        path = self.folder / file_name
-        record = self.files.get(file_name) if self.finished else None
-        if self.finished and record is None:
-            raise damaged(path, f"is not in the list of files in {CONFIG}")
-        return open_recorded(path, record)
 
     def _header(self, name: str) -> Record:
         """The metadata of a tensor file, after its checksum is verified."""
@@ -355,7 +325,8 @@ class Artifact:
         from safetensors import SafetensorError, safe_open
 
         path = self.folder / f"{name}{TENSORS}"
-        self._open(path.name).close()
+        if self.finished and path.name not in self.files:
+            raise damaged(path, f"is not in the list of files in {CONFIG}")
         try:
             with safe_open(path, framework="pt") as file:
                 text, names = (file.metadata() or {}).get(_ENTRY, ""), set(file.keys())
@@ -392,33 +363,6 @@ def command_line() -> str:
     return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
-def describe_file(path: Path) -> dict[str, Any]:
-    """The checksum and the size of a file."""
-    with open_regular(path) as file:
-        digest, size = hash_file(file)
-    return {"sha256": digest, "bytes": size}
-
-
-def open_recorded(path: Path, record: Record | None) -> BinaryIO:
-    """Open a file that must have the recorded size."""
-    try:
-        file = open_regular(path)
-    except OSError as error:
-        raise damaged(path, f"cannot be read ({error.strerror})") from error
-    size = os.fstat(file.fileno()).st_size
-    if record is not None and size != record["bytes"]:
-        file.close()
-        raise damaged(path, f"has {size:,} bytes instead of {record['bytes']:,}")
-    return file
-
-
-def check_file(path: Path, record: Record) -> None:
-    """Raise InputError if a file is not what was written."""
-    with open_recorded(path, record) as file:
-        if hash_file(file)[0] != record["sha256"]:
-            raise damaged(path, "does not hold what was written")
-
-
 def is_record(record: Any) -> bool:
     """Whether JSON looks like a record of a folder that matlens wrote, damaged or not."""
     keys = ("layout", "holds", "request", CHECKSUM)
@@ -447,9 +391,7 @@ def _read_config(folder: Path) -> Artifact:
     return Artifact(folder, read_record(folder / CONFIG))
 
 
-def _same_job(
-    folder: Path, config: Mapping[str, Any], only_unfinished: tuple[str, ...], *, partial: bool = False
-) -> Artifact | None:
+def _same_job(folder: Path, config: Mapping[str, Any], *, partial: bool = False) -> Artifact | None:
     """The artifact in a folder, ``None`` in a new one; raises InputError if it is of another job."""
     try:
         found = _read_config(folder)
@@ -460,26 +402,21 @@ def _same_job(
             ) from None
         return None
     there, now = (_flat({"holds": said["holds"], **said["request"]}) for said in (found.config, config))
-    ignored = only_unfinished if found.finished else ()
+    ignored = _OF_BATCHES if found.finished else ()
     differing = [
         key
         for key in (now if partial else {**now, **there})
         if now.get(key) != there.get(key) and key not in ignored and not _only_names(key, now, there)
     ]
     if differing:
-        # Show what the user changed; digests only if nothing else differs.
-        chosen = [key for key in differing if _DERIVED.isdisjoint(key.split("."))] or differing
+        differing.sort(key=lambda key: not _DERIVED.isdisjoint(key.split(".")))  # what the user changed first
         differences = "; ".join(
-            f"{key}: {_cut(there.get(key))} in the folder, {_cut(now.get(key))} now" for key in chosen[:4]
+            f"{key}: {there.get(key)!s:.60} in the folder, {now.get(key)!s:.60} now" for key in differing[:4]
         )
         raise InputError(
             f"{folder} belongs to another job ({differences}). Choose another folder, or remove it."
         )
     return found
-
-
-def _cut(value: Any) -> str:
-    return value if isinstance(value, str) else reprlib.repr(value)
 
 
 def _only_names(key: str, now: Mapping[str, Any], there: Mapping[str, Any]) -> bool:
@@ -518,7 +455,3 @@ def _hash(values: Tensor) -> str:
     for part in flat.split(_CHUNK) if flat.numel() else ():
         digest.update(part.numpy().data)
     return digest.hexdigest()
-
-
-def _is_finite(values: Tensor) -> bool:
-    return all(bool(part.isfinite().all()) for part in values.view(-1).split(_CHUNK))

@@ -17,20 +17,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from matlens import parallel
-from matlens.errors import InputError, checked, printable
+from matlens.errors import InputError, printable
 from matlens.io.artifact import CONFIG, LAYOUT, Artifact
 from matlens.io.bounds import Bound
-from matlens.io.files import LOCK, is_unwritable, system_errors
+from matlens.io.files import LOCK
 
 VARIABLE = "MATLENS_CACHE"
 LIMIT = Bound("MATLENS_CACHE_GIB", 20, "GiB of the cache", 2**30)
 _OFF = ("0", "off", "no", "none", "false")
 _FILES, _ABOUT = "files", "about"
 _ENTRY = re.compile(r"([a-z]+)-[0-9a-f]{32}")
-
-
-class _TooLarge(Exception):
-    """An entry is larger than the cache."""
 
 
 class Entry(NamedTuple):
@@ -43,7 +39,6 @@ class Entry(NamedTuple):
     used: float
 
 
-@checked
 class Cache:
     """A folder of entries with least-recently-used eviction.
 
@@ -56,22 +51,21 @@ class Cache:
     """
 
     def __init__(self, root: Path, limit: int = 20 * 2**30) -> None:
-        self.root, self.limit = Path(root), limit
+        self.root, self.limit = root, limit
 
     def find(self, kind: str, key: Mapping[str, Any]) -> Entry | None:
         """The entry of a key, every byte of it verified, or ``None``; a damaged one is removed."""
         place = self._place(kind, key)
-        if not os.path.lexists(place / CONFIG):
-            return None
         try:
+            if not os.path.lexists(place / CONFIG):
+                return None
             artifact = Artifact.open(place, kind)
             for _ in artifact.check():
                 pass
             entry = _entry(artifact)
         except (OSError, InputError) as error:
-            if os.path.lexists(place) and not _in_use(place):
+            if _remove(place):
                 tell(f"An entry of the cache is damaged and recomputed: {error}")
-                shutil.rmtree(place, ignore_errors=True)
             return None
         with suppress(OSError):  # a cache that is read-only
             os.utime(place / CONFIG)
@@ -81,7 +75,7 @@ class Cache:
         self,
         kind: str,
         key: Mapping[str, Any],
-        fill: Callable[[Path], None],
+        fill: Callable[[Path], object],
         *,
         about: Mapping[str, Any] | None = None,
     ) -> Entry | None:
@@ -99,37 +93,23 @@ class Cache:
         Returns
         -------
         Entry or None
-            ``None`` if it is larger than the cache, or the disk is full or cannot be written.
+            ``None``, with a message, if it cannot be filled, such as on a full disk, or is larger than the
+            cache.
         """
-        place, is_filling = self._place(kind, key), False
+        place = self._place(kind, key)
         try:
-            with (
-                parallel.alone(), system_errors(self.root),
-                Artifact.writing(place, kind, {"key": key}) as artifact,
-            ):  # fmt: skip
+            with parallel.alone(), Artifact.writing(place, kind, {"key": key}) as artifact:
                 if not artifact.finished:
                     files = artifact.subfolder(_FILES)
                     shutil.rmtree(files, ignore_errors=True)  # of a killed process
                     files.mkdir()
-                    is_filling = True
-                    with system_errors():
-                        fill(files)
-                    is_filling = False
+                    fill(files)
                     if _size(files) > self.limit:
-                        shutil.rmtree(files)
-                        raise _TooLarge
+                        raise InputError(f"It must be at most {self.limit:,} bytes, got {_size(files):,}.")
                     artifact.write_json(_ABOUT, about or {})
                     artifact.finish()
-        except _TooLarge:
-            return None
-        except (OSError, InputError) as error:
-            if is_filling:  # an error of the work itself is not one of the cache
-                is_of_cache = is_unwritable(error)
-            else:
-                is_of_cache = isinstance(error, OSError) or error.__cause__ is not None
-            if not is_of_cache:
-                raise
-            tell(f"The cache {self.root} is not used. {error}")
+        except Exception as error:  # of this system, or of the libraries that fill the entry
+            tell(f"The cache {self.root} is not used. {type(error).__name__}: {error}")
             return None
         self._shrink(place)
         return _entry(artifact)
@@ -144,11 +124,7 @@ class Cache:
 
     def clear(self) -> int:
         """Remove everything that no process is writing; returns the number of bytes freed."""
-        freed = 0
-        for place in self._places():
-            if not _in_use(place):
-                freed += _size(place)
-                shutil.rmtree(place)
+        freed = sum(map(_remove, self._places()))
         with suppress(OSError):  # not empty, or missing
             self.root.rmdir()
         return freed
@@ -168,20 +144,18 @@ class Cache:
         total = sum(entry.n_bytes for entry in entries)
         for entry in reversed(entries):
             if total > self.limit and entry.folder.parent != latest:
-                shutil.rmtree(entry.folder.parent, ignore_errors=True)
-                total -= entry.n_bytes
+                total -= entry.n_bytes if _remove(entry.folder.parent) else 0
 
 
-def _in_use(place: Path) -> bool:
-    from filelock import FileLock, Timeout
+def _remove(place: Path) -> int:
+    """Remove an entry under its lock; the number of bytes freed, 0 if another process holds the lock."""
+    from filelock import FileLock
 
-    if not (place / LOCK).exists():
-        return False
-    try:
-        with FileLock(place / LOCK).acquire(timeout=0):
-            return False
-    except Timeout:
-        return True
+    with suppress(OSError), FileLock(place / LOCK, timeout=0):
+        freed = _size(place)
+        shutil.rmtree(place)
+        return freed
+    return 0
 
 
 def _entry(artifact: Artifact) -> Entry:
@@ -217,7 +191,6 @@ def tell(message: str) -> None:
     print(printable(message, limit=500), file=sys.stderr, flush=True)
 
 
-@checked
 def default_cache() -> Cache | None:
     """The user's cache, ``None`` if it is switched off.
 

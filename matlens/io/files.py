@@ -1,66 +1,27 @@
-"""Files written whole or not at all, files read within bounds, and the lock of a folder."""
+"""Files written completely or not at all, files read within bounds, and the lock of a folder."""
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
 import re
 import secrets
-import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from matlens.errors import InputError, plain_number, printable
 from matlens.io.bounds import JSON, Bound, parse_json
 
 CHECKSUM = "digest"
 """The key under which a record holds the hash of everything else in it."""
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_DENIED = (errno.EACCES, errno.EROFS, errno.EPERM)
-_REFUSED = (
-    *_DENIED, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.ELOOP,
-    errno.ENXIO, errno.EMFILE, errno.ENFILE, errno.ENOTEMPTY, errno.EBUSY,
-)  # fmt: skip
-_OF_THE_SYSTEM = re.compile(r"\(os error (\d{1,5})\)")
-_CHUNK = 4 * 2**20
 LOCK = ".lock"
 _PARTIAL = re.compile(r"\..+\.[0-9a-f]{16}\.partial")
 
 Content = str | bytes | memoryview | Mapping[str, Any]
-
-
-@contextmanager
-def system_errors(path: str | Path | None = None) -> Iterator[None]:
-    """Convert errors of the file system to InputError."""
-    try:
-        yield
-    except Exception as error:
-        number = _number(error)
-        path = path or getattr(error, "filename", None) or "the folder"
-        if number in _FULL:
-            raise InputError(
-                f"The disk of {path} is full. Free some space, or choose another folder."
-            ) from error
-        if number in _REFUSED:
-            raise InputError(
-                f"{path} cannot be used: {os.strerror(number)}. Check the path and its permissions."
-            ) from error
-        raise
-
-
-def is_unwritable(error: Exception) -> bool:
-    """Whether an error was caused by a full disk or a missing permission."""
-    return any(_number(each) in (*_FULL, *_DENIED) for each in (error, error.__cause__) if each is not None)
-
-
-def _number(error: BaseException) -> int | None:
-    in_library = _OF_THE_SYSTEM.search(str(error))  # safetensors, tokenizers
-    return int(in_library[1]) if in_library else getattr(error, "errno", None)
 
 
 # Writing
@@ -69,27 +30,24 @@ def _number(error: BaseException) -> int | None:
 def write_files(contents: Mapping[Path, Content]) -> None:
     """Write text, bytes or JSON to several files: all of them complete, or none.
 
-    Folders are created, a link is replaced and not followed. Of two processes that write the same files, all
-    are from one.
+    Folders are created, a link is replaced and not followed.
     """
     partial: dict[Path, Path] = {}
-    with system_errors(next(iter(contents))):
-        try:
-            for path, content in contents.items():
-                _check_replaceable(path)  # else the files before it would be replaced, and it could not be
-                path.parent.mkdir(parents=True, exist_ok=True)
-                temporary = partial_path(path)
-                with temporary.open("xb") as file:
-                    partial[path] = temporary
-                    file.write(_encoded(content))
-                    file.flush()
-                    os.fsync(file.fileno())
-            with locked(next(iter(partial)).parent, clean=False) if len(partial) > 1 else nullcontext():
-                for path, temporary in partial.items():
-                    temporary.replace(path)
-        finally:
-            for temporary in partial.values():
-                temporary.unlink(missing_ok=True)
+    try:
+        for path, content in contents.items():
+            _check_replaceable(path)  # else the files before it would be replaced, and it could not be
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = partial_path(path)
+            with temporary.open("xb") as file:
+                partial[path] = temporary
+                file.write(_encoded(content))
+                file.flush()
+                os.fsync(file.fileno())
+        for path, temporary in partial.items():
+            temporary.replace(path)
+    finally:
+        for temporary in partial.values():
+            temporary.unlink(missing_ok=True)
 
 
 def _encoded(content: Content) -> bytes | memoryview:
@@ -109,11 +67,10 @@ def _check_replaceable(path: Path) -> None:
 
 
 def check_writable(folder: Path, files: Iterable[str] = ()) -> None:
-    """Raise InputError early if a folder cannot be created or files not be written."""
-    with system_errors(folder):
-        trial = partial_path(nearest_existing(folder) / "trial")
-        trial.touch(exist_ok=False)
-        trial.unlink(missing_ok=True)  # another process that locks the folder removes such files too
+    """Raise an error early if a folder cannot be created or files not be written."""
+    trial = partial_path(nearest_existing(folder) / "trial")
+    trial.touch(exist_ok=False)
+    trial.unlink(missing_ok=True)  # another process that locks the folder removes such files too
     for name in files:
         _check_replaceable(folder / name)
 
@@ -127,13 +84,10 @@ def nearest_existing(folder: Path) -> Path:
 
 
 @contextmanager
-def locked(
-    folder: Path, owner: Callable[[], str] = lambda: "another process", *, clean: bool = True
-) -> Iterator[None]:
+def locked(folder: Path, owner: Callable[[], str] = lambda: "another process") -> Iterator[None]:
     """Hold the lock of a folder, which is created; waits, with a message, while another process holds it.
 
-    A killed process holds no lock. The partial files that it left are removed if ``clean``; where others
-    write without the lock, partial files may be theirs.
+    A killed process holds no lock. The partial files that it left are removed.
     """
     from filelock import FileLock, Timeout
 
@@ -151,7 +105,7 @@ def locked(
         except FileNotFoundError:  # the other job has failed and removed the folder
             continue
     try:
-        if clean and lock.lock_counter == 1:
+        if lock.lock_counter == 1:
             for path in folder.glob(".*.partial"):
                 if _PARTIAL.fullmatch(path.name):
                     path.unlink(missing_ok=True)
@@ -166,27 +120,16 @@ def locked(
 
 
 def is_transient(name: str) -> bool:
-    """Whether a file is a lock, or what a killed process has left of a file that it was writing."""
+    """Whether a file is a lock, or a partial file that a killed process has left."""
     return name == LOCK or bool(_PARTIAL.fullmatch(name))
 
 
 # Reading
 
 
-def open_regular(path: str | Path) -> BinaryIO:
-    """Open a regular file; raises InputError for a pipe or a device."""
-    # Opening a pipe would wait for a writer; Windows has no pipes in folders, and opens text otherwise.
-    descriptor = os.open(path, getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise InputError(f"{path} must be a file, got a folder, a pipe or a device.")
-    return os.fdopen(descriptor, "rb")
-
-
 def read_bounded(path: str | Path, bound: Bound) -> bytes:
     """Read a file up to a size limit."""
-    with open_regular(path) as file:
-        bound.check(os.fstat(file.fileno()).st_size, str(path))
+    with open(path, "rb") as file:
         content = file.read(bound.limit + 1)
     bound.check(len(content), str(path))
     return content
@@ -205,7 +148,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def checksummed(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record with the hash of its own content, as JSON gives it back."""
+    """A record with the hash of its own content, as JSON returns it."""
     content = json.loads(json.dumps(record, default=plain_number))
     content.pop(CHECKSUM, None)
     return {**content, CHECKSUM: content_hash(content)}
@@ -228,16 +171,31 @@ def damaged(path: Path, cause: str) -> InputError:
     )
 
 
-def hash_file(file: BinaryIO) -> tuple[str, int]:
-    """The SHA-256 of an open file from here on, and how many bytes that is."""
-    digest, size = hashlib.sha256(), 0
-    while chunk := file.read(_CHUNK):
-        digest.update(chunk)
-        size += len(chunk)
-    return digest.hexdigest(), size
-
-
 def content_hash(content: Mapping[str, Any]) -> str:
     """The SHA-256 of a record, independent of the order of its keys."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """The checksum and the size of a file."""
+    with path.open("rb") as file:
+        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": file.tell()}
+
+
+def check_size(path: Path, record: Mapping[str, Any]) -> None:
+    """Raise InputError if a file is missing or has another size than was written."""
+    try:
+        size = path.stat().st_size if path.is_file() else None
+    except OSError as error:
+        raise damaged(path, f"cannot be read ({error.strerror})") from error
+    if size != record["bytes"]:
+        found = "is missing" if size is None else f"has {size:,} bytes instead of {record['bytes']:,}"
+        raise damaged(path, found)
+
+
+def check_file(path: Path, record: Mapping[str, Any]) -> None:
+    """Raise InputError if a file is not what was written."""
+    check_size(path, record)
+    if describe_file(path)["sha256"] != record["sha256"]:
+        raise damaged(path, "does not hold what was written")

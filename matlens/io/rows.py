@@ -10,7 +10,6 @@ import itertools
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -55,8 +54,8 @@ Columns = Mapping[str, Column]
 class StoredRows(Mapping[str, Tensor]):
     """The rows of an artifact by column, in order; columns are read lazily."""
 
-    def __init__(self, artifact: Artifact, *, finite: bool = True) -> None:
-        self._artifact, self._finite = artifact, finite
+    def __init__(self, artifact: Artifact) -> None:
+        self._artifact = artifact
         self.columns = {name: Column(*column) for name, column in artifact.request["columns"].items()}
         self.n_rows = int(artifact.request["n_rows"])
         self._shards = [name.removesuffix(".safetensors") for name in artifact.files if name[:1].isdigit()]
@@ -82,10 +81,10 @@ class StoredRows(Mapping[str, Tensor]):
         """The rows of some columns shard by shard: indices and values."""
         for shard in self._shards:
             index = self._artifact.read(shard, INDEX).numpy()
-            yield index, {name: self._artifact.read(shard, name, finite=self._finite) for name in names}
+            yield index, {name: self._artifact.read(shard, name) for name in names}
 
     def __reduce__(self) -> Any:
-        return partial(StoredRows, finite=self._finite), (self._artifact,)
+        return StoredRows, (self._artifact,)
 
     def __contains__(self, name: object) -> bool:
         """Whether there is such a column, without reading it."""
@@ -107,9 +106,7 @@ def writing_rows(
     *,
     folder: str | Path | None,
     arrays: Mapping[str, np.ndarray] | None = None,
-    only_unfinished: tuple[str, ...] = (),
-    finite: bool = True,
-) -> Iterator[RowsInMemory | RowsInShards]:
+) -> Iterator[RowWriter]:
     """Write rows in memory or in a folder; the processes of a job divide the batches.
 
     The caller computes the batches ``missing`` and adds each, in this order. At the end ``config`` and
@@ -117,14 +114,12 @@ def writing_rows(
 
     Parameters
     ----------
-    holds, request, only_unfinished
+    holds, request
         As in `Artifact.writing`.
     counts
         Number of rows of each batch.
     arrays
         Arrays that are stored next to the rows.
-    finite
-        Whether a value that is not finite is an error.
     """
     n_rows = int(sum(counts))
     request = {
@@ -134,82 +129,66 @@ def writing_rows(
     own = list(enumerate(_shards(counts, columns)))[parallel.rank() :: parallel.world_size()]
     shards = {f"{number:05d}": batches for number, batches in own}
     if folder is None:
-        in_memory = RowsInMemory(make_config(holds, request), columns, n_rows, shards)
-        yield in_memory
-        in_memory.share()
+        writer = RowWriter(columns, n_rows, shards)
+        writer.config = make_config(holds, request)
+        yield writer
+        writer.share()
         return
-    with Artifact.writing(folder, holds, request, only_unfinished=only_unfinished) as artifact:
+    with Artifact.writing(folder, holds, request) as artifact:
         existing = {*shards} if artifact.finished else artifact.written(shards)
         if not artifact.finished and parallel.is_main():
             _check_disk(artifact, n_rows * _row_bytes(columns))
         missing = {name: batches for name, batches in shards.items() if name not in existing}
-        yield RowsInShards(artifact, columns, missing, finite=finite)
+        writer = RowWriter(columns, 0, missing, artifact)
+        yield writer
         if not artifact.finished:
             if parallel.is_main():
                 artifact.write(_ARRAYS, {name: torch.from_numpy(a) for name, a in (arrays or {}).items()})
             artifact.finish()
+        writer.config, writer.rows = artifact.config, StoredRows(artifact)
 
 
-class RowsInMemory:
-    """Rows that are written into tensors."""
+class RowWriter:
+    """Writes rows into tensors in memory, or into the shards of an artifact."""
+
+    config: dict[str, Any]
 
     def __init__(
-        self, config: dict[str, Any], columns: Columns, n_rows: int, shards: Mapping[str, range]
+        self, columns: Columns, n_rows: int, shards: Mapping[str, range], artifact: Artifact | None = None
     ) -> None:
-        self.config, self.missing = config, list(itertools.chain(*shards.values()))
+        self.missing = list(itertools.chain(*shards.values()))
         self.rows: Mapping[str, Tensor] = {
             name: torch.empty(n_rows, column.width, dtype=column.in_memory)
             for name, column in columns.items()
         }
-        self._index = [np.zeros(0, dtype=np.int64)]
+        self._artifact = artifact
+        self._last = {batches[-1]: name for name, batches in shards.items()}
+        self._waiting = iter(self.missing)
+        self._parts: list[dict[str, Tensor]] = []  # of a shard; in memory the indices alone
 
     def add(self, index: np.ndarray, values: Mapping[str, Tensor]) -> None:
         """Write the rows of a batch: their numbers, and the values by column."""
-        self._index.append(index)
-        for name, column in self.rows.items():
-            column[torch.from_numpy(index)] = values[name].to(column.dtype)
+        part = {INDEX: torch.from_numpy(np.asarray(index, dtype=np.int64))}
+        self._parts.append(part)
+        if self._artifact is None:
+            for name, column in self.rows.items():
+                column[part[INDEX]] = values[name].to(column.dtype)
+            return
+        part |= {name: values[name].to(column.dtype) for name, column in self.rows.items()}
+        shard = self._last.get(next(self._waiting))
+        if shard is not None:  # which is complete
+            parts, self._parts = self._parts, []
+            self._artifact.write(shard, {key: torch.cat([part[key] for part in parts]) for key in parts[0]})
+            del part, parts
+            give_back_freed()
 
     def share(self) -> None:
-        """Give all rows to all processes."""
+        """Give all rows in memory to all processes."""
         if parallel.world_size() > 1:
-            own = torch.from_numpy(np.concatenate(self._index))
+            own = torch.cat([torch.zeros(0, dtype=torch.int64), *(part[INDEX] for part in self._parts)])
             of_all = parallel.concatenate({INDEX: own}, "rows")[INDEX]
             for name, column in self.rows.items():
                 column[of_all] = parallel.concatenate({name: column[own]}, f"rows of {name}")[name]
-
-
-class RowsInShards:
-    """Rows that are written into the shards of an artifact."""
-
-    def __init__(
-        self, artifact: Artifact, columns: Columns, shards: Mapping[str, range], *, finite: bool
-    ) -> None:
-        self.missing = list(itertools.chain(*shards.values()))
-        self._artifact, self._columns, self._finite = artifact, columns, finite
-        self._last = {batches[-1]: name for name, batches in shards.items()}
-        self._waiting = iter(self.missing)
-        self._parts: list[dict[str, Tensor]] = []
-
-    def add(self, index: np.ndarray, values: Mapping[str, Tensor]) -> None:
-        """Write the rows of a batch, when its shard is complete."""
-        of_columns = {name: values[name].to(column.in_memory) for name, column in self._columns.items()}
-        self._parts.append({INDEX: torch.from_numpy(np.asarray(index, dtype=np.int64)), **of_columns})
-        name = self._last.get(next(self._waiting))
-        if name is not None:
-            parts, self._parts = self._parts, []
-            self._artifact.write(name, {key: torch.cat([part[key] for part in parts]) for key in parts[0]})
-            del parts
-            give_back_freed()
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The content of ``config.json``."""
-        return self._artifact.config
-
-    @property
-    def rows(self) -> StoredRows:
-        """The rows by column."""
-        return StoredRows(self._artifact, finite=self._finite)
 
 
 def _row_bytes(columns: Columns) -> int:
@@ -227,16 +206,14 @@ def _check_disk(artifact: Artifact, n_bytes: int) -> None:
         )
 
 
-def read_rows(
-    folder: str | Path, expected: str, *, finite: bool = True
-) -> tuple[dict[str, Any], dict[str, np.ndarray], StoredRows]:
+def read_rows(folder: str | Path, expected: str) -> tuple[dict[str, Any], dict[str, np.ndarray], StoredRows]:
     """Open finished rows: their configuration, the arrays next to them, and the rows by column.
 
     Rows are verified when they are first read.
     """
     artifact = Artifact.open(folder, expected)
     arrays = {name: values.numpy() for name, values in artifact.read_all(_ARRAYS).items()}
-    return artifact.config, arrays, StoredRows(artifact, finite=finite)
+    return artifact.config, arrays, StoredRows(artifact)
 
 
 def _shards(counts: Sequence[int], columns: Columns) -> list[range]:

@@ -114,7 +114,6 @@ def read_table(
     types = dict(columns) if isinstance(columns, Mapping) else dict.fromkeys(columns, "str")
     try:
         content = read_bounded(path, bounds.TABLE)
-        bounds.LINE.check(max(map(len, content.splitlines()), default=0), str(path))
         check_described(Path(path), content)
         table = pd.read_csv(io.BytesIO(content), dtype=types, **{"keep_default_na": False, **options})
     except InputError:

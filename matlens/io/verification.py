@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from matlens.errors import InputError, checked
-from matlens.io.artifact import (
-    CONFIG,
-    MODEL_RECORD,
-    TENSORS,
-    Artifact,
-    check_file,
-    is_finished,
-    is_record,
-    read_record,
-)
-from matlens.io.files import CHECKSUM, damaged, read_json, verified
-from matlens.io.tables import TABLE
+from matlens.io.artifact import CONFIG, MODEL_RECORD, Artifact, is_finished, is_record, read_record
+from matlens.io.files import CHECKSUM, check_file, damaged, read_json
+from matlens.io.tables import TABLE, check_described
 
-FILES = "run.json"
-"""The list of the table of results and the figures of a run."""
-_FOLDERS = "folders"  # of artifacts, in such a list
+RUN_RECORD = "run.json"
+"""The record of the table of results and the figures of a run, and of its folders."""
 
 
 class Verdict(NamedTuple):
@@ -59,83 +49,61 @@ def verify(folder: str | Path) -> Iterator[Verdict]:
     folder = Path(folder)
     if not folder.is_dir():
         raise InputError(f"folder must be an existing folder, got {folder}.")
-    seen: set[tuple[int, int]] = set()
-    for place, inner, names in os.walk(folder, followlinks=True):
-        status = os.stat(place)
-        if (status.st_dev, status.st_ino) in seen:
-            inner.clear()
-            continue
-        seen.add((status.st_dev, status.st_ino))
+    for place, inner, names in os.walk(folder):
         inner.sort()
-        names += {CONFIG, MODEL_RECORD, FILES}.intersection(inner)  # folders in place of records
-        yield from filter(None, (_verify_record(Path(place, name)) for name in sorted(names)))
-        if CONFIG not in names and any(name.endswith(TENSORS) and name[0] in "h0" for name in names):
-            yield Verdict(Path(place), "vectors or maps", f"{Path(place, CONFIG)} is missing.")
+        for path in (Path(place, name) for name in sorted(names) if name.endswith(".json")):
+            is_table = path.name not in (CONFIG, MODEL_RECORD, RUN_RECORD)
+            subject = path.with_suffix(".csv") if is_table else path
+            if path.name in (CONFIG, MODEL_RECORD):
+                subject = path.parent
+            try:
+                what = _verify_table(path) if is_table else _verify_artifact(path)
+            except (InputError, OSError) as error:
+                yield Verdict(subject, path.name, str(error))
+            except (KeyError, TypeError, AttributeError):  # its checksum is right, but it is another record
+                yield Verdict(subject, path.name, str(damaged(path, "is incomplete")))
+            else:
+                if what:
+                    yield Verdict(subject, what, None)
+
+
+def _verify_artifact(path: Path) -> str | None:
+    """The contents of an artifact, by its record; None if the record is not of matlens."""
+    if path.name == CONFIG and not is_record(read_json(path)):
+        return None
+    artifact = Artifact(path.parent, read_record(path))
+    for _ in artifact.check():
+        pass
+    for name in artifact.request.get("folders", ()):
+        if not is_finished(path.parent / name):
+            raise InputError(f"{path.parent / name / CONFIG} is missing.")
+    holds, n = artifact.config["holds"], len(artifact.config.get("files", ()))
+    return f"{holds}, {n} {'file' if n == 1 else 'files'}" if artifact.finished else f"unfinished {holds}"
+
+
+def _verify_table(path: Path) -> str | None:
+    """What a JSON describes, if it is a table; other JSON is of an artifact, which lists it, or foreign."""
+    table = path.with_suffix(".csv")
+    if table.is_file():
+        return "table of results" if check_described(table) else None
+    try:
+        record = read_json(path)
+    except InputError:
+        return None
+    if isinstance(record, dict) and {CHECKSUM, TABLE} <= record.keys():
+        raise damaged(table, "is missing")
+    return None
 
 
 def check_unchanged(folder: Path) -> None:
     """Raise InputError if a file listed in ``matlens.json`` has changed."""
-    try:
-        files = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
-        _check_model(folder, str([(name, of.st_mtime_ns, of.st_size) for name, of in files]))
-    except OSError as error:
-        raise damaged(folder, f"cannot be read ({error.strerror}: {error.filename})") from error
+    files = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
+    _check_model(folder, str([(name, of.st_mtime_ns, of.st_size) for name, of in files]))
 
 
 @lru_cache(maxsize=16)
 def _check_model(folder: Path, state: str) -> None:
     """Hash the files that a model is loaded from, once per state of them."""
-    files = read_record(folder / MODEL_RECORD)["files"]
-    _check_files(folder, {name: record for name, record in files.items() if not name.endswith(".md")})
-
-
-def _check_files(folder: Path, records: Mapping[str, Any]) -> None:
-    for name, record in records.items():
-        check_file(folder / name, record)
-
-
-def _verify_record(path: Path) -> Verdict | None:
-    """Verify the files listed in a record; ``None`` if it is not a record of matlens."""
-    if path.suffix != ".json":
-        return None
-    folder, place, what = path.parent, path.parent, path.name
-    if path.name == FILES:
-        place = path
-    elif path.name not in (CONFIG, MODEL_RECORD):
-        place, what = path.with_suffix(".csv"), "table of results"
-    is_ours = place.suffix != ".csv" or place.exists()
-    try:
-        record = read_json(path)
-        if path.name == CONFIG:
-            if not is_record(record):
-                return None
-            artifact = Artifact(folder, read_record(path))
-            what = _described(record) if artifact.finished else f"unfinished {record['holds']}"
-            for _ in artifact.check():
-                pass
-            return Verdict(folder, what, None)
-        marks = {CHECKSUM, TABLE, _FOLDERS}
-        if path.name != MODEL_RECORD and (not isinstance(record, dict) or marks.isdisjoint(record)):
-            return None
-        is_ours = is_ours or TABLE in record  # else it is listed in the config.json of an artifact
-        verified(record, path)
-        if TABLE in record:
-            if record[TABLE]["file"] != place.name:
-                raise damaged(path, f"describes another table than {place.name}")
-            _check_files(folder, {place.name: record[TABLE]})
-        elif is_ours:
-            what = _described(record)
-            _check_files(folder, record["files"])
-            for name in record.get(_FOLDERS, ()):
-                if not is_finished(folder / name):
-                    raise InputError(f"{folder / name / CONFIG} is missing.")
-    except (InputError, OSError) as error:
-        return Verdict(place, what, str(error)) if is_ours else None
-    except (KeyError, TypeError, AttributeError):  # the checksum is right, but this is another kind of record
-        return Verdict(place, what, str(damaged(path, "is incomplete"))) if is_ours else None
-    return Verdict(place, what, None) if is_ours else None
-
-
-def _described(record: Mapping[str, Any]) -> str:
-    n = len(record["files"])
-    return f"{record.get('holds', 'list')}, {n} {'file' if n == 1 else 'files'}"
+    for name, record in read_record(folder / MODEL_RECORD)["files"].items():
+        if not name.endswith(".md"):
+            check_file(folder / name, record)

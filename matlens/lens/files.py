@@ -20,14 +20,7 @@ from torch import Tensor
 from matlens import parallel
 from matlens.errors import InputError, printable, short
 from matlens.io.artifact import CONFIG, Artifact
-from matlens.io.files import (
-    check_writable,
-    damaged,
-    nearest_existing,
-    open_regular,
-    read_json,
-    write_files,
-)
+from matlens.io.files import check_writable, damaged, read_json, write_files
 from matlens.lens.maps import LensMaps, Standardisation
 from matlens.linear.maps import LinearMap, tensor_digest
 from matlens.linear.mapsets import CONVENTION
@@ -45,7 +38,7 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 def check_lens_folder(folder: Path, method: str) -> None:
     """Check early that a lens of a method can be stored in a folder."""
     Artifact.check_possible(folder, _HOLDS, {"method": method})
-    check_writable(nearest_existing(folder))
+    check_writable(folder)
 
 
 def write_lens(folder: str | Path, lens: LensMaps) -> None:
@@ -230,7 +223,7 @@ def _tuned_hash(weight: Tensor) -> str:
 
 def _unpickled(path: Path) -> dict[str, Any]:
     """Tensors and plain values in a file of torch.save; anything else in it is refused and not run."""
-    with open_regular(path) as file, warnings.catch_warnings():
+    with path.open("rb") as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is wrong with a file is said in an error
         content = torch.load(file, map_location="cpu", weights_only=True)
     if not isinstance(content, dict):

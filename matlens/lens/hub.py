@@ -18,7 +18,7 @@ import pandas as pd
 
 from matlens.errors import InputError, printable, short
 from matlens.io.artifact import CONFIG
-from matlens.io.repository import HubRepository
+from matlens.io.repository import PATIENCE, HubRepository
 from matlens.io.tables import COLUMNS, check_columns
 from matlens.lens.files import read_jacobian_lens, read_lens, write_lens
 from matlens.lens.maps import LensMaps
@@ -53,21 +53,28 @@ def push_lens(
             "name must be a folder of letters, digits, dots and dashes, such as "
             f"'smollm2-135m/mat/wikipedia', got {short(folder)}."
         )
+    from huggingface_hub import CommitOperationAdd
+
     card = lens_card(lens, quality)
     with tempfile.TemporaryDirectory(prefix="matlens-lens-") as place:
         written = Path(place) / "lens"
         write_lens(written, lens)
-        files: dict[str, bytes | Path] = {
-            f"{folder}/{path.name}": path
+        files: dict[str, bytes | str] = {
+            f"{folder}/{path.name}": str(path)
             for path in sorted(written.iterdir())
             if path.name == CONFIG or path.suffix == ".safetensors"
         }
         files[f"{folder}/{CARD}"] = card.encode()
-        repository.create(private=private)
-        commit, names = repository.files()
+        with repository.client("written to") as hub:
+            hub.create_repo(repository.name, private=private, exist_ok=True)
+        commit, names = _list_files(repository)
         listed = filter(_FOLDER.fullmatch, {*_folders(names), folder})
         files[CARD] = repository_card(repository.name, sorted(listed)).encode()
-        return repository.commit(files, message=f"Add {folder} with matlens", parent=commit)
+        additions = [CommitOperationAdd(path, content) for path, content in files.items()]
+        with repository.client("written to") as hub:  # refused if there is another commit meanwhile
+            message = f"Add {folder} with matlens"
+            made = hub.create_commit(repository.name, additions, commit_message=message, parent_commit=commit)
+        return str(made.oid)
 
 
 def pull_lens(
@@ -78,7 +85,12 @@ def pull_lens(
     model: TransformerBridge | None = None,
 ) -> LensMaps:
     """Read a lens from a repository; see `Lens.from_pretrained`."""
-    commit, paths = repository.files(revision)
+    commit, paths = _list_files(repository, revision)
+
+    def download(path: str) -> Path:
+        with repository.client("read") as hub:
+            return Path(hub.hf_hub_download(repository.name, path, revision=commit, etag_timeout=PATIENCE))
+
     known = _folders(paths)
     files = [path for path in paths if path.endswith(".pt")]
     if name is None and len(known) == 1:
@@ -86,11 +98,11 @@ def pull_lens(
     if name is not None and name in files:
         if model is None:
             raise InputError(f"model must be given: {name} does not record its model.")
-        lens = read_jacobian_lens(repository.download(name, commit), model)
+        lens = read_jacobian_lens(download(name), model)
     elif name is not None and name in known:
         inside = [path for path in paths if str(PurePosixPath(path).parent) == name]
         wanted = [path for path in inside if path.endswith((f"/{CONFIG}", ".safetensors"))]
-        places = {repository.download(path, commit).parent for path in wanted}
+        places = {download(path).parent for path in wanted}
         lens = read_lens(places.pop())
     else:
         raise InputError(
@@ -98,6 +110,13 @@ def pull_lens(
         )
     source = {"repository": repository.name, "commit": commit, "name": name}
     return replace(lens, provenance=lens.provenance.with_details(hub=source))
+
+
+def _list_files(repository: HubRepository, revision: str | None = None) -> tuple[str, list[str]]:
+    """The commit of a revision, and the names of its files."""
+    with repository.client("read") as hub:
+        info = hub.repo_info(repository.name, revision=revision, timeout=PATIENCE)
+    return str(info.sha), [file.rfilename for file in info.siblings or ()]
 
 
 def _folders(files: Sequence[str]) -> list[str]:

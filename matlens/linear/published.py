@@ -17,12 +17,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from matlens.errors import InputError, checked, printable
-from matlens.io.files import open_regular
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
 from matlens.models.identity import ModelIdentity, Provenance
@@ -35,8 +33,7 @@ if TYPE_CHECKING:
 _FILE = re.compile(r"(?:p(?P<block>[0-9]{1,4})_)?(?P<first>[0-9]{1,4})_(?P<last>[0-9]{1,4})\.(?:pickle|pkl)")
 _SUBMODULES = {(0, 1): "ln1", (1, 2): "attn", (3, 4): "ln2", (4, 5): "ffn"}
 _SUMS = {(2, 3), (5, 6)}  # additions to the residual stream, not sub-modules
-_VALUE_BYTES = 16  # of a value; protocols before 3 write each byte as a character, of up to two bytes
-_OTHER_BYTES = 2**20  # of a pickle in addition to its values
+_VALUE_BYTES, _OTHER_BYTES = 8, 2**20  # of a value in float64, and of a pickle in addition to its values
 
 
 @checked
@@ -107,8 +104,8 @@ def _sites(match: re.Match[str], path: Path, layout: ModelLayout) -> tuple[str, 
 
 def _content(path: Path, d_model: int) -> bytes:
     limit = _VALUE_BYTES * (d_model + 1) * d_model + _OTHER_BYTES
-    with open_regular(path) as file:
-        content: bytes = file.read(limit + 1)
+    with path.open("rb") as file:
+        content = file.read(limit + 1)
     if len(content) > limit:
         raise InputError(f"{path} is larger than a map of {d_model} dimensions. Is it of another model?")
     return content
@@ -126,7 +123,7 @@ def _read_map(path: Path, d_model: int) -> tuple[Tensor, Tensor | None]:
     return weight, bias[0] if bias else None
 
 
-# Pickles of tensors and arrays. `pickle` calls what a file names, so that names and instructions are few.
+# Pickles of tensors. `pickle` calls what a file names, so names and instructions are few.
 
 
 def _load_storage(content: bytes) -> Any:
@@ -139,51 +136,17 @@ def _tensor(storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> Tenso
     return flat.as_strided(size, stride, offset)
 
 
-class _Dtype:
-    """A NumPy dtype of floating point. Its own state could change more than the order of bytes."""
-
-    def __init__(self, name: str, *_: Any) -> None:
-        if name not in ("f2", "f4", "f8"):
-            raise pickle.UnpicklingError("its values are not of floating point")
-        self.dtype = np.dtype(name)
-
-    def __setstate__(self, state: Any) -> None:
-        self.dtype = self.dtype.newbyteorder(state[1])
-
-
-class _Array:
-    """A NumPy array made from bytes alone: that of NumPy takes sizes and pointers from a file."""
-
-    def __init__(self, *_: Any) -> None:
-        self.values = np.empty(0)
-
-    def __setstate__(self, state: Any) -> None:
-        _, shape, dtype, by_columns, content = state
-        self.values = _from_buffer(content, dtype, shape, "F" if by_columns else "C")
-
-
-def _from_buffer(content: Any, dtype: _Dtype, shape: Any, order: Any) -> np.ndarray:
-    return np.frombuffer(bytes(content), dtype.dtype).reshape(shape, order=order)
-
-
 _NAMES: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch.storage._load_from_bytes": _load_storage,
     "collections.OrderedDict": lambda: OrderedDict(),  # of hooks: without arguments, which could hold a bomb
-    "numpy.core.multiarray._reconstruct": _Array,
-    "numpy._core.numeric._frombuffer": _from_buffer,
-    "numpy.ndarray": _Array,
-    "numpy.dtype": _Dtype,
-    "_codecs.encode": lambda text, _: text.encode("latin1"),  # as protocol 2 writes bytes
 }
-_NAMES["numpy._core.multiarray._reconstruct"] = _NAMES["numpy.core.multiarray._reconstruct"]
 # Without sets and dicts, whose keys are hashed, and without places in the memo beyond the pickle's length.
 _INSTRUCTIONS = {
-    "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2",
-    "LONG1", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES",
-    "BINBYTES8", "BYTEARRAY8", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_LIST",
-    "APPEND", "APPENDS", "MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "GLOBAL",
-    "STACK_GLOBAL", "REDUCE", "BUILD",
+    "PROTO", "FRAME", "STOP", "MARK", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2",
+    "BINUNICODE", "SHORT_BINUNICODE", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "EMPTY_TUPLE", "TUPLE",
+    "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_LIST", "APPEND", "APPENDS", "MEMOIZE", "BINPUT", "BINGET",
+    "LONG_BINPUT", "LONG_BINGET", "GLOBAL", "STACK_GLOBAL", "REDUCE",
 }  # fmt: skip
 
 
@@ -194,15 +157,6 @@ class _Unpickler(pickle.Unpickler):
         return _NAMES[f"{module}.{name}"]
 
 
-def _as_tensor(value: Any) -> Tensor:
-    value = value.values if isinstance(value, _Array) else value
-    if isinstance(value, np.ndarray):
-        value = torch.from_numpy(value.astype(value.dtype.newbyteorder("=")))
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        raise pickle.UnpicklingError("it holds other values")
-    return value
-
-
 def read_tensors(content: bytes, what: str) -> list[Tensor]:
     """The tensor of a pickle, or those of a list; raises InputError for any other content."""
     try:
@@ -211,9 +165,9 @@ def read_tensors(content: bytes, what: str) -> list[Tensor]:
             if instruction.name not in _INSTRUCTIONS or beyond:
                 raise pickle.UnpicklingError(f"it has the instruction {instruction.name}")
         loaded = _Unpickler(io.BytesIO(content)).load()
-        tensors = [_as_tensor(value) for value in (loaded if isinstance(loaded, list) else [loaded])]
-        if not tensors:
-            raise pickle.UnpicklingError("it is empty")
+        tensors = loaded if isinstance(loaded, list) and loaded else [loaded]
+        if not all(isinstance(tensor, Tensor) and tensor.is_floating_point() for tensor in tensors):
+            raise pickle.UnpicklingError("it holds other values")
     except Exception as error:  # a damaged pickle can fail in any way
         raise InputError(
             f"{what} must be a pickle of tensors of floating point: {printable(str(error), limit=200)}."

@@ -131,7 +131,7 @@ class StoredLeastSquares:
         """Merge the statistics of all parts of a job into a folder."""
         self.check_complete()
         request = {**self.request, "part": [1, 1], "n_samples": self.n_samples}
-        with Artifact.writing(folder, HOLDS, request, only_unfinished=("batch_tokens",)) as artifact:
+        with Artifact.writing(folder, HOLDS, request) as artifact:
             if not artifact.finished:
                 for source in self.targets if parallel.is_main() else ():
                     artifact.write(source, self[source].tensors())
@@ -204,7 +204,7 @@ def stream_least_squares(
     }
     fits = PairFits(wanted, widths, norms=are_few(n_all, model.cfg.d_model))
     parallel.check_same([request, str(folder)], "streaming into least squares")
-    with Artifact.writing(folder, HOLDS, request, only_unfinished=("batch_tokens",)) as artifact:
+    with Artifact.writing(folder, HOLDS, request) as artifact:
         if not artifact.finished:
             states = _States(artifact, fits)
             if len(own):

@@ -95,7 +95,7 @@ def run_variants(
     with (
         writing_rows(
             _HOLDS, request, columns, [int(counts[index].sum()) for index in sentences],
-            folder=folder, arrays=examples.arrays, only_unfinished=("batch_tokens",), finite=False,
+            folder=folder, arrays=examples.arrays,
         ) as writer,
         Bar(total=len(examples), unit="sentence", desc="patched runs", disable=not progress) as bar,
     ):  # fmt: skip

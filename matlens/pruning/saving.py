@@ -5,20 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matlens.errors import InputError, checked
-from matlens.io.artifact import MODEL_RECORD, describe_file, make_config
-from matlens.io.files import (
-    check_writable,
-    checksummed,
-    locked,
-    nearest_existing,
-    system_errors,
-    write_files,
-)
+from matlens.io.artifact import MODEL_RECORD, make_config
+from matlens.io.files import check_writable, checksummed, describe_file, locked, write_files
 from matlens.io.tables import check_columns
 from matlens.models.tokens import visible
 
@@ -31,19 +24,18 @@ if TYPE_CHECKING:
 def check_new(folder: Path) -> None:
     """Refuse, before any work, a folder that a model could not be put in the place of."""
     expected = "Expected a new or empty folder for the pruned model"
-    with system_errors(folder):
-        if os.path.lexists(folder):
-            if not folder.is_dir():
-                raise InputError(f"{folder} is not a folder. {expected}.")
-            if any(folder.iterdir()):
-                raise InputError(f"{folder} is not empty. {expected}.")
-            if folder.samefile(os.curdir) or os.path.ismount(folder):
-                what = "a mounted disk" if os.path.ismount(folder) else "the folder that this runs in"
-                raise InputError(
-                    f"{folder} is {what}, and cannot be replaced by a finished one. {expected}, such as "
-                    f"{folder / 'pruned'}."
-                )
-        check_writable(nearest_existing(folder))
+    if os.path.lexists(folder):
+        if not folder.is_dir():
+            raise InputError(f"{folder} is not a folder. {expected}.")
+        if any(folder.iterdir()):
+            raise InputError(f"{folder} is not empty. {expected}.")
+        if folder.samefile(os.curdir) or os.path.ismount(folder):
+            what = "a mounted disk" if os.path.ismount(folder) else "the folder that this runs in"
+            raise InputError(
+                f"{folder} is {what}, and cannot be replaced by a finished one. {expected}, such as "
+                f"{folder / 'pruned'}."
+            )
+    check_writable(folder)
 
 
 @contextmanager
@@ -58,12 +50,10 @@ def reserved(folder: Path) -> Iterator[Path]:
     place = folder.with_name(f".{folder.name}.unfinished")
     work = place / "model"
     try:
-        with ExitStack() as lock:
-            with system_errors(folder):
-                lock.enter_context(locked(place))
-                check_new(folder)
-                shutil.rmtree(work, ignore_errors=True)
-                work.mkdir()
+        with locked(place):
+            check_new(folder)
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir()
             try:
                 yield work
             finally:
@@ -88,7 +78,7 @@ def save_pruned(pruned: Pruned, folder: str | Path, table: pd.DataFrame | None =
     folder = Path(folder)
     if table is not None:
         check_columns(table, ("corpus", "method", "metric", "value"), what="the table")
-    with reserved(folder) as work, system_errors(folder):
+    with reserved(folder) as work:
         pruned.model.save_pretrained(work)
         pruned.tokenizer.save_pretrained(work)
         write_files({work / "README.md": model_card(pruned, table)})
@@ -99,7 +89,7 @@ def save_pruned(pruned: Pruned, folder: str | Path, table: pd.DataFrame | None =
             "provenance": pruned.provenance.to_json(),
         }
         files = {path.name: describe_file(path) for path in sorted(work.iterdir()) if path.is_file()}
-        record = checksummed({**make_config("pruned model", request), "files": files})
+        record = checksummed({**make_config("pruned model", request), "finished": True, "files": files})
         write_files({work / MODEL_RECORD: record})
         place = Path(os.path.realpath(folder))
         if place.is_dir():

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from matlens.io.artifact import LAYOUT, Artifact, command_line, describe_file, is_finished
-from matlens.io.files import check_writable, checksummed, write_files
-from matlens.io.verification import FILES
+from matlens.io.artifact import Artifact, is_finished, make_config
+from matlens.io.files import check_writable, checksummed, describe_file, write_files
+from matlens.io.verification import RUN_RECORD
 
-TRAIN, VALIDATION, MAPS, RESULTS, RUN = "train", "validation", "maps", "results", FILES
+TRAIN, VALIDATION, MAPS, RESULTS, RUN = "train", "validation", "maps", "results", RUN_RECORD
 STATISTICS = "statistics"  # in place of TRAIN, where no vectors are stored
 FIGURES = tuple(f"{name}.{suffix}" for name in ("r2", "prediction") for suffix in ("png", "pdf"))
 _HOLDS = {TRAIN: "activations", VALIDATION: "activations", STATISTICS: "sufficient statistics", MAPS: "maps"}
@@ -35,6 +35,5 @@ def write_list(folder: Path) -> None:
     """List the results in a folder with their hashes, and its finished folders."""
     names = [name for name in (f"{RESULTS}.csv", f"{RESULTS}.json", *FIGURES) if (folder / name).is_file()]
     files = {name: describe_file(folder / name) for name in names}
-    folders = [name for name in _HOLDS if is_finished(folder / name)]
-    listed = {"layout": LAYOUT, "files": files, "folders": folders, "command": command_line()}
-    write_files({folder / RUN: checksummed(listed)})
+    config = make_config("results", {"folders": [name for name in _HOLDS if is_finished(folder / name)]})
+    write_files({folder / RUN: checksummed({**config, "finished": True, "files": files})})

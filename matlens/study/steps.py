@@ -13,8 +13,8 @@ import torch
 from matlens import parallel, plots
 from matlens.activations.activations import Activations
 from matlens.errors import InputError, NonNegative, checked
-from matlens.io.artifact import describe_file, is_finished, software_versions
-from matlens.io.files import content_hash, read_json
+from matlens.io.artifact import is_finished, software_versions
+from matlens.io.files import content_hash, describe_file, read_json
 from matlens.io.tables import COLUMNS, check_described, read_table, write_results
 from matlens.lens.evaluation import FIT, PREDICTION, fit_quality, prediction_quality
 from matlens.linear.fitting import fit_samples, fitting_bar

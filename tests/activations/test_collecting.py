@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from breaking import break_off_at
 from conftest import (
     ARCHITECTURES,
     LAYERS,
@@ -32,8 +30,6 @@ from matlens.activations.activations import Activations
 from matlens.activations.collecting import stream
 from matlens.data.corpus import Corpus
 from matlens.data.examples import Batch, Examples
-from matlens.io.artifact import is_finished
-from matlens.models import identity
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import check_finite
 from matlens.models.weights import fingerprint
@@ -309,39 +305,7 @@ def test_a_finished_folder_is_opened_without_running_the_model_also_for_fewer_si
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    """Bytes of every file but the configuration, which names the command."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "config.json"}
-
-
 BUDGET = 55  # tokens, which makes six batches
-
-
-@pytest.mark.parametrize("finished", [True, False])
-@pytest.mark.parametrize("other", ["fewer sites", "more sites", "positions", "seed", "batch_tokens", "model"])
-def test_a_folder_of_another_job_is_refused_and_left_alone(
-    other: str, finished: bool, llama: tuple[Any, Examples], small_model: Callable[[str], Any],
-    sentences: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    model, examples = llama
-    options: dict[str, Any] = {"batch_tokens": BUDGET, "progress": False, "folder": tmp_path / "out"}
-    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-        break_off_at(patch, 99 if finished else 2, KeyboardInterrupt, after=True)
-        collect(model, examples, [0, 1], **options)
-    assert is_finished(tmp_path / "out") == finished
-    before = contents(tmp_path / "out")
-    sites: list[Any] = {"fewer sites": [0], "more sites": [0, 1, "attn_out.0"]}.get(other, [0, 1])
-    if other == "seed":
-        examples = make_examples(model, sentences, seed=1)
-    elif other == "model":
-        model = small_model("gpt2")
-    options |= {"positions": {"positions": "all"}, "batch_tokens": {"batch_tokens": 64}}.get(other, {})
-    if finished and other in ("batch_tokens", "fewer sites"):  # what is finished does not depend on them
-        collect(model, examples, sites, **options)
-    else:
-        with pytest.raises(InputError, match=r"belongs to another job.*Choose another folder"):
-            collect(model, examples, sites, **options)
-    assert contents(tmp_path / "out") == before
 
 
 def test_hooks_are_gone_after_an_exception_in_the_middle(
@@ -404,22 +368,6 @@ def test_one_value_that_is_not_finite_is_enough(value: float) -> None:
     vectors[4, 3] = value
     with pytest.raises(InputError, match=r"at h\.1 are not finite"):
         check_finite(vectors, "h.1")
-
-
-def test_a_model_is_asked_once_who_it_is_and_how_it_is_wired(
-    llama: tuple[Any, Examples], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-
-    def counting(module: Any, name: str) -> None:
-        question = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda model: asked.append(name) or question(model))
-
-    counting(identity, "known_fingerprints")
-    counting(collecting, "check_raw")
-    counting(ModelLayout, "from_model")
-    collect(*llama, batch_tokens=BUDGET, folder=tmp_path / "out", progress=False)
-    assert sorted(asked) == ["check_raw", "from_model", "known_fingerprints"]
 
 
 def test_no_sites_and_examples_of_another_tokenizer_are_refused(

@@ -206,16 +206,3 @@ def test_too_few_first_tokens_are_warned_of(
     words = [str(warning.message) for warning in caught if warning.category is SinkWarning]
     assert len(words) == warned
     assert all(text.startswith("2 first tokens stand out") and "more sentences" in text for text in words)
-
-
-def test_rows_of_too_few_sentences_are_told_once(
-    sentences: Corpus, small_model: Callable[[str], Any]
-) -> None:
-    model = small_model("llama")
-    examples = make_examples(model, replace(sentences, sentences=sentences.sentences[:2]))
-    rows = collect(model, examples, ["h.0", "h.2"], positions="all", progress=False)
-    rows["h.2"][torch.from_numpy(rows.places == 0)] *= 9
-    with pytest.warns(SinkWarning) as caught:
-        assert not sink_rows(rows).any()
-    (warning,) = caught
-    assert "2 first tokens stand out" in str(warning.message)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 from command_lines import cells
+from hypothesis import given
+from hypothesis import strategies as st
 from tqdm.auto import tqdm
 
 from matlens import InputError
@@ -68,3 +71,16 @@ def test_what_others_wrote_does_nothing_to_the_terminal(
 
 def refuse(message: str) -> None:
     raise InputError(message)
+
+
+@pytest.mark.parametrize("digits", [0, 3])
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_a_number_is_shown_to_its_digits(digits: int, number: float) -> None:
+    text = printing.number_text(number, digits)
+    assert len(text) <= 9 + digits
+    assert (float(text) == 0) == (number == 0)
+    error = 0.51 * 10.0**-digits
+    assert math.isclose(float(text), number, rel_tol=error, abs_tol=0 if "e" in text else error) or (
+        abs(number) > 1e308
+    )
+    assert printing.number_text(math.nan) == "nan"

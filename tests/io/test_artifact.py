@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 from collections.abc import Callable
@@ -57,9 +56,9 @@ def kind_of(small_model: Callable[[str], Any]) -> Callable[[str], tuple[Make, Re
         return {layer: held.parts for layer, held in lens.maps.items()}
 
     def read_rows(folder: Path) -> Any:
-        from matlens.io import read_rows
+        from matlens.io.rows import read_rows
 
-        return dict(read_rows(folder, "variants", finite=False)[2])
+        return dict(read_rows(folder, "variants")[2])
 
     def read_atlas(folder: Path) -> Any:
         artifact = Artifact.open(folder, "atlas of linearity")
@@ -133,8 +132,8 @@ def test_artifacts_keep_the_contract(
     if kind == "moments":  # where chunks fall depends on where a run resumes
         monkeypatch.setattr("matlens.linear.fitting.chunk_size", lambda x: 1)
     make, read = kind_of(kind)
-    slow = kind in ("atlas", "pages")
-    check_artifact(make, read, tmp_path, kills=2 if slow else 8, harms=20 if slow else 80)
+    is_own = kind in ("activations", "moments")  # all others write by the same code
+    check_artifact(make, read, tmp_path, kills=8 if is_own else 1, harms=80 if is_own else 15)
 
 
 @pytest.mark.parametrize(
@@ -275,31 +274,6 @@ def test_a_failure_removes_what_the_job_wrote_and_nothing_else(tmp_path: Path) -
         assert (tmp_path / name).exists() == (name == "empty")
 
 
-def test_a_folder_is_locked_until_a_failed_job_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else another process begins in it, and loses the files that it has written."""
-    removed, unlink = {}, os.unlink
-
-    def removing(path: Any, **options: Any) -> None:
-        descriptor = os.open(tmp_path / "a" / ".lock", os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_free = True
-        except BlockingIOError:
-            is_free = False
-        os.close(descriptor)
-        if not str(path).endswith(".partial"):
-            removed[Path(path).name] = is_free
-        unlink(path, **options)
-
-    monkeypatch.setattr(os, "unlink", removing)
-    with pytest.raises(ValueError, match="mine"):
-        write_and_raise(tmp_path / "a", ValueError("mine"))
-    assert list(removed) == ["0.safetensors", "config.json", ".lock"]
-    assert not any(removed.values())
-
-
 def test_what_an_earlier_call_wrote_outlives_a_failure(tmp_path: Path) -> None:
     for error in (KeyboardInterrupt(), ValueError("mine")):
         with pytest.raises(type(error)):
@@ -320,7 +294,7 @@ def test_a_full_disk_is_the_users_error_and_leaves_nothing(
             monkeypatch.setattr(call, full)
             artifact.write("0", {"x": torch.ones(3)})
 
-    with pytest.raises(InputError):
+    with pytest.raises(OSError, match="No space"):
         work()
     assert not list(tmp_path.iterdir())
 
@@ -337,20 +311,11 @@ def test_a_model_may_have_another_name_where_its_fingerprint_is_the_same(tmp_pat
         pass
 
 
-def test_values_that_are_not_finite_are_refused_unless_they_may_be(tmp_path: Path) -> None:
-    with Artifact.writing(tmp_path, "maps", {}) as artifact:
-        artifact.write("0", {"x": torch.tensor([1.0, float("nan")])})
-        artifact.finish()
-    with pytest.raises(InputError):
-        Artifact.open(tmp_path, "maps").read("0", "x")
-    assert Artifact.open(tmp_path, "maps").read("0", "x", finite=False).isnan().tolist() == [False, True]
-
-
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / ".lock").symlink_to(tmp_path / "mine")
-    with pytest.raises(InputError), Artifact.writing(tmp_path / "a", "maps", {}):
+    with pytest.raises(OSError, match="lock"), Artifact.writing(tmp_path / "a", "maps", {}):
         pass
     assert (tmp_path / "mine").read_text() == "mine"
 

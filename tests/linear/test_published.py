@@ -19,7 +19,7 @@ from matlens import InputError, MapSet
 from matlens.linear.published import convert_published, read_tensors
 
 Models = Callable[[str], Any]
-VALUES = np.random.default_rng(0).normal(size=(5, 3))
+VALUES = torch.from_numpy(np.random.default_rng(0).normal(size=(5, 3)))
 
 
 def published(folder: Path) -> dict[tuple[str, str], Tensor]:
@@ -61,7 +61,7 @@ def test_published_maps_become_maps(small_model: Models, tmp_path: Path) -> None
 def test_an_intercept_becomes_the_bias(small_model: Models, tmp_path: Path) -> None:
     weight, bias = torch.randn(D_MODEL, D_MODEL), torch.randn(D_MODEL)
     (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "0_2.pickle").write_bytes(pickle.dumps([weight, bias.numpy()]))
+    (tmp_path / "in" / "0_2.pickle").write_bytes(pickle.dumps([weight, bias]))
     (linear,) = convert_published(tmp_path / "in", small_model("bert"), tmp_path / "maps").values()
     assert torch.equal(linear.weight, weight)
     assert linear.bias is not None
@@ -89,19 +89,14 @@ def test_what_are_no_maps_of_the_model_is_refused(
         convert_published(tmp_path / "in", small_model("gpt2"), tmp_path / "maps")
 
 
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_arrays_and_tensors_come_out_as_they_went_in(protocol: int) -> None:
-    single = torch.from_numpy(VALUES).float()
-    tensors = [single, single.double(), single.half(), single.T, single[1:, 1:], single[2]]
-    for array in (VALUES, VALUES.astype(np.float32), np.asfortranarray(VALUES), VALUES.astype(">f8")):
-        (found,) = read_tensors(pickle.dumps(array, protocol), "a")
-        np.testing.assert_array_equal(found, array)
-    for tensor in tensors:
-        (found,) = read_tensors(pickle.dumps(tensor, protocol), "a")
-        assert torch.equal(found, tensor)
-        assert found.dtype == tensor.dtype
-    for found, tensor in zip(read_tensors(pickle.dumps(tensors, protocol), "a"), tensors, strict=True):
-        assert torch.equal(found, tensor)
+@pytest.mark.parametrize("protocol", range(3, pickle.HIGHEST_PROTOCOL + 1))
+def test_tensors_come_out_as_they_went_in(protocol: int) -> None:
+    single = VALUES.float()
+    tensors = [single, VALUES, single.half(), single.T, single[1:, 1:], single[2]]
+    for content, expected in [*((tensor, [tensor]) for tensor in tensors), (tensors, tensors)]:
+        for found, tensor in zip(read_tensors(pickle.dumps(content, protocol), "a"), expected, strict=True):
+            assert torch.equal(found, tensor)
+            assert found.dtype == tensor.dtype
 
 
 class Runs:
@@ -124,7 +119,6 @@ def harmful(path: Path) -> list[bytes]:
         pickle.dumps([tensor, Runs(os.system, command)]),
         pickle.dumps(Runs(eval, f"__import__('pathlib').Path({str(path)!r}).touch()")),
         pickle.dumps({"coef_": VALUES, "intercept_": Runs(os.system, command)}),
-        pickle.dumps(np.array([Runs(os.system, command)])),
         f"(S'{command}'\nios\nsystem\n.".encode(),
         f"(cos\nsystem\nS'{command}'\no.".encode(),
         pickle.dumps(Runs(torch.storage._load_from_bytes, inner)),
@@ -138,7 +132,7 @@ def test_nothing_is_executed(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"^a must be a pickle of tensors"):
             read_tensors(content, "a")
         assert not path.exists()
-    for content in harmful(path)[:12]:  # loaded by pickle they do harm
+    for content in harmful(path)[:11]:  # loaded by pickle they do harm
         with contextlib.suppress(Exception):
             pickle.loads(content)
         assert path.exists()
@@ -157,7 +151,7 @@ def bombs() -> list[bytes]:
 
 
 def test_other_contents_are_refused() -> None:
-    values = [Path("a"), {1, 2}, {"a": VALUES}, np.arange(3), torch.arange(3), "text", [], [[VALUES]], None]
+    values = [Path("a"), {1, 2}, {"a": VALUES}, VALUES.numpy(), torch.arange(3), "text", [], [[VALUES]], None]
     for content in [*map(pickle.dumps, values), *bombs()]:
         with pytest.raises(InputError, match=r"^a must be a pickle of tensors"):
             read_tensors(content, "a")
@@ -166,7 +160,7 @@ def test_other_contents_are_refused() -> None:
 def test_damaged_pickles_are_refused_or_hold_tensors() -> None:
     draw = np.random.default_rng(0)
     refused = 0
-    for content in map(pickle.dumps, (torch.from_numpy(VALUES), VALUES, [VALUES])):
+    for content in map(pickle.dumps, (VALUES, [VALUES])):
         cut = [content[:length] for length in range(0, len(content), 11)]
         changed = [
             content[:place] + bytes([draw.integers(256)]) + content[place + 1 :]
@@ -177,16 +171,11 @@ def test_damaged_pickles_are_refused_or_hold_tensors() -> None:
                 assert all(tensor.is_floating_point() for tensor in read_tensors(damaged, "a"))
             except InputError:
                 refused += 1
-    assert refused > 60
+    assert refused > 40
 
 
-def test_sizes_and_pointers_in_a_file_are_not_believed() -> None:
-    """An array has the bytes of the file alone, and a tensor is no larger than its storage."""
-    pointer = b"\x80\x04cnumpy\nndarray\n(J\x01\x00\x00\x00\x85\x8c\x01OC\x08AAAAAAAAtR."
-    large = b"\x80\x04cnumpy\nndarray\n(J\xff\xff\xff\x7f\x85tR."
-    for content in (pointer, large):
-        with contextlib.suppress(InputError):
-            assert all(tensor.numel() == 0 for tensor in read_tensors(content, "a"))
+def test_sizes_in_a_file_are_not_believed() -> None:
+    """A tensor is no larger than its storage."""
     content = pickle.dumps(torch.zeros(2, 3, dtype=torch.float64))
     with pytest.raises(InputError):
         read_tensors(content.replace(b"K\x02K\x03\x86", b"K\x08K\x08\x86"), "a")

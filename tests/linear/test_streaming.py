@@ -191,19 +191,6 @@ def test_a_part_without_sentences_adds_nothing(model: Any, examples: Examples, t
     assert_same_predictions(StoredLeastSquares(*folders), alone, 1e-6)
 
 
-def test_parts_have_the_sentences_with_their_positions(model: Any) -> None:
-    marked = [[5, 6, 7], [8, 9, 10, 11], [12, 13], [14, 15, 16]]
-    examples = matlens.make_token_examples(model, marked, positions=[[0, 2], [3], [1], [0, 1, 2]])
-    read = []
-    for number in (1, 2, 3):
-        part = part_of(examples, number, 3)
-        for sentence, position in zip(part.sentences, part.positions, strict=True):
-            read.append(int(part.tokens[part.offsets[sentence] + position]))
-    everything = examples.tokens[examples.offsets[examples.sentences] + examples.positions]
-    assert sorted(read) == sorted(map(int, everything)) == [5, 7, 11, 13, 14, 15, 16]
-    assert np.array_equal(part_of(examples, 1, 3).tokens, [5, 6, 7, 14, 15, 16])
-
-
 def test_parts_have_the_sources_of_a_decoder_and_the_images_of_a_vision_transformer(
     model_folder: Callable[[str], Path],
 ) -> None:

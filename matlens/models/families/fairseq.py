@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from matlens.errors import InputError, PositiveInt, checked, printable
 from matlens.io.bounds import TABLE
-from matlens.io.files import open_regular, read_bounded
+from matlens.io.files import read_bounded
 from matlens.models.families.wikilm import (
     ARCHITECTURE,
     MODEL_TYPE,
@@ -126,7 +126,7 @@ def _read(path: Path) -> Mapping[str, Any]:
         (_Inert, f"fairseq.{module}.{name}") for module in ("meters", "logging.meters") for name in _METERS
     ]
     try:
-        with open_regular(path) as file, torch.serialization.safe_globals(allowed):
+        with path.open("rb") as file, torch.serialization.safe_globals(allowed):
             return torch.load(file, map_location="cpu", weights_only=True)
     except InputError:
         raise
