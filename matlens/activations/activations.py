@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from matlens.data.examples import Examples
 from matlens.errors import InputError, checked
 from matlens.io.artifact import CONFIG
 from matlens.io.files import damaged
-from matlens.io.rows import StoredRows, read_rows
+from matlens.io.rows import Columns, StoredRows, read_rows
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
 
@@ -102,11 +102,10 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
         """The site of this model, by any of its names; a negative layer counts from the end."""
         return self.provenance.resolve(site)
 
-    def stored_bytes(self, sites: Iterable[str]) -> int:
-        """Bytes that the vectors of some sites of a folder take in memory; 0 if they are in memory."""
-        if not isinstance(self._vectors, StoredRows):
-            return 0
-        return self.n_rows * sum(self._vectors.columns[site].row_bytes for site in sites)
+    @property
+    def stored_columns(self) -> Columns:
+        """The columns of a folder by site; none if the vectors are in memory."""
+        return self._vectors.columns if isinstance(self._vectors, StoredRows) else {}
 
     def shards(
         self,

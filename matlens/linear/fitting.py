@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Num
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from matlens import parallel
 from matlens.activations.activations import Activations, Rows
-from matlens.errors import InputError, NonNegative, check, checked
+from matlens.errors import InputError, NonNegative, checked
 from matlens.linear.least_squares import LeastSquares, NoisyFit, check_weights, noise_of_fit, warn_of_noise
 from matlens.linear.maps import LinearMap, tensor_digest
 from matlens.linear.pairs import Pair, by_source, check_collected, list_pairs
@@ -103,6 +103,8 @@ class PairFits:
         Names of the sites of each pair.
     widths
         The width of each site.
+    n_sampled
+        How many of the first samples are kept for leave-one-out.
     norms, split
         As in `LeastSquares`.
     """
@@ -112,6 +114,7 @@ class PairFits:
         pairs: Sequence[tuple[str, str]],
         widths: Mapping[str, int],
         *,
+        n_sampled: int = 0,
         norms: bool = False,
         split: bool = False,
     ) -> None:
@@ -122,6 +125,8 @@ class PairFits:
             d_out = {target: widths[target] for target in targets}
             self._fits[source] = LeastSquares(widths[source], d_out, source=source, norms=norms, split=split)
         self._waiting: list[tuple[dict[str, Tensor], Tensor | None]] = []
+        self._sample: list[Batch] = []
+        self._n_unsampled = n_sampled
 
     def __getitem__(self, source: str) -> LeastSquares:
         self._flush()
@@ -143,15 +148,49 @@ class PairFits:
     def update(self, vectors: Mapping[str, Tensor], *, weights: Tensor | None = None) -> None:
         """Add samples."""
         check_collected(self._pairs, vectors)
-        self._waiting.append(({site: vectors[site] for site in self.sites}, weights))
-        width = next(iter(vectors.values())).shape[1]
-        if sum(len(next(iter(part.values()))) for part, _ in self._waiting) >= chunk_size(width):
+        own = {site: vectors[site] for site in self.sites}
+        n = len(own[self.sites[0]])
+        if n and self._n_unsampled > 0:
+            few = slice(None, None, -(-n // self._n_unsampled))
+            # Copies: a slice would keep the whole batch in memory.
+            part = {site: of_site[few].clone() for site, of_site in own.items()}
+            self._sample.append((part, None if weights is None else weights[few]))
+            self._n_unsampled -= len(part[self.sites[0]])
+        self._waiting.append((own, weights))
+        if sum(len(part[self.sites[0]]) for part, _ in self._waiting) >= chunk_size(
+            own[self.sites[0]].shape[1]
+        ):
             self._flush()
 
     def reduce(self) -> None:
         """Merge the samples of all processes in the main one; the others have none then."""
         for source in self._fits:
             self._fits[source] = self[source].reduce()
+
+    def solve(
+        self,
+        *,
+        intercept: bool,
+        ridge: float,
+        provenance: Provenance | None,
+        divided: bool,
+        noisy: list[NoisyFit],
+    ) -> Iterator[LinearMap]:
+        """Maps source by source; if the samples were ``divided``, all processes get those of the main one.
+
+        Fits that follow noise are added to ``noisy``.
+        """
+        for source, targets in self.targets.items():
+            maps = {}
+            if parallel.is_main() or not divided:
+                fit = self[source]
+                if not ridge:
+                    samples = [(part[source], [part[t] for t in targets], w) for part, w in self._sample]
+                    names = [f"{source} -> {target}" for target in targets]
+                    noisy += noise_of_fit(fit, samples, names, intercept=intercept)
+                maps = fit.solve(intercept=intercept, ridge=ridge, provenance=provenance)
+            for target in targets:
+                yield maps.pop(target) if not divided else _of_main(maps, source, target, provenance)
 
     def _flush(self) -> None:
         if not self._waiting:
@@ -171,53 +210,6 @@ class PairFits:
             for site in [site for site in joined if last_use[site] == source]:
                 del joined[site]
         give_back_freed()
-
-
-def _maps(
-    batches: Iterable[Batch],
-    fits: PairFits,
-    *,
-    intercept: bool,
-    ridge: float,
-    provenance: Provenance | None,
-    divided: bool,
-    noisy: list[NoisyFit],
-    some: Sequence[Batch] = (),
-    count: bool = False,
-) -> Iterator[LinearMap]:
-    """Fit maps on batches, source by source.
-
-    Leave-one-out looks at ``some`` of the samples, by default of the first batches. With ``count``, the
-    number of samples goes into the provenance. If batches are ``divided``, all processes get the maps of all.
-    """
-    sample, left = [*some], 0 if some else LEFT_OUT
-    for vectors, weights in batches:
-        fits.update(vectors, weights=weights)
-        n = len(next(iter(vectors.values())))
-        if n and left and not ridge:
-            few = slice(None, None, -(-n // left))
-            # Copies: a slice would keep the whole batch in memory.
-            part = {site: vectors[site][few].clone() for site in fits.sites}
-            sample.append((part, None if weights is None else weights[few]))
-            left -= len(next(iter(part.values())))
-    if divided:
-        fits.reduce()
-    is_solved = parallel.is_main() or not divided
-    if count:  # in processes without a batch too, which have no provenance
-        n = parallel.broadcast(fits.n, "the number of samples") if divided else fits.n
-        provenance = None if provenance is None else provenance.with_details(n_fitted=n)
-    for source, targets in fits.targets.items():
-        if not ridge and is_solved:
-            samples = (
-                (part[source], [part[target] for target in targets], weights) for part, weights in sample
-            )
-            names = [f"{source} -> {target}" for target in targets]
-            noisy += noise_of_fit(fits[source], samples, names, intercept=intercept)
-        maps = {}
-        if is_solved:
-            maps = fits[source].solve(intercept=intercept, ridge=ridge, provenance=provenance)
-        for target in targets:
-            yield maps.pop(target) if not divided else _of_main(maps, source, target, provenance)
 
 
 def _of_main(
@@ -246,8 +238,8 @@ def fit_samples(
 ) -> Iterator[LinearMap]:
     """Fit a map for each ``(source, target)``; one factorisation serves all targets of a source.
 
-    Yields the maps source by source, so that a caller who writes them never has them all. At the end an
-    Fits without a ridge that overfit their samples issue an `InputWarning`.
+    Yields the maps source by source, so that a caller who writes them never has them all. Fits without a
+    ridge that overfit their samples issue one `InputWarning` at the end.
 
     Parameters
     ----------
@@ -280,42 +272,52 @@ def fit_samples(
         n_fitted = n if selection is None else selection.n
         provenance = _with_options(samples.provenance, selection, intercept=intercept, ridge=ridge)
         provenance = provenance.with_details(n_fitted=n_fitted)
-    options: dict[str, Any] = {"intercept": intercept, "ridge": ridge, "provenance": provenance}
+    columns = samples.stored_columns if isinstance(samples, Activations) else {}
+    stored_bytes = n * sum(columns[site].row_bytes for site in sites if site in columns)
+    if isinstance(samples, Activations) and stored_bytes > KEPT // 2:
+        widths, home = {site: columns[site].width for site in sites}, torch.device("cpu")
+
+        def batches(some: list[str]) -> Iterator[Batch]:
+            shards = samples.shards(some, divided=True, device=device)
+            return _selected(shards, selection, n, provenance, divided=True)
+
+    else:
+        vectors, weights = _in_memory({site: samples[site] for site in sites}, selection, [intercept, ridge])
+        widths = {site: of_site.shape[1] for site, of_site in vectors.items()}
+        home = vectors[sites[0]].device
+
+        def batches(some: list[str]) -> Iterator[Batch]:
+            own = {site: vectors[site] for site in some}
+            return _chunks(own, weights, chunk_size(widths[some[0]]), device)
+
     noisy: list[NoisyFit] = []
-    if isinstance(samples, Activations) and samples.stored_bytes(sites) > KEPT // 2:
-        for source, targets in by_source(named).items():
-            maps = _streamed(
-                samples.shards([source, *targets], divided=True, device=device),
-                [(source, target) for target in targets],
-                rows, weights, divided=True, split=split, noisy=noisy, **options,
-            )  # fmt: skip
-            yield from (linear.to("cpu") for linear in maps)
-        warn_of_noise(noisy, len(named))
-        return
-    vectors = {site: samples[site] for site in sites}
-    _check_alike(vectors)
-    if selection is not None:
-        vectors, weights = selection.apply(vectors)
-    vectors, weights = _own_share(vectors, weights, [named, intercept, ridge])
-    for site, of_site in vectors.items():
-        check_finite(of_site, site)
-    n, home = len(vectors[sites[0]]), vectors[sites[0]].device
-    if sum(8 * of_site.numel() for of_site in vectors.values()) <= KEPT:
-        vectors = {site: in_float64(of_site.detach()) for site, of_site in vectors.items()}
-    every = slice(None, None, max(1, -(-n // LEFT_OUT)))
-    some = (
-        {site: of_site[every] for site, of_site in vectors.items()},
-        None if weights is None else weights[every],
-    )
     for source, targets in by_source(named).items():
-        widths = {site: vectors[site].shape[1] for site in (source, *targets)}
-        batches = _chunks(
-            {site: vectors[site] for site in widths}, weights, chunk_size(widths[source]), device
-        )
-        fits = PairFits([(source, target) for target in targets], widths, split=split)
-        for linear in _maps(batches, fits, **options, divided=True, noisy=noisy, some=[some]):
+        n_sampled = 0 if ridge else LEFT_OUT
+        pairs_of_source = [(source, target) for target in targets]
+        fits = PairFits(pairs_of_source, widths, n_sampled=n_sampled, split=split)
+        for part, of_part in batches([source, *targets]):
+            fits.update(part, weights=of_part)
+        fits.reduce()
+        for linear in fits.solve(
+            intercept=intercept, ridge=ridge, provenance=provenance, divided=True, noisy=noisy
+        ):
             yield linear if device is None else linear.to(home)
     warn_of_noise(noisy, len(named))
+
+
+def _in_memory(
+    vectors: dict[str, Tensor], selection: Selection | None, options: Sequence[Any]
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Selected samples and their weights, of this process, in float64 if that takes little memory."""
+    if len(counts := {len(of_site) for of_site in vectors.values()}) > 1:
+        raise InputError(f"All sites must have the same number of samples, got {sorted(counts)}.")
+    selected, weights = (vectors, None) if selection is None else selection.apply(vectors)
+    selected, weights = _own_share(selected, weights, options)
+    for site, of_site in selected.items():
+        check_finite(of_site, site)
+    if sum(8 * of_site.numel() for of_site in selected.values()) <= KEPT:
+        selected = {site: in_float64(of_site.detach()) for site, of_site in selected.items()}
+    return selected, weights
 
 
 def _chunks(
@@ -323,20 +325,8 @@ def _chunks(
 ) -> Iterator[Batch]:
     """The samples part by part, on a device if one is given."""
     for start in range(0, len(next(iter(vectors.values()))), size):
-        part = {site: of_site[start : start + size] for site, of_site in vectors.items()}
-        if device is not None:
-            part = {site: of_site.to(device) for site, of_site in part.items()}
+        part = {site: of_site[start : start + size].to(device) for site, of_site in vectors.items()}
         yield part, None if weights is None else weights[start : start + size]
-
-
-def _check_alike(samples: Mapping[str, Tensor]) -> None:
-    """Raise InputError unless all sites have as many vectors: row by row they are of one token."""
-    for site, vectors in samples.items():
-        check(vectors, Num[Tensor, "n width"], f"samples of {site}")
-    counts = {site: len(vectors) for site, vectors in samples.items()}
-    if len(set(counts.values())) > 1:
-        numbers = ", ".join(f"{count} of {site}" for site, count in counts.items())
-        raise InputError(f"All sites must have the same number of samples, got {numbers}.")
 
 
 def _with_options(provenance: Provenance, selection: Selection | None, **options: Any) -> Provenance:
@@ -400,52 +390,37 @@ def fit_stream(
         their statistics are merged at the end, and each process has the maps of all samples.
     """
     named = [(str(Site.parse(source)), str(Site.parse(target))) for source, target in list_pairs(pairs)]
-    noisy: list[NoisyFit] = []
-    yield from _streamed(
-        batches, named, rows, weights, intercept=intercept, ridge=ridge, provenance=provenance,
-        divided=divided, split=split, noisy=noisy,
-    )  # fmt: skip
-    warn_of_noise(noisy, len(named))
-
-
-def _streamed(
-    batches: Iterable[Rows | Mapping[str, Tensor]],
-    pairs: Sequence[tuple[str, str]],
-    rows: Tensor | None,
-    weights: Tensor | None,
-    *,
-    intercept: bool,
-    ridge: float,
-    provenance: Provenance | None,
-    divided: bool,
-    split: bool,
-    noisy: list[NoisyFit],
-) -> Iterator[LinearMap]:
-    """Fit maps on batches as they are yielded; see `fit_stream`."""
     expected = next((len(given) for given in (rows, weights) if given is not None), None)
     selection = Selection.parse(rows, weights, expected or 0)
     batches = iter(batches)
-    if (first := next(batches, None)) is not None:
-        batches = itertools.chain([first], batches)
-    widths = {site: of_site.shape[1] for site, of_site in _vectors_of(first).items()}
+    first = [batch for _, batch in zip(range(1), batches, strict=False)]
+    widths = {site: of_site.shape[1] for batch in first for site, of_site in _vectors_of(batch).items()}
     if divided:
         widths = parallel.broadcast(widths, "widths of the samples")
     if not widths:
         raise InputError("batches must have at least one sample to fit maps on, got none.")
-    check_collected(pairs, widths)
-    own: Provenance | None = getattr(first, "provenance", None)
+    check_collected(named, widths)
     count = provenance is None
-    if count and own is not None:
-        provenance = _with_options(own, selection, intercept=intercept, ridge=ridge)
-    yield from _maps(
-        _selected(batches, selection, expected, provenance, divided=divided),
-        PairFits(pairs, widths, split=split),
-        intercept=intercept, ridge=ridge, provenance=provenance, count=count, divided=divided, noisy=noisy,
-    )  # fmt: skip
+    if count and first and isinstance(first[0], Rows):
+        provenance = _with_options(first[0].provenance, selection, intercept=intercept, ridge=ridge)
+    fits = PairFits(named, widths, n_sampled=0 if ridge else LEFT_OUT, split=split)
+    batches = itertools.chain(first, batches)
+    for vectors, of_batch in _selected(batches, selection, expected, provenance, divided=divided):
+        fits.update(vectors, weights=of_batch)
+    if divided:
+        fits.reduce()
+    if count:  # in processes without a batch too, which have no provenance
+        n = parallel.broadcast(fits.n, "the number of samples") if divided else fits.n
+        provenance = None if provenance is None else provenance.with_details(n_fitted=n)
+    noisy: list[NoisyFit] = []
+    yield from fits.solve(
+        intercept=intercept, ridge=ridge, provenance=provenance, divided=divided, noisy=noisy
+    )
+    warn_of_noise(noisy, len(named))
 
 
-def _vectors_of(batch: Rows | Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
-    return batch.vectors if isinstance(batch, Rows) else batch or {}
+def _vectors_of(batch: Rows | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return batch.vectors if isinstance(batch, Rows) else batch
 
 
 def _selected(

@@ -36,9 +36,11 @@ def collected_fit_bytes(n_rows: int, width: int, *, n_sites: int, most_targets: 
     """Memory of a fit on collected vectors, source by source, excluding the vectors."""
     d_out = most_targets * width
     copies = _DOUBLE * n_rows * n_sites * width
+    sample = _DOUBLE * min(n_rows, fitting.LEFT_OUT) * (width + d_out)
     statistics = statistics_bytes(width, d_out, n_rows)
     solving = statistics + max(_DOUBLE * width * d_out * 2, _solve_bytes(n_rows, width, d_out))
-    return (copies if copies <= fitting.KEPT else 0) + max(_update_bytes(n_rows, width, d_out), solving)
+    fit = sample + max(_update_bytes(n_rows, width, d_out), solving)
+    return fit + copies * (copies <= fitting.KEPT)
 
 
 def streamed_fit_bytes(

@@ -67,12 +67,3 @@ def test_the_digest_follows_values_that_are_edited_in_place() -> None:
     one.weight[0, 0] += 1
     assert one.digest != before
     assert linear("h.0", "h.1").digest != before
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_on_a_device_a_map_is_the_same(bias: bool) -> None:
-    given = linear("h.0", "h.1", bias=bias)
-    there = given.to("meta")
-    assert {part.device.type for part in there.parts.values()} == {"meta"}
-    assert there.parts.keys() == given.parts.keys()
-    assert (there.source, there.target, there.provenance) == (given.source, given.target, given.provenance)

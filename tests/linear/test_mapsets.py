@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from matlens.activations.activations import Activations
 from matlens.data.examples import Examples
 from matlens.errors import InputError
 from matlens.linear.maps import LinearMap, tensor_digest
-from matlens.linear.mapsets import CONVENTION, MapSet, write_maps
+from matlens.linear.mapsets import CONVENTION, MapSet
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
 
@@ -130,69 +129,6 @@ def test_maps_of_extreme_values_and_of_shared_memory_come_back_too(tmp_path: Pat
     loaded = MapSet.load(tmp_path / "maps")
     assert all(same(loaded[one.source, one.target], one) for one in saved)
     assert torch.equal(loaded[0, 2].weight.view(torch.int32), weight.view(torch.int32))
-
-
-def test_other_maps_do_not_pass_for_those_of_a_folder(tmp_path: Path) -> None:
-    MapSet([linear("h.0", "h.1")], provenance=ORIGIN).save(tmp_path / "maps")
-    for other in (linear("h.0", "h.1", seed=1), linear("h.0", "h.1", bias=True)):
-        with pytest.raises(InputError, match="another job"):
-            MapSet([other], provenance=ORIGIN).save(tmp_path / "maps")
-
-
-# Fitting into a folder
-
-
-class Fit:
-    """Gives maps and remembers what it was asked for; fails after so many if told to."""
-
-    def __init__(self, after: int | None = None, error: BaseException | None = None) -> None:
-        self.asked: list[list[Pair]] = []
-        self.after, self.error = after, error
-
-    def __call__(self, pairs: list[Pair]) -> Iterator[LinearMap]:
-        self.asked.append(pairs)
-        for i, pair in enumerate(pairs):
-            if self.error is not None and i == self.after:
-                raise self.error
-            yield linear(*pair, bias=True)
-
-
-def fitted(folder: Path, fit: Fit, pairs: list[Pair] = PAIRS, origin: Provenance = ORIGIN) -> MapSet:
-    return write_maps(folder, pairs, fit, origin)
-
-
-def test_a_killed_fit_resumes_with_the_sources_that_are_missing(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        fitted(tmp_path / "maps", Fit(3, KeyboardInterrupt()))
-    with pytest.raises(InputError, match="unfinished"):
-        MapSet.load(tmp_path / "maps")
-    fit = Fit()
-    maps = fitted(tmp_path / "maps", fit)
-    assert fit.asked == [PAIRS[2:]]
-    assert all(same(maps[pair], linear(*pair, bias=True)) for pair in PAIRS)
-    fitted(tmp_path / "at once", Fit())
-    assert tree(tmp_path / "maps") == tree(tmp_path / "at once")
-    fit = Fit()
-    assert list(fitted(tmp_path / "maps", fit)) == PAIRS
-    assert fit.asked == []
-
-
-def test_a_fit_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="not finite"):
-        fitted(tmp_path / "maps", Fit(3, InputError("not finite")))
-    assert not (tmp_path / "maps").exists()
-
-
-def test_maps_are_written_source_by_source_as_they_come(tmp_path: Path) -> None:
-    seen: list[int] = []
-
-    def fit(pairs: list[Pair]) -> Iterator[LinearMap]:
-        for pair in pairs:
-            seen.append(len(list((tmp_path / "maps").glob("*.safetensors"))))
-            yield linear(*pair)
-
-    write_maps(tmp_path / "maps", PAIRS, fit, ORIGIN)
-    assert seen in ([0, 0, 0, 1, 1], [0, 0, 1, 1, 2])
 
 
 # Fitting in one line
