@@ -59,12 +59,11 @@ def write_parquet(
     """
     if dtype not in (torch.float32, torch.bfloat16):
         raise InputError(f"dtype must be torch.float32 or torch.bfloat16, got {dtype}.")
-    folder = Path(folder)
     if activations.examples.images.size:
         raise InputError("activations must be of tokens, got activations of images.")
     names = [str(activations.resolve(site)) for site in (activations if sites is None else sites)]
     if parallel.is_main():
-        _write_folder(activations, folder, names, dtype, progress)
+        _write_folder(activations, Path(folder), names, dtype, progress)
     parallel.barrier("the Parquet export")
 
 
@@ -73,7 +72,6 @@ def _write_folder(
 ) -> None:
     """Write the shards, and at the end the examples, without which the folder is not finished."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     _prepare(folder)
     examples = activations.examples
@@ -82,26 +80,22 @@ def _write_folder(
         "dtype": str(dtype).removeprefix("torch."),
     }  # fmt: skip
     sentences = np.repeat(np.arange(len(examples)), examples.lengths)  # of every token
-    first = examples.offsets[:-1]
-    if activations.positions == "all":
-        of_row = np.arange(len(examples.tokens))
-    else:
-        of_row = first[examples.sentences] + examples.positions
+    of_row = np.arange(len(examples.tokens))
+    if activations.positions == "sampled":
+        of_row = examples.offsets[examples.sentences] + examples.positions
     with Bar(total=activations.n_rows, unit="row", desc="writing", disable=not progress) as bar:
         for number, rows in enumerate(activations.shards(names)):
             token = of_row[rows.index]
-            columns = {
-                "row": pa.array(rows.index), "sentence": pa.array(sentences[token]),
-                "position": pa.array(rows.places), "token": pa.array(examples.tokens[token]),
+            columns: dict[str, Any] = {
+                "row": rows.index, "sentence": sentences[token], "position": rows.places,
+                "token": examples.tokens[token],
             }  # fmt: skip
             columns |= {site: _to_arrow(vectors, dtype) for site, vectors in rows.vectors.items()}
-            of_shard = {_FACTS: json.dumps({**facts, "shard": number})}
-            table = pa.table(columns).replace_schema_metadata(of_shard)
-            _write(table, folder / VECTORS.replace("*", f"{number:05d}"), pq, dtype)
+            path = folder / VECTORS.replace("*", f"{number:05d}")
+            _write(pa.table(columns), {**facts, "shard": number}, path, dtype)
             bar.update(len(rows.index))
-    facts["n_shards"] = number + 1
-    table = pa.table({name: pa.array([values]) for name, values in examples.arrays.items()})
-    _write(table.replace_schema_metadata({_FACTS: json.dumps(facts)}), folder / EXAMPLES, pq, dtype)
+    arrays = pa.table({name: pa.array([values]) for name, values in examples.arrays.items()})
+    _write(arrays, {**facts, "n_shards": number + 1}, folder / EXAMPLES, dtype)
 
 
 @checked
@@ -117,21 +111,10 @@ def read_parquet(
     InputError
         A file is missing, damaged, or belongs to another export.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     source = Path(source)
-
-    def opened(path: Path) -> tuple[Any, dict[str, Any]]:
-        try:
-            file = pq.ParquetFile(path, page_checksum_verification=True)
-            return file, json.loads(file.schema_arrow.metadata[_FACTS])
-        except (OSError, KeyError, TypeError, ValueError, pa.ArrowException) as error:
-            raise InputError(f"{path} must be a Parquet file that matlens has written. {error}") from None
-
     if not (source / EXAMPLES).is_file():
         raise InputError(f"{source} has no {EXAMPLES}: it is not a finished export. Rerun write_parquet.")
-    of_examples, facts = opened(source / EXAMPLES)
+    of_examples, facts = _open(source / EXAMPLES)
     provenance = Provenance.from_json(facts["provenance"])
     with _intact(source / EXAMPLES):
         table = of_examples.read()
@@ -141,7 +124,7 @@ def read_parquet(
     files = []
     shared = {key: value for key, value in facts.items() if key != "n_shards"}
     for number, path in enumerate(paths):
-        file, of_shard = opened(path)
+        file, of_shard = _open(path)
         if of_shard != {**shared, "shard": number} or facts["examples"] != examples.fingerprint:
             raise InputError(f"{path} and {source / EXAMPLES} must be from the same export.")
         files.append(file)
@@ -182,18 +165,26 @@ def _prepare(folder: Path) -> None:
         path.unlink()
 
 
-def _write(table: pyarrow.Table, path: Path, pq: Any, dtype: torch.dtype) -> None:
+def _write(table: pyarrow.Table, facts: dict[str, Any], path: Path, dtype: torch.dtype) -> None:
+    import pyarrow.parquet as pq
+
     part = path.with_suffix(".part")
     # Parquet stores uint16 in four bytes, whose zeros compress; the random mantissas of float32 do not.
     pq.write_table(
-        table,
-        part,
-        row_group_size=_ROW_GROUP,
-        compression="zstd" if dtype is torch.bfloat16 else "none",
-        use_dictionary=False,
+        table.replace_schema_metadata({_FACTS: json.dumps(facts)}), part, row_group_size=_ROW_GROUP,
+        compression="zstd" if dtype is torch.bfloat16 else "none", use_dictionary=False,
         write_page_checksum=True,
-    )
+    )  # fmt: skip
     os.replace(part, path)
+
+
+def _open(path: Path) -> tuple[Any, dict[str, Any]]:
+    """A Parquet file, and what it was written with."""
+    import pyarrow.parquet as pq
+
+    with _intact(path):
+        file = pq.ParquetFile(path, page_checksum_verification=True)
+        return file, json.loads(file.schema_arrow.metadata[_FACTS])
 
 
 @contextlib.contextmanager
@@ -202,7 +193,7 @@ def _intact(path: Path) -> Iterator[None]:
 
     try:
         yield
-    except (OSError, KeyError, ValueError, pa.ArrowException) as error:
+    except (OSError, KeyError, TypeError, ValueError, pa.ArrowException) as error:
         raise damaged(path, f"cannot be read ({error})") from None
 
 

@@ -9,12 +9,9 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from matlens.errors import InputError, short
-
-if TYPE_CHECKING:
-    from huggingface_hub import HfApi
 
 PATIENCE = 20.0  # seconds
 
@@ -38,7 +35,7 @@ class HubRepository:
     token: str | None = None
 
     @contextmanager
-    def client(self, purpose: str) -> Iterator[HfApi]:
+    def client(self, purpose: str) -> Iterator[Any]:
         """The hub's client with a timeout; any failure is an InputError. ``purpose`` is such as "read"."""
         from huggingface_hub import HfApi, get_session
 

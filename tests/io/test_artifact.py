@@ -6,7 +6,6 @@ import errno
 import json
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,14 @@ from matlens.activations import Activations
 from matlens.data import make_windows
 from matlens.explorer import value_pages, write_value_pages
 from matlens.io import Artifact
+from matlens.io.artifact import LAYOUT
+from matlens.io.files import checksummed
 from matlens.linear import StoredLeastSquares, fitting, stream_least_squares, streaming
 from matlens.linearity import linearity_atlas
 from matlens.patching import variants
 
 QUIET: dict[str, Any] = {"progress": False}
+FINISHED = {"layout": LAYOUT, "holds": "maps", "request": {"a": 1}, "finished": True, "files": {}}
 KINDS = ("activations", "trace", "moments", "maps", "clusters", "lens", "variants", "atlas", "pages")
 
 
@@ -194,7 +196,8 @@ def test_parts_of_a_job_merge(small_model: Callable[[str], Any], tmp_path: Path)
     [
         {"notes.txt": "mine"},
         {"config.json": json.dumps({"model_type": "gpt2"})},
-        {"config.json": json.dumps({"layout": 3, "holds": "maps", "request": {}, "digest": "0"})},
+        {"config.json": json.dumps({"layout": LAYOUT, "holds": "maps", "request": {}, "digest": "0"})},
+        {"config.json": json.dumps(checksummed({**FINISHED, "layout": LAYOUT - 1}))},
         {"config.json": "{"},
         {"config.json": ""},
     ],
@@ -210,38 +213,10 @@ def test_folders_of_others_are_refused_and_not_touched(files: dict[str, str], tm
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-@pytest.mark.parametrize("finished", [False, True])
-def test_folders_of_an_earlier_layout_are_refused_as_such(
-    finished: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Up to layout 5 the provenance had other fields, so that the same job seemed to be another."""
-    request = {"provenance": {"model": {"base_model_name_or_path": "gpt2", "fields": "of layout 5"}}}
-    with monkeypatch.context() as patch:
-        patch.setattr("matlens.io.artifact.LAYOUT", 5)
-        with suppress(KeyboardInterrupt), Artifact.writing(tmp_path, "maps", request) as artifact:
-            artifact.write("0", {"x": torch.ones(3)})
-            if not finished:
-                raise KeyboardInterrupt
-            artifact.finish()
-    for call in (
-        lambda: Artifact.open(tmp_path, "maps"),
-        lambda: Artifact.check_possible(tmp_path, "maps", {}),
-        lambda: Artifact.writing(tmp_path, "maps", {}).__enter__(),
-    ):
-        with pytest.raises(InputError, match=r"another version of matlens\. Remove it and rerun"):
-            call()
-
-
 def write_and_raise(folder: Path, error: BaseException) -> None:
     with Artifact.writing(folder, "maps", {}) as artifact:
         artifact.write("0", {"x": torch.ones(3)})
         raise error
-
-
-def test_work_that_fails_leaves_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="mine"):
-        write_and_raise(tmp_path / "a", ValueError("mine"))
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_failure_removes_what_the_job_wrote_and_nothing_else(tmp_path: Path) -> None:

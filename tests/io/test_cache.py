@@ -132,18 +132,6 @@ def test_an_entry_that_cannot_be_filled_is_told_and_leaves_nothing(
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("")
-    cache = Cache(tmp_path / "file" / "cache")
-    assert cache.find("thing", KEY) is None
-    assert cache.store("thing", KEY, writer(b"1")) is None
-    assert "is not used" in capsys.readouterr().err
-    assert cache.entries() == []
-    assert cache.clear() == 0
-
-
 def test_clearing_leaves_what_is_being_filled(tmp_path: Path) -> None:
     cache = Cache(tmp_path)
     cache.store("thing", {"n": 0}, writer(b"12345"))

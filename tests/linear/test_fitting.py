@@ -438,14 +438,6 @@ def test_the_provenance_tells_rows_and_weights_apart() -> None:
     assert not {"weights", "rows"} & {*FITS["set"]()[0].provenance.details}
 
 
-def test_samples_with_gradients_are_fitted_as_their_values() -> None:
-    (plain_map,) = fit_samples(SAMPLES, PAIR, weights=WEIGHTS)
-    leaves = {site: values.clone().requires_grad_() for site, values in SAMPLES.items()}
-    (fitted,) = fit_samples(leaves, PAIR, weights=WEIGHTS.clone().requires_grad_())
-    assert torch.equal(fitted.weight, plain_map.weight)
-    assert not fitted.weight.requires_grad
-
-
 # What is refused
 
 

@@ -267,7 +267,6 @@ DAMAGE: list[tuple[Callable[[Path], Any], str]] = [
     (_half, "truncated"),
     (lambda path: path.write_text("no pickle"), "truncated"),
     (lambda path: torch.save([1, 2], path), "cannot be used"),
-    (lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
     (lambda path: (path.parent / "dict.txt").write_text("a 1\n"), "size mismatch"),
 ]
 
