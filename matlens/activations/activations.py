@@ -65,6 +65,8 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
         every token, sentence after sentence.
     provenance
         The model, the corpus, the seed and the software.
+    places
+        Which token of its sentence each row is, from 0.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
     ) -> None:
         self._vectors = vectors
         self.examples, self.positions, self.provenance = examples, positions, provenance
+        self.places: Int[np.ndarray, " n"] = examples.at_positions(positions).positions
 
     def __getitem__(self, site: str | int | Site) -> Float[Tensor, "n d"]:
         try:
@@ -139,18 +142,13 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
     @property
     def n_rows(self) -> int:
         """Number of vectors of each site."""
-        return self.examples.n_positions if self.positions == "sampled" else len(self.examples.tokens)
-
-    @property
-    def places(self) -> Int[np.ndarray, " n"]:
-        """Which token of its sentence each row is, from 0."""
-        return self.examples.positions if self.positions == "sampled" else self.examples.places
+        return len(self.places)
 
     def head(self, n: int) -> Activations:
         """The rows of the first ``n`` sentences."""
         examples = self.examples.head(n)
-        rows = examples.n_positions if self.positions == "sampled" else len(examples.tokens)
-        vectors = {site: vectors[:rows] for site, vectors in self._vectors.items()}
+        n_rows = examples.at_positions(self.positions).n_positions
+        vectors = {site: vectors[:n_rows] for site, vectors in self._vectors.items()}
         provenance = replace(self.provenance, data=examples.provenance, examples=examples.fingerprint)
         return Activations(vectors, examples, self.positions, provenance)
 

@@ -164,27 +164,21 @@ class _Batches:
     def __init__(
         self, model: TransformerBridge, examples: Examples, positions: Positions, batch_tokens: int
     ) -> None:
-        self.examples, self.positions = examples, positions
-        self._read = examples if positions == "all" or reads_whole(model) else examples.up_to_positions()
+        self._examples = examples.at_positions(positions)
+        self._read = self._examples if reads_whole(model) else self._examples.up_to_positions()
         self._sentences = self._read.batch_indices(batch_tokens)
 
     @property
     def counts(self) -> list[int]:
         """How many vectors each batch gives."""
-        of_sentence = self.examples.lengths
-        if self.positions == "sampled":
-            of_sentence = np.bincount(self.examples.sentences, minlength=len(self.examples))
+        of_sentence = np.bincount(self._examples.sentences, minlength=len(self._examples))
         return [int(of_sentence[sentences].sum()) for sentences in self._sentences]
 
     def read(self, number: int) -> tuple[Batch, tuple[Tensor, Tensor], np.ndarray]:
         """A batch, with the sentences, positions and rows of its vectors."""
         batch = self._read.batch(self._sentences[number])
-        if self.positions == "sampled":
-            sentence, place, rows = self.examples.rows_of(batch.index)
-            return batch, (torch.from_numpy(sentence), torch.from_numpy(place)), rows
-        row, column = batch.mask.nonzero(as_tuple=True)
-        rows = self.examples.offsets[batch.index][row.numpy()] + column.numpy()
-        return batch, (row, column), rows
+        sentence, place, rows = self._examples.rows_of(batch.index)
+        return batch, (torch.from_numpy(sentence), torch.from_numpy(place)), rows
 
 
 @torch.inference_mode()

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,16 +78,13 @@ def _write_folder(
         "provenance": activations.provenance.to_json(), "examples": examples.fingerprint, "sites": names,
         "dtype": str(dtype).removeprefix("torch."),
     }  # fmt: skip
-    sentences = np.repeat(np.arange(len(examples)), examples.lengths)  # of every token
-    of_row = np.arange(len(examples.tokens))
-    if activations.positions == "sampled":
-        of_row = examples.offsets[examples.sentences] + examples.positions
+    places = examples.at_positions(activations.positions)
+    tokens = examples.tokens[examples.offsets[places.sentences] + places.positions]
     with Bar(total=activations.n_rows, unit="row", desc="writing", disable=not progress) as bar:
         for number, rows in enumerate(activations.shards(names)):
-            token = of_row[rows.index]
             columns: dict[str, Any] = {
-                "row": rows.index, "sentence": sentences[token], "position": rows.places,
-                "token": examples.tokens[token],
+                "row": rows.index, "sentence": places.sentences[rows.index], "position": rows.places,
+                "token": tokens[rows.index],
             }  # fmt: skip
             columns |= {site: _to_arrow(vectors, dtype) for site, vectors in rows.vectors.items()}
             path = folder / VECTORS.replace("*", f"{number:05d}")
@@ -129,7 +125,6 @@ def read_parquet(
             raise InputError(f"{path} and {source / EXAMPLES} must be from the same export.")
         files.append(file)
     positions: Any = "all" if provenance.positions == "all" else "sampled"
-    n_rows = examples.n_positions if positions == "sampled" else len(examples.tokens)
     counts = [file.metadata.num_rows for file in files]
     columns = {site: Column(files[0].schema_arrow.field(site).type.list_size) for site in facts["sites"]}
 
@@ -139,7 +134,7 @@ def read_parquet(
     }  # fmt: skip
     with (
         writing_rows(HOLDS, request, columns, counts, folder=folder, arrays=examples.arrays) as writer,
-        Bar(total=n_rows, unit="row", desc="reading", disable=not progress) as bar,
+        Bar(total=sum(counts), unit="row", desc="reading", disable=not progress) as bar,
     ):
         for number in writer.missing:
             with _intact(paths[number]):

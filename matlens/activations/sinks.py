@@ -137,8 +137,8 @@ def find_sinks(
     if doubt:
         warnings.warn(f"{doubt} Use more sentences, or longer ones.", SinkWarning, stacklevel=2)
     sinks = torch.zeros(len(examples), int(examples.lengths.max()), dtype=torch.bool)
-    sentence = torch.repeat_interleave(torch.arange(len(examples)), torch.from_numpy(examples.lengths))
-    sinks[sentence, torch.from_numpy(examples.places)] = known
+    tokens = examples.at_positions("all")
+    sinks[torch.from_numpy(tokens.sentences), torch.from_numpy(tokens.positions)] = known
     return sinks
 
 

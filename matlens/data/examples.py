@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -199,6 +199,13 @@ class Examples:
             images=self.images[sentences] if len(self.images) else self.images,
             targets=self.targets[of_positions] if len(self.targets) else self.targets,
         )  # fmt: skip
+
+    def at_positions(self, positions: Literal["sampled", "all"]) -> Examples:
+        """The same sentences; for ``"all"``, every token is a position, without targets."""
+        if positions == "sampled":
+            return self
+        sentences = np.repeat(np.arange(len(self)), self.lengths)
+        return replace(self, positions=self.places, sentences=sentences, targets=np.arange(0))
 
     def up_to_positions(self) -> Examples:
         """Sentences truncated after their last position; decoders give the same vectors."""

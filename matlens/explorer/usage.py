@@ -131,7 +131,7 @@ class Usage:
         """Run more sentences, which follow those that are done."""
         sites = [Site(COEFFICIENTS, layer) for layer in range(values.n_layers)]
         norms = [values.norms(layer).cpu() for layer in range(values.n_layers)]
-        sentence_of = np.repeat(np.arange(len(examples)), examples.lengths)
+        sentence_of = examples.at_positions("all").sentences
         batches = stream(model, examples, sites, positions="all", batch_tokens=_BATCH_TOKENS, progress=False)
         for rows in batches:
             number = sentence_of[rows.index]

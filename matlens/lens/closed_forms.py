@@ -223,7 +223,7 @@ def fit_closed_forms(
         provenance, examples, positions = data.provenance, data.examples, data.positions
     else:
         provenance, examples = Provenance(identity, data.provenance, data.fingerprint, positions), data
-    keys = torch.from_numpy(row_keys(examples, sampled=positions == "sampled"))
+    keys = torch.from_numpy(row_keys(examples.at_positions(positions)))
     mask, counts = torch.ones(len(keys), dtype=torch.bool), torch.ones(len(keys), dtype=torch.float64)
     if chosen := Selection.parse(rows, weights, len(keys)):
         provenance = provenance.with_details(**chosen.details)
@@ -296,24 +296,20 @@ def _find_sinks(
         sites = layers_read([LensConfig(sinks="exclude")], [], data.provenance.identity.n_layers)
         return outlying_rows(torch.stack([data[s].norm(dim=1).cpu() for s in sites], 1), places=data.places)
     sinks = find_sinks(model, data, batch_tokens=batch_tokens, progress=progress)
-    sentences, places = data.sentences, data.positions
-    if positions == "all":
-        sentences, places = np.repeat(np.arange(len(data)), data.lengths), data.places
-    return sinks[torch.from_numpy(sentences), torch.from_numpy(places)]
+    rows = data.at_positions(positions)
+    return sinks[torch.from_numpy(rows.sentences), torch.from_numpy(rows.positions)]
 
 
-def row_keys(examples: Examples, *, sampled: bool) -> np.ndarray:
+def row_keys(examples: Examples) -> np.ndarray:
     """A number for each sample, as good as random, that depends on its sentence and place alone."""
     firsts = []
     for start, end in itertools.pairwise(examples.offsets.tolist()):
         content = np.asarray(examples.tokens[start:end], "<i8").tobytes()
         firsts.append(int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little"))
     of_sentence = np.asarray(firsts, np.uint64)
-    counts = examples.lengths
-    sentences = examples.sentences if sampled else np.repeat(np.arange(len(counts)), counts)
-    places = np.asarray(examples.positions if sampled else examples.places, np.uint64)
+    places = np.asarray(examples.positions, np.uint64)
     with np.errstate(over="ignore"):  # splitmix64
-        keys = of_sentence[sentences] + (places + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        keys = of_sentence[examples.sentences] + (places + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return (keys >> np.uint64(1)).astype(np.int64)

@@ -85,13 +85,16 @@ class Selection:
 
     def part(self, index: Any) -> Selection:
         """The same of some of the samples, by their index or a mask."""
-        index = torch.as_tensor(index)
         return Selection(self.mask[index], None if self.weights is None else self.weights[index])
 
-    def apply(self, vectors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
-        """The selected vectors, and their weights."""
-        selected = {site: of_site[self.mask.to(of_site.device)] for site, of_site in vectors.items()}
-        return selected, None if self.weights is None else self.weights[self.mask]
+
+def select(vectors: Mapping[str, Tensor], selection: Selection | None, index: Any = slice(None)) -> Batch:
+    """The selected ones of vectors of the samples ``index``, and their weights."""
+    if selection is None:
+        return vectors, None
+    part = selection.part(index)
+    selected = {site: of_site[part.mask.to(of_site.device)] for site, of_site in vectors.items()}
+    return selected, None if part.weights is None else part.weights[part.mask]
 
 
 class PairFits:
@@ -145,12 +148,14 @@ class PairFits:
         """Whether no samples wait, so that reading the statistics does not change how they are divided."""
         return not self._waiting
 
-    def update(self, vectors: Mapping[str, Tensor], *, weights: Tensor | None = None) -> None:
+    def update(self, vectors: Mapping[str, Tensor], weights: Tensor | None = None) -> None:
         """Add samples."""
         check_collected(self._pairs, vectors)
         own = {site: vectors[site] for site in self.sites}
         n = len(own[self.sites[0]])
-        if n and self._n_unsampled > 0:
+        if not n:
+            return
+        if self._n_unsampled > 0:
             few = slice(None, None, -(-n // self._n_unsampled))
             # Copies: a slice would keep the whole batch in memory.
             part = {site: of_site[few].clone() for site, of_site in own.items()}
@@ -295,8 +300,8 @@ def fit_samples(
         n_sampled = 0 if ridge else LEFT_OUT
         pairs_of_source = [(source, target) for target in targets]
         fits = PairFits(pairs_of_source, widths, n_sampled=n_sampled, split=split)
-        for part, of_part in batches([source, *targets]):
-            fits.update(part, weights=of_part)
+        for batch in batches([source, *targets]):
+            fits.update(*batch)
         fits.reduce()
         for linear in fits.solve(
             intercept=intercept, ridge=ridge, provenance=provenance, divided=True, noisy=noisy
@@ -305,14 +310,11 @@ def fit_samples(
     warn_of_noise(noisy, len(named))
 
 
-def _in_memory(
-    vectors: dict[str, Tensor], selection: Selection | None, options: Sequence[Any]
-) -> tuple[dict[str, Tensor], Tensor | None]:
+def _in_memory(vectors: Mapping[str, Tensor], selection: Selection | None, options: Sequence[Any]) -> Batch:
     """Selected samples and their weights, of this process, in float64 if that takes little memory."""
     if len(counts := {len(of_site) for of_site in vectors.values()}) > 1:
         raise InputError(f"All sites must have the same number of samples, got {sorted(counts)}.")
-    selected, weights = (vectors, None) if selection is None else selection.apply(vectors)
-    selected, weights = _own_share(selected, weights, options)
+    selected, weights = _own_share(*select(vectors, selection), options)
     for site, of_site in selected.items():
         check_finite(of_site, site)
     if sum(8 * of_site.numel() for of_site in selected.values()) <= KEPT:
@@ -334,16 +336,14 @@ def _with_options(provenance: Provenance, selection: Selection | None, **options
     return provenance.with_details(**options, **({} if selection is None else selection.details))
 
 
-def _own_share(
-    samples: dict[str, Tensor], weights: Tensor | None, arguments: Sequence[Any]
-) -> tuple[dict[str, Tensor], Tensor | None]:
+def _own_share(samples: Mapping[str, Tensor], weights: Tensor | None, arguments: Sequence[Any]) -> Batch:
     """The samples of this process, of samples that all processes were given."""
     if (world_size := parallel.world_size()) == 1:
         return samples, weights
     n, rank = len(next(iter(samples.values()))), parallel.rank()
     parallel.check_same([*arguments, n, sorted(samples), weights is not None], "fitting")
     few = torch.linspace(0, n - 1, min(n, _COMPARED)).long()
-    given = samples if weights is None else samples | {"weights": weights}
+    given = {**samples} if weights is None else {**samples, "weights": weights}
     ours = {name: values[few.to(values.device)].cpu() for name, values in given.items()}
     theirs = parallel.broadcast_tensors(ours, "some of the samples")
     for site, values in ours.items():
@@ -405,8 +405,8 @@ def fit_stream(
         provenance = _with_options(first[0].provenance, selection, intercept=intercept, ridge=ridge)
     fits = PairFits(named, widths, n_sampled=0 if ridge else LEFT_OUT, split=split)
     batches = itertools.chain(first, batches)
-    for vectors, of_batch in _selected(batches, selection, expected, provenance, divided=divided):
-        fits.update(vectors, weights=of_batch)
+    for batch in _selected(batches, selection, expected, provenance, divided=divided):
+        fits.update(*batch)
     if divided:
         fits.reduce()
     if count:  # in processes without a batch too, which have no provenance
@@ -449,12 +449,9 @@ def _selected(
             check_finite(of_site, site)
         index = torch.as_tensor(batch.index) if isinstance(batch, Rows) else torch.arange(seen, seen + count)
         seen += count
-        if selection is None:
-            yield vectors, None
-        elif int(index.max()) < len(selection.mask):
-            yield selection.part(index).apply(vectors)
-        else:
+        if selection is not None and int(index.max()) >= len(selection.mask):
             break
+        yield select(vectors, selection, index)
     if divided and expected is not None:
         of_ranks = parallel.concatenate({"seen": torch.tensor([seen])}, "the number of samples seen")
         seen = int(of_ranks["seen"].sum())

@@ -22,7 +22,7 @@ from matlens.data.examples import Examples
 from matlens.errors import InputError, NonNegative, PositiveInt, checked
 from matlens.io.artifact import Artifact
 from matlens.io.files import damaged
-from matlens.linear.fitting import PairFits, Selection
+from matlens.linear.fitting import PairFits, Selection, select
 from matlens.linear.least_squares import LeastSquares, are_few
 from matlens.linear.maps import LinearMap
 from matlens.linear.pairs import Pairs, by_source, resolve_pairs
@@ -181,18 +181,16 @@ def stream_least_squares(
         raise InputError(f"part must be one of {of}, such as (1, {of}), got {part}.")
     wanted, widths = pairs_and_widths(model, pairs)
     provenance = provenance_of(model, ModelLayout.from_model(model), examples, positions, widths)
-    n_all = _n_samples(examples, positions)
+    every = examples.at_positions(positions)
+    n_all = every.n_positions
     selection = Selection.parse(rows, weights, n_all)
     own = examples
     if of > 1:
         own = examples.select(np.arange(number - 1, len(examples), of), part=f"{number}/{of}")
-    n_own = _n_samples(own, positions)
+    n_own = own.at_positions(positions).n_positions
     if selection is not None:
         provenance, n_all = provenance.with_details(**selection.details), selection.n
-        sentences = examples.sentences
-        if positions == "all":
-            sentences = np.repeat(np.arange(len(examples)), examples.lengths)
-        selection = selection.part(sentences % of == number - 1)
+        selection = selection.part(every.sentences % of == number - 1)
         n_own = selection.n
     request: dict[str, Any] = {
         "provenance": provenance.to_json(),
@@ -222,10 +220,6 @@ def stream_least_squares(
     return StoredLeastSquares(folder)
 
 
-def _n_samples(examples: Examples, positions: Positions) -> int:
-    return examples.n_positions if positions == "sampled" else len(examples.tokens)
-
-
 @checked
 def pairs_and_widths(model: TransformerBridge, pairs: Pairs) -> tuple[list[tuple[str, str]], dict[str, int]]:
     """Names of the sites of each pair in a model, and the width of each site."""
@@ -242,12 +236,8 @@ def _add_all(
     world_size = parallel.world_size()
     for start in numbers[::world_size]:  # in step: in the last one there is no batch for some processes
         batch = next(batches, None)
-        if batch is not None and selection is None:
-            fits.update(batch.vectors)
-        elif batch is not None and selection is not None:
-            vectors, weights = selection.part(batch.index).apply(batch.vectors)
-            if len(next(iter(vectors.values()))):
-                fits.update(vectors, weights=weights)
+        if batch is not None:
+            fits.update(*select(batch.vectors, selection, batch.index))
         # A state of samples that wait would divide them otherwise than a run that is not interrupted.
         ready = fits.settled or world_size > 1
         if parallel.broadcast(ready and states.are_due(), "whether to store a state"):

@@ -298,5 +298,5 @@ def same_sites(layout: ModelLayout) -> dict[str, str]:
 
 def _flat(of_places: Bool[Tensor, "n longest"], examples: Examples) -> Bool[Tensor, " n_tokens"]:
     """A mask by sentence and place, as one by token."""
-    sentence = np.repeat(np.arange(len(examples)), examples.lengths)
-    return of_places[torch.from_numpy(sentence), torch.from_numpy(examples.places)]
+    tokens = examples.at_positions("all")
+    return of_places[torch.from_numpy(tokens.sentences), torch.from_numpy(tokens.positions)]

@@ -170,8 +170,7 @@ class Study:
     def _vectors(self, name: str, positions: Positions) -> Activations:
         examples, folder = self.examples[name == VALIDATION], self.folder / name
         if not folder.exists():  # what was begun has its space
-            n_tokens = len(examples.tokens)
-            n_rows = n_tokens if positions == "all" else examples.n_positions
+            n_tokens, n_rows = len(examples.tokens), examples.at_positions(positions).n_positions
             advice = "Collect fewer sentences, or write elsewhere (--out)."
             if positions == "all":
                 advice = "One sampled token of each sentence takes far less (--positions sampled)."
@@ -185,7 +184,7 @@ class Study:
         self, positions: Positions, folder: Path, part: tuple[int, int] = (1, 1)
     ) -> StoredLeastSquares:
         examples, (requested, widths) = self.examples[0], pairs_and_widths(self.model, self.pairs)
-        n_rows = examples.n_positions if positions == "sampled" else len(examples.tokens)
+        n_rows = examples.at_positions(positions).n_positions
         check_streaming(math.ceil(n_rows / part[1]), requested, widths, folder)
         return stream_least_squares(
             self.model, examples, folder, pairs=requested, positions=positions, part=part,

@@ -13,7 +13,8 @@ from matlens.io.repository import HubRepository
 
 def ask(repository: HubRepository, revision: str | None = None) -> str:
     with repository.client("read") as hub:
-        return str(hub.repo_info(repository.name, revision=revision).sha)
+        timeout = repository_module.PATIENCE
+        return str(hub.repo_info(repository.name, revision=revision, timeout=timeout).sha)
 
 
 def test_a_hub_that_refuses_or_does_not_answer_is_an_input_error(

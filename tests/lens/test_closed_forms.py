@@ -130,8 +130,8 @@ def test_keys_are_those_of_splitmix64() -> None:
     sentences = [[5, 6, 7], [8], [300, 2, 70_000, 1]]
     examples = Examples(np.concatenate(sentences), np.array([0, 3, 4, 8]), np.array([1, 0, 3]), {})
     expected = [mixed(tokens, place) for tokens in sentences for place in range(len(tokens))]
-    assert row_keys(examples, sampled=False).tolist() == expected
-    assert row_keys(examples, sampled=True).tolist() == [expected[i] for i in (1, 3, 7)]
+    assert row_keys(examples.at_positions("all")).tolist() == expected
+    assert row_keys(examples).tolist() == [expected[i] for i in (1, 3, 7)]
 
 
 # All layers
@@ -240,7 +240,7 @@ def test_leave_one_out_looks_at_the_samples_with_the_smallest_keys(
     monkeypatch.setattr(closed_forms, "solve", noted)
     configs = [LensConfig(ridge="loo"), LensConfig(ridge="loo", sinks="exclude")]
     Lens.fit(model, data.examples, method=configs, layers=[1], batch_tokens=60, progress=False)
-    keys, sinks = row_keys(data.examples, sampled=False), sink_rows(data).numpy()
+    keys, sinks = row_keys(data.examples.at_positions("all")), sink_rows(data).numpy()
     for ours, allowed in zip(seen, (keys >= 0, ~sinks), strict=True):
         smallest = np.argsort(np.where(allowed, keys, np.iinfo(np.int64).max))[:150]
         assert ours == pytest.approx(sorted(data[1][smallest, 0].double().tolist()), rel=1e-4)
