@@ -216,8 +216,9 @@ def _write_instead(figure: Figure, file: Any, *, format: str, **_: Any) -> None:
 
 
 def files(folder: Path) -> Files:
-    """All files of a folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """All files of a folder but locks, which a process killed after its work leaves behind."""
+    paths = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 def differing(these: Files, those: Files) -> list[str]:

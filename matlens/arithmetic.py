@@ -1,8 +1,8 @@
 """Matrix products in the precision of their factors, regardless of torch's settings.
 
-``torch.autocast`` and torch's settings for float32 products let a float32 model compute in half precision,
-which its weights do not tell. What this library computes does not follow them: a model that is to run in half
-precision is loaded so. Passes that a user runs follow them as always.
+``torch.autocast`` and torch's settings for float32 products let a float32 model compute in half precision
+without a trace in its weights. matlens' own computations ignore them: to run in half precision, load the
+model in it. Passes that the user runs are not affected.
 """
 
 from __future__ import annotations

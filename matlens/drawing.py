@@ -111,7 +111,7 @@ def styled(draw: Callable[_Parameters, Figure]) -> Callable[_Parameters, Figure]
     """Make a plot function check its arguments and use the style sheet."""
 
     @functools.wraps(draw)
-    def drawn(*arguments: _Parameters.args, **options: _Parameters.kwargs) -> Figure:
+    def draw_styled(*arguments: _Parameters.args, **options: _Parameters.kwargs) -> Figure:
         for table in (*arguments, *options.values()):
             if isinstance(table, pd.DataFrame | Mapping) and not len(table):
                 raise InputError(f"The table of {draw.__name__} must have rows, got none.")
@@ -122,7 +122,7 @@ def styled(draw: Callable[_Parameters, Figure]) -> Callable[_Parameters, Figure]
                 ax.yaxis.get_major_ticks()
         return figure
 
-    return checked(drawn)
+    return checked(draw_styled)
 
 
 def style_sheet() -> AbstractContextManager[None]:
@@ -304,7 +304,7 @@ def draw_cells(ax: Axes, grid: pd.DataFrame, **options: Any) -> Any:
 
 
 def write_cells(ax: Axes, image: Any, texts: pd.DataFrame, **options: Any) -> None:
-    """Write into each cell, white on what is dark."""
+    """Write into each cell, in white on dark cells."""
     values = np.ma.getdata(image.get_array())
     for row, column in np.ndindex(values.shape):
         red, green, blue, _ = image.cmap(image.norm(values[row, column]))

@@ -1,8 +1,8 @@
 """`InputError`, and arguments of public functions checked against their annotations.
 
-An annotation is a jaxtyping shape, or a named type such as `PositiveInt`. `checked`
-holds every call to it. Lists are checked item by item, NumPy scalars are numbers, ``True`` is not. What
-depends on other values, such as the number of layers, is checked by the function itself.
+An annotation is a jaxtyping shape, or a named type such as `PositiveInt`; `checked` checks every call.
+Lists are checked item by item; NumPy scalars are numbers, ``True`` is not. Conditions on other values,
+such as the number of layers, are checked in the function.
 """
 
 from __future__ import annotations
@@ -28,18 +28,15 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeVar, get_a
 
 from matlens.arithmetic import is_reduced, own_precision
 
-_LONGEST_MESSAGE = (
-    1950  # characters of a message: what is longer echoes something, and others may put words before it
-)
-_SHOWN_SPACES = "Zs"  # every other kind of space, and all that cannot be seen, is written by its number
+_LONGEST_MESSAGE = 1950  # characters of a message, with space for a prefix
+_SHOWN_SPACES = "Zs"  # other spaces and invisible characters are escaped
 
 
 class InputError(ValueError):
     """Something the user gave cannot be used.
 
-    The message states the problem and the remedy. The command line
-    prints it without a traceback and exits with code 2. What cannot be seen in it, such as control characters
-    from a file, is escaped, and a message that echoes too much is cut.
+    The message states the problem and the remedy. The command line prints it without a traceback and exits
+    with code 2. Invisible characters in it are escaped, and long messages are truncated.
     """
 
     def __init__(self, message: object = "") -> None:
@@ -68,9 +65,8 @@ def warn(message: str) -> None:
 def printable(text: str, *, limit: int = sys.maxsize, keep: str = "") -> str:
     r"""Escape foreign text for a terminal.
 
-    Control characters, marks that turn the direction of reading, halves of surrogate pairs and all else that
-    cannot be seen are escaped as in ``\x1b``, except for the characters in ``keep``. A text of more than
-    ``limit`` characters is cut.
+    Control characters, bidirectional marks, surrogates and other invisible characters are escaped, as in
+    ``\x1b``, except for those in ``keep``. Texts of more than ``limit`` characters are truncated.
     """
     shown = "".join(
         c if c.isprintable() or c in keep or unicodedata.category(c) == _SHOWN_SPACES

@@ -97,7 +97,7 @@ def proportion(hits: Bool[Tensor, " ..."]) -> Estimate:
     """Share of true entries with its 95% Wilson interval, which never leaves ``[0, 1]``."""
     _check_some(hits)
     n, count = hits.numel(), int(hits.sum())
-    from scipy import stats  # seconds, which commands that measure nothing can spare
+    from scipy import stats  # slow to import
 
     interval = stats.binomtest(count, n).proportion_ci(0.95, method="wilson")
     return Estimate(count / n, float(interval.low), float(interval.high), n)

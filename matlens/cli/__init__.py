@@ -1,4 +1,4 @@
-"""The command line: one module per group of commands, and what analyses share with them."""
+"""The command line: one module per group of commands, and helpers shared with analyses."""
 
 import lazy_loader
 

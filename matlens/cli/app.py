@@ -20,7 +20,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-cache = typer.Typer(help="What is kept between commands, so that they answer at once.", no_args_is_help=True)
+cache = typer.Typer(
+    help="Results stored between commands, so that repeated commands are fast.", no_args_is_help=True
+)
 for commands in (study.app, ffn.app, pages.app, parts.app):
     app.add_typer(commands)
 app.add_typer(ffn.values, name="values")
@@ -45,7 +47,7 @@ def _common(
 
 @cache.command()
 def show() -> None:
-    """Show where the cache is, what is in it, and when it was last used."""
+    """Show the folder of the cache, its entries, and when they were last used."""
     from matlens.io.cache import LIMIT, VARIABLE, default_cache
 
     cache = default_cache()
@@ -72,7 +74,7 @@ def show() -> None:
 
 @cache.command()
 def clear() -> None:
-    """Remove everything from the cache that no other process is at work on."""
+    """Remove all cache entries that no other process is writing."""
     from matlens.io.cache import VARIABLE, default_cache
 
     cache = default_cache()

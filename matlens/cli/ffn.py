@@ -11,7 +11,7 @@ from matlens.cli.options import LinkageChoice, ModelOptions, ReadOptions, comman
 from matlens.cli.printing import print_frame, print_line, top_texts
 from matlens.errors import InputError, NonNegative, PositiveInt
 
-_N_NAMED = 3  # vectors that are named of each cluster
+_N_NAMED = 3  # vectors listed per cluster
 
 app = typer.Typer()
 values = typer.Typer(
@@ -45,14 +45,14 @@ def search(
     /,
     model: ModelOptions,
     reading: ReadOptions,
-    among: PositiveInt = 30,
+    top_k: PositiveInt = 30,
     limit: PositiveInt = 20,
 ) -> None:
     """Find the value vectors with the words in their top tokens, most matches first.
 
     Parameters
     ----------
-    among
+    top_k
         Number of top tokens of each vector to search.
     """
     from matlens.models.tokens import word_tokens
@@ -60,11 +60,11 @@ def search(
     catalogue = model.catalogue()
     values, projection = catalogue.values, reading.projection(catalogue)
     word_tokens(projection.tokenizer, words)  # before the work, not after it
-    tokens = catalogue.top_tokens(values, projection, reading=reading.read, k=among)
+    tokens = catalogue.top_tokens(values, projection, reading=reading.read, k=top_k)
     matches = projection.search(values, tokens, words)
     if matches.empty:
         print_line(
-            f"No value vector has {', '.join(words)} in its {among} top tokens. A larger --among may help."
+            f"No value vector has {', '.join(words)} in its {top_k} top tokens. A larger --top-k may help."
         )
         return
     first = matches.head(limit)
@@ -147,7 +147,7 @@ def cluster(
 
 
 def _members(members: list[str], asked: set[str]) -> str:
-    """Those that were asked for, and then a few others."""
+    """The requested names, and a few others."""
     named = sum(name in asked for name in members)
     shown = sorted(members, key=lambda name: name not in asked)[: max(_N_NAMED, named)]
     more = f" +{len(members) - len(shown)}" if len(shown) < len(members) else ""

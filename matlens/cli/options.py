@@ -51,9 +51,9 @@ SHARED = {
     "repository": "A repository of the hub, such as someone/lenses.",
     "prompts": "Sentences that Jacobians are taken on, the longest.",
 }
-"""Help of options that several commands have."""
+"""Help of shared options."""
 TRAIN, VAL = 3000, 1000
-"""Sentences of a command that answers within minutes; the paper has 9,000 and 3,000."""
+"""Default sentences, for minutes of work; the paper has 9,000 and 3,000."""
 
 
 def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -120,7 +120,7 @@ def _info(parameter: Parameter, kind: Any, notes: list[Any]) -> Any:
 
 
 def _without_notes(hint: Any) -> tuple[Any, list[Any]]:
-    """A type without the annotations of it and of its parts, and these."""
+    """A type without its annotations, and the annotations."""
     if get_origin(hint) is Annotated:
         kind, *notes = get_args(hint)
         plain, more = _without_notes(kind)
@@ -142,19 +142,19 @@ def documented(function: Any) -> tuple[str, dict[str, str]]:
 
 
 def with_signature(function: Callable[..., Any], parameters: list[Parameter]) -> Callable[..., Any]:
-    """Give a function that takes anything by name the parameters that typer is to see."""
+    """Give a ``**kwargs`` function the signature that typer reads."""
     function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return function
 
 
-# How texts on the command line are read
+# Parsers of command-line values
 
 
 def path_of(text: str | Path) -> Path:
-    """A path; an empty word, such as an unset variable of the shell, is not the current folder.
+    """A path; an empty text, such as an unset shell variable, is an error.
 
-    A ``~`` is the user's folder: shells leave it alone in ``--out=~/here``.
+    Expands ``~``, which shells do not in ``--out=~/here``.
     """
     if not str(text).strip():
         raise typer.BadParameter("must be a path, got nothing. Use '.' for the current folder.")
@@ -181,7 +181,7 @@ def pairs_of(text: str) -> Any:
 
 
 def ridge_of(text: str | float) -> float | Literal["loo"]:
-    """A penalty, or how it is chosen."""
+    """A penalty, or ``loo``."""
     try:
         return "loo" if text == "loo" else float(text)
     except ValueError:
@@ -284,7 +284,7 @@ class CorpusOptions:
     limit: PositiveInt | None = None
 
     def load(self) -> Corpus:
-        """Read the sentences, and print what was read."""
+        """Read the sentences, and print their number."""
         with waiting("reading the corpus"):
             from matlens.data.corpus import load_corpus
 
@@ -316,7 +316,7 @@ def split_parts(
 ) -> tuple[Corpus, Corpus]:
     """Training and validation sentences; where a corpus is too small, only the defaults shrink.
 
-    Both defaults shrink in proportion, one alone to what the given size leaves.
+    Both defaults shrink in proportion; a single default shrinks to the rest.
     """
     n_train, n_val = (size or default for size, default in zip(sizes, defaults, strict=True))
     n, smaller = len(corpus), (n_train, n_val)

@@ -82,11 +82,11 @@ def explore_values(
     from matlens.explorer.value_pages import write_value_pages
     from matlens.ffn.clusters import Clusters
 
-    drawn = None if corpus is None else load_corpus(corpus)
-    if drawn is not None and len(drawn) >= sentences + _OTHERS:
-        drawn, _ = drawn.split(n_train=sentences, n_validation=_OTHERS)
+    texts = None if corpus is None else load_corpus(corpus)
+    if texts is not None and len(texts) >= sentences + _OTHERS:
+        texts, _ = texts.split(n_train=sentences, n_validation=_OTHERS)
     fitted = None if clusters is None else Clusters.load(clusters)
-    page = write_value_pages(model.load(), out, corpus=drawn, clusters=fitted, neighbours=neighbours)
+    page = write_value_pages(model.load(), out, corpus=texts, clusters=fitted, neighbours=neighbours)
     print_line(f"{page}: open it in a browser")
 
 

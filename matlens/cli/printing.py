@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matlens.ffn.projection import Projection
 
 _WIDTH_OF_TEXT = 24  # characters that the last column of a table has at least, however narrow the terminal
-_METRICS = {"r2": "r2", "precision": "P@1", "surprisal": "surprisal"}  # and what their columns are called
+_METRICS = {"r2": "r2", "precision": "P@1", "surprisal": "surprisal"}  # and their column names
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

@@ -20,7 +20,7 @@ from matlens import parallel
 from matlens.errors import InputError, InputWarning, printable
 
 _BAD_INPUT, _INTERRUPTED, _PIPE_CLOSED = 2, 130, 141
-_LONGEST_ECHO = 400  # characters of a message about an option; what was typed can be of any length
+_LONGEST_ECHO = 400  # characters of a message about an option
 _MAIN_FIRST = 2.0  # seconds
 
 
@@ -77,12 +77,12 @@ def _quietly(run: Callable[[], Any]) -> Any:
 
 
 def report_errors(work: Callable[[], Any]) -> None:
-    """Do some work; print what the user can mend in a line, and exit with code 2.
+    """Run a command; print errors of the user in one line, and exit with code 2.
 
-    An exit code that the work gives back is the process's. An interruption is a line as well, and a reader
-    of the output who has gone, as ``head`` does, ends the process without a word.
+    A returned exit code is used. Interruptions print one line, and a closed pipe (such as ``| head``) ends
+    the process silently.
     """
-    for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character is shown its number
+    for stream in (sys.stdout, sys.stderr):  # escape characters that a terminal cannot show
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     refusal: Exception | None = None
@@ -120,7 +120,7 @@ def report_errors(work: Callable[[], Any]) -> None:
     elif refusal is not None:
         _print_refusal(refusal)
     elif code == _INTERRUPTED:
-        Console(stderr=True).print("Interrupted. Run the same command again, and it goes on from here.")
+        Console(stderr=True).print("Interrupted. Rerun the same command to resume.")
     sys.exit(code)
 
 
@@ -141,7 +141,7 @@ def _warnings_as_lines() -> Iterator[None]:
 
 
 def _print_refusal(refusal: Any) -> None:
-    """Print typer's word on options; what was typed is echoed no longer than a message can be."""
+    """Print typer's error about options, with bounded echoes of the input."""
     from typer.rich_utils import rich_format_error
 
     refusal.message = printable(refusal.message, limit=_LONGEST_ECHO, keep="\n")

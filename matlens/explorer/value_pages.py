@@ -114,12 +114,12 @@ def _index_page(values: ValueVectors, corpus: Corpus | None, clusters: Clusters 
     model, name = values.identity.name, None if corpus is None else corpus.name
     data = {
         "model": model, "nLayers": values.n_layers, "dMlp": values.d_mlp, "block": _BLOCK,
-        "sentences": _SENTENCES, "tokens": _TOKENS, "among": _SEARCHED, "corpus": name,
+        "sentences": _SENTENCES, "tokens": _TOKENS, "top_k": _SEARCHED, "corpus": name,
         "nClusters": 0 if clusters is None else len(clusters),
     }  # fmt: skip
     return assemble(
         "values.html", "values.js", title=f"Value vectors of {model}", data=data, sources=["'self'"],
-        model=printable(model), corpus=None if name is None else printable(name), among=_SEARCHED,
+        model=printable(model), corpus=None if name is None else printable(name), top_k=_SEARCHED,
         n_vectors=f"{len(values):,}",
     )  # fmt: skip
 

@@ -1,9 +1,9 @@
 """Agglomerative clustering by cosine distance, exact or by nearest neighbors.
 
-Exact clusters need the distances of all pairs. By near neighbours two clusters are merged only where one has
-a near neighbour of the other, and of these merges the one that adds least to the squared distances of the
-vectors from their cluster's mean (Ward), which of unit vectors are cosine distances. Average linkage over the
-few distances that a graph of neighbours has would chain thousands of vectors together.
+Exact clustering needs the distances of all pairs. With nearest neighbors, clusters are merged only along
+a graph of neighbors, by Ward's criterion (the smallest increase of squared distances to cluster means,
+which are cosine distances for unit vectors). Average linkage on the few distances of such a graph would
+chain thousands of vectors together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Linkage = Literal["average", "complete"]
 EXACT, NEIGHBOURS = "exact", "neighbours"
 _NEAR = 10  # neighbours of each vector in the graph
 _BLOCK = 256  # rows whose distances are computed together
-_COPIES = 2  # of the distances in memory, in float64: scipy works on one of its own
+_COPIES = 2  # copies of the float64 distances in memory: scipy makes one
 
 
 def gib_in_memory(n: int) -> float:

@@ -56,7 +56,7 @@ class _Place:
     cache: Cache
     name: str
     commit: str | None
-    key: dict[str, Any]  # what its weights and its tokenizer depend on
+    key: dict[str, Any]  # facts that the weights and the tokenizer depend on
 
 
 @checked

@@ -26,12 +26,12 @@ from matlens.models.tokens import token_texts, visible
 from matlens.parallel import waiting
 
 CLUSTERS, _LABELS = "clusters", "labels"
-WARD = "ward"  # what clusters by near neighbours are linked by
+WARD = "ward"  # linkage of clusters by nearest neighbors
 
 
 @checked
 class Clusters:
-    """Which cluster each value vector of a model belongs to (paper B, section 5.2).
+    """Clusters of the value vectors of a model (paper B, section 5.2).
 
     Attributes
     ----------
@@ -41,7 +41,7 @@ class Clusters:
     method, linkage
         ``exact`` by ``average`` or ``complete`` linkage, or ``neighbours`` by ``ward``.
     sizes
-        ``[n_clusters]``, how many value vectors each cluster has.
+        ``[n_clusters]``, number of value vectors in each cluster.
     provenance
         Where the clusters come from: the model, their number and the method.
     """
@@ -86,7 +86,7 @@ class Clusters:
         folder
             Where the clusters are stored, and read from if they exist.
         progress
-            Whether to print the method, and to show that work goes on.
+            Whether to print the method and show progress.
         """
         n = len(values)
         check_int(n_clusters, "n_clusters", min=1, max=n)
@@ -140,7 +140,7 @@ class Clusters:
         return list(dict.fromkeys(int(label) for label in self.labels[rows]))
 
     def directions(self, values: ValueVectors, numbers: Iterable[int]) -> Float[Tensor, "m d_model"]:
-        """Mean of the unit vectors of each cluster, which is what its vectors have in common."""
+        """Mean of the unit vectors of each cluster."""
         self.provenance.check_same(values.identity, ours="the clusters")
         means = [torch.empty(0, values.d_model)]
         for cluster in numbers:

@@ -43,7 +43,7 @@ _READOUT_ROWS = 4096  # vectors that are read out together, of one or several la
 class Trace:
     """Candidates and sub-updates at every layer, for ``n`` examples (paper B, section 5).
 
-    Layers are those of the FFNs, ``0 .. n_layers - 1``. ``examples`` are what the model was run on, and
+    Layers are those of the FFNs, ``0 .. n_layers - 1``. ``examples`` are the inputs of the model, and
     ``provenance`` records the model, the corpus, the number of sub-updates and the seed.
     """
 

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 STRENGTHS = tuple(10.0 ** (half / 2) for half in range(-20, 5))
 """Penalties that leave-one-out chooses from, in units of ``mean diag(X'X)``."""
-_HELD_OUT = 1024  # samples that leave-one-out looks at
-_CHUNK = 1024  # samples that are factorised at once; never fewer than four for each dimension
+_HELD_OUT = 1024  # samples for leave-one-out
+_CHUNK = 1024  # samples per factorisation; at least four per dimension
 Samples = dict[str, Tensor]
 """Samples, one per row: vectors by site, their ``index`` and ``weights``."""
 
@@ -134,10 +134,10 @@ def _join(parts: Sequence[Samples]) -> Samples:
 
 
 class _Statistics:
-    """Least squares of all layers from some of the samples, and those that leave-one-out looks at.
+    """Least squares of all layers, and the samples for leave-one-out.
 
-    Closed forms share them that agree in ``standardise``, ``weighted`` and ``sinks``. ``mask`` says which of
-    all samples are fitted on, and those with the smallest ``keys`` are as good as sampled at random.
+    Shared by closed forms with the same ``standardise``, ``weighted`` and ``sinks``. ``mask`` selects the
+    samples of the fit; those with the smallest ``keys`` are a pseudo-random sample for leave-one-out.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class _Statistics:
         }  # fmt: skip
 
     def update(self, samples: Samples) -> None:
-        """Add those samples that are fitted on; ``index`` is their number."""
+        """Add the selected ones of these samples; ``index`` are their numbers."""
         samples = _take(samples, self.mask[samples["index"]])
         y, weights = self._vectors(samples, self.last), self._weights(samples)
         for site, sums in self.sums.items():
@@ -173,13 +173,13 @@ class _Statistics:
         return samples["weights"].to(squares.device) * torch.where(squares > 0, 1 / squares, 0)
 
     def reduce(self) -> None:
-        """Add the samples of all other processes, in rank order; all then have the whole."""
+        """Add the samples of all other processes, in rank order, in every process."""
         if parallel.world_size() > 1:
             self.sums = {site: sums.reduce(to_all=True) for site, sums in self.sums.items()}
             self._held_out = parallel.concatenate(self._held_out, "held-out samples")
 
     def solve(self, config: LensConfig) -> tuple[dict[str, LinearMap], dict[str, float], list[NoisyFit]]:
-        """Maps and penalties by layer, and the fits that follow noise."""
+        """Maps and penalties by layer, and the noisy fits."""
         y, weights = self._vectors(self._held_out, self.last), self._weights(self._held_out)
         linears: dict[str, LinearMap] = {}
         ridges: dict[str, float] = {}
@@ -214,7 +214,7 @@ def fit_closed_forms(
 ) -> dict[str, LensMaps]:
     """Fit closed forms in one distributed pass over the data; see `Lens.fit`.
 
-    Where one excludes sinks, a pass before it finds them. Warns once of all fits that follow noise.
+    If one excludes sinks, an earlier pass finds them. Warns once about all noisy fits.
     """
     norm = Standardisation.from_model(model) if any(config.standardise for config in configs) else None
     identity = ModelIdentity.from_model(model)
@@ -270,12 +270,12 @@ def fit_closed_forms(
 
 
 def _kind(config: LensConfig) -> tuple[bool, bool, str]:
-    """Which statistics a closed form is solved from."""
+    """The statistics that a closed form is solved from."""
     return config.standardise, config.weighted, config.sinks
 
 
 def _chunks(batches: Iterable[Rows], size: int) -> Iterator[Samples]:
-    """Vectors in float32 and the ``index`` of each sample, as many at a time as are worth a factorisation."""
+    """Vectors in float32 with the ``index`` of each sample, in chunks for factorisation."""
     waiting: list[Samples] = []
     for batch in batches:
         part = {site: vectors.float() for site, vectors in batch.vectors.items()}
@@ -301,7 +301,7 @@ def _find_sinks(
 
 
 def row_keys(examples: Examples) -> np.ndarray:
-    """A number for each sample, as good as random, that depends on its sentence and place alone."""
+    """A pseudo-random number for each sample, from its sentence and position only."""
     firsts = []
     for start, end in itertools.pairwise(examples.offsets.tolist()):
         content = np.asarray(examples.tokens[start:end], "<i8").tobytes()

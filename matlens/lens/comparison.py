@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 def default_methods(model: TransformerBridge) -> list[Method]:
     """Default methods; ``tuned`` and ``jacobian`` take minutes per layer and are excluded."""
     standardised = [LensConfig(standardise=True), LensConfig(standardise=True, intercept=True)]
-    if not trained.best_start(model).standardise:  # the head does not begin with a norm
+    if not trained.best_start(model).standardise:  # the head does not start with a norm
         standardised = []
     penalised = LensConfig(ridge="loo", toward="identity")
     return [
@@ -57,7 +57,7 @@ class Comparison:
     exits
         See `exit_sweep`.
     evaluations
-        See `evaluate_open_sets`; ``None`` where none were given.
+        See `evaluate_open_sets`; ``None`` if none were given.
     lenses
         The lenses by name.
     origin
@@ -97,7 +97,7 @@ def compare_lenses(
     parts
         The training and the validation sentences, as `Corpus.split` gives them.
     folder
-        Where vectors are written, which can be removed afterwards; an interrupted run resumes there.
+        Folder of the vectors, which can be removed afterwards; an interrupted run resumes there.
     methods
         See `Lens.fit`; by default `default_methods` of the model.
     fitted
@@ -107,7 +107,7 @@ def compare_lenses(
     against
         The reference lens of paired differences, by default ``mat`` if present.
     n_prompts, longest
-        Sentences that Jacobians are taken on, and the tokens that they are cut to, see `Lens.fit`.
+        Sentences for Jacobians, and the tokens that they are truncated to, see `Lens.fit`.
     evaluations
         Open sets to evaluate as well, see `read_evaluations`; decoders only.
     seed

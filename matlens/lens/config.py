@@ -87,7 +87,7 @@ def parse_methods(methods: Method | Sequence[Method]) -> dict[str, LensConfig | 
     Raises
     ------
     InputError
-        A name is unknown, or none is given.
+        If a name is unknown, or there is none.
     """
     known = [*METHODS, *entry_points(group=ENTRY_POINTS).names]
     parsed: dict[str, LensConfig | None] = {}

@@ -32,7 +32,7 @@ FIT, PREDICTION, REPORT = "fit_quality", "prediction_quality", "lens_report"
 MapMethod = Literal["mat", "id"]
 METHODS: tuple[MapMethod, ...] = ("mat", "id")
 AGAINST = "against"
-"""The column that names the lens from which a row is the difference; empty where it is none."""
+"""Column with the reference lens of a difference; empty for other rows."""
 KS = (1, 5, 10)
 _ROWS = 256  # tokens whose distributions are in memory at once
 Key = TypeVar("Key", bound=Hashable)
@@ -50,7 +50,7 @@ class Evaluation(NamedTuple):
     surprisal
         ``-ln p`` of the predicted token, by the model's distribution.
     kl
-        ``KL(p || q)`` from the model's distribution to the predicted one, if it was asked for.
+        ``KL(p || q)`` from the model's distribution to the predicted one, if requested.
     confidence
         ``q1 - q2``, the margin of the most probable token, if requested.
     """
@@ -147,7 +147,7 @@ def confidence_in_top(logits: Float[Tensor, "n d_vocab"]) -> Float[Tensor, " n"]
 
 
 def _read_out(readout: Readout, h: Tensor) -> Tensor:
-    """Scores, NaN for vectors whose squares overflow: a norm would make something of them all the same."""
+    """Scores; NaN for vectors whose squares overflow, which a norm would hide."""
     h = h.float()
     readable = h.square().sum(-1).isfinite()
     logits = readout.logits(h.where(readable[:, None], torch.zeros_like(h)))
@@ -377,7 +377,7 @@ def shared_layers(
 def _warn_of_same_sentences(fitted: Provenance, validation: Provenance, what: str, *, parts: bool) -> None:
     """Issue an `InputWarning` if maps are evaluated on their training sentences.
 
-    With ``parts`` only some of the samples count here; if the fit took only some too, they may be others.
+    With ``parts`` only some of the samples count; if the fit used a subset too, it may be another one.
     """
     if parts and "rows" in fitted.details:
         return

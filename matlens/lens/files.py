@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 _HOLDS = "lens"
-_JACOBIAN = "jacobian_lens"  # in a provenance: what such a file said
-_OWN = "matlens"  # in such a file: the provenance of ours
+_JACOBIAN = "jacobian_lens"  # key in a provenance: metadata of such a file
+_OWN = "matlens"  # key in such a file: our provenance
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -64,7 +64,7 @@ def write_lens(folder: str | Path, lens: LensMaps) -> None:
 
 
 def read_lens(folder: str | Path) -> LensMaps:
-    """Read what `write_lens` has written, every byte of it checked."""
+    """Read the files of `write_lens`, and verify them."""
     artifact = Artifact.open(folder, _HOLDS)
     request = artifact.request
     provenance = Provenance.from_json(request["provenance"])
@@ -200,7 +200,7 @@ def read_tuned_lens(folder: str | Path, model: TransformerBridge) -> LensMaps:
 def _has_unembedding(model: TransformerBridge, config: Mapping[str, Any]) -> bool:
     """Whether a tuned lens was trained for the unembedding that a model has, as far as its hash tells.
 
-    It is a hash of digits, which half precision changes; then the model's name has to do.
+    The hash is of printed digits, which half precision changes; then the model's name is compared.
     """
     weight = model.unembed.original_component.weight
     if config.get("unembed_hash") in (None, _tuned_hash(weight)):
@@ -222,9 +222,9 @@ def _tuned_hash(weight: Tensor) -> str:
 
 
 def _unpickled(path: Path) -> dict[str, Any]:
-    """Tensors and plain values in a file of torch.save; anything else in it is refused and not run."""
+    """Tensors and plain values in a file of torch.save; anything else is refused without executing it."""
     with path.open("rb") as file, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what is wrong with a file is said in an error
+        warnings.simplefilter("ignore")  # problems are reported by the error
         content = torch.load(file, map_location="cpu", weights_only=True)
     if not isinstance(content, dict):
         raise TypeError(f"it holds a {type(content).__name__}")
@@ -233,7 +233,7 @@ def _unpickled(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _foreign(path: Path, expected: str) -> Iterator[None]:
-    """Say of a file that others have written what is wrong with it."""
+    """Turn errors of reading a foreign file into an InputError."""
     try:
         yield
     except InputError:

@@ -1,8 +1,8 @@
 """Lenses on the hub: one repository for many models, with a folder for each lens.
 
 The folders are named by model, method and corpus, as in ``neuronpedia/jacobian-lens``, whose files are read
-too. ``README.md`` lists the folders, and one in each, the card of its lens, is written from its provenance. A
-lens is pushed in one commit, onto the one that was read: of two pushes at the same time, one is refused.
+too. ``README.md`` lists the folders, and each folder has a card written from the lens' provenance. A lens is
+pushed in one commit on top of the one that was read, so of two simultaneous pushes one is refused.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def repository_card(name: str, folders: Sequence[str]) -> str:
 
 
 def lens_card(lens: LensMaps, results: pd.DataFrame | None) -> str:
-    """README of one lens: what it was fitted on, and how well it reads each layer."""
+    """README of one lens: its training data, and its quality at each layer."""
     provenance, identity = lens.provenance, lens.provenance.identity
     data, details = provenance.data or {}, provenance.details
     n_sinks = details.get("n_sinks")

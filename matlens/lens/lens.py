@@ -1,4 +1,4 @@
-"""Lenses: a map from every layer to the last, and what is read out through it."""
+"""Lenses: a map from every layer to the last, with the model's readout."""
 
 from __future__ import annotations
 
@@ -142,17 +142,17 @@ class Lens(LensMaps):
         batch_tokens
             Maximum number of tokens in a batch, padding included.
         n_prompts, longest
-            How many sentences of the corpus Jacobians are taken on, those with the most words, and the number
-            of tokens that each is cut to.
+            Number of sentences for Jacobians, those with the most words, and the tokens that each is
+            truncated to.
         folder
-            Where vectors are written that are trained on, instead of being in memory; it can be removed
-            afterwards. Closed forms write none.
+            Folder for the vectors of trained lenses, by default in memory; it can be removed afterwards.
+            Closed forms write none.
 
         Raises
         ------
         InputError
-            The data are of another model, lack a layer or are not finite; the method does not suit the model;
-            or rows or weights do not match the samples, or are given for a trained lens.
+            If the data are of another model, lack a layer or are not finite; the method does not suit the
+            model; or rows or weights do not match the samples, or the lens is trained.
         """
         methods, n_layers = parse_methods(method), int(model.cfg.n_layers)
         requested = resolve_layers(layers, n_layers)
@@ -196,7 +196,7 @@ class Lens(LensMaps):
 
     @property
     def n_samples(self) -> int | None:
-        """How many samples each layer was fitted on, where that is known."""
+        """Number of samples of the fit, if known."""
         return fitted_samples(self.provenance)
 
     @property
@@ -258,8 +258,8 @@ class Lens(LensMaps):
         Raises
         ------
         InputError
-            It is another model or precision, makes other tokens of text, or has other parts replaced, set or
-            hooked.
+            If it is another model or precision, tokenizes differently, or has other replacements, control or
+            hooks.
         """
         lens = self
         if not same_precision:
@@ -285,7 +285,7 @@ class Lens(LensMaps):
     def load(
         cls, folder: str | Path, model: TransformerBridge | None = None, *, same_precision: bool = True
     ) -> Lens:
-        """Read what `save` has written, every byte of it checked; on a model, see `on`."""
+        """Load a lens of `save`, and verify it; on a model, see `on`."""
         return cls(**vars(files.read_lens(folder))).on(model, same_precision=same_precision)
 
     def push_to_hub(

@@ -48,7 +48,7 @@ class Standardisation:
         Raises
         ------
         InputError
-            The readout begins with something else, as the head of a masked-LM model does.
+            If the readout starts with something else, such as the head of a masked-LM model.
         """
         refusal = InputError(
             f"The readout of {model.cfg.model_name} does not begin with RMSNorm or LayerNorm, so "

@@ -1,4 +1,4 @@
-"""Which parts of a model are linear, and what it costs to put maps in their place."""
+"""Which parts of a model are linear, and the cost of replacing them by maps."""
 
 import lazy_loader
 

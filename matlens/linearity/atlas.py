@@ -1,8 +1,7 @@
 """The atlas: how linear each part of a model is, and the cost of replacing it.
 
-One pass over training text gives the statistics for the maps and most scores; the rest of the
-scores is of held-out text, where every part is replaced and removed in passes that begin where
-they differ from the model's own.
+One pass over training text gives the statistics for the maps and most scores. The other scores are from
+held-out text, where every part is replaced and removed in passes that start at the changed block.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ TOGETHER = "together"
 _HOLDS, _SCORES = "atlas of linearity", "scores"
 _NOTES = "rows and seconds of every step"
 _TO_FIT = "whether there is something to fit"
-_PLACES = 256  # whose distributions are made at once
+_PLACES = 256  # rows per readout
 Row = dict[str, Any]
 
 
@@ -77,20 +76,20 @@ def linearity_atlas(
     ``nbl bound`` on the text to fit on. ``loss increase``, in nats per token with a 95% interval over texts,
     and ``agreement`` of the top token with the model's have the methods ``map`` and ``removed``. ``tokens``
     is ``all``, or ``no sinks`` where maps are fitted, evaluated and used at all tokens but attention sinks.
-    Rows of the kind ``together`` are of the three parts of a group that cost least alone, replaced together.
-    Several processes divide the text to fit on, and all get the table.
+    Rows of the kind ``together`` are of the three cheapest parts of a group, replaced together. Several
+    processes divide the training text, and all return the table.
 
     Parameters
     ----------
     fitted, evaluated
-        Text to fit on, several times as many tokens as vectors have coordinates; and other text, see
+        Training text, with several times as many tokens as ``d_model``, and other text to evaluate on, see
         `matlens.data.make_windows` with ``targets=True``.
     folder
         Where finished layers are stored, by default nowhere. An interrupted call resumes there.
     jumps
         Numbers of blocks that a jump skips.
     every
-        Take the parts of every so many blocks, from the first one on.
+        Use every n-th block, starting with the first.
     """
     if not len(evaluated.targets):
         raise InputError("evaluated must have targets. Use matlens.data.make_windows(..., targets=True).")
@@ -143,7 +142,7 @@ def _table(rows: list[Row]) -> pd.DataFrame:
 
 @checked
 def atlas_seconds(folder: str | Path) -> float:
-    """CPU seconds that an atlas took, all steps and calls together; of several processes, those of the first.
+    """CPU seconds of an atlas over all steps and calls, in the main process.
 
     ``folder`` is that of `linearity_atlas`.
     """
@@ -153,7 +152,7 @@ def atlas_seconds(folder: str | Path) -> float:
 
 
 def _sum_up(model: TransformerBridge, examples: Examples, parts: Sequence[Part], progress: bool) -> PartSums:
-    """Sums of all parts from one pass, which the processes divide; the main one has the whole."""
+    """Sums of all parts from one pass divided over processes; complete in the main process."""
     layout = ModelLayout.from_model(model)
     sums = PartSums(parts, layout.d_model, same_sites(layout))
     sinks = _flat(find_sinks(model, examples, progress=progress), examples)
@@ -248,7 +247,7 @@ class _Atlas:
 
     @torch.inference_mode()
     def _read(self, h: Float[Tensor, "n d_model"]) -> tuple[np.ndarray, np.ndarray]:
-        """``-ln p`` of the right token and the top token at each position; infinite where ``h`` is."""
+        """``-ln p`` of the target and the top token at each position; infinite if ``h`` is."""
         losses, top = np.full(len(h), np.inf), np.full(len(h), -1)
         truth = torch.from_numpy(self._evaluated.targets)
         for part in torch.arange(len(h)).split(_PLACES):
@@ -287,7 +286,7 @@ def loss_increase(losses: np.ndarray, whole: np.ndarray, texts: np.ndarray) -> E
 
 
 def same_sites(layout: ModelLayout) -> dict[str, str]:
-    """Sites that carry what another does, by the sums of a family that have one term."""
+    """Sites with the same vectors as another, from sums of the wiring with one term."""
     return {
         f"{total}.{layer}": f"{terms[0]}.{layer}"
         for total, terms in layout.wiring.sums
@@ -297,6 +296,6 @@ def same_sites(layout: ModelLayout) -> dict[str, str]:
 
 
 def _flat(of_places: Bool[Tensor, "n longest"], examples: Examples) -> Bool[Tensor, " n_tokens"]:
-    """A mask by sentence and place, as one by token."""
+    """A mask by sentence and position, flattened over tokens."""
     tokens = examples.at_positions("all")
     return of_places[torch.from_numpy(tokens.sentences), torch.from_numpy(tokens.positions)]

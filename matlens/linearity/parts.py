@@ -54,7 +54,7 @@ class Part:
 
     @property
     def end(self) -> int:
-        """The layer after it."""
+        """The layer after the part."""
         return Site.parse(self.target).layer if self.source.startswith(f"{STREAM}.") else self.layer + 1
 
     @property
@@ -76,7 +76,7 @@ def _unchanged(h: Tensor) -> Tensor:
 def model_parts(layout: ModelLayout, *, jumps: Sequence[int] = JUMPS) -> list[Part]:
     """All parts of a model, block by block: sub-modules, the block, and jumps from it.
 
-    Where the wiring of its blocks is not known, there are only blocks and jumps.
+    If the wiring of the blocks is unknown, only blocks and jumps.
     """
     spans = [check_int(jump, "each of the jumps", min=2) for jump in dict.fromkeys(jumps)]
     parts = []

@@ -22,7 +22,7 @@ GROUPS = {
     "norms": ("ln1", "ln2"), "attn": ("attn",), "ffn": ("ffn",), "block": ("block",),
     "any": ("attn", "ffn", "block"),
 }  # fmt: skip
-"""Kinds of parts that are replaced together; a norm that is replaced saves nothing."""
+"""Kinds of parts that are replaced together (replacing a norm saves nothing)."""
 FIRST = 3
 _RESAMPLES = 999
 _FEWEST = 6  # min parts for a correlation
@@ -37,7 +37,7 @@ def loss_increases(table: pd.DataFrame, tokens: str) -> pd.DataFrame:
 
 
 def first_parts(table: pd.DataFrame, *, group: str, tokens: str = "all") -> list[tuple[str, int]]:
-    """The three parts of a group that cost least when replaced, by kind and layer; none touches another."""
+    """The three cheapest parts of a group, by kind and layer, without overlaps."""
     rows = loss_increases(table, tokens)
     rows = rows[rows["kind"].isin(GROUPS[group])].sort_values("value", kind="stable")
     chosen: list[tuple[str, int]] = []
@@ -54,16 +54,16 @@ def rank_correlations(
 ) -> pd.DataFrame:
     """Spearman's correlation of every score with the loss increase.
 
-    The sign is such that 1 is a perfect prediction. Intervals are of SciPy's bootstrap over parts. ``method``
-    is what is done to the part, ``metric`` the score; ``kind`` is one kind of part, or all. A loss increase
-    or score that is not finite ranks as the worst.
+    Signed such that 1 is a perfect prediction. Intervals are from SciPy's bootstrap over parts. ``method`` is
+    ``map`` or ``removed``, ``metric`` the score; ``kind`` is one kind of part, or all. Loss increases and
+    scores that are not finite rank as the worst.
 
     Parameters
     ----------
     table
         The table of `linearity_atlas`.
     seed, resamples
-        Of the bootstrap.
+        Seed and number of resamples of the bootstrap.
     """
     single = table[~table["kind"].str.startswith("together")]
     wide = single.pivot_table(

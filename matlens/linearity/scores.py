@@ -24,7 +24,7 @@ from matlens.numerics import in_float64
 R2, R2_OF_VARIANCE = "r2", "r2 of the variance"
 PROCRUSTES, ROTATION, BOUND = "procrustes", "rotation", "nbl bound"
 SCORES = (R2, R2_OF_VARIANCE, PROCRUSTES, ROTATION, BOUND)
-"""Names of the scores; of the last, less is more linear."""
+"""Names of the scores; for the last one, lower is more linear."""
 
 _ROUNDING = torch.finfo(torch.float32).eps
 
@@ -34,10 +34,10 @@ def fit_scores(
 ) -> dict[str, float]:  # fmt: skip
     """Scores of a part on its training tokens, from factors of centered samples.
 
-    ``procrustes`` is that of 2405.12250: inputs and outputs centred and scaled to unit norm, one less the
-    squared error of the best linear map, which is the share of the whole variance that an affine map
-    explains. ``rotation`` is the same of the best rotation with a factor, as SciPy's ``procrustes``; NaN
-    where widths differ. ``nbl bound`` is NBL's: the sum of ``1 - rho^2`` over canonical correlations ``rho``,
+    ``procrustes`` is that of 2405.12250: for inputs and outputs centred and scaled to unit norm, 1 minus the
+    squared error of the best linear map, which is the share of the total variance that an affine map
+    explains. ``rotation`` is the same for the best scaled rotation, as in SciPy's ``procrustes``; NaN if
+    widths differ. ``nbl bound`` is NBL's: the sum of ``1 - rho^2`` over canonical correlations ``rho``,
     for attention and FFN those of the input with the sum of output and input, as in NBL's code.
 
     Parameters
@@ -45,7 +45,7 @@ def fit_scores(
     r, z
         ``R`` and ``Q^T y`` of ``x = Q R``, see `LeastSquares.factors`.
     r_y
-        The factor of ``y``, or of ``x + y`` where that is ``added``.
+        The factor of ``y``, or of ``x + y`` if ``added``.
     added
         Whether ``y`` is added to a stream, so that canonical correlations are those of ``x + y``.
     """
@@ -58,9 +58,9 @@ def fit_scores(
     rotation = math.nan
     if r.shape[1] == z.shape[1] and of_x * total > 0:
         rotation = float(torch.linalg.svdvals(crossed).sum()) ** 2 / (of_x * total)
-    beside = z + r if added else z
+    combined = z + r if added else z
     procrustes = explained / total if total > 0 else math.nan
-    return {PROCRUSTES: procrustes, ROTATION: rotation, BOUND: _bound(r, beside, r_y)}
+    return {PROCRUSTES: procrustes, ROTATION: rotation, BOUND: _bound(r, combined, r_y)}
 
 
 def _bound(r: Tensor, z: Tensor, r_y: Tensor) -> float:
@@ -83,14 +83,14 @@ def _projected(r: Tensor, z: Tensor) -> Tensor:
 
 
 def _is_regular(r: Tensor) -> bool:
-    """Whether no dimension nearly follows from those before it, so that no SVD is needed."""
+    """Whether no dimension is nearly dependent on earlier ones, so that no SVD is needed."""
     diagonal = r.diagonal().abs()
     floor = 100 * _ROUNDING * r.norm(dim=0)
     return len(r) == r.shape[1] and bool((diagonal > floor).all())
 
 
 def _level(s: Tensor) -> float:
-    """Singular values below this are rounding: vectors are computed in float32."""
+    """Singular values below this are rounding errors of float32 vectors."""
     return _ROUNDING * float(s.max() if len(s) else 0)
 
 
@@ -112,14 +112,14 @@ class PartSums:
     width
         Dimensions of every site.
     same
-        Sites with the same vectors as another, such as the input of a norm and the stream; vectors are only
-        needed of the others.
+        Sites with the same vectors as another, such as the input of a norm and the stream; only vectors
+        of the others are needed.
     """
 
     def __init__(self, parts: Sequence[Part], width: int, same: Mapping[str, str] | None = None) -> None:
         self._width, self._same = width, same or {}
         self._ends = {part: (self._carrier(part.source), self._carrier(part.target)) for part in parts}
-        # Sums of sites whose factors are needed, with what is fitted to each; of some only the factor.
+        # Sums by source site, with its targets; some sites only need their factor.
         self._fitted: dict[tuple[str, ...], list[Part]] = {}
         for part, (source, _) in self._ends.items():
             self._fitted.setdefault((source,), []).append(part)

@@ -89,7 +89,7 @@ def apply_replacements(model: TransformerBridge, replacements: Sequence[Replacem
             order = layout.order(replacement.source)
             writing.append((target, _writing_hook(replacement, places, order, list(keys.values()))))
             reading += [(hook, places.keep(key)) for hook, key in keys.items()]
-    hooks = writing + reading  # one replacement reads what another writes, in any order
+    hooks = writing + reading  # a replacement can read the output of another, in any order
 
     def changes() -> list[str]:
         return [describe_replacement(replacement) for replacement in replacements]
@@ -142,7 +142,7 @@ def _put(replacement: Replacement, instead: Tensor, value: Tensor, places: Token
 def _writing_hook(
     replacement: Replacement, places: TokenPlaces, order: int, keys: Sequence[tuple[int, str]]
 ) -> Callable[..., Tensor]:
-    """A hook that replaces the vectors at a target, less what the model adds to them."""
+    """A hook that replaces the vectors at a target, minus later additions to it."""
 
     def leave(value: Tensor, hook: Any) -> Tensor:
         if not places.read.keys() >= set(keys) or places.starts_behind(order):

@@ -120,8 +120,8 @@ def mat_ffn(maps: MapSet, first: int, last: int, *, where: Where = "all") -> lis
 def mat_ln1_ln2(maps: MapSet, first: int, last: int, *, where: Where = "all") -> list[Replacement]:
     """Both norms replaced in the blocks from layer ``first`` to ``last``.
 
-    In blocks with one norm (GPT-J) only that one. Norms after attention and FFN are kept (Gemma), unless
-    there are no others (OLMo-2).
+    Blocks with one norm (GPT-J): only that one. Norms after attention and FFN (Gemma) are not replaced,
+    unless there are no others (OLMo-2).
     """
     return replace_submodules(maps, norm_names(maps), first, last, where=where)
 

@@ -30,13 +30,13 @@ def save(figure: Figure, path: str | Path, *, title: str | None = None) -> list[
     """
     path = Path(path)
     paths = [path] if path.suffix in _UNDATED else [path.with_name(path.name + each) for each in SUFFIXES]
-    drawn: dict[Path, bytes] = {}
+    rendered: dict[Path, bytes] = {}
     with style_sheet():
         if title is not None:
             figure.suptitle(literal(title))
         for each in paths:
             content = io.BytesIO()
             figure.savefig(content, format=each.suffix[1:], metadata=_UNDATED[each.suffix])
-            drawn[each] = content.getvalue()
-    write_files(drawn)
+            rendered[each] = content.getvalue()
+    write_files(rendered)
     return paths

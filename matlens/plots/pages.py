@@ -50,8 +50,8 @@ def assemble(
     """The text of a standalone page.
 
     ``template`` and ``script`` are files next to this one, the Jinja template and the script that imports the
-    others. ``title`` may be foreign text, and ``data`` is what the script shows, with arrays as `packed`
-    writes them. ``sources`` are other origins of scripts in the policy's words, such as ``"'self'"``, and
+    others. ``title`` may be foreign text, and ``data`` is for the script, with arrays as `packed` writes
+    them. ``sources`` are other origins of scripts in the policy's words, such as ``"'self'"``, and
     ``rules`` more rules of the policy. The template gets ``more``.
     """
     from markupsafe import Markup
@@ -128,7 +128,7 @@ def packed(array: Shaped[np.ndarray, ...]) -> dict[str, Any]:
     else:
         largest = int(array.max(initial=0))
         if int(array.min(initial=0)) < 0 or largest >= 2**32:
-            raise ValueError("Whole numbers below 0 or past 4,294,967,295 cannot be packed.")
+            raise ValueError("Integers must be between 0 and 4,294,967,295 to be packed.")
         array = array.astype("u1" if largest < 2**8 else "<u2" if largest < 2**16 else "<u4")
     return {
         "kind": _KINDS[array.dtype.str[1:]],
@@ -172,8 +172,8 @@ class LensCells:
 class UpdateCells:
     """Dominant sub-updates of every FFN at every token, and their effects on tokens.
 
-    A sub-update ``s m_i v_i`` points one way along its value vector or, where its coefficient is negative,
-    the other; ``way`` says which of these each is. The effect of one on the score of a token is
+    A sub-update ``s m_i v_i`` points along its value vector or, if its coefficient is negative, against it;
+    ``way`` is its direction. The effect of one on the score of a token is
     ``scale * |coefficient| * static[way]``. The effects of the dominant ones, ``rest`` and ``scale * bias``
     add up to that of the whole FFN.
 
@@ -184,7 +184,7 @@ class UpdateCells:
     coefficient, share
         ``m_i``, and the part of the lengths of all sub-updates of the FFN.
     scale
-        ``s``, by which a norm after the FFN multiplies all of a token's sub-updates; 1 where there is none.
+        ``s``, the factor of a norm after the FFN on all of a token's sub-updates; 1 without such a norm.
     rest, bias
         Effects of all other sub-updates together, and of the FFN's bias, on the followed tokens.
     layer, index, negative
@@ -194,7 +194,7 @@ class UpdateCells:
     static
         ``E v_i``, or its opposite, for the followed tokens.
     d_mlp
-        How many sub-updates an FFN has.
+        Number of sub-updates of an FFN.
     """
 
     way: Int[np.ndarray, "ffns tokens k"]
@@ -249,7 +249,7 @@ class PromptPage:
     notes: Sequence[str] = ()
 
     def to_html(self) -> str:
-        """The page: one HTML text that needs nothing from elsewhere."""
+        """The page as a self-contained HTML text."""
         parts = [self.tokens, self.followed, *(cells.ids for cells in self.lenses.values())]
         if self.updates is not None:
             parts.append(self.updates.promoted)

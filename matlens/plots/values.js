@@ -42,7 +42,7 @@ async function ofToken(place) {
   const part = unpackAll(await bring(`tokens-${Math.floor(place / data.tokens)}`));
   const at = place % data.tokens;
   const rows = Array.from(part.rows.values.subarray(part.starts.at(at), part.starts.at(at + 1)));
-  list(rows, `With ${texts[place]} in their ${data.among} top tokens`);
+  list(rows, `With ${texts[place]} in their ${data.top_k} top tokens`);
 }
 
 function ofWord(word) {

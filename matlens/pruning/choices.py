@@ -19,7 +19,7 @@ class Method(StrEnum):
         Least squares from the input of the matrix to the target, with a penalty towards ``W``.
     chain
         ``refit``, and the same for the FFN of every later block in turn: the target there is the original
-        model's own stream. So later blocks correct what is left of the error, without training.
+        model's own stream. So later blocks correct the remaining error, without training.
     """
 
     out = "out"

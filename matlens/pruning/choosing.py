@@ -22,7 +22,7 @@ from matlens.parallel import Bar
 from matlens.pruning.choices import Choice
 from matlens.pruning.layouts import Streams, attention_output, silence
 
-CHOSEN_ON = 2048  # tokens of the text: every candidate is a pass over them, and 1,024 choose worse
+CHOSEN_ON = 2048  # tokens of the text per candidate; 1,024 choose worse
 ROWS_A_COLUMN = 4  # where maps are fitted to choose by, at least
 
 
@@ -69,7 +69,9 @@ def choose_span(streams: Streams, n: int, choice: Choice, *, progress: bool = Tr
 
 def _check_finite(lowest: float) -> None:
     if not math.isfinite(lowest):
-        raise InputError("The loss is not finite whichever blocks are removed. Remove fewer, or use float32.")
+        raise InputError(
+            "The loss must be finite, and is not whichever blocks are removed. Remove fewer, or use float32."
+        )
 
 
 def angles(a: Float[Tensor, "*n d_model"], b: Float[Tensor, "*n d_model"]) -> Float[Tensor, " *n"]:
@@ -79,7 +81,7 @@ def angles(a: Float[Tensor, "*n d_model"], b: Float[Tensor, "*n d_model"]) -> Fl
 
 
 def no_sinks(streams: Streams) -> Bool[Tensor, "n length"]:
-    """Which tokens are not attention sinks, by their norms; refused where maps would be exact."""
+    """Mask of tokens that are not attention sinks; refused if too few for a map."""
     norms = torch.stack([h.float().norm(dim=-1).flatten() for h in streams.h], 1)
     n_texts, length = streams.tokens.shape
     rows = ~outlying_rows(norms, places=np.tile(np.arange(length), n_texts))
@@ -157,7 +159,7 @@ def choose_attention(streams: Streams, n: int, *, progress: bool = True) -> tupl
 
 
 def without_attention(block: nn.Module) -> nn.Module:
-    """A copy of a block whose attention writes nothing."""
+    """A copy of a block whose attention output is zero."""
     silent = copy.deepcopy(block)
     silence(attention_output(silent))
     return silent

@@ -98,8 +98,8 @@ def evaluation_tokens(windows: Examples) -> Int[Tensor, "n length"]:
     tokens = full_windows(windows)
     if len(tokens) < 2:
         raise InputError(
-            f"There is one full window of {tokens.shape[1]} tokens to evaluate on. Expected at least two: "
-            "more text, or shorter windows."
+            f"windows must be at least two of {tokens.shape[1]} tokens, got one. Use more text, or shorter "
+            "windows."
         )
     return tokens
 
@@ -116,7 +116,9 @@ def read_text(model: Any, windows: Examples, *, desc: str = "reading", progress:
             log_p = log_softmax(model(part, use_cache=False).logits[:, :-1].float())
             of_next = log_p.gather(2, part[:, 1:, None])[..., 0]
             if not bool(of_next.isfinite().all()):
-                raise InputError("The model's probabilities are not finite. Prune it with a larger penalty.")
+                raise InputError(
+                    "The model must give finite probabilities, got others. Prune it with a larger penalty."
+                )
             losses.append(-in_float64(of_next).sum(1).cpu())
             top.append(log_p.argmax(-1).cpu())
             bar.update(len(part))
@@ -125,14 +127,14 @@ def read_text(model: Any, windows: Examples, *, desc: str = "reading", progress:
 
 
 class Timed(NamedTuple):
-    """Seconds a token in each round, and bytes of the weights and of the cache for a token."""
+    """Seconds per token in each round, and bytes of the weights and of the cache per token."""
 
     rounds: list[float]
     weights: int
     cache: int
 
     def estimates(self, reference: Timed | None = None) -> dict[str, Estimate]:
-        """Medians and bytes by the name of the metric; ``reference`` is what was timed in the same rounds."""
+        """Medians and bytes by metric; ``reference`` was timed in the same rounds."""
         medians = {"seconds": median(self.rounds)}
         if reference is not None:
             medians["seconds ratio"] = median(
@@ -166,7 +168,7 @@ def compare_costs(model: TransformerBridge, pruned: Pruned, *, rounds: PositiveI
 @checked
 @torch.inference_mode()
 def time_in_turns(models: Sequence[Any], *, rounds: PositiveInt = 5) -> list[Timed]:
-    """Time several plain models, each once in every round, so that what slows the machine slows them all."""
+    """Time several plain models in turns, so that a slow machine slows all of them."""
     timed = [Timed([], sum(w.numel() * w.element_size() for w in model.parameters()), 0) for model in models]
     for _ in range(rounds):
         for i, model in enumerate(models):
@@ -182,13 +184,13 @@ def time_in_turns(models: Sequence[Any], *, rounds: PositiveInt = 5) -> list[Tim
 
 
 def _written(model: Any, prompt: torch.Tensor, n_tokens: int) -> tuple[float, int]:
-    """Seconds that tokens take after a prompt, and bytes of the cache then."""
+    """Seconds of generation after a prompt, and bytes of the cache at the end."""
     given = model(prompt, use_cache=True)
     cache: Any = getattr(given, "past_key_values", None)
     token = given.logits[:, -1:].argmax(-1)
     if not hasattr(cache, "layers"):
         raise InputError(f"{type(model).__name__} must have a cache of keys and values, as GPT-2 has.")
-    int(token)  # a device is done with all before it
+    int(token)  # wait for the device
     start = time.perf_counter()
     for _ in range(n_tokens):
         given = model(token, past_key_values=cache, use_cache=True)

@@ -1,12 +1,13 @@
 """Fold maps of removed blocks into the weights, and heal them.
 
-Blocks ``i .. i+n-1`` are removed. ``m`` is what the FFN of the block before them adds to the stream, ``y``
-the stream without it, so ``h^i = y + m``; the target in the place of ``m`` is ``h^{i+n} - y``. In
-the place of attention it is attention's output and ``m``, where the FFN reads what attention adds.
+Blocks ``i .. i+n-1`` are removed. ``m`` is the FFN output of the block before them and ``y`` the residual
+stream without it, so ``h^i = y + m``; the new target of the FFN is ``h^{i+n} - y`` instead of ``m``. For
+removed attention the target is ``m`` plus the attention output, if the FFN reads the stream after
+attention.
 
-Healing trains folded matrices, and nothing else, towards the original model's predictions: the mean of
-``KL(p || q)`` over tokens of the text that maps were fitted on. The original model's are known from its
-streams, and blocks before the first folded matrix need not be run.
+Healing trains only the folded matrices, towards the original model's predictions: the mean of ``KL(p ||
+q)`` over tokens of the calibration text. The original's predictions come from its stored streams, and
+blocks before the first folded matrix are not run.
 """
 
 from __future__ import annotations
@@ -48,8 +49,7 @@ class Matrix(NamedTuple):
 def check_foldable(layout: Layout) -> None:
     """Check that FFN outputs are added to the residual stream unchanged.
 
-    It is shown by a sum: with the matrix set to zero, a block must give what it gave less what the matrix had
-    written.
+    Tested by a sum: with the matrix set to zero, the output of a block must decrease by the matrix's output.
     """
     streams = Streams.tried(layout)
     for index, block in enumerate(map(full_block, layout.blocks)):
@@ -59,17 +59,17 @@ def check_foldable(layout: Layout) -> None:
         silence(layout.writer_of(silent))
         if differ(whole - written, streams.after(index, silent, h), whole):
             raise InputError(
-                f"In block {index} of {type(layout.model).__name__} what the FFN's output matrix writes is "
-                "not added to the stream as it is (as in Gemma 2 and 3, Granite and post-norm models), so no "
-                "map can be folded into it. Use method='out', or a model like GPT-2, Llama or GPT-J."
+                f"model must add FFN outputs to the stream unchanged, and block {index} of "
+                f"{type(layout.model).__name__} does not (like Gemma 2 and 3, Granite and post-norm models). "
+                "Use method='out', or a model like GPT-2, Llama or GPT-J."
             )
 
 
 def check_foldable_attention(layout: Layout) -> None:
-    """Refuse a model whose FFNs do not read what attention adds, or read it changed.
+    """Check that FFNs read the residual stream after attention.
 
-    Without its attention, a block that is given the stream with attention's output must give what the whole
-    block gives.
+    Tested by a sum: without its attention, a block must map the stream plus the attention output to the same
+    output as the original block.
     """
     streams = Streams.tried(layout)
     for index, block in enumerate(map(full_block, layout.blocks)):
@@ -77,9 +77,8 @@ def check_foldable_attention(layout: Layout) -> None:
         rest = streams.after(index, without_attention(block), streams.h[index] + written)
         if differ(rest, whole, whole):
             raise InputError(
-                f"In block {index} of {type(layout.model).__name__} the FFN does not read the stream with "
-                "what attention adds to it, so no map can be folded in its place. Use method='out', or a "
-                "model like GPT-2 or Llama."
+                f"model must have FFNs that read the stream after attention, and that of block {index} of "
+                f"{type(layout.model).__name__} does not. Use method='out', or a model like GPT-2 or Llama."
             )
 
 
@@ -113,7 +112,7 @@ def fold_spans(
 def fold_attention(
     streams: Streams, layers: Sequence[int], method: Method, penalty: float, *, progress: bool = True
 ) -> dict[int, Matrix]:
-    """The matrix of the block before each that loses its attention."""
+    """The matrix of the block before each block without attention."""
     own = streams.layout.blocks
     blocks = {i: without_attention(block) if i in layers else block for i, block in enumerate(own)}
     changed = [] if method == Method.out else [layer - 1 for layer in sorted(layers)]
@@ -178,9 +177,9 @@ def fold(
     matrix
         The block's own.
     read, target
-        Inputs of the matrix on calibration text, and the outputs wanted there, row by row.
+        Inputs of the matrix on calibration text, and its target outputs, row by row.
     penalty
-        In units of the mean square of a mapped coordinate; towards the identity for ``replaceme``, towards
+        In units of the mean square of an output dimension; towards the identity for ``replaceme``, towards
         the block's own matrix for ``refit`` and ``chain``.
     """
     if method == Method.out:
@@ -224,9 +223,9 @@ def heal(
     streams: Streams, pruned: Any, blocks: Sequence[int], method: Method, n_tokens: int, *,
     seed: int = 0, progress: bool = True,
 ) -> Healed:  # fmt: skip
-    """Train the matrices that a method has changed in a model without some blocks, in place.
+    """Train the matrices that a method changed in a pruned model, in place.
 
-    At least ``n_tokens`` are read, in full updates of some 1,024.
+    Reads at least ``n_tokens``, in updates of about 1,024 tokens.
     """
     began = time.monotonic()
     layout, original = replace(streams.layout, model=pruned), streams.layout
@@ -243,7 +242,7 @@ def heal(
     length = streams.tokens.shape[1]
     size = max(1, _TOKENS // length)
     updates = max(1, math.ceil(n_tokens / (size * length)))
-    # Steps are smaller than half precision can tell, so they are taken in float32.
+    # Updates are too small for half precision, so they are in float32.
     stepped = [weight.detach().float() if weight.element_size() < 4 else weight for weight in weights]
     optimizer = torch.optim.Adam(stepped, lr=RATE)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -263,7 +262,9 @@ def heal(
                 given = streams.log_probs(layout, start, streams.h[first][texts], tokens)
                 loss = kl_divergence(truth, given).mean()
                 if not bool(loss.isfinite()):
-                    raise InputError("The loss is not finite during healing. Use a larger penalty.")
+                    raise InputError(
+                        "The loss must be finite during healing, got NaN or infinity. Use a larger penalty."
+                    )
                 pruned.zero_grad()
                 loss.backward()
                 apart = [pair for pair in zip(stepped, weights, strict=True) if pair[0] is not pair[1]]
@@ -286,7 +287,7 @@ def heal(
 
 
 def _order(n_texts: int, n: int, seed: int) -> Int[Tensor, " n"]:
-    """Numbers of texts, all of them in a new order each time."""
+    """Indices of texts, shuffled in every epoch."""
     generator = torch.Generator().manual_seed(seed)
     rounds = [torch.randperm(n_texts, generator=generator) for _ in range(-(-n // n_texts))]
     return torch.cat(rounds)[:n]

@@ -29,7 +29,7 @@ _WRITERS = ("down_proj", "c_proj", "dense_4h_to_h", "fc_out", "fc2", "w2", "wo",
 _OUTPUTS = ("o_proj", "c_proj", "dense", "out_proj", "wo")
 _TOKENS = 1024  # of a batch
 _TRIED = 6  # tokens to check the sum of a block
-_TOLERANCE = 1e-4  # of the largest number that a block gives
+_TOLERANCE = 1e-4  # relative to the largest output of a block
 MOST_BYTES = 8 << 30  # of the streams of all layers; set matlens.pruning.layouts.MOST_BYTES for more
 
 
@@ -65,7 +65,7 @@ class Layout:
 
     @contextmanager
     def with_blocks(self, blocks: Sequence[nn.Module]) -> Iterator[Any]:
-        """Run the model with other blocks in the place of its own."""
+        """Run the model with other blocks instead of its own."""
         own, (parent, _, name) = self.blocks, self.path.rpartition(".")
         place = self.model.get_submodule(parent)
         setattr(place, name, nn.ModuleList(blocks))
@@ -89,13 +89,13 @@ class Layout:
         return block.get_submodule(self._writer)
 
     def weight_of(self, block: nn.Module) -> Float[Tensor, "d_model d_mlp"]:
-        """Its matrix, as one that is multiplied from the left; GPT-2 keeps it the other way round."""
+        """Its matrix ``[d_out, d_in]``; GPT-2 stores the transpose."""
         module = self.writer_of(block)
         return module.weight if isinstance(module, nn.Linear) else module.weight.T
 
     @torch.no_grad()
     def write(self, block: nn.Module, weight: Tensor, bias: Tensor | None) -> None:
-        """Put a matrix and a bias in the place of a block's own; a bias where the block has one."""
+        """Replace the matrix of a block, and its bias if it has one."""
         module = self.writer_of(block)
         matrix = weight if isinstance(module, nn.Linear) else weight.T
         module.weight.copy_(matrix.to(module.weight.dtype))
@@ -124,14 +124,14 @@ def attention_output(block: nn.Module) -> Any:
 
 @torch.no_grad()
 def silence(module: nn.Module) -> None:
-    """Let a linear module write nothing."""
+    """Set the output of a linear module to zero."""
     for parameter in module.parameters():
         parameter.zero_()
 
 
 @checked
 def plain_copy(model: TransformerBridge) -> Any:
-    """The plain Hugging Face model under a bridge: the same weights, in memory of its own."""
+    """A copy of the plain Hugging Face model in a bridge."""
     source = model.original_model
     copied: Any = plain_model(model, as_loaded=True)
     if copied is None:
@@ -194,7 +194,7 @@ class Streams:
 
     @torch.inference_mode()
     def _run(self, progress: bool) -> list[Tensor]:
-        """Run the model, and remember what each block was called with."""
+        """Run the model, and record the arguments of each block."""
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         seen: list[Tensor] = []
 
@@ -231,7 +231,7 @@ class Streams:
     def tried(cls, layout: Layout) -> Streams:
         """Residual streams of a few sampled tokens for checks of sums, at least float32.
 
-        So no sum is hidden by rounding; see `full_block`.
+        In float32, so that rounding hides no difference; see `full_block`.
         """
         generator = torch.Generator().manual_seed(0)
         vocabulary = layout.model.config.get_text_config().vocab_size
@@ -241,7 +241,7 @@ class Streams:
         return streams
 
     def beginning(self, n_tokens: int) -> Streams:
-        """The same for the first texts: at least this many tokens, in full batches."""
+        """Streams of the first texts: at least this many tokens, in full batches."""
         n_batches = max(1, -(-n_tokens // (self._step * self.tokens.shape[1])))
         part = copy.copy(self)
         part._calls = self._calls[:n_batches]
@@ -263,7 +263,7 @@ class Streams:
     def through(
         self, index: int, block: nn.Module, h: Float[Tensor, "n length d_model"], module: nn.Module
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The stream after a block, what one of its linear modules read, and what that wrote."""
+        """The stream after a block, and the input and output of one of its linear modules."""
         reads: list[Tensor] = []
         writes: list[Tensor] = []
 
@@ -303,7 +303,7 @@ class Streams:
 
 
 class _ConstantBlock(nn.Module):
-    """A block that returns what it was made with."""
+    """A block that returns a stored value."""
 
     def __init__(self, h: Tensor, rest: tuple[Any, ...] | None) -> None:
         super().__init__()

@@ -67,7 +67,7 @@ class Pruned:
     provenance
         The original model, the calibration text, and the settings.
     attention
-        Indices of the blocks whose attention writes nothing.
+        Indices of the blocks without attention.
     """
 
     model: Any
@@ -109,22 +109,21 @@ def prune(
         Calibration text, see `matlens.data.make_windows`; windows shorter than the first are not
         read. A refitted matrix needs several times as many tokens as it has columns.
     blocks
-        How many blocks to remove, or which: indices from 1 on, since the map needs a block before it.
+        The number of blocks to remove, or their indices, at least 1: a map needs a block before it.
     method
         What replaces the matrix before a span: ``chain``, ``refit``, ``replaceme``, ``magnitude`` or
         ``out``, see `Method`.
     choice
-        How blocks are chosen of which only the number is given: ``greedy``, ``loss``, ``angle`` or ``r2``,
-        see `Choice`; on the first 2,048 tokens of the calibration text, by ``r2`` on four times as many as
-        the stream has coordinates where that is more.
+        How blocks are chosen if only their number is given: ``greedy``, ``loss``, ``angle`` or ``r2``, see
+        `Choice`; on the first 2,048 tokens of the calibration text (``r2``: at least ``4 d_model``).
     penalty
         Penalty of the folded map towards the original; by default 0.3 for ``chain``, 0.1 for ``refit`` and 0
         otherwise.
     heal
-        On at least how many tokens of the text the changed matrices are then trained towards the original
-        model's predictions, in updates of some 1,024. It takes some five times as long as a forward pass.
+        Minimum tokens of the text on which the changed matrices are trained towards the original model's
+        predictions, in updates of about 1,024. Takes about five times as long as a forward pass.
     seed
-        Seed of the order in which texts are read then.
+        Seed of the order of texts in healing.
     """
     method = Method(check_choice(method, Method, "method"))
     choice = Choice(check_choice(choice, Choice, "choice"))
@@ -159,17 +158,17 @@ def prune_attention(
 ) -> Pruned:
     """Remove the attention of some blocks, and fold a map in its place into the FFN before it.
 
-    Its output matrix becomes zero. A plain model has no block without attention, so what is left of it is
-    still computed and cached: neither time nor memory is saved until an engine skips it.
+    Its output matrix becomes zero. A plain model still computes and caches the attention, so time and memory
+    are saved only by an engine that skips it.
 
     Parameters
     ----------
     model, windows, method, penalty
-        See `prune`; there is no ``chain``. A map can be folded where the FFN reads what attention adds:
-        GPT-2, Llama and their like.
+        See `prune`; there is no ``chain``. Maps can be folded if the FFN reads the stream after attention,
+        as in GPT-2 and Llama.
     attention
-        How many, those that each alone increase the loss on the first 2,048 tokens least; or the indices of
-        the blocks, from 1 on.
+        Their number (those whose removal alone increases the loss on the first 2,048 tokens least), or the
+        indices of the blocks, from 1 on.
     """
     method = Method(check_choice(method, [known for known in Method if known != Method.chain], "method"))
     requested = parse_blocks(attention, model.cfg.n_layers, "attentions")
@@ -213,7 +212,7 @@ class Calibration:
     layout: Layout
     streams: Streams
     provenance: Provenance
-    _order: list[int] = field(default_factory=list)  # blocks as greedy choice removes them
+    _order: list[int] = field(default_factory=list)  # in the order of greedy removal
 
     @classmethod
     def run(
@@ -249,7 +248,7 @@ class Calibration:
     def without(
         self, blocks: Sequence[int], method: str, penalty: float | None = None, *, progress: bool = True
     ) -> Any:
-        """A plain model without these blocks, with maps in their place by a method."""
+        """A plain model without these blocks, with maps folded by a method."""
         method = Method(check_choice(method, Method, "method"))
         self._check_enough(method)
         penalty = _penalty(method, penalty)
@@ -278,7 +277,7 @@ class Calibration:
 
 
 def build(layout: Layout, blocks: Iterable[int], matrices: dict[int, Matrix]) -> Any:
-    """A new plain model without some blocks, and with other matrices in some of those that stay."""
+    """A new plain model without some blocks, with replaced matrices in others."""
     original, removed = layout.model, set(blocks)
     remaining = [index for index in range(len(layout.blocks)) if index not in removed]
     config = cut_config(original.config, remaining)
@@ -314,7 +313,7 @@ def build(layout: Layout, blocks: Iterable[int], matrices: dict[int, Matrix]) ->
 
 
 def _check_moved_alike(original: Layout, pruned: Layout, remaining: Sequence[int]) -> None:
-    """Refuse blocks that do something else in their new place, tried on a few tokens, in at least float32."""
+    """Check on a few tokens that blocks compute the same at their new index."""
     moved = [(place, index) for place, index in enumerate(remaining) if place != index]
     if not moved:
         return
@@ -334,7 +333,7 @@ def _of_its_place(model: Any, how: str = "blocks differ in their shapes") -> Inp
     )
 
 
-_PER_LAYER = (  # settings of transformers that hold an entry a block, where they are lists
+_PER_LAYER = (  # settings of transformers with one entry per block
     "layer_types", "mlp_layer_types", "layers_block_type", "attention_layers", "no_rope_layers",
     "layer_rope_theta", "kv_sharing_modes", "indexer_types", "sliding_windows", "swiglu_limits",
     "swiglu_limits_shared", "activation_sparsity_pattern", "num_attention_heads_per_layer",

@@ -1,4 +1,4 @@
-"""A pruned model as a plain Hugging Face folder, which loads where matlens is not installed."""
+"""Save a pruned model as a plain Hugging Face folder, which loads without matlens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def check_new(folder: Path) -> None:
-    """Refuse, before any work, a folder that a model could not be put in the place of."""
+    """Check, before any work, that a new folder can be written."""
     expected = "Expected a new or empty folder for the pruned model"
     if os.path.lexists(folder):
         if not folder.is_dir():
@@ -42,8 +42,8 @@ def check_new(folder: Path) -> None:
 def reserved(folder: Path) -> Iterator[Path]:
     """Reserve a new folder, which is written completely or not at all.
 
-    Yields an empty folder next to it, to be filled and moved to its place (where that is a link, to its
-    target). Another process that reserves the same folder waits. What a killed one has left is removed.
+    Yields an empty folder next to it, which is moved to its place at the end (to the target of a link).
+    Another process that reserves the same folder waits. Leftovers of a killed process are removed.
     """
     check_new(folder)
     folder = Path(os.path.realpath(folder))
@@ -59,7 +59,7 @@ def reserved(folder: Path) -> Iterator[Path]:
             finally:
                 shutil.rmtree(work, ignore_errors=True)
     finally:
-        with suppress(OSError):  # somebody else is at work there
+        with suppress(OSError):  # another process is at work there
             place.rmdir()
 
 

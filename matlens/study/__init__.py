@@ -1,4 +1,4 @@
-"""One model on one corpus: what all analyses of the pair share, made once."""
+"""A study: activations, maps and results of one model on one corpus."""
 
 import lazy_loader
 

@@ -19,7 +19,7 @@ _HOLDS = {TRAIN: "activations", VALIDATION: "activations", STATISTICS: "sufficie
 def check_output(out: Path, known: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise InputError if an output folder is not writable or belongs to another job.
 
-    ``known`` is what is known already of the provenance of the job's folders, by their names.
+    ``known`` is the part of the provenance known so far, by folder.
     """
     check_writable(out, (f"{RESULTS}.csv", f"{RESULTS}.json", RUN, *FIGURES))
     for name, provenance in known.items():

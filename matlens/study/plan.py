@@ -1,7 +1,7 @@
 """Memory, disk and operations of a study, and whether it fits.
 
-Everything follows from the model's shape and from counts: no weights are loaded. Files are planned to the
-byte of their numbers; the memory of fits is that of the arrays that they hold at their peak.
+Everything follows from the model's shape and from counts, without loading weights. Sizes of files are
+exact up to their headers; the memory of a fit is that of its arrays at the peak.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Size = Annotated[int, Between(1, 10**8)]  # of a shape
 Count = Annotated[int, Between(1, 2**40)]  # of sentences
 CountOrNone = Annotated[int, Between(0, 2**50)]
 
-_BATCH_TOKENS = 2048  # of a batch on a processor
+_BATCH_TOKENS = 2048  # of a batch on a CPU
 _SENTENCE = 30  # tokens per sentence by default
 _ROWS = 256  # distributions in memory while maps are evaluated
 _CONTROL_GROUPS, _OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -51,7 +51,7 @@ _CONTROL_GROUPS, _OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """As much of a model as its costs follow from.
+    """The sizes of a model that its costs depend on.
 
     Attributes
     ----------
@@ -105,7 +105,7 @@ class Shape:
         absent = [key for key, value in said.items() if value is None]
         if absent:
             raise InputError(
-                f"The configuration of {name!r} does not say its {', '.join(absent)}. Give the shape: "
+                f"The configuration of {name!r} must have {', '.join(absent)}, got none. Give the shape: "
                 "--layers, --width, --mlp and --vocab."
             )
         return cls(**said, parameter_bytes=parameter_bytes)
@@ -137,7 +137,7 @@ class Plan:
     Attributes
     ----------
     needs
-        What each step takes; the first loads the model.
+        The need of each step; the first loads the model.
     statistics
         Bytes of the sufficient statistics of all layers, which a fit accumulates while streaming.
     """
@@ -150,7 +150,7 @@ class Plan:
 
     @property
     def job(self) -> tuple[int, int]:
-        """Most memory of collecting and fitting as ``matlens run`` does both, and the disk that they fill."""
+        """Peak memory and total disk of collecting and fitting, as in ``matlens run``."""
         steps = [need for step, need in self.needs.items() if step == "collect" or step.startswith("fit")]
         return max(need.memory for need in steps), sum(need.disk for need in steps)
 
@@ -167,7 +167,7 @@ def plan_study(
     intercept: bool = False,
     keep_rows: bool = False,
 ) -> Plan:
-    """Say what each step of a study takes.
+    """Plan the memory, disk and operations of each step of a study.
 
     Parameters
     ----------
@@ -244,7 +244,7 @@ def format_bytes(n_bytes: int) -> str:
     return f"{n_bytes} bytes"
 
 
-# What is free, and whether it is enough
+# Free memory and disk
 
 
 def free_memory() -> int | None:
@@ -256,10 +256,10 @@ def free_memory() -> int | None:
     with contextlib.suppress(OSError):
         group = _CONTROL_GROUPS / _OWN_GROUP.read_text().rpartition("::")[2].strip().lstrip("/")
         for folder in (group, *group.parents):
-            with contextlib.suppress(OSError, ValueError):  # no such group here, or no limit
+            with contextlib.suppress(OSError, ValueError):  # no such group, or no limit
                 limit, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
                 counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                cached = int(counts["inactive_file"]) + int(counts["active_file"])  # goes when needed
+                cached = int(counts["inactive_file"]) + int(counts["active_file"])  # can be reclaimed
                 free.append(limit - used + cached)
     return max(min(free), 0) if free else None
 
@@ -299,7 +299,7 @@ def check_fit(n_rows: int, width: int, pairs: Sequence[tuple[str, str]]) -> None
 
 
 def written_bytes(n_rows: int, pairs: Iterable[tuple[str, str]], widths: Mapping[str, int]) -> int:
-    """Bytes of the files of sufficient statistics of so many samples, of sites of these widths."""
+    """Bytes of the files of sufficient statistics for a number of samples and widths of sites."""
     return written_statistics_bytes(n_rows, _widths_of(pairs, widths))
 
 

@@ -123,8 +123,8 @@ def fit_statistics(
 def typical_penalty(samples: Activations, sources: Iterable[str]) -> float:
     """A ridge for few samples: the squared norm of a typical sample.
 
-    The median over samples, and of these the median over sources, to two digits. What one sample says in a
-    direction weighs no more then than the penalty does.
+    The median over samples, then over sources, to two digits. So one sample in a direction counts no more
+    than the penalty.
     """
     return _typical([in_float64(samples[source]).square().sum(1) for source in sources])
 
@@ -140,8 +140,8 @@ def evaluate_maps(
 ) -> pd.DataFrame:
     """Evaluate ``maps/`` on ``validation/``, into ``results.csv`` and ``results.json``.
 
-    Predictions are read from maps onto the last layer; where there are none, or the model is an encoder,
-    which predicts nothing, only r2 is evaluated. With ``same_precision=False`` the model may run in another
+    Prediction metrics are of maps onto the last layer; without such maps, or for an encoder, only r2 is
+    evaluated. With ``same_precision=False`` the model may run in another
     precision than the one that the maps were fitted in.
     """
     folder = Path(folder)
@@ -163,7 +163,7 @@ def evaluate_maps(
 
 
 def existing_results(model: TransformerBridge, folder: Path) -> pd.DataFrame | None:
-    """The results of exactly these maps, validation vectors, model and software, if they are there."""
+    """Existing results of exactly these maps, validation vectors, model and software, or None."""
     try:
         described = read_json(folder / f"{RESULTS}.json")
     except (OSError, InputError):
@@ -172,7 +172,7 @@ def existing_results(model: TransformerBridge, folder: Path) -> pd.DataFrame | N
         return None
     try:
         return read_results(folder)
-    except InputError:  # the table is gone or damaged, and is made again
+    except InputError:  # missing or damaged: evaluate again
         return None
 
 
@@ -211,7 +211,7 @@ def origin_of(maps: MapSet, validation: Activations, results: pd.DataFrame | Non
 
 @checked
 def plot_results(folder: str | Path, *, title: str | None = None) -> list[Path]:
-    """Draw ``r2`` and ``prediction`` from ``results.csv``, as PNG and PDF; returns what was written."""
+    """Draw ``r2`` and ``prediction`` from ``results.csv``, as PNG and PDF; returns their paths."""
     results = read_results(folder)
     figures = (("r2", plots.plot_r2, FIT), ("prediction", plots.plot_layers, PREDICTION))
     written = []
@@ -232,8 +232,8 @@ def read_results(folder: str | Path) -> pd.DataFrame:
     path = Path(folder) / f"{RESULTS}.csv"
     if path.is_file() and not check_described(path):
         raise InputError(
-            f"{path.with_suffix('.json')} is missing, so nothing says that {path.name} is as it was written. "
-            f"Run 'matlens evaluate {folder}' again."
+            f"{path.with_suffix('.json')} is missing, so {path.name} cannot be verified. Run 'matlens "
+            f"evaluate {folder}' again."
         )
     numbers = dict.fromkeys(("layer", "target", "n"), "int64") | dict.fromkeys(
         ("value", "low", "high"), "float64"

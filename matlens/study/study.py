@@ -57,7 +57,7 @@ PositionsOrAuto = Positions | Literal["auto"]
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A model and two parts of a corpus; everything else is made when it is first asked for.
+    """A model and two parts of a corpus; everything else is computed lazily.
 
     Attributes
     ----------
@@ -69,8 +69,8 @@ class Study:
         For the sampled positions.
     positions
         With ``"all"`` maps are fitted on every token of the training part; the validation part has one
-        sampled position per sentence, so that results compare. ``"auto"`` is ``"all"`` where the training
-        sentences are fewer than twice the width of the model, and that is possible.
+        sampled position per sentence, so that results compare. ``"auto"`` is ``"all"`` if there are fewer
+        training sentences than ``2 d_model`` and all positions can be used.
     sample_special, batch_tokens
         As in `make_examples` and `collect`.
     pairs, intercept, ridge
@@ -149,12 +149,12 @@ class Study:
 
     @cached_property
     def stream(self) -> tuple[Activations, Activations]:
-        """The stream of the training and of the validation sentences."""
+        """The residual stream of the training and the validation sentences."""
         return self._training_vectors(keep_rows=True), self._vectors(VALIDATION, "sampled")
 
     @cached_property
     def validation(self) -> Activations:
-        """The stream of the validation sentences; the training part exists then as well."""
+        """The residual stream of the validation sentences; collects the training part as well."""
         if self.keep_rows:
             return self.stream[1]
         self._training_vectors(keep_rows=False)
@@ -169,7 +169,7 @@ class Study:
 
     def _vectors(self, name: str, positions: Positions) -> Activations:
         examples, folder = self.examples[name == VALIDATION], self.folder / name
-        if not folder.exists():  # what was begun has its space
+        if not folder.exists():  # checked when the folder was begun
             n_tokens, n_rows = len(examples.tokens), examples.at_positions(positions).n_positions
             advice = "Collect fewer sentences, or write elsewhere (--out)."
             if positions == "all":
@@ -198,7 +198,7 @@ class Study:
     def _chosen_positions(self, keep_rows: bool) -> Positions:
         """Positions of the training sentences that maps are fitted on, where ``"auto"`` is decided."""
         positions, model, examples = self.positions, self.model, self.examples[0]
-        if positions == "auto" and self.ridge:  # which is the other remedy for few sentences
+        if positions == "auto" and self.ridge:  # the alternative for few sentences
             return "sampled"
         if positions == "all" and is_masked(model):
             raise InputError(
@@ -248,7 +248,7 @@ class Study:
 
 @checked
 def slug(name: str) -> str:
-    """Name a folder after a model or a corpus; files of one name in different folders get different ones."""
+    """A folder name for a model or a corpus; paths get a suffix that makes them unique."""
     if not name.strip():
         raise InputError("The names of model and corpus must not be empty.")
     path = Path(name)

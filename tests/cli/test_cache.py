@@ -29,7 +29,7 @@ def test_short_commands_build_a_model_once(
     commands: list[list[Any]] = [
         ["values", "show", "L1D3", *model],
         ["values", "show", "L1D3", "--read", "head", *model],
-        ["values", "search", "w3", "--among", 5, *model],
+        ["values", "search", "w3", "--top-k", 5, *model],
         ["values", "promoting", "w3", *model],
         clusters,
     ]
@@ -50,7 +50,7 @@ def test_the_cache_is_shown_and_cleared(
 ) -> None:
     folder = model_folder("gpt2")
     assert "0 entries" in run_command(["cache", "show"], capsys).out
-    run_command(["values", "search", "w3", "--among", 5, "--model", folder, "--device", "cpu"], capsys)
+    run_command(["values", "search", "w3", "--top-k", 5, "--model", folder, "--device", "cpu"], capsys)
     shown = run_command(["cache", "show"], capsys).out
     assert "2 entries" in shown
     assert "top 5 tokens" in shown

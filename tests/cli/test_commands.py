@@ -164,7 +164,7 @@ CALLS: list[tuple[list[str], str, Callable[[Any], Rows], str]] = [
         for read, model in (("plain", "gpt2"), ("norm", "gpt2"), ("head", "bert"))
     ),
     (
-        ["values", "search", "w7", "w30", "--among", "6", "--limit", "5", "--tokens", "2"], "gpt2", searched,
+        ["values", "search", "w7", "w30", "--top-k", "6", "--limit", "5", "--tokens", "2"], "gpt2", searched,
         " of 384 value vectors",
     ),
     (["values", "promoting", "w7", "w9", "--limit", "3"], "llama", promoting, "By lift"),

@@ -123,6 +123,6 @@ def test_an_interruption_of_one_process_ends_all(
             2, of_a_command(*options, "--batch-tokens", 20), tmp_path / "outcomes", join=False
         )
     assert [outcome["result"][0] for outcome in outcomes] == [130, 2]
-    assert "Interrupted. Run the same command again" in outcomes[0]["result"][2]
+    assert "Interrupted. Rerun the same command" in outcomes[0]["result"][2]
     monkeypatch.setattr("matlens.study.steps.plot_results", lambda *_, **__: [])
     assert run_command([*options, "--batch-tokens", 20], capsys).code == 0

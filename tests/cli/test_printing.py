@@ -39,7 +39,7 @@ def test_an_exit_comes_through_and_an_interruption_is_explained(
     with pytest.raises(SystemExit) as ended:
         starting.report_errors(work)
     assert ended.value.code == code
-    assert ("Run the same command again" in capsys.readouterr().err) == hint
+    assert ("Rerun the same command" in capsys.readouterr().err) == hint
 
 
 def test_tables_show_what_looks_like_markup(

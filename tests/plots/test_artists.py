@@ -75,7 +75,7 @@ def exits() -> Case:
     table = summarize_exits(evaluated, 12).assign(model="gpt2", corpus="words", n=2000)
     ends = [table["accuracy"] - table["accuracy_sd"], table["saved"] + table["saved_sd"]]
     numbers = np.concatenate([table["saved"], table["accuracy"], table["chance"], *ends]).tolist()
-    return paper_b.exits_figure(table), {0: numbers}, [*evaluated, "its layers at random"]
+    return paper_b.exits_figure(table), {0: numbers}, [*evaluated, "random assignment"]
 
 
 def extremes() -> Case:
