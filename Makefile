@@ -87,7 +87,7 @@ RESULTS_B := \
 	paper_b_table5_control \
 	paper_b_table6_early_exit
 # Which lens to use: an hour, most of it for the tuned lens and for Jacobians.
-RESULTS_LENSES := lens_report lens_report_bert
+RESULTS_LENSES := lens_report lens_report_bert lens_causal
 # Models of the papers' kinds, trained here: half an hour.
 RESULTS_MODELS := \
 	small_gpts \
@@ -197,6 +197,7 @@ $(RESULTS)/paper_a_table1_tokens_bert.csv: OPTIONS = --layer 0 --layer 2 --layer
 # The jobs that are published; of options given twice the last counts.
 $(RESULTS)/linearity.csv: OPTIONS = --train 4000 --val 1000 --windows 160 --eval-windows 8
 $(RESULTS)/linearity_bert.csv: OPTIONS = --train 4000 --val 1000 --windows 600 --eval-windows 200
+$(RESULTS)/lens_causal.csv: OPTIONS = --train 200 --val 200
 $(RESULTS)/pruning.csv: OPTIONS = --train 4000 --val 600 --size 3 --size 6 --size 9 --choice angle --choice loss \
 	--choice greedy --windows 120 --eval-windows 12 --heal 100000
 
