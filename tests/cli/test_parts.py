@@ -39,9 +39,9 @@ def test_a_folder_is_written_that_transformers_loads(
     assert "Healed on 1,008 tokens" in outcome.out
     card = (tmp_path / "pruned" / "README.md").read_text()
     assert "then trained on 1,008 tokens" in card
-    assert "| model | milliseconds a token | MB of weights | KB of cache a token |" in card
+    assert "| model | milliseconds per token | MB of weights | kB of cache per token |" in card
     assert "not measured" not in card
-    assert "by the method `chain` (penalty 0.3)" in card
+    assert "with the method `chain` (penalty 0.3)" in card
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "pruned")
     assert loaded.config.num_hidden_layers == 2
     again = run_command(asked, capsys)
@@ -87,4 +87,4 @@ def test_attention_is_removed(
     outcome = run_command([*asked, "--attention", "1"], capsys)
     assert outcome.code == 0, outcome.err
     assert "Without the attention of the blocks" in outcome.out
-    assert "by the method `refit` (penalty 0.1)" in (tmp_path / "fewer" / "README.md").read_text()
+    assert "with the method `refit` (penalty 0.1)" in (tmp_path / "fewer" / "README.md").read_text()

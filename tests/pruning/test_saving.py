@@ -64,7 +64,7 @@ def test_a_folder_loads_to_the_same_logits(
     ]
     card = (folder / "README.md").read_text()
     value = table.query("method == 'pruned' and metric == 'perplexity'")["value"].item()
-    assert "Without the blocks 1;" in card
+    assert "Removed blocks: 1. The FFN output matrix" in card
     assert f"{value:.4g}" in card
     of_models = {(row.method, row.metric): row.value for row in costs.itertuples()}
     for method, model in (("original", "original model"), ("pruned", "this model")):
