@@ -17,7 +17,7 @@ NOTEBOOKS = PROJECT / "docs" / "notebooks"
 
 
 class Face(NamedTuple):
-    """The public names of a package, and the packages inside it."""
+    """The public names of a package, and its subpackages."""
 
     package: str
     sentence: str
@@ -116,5 +116,5 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Drop what a fence tells the tests."""
+    """Drop the test annotations of code fences."""
     return re.sub(r"^(```\w+) (?:sketch|real)$", r"\1", markdown, flags=re.MULTILINE)

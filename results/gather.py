@@ -1,9 +1,8 @@
-"""Keep of what analyses have written what the pages quote: ``python results/gather.py out/results``.
+"""Collect the tables and figures that pages quote: ``python results/gather.py out/results``.
 
-Of each table that a section quotes, the CSV with numbers of six digits, without the columns that say the same
-in every row (the JSON beside it does) and, in that JSON, no path of this machine and no list of the hooks at
-which sites are read; of each figure that a page shows, the PNG with as many colours as it needs. Where the
-folder does not have a table or a figure, the old one stays.
+Tables are stored as CSV with six digits, without constant columns, which go to the JSON next to it; the
+JSON has no local paths and no lists of hooks. Figures are stored as PNG with a reduced palette. Tables
+and figures that are not in the folder remain as they are.
 """
 
 from __future__ import annotations
@@ -25,11 +24,9 @@ RESULTS = Path(__file__).resolve().parent
 IMAGES = RESULTS.parent / "docs" / "images"
 LARGEST = 120_000  # bytes of a table
 DIGITS, COLOURS = 6, 256
-UNKEPT = (
-    "hooks",
-    "rounded",
-)  # of an origin: hundreds of lines, and what a model would be in other precisions
-MADE_IN = "out/results"  # the folder of 'make results', from the project's
+# Keys of an origin that are not stored: hundreds of lines, and fingerprints in other precisions.
+UNKEPT = ("hooks", "rounded")
+MADE_IN = "out/results"  # the folder of 'make results', relative to the project
 
 
 def quoted_tables(folder: Path) -> list[str]:
@@ -46,11 +43,11 @@ def shown_figures(folder: Path) -> set[str]:
 
 
 def reduced(table: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """A table with numbers of six digits, and apart from it the cells that are the same in every row."""
+    """A table rounded to six digits, without its constant columns, and these."""
     numbers = table.select_dtypes("float").map(lambda value: float(f"{value:.{DIGITS}g}"))
     table = table.assign(**numbers)
     named = {"experiment", "model", "corpus"} if len(table) == 1 else {*table} - {"value"}
-    # JSON has no cell that is missing but null, and no number of NumPy's.
+    # As JSON has them: null for missing cells, and no NumPy scalars.
     alike = {
         str(column): None if cells.isna().all() else cells.tolist()[0]
         for column, cells in table.items()
@@ -60,10 +57,10 @@ def reduced(table: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, Any]]:
 
 
 def portable(origin: Any, folder: str) -> Any:
-    """What a table was made from, as it is given in the project's folder wherever that is.
+    """An origin with paths relative to the project.
 
-    The folder that is gathered, like any ``.../out/results``, is ``out/results``; a command says nothing of
-    where it wrote, and what is in `UNKEPT` is left out.
+    The collected folder, and any ``.../out/results``, becomes ``out/results``; ``--out`` is removed from
+    commands, and the keys of `UNKEPT` are dropped.
     """
     if isinstance(origin, dict):
         parts = {key: portable(part, folder) for key, part in origin.items() if key not in UNKEPT}
@@ -89,33 +86,35 @@ def without_out(command: str) -> str:
 
 
 def keep_table(path: Path, results: Path) -> None:
-    """Write a table, reduced, into the folder of results, with its JSON."""
-    whole = read_table(path, [], what="a table of results", made_by="Make it anew.", na_values=["", "nan"])
+    """Write a reduced table and its JSON into the folder of results."""
+    whole = read_table(
+        path, [], what="a table of results", made_by="Run its analysis again.", na_values=["", "nan"]
+    )
     folder = str(path.parent.resolve())
     words = whole.select_dtypes(exclude="number").map(lambda cell: portable(cell, folder))
     table, alike = reduced(whole.assign(**words))
     size = len(csv_text(table))
     if size > LARGEST:
         raise InputError(
-            f"{path} has {size:,} bytes when reduced, more than the {LARGEST:,} of a table that pages quote. "
-            "Let the analysis write the numbers that are quoted into a table of their own."
+            f"{path} must have at most {LARGEST:,} bytes when reduced, got {size:,}. Let the analysis write "
+            "a smaller table for the pages."
         )
     origin = portable(json.loads(path.with_suffix(".json").read_text()), folder)
     write_results(results, path.stem, table, origin | {"all_rows": origin.get("all_rows", {}) | alike})
 
 
 def keep_figure(path: Path, images: Path) -> None:
-    """Write a figure with a palette of few colours, which looks the same and is a third of the size."""
+    """Write a figure with a reduced palette, at a third of the size."""
     figure = (
         Image.open(path)
         .convert("RGB")
         .quantize(COLOURS, method=Image.Quantize.MAXCOVERAGE, kmeans=2, dither=Image.Dither.NONE)
-    )  # no colour of a scale is far from its own
+    )  # so that color scales stay smooth
     figure.save(images / path.name, optimize=True)
 
 
 def main(out: Path, *, results: Path = RESULTS, images: Path = IMAGES) -> None:
-    """Keep all tables and figures that are there."""
+    """Collect all tables and figures that exist."""
     for name in quoted_tables(results / "pages"):
         if (out / f"{name}.csv").is_file():
             keep_table(out / f"{name}.csv", results)

@@ -65,21 +65,21 @@ VERDICTS = ("same", "in part", "different", "not seen")
 
 
 class Verdict(str):
-    """A verdict that a condition has given; `claim` takes no other."""
+    """A verdict that follows from a condition; `claim` accepts no other."""
 
 
 @dataclass
 class Results:
-    """Tables of results as sections quote them.
+    """Tables of results, as available in sections.
 
     Attributes
     ----------
     folder
         Where ``NAME.csv`` and ``NAME.json`` are.
     verdicts
-        Those of the claims of the current section.
+        Verdicts of the claims of the current section.
     models
-        By name and precision of each model that a quoted table is of, the table and the model's fingerprint.
+        By name and precision of a model, its first quoted table and its fingerprint.
     """
 
     folder: Path
@@ -90,31 +90,33 @@ class Results:
         """Rows of a table with some cells; several values of a column are given as a list."""
         path = self._path(f"{name}.csv")
         rows = read_table(path, [], what="a table of results", made_by=MADE_BY, na_values=["", "nan"])
-        alike = self.origin(name).get("all_rows", {})  # left out where they are alike; null is a missing cell
+        alike = self.origin(name).get(
+            "all_rows", {}
+        )  # constant columns are in the JSON; null is a missing cell
         rows = rows.assign(**{column: math.nan if cell is None else cell for column, cell in alike.items()})
         for column, cell in cells.items():
             if column not in rows:
                 raise InputError(f"{path} has no column {column!r}, but {', '.join(map(str, rows))}.")
             rows = rows[rows[column].isin(cell if isinstance(cell, list) else [cell])]
         if rows.empty and cells:
-            raise InputError(f"{path} has no row of {cells}. Correct the section, or make the table anew.")
+            raise InputError(f"{path} has no row of {cells}. Correct the section, or run the analysis again.")
         return rows
 
     def value(self, name: str, column: str = "value", **cells: Any) -> Any:
-        """The number of the only row with these cells."""
+        """The value of the only row with these cells."""
         rows = self.table(name, **cells)
         if len(rows) != 1:
             raise InputError(f"{name}.csv has {len(rows)} rows of {cells}. Expected cells of a single row.")
         return rows[column].item()
 
     def origin(self, name: str) -> dict[str, Any]:
-        """What a table was made from and by what."""
+        """The provenance of a table, and its command."""
         origin: dict[str, Any] = json.loads(self._path(f"{name}.json").read_text())
         self._check_same_models(name, origin)
         return origin
 
     def _check_same_models(self, name: str, origin: dict[str, Any]) -> None:
-        """Refuse a table whose model is not, bit for bit, that of the tables that were quoted before."""
+        """Refuse a table whose model differs from that of other quoted tables."""
         for model in _models_of(origin):
             called = model["base_model_name_or_path"], model.get("dtype")
             other, fingerprint = self.models.setdefault(called, (name, model["fingerprint"]))
@@ -135,19 +137,19 @@ class Results:
         return self.command(name).split()[1]
 
     def costs(self) -> pd.DataFrame:
-        """What each command of tables took, in ``seconds`` of a processor; NaN where it did not say."""
+        """CPU ``seconds`` of each command; NaN if unknown."""
         taken: dict[str, list[float]] = {}
         analyses = (path for path in self.folder.glob("*.json") if not path.stem.startswith(BENCHMARKS))
         for path in sorted(analyses):
             seconds = self.origin(path.stem).get("processor_seconds", math.nan)
             taken.setdefault(self.command(path.stem), []).append(seconds)
         rows = [(command, pd.Series(seconds).max()) for command, seconds in sorted(taken.items())]
-        return pd.DataFrame(rows, columns=["command", "seconds"])  # its last table says the most
+        return pd.DataFrame(rows, columns=["command", "seconds"])  # its last table has the total
 
     def claim(self, claim: str, paper: str, ours: str, verdict: Verdict) -> str:
         """Format a row of a table of claims, and count its verdict for the section."""
         if not isinstance(verdict, Verdict):
-            raise InputError(f"The verdict on {claim!r} follows from nothing. Expected verdict(condition).")
+            raise InputError(f"The verdict on {claim!r} must be verdict(condition), got a text.")
         self.verdicts.append(verdict)
         return f"| {claim} | {paper} | {ours} | {verdict} |"
 
@@ -159,7 +161,7 @@ class Results:
 
 
 def _models_of(origin: Any) -> Iterator[dict[str, Any]]:
-    """All models that a table was made from, wherever its origin names them."""
+    """All models named in the origin of a table."""
     parts = list(origin.values()) if isinstance(origin, dict) else origin if isinstance(origin, list) else []
     if isinstance(origin, dict) and {"base_model_name_or_path", "fingerprint"} <= set(origin):
         yield origin
@@ -168,7 +170,7 @@ def _models_of(origin: Any) -> Iterator[dict[str, Any]]:
 
 
 def verdict(condition: Any, yes: str = "same", no: str = "different") -> Verdict:
-    """Say ``yes`` where a condition holds, or else ``no``."""
+    """``yes`` if the condition holds, else ``no``."""
     for word in (yes, no):
         if word not in VERDICTS:
             raise InputError(f"The verdict {word!r} is not one of {', '.join(VERDICTS)}.")
@@ -179,9 +181,9 @@ def grid(
     rows: pd.DataFrame, index: str, columns: str, *, values: str = "value", digits: int = 2,
     names: Mapping[Any, str] | None = None, corner: str = "",
 ) -> str:  # fmt: skip
-    """Spell out rows as a Markdown table; ``names`` are the lines and how each is called, in their order.
+    """Format rows as a Markdown table; ``names`` maps row keys to labels, in their order.
 
-    ``corner`` stands above them.
+    ``corner`` is the label above them.
     """
     wide = rows.pivot(index=index, columns=columns, values=values)
     called = names or {line: f"`{line}`" for line in wide.index}
@@ -197,7 +199,7 @@ def grid(
 
 
 def number(value: float, digits: int = 2) -> str:
-    """A number with so many decimals; what is no number is a dash."""
+    """A number with some decimals; a dash for NaN."""
     return "–" if pd.isna(value) else f"{value:.{digits}f}".replace("-0." + "0" * digits, "0." + "0" * digits)
 
 
@@ -207,25 +209,25 @@ def signed(value: float, digits: int = 2) -> str:
 
 
 def percent(value: float, digits: int = 0) -> str:
-    """A share in per cent."""
+    """A share in percent."""
     return f"{value:.{digits}%}"
 
 
 def whole(value: float) -> str:
-    """A count, its thousands apart."""
+    """A count with thousands separators."""
     return f"{round(value):,}"
 
 
 @dataclass(frozen=True)
 class Section:
-    """A section of a page, and what it claims.
+    """A section of a page and its claims.
 
     Attributes
     ----------
     link
         Its title, as a link from another page.
     verdicts
-        How often it says each verdict, such as ``same 3, different``; a dash where it compares nothing.
+        Counts of its verdicts, such as ``same 3, different``; a dash without comparisons.
     """
 
     link: str
@@ -238,7 +240,7 @@ def render(folder: Path, results: Path) -> str:
 
 
 def _render(folder: Path, results: Path) -> tuple[str, dict[str, Section]]:
-    """A page, and its sections by the names of their files."""
+    """A page, and its sections by file name."""
     quoted = Results(results)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(folder), undefined=jinja2.StrictUndefined, trim_blocks=True,
@@ -273,7 +275,7 @@ def _render(folder: Path, results: Path) -> tuple[str, dict[str, Section]]:
 def _render_section(environment: jinja2.Environment, path: Path, **names: Any) -> str:
     try:
         return environment.get_template(path.name).render(**names).strip()
-    except Exception as error:  # anything that an expression of the section raises
+    except Exception as error:  # raised by any expression of the section
         raise InputError(f"{path}: {error}") from error
 
 
@@ -283,7 +285,7 @@ def _counted(verdicts: Sequence[str]) -> str:
 
 
 def _sections_of_pages(pages: Path, results: Path) -> Callable[[str], Section]:
-    """What gives a section of another page by ``page/section``; each page is rendered once."""
+    """A function that returns a section of any page by ``page/section``; pages are rendered once."""
     rendered = cache(lambda page: _render(pages / page, results)[1])
 
     def section(name: str) -> Section:
@@ -296,13 +298,13 @@ def _sections_of_pages(pages: Path, results: Path) -> Callable[[str], Section]:
 
 
 def _rows_of(folder: Path, name: str) -> list[dict[str, str]]:
-    """Rows of a table that lies beside the sections of a page."""
+    """Rows of a table in the folder of a page."""
     rows = pd.read_csv(folder / name, dtype=str, keep_default_na=False)
     return [{str(column): cell for column, cell in row.items()} for row in rows.to_dict("records")]
 
 
 def main(arguments: list[str], *, results: Path = RESULTS, pages: Path = PAGES) -> int:
-    """Write all pages, or check those that are there; the exit status."""
+    """Write all pages, or check the existing ones; returns the exit status."""
     stale = 0
     for folder in sorted(path for path in (results / "pages").iterdir() if path.is_dir()):
         path, text = pages / f"{folder.name}.md", render(folder, results)

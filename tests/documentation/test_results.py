@@ -110,7 +110,7 @@ def test_a_cell_changed_by_hand_is_refused(results: Path) -> None:
         ('{{ table("fit", layer=7) }}', r"no row of \{'layer': 7\}"),
         ('{{ table("fit", layers=1) }}', "no column 'layers', but method, layer"),
         ('{{ table("r2") }}', r"There is no .*r2.csv.*make results"),
-        ('{{ claim("a", "b", "c", "same") }}', "verdict on 'a' follows from nothing"),
+        ('{{ claim("a", "b", "c", "same") }}', "verdict on 'a' must be"),
         ('{{ verdict(True, "fine") }}', "'fine' is not one of same, in part"),
         ("{{ unheard }}", "'unheard' is undefined"),
     ],
