@@ -13,7 +13,7 @@ from matlens.errors import InputError, checked
 from matlens.io.cache import default_cache, file_states
 from matlens.io.files import read_json, write_files
 from matlens.models.checkpoints import auto_class, read_configuration, software
-from matlens.models.places import GGUF, locate
+from matlens.models.places import locate
 from matlens.models.registry import Family, ask, family_adapters
 
 SIZES = "sizes"
@@ -37,13 +37,11 @@ def read_sizes(
     say is None, or 0 for ``d_mlp`` and ``n_parameters``.
     """
     folder, file, commit = locate(name, revision)
-    is_gguf = file is None or file.lower().endswith(GGUF)
-    cache = default_cache() if is_gguf and not trust_remote_code else None
+    cache = None if trust_remote_code else default_cache()
     key: dict[str, Any] = {"layout": _LAYOUT, "software": software(), "of": folder, "commit": commit}
     if cache is not None:
         if commit is None:
-            path = Path(folder, file or "config.json")
-            key |= {"of": file_states([path])}
+            key["of"] = file_states([Path(folder, file or "config.json")])
         if entry := cache.find(SIZES, key):
             return read_json(entry.folder / _FILE)
     try:
@@ -55,7 +53,7 @@ def read_sizes(
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise InputError(f"The configuration of {name!r} in {folder} is not usable. {reason}") from error
-    if cache is not None and None not in sizes.values():
+    if cache is not None:
         about = {"what": "sizes of the model", "of": name}
         cache.store(SIZES, key, lambda place: write_files({place / _FILE: sizes}), about=about)
     return sizes

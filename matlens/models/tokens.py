@@ -62,17 +62,12 @@ def warn_of_unknown(model: TransformerBridge, texts: Sequence[str], encoded: Seq
     # By name: a BOS that the vocabulary lacks has the number of the unknown token.
     if unknown is None or tokenizer.unk_token in (tokenizer.bos_token, tokenizer.eos_token):
         return
-
-    def of_text(tokens: TextTokens) -> set[int]:
-        own = {token for token, flag in zip(*tokens, strict=True) if not flag or token == unknown}
-        return own - {tokenizer.mask_token_id}
-
-    nothing = [text for text, tokens in zip(texts, encoded, strict=True) if of_text(tokens) == {unknown}]
+    special = {*tokenizer.all_special_ids} - {unknown}
+    nothing = [text for text, (ids, _) in zip(texts, encoded, strict=True) if {*ids} - special == {unknown}]
     if nothing:
         warn(
-            f"{len(nothing):,} of {len(texts):,} texts, such as {short(nothing[0])}, are only unknown tokens "
-            f"({tokenizer.unk_token}), so the model reads them as the same. Leave them out, or use a model "
-            "for their language."
+            f"{len(nothing):,} of {len(texts):,} texts, such as {short(nothing[0])}, are only unknown "
+            "tokens. Use a model for their language."
         )
 
 
@@ -222,25 +217,20 @@ def _byte(value: int) -> str:
 def word_token(tokenizer: Tokenizer, word: str) -> int:
     """The token of a word, whose leading space counts and may be written ``␣``.
 
-    Raises InputError for a word of several tokens, with spellings that are one.
+    Raises InputError for a word of several tokens.
     """
     text = f" {word[1:]}" if word.startswith(_SPACE) else word
     tokens = _encoded(tokenizer, text)
     if len(tokens) > 1 and text.startswith(" "):  # where every text gets one, this is the second
         without = _encoded(tokenizer, text[1:])
         tokens = without if len(without) == 1 and _text(tokenizer, without[0]) == text else tokens
-    if _is_one(tokenizer, tokens, text):
+    # GPT-2's end of text, its unknown token too, is one token by name.
+    if len(tokens) == 1 and (tokens[0] != tokenizer.unk_token_id or text == tokenizer.unk_token):
         return tokens[0]
     if not tokens or tokenizer.unk_token_id in tokens:
         raise InputError(f"The word {_quoted(text)} is not in the model's vocabulary, not even in parts.")
     parts = ", ".join(_quoted(part) for part in token_texts(tokenizer, tokens[:_MAX_PARTS]))
-    bare = text.strip()
-    others = dict.fromkeys((f" {bare}", bare, f" {bare.lower()}", bare.lower(), f" {bare.capitalize()}"))
-    single = [_quoted(other) for other in others if _is_one(tokenizer, _encoded(tokenizer, other), other)]
-    raise InputError(
-        f"The word {_quoted(text)} must be one token, got {len(tokens)}: {parts}."
-        f"{' One token each: ' + ', '.join(single) + '.' if single else ''}"
-    )
+    raise InputError(f"The word {_quoted(text)} must be one token, got {len(tokens)}: {parts}.")
 
 
 @checked
@@ -253,11 +243,6 @@ def word_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> list[int]:
 
 def _encoded(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _is_one(tokenizer: Any, tokens: Sequence[int], text: str) -> bool:
-    """Whether a text is one known token; GPT-2's end of text, its unknown token too, is so by name."""
-    return len(tokens) == 1 and (tokens[0] != tokenizer.unk_token_id or text == tokenizer.unk_token)
 
 
 def _quoted(text: str) -> str:
