@@ -292,10 +292,11 @@ def test_replacements_and_coefficients_are_named_by_their_values(model: Any) -> 
     assert named(patched(model, [replace(random_map(), bias=torch.zeros(D_MODEL))])) != first
     ffn = random_map("ffn_in.1", "ffn_out.1")
     wheres: list[Any] = ["all", "not-first", torch.tensor([1, 2]), torch.tensor([1, 3])]
-    found = {named(patched(model, [Replacement.from_map(ffn, where=where)])) for where in wheres}
-    assert len(found) == len(wheres)
-    assert named(controlled(model, ["L0D1"], 3.0)) != named(controlled(model, ["L0D1"], 4.0))
-    assert named(controlled(model, ["L0D1"], 3.0)) != named(controlled(model, ["L0D2"], 3.0))
+    contexts = [patched(model, [Replacement.from_map(ffn, where=where)]) for where in wheres]
+    contexts += [
+        controlled(model, [name], value) for name, value in (("L0D1", 3.0), ("L0D1", 4.0), ("L0D2", 3.0))
+    ]
+    assert len(set(map(named, contexts))) == len(contexts)
     with patched(model, [random_map()]):
         other = copy.deepcopy(model)
     assert changes_of(model) == ()

@@ -104,13 +104,12 @@ def test_names_have_an_expert(small_model: Callable[[str], Any]) -> None:
         ValueVectors(small_model("llama")).resolve("L1E0D3")
 
 
-@pytest.mark.parametrize("name", MIXTURES)
 def test_a_coefficient_that_is_set_adds_its_value_vector(
-    name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
+    small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
 ) -> None:
     """At every token, whether its expert is chosen or not; the shared expert too."""
+    name, names = "qwen2-moe", ["L1E2D5", "L1E0D3", "L1E4D7"]
     model, plain = small_model(name), plain_model(name)
-    names = ["L1E2D5", "L1E0D3", *(["L1E4D7"] if WIDTHS[name][1] else [])]
     values = ValueVectors(model)
     columns = [values.column(vector) for vector in names]
     x, _ = block_ends(plain, 1)
