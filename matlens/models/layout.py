@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,7 +25,6 @@ from matlens.models.sites import (
     MIXTURE_HOOK,
     STREAM,
     STREAM_HOOKS,
-    STREAM_ONLY,
     WIRINGS,
     Site,
     Wiring,
@@ -204,7 +203,7 @@ _SWITCHES = ("use_attn_result", "use_split_qkv_input", "use_hook_mlp_in", "use_a
 
 def _examine(model: TransformerBridge) -> ModelLayout:
     layers = range(model.cfg.n_layers)
-    wirings: Sequence[Wiring] = WIRINGS
+    wirings = WIRINGS
     mixtures = [mixture(model, layer) for layer in layers]  # each gets its hook
     if any(experts is not None for experts in mixtures):
         wirings = [replace(wiring, hooks={**wiring.hooks, COEFFICIENTS: MIXTURE_HOOK}) for wiring in WIRINGS]
@@ -247,21 +246,17 @@ def _examine(model: TransformerBridge) -> ModelLayout:
         for hook in [Hook(own, others, *_carried(fired.get(own, []), size))]
         for name in others
     }
-    common: Any = {
-        "n_layers": len(layers), "d_model": model.cfg.d_model, "hooks": hooks_by_name,
-        "blocks_return_tuples": returned[0] is not None, "n_returned": returned[0] or 1,
-    }  # fmt: skip
-    for wiring in wirings:
-        if all(_sums_hold(wiring, seen, layer) for layer in layers):
-            d_mlp = _d_mlp(model, wiring, seen)
-            kinds = tuple(
-                kind
-                for kind, name in wiring.hooks.items()
-                if (kind != COEFFICIENTS or d_mlp)
-                and all(block_hook(layer, name) in seen for layer in layers)
-            )
-            return ModelLayout(wiring, kinds=kinds, d_mlp=d_mlp, **common)
-    return ModelLayout(STREAM_ONLY, kinds=(), **common)
+    wiring = next(wiring for wiring in wirings if all(_sums_hold(wiring, seen, layer) for layer in layers))
+    d_mlp = _d_mlp(model, wiring, seen)
+    kinds = tuple(
+        kind
+        for kind, name in wiring.hooks.items()
+        if (kind != COEFFICIENTS or d_mlp) and all(block_hook(layer, name) in seen for layer in layers)
+    )
+    return ModelLayout(
+        wiring, len(layers), model.cfg.d_model, kinds, d_mlp, returned[0] is not None, returned[0] or 1,
+        hooks_by_name,
+    )  # fmt: skip
 
 
 def probe_inputs(model: TransformerBridge) -> tuple[Tensor, tuple[int, int]]:
@@ -317,6 +312,8 @@ def output_multiplier(model: TransformerBridge) -> float:
 @torch.inference_mode()
 def _d_mlp(model: TransformerBridge, wiring: Wiring, seen: Mapping[str, Tensor]) -> int:
     """Width of the coefficients, 0 if a block's FFN output is not its output layer's of them."""
+    if "ffn_out" not in wiring.hooks:
+        return 0
     widths, multiplier = set(), output_multiplier(model)
     for layer in range(model.cfg.n_layers):
         given, written = (

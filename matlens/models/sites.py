@@ -204,8 +204,8 @@ CROSS = Wiring(
     "ln1_in = h, attn_in = ln1_out, mid_cross = h + attn_out, cross_in = ln_cross_out, "
     "mid = mid_cross + cross_out, ffn_in = ln2_out, next = mid + ffn_out",
 )
-WIRINGS = (PRE_NORM, SCALED, EXTRA_NORM, OUTPUT_NORM, POST_NORM, PARALLEL, CROSS)
-STREAM_ONLY = Wiring("stream-only", {}, "")
+STREAM_ONLY = Wiring("stream-only", {}, "")  # holds for all models
+WIRINGS = (PRE_NORM, SCALED, EXTRA_NORM, OUTPUT_NORM, POST_NORM, PARALLEL, CROSS, STREAM_ONLY)
 
 
 def stack_hooks(stack: str) -> dict[str, str]:
