@@ -29,20 +29,10 @@ _PART = 4096  # rows of vectors in memory that are yielded at a time
 
 @dataclass(frozen=True)
 class Rows:
-    """Vectors of one batch.
+    """Vectors of one batch by site, in float32.
 
-    Attributes
-    ----------
-    index
-        Row ``i`` of every site belongs to row ``index[i]`` of the collection.
-    places
-        Which token of its sentence each row is, from 0.
-    vectors
-        By site, in float32.
-    provenance
-        The model and the examples.
-    divided
-        Whether other processes have the other batches.
+    Row ``i`` of every site belongs to row ``index[i]`` of the collection; ``places`` says which token of its
+    sentence it is, from 0. If the stream is ``divided``, other processes have the other batches.
     """
 
     index: Int[np.ndarray, " n"]

@@ -46,12 +46,7 @@ def sink_rows(samples: Activations, *, factor: float = FACTOR) -> Bool[Tensor, "
     Warns with `SinkWarning` where these cannot tell: where layers are missing, sinks that stand out only at
     these are not found; and where most samples are first tokens, there is nothing to compare them with.
 
-    Parameters
-    ----------
-    samples
-        Vectors by site, with layers of the residual stream, best all of them.
-    factor
-        How many times the median norm makes a sink; see `outlying_rows`.
+    A token whose norm is ``factor`` times the median at some layer is a sink; see `outlying_rows`.
     """
     layers = [site for site in samples if Site.parse(site).kind == STREAM]
     if not layers:
@@ -155,16 +150,7 @@ def outlying_rows(
     known, so are first tokens by less: at a layer where the median first token is four times as long as the
     median row, and twice as long as all other rows but one in a hundred, the first tokens are sinks that are
     longer than half of their median. So they are found in models, and at layers, where no token is twenty
-    times as long as others.
-
-    Parameters
-    ----------
-    norms
-        The norm of each row at each layer.
-    factor
-        How many times the median makes a sink.
-    places
-        Which token of its sentence each row is, from 0.
+    times as long as others. ``places`` says which token of its sentence each row is, from 0.
     """
     if not norms.shape[1] or not bool((norms.isfinite() & (norms >= 0)).all()):
         raise InputError(f"norms must be finite numbers of at least 0 at some layer, got {short(norms)}.")

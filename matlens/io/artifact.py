@@ -64,13 +64,8 @@ Record = Mapping[str, Any]
 class Artifact:
     """A folder with the files of one job, written by `writing` and read by `open`.
 
-    Attributes
-    ----------
-    folder
-        Where the files are.
-    config
-        The content of ``config.json``: ``holds``, ``request``, ``software``, ``command`` and, once the job
-        is finished, ``files`` with a checksum of each.
+    ``config`` is the content of ``config.json``: ``holds``, ``request``, ``software``, ``command`` and, once
+    the job is finished, ``files`` with a checksum of each.
     """
 
     def __init__(self, folder: str | Path, config: Mapping[str, Any]) -> None:
@@ -107,14 +102,9 @@ class Artifact:
     ) -> Iterator[Artifact]:
         """Begin, resume or open the folder of a job; only one job at a time works in a folder.
 
-        All processes of a distributed job call this; the main process writes ``config.json``. If the work
-        fails, the files of a job that this call began are removed; after a kill it is resumed.
-
-        Parameters
-        ----------
-        folder, holds, request
-            Where, what the folder holds, and what distinguishes its job from others. How it is divided into
-            batches does so only while it is unfinished.
+        ``request`` distinguishes the job from others; how it is divided into batches does so only while it is
+        unfinished. All processes of a distributed job call this. If the work fails, the files of a job that
+        this call began are removed; after a kill it is resumed.
         """
         folder, config = Path(folder), make_config(holds, request)
         with ExitStack() as stack:

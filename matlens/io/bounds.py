@@ -12,24 +12,12 @@ from matlens.errors import InputError, short
 
 @dataclass(frozen=True)
 class Bound:
-    """A bound on foreign data, which the environment variable of its name raises or lowers.
-
-    Attributes
-    ----------
-    variable
-        The environment variable.
-    default
-        The bound where it is not set.
-    unit
-        Unit and subject, such as ``"MiB in a line"``.
-    scale
-        Size of the unit in counts of `check`, such as bytes in a MiB.
-    """
+    """A bound on foreign data, which an environment variable raises or lowers."""
 
     variable: str
     default: int
-    unit: str
-    scale: int = 1
+    unit: str  # and subject, such as "MiB in a line"
+    scale: int = 1  # of the unit in counts of `check`, such as bytes in a MiB
 
     @property
     def limit(self) -> int:

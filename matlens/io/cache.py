@@ -40,15 +40,7 @@ class Entry(NamedTuple):
 
 
 class Cache:
-    """A folder of entries with least-recently-used eviction.
-
-    Parameters
-    ----------
-    root
-        The folder; it is created with the first entry.
-    limit
-        Maximum number of bytes of all entries.
-    """
+    """A folder of entries of at most ``limit`` bytes; the entries used longest ago are removed first."""
 
     def __init__(self, root: Path, limit: int = 20 * 2**30) -> None:
         self.root, self.limit = root, limit
@@ -81,20 +73,9 @@ class Cache:
     ) -> Entry | None:
         """The entry of a key, filled if it does not exist; a second process waits for the first.
 
-        Parameters
-        ----------
-        kind, key
-            The type of the entry, and everything that it depends on.
-        fill
-            Writes the files of the entry into a folder.
-        about
-            Its description for ``matlens cache show``.
-
-        Returns
-        -------
-        Entry or None
-            ``None``, with a message, if it cannot be filled, such as on a full disk, or is larger than the
-            cache.
+        ``key`` is everything that it depends on, and ``about`` describes it in ``matlens cache show``. An
+        entry that cannot be filled, such as on a full disk, or is larger than the cache is ``None``, with a
+        message.
         """
         place = self._place(kind, key)
         try:

@@ -18,17 +18,7 @@ PATIENCE = 20.0  # seconds
 
 @dataclass(frozen=True)
 class HubRepository:
-    """A repository of models on the hub.
-
-    Attributes
-    ----------
-    name
-        Such as ``"someone/lenses"``.
-    endpoint
-        Address of the hub, by default that of ``HF_ENDPOINT`` or of the Hugging Face hub.
-    token
-        By default that of ``hf auth login`` or ``HF_TOKEN``.
-    """
+    """A repository of models, by default on the Hugging Face hub with the token of its own client."""
 
     name: str
     endpoint: str | None = None

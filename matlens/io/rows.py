@@ -112,14 +112,7 @@ def writing_rows(
     The caller computes the batches ``missing`` and adds each, in this order. At the end ``config`` and
     ``rows`` are the content of ``config.json`` and the rows by column.
 
-    Parameters
-    ----------
-    holds, request
-        As in `Artifact.writing`.
-    counts
-        Number of rows of each batch.
-    arrays
-        Arrays that are stored next to the rows.
+    ``counts`` are the numbers of rows of the batches, and ``arrays`` are stored next to the rows.
     """
     n_rows = int(sum(counts))
     request = {

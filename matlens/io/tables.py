@@ -49,25 +49,7 @@ def result_row(
     estimate: Estimate,
     **more: Any,
 ) -> dict[str, Any]:
-    """One row of a table of results.
-
-    Parameters
-    ----------
-    experiment
-        The computation that the value comes from.
-    model, corpus
-        Names of the model and of the corpus.
-    method
-        The evaluated method, such as ``mat`` or ``id``.
-    layer, target
-        Layers that the value is about; None for all of them.
-    metric, k
-        The metric, and its parameter if it has one.
-    estimate
-        The value with its interval and the number of examples.
-    more
-        Further columns of this table.
-    """
+    """One row of a table of results; ``layer`` and ``target`` are None for all layers."""
     return {
         "experiment": experiment,
         "model": model,
@@ -98,18 +80,9 @@ def read_table(
 ) -> pd.DataFrame:
     """Read a CSV file that must have some columns.
 
-    Parameters
-    ----------
-    path
-        The file.
-    columns
-        Columns that must exist, with their dtypes; str if only names are given.
-    what
-        Description of the file for errors, such as ``"a table of results"``.
-    made_by
-        A sentence on how to create such a file.
-    options
-        Further options of `pandas.read_csv`. By default empty cells are empty texts.
+    Their dtypes are str if only names are given. Errors say ``what`` the file must be, such as ``"a table of
+    results"``, and end with ``made_by``, a sentence on how to create such a file. By default empty cells are
+    empty texts.
     """
     types = dict(columns) if isinstance(columns, Mapping) else dict.fromkeys(columns, "str")
     try:
@@ -130,13 +103,6 @@ def csv_text(table: pd.DataFrame, **options: Any) -> str:
     """A table as CSV, with every digit and without cells that a spreadsheet would run.
 
     Missing values are ``nan``; other missing cells, such as intervals, are empty.
-
-    Parameters
-    ----------
-    table
-        The table, without its index.
-    options
-        Further options of `pandas.DataFrame.to_csv`.
     """
     if "value" in table and table["value"].isna().any():
         value = table["value"].astype(object)

@@ -18,20 +18,10 @@ RUN_RECORD = "run.json"
 
 
 class Verdict(NamedTuple):
-    """The result for one folder or table.
-
-    Attributes
-    ----------
-    path
-        The folder of an artifact, or a table.
-    what
-        Contents, such as ``"maps, 12 files"``.
-    damage
-        The problem, or ``None``.
-    """
+    """The result for the folder of an artifact, or for a table."""
 
     path: Path
-    what: str
+    what: str  # such as "maps, 12 files"
     damage: str | None
 
 
@@ -40,11 +30,6 @@ def verify(folder: str | Path) -> Iterator[Verdict]:
     """Verify the checksums of all artifacts and tables below a folder.
 
     Files of others are ignored. Of an interrupted job, the complete files are verified.
-
-    Parameters
-    ----------
-    folder
-        The folder of an artifact, or one that contains artifacts, such as the ``--out`` of a command.
     """
     folder = Path(folder)
     if not folder.is_dir():

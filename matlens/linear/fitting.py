@@ -44,18 +44,10 @@ def chunk_size(width: int) -> int:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which of all samples are fitted on, and how much each counts.
+    """Which of all samples are fitted on, and how much each counts."""
 
-    Attributes
-    ----------
-    mask
-        True for each sample that is fitted on, whose weight is above 0.
-    weights
-        The weight of each sample in float64, or ``None`` where all count the same.
-    """
-
-    mask: Bool[Tensor, " n"]
-    weights: Float[Tensor, " n"] | None
+    mask: Bool[Tensor, " n"]  # true for those with a weight above 0
+    weights: Float[Tensor, " n"] | None  # in float64; None where all count the same
 
     @classmethod
     def parse(cls, rows: Tensor | None, weights: Tensor | None, n: int) -> Selection | None:
@@ -100,16 +92,7 @@ def select(vectors: Mapping[str, Tensor], selection: Selection | None, index: An
 class PairFits:
     """`LeastSquares` by source; small batches wait until they are worth a factorisation.
 
-    Parameters
-    ----------
-    pairs
-        Names of the sites of each pair.
-    widths
-        The width of each site.
-    n_sampled
-        How many of the first samples are kept for leave-one-out.
-    norms, split
-        As in `LeastSquares`.
+    About ``n_sampled`` of the first samples are kept for leave-one-out.
     """
 
     def __init__(

@@ -146,18 +146,12 @@ class LeastSquares:
         source: str = "x",
         split: bool = False,
     ) -> Self:
-        """The object with these `tensors`; raises InputError if they are inconsistent."""
-        r, z, n = tensors["r"], tensors["z"], int(tensors["n"])
-        fits = r.ndim == z.ndim == 2 and len(r) == len(z) and r.shape[1] > 1 and z.shape[1] > 0
-        if not fits or r.dtype != torch.float64 or z.dtype != torch.float64 or (len(r) > 0) != (n > 0):
-            raise InputError(
-                f"r and z must be float64 with as many rows for {n} samples, got {list(r.shape)} of "
-                f"{r.dtype} and {list(z.shape)} of {z.dtype}."
-            )
+        """The object with these `tensors`."""
+        r, z = tensors["r"], tensors["z"]
         made = cls(r.shape[1] - 1, targets or z.shape[1], source=source, split=split)
         check_finite(r, source)
         check_finite(z, made.name)
-        made._r, made._z, made.n, made.norms = r, z, n, tensors.get("norms")
+        made._r, made._z, made.n, made.norms = r, z, int(tensors["n"]), tensors.get("norms")
         return made
 
     def reduce(self, *, to_all: bool = False) -> Self:
@@ -169,15 +163,13 @@ class LeastSquares:
             return self
         what = f"least squares of {self.name}"
         gathered = parallel.gather(self.tensors(), what)
-        whole = self if parallel.is_main() else self._like(self._without_samples())
+        whole = self
+        if not parallel.is_main():
+            d_in, norms = self._r.shape[1] - 1, self.norms is not None
+            whole = type(self)(d_in, self.targets, source=self.source, split=self.split, norms=norms)
         for tensors in gathered[1:]:  # the first are the main process's own
             whole.merge(self._like(tensors))
         return self._like(parallel.broadcast_tensors(whole.tensors(), what)) if to_all else whole
-
-    def _without_samples(self) -> dict[str, Tensor]:
-        return {
-            name: part.new_zeros(()) if name == "n" else part[:0] for name, part in self.tensors().items()
-        }
 
     def _like(self, tensors: Mapping[str, Tensor]) -> Self:
         return self.from_tensors(tensors, self.targets, source=self.source, split=self.split)
@@ -273,15 +265,8 @@ def check_weights(weights: Tensor, n: int) -> Float[Tensor, " n"]:
 class NoisyFit(NamedTuple):
     """A fit whose error on other samples is mostly noise of those that it was fitted on.
 
-    Attributes
-    ----------
-    name
-        Name of the fit, such as ``"h.3 -> h.30"``.
-    n, width
-        How many samples it was fitted on, and of how many dimensions.
-    r2, r2_fitted
-        On samples excluded from the fit, and on the same samples in the fit; ``None`` where the numbers of
-        samples and dimensions tell already.
+    ``r2`` is on samples excluded from the fit, and ``r2_fitted`` on the same samples in it; ``None`` where
+    there are no more samples than dimensions.
     """
 
     name: str
@@ -304,16 +289,8 @@ def noise_of_fit(
     that it is fitted on and ``s / (1 - c)`` on others, where ``s`` is the error that no linear map can avoid.
     So the part that the fit adds to ``s`` is the larger one if the error on others is more than four times
     that on its own samples: ``n < 2 d_in``. Real samples are not Gaussian, and rare tokens make it worse, so
-    the error on others is measured: leave-one-out is the residual divided by one less the leverage.
-
-    Parameters
-    ----------
-    state
-        Of all samples.
-    samples
-        Some of these: ``x``, the targets in their order, and weights, batch by batch.
-    names
-        Name of the fits.
+    the error on others is measured: leave-one-out is the residual divided by one less the leverage. It looks
+    at some ``samples`` of those in ``state``: ``x``, the targets in their order, and weights.
     """
     n, d = state.n, state.factors()[0].shape[1]
     if n <= d:

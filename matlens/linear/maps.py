@@ -21,18 +21,9 @@ from matlens.numerics import in_float64
 class LinearMap:
     """A linear map from the vectors of one site to those of another: ``mat(h) = A h (+ b)``.
 
-    Attributes
-    ----------
-    weight
-        The matrix ``A`` in float32, ``[d_out, d_in]`` (paper A, Eq. 1); of a low-rank map its left factor.
-    bias
-        ``[d_out]``, or ``None``, as in the paper.
-    source, target
-        The sites that it maps from and to, such as ``"h.3"`` and ``"h.30"``.
-    provenance
-        The model, the corpus, the seed and the sample count that it was fitted on.
-    right
-        The right factor of a map of rank ``r``, ``[r, d_in]``: ``A = weight @ right``.
+    ``weight`` is the matrix ``A`` in float32 (paper A, Eq. 1); of rank ``k``, ``A = weight @ right``.
+    ``source`` and ``target`` are sites such as ``"h.3"`` and ``"h.30"``, and ``provenance`` the model, the
+    corpus, the seed and the sample count that it was fitted on.
     """
 
     weight: Float[Tensor, "d_out k"]

@@ -48,14 +48,8 @@ def streamed_fit_bytes(
 ) -> int:
     """Memory of a fit while streaming: statistics of all sources, and samples until they are a chunk.
 
-    Parameters
-    ----------
-    n_rows, sources
-        Samples, and the widths of each source and of its targets.
-    of_sample, widest
-        Dimensions of a sample at all sites together, and at the widest of them.
-    written
-        Whether the statistics are written into files, whose bytes are made before, and not solved at once.
+    A sample has ``of_sample`` dimensions at all sites together. Statistics that are ``written`` into files,
+    whose bytes are made before, are not solved at once.
     """
     chunk = min(n_rows, max(chunk_size(d) for d, _ in sources))
     first_samples = 0 if written else min(n_rows, fitting.LEFT_OUT) * of_sample * _SINGLE

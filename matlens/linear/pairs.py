@@ -18,13 +18,8 @@ Pairs = Literal["all", "last"] | Iterable[Pair]
 def resolve_pairs(pairs: Pairs, model: int | Provenance) -> list[tuple[str, str]]:
     """Names of the sites of each pair in a model; raises InputError if a pair runs backward.
 
-    Parameters
-    ----------
-    pairs
-        ``"all"`` for every ``0 <= l < l' <= L`` of the residual stream, ``"last"`` for those onto ``L``, or a
-        list of pairs of sites.
-    model
-        ``L``, the number of its blocks, or the provenance of its vectors, which knows all names of hooks.
+    ``"all"`` is every ``0 <= l < l' <= L`` of the residual stream, ``"last"`` those onto ``L``. ``model`` is
+    ``L``, the number of its blocks, or the provenance of its vectors, which knows all names of hooks.
     """
     if isinstance(pairs, str):
         last = model if isinstance(model, int) else model.identity.n_layers

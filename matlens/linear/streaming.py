@@ -42,20 +42,7 @@ class StoredLeastSquares:
     """`LeastSquares` of stored pairs of sites: ``stored["h.3"]`` reads one source.
 
     Several folders, the parts of one job, are merged in the order of their numbers, regardless of the
-    order in which they are given.
-
-    Attributes
-    ----------
-    targets, widths
-        The targets of each source, and the width of each site.
-    provenance
-        The model, the examples and the positions, of all parts together.
-    n_samples
-        How many samples there are in all.
-    parts
-        ``(number, of how many)`` of each folder, in their order.
-    request
-        The request of the first folder.
+    order in which they are given. ``parts`` are ``(number, of how many)`` of each.
     """
 
     def __init__(self, folder: str | Path, *more: str | Path) -> None:
