@@ -92,8 +92,6 @@ def sink_counts(sinks: Bool[Tensor, " n"], places: Int[np.ndarray, " n"]) -> dic
 
     ``places`` are the positions of the samples in their sentences, from 0.
     """
-    if len(sinks) != len(places):
-        raise InputError(f"places must be as many as the {len(sinks)} samples, got {len(places)}.")
     first = _first(places, sinks)
     return {
         "n_sinks": int(sinks.sum()),
@@ -154,8 +152,6 @@ def outlying_rows(
     """
     if not norms.shape[1] or not bool((norms.isfinite() & (norms >= 0)).all()):
         raise InputError(f"norms must be finite numbers of at least 0 at some layer, got {short(norms)}.")
-    if places is not None and len(places) != len(norms):
-        raise InputError(f"places must be as many as the {len(norms)} rows, got {len(places)}.")
     if not len(norms):
         return torch.zeros(0, dtype=torch.bool)
     sinks = (norms > factor * norms.median(0).values).any(1)

@@ -22,6 +22,7 @@ from matlens.io.rows import Column, writing_rows
 from matlens.io.tables import write_results
 from matlens.io.verification import verify
 from matlens.linear.mapsets import write_maps
+from matlens.study.output import write_list
 
 
 def write_rows(folder: Path, *, broken_off: bool = False) -> None:
@@ -101,6 +102,16 @@ def test_a_missing_file_is_named(gone: str, out: Path) -> None:
     damages = [verdict.damage for verdict in verify(out) if verdict.damage]
     assert len(damages) == 1
     assert str(out / gone) in damages[0]
+
+
+def test_a_folder_of_a_run_that_is_gone_is_named(out: Path) -> None:
+    write_list(out)
+    assert {verdict.path.name: verdict.what for verdict in verify(out)} == WHATS | {
+        "run.json": "results, 2 files"
+    }
+    (out / "maps" / "config.json").unlink()
+    damages = {verdict.path.name: verdict.damage for verdict in verify(out) if verdict.damage}
+    assert damages == {"run.json": f"{out / 'maps' / 'config.json'} is missing."}
 
 
 def test_an_exchanged_description_of_a_table_is_found(out: Path) -> None:
