@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +48,7 @@ _MIN_FOLLOWED, _MAX_FOLLOWED = 6, 64
 def explore(
     model: TransformerBridge,
     prompt: str,
-    lenses: Sequence[Lens | MapSet] = (),
+    lenses: Iterable[Lens | MapSet] = (),
     *,
     pins: Sequence[str | int] = (),
     dominant: PositiveInt = DOMINANT,
@@ -65,7 +65,8 @@ def explore(
     prompt
         A text; for masked-LM models with one mask in it.
     lenses
-        Lenses next to ``id``, which is always included; of a set of maps those to the last layer.
+        Lenses next to ``id``, which is always included, such as ``Lens.fit(...).values()``; of a set of maps
+        those to the last layer.
     pins
         Tokens to follow through all cells: words of one token, or ids. By default the model's prediction.
     dominant
