@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_sentences
+from identities import make_activations, make_identity
 from several import free_port, run_ranks
 from torch import Tensor
 
@@ -226,38 +227,29 @@ def test_an_error_of_one_process_ends_the_others(tmp_path: Path) -> None:
 
 
 def test_processes_that_fit_other_samples_are_told_so(tmp_path: Path) -> None:
-    def fitted(change: Callable[[dict[str, Any], int], Any]) -> Callable[[], Any]:
-        def work() -> Any:
-            x = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
-            given = {"samples": {"h.0": x, "h.1": x + 1}, "pairs": [(0, 1)]}
-            change(given, parallel.rank())
-            return [linear.weight for linear in fit_samples(**given)]
+    """Of collected vectors; each process alone fits those that have no provenance."""
+    x = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
+    vectors = {"h.0": x, "h.1": x + 1}
 
-        return work
+    def fitted(change: Callable[[int], dict[str, Any]]) -> Callable[[], Any]:
+        samples = make_activations(vectors, Provenance(make_identity(n_layers=1)))
+        return lambda: [linear.weight for linear in fit_samples(samples, [(0, 1)], **change(parallel.rank()))]
 
-    def other_rows(given: dict[str, Any], rank: int) -> None:
-        given["rows"] = torch.arange(50) % 2 == rank
-
-    def other_vectors(given: dict[str, Any], rank: int) -> None:
-        given["samples"]["h.1"] = given["samples"]["h.1"] * (rank + 1)
-
-    def other_weights(given: dict[str, Any], rank: int) -> None:
-        given["weights"] = torch.arange(50.0) + rank * torch.arange(50.0)
-
-    def other_penalty(given: dict[str, Any], rank: int) -> None:
-        given["ridge"] = float(rank)
-
-    for number, change in enumerate((other_rows, other_vectors, other_weights, other_penalty)):
+    for number, change in enumerate(
+        (
+            lambda rank: {"rows": torch.arange(50) % 2 == rank},
+            lambda rank: {"weights": 1 + torch.arange(50.0) + rank * torch.arange(50.0)},
+            lambda rank: {"ridge": float(rank)},
+        )
+    ):
         outcomes = run_ranks(2, fitted(change), tmp_path / str(number))
-        words = "given other arguments" if change is other_penalty else "same in all processes"
-        assert words in outcomes[1]["error"], change
+        assert "given other arguments" in outcomes[1]["error"]
         assert "error" in outcomes[0]
-
-    def slightly_other(given: dict[str, Any], rank: int) -> None:  # as another device would have it
-        given["samples"]["h.1"] = given["samples"]["h.1"] * (1 + 1e-6 * rank)
-
-    outcomes = run_ranks(2, fitted(slightly_other), tmp_path / "alike")
-    assert torch.equal(outcomes[0]["result"][0], outcomes[1]["result"][0])
+    same = run_ranks(2, fitted(lambda rank: {}), tmp_path / "same")
+    alone = run_ranks(2, lambda: [m.weight for m in fit_samples(vectors, [(0, 1)])], tmp_path / "alone")
+    (whole,) = fit_samples(vectors, [(0, 1)])
+    for outcome in (*same, *alone):
+        torch.testing.assert_close(outcome["result"][0], whole.weight)
 
 
 def test_processes_that_do_different_things_are_told_so(tmp_path: Path) -> None:

@@ -18,13 +18,13 @@ from matlens.data.examples import Examples
 from matlens.errors import InputError, checked
 from matlens.io.artifact import CONFIG
 from matlens.io.files import damaged
-from matlens.io.rows import Columns, StoredRows, read_rows
+from matlens.io.rows import StoredRows, read_rows
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
 
 Positions = Literal["sampled", "all"]
 HOLDS = "activations"
-_PART = 4096  # rows of vectors in memory that are yielded at a time
+_PART = 1024  # rows of vectors in memory that are yielded at a time, and that processes divide
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,10 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
         """The site of this model, by any of its names; a negative layer counts from the end."""
         return self.provenance.resolve(site)
 
-    @property
-    def stored_columns(self) -> Columns:
-        """The columns of a folder by site; none if the vectors are in memory."""
-        return self._vectors.columns if isinstance(self._vectors, StoredRows) else {}
+    def width(self, site: str) -> int:
+        """The dimensions of a site's vectors, which are not read."""
+        vectors = self._vectors
+        return vectors.columns[site].width if isinstance(vectors, StoredRows) else vectors[site].shape[1]
 
     def shards(
         self,

@@ -22,7 +22,6 @@ from matlens.models.sites import Site, check_finite
 from matlens.numerics import check_float64_device, give_back_freed, in_float64
 from matlens.parallel import Bar
 
-_COMPARED, _ALIKE = 16, 1e-2  # samples that processes compare, and by how much of the largest they may differ
 _CHUNK = 4096  # samples factorised at a time; never fewer than eight for each dimension
 LEFT_OUT = 256  # samples that leave-one-out looks at
 KEPT = 4 << 30  # bytes of float64 copies that are stored rather than made again for every source
@@ -232,7 +231,8 @@ def fit_samples(
     Parameters
     ----------
     samples
-        `Activations`, or vectors by site; row ``s`` of every site belongs to the same token.
+        `Activations`, whose rows distributed processes divide, or vectors by site; row ``s`` of every site
+        belongs to the same token.
     pairs
         Sites by name, or by number for layers of the residual stream.
     rows
@@ -260,86 +260,67 @@ def fit_samples(
         n_fitted = n if selection is None else selection.n
         provenance = _with_options(samples.provenance, selection, intercept=intercept, ridge=ridge)
         provenance = provenance.with_details(n_fitted=n_fitted)
-    columns = samples.stored_columns if isinstance(samples, Activations) else {}
-    stored_bytes = n * sum(columns[site].row_bytes for site in sites if site in columns)
-    if isinstance(samples, Activations) and stored_bytes > KEPT // 2:
-        widths, home = {site: columns[site].width for site in sites}, torch.device("cpu")
-
-        def batches(some: list[str]) -> Iterator[Batch]:
-            shards = samples.shards(some, divided=True, device=device)
-            return _selected(shards, selection, n, provenance, divided=True)
-
+    divided = isinstance(samples, Activations)
+    if isinstance(samples, Activations):
+        widths = {site: samples.width(site) for site in sites}
+        details = None if selection is None else selection.details
+        parallel.check_same([samples.provenance.to_json(), named, intercept, ridge, details], "fitting")
     else:
-        vectors, weights = _in_memory({site: samples[site] for site in sites}, selection, [intercept, ridge])
-        widths = {site: of_site.shape[1] for site, of_site in vectors.items()}
-        home = vectors[sites[0]].device
+        widths = {site: samples[site].shape[1] for site in sites}
+        if len(counts := {len(samples[site]) for site in sites}) > 1:
+            raise InputError(f"All sites must have the same number of samples, got {sorted(counts)}.")
 
-        def batches(some: list[str]) -> Iterator[Batch]:
-            own = {site: vectors[site] for site in some}
-            return _chunks(own, weights, chunk_size(widths[some[0]]), device)
+    def read(some: list[str]) -> Iterator[Batch]:
+        if isinstance(samples, Activations):
+            parts: Iterable[Any] = samples.shards(some, divided=True, device=device)
+        else:
+            own = {site: samples[site] for site in some}
+            parts = (part for part, _ in _chunks(own, None, chunk_size(widths[some[0]]), device))
+        return _selected(parts, selection, n, provenance, divided=divided)
 
+    # Few samples are converted once, and not for every source.
+    are_converted = device is None and 8 * n * sum(widths.values()) <= KEPT
+    stored = _joined(read(sites)) if are_converted else None
     noisy: list[NoisyFit] = []
     for source, targets in by_source(named).items():
         n_sampled = 0 if ridge else LEFT_OUT
         pairs_of_source = [(source, target) for target in targets]
         fits = PairFits(pairs_of_source, widths, n_sampled=n_sampled, split=split)
-        for batch in batches([source, *targets]):
+        batches: Iterable[Batch] = () if are_converted else read([source, *targets])
+        for batch in _chunks(*stored, chunk_size(widths[source])) if stored else batches:
             fits.update(*batch)
-        fits.reduce()
+        if divided:
+            fits.reduce()
         for linear in fits.solve(
-            intercept=intercept, ridge=ridge, provenance=provenance, divided=True, noisy=noisy
+            intercept=intercept, ridge=ridge, provenance=provenance, divided=divided, noisy=noisy
         ):
-            yield linear if device is None else linear.to(home)
+            yield linear if device is None else linear.to("cpu")
     warn_of_noise(noisy, len(named))
 
 
-def _in_memory(vectors: Mapping[str, Tensor], selection: Selection | None, options: Sequence[Any]) -> Batch:
-    """Selected samples and their weights, of this process, in float64 if that takes little memory."""
-    if len(counts := {len(of_site) for of_site in vectors.values()}) > 1:
-        raise InputError(f"All sites must have the same number of samples, got {sorted(counts)}.")
-    selected, weights = _own_share(*select(vectors, selection), options)
-    for site, of_site in selected.items():
-        check_finite(of_site, site)
-    if sum(8 * of_site.numel() for of_site in selected.values()) <= KEPT:
-        selected = {site: in_float64(of_site.detach()) for site, of_site in selected.items()}
-    return selected, weights
+def _joined(batches: Iterable[Batch]) -> Batch | None:
+    """All samples in float64, None if there are none."""
+    parts = list(batches)
+    if not parts:
+        return None
+    weights = [of_part for _, of_part in parts if of_part is not None]
+    vectors = {site: torch.cat([in_float64(part[site]) for part, _ in parts]) for site in parts[0][0]}
+    return vectors, torch.cat(weights) if weights else None
 
 
 def _chunks(
-    vectors: Mapping[str, Tensor], weights: Tensor | None, size: int, device: torch.device | None
+    vectors: Mapping[str, Tensor], weights: Tensor | None, size: int, device: torch.device | None = None
 ) -> Iterator[Batch]:
     """The samples part by part, on a device if one is given."""
     for start in range(0, len(next(iter(vectors.values()))), size):
-        part = {site: of_site[start : start + size].to(device) for site, of_site in vectors.items()}
-        yield part, None if weights is None else weights[start : start + size]
+        part = slice(start, start + size)
+        of_sites = {site: of_site.detach()[part].to(device) for site, of_site in vectors.items()}
+        yield of_sites, None if weights is None else weights[part]
 
 
 def _with_options(provenance: Provenance, selection: Selection | None, **options: Any) -> Provenance:
     """The provenance of maps that are fitted on some samples with these options."""
     return provenance.with_details(**options, **({} if selection is None else selection.details))
-
-
-def _own_share(samples: Mapping[str, Tensor], weights: Tensor | None, arguments: Sequence[Any]) -> Batch:
-    """The samples of this process, of samples that all processes were given."""
-    if (world_size := parallel.world_size()) == 1:
-        return samples, weights
-    n, rank = len(next(iter(samples.values()))), parallel.rank()
-    parallel.check_same([*arguments, n, sorted(samples), weights is not None], "fitting")
-    few = torch.linspace(0, n - 1, min(n, _COMPARED)).long()
-    given = {**samples} if weights is None else {**samples, "weights": weights}
-    ours = {name: values[few.to(values.device)].cpu() for name, values in given.items()}
-    theirs = parallel.broadcast_tensors(ours, "some of the samples")
-    for site, values in ours.items():
-        # Each may have run the model itself, where sums are taken in another order.
-        slack = _ALIKE * float(theirs[site].abs().max())
-        if values.shape != theirs[site].shape or bool(((values - theirs[site]).abs() > slack).any()):
-            raise InputError(
-                f"The samples of {site} must be the same in all processes, and differ in process {rank}. Use "
-                "fit_stream(..., divided=True) for samples of each process."
-            )
-    share = slice(rank * n // world_size, (rank + 1) * n // world_size)
-    own = {site: vectors[share] for site, vectors in samples.items()}
-    return own, None if weights is None else weights[share]
 
 
 @checked
@@ -428,13 +409,14 @@ def _selected(
         count = len(next(iter(vectors.values()), ()))
         if not count:
             continue
-        for site, of_site in vectors.items():
-            check_finite(of_site, site)
         index = torch.as_tensor(batch.index) if isinstance(batch, Rows) else torch.arange(seen, seen + count)
         seen += count
         if selection is not None and int(index.max()) >= len(selection.mask):
             break
-        yield select(vectors, selection, index)
+        selected, of_selected = select(vectors, selection, index)
+        for site, of_site in selected.items():
+            check_finite(of_site, site)
+        yield selected, of_selected
     if divided and expected is not None:
         of_ranks = parallel.concatenate({"seen": torch.tensor([seen])}, "the number of samples seen")
         seen = int(of_ranks["seen"].sum())
