@@ -75,10 +75,7 @@ class _Use:
 
 
 class Plain(NamedTuple):
-    """The plain model: modules and buffers as its configuration makes them, and settings of the bridge.
-
-    Where the configuration is not enough, as they were when the model was loaded or wrapped.
-    """
+    """Modules, buffers and settings of the plain model, from its configuration or as they were at first."""
 
     parts: dict[str, str]
     buffers: dict[str, Tensor]
@@ -188,9 +185,8 @@ def changing(
 def changes_of(model: TransformerBridge) -> tuple[str, ...]:
     """Name everything that is changed in a model at the moment; ``()`` for the plain model.
 
-    Replacements and coefficients of this library by their values; hooks of others, even if they only read,
-    and replaced ``forward`` methods by the function; modules and buffers that differ from what the
-    configuration makes, with the state of PEFT adapters; dropout that is on.
+    Replacements and coefficients by their values; hooks and replaced ``forward`` methods by the function;
+    modules, buffers and PEFT adapters that differ from the configuration; dropout.
     """
     with _entered(model, _Context()) as use:
         ours = sorted(change for context in use.contexts for change in context.changes())

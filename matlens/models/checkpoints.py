@@ -1,7 +1,4 @@
-"""Configurations, tokenizers and weights from files; GGUF files are cached.
-
-Dequantising a GGUF file takes many times as long as reading its weights back.
-"""
+"""Configurations, tokenizers and weights from files; dequantized GGUF files are cached."""
 
 from __future__ import annotations
 

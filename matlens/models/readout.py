@@ -101,8 +101,7 @@ class Readout:
     def top_ids(self, h: Float[Tensor, "n d_model"]) -> Int[Tensor, " n"]:
         """The token with the highest logit for each vector, the first of equals.
 
-        The same for all batches and numbers of threads: logits too close to tell apart are computed in
-        float64.
+        The same for all batches and numbers of threads: close logits are computed in float64.
         """
         return self._tops(h, None)[0]
 

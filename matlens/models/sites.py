@@ -1,12 +1,10 @@
 """Named places in a model where every token has a vector, and the hooks that carry them.
 
 The residual stream is ``h.0 .. h.L``: ``h.0`` enters block 0 and ``h.l`` leaves block ``l-1``. Other kinds
-count blocks: ``attn_out.3`` is the output of the attention of block 3. ``ffn_post`` has a coefficient for
-each of the ``d_mlp`` value vectors; all other kinds are ``d_model`` wide. A TransformerLens hook that carries
-a vector per token is a site too: ``blocks.2.attn.hook_z``, or ``z.2``, with heads concatenated.
-
-A hook of the same name carries different things in differently wired blocks, so `matlens.models.layout` takes
-the wiring whose sums hold. All hook names of matlens are in this file.
+count blocks. ``ffn_post`` has a coefficient for each of the ``d_mlp`` value vectors; other kinds are
+``d_model`` wide. A TransformerLens hook with a vector per token is a site too: ``blocks.2.attn.hook_z``, or
+``z.2``, with heads concatenated. Its meaning depends on the wiring of blocks. All hook names of matlens are
+in this file.
 """
 
 from __future__ import annotations
@@ -43,9 +41,8 @@ _SHORT = {
 class Site:
     """A site of a model: ``Site("h", 5)`` is the residual stream after five blocks.
 
-    ``kind`` is ``"h"`` for the stream, the input or output of a sub-module (``"ln1_out"``), ``"mid"``, the
-    stream between attention and FFN, or a TransformerLens hook with a star for the layer
-    (``"blocks.*.attn.hook_z"``). ``layer`` is 0 for hooks outside of blocks.
+    ``kind`` is ``"h"``, a sub-module's input or output (``"ln1_out"``), ``"mid"``, the stream between
+    attention and FFN, or a hook with a star for the layer. ``layer`` is 0 for hooks outside of blocks.
     """
 
     kind: str

@@ -1,7 +1,7 @@
 """Encoder-decoders: two stacks of blocks, of which a loaded model represents one.
 
-For the chosen stack, ``h.0 .. h.L`` are its layers and its hooks are named as in other models. The blocks of
-a decoder read the encoder's last layer too, so it also gets the tokens of the source.
+``h.0 .. h.L`` are the layers of the chosen stack, whose hooks are named as in other models. Decoder blocks
+read the encoder's last layer too, so a decoder also gets the tokens of the source.
 """
 
 from __future__ import annotations

@@ -45,11 +45,7 @@ class TextTokens(NamedTuple):
 
 
 class TokenPolicy(NamedTuple):
-    """How a model's text becomes tokens.
-
-    ``digest`` is of the tokens of fixed texts, the vocabulary and the special tokens (None without a
-    tokenizer), ``words`` what is added to a text, such as ``"'<s>' in front"``.
-    """
+    """A digest of how text becomes tokens, None without a tokenizer, and what is added to a text."""
 
     digest: str | None
     words: str
@@ -73,11 +69,7 @@ def warn_of_unknown(model: TransformerBridge, texts: Sequence[str], encoded: Seq
 
 @checked
 def encode_text(model: TransformerBridge, text: str, *, longest: NonNegativeInt | None = None) -> TextTokens:
-    """Tokens of a text, at most ``longest``.
-
-    With special tokens that the tokenizer adds, and the BOS that a bridge adds or removes, see
-    `matlens.wrap`.
-    """
+    """Tokens of a text, at most ``longest``, with special tokens and the BOS of tokenizer and bridge."""
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise InputError(f"{short(text)} must be valid Unicode, got half of a surrogate pair.")
     tokenizer, config = check_tokenizer(model), model.cfg

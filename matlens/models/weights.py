@@ -262,11 +262,7 @@ def _multipliers(device: torch.device) -> Tensor:
 
 
 def plain_model(model: TransformerBridge, *, as_loaded: bool = False) -> nn.Module | None:
-    """A model without weights as the configuration makes it; None where the configuration is not enough.
-
-    A bridge asks for attention that returns patterns; ``as_loaded`` takes the attention of transformers' own
-    load.
-    """
+    """A model without weights as the configuration makes it, or None; ``as_loaded`` without patterns."""
     inner = model.original_model
     try:
         config = copy.deepcopy(inner.config)
@@ -296,10 +292,7 @@ def plain_state(model: TransformerBridge) -> dict[str, Tensor]:
 
 
 def modules_below(top: str, module: nn.Module, seen: set[int] | None) -> Iterator[tuple[str, nn.Module]]:
-    """A module and all below it, by place: those not ``seen`` yet, or all if that is None.
-
-    As `nn.Module.named_modules`, which takes many times longer: one generator per level.
-    """
+    """A faster `nn.Module.named_modules`: modules not ``seen`` yet, or all if that is None."""
     waiting = [(top, module)]
     while waiting:
         place, module = waiting.pop()

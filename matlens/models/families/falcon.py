@@ -1,12 +1,9 @@
 """Falcon: its newer blocks and its ALiBi, read as transformers reads them.
 
-The rows of the joint query, key and value matrix of newer blocks (``falcon-40b``, ``falcon-11B``) stand group
-by group: the queries of a group, its key, its value. TransformerLens 4.3 takes them for all queries, then all
-keys, then all values, and knows one arrangement of their norms.
-
-With ALiBi, Falcon adds the distances between tokens to its attention mask before the blocks run, and the
-bridge's attention adds them again, as transformers' ``eager`` attention does. ``sdpa``, its default, counts
-them once.
+The joint query, key and value matrix of newer blocks (``falcon-40b``, ``falcon-11B``) has its rows group by
+group, each with queries, a key and a value. TransformerLens 4.3 reads all queries, then all keys, then all
+values, and knows one arrangement of norms. It also adds ALiBi's distances twice, as transformers' ``eager``
+attention does.
 """
 
 from __future__ import annotations

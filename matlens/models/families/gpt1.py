@@ -1,8 +1,7 @@
 """OpenAI's first GPT, whose blocks return lists and apply their own causal mask.
 
-A bridge returns a list without sending it through the hook for a block's output. The mask that blocks are
-given hides padding alone, and the bridge's attention takes a mask for the whole truth: later tokens would be
-seen.
+A bridge does not send a list through the hook for a block's output, and its attention adds nothing to the
+mask that it is given, which hides padding alone.
 """
 
 from __future__ import annotations

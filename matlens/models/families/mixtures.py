@@ -2,9 +2,8 @@
 
 A router chooses some experts for each token, with weights ``w``. An expert writes ``sum_j a_j v_j`` and the
 layer ``sum_e sum_j (w_e a_ej) v_ej``: the coefficient of ``v_ej`` is ``w_e a_ej``, and 0 where the expert is
-not chosen. An expert that all tokens share counts as the last; its weight is its gate's, or 1.
-TransformerLens has no hook
-for these coefficients, so layers get one, which is computed only in passes in which it has hooks.
+not chosen. An expert that all tokens share is the last; its weight is its gate's, or 1. Layers get a hook
+point for these coefficients, which are computed only when it has hooks.
 """
 
 from __future__ import annotations
