@@ -22,7 +22,7 @@ MODEL = "model"
 """Name of the cache entries of models."""
 _READERS = ("gguf", "torch", "transformers", "tokenizers")
 # Settings about a model's origin, not its content.
-_ORIGIN = ("quantization_config", "_name_or_path", "transformers_version", "dtype", "torch_dtype")
+_ORIGIN = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 _TEXTS = ("a", " The naïve café, 1,000  times\n", "don't Привет 日本語 🙂 <|endoftext|></s>")
 
 
@@ -123,6 +123,11 @@ def _complete(name: str, model: Any, report: dict[str, Any]) -> Any:
 
 def read_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     """The tokenizer and the model of a GGUF file, from the cache if they are there."""
+    with warnings.catch_warnings(action="ignore"):  # about quantized weights, which are dequantized here
+        return _read_gguf(path, dtype)
+
+
+def _read_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     cache = default_cache()
     if cache is None:
         return _dequantize(path, dtype)
@@ -132,7 +137,8 @@ def read_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         loaded = _dequantize(path, torch.float32)
 
         def fill(folder: Path) -> None:
-            _write(folder, *loaded)
+            for part in loaded:
+                part.save_pretrained(folder)
             if _contents(*loaded) != _contents(*_load(folder, torch.float32)):
                 raise ValueError("what is read back is not what was written")
 
@@ -156,45 +162,28 @@ def _dequantize(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     # In a folder of its own, where no other model's configuration or tokenizer comes before the file's.
-    with tempfile.TemporaryDirectory() as alone, warnings.catch_warnings():
+    with tempfile.TemporaryDirectory() as alone:
         Path(alone, path.name).symlink_to(path.resolve())
-        warnings.simplefilter("ignore")  # about quantized weights, which are dequantized here
         tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=path.name)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             alone, gguf_file=path.name, dtype=dtype, output_loading_info=True
         )
     model = _complete(str(path), *loaded)
+    model.hf_quantizer = None  # its weights are plain by now
+    vars(model.config).pop("quantization_config", None)
     # transformers does not always record the class, and the bridge does not support every class.
     model.config.architectures = [type(model).__name__]
     check_supported(str(path), model.config)
     return check_vocabulary(tokenizer, str(path)), model
 
 
-def _write(folder: Path, tokenizer: Any, model: Any) -> None:
-    config, quantizer = model.config, getattr(model, "hf_quantizer", None)
-    quantization = vars(config).pop("quantization_config", None)
-    model.hf_quantizer = None  # its weights are plain by now
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-    finally:
-        model.hf_quantizer = quantizer
-        if quantization is not None:
-            config.quantization_config = quantization
-
-
 def _load(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     import transformers
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        config = transformers.AutoConfig.from_pretrained(folder)
-        model_class = getattr(transformers, config.architectures[0])
-        model = model_class.from_pretrained(folder, config=config, dtype=dtype)
-    return tokenizer, model
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model_class = getattr(transformers, config.architectures[0])
+    return tokenizer, model_class.from_pretrained(folder, config=config, dtype=dtype)
 
 
 def _contents(tokenizer: Any, model: Any) -> list[Any]:
