@@ -184,15 +184,14 @@ class PairFits:
             return
         waiting, self._waiting = self._waiting, []
         weighed = [weights for _, weights in waiting if weights is not None]
-        weights = torch.cat(weighed) if weighed else None
+        weights = _cat(weighed) if weighed else None
         last_use = {site: source for source, targets in self.targets.items() for site in (source, *targets)}
         joined: dict[str, Tensor] = {}
         for source, targets in self.targets.items():
             # No site is there twice, nor longer than it is needed: together they are most of the memory.
             for site in (source, *targets):
                 if site not in joined:
-                    parts = [part.pop(site) for part, _ in waiting]
-                    joined[site] = parts[0] if len(parts) == 1 else torch.cat(parts)
+                    joined[site] = _cat([part.pop(site) for part, _ in waiting])
             self._fits[source].update(joined[source], [joined[target] for target in targets], weights=weights)
             for site in [site for site in joined if last_use[site] == source]:
                 del joined[site]
@@ -304,8 +303,13 @@ def _joined(batches: Iterable[Batch]) -> Batch | None:
     if not parts:
         return None
     weights = [of_part for _, of_part in parts if of_part is not None]
-    vectors = {site: torch.cat([in_float64(part[site]) for part, _ in parts]) for site in parts[0][0]}
-    return vectors, torch.cat(weights) if weights else None
+    vectors = {site: _cat([in_float64(part[site]) for part, _ in parts]) for site in parts[0][0]}
+    return vectors, _cat(weights) if weights else None
+
+
+def _cat(parts: list[Tensor]) -> Tensor:
+    """All parts in one tensor; a single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _chunks(
