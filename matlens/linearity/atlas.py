@@ -31,7 +31,7 @@ from matlens.io.artifact import Artifact
 from matlens.io.tables import result_row, result_table
 from matlens.linear.maps import LinearMap
 from matlens.linearity.parts import JUMPS, Part, model_parts
-from matlens.linearity.ranking import GROUPS, Tokens, first_parts
+from matlens.linearity.ranking import AGREEMENT, GROUPS, LOSS_INCREASE, Tokens, first_parts
 from matlens.linearity.scores import PartSums, held_out_scores
 from matlens.metrics import Estimate
 from matlens.models.identity import ModelIdentity, Provenance
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 ATLAS = "linearity"  # the experiment
 MAP, REMOVED = "map", "removed"
-LOSS_INCREASE, AGREEMENT = "loss increase", "agreement"
 ALL: Tokens = "all"
 NO_SINKS: Tokens = "no sinks"
 TOGETHER = "together"
@@ -109,7 +108,7 @@ def linearity_atlas(
     rows: list[Row] = []
     if not parallel.is_main():
         if parallel.broadcast(None, _TO_FIT):
-            _sum_up(model, fitted, parts, progress)
+            sum_parts(model, fitted, parts, progress=progress)
         return _table(parallel.broadcast(rows, "rows of the atlas"))
     with ExitStack() as stack:
         place = folder or Path(stack.enter_context(TemporaryDirectory()), "atlas")
@@ -120,7 +119,7 @@ def linearity_atlas(
         missing = [] if artifact.finished else [name for name in names if steps[name] is None]
         if parallel.broadcast(bool(missing), _TO_FIT):
             begun = time.process_time()
-            sums = _sum_up(model, fitted, parts, progress)
+            sums = sum_parts(model, fitted, parts, progress=progress)
             with parallel.alone():
                 atlas = _Atlas(model, readout, evaluated, parts, sums, provenance)
                 for name in Bar(missing, desc="replacing", unit="step", disable=not progress):
@@ -151,8 +150,14 @@ def atlas_seconds(folder: str | Path) -> float:
     return round(sum(float(step["seconds"]) for step in steps), 3)
 
 
-def _sum_up(model: TransformerBridge, examples: Examples, parts: Sequence[Part], progress: bool) -> PartSums:
-    """Sums of all parts from one pass divided over processes; complete in the main process."""
+@checked
+def sum_parts(
+    model: TransformerBridge, examples: Examples, parts: Sequence[Part], *, progress: bool = True
+) -> PartSums:
+    """Sums of all parts from one pass; `solve` gives their maps with and without attention sinks.
+
+    The pass is divided over processes; the sums are complete in the main one.
+    """
     layout = ModelLayout.from_model(model)
     sums = PartSums(parts, layout.d_model, same_sites(layout))
     sinks = _flat(find_sinks(model, examples, progress=progress), examples)

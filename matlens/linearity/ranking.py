@@ -13,7 +13,7 @@ from scipy import stats
 
 from matlens.errors import Between, Seed, checked
 from matlens.io.tables import result_row, result_table
-from matlens.linearity.scores import BOUND, SCORES
+from matlens.linearity.scores import LINEAR
 from matlens.metrics import Estimate
 
 CORRELATIONS = "linearity_correlations"
@@ -23,6 +23,7 @@ GROUPS = {
     "any": ("attn", "ffn", "block"),
 }  # fmt: skip
 """Kinds of parts that are replaced together (replacing a norm saves nothing)."""
+COSTS = LOSS_INCREASE, AGREEMENT = "loss increase", "agreement"
 FIRST = 3
 _RESAMPLES = 999
 _FEWEST = 6  # min parts for a correlation
@@ -54,14 +55,15 @@ def rank_correlations(
 ) -> pd.DataFrame:
     """Spearman's correlation of every score with the loss increase.
 
-    Signed such that 1 is a perfect prediction. Intervals are from SciPy's bootstrap over parts. ``method`` is
-    ``map`` or ``removed``, ``metric`` the score; ``kind`` is one kind of part, or all. Loss increases and
-    scores that are not finite rank as the worst.
+    Signed such that 1 is a perfect prediction: higher r2, Procrustes and rotation mean less damage, all other
+    scores more. Intervals are from SciPy's bootstrap over parts. ``method`` is ``map`` or ``removed``,
+    ``metric`` the score; ``kind`` is one kind of part, or all. Loss increases and scores that are not finite
+    rank as the worst.
 
     Parameters
     ----------
     table
-        The table of `linearity_atlas`.
+        The table of `linearity_atlas`, perhaps with rows of other scores, whose method is ``map``.
     seed, resamples
         Seed and number of resamples of the bootstrap.
     """
@@ -71,6 +73,7 @@ def rank_correlations(
         dropna=False,
     ).dropna(how="all")  # fmt: skip
     kinds = list(dict.fromkeys(wide.index.get_level_values("kind")))
+    scores = [str(score) for score in single["metric"].unique() if score not in COSTS]
     rows: list[dict[str, Any]] = []
     for tokens in dict.fromkeys(wide.index.get_level_values("tokens")):
         of_tokens = cast(pd.DataFrame, wide.xs(tokens, level="tokens")).copy()
@@ -78,7 +81,7 @@ def rank_correlations(
             of_tokens["removed", "loss increase"] = wide.xs("all", level="tokens")["removed", "loss increase"]
         by_kind = {kind: of_tokens[of_tokens.index.get_level_values("kind") == kind] for kind in kinds}
         by_kind = {_EVERY: of_tokens, **by_kind}
-        for kind, method, score in itertools.product(by_kind, ("map", "removed"), SCORES):
+        for kind, method, score in itertools.product(by_kind, ("map", "removed"), scores):
             estimate = _correlation(by_kind[kind], method, score, seed, resamples)
             if estimate is not None:
                 rows.append(
@@ -97,7 +100,7 @@ def _correlation(wide: pd.DataFrame, method: str, score: str, seed: int, resampl
     both = pd.DataFrame(
         {"score": wide["map", score], "loss increase": wide[method, "loss increase"]}
     ).dropna()
-    x = both["score"].to_numpy(float) * (1 if score == BOUND else -1)
+    x = both["score"].to_numpy(float) * (-1 if score in LINEAR else 1)
     y = both["loss increase"].to_numpy(float)
     if len(both) < _FEWEST or len(set(x)) < 2 or len(set(y)) < 2:
         return None

@@ -23,8 +23,9 @@ from matlens.numerics import in_float64
 
 R2, R2_OF_VARIANCE = "r2", "r2 of the variance"
 PROCRUSTES, ROTATION, BOUND = "procrustes", "rotation", "nbl bound"
-SCORES = (R2, R2_OF_VARIANCE, PROCRUSTES, ROTATION, BOUND)
-"""Names of the scores; for the last one, lower is more linear."""
+LINEAR = (R2, R2_OF_VARIANCE, PROCRUSTES, ROTATION)
+"""Scores that are higher for more linear parts."""
+SCORES = (*LINEAR, BOUND)
 
 _ROUNDING = torch.finfo(torch.float32).eps
 
