@@ -97,7 +97,7 @@ RESULTS_MODELS := \
 	paper_b_table9_saturation_wikilm \
 	paper_b_table6_early_exit_wikilm
 # Linear parts, over training too, and what can be left out: two hours.
-RESULTS_PARTS := linearity linearity_bert linearity_training pruning
+RESULTS_PARTS := linearity linearity_bert linearity_training linearity_damage linearity_damage_gpts linearity_damage_bert pruning
 
 .PHONY: demo test browser check verify attack mutate bench results tables results-a results-b results-lenses results-models results-parts pages docs install clean
 
@@ -197,6 +197,8 @@ $(RESULTS)/paper_a_table1_tokens_bert.csv: OPTIONS = --layer 0 --layer 2 --layer
 # The jobs that are published; of options given twice the last counts.
 $(RESULTS)/linearity.csv: OPTIONS = --train 4000 --val 1000 --windows 160 --eval-windows 8
 $(RESULTS)/linearity_bert.csv: OPTIONS = --train 4000 --val 1000 --windows 600 --eval-windows 200
+$(RESULTS)/linearity_damage.csv: OPTIONS = --train 4000 --val 1000 --every 3
+$(RESULTS)/linearity_damage_bert.csv: OPTIONS = --train 4000 --val 1000 --windows 600 --eval-windows 200 --score-windows 400
 $(RESULTS)/lens_causal.csv: OPTIONS = --train 200 --val 200
 $(RESULTS)/pruning.csv: OPTIONS = --train 4000 --val 600 --size 3 --size 6 --size 9 --choice angle --choice loss \
 	--choice greedy --windows 120 --eval-windows 12 --heal 100000
@@ -212,6 +214,7 @@ $(RESULTS)/small_gpts.csv $(RESULTS)/small_wikilm.csv $(RESULTS)/linearity_train
 GPT := $(RESULTS)/small-gpt-
 $(RESULTS)/paper_a_fig7_models_gpts.csv: OPTIONS = --model $(GPT)2 --model $(GPT)4 --model $(GPT)8
 $(RESULTS)/paper_a_fig10_submodules_gpts.csv: OPTIONS = --model $(GPT)8 --patched 200
+$(RESULTS)/linearity_damage_gpts.csv: OPTIONS = --model $(GPT)2 --model $(GPT)4 --model $(GPT)8 --eval-windows 32 --score-windows 32
 $(RESULTS)/%_gpts.csv: | $(RESULTS)/small_gpts.csv
 	$(BIN)/python analyses/$*.py --suffix _gpts --train 4000 --val 1000 --out $(RESULTS) $(OPTIONS)
 
