@@ -68,9 +68,9 @@ def collect(
     """
     _check_arguments(model, examples, positions)
     layout = ModelLayout.from_model(model)
-    wanted = _resolve_sites(layout, layout.stream if sites is None else sites)
+    requested = _resolve_sites(layout, layout.stream if sites is None else sites)
     batch_tokens = batch_tokens or default_batch_tokens(model)
-    columns = _columns(layout, folder, wanted)
+    columns = _columns(layout, folder, requested)
     provenance = provenance_of(model, layout, examples, positions, columns)
     request = {
         "provenance": provenance.to_json(),
@@ -78,7 +78,7 @@ def collect(
         "read": "sentence" if positions == "all" or reads_whole(model) else "sentence up to its position",
     }
     batches = _Batches(model, examples, positions, batch_tokens)
-    hooks = {str(site): layout.hook(site) for site in wanted}
+    hooks = {str(site): layout.hook(site) for site in requested}
     with writing_rows(
         HOLDS, request, columns, batches.counts,
         folder=folder, arrays=examples.arrays,
@@ -88,9 +88,9 @@ def collect(
     return Activations(writer.rows, examples, positions, Provenance.from_config(writer.config))
 
 
-def _columns(layout: ModelLayout, folder: str | Path | None, wanted: Sequence[Site]) -> dict[str, Column]:
+def _columns(layout: ModelLayout, folder: str | Path | None, requested: Sequence[Site]) -> dict[str, Column]:
     """Columns of the sites, or those of a finished folder that has these and more."""
-    columns = {str(site): Column(layout.width(site)) for site in wanted}
+    columns = {str(site): Column(layout.width(site)) for site in requested}
     with contextlib.suppress(InputError, KeyError):
         if folder is not None:
             stored = Artifact.open(folder, HOLDS).request["columns"]
@@ -229,10 +229,10 @@ def _check_arguments(model: TransformerBridge, examples: Examples, positions: Po
 
 
 def _resolve_sites(layout: ModelLayout, sites: Any) -> list[Site]:
-    wanted = list(dict.fromkeys(map(layout.resolve, sites)))
-    if not wanted:
+    requested = list(dict.fromkeys(map(layout.resolve, sites)))
+    if not requested:
         raise InputError("sites must have at least one site, such as 'h.0', got none.")
-    return wanted
+    return requested
 
 
 @checked

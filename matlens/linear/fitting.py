@@ -23,8 +23,8 @@ from matlens.numerics import check_float64_device, give_back_freed, in_float64
 from matlens.parallel import Bar
 
 _CHUNK = 4096  # samples factorised at a time; never fewer than eight for each dimension
-LEFT_OUT = 256  # samples that leave-one-out looks at
-KEPT = 4 << 30  # bytes of float64 copies that are stored rather than made again for every source
+N_HELD_OUT = 256  # samples that leave-one-out looks at
+CONVERTED_BYTES = 4 << 30  # of float64 copies that are made once, and not for every source
 
 
 Batch = tuple[Mapping[str, Tensor], Tensor | None]
@@ -278,11 +278,11 @@ def fit_samples(
         return _selected(parts, selection, n, provenance, divided=divided)
 
     # Few samples are converted once, and not for every source.
-    are_converted = device is None and 8 * n * sum(widths.values()) <= KEPT
+    are_converted = device is None and 8 * n * sum(widths.values()) <= CONVERTED_BYTES
     stored = _joined(read(sites)) if are_converted else None
     noisy: list[NoisyFit] = []
     for source, targets in by_source(named).items():
-        n_sampled = 0 if ridge else LEFT_OUT
+        n_sampled = 0 if ridge else N_HELD_OUT
         pairs_of_source = [(source, target) for target in targets]
         fits = PairFits(pairs_of_source, widths, n_sampled=n_sampled, split=split)
         batches: Iterable[Batch] = () if are_converted else read([source, *targets])
@@ -371,7 +371,7 @@ def fit_stream(
     count = provenance is None
     if count and first and isinstance(first[0], Rows):
         provenance = _with_options(first[0].provenance, selection, intercept=intercept, ridge=ridge)
-    fits = PairFits(named, widths, n_sampled=0 if ridge else LEFT_OUT, split=split)
+    fits = PairFits(named, widths, n_sampled=0 if ridge else N_HELD_OUT, split=split)
     batches = itertools.chain(first, batches)
     for batch in _selected(batches, selection, expected, provenance, divided=divided):
         fits.update(*batch)

@@ -322,8 +322,8 @@ def noise_of_fit(
     spread = sums[1] - sums[0].square() / max(weight, 1e-300)
     by_target = torch.cat([sums[2:], spread[None]]).split(list(state.targets.values()), 1)
     for name, of_name in zip(names, by_target, strict=True):
-        residual, left_out, variance = of_name[:, of_name[2] > 0]
-        fitted, other = float((residual / variance).mean()), float((left_out / variance).mean())
+        residual, held_out, variance = of_name[:, of_name[2] > 0]
+        fitted, other = float((residual / variance).mean()), float((held_out / variance).mean())
         if other > max(_DOMINATED * fitted, _EXACT):
             noisy.append(NoisyFit(name, n, d, 1 - other, 1 - fitted))
     return noisy
@@ -334,13 +334,13 @@ def _both_errors(
 ) -> tuple[Tensor, Tensor]:
     """Errors of samples by the map of all samples, and by that of all others."""
     residual = y - rotated @ z
-    left_out = residual / rest.clamp(min=_ALONE)[:, None]
+    held_out = residual / rest.clamp(min=_ALONE)[:, None]
     # A sample that alone settles a direction has no residual; the limit of a vanishing ridge has an error.
     alone = rest < _ALONE
     if bool(alone.any()):
         toward = rotated[alone] @ white.T
-        left_out[alone] = toward @ (white @ z) / (weights[alone] * toward.square().sum(1))[:, None]
-    return residual, left_out
+        held_out[alone] = toward @ (white @ z) / (weights[alone] * toward.square().sum(1))[:, None]
+    return residual, held_out
 
 
 def are_few(n_samples: int, width: int) -> bool:

@@ -126,12 +126,12 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         progress
             Show a bar.
         """
-        wanted = resolve_pairs(pairs, activations.provenance)
+        requested = resolve_pairs(pairs, activations.provenance)
         maps = fit_samples(
-            activations, wanted, rows=rows, weights=weights, intercept=intercept, ridge=ridge,
+            activations, requested, rows=rows, weights=weights, intercept=intercept, ridge=ridge,
             split=split, device=device,
         )  # fmt: skip
-        return cls(fitting_bar(maps, len(dict.fromkeys(wanted)), progress=progress))
+        return cls(fitting_bar(maps, len(dict.fromkeys(requested)), progress=progress))
 
     @property
     def n_samples(self) -> int | None:

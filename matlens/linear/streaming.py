@@ -166,7 +166,7 @@ def stream_least_squares(
     number, of = part
     if number > of:
         raise InputError(f"part must be one of {of}, such as (1, {of}), got {part}.")
-    wanted, widths = pairs_and_widths(model, pairs)
+    requested, widths = pairs_and_widths(model, pairs)
     provenance = provenance_of(model, ModelLayout.from_model(model), examples, positions, widths)
     every = examples.at_positions(positions)
     n_all = every.n_positions
@@ -181,13 +181,13 @@ def stream_least_squares(
         n_own = selection.n
     request: dict[str, Any] = {
         "provenance": provenance.to_json(),
-        "pairs": wanted,
+        "pairs": requested,
         "widths": widths,
         "part": [number, of],
         "n_samples": n_own,
         "batch_tokens": batch_tokens or default_batch_tokens(model),
     }
-    fits = PairFits(wanted, widths, norms=are_few(n_all, model.cfg.d_model))
+    fits = PairFits(requested, widths, norms=are_few(n_all, model.cfg.d_model))
     parallel.check_same([request, str(folder)], "streaming into least squares")
     with Artifact.writing(folder, HOLDS, request) as artifact:
         if not artifact.finished:
@@ -212,8 +212,8 @@ def pairs_and_widths(model: TransformerBridge, pairs: Pairs) -> tuple[list[tuple
     """Names of the sites of each pair in a model, and the width of each site."""
     layout = ModelLayout.from_model(model)
     named = resolve_pairs(pairs, layout.n_layers)
-    wanted = [(str(layout.resolve(source)), str(layout.resolve(target))) for source, target in named]
-    return wanted, {site: layout.width(site) for pair in wanted for site in pair}
+    requested = [(str(layout.resolve(source)), str(layout.resolve(target))) for source, target in named]
+    return requested, {site: layout.width(site) for pair in requested for site in pair}
 
 
 def _add_all(

@@ -168,9 +168,9 @@ def test_a_collection_larger_than_memory_is_fitted_shard_by_shard(
     rows = torch.rand(stored.n_rows, generator=generator) > 0.2
     weights = torch.rand(stored.n_rows, generator=generator)
     for options in ({}, {"rows": rows}, {"rows": rows, "weights": weights, "intercept": True, "ridge": 0.1}):
-        monkeypatch.setattr(fitting, "KEPT", 1 << 40)
+        monkeypatch.setattr(fitting, "CONVERTED_BYTES", 1 << 40)
         in_memory = matlens.MapSet.fit(stored, pairs="all", **QUIET, **options)
-        monkeypatch.setattr(fitting, "KEPT", 0)
+        monkeypatch.setattr(fitting, "CONVERTED_BYTES", 0)
         by_shard = matlens.MapSet.fit(stored, pairs="all", **QUIET, **options)
         assert by_shard.provenance == in_memory.provenance
         assert_same(_parts(by_shard), _parts(in_memory), tolerance=1e-5)

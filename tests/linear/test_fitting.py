@@ -334,7 +334,7 @@ def batches(samples: Mapping[str, Tensor], size: int) -> Iterator[dict[str, Tens
 def test_several_targets_at_once_and_in_chunks_are_the_same_as_one_by_one(
     intercept: bool, ridge: float, copied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fitting, "KEPT", fitting.KEPT if copied else 0)
+    monkeypatch.setattr(fitting, "CONVERTED_BYTES", fitting.CONVERTED_BYTES if copied else 0)
     before = {site: vectors.clone() for site, vectors in SITES.items()}
     options: dict[str, Any] = {"intercept": intercept, "ridge": ridge, "provenance": SEED}
     for chunk in (fitting._CHUNK, 9):

@@ -45,7 +45,7 @@ def sites(n_layers: int, pairs: Pairs) -> list[tuple[str, str]]:
 def test_a_fit_on_collected_vectors(
     n_layers: int, width: int, n_rows: int, pairs: Pairs, copied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fitting, "KEPT", fitting.KEPT if copied else 0)
+    monkeypatch.setattr(fitting, "CONVERTED_BYTES", fitting.CONVERTED_BYTES if copied else 0)
     samples, wanted = vectors(n_layers, width, n_rows), sites(n_layers, pairs)
 
     def fit() -> None:
