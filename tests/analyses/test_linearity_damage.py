@@ -14,7 +14,7 @@ import pytest
 import torch
 from analysing import assert_figure, run
 from conftest import SINK_TOKENS, plain_vectors
-from linearity_damage import comparisons, windows_without
+from linearity_damage import comparisons, residual_scores, windows_without
 from scipy import stats
 from torch import Tensor
 
@@ -165,6 +165,23 @@ def test_scores_are_derivatives_by_hand(
     assert ours["first order + fisher"] == pytest.approx(ours["first order"] + ours["fisher"])
     for score, value in expected.items():
         assert ours[score] == pytest.approx(value, rel=2e-3 if score in EXACT else 0.15), score
+
+
+def test_a_residual_is_squared_after_the_sum_over_a_text() -> None:
+    generator = np.random.default_rng(0)
+    residual = generator.normal(size=(2, 5, 3))
+    truth, sampled, last = (generator.normal(1, 0.3, size=(n, 2, 5, 3)) for n in (1, 4, 6))
+    stream = generator.normal(size=(2, 5, 3))
+    ours = residual_scores(
+        torch.from_numpy(residual), [torch.from_numpy(each) for each in (truth, sampled, last)],
+        torch.from_numpy(stream),
+    )  # fmt: skip
+    for score, gradient in (("fisher", sampled), ("fisher of the text", truth), ("last layer", last)):
+        by_text = np.einsum("stpd,tpd->st", gradient, residual)
+        assert ours[score] == pytest.approx((by_text**2).mean(0).sum() / 2)
+    by_token = np.einsum("stpd,tpd->stp", sampled, residual)
+    assert ours["fisher by token"] == pytest.approx((by_token**2).mean(0).sum() / 2)
+    assert abs(ours["fisher by token"] / ours["fisher"] - 1) > 0.2
 
 
 def test_no_window_is_both_scored_and_evaluated(examples: list[Examples]) -> None:
