@@ -79,7 +79,7 @@ class ModelIdentity:
     def same_but_rounded(self, other: ModelIdentity) -> bool:
         """Whether the one model's weights are the other's, rounded to its half precision."""
         narrow = {self.dtype, other.dtype} & self.rounded.keys() & other.rounded.keys()
-        return self.dtype != other.dtype and any(self.rounded[k] == other.rounded[k] for k in narrow)
+        return any(self.rounded[k] == other.rounded[k] for k in narrow)
 
     def difference(self, other: ModelIdentity) -> str:
         """The difference to another model; empty if they are the same."""
