@@ -15,7 +15,7 @@ from matlens.models import sizes
 from matlens.models.sizes import read_sizes
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2-moe"])
 def test_sizes_are_those_of_the_model_and_read_once(
     kind: str, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -33,7 +33,7 @@ def test_sizes_are_those_of_the_model_and_read_once(
     first = read_sizes(str(folder))
     assert first["n_parameters"] == sum(weight.numel() for weight in plain.parameters())
     assert (first["n_layers"], first["d_model"]) == (plain.config.num_hidden_layers, plain.config.hidden_size)
-    d_mlp = {"llama": 48, "gpt2": 0}[kind]  # GPT-2 does not say it
+    d_mlp = {"llama": 48, "gpt2": 0, "qwen2-moe": 88}[kind]  # GPT-2 does not say it
     assert (first["d_vocab"], first["d_mlp"]) == (plain.config.vocab_size, d_mlp)
     assert read_sizes(str(folder)) == first
     assert len(names) == 1

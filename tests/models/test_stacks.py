@@ -113,6 +113,10 @@ def test_sites_are_the_plain_models_and_add_up(name: str, stacks: dict[str, Any]
         for site in known.sites:
             ours = collected[site][examples.offsets[number] : examples.offsets[number + 1]]
             assert_near(ours, theirs[str(site)])
+        if name == "decoder":
+            span = slice(*examples.offsets[number : number + 2])
+            last = collected[f"h.{known.n_layers}"][span]
+            assert_near(Readout(model).logits(last), theirs["logits"])
 
 
 def test_what_does_not_belong_together_is_refused(stacks: dict[str, Any], model_folder: Any) -> None:

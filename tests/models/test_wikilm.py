@@ -32,6 +32,7 @@ VARIANTS = {
     "as published": settings(),
     "own projections": settings(tie_adaptive_proj=False),
     "own output": settings(tie_adaptive_weights=False, tie_adaptive_proj=False),
+    "no final norm": settings(decoder_final_norm=False),
     "final norm": settings(no_decoder_final_norm=False),
     "old": settings(no_tie_adaptive_proj=False, no_decoder_final_norm=True),
 }
@@ -311,13 +312,15 @@ def test_text_is_taken_apart_as_in_wikitext(text: str) -> None:
 def test_words_of_the_dictionary_stay_whole_between_spaces() -> None:
     """WikiText's own words have signs in them; a sentence's last word is no such word, though it was seen."""
     seen = {"U.S.": 900, "H.": 40, "H": 30, "...": 5, ".": 9000, "(_": 1, "in": 80, "the": 80, "album.": 3,
-            "album": 400, "No": 9, "No.": 9, "a^b|c": 2, "@-@": 7, "\"": 8, "based": 2}  # fmt: skip
+            "album": 400, "No": 9, "No.": 9, "a^b|c": 2, "@-@": 7, "\"": 8, "based": 2, "vol.": 9,
+            "vol": 80}  # fmt: skip
     dictionary = made_of(seen)
     tokenizer = dictionary.tokenizer()
     apart = 'the U.S. @-@ based H. album . No. ... a^b|c "'
     for text, words in {
         apart: apart.split(),
         "in the U.S. No... album.": ["in", "the", "U.S.", "No", ".", ".", ".", "album", "."],
+        "vol. in": ["vol.", "in"],
         '"the U.S."': ['"', "the", "<unk>", ".", "<unk>", ".", '"'],
         "a^bc 5.5": ["<unk>", "<unk>", "<unk>", "<unk>", ".", "<unk>"],  # no @.@ where there is none
     }.items():
