@@ -269,10 +269,12 @@ def test_flips_and_reads_are_those_by_hand(reference: tuple[int, Reference], job
         assert value(facts, method=name, metric="precision", k=1) == pytest.approx(
             expected.first[name].mean()
         )
-        for part, chosen in (("read", above), ("misread", ~above)):
-            if chosen.any():
-                cells = {"method": name, "direction": "transpose", "metric": "auc", "prompts": part}
-                assert value(facts, **cells) == pytest.approx(area[chosen].mean())
+        parts = {name: part for name, part in (("read", above), ("misread", ~above)) if part.any()}
+        cells = {"method": name, "direction": "transpose", "metric": "auc"}
+        rows = facts[(facts[list(cells)] == pd.Series(cells)).all(axis=1)].set_index("prompts")
+        assert rows["n"].filter(like="read").to_dict() == {each: part.sum() for each, part in parts.items()}
+        for each, part in parts.items():
+            assert value(facts, prompts=each, **cells) == pytest.approx(area[part].mean())
 
 
 def test_areas_over_layers_are_means_of_prompts_and_templates(job: Job) -> None:
