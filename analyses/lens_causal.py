@@ -83,7 +83,8 @@ def main(
     rows: list[Any] = [*layer_rows(row, results, study.seed), *area_rows(row, results, chosen.template)]
     validation = collect(model, study.validation_examples, [*layers, study.n_layers], progress=False)
     read = evaluate_lenses(lenses, validation, layers=layers, progress=False)
-    table = result_table([*rows, *read[read["metric"] == "precision"].to_dict("records")], *COLUMNS)
+    rows += read[read["metric"] == "precision"].to_dict("records")
+    table = result_table(rows, *COLUMNS)
     seconds = {name: record["seconds"] for name, record in records.items()}
     origin = job | {
         "n_facts": len(asked), "n_sentences": list(map(len, study.parts)), "seconds": seconds,

@@ -60,7 +60,7 @@ def r2_matrix(results: pd.DataFrame, method: str) -> Tensor:
     """r2 of a method as ``[layer, target]``, NaN without a map."""
     part = results[(results["metric"] == "r2") & (results["method"] == method)]
     if part.empty:
-        raise InputError(f"The table has no r2 by {short(method)}. Expected a method that it has.")
+        raise InputError(f"method must have r2 in the table, got {short(method)}.")
     size = int(results["target"].max()) + 1
     grid = torch.full((size, size), float("nan"))
     grid[torch.tensor(part["layer"].to_numpy()), torch.tensor(part["target"].to_numpy())] = torch.tensor(

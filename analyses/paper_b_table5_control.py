@@ -87,11 +87,9 @@ def main(
         typer.Option(help="An attribute that Self-Debiasing announces (all six); give it once for each."),
     ] = None,
     samples: Annotated[
-        int, typer.Option(min=0, help="Continuations drawn of each prompt; 0: the one that beams find.")
+        int, typer.Option(min=0, help="Sampled continuations per prompt; 0: beam search.")
     ] = 1,
-    beams: Annotated[
-        int, typer.Option(min=1, help="Beams, where none are drawn; 1 is the greedy continuation.")
-    ] = 1,
+    beams: Annotated[int, typer.Option(min=1, help="Beams with --samples 0; 1 is greedy.")] = 1,
     text: Annotated[
         Path | None,
         typer.Option(help="A file with the running text of perplexity, instead of the corpus in its order."),
@@ -106,12 +104,10 @@ def main(
     """Compare toxicity and perplexity of steering with two baselines."""
     scorer, debiasing = make_grader(grader), SelfDebiasing(announce or tuple(ATTRIBUTES))
     if samples and beams > 1:
-        raise InputError("Beams are searched where nothing is drawn. Use --samples 0 with --beams.")
+        raise InputError("--beams requires --samples 0.")
     named = [path.name for path in prompts or ()]
     if len({*named}) < len(named):
-        raise InputError(
-            f"The lists of prompts are called {', '.join(named)}. Expected files of different names."
-        )
+        raise InputError(f"--prompts must be files of different names, got {', '.join(named)}.")
     lists = {
         path.name: read_prompts(path, field=field, challenging=challenging)[:limit]
         for path in prompts or [HERE / "provocations.txt"]

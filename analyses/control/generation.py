@@ -111,8 +111,8 @@ def _prompt_variants(
     longest, context = max(map(len, variants)), model.cfg.n_ctx
     if longest + n_tokens > context:
         raise InputError(
-            f"The prompt {prompt[:60]!r} has {longest} tokens, announcements included, and {n_tokens} more "
-            f"do not fit into the model's context of {context}. Expected a shorter one."
+            f"A prompt must have at most {context - n_tokens} tokens with prefixes, to leave {n_tokens} of "
+            f"the context, got {longest} in {prompt[:60]!r}."
         )
     return variants
 

@@ -19,7 +19,7 @@ def read_prompts(path: str | Path, *, field: str = PROMPT_FIELD, challenging: bo
     path = Path(path).expanduser()
     is_json = path.suffix in (".json", ".jsonl")
     if challenging and not is_json:
-        raise InputError(f"{path} marks no prompts as challenging: only JSON lines do.")
+        raise InputError(f"challenging requires JSON lines, got {path}.")
     lines = path.read_text("utf-8").splitlines()
     if is_json:
         rows = [json.loads(line) for line in lines if line.strip()]

@@ -165,8 +165,8 @@ def evaluate(
     fitted_in: Any = check_choice(fitted_on.dtype, get_args(Dtype), "The precision of the maps' model")
     if same_precision and dtype not in (None, fitted_in):
         raise InputError(
-            f"The maps in {folder / MAPS} were fitted in {fitted_in}, not in {dtype}. To use them "
-            "weights are meant in another precision, say so with --other-precision."
+            f"The maps in {folder / MAPS} were fitted in {fitted_in}, not in {dtype}. Use "
+            "--other-precision to allow that."
         )
     loaded = ModelOptions(name, device, dtype or fitted_in, revision, trust_remote_code, stack).load()
     print_results(evaluate_maps(loaded, folder, same_precision=same_precision), folder)

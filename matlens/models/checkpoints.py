@@ -55,8 +55,7 @@ def check_supported(name: str, config: Any, stack: str | None = None) -> None:
     reads = modality(config)
     if reads == "seq2seq" and stack is None:
         raise InputError(
-            f"{said} as one: {kind} is an encoder-decoder, through which two streams pass. Say which is to "
-            "be read: stack='encoder' or stack='decoder'."
+            f"{said}: stack must be 'encoder' or 'decoder' for {kind}, an encoder-decoder, got None."
         )
     if reads != "seq2seq" and stack is not None:
         raise InputError(f"stack must be None for {name!r}, which has one stack, got {stack!r}.")

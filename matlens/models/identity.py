@@ -153,7 +153,7 @@ class Provenance:
     def identity(self) -> ModelIdentity:
         """The model; raises InputError if it is not known."""
         if self.model is None:
-            raise InputError("The model that this belongs to is not known: its provenance names none.")
+            raise InputError("The provenance must have a model, got none.")
         return self.model
 
     @property
@@ -245,7 +245,7 @@ def check_raw(model: TransformerBridge) -> None:
     if missing_repairs(model):
         raise InputError(
             f"TransformerLens does not compute {model.cfg.architecture} as transformers does. Load it with "
-            "matlens.load(), or give the bridge to matlens.wrap() first, which puts that right."
+            "matlens.load(), or give the bridge to matlens.wrap() first, which corrects it."
         )
     if drops_out(model):
         raise InputError(

@@ -91,7 +91,7 @@ def _on_hub(name: str, revision: str | None) -> tuple[str, str | None, str | Non
         raise InputError(f"There is no model {name!r}: no such file or folder. {EXPECTED}") from None
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise InputError(
-            f"The hub gives no model {name!r} (revision {revision or 'main'}): {error} {EXPECTED}"
+            f"The hub has no model {name!r} (revision {revision or 'main'}): {error} {EXPECTED}"
         ) from error
     except Exception as error:
         # The HTTP library of the hub's client has changed before, and so have its exceptions.

@@ -162,8 +162,8 @@ class Readout:
             truth = model(probe_inputs(model)[0], return_type="logits")
         if not seen:
             raise InputError(
-                f"What the last block of {type(model.original_model).__name__} gives cannot be read: the "
-                f"hook {last} does not fire. Expected a model whose blocks give vectors to TransformerLens."
+                f"The output of the last block of {type(model.original_model).__name__} cannot be read: the "
+                f"hook {last} does not fire. Use a model whose blocks run through TransformerLens."
             )
         check_finite(seen[0], f"h.{model.cfg.n_layers}")
         # Classifiers have one row of logits per input, from its class token, the first.
@@ -204,8 +204,8 @@ def head_modules(model: TransformerBridge) -> list[nn.Module]:
         )
     if stack_of(model) == ENCODER:
         raise InputError(
-            "An encoder has no readout: what its last layer holds is read by the decoder alone. Load "
-            "the model with stack='decoder'. The encoder's layers can be collected and mapped."
+            "An encoder has no readout: only the decoder reads its last layer. Load the model with "
+            "stack='decoder'. The encoder's layers can be collected and mapped."
         )
     norm = [model.ln_final.original_component] if hasattr(model, "ln_final") else []
     return ask(Family.head, model) or [*norm, *narrowing(model), model.unembed.original_component]

@@ -58,7 +58,7 @@ def inputs_of(
         return tokens, {"attention_mask": mask}
     if source is None:
         raise InputError(
-            "This is a decoder that reads an encoder's last layer, and the examples hold no source for it. "
+            "This is a decoder that reads an encoder's last layer, and the examples have no source for it. "
             "Make them with matlens.data.make_pairs(model, sources, targets), or of token ids with "
             "matlens.make_token_examples(model, ids, sources=...)."
         )

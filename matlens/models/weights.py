@@ -132,8 +132,8 @@ class WeightChecksum:
         """Raise InputError if the weights have changed; skipped inside `constant`."""
         if not self._within and self._read() != self._checksum:
             raise InputError(
-                f"The weights of the model have changed since {self._name} was made, so it is of another "
-                f"model. Make {self._name} again, and collect and fit again what was made before."
+                f"The weights of the model have changed since {self._name} was made. Make {self._name} "
+                "again, and repeat collecting and fitting."
             )
 
     @contextmanager

@@ -121,10 +121,10 @@ def _resolve_variant(
     replacements = resolve_replacements(model, variant.replacements, identity=identity)
     for replacement in replacements:
         if layout.order(replacement.target) > end:
-            raise InputError(f"{replacement} in {name} replaces what lies after {layout.stream[-1]}.")
+            raise InputError(f"{replacement} in {name} must not be after {layout.stream[-1]}.")
         if layout.order(replacement.source) < start:
             raise InputError(
-                f"{name} runs unpatched up to layer {first}, and {replacement} replaces what lies before it."
+                f"{replacement} in {name} must be after layer {first}, up to which it runs unpatched."
             )
         where = replacement.where
         if not isinstance(where, str) and len(where) != len(examples):

@@ -365,6 +365,6 @@ def cut_config(config: Any, remaining: Sequence[int]) -> Any:
         ) from error
     if any(list(getattr(again, key)) != value for key, value in lists.items()):
         raise InputError(
-            f"The settings {', '.join(lists)} of {type(cut).__name__} would be others in a file."
+            f"The settings {', '.join(lists)} of {type(cut).__name__} cannot be saved unchanged."
         )
     return cut

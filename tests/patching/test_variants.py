@@ -207,8 +207,8 @@ def test_stored_vectors_are_those_in_memory_and_another_job_is_refused(
 @pytest.mark.parametrize(
     ("first", "make", "message"),
     [
-        (2, lambda maps: jump(maps, 1, 3), r"bad runs unpatched up to layer 2, and h\.1 -> h\.3 "),
-        (2, lambda maps: mat_ffn(maps, 1, 3), r"up to layer 2, and ffn_in\.1 -> ffn_out\.1 "),
+        (2, lambda maps: jump(maps, 1, 3), r"h\.1 -> h\.3 in bad must be after layer 2"),
+        (2, lambda maps: mat_ffn(maps, 1, 3), r"ffn_in\.1 -> ffn_out\.1 in bad must be after layer 2"),
         (0, lambda maps: jump(maps, 0, 2) + jump(maps, 1, 3), "overlaps"),
         (9, lambda maps: [], "out of range"),
         (0, lambda maps: mat_attn(maps, 0, 2, where=torch.zeros(2, dtype=torch.long)), f"must have {N} rows"),
@@ -218,6 +218,7 @@ def test_variants_are_checked_before_anything_is_run(
     first: int, make: Callable[[MapSet], list[Replacement]], message: str, small_model: Models, tmp_path: Path
 ) -> None:
     model = small_model("llama")
+    ModelLayout.from_model(model)  # which runs the model once
     variants = {"good": Variant(1, []), "bad": Variant(first, make(maps_of("llama")))}
     with counting(model) as counts, pytest.raises(InputError, match=message):
         run_variants(model, examples_of(model), variants, folder=tmp_path / "out", **OPTIONS)
