@@ -17,7 +17,7 @@ from matlens.activations.activations import HOLDS, Activations
 from matlens.data.examples import Examples
 from matlens.errors import InputError, checked
 from matlens.io.files import damaged
-from matlens.io.rows import Column, writing_rows
+from matlens.io.rows import Column, check_complete, writing_rows
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site, check_finite
 from matlens.parallel import Bar
@@ -117,14 +117,17 @@ def read_parquet(
         arrays = {name: table[name][0].values.to_numpy().copy() for name in table.column_names}
     examples = Examples.from_arrays(arrays, provenance.data)
     paths = [source / VECTORS.replace("*", f"{number:05d}") for number in range(facts["n_shards"])]
-    files = []
+    files, index = [], []
     shared = {key: value for key, value in facts.items() if key != "n_shards"}
     for number, path in enumerate(paths):
         file, of_shard = _open(path)
         if of_shard != {**shared, "shard": number} or facts["examples"] != examples.fingerprint:
             raise InputError(f"{path} and {source / EXAMPLES} must be from the same export.")
         files.append(file)
+        with _intact(path):
+            index.append(file.read(["row"])["row"].to_numpy())
     positions: Any = "all" if provenance.positions == "all" else "sampled"
+    check_complete(index, examples.at_positions(positions).n_positions, source / EXAMPLES)
     counts = [file.metadata.num_rows for file in files]
     columns = {site: Column(files[0].schema_arrow.field(site).type.list_size) for site in facts["sites"]}
 

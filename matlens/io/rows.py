@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from matlens import parallel
 from matlens.errors import InputError
-from matlens.io.artifact import Artifact, make_config
+from matlens.io.artifact import CONFIG, Artifact, make_config
 from matlens.io.files import damaged
 from matlens.numerics import give_back_freed
 
@@ -68,20 +69,22 @@ class StoredRows(Mapping[str, Tensor]):
         if whole is None:
             column = self.columns[name]
             whole = torch.empty(self.n_rows, column.width, dtype=column.in_memory)
-            n_filled = 0
             for index, part in self.shards([name]):
                 whole[torch.from_numpy(index)] = part[name]
-                n_filled += len(index)
-            if n_filled != self.n_rows:
-                raise damaged(self._artifact.folder, f"holds {n_filled:,} rows of {self.n_rows:,}")
             self._whole[name] = whole
         return whole
 
     def shards(self, names: Sequence[str]) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
         """The rows of some columns shard by shard: indices and values."""
-        for shard in self._shards:
-            index = self._artifact.read(shard, INDEX).numpy()
+        for shard, index in self._indices.items():
             yield index, {name: self._artifact.read(shard, name) for name in names}
+
+    @cached_property
+    def _indices(self) -> dict[str, np.ndarray]:
+        """The numbers of the rows in each shard; all together they are each row once."""
+        indices = {shard: self._artifact.read(shard, INDEX).numpy() for shard in self._shards}
+        check_complete(indices.values(), self.n_rows, self._artifact.folder / CONFIG)
+        return indices
 
     def __reduce__(self) -> Any:
         return StoredRows, (self._artifact,)
@@ -182,6 +185,13 @@ class RowWriter:
             of_all = parallel.concatenate({INDEX: own}, "rows")[INDEX]
             for name, column in self.rows.items():
                 column[of_all] = parallel.concatenate({name: column[own]}, f"rows of {name}")[name]
+
+
+def check_complete(indices: Iterable[np.ndarray], n_rows: int, source: Path) -> None:
+    """Raise InputError unless each row is there, and once."""
+    index = np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *indices]))
+    if not np.array_equal(index, np.arange(n_rows)):
+        raise damaged(source, f"must be of {n_rows:,} rows, each of them once, and is of {len(index):,}")
 
 
 def _row_bytes(columns: Columns) -> int:

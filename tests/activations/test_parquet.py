@@ -8,6 +8,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -98,6 +99,13 @@ def test_damaged_exports_are_refused(collected: Activations, tmp_path: Path) -> 
     shards = sorted((tmp_path / "a").glob("vectors-*"))
     if len(shards) > 1:
         refused(shards[1].read_bytes())
+    table = pq.read_table(shard)  # as a shard of an export of other batches is written: a row is there twice
+    for same in (table.set_column(0, "row", [table["row"].to_numpy()[::-1] // 2]), table.slice(1)):
+        pq.write_table(same, shard)
+        with pytest.raises(InputError, match="each of them once"):
+            read_parquet(tmp_path / "a", folder=tmp_path / "twice", progress=False)
+        assert not (tmp_path / "twice").exists()
+    shard.write_bytes(whole)
     write_parquet(collected, tmp_path / "half", dtype=torch.bfloat16, progress=False)
     refused((tmp_path / "half" / "vectors-00000.parquet").read_bytes())
     read_parquet(tmp_path / "half", folder=tmp_path / "read", progress=False)

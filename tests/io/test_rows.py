@@ -61,11 +61,13 @@ def test_shards_are_about_as_large_as_the_limit(tmp_path: Path, monkeypatch: pyt
     assert [len(index) for index, _ in shards] == [6] * 26 + [4]
 
 
-def test_rows_that_are_not_all_there_are_damage(tmp_path: Path) -> None:
+@pytest.mark.parametrize("index", [[0, 1], [0, 1, 1, 3]])
+def test_rows_that_are_not_each_there_once_are_damage(index: list[int], tmp_path: Path) -> None:
     with writing_rows("rows", {}, {"h.0": Column(3)}, [4], folder=tmp_path / "r") as writer:
-        writer.add(np.arange(2), {"h.0": torch.ones(2, 3)})
-    with pytest.raises(InputError):
-        _ = writer.rows["h.0"]
+        writer.add(np.array(index), {"h.0": torch.ones(len(index), 3)})
+    for read in (lambda: writer.rows["h.0"], lambda: list(writer.rows.shards(["h.0"]))):
+        with pytest.raises(InputError, match="each of them once"):
+            read()
 
 
 def test_a_disk_without_room_is_said_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
