@@ -164,6 +164,8 @@ def outlying_rows(
 
 
 def _first(places: np.ndarray, like: Tensor) -> Bool[Tensor, " n"]:
+    if len(places) != len(like):
+        raise InputError(f"places must be those of the {len(like)} samples, got {len(places)}.")
     return torch.from_numpy(np.asarray(places) == 0).to(like.device)
 
 

@@ -139,10 +139,11 @@ def test_three_first_tokens_and_three_others_are_enough(
     [
         (torch.tensor([[1.0, torch.nan]]), {}), (torch.tensor([[1.0, torch.inf]]), {}),
         (-torch.ones(3, 2), {}), (torch.ones(3, 0), {}), (torch.ones(3, 2), {"factor": 0.5}),
+        (torch.ones(3, 2), {"places": np.arange(4)}),
     ],
 )  # fmt: skip
 def test_what_are_no_norms_is_refused(norms: torch.Tensor, options: Any) -> None:
-    with pytest.raises(InputError, match=r"^(norms|factor) must be"):
+    with pytest.raises(InputError, match=r"^(norms|factor|places) must be"):
         outlying_rows(norms, **options)
 
 
