@@ -204,14 +204,14 @@ class Artifact:
             self._headers.pop(name, None)
 
     def _discard(self) -> None:
-        """Remove what this process wrote, ``config.json`` last; the lock and files of others stay."""
+        """Remove what this process wrote, ``config.json`` last if it is alone; files of others stay."""
         with suppress(OSError):
             for path in self._written:
                 if path.is_dir():
                     shutil.rmtree(path)
                 else:
                     path.unlink(missing_ok=True)
-            if parallel.is_main():
+            if parallel.world_size() == 1:  # the others have written shards, which a rerun reads
                 (self.folder / CONFIG).unlink()
 
     def finish(self) -> None:

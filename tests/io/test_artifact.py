@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from several import run_ranks
 
 import matlens
-from matlens import InputError, ffn
+from matlens import InputError, ffn, parallel
 from matlens.activations import Activations
 from matlens.data import make_windows
 from matlens.explorer import value_pages, write_value_pages
@@ -255,6 +255,20 @@ def test_what_an_earlier_call_wrote_outlives_a_failure(tmp_path: Path) -> None:
             write_and_raise(tmp_path / "a", error)
     with Artifact.writing(tmp_path / "a", "maps", {}) as artifact:
         assert artifact.written() == ["0"]
+
+
+def test_what_other_processes_wrote_outlives_a_failure(tmp_path: Path) -> None:
+    def work() -> None:
+        with Artifact.writing(tmp_path / "a", "maps", {}) as artifact:
+            artifact.write(str(parallel.rank()), {"x": torch.ones(3)})
+            parallel.barrier("written")
+            if parallel.is_main():
+                raise ValueError("mine")
+            artifact.finish()
+
+    run_ranks(2, work, tmp_path / "ranks")
+    with Artifact.writing(tmp_path / "a", "maps", {}) as artifact:
+        assert artifact.written() == ["1"]
 
 
 @pytest.mark.parametrize("call", ["os.fsync", "os.replace"])
