@@ -9,7 +9,7 @@ import re
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,10 @@ def write_files(contents: Mapping[Path, Content]) -> None:
                 file.write(_encoded(content))
                 file.flush()
                 os.fsync(file.fileno())
-        for path, temporary in partial.items():
-            temporary.replace(path)
+        # Of two processes that write the same files, all are from one.
+        with locked(next(iter(partial)).parent, clean=False) if len(partial) > 1 else nullcontext():
+            for path, temporary in partial.items():
+                temporary.replace(path)
     finally:
         for temporary in partial.values():
             temporary.unlink(missing_ok=True)
@@ -84,10 +86,12 @@ def nearest_existing(folder: Path) -> Path:
 
 
 @contextmanager
-def locked(folder: Path, owner: Callable[[], str] = lambda: "another process") -> Iterator[None]:
+def locked(
+    folder: Path, owner: Callable[[], str] = lambda: "another process", *, clean: bool = True
+) -> Iterator[None]:
     """Hold the lock of a folder, which is created; waits, with a message, while another process holds it.
 
-    A killed process holds no lock. The partial files that it left are removed.
+    A killed process holds no lock. The partial files that it left are removed, if the folder is cleaned.
     """
     from filelock import FileLock, Timeout
 
@@ -105,7 +109,7 @@ def locked(folder: Path, owner: Callable[[], str] = lambda: "another process") -
         except FileNotFoundError:  # the other job has failed and removed the folder
             continue
     try:
-        if lock.lock_counter == 1:
+        if clean and lock.lock_counter == 1:
             for path in folder.glob(".*.partial"):
                 if _PARTIAL.fullmatch(path.name):
                     path.unlink(missing_ok=True)
