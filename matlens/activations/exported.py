@@ -23,7 +23,6 @@ from matlens.activations.collecting import collect, provenance_of
 from matlens.data.examples import Examples
 from matlens.data.token_examples import make_token_examples
 from matlens.errors import InputError, PositiveInt, checked, printable, short
-from matlens.io.cache import file_states
 from matlens.io.files import content_hash
 from matlens.io.rows import Column, writing_rows
 from matlens.models.identity import Provenance, check_raw
@@ -115,7 +114,9 @@ def read_exported(
     provenance = replace(provenance, data={**examples.provenance, "engine": "another"})
 
     counts = examples.lengths.tolist() if positions == "all" else [1] * len(examples)
-    files = file_states(prompt.path for prompt in prompts)  # which change if they are written again
+    states = [(prompt.path.name, prompt.path.stat()) for prompt in prompts]
+    # They change if a file is written again, and not if it is moved.
+    files = {name: [state.st_size, state.st_mtime_ns] for name, state in states}
     request = {"provenance": provenance.to_json(), "files": content_hash(files)}
     with writing_rows(HOLDS, request, columns, counts, folder=folder, arrays=examples.arrays) as writer:
         for number in Bar(writer.missing, unit="prompt", desc="reading", disable=not progress):

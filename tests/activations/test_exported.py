@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,8 @@ def test_rows_of_files_that_were_written_anew_are_not_those_of_before(
     before = read_exported(model, folder, ENTRIES, folder=rows, progress=False)
     again = read_exported(model, folder, ENTRIES, folder=rows, progress=False)
     assert torch.equal(before[1], again[1])
+    moved = shutil.copytree(folder, tmp_path / "moved")  # with the times of the files
+    assert torch.equal(read_exported(model, moved, ENTRIES, folder=rows, progress=False)[1], again[1])
     path = folder / "cmpl-2.safetensors"
     content = path.read_bytes()
     path.unlink()
