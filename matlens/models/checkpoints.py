@@ -59,6 +59,8 @@ def check_supported(name: str, config: Any, stack: str | None = None) -> None:
         )
     if reads != "seq2seq" and stack is not None:
         raise InputError(f"stack must be None for {name!r}, which has one stack, got {stack!r}.")
+    if reads == "audio":
+        raise InputError(f"{said}: {kind} is an audio model. Use a text model or a vision transformer.")
     try:
         determine_architecture_from_hf_config(config)
     except ValueError:

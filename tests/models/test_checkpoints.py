@@ -76,6 +76,7 @@ CAUSES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no layers": (_with_config(num_hidden_layers=0), r"says 0 layers\. Expected at least 1"),
     "a million layers": (_with_config(num_hidden_layers=10**6), "more than 1,000 layers.*MATLENS_MAX_LAYERS"),
     "fewer layers": (_with_config(num_hidden_layers=2), r"hold 9 tensors of blocks that its configuration"),
+    "audio": (_with_config(model_type="hubert", architectures=["HubertModel"]), "audio model"),
     "more layers": (_with_config(num_hidden_layers=4), r"weights lack 9 tensors, model\.layers\.3\."),
 }  # fmt: skip
 
