@@ -28,7 +28,7 @@ from matlens.io.rows import Column, read_rows, writing_rows
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
-from matlens.models.sites import COEFFICIENTS, PARALLEL, STREAM, Site
+from matlens.models.sites import COEFFICIENTS, PARALLEL, STREAM, Site, check_finite
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -162,7 +162,10 @@ class Trace:
                     model, examples, reader.sites, batch_tokens=size, progress=progress,
                     numbers=writer.missing,
                 ):  # fmt: skip
-                    writer.add(batch.index, reader.rows(batch))
+                    rows = reader.rows(batch)
+                    for name, values in rows.items():
+                        check_finite(values, name)
+                    writer.add(batch.index, rows)
         return cls(writer.rows, examples, Provenance.from_config(writer.config))
 
     @classmethod

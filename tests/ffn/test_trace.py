@@ -246,6 +246,15 @@ def test_a_stored_trace_is_the_one_in_memory_and_a_finished_folder_is_only_opene
         assert again.provenance.corpus == "words"
 
 
+def test_a_trace_that_is_not_finite_is_refused(
+    llama: tuple[Any, Examples], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scale = torch.tensor(torch.inf)
+    monkeypatch.setattr(module.ValueVectors, "scale", lambda _, __, outputs: scale.expand(len(outputs)))
+    with pytest.raises(InputError, match="not finite"):
+        Trace.run(*llama, k=K, progress=False)
+
+
 def test_what_cannot_be_traced_is_refused_before_anything_is_run(
     llama: tuple[Any, Examples], small_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
