@@ -71,7 +71,10 @@ def _check_replaceable(path: Path) -> None:
 def check_writable(folder: Path, files: Iterable[str] = ()) -> None:
     """Raise an error early if a folder cannot be created or files not be written."""
     trial = partial_path(nearest_existing(folder) / "trial")
-    trial.touch(exist_ok=False)
+    try:
+        trial.touch(exist_ok=False)
+    except OSError as error:
+        raise InputError(f"{folder} must be writable, got: {error.strerror}.") from error
     trial.unlink(missing_ok=True)  # another process that locks the folder removes such files too
     for name in files:
         _check_replaceable(folder / name)

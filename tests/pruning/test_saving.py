@@ -154,6 +154,7 @@ def test_what_cannot_be_replaced_is_refused_before_the_work(
         (tmp_path, "not empty"),
         (tmp_path / "file", "is not a folder"),
         (tmp_path / "nowhere", "is not a folder"),
+        (Path("/proc/model"), "^/proc/model must be writable"),
     ):
         with pytest.raises(InputError, match=message), reserved(path):
             raise AssertionError("the work was begun")

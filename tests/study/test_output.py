@@ -72,7 +72,7 @@ def test_where_nothing_can_be_written_is_told_and_left_as_it_is(tmp_path: Path) 
     (tmp_path / "results.csv").mkdir()
     before = everything(tmp_path)
     for place in (tmp_path / "file" / "out", tmp_path / "loop", Path("/dev/null/out"), Path("/proc/x")):
-        with pytest.raises(OSError, match=str(place.parent)):
+        with pytest.raises(InputError, match=str(place.parent)):
             check_output(place, KNOWN)
     with pytest.raises(InputError, match="got a folder, a pipe or a device"):
         check_output(tmp_path, KNOWN)
