@@ -47,6 +47,8 @@ def write_wikilm(model: WikiLMForCausalLM, dictionary: WordDictionary, folder: s
     folder, config = Path(folder), model.config
     if len(dictionary) != config.vocab_size:
         raise InputError(f"dictionary must have {config.vocab_size} words, got {len(dictionary)}.")
+    if not (config.tie_word_embeddings and config.tie_projections):
+        raise InputError("model must have tie_word_embeddings=True and tie_projections=True.")
     cutoffs = ",".join(map(str, config.cutoffs))
     args = argparse.Namespace(
         arch="transformer_lm_wiki103", task="language_modeling", decoder_layers=config.num_layers,

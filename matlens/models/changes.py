@@ -349,6 +349,8 @@ def _plain_buffers(model: TransformerBridge, plain: Any) -> dict[str, Tensor]:
 def _agree(values: Tensor, plain: Tensor) -> bool:
     """Whether values are the same but for rounding to another precision, or on another device."""
     tolerance = _TOLERANCE.get(values.dtype, 0.0)
+    if values.ndim == 2:
+        values = values[: len(plain)]  # tables of positions grow in passes longer than the context
     return values.shape == plain.shape and torch.allclose(
         values.double(), plain.double(), rtol=tolerance, atol=0
     )

@@ -13,7 +13,7 @@ from matlens.errors import InputError, checked
 from matlens.io.cache import default_cache, file_states
 from matlens.io.files import read_json, write_files
 from matlens.models.checkpoints import auto_class, read_configuration, software
-from matlens.models.places import locate
+from matlens.models.places import GGUF, locate
 from matlens.models.registry import Family, ask, family_adapters
 
 SIZES = "sizes"
@@ -37,7 +37,9 @@ def read_sizes(
     say is None, or 0 for ``d_mlp`` and ``n_parameters``.
     """
     folder, file, commit = locate(name, revision)
-    cache = None if trust_remote_code else default_cache()
+    # A family may read more files than the one that is named.
+    cached = not trust_remote_code and (file is None or file.lower().endswith(GGUF))
+    cache = default_cache() if cached else None
     key: dict[str, Any] = {"layout": _LAYOUT, "software": software(), "of": folder, "commit": commit}
     if cache is not None:
         if commit is None:

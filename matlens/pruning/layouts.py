@@ -44,12 +44,17 @@ class Layout:
     def from_model(cls, model: Any) -> Layout:
         """Find the blocks; raises InputError without blocks or a next-token head."""
         n_layers = model.config.get_text_config().num_hidden_layers
+        tables = model.get_input_embeddings(), model.get_output_embeddings()
+        in_tables = {part for table in tables if table is not None for part in table.modules()}
         lists = [
             (path, module)
             for path, module in model.named_modules()
-            if isinstance(module, nn.ModuleList) and len(module) == n_layers and path.count(".") < 4
+            if isinstance(module, nn.ModuleList)
+            and len(module) == n_layers
+            and path.count(".") < 4
+            and module not in in_tables  # whose bands of words may be as many
         ]
-        if model.get_output_embeddings() is None or not lists:
+        if tables[1] is None or not lists:
             raise InputError(
                 f"{type(model).__name__} does not predict the next token, or lists no {n_layers} blocks: "
                 "expected a decoder such as GPT-2, Llama or GPT-NeoX."

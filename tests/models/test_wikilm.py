@@ -20,11 +20,13 @@ from transformers import AutoModelForCausalLM
 
 import matlens
 from matlens import InputError, ffn
-from matlens.data import Corpus
+from matlens.data import Corpus, make_windows
 from matlens.models import ModelLayout, changes_of, token_policy
 from matlens.models.families.fairseq import SPECIAL, WordDictionary, read_wikilm, words_of
-from matlens.models.families.wikilm import WikiLMForCausalLM
+from matlens.models.families.wikilm import WikiLMConfig, WikiLMForCausalLM
 from matlens.models.registry import families
+from matlens.models.sizes import read_sizes
+from matlens.pruning import prune
 
 SENTENCES = [[2, 5, 40, 17, 55, 6, 31], [2, 13, 14], [2, 30, 29, 8, 9]]
 HEAD = f"{SOFTMAX}.head.word_proj.weight"
@@ -172,6 +174,35 @@ def test_a_norm_after_the_last_block_is_part_of_the_readout(tmp_path: Path) -> N
     assert ffn.Projection.after_norm(model).norm is not None
 
 
+def test_blocks_are_removed_where_there_are_as_many_bands(model: Any) -> None:
+    windows = make_windows(model, make_sentences(), size=8)
+    pruned = prune(model, windows, [1], method="out", progress=False)
+    tensors = weights(settings())
+    renamed = {
+        name.replace("layers.2.", "layers.1."): tensors[name] for name in tensors if "layers.1." not in name
+    }
+    with torch.no_grad():
+        logits = pruned.model(torch.tensor(SENTENCES[:1])).logits[0]
+    assert_close(logits, run(settings(decoder_layers=2), renamed, SENTENCES[0])["logits"])
+
+
+def test_passes_longer_than_the_context_leave_the_model_as_it_is(path: Path) -> None:
+    model = matlens.load(path, device="cpu")
+    positions = model.original_model.model.embed_positions
+    model(torch.full((1, 60), 5), return_type="logits")
+    assert len(positions.weights) > 50
+    assert changes_of(model) == ()
+    positions.weights[7] *= 2
+    assert len(changes_of(model)) == 1
+
+
+def test_cutoffs_increase_up_to_the_vocabulary() -> None:
+    assert [band[:2] for band in WikiLMConfig(vocab_size=9, cutoffs=[4, 9]).bands] == [(0, 4), (4, 9)]
+    for cutoffs in ([], [0, 4], [4, 4], [5, 4], [4, 10]):
+        with pytest.raises(InputError, match=r"^cutoffs must"):
+            WikiLMConfig(vocab_size=9, cutoffs=cutoffs)
+
+
 # Checkpoints
 
 
@@ -191,6 +222,9 @@ def test_a_checkpoint_is_written_as_fairseq_does(path: Path, tmp_path: Path) -> 
     torch.testing.assert_close(run(written["args"], written["model"], SENTENCES[0])["logits"], expected)
     assert_close(logits_of(again), expected)
     assert (tmp_path / "dict.txt").read_text() == (path.parent / "dict.txt").read_text()
+    untied = save(tmp_path / "untied", VARIANTS["own projections"])
+    with pytest.raises(InputError, match="tie_projections"):
+        write_wikilm(*read_wikilm(untied), tmp_path)
 
 
 def test_old_names_and_half_precision_are_read(tmp_path: Path) -> None:
@@ -255,6 +289,7 @@ OTHERS: list[tuple[Any, Any, str]] = [
     (settings(no_token_positional_embeddings=True), None, "no_token_positional"),
     (settings(add_bos_token=True), None, "add_bos_token"),
     (settings(activation_fn="tanh"), None, "activation_fn"),
+    (settings(max_target_positions=10**6), weights(settings()), "positions"),
     (settings(decoder_layers=10**9), weights(settings()), "decoder_layers"),
     (settings(decoder_embed_dim=20), weights(settings()), "size mismatch"),
     (settings(), without(f"{EMBEDDINGS}.1.1.weight"), "Missing"),
@@ -264,11 +299,19 @@ OTHERS: list[tuple[Any, Any, str]] = [
     (settings(), {"decoder.x": "text"}, "cannot be used"),
     ("args", weights(settings()), "cannot be used"),
 ]
+
+
+def made_up(n_words: int) -> str:
+    return "".join(f"w{i} 1\n" for i in range(n_words))
+
+
 DAMAGE: list[tuple[Callable[[Path], Any], str]] = [
     (_half, "truncated"),
     (lambda path: path.write_text("no pickle"), "truncated"),
     (lambda path: torch.save([1, 2], path), "cannot be used"),
-    (lambda path: (path.parent / "dict.txt").write_text("a 1\n"), "size mismatch"),
+    (lambda path: (path.parent / "dict.txt").write_text("a 1\n"), "cutoffs must"),
+    (lambda path: (path.parent / "dict.txt").write_text(made_up(10)), "cutoffs must"),  # ends with a band
+    (lambda path: (path.parent / "dict.txt").write_text(made_up(40)), "size mismatch"),
 ]
 
 
@@ -278,7 +321,10 @@ def test_other_models_and_damaged_files_are_refused(tmp_path: Path) -> None:
             read_wikilm(save(tmp_path, args, tensors))
     for number, (damage, reason) in enumerate(DAMAGE):
         path = save(tmp_path / str(number))
+        assert read_sizes(str(path))["d_vocab"] == N_WORDS
         damage(path)
+        with pytest.raises(InputError):
+            read_sizes(str(path))
         with pytest.raises(InputError, match=reason):
             read_wikilm(path)
 
@@ -340,9 +386,10 @@ def test_words_are_numbered_by_frequency_and_filled_up() -> None:
 
 def test_dictionaries_are_read_and_others_refused(tmp_path: Path) -> None:
     path = tmp_path / "dict.txt"
-    path.write_text("the 10\nof a 3\na 2\n")
+    path.write_text("the 10\nof a 3\n\u2028\u0085 2\nthe 1 #fairseq:overwrite\n\n\n")
     dictionary = WordDictionary.read(path)
-    assert (dictionary.words[4:], dictionary.counts[4:]) == (("the", "of a", "a"), (10, 3, 2))
+    assert dictionary.words[4:] == ("<overwritten 4>", "of a", "\u2028\u0085", "the")
+    assert dictionary.counts[4:] == (10, 3, 2, 1)
     for content in ("word\n", "a 1\na 2\n", "a " + "9" * 40 + "\n", "</s> 3\n"):
         path.write_text(content)
         with pytest.raises(InputError, match=r"^Line \d of"):

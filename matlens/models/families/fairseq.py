@@ -7,6 +7,7 @@ only settings (``argparse.Namespace``) and meters of training, which are replace
 from __future__ import annotations
 
 import argparse
+import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ _SOFTMAX = PREFIXES["lm_head."]
 _METERS = ("AverageMeter", "TimeMeter", "StopwatchMeter", "MetersDict")
 _IGNORED = re.compile(r".*(version|_float_tensor)|decoder\.embed_positions\.weights")
 _OLD_NORMS = {".layer_norms.0.": ".self_attn_layer_norm.", ".layer_norms.2.": ".final_layer_norm."}
+_MAX_POSITIONS = 2**16
 _NAMED = re.compile(r"GLOBAL ([\w.]+)|unsupported class ([\w.]+)")
 
 
@@ -90,7 +92,7 @@ def read_wikilm(
             num_layers=settings["decoder_layers"], attention_heads=settings["decoder_attention_heads"],
             ffn_dim=settings["decoder_ffn_embed_dim"], tie_word_embeddings=tied,
             tie_projections=tied and bool(projections),
-            max_position_embeddings=settings.get("max_target_positions") or settings["tokens_per_sample"],
+            max_position_embeddings=_n_positions(settings),
             cutoffs=[int(end) for end in settings["adaptive_input_cutoff"].split(",")],
             adaptive_factor=settings.get("adaptive_input_factor", 4),
             activation_function=settings.get("activation_fn", "relu"),
@@ -165,11 +167,17 @@ def _check_settings(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
         "activation_fn is neither relu nor gelu": activation not in ("relu", "gelu"),
         "no_token_positional_embeddings is set": settings.get("no_token_positional_embeddings"),
         "add_bos_token is set": settings.get("add_bos_token"),
+        # Before a table of any number of positions is made.
+        f"it has more than {_MAX_POSITIONS:,} positions": _n_positions(settings) > _MAX_POSITIONS,
         "its first kind of adaptive softmax has bands elsewhere": f"{_SOFTMAX}version" not in tensors,
     }
     for reason, is_so in refused.items():
         if is_so:
             raise InputError(reason)
+
+
+def _n_positions(settings: Mapping[str, Any]) -> int:
+    return settings.get("max_target_positions") or settings["tokens_per_sample"]
 
 
 def _lacks_final_norm(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
@@ -208,7 +216,7 @@ BOS, PAD, EOS, UNK = SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 # WikiText writes 'well @-@ known', '1 @,@ 000' and '3 @.@ 5' for what stands between letters or digits.
 _JOINERS = ((r"(?<=\w)-(?=\w)", " @-@ "), (r"(?<=\d),(?=\d)", " @,@ "), (r"(?<=\d)\.(?=\d)", " @.@ "))
 _WORD = r"@[-,.]@|<unk>|(?<=\w)'\w+|^'(?:s|t|re|ve|ll|d|m)$|\w+|[^\w\s]"
-_LINE = re.compile(r"(.+) ([0-9]{1,18})\s*")
+_LINE = re.compile(r"(.+) ([0-9]{1,18})( #fairseq:overwrite)?\s*")
 _ENDED = re.compile(r"\w+\.")
 _SELDOM = 100  # "album." ends a sentence if "album" is this many times more frequent
 
@@ -226,15 +234,22 @@ class WordDictionary:
     @classmethod
     def read(cls, path: Path) -> WordDictionary:
         """Read a ``dict.txt``: a word and its count on each line."""
-        count_of = dict.fromkeys(SPECIAL, 0)
-        for row, line in enumerate(read_bounded(path, TABLE).decode().splitlines(), start=1):
+        words, counts = list(SPECIAL), [0] * len(SPECIAL)
+        numbers = {word: number for number, word in enumerate(words)}
+        text = read_bounded(path, TABLE).decode().rstrip()
+        for row, line in enumerate(io.StringIO(text), start=1):  # not splitlines: words hold U+2028
             parts = _LINE.fullmatch(line)
-            if parts is None or parts[1] in count_of:
+            if parts is None or (parts[1] in numbers and not parts[3]):
                 raise InputError(
                     f"Line {row} of {path} must be another word, a space and its count, got {line[:60]!r}."
                 )
-            count_of[parts[1]] = int(parts[2])
-        return cls(tuple(count_of), tuple(count_of.values()))
+            if parts[1] in numbers:  # the earlier keeps its number, under a name that no text holds
+                earlier = numbers[parts[1]]
+                words[earlier] = f"<overwritten {earlier}>"
+            numbers[parts[1]] = len(words)
+            words.append(parts[1])
+            counts.append(int(parts[2]))
+        return cls(tuple(words), tuple(counts))
 
     def tokenizer(self, *, longest: PositiveInt | None = None) -> Any:
         """A tokenizer of transformers that splits text as WikiText is split, with ``</s>`` in front.

@@ -24,6 +24,7 @@ from transformers.models.xglm.modeling_xglm import (
     XGLMSinusoidalPositionalEmbedding,
 )
 
+from matlens.errors import InputError, short
 from matlens.numerics import log_softmax
 
 ARCHITECTURE, MODEL_TYPE = "WikiLMForCausalLM", "wikilm"
@@ -59,6 +60,12 @@ class WikiLMConfig(XGLMConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.cutoffs = list(self.cutoffs)
+        increasing = all(end < later for end, later in pairwise([0, *self.cutoffs, self.vocab_size + 1]))
+        if not self.cutoffs or not increasing:
+            raise InputError(
+                f"cutoffs must increase from above 0 to at most vocab_size ({self.vocab_size}), got "
+                f"{short(self.cutoffs)}."
+            )
         super().__post_init__(**{"architectures": [ARCHITECTURE], **kwargs})
 
     @property
