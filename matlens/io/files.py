@@ -19,7 +19,8 @@ from matlens.io.bounds import JSON, Bound, parse_json
 CHECKSUM = "digest"
 """The key under which a record holds the hash of everything else in it."""
 LOCK = ".lock"
-_PARTIAL = re.compile(r"\..+\.[0-9a-f]{16}\.partial")
+# Of ours, and of safetensors, which renames a temporary file of its own.
+_PARTIAL = re.compile(r"\..+\.[0-9a-f]{16}\.partial|\.tmp\w{6}")
 
 Content = str | bytes | memoryview | Mapping[str, Any]
 
@@ -113,7 +114,7 @@ def locked(
             continue
     try:
         if clean and lock.lock_counter == 1:
-            for path in folder.glob(".*.partial"):
+            for path in folder.glob(".*"):
                 if _PARTIAL.fullmatch(path.name):
                     path.unlink(missing_ok=True)
         yield

@@ -19,7 +19,7 @@ from matlens.activations.activations import Activations, Positions, Rows
 from matlens.activations.collecting import stream
 from matlens.activations.sinks import find_sinks, outlying_rows
 from matlens.data.examples import Examples
-from matlens.errors import InputError, check_int, short
+from matlens.errors import InputError, short
 from matlens.lens.config import LensConfig
 from matlens.lens.maps import LensMaps, Standardisation
 from matlens.linear.fitting import Selection
@@ -218,8 +218,6 @@ def fit_closed_forms(
     """
     norm = Standardisation.from_model(model) if any(config.standardise for config in configs) else None
     identity = ModelIdentity.from_model(model)
-    for config in configs:
-        check_int(config.rank or 1, "rank", min=1, max=identity.d_model)
     if isinstance(data, Activations):
         data.provenance.check_same(identity, ours="the activations")
         provenance, examples, positions = data.provenance, data.examples, data.positions

@@ -30,7 +30,7 @@ class LensConfig:
     toward
         The target of the penalty.
     rank
-        Rank of the map, full by default.
+        Rank of the map; full by default, or if not below ``d_model``.
     shared_map
         Fit one map for all layers.
     sinks

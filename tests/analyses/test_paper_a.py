@@ -42,7 +42,8 @@ from matlens import collect, make_examples
 from matlens.data.readers import is_masked
 
 OF_NO_MODEL = ("small_bert", "small_gpts", "small_wikilm", "compatibility")  # these make models of their own
-ELSEWHERE = (LENSES, LINEARITY, PRUNING, "linearity_training", "linearity_damage")  # with tests of their own
+# With tests of their own.
+ELSEWHERE = (LENSES, LINEARITY, PRUNING, "linearity_training", "linearity_damage", "lens_causal")
 TABLES = [name for name in SCRIPTS if name not in (*OF_NO_MODEL, *ELSEWHERE, *OF_FFNS)]
 FIGURES = [name for name in TABLES if name not in ("all_positions", "plausibility", "sample_sizes")]
 BOTH_KINDS = ("plausibility",)

@@ -150,6 +150,7 @@ def test_a_changed_record_or_file_is_refused(tmp_path: Path) -> None:
 def _hold(folder: Path) -> None:
     with locked(folder):
         (folder / f".x.{'0' * 16}.partial").write_text("half")
+        (folder / ".tmpXzsAV2").write_text("what safetensors was writing")
         os._exit(9)
 
 
