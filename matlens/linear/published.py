@@ -139,6 +139,7 @@ def _tensor(storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> Tenso
 _NAMES: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch.storage._load_from_bytes": _load_storage,
+    "_codecs.encode": lambda text, _: text.encode("latin1"),  # as protocol 2 writes bytes
     "collections.OrderedDict": lambda: OrderedDict(),  # of hooks: without arguments, which could hold a bomb
 }
 # Without sets and dicts, whose keys are hashed, and without places in the memo beyond the pickle's length.
