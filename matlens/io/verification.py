@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from matlens.io.tables import TABLE, check_described
 
 RUN_RECORD = "run.json"
 """The record of the table of results and the figures of a run, and of its folders."""
+_SHARD = re.compile(r"(\d{5}|h\.\d+)\.safetensors")  # of rows, or of maps from a layer
 
 
 class Verdict(NamedTuple):
@@ -34,8 +36,15 @@ def verify(folder: str | Path) -> Iterator[Verdict]:
     folder = Path(folder)
     if not folder.is_dir():
         raise InputError(f"folder must be an existing folder, got {folder}.")
-    for place, inner, names in os.walk(folder):
+    seen: set[str] = set()
+    for place, inner, names in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(place)) in seen:  # links may lead in a circle
+            inner.clear()
+            continue
+        seen.add(real)
         inner.sort()
+        if CONFIG not in names and any(map(_SHARD.fullmatch, names)):
+            yield Verdict(Path(place), "vectors or maps", f"{Path(place, CONFIG)} is missing.")
         for path in (Path(place, name) for name in sorted(names) if name.endswith(".json")):
             is_table = path.name not in (CONFIG, MODEL_RECORD, RUN_RECORD)
             subject = path.with_suffix(".csv") if is_table else path
@@ -54,7 +63,7 @@ def verify(folder: str | Path) -> Iterator[Verdict]:
 
 def _verify_artifact(path: Path) -> str | None:
     """The contents of an artifact, by its record; None if the record is not of matlens."""
-    if path.name == CONFIG and not is_record(read_json(path)):
+    if path.name != MODEL_RECORD and not is_record(read_json(path)):
         return None
     artifact = Artifact(path.parent, read_record(path))
     for _ in artifact.check():

@@ -111,7 +111,20 @@ def test_a_folder_of_a_run_that_is_gone_is_named(out: Path) -> None:
     }
     (out / "maps" / "config.json").unlink()
     damages = {verdict.path.name: verdict.damage for verdict in verify(out) if verdict.damage}
-    assert damages == {"run.json": f"{out / 'maps' / 'config.json'} is missing."}
+    gone = f"{out / 'maps' / 'config.json'} is missing."
+    assert damages == {"run.json": gone, "maps": gone}
+
+
+def test_links_are_followed_once_and_records_of_others_ignored(out: Path, tmp_path: Path) -> None:
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    (linked / "out").symlink_to(out)
+    (out / "circle").symlink_to(linked)
+    (linked / "run.json").write_text('{"name": "of another program"}')
+    assert sorted(verdict.path.name for verdict in verify(linked)) == sorted(WHATS)
+    (out / "train" / "config.json").unlink()
+    (damage,) = (verdict.damage for verdict in verify(linked) if verdict.damage)
+    assert damage.endswith("train/config.json is missing.")
 
 
 def test_an_exchanged_description_of_a_table_is_found(out: Path) -> None:
