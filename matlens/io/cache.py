@@ -49,7 +49,7 @@ class Cache:
         """The entry of a key, every byte of it verified, or ``None``; a damaged one is removed."""
         place = self._place(kind, key)
         try:
-            if not os.path.lexists(place / CONFIG):
+            if not os.path.lexists(place):
                 return None
             artifact = Artifact.open(place, kind)
             for _ in artifact.check():
@@ -77,6 +77,8 @@ class Cache:
         entry that cannot be filled, such as on a full disk, or is larger than the cache is ``None``, with a
         message.
         """
+        from safetensors import SafetensorError
+
         place = self._place(kind, key)
         try:
             with parallel.alone(), Artifact.writing(place, kind, {"key": key}) as artifact:
@@ -86,10 +88,10 @@ class Cache:
                     files.mkdir()
                     fill(files)
                     if _size(files) > self.limit:
-                        raise InputError(f"It must be at most {self.limit:,} bytes, got {_size(files):,}.")
+                        raise OSError(f"It must be at most {self.limit:,} bytes, got {_size(files):,}.")
                     artifact.write_json(_ABOUT, about or {})
                     artifact.finish()
-        except Exception as error:  # of this system, or of the libraries that fill the entry
+        except (OSError, SafetensorError) as error:
             tell(f"The cache {self.root} is not used. {type(error).__name__}: {error}")
             return None
         self._shrink(place)

@@ -14,7 +14,7 @@ import torch
 
 from matlens.errors import InputError
 from matlens.io.bounds import LAYERS
-from matlens.io.cache import default_cache, file_states
+from matlens.io.cache import default_cache, file_states, tell
 from matlens.models.registry import families
 from matlens.models.weights import fast_checksum
 
@@ -143,7 +143,10 @@ def _read_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
             if _contents(*loaded) != _contents(*_load(folder, torch.float32)):
                 raise ValueError("what is read back is not what was written")
 
-        entry = cache.store(MODEL, key, fill, about={"what": path.name, "of": str(path.absolute())})
+        try:
+            entry = cache.store(MODEL, key, fill, about={"what": path.name, "of": str(path.absolute())})
+        except Exception as error:  # other libraries cannot write it, or read it back, or not as it was
+            tell(f"{path.name} is not stored in the cache. {type(error).__name__}: {error}")
         if entry is None:
             return loaded if dtype == torch.float32 else _dequantize(path, dtype)
     return _load(entry.folder, dtype)
