@@ -213,6 +213,13 @@ def test_tensors_of_a_device_without_float64_are_taken(name: str) -> None:
     torch.testing.assert_close(torch.as_tensor(given).cpu(), torch.as_tensor(expected))
 
 
+def test_maps_that_are_fitted_elsewhere_lie_where_the_samples_are() -> None:
+    x, y = torch.randn(2, 40, 4, generator=torch.Generator().manual_seed(0))
+    with pretend.devices():
+        samples = {"h.0": x.to(pretend.FIRST), "h.1": y.to(pretend.FIRST)}
+        assert fits_of(samples, device="cpu").device == pretend.FIRST
+
+
 # By accelerate, as device_map of TransformerLens does it: the first block here, the others there. GPT-2's
 # unembedding is its embedding, so it lies behind blocks of another device.
 PLACES = {

@@ -227,7 +227,6 @@ def test_an_error_of_one_process_ends_the_others(tmp_path: Path) -> None:
 
 
 def test_processes_that_fit_other_samples_are_told_so(tmp_path: Path) -> None:
-    """Of collected vectors; each process alone fits those that have no provenance."""
     x = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
     vectors = {"h.0": x, "h.1": x + 1}
 
@@ -244,6 +243,15 @@ def test_processes_that_fit_other_samples_are_told_so(tmp_path: Path) -> None:
     ):
         outcomes = run_ranks(2, fitted(change), tmp_path / str(number))
         assert "given other arguments" in outcomes[1]["error"]
+        assert "error" in outcomes[0]
+
+    def fitted_of_others(make: Callable[..., Any]) -> Callable[[], Any]:
+        origin = Provenance(make_identity(n_layers=1))
+        return lambda: list(fit_samples(make({"h.0": x, "h.1": x + parallel.rank()}, origin), [(0, 1)]))
+
+    for name, make in {"mapping": lambda of, _: of, "activations": make_activations}.items():
+        outcomes = run_ranks(2, fitted_of_others(make), tmp_path / name)
+        assert "The samples of h.1 must be the same in all processes" in outcomes[1]["error"]
         assert "error" in outcomes[0]
     same = run_ranks(2, fitted(lambda rank: {}), tmp_path / "same")
     alone = run_ranks(2, lambda: [m.weight for m in fit_samples(vectors, [(0, 1)])], tmp_path / "alone")

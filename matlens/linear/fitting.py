@@ -24,6 +24,7 @@ from matlens.parallel import Bar
 
 _CHUNK = 4096  # samples factorised at a time; never fewer than eight for each dimension
 N_HELD_OUT = 256  # samples that leave-one-out looks at
+_COMPARED, _ALIKE = 16, 1e-2  # samples that processes compare, and by how much of the largest they may differ
 CONVERTED_BYTES = 4 << 30  # of float64 copies that are made once, and not for every source
 
 
@@ -91,7 +92,8 @@ def select(vectors: Mapping[str, Tensor], selection: Selection | None, index: An
 class PairFits:
     """`LeastSquares` by source; small batches wait until they are worth a factorisation.
 
-    About ``n_sampled`` of the first samples are kept for leave-one-out.
+    About ``n_sampled`` of the samples are kept for leave-one-out: of the first ones or, if there will be
+    ``n_all``, of all.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class PairFits:
         widths: Mapping[str, int],
         *,
         n_sampled: int = 0,
+        n_all: int = 0,
         norms: bool = False,
         split: bool = False,
     ) -> None:
@@ -111,7 +114,8 @@ class PairFits:
             self._fits[source] = LeastSquares(widths[source], d_out, source=source, norms=norms, split=split)
         self._waiting: list[tuple[dict[str, Tensor], Tensor | None]] = []
         self._sample: list[Batch] = []
-        self._n_unsampled = n_sampled
+        self._n_unsampled, self._n_seen = n_sampled, 0
+        self._step = -(-n_all // n_sampled) if n_sampled else 0  # 0 where it is unknown
 
     def __getitem__(self, source: str) -> LeastSquares:
         self._flush()
@@ -138,11 +142,13 @@ class PairFits:
         if not n:
             return
         if self._n_unsampled > 0:
-            few = slice(None, None, -(-n // self._n_unsampled))
+            start = -self._n_seen % self._step if self._step else 0
+            few = slice(start, None, self._step or -(-n // self._n_unsampled))
             # Copies: a slice would keep the whole batch in memory.
             part = {site: of_site[few].clone() for site, of_site in own.items()}
             self._sample.append((part, None if weights is None else weights[few]))
             self._n_unsampled -= len(part[self.sites[0]])
+        self._n_seen += n
         self._waiting.append((own, weights))
         if sum(len(part[self.sites[0]]) for part, _ in self._waiting) >= chunk_size(
             own[self.sites[0]].shape[1]
@@ -259,15 +265,18 @@ def fit_samples(
         n_fitted = n if selection is None else selection.n
         provenance = _with_options(samples.provenance, selection, intercept=intercept, ridge=ridge)
         provenance = provenance.with_details(n_fitted=n_fitted)
-    divided = isinstance(samples, Activations)
+    divided, origin = isinstance(samples, Activations), None
     if isinstance(samples, Activations):
-        widths = {site: samples.width(site) for site in sites}
-        details = None if selection is None else selection.details
-        parallel.check_same([samples.provenance.to_json(), named, intercept, ridge, details], "fitting")
+        widths, origin = {site: samples.width(site) for site in sites}, samples.provenance.to_json()
     else:
         widths = {site: samples[site].shape[1] for site in sites}
         if len(counts := {len(samples[site]) for site in sites}) > 1:
             raise InputError(f"All sites must have the same number of samples, got {sorted(counts)}.")
+    details = None if selection is None else selection.details
+    parallel.check_same([origin, named, n, intercept, ridge, details], "fitting")
+    if parallel.world_size() > 1 and n:
+        given = next(samples.shards(sites)).vectors if isinstance(samples, Activations) else samples
+        _check_same_samples({site: given[site] for site in sites})
 
     def read(some: list[str]) -> Iterator[Batch]:
         if isinstance(samples, Activations):
@@ -278,13 +287,15 @@ def fit_samples(
         return _selected(parts, selection, n, provenance, divided=divided)
 
     # Few samples are converted once, and not for every source.
+    home = "cpu" if isinstance(samples, Activations) else samples[sites[0]].device
     are_converted = device is None and 8 * n * sum(widths.values()) <= CONVERTED_BYTES
     stored = _joined(read(sites)) if are_converted else None
     noisy: list[NoisyFit] = []
+    n_own = (n if selection is None else selection.n) // (parallel.world_size() if divided else 1)
     for source, targets in by_source(named).items():
         n_sampled = 0 if ridge else N_HELD_OUT
         pairs_of_source = [(source, target) for target in targets]
-        fits = PairFits(pairs_of_source, widths, n_sampled=n_sampled, split=split)
+        fits = PairFits(pairs_of_source, widths, n_sampled=n_sampled, n_all=n_own, split=split)
         batches: Iterable[Batch] = () if are_converted else read([source, *targets])
         for batch in _chunks(*stored, chunk_size(widths[source])) if stored else batches:
             fits.update(*batch)
@@ -293,8 +304,24 @@ def fit_samples(
         for linear in fits.solve(
             intercept=intercept, ridge=ridge, provenance=provenance, divided=divided, noisy=noisy
         ):
-            yield linear if device is None else linear.to("cpu")
+            yield linear if device is None else linear.to(home)
     warn_of_noise(noisy, len(named))
+
+
+def _check_same_samples(samples: Mapping[str, Tensor]) -> None:
+    """Raise InputError if processes were given different samples, by some of them."""
+    n = len(next(iter(samples.values())))
+    few = torch.linspace(0, n - 1, min(n, _COMPARED)).long()
+    ours = {site: of_site.detach()[few.to(of_site.device)].cpu() for site, of_site in samples.items()}
+    theirs = parallel.broadcast_tensors(ours, "some of the samples")
+    for site, values in ours.items():
+        # Each may have run the model itself, where sums are taken in another order.
+        slack = _ALIKE * float(theirs[site].abs().max())
+        if values.shape != theirs[site].shape or bool(((values - theirs[site]).abs() > slack).any()):
+            raise InputError(
+                f"The samples of {site} must be the same in all processes, and differ in process "
+                f"{parallel.rank()}. Use fit_stream(..., divided=True) for samples of each process."
+            )
 
 
 def _joined(batches: Iterable[Batch]) -> Batch | None:

@@ -12,6 +12,7 @@ from identities import make_activations, make_identity
 from torch import Tensor
 
 import matlens
+from matlens.linear import fitting
 from matlens.linear.fitting import fit_samples, fit_stream
 from matlens.linear.least_squares import LeastSquares, noise_of_fit
 from matlens.linear.mapsets import MapSet
@@ -87,6 +88,19 @@ def test_fits_whose_error_is_mostly_noise_are_found_beyond_twice_the_width(
         LeastSquares(D, D_OUT).update(x_, y_), [(x_, [y_], None)], ["x -> y"], intercept=False
     )
     assert bool(found) is noisy
+
+
+def test_noise_of_late_samples_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Directions of one sample each, as of rare tokens, that are not in the first chunk."""
+    monkeypatch.setattr(fitting, "_CHUNK", 256)
+    monkeypatch.setattr(fitting, "N_HELD_OUT", 64)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.zeros(800, 40)
+    x[:, :10] = torch.randn(800, 10, generator=generator)
+    x[-30:, 10:] = 5 * torch.eye(30)
+    y = x[:, :4] + 50 * (x[:, 10:].sum(1, keepdim=True) * torch.randn(800, 4, generator=generator))
+    with pytest.warns(matlens.InputWarning):
+        list(fit_samples({"h.0": x, "h.1": y}, [(0, 1)]))
 
 
 def collected(n: int) -> Any:
