@@ -286,8 +286,8 @@ def fit_samples(
             parts = (part for part, _ in _chunks(own, None, chunk_size(widths[some[0]]), device))
         return _selected(parts, selection, n, provenance, divided=divided)
 
-    # Few samples are converted once, and not for every source.
     home = "cpu" if isinstance(samples, Activations) else samples[sites[0]].device
+    # Few samples are converted once, and not for every source.
     are_converted = device is None and 8 * n * sum(widths.values()) <= CONVERTED_BYTES
     stored = _joined(read(sites)) if are_converted else None
     noisy: list[NoisyFit] = []
