@@ -160,7 +160,7 @@ def test_sites_that_were_not_collected_and_unknown_models_are_refused() -> None:
     with pytest.raises(InputError, match=r"got ln1_out\.0"):
         MapSet.fit(samples, progress=False, pairs=[(0, "ln1_out.0")])
     nameless = Activations(dict(samples), samples.examples, "sampled", Provenance())
-    with pytest.raises(InputError, match="model that this belongs to is not known"):
+    with pytest.raises(InputError, match="must have a model"):
         MapSet.fit(nameless, progress=False)
 
 
