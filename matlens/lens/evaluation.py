@@ -106,6 +106,9 @@ def evaluate(
     n = len(truth)
     if not predictions or not n:
         raise InputError("predictions and truth must not be empty.")
+    for key, given in predictions.items():
+        if isinstance(given, Tensor) and len(given) != n:
+            raise InputError(f"{short(key)} must have {n} vectors, one per token, got {len(given)}.")
     evaluated = {
         key: Evaluation(
             torch.empty(n, dtype=torch.long), torch.empty(n),

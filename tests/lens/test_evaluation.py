@@ -67,6 +67,9 @@ def test_what_is_not_finite_predicts_nothing_and_harms_no_other(wrong: float, sm
         assert math.isnan(other.estimates()["kl", None].low)
     with pytest.raises(InputError, match="must be finite"):
         evaluate(readout, truth.log(), {"x": truth}, progress=False)
+    full = truth[:1].expand(256, -1)  # as many as are read out at once
+    with pytest.raises(InputError, match="'x' must have 256 vectors"):
+        evaluate(readout, full, {"x": torch.cat([full, truth])}, progress=False)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
