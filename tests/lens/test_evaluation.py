@@ -67,9 +67,6 @@ def test_what_is_not_finite_predicts_nothing_and_harms_no_other(wrong: float, sm
         assert math.isnan(other.estimates()["kl", None].low)
     with pytest.raises(InputError, match="must be finite"):
         evaluate(readout, truth.log(), {"x": truth}, progress=False)
-    full = truth[:1].expand(256, -1)  # as many as are read out at once
-    with pytest.raises(InputError, match="'x' must have 256 vectors"):
-        evaluate(readout, full, {"x": torch.cat([full, truth])}, progress=False)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
@@ -241,6 +238,9 @@ def test_what_does_not_belong_together_is_refused() -> None:
             fit_quality(mapset(ALL), activations(), rows=rows, progress=False)
     with pytest.raises(InputError, match=rf"must have scores \({N}, {VOCAB}\)"):
         evaluate(Head(), random(N, D, seed=1), {"x": lambda part: torch.zeros(N, VOCAB - 1)})
+    truth = random(256, D, seed=1)  # as many as are read out at once
+    with pytest.raises(InputError, match="'x' must have 256 vectors"):
+        evaluate(Head(), truth, {"x": torch.cat([truth, truth[:1]])})
 
 
 # Lenses
