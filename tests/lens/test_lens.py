@@ -179,7 +179,7 @@ def test_what_is_no_lens_is_refused(small_model: Models) -> None:
         Lens({0: linear(0, torch.eye(D_MODEL + 1))}, "x", provenance)
     with pytest.raises(InputError, match="at least one layer"):
         Lens({}, "x", provenance)
-    with pytest.raises(InputError, match="not known"):
+    with pytest.raises(InputError, match="provenance must have a model"):
         Lens({0: None}, "x", Provenance())
     lens = Lens.identity(model)
     with pytest.raises(InputError, match=r"mid[.]1"):
