@@ -97,8 +97,9 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
 
     def width(self, site: str) -> int:
         """The dimensions of a site's vectors, which are not read."""
-        vectors = self._vectors
-        return vectors.columns[site].width if isinstance(vectors, StoredRows) else vectors[site].shape[1]
+        if isinstance(self._vectors, StoredRows) and site in self._vectors:
+            return self._vectors.columns[site].width
+        return self[site].shape[1]
 
     def shards(
         self,
