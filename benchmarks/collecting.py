@@ -8,10 +8,10 @@ unembedding, and 1.15 times the forward passes for streaming all positions.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import typer
-from turns import Measured, Out, fastest, plain_smollm2, run_forward, smollm2_examples
+from turns import Measured, Out, Rounds, Sentences, fastest, plain_smollm2, run_forward, smollm2_examples
 
 import matlens
 from matlens.activations import default_batch_tokens, stream
@@ -55,8 +55,8 @@ def compare(plain: Any, model: Any, examples: Examples, rounds: int, measured: M
 
 
 def main(
-    sentences: Annotated[int, typer.Option(help="Sentences of wikipedia-sample.")] = 400,
-    rounds: Annotated[int, typer.Option(help="Turns; the fastest of each counts.")] = 3,
+    sentences: Sentences = 400,
+    rounds: Rounds = 3,
     out: Out = None,
 ) -> None:
     """Measure the ratios of collecting and of streaming to bare forward passes of SmolLM2."""

@@ -8,11 +8,11 @@ sentences and cut at their positions. The aim is at most 1.2 times those that ar
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
-from turns import Measured, Out, fastest, plain_smollm2, smollm2_examples
+from turns import Measured, Out, Rounds, Sentences, fastest, plain_smollm2, smollm2_examples
 
 from matlens.activations import default_batch_tokens
 from matlens.data import Examples
@@ -45,8 +45,8 @@ def compare(plain: Any, model: Any, examples: Examples, rounds: int, measured: M
 
 
 def main(
-    sentences: Annotated[int, typer.Option(help="Sentences of wikipedia-sample.")] = 400,
-    rounds: Annotated[int, typer.Option(help="Turns; the fastest of each counts.")] = 2,
+    sentences: Sentences = 400,
+    rounds: Rounds = 2,
     out: Out = None,
 ) -> None:
     """Measure the ratio of tracing, events included, to bare forward passes of SmolLM2."""

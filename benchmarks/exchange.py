@@ -10,11 +10,11 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
-from turns import Measured, Out, fastest, smollm2_examples
+from turns import Measured, Out, Rounds, Sentences, fastest, smollm2_examples
 
 import matlens
 from matlens.activations import Activations, read_parquet, write_parquet
@@ -24,8 +24,8 @@ FORMS = {"Parquet": torch.float32, "Parquet in bfloat16": torch.bfloat16}
 
 
 def main(
-    sentences: Annotated[int, typer.Option(help="Sentences of wikipedia-sample.")] = 200,
-    rounds: Annotated[int, typer.Option(help="Turns; the fastest of each counts.")] = 3,
+    sentences: Sentences = 200,
+    rounds: Rounds = 3,
     out: Out = None,
 ) -> None:
     """Measure writing and reading both formats."""

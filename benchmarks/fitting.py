@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from sklearn.linear_model import LinearRegression
-from turns import Measured, Out, fastest
+from turns import Measured, Out, Rounds, fastest
 
 from matlens.linear import fit_samples
 
@@ -25,7 +25,7 @@ def main(
     layers: Annotated[int, typer.Option(help="L; there are L(L+1)/2 pairs.")] = 30,
     width: Annotated[int, typer.Option(help="d_model.")] = 576,
     samples: Annotated[int, typer.Option(help="Sentences.")] = 4000,
-    rounds: Annotated[int, typer.Option(help="Turns; the fastest of each counts.")] = 2,
+    rounds: Rounds = 2,
     out: Out = None,
 ) -> None:
     """Measure the ratios for random samples of the shape of SmolLM2's."""

@@ -13,14 +13,14 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
 import typer
 from safetensors.torch import save_file
 from torch import Tensor
-from turns import Measured, Out, fastest, plain_smollm2, run_forward, smollm2_examples
+from turns import Measured, Out, Rounds, Sentences, fastest, plain_smollm2, run_forward, smollm2_examples
 
 import matlens
 from matlens.activations import default_batch_tokens, stream
@@ -30,8 +30,8 @@ _SENTENCES_A_BATCH = 16
 
 
 def main(
-    sentences: Annotated[int, typer.Option(help="Sentences of wikipedia-sample.")] = 400,
-    rounds: Annotated[int, typer.Option(help="Turns; the fastest of each counts.")] = 3,
+    sentences: Sentences = 400,
+    rounds: Rounds = 3,
     out: Out = None,
 ) -> None:
     """Measure the ratios on SmolLM2."""

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import torch
 import typer
-from turns import Measured, Out, fastest
+from turns import Measured, Out, Rounds, fastest
 
 import matlens
 from matlens.ffn import Projection, ValueVectors
@@ -54,7 +54,7 @@ def _bare(values: ValueVectors, projection: Projection) -> None:
 def main(
     model: Annotated[str, typer.Option(help="What matlens.load reads.")] = SMOLLM2,
     top: Annotated[int, typer.Option(help="Tokens of each vector.")] = 30,
-    rounds: Annotated[int, typer.Option(help="Turns; the fastest of each counts.")] = 2,
+    rounds: Rounds = 2,
     out: Out = None,
 ) -> None:
     """Measure the time as a ratio to the bare product, and the memory above the model."""

@@ -7,11 +7,10 @@ for the blocks that it skips, so half of the blocks should take about half of th
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated
 
 import torch
 import typer
-from turns import Measured, Out, fastest, smollm2_examples
+from turns import Measured, Out, Rounds, Sentences, fastest, smollm2_examples
 
 from matlens import LinearMap, MapSet
 from matlens.models import SMOLLM2
@@ -19,8 +18,8 @@ from matlens.patching import Scheme, Variant, run_variants
 
 
 def main(
-    sentences: Annotated[int, typer.Option(help="Sentences of wikipedia-sample.")] = 200,
-    rounds: Annotated[int, typer.Option(help="Turns; the fastest of each counts.")] = 3,
+    sentences: Sentences = 200,
+    rounds: Rounds = 3,
     out: Out = None,
 ) -> None:
     """Measure the time of schemes as a ratio to that of the whole model."""

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
-from turns import Measured, Out, fastest
+from turns import Measured, Out, Rounds, fastest
 
 from matlens.models import SMOLLM2
 
@@ -35,7 +35,7 @@ _MAX_SECONDS = 5.0  # seconds of a second call
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="Turns; the fastest of each counts.")] = 5,
+    rounds: Rounds = 5,
     warm: Annotated[int, typer.Option(help="Turns of short commands, after the first call of each.")] = 2,
     out: Out = None,
 ) -> None:

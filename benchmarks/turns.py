@@ -21,6 +21,8 @@ from matlens.io import result_row, result_table, write_results
 from matlens.metrics import Estimate
 from matlens.models import SMOLLM2
 
+Sentences = Annotated[int, typer.Option(help="Sentences of wikipedia-sample.")]
+Rounds = Annotated[int, typer.Option(help="Turns; the fastest of each counts.")]
 Out = Annotated[
     Path | None, typer.Option("--out", help="Folder for the table of measurements.", show_default=False)
 ]

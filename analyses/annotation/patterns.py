@@ -160,7 +160,7 @@ def distinct_concepts(
 ) -> pd.DataFrame:
     """The ``n`` vectors whose top tokens belong to one pattern most, each with another concept.
 
-    Only patterns with at least ``words`` different words count, so that forms of one word are no pattern.
+    Only patterns with at least ``words`` different words count, so that forms of one word do not count.
     They are ordered by tokens, words and similarity; a vector is skipped if more than ``shared`` of its
     pattern's words are in one already chosen, or if its layer already has ``per_layer``.
     """

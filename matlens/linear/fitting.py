@@ -388,7 +388,7 @@ def fit_stream(
     expected = next((len(given) for given in (rows, weights) if given is not None), None)
     selection = Selection.parse(rows, weights, expected or 0)
     batches = iter(batches)
-    first = [batch for _, batch in zip(range(1), batches, strict=False)]
+    first = list(itertools.islice(batches, 1))
     widths = {site: of_site.shape[1] for batch in first for site, of_site in _vectors_of(batch).items()}
     if divided:
         widths = parallel.broadcast(widths, "widths of the samples")

@@ -33,10 +33,8 @@ if TYPE_CHECKING:
 _FILE = re.compile(r"(?:p(?P<block>[0-9]{1,4})_)?(?P<first>[0-9]{1,4})_(?P<last>[0-9]{1,4})\.(?:pickle|pkl)")
 _SUBMODULES = {(0, 1): "ln1", (1, 2): "attn", (3, 4): "ln2", (4, 5): "ffn"}
 _SUMS = {(2, 3), (5, 6)}  # additions to the residual stream, not sub-modules
-_VALUE_BYTES, _OTHER_BYTES = (
-    16,
-    2**20,
-)  # of a float64 as text in protocol 2, and of a pickle beyond its values
+_VALUE_BYTES = 16  # of a float64 as text in protocol 2
+_OTHER_BYTES = 2**20  # of a pickle beyond its values
 
 
 @checked

@@ -156,15 +156,18 @@ def test_groups_are_told_as_a_loop_finds_them(
 ) -> None:
     trace, clusters = make_trace_of_model(values, seed=3), draw_clusters(values, 30)
     projection = Projection.from_model(small_model("llama"))
-    extreme, beside = extreme_sub_updates(trace, values, threshold=1.4), sample_sub_updates(trace, values, 25)
+    extreme, sampled = (
+        extreme_sub_updates(trace, values, threshold=1.4),
+        sample_sub_updates(trace, values, 25),
+    )
     tables = [
-        cluster_activity(each, clusters, trace, values, projection, commonness) for each in (extreme, beside)
+        cluster_activity(each, clusters, trace, values, projection, commonness) for each in (extreme, sampled)
     ]
     names = np.array(["unlikely", "common", "other"])
     kind_of = pd.concat(tables)
     kind_of["kind"] = names[(kind_of["cluster"] + (kind_of["sign"] > 0)) % 3]
     confident = torch.linspace(0.1, 0.9, N)
-    ours = group_table(extreme, beside, kind_of, clusters, values, trace, confident)
+    ours = group_table(extreme, sampled, kind_of, clusters, values, trace, confident)
     assert list(ours.columns) == list(COLUMNS)
     assert set(ours["method"]) == {"all", *FREQUENCY_KINDS}
     assert set(ours["model"]) == {"some/model"}
@@ -175,7 +178,7 @@ def test_groups_are_told_as_a_loop_finds_them(
         return str(names[(clusters.labels[row] + (coefficient > 0)) % 3])
 
     every = [(*one, kind(one[2], one[3])) for one in as_rows(extreme)]
-    others = [kind(row, coefficient) for _, _, row, coefficient, _ in as_rows(beside)]
+    others = [kind(row, coefficient) for _, _, row, coefficient, _ in as_rows(sampled)]
     for method in ("all", *FREQUENCY_KINDS):
         part = ours[ours["method"] == method]
         values_of_metric = part.set_index("metric")
@@ -210,8 +213,8 @@ def test_groups_are_told_as_a_loop_finds_them(
                 own_idle = [quantity(*one) for one in idle if one[1] == layer]
                 if times := sum(one[1] == layer for one in active):
                     means += times * sum(own_idle) / len(own_idle)
-            beside_them = [one for one in idle if one[1] in {layer for _, layer in active}]
-            expected[f"{name}_else"] = (means / len(active), len(beside_them))
+            nearby = [one for one in idle if one[1] in {layer for _, layer in active}]
+            expected[f"{name}_else"] = (means / len(active), len(nearby))
         assert set(values_of_metric.index) == set(expected)
         for metric, (value, n) in expected.items():
             assert values_of_metric["value"][metric] == pytest.approx(value, abs=1e-6), (method, metric)
@@ -300,10 +303,10 @@ def test_both_readings_are_in_the_tables_under_their_names(
         # What the other tables are made of is tested above; here, that each has its own sub-updates.
         relative = {("dominant", "before"): torch.from_numpy(of_read)}
         chosen = extreme_sub_updates(trace, values, scores=relative, threshold=passed)
-        beside = sample_sub_updates(trace, values, 21, scores=relative, seed=4)
-        assert drawn["raised"] @ drawn["extremes"] == pytest.approx(int((beside.score > 0).sum()))
+        sampled = sample_sub_updates(trace, values, 21, scores=relative, seed=4)
+        assert drawn["raised"] @ drawn["extremes"] == pytest.approx(int((sampled.score > 0).sum()))
         kinds = activity[["cluster", "sign", "kind"]]
-        groups = group_table(chosen, beside, kinds, clusters, values, trace, confidence)
+        groups = group_table(chosen, sampled, kinds, clusters, values, trace, confidence)
         places = position_table(chosen, kinds, clusters, trace)
         for table, expected in ((tables.groups, groups), (tables.places, places)):
             ours = table[table["read"] == read].drop(columns="read").reset_index(drop=True)

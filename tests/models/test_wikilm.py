@@ -356,7 +356,7 @@ def test_text_is_taken_apart_as_in_wikitext(text: str) -> None:
 
 
 def test_words_of_the_dictionary_stay_whole_between_spaces() -> None:
-    """WikiText's own words have signs in them; a sentence's last word is no such word, though it was seen."""
+    """Words of WikiText have signs in them; a last word with its full stop does not count, though seen."""
     seen = {"U.S.": 900, "H.": 40, "H": 30, "...": 5, ".": 9000, "(_": 1, "in": 80, "the": 80, "album.": 3,
             "album": 400, "No": 9, "No.": 9, "a^b|c": 2, "@-@": 7, "\"": 8, "based": 2, "vol.": 9,
             "vol": 80}  # fmt: skip

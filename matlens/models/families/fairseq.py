@@ -181,7 +181,7 @@ def _n_positions(settings: Mapping[str, Any]) -> int:
 
 
 def _lacks_final_norm(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
-    """Whether there is no final norm, as in all checkpoints before version 3."""
+    """Whether the final norm is missing, as in all checkpoints before version 3."""
     version = tensors.get("decoder.version")
     if version is not None and float(version) <= 2:
         return True
