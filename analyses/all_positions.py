@@ -58,8 +58,8 @@ def fit_sampled_and_all(model: TransformerBridge, examples: Examples) -> dict[st
 
     def all_vectors() -> Iterator[dict[str, torch.Tensor]]:
         for rows in stream(model, examples, sites, positions="all"):
-            kept = [(i, number_of[int(row)]) for i, row in enumerate(rows.index) if int(row) in number_of]
-            here, there = map(list, zip(*kept, strict=True))
+            matched = [(i, number_of[int(row)]) for i, row in enumerate(rows.index) if int(row) in number_of]
+            here, there = map(list, zip(*matched, strict=True))
             for site, vectors in rows.vectors.items():
                 sampled[site][there] = vectors[here]
             yield rows.vectors

@@ -70,11 +70,11 @@ def head_r2(
 
     ``rows`` is a mask of examples, by default all.
     """
-    kept = slice(None) if rows is None else rows
+    selected = slice(None) if rows is None else rows
     scores = {}
     for layer, (source, target) in enumerate(head_pairs(layout)):
         n_heads, _ = layout.hooks[layout.hook(target)].shape
-        prediction, truth = maps[source, target](validation[source][kept]), validation[target][kept]
+        prediction, truth = maps[source, target](validation[source][selected]), validation[target][selected]
         for head, (ours, theirs) in enumerate(
             zip(prediction.chunk(n_heads, 1), truth.chunk(n_heads, 1), strict=True)
         ):
@@ -84,10 +84,10 @@ def head_r2(
 
 def constant_maps(maps: MapSet, samples: Activations | None = None, *, rows: Tensor | None = None) -> MapSet:
     """Maps with a constant output: the mean of the samples, or zero."""
-    kept = slice(None) if rows is None else rows
+    selected = slice(None) if rows is None else rows
     constant = []
     for (source, target), linear in maps.items():
-        bias = None if samples is None else samples[target][kept].mean(0)
+        bias = None if samples is None else samples[target][selected].mean(0)
         weight = torch.zeros_like(linear.weight)
         constant.append(LinearMap(weight, bias, source, target, linear.provenance))
     return MapSet(constant)

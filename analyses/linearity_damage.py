@@ -174,8 +174,8 @@ def read_batch(
     h = seen[hooks[last]][row, position]
     log_p = readout.logits(h, gradients=True).log_softmax(-1)
     chances, of_text = log_p.detach().exp().cpu(), torch.from_numpy(examples.targets[number])
-    drawn = [chances.multinomial(1, generator=generator)[:, 0] for _ in range(samples)]
-    sums = [log_p.gather(1, tokens[:, None].to(h.device)).sum() for tokens in (of_text, *drawn)]
+    sampled = [chances.multinomial(1, generator=generator)[:, 0] for _ in range(samples)]
+    sums = [log_p.gather(1, tokens[:, None].to(h.device)).sum() for tokens in (of_text, *sampled)]
     unit = h / h.detach().norm(dim=1, keepdim=True)
     sums += [(unit * torch.randn(h.shape, generator=generator).to(h)).sum() for _ in range(samples)]
     at = [seen[hook] for hook in written.values()]
@@ -225,11 +225,11 @@ def comparisons(table: pd.DataFrame, *, seed: int) -> list[Row]:
         ceiling = of_noisy[0, 1:]
         large = values[values[:, 0] > LARGE]
         ratios = large[:, 1] / large[:, 0] if len(large) else np.array([np.nan])
-        drawn = generator.choice(ratios, (RESAMPLES, len(ratios)))
+        resampled = generator.choice(ratios, (RESAMPLES, len(ratios)))
         leads = [lead(generator.integers(n, size=n)) for _ in range(RESAMPLES)]
         for metric, value, draws, of in (
             (f"{CHOSEN} - {BASELINE}", lead(np.arange(n)), leads, n),
-            (f"{CHOSEN} / loss increase", float(np.median(ratios)), np.median(drawn, axis=1), len(large)),
+            (f"{CHOSEN} / loss increase", float(np.median(ratios)), np.median(resampled, axis=1), len(large)),
             (CEILING, float(np.median(ceiling)), ceiling, n),
         ):  # fmt: skip
             low, high = np.quantile(draws, [0.025, 0.975]).tolist()

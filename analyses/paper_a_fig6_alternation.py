@@ -100,9 +100,9 @@ def scheme_quality(
     readout.check_same(validation.provenance)
     named, data = named_schemes(maps, validation), validation if patched is None else validation.head(patched)
     if without_sinks is not None:
-        kept = ~sink_rows(validation)
-        named += [(SCORED, scheme) for scheme in best_schemes(maps, validation, rows=kept)]
-        named += [(WITHOUT_SINKS, scheme) for scheme in best_schemes(without_sinks, validation, rows=kept)]
+        others = ~sink_rows(validation)
+        named += [(SCORED, scheme) for scheme in best_schemes(maps, validation, rows=others)]
+        named += [(WITHOUT_SINKS, scheme) for scheme in best_schemes(without_sinks, validation, rows=others)]
     variants = _variants(model, maps, without_sinks, data, named)
     vectors = run_variants(model, data.examples, variants, folder=folder)
     last = data.provenance.identity.n_layers

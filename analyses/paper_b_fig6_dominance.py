@@ -75,10 +75,10 @@ def dominance(
     return result_table(
         result_row(
             DOMINANCE, model=values.identity.name, corpus=corpus, method=method, layer=layer, target=layer,
-            metric=metric, k=k, estimate=metrics.mean(numbers[layer]),
+            metric=metric, k=k, estimate=metrics.mean(per_token[layer]),
         )
         for layer in range(values.n_layers)
-        for (method, metric), numbers in shares.items()
+        for (method, metric), per_token in shares.items()
     )  # fmt: skip
 
 

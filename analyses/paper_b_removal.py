@@ -98,7 +98,7 @@ def remove_sub_updates(
 
 
 class _EndOfPass(Exception):
-    """What is behind is not needed."""
+    """Stops a forward pass after the last layer that is needed."""
 
 
 @torch.inference_mode()
@@ -190,12 +190,12 @@ def removal_table(
         cells, key=lambda cell: (cell[1:], [*readings, "another v"].index(cell[0]))
     ):
         by_layer = torch.tensor([agreement[layer, name, effect, metric] for layer in updates.layers])
-        for at, numbers in ((None, by_layer.mean(0)), *zip(updates.layers, by_layer, strict=True)):
+        for at, samples in ((None, by_layer.mean(0)), *zip(updates.layers, by_layer, strict=True)):
             table.append(
                 result_row(
                     REMOVAL, model=values.identity.name, corpus=examples.provenance.get("corpus", "unnamed"),
                     method=name, layer=at, target=at, metric=metric,
-                    k=n_tokens if metric == "common" else None, estimate=metrics.mean(numbers), effect=effect,
+                    k=n_tokens if metric == "common" else None, estimate=metrics.mean(samples), effect=effect,
                 )
             )  # fmt: skip
     return result_table(table, "effect")

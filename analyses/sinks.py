@@ -83,10 +83,10 @@ def fit_quality_without_sinks(
 
     A table with one more column, ``examples``: ``not first tokens`` or ``not sinks``.
     """
-    kept = {"not first tokens": torch.from_numpy(validation.places > 0), "not sinks": ~sinks}
+    subsets = {"not first tokens": torch.from_numpy(validation.places > 0), "not sinks": ~sinks}
     tables = [
         fit_quality(maps, validation, rows=rows).assign(experiment=SINK_FIT, examples=name)
-        for name, rows in kept.items()
+        for name, rows in subsets.items()
     ]
     return pd.concat(tables, ignore_index=True)
 

@@ -65,9 +65,9 @@ def write_concept_sheets(
     described = {"meaning": tokens["token"].map(meanings)} if meanings else {}
     # In marks, so that no spreadsheet reads a token as a number, a date or a formula.
     tokens = tokens.assign(sheet=code, token=_marked(tokens["token"]), patterns="")
-    numbers = range(1, _OFFERED_PATTERNS + 1)
+    pattern_ids = range(1, _OFFERED_PATTERNS + 1)
     patterns = [
-        (code, item, number, "", "") for item in sorted(sample["item"].unique()) for number in numbers
+        (code, item, number, "", "") for item in sorted(sample["item"].unique()) for number in pattern_ids
     ]
     texts = {
         folder / PAGE_FILE: render_page(sample, meanings),

@@ -66,8 +66,8 @@ def draw_concept_sample(
     items: list[tuple[Any, ...]] = []
     for layer in range(n_layers):
         chosen = sorted(generator.choice(values.d_mlp, per_layer, replace=False).tolist())
-        numbers = range(layer * per_layer, (layer + 1) * per_layer)
-        places = [f"example {examples.sentences[i]}, position {examples.positions[i]}" for i in numbers]
+        of_layer = range(layer * per_layer, (layer + 1) * per_layer)
+        places = [f"example {examples.sentences[i]}, position {examples.positions[i]}" for i in of_layer]
         for kind, source, names, vectors in (
             (
                 "values",
@@ -75,8 +75,8 @@ def draw_concept_sample(
                 map(str, (values.vector(layer, i) for i in chosen)),
                 values.layer(layer)[chosen],
             ),
-            ("random", "none", (f"random {i}" for i in numbers), values.random(layer, per_layer, seed=seed)),
-            ("updates", corpus, places, updates.outputs(layer)[numbers.start : numbers.stop]),
+            ("random", "none", (f"random {i}" for i in of_layer), values.random(layer, per_layer, seed=seed)),
+            ("updates", corpus, places, updates.outputs(layer)[of_layer.start : of_layer.stop]),
         ):
             for name, ids in zip(names, projection.top(vectors, k).ids.tolist(), strict=True):
                 items.append((values.identity.name, source, kind, layer, name, ids))

@@ -111,9 +111,9 @@ class WordSimilarity:
 
 
 def _word_families(words: Sequence[str]) -> Int[np.ndarray, " n_words"]:
-    numbers: dict[str, int] = {}
+    stem_ids: dict[str, int] = {}
     stems = snowballstemmer.stemmer("english").stemWords(words)
-    return np.array([numbers.setdefault(stem, len(numbers)) for stem in stems])
+    return np.array([stem_ids.setdefault(stem, len(stem_ids)) for stem in stems])
 
 
 def _frequency_bands(counts: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:

@@ -96,9 +96,9 @@ class _GumbelDraws(LogitsProcessor):
     def __call__(
         self, input_ids: Int[Tensor, "rows length"], scores: Float[Tensor, "rows d_vocab"]
     ) -> Float[Tensor, "rows d_vocab"]:
-        drawn = np.stack([generator.gumbel(size=scores.shape[1]) for generator in self._generators])
+        noise = np.stack([generator.gumbel(size=scores.shape[1]) for generator in self._generators])
         wide = in_float64(scores.float())
-        noisy = wide + torch.from_numpy(drawn).repeat(self._n_variants, 1).to(wide.device)
+        noisy = wide + torch.from_numpy(noise).repeat(self._n_variants, 1).to(wide.device)
         return noisy if has_float64(scores.device) else noisy.float().to(scores.device)
 
 

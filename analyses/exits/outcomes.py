@@ -102,9 +102,9 @@ def summarize_exits(evaluated: Mapping[str, Sequence[EvaluatedExits]], n_layers:
     """
     rows = []
     for method, of_seeds in evaluated.items():
-        numbers = pd.DataFrame(of_seeds)
-        numbers["above"] = numbers["accuracy"] - numbers["chance"]
-        mean, sd = numbers.mean(), numbers.std()
+        per_seed = pd.DataFrame(of_seeds)
+        per_seed["above"] = per_seed["accuracy"] - per_seed["chance"]
+        mean, sd = per_seed.mean(), per_seed.std()
         rows.append(
             {
                 "method": method,

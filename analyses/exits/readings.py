@@ -56,11 +56,11 @@ def _pooled(
     evaluated: Sequence[EvaluatedExits], sizes: Int[np.ndarray, " parts"], n_layers: int
 ) -> dict[str, float]:
     """Evaluation of all parts, with exits shuffled within each part."""
-    numbers, weights = pd.DataFrame(evaluated), sizes / sizes.sum()
-    accuracy, chance, exited = (float(numbers[name] @ weights) for name in ("accuracy", "chance", "exited"))
-    chance_sd = float(np.sqrt(np.square(numbers["chance_sd"] * weights).sum()))
-    hits = numbers["accuracy"] * weights
-    saved = float((numbers["saved"].fillna(0) * hits).sum() / hits.sum()) if hits.sum() else math.nan
+    per_layer, weights = pd.DataFrame(evaluated), sizes / sizes.sum()
+    accuracy, chance, exited = (float(per_layer[name] @ weights) for name in ("accuracy", "chance", "exited"))
+    chance_sd = float(np.sqrt(np.square(per_layer["chance_sd"] * weights).sum()))
+    hits = per_layer["accuracy"] * weights
+    saved = float((per_layer["saved"].fillna(0) * hits).sum() / hits.sum()) if hits.sum() else math.nan
     return {
         "accuracy": accuracy, "chance": chance, "above": accuracy - chance, "chance_sd": chance_sd,
         "p": float(2 * norm.sf(abs(accuracy - chance) / chance_sd)) if chance_sd else 1.0,

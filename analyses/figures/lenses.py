@@ -42,7 +42,7 @@ def plot_causal(table: pd.DataFrame) -> Figure:
     along, back = (plain[plain["direction"] == kind] for kind in ("transpose", "pseudo-inverse"))
     along = pd.concat([along, plain[plain["method"] == "random"]])
     flipped = along[(along["metric"] == "flipped") & (along["layer"] == middle)]
-    drawn = (
+    contents = (
         (f"answers flipped, layer {middle}", flipped, "k"),
         ("area, transpose", along[along["metric"] == "auc"].dropna(subset="layer"), "layer"),
         ("area, pseudo-inverse", back[back["metric"] == "auc"].dropna(subset="layer"), "layer"),
@@ -50,7 +50,7 @@ def plot_causal(table: pd.DataFrame) -> Figure:
     )
     looks = {"model": Look(GREEN, marker="^"), "random": LOOKS["random"]}
     looks = method_looks(method for method in flipped["method"] if method not in looks) | looks
-    for ax, (label, rows, x) in zip(panels.flat, drawn, strict=True):
+    for ax, (label, rows, x) in zip(panels.flat, contents, strict=True):
         draw_methods(ax, rows, {name: looks[name] for name in looks if name in set(rows["method"])}, x)
         ax.set_ylabel(label)
         ax.set_ylim(0, 1.02)

@@ -380,6 +380,6 @@ def exits_figure(table: pd.DataFrame) -> Figure:
     return finish(figure, title, keys, columns=1, place="outside right center")
 
 
-def _deviation(value: float, deviation: float, most: float) -> Any:
-    """Lengths of the error bar below and above a value, clipped to 0 and ``most``."""
-    return [[min(deviation, value)], [min(deviation, most - value)]]
+def _deviation(value: float, deviation: float, upper: float) -> Any:
+    """Lengths of the error bar below and above a value, clipped to 0 and ``upper``."""
+    return [[min(deviation, value)], [min(deviation, upper - value)]]

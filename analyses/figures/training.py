@@ -34,13 +34,13 @@ def over_training(table: pd.DataFrame) -> Figure:
     panels = figure.subplots(2, 2, sharex=True)
     of_parts = table[(table["tokens"] == "all") & (table["method"] == "map")].assign(method=table["kind"])
     read = table[(table["metric"] == "precision") & (table["k"] == 1)]
-    drawn = (
+    contents = (
         ("loss (nats per token)", table[table["metric"] == "loss"], {"model": Look(PURPLE)}),
         ("Precision@1", read, READ),
         (r"$r^2$ of the part's map", of_parts[of_parts["metric"] == "r2"], PARTS),
         ("loss increase with the map (nats)", of_parts[of_parts["metric"] == "loss increase"], PARTS),
     )
-    for ax, (label, rows, looks) in zip(panels.flat, drawn, strict=True):
+    for ax, (label, rows, looks) in zip(panels.flat, contents, strict=True):
         means = rows.groupby(["method", "step"], as_index=False)[["value", "low", "high"]].mean()
         of_layers = ~means["method"].isin(["model", "constant"])
         means.loc[of_layers, ["low", "high"]] = float("nan")  # a mean of layers has no interval

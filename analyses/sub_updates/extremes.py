@@ -153,17 +153,17 @@ def cluster_activity(
         examples=("example", "nunique"), layer=("layer", "mean"), first_layer=("layer", "min"),
         last_layer=("layer", "max"),
     ).reset_index()  # fmt: skip
-    numbers = table["cluster"].tolist()
-    directions = clusters.directions(values, numbers)
+    cluster_ids = table["cluster"].tolist()
+    directions = clusters.directions(values, cluster_ids)
     signs = directions.new_tensor(table["sign"].tolist())
     ids = projection.top(signs[:, None] * directions, 30).ids.numpy()
     common, unseen = frequency.shares(ids)
     texts = [", ".join(map(visible, token_texts(projection.tokenizer, row[:10]))) for row in ids.tolist()]
     table = table.assign(
-        kind=frequency_kinds(common, unseen), size=clusters.sizes[numbers],
-        cosine=clusters.cosines(directions, numbers), share=table["extremes"] / len(labelled),
+        kind=frequency_kinds(common, unseen), size=clusters.sizes[cluster_ids],
+        cosine=clusters.cosines(directions, cluster_ids), share=table["extremes"] / len(labelled),
         examples=table["examples"] / len(trace), common=common, unseen=unseen,
-        members=[_member_names(values, clusters, cluster) for cluster in numbers], tokens=texts,
+        members=[_member_names(values, clusters, cluster) for cluster in cluster_ids], tokens=texts,
     )  # fmt: skip
     order = ["extremes", "cluster", "sign"]
     return table[list(ACTIVITY_COLUMNS)].sort_values(order, ascending=[False, True, True], ignore_index=True)
@@ -275,15 +275,15 @@ def group_table(
         of_kind = of_extreme if kind == "all" else of_extreme[of_extreme["kind"] == kind]
         if of_kind.empty:
             continue
-        numbers = of_kind["cluster"].unique()
-        cosines = clusters.cosines(clusters.directions(values, numbers.tolist()), numbers.tolist())
+        cluster_ids = of_kind["cluster"].unique()
+        cosines = clusters.cosines(clusters.directions(values, cluster_ids.tolist()), cluster_ids.tolist())
         cosines = cosines[np.isfinite(cosines)]
         share_sampled = 1.0 if kind == "all" else float((of_sampled["kind"] == kind).mean())
         metric_values: dict[str, tuple[float, int]] = {
             "share": (len(of_kind) / len(of_extreme), len(of_extreme)),
             "share_sampled": (share_sampled, len(of_sampled)),
-            "clusters": (len(numbers), len(numbers)),
-            "vectors": (clusters.sizes[numbers].sum() / len(values), len(numbers)),
+            "clusters": (len(cluster_ids), len(cluster_ids)),
+            "vectors": (clusters.sizes[cluster_ids].sum() / len(values), len(cluster_ids)),
             "active": (of_kind["row"].nunique() / len(values), len(of_kind)),
             "cosine": (float(np.median(cosines)) if len(cosines) else math.nan, len(cosines)),
             "raised": (of_kind["raised"].mean(), len(of_kind)),

@@ -30,12 +30,12 @@ def word_dictionary(corpus: Corpus, *, n_words: Annotated[int, Between(len(SPECI
     """
     counts = Counter(word for words in words_of(corpus.sentences) for word in words if word not in SPECIAL)
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[: n_words - len(SPECIAL)]
-    words, numbers = (
+    words, word_counts = (
         [*SPECIAL, *(word for word, _ in ordered)],
         [*(0,) * len(SPECIAL), *(n for _, n in ordered)],
     )
     fillers = [_FILLER.format(i) for i in range(-len(words) % _MULTIPLE)]
-    return WordDictionary((*words, *fillers), (*numbers, *(0,) * len(fillers)))
+    return WordDictionary((*words, *fillers), (*word_counts, *(0,) * len(fillers)))
 
 
 @checked

@@ -128,12 +128,12 @@ def stream(
     batch_tokens: PositiveInt | None = None,
     progress: bool = True,
     divided: bool = False,
-    numbers: Sequence[int] | None = None,
+    batch_indices: Sequence[int] | None = None,
 ) -> Iterator[Rows]:
     """Yield the vectors of the chosen sites batch by batch, storing none.
 
     The model runs no further than the last chosen site and, if it is a decoder and only sampled positions are
-    asked for, reads no sentence further than its position. ``numbers`` are batch indices, by default all.
+    asked for, reads no sentence further than its position. ``batch_indices`` are by default all.
 
     A model that is changed between two batches is refused; edited weights are noticed at the end, since
     reading them all takes as long as a batch. Of several processes each is given all batches or, with
@@ -144,10 +144,10 @@ def stream(
     hooks = {str(site): layout.hook(site) for site in _resolve_sites(layout, sites)}
     provenance = provenance_of(model, layout, examples, positions, hooks)
     batches = _Batches(model, examples, positions, batch_tokens or default_batch_tokens(model))
-    if numbers is None:
-        numbers = range(len(batches.counts))
+    if batch_indices is None:
+        batch_indices = range(len(batches.counts))
     several = divided and parallel.world_size() > 1
-    own = numbers[parallel.rank() :: parallel.world_size()] if several else numbers
+    own = batch_indices[parallel.rank() :: parallel.world_size()] if several else batch_indices
     return _stream(model, batches, own, hooks, progress, provenance, divided=several)
 
 
@@ -185,7 +185,7 @@ class _Batches:
 def _stream(
     model: TransformerBridge,
     batches: _Batches,
-    numbers: Sequence[int],
+    batch_indices: Sequence[int],
     hooks: Mapping[str, str],
     progress: bool,
     provenance: Provenance,
@@ -193,17 +193,17 @@ def _stream(
     divided: bool = False,
 ) -> Iterator[Rows]:
     """Yield the vectors of some batches by the sites' hooks."""
-    if not numbers:
+    if not batch_indices:
         return
     changes = provenance.identity.changes or ()
     weights = WeightChecksum([model.original_model], "the stream of its vectors")
     n_sentences = sum(map(len, batches._sentences))
-    done = n_sentences - sum(len(batches._sentences[number]) for number in numbers)
+    done = n_sentences - sum(len(batches._sentences[i]) for i in batch_indices)
     with Bar(
         total=n_sentences, initial=done, unit="sentence", desc="collecting", disable=not progress
     ) as bar:
-        for number in numbers:
-            batch, at, index = batches.read(number)
+        for batch_index in batch_indices:
+            batch, at, index = batches.read(batch_index)
             reader = _Reader(hooks, at)
             check_unchanged(model, changes)
             with own_precision(), reading(model, reader.hooks):

@@ -424,6 +424,6 @@ class ReadOptions:
     def projection(self, catalogue: Catalogue) -> Projection:
         """How vectors of the model are read."""
         projection = catalogue.projection(self.read)
-        most = len(projection.unembedding)
-        check_int(self.tokens, "The number of tokens", min=1, max=most)  # before the work
+        d_vocab = len(projection.unembedding)
+        check_int(self.tokens, "The number of tokens", min=1, max=d_vocab)  # before the work
         return projection

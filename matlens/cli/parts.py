@@ -21,12 +21,12 @@ TwoOrMore = Annotated[int, Between(2)]
 
 def _blocks(text: str) -> int | list[int]:
     try:
-        numbers = [int(part) for part in text.removesuffix(",").split(",")]
+        indices = [int(part) for part in text.removesuffix(",").split(",")]
     except ValueError:
         raise typer.BadParameter(
             f"must be a number of blocks, or a list such as 13,14,15 (one block: 13,), got {text[:40]!r}."
         ) from None
-    return numbers if "," in text else numbers[0]
+    return indices if "," in text else indices[0]
 
 
 Blocks = Annotated[Any, typer.Option(parser=_blocks, metavar="BLOCKS")]

@@ -211,9 +211,9 @@ class Examples:
         """Sentences truncated after their last position; decoders give the same vectors."""
         last = np.zeros(len(self), dtype=np.int64)
         np.maximum.at(last, self.sentences, self.positions)
-        kept = self.places <= np.repeat(last, self.lengths)
+        selected = self.places <= np.repeat(last, self.lengths)
         offsets = _offsets(last + 1)
-        return replace(self, tokens=self.tokens[kept], offsets=offsets)
+        return replace(self, tokens=self.tokens[selected], offsets=offsets)
 
     def rows_of(
         self, index: Int[np.ndarray, " batch"]

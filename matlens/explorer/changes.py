@@ -56,14 +56,14 @@ class Change:
         ``"value"`` sets the coefficient of a value vector; ``"jump"`` skips blocks, and ``"mat"`` replaces
         them by one map; ``"attn"`` and ``"ffn"`` set the output of a sub-module to zero, and ``"mat_attn"``,
         ``"mat_ffn"`` and ``"mat_ln1_ln2"`` replace it by its map.
-    which
+    target
         A name such as ``"L3D12"``; or one block, or blocks such as ``"4-8"``, 8 excluded.
     value
         The coefficient.
     """
 
     kind: str
-    which: str
+    target: str
     value: float = 0.0
 
     def __post_init__(self) -> None:
@@ -99,7 +99,7 @@ def compare_changes(
     coefficients: dict[ValueName, float] = {}
     for change in changes:
         if change.kind == "value":
-            vector = ValueVector.parse(change.which)
+            vector = ValueVector.parse(change.target)
             if vector in coefficients:
                 raise InputError(f"The coefficient of {vector} is set twice.")
             coefficients[vector] = change.value
@@ -127,12 +127,12 @@ def offered_maps(maps: Sequence[MapSet]) -> dict[str, list[str]]:
                 for layer in sorted({a.layer for a, _ in pairs})
                 if all((f"{name}_in.{layer}", f"{name}_out.{layer}") in of_set for name in names)
             ]
-    return {kind: list(dict.fromkeys(which)) for kind, which in offers.items()}
+    return {kind: list(dict.fromkeys(targets)) for kind, targets in offers.items()}
 
 
 def _replacements(model: TransformerBridge, change: Change, maps: Sequence[MapSet]) -> list[Replacement]:
     n = int(model.cfg.n_layers)
-    first, last = _blocks(change.which, n)
+    first, last = _blocks(change.target, n)
     if change.kind == "jump":
         return [Replacement(lambda h: h, Site(STREAM, first), Site(STREAM, last))]
     if change.kind == "mat":
@@ -152,13 +152,13 @@ def _replacements(model: TransformerBridge, change: Change, maps: Sequence[MapSe
     ]
 
 
-def _blocks(which: str, n: int) -> tuple[int, int]:
-    ends = _RANGE.fullmatch(which.strip())
+def _blocks(target: str, n: int) -> tuple[int, int]:
+    ends = _RANGE.fullmatch(target.strip())
     first = int(ends[1]) if ends else -1
     last = first + 1 if ends is None or ends[2] is None else int(ends[2])
     if not 0 <= first < last <= n:
         raise InputError(
-            f"which must be a block from 0 to {n - 1}, or a range up to 0-{n}, got {short(which)}."
+            f"target must be a block from 0 to {n - 1}, or a range up to 0-{n}, got {short(target)}."
         )
     return first, last
 

@@ -189,8 +189,8 @@ def dominant_cells(
             "static": words.scores(pointing),
         }
         n_ways += len(code)
-        for name, numbers in of_layer.items():
-            parts.setdefault(name, []).append(numbers.cpu().numpy())
+        for name, tensors in of_layer.items():
+            parts.setdefault(name, []).append(tensors.cpu().numpy())
     by_cell = {
         name: np.stack(parts.pop(name)) for name in ("way", "coefficient", "share", "scale", "rest", "bias")
     }

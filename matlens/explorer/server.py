@@ -228,7 +228,7 @@ def live_page(model: str, offers: Mapping[str, Sequence[str]]) -> str:
 def compared_page(model: str, prompt: str, changes: Sequence[Change], before: Outcome, after: Outcome) -> str:
     """A standalone page of the original and the modified outcome of a prompt."""
     listed = [
-        f"{KINDS[change.kind][0]} {printable(change.which)}"
+        f"{KINDS[change.kind][0]} {printable(change.target)}"
         + (f": {change.value:g}" if change.kind == "value" else "")
         for change in changes
     ]
@@ -269,12 +269,12 @@ def _changes(content: dict[str, Any]) -> list[Change]:
     listed = content.get("changes", [])
     if not isinstance(listed, list) or len(listed) > _MAX_CHANGES:
         raise _Refused(400, f"Expected a list of at most {_MAX_CHANGES} changes.")
-    if not all(isinstance(change, dict) and set(change) <= {"kind", "which", "value"} for change in listed):
-        raise _Refused(400, "Expected changes with a kind, which, and a value.")
+    if not all(isinstance(change, dict) and set(change) <= {"kind", "target", "value"} for change in listed):
+        raise _Refused(400, "Expected changes with a kind, a target, and a value.")
     try:
         return [Change(**change) for change in listed]
     except TypeError as error:
-        raise _Refused(400, "Expected changes with a kind, which, and a value.") from error
+        raise _Refused(400, "Expected changes with a kind, a target, and a value.") from error
 
 
 def check_server() -> None:

@@ -34,11 +34,11 @@ _BATCH_TOKENS = 512
 
 def shortened(examples: Examples, longest: int = LONGEST) -> Examples:
     """The same sentences, truncated, with the last token of each as its position."""
-    kept = examples.places < longest
+    selected = examples.places < longest
     lengths = np.minimum(examples.lengths, longest)
     return replace(
         examples,
-        tokens=examples.tokens[kept],
+        tokens=examples.tokens[selected],
         offsets=np.concatenate([[0], np.cumsum(lengths)]),
         positions=lengths[examples.sentences] - 1,
     )

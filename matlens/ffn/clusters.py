@@ -139,25 +139,25 @@ class Clusters:
         rows = [vector.layer * values.d_mlp + values.column(vector) for vector in vectors]
         return list(dict.fromkeys(int(label) for label in self.labels[rows]))
 
-    def directions(self, values: ValueVectors, numbers: Iterable[int]) -> Float[Tensor, "m d_model"]:
+    def directions(self, values: ValueVectors, indices: Iterable[int]) -> Float[Tensor, "m d_model"]:
         """Mean of the unit vectors of each cluster."""
         self.provenance.check_same(values.identity, ours="the clusters")
         means = [torch.empty(0, values.d_model)]
-        for cluster in numbers:
+        for cluster in indices:
             vectors = values.vectors(map(values.at, self.members(cluster).tolist())).cpu().double()
             means.append((vectors / vectors.norm(dim=1, keepdim=True)).mean(0, keepdim=True).float())
         return torch.cat(means)
 
     def cosines(
-        self, directions: Float[Tensor, "m d_model"], numbers: Sequence[int]
+        self, directions: Float[Tensor, "m d_model"], indices: Sequence[int]
     ) -> Float[np.ndarray, " m"]:
         """Mean cosine of two vectors of each cluster, from its direction; NaN for a single vector."""
-        size = self.sizes[list(numbers)].astype(float)
+        size = self.sizes[list(indices)].astype(float)
         squared = directions.cpu().double().square().sum(1).numpy()
         return (size * squared - 1) / np.where(size > 1, size - 1, np.nan)
 
     def table(
-        self, values: ValueVectors, projection: Projection, numbers: Sequence[int], *, n_tokens: int = 10
+        self, values: ValueVectors, projection: Projection, indices: Sequence[int], *, n_tokens: int = 10
     ) -> pd.DataFrame:
         """Members and promoted tokens of clusters, one row per cluster.
 
@@ -166,10 +166,10 @@ class Clusters:
         names, and the top tokens of the cluster's direction.
         """
         projection.check_same(values.identity)
-        directions = self.directions(values, numbers)
+        directions = self.directions(values, indices)
         top = projection.top(directions, n_tokens).ids.tolist()
         rows = []
-        for cluster, cosine, ids in zip(numbers, self.cosines(directions, numbers), top, strict=True):
+        for cluster, cosine, ids in zip(indices, self.cosines(directions, indices), top, strict=True):
             members = [values.at(row) for row in self.members(cluster).tolist()]
             layers = sorted({value.layer for value in members})
             rows.append(

@@ -204,10 +204,10 @@ def _hooks(
 
 def _changing_hook(changes: Mapping[int, float], how: str, tokens: _ChosenTokens) -> Any:
     """A hook that changes coefficients of a layer, by their index."""
-    index, numbers = torch.tensor(list(changes)), torch.tensor(list(changes.values()))
+    index, new_values = torch.tensor(list(changes)), torch.tensor(list(changes.values()))
 
     def change_coefficients(m: Tensor, hook: Any) -> Tensor:
-        at, number = index.to(m.device), numbers.to(m)
+        at, number = index.to(m.device), new_values.to(m)
         old = m[..., at]
         new = {"set": number.expand_as(old), "add": old + number, "scale": old * number}[how]
         if not tokens.everywhere:

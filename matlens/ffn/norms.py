@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from matlens.errors import InputError, checked
 
-FFN_OUT, NORMED_OUT = "ffn_out", "ln2_post_out"  # what is added to the stream; the second behind a norm
+FFN_OUT, NORMED_OUT = "ffn_out", "ln2_post_out"  # added to the residual stream, the second after a norm
 
 
 @checked

@@ -160,7 +160,7 @@ class Trace:
             if writer.missing:
                 for batch in stream(
                     model, examples, reader.sites, batch_tokens=size, progress=progress,
-                    numbers=writer.missing,
+                    batch_indices=writer.missing,
                 ):  # fmt: skip
                     rows = reader.rows(batch)
                     for name, values in rows.items():

@@ -123,9 +123,9 @@ class Updates:
             dominant = self.dominant(layer, k)[row]
             top = projection.top(self.sub_updates(layer, row)[dominant], n_tokens).ids.tolist()
             quantities = (self.coefficients(layer), self.contributions(layer), self.shares(layer))
-            numbers = torch.stack([quantity[row, dominant] for quantity in quantities], 1).tolist()
+            sizes = torch.stack([quantity[row, dominant] for quantity in quantities], 1).tolist()
             for rank, (index, three, ids) in enumerate(
-                zip(dominant.tolist(), numbers, top, strict=True), start=1
+                zip(dominant.tolist(), sizes, top, strict=True), start=1
             ):
                 texts = ", ".join(map(visible, token_texts(projection.tokenizer, ids)))
                 rows.append((layer, rank, str(self.values.vector(layer, index)), *three, texts))

@@ -51,10 +51,10 @@ def resolve_layers(layers: Sequence[int] | None, n_layers: int) -> tuple[int, ..
     """Numbers of layers, ascending and without the last; by default all of these."""
     if layers is None:
         return tuple(range(n_layers))
-    numbers = sorted({Site.parse(layer, n_layers).layer for layer in layers} - {n_layers})
-    if not numbers:
+    found = sorted({Site.parse(layer, n_layers).layer for layer in layers} - {n_layers})
+    if not found:
         raise InputError(f"layers must be between 0 and {n_layers - 1}, got {short(layers)}.")
-    return tuple(numbers)
+    return tuple(found)
 
 
 # One layer

@@ -108,7 +108,7 @@ def exit_sweep(
     if not exits:
         raise InputError("layers must have at least one collected layer above 0.")
     exits.append(last)
-    numbers = torch.tensor(exits).double()
+    exits_at = torch.tensor(exits).double()
     positions = torch.from_numpy(validation.places).long()
     rows: list[dict[str, Any]] = []
 
@@ -124,7 +124,7 @@ def exit_sweep(
             add(name, layer, right[:, column], np.nan)
         for lam in (lams or {}).get(name, SWEEP):
             left = exit_layers(confidence, thresholds(positions, lam)) - 1
-            add(name, float(numbers[left].mean()), right.gather(1, left[:, None])[:, 0], lam)
+            add(name, float(exits_at[left].mean()), right.gather(1, left[:, None])[:, 0], lam)
     return result_table(rows, "lam")
 
 

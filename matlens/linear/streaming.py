@@ -197,7 +197,7 @@ def stream_least_squares(
                 left = range(parallel.broadcast(states.n_batches, "batches that are done"), n_batches)
                 batches = stream(
                     model, own, list(widths), positions=positions, batch_tokens=request["batch_tokens"],
-                    progress=progress, divided=True, numbers=left,
+                    progress=progress, divided=True, batch_indices=left,
                 )  # fmt: skip
                 _add_all(fits, batches, left, selection, states)
             for source in fits.targets if parallel.is_main() else ():
@@ -217,11 +217,15 @@ def pairs_and_widths(model: TransformerBridge, pairs: Pairs) -> tuple[list[tuple
 
 
 def _add_all(
-    fits: PairFits, batches: Iterator[Rows], numbers: range, selection: Selection | None, states: _States
+    fits: PairFits,
+    batches: Iterator[Rows],
+    batch_indices: range,
+    selection: Selection | None,
+    states: _States,
 ) -> None:
     """Add all batches; of several processes the main one has the sums of all in the end."""
     world_size = parallel.world_size()
-    for start in numbers[::world_size]:  # in step: in the last one there is no batch for some processes
+    for start in batch_indices[::world_size]:  # in step: in the last one there is no batch for some processes
         batch = next(batches, None)
         if batch is not None:
             fits.update(*select(batch.vectors, selection, batch.index))
@@ -230,7 +234,7 @@ def _add_all(
         if parallel.broadcast(ready and states.are_due(), "whether to store a state"):
             fits.reduce()
             if parallel.is_main():
-                states.write(fits, min(start + world_size, numbers.stop))
+                states.write(fits, min(start + world_size, batch_indices.stop))
     for _ in batches:  # to its end, where it checks the model
         pass
     fits.reduce()

@@ -282,12 +282,12 @@ class _Atlas:
 
 def loss_increase(losses: np.ndarray, whole: np.ndarray, texts: np.ndarray) -> Estimate:
     """Mean difference of the losses of all tokens, in nats, with its 95% interval over texts."""
-    numbers, index, counts = np.unique(texts, return_inverse=True, return_counts=True)
+    text_ids, index, counts = np.unique(texts, return_inverse=True, return_counts=True)
     if not np.isfinite(losses).all():
-        return Estimate.without_interval(np.inf, len(numbers))
+        return Estimate.without_interval(np.inf, len(text_ids))
     ours, theirs = (TextLosses(np.bincount(index, weights=each), counts) for each in (losses, whole))
     value, low, high = (float(np.log(each)) for each in ours.ratio(theirs)[:3])
-    return Estimate(value, low, high, len(numbers))
+    return Estimate(value, low, high, len(text_ids))
 
 
 def same_sites(layout: ModelLayout) -> dict[str, str]:

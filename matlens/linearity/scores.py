@@ -70,9 +70,9 @@ def _bound(r: Tensor, z: Tensor, r_y: Tensor) -> float:
         whitened = torch.linalg.solve_triangular(r_y, explained, upper=True, left=False)
         return max(0.0, r_y.shape[1] - float(whitened.square().sum()))
     _, s, vh = torch.linalg.svd(r_y, full_matrices=False)
-    kept = s > _level(s)
-    whitened = explained @ (vh[kept].T / s[kept])
-    return max(0.0, int(kept.sum()) - float(whitened.square().sum()))
+    large = s > _level(s)
+    whitened = explained @ (vh[large].T / s[large])
+    return max(0.0, int(large.sum()) - float(whitened.square().sum()))
 
 
 def _projected(r: Tensor, z: Tensor) -> Tensor:

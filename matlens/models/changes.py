@@ -282,7 +282,7 @@ def _foreign_changes(model: TransformerBridge, ours: frozenset[int]) -> Iterator
 
 
 def remember_plain(model: TransformerBridge) -> Plain:
-    """What `changes_of` compares a model with, kept when it is first asked for."""
+    """The baseline of `changes_of`, stored at the first call."""
     if not hasattr(model, "matlens_plain"):
         plain = None if is_quantized(model) else plain_model(model)
         parts = _parts_of(model.original_model if plain is None else plain)

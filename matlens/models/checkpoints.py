@@ -108,15 +108,15 @@ def _complete(name: str, model: Any, report: dict[str, Any]) -> Any:
     lacking = sorted(report["missing_keys"]) + sorted(map(str, report.get("mismatched_keys", ())))
     if lacking:
         raise InputError(
-            f"The model {name!r} could not be loaded: its weights lack {len(lacking)} tensors, {lacking[0]} "
-            "among them. Expected a complete checkpoint with its language-model head."
+            f"The model {name!r} could not be loaded: its weights lack {len(lacking)} tensors, including "
+            f"{lacking[0]}. Expected a complete checkpoint with its language-model head."
         )
     places = {re.sub(r"\d+", "#", key) for key, _ in model.named_parameters()}
     more = sorted(key for key in report.get("unexpected_keys", ()) if re.sub(r"\d+", "#", key) in places)
     if more:
         raise InputError(
             f"The model {name!r} could not be loaded: its weights hold {len(more)} tensors of blocks that "
-            f"its configuration does not have, {more[0]} among them. Expected the config.json of "
+            f"its configuration does not have, including {more[0]}. Expected the config.json of "
             "these weights."
         )
     return model

@@ -183,10 +183,10 @@ def wrap(
     if tokenizer is not None:
         if prepend_bos is not None:
             raise InputError("Give either tokenizer or prepend_bos, not both.")
-        kept = _keeping_itself(check_vocabulary(tokenizer, str(bridge.cfg.model_name)))
+        own = _keeping_itself(check_vocabulary(tokenizer, str(bridge.cfg.model_name)))
         d_vocab, d_vocab_out = bridge.cfg.d_vocab, bridge.cfg.d_vocab_out
         bridge.tokenizer = None
-        bridge.tokenizer = configure_tokenizer(kept, bridge.cfg)
+        bridge.tokenizer = configure_tokenizer(own, bridge.cfg)
         bridge.cfg.d_vocab, bridge.cfg.d_vocab_out = d_vocab, d_vocab_out
         _follow(bridge, tokenizer)
     elif prepend_bos is not None:
@@ -235,6 +235,6 @@ def _follow(model: TransformerBridge, tokenizer: Any) -> None:
 
 def _keeping_itself(tokenizer: Any) -> Any:
     """A copy that the bridge keeps; others it replaces by one from the hub that prepends BOS."""
-    kept = copy.deepcopy(tokenizer)
-    kept.init_kwargs = {**kept.init_kwargs, "add_bos_token": True}
-    return kept
+    own = copy.deepcopy(tokenizer)
+    own.init_kwargs = {**own.init_kwargs, "add_bos_token": True}
+    return own

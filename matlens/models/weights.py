@@ -177,7 +177,7 @@ def check_in_memory(model: TransformerBridge) -> None:
     absent = next((name for name, tensor in parameters if tensor.is_meta), None)
     if absent is not None:
         raise InputError(
-            f"Weights of {model.cfg.model_name} are not in memory, {plain_place(absent)} among them: "
+            f"Weights of {model.cfg.model_name} are not in memory, including {plain_place(absent)}: "
             "they are offloaded to the disk or to the CPU. Give the model more devices (device_map), or load "
             "it in half precision (dtype)."
         )
@@ -209,11 +209,11 @@ def _configuration(model: TransformerBridge) -> bytes:
 
 def _shaping(config: Mapping[Any, Any]) -> dict[str, Any]:
     """The configuration, those inside it included, without what is not the model."""
-    kept = {str(key): value for key, value in config.items() if str(key) not in _NOT_THE_MODEL}
-    quantization = kept.get("quantization_config")
+    shaping = {str(key): value for key, value in config.items() if str(key) not in _NOT_THE_MODEL}
+    quantization = shaping.get("quantization_config")
     if isinstance(quantization, Mapping) and quantization.get("quant_method") == "gguf":
-        del kept["quantization_config"]  # the dequantized weights are hashed themselves
-    return {key: _shaping(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
+        del shaping["quantization_config"]  # the dequantized weights are hashed themselves
+    return {key: _shaping(value) if isinstance(value, Mapping) else value for key, value in shaping.items()}
 
 
 def _tensors(model: TransformerBridge) -> Iterator[tuple[str, Tensor]]:

@@ -55,7 +55,7 @@ async function compare(refusal = "") {
   const asked = [...changes];
   say("Computing …");
   try {
-    const both = await ask("compare", { prompt: find("prompt").value, changes: asked.map(({ kind, which, value }) => ({ kind, which, value })) }, mine.signal);
+    const both = await ask("compare", { prompt: find("prompt").value, changes: asked.map(({ kind, target, value }) => ({ kind, target, value })) }, mine.signal);
     find("save-compared").hidden = false;
     find("save-compared").href = `${both.page}?save`;
     find("compared").replaceChildren(...["before", "after"].map((side) => shown(both[side], side === "before" ? "Original" : "Modified", side)));
@@ -82,7 +82,7 @@ function list() {
   find("changes").replaceChildren(
     ...(changes.length ? [] : [element("li", {}, `No changes. Choose a type, enter a target such as ${kinds.get(data.kinds[0].kind).example}, and press Add.`)]),
     ...changes.map((change, at) => {
-      const label = `${kinds.get(change.kind).name} ${change.which}`;
+      const label = `${kinds.get(change.kind).name} ${change.target}`;
       const shownValue = element("output", {}, String(change.value));
       const slider = element("input", { type: "range", min: "-30", max: "30", step: "0.5", value: change.value, "aria-label": label, oninput: (event) => {
         change.value = Number(event.target.value);
@@ -101,8 +101,8 @@ function list() {
 // What there are maps for is offered by name.
 function offer() {
   const { known, example } = kinds.get(find("kind").value);
-  find("known").replaceChildren(...known.map((which) => element("option", { value: which })));
-  find("which").placeholder = known.length ? known[0] : example;
+  find("known").replaceChildren(...known.map((target) => element("option", { value: target })));
+  find("target").placeholder = known.length ? known[0] : example;
 }
 
 choose(find("kind"), data.kinds.map(({ kind, name }) => [kind, name]), data.kinds[0].kind);
@@ -115,16 +115,16 @@ find("ask").addEventListener("submit", (event) => {
 });
 find("add").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (!find("which").value.trim()) {
-    say(`Enter a target, such as ${find("which").placeholder}.`);
+  if (!find("target").value.trim()) {
+    say(`Enter a target, such as ${find("target").placeholder}.`);
     return;
   }
   if (!find("prompt").value) {
     say(NO_PROMPT);
     return;
   }
-  changes.push({ kind: find("kind").value, which: find("which").value.trim(), value: data.coefficient });
-  find("which").value = "";
+  changes.push({ kind: find("kind").value, target: find("target").value.trim(), value: data.coefficient });
+  find("target").value = "";
   list();
   compareSoon();
 });

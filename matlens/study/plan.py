@@ -289,10 +289,10 @@ def check_disk(needed: int, folder: Path, work: str, advice: str) -> None:
 
 def check_fit(n_rows: int, width: int, pairs: Sequence[tuple[str, str]]) -> None:
     """Raise InputError if memory is too small for a fit on collected vectors of this width."""
-    most = max(map(len, by_source(pairs).values()))
+    most_targets = max(map(len, by_source(pairs).values()))
     n_sites = len({site for pair in pairs for site in pair})
     check_memory(
-        collected_fit_bytes(n_rows, width, n_sites=n_sites, most_targets=most),
+        collected_fit_bytes(n_rows, width, n_sites=n_sites, most_targets=most_targets),
         f"Fitting {len(pairs)} maps of {width:,} dimensions",
         "Fit maps onto the last layer alone (--pairs last), or on fewer samples (--train).",
     )

@@ -235,11 +235,11 @@ def read_results(folder: str | Path) -> pd.DataFrame:
             f"{path.with_suffix('.json')} is missing, so {path.name} cannot be verified. Run 'matlens "
             f"evaluate {folder}' again."
         )
-    numbers = dict.fromkeys(("layer", "target", "n"), "int64") | dict.fromkeys(
+    dtypes = dict.fromkeys(("layer", "target", "n"), "int64") | dict.fromkeys(
         ("value", "low", "high"), "float64"
     )
     return read_table(
-        path, dict.fromkeys(COLUMNS, "str") | numbers | {"k": "Int64"}, what="a table of results",
+        path, dict.fromkeys(COLUMNS, "str") | dtypes | {"k": "Int64"}, what="a table of results",
         made_by="'matlens evaluate' writes it.", keep_default_na=True,
     )  # fmt: skip
 

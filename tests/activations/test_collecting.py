@@ -167,7 +167,7 @@ def test_stream_yields_every_row_once_and_the_same_as_collect(
         for site, vectors in one.vectors.items():
             assert torch.equal(vectors, whole[site][torch.from_numpy(one.index)])
     runs.clear()
-    rest = list(stream(model, examples, STREAM, numbers=range(3, len(rows)), **options))
+    rest = list(stream(model, examples, STREAM, batch_indices=range(3, len(rows)), **options))
     assert [one.index.tolist() for one in rest] == [one.index.tolist() for one in rows[3:]]
     assert len(runs) == len(rest)
 

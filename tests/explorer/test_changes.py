@@ -46,7 +46,7 @@ def test_offers_are_what_the_sets_have_maps_for(fitted: Fitted) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "which", "make"),
+    ("kind", "target", "make"),
     [
         ("mat", "1-3", lambda jumps, inside: [matlens.jump(jumps, 1, 3)]),
         ("mat_attn", "1", lambda jumps, inside: [mat_attn(inside, 1, 2)]),
@@ -54,10 +54,10 @@ def test_offers_are_what_the_sets_have_maps_for(fitted: Fitted) -> None:
         ("mat_ln1_ln2", "0", lambda jumps, inside: [mat_ln1_ln2(inside, 0, 1)]),
     ],
 )
-def test_maps_stand_in_as_they_do_by_hand(kind: str, which: str, make: Any, fitted: Fitted) -> None:
+def test_maps_stand_in_as_they_do_by_hand(kind: str, target: str, make: Any, fitted: Fitted) -> None:
     model, jumps, inside = fitted
     expected = by_hand(model, [one for replacements in make(jumps, inside) for one in replacements])
-    before, after = compare_changes(model, PROMPT, [Change(kind, which)], maps=[jumps, inside], n_tokens=1)
+    before, after = compare_changes(model, PROMPT, [Change(kind, target)], maps=[jumps, inside], n_tokens=1)
     torch.testing.assert_close(torch.tensor([p for _, p in after.tokens]), torch.tensor(expected))
     assert before.tokens != after.tokens
 
@@ -84,15 +84,15 @@ def test_the_prompt_goes_on_greedily_without_its_end_and_the_checkpoints_own_set
 
 
 @pytest.mark.parametrize(
-    ("kind", "which", "message"),
+    ("kind", "target", "message"),
     [
         ("mat", "2-3", "no map from layer 2 to 3"), ("mat_attn", "2", "no map of this kind"),
-        ("mat_ffn", "1-3", "blocks 1 to 2"), ("mat", "x", "which must be a block"),
-        ("attn", "3", "which must be a block"), ("jump", "2-1", "which must be a block"),
+        ("mat_ffn", "1-3", "blocks 1 to 2"), ("mat", "x", "target must be a block"),
+        ("attn", "3", "target must be a block"), ("jump", "2-1", "target must be a block"),
         ("mat_heads", "1", "one of"),
     ],
 )  # fmt: skip
-def test_changes_without_a_map_are_refused(kind: str, which: str, message: str, fitted: Fitted) -> None:
+def test_changes_without_a_map_are_refused(kind: str, target: str, message: str, fitted: Fitted) -> None:
     model, jumps, inside = fitted
     with pytest.raises(InputError, match=message):
-        compare_changes(model, PROMPT, [Change(kind, which)], maps=[jumps, inside], n_tokens=1)
+        compare_changes(model, PROMPT, [Change(kind, target)], maps=[jumps, inside], n_tokens=1)

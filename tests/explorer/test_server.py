@@ -67,7 +67,7 @@ def test_a_prompt_is_explored_shown_and_saved(live: LiveModel, small_model: Call
 
 def test_changes_stand_beside_the_model_as_it_is(live: LiveModel, small_model: Callable[[str], Any]) -> None:
     model = small_model("gpt2")
-    changes = [{"kind": "value", "which": "L1D3", "value": 40}, {"kind": "attn", "which": "0"}]
+    changes = [{"kind": "value", "target": "L1D3", "value": 40}, {"kind": "attn", "target": "0"}]
     answer = ask(live, "POST", f"/{TOKEN}/compare", json={"prompt": "w1 w2", "changes": changes}).json()
     tokens = torch.tensor([[3, 4]])
     with torch.inference_mode():
@@ -124,9 +124,9 @@ def test_who_does_not_know_the_token_is_told_nothing(live: LiveModel) -> None:
         (b'{"prompt": "' + b"a" * 9000 + b'"}', 400), (b'{"prompt": "w1", "changes": 1}', 400),
         (b'{"prompt": "w1", "changes": [1]}', 400),
         (b'{"prompt": "w1", "changes": [{"kind": "value"}]}', 400),
-        (b'{"prompt": "w1", "changes": [{"kind": "x", "which": "1"}]}', 422),
-        (b'{"prompt": "w1", "changes": [{"kind": "value", "which": "L9D1"}]}', 422),
-        (b'{"prompt": "w1", "changes": [{"kind": "value", "which": "L1D1", "value": 1e999}]}', 422),
+        (b'{"prompt": "w1", "changes": [{"kind": "x", "target": "1"}]}', 422),
+        (b'{"prompt": "w1", "changes": [{"kind": "value", "target": "L9D1"}]}', 422),
+        (b'{"prompt": "w1", "changes": [{"kind": "value", "target": "L1D1", "value": 1e999}]}', 422),
         (b'{"prompt": "\\ud800"}', 400),
     ],
 )  # fmt: skip
@@ -289,7 +289,7 @@ def test_the_page_shows_and_changes_a_prompt(
         page.click("#ask button")
         page.frame_locator("#page").locator("[role=grid] td").first.wait_for()
         assert visit.faults() == []
-        page.fill("#which", "L2D5")
+        page.fill("#target", "L2D5")
         page.click("#add button")
         page.locator("#changes input").fill("30")
         page.wait_for_function(  # the answers to what was set before come first

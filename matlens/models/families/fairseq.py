@@ -235,18 +235,18 @@ class WordDictionary:
     def read(cls, path: Path) -> WordDictionary:
         """Read a ``dict.txt``: a word and its count on each line."""
         words, counts = list(SPECIAL), [0] * len(SPECIAL)
-        numbers = {word: number for number, word in enumerate(words)}
+        ids = {word: number for number, word in enumerate(words)}
         text = read_bounded(path, TABLE).decode().rstrip()
         for row, line in enumerate(io.StringIO(text), start=1):  # not splitlines: words hold U+2028
             parts = _LINE.fullmatch(line)
-            if parts is None or (parts[1] in numbers and not parts[3]):
+            if parts is None or (parts[1] in ids and not parts[3]):
                 raise InputError(
                     f"Line {row} of {path} must be another word, a space and its count, got {line[:60]!r}."
                 )
-            if parts[1] in numbers:  # the earlier keeps its number, under a name that no text holds
-                earlier = numbers[parts[1]]
+            if parts[1] in ids:  # the earlier keeps its number, under a name that no text holds
+                earlier = ids[parts[1]]
                 words[earlier] = f"<overwritten {earlier}>"
-            numbers[parts[1]] = len(words)
+            ids[parts[1]] = len(words)
             words.append(parts[1])
             counts.append(int(parts[2]))
         return cls(tuple(words), tuple(counts))
@@ -260,11 +260,11 @@ class WordDictionary:
         from tokenizers import Tokenizer, models, processors
         from transformers import PreTrainedTokenizerFast
 
-        numbers = {word: number for number, word in enumerate(self.words)}
-        tokenizer = Tokenizer(models.WordLevel(numbers, unk_token=UNK))
-        joiners = [pair for pair in _JOINERS if pair[1].strip() in numbers]
+        ids = {word: number for number, word in enumerate(self.words)}
+        tokenizer = Tokenizer(models.WordLevel(ids, unk_token=UNK))
+        joiners = [pair for pair in _JOINERS if pair[1].strip() in ids]
         _take_apart(tokenizer, joiners, self._whole())
-        ends = [(EOS, numbers[EOS])]
+        ends = [(EOS, ids[EOS])]
         tokenizer.post_processor = processors.TemplateProcessing(single=f"{EOS} $A", special_tokens=ends)
         special: dict[str, Any] = {"bos_token": EOS, "eos_token": EOS, "unk_token": UNK, "pad_token": PAD}
         special["name_or_path"] = ""  # which bridges ask for
