@@ -1,7 +1,7 @@
 """One sampled position per sentence against all positions, for the same forward passes.
 
 The paper samples one position of each sentence. The same forward passes give all other positions too,
-some thirty times as many samples, which are streamed. Expect these maps to generalise better, most of all
+some thirty times as many samples, which are streamed. Expect these maps to generalize better, most of all
 from early layers.
 """
 

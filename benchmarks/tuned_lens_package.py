@@ -32,8 +32,8 @@ _STEPS, _ROWS = 250, 120_000
 def train_layer(lens: Any, layer: int, h: Tensor, last: Tensor, readout: Readout) -> float:
     """Train one layer of the package's lens as its command does by default; the seconds of a processor."""
     parts = list(lens[layer].parameters())
-    optimiser = torch.optim.SGD(parts, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: 1 - step / _STEPS)
+    optimizer = torch.optim.SGD(parts, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / _STEPS)
     seen = min(2 * len(h), _ROWS)
     batch = -(-seen // _STEPS)
     generator = torch.Generator().manual_seed(0)
@@ -43,10 +43,10 @@ def train_layer(lens: Any, layer: int, h: Tensor, last: Tensor, readout: Readout
         rows = order[step * batch : (step + 1) * batch]
         truth = readout.log_probs(last[rows])
         scores = lens(h[rows], layer).log_softmax(-1)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         (truth.exp() * (truth - scores)).sum(-1).mean().backward()
         torch.nn.utils.clip_grad_norm_(parts, 1.0)
-        optimiser.step()
+        optimizer.step()
         schedule.step()
     return time.process_time() - start
 

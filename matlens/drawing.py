@@ -1,7 +1,7 @@
 """Style of all figures: colors, lines and cells, axes, titles and legends.
 
-Every method has its own colour and line style in all figures, from the palette of Okabe and Ito for
-colour-blind readers, with two greys. `styled` makes a figure of a function that draws a table.
+Every method has its own color and line style in all figures, from the palette of Okabe and Ito for
+color-blind readers, with two greys. `styled` makes a figure of a function that draws a table.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OF_ANY_MODEL = re.compile(  # names that checkpoints and converters give to eve
 _ROW, _LETTER = 9.0, 3.6  # points between two rows about infinite values, and of a letter
 _Parameters = ParamSpec("_Parameters")
 
-# Colours
+# Colors
 
 BLACK, DARK, GREY = "#000000", "#4d4d4d", "#a6a6a6"
 ORANGE, SKY, GREEN, YELLOW = "#e69f00", "#56b4e9", "#009e73", "#f0e442"
@@ -54,7 +54,7 @@ _WITHOUT_SINKS = re.compile(r"( without sinks|\+?sinks=exclude)$")
 class Look(NamedTuple):
     """Color, line style, marker and fill of a method."""
 
-    colour: str
+    color: str
     line: Any = SOLID
     marker: str = "o"
     hollow: bool = False
@@ -87,12 +87,12 @@ def method_looks(methods: Iterable[str]) -> dict[str, Look]:
     """Look of each method of a figure: fixed for known methods, a free one for others."""
     names = list(dict.fromkeys(methods))
     looks = {name: look for name in names if (look := _own_look(name)) is not None}
-    taken = {(look.colour, look.line) for look in looks.values()}
+    taken = {(look.color, look.line) for look in looks.values()}
     free = (
-        Look(colour, line, marker)
+        Look(color, line, marker)
         for line, marker in itertools.cycle(zip(STYLES, _MARKERS, strict=True))
-        for colour in _FREE
-        if (colour, line) not in taken
+        for color in _FREE
+        if (color, line) not in taken
     )
     return {name: looks[name] if name in looks else next(free) for name in names}
 
@@ -208,10 +208,10 @@ def draw_line(ax: Axes, rows: pd.DataFrame, look: Look, label: str, x: str = "la
     """Draw values over layers or another column, with a band from low to high."""
     rows = rows.astype({x: float, "value": float, "low": float, "high": float}).sort_values(x)
     ax.plot(
-        rows[x], rows["value"], color=look.colour, ls=look.line, marker=look.marker, label=label,
-        mfc="white" if look.hollow else look.colour,
+        rows[x], rows["value"], color=look.color, ls=look.line, marker=look.marker, label=label,
+        mfc="white" if look.hollow else look.color,
     )  # fmt: skip
-    ax.fill_between(rows[x], rows["low"], rows["high"], color=look.colour, alpha=0.12, lw=0)
+    ax.fill_between(rows[x], rows["low"], rows["high"], color=look.color, alpha=0.12, lw=0)
 
 
 def draw_methods(ax: Axes, rows: pd.DataFrame, looks: Mapping[str, Look], x: str = "layer") -> None:
@@ -225,9 +225,9 @@ def of_metric(results: pd.DataFrame, metric: str, k: int | None = None) -> pd.Da
     return results[(results["metric"] == metric) & (results["k"].isna() if k is None else results["k"] == k)]
 
 
-def line_key(label: str, colour: str = DARK, **look: Any) -> Line2D:
+def line_key(label: str, color: str = DARK, **look: Any) -> Line2D:
     """The handle of a legend entry."""
-    return Line2D([], [], color=colour, label=label, **look)
+    return Line2D([], [], color=color, label=label, **look)
 
 
 def precision_axis(ax: Axes, label: str = "Precision@1") -> None:

@@ -112,9 +112,9 @@ def mean(values: Float[Tensor, " ..."]) -> Estimate:
         return Estimate.without_interval(np.mean(sample), len(sample))
     from scipy import stats
 
-    centre, error = float(np.mean(sample)), float(stats.sem(sample)) if len(sample) > 1 else float("nan")
+    center, error = float(np.mean(sample)), float(stats.sem(sample)) if len(sample) > 1 else float("nan")
     half = error * float(stats.t.ppf(0.975, max(len(sample) - 1, 1)))
-    return Estimate(centre, centre - half, centre + half, len(sample))
+    return Estimate(center, center - half, center + half, len(sample))
 
 
 def _check_tokens(log_probs: Tensor, token: Tensor) -> None:

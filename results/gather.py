@@ -23,7 +23,7 @@ from matlens.io import csv_text, read_table, write_results
 RESULTS = Path(__file__).resolve().parent
 IMAGES = RESULTS.parent / "docs" / "images"
 LARGEST = 120_000  # bytes of a table
-DIGITS, COLOURS = 6, 256
+DIGITS, COLORS = 6, 256
 # Keys of an origin that are not stored: hundreds of lines, and fingerprints in other precisions.
 UNKEPT = ("hooks", "rounded")
 MADE_IN = "out/results"  # the folder of 'make results', relative to the project
@@ -108,7 +108,7 @@ def keep_figure(path: Path, images: Path) -> None:
     figure = (
         Image.open(path)
         .convert("RGB")
-        .quantize(COLOURS, method=Image.Quantize.MAXCOVERAGE, kmeans=2, dither=Image.Dither.NONE)
+        .quantize(COLORS, method=Image.Quantize.MAXCOVERAGE, kmeans=2, dither=Image.Dither.NONE)
     )  # so that color scales stay smooth
     figure.save(images / path.name, optimize=True)
 

@@ -29,7 +29,7 @@ What a section can use, besides all that Jinja2 and pandas offer:
 ``2 | number(3)``, ``0.5 | percent``, ``4000 | whole``, ``0.1 | signed(2)``
     2.000, 50%, 4,000 and +0.10.
 ``lens``, ``added_perplexity``, ``transfer_losses``
-    From matlens and its analyses; ``lens.savings(table)`` and the like summarise a table.
+    From matlens and its analyses; ``lens.savings(table)`` and the like summarize a table.
 """
 
 from __future__ import annotations

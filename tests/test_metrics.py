@@ -113,12 +113,12 @@ def test_proportion_has_wilsons_interval(count: int, n: int) -> None:
     hits = torch.arange(n) < count
     found = proportion(hits)
     p, z = count / n, 1.959963984540054
-    centre = (p + z**2 / (2 * n)) / (1 + z**2 / n)
+    center = (p + z**2 / (2 * n)) / (1 + z**2 / n)
     half = z / (1 + z**2 / n) * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
     assert found.value == p
     assert found.n == n
-    assert found.low == pytest.approx(centre - half, abs=1e-12)
-    assert found.high == pytest.approx(centre + half, abs=1e-12)
+    assert found.low == pytest.approx(center - half, abs=1e-12)
+    assert found.high == pytest.approx(center + half, abs=1e-12)
     assert 0 <= found.low <= p <= found.high <= 1
     assert proportion(hits.flip(0)) == found
 
@@ -127,14 +127,14 @@ def test_proportion_has_wilsons_interval(count: int, n: int) -> None:
 def test_mean_has_students_interval(values: list[float]) -> None:
     found = mean(torch.tensor(values))
     sample = np.asarray(values, dtype=np.float64)
-    n, centre, spread = len(sample), sample.mean(), sample.std(ddof=1)
+    n, center, spread = len(sample), sample.mean(), sample.std(ddof=1)
     size = np.abs(sample).max() + 1e-30
-    assert found.value == pytest.approx(centre, rel=1e-12, abs=1e-12 * size)
+    assert found.value == pytest.approx(center, rel=1e-12, abs=1e-12 * size)
     assert found.n == n
     if spread < 1e-9 * size:
         assert found.high - found.low <= 1e-7 * size
         return
-    low, high = stats.t.interval(0.95, n - 1, loc=centre, scale=spread / math.sqrt(n))
+    low, high = stats.t.interval(0.95, n - 1, loc=center, scale=spread / math.sqrt(n))
     assert found.low == pytest.approx(low, rel=1e-9, abs=1e-9 * size)
     assert found.high == pytest.approx(high, rel=1e-9, abs=1e-9 * size)
 

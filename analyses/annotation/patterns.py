@@ -67,11 +67,11 @@ def _largest_pattern(
     np.fill_diagonal(alike, True)
     np.fill_diagonal(similarities, 0)
     sizes, closeness = alike.sum(1), (similarities * alike).sum(1)
-    centre = int(np.lexsort((-closeness, -sizes))[0])
-    others = [i for i in np.flatnonzero(alike[centre]).tolist() if i != centre]
-    similarity = float(closeness[centre] / len(others)) if others else float("nan")
-    pattern = ", ".join(word_similarity.words[words[i]] for i in (centre, *others))
-    return len(words), int(sizes[centre]), int(forms[alike[centre]].sum()), similarity, pattern
+    center = int(np.lexsort((-closeness, -sizes))[0])
+    others = [i for i in np.flatnonzero(alike[center]).tolist() if i != center]
+    similarity = float(closeness[center] / len(others)) if others else float("nan")
+    pattern = ", ".join(word_similarity.words[words[i]] for i in (center, *others))
+    return len(words), int(sizes[center]), int(forms[alike[center]].sum()), similarity, pattern
 
 
 def search_concepts(

@@ -53,8 +53,8 @@ def share_estimate(hits: Any) -> Estimate:
     if 0 < p < 1:
         n = min(p * (1 - p) * prompts / between, n * samples) if between else n * samples
     z = float(stats.norm.ppf(0.975))
-    centre, spread = p + z * z / (2 * n), z * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    low, high = ((centre + sign * spread) / (1 + z * z / n) for sign in (-1, 1))
+    center, spread = p + z * z / (2 * n), z * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    low, high = ((center + sign * spread) / (1 + z * z / n) for sign in (-1, 1))
     # At 0 and 1 the bounds equal the share, except for rounding.
     return Estimate(p, min(max(float(low), 0.0), p), max(min(float(high), 1.0), p), prompts)
 

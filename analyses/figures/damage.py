@@ -50,7 +50,7 @@ def plot_damage(table: pd.DataFrame, correlations: pd.DataFrame) -> Figure:
         for kind in [kind for kind in KINDS if kind in points.index]:
             look, of_kind = KINDS[kind], points.loc[kind]
             ax.plot(
-                of_kind[SHOWN], of_kind["loss increase"], look.marker, color=look.colour, label=kind, mew=0,
+                of_kind[SHOWN], of_kind["loss increase"], look.marker, color=look.color, label=kind, mew=0,
                 ms=4, alpha=0.8,
             )  # fmt: skip
         ax.axline((LEAST, LEAST), (1, 1), color=DARK, ls=DOTTED, lw=0.8)
@@ -68,7 +68,7 @@ def plot_damage(table: pd.DataFrame, correlations: pd.DataFrame) -> Figure:
         y = np.arange(len(order)) + 0.18 * ((len(models) - 1) / 2 - models.index(model))
         spread = [rows["value"] - rows["low"], rows["high"] - rows["value"]]
         last.errorbar(
-            rows["value"], y, xerr=spread, fmt=look.marker, color=look.colour, ms=4, label=Path(model).name
+            rows["value"], y, xerr=spread, fmt=look.marker, color=look.color, ms=4, label=Path(model).name
         )
     last.set_yticks(range(len(order)), order)
     last.set_xlabel("rank correlation with the loss increase")

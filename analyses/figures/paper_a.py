@@ -107,7 +107,7 @@ def across_corpora(results: pd.DataFrame) -> Figure:
         layer_axis(ax, rows["layer"].max())
         precision_axis(ax)
         ax.label_outer()
-    keys = [line_key(names[method], look.colour, marker=look.marker) for method, look in looks.items()]
+    keys = [line_key(names[method], look.color, marker=look.marker) for method, look in looks.items()]
     keys += [line_key("tested on their own corpus"), line_key("on another", ls=DASHED)]
     return finish(figure, f"{title_of(results, 'model')}, {examples_of(results)}", keys)
 
@@ -119,12 +119,12 @@ def transfer_heatmaps(means: pd.DataFrame) -> Figure:
     names = [literal(short_name(corpus)) for corpus in corpora]
     figure = Figure(figsize=(2.2 + 1.35 * len(corpora), 1.9 + 0.36 * len(corpora)))
     panels = figure.subplots(1, 3, sharey=True)
-    for ax, (metric, (label, colours)) in zip(panels, _MATRICES.items(), strict=True):
+    for ax, (metric, (label, colors)) in zip(panels, _MATRICES.items(), strict=True):
         part = means[(means["metric"] == metric) & (means["k"].isna() | (means["k"] == 1))]
         grid = part.pivot(index="method", columns="corpus", values="value").astype(float)
         grid = grid.loc[[f"mat of {corpus}" for corpus in corpora], corpora]
         low, high = max(float(grid.to_numpy().min()), -1.0), float(grid.to_numpy().max())
-        image = draw_cells(ax, grid, cmap=colours, vmin=low, vmax=high, aspect="auto")
+        image = draw_cells(ax, grid, cmap=colors, vmin=low, vmax=high, aspect="auto")
         write_cells(ax, image, grid.map("{:.2f}".format), fontsize=6.5)
         for i in range(len(corpora)):
             ax.texts[i * (len(corpora) + 1)].set_weight("bold")  # maps on their own corpus
@@ -171,7 +171,7 @@ def alternation(results: pd.DataFrame) -> Figure:
         part = results[results["method"] == method]
         if look.line == "none":
             ax.plot(
-                part["layer"], part["value"], look.marker, color=look.colour, alpha=0.8, label=method, mew=0,
+                part["layer"], part["value"], look.marker, color=look.color, alpha=0.8, label=method, mew=0,
                 ms=4,
             )  # fmt: skip
         else:
@@ -258,7 +258,7 @@ def costs_figure(results: pd.DataFrame) -> Figure:
         shares = rows["share of bytes"].astype(float)
         kept = 1 - shares.loc["bytes saved"] + shares.loc["bytes of maps"]
         left.plot(
-            kept, rows["value"].loc["precision"], look.line, color=look.colour, marker=look.marker,
+            kept, rows["value"].loc["precision"], look.line, color=look.color, marker=look.marker,
             label=f"{method}, fixed exit",
         )  # fmt: skip
     left.set_xlabel("bytes of the blocks run and the map")
@@ -269,7 +269,7 @@ def costs_figure(results: pd.DataFrame) -> Figure:
         rows = early[early["metric"] == metric].sort_values("k")
         right.plot(
             rows["k"].astype(float), rows["share of multiplications"].astype(float), look.line,
-            color=look.colour, marker=look.marker, label=f"{_SAVED[metric]}, early exit",
+            color=look.color, marker=look.marker, label=f"{_SAVED[metric]}, early exit",
         )  # fmt: skip
     right.set_xlabel("required Precision@1")
     right.set_ylabel("multiplications, share of all blocks")

@@ -79,12 +79,12 @@ def concept_shares(results: pd.DataFrame) -> Figure:
     return finish(figure, title_of(results, "model"))
 
 
-def _draw_stacked(ax: Axes, shares: pd.DataFrame, colours: Mapping[str, str], **options: Any) -> None:
+def _draw_stacked(ax: Axes, shares: pd.DataFrame, colors: Mapping[str, str], **options: Any) -> None:
     """Stacked bars, one per layer."""
-    tops = shares[list(colours)].cumsum(axis=1)
-    for name, colour in colours.items():
+    tops = shares[list(colors)].cumsum(axis=1)
+    for name, color in colors.items():
         bottom = tops[name] - shares[name]
-        ax.bar(shares.index, shares[name], bottom=bottom, color=colour, label=name, **options)
+        ax.bar(shares.index, shares[name], bottom=bottom, color=color, label=name, **options)
     percent_ticks(ax.yaxis)
     ax.grid(False, axis="x")
 
@@ -123,11 +123,11 @@ def events_figure(results: pd.DataFrame) -> Figure:
     panels = figure.subplots(len(examples), len(reads), squeeze=False, sharey=True)
     for ax, (chosen, read) in zip(panels.flat, itertools.product(examples, reads), strict=True):
         part = results[(results["examples"] == chosen) & (results["read"] == read)]
-        for i, (metric, colour) in enumerate(SUMMARIES.items()):
+        for i, (metric, color) in enumerate(SUMMARIES.items()):
             rows = part[part["metric"] == metric].set_index(["method", "event"]).loc[list(_EVENTS)]
             ax.errorbar(
                 rows["value"], np.arange(len(rows)) + (i - 1) * _APART, xerr=_bars(rows), fmt="o", ms=4,
-                color=colour, label=metric, lw=1, capsize=0,
+                color=color, label=metric, lw=1, capsize=0,
             )  # fmt: skip
         ax.set_yticks(range(len(_EVENTS)), [f"{event}, {method}" for method, event in _EVENTS])
         ax.set_ylim(len(_EVENTS) - 0.5, -0.5)
@@ -157,10 +157,10 @@ def layers_figure(results: pd.DataFrame) -> Figure:
     for ax, chosen in zip(panels, examples, strict=True):
         of_update = curves.loc[chosen, "update"]
         dominant, random = (of_update["value"][method] for method in ("dominant", "random"))
-        for metric, colour in SUMMARIES.items():
-            ax.plot(dominant[metric], color=colour, label=f"{metric} of dominant")
+        for metric, color in SUMMARIES.items():
+            ax.plot(dominant[metric], color=color, label=f"{metric} of dominant")
             low, high = (dominant[f"{metric}_{p}"] for p in ("p05", "p95"))
-            ax.fill_between(low.index, low, high, color=colour, alpha=0.13, lw=0)
+            ax.fill_between(low.index, low, high, color=color, alpha=0.13, lw=0)
         for metric in ("max", "min"):
             ax.plot(random[metric], color=SUMMARIES[metric], lw=1, ls=DOTTED, label=f"{metric} of random")
         ax.set_title(literal(f"top candidate, {chosen}, n = {of_update['n'].iloc[0]:,}"))
@@ -194,7 +194,7 @@ def saturation_figure(results: pd.DataFrame) -> Figure:
     shares = results[results["metric"] == "share"].pivot(index="layer", columns="method", values="value")
     looks = method_looks(("ffn", "attention"))
     _draw_stacked(
-        ax, shares.rename(columns="by {}".format), {f"by {m}": look.colour for m, look in looks.items()}
+        ax, shares.rename(columns="by {}".format), {f"by {m}": look.color for m, look in looks.items()}
     )
     layer_axis(ax, results["layer"].max(), "layer")
     ax.set_ylabel("share of predictions made")
@@ -253,11 +253,9 @@ def extremes_figure(clusters: pd.DataFrame, n: int) -> Figure:
         of_updates = dict(list(clusters[clusters["read"] == read].groupby("sub_updates", sort=False)))
         sampled, extreme = of_updates["sampled"], of_updates["extreme"]
         ax.scatter(sampled["layer"], sampled["height"], s=5, color=OTHER, alpha=0.5, lw=0, rasterized=True)
-        colours = np.where(extreme["raised"] >= 0.5, RAISED, LOWERED)
+        colors = np.where(extreme["raised"] >= 0.5, RAISED, LOWERED)
         areas = 4 + _AREA * extreme["share"]
-        ax.scatter(
-            extreme["layer"], extreme["height"], s=areas, color=colours, alpha=0.6, lw=0, clip_on=False
-        )
+        ax.scatter(extreme["layer"], extreme["height"], s=areas, color=colors, alpha=0.6, lw=0, clip_on=False)
         ax.axhline(0, color=GREY, lw=0.8)
         ax.set_ylim(-1.06, 1.06)
         ax.set_title(_PANELS[read])
@@ -266,8 +264,8 @@ def extremes_figure(clusters: pd.DataFrame, n: int) -> Figure:
         _name_largest(ax, extreme)
     panels[0].set_ylabel("share of common minus share of unseen tokens")
     handles = [
-        panels[0].scatter([], [], s=30, color=colour, alpha=0.6, lw=0, label=label)
-        for colour, label in _EXTREME.items()
+        panels[0].scatter([], [], s=30, color=color, alpha=0.6, lw=0, label=label)
+        for color, label in _EXTREME.items()
     ]
     return finish(figure, f"{title_of(clusters, 'model', 'corpus')}, n = {n:,}", handles)
 
@@ -310,7 +308,7 @@ def toxicity_against_perplexity(results: pd.DataFrame) -> Figure:
     panels[0].set_ylim(bottom=0)
     percent_ticks(panels[0].yaxis)
     handles = [
-        line_key(literal(method), look.colour, ls=look.line, marker=look.marker, ms=5)
+        line_key(literal(method), look.color, ls=look.line, marker=look.marker, ms=5)
         for method, look in looks.items()
     ]
     title = title_of(toxic, "model")
@@ -324,18 +322,18 @@ def _draw_control(ax: Axes, points: pd.DataFrame, looks: Mapping[str, Look]) -> 
         part = points[points["method"] == method].sort_values("coefficient")
         if part["perplexity"].isna().all():
             for level in part["toxic"].head(1):
-                ax.axhline(level, color=look.colour, ls="--", lw=1.2, label=method)
+                ax.axhline(level, color=look.color, ls="--", lw=1.2, label=method)
             continue
         bars = [part["toxic"] - part["low"], part["high"] - part["toxic"]]
         ax.errorbar(
-            part["perplexity"], part["toxic"], yerr=bars, fmt=f"{look.marker}-", color=look.colour, lw=1.2,
+            part["perplexity"], part["toxic"], yerr=bars, fmt=f"{look.marker}-", color=look.color, lw=1.2,
             ms=5, elinewidth=0.7, label=literal(method),
         )  # fmt: skip
         of_control = part.dropna(subset=["coefficient", "perplexity"])
         for coefficient, *point in of_control[["coefficient", "perplexity", "toxic"]].to_numpy():
             ax.annotate(
                 f"{coefficient:g}", tuple(point), (5, 4), textcoords="offset points", fontsize=7.5,
-                color=look.colour,
+                color=look.color,
             )  # fmt: skip
     ax.set_xscale("log")
     ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -357,11 +355,11 @@ def exits_figure(table: pd.DataFrame) -> Figure:
     for row in table.to_dict("records"):
         look = looks[row["method"]]
         ax.plot(
-            [row["saved"]] * 2, [row["accuracy"], row["chance"]], DOTTED, color=look.colour, lw=0.9, zorder=1
+            [row["saved"]] * 2, [row["accuracy"], row["chance"]], DOTTED, color=look.color, lw=0.9, zorder=1
         )
-        ax.plot(row["saved"], row["chance"], look.marker, color=look.colour, ms=4, mfc="white", zorder=2)
+        ax.plot(row["saved"], row["chance"], look.marker, color=look.color, ms=4, mfc="white", zorder=2)
         ax.errorbar(
-            row["saved"], row["accuracy"], fmt=look.marker, color=look.colour, ms=5.5, elinewidth=0.9,
+            row["saved"], row["accuracy"], fmt=look.marker, color=look.color, ms=5.5, elinewidth=0.9,
             xerr=_deviation(row["saved"], row["saved_sd"], float("inf")),
             yerr=_deviation(row["accuracy"], row["accuracy_sd"], 1.0), label=literal(row["method"]), zorder=3,
         )  # fmt: skip
@@ -372,7 +370,7 @@ def exits_figure(table: pd.DataFrame) -> Figure:
     ax.set_xlim(left=-0.05 * float(table["saved"].max() or 1))
     percent_ticks(ax.yaxis)
     keys = [
-        line_key(literal(method), look.colour, marker=look.marker, ls="none", ms=5.5)
+        line_key(literal(method), look.color, marker=look.marker, ls="none", ms=5.5)
         for method, look in looks.items()
     ]
     keys.append(line_key("random assignment", marker="o", ls="none", ms=4, mfc="white"))

@@ -48,7 +48,7 @@ def over_training(table: pd.DataFrame) -> Figure:
             draw_line(ax, means[means["method"] == method], look, method, "step")
         ax.set_ylabel(label)
         ax.set_xscale("symlog", linthresh=float(next((step for step in steps if step > 0), 1)))
-        ax.set_xticks(labelled := [steps[0], *steps[:0:-2]], [f"{step:,}" for step in labelled], minor=False)
+        ax.set_xticks(labeled := [steps[0], *steps[:0:-2]], [f"{step:,}" for step in labeled], minor=False)
         ax.set_xticks([], minor=True)
     precision_axis(panels[0, 1])
     for ax in panels[1]:

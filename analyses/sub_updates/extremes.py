@@ -145,10 +145,10 @@ def cluster_activity(
     tokens that are common and that do not occur; the names of the value vectors; and the first ten tokens.
     """
     projection.check_same(values.identity)
-    labelled = sub_updates_by_cluster(sub_updates, clusters).assign(
+    labeled = sub_updates_by_cluster(sub_updates, clusters).assign(
         sink=trace.sinks[sub_updates.example].numpy()
     )
-    table = labelled.groupby(["cluster", "sign"]).agg(
+    table = labeled.groupby(["cluster", "sign"]).agg(
         extremes=("layer", "size"), raised=("raised", "mean"), at_sinks=("sink", "mean"),
         examples=("example", "nunique"), layer=("layer", "mean"), first_layer=("layer", "min"),
         last_layer=("layer", "max"),
@@ -161,7 +161,7 @@ def cluster_activity(
     texts = [", ".join(map(visible, token_texts(projection.tokenizer, row[:10]))) for row in ids.tolist()]
     table = table.assign(
         kind=frequency_kinds(common, unseen), size=clusters.sizes[cluster_ids],
-        cosine=clusters.cosines(directions, cluster_ids), share=table["extremes"] / len(labelled),
+        cosine=clusters.cosines(directions, cluster_ids), share=table["extremes"] / len(labeled),
         examples=table["examples"] / len(trace), common=common, unseen=unseen,
         members=[_member_names(values, clusters, cluster) for cluster in cluster_ids], tokens=texts,
     )  # fmt: skip
@@ -308,14 +308,14 @@ def position_table(
     The columns are ``kind, first_position, last_position, per_example, examples``, from 1, which is
     how many tokens a decoder has read. Sinks are included; most are first tokens.
     """
-    labelled, position = _with_kinds(extreme, clusters, kind_of), trace.examples.positions + 1
+    labeled, position = _with_kinds(extreme, clusters, kind_of), trace.examples.positions + 1
     last_positions = (*(start - 1 for start in _FIRST_POSITIONS[1:]), int(position.max()))
     rows = []
     for first, last in zip(_FIRST_POSITIONS, last_positions, strict=True):
         in_range = (position >= first) & (position <= last)
         n_examples = int(in_range.sum())
         for kind in FREQUENCY_KINDS if n_examples else ():
-            n = int(in_range[labelled.loc[labelled["kind"] == kind, "example"]].sum())
+            n = int(in_range[labeled.loc[labeled["kind"] == kind, "example"]].sum())
             rows.append((kind, first, last, n / n_examples, n_examples))
     return pd.DataFrame(rows, columns=["kind", "first_position", "last_position", "per_example", "examples"])
 

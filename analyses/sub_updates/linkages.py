@@ -20,7 +20,7 @@ def compare_linkages(
     n_vectors: int = 12_000,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """Compare ``average``, ``complete`` and ``neighbours`` clusters pairwise on a sample.
+    """Compare ``average``, ``complete`` and ``neighbors`` clusters pairwise on a sample.
 
     The ``n_vectors`` are sampled at random and grouped into proportionally many clusters; their distances
     take ``8 n (n - 1)`` bytes. Columns are ``method, other, rand``, the adjusted Rand index of their
@@ -35,7 +35,7 @@ def compare_linkages(
     labels = {
         "average": agglomerate(unit, n, "exact", "average"),
         "complete": agglomerate(unit, n, "exact", "complete"),
-        "neighbours": agglomerate(unit, n, "neighbours"),
+        "neighbors": agglomerate(unit, n, "neighbors"),
     }
     tight = {name: _tightness(unit, each) for name, each in labels.items()}
     rows = [

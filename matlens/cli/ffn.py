@@ -129,7 +129,7 @@ def cluster(
     fitted = cluster_values(values, out, clusters, linkage=linkage, memory=memory)
     chosen = fitted.containing(values, asked) if asked else list(range(min(limit, len(fitted))))
     table = fitted.table(values, projection, chosen, n_tokens=reading.tokens)
-    how = f"exactly, by {fitted.linkage} linkage" if fitted.method == "exact" else "by near neighbours"
+    how = f"exactly, by {fitted.linkage} linkage" if fitted.method == "exact" else "by near neighbors"
     first, last = table["first_layer"].astype(str), table["last_layer"].astype(str)
     shown = table.assign(
         layers=first.where(first == last, first + "-" + last),

@@ -184,7 +184,7 @@ def trajectory(
     token: list[str] | None = None,
     plot: Path | None = None,
     csv: Path | None = None,
-    colour: Literal["probability", "kl", "rank", "entropy"] = "probability",
+    color: Literal["probability", "kl", "rank", "entropy"] = "probability",
 ) -> None:
     """Print the prediction after the prompt at each layer, and plot all tokens and layers.
 
@@ -196,7 +196,7 @@ def trajectory(
         Plot one cell per token and layer: .png, .pdf or .svg.
     csv
         Write one row per token, layer and --token.
-    colour
+    color
         Color of the cells.
     """
     from matlens.models.tokens import visible
@@ -221,7 +221,7 @@ def trajectory(
         write_files({csv: csv_text(read.to_dataframe(words))})
         print_line(f"Table in {csv}.")
     if plot is not None:
-        read.plot(plot, colour=colour)
+        read.plot(plot, color=color)
         print_line(f"Figure in {plot}.")
 
 

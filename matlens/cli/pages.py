@@ -60,7 +60,7 @@ def explore_values(
     corpus: str | None = None,
     sentences: PositiveInt = 2000,
     clusters: Path | None = None,
-    neighbours: NonNegativeInt = 8,
+    neighbors: NonNegativeInt = 8,
 ) -> None:
     """Write pages of all value vectors into a folder: open OUT/index.html.
 
@@ -74,7 +74,7 @@ def explore_values(
         Number of sentences sampled from the corpus.
     clusters
         Folder of clusters from 'matlens values cluster'.
-    neighbours
+    neighbors
         Number of nearest neighbors; 0 to skip the search.
     """
     model.check()
@@ -86,7 +86,7 @@ def explore_values(
     if texts is not None and len(texts) >= sentences + _OTHERS:
         texts, _ = texts.split(n_train=sentences, n_validation=_OTHERS)
     fitted = None if clusters is None else Clusters.load(clusters)
-    page = write_value_pages(model.load(), out, corpus=texts, clusters=fitted, neighbours=neighbours)
+    page = write_value_pages(model.load(), out, corpus=texts, clusters=fitted, neighbors=neighbors)
     print_line(f"{page}: open it in a browser")
 
 

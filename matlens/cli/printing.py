@@ -90,12 +90,12 @@ def print_members(report: Any, exits: Any) -> None:
     report, exits
         The tables of `matlens.lens.evaluate_lenses` and of `matlens.lens.exit_sweep`.
     """
-    from matlens.lens.comparison import summarise
+    from matlens.lens.comparison import summarize
 
     digits = {
         "P@1": 3, "P@10": 3, "surprisal": 2, "kl": 2, "r2": 3, "saved": 2, "seconds": 2, "parameters": 0
     }  # fmt: skip
-    wide = summarise(report, exits).reindex(columns=list(digits)).astype(float)  # no lens may have r2
+    wide = summarize(report, exits).reindex(columns=list(digits)).astype(float)  # no lens may have r2
     wide["lens"] = wide.index
     title = "Means over the layers; layers saved at 95%; CPU seconds and parameters per layer"
     print_frame(title, wide, {name: name for name in ("lens", *digits)}, digits=digits)

@@ -34,7 +34,7 @@ class Corpus:
     name
         Name of the source; parts made by `split` add their role.
     sentences
-        The sentences, with white space normalised.
+        The sentences, with white space normalized.
     n_read, n_empty, n_short, n_duplicate
         Number of sentences in the source, and of those that were excluded: empty, shorter than five words, or
         duplicates. Parts made by `split` keep the counts of the whole corpus.

@@ -1,4 +1,4 @@
-"""Examples: tokenised sentences with positions in each, and batches of them.
+"""Examples: tokenized sentences with positions in each, and batches of them.
 
 One sentence is one example and is never packed with another.
 """
@@ -81,7 +81,7 @@ def padded(
 @checked
 @dataclass(frozen=True)
 class Examples:
-    """Tokenised sentences with positions in each.
+    """Tokenized sentences with positions in each.
 
     Attributes
     ----------

@@ -35,7 +35,7 @@ MASKED = 0.15  # of a sentence's tokens, as BERT is trained
 def make_examples(
     model: TransformerBridge, corpus: Corpus | Sequence[str], *, seed: Seed = 0, sample_special: bool = True
 ) -> Examples:
-    """Tokenise a corpus with the model's tokenizer and sample a position in each sentence.
+    """Tokenize a corpus with the model's tokenizer and sample a position in each sentence.
 
     Parameters
     ----------
@@ -139,7 +139,7 @@ def _sample_position(text: str, added: list[bool], seed: int, sample_special: bo
 
 @checked
 def make_prompts(model: TransformerBridge, prompts: Corpus | Sequence[str]) -> Examples:
-    """Tokenise prompts, with the position of their prediction.
+    """Tokenize prompts, with the position of their prediction.
 
     In a decoder that is the last token; in a masked-LM model the mask, of which a prompt has exactly one.
     """
@@ -179,7 +179,7 @@ def make_windows(
 ) -> Examples:
     """Split running text into windows of tokens that do not overlap (paper B, Table 5).
 
-    The text is tokenised as a whole; special tokens that precede any text, such as a BOS, precede each
+    The text is tokenized as a whole; special tokens that precede any text, such as a BOS, precede each
     window. With ``targets`` the examples have the next token at every position of a window except its last;
     for a masked-LM model, they are sentences of which 15% of the tokens, at least one, are masked.
 

@@ -52,7 +52,7 @@ def write_value_pages(
     *,
     corpus: Corpus | None = None,
     clusters: Clusters | None = None,
-    neighbours: int = 8,
+    neighbors: int = 8,
     progress: bool = True,
 ) -> Path:
     """Write pages of all value vectors of a model into a folder; returns the page to open.
@@ -67,18 +67,18 @@ def write_value_pages(
         Sentences to search for activating examples, the first 64 tokens of each.
     clusters
         Clusters of the model's value vectors.
-    neighbours
+    neighbors
         Number of nearest vectors to show. The cosines of all pairs are computed, which takes hours for half a
         million vectors; 0 skips them.
     """
     values, plain = ValueVectors(model), Projection.from_model(model)
-    check_int(neighbours, "neighbours", min=0, max=len(values) - 1)
+    check_int(neighbors, "neighbors", min=0, max=len(values) - 1)
     if clusters is not None:
         clusters.provenance.check_same(values.identity, ours="the clusters", theirs="the value vectors")
         if len(clusters.labels) != len(values):
             raise InputError(f"clusters must be of {len(values)} vectors, got {len(clusters.labels)}.")
     request = {
-        "provenance": Provenance(values.identity).to_json(), "neighbours": neighbours,
+        "provenance": Provenance(values.identity).to_json(), "neighbors": neighbors,
         "corpus": None if corpus is None else corpus.fingerprint,
         "clusters": None if clusters is None else clusters.provenance.to_json(),
     }  # fmt: skip
@@ -96,7 +96,7 @@ def write_value_pages(
             projections = {"plain": plain}
             if hasattr(model, "ln_final"):
                 projections["norm"] = Projection.after_norm(model)
-            pages = _Pages(artifact, values, projections, neighbours, examples, usage)
+            pages = _Pages(artifact, values, projections, neighbors, examples, usage)
             top = np.concatenate(list(pages.write_layers(progress)))
             pages.write_lists(top, clusters)
             page = _index_page(values, corpus, clusters)
@@ -129,15 +129,15 @@ class _Pages:
 
     def __init__(
         self, artifact: Artifact, values: ValueVectors, projections: dict[str, Projection],
-        neighbours: int, examples: Examples | None, usage: Usage | None,
+        neighbors: int, examples: Examples | None, usage: Usage | None,
     ) -> None:  # fmt: skip
         self._artifact, self._values, self._projections = artifact, values, projections
-        self._neighbours, self._examples, self._usage = neighbours, examples, usage
+        self._neighbors, self._examples, self._usage = neighbors, examples, usage
 
     def write_layers(self, progress: bool) -> Iterator[np.ndarray]:
         """Write the value vectors of each layer, and yield their top tokens."""
         units = None
-        if self._neighbours:
+        if self._neighbors:
             rows = [self._values.layer(layer) for layer in range(self._values.n_layers)]
             units = torch.nn.functional.normalize(torch.cat(rows), dim=1)
         layers = range(self._values.n_layers)
@@ -184,7 +184,7 @@ class _Pages:
                     for (reading, side), (ids, scores) in lists.items()
                 ],
                 "norms": packed(norms[part]),
-                "neighbours": packed(near[part]),
+                "neighbors": packed(near[part]),
                 "cosines": packed(cosines[part]),
                 **self._uses(layer, part),
             }  # fmt: skip
@@ -229,7 +229,7 @@ class _Pages:
         rows = torch.arange(layer * d_mlp, (layer + 1) * d_mlp)
         cosines = units[rows] @ units.T
         cosines[torch.arange(d_mlp), rows] = -2.0  # not itself
-        best = cosines.topk(self._neighbours)
+        best = cosines.topk(self._neighbors)
         return best.indices.cpu().numpy(), best.values.cpu().numpy()
 
     def _texts(self) -> list[str]:

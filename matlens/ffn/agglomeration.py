@@ -22,8 +22,8 @@ from sklearn.neighbors import kneighbors_graph
 from matlens.errors import checked
 
 Linkage = Literal["average", "complete"]
-EXACT, NEIGHBOURS = "exact", "neighbours"
-_NEAR = 10  # neighbours of each vector in the graph
+EXACT, NEIGHBORS = "exact", "neighbors"
+_NEAR = 10  # neighbors of each vector in the graph
 _BLOCK = 256  # rows whose distances are computed together
 _COPIES = 2  # copies of the float64 distances in memory: scipy makes one
 
@@ -34,8 +34,8 @@ def gib_in_memory(n: int) -> float:
 
 
 def method_within(n: int, memory: float) -> str:
-    """``exact`` if the distances of ``n`` vectors fit into memory, else ``neighbours``."""
-    return EXACT if gib_in_memory(n) <= memory else NEIGHBOURS
+    """``exact`` if the distances of ``n`` vectors fit into memory, else ``neighbors``."""
+    return EXACT if gib_in_memory(n) <= memory else NEIGHBORS
 
 
 @checked
@@ -45,7 +45,7 @@ def agglomerate(
     """The cluster of each unit vector in float64, numbered by size, then by their first vector."""
     if n_clusters == len(unit):
         return np.arange(len(unit))
-    labels = _of_neighbours(unit, n_clusters) if method == NEIGHBOURS else _exact(unit, n_clusters, linkage)
+    labels = _of_neighbors(unit, n_clusters) if method == NEIGHBORS else _exact(unit, n_clusters, linkage)
     _, first, label, size = np.unique(labels, return_index=True, return_inverse=True, return_counts=True)
     number = np.empty_like(first)
     number[np.lexsort((first, -size))] = np.arange(len(first))
@@ -72,7 +72,7 @@ def _condensed_distances(unit: Float[np.ndarray, "n d"]) -> Float[np.ndarray, " 
     return distances
 
 
-def _of_neighbours(unit: Float[np.ndarray, "n d"], n_clusters: int) -> Int[np.ndarray, " n"]:
+def _of_neighbors(unit: Float[np.ndarray, "n d"], n_clusters: int) -> Int[np.ndarray, " n"]:
     unit = unit.astype(np.float32)
     graph = kneighbors_graph(unit, min(_NEAR, len(unit) - 1), mode="connectivity", include_self=False)
     ward = AgglomerativeClustering(n_clusters=n_clusters, linkage="ward", connectivity=graph)

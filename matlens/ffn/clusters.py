@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from matlens import parallel
 from matlens.errors import InputError, NonNegative, check_int, checked
-from matlens.ffn.agglomeration import EXACT, NEIGHBOURS, Linkage, agglomerate, gib_in_memory, method_within
+from matlens.ffn.agglomeration import EXACT, NEIGHBORS, Linkage, agglomerate, gib_in_memory, method_within
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueName, ValueVectors
 from matlens.io.artifact import Artifact, make_config
@@ -39,7 +39,7 @@ class Clusters:
         ``[n_layers * d_mlp]``, from 0, layer after layer as in `ValueVectors.at`. Clusters are numbered by
         their size, the largest first, and those of one size by their first vector.
     method, linkage
-        ``exact`` by ``average`` or ``complete`` linkage, or ``neighbours`` by ``ward``.
+        ``exact`` by ``average`` or ``complete`` linkage, or ``neighbors`` by ``ward``.
     sizes
         ``[n_clusters]``, number of value vectors in each cluster.
     provenance
@@ -79,10 +79,10 @@ class Clusters:
             The paper makes 10,000 clusters of the 36,864 vectors of GPT-2.
         linkage
             The distance of two clusters: that of their vectors on ``average``, or of the two furthest of them
-            (``complete``), which the paper's authors use. Clusters by near neighbours have none.
+            (``complete``), which the paper's authors use. Clusters by near neighbors have none.
         memory
             Maximum GiB for the distances of exact clusters, ``8 n (n - 1)`` bytes: 10.1 for GPT-2, 15.8 for
-            SmolLM2-135M. Where they need more, value vectors are clustered by near neighbours.
+            SmolLM2-135M. Where they need more, value vectors are clustered by near neighbors.
         folder
             Where the clusters are stored, and read from if they exist.
         progress
@@ -92,7 +92,7 @@ class Clusters:
         check_int(n_clusters, "n_clusters", min=1, max=n)
         method = method_within(n, memory)
         needed = f"exact clusters of {n:,} value vectors need {gib_in_memory(n):.1f} GiB of memory"
-        if (method, linkage) == (NEIGHBOURS, "complete"):
+        if (method, linkage) == (NEIGHBORS, "complete"):
             raise InputError(f"Complete linkage: {needed}, and memory is {memory:g}. Raise it.")
         made = {"method": method, "linkage": linkage if method == EXACT else WARD}
         provenance = Provenance(values.identity, details={"n_clusters": n_clusters, **made})
@@ -100,7 +100,7 @@ class Clusters:
 
         def cluster() -> np.ndarray:
             if progress:
-                how = f"exactly, by {linkage} linkage" if method == EXACT else "by near neighbours"
+                how = f"exactly, by {linkage} linkage" if method == EXACT else "by near neighbors"
                 tqdm.write(f"Clustering {how}: {needed}, and memory is {memory:g}.", file=sys.stderr)
             with waiting("clustering", progress=progress):
                 return agglomerate(unit_vectors(values), n_clusters, method, linkage)

@@ -1,6 +1,6 @@
 from .comparison import compare_lenses as compare_lenses
 from .comparison import default_methods as default_methods
-from .comparison import summarise as summarise
+from .comparison import summarize as summarize
 from .config import LensConfig as LensConfig
 from .early_exit import ExitConfidence as ExitConfidence
 from .early_exit import exit_layers as exit_layers

@@ -187,7 +187,7 @@ def compare_lenses(
 
 
 @checked
-def summarise(report: pd.DataFrame, exits: pd.DataFrame) -> pd.DataFrame:
+def summarize(report: pd.DataFrame, exits: pd.DataFrame) -> pd.DataFrame:
     """One row per lens: metrics averaged over layers, layers saved at 95%, and costs.
 
     Parameters

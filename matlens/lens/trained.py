@@ -2,7 +2,7 @@
 
 The expensive part of a step is the readout of every sample over the whole vocabulary. `polish` reads out a
 sample of it: each token has a chance that grows with the probability it gets somewhere, tokens with much of
-it are always in, and a token that is in counts as one over its chance, so that the normaliser of either
+it are always in, and a token that is in counts as one over its chance, so that the normalizer of either
 distribution is estimated without bias.
 """
 
@@ -124,7 +124,7 @@ class LayerTraining:
         self.generator = torch.Generator().manual_seed(seed)
 
     def rescale(self) -> None:
-        """Find the factor on the scores that minimises the divergence, of 0.4, 0.5 to 1."""
+        """Find the factor on the scores that minimizes the divergence, of 0.4, 0.5 to 1."""
         with torch.no_grad():
             losses = torch.zeros(len(_SCALES), device=self.readout.device)
             for truth, scores in self._pilot():
@@ -175,14 +175,14 @@ class LayerTraining:
         self.residual = True
         steps = max(1, min(steps, math.ceil(n * passes_for(n))))
         batch = max(1, math.ceil(n * passes_for(n) / steps))
-        optimiser = torch.optim.SGD(parts, lr=rate * 0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: 1 - step / steps)
+        optimizer = torch.optim.SGD(parts, lr=rate * 0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
         with self.readout.weights.constant():
             for rows in list(_batches(n, steps, batch, self.generator)):
-                optimiser.zero_grad()
+                optimizer.zero_grad()
                 self._loss(rows).backward()
                 torch.nn.utils.clip_grad_norm_(parts, 1.0)
-                optimiser.step()
+                optimizer.step()
                 schedule.step()
 
     def result(self) -> dict[str, Tensor]:

@@ -174,7 +174,7 @@ class Trajectory:
         self,
         path: str | Path | None = None,
         *,
-        colour: str = "probability",
+        color: str = "probability",
         positions: Sequence[int] | None = None,
     ) -> Figure:
         """Draw a cell for each token and layer, with the token predicted there.
@@ -183,7 +183,7 @@ class Trajectory:
         ----------
         path
             Where to write the figure, see `matlens.plots.save`.
-        colour
+        color
             Color of the cells: ``"probability"`` of the predicted token; ``"kl"`` from the model's own
             distribution; ``"rank"`` of the model's own prediction; or ``"entropy"``.
         positions
@@ -197,7 +197,7 @@ class Trajectory:
             places = [check_int(p, "each of the positions", min=-n, max=n - 1) % n for p in positions]
             table = table[table["position"].isin(places)]
         title = f"{self.lens.method}: {textwrap.shorten(self.prompt, _TITLE, placeholder=' …')}"
-        figure = plot_trajectory(table, colour=colour, title=title)
+        figure = plot_trajectory(table, color=color, title=title)
         if path is not None:
             save(figure, path)
         return figure

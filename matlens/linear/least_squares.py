@@ -1,6 +1,6 @@
 """Least squares from sufficient statistics that are updated, merged and solved.
 
-All fits minimise ``sum_s w_s ||A x_s - y_s||^2 + ridge ||A||^2``, by default with
+All fits minimize ``sum_s w_s ||A x_s - y_s||^2 + ridge ||A||^2``, by default with
 no weights, no intercept and no penalty; where the samples do not determine ``A``, the solution of least norm.
 Everything is accumulated and solved in float64, for any precision of the samples.
 """

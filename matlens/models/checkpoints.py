@@ -87,7 +87,7 @@ def check_vocabulary(tokenizer: Any, name: str) -> Any:
 
 
 class CompleteModel:
-    """In place of the class that the bridge loads: refuses missing tensors, which would be initialised."""
+    """In place of the class that the bridge loads: refuses missing tensors, which would be initialized."""
 
     @staticmethod
     def from_pretrained(name: str, *, config: Any, **options: Any) -> Any:

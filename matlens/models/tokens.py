@@ -141,7 +141,7 @@ def _outcome(model: TransformerBridge, text: str) -> tuple[list[int] | str, list
 
 
 def _own_texts(tokenizer: Any) -> Iterator[str]:
-    """Texts of the vocabulary's own pieces, also in capitals, which normalisers change."""
+    """Texts of the vocabulary's own pieces, also in capitals, which normalizers change."""
     vocabulary = _vocabulary(tokenizer)
     pieces = sorted(vocabulary, key=vocabulary.__getitem__)
     sampled = [pieces[i * len(pieces) // _SAMPLED] for i in range(_SAMPLED)] if pieces else []

@@ -25,7 +25,7 @@ from matlens.models.tokens import visible
 
 _MOST_TOKENS = 60  # tokens side by side; more cannot be read
 _LONGEST_TOKEN = 9  # characters of a token in a cell
-_COLOURS = {  # color map, dark for confident cells, and label of the color bar
+_COLORS = {  # color map, dark for confident cells, and label of the color bar
     "probability": ("Blues", "probability of the token"),
     "kl": ("Blues_r", "KL from the model's own distribution (nats)"),
     "rank": ("Blues_r", "rank of the model's own prediction"),
@@ -70,7 +70,7 @@ def plot_r2(results: pd.DataFrame) -> Figure:
 
 
 @styled
-def plot_trajectory(table: pd.DataFrame, *, colour: str = "probability", title: str | None = None) -> Figure:
+def plot_trajectory(table: pd.DataFrame, *, color: str = "probability", title: str | None = None) -> Figure:
     """A cell for each token of a prompt and each layer, with the token predicted there.
 
     Dark is sure: probable, near to the model's own distribution, of low rank or entropy.
@@ -79,13 +79,13 @@ def plot_trajectory(table: pd.DataFrame, *, colour: str = "probability", title: 
     ----------
     table
         Table of `Trajectory.to_dataframe`, or a selection of its rows.
-    colour
+    color
         Color of the cells: ``"probability"``, ``"kl"``, ``"rank"`` or ``"entropy"``.
     title
         Title of the figure.
     """
-    check_choice(colour, _COLOURS, "colour")
-    grid = table.pivot(index="layer", columns="position", values=colour)
+    check_choice(color, _COLORS, "color")
+    grid = table.pivot(index="layer", columns="position", values=color)
     predicted = table.pivot(index="layer", columns="position", values="predicted").reindex_like(grid)
     if grid.shape[1] > _MOST_TOKENS:
         raise InputError(
@@ -96,9 +96,9 @@ def plot_trajectory(table: pd.DataFrame, *, colour: str = "probability", title: 
     layers, n = list(grid.index), grid.shape[1]
     figure = Figure(figsize=(max(3.2, 0.62 * n + 1.9), 0.19 * len(layers) + 1.5))
     ax = figure.subplots()
-    colours, words = _COLOURS[colour]
-    norm = _cell_norm(colour, grid.to_numpy(dtype=float))
-    image = draw_cells(ax, grid, origin="lower", aspect="auto", cmap=colours, norm=norm)
+    colors, words = _COLORS[color]
+    norm = _cell_norm(color, grid.to_numpy(dtype=float))
+    image = draw_cells(ax, grid, origin="lower", aspect="auto", cmap=colors, norm=norm)
     write_cells(ax, image, predicted.fillna("").map(_short_token), fontsize=6)
     ax.set_xticks(range(n), map(_short_token, tokens), rotation=45, ha="right")
     ticks = [tick for tick in layer_ticks(layers[-1]) if tick in layers]
@@ -111,10 +111,10 @@ def plot_trajectory(table: pd.DataFrame, *, colour: str = "probability", title: 
     return figure
 
 
-def _cell_norm(colour: str, values: np.ndarray) -> Any:
-    if colour == "probability":
+def _cell_norm(color: str, values: np.ndarray) -> Any:
+    if color == "probability":
         return Normalize(0, 1)
-    if colour == "rank":
+    if color == "rank":
         return LogNorm(1, max(10.0, float(values.max())))
     return Normalize(0, max(float(values[np.isfinite(values)].max(initial=0)), 1e-9))
 
@@ -169,7 +169,7 @@ def plot_atlas(results: pd.DataFrame, correlations: pd.DataFrame) -> Figure:
         for kind, look in method_looks(kinds).items():
             ax.plot(
                 points.loc[kind, score], points.loc[kind, "loss increase"].clip(lower=_LEAST), look.marker,
-                color=look.colour, label=kind, mew=0, ms=3.5, alpha=0.8,
+                color=look.color, label=kind, mew=0, ms=3.5, alpha=0.8,
             )  # fmt: skip
         ax.set_yscale("log")
         ax.set_xlabel(label)

@@ -57,7 +57,7 @@ def plot_layers(
     results
         Rows of ``precision`` and ``surprisal``, such as those of `matlens.lens.prediction_quality`.
     looks
-        Methods with their colours, line styles and markers, by default all methods with their own.
+        Methods with their colors, line styles and markers, by default all methods with their own.
     x, label
         The column of the horizontal axis, and its label.
     title
@@ -85,7 +85,7 @@ def plot_layers(
         return finish(figure, title, columns=1, place="outside right center")
     if len(ks) == 1:
         return finish(figure, title, columns=3)
-    keys = [line_key(literal(method), look.colour, marker=look.marker) for method, look in looks.items()]
+    keys = [line_key(literal(method), look.color, marker=look.marker) for method, look in looks.items()]
     return finish(
         figure, title, [*keys, *(line_key(f"k = {k}", ls=style) for k, style in ks.items())], columns=5
     )
@@ -134,7 +134,7 @@ def _draw_costs(ax: Axes, seconds: pd.Series, looks: Mapping[str, Look]) -> None
     """A bar for each lens, with its seconds at the end."""
     names = list(looks)
     values = seconds[names].astype(float)
-    bars = ax.barh(range(len(names)), values, color=[looks[name].colour for name in names])
+    bars = ax.barh(range(len(names)), values, color=[looks[name].color for name in names])
     ax.bar_label(bars, [f"{v:,.0f}" if v >= 10 else f"{v:.2g}" for v in values], padding=3, fontsize=7)
     ax.margins(x=0.2, y=0.02)
     ax.grid(False)

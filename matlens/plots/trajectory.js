@@ -16,7 +16,7 @@ const NO_PINS = "No pinned tokens. Choose one under Pin, or press p on a cell, t
 const find = (name) => document.getElementById(name);
 const text = (place) => data.texts[place];
 const shown = {
-  lens: 0, other: -1, view: "grid", colour: "probability", row: nLayers - 1, column: nTokens - 1,
+  lens: 0, other: -1, view: "grid", color: "probability", row: nLayers - 1, column: nTokens - 1,
   pins: data.pinned.slice(0, PINS),
 };
 
@@ -56,8 +56,8 @@ function logProbOf(lens, row, column, place) {
 }
 
 function measure() {
-  if (!shown.colour.startsWith("pin")) return MEASURES[shown.colour];
-  const place = placeOf(Number(shown.colour.slice(3)));
+  if (!shown.color.startsWith("pin")) return MEASURES[shown.color];
+  const place = placeOf(Number(shown.color.slice(3)));
   return { name: `rank of ${text(place)}`, of: (lens, r, c) => rankOf(lens, r, c, place), text: (value) => (Number.isFinite(value) ? whole(value) : `>${nBest}`), logarithmic: true, scale: largest("rank") };
 }
 
@@ -345,9 +345,9 @@ function listPins() {
     ...shown.pins.map((place, i) => element("li", {}, element("i", { class: `key line${i}`, "aria-hidden": "true" }), token(text(place)), element("button", { type: "button", "aria-label": `unpin ${text(place)}`, onclick: () => pin(place) }, "×"))),
   );
   choose(find("add"), [["", "a token …"], ...followed.filter((place) => !shown.pins.includes(place)).map((place) => [String(place), text(place)])], "");
-  const colours = [...Object.entries(MEASURES).map(([key, { name }]) => [key, name]), ...shown.pins.map((place) => [`pin${ids[place]}`, `rank of ${text(place)}`])];
-  if (!colours.some(([key]) => key === shown.colour)) shown.colour = "probability";
-  choose(find("colour"), colours, shown.colour);
+  const colors = [...Object.entries(MEASURES).map(([key, { name }]) => [key, name]), ...shown.pins.map((place) => [`pin${ids[place]}`, `rank of ${text(place)}`])];
+  if (!colors.some(([key]) => key === shown.color)) shown.color = "probability";
+  choose(find("color"), colors, shown.color);
 }
 
 function drawCurves() {
@@ -375,7 +375,7 @@ function go(row, column) {
   open();
 }
 
-// The table of one token: all that the grid says in colours, as numbers
+// The table of one token: all that the grid says in colors, as numbers
 
 function openTable() {
   const asTable = shown.view === "table";
@@ -412,7 +412,7 @@ function keep() {
   const parts = new URLSearchParams({ lens: lenses[shown.lens].name });
   if (shown.other >= 0) parts.set("beside", lenses[shown.other].name);
   parts.set("view", shown.view);
-  parts.set("colour", shown.colour);
+  parts.set("color", shown.color);
   parts.set("cell", `${layers[shown.row]},${shown.column}`);
   parts.set("pins", shown.pins.map((place) => ids[place]).join(","));
   try {
@@ -432,8 +432,8 @@ function recall() {
   if (layers.includes(layer)) shown.row = layers.indexOf(layer);
   if (Number.isInteger(column) && column >= 0 && column < nTokens) shown.column = column;
   if (parts.has("pins")) shown.pins = parts.get("pins").split(",").filter(Boolean).map((id) => placeOf(Number(id))).filter((place) => place >= 0).slice(0, PINS);
-  const colour = parts.get("colour") || "";
-  if (colour in MEASURES || /^pin\d+$/.test(colour)) shown.colour = colour;
+  const color = parts.get("color") || "";
+  if (color in MEASURES || /^pin\d+$/.test(color)) shown.color = color;
 }
 
 function refresh(rebuild = false) {
@@ -458,8 +458,8 @@ find("other").addEventListener("change", (event) => {
   shown.other = Number(event.target.value);
   refresh(true);
 });
-find("colour").addEventListener("change", (event) => {
-  shown.colour = event.target.value;
+find("color").addEventListener("change", (event) => {
+  shown.color = event.target.value;
   refresh();
 });
 find("view").addEventListener("change", (event) => {

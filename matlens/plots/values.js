@@ -90,8 +90,8 @@ async function show(row) {
     const caption = `${side === "top" ? "Promotes" : "Demotes"}${reading === "norm" ? ", through the norm" : ""}`;
     return element("div", { "data-list": `${reading} ${side}` }, table(["rank", "token", "score"], lines, { caption }));
   });
-  const near = Array.from({ length: numbers.neighbours.shape[1] }, (_, k) => {
-    const other = numbers.neighbours.at(at, k);
+  const near = Array.from({ length: numbers.neighbors.shape[1] }, (_, k) => {
+    const other = numbers.neighbors.at(at, k);
     return [link(nameOf(other), nameOf(other)), number(numbers.cosines.at(at, k)), tokens(summary.top.values.subarray(other * summary.top.shape[1], (other + 1) * summary.top.shape[1]))];
   });
   const sentences = numbers.sentences ? await examples(numbers, at) : null;
@@ -99,7 +99,7 @@ async function show(row) {
     element("h2", { id: "vector-name", tabindex: "-1" }, nameOf(row)),
     element("p", {}, facts, data.nClusters ? element("span", {}, ", ", link(`cluster=${summary.cluster.at(row)}`, `cluster ${summary.cluster.at(row)}`)) : ""),
     element("p", { class: "bar" }, ...steps.filter(Boolean)),
-    element("div", { class: "columns" }, ...lists, ...(near.length ? [element("div", { "data-list": "neighbours" }, table(["neighbor", "cosine", "promotes"], near, { caption: "Neighbors" }))] : [])),
+    element("div", { class: "columns" }, ...lists, ...(near.length ? [element("div", { "data-list": "neighbors" }, table(["neighbor", "cosine", "promotes"], near, { caption: "Neighbors" }))] : [])),
     ...(sentences ? [element("h2", {}, "Sentences with its largest coefficients"), ...sentences] : []),
   );
   find("results").replaceChildren();
@@ -121,8 +121,8 @@ async function examples(numbers, at) {
     const spans = Array.from(words, (word, i) => {
       const steps = numbers.coefficients.at(from + i) - 128;
       const value = (steps / 127) * Math.abs(peak);
-      const colour = `${steps < 0 ? "less" : "more"}${Math.round((Math.abs(steps) / 127) * (STEPS - 1))}`;
-      return element("bdi", { class: `word ${colour}`, title: number(value), "data-steps": String(steps) }, texts[word].replace(/^␣/, " "));
+      const color = `${steps < 0 ? "less" : "more"}${Math.round((Math.abs(steps) / 127) * (STEPS - 1))}`;
+      return element("bdi", { class: `word ${color}`, title: number(value), "data-steps": String(steps) }, texts[word].replace(/^␣/, " "));
     });
     from += words.length;
     made.push(element("p", { class: "sentence" }, element("b", { class: "peak" }, number(peak)), " ", ...spans));

@@ -156,7 +156,7 @@ def followed(model: Any) -> Rows:
 
 OF_UPDATE = ["--layer", "-1", "--layer", "0", "--dominant", "4", "--position", "-3"]
 OF_CLUSTERS = ["--clusters", "40", "--limit", "3", "--tokens", "2", "--out", "{out}"]
-TRAJECTORY = ["--token", "w7", "--colour", "kl", "--plot", "{out}/a.png", "--csv", "{out}/a.csv"]
+TRAJECTORY = ["--token", "w7", "--color", "kl", "--plot", "{out}/a.png", "--csv", "{out}/a.csv"]
 # The words of a command, its model, the first cells of its tables' rows, and what is said beside them.
 CALLS: list[tuple[list[str], str, Callable[[Any], Rows], str]] = [
     *(
@@ -174,7 +174,7 @@ CALLS: list[tuple[list[str], str, Callable[[Any], Rows], str]] = [
             clustered(read, linkage, limit), f"144 value vectors in 40 clusters, {how}",
         )
         for read, more, linkage, limit, how in (
-            ("plain", ["--memory", "0"], "average", 0, "by near neighbours"),
+            ("plain", ["--memory", "0"], "average", 0, "by near neighbors"),
             ("norm", ["--linkage", "complete"], "complete", 4, "exactly, by complete linkage"),
         )
     ),
@@ -244,11 +244,11 @@ def test_pages_are_those_of_the_library(commands: Commands, small_model: Model, 
     commands.run("explore", "w1 w2", "--out", page, model="gpt2")  # a page is written over
 
     (tmp_path / "words.txt").write_text("\n".join(sentences.sentences[:9]))
-    options = ["--corpus", tmp_path / "words.txt", "--sentences", 5, "--neighbours", 2]
+    options = ["--corpus", tmp_path / "words.txt", "--sentences", 5, "--neighbors", 2]
     printed = commands.run("values", "explore", "--out", tmp_path / "values", *options, model="gpt2")
     assert "values/index.html" in printed.replace("\n", "")
     corpus, _ = matlens.load_corpus(tmp_path / "words.txt").split(n_train=5, n_validation=2)
-    write_value_pages(model, tmp_path / "same", corpus=corpus, neighbours=2, progress=False)
+    write_value_pages(model, tmp_path / "same", corpus=corpus, neighbors=2, progress=False)
     names = {path.name for path in (tmp_path / "values").iterdir()} - {"config.json"}
     assert len(names) > 6
     for name in names:

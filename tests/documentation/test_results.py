@@ -129,8 +129,8 @@ def test_gathered_is_what_pages_quote(results: Path, tmp_path: Path) -> None:
     write_results(out, "unquoted", pd.DataFrame({"value": [1.0]}), {})
     images.mkdir()
     (results / "pages" / "page" / "20-more.md").write_text("![new](../images/new.png)")
-    for path, colour in ((out / "fit.png", "red"), (images / "fit.png", "blue"), (out / "new.png", "red")):
-        Image.new("RGB", (8, 8), colour).save(path)
+    for path, color in ((out / "fit.png", "red"), (images / "fit.png", "blue"), (out / "new.png", "red")):
+        Image.new("RGB", (8, 8), color).save(path)
     Image.new("RGB", (8, 8), "red").save(out / "unshown.png")
     gather.main(out, results=results, images=images)
     assert {path.name for path in results.glob("*.csv")} == {"fit.csv"}

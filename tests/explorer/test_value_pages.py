@@ -32,7 +32,7 @@ def site(
 ) -> Path:
     folder = tmp_path_factory.mktemp("values") / "site"
     return write_value_pages(
-        small_model("llama"), folder, corpus=make_sentences(), clusters=clusters, neighbours=4, progress=False
+        small_model("llama"), folder, corpus=make_sentences(), clusters=clusters, neighbors=4, progress=False
     )  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def show(visit: Visit, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["L0D0", "L2D47"])
-def test_a_vector_has_its_tokens_by_both_readings_and_its_neighbours(
+def test_a_vector_has_its_tokens_by_both_readings_and_its_neighbors(
     name: str, visit: Visit, small_model: Callable[[str], Any], clusters: ffn.Clusters
 ) -> None:
     model = small_model("llama").original_model
@@ -81,7 +81,7 @@ def test_a_vector_has_its_tokens_by_both_readings_and_its_neighbours(
     every = torch.nn.functional.normalize(torch.cat(rows), dim=1)
     cosines = every @ every[48 * layer + index]
     best = cosines.topk(5)
-    shown = visit.rows("[data-list='neighbours']")
+    shown = visit.rows("[data-list='neighbors']")
     assert [cells[0] for cells in shown] == [f"L{int(i) // 48}D{int(i) % 48}" for i in best.indices[1:]]
     np.testing.assert_allclose([numbers(cells[1])[0] for cells in shown], best.values[1:], rtol=6e-4)
     facts = visit.page.inner_text("#vector p")
@@ -124,7 +124,7 @@ def test_a_vector_has_the_sentences_of_its_largest_coefficients(
             atol=0.52 * step,
         )
         assert all(
-            ("less" in colour) == (m < -0.5 * step) for m, (*_, colour) in zip(exact, words, strict=True)
+            ("less" in color) == (m < -0.5 * step) for m, (*_, color) in zip(exact, words, strict=True)
         )
     rows = plain_model("llama").model.layers[layer].mlp.down_proj.weight.T
     counted = torch.cat([m[layer, 1:] for m in coefficients])
@@ -191,7 +191,7 @@ def test_tokens_of_others_are_shown_and_not_obeyed(
         small_model("llama"),
         tmp_path / "site",
         corpus=make_sentences(),
-        neighbours=2,
+        neighbors=2,
         progress=False,
     )
     with visiting(browser, page, fragment="#L0D1") as visit:
@@ -207,11 +207,11 @@ def test_tokens_of_others_are_shown_and_not_obeyed(
         assert (visit.requests, visit.errors) == ([], [])
 
 
-def test_neighbours_and_clusters_of_another_model_are_refused(
+def test_neighbors_and_clusters_of_another_model_are_refused(
     small_model: Callable[[str], Any], clusters: ffn.Clusters, tmp_path: Path
 ) -> None:
-    for options, message in (({"neighbours": 144}, "^neighbours must be"), ({"clusters": clusters}, "model")):
-        model = small_model("llama" if "neighbours" in options else "gpt2")
+    for options, message in (({"neighbors": 144}, "^neighbors must be"), ({"clusters": clusters}, "model")):
+        model = small_model("llama" if "neighbors" in options else "gpt2")
         with pytest.raises(InputError, match=message):
             write_value_pages(model, tmp_path / "site", progress=False, **options)
     assert not (tmp_path / "site").exists()

@@ -21,7 +21,7 @@ from sub_updates.linkages import compare_linkages
 from traces import make_clusters
 
 from matlens import InputError
-from matlens.ffn.agglomeration import EXACT, NEIGHBOURS, agglomerate, gib_in_memory
+from matlens.ffn.agglomeration import EXACT, NEIGHBORS, agglomerate, gib_in_memory
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
@@ -45,7 +45,7 @@ def exact(unit: np.ndarray, n_clusters: int, linkage: str) -> np.ndarray:
     return np.arange(len(unit)) if n_clusters == len(unit) else clustering.fit_predict(unit)
 
 
-def ward_of_neighbours(unit: np.ndarray, n_clusters: int) -> np.ndarray:
+def ward_of_neighbors(unit: np.ndarray, n_clusters: int) -> np.ndarray:
     """Ward on the graph of each vector's ten nearest by the cosine, sorted one by one."""
     cosines = unit @ unit.T
     graph = lil_array(cosines.shape)
@@ -80,14 +80,14 @@ def test_exact_clusters_of_more_vectors_than_a_block_of_distances(linkage: Any) 
 
 
 @pytest.mark.parametrize("n", [13, 300])
-def test_clusters_of_neighbours_are_wards_on_the_same_graph(n: int) -> None:
+def test_clusters_of_neighbors_are_wards_on_the_same_graph(n: int) -> None:
     unit = unit_vectors(n, 6, seed=n)
     for n_clusters in (1, n // 3, n - 1):
-        assert same(agglomerate(unit, n_clusters, NEIGHBOURS), ward_of_neighbours(unit, n_clusters))
-    assert not same(agglomerate(unit, n // 3, NEIGHBOURS), agglomerate(unit, n // 3, EXACT))
+        assert same(agglomerate(unit, n_clusters, NEIGHBORS), ward_of_neighbors(unit, n_clusters))
+    assert not same(agglomerate(unit, n // 3, NEIGHBORS), agglomerate(unit, n // 3, EXACT))
 
 
-@pytest.mark.parametrize("method", [EXACT, NEIGHBOURS])
+@pytest.mark.parametrize("method", [EXACT, NEIGHBORS])
 @settings(max_examples=40)
 @given(st.data(), st.integers(1, 30), st.integers(0, 10**6), st.booleans())
 def test_clusters_are_as_many_as_requested_and_numbered_by_size(
@@ -124,7 +124,7 @@ def test_the_method_follows_the_memory_and_is_printed(
     assert gib_in_memory(46080) == pytest.approx(15.82, abs=0.01)
     values = ValueVectors(small_model("gpt2"))
     needed = gib_in_memory(len(values))
-    for memory, method, linkage in ((needed, "exact", "average"), (0.999 * needed, "neighbours", "ward")):
+    for memory, method, linkage in ((needed, "exact", "average"), (0.999 * needed, "neighbors", "ward")):
         fitted = Clusters.fit(values, 9, memory=memory)
         assert (fitted.method, fitted.linkage) == (method, linkage)
         said = capsys.readouterr()
@@ -218,7 +218,7 @@ def test_methods_are_compared_on_sampled_vectors(small_model: Models, plain_mode
     table = compare_linkages(values, 100, n_vectors=96, seed=2)
     unit = unit[sorted(np.random.default_rng(2).permutation(len(unit))[:96])]
     theirs = {linkage: exact(unit, 25, linkage) for linkage in LINKAGES}
-    theirs["neighbours"] = ward_of_neighbours(unit, 25)
+    theirs["neighbors"] = ward_of_neighbors(unit, 25)
     assert (table["vectors"].unique().tolist(), table["clusters"].unique().tolist()) == ([96], [25])
     assert len(table) == 3
     for row in table.to_dict("records"):

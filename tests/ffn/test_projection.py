@@ -53,7 +53,7 @@ def test_scores_through_the_head_have_its_linear_parts(
 
 
 def test_odds_change_by_the_exponential_of_the_score(small_model: Models, plain_model: Models) -> None:
-    """p(w | x + m v) is p(w | x) exp(e_w . m v), normalised, where the readout is linear (definitions)."""
+    """p(w | x + m v) is p(w | x) exp(e_w . m v), normalized, where the readout is linear (definitions)."""
     generator, head = torch.Generator().manual_seed(3), plain_model("llama").get_output_embeddings()
     x, m = torch.randn(5, D_MODEL, generator=generator), 100 * torch.randn(5, 1, generator=generator)
     v = plain_values("llama", plain_model("llama"), 2)[:5]

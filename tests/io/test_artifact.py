@@ -112,7 +112,7 @@ def kind_of(small_model: Callable[[str], Any]) -> Callable[[str], tuple[Make, Re
         ),
         "pages": (
             lambda folder, job: write_value_pages(
-                model, folder, corpus=make_sentences(), neighbours=2 + job, **QUIET
+                model, folder, corpus=make_sentences(), neighbors=2 + job, **QUIET
             ),
             read_pages,
         ),

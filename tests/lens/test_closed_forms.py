@@ -30,18 +30,18 @@ Models = Callable[[str], Any]
 def reference(x: np.ndarray, y: np.ndarray, weights: np.ndarray, config: LensConfig) -> tuple[Any, Any]:
     """Weight and bias by least squares on stacked rows, the penalty as further rows of data."""
     d = x.shape[1]
-    centre = np.average(x, 0, weights) if config.intercept else np.zeros(d)
+    center = np.average(x, 0, weights) if config.intercept else np.zeros(d)
     roots = np.sqrt(weights)[:, None]
-    penalty = float(config.ridge) * (((x - centre) * roots) ** 2).sum() / d
+    penalty = float(config.ridge) * (((x - center) * roots) ** 2).sum() / d
     design = np.hstack([x, np.ones((len(x), int(config.intercept)))]) * roots
     rows = np.sqrt(penalty) * np.eye(d, design.shape[1])
     pulled = np.sqrt(penalty) * np.eye(d) * (config.toward == "identity")
     solution = np.linalg.lstsq(np.vstack([design, rows]), np.vstack([y * roots, pulled]), rcond=None)[0]
     weight, bias = solution[:d].T, solution[d] if config.intercept else np.zeros(d)
     if config.rank is not None:
-        directions = np.linalg.svd((x - centre) @ weight.T * roots, full_matrices=False)[2][: config.rank]
+        directions = np.linalg.svd((x - center) @ weight.T * roots, full_matrices=False)[2][: config.rank]
         projection = directions.T @ directions
-        bias = (bias + weight @ centre) - projection @ weight @ centre if config.intercept else bias
+        bias = (bias + weight @ center) - projection @ weight @ center if config.intercept else bias
         weight = projection @ weight
     return weight, bias
 
@@ -98,13 +98,13 @@ def test_leaving_one_out_is_fitting_on_all_others(toward: Any, intercept: bool) 
     shifted = y - x if toward == "identity" else y
     sums, config = sums_of(x, shifted, weights), LensConfig(ridge="loo", toward=toward, intercept=intercept)
     errors = leave_one_out(sums, *map(torch.from_numpy, (x, shifted, weights)), intercept=intercept)
-    centre = np.average(x, 0, weights) if intercept else 0
-    unit = ((x - centre) ** 2 * weights[:, None]).sum()
+    center = np.average(x, 0, weights) if intercept else 0
+    unit = ((x - center) ** 2 * weights[:, None]).sum()
     brute = np.zeros(len(STRENGTHS))
     for i in range(len(x)):
         others = np.arange(len(x)) != i
-        centre = np.average(x[others], 0, weights[others]) * intercept
-        of_others = ((x - centre) ** 2 * weights[:, None])[others].sum()
+        center = np.average(x[others], 0, weights[others]) * intercept
+        of_others = ((x - center) ** 2 * weights[:, None])[others].sum()
         for s, strength in enumerate(STRENGTHS):  # the same penalty as of all samples
             same = replace(config, ridge=strength * unit / of_others)
             weight, bias = reference(x[others], y[others], weights[others], same)

@@ -12,7 +12,7 @@ from conftest import SINK_TOKENS, make_sentences
 from sklearn.metrics import r2_score
 
 from matlens import InputError, Lens, LensConfig, collect, make_examples
-from matlens.lens import summarise
+from matlens.lens import summarize
 from matlens.lens.comparison import compare_lenses, default_methods
 from matlens.lens.config import parse_methods
 from matlens.lens.open_sets import EvaluationItem
@@ -47,7 +47,7 @@ def test_a_decoder_is_compared_with_jacobians_fitted_lenses_and_open_sets(
     }
     assert made.origin["n_rows"] == sum(len(text.split()) for text in parts[0].sentences)
     assert made.origin["n_prompts"] == 2
-    wide = summarise(made.report, made.exits)
+    wide = summarize(made.report, made.exits)
     assert wide.loc["mine", "seconds"] == 6.0 / 2
     plain = made.report[(made.report["method"] == "mat") & (made.report["against"] == "")]
     assert wide.loc["mat", "kl"] == pytest.approx(plain.loc[plain["metric"] == "kl", "value"].mean())

@@ -65,8 +65,8 @@ def test_the_standardisation_is_that_of_the_final_norm(name: str, kind: str, sma
 
 def test_a_clamped_norm_is_refused(small_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     module = small_model("gpt2").ln_final.original_component
-    normalise = module.forward
-    monkeypatch.setattr(module, "forward", lambda h: normalise(h).clamp(-1, 1))
+    normalize = module.forward
+    monkeypatch.setattr(module, "forward", lambda h: normalize(h).clamp(-1, 1))
     with pytest.raises(InputError):
         Standardisation.from_model(small_model("gpt2"))
 

@@ -53,9 +53,9 @@ def test_errors_on_others_are_those_of_fits_without_each_sample(
         of_rows, of_i = x[rows], x[i]
         targets, shift = y[rows], np.zeros(D_OUT)
         if intercept:
-            centre = np.average(of_rows, 0, weights[rows])
+            center = np.average(of_rows, 0, weights[rows])
             shift = np.average(targets, 0, weights[rows])
-            of_rows, of_i, targets = of_rows - centre, of_i - centre, targets - shift
+            of_rows, of_i, targets = of_rows - center, of_i - center, targets - shift
         a = np.linalg.lstsq(of_rows * roots[rows], targets * roots[rows], rcond=1e-10)[0]
         return np.asarray(np.square(y[i] - of_i @ a - shift) * weights[i])
 

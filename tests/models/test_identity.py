@@ -21,7 +21,7 @@ def test_an_identity_is_read_back_from_its_json(small_model: Callable[[str], Any
     written = json.loads(json.dumps(known.to_json()))
     assert list(written)[:2] == ["base_model_name_or_path", "base_model_revision"]
     assert ModelIdentity.from_json(written) == known
-    for damaged in ({}, {**written, "colour": "red"}, {**written, "rounded": "b1"}):
+    for damaged in ({}, {**written, "color": "red"}, {**written, "rounded": "b1"}):
         with pytest.raises(InputError, match="The record of a model is damaged"):
             ModelIdentity.from_json(damaged)
 

@@ -28,7 +28,7 @@ TOKENS = torch.tensor([[7, 3, 41, 12, 12, 59, 30, 22, 8, 17, 2, 50]])
 def experts_by_hand(name: str, plain: Any, layer: int, x: Tensor) -> tuple[Tensor, Tensor]:
     """Coefficients ``[n, columns]`` and value vectors ``[columns, d]``, from the weights alone.
 
-    Written from the papers: softmax over the experts, the two greatest kept (and not normalised again in
+    Written from the papers: softmax over the experts, the two greatest kept (and not normalized again in
     these configurations), gated SiLU experts; Qwen's shared expert times the sigmoid of its gate.
     """
     block = plain.model.layers[layer].mlp

@@ -196,7 +196,7 @@ def test_replacements_that_overlap_are_refused(case: str, small_model: Models) -
     assert_as_before(model, before)
 
 
-def test_neighbours_do_not_overlap(small_model: Models) -> None:
+def test_neighbors_do_not_overlap(small_model: Models) -> None:
     model = small_model("gptj")
     parts = [jump_part(0, 1), jump_part(1, 2), *(submodule_part(kind, 2) for kind in ("ln1", "attn", "ffn"))]
     for order in itertools.islice(itertools.permutations(parts), 0, None, 7):

@@ -94,8 +94,8 @@ def extremes() -> Case:
         panels[panel] = [*part["layer"], *(part["common"] - part["unseen"])]
         (dots,) = (dots for dots in figure.axes[panel].collections if len(dots.get_offsets()) == 12)
         assert np.allclose(dots.get_sizes() - 4, 1400 * part.head(12)["share"])
-        colours = [tuple(colour) for colour in dots.get_facecolors()]
-        assert [colour == colours[1] for colour in colours] == (part.head(12)["raised"] >= 0.5).tolist()
+        colors = [tuple(color) for color in dots.get_facecolors()]
+        assert [color == colors[1] for color in colors] == (part.head(12)["raised"] >= 0.5).tolist()
     return figure, panels, list(paper_b._EXTREME.values())
 
 

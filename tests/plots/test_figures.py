@@ -212,7 +212,7 @@ def test_a_figure_shows_its_table(name: str, tmp_path: Path) -> None:
     assert figure.get_suptitle() == title
     assert named(figure) == legend
     assert_legible(figure)
-    colours: dict[str, str] = {}
+    colors: dict[str, str] = {}
     for panel, ax in enumerate(figure.axes):
         labels = [label for place, label in curves if place == panel]
         shown = [str(line.get_label()) for line in ax.lines if str(line.get_label())[0] != "_"]
@@ -222,13 +222,13 @@ def test_a_figure_shows_its_table(name: str, tmp_path: Path) -> None:
         assert len(looks) == len(lines)
         for label, line in zip(labels, lines, strict=True):
             assert max(line.get_ydata()) <= ax.get_ylim()[1], "a curve leaves the figure"
-            assert line.get_color() == colours.setdefault(label, line.get_color())
+            assert line.get_color() == colors.setdefault(label, line.get_color())
     assert all(path.stat().st_size > 5_000 for path in plots.save(figure, tmp_path / "figure"))
     (drawn,) = plots.save(figure, tmp_path / "figure.svg")
     assert drawn.read_bytes().startswith(b"<?xml")
 
 
-def test_early_and_fixed_exits_of_a_method_have_one_colour() -> None:
+def test_early_and_fixed_exits_of_a_method_have_one_color() -> None:
     (ax,) = paper_a.early_exit(early_table()).axes
     lines = {str(line.get_label()): line for line in ax.lines}
     for method in METHODS:

@@ -20,7 +20,7 @@ from matlens.plots import plot_atlas, plot_r2, plot_trajectory, save
 
 
 @pytest.mark.parametrize("last", [1, 5, 30])
-def test_r2_has_the_source_across_and_the_target_up_on_one_colour_scale(last: int) -> None:
+def test_r2_has_the_source_across_and_the_target_up_on_one_color_scale(last: int) -> None:
     nan = float("nan")
     rows = [
         result(method, a, b, "r2", pd.NA, (1 if method == "mat" else -0.5) * (a / last - b / (3 * last)), nan)
@@ -64,24 +64,24 @@ def trajectory_table(tokens: int = 4, layers: tuple[int, ...] = (0, 2, 3)) -> pd
 
 
 @pytest.mark.parametrize(
-    ("colour", "sure"), [("probability", 1.0), ("kl", 0.0), ("rank", 0), ("entropy", 0.0)]
+    ("color", "sure"), [("probability", 1.0), ("kl", 0.0), ("rank", 0), ("entropy", 0.0)]
 )
-def test_every_cell_of_a_trajectory_is_that_of_its_token_and_layer(colour: str, sure: float) -> None:
+def test_every_cell_of_a_trajectory_is_that_of_its_token_and_layer(color: str, sure: float) -> None:
     table = trajectory_table()
-    figure = plot_trajectory(table, colour=colour, title="mat: a $prompt$")
+    figure = plot_trajectory(table, color=color, title="mat: a $prompt$")
     ax = figure.axes[0]
     shown = np.asarray(ax.images[0].get_array())
     texts = {(round(t.get_position()[0]), round(t.get_position()[1])): t.get_text() for t in ax.texts}
     for row in table.to_dict("records"):
         line = (0, 2, 3).index(row["layer"])
-        assert shown[line, row["position"]] == pytest.approx(row[colour])
+        assert shown[line, row["position"]] == pytest.approx(row[color])
         assert texts[row["position"], line] == literal(f"␣{row['predicted'].strip()}")
     assert len(texts) == 12
     assert [label.get_text() for label in ax.get_yticklabels()][-1] == "3"
     assert ax.get_xticklabels()[2].get_text().endswith("t2")
     assert figure.get_suptitle() == r"mat: a \$prompt\$"
-    table[colour] = np.where(table["layer"] == 3, sure, 5.0 if sure == 0 else 0.1)
-    image = plot_trajectory(table, colour=colour).axes[0].images[0]
+    table[color] = np.where(table["layer"] == 3, sure, 5.0 if sure == 0 else 0.1)
+    image = plot_trajectory(table, color=color).axes[0].images[0]
     lightness = np.asarray(image.cmap(image.norm(image.get_array())))[..., :3].mean(-1)
     assert (lightness[2] < 0.35).all()
     assert (lightness[:2] > lightness[2].max()).all()

@@ -36,7 +36,7 @@ def test_a_line_has_the_look_of_its_method_and_axes_hold_all_that_is_drawn() -> 
     left, right = Figure().subplots(1, 2)
     draw_line(left, rows, LOOK, "name")
     line = assert_curve(left, "name", rows)
-    assert to_rgb(line.get_color()) == to_rgb(LOOK.colour)
+    assert to_rgb(line.get_color()) == to_rgb(LOOK.color)
     assert (line.get_linestyle(), line.get_marker()) == ("--", "D")
     assert line.get_markerfacecolor() == "white"
     right.plot([0, 1], [3, 40])
@@ -91,7 +91,7 @@ def test_lenses_have_a_bar_of_seconds_and_a_logarithmic_axis_of_kl(methods: tupl
     assert [tick.get_text() for tick in costs.get_yticklabels()] == list(methods)
 
 
-def test_methods_differ_by_colour_and_k_by_style_and_the_legend_says_so() -> None:
+def test_methods_differ_by_color_and_k_by_style_and_the_legend_says_so() -> None:
     figure = plot_layers(prediction_table(6))
     left, right = figure.axes
     lines = {line.get_label(): line for line in left.lines}

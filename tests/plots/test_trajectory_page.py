@@ -83,10 +83,10 @@ def test_a_page_opens_at_what_the_model_predicts_in_the_end(visit: Visit) -> Non
     ]
 
 
-@pytest.mark.parametrize("colour", ["probability", "entropy", "kl", "rank", "pin17"])
-def test_cells_have_the_top_token_its_rank_and_a_colour_that_grows(visit: Visit, colour: str) -> None:
+@pytest.mark.parametrize("color", ["probability", "entropy", "kl", "rank", "pin17"])
+def test_cells_have_the_top_token_its_rank_and_a_color_that_grows(visit: Visit, color: str) -> None:
     cells = made_up()["lenses"]["id"]
-    visit.page.select_option("#colour", colour)
+    visit.page.select_option("#color", color)
     shown = visit.page.evaluate(
         "[...document.querySelectorAll('[role=grid] td')].map(e => [e.firstChild.data,"
         " e.lastChild.textContent, Number(e.className.match(/step([0-9]+)/)[1])])"
@@ -99,7 +99,7 @@ def test_cells_have_the_top_token_its_rank_and_a_colour_that_grows(visit: Visit,
         "probability": np.exp(cells.log_probs[..., 0]), "entropy": cells.entropy, "kl": cells.kl,
         "rank": -cells.rank, "pin17": -cells.followed_ranks[..., 1],
     }  # fmt: skip
-    values = [measures[colour][place] for place in order]
+    values = [measures[color][place] for place in order]
     steps = [step for *_, step in shown]
     assert len(set(steps)) > 4
     assert all(np.diff(np.array(steps)[np.argsort(values)]) >= 0)
@@ -126,16 +126,16 @@ def test_keys_go_from_cell_to_cell_pin_and_change_the_lens(visit: Visit) -> None
 def test_the_address_says_what_is_shown_and_brings_it_back(browser: Any, page: Path, visit: Visit) -> None:
     visit.page.select_option("#other", label="mat")
     visit.page.select_option("#view", "difference")
-    visit.page.select_option("#colour", "kl")
+    visit.page.select_option("#color", "kl")
     visit.page.click("[role=grid] td[data-row='1'][data-column='2']")
     visit.page.select_option("#add", label="␣w60")
     address = visit.page.url
-    assert address.endswith("#lens=id&beside=mat&view=difference&colour=kl&cell=1%2C2&pins=17%2C3%2C60")
+    assert address.endswith("#lens=id&beside=mat&view=difference&color=kl&cell=1%2C2&pins=17%2C3%2C60")
     with visiting(browser, page, fragment=address.partition("#")[1] + address.partition("#")[2]) as other:
         assert other.page.inner_text("#stage") == visit.page.inner_text("#stage")
         assert other.page.inner_text("#pins") == visit.page.inner_text("#pins")
         other.page.evaluate(
-            "location.hash = 'lens=nobody&cell=77,-1&pins=x,5000000,3&colour=__proto__&view=no'"
+            "location.hash = 'lens=nobody&cell=77,-1&pins=x,5000000,3&color=__proto__&view=no'"
         )
         other.page.wait_for_function("document.querySelectorAll('#pins li').length === 1")
         assert other.errors == []
@@ -158,7 +158,7 @@ def test_two_lenses_stand_side_by_side_with_their_differences(visit: Visit) -> N
         [first.followed_ranks[3, 4, 1], second.followed_ranks[3, 4, 1],
          second.followed_ranks[3, 4, 1] - first.followed_ranks[3, 4, 1]],
     )  # fmt: skip
-    visit.page.select_option("#colour", "entropy")
+    visit.page.select_option("#color", "entropy")
     visit.page.select_option("#view", "difference")
     cells = visit.page.evaluate(
         "[...document.querySelectorAll('[role=grid] td')].map(e => [e.lastChild.textContent, e.className])"
@@ -191,10 +191,10 @@ def test_no_fault_is_seen_by_axe(browser: Any, page: Path) -> None:
             assert visit.faults() == []
 
 
-def luminance(colour: str) -> float:
-    """WCAG's relative luminance of what a browser says of a colour."""
-    parts = [float(part) for part in re.findall(r"-?[\d.]+(?:e-?\d+)?", colour)[:3]]
-    scaled = np.array(parts) / (255 if colour.startswith("rgb") else 1)
+def luminance(color: str) -> float:
+    """WCAG's relative luminance of what a browser says of a color."""
+    parts = [float(part) for part in re.findall(r"-?[\d.]+(?:e-?\d+)?", color)[:3]]
+    scaled = np.array(parts) / (255 if color.startswith("rgb") else 1)
     linear = np.where(scaled <= 0.04045, scaled / 12.92, ((scaled + 0.055) / 1.055) ** 2.4)
     return float(linear @ [0.2126, 0.7152, 0.0722])
 
@@ -204,7 +204,7 @@ def contrast(a: float, b: float) -> float:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_colours_use_the_whole_range_and_text_is_legible_on_each(
+def test_colors_use_the_whole_range_and_text_is_legible_on_each(
     browser: Any, page: Path, scheme: str
 ) -> None:
     with visiting(browser, page, color_scheme=scheme) as visit:
@@ -215,8 +215,8 @@ def test_colours_use_the_whole_range_and_text_is_legible_on_each(
             "  const style = getComputedStyle(made);"
             "  return [style.backgroundColor, style.color]; }))"
         )
-    for colours in of_kinds:
-        cells, texts = ([luminance(colour) for colour in column] for column in zip(*colours, strict=True))
+    for colors in of_kinds:
+        cells, texts = ([luminance(color) for color in column] for column in zip(*colors, strict=True))
         assert all(contrast(cell, text) >= 4.5 for cell, text in zip(cells, texts, strict=True))
         assert np.all(np.diff(cells) < 0) if scheme == "light" else np.all(np.diff(cells) > 0)
         assert contrast(cells[0], cells[-1]) > 7

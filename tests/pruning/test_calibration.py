@@ -72,7 +72,7 @@ def logits_without(model: Any, blocks: Any, gone: list[int], tokens: torch.Tenso
 @pytest.mark.parametrize("key", CONFIGS)
 @pytest.mark.parametrize("gone", [1, 2])
 def test_what_has_an_entry_a_block_is_cut_and_nothing_else(key: str, gone: int, tmp_path: Path) -> None:
-    """The second block attends by another rule than its neighbours, so a list cut elsewhere would show."""
+    """The second block attends by another rule than its neighbors, so a list cut elsewhere would show."""
     model = make(CONFIGS[key]())
     layout = Layout.from_model(model)
     values = list(getattr(model.config, key))

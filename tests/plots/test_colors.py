@@ -1,4 +1,4 @@
-"""Methods look the same in all figures, and those drawn together differ for a colour-blind reader."""
+"""Methods look the same in all figures, and those drawn together differ for a color-blind reader."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ TOGETHER = {
     "others": tuple(f"method {i}" for i in range(7)),
 }  # fmt: skip
 LOOKS = {name: list(method_looks(methods).values()) for name, methods in TOGETHER.items()} | {
-    "summaries": [Look(colour) for colour in SUMMARIES.values()],
+    "summaries": [Look(color) for color in SUMMARIES.values()],
     "updates": list(UPDATES.values()),
     "replaced": [*method_looks(["mat"]).values(), *REPLACED.values()],
-    "classes": [Look(colour) for colour in CLASSES.values()],
+    "classes": [Look(color) for color in CLASSES.values()],
 }
 # What a reader without middle cones sees of linear red, green and blue (Machado et al., 2009).
 DEUTERANOPIA = np.array(
@@ -36,9 +36,9 @@ DEUTERANOPIA = np.array(
 )
 
 
-def seen(colour: str) -> np.ndarray:
-    """A colour in CIELAB, as a reader with deuteranopia sees it."""
-    rgb = np.array(to_rgb(colour))
+def seen(color: str) -> np.ndarray:
+    """A color in CIELAB, as a reader with deuteranopia sees it."""
+    rgb = np.array(to_rgb(color))
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
     xyz = to_xyz @ np.clip(DEUTERANOPIA @ linear, 0, 1) / [0.9505, 1, 1.089]
@@ -47,11 +47,11 @@ def seen(colour: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", LOOKS)
-def test_colours_of_one_figure_differ_under_deuteranopia(name: str) -> None:
+def test_colors_of_one_figure_differ_under_deuteranopia(name: str) -> None:
     for first, second in itertools.combinations(LOOKS[name], 2):
-        if first.colour != second.colour:
-            distance = np.linalg.norm(seen(first.colour) - seen(second.colour))
-            assert distance > 15, (first.colour, second.colour)
+        if first.color != second.color:
+            distance = np.linalg.norm(seen(first.color) - seen(second.color))
+            assert distance > 15, (first.color, second.color)
         else:
             assert (first.line, first.hollow) != (second.line, second.hollow)
     assert np.linalg.norm(seen("#bb5544") - seen("#668844")) < 15  # red and green would not pass
@@ -64,4 +64,4 @@ def test_a_method_looks_the_same_in_every_company() -> None:
             assert method_looks(reversed(methods)) == alone
     looks = method_looks(["mat", *(f"method {i}" for i in range(40)), "id"])
     assert list(looks) == ["mat", *(f"method {i}" for i in range(40)), "id"]
-    assert len({(look.colour, look.line) for look in looks.values()}) == 42
+    assert len({(look.color, look.line) for look in looks.values()}) == 42
