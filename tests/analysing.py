@@ -19,12 +19,8 @@ OF_FFNS = [name for name in SCRIPTS if name.startswith("paper_b")]  # these fit 
 SEARCH = "paper_b_sec4_search"
 NO_CORPUS = ("paper_b_fig4_overlap", SEARCH, "compatibility")
 SHEETS = "paper_b_table2_concepts"  # its first run leaves no table of numbers
-TRACED = ("paper_b_fig3_events", "paper_b_sec5_clusters")  # these make several tables from one trace
 CONTROL = "paper_b_table5_control"
 EXITS = "paper_b_table6_early_exit"  # its table is that of no other
-REMOVAL = "paper_b_removal"
-SENTENCES = {name: ["--sentences", 12] for name in ("paper_b_fig6_dominance", EXITS, REMOVAL, *TRACED)}
-SENTENCES[CONTROL] = ["--windows", 4]
 
 PRUNING, LINEARITY = "pruning", "linearity"  # evaluated on text that runs on
 LENSES = "lens_report"  # of several tables
@@ -81,17 +77,6 @@ def run(name: str, *options: object) -> None:
                 raise
 
 
-def refused(name: str, capsys: pytest.CaptureFixture[str], *options: object) -> str:
-    """What a script says before it ends with code 2 and without a traceback."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        run(name, *options)
-    output = capsys.readouterr()
-    assert ended.value.code == 2
-    assert "Traceback" not in output.out + output.err
-    return " ".join(output.err.split())
-
-
 class Workbench:
     """Scripts with the inputs and the output folder of a test.
 
@@ -118,10 +103,6 @@ class Workbench:
         run(name, *self.options(name, model, *more))
         return str(self._capsys.readouterr().out)
 
-    def refused(self, name: str, model: str, *more: object) -> str:
-        """What a script says when it refuses."""
-        return refused(name, self._capsys, *self.options(name, model, *more))
-
     def table(self, name: str, **options: Any) -> pd.DataFrame:
         """A table that a script has left."""
         return pd.read_csv(self.out / f"{name}.csv", **options)
@@ -133,12 +114,6 @@ class Workbench:
     def assert_figure(self, name: str) -> None:
         """There is a figure, in both formats."""
         assert_figure(self.out, name)
-
-    def unchanged_when_run_again(self, names: tuple[str, ...], name: str, model: str, *more: object) -> None:
-        """A script leaves the same bytes when it is run once more."""
-        before = [(self.out / f"{table}.csv").read_bytes() for table in names]
-        self.run(name, model, *more)
-        assert [(self.out / f"{table}.csv").read_bytes() for table in names] == before
 
 
 def assert_figure(out: Path, name: str) -> None:

@@ -18,6 +18,7 @@ from control import (
     tokens_of_chosen,
 )
 from control.baselines import SelfDebiasing, word_filter
+from control.perplexity import debiased_losses
 from hand_controlled import controlled_by_hand
 from plain_values import plain_values
 from self_debiasing import debiased_probabilities
@@ -128,6 +129,9 @@ def test_every_line_is_that_of_a_plain_model_changed_by_hand(
         if change.method == "WordFilter":
             continue
         measured[str(change)] = by_hand[change].perplexity(few.sentences)
+        if isinstance(change.processor, SelfDebiasing):  # in batches of any size
+            one_by_one = debiased_losses(model, make_examples(model, few), change.processor, batch_tokens=1)
+            assert one_by_one.perplexity().value == pytest.approx(measured[str(change)], rel=1e-4)
         assert of_change["perplexity"] == pytest.approx(measured[str(change)], rel=1e-4)
         ratio = measured[str(change)] / measured["unchanged"]
         assert of_change["perplexity_ratio"] == pytest.approx(ratio, rel=1e-4)

@@ -18,10 +18,10 @@ from matlens.models import Stack
 Models = Callable[[str], TransformerBridge]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gptj", "gemma2", "bert", "roberta"])
+@pytest.mark.parametrize("name", ["gpt2", "gptj", "gemma2", "bert"])
 def test_every_feature_works_with_the_claimed_families(name: str, small_model: Models) -> None:
     offered = compatibility(small_model(name))
-    assert offered["wiring"] == WIRING_OF.get(name, "post-norm")
+    assert offered["wiring"] == WIRING_OF[name]
     assert {offered[feature] for feature in FEATURES} == {""}
 
 

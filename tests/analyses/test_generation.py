@@ -174,6 +174,3 @@ def test_the_end_of_the_text_is_not_generated_and_the_checkpoints_own_wishes_are
 
     expected = [go_on(plain, model.tokenizer, prompt, choose) for prompt in PROMPTS]
     assert texts(model) == expected
-
-
-# What cannot be done

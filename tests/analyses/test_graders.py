@@ -129,6 +129,3 @@ def test_an_answer_without_scores_is_refused_without_the_key(first: Any, server:
         server.grader.grade(["text"])
     assert "secret" not in str(error.value)
     assert len(server.asked) == 1
-
-
-# What a grader gives

@@ -289,6 +289,3 @@ def test_the_small_bert_learns_and_can_be_analysed(
         assert row.value == pytest.approx(float((log_probs.argmax(-1) == true).double().mean()))
         assert f"{row.value:.1%} of 40 masked tokens of held-out sentences" in said
     assert surprisal[1] < surprisal[0] - 0.1
-
-
-# What it says

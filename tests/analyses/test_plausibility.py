@@ -127,6 +127,3 @@ def test_a_sheet_of_other_predictions_is_refused() -> None:
         plausibility_rates(
             predictions({**TOKENS, ("cats", "id", 0): "a c"}), filled(make_plausibility_sheet(predictions()))
         )
-
-
-# Reading it

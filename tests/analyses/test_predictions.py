@@ -143,9 +143,6 @@ def test_special_tokens_are_left_out_but_for_the_one_that_is_read(position: int,
     assert prompt_texts(readout, Activations({}, examples, "sampled", Provenance())) == [text]
 
 
-# For people
-
-
 @pytest.mark.parametrize("name", ["gpt2", "bert", "gemma2"])
 def test_confidence_is_the_largest_probability_of_the_plain_model(
     name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any], sentences: Corpus

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from conftest import N_LAYERS, make_tokenizer
 from control.selection import grade_values
@@ -51,8 +50,3 @@ def test_the_top_tokens_of_every_value_vector_are_graded_together(
             assert row.value == f"L{layer}D{row[3]}"
             assert row.text == " ".join(words)
             assert row.score == share_of_even_words(row.text)
-
-
-@pytest.fixture
-def graded() -> pd.DataFrame:
-    return pd.DataFrame({"value": [f"L0D{i}" for i in range(100)], "score": [i / 100 for i in range(100)]})
