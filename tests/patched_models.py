@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -35,12 +36,17 @@ def replacement(part: Part) -> Replacement:
     return Replacement.from_map(linear(part), where=where)
 
 
+@functools.cache  # of models that tests share and leave as they are
+def _provenance(model: Any) -> Provenance:
+    return Provenance(ModelIdentity.from_model(model).of_weights)
+
+
 def owned(instead: Any, model: Any) -> Any:
     """A map made by hand, alone or in a replacement, as one of a model."""
     if isinstance(instead, Replacement):
         return replace(instead, function=owned(instead.function, model))
     if isinstance(instead, LinearMap) and instead.provenance.model is None:
-        return replace(instead, provenance=Provenance(ModelIdentity.from_model(model).of_weights))
+        return replace(instead, provenance=_provenance(model))
     return instead
 
 

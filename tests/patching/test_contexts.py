@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import APART, D_MODEL, KINDS, N_LAYERS, WIRINGS, assert_near
-from handpatched import Part, hand_vectors, jump_part, part, submodule_part, submodules
+from handpatched import Part, hand_vectors, jump_part, submodule_part, submodules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from patched_models import (
@@ -63,7 +63,8 @@ def test_sub_modules_are_those_of_the_plain_model_replaced(
     name: str, small_model: Models, plain_model: Models
 ) -> None:
     """Every sub-module of every block, in turn at all tokens, at some, and at one."""
-    for seed, (module, layer) in enumerate(itertools.product(submodules(name), range(N_LAYERS))):
+    places = list(itertools.product(submodules(name), range(N_LAYERS)))
+    for seed, (module, layer) in enumerate(places if name in FAMILIES else places[::2]):
         replaced = submodule_part(module, layer, seed, where=WHERES[seed % len(WHERES)])
         with patched(small_model(name), [replacement(replaced)]):
             ours = at_modules(name, small_model(name))
@@ -110,15 +111,6 @@ def test_any_scheme_is_the_plain_model_patched_by_hand(
         assert_same(ours, hand_vectors(name, plain_model(name), parts, SENTENCES))
 
     check()
-
-
-def test_the_identity_over_no_blocks_changes_no_bit(small_model: Models) -> None:
-    model = small_model("gpt2")
-    before = vectors(model)
-    for layer in range(N_LAYERS + 1):
-        same = part(f"h.{layer}", f"h.{layer}", bias=False)._replace(weight=torch.eye(D_MODEL))
-        with patched(model, [replacement(same)]):
-            assert_same(vectors(model), before, 0)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gptj"])

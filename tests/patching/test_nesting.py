@@ -40,7 +40,9 @@ CONTEXTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(CONTEXTS, 2)))
+@pytest.mark.parametrize(
+    ("first", "second"), [*itertools.pairwise(CONTEXTS), *itertools.pairwise([*CONTEXTS][::-2])]
+)
 def test_contexts_end_in_any_order(first: str, second: str, small_model: Models) -> None:
     model = small_model("llama")
     before = state(model)

@@ -24,7 +24,7 @@ from matlens.patching.replacements import Replacement, jump, mat_attn, mat_ffn, 
 from matlens.patching.variants import Variant
 
 N = 10
-FEW = 6  # of them where every sentence runs alone, patched in every way
+FEW = 4  # of them where every sentence runs alone, patched in every way
 BUDGET = 20  # tokens, which makes several batches of several sentences
 OPTIONS: dict[str, Any] = {"batch_tokens": BUDGET, "progress": False}
 Models = Callable[[str], Any]
@@ -85,10 +85,12 @@ def alone(model: Any, examples: Examples, replacements: Sequence[Replacement]) -
     hook = ModelLayout.from_model(model).hook(N_LAYERS)
     for s, position in enumerate(examples.positions):
         tokens = torch.from_numpy(examples.tokens[examples.offsets[s] : examples.offsets[s + 1]])
-        with patched(model, [at_sentence(replacement, s) for replacement in replacements]):
-            seen: list[Tensor] = []
-            with model.hooks(fwd_hooks=[(hook, lambda value, hook, seen=seen: seen.append(value))]):
-                model(tokens[None])
+        seen: list[Tensor] = []
+        with (
+            patched(model, [at_sentence(replacement, s) for replacement in replacements]),
+            model.hooks(fwd_hooks=[(hook, lambda value, hook, seen=seen: seen.append(value))]),
+        ):
+            model(tokens[None])
         assert seen[0].shape == (1, len(tokens), D_MODEL)
         final.append(seen[0][0, position].clone())
     return torch.stack(final)
@@ -101,7 +103,7 @@ def assert_all_near(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) ->
         assert_near(ours[name], theirs[name])
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "gemma2"])
+@pytest.mark.parametrize("name", ["bert", "gemma2"])
 def test_variants_are_patched_passes_of_each_sentence_alone(name: str, small_model: Models) -> None:
     """Whatever the batches, and wherever a variant starts."""
     model = small_model(name)
