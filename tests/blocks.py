@@ -37,20 +37,23 @@ NOTEBOOKS = sorted((PROJECT / "docs" / "notebooks").glob("*.py"))
 LANGUAGES = {"python", "sh", "text", "bibtex"}
 SKETCH = "sketch"
 
-# Sizes of the documentation are divided by this.
+# Sizes of the documentation are divided by this, and its layers, 30 of them, by three.
 SMALLER, LEAST = 20, 40
-N_SENTENCES, N_LAYERS, D_MLP = 600, 30, 48
+N_SENTENCES, N_LAYERS, D_MLP = 600, 10, 64
 
 
 def small(number: str) -> str:
-    """A size of the documentation as it is here."""
+    """A size or a layer of the documentation as it is here."""
     size = int(number.replace("_", ""))
+    if 10 <= size <= 30:
+        return str(size // 3)
     return number if size < 100 else str(max(LEAST, size // SMALLER))
 
 
 def shrink(code: str) -> str:
-    """Python of the documentation with the sizes, and the numbers of value vectors, that there are here."""
-    code = re.sub(r"\bL(\d+)D(\d+)\b", lambda name: f"L{name[1]}D{int(name[2]) % D_MLP}", code)
+    """Python of the documentation with the sizes, and the value vectors, that there are here."""
+    code = re.sub(r"\bL(\d+)D(\d+)\b", lambda name: f"L{small(name[1])}D{int(name[2]) % D_MLP}", code)
+    code = re.sub(r"\bh\.(\d+)\b", lambda site: f"h.{small(site[1])}", code)
     return re.sub(r"(?<![\w.\"'-])\d[\d_]*(?![\w.\"'-])", lambda number: small(number[0]), code)
 
 
@@ -63,7 +66,7 @@ SMALL_OPTIONS = {
     "merge": ("--pairs", "last"),
     "lens fit": ("--train", "60"),
     "lens report": ("--train", "60", "--val", "10"),
-    "linearity": ("--every", "15", "--windows", "12", "--window", "16"),
+    "linearity": ("--every", "5", "--windows", "12", "--window", "16"),
     "values cluster": ("--clusters", "50"),
 }
 
@@ -103,7 +106,7 @@ def save_tokenizer(folder: Path, **special: str) -> None:
 
 
 def save_small_models(folder: Path) -> None:
-    """Write small models under the names that the documentation uses, with as many layers as those have."""
+    """Write small models under the names that the documentation uses."""
     torch.manual_seed(0)
     common: dict[str, Any] = {
         "vocab_size": len(vocabulary()) + 1, "pad_token_id": 1, "bos_token_id": None, "eos_token_id": None,
@@ -112,7 +115,9 @@ def save_small_models(folder: Path) -> None:
         **common, hidden_size=32, num_hidden_layers=N_LAYERS, num_attention_heads=4, intermediate_size=D_MLP,
         max_position_embeddings=64, initializer_range=0.3,  # large, so that FFNs change what is predicted
     )  # fmt: skip
-    gpt2 = transformers.GPT2Config(**common, n_embd=32, n_layer=12, n_head=4, n_inner=D_MLP, n_positions=64)
+    gpt2 = transformers.GPT2Config(
+        **common, n_embd=32, n_layer=N_LAYERS, n_head=4, n_inner=D_MLP, n_positions=64
+    )
     for name, config in {places.SMOLLM2: llama, "gpt2": gpt2}.items():
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
         save_tokenizer(folder / name)
