@@ -68,8 +68,8 @@ def test_every_public_function_and_method_is_checked() -> None:
 @pytest.mark.refused
 def test_public_names_refuse_what_their_annotations_exclude() -> None:
     """Beartype judges what is excluded; the error names the parameter."""
-    judgements = [judge(case) for case in signature_cases(3)]
-    assert len(judgements) > 5_000
+    judgements = [judge(case) for case in signature_cases(2)]
+    assert len(judgements) > 3_000
     assert [(each.case.name, each.words) for each in judgements if each.verdict != CLEAR] == []
     tried = {each.case.name.partition("=")[0] for each in judgements}
     every = {f"{call.name}({name}" for call in calls() for name in call.hints if call.hints[name] is not Any}

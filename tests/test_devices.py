@@ -93,7 +93,7 @@ def atlas(model: Any) -> Any:
     fitted, evaluated = (
         make_windows(model, texts(i, n, 16), size=16, targets=True) for i, n in ((1, 4), (2, 2))
     )
-    return linearity.linearity_atlas(model, fitted, evaluated, progress=False)["value"]
+    return linearity.linearity_atlas(model, fitted, evaluated, jumps=[2], every=2, progress=False)["value"]
 
 
 def pruned(model: Any) -> Any:

@@ -86,17 +86,16 @@ def test_every_module_lives_in_a_room() -> None:
     )
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_room_imports_only_from_rooms_on_floors_below(module: str) -> None:
-    for other in GRAPH[module] - {""}:
-        assert floor_of(other) <= floor_of(module), f"{module} imports {other}"
-        assert other not in ROOMS or floor_of(other) < floor_of(module), (
-            f"{module} imports its own room's face"
-        )
-    public = {"matlens.__version__"}
-    names = {name for name in imported(ast.parse(MODULES[module].read_text())) if name.count(".") == 1}
-    outside = {name for name in names if name.startswith("matlens.")}
-    assert {name.removeprefix("matlens.") for name in outside - public} <= set(FLOORS)
+def test_a_room_imports_only_from_rooms_on_floors_below() -> None:
+    for module, path in MODULES.items():
+        for other in GRAPH[module] - {""}:
+            assert floor_of(other) <= floor_of(module), f"{module} imports {other}"
+            assert other not in ROOMS or floor_of(other) < floor_of(module), (
+                f"{module} imports its own room's face"
+            )
+        names = {name for name in imported(ast.parse(path.read_text())) if name.count(".") == 1}
+        outside = {name for name in names if name.startswith("matlens.")} - {"matlens.__version__"}
+        assert {name.removeprefix("matlens.") for name in outside} <= set(FLOORS)
 
 
 def test_imports_run_in_no_circle() -> None:
@@ -198,18 +197,20 @@ def test_the_top_has_at_most_sixty_names() -> None:
     assert len([name for name, home in face_of("matlens").items() if home != "matlens"]) <= 60
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.rglob("__init__.py")), ids=lambda path: path.parent.name)
-def test_no_list_of_names_is_written_twice(path: Path) -> None:
+def test_no_list_of_names_is_written_twice() -> None:
     """A package's names are read off its stub; beside that, it has one sentence, and matlens its version."""
-    if not path.with_suffix(".pyi").exists():  # inside a room, and without public names of its own
-        assert path.parent.parent != ROOT
-        assert len(ast.parse(path.read_text()).body) == 1
-        return
-    names = face_of(".".join(path.parent.relative_to(PROJECT).parts))
-    assert not names.keys() & set(strings(ast.parse(path.read_text())))
-    assert len(list(imported(ast.parse(path.read_text())))) <= 2
-    written = [line for line in path.with_suffix(".pyi").read_text().splitlines() if line.startswith("from ")]
-    assert len(names) >= len(set(written)) == len(written) > 0
+    for path in ROOT.rglob("__init__.py"):
+        tree = ast.parse(path.read_text())
+        if not path.with_suffix(".pyi").exists():  # inside a room, and without public names of its own
+            assert path.parent.parent != ROOT
+            assert len(tree.body) == 1
+            continue
+        names = face_of(".".join(path.parent.relative_to(PROJECT).parts))
+        assert not names.keys() & set(strings(tree))
+        assert len(list(imported(tree))) <= 2
+        lines = path.with_suffix(".pyi").read_text().splitlines()
+        written = [line for line in lines if line.startswith("from ")]
+        assert len(names) >= len(set(written)) == len(written) > 0
 
 
 def test_folders_of_tests_are_rooms_and_no_test_is_imported_by_another() -> None:
@@ -220,20 +221,15 @@ def test_folders_of_tests_are_rooms_and_no_test_is_imported_by_another() -> None
         assert not [name for name in modules if name.rpartition(".")[2].startswith("test_")], path.name
 
 
-def python_of_users() -> list[Path]:
-    return [*(PROJECT / "benchmarks").glob("*.py"), *sorted((PROJECT / "analyses").rglob("*.py"))]
-
-
 # Modules of the command line that scripts share; what makes WikiLM; and how many steps a lens is trained for.
 OWN_MODULES = {"matlens.cli": {"options", "printing", "starting"}}
 MAKERS = ("training/wikilm.py", "lenses/__init__.py")
 
 
-@pytest.mark.parametrize("path", python_of_users(), ids=lambda path: path.name)
-def test_users_import_from_rooms(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if path.as_posix().endswith(MAKERS):
-            continue
+def test_users_import_from_rooms() -> None:
+    users = [*(PROJECT / "benchmarks").glob("*.py"), *(PROJECT / "analyses").rglob("*.py")]
+    paths = [path for path in users if not path.as_posix().endswith(MAKERS)]
+    for node in (node for path in paths for node in ast.walk(ast.parse(path.read_text()))):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("matlens"):
             assert node.module.count(".") <= 1, f"{node.module} is a third level"
             names = {alias.name for alias in node.names}

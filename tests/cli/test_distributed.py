@@ -50,22 +50,40 @@ def test_a_refusal_is_printed_by_one_process(tmp_path: Path) -> None:
     assert refused[1]["result"][1:] == ("", refused[0]["result"][2])
 
 
-def test_torchrun_starts_two_processes_whose_run_is_that_of_one(
+LAUNCHED = """
+import sys
+from matlens import parallel
+
+with parallel.distributed():
+    said = parallel.broadcast(f"from {parallel.rank()}", "a word")
+    with open(f"{sys.argv[1]}{parallel.rank()}", "w") as file:
+        file.write(f"{parallel.world_size()} {parallel.local_world_size()} {said}")
+"""
+
+
+def test_processes_of_torchrun_are_found(tmp_path: Path) -> None:
+    """By the launcher itself, as users start it."""
+    (tmp_path / "launched.py").write_text(LAUNCHED)
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", *launcher, str(tmp_path / "launched.py"), str(tmp_path / "rank")],
+        capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["2 2 from 0"] * 2
+
+
+def test_a_run_of_two_processes_is_that_of_one(
     model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the launcher itself and nothing shared but the folder, as users start it."""
     (tmp_path / "words.txt").write_text("\n".join(make_sentences().sentences))
     options = [
         "run", "--model", model_folder("llama"), "--corpus", tmp_path / "words.txt", "--train", 30,
         "--val", 10, "--device", "cpu", "--positions", "all", "--pairs", "last",
     ]  # fmt: skip
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "matlens"]
-    command = [sys.executable, "-m", *launcher, *map(str, options), "--out", str(tmp_path / "two")]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Figures:") == 1
+    two = of_a_command(*options, "--out", tmp_path / "two")
+    outcomes = [outcome["result"] for outcome in run_ranks(2, two, tmp_path / "outcomes", join=False)]
+    assert [(code, out.count("Figures:")) for code, out, _ in outcomes] == [(0, 1), (0, 0)], outcomes
     assert run_command([*options, "--out", tmp_path / "one"], capsys).code == 0
     tables = [pd.read_csv(tmp_path / name / "results.csv") for name in ("one", "two")]
     pd.testing.assert_frame_equal(*tables, rtol=1e-4)
@@ -78,8 +96,8 @@ def test_lenses_and_the_atlas_of_two_processes_are_those_of_one(
     (tmp_path / "words.txt").write_text("\n".join(make_sentences().sentences))
     given = ["--model", model_folder("llama"), "--corpus", tmp_path / "words.txt", "--device", "cpu"]
     lens = ["lens", "fit", *given, "--train", 30, "--method", "affine", "--method", "scaled"]
-    parts = ["linearity", *given, "--window", 16]
-    for name, options, most in (("lenses", lens, 2), ("parts", parts, 4)):
+    parts = ["linearity", *given, "--window", 16, "--eval-windows", 2]
+    for name, options, most in (("lenses", lens, 2), ("parts", parts, 2)):
         assert run_command([*options, "--out", tmp_path / name / "one"], capsys).code == 0
         command = of_a_command(*options, "--out", tmp_path / name / "two")
         first, *others = run_ranks(most, command, tmp_path / f"{name}-outcomes", join=False)

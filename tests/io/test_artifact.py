@@ -107,7 +107,9 @@ def kind_of(small_model: Callable[[str], Any]) -> Callable[[str], tuple[Make, Re
             read_rows,
         ),
         "atlas": (
-            lambda folder, job: linearity_atlas(model, *texts, folder=folder, jumps=[2 + job], **QUIET),
+            lambda folder, job: linearity_atlas(
+                model, *texts, folder=folder, jumps=[2 + job], every=2, **QUIET
+            ),
             read_atlas,
         ),
         "pages": (
