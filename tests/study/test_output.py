@@ -39,33 +39,6 @@ def test_a_new_an_empty_and_an_own_folder_can_be_used(tmp_path: Path) -> None:
     assert everything(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    ("part", "holds", "provenance", "message"),
-    [
-        (
-            TRAIN,
-            "activations",
-            {"data": {"seed": 1}, "positions": "sampled"},
-            r"data.seed: 1 in the folder, 0 now",
-        ),
-        (
-            TRAIN,
-            "activations",
-            {"data": {"seed": 0}, "positions": "all"},
-            "positions: all in the folder, sampled now",
-        ),
-        (VALIDATION, "maps", {"data": {"seed": 0}}, "holds: maps in the folder, activations now"),
-        (MAPS, "maps", {"ridge": 2.5}, r"ridge: 2.5 in the folder, 0.0 now"),
-    ],
-)
-def test_another_job_is_told(
-    tmp_path: Path, part: str, holds: str, provenance: dict[str, Any], message: str
-) -> None:
-    begin(tmp_path / part, holds, **provenance)
-    with pytest.raises(InputError, match=rf"{part} belongs to another job .*{message}"):
-        check_output(tmp_path, KNOWN)
-
-
 def test_where_nothing_can_be_written_is_told_and_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")

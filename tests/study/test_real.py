@@ -22,6 +22,7 @@ from offline import refuse_connections
 import matlens
 from matlens.data.examples import Examples
 from matlens.models.places import SMOLLM2, smollm2_path
+from matlens.models.weights import plain_state
 
 pytestmark = pytest.mark.real
 # `make verify` gives as many training sentences and more: all pairs, and pages that take minutes.
@@ -52,8 +53,12 @@ def loaded() -> Loaded:
 
 
 @pytest.fixture(scope="module")
-def plain() -> Any:
-    """The same weights through transformers alone."""
+def plain(request: pytest.FixtureRequest, loaded: Loaded) -> Any:
+    """The same weights through transformers alone; below `FULL` not read again, which takes long."""
+    if request.config.getoption("--real-train") < FULL:
+        model = type(loaded.model.original_model)(loaded.model.original_model.config)
+        model.load_state_dict(plain_state(loaded.model), strict=False)
+        return model.eval()
     path: Path = smollm2_path()
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32

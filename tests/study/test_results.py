@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from sklearn.metrics import r2_score
 from studying import collect_parts
 
 import matlens
 from matlens.activations.activations import Activations
-from matlens.io.verification import verify
 from matlens.models.weights import fingerprint
-from matlens.study.steps import _note_on_samples, evaluate_maps, fit_maps, plot_results, read_results
+from matlens.study.steps import evaluate_maps, fit_maps, plot_results, read_results
 
 
 def test_evaluate_returns_what_it_writes(small_model: Callable[[str], Any], collected: Path) -> None:
@@ -64,19 +62,6 @@ def test_maps_of_other_samples_are_not_evaluated(
         evaluate_maps(model, tmp_path, progress=False)
 
 
-def test_verify_names_every_file_that_is_changed(small_model: Callable[[str], Any], collected: Path) -> None:
-    fit_maps(collected, pairs=[(0, 1)], progress=False)
-    evaluate_maps(small_model("gpt2"), collected, progress=False)
-    plot_results(collected)
-    for name in ("maps/config.json", "train/00000.safetensors", "results.csv", "results.json", "r2.png"):
-        path = collected / name
-        content = path.read_bytes()
-        path.write_bytes(content[:-20] + bytes([content[-20] ^ 1]) + content[-19:])
-        damages = [verdict.damage for verdict in verify(collected) if verdict.damage]
-        assert any(path.name in damage for damage in damages)
-        path.write_bytes(content)
-
-
 def test_a_figure_of_an_earlier_table_does_not_stay(
     small_model: Callable[[str], Any], sentences: matlens.data.Corpus, tmp_path: Path
 ) -> None:
@@ -88,18 +73,3 @@ def test_a_figure_of_an_earlier_table_does_not_stay(
         evaluate_maps(model, tmp_path, progress=False)
         plot_results(tmp_path)
         assert sorted(path.name for path in tmp_path.glob("*.png")) == figures
-
-
-def test_few_samples_are_said() -> None:
-    fit: dict[str, Any] = {"model": {"d_model": 576}, "n_samples": 800, "ridge": 0.0}
-    note = _note_on_samples(fit)
-    assert note is not None
-    for part in ("800 samples", "576 dimensions", "noise", "--train", "--ridge"):
-        assert part in note
-    assert "a ridge of 26000" in (_note_on_samples({**fit, "ridge": 26000.0}) or "")
-    assert _note_on_samples({**fit, "n_samples": 1152}) is None
-    assert _note_on_samples({}) is None
-    rows = [("r2", 0, 3, method, value) for method, value in (("mat", 0.1), ("id", 0.2))]
-    worse = pd.DataFrame(rows, columns=["metric", "layer", "target", "method", "value"])
-    assert "1 of 1 pairs" in (_note_on_samples({**fit, "n_samples": 5759}, worse) or "")
-    assert _note_on_samples({**fit, "n_samples": 5760}, worse) is None
