@@ -1,7 +1,7 @@
 """Run tests with the package versions of this environment, and add a row to a table of versions tried.
 
 ``python benchmarks/versions.py --label lowest tests/linear tests/io`` runs these tests and replaces the row
-``lowest`` of ``results/versions.csv``; ``docs/results/architectures.md`` shows the table. Run it in an
+``lowest`` of this Python in ``results/versions.csv``; ``docs/results/architectures.md`` shows the table. Run it in an
 environment of each Python and each set of versions that the project claims. The exit status is pytest's.
 """
 
@@ -61,7 +61,7 @@ def main(
         else pd.DataFrame()
     )
     if len(rows):
-        rows = rows[rows["versions"] != label]
+        rows = rows[(rows["versions"] != label) | (rows["python"].astype(str) != row["python"])]
     table = pd.concat([rows, pd.DataFrame([row])], ignore_index=True)
     write_results(out, "versions", table, {"command": "versions.py --label LABEL TESTS"})
     raise typer.Exit(status)

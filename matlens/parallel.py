@@ -38,6 +38,8 @@ class _Place(NamedTuple):
 
 _ALONE = _Place(0, 1)
 _current: ContextVar[_Place] = ContextVar("place", default=_ALONE)
+# torch 2.6 deadlocks if a group is freed while its thread still drops the last operation.
+_ended: list[Any] = []
 
 
 def rank() -> int:
@@ -110,6 +112,7 @@ def distributed(*, timeout: float = _DAY) -> Iterator[None]:
     finally:
         _silent.clear()
         _current.reset(place)
+        _ended.append(group)
         if opened:  # closing the connection tells the others if this one failed
             dist.destroy_process_group()
 
