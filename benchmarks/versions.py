@@ -1,8 +1,9 @@
 """Run tests with the package versions of this environment, and add a row to a table of versions tried.
 
 ``python benchmarks/versions.py --label lowest tests/linear tests/io`` runs these tests and replaces the row
-``lowest`` of this Python in ``results/versions.csv``; ``docs/results/architectures.md`` shows the table. Run it in an
-environment of each Python and each set of versions that the project claims. The exit status is pytest's.
+``lowest`` of this Python in ``results/versions.csv``, which ``docs/results/architectures.md`` shows. Run it
+in an environment of each Python and each set of versions that the project claims. The exit status is
+pytest's.
 """
 
 from __future__ import annotations
