@@ -245,9 +245,10 @@ class Artifact:
         try:
             artifact = _read_config(folder)
         except OSError as error:
-            raise InputError(f"{folder} must be a folder of {holds}: {error}") from error
-        if artifact.config["holds"] != holds:
-            raise InputError(f"{folder} must be a folder of {holds}, got {artifact.config['holds']}.")
+            raise InputError(f"{folder} must be a saved matlens folder of type {holds!r}: {error}") from error
+        found = artifact.config["holds"]
+        if found != holds:
+            raise InputError(f"{folder} must be a saved matlens folder of type {holds!r}, got {found!r}.")
         if not artifact.finished:
             raise InputError(
                 f"{folder} is unfinished: its job was interrupted or is still running. Rerun the same "

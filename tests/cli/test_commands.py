@@ -276,9 +276,9 @@ def test_serve_prints_an_address_with_a_secret_and_listens_on_this_machine_alone
         (["values", "cluster", "--clusters", "9", "--linkage", "ward"], "Invalid value for '--linkage'"),
         (["values", "explore", "--out", "."], "holds other files"),
         (["update", "w1", "--position", "1"], "position must be between 0 and 0, got 1"),
-        (["explore", "w1", "--out", "page.html", "--lens", "none"], "must be a folder of lens"),
+        (["explore", "w1", "--out", "page.html", "--lens", "none"], "folder of type 'lens'"),
         (["lens", "trajectory", PROMPT, "--csv", "."], "got a folder"),
-        (["lens", "convert", "none", "x"], "must be a folder of lens"),
+        (["lens", "convert", "none", "x"], "folder of type 'lens'"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_and_nothing_is_written(

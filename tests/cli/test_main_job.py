@@ -403,8 +403,8 @@ def test_an_output_folder_of_others_or_of_another_job(
 @pytest.mark.parametrize(
     ("command", "part", "message"),
     [
-        ("fit", "train/examples.safetensors", "must be a folder of activations"),
-        ("evaluate", "maps/h.1.safetensors", "must be a folder of maps"),
+        ("fit", "train/examples.safetensors", "folder of type 'activations'"),
+        ("evaluate", "maps/h.1.safetensors", "folder of type 'maps'"),
         ("plot", "results.csv", "'matlens evaluate' writes it"),
     ],
 )

@@ -190,7 +190,7 @@ def test_lenses_are_read_from_folders_of_either_kind(
         torch.testing.assert_close(read(vectors, 1), maps[1, 3](vectors))
     both = explore(small_model("gpt2"), "w1", [maps, lens, maps], progress=False)
     assert list(both.lenses) == ["mat", "own", "mat 2", "id"]
-    with pytest.raises(InputError, match="must be a folder of lens"):
+    with pytest.raises(InputError, match="folder of type 'lens'"):
         load_lens(tmp_path / "nothing")
     with pytest.raises(InputError, match="model"):
         explore(small_model("gemma2"), "w1", [maps], progress=False)
