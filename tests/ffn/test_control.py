@@ -48,9 +48,7 @@ WHERES: dict[str, tuple[Any, Callable[[int, int], Tensor]]] = {
 
 
 @pytest.mark.parametrize("where", WHERES)
-@pytest.mark.parametrize(
-    ("name", "how"), [("gpt2", "set"), ("gptj", "add"), ("bert", "scale"), ("gemma2", "set")]
-)
+@pytest.mark.parametrize(("name", "how"), [("gpt2", "set"), ("bert", "scale"), ("gemma2", "add")])
 def test_every_change_at_every_place_is_that_by_hand(
     name: str, how: Any, where: str, small_model: Models, plain_model: Models
 ) -> None:
@@ -105,7 +103,7 @@ def by_hand(name: str, plain: Any, sentence: Tensor, length: int, how: str, wher
 
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "uncached"])
 @pytest.mark.parametrize("where", ["all", "last", "new"])
-@pytest.mark.parametrize(("name", "how"), [("gpt2", "set"), ("gemma3", "scale"), ("gptj", "add")])
+@pytest.mark.parametrize(("name", "how"), [("gpt2", "add"), ("gemma3", "scale")])
 def test_generation_changes_the_prompts_last_or_the_new_tokens(
     name: str, how: Any, where: Any, cached: bool, small_model: Models, plain_model: Models
 ) -> None:
@@ -217,14 +215,10 @@ def test_control_of_an_ffn_that_is_replaced_is_refused_in_either_order(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("L0D1",), "^vectors must be"),
         ((["L0D1", "wine"],), "'wine' is not a value vector"),
         ((["L3D1"],), "layer must be between"),
         ((["L2D1", "L-1D1"],), "vectors must be different, got L2D1 twice"),
-        ((["L0D1"], float("nan")), "^value must be"),
-        (({"L0D1": "3"},), "^The value of L0D1 must be"),
         (({"L0D1": float("nan")},), "^The value of L0D1 must be"),
-        ((["L0D1"], 3.0, {"where": "first"}), "^where must be"),
         ((["L0D1"], 3.0, {"where": torch.tensor([-1, 0])}), "^where must be"),
     ],
 )

@@ -86,7 +86,7 @@ def all_updates(trace: Trace) -> dict[str, list[tuple[int, int]]]:
     return updates
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(traces())
 def test_events_and_updates_are_those_of_a_loop(trace: Trace) -> None:
     made = find_saturation(trace)
@@ -128,7 +128,7 @@ def some(rows: list[bool] | None, places: list[tuple[int, int]]) -> list[tuple[i
     return places if rows is None else [place for place in places if rows[place[0]]]
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(traces(), st.none() | st.lists(st.booleans(), min_size=6, max_size=6))
 def test_table_4_has_the_means_over_the_events(trace: Trace, rows: list[bool] | None) -> None:
     places = {name: some(rows, places_of_kind) for name, places_of_kind in all_updates(trace).items()}
@@ -147,7 +147,7 @@ def test_table_4_has_the_means_over_the_events(trace: Trace, rows: list[bool] | 
         assert np.isnan(row.low) if row.n == 1 else row.low <= row.value <= row.high
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(traces(), st.none() | st.lists(st.booleans(), min_size=6, max_size=6))
 def test_the_layers_table_has_the_means_and_quantiles_over_the_updates(
     trace: Trace, rows: list[bool] | None
@@ -173,7 +173,7 @@ def test_the_layers_table_has_the_means_and_quantiles_over_the_updates(
     assert set(table[table["event"] == "update"]["metric"]) == {*METRICS, *quantiles}
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(traces())
 def test_the_frequency_of_saturation_is_counted_and_sums_to_one(trace: Trace) -> None:
     table = saturation_frequency(trace)

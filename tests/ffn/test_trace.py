@@ -168,10 +168,9 @@ def test_every_number_is_the_plain_models(
     assert all(bool((trace.coefficient[group] != 0).any()) for group in GROUPS)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_batches_change_nothing(name: str, small_model: Callable[[str], Any], sentences: Corpus) -> None:
-    model = small_model(name)
-    examples = make_examples(model, sentences)
+def test_batches_change_nothing(small_model: Callable[[str], Any], sentences: Corpus) -> None:
+    model = small_model("gpt2")
+    examples = make_examples(model, sentences).head(20)
     traces = [Trace.run(model, examples, k=K, batch_tokens=tokens, progress=False) for tokens in (1, 60)]
     for trace in traces[1:]:
         assert torch.equal(trace.index["random"], traces[0].index["random"])
