@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import D_MODEL, N_LAYERS, assert_near, make_sentences
+from conftest import D_MODEL, N_LAYERS, assert_near, listening, make_sentences
 from patched_models import patched
 from torch import Tensor
 
@@ -25,39 +25,16 @@ PLACES = 10  # nine patches behind the class token
 MODULES = {
     "ln1": "layernorm_before", "attn": "attention", "ln2": "layernorm_after", "ffn": "mlp",
 }  # fmt: skip
+ENDS = {f"{kind}_{side}": (path, side) for kind, path in MODULES.items() for side in ("in", "out")} | {
+    "mid": ("layernorm_after", "in"), "ffn_post": ("mlp.fc2", "in"),
+}  # fmt: skip
 
 
 @torch.inference_mode()
 def plain_vectors(plain: Any) -> dict[str, Tensor]:
     """Vectors of every site, ``[image, place, d]``, and the logits."""
-    seen: dict[str, Tensor] = {}
-    handles = []
-
-    def listen(site: str, module: Any, side: str) -> None:
-        def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen[site] = (args[0] if args else kwargs["hidden_states"]).clone()
-
-        def after(_: Any, __: Any, output: Any) -> None:
-            seen[site] = (output[0] if isinstance(output, tuple) else output).clone()
-
-        if side == "in":
-            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        else:
-            handles.append(module.register_forward_hook(after))
-
-    for i, block in enumerate(plain.vit.layers):
-        listen(f"h.{i}", block, "in")
-        listen(f"mid.{i}", block.layernorm_after, "in")
-        listen(f"ffn_post.{i}", block.mlp.fc2, "in")
-        for kind, path in MODULES.items():
-            listen(f"{kind}_in.{i}", block.get_submodule(path), "in")
-            listen(f"{kind}_out.{i}", block.get_submodule(path), "out")
-    listen(f"h.{N_LAYERS}", plain.vit.layernorm, "in")
-    try:
+    with listening(plain.vit.layers, plain.vit.layernorm, ENDS) as seen:
         seen["logits"] = plain(IMAGES).logits
-    finally:
-        for handle in handles:
-            handle.remove()
     return seen
 
 

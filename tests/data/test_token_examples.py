@@ -169,12 +169,8 @@ BATCH = torch.tensor([[5, 6], [7, 8]])
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "past the vocabulary": ([[1, 60]], {}, "Token ids of sentence 0 .* 0 and 59, got 60"),
     "negative": ([[1], [2, -1]], {}, "Token ids of sentence 1 .* got -1"),
-    "huge": ([[2**63 + 1]], {}, "got 9223372036854775809"),
     "empty row": ([[1], []], {}, "tokens"),
-    "nothing": ([], {}, "tokens"),
-    "floats": (BATCH.bfloat16(), {}, "tokens"),
     "Booleans": (BATCH > 5, {}, "tokens"),
-    "one sentence": (torch.tensor([1, 2]), {}, "tokens"),
     "a cube": (BATCH[None], {}, "tokens"),
     "too long": ([[1] * (N_CTX + 1)], {}, f"at most {N_CTX} tokens, got {N_CTX + 1}"),
     "padded without a mask": (torch.tensor([[5, 6], [7, 1]]), {}, "attention_mask must be given.*sentence 1"),
@@ -182,7 +178,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "empty by its mask": (BATCH, {"attention_mask": [[1, 1], [0, 0]]}, "attention_mask.*for sentence 1"),
     "a mask with a hole": ([[1, 2, 3]], {"attention_mask": [[1, 0, 1]]}, "attention_mask.*for sentence 0"),
     "a mask of another shape": (BATCH, {"attention_mask": torch.ones(2, 3).long()}, "attention_mask"),
-    "a mask of other values": (BATCH, {"attention_mask": BATCH}, "attention_mask"),
     "two masks": (
         {"input_ids": BATCH, "attention_mask": BATCH * 0 + 1}, {"attention_mask": BATCH * 0 + 1},
         "attention_mask must be None",
@@ -195,8 +190,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "outside from the end": (RAGGED, {"positions": [[-3], [0]]}, "sentence 0 .* got -3"),
     "twice": (RAGGED, {"positions": [[1, -1], [0]]}, "sentence 0 must be one or more, and different"),
     "too few": (RAGGED, {"positions": [0]}, "positions must have 2 entries"),
-    "no position": (RAGGED, {"positions": [[0], []]}, "positions"),
-    "mixed positions": (RAGGED, {"positions": [[True, 0], [0]]}, "positions"),
     "a position mask of another shape": (RAGGED, {"positions": [[True], [True]]}, "positions"),
     "mask and integers": (RAGGED, {"positions": [np.array([True, False]), np.array([0])]}, "positions"),
     "padding": (

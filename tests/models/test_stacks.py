@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import N_LAYERS, WORDS, assert_near, make_sentences
+from conftest import N_LAYERS, WORDS, assert_near, listening, make_sentences
 from patched_models import patched
 from torch import Tensor
 
@@ -71,33 +71,10 @@ def sentence_of(examples: Examples, number: int) -> tuple[Tensor, Tensor]:
 @torch.inference_mode()
 def plain_vectors(name: str, plain: Any, source: Tensor, target: Tensor) -> dict[str, Tensor]:
     """Vectors of every site, ``[length, d]``, and the logits, of one sentence without padding."""
-    seen: dict[str, Tensor] = {}
-    handles = []
-
-    def listen(site: str, module: Any, side: str) -> None:
-        def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen[site] = (args[0] if args else kwargs["hidden_states"])[0].clone()
-
-        def after(_: Any, __: Any, output: Any) -> None:
-            seen[site] = (output[0] if isinstance(output, tuple) else output)[0].clone()
-
-        if side == "in":
-            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        else:
-            handles.append(module.register_forward_hook(after))
-
     stack = getattr(plain, name)
-    for i, block in enumerate(stack.block):
-        listen(f"h.{i}", block, "in")
-        for kind, (path, side) in MODULES[name].items():
-            listen(f"{kind}.{i}", block.get_submodule(path), side)
-    listen(f"h.{len(stack.block)}", stack.final_layer_norm, "in")
-    try:
-        seen["logits"] = plain(source, decoder_input_ids=target).logits[0]
-    finally:
-        for handle in handles:
-            handle.remove()
-    return seen
+    with listening(stack.block, stack.final_layer_norm, MODULES[name]) as seen:
+        seen["logits"] = plain(source, decoder_input_ids=target).logits
+    return {site: value[0] for site, value in seen.items()}
 
 
 @pytest.mark.parametrize("name", LAYERS)

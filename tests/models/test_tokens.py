@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import WORDS, make_sentences, make_tokenizer, save_with_ends
+from conftest import ALL_SAMPLED, WORDS, make_sentences, make_tokenizer, save_with_ends
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import PreTrainedTokenizerFast
@@ -18,9 +18,15 @@ import matlens
 from matlens import InputError, MapSet
 from matlens.data import Corpus
 from matlens.models import ModelIdentity, token_policy
+from matlens.models import tokens as module
 from matlens.models.tokens import encode_text, token_texts, word_token, word_tokens
 
 TEXT = " ".join(WORDS[:6])
+
+
+@pytest.fixture(autouse=True)
+def _all_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SAMPLED", ALL_SAMPLED)
 
 
 @pytest.mark.parametrize(("front", "end"), [(False, True), (True, False)])
