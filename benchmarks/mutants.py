@@ -114,10 +114,10 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "control/baselines": (
         "tests/analyses/test_baselines.py",
         "tests/analyses/test_generation.py",
-        "tests/analyses/test_debiased_losses.py",
+        "tests/analyses/test_control_comparison.py",
     ),
     "control/comparison": ("tests/analyses/test_control_comparison.py",),
-    "control/perplexity": ("tests/analyses/test_debiased_losses.py",),
+    "control/perplexity": ("tests/analyses/test_control_comparison.py",),
     "control/selection": ("tests/analyses/test_selection.py", "tests/analyses/test_control_comparison.py"),
     "control/toxicity": ("tests/analyses/test_toxicity.py",),
     "exits/classifiers": ("tests/analyses/test_classifiers.py", "tests/analyses/test_exit_comparison.py"),
@@ -129,7 +129,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "sub_updates/extremes": ("tests/analyses/test_extremes.py",),
     "sub_updates/linkages": ("tests/ffn/test_clusters.py",),
     "paper_b_fig4_overlap": ("tests/analyses/test_overlap.py",),
-    "paper_b_removal": ("tests/analyses/test_removal_table.py", "tests/analyses/test_removal.py"),
+    "paper_b_removal": ("tests/analyses/test_removal_table.py",),
     "study/steps": ("tests/study/test_fits.py", "tests/study/test_results.py"),
 }
 

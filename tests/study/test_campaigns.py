@@ -24,7 +24,7 @@ with campaign() as setting:
 def test_commands_that_race_or_are_killed_leave_the_bytes_of_a_lone_one() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), *sys.path])}
     done = subprocess.run(
-        [sys.executable, "-c", CODE], capture_output=True, text=True, env=environment, timeout=300
+        [sys.executable, "-c", CODE], capture_output=True, text=True, env=environment, timeout=900
     )
     assert done.returncode == 0, done.stderr
     rounds = [line.split(maxsplit=3) for line in done.stdout.splitlines()]
