@@ -20,7 +20,7 @@ from matlens.data.readers import check_own_tokens, reads_whole
 from matlens.errors import InputError, PositiveInt, checked
 from matlens.io.artifact import Artifact
 from matlens.io.rows import Column, writing_rows
-from matlens.models.changes import EndOfPass, changes_of, check_unchanged, reading
+from matlens.models.changes import EndOfPass, changes_of, check_unchanged, count_hooks, reading
 from matlens.models.identity import ModelIdentity, Provenance, check_raw
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import STREAM, Site, check_finite
@@ -135,9 +135,9 @@ def stream(
     The model runs no further than the last chosen site and, if it is a decoder and only sampled positions are
     asked for, reads no sentence further than its position. ``batch_indices`` are by default all.
 
-    A model that is changed between two batches is refused; edited weights are noticed at the end, since
-    reading them all takes as long as a batch. Of several processes each is given all batches or, with
-    ``divided``, its own, which `linear.fit_stream` takes with ``divided`` too.
+    A model that is hooked between two batches is refused at once; other changes and edited weights are
+    noticed at the end, since looking for them takes as long as a batch. Of several processes each is given
+    all batches or, with ``divided``, its own, which `linear.fit_stream` takes with ``divided`` too.
     """
     _check_arguments(model, examples, positions)
     layout = ModelLayout.from_model(model)
@@ -196,7 +196,8 @@ def _stream(
     if not batch_indices:
         return
     changes = provenance.identity.changes or ()
-    weights = WeightChecksum([model.original_model], "the stream of its vectors")
+    check_unchanged(model, changes)
+    weights, n_hooks = WeightChecksum([model.original_model], "the stream of its vectors"), count_hooks(model)
     n_sentences = sum(map(len, batches._sentences))
     done = n_sentences - sum(len(batches._sentences[i]) for i in batch_indices)
     with Bar(
@@ -205,7 +206,8 @@ def _stream(
         for batch_index in batch_indices:
             batch, at, index = batches.read(batch_index)
             reader = _Reader(hooks, at)
-            check_unchanged(model, changes)
+            if count_hooks(model) != n_hooks:
+                check_unchanged(model, changes)
             with own_precision(), reading(model, reader.hooks):
                 first, others = batch.inputs(model)
                 model(first, **others, return_type=None)

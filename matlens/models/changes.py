@@ -194,6 +194,14 @@ def changes_of(model: TransformerBridge) -> tuple[str, ...]:
         return (*ours, *_foreign_changes(model, functions))
 
 
+def count_hooks(model: TransformerBridge) -> int:
+    """The number of forward hooks, a quick sign of changes between batches.
+
+    `check_unchanged` looks at everything, which takes longer than a batch on a GPU.
+    """
+    return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules())
+
+
 def check_unchanged(model: TransformerBridge, changes: Sequence[str]) -> None:
     """Raise InputError if a model has other changes than when its vectors were first read."""
     found = changes_of(model)
