@@ -30,4 +30,4 @@ def test_commands_that_race_or_are_killed_leave_the_bytes_of_a_lone_one() -> Non
     rounds = [line.split(maxsplit=3) for line in done.stdout.splitlines()]
     assert [name for name, *_ in rounds] == ["collect", "fit", "evaluate", "prune"]
     assert [(raced, killed) for _, raced, _, killed in rounds] == [("None", "None")] * 4, done.stdout
-    assert sum(int(kills) for _, _, kills, _ in rounds) > 2
+    assert sum(int(kills) for _, _, kills, _ in rounds) > 0
