@@ -27,8 +27,8 @@ _MOST_TOKENS = 60  # tokens side by side; more cannot be read
 _LONGEST_TOKEN = 9  # characters of a token in a cell
 _COLORS = {  # color map, dark for confident cells, and label of the color bar
     "probability": ("Blues", "probability of the token"),
-    "kl": ("Blues_r", "KL from the model's own distribution (nats)"),
-    "rank": ("Blues_r", "rank of the model's own prediction"),
+    "kl": ("Blues_r", "KL from the model (nats)"),
+    "rank": ("Blues_r", "rank of the prediction"),
     "entropy": ("Blues_r", "entropy (nats)"),
 }
 _KINDS = ("ln1", "attn", "ln2", "ffn", "block", "jump 2", "jump 4", "jump 8")

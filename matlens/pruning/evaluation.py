@@ -98,8 +98,8 @@ def evaluation_tokens(windows: Examples) -> Int[Tensor, "n length"]:
     tokens = full_windows(windows)
     if len(tokens) < 2:
         raise InputError(
-            f"windows must be at least two of {tokens.shape[1]} tokens, got one. Use more text, or shorter "
-            "windows."
+            f"The evaluation text must have at least two windows of {tokens.shape[1]} tokens, got one. Use "
+            "more text, or shorter windows."
         )
     return tokens
 
