@@ -64,3 +64,10 @@ def test_a_fold_is_least_squares_held_near_what_was(
     assert (ours.bias is None) == (not bias)
     if ours.bias is not None:
         np.testing.assert_allclose(ours.bias.double().numpy(), offset, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_matrix_that_reads_nothing_stays(bias: bool) -> None:
+    matrix, read, right = setting(bias=bias)
+    ours = fold(Method.refit, matrix, torch.zeros_like(read), right, penalty=0.3)
+    np.testing.assert_allclose(ours.weight.numpy(), matrix.weight.numpy(), rtol=1e-6)
