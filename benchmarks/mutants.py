@@ -105,6 +105,8 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
         "tests/pruning/test_timing.py",
     ),
     "pruning": ("tests/pruning/test_recovered.py", "tests/pruning/test_comparison.py"),
+    "cuts/maps": ("tests/pruning/test_cuts.py",),
+    "cuts/continuations": ("tests/pruning/test_continuations.py",),
     "linearity/scores": (),
     "linearity/parts": (),
     "linearity/atlas": (),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
-from analysing import PRUNING, run
+from analysing import PRUNING, assert_figure, run
+from cuts import cells
 
 import matlens
 from matlens import pruning
@@ -54,3 +56,43 @@ def test_the_table_is_what_pruning_alone_gives(
         )
         expected = alone[alone["method"] == "pruned"].set_index("metric")["value"]
         pd.testing.assert_series_equal(ours.sort_index(), expected.sort_index(), check_dtype=False)
+
+
+def test_a_run_resumes_and_draws_what_is_written(
+    corpora: Path, model_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after a few cells, it computes the others; run once more, it computes none."""
+    options = [
+        "--model", model_folder("llama-deep"), "--corpus", corpora / "words.txt", "--train", 90, "--val", 30,
+        "--window", 20, "--size", 1, "--size", 2, "--eval-windows", 4, "--device", "cpu", "--out", tmp_path,
+        "--choice", "greedy", "--tokens", 5, "--method", "replaceme", "--method", "jump", "--method", "chain",
+        "--suffix", "_cuts",
+    ]  # fmt: skip
+    made, get = list[str](), cells.Cells.get
+
+    def watched(self: Any, name: str, make: Any) -> Any:
+        def make_and_count() -> Any:
+            made.append(name)
+            if len(made) == 6:
+                raise KeyboardInterrupt
+            return make()
+
+        return get(self, name, make_and_count)
+
+    monkeypatch.setattr(cells.Cells, "get", watched)
+    with pytest.raises(SystemExit):
+        run(PRUNING, *options)
+    for _ in range(2):
+        run(PRUNING, *options)
+    assert (
+        len(made) == len({*made}) + 1 == 1 + 2 + 6 + 1 + 1
+    )  # the original, choices, models, costs; one twice
+    table = pd.read_csv(tmp_path / "pruning_cuts.csv", keep_default_na=False)
+    written = pd.read_csv(tmp_path / "pruning_generation_cuts.csv", keep_default_na=False)
+    assert set(table["method"]) == {"original", "pruned", "replaceme", "jump", "chain"}
+    assert set(written["decoding"]) == {"greedy", "sampled"}
+    assert set(written["n"]) == {4}
+    assert_figure(tmp_path, "pruning_cuts")
+    described = json.loads((tmp_path / "pruning_cuts.json").read_text())
+    assert described["tokens"] == 5
+    assert described["processor_seconds"] > 0

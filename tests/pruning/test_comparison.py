@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from calibration_texts import running_text
 from conftest import WORDS
+from cuts import Cells, Cut, beginnings, continue_prompts, judge, measures, without_blocks
 from pruning import added_perplexity, pruning_table
 
 from matlens import InputError, pruning
 from matlens.data import Corpus, make_windows
+from matlens.io import Artifact
 from matlens.pruning import Calibration, Choice, Method, read_text
 
 METHODS, CHOICES = (Method.out, Method.replaceme, Method.refit), (Choice.angle, Choice.loss)
@@ -77,6 +81,83 @@ def test_a_healed_model_is_judged_healed(small_model: Callable[[str], Any], text
     assert "recovered" not in set(table["metric"])
 
 
+@pytest.mark.parametrize("healed", [False, True])
+def test_methods_are_compared_with_jump_on_the_same_windows_and_prompts(
+    healed: bool, small_model: Callable[[str], Any], texts: list[Any]
+) -> None:
+    """Healed with healed; jump itself is compared with the original model."""
+    model, evaluated, tokens = small_model("gpt2"), {"a": texts[1], "b": texts[2]}, 9
+    methods: list[str] = [Cut.jump, Method.chain, Cut.linearpatch]
+    table = pruning_table(
+        model, texts[0], evaluated, [1, 2], methods=methods, choices=[Choice.greedy], tokens=tokens, heal=60,
+        heal_methods=methods[:2], heal_sizes=[1],
+    )  # fmt: skip
+    calibration = Calibration.run(model, texts[0], Method.chain, progress=False)
+    plain, prompts = pruning.plain_copy(model), beginnings(evaluated.values(), 32)
+    assert prompts.shape == (sum(int((text.lengths == 20).sum()) for text in texts[1:]), 10)
+    names = [*methods, *(f"{method}, healed" for method in methods[:2])]
+    assert list(dict.fromkeys(table[table["n_removed"] == 1]["method"])) == ["pruned", "jump", *names[1:]]
+    assert set(table[table["n_removed"] == 2]["method"]) == {"pruned", *methods}
+    blocks = calibration.choose(1, Choice.greedy, progress=False)
+    jump, chain = (
+        without_blocks(calibration, blocks, Cut.jump),
+        calibration.without(blocks, Method.chain, progress=False),
+    )
+    if healed:
+        calibration.heal(jump, blocks, Method.refit, 60, progress=False)
+        calibration.heal(chain, blocks, Method.chain, 60, progress=False)
+    ours = table[(table["n_removed"] == 1) & (table["choice"] == "greedy")]
+    for method, of_method, other, of_other in (
+        ("chain", chain, "jump", jump), ("jump", jump, "original", plain),
+    ):  # fmt: skip
+        rows = ours[ours["method"] == method + ", healed" * healed]
+        for corpus, text in evaluated.items():
+            losses, rivals = (read_text(each, text, progress=False).losses for each in (of_method, of_other))
+            found = rows[(rows["corpus"] == corpus) & (rows["metric"] == "ratio")].set_index("against")
+            assert [*found.index] == ["", "jump" if method == "chain" else "chain"]
+            ratio = losses.ratio(rivals)
+            against = "" if other == "original" else other
+            assert found.loc[against, ["value", "low", "high"]].tolist() == pytest.approx(ratio[:3], rel=1e-4)
+            assert len({round(value, 9) for value in found["value"]}) == 2
+        for decoding, options in (("greedy", {}), ("sampled", {"seed": 0})):
+            both = []
+            for each in (of_method, of_other):
+                written = continue_prompts(each, prompts, tokens, **options)
+                both.append(measures(written, judge(plain, prompts, written), {model.tokenizer.eos_token_id}))
+            for metric in both[0]:
+                mine, theirs = (each[metric].numpy() for each in both)
+                name = "perplexity" if metric == "loss" else metric
+                found = rows[(rows["decoding"] == decoding) & (rows["metric"] == name)].set_index("against")
+                assert [*found.index] == ["", other]
+                expected = [mine.mean(), (mine - theirs).mean()]
+                if metric == "loss":
+                    expected = [float(value) for value in np.exp(expected)]
+                assert found["value"].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-9)
+                assert set(found["n"]) == {len(prompts)}
+                low, high = found["low"].iloc[1], found["high"].iloc[1]
+                assert low <= found["value"].iloc[1] <= high
+    assert set(table[table["decoding"] != ""]["corpus"]) == {""}
+
+
+def test_a_cell_is_computed_once_and_its_seconds_are_kept(tmp_path: Path) -> None:
+    made = list[str]()
+
+    def make(name: str) -> dict[str, torch.Tensor]:
+        made.append(name)
+        total = sum(i * i for i in range(400_000))  # some work
+        return {"value": torch.tensor([total, len(made)])}
+
+    for _ in range(2):
+        with Artifact.writing(tmp_path / "cells", "cells", {"a": 1}) as artifact:
+            cells = Cells(artifact)
+            for name in ("chain 1 2", "chain, healed 1 2", "chain 1 2"):
+                assert int(cells.get(name, lambda name=name: make(name))["value"][1]) == 1 + ("," in name)
+            taken = [float(artifact.read_all(file)["seconds"]) for file in ("chain-1-2", "chain-healed-1-2")]
+            assert cells.seconds == pytest.approx(sum(taken) if _ else 0)
+    assert made == ["chain 1 2", "chain, healed 1 2"]
+    assert min(taken) > 0
+
+
 def test_each_size_is_timed_once_beside_the_whole(
     small_model: Callable[[str], Any],
     plain_model: Callable[[str], Any],
@@ -110,6 +191,23 @@ def test_each_size_is_timed_once_beside_the_whole(
     assert [values["pruned", n, "seconds ratio"] for n in (1, 2)] == pytest.approx([2 / 3, 1 / 3])
 
 
+def test_a_map_at_the_cut_is_timed_in_the_same_turns(
+    small_model: Callable[[str], Any], texts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def written(model: Any, _: Any, n_tokens: int) -> tuple[float, int]:
+        mapped = sum("jump" in name for name, _ in model.named_parameters())
+        return n_tokens * (len(model.transformer.h) + 10.0 * mapped), 1
+
+    monkeypatch.setattr("matlens.pruning.evaluation._written", written)
+    table = pruning_table(
+        small_model("gpt2"), texts[0], {"a": texts[1]}, [1, 2], methods=[Cut.jump], choices=[Choice.angle]
+    )
+    costs = table[table["corpus"] == ""].set_index(["method", "n_removed", "metric"])["value"]
+    assert [costs["jump", n, "seconds"] for n in (1, 2)] == [12, 11]
+    assert costs["jump", 1, "seconds ratio"] == pytest.approx(12 / 3)
+    assert costs["jump", 1, "weights"] - costs["pruned", 1, "weights"] == 4 * 32 * 32
+
+
 def test_what_is_gone_is_told_with_an_interval(table: pd.DataFrame) -> None:
     gone = added_perplexity(table)
     assert len(gone) == 2 * len(CHOICES) * len(METHODS) * 2
@@ -130,11 +228,16 @@ def test_one_window_alone_is_refused_before_the_work(
     one, two = make_windows(model, corpus, size=20), make_windows(model, corpus, size=15)
     pruned = pruning.prune(model, texts[0], 1, method="out", progress=False)
     monkeypatch.delattr("matlens.pruning.pruned.Calibration.run")
-    for judge in (
+    for evaluate in (
         lambda: pruning.compare_pruned(model, pruned, one, progress=False),
         lambda: pruning_table(model, texts[0], {"a": texts[1], "b": one}, [1]),
     ):
         with pytest.raises(InputError, match="at least two"):
-            judge()
+            evaluate()
     table = pruning.compare_pruned(model, pruned, two, progress=False)
     assert not table["low"].isna().any()
+
+
+def test_unknown_methods_are_refused(small_model: Callable[[str], Any], texts: list[Any]) -> None:
+    with pytest.raises(InputError, match=r"method must be one of out, .*jump"):
+        pruning_table(small_model("gpt2"), texts[0], {"a": texts[1]}, [1], methods=["jmp"])

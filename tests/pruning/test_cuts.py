@@ -1,0 +1,234 @@
+"""Maps at the cuts of pruned models are those of NumPy, and are in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from calibration_texts import WRITERS
+from conftest import LAYERS, assert_near
+from cuts import Cut, insert_map, maps, without_blocks
+from cuts.maps import hadamard
+
+from matlens import InputError
+from matlens.pruning import Calibration, Method
+
+Models = Callable[[str], Any]
+MODEL, TWO_SPANS = "llama-deep", [1, 2, 4]  # of six blocks
+PENALTY = 0.3
+
+
+@pytest.fixture(scope="module")
+def calibrations(small_model: Models, windows: Models) -> Callable[[str], Calibration]:
+    made: dict[str, Calibration] = {}
+
+    def calibration(name: str) -> Calibration:
+        if name not in made:
+            made[name] = Calibration.run(small_model(name), windows(name), Method.refit, progress=False)
+        return made[name]
+
+    return calibration
+
+
+def first_of(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple) else output
+
+
+@torch.no_grad()
+def run_blocks(
+    model: Any, name: str, tokens: torch.Tensor, instead: dict[int, torch.Tensor | None]
+) -> tuple[list[np.ndarray], torch.Tensor]:
+    """Streams before each block and logits of a plain model, in which some blocks are matrices or nothing."""
+    seen: list[np.ndarray] = []
+    handles = []
+    for index, block in enumerate(model.get_submodule(LAYERS[name][0])):
+
+        def before(_: Any, args: Any, kwargs: Any) -> None:
+            h = args[0] if args else kwargs["hidden_states"]
+            seen.append(h.flatten(0, 1).double().numpy())
+
+        def after(_: Any, args: Any, kwargs: Any, output: Any, index: int = index) -> Any:
+            if index not in instead:
+                return None
+            h, weight = args[0] if args else kwargs["hidden_states"], instead[index]
+            h = h if weight is None else h @ weight.T.float()
+            return (h, *output[1:]) if isinstance(output, tuple) else h
+
+        handles += [
+            block.register_forward_pre_hook(before, with_kwargs=True),
+            block.register_forward_hook(after, with_kwargs=True),
+        ]
+    logits = model(tokens, use_cache=False).logits
+    for handle in handles:
+        handle.remove()
+    return seen, logits
+
+
+def map_by_hand(cut: Cut, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """The matrix that takes a column of the stream before the span to that after it."""
+    if cut == Cut.jump:
+        return np.linalg.lstsq(x, y, rcond=None)[0].T
+    basis = np.eye(x.shape[1])
+    if cut == Cut.rotated:
+        basis = scipy.linalg.hadamard(x.shape[1]) / np.sqrt(x.shape[1])
+    sizes = [np.abs(np.einsum("nd,de->ne", each, basis)).mean(0) for each in (x, y)]
+    return basis @ np.diag(sizes[1] / sizes[0]) @ np.linalg.inv(basis)
+
+
+@pytest.mark.parametrize("cut", [Cut.jump, Cut.linearpatch, Cut.rotated])
+@pytest.mark.parametrize("blocks", [[2], [1, 2], [4, 5], TWO_SPANS])
+def test_a_map_is_fitted_before_and_after_the_span_and_stands_in_its_place(
+    cut: Cut, blocks: list[int], calibrations: Callable[[str], Calibration]
+) -> None:
+    """With several spans, each from the stream of the changed model to that of the original."""
+    calibration = calibrations(MODEL)
+    plain, tokens = calibration.layout.model, calibration.streams.tokens
+    made = without_blocks(calibration, blocks, cut)
+    whole, original = run_blocks(plain, MODEL, tokens, {})
+    whole.append(calibration.streams.h[-1].flatten(0, 1).double().numpy())
+    instead: dict[int, torch.Tensor | None] = dict.fromkeys(blocks)
+    starts = [block for block in blocks if block - 1 not in blocks]
+    for start in starts:
+        end = next(index for index in range(start, 7) if index not in blocks)
+        streams, _ = run_blocks(plain, MODEL, tokens, instead)
+        weight = map_by_hand(cut, streams[start], whole[end])
+        instead[start] = torch.from_numpy(weight)
+        place = start - 1 - sum(block < start for block in blocks)
+        writer = made.get_submodule(LAYERS[MODEL][0])[place].get_submodule(WRITERS["llama"])
+        assert_near(writer.jump.weight.detach(), torch.from_numpy(weight).float(), 1e-4)
+    assert sum("jump" in name for name, _ in made.named_parameters()) == len(starts)
+    with torch.no_grad():
+        logits = made(tokens, use_cache=False).logits
+    assert_near(logits, run_blocks(plain, MODEL, tokens, instead)[1], 1e-4)
+    assert float((logits - original).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["gpt2", MODEL])
+def test_a_model_with_maps_writes_the_same_with_and_without_its_cache(
+    name: str, calibrations: Callable[[str], Calibration]
+) -> None:
+    made = without_blocks(calibrations(name), [1], Cut.jump)
+    tokens = calibrations(name).streams.tokens[:3, :8]
+    with torch.no_grad():
+        given = made(tokens[:, :5], use_cache=True)
+        later = made(tokens[:, 5:], past_key_values=given.past_key_values, use_cache=True).logits
+        assert_near(later, made(tokens, use_cache=False).logits[:, 5:], 1e-4)
+
+
+def test_hadamard_matrices_are_orthogonal_with_entries_of_one_size() -> None:
+    for order in (1, 2, 12, 24, 32, 144, 576):
+        matrix = hadamard(order).numpy()
+        np.testing.assert_allclose(matrix @ matrix.T, np.eye(order), atol=1e-12)
+        np.testing.assert_allclose(np.abs(matrix), order**-0.5)
+    for order in (3, 20, 6):
+        with pytest.raises(InputError, match="product of 2s and 12s"):
+            hadamard(order)
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("gpt2", [1]), (MODEL, [1]), (MODEL, [1, 4])])
+def test_a_chain_from_the_identity_is_the_chain(
+    name: str, blocks: list[int], calibrations: Callable[[str], Calibration], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibration = calibrations(name)
+    chain = calibration.without(blocks, Method.chain, progress=False)
+    from_jump = without_blocks(calibration, blocks, Cut.chain_from_jump)
+    width = calibration.streams.h[0].shape[-1]
+    monkeypatch.setattr(maps, "fit_map", lambda *_: torch.eye(width).double())
+    from_identity = without_blocks(calibration, blocks, Cut.chain_from_jump)
+    tokens = calibration.streams.tokens
+    with torch.no_grad():
+        logits, same, other = (each(tokens).logits for each in (chain, from_identity, from_jump))
+    assert_near(same, logits, 1e-4)
+    assert float((other - logits).abs().max()) > 1e-3
+
+
+def solved(x: np.ndarray, y: np.ndarray, towards: np.ndarray) -> np.ndarray:
+    """``argmin |x w' - y|^2 + ridge |w - towards|^2``."""
+    ridge = PENALTY * np.square(x).sum() / x.shape[1]
+    design = np.vstack([x, np.sqrt(ridge) * np.eye(x.shape[1])])
+    return np.linalg.lstsq(design, np.vstack([y, np.sqrt(ridge) * towards.T]), rcond=None)[0].T
+
+
+@torch.no_grad()
+def read_and_streams(model: Any, place: int, tokens: torch.Tensor) -> tuple[np.ndarray, ...]:
+    """Input and output of the matrix of a block of a Llama, and the stream after the block, before a map."""
+    block, found = model.model.layers[place], dict[str, np.ndarray]()
+
+    def of_writer(_: Any, args: Any, output: Any) -> None:
+        found.update(read=args[0].flatten(0, 1).double().numpy(), out=output.flatten(0, 1).double().numpy())
+
+    def of_block(_: Any, __: Any, output: Any) -> None:
+        found["after"] = first_of(output).flatten(0, 1).double().numpy()
+
+    handles = [
+        block.mlp.down_proj.register_forward_hook(of_writer),
+        block.register_forward_hook(of_block, prepend=True),
+    ]
+    model(tokens, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return found["read"], found["out"], found["after"]
+
+
+@pytest.mark.parametrize("blocks", [[1, 2], [1, 4]])
+def test_a_chain_after_a_jump_refits_later_matrices_to_the_original_stream(
+    blocks: list[int], calibrations: Callable[[str], Calibration]
+) -> None:
+    """Before a second span, to the stream before it: what follows is the next map's."""
+    calibration = calibrations(MODEL)
+    h = [each.flatten(0, 1).double().numpy() for each in calibration.streams.h]
+    tokens, own = calibration.streams.tokens, calibration.layout.blocks
+    jump, chained = (without_blocks(calibration, blocks, cut) for cut in (Cut.jump, Cut.jump_chain))
+    for place, index in enumerate(index for index in range(6) if index not in blocks):
+        ours, theirs = (each.model.layers[place].mlp.down_proj for each in (chained, jump))
+        if place == 0:
+            assert torch.equal(ours.weight, theirs.weight)
+            assert torch.equal(ours.jump.weight, theirs.jump.weight)
+            continue
+        read, out, after = read_and_streams(chained, place, tokens)
+        towards = own[index].mlp.down_proj.weight.detach().double().numpy()
+        weight = solved(read, h[index + 1] - (after - out), towards)
+        assert_near(ours.weight.detach(), torch.from_numpy(weight).float(), 1e-4)
+        assert not torch.equal(ours.weight, theirs.weight)
+
+
+def test_the_folded_start_is_penalized_towards_the_map_times_the_matrix(
+    calibrations: Callable[[str], Calibration],
+) -> None:
+    calibration = calibrations(MODEL)
+    h = [each.flatten(0, 1).double().numpy() for each in calibration.streams.h]
+    made = without_blocks(calibration, [3, 4], Cut.chain_from_jump)
+    writer = calibration.layout.blocks[2].mlp.down_proj.weight.detach().double().numpy()
+    read, out, after = read_and_streams(calibration.layout.model, 2, calibration.streams.tokens)
+    towards = map_by_hand(Cut.jump, h[3], h[5]) @ writer
+    weight = solved(read, h[5] - (after - out), towards)
+    assert_near(made.model.layers[2].mlp.down_proj.weight.detach(), torch.from_numpy(weight).float(), 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("cut", "method", "places"), [(Cut.jump, "refit", [0]), (Cut.jump_chain, "chain", None)]
+)
+def test_healing_trains_the_map_and_the_matrices_of_the_method(
+    cut: Cut, method: str, places: Sequence[int] | None, calibrations: Callable[[str], Calibration]
+) -> None:
+    calibration = calibrations(MODEL)
+    made = without_blocks(calibration, [1, 2], cut)
+    before = {name: value.clone() for name, value in made.state_dict().items()}
+    calibration.heal(made, [1, 2], method, 300, progress=False)
+    changed = {name for name, value in made.state_dict().items() if not torch.equal(value, before[name])}
+    trained = range(4) if places is None else places
+    expected = {f"model.layers.{place}.mlp.down_proj.weight" for place in trained}
+    assert changed == {*expected, "model.layers.0.mlp.down_proj.jump.weight"}
+
+
+def test_a_map_is_of_the_models_precision(calibrations: Callable[[str], Calibration]) -> None:
+    calibration = calibrations(MODEL)
+    made = calibration.without([1], Method.out, progress=False).bfloat16()
+    layout = replace(calibration.layout, model=made)
+    insert_map(layout, layout.blocks[0], torch.eye(32).double())
+    assert {weight.dtype for weight in made.parameters()} == {torch.bfloat16}
