@@ -96,8 +96,9 @@ RESULTS_MODELS := \
 	small_wikilm \
 	paper_b_table9_saturation_wikilm \
 	paper_b_table6_early_exit_wikilm
-# Linear parts, over training too, and what can be left out: two hours.
-RESULTS_PARTS := linearity linearity_bert linearity_training linearity_damage linearity_damage_gpts linearity_damage_bert pruning
+# Linear parts, over training too, and what can be left out: three hours.
+RESULTS_PARTS := linearity linearity_bert linearity_training linearity_damage linearity_damage_gpts linearity_damage_bert pruning pruning_cuts \
+	pruning_cuts_longer
 
 .PHONY: demo test browser check verify attack mutate bench results tables results-a results-b results-lenses results-models results-parts pages docs install clean
 
@@ -202,6 +203,18 @@ $(RESULTS)/linearity_damage_bert.csv: OPTIONS = --train 4000 --val 1000 --window
 $(RESULTS)/lens_causal.csv: OPTIONS = --train 200 --val 200
 $(RESULTS)/pruning.csv: OPTIONS = --train 4000 --val 600 --size 3 --size 6 --size 9 --choice angle --choice loss \
 	--choice greedy --windows 120 --eval-windows 12 --heal 100000
+
+# Maps at the cut, and what pruned models write; with twice the text, for two methods.
+$(RESULTS)/pruning_cuts.csv: | install
+	$(BIN)/python analyses/pruning.py --suffix _cuts --train 4000 --val 600 --size 6 --size 9 --choice greedy --windows 60 \
+		--eval-windows 8 --tokens 64 --rounds 0 --heal 20000 --heal-size 6 --heal-method jump --heal-method chain \
+		--method out --method linearpatch --method "linearpatch, rotated" --method replaceme --method refit --method jump \
+		--method chain --method "jump, chain" --out $(RESULTS)
+
+$(RESULTS)/pruning_cuts_longer.csv: | install
+	$(BIN)/python analyses/pruning.py --suffix _cuts_longer --train 4000 --val 600 --size 6 --choice greedy --windows 120 \
+		--eval-windows 8 --tokens 64 --rounds 0 --heal 20000 --heal-method jump --method out --method jump --method chain \
+		--out $(RESULTS)
 
 # A passage of all tokens of its own, and the tuned lens, which takes most of the time. Jacobians take a minute each.
 $(RESULTS)/lens_report.csv: | install
