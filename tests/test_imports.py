@@ -222,7 +222,7 @@ def test_folders_of_tests_are_rooms_and_no_test_is_imported_by_another() -> None
 
 
 # Modules of the command line that scripts share; what makes WikiLM; and how many steps a lens is trained for.
-OWN_MODULES = {"matlens.cli": {"options", "printing", "starting"}}
+OWN_MODULES = {"matlens.cli": {"options", "printing", "starting"}, "matlens.lens": {"evaluation", "trained"}}
 MAKERS = ("training/wikilm.py", "lenses/__init__.py")
 
 

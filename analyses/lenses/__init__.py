@@ -41,19 +41,24 @@ def fit_jacobians(
         for i in (0, 1)
     ]  # fmt: skip
     seconds = time.process_time() - begin
+    return (halves[0], halves[1]), mean_jacobian(halves[0], halves[1]), seconds
+
+
+def mean_jacobian(first: Lens, second: Lens) -> Lens:
+    """The Jacobian lens of the prompts of both, each of which counts once."""
     n_fitted, n_tokens = (
-        [half.provenance.details[name] for half in halves] for name in ("n_fitted", "n_tokens")
+        [lens.provenance.details[name] for lens in (first, second)] for name in ("n_fitted", "n_tokens")
     )
     share = n_fitted[0] / sum(n_fitted)
-    provenance = halves[0].provenance.with_details(n_fitted=sum(n_fitted), n_tokens=sum(n_tokens))
+    provenance = first.provenance.with_details(n_fitted=sum(n_fitted), n_tokens=sum(n_tokens))
     maps = {
         layer: LinearMap(
-            share * halves[0].matrix(layer) + (1 - share) * halves[1].matrix(layer), None,
-            f"h.{layer}", f"h.{model.cfg.n_layers}", provenance,
+            share * first.matrix(layer) + (1 - share) * second.matrix(layer), None,
+            f"h.{layer}", f"h.{first.n_layers}", provenance,
         )
-        for layer in halves[0].layers
+        for layer in first.layers
     }  # fmt: skip
-    return (halves[0], halves[1]), replace(halves[0], maps=maps, provenance=provenance), seconds
+    return replace(first, maps=maps, provenance=provenance)
 
 
 def fit_halves(

@@ -163,18 +163,20 @@ class LayerTraining:
                 adam.step()
                 schedule.step()
 
-    def tune(self, *, steps: int = 250, rate: float = 1.0) -> None:
+    def tune(self, *, steps: int = 250, rate: float = 1.0, batch: int | None = None) -> None:
         """Train ``h + A h + b`` from ``A = 0`` as the package tuned-lens does by default.
 
         Stochastic gradient descent with Nesterov's momentum of 0.9, weight decay of 0.001, gradients of at
         most 1 in norm, and a rate that falls to 0 linearly; ``rate`` is the first step's as the package
         counts it, where momentum is not counted twice. Gradients are bounded for the layer alone, where the
         package bounds those of all its layers together, and parameters are in float32, not bfloat16.
+        ``batch`` is the samples of a step, by default few enough that `passes_for` holds.
         """
         n, parts = len(self.h), [self.weight, self.bias]
         self.residual = True
-        steps = max(1, min(steps, math.ceil(n * passes_for(n))))
-        batch = max(1, math.ceil(n * passes_for(n) / steps))
+        if batch is None:
+            steps = max(1, min(steps, math.ceil(n * passes_for(n))))
+            batch = max(1, math.ceil(n * passes_for(n) / steps))
         optimizer = torch.optim.SGD(parts, lr=rate * 0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
         with self.readout.weights.constant():

@@ -43,7 +43,15 @@ from matlens.data.readers import is_masked
 
 OF_NO_MODEL = ("small_bert", "small_gpts", "small_wikilm", "compatibility")  # these make models of their own
 # With tests of their own.
-ELSEWHERE = (LENSES, LINEARITY, PRUNING, "linearity_training", "linearity_damage", "lens_causal")
+ELSEWHERE = (
+    LENSES,
+    LINEARITY,
+    PRUNING,
+    "linearity_training",
+    "linearity_damage",
+    "lens_causal",
+    "lens_budgets",
+)
 TABLES = [name for name in SCRIPTS if name not in (*OF_NO_MODEL, *ELSEWHERE, *OF_FFNS)]
 FIGURES = [name for name in TABLES if name not in ("all_positions", "plausibility", "sample_sizes")]
 BOTH_KINDS = ("plausibility",)

@@ -153,11 +153,12 @@ def test_the_scale_is_the_best_of_those_tried(small_model: Models) -> None:
     torch.testing.assert_close(training.result()["weight"], weight)
 
 
-def test_tuning_takes_the_steps_of_the_recipe(small_model: Models) -> None:
-    """Two steps, written out: Nesterov's momentum, decay of weights, bounded gradients, falling rate."""
+@pytest.mark.parametrize(("steps", "batch"), [(2, None), (3, 8)])
+def test_tuning_takes_the_steps_of_the_recipe(small_model: Models, steps: int, batch: int | None) -> None:
+    """Steps written out: Nesterov's momentum, decay of weights, bounded gradients, falling rate."""
     readout, (h, last) = Readout(small_model("llama")), pairs(8)
     training = LayerTraining(readout, h, last, seed=3)
-    training.tune(steps=2, rate=4.0)
+    training.tune(steps=steps, rate=4.0, batch=batch)
     tuned = training.result()
 
     def gradients(a: Tensor, b: Tensor) -> list[Tensor]:
@@ -171,7 +172,7 @@ def test_tuning_takes_the_steps_of_the_recipe(small_model: Models) -> None:
 
     parts = [torch.zeros(D_MODEL, D_MODEL), torch.zeros(D_MODEL)]
     momenta = None
-    for rate in (0.4, 0.2):
+    for rate in np.linspace(0.4, 0, steps + 1)[:-1]:
         step = gradients(*parts)
         momenta = step if momenta is None else [0.9 * m + g for m, g in zip(momenta, step, strict=True)]
         parts = [part - rate * (g + 0.9 * m) for part, g, m in zip(parts, step, momenta, strict=True)]

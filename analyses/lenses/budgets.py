@@ -1,0 +1,121 @@
+"""Lenses of a budget: the sentences and passages of so many tokens, and tuned lenses that are trained on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from lenses import mean_jacobian
+from matlens import Lens, LinearMap, Readout
+from matlens.activations import Activations
+from matlens.data import Corpus
+from matlens.lens import evaluation, trained
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+STEPS = 250  # of a tuned lens, and of a round
+FALLING = 0.01  # share of the KL that a round takes off, or it has stopped falling
+
+
+def sentences_of(offsets: Int[np.ndarray, " n"], budgets: Sequence[int]) -> list[int]:
+    """How many first sentences have the tokens of each budget; the last number is all of them."""
+    ends = offsets[1:]
+    return sorted({*(int(np.searchsorted(ends, n)) + 1 for n in budgets if n < ends[-1]), len(ends)})
+
+
+def passages_of(model: TransformerBridge, corpus: Corpus, n: int, longest: int) -> dict[str, int]:
+    """The longest sentences, which Jacobians are taken on, and the tokens up to the end of each."""
+    texts = trained.longest_sentences(corpus.sentences, n)
+    lengths = [min(longest, len(model.to_tokens(text)[0])) for text in texts]
+    return dict(zip(texts, np.cumsum(lengths).tolist(), strict=True))
+
+
+def fit_jacobian(
+    model: TransformerBridge,
+    corpus: Corpus,
+    passages: Mapping[str, int],
+    budget: int,
+    before: tuple[Lens, int] | None = None,
+    **options: Any,
+) -> Lens:
+    """The mean Jacobian over the passages within a budget of tokens, one or more.
+
+    ``before`` is that of a smaller budget, and the budget; its passages are not computed again.
+    """
+    shortest = next(iter(passages.values()))
+    low, high = max(before[1], shortest) if before else 0, max(budget, shortest)
+    new = tuple(text for text, end in passages.items() if low < end <= high)
+    if before and not new:
+        return before[0]
+    part = replace(corpus, sentences=new)
+    lens = Lens.fit(model, part, method="jacobian", n_prompts=len(new), **options)
+    return mean_jacobian(before[0], lens) if before else lens
+
+
+def tune_further(
+    model: TransformerBridge,
+    rows: Activations,
+    layer: int,
+    *,
+    batch: int,
+    seed: int,
+    begin: LinearMap | None = None,
+) -> Lens:
+    """Train a tuned lens of one layer by its default schedule, from the identity or a map."""
+    last = f"h.{model.cfg.n_layers}"
+    residual = None if begin is None else replace(begin, weight=begin.matrix - torch.eye(len(begin.weight)))
+    readout = Readout(model)
+    training = trained.LayerTraining(readout, rows[layer], rows[last], start=residual, seed=seed)
+    training.tune(batch=batch)
+    parts = training.result()
+    provenance = rows.provenance.with_details(method="tuned", n_fitted=rows.n_rows, seed=seed, batch=batch)
+    linear = LinearMap(parts["weight"], parts["bias"], f"h.{layer}", last, provenance)
+    return Lens({layer: linear}, "tuned", provenance, readout=readout, model=model)
+
+
+def seen_tokens(lens: Lens, n: int) -> int:
+    """Tokens that a fit on ``n`` tokens reads; those of training steps if it has any."""
+    if lens.method == "id":
+        return 0
+    if lens.method == "jacobian":
+        return int(lens.provenance.details["n_tokens"])
+    if lens.method == "polished":
+        steps, batch = trained.steps_for(n, trained.STEPS, trained.BATCH)
+        return steps * min(batch, n)
+    if lens.method == "tuned":
+        seen = math.ceil(trained.passes_for(n) * n)
+        steps = min(STEPS, seen)
+        return steps * math.ceil(seen / steps)
+    return n
+
+
+def is_falling(values: Sequence[float]) -> bool:
+    """Whether the last of the values is below all others by a share of `FALLING`, or has none to compare."""
+    return len(values) < 2 or values[-1] < (1 - FALLING) * min(values[:-1])
+
+
+def to_tensors(evaluations: Mapping[tuple[int, str], evaluation.Evaluation]) -> dict[str, Tensor]:
+    """Evaluations as tensors of a file, from which `from_tensors` makes them again."""
+    return {
+        f"{layer}.{name}.{field}": values
+        for (layer, name), its in evaluations.items()
+        for field, values in its._asdict().items()
+        if values is not None
+    }
+
+
+def from_tensors(tensors: Mapping[str, Tensor]) -> dict[tuple[int, str], evaluation.Evaluation]:
+    """See `to_tensors`."""
+    fields: dict[tuple[int, str], dict[str, Tensor]] = {}
+    for key, values in tensors.items():
+        layer, name, field = key.split(".")
+        fields.setdefault((int(layer), name), {})[field] = values
+    return {key: evaluation.Evaluation(**parts) for key, parts in fields.items()}
