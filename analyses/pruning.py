@@ -7,8 +7,8 @@ time. All maps are fitted on windows of the first corpus. Time and memory are pe
 cache.
 
 Maps that cannot be folded (LinearPatch, Ghosted Layers) are further methods, see `cuts.Cut`. With
-``--tokens`` all models also continue the beginnings of the evaluation windows, and the original model judges
-what they write. An interrupted run resumes.
+``--tokens`` all models also continue the beginnings of the evaluation windows, and the original model
+evaluates what they write. An interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from cuts import (
     Cut,
     beginnings,
     compare,
+    continuation_losses,
     continue_prompts,
     insert_map,
-    judge,
     measures,
     without_blocks,
 )
@@ -173,7 +173,7 @@ def pruning_table(
             found |= {f"losses of {name}": torch.from_numpy(losses.total), f"top of {name}": top}
         for decoding, options in DECODINGS.items() if tokens else ():
             written = continue_prompts(of_model, prompts, tokens, **options)
-            losses_of = judge(original(), prompts, written)
+            losses_of = continuation_losses(original(), prompts, written)
             found |= {f"{decoding} tokens": written, f"{decoding} losses": losses_of}
         return found
 

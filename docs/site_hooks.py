@@ -23,7 +23,7 @@ class Face(NamedTuple):
     sentence: str
     names: tuple[str, ...]
     homes: dict[str, str]  # name: the module that defines it
-    rooms: tuple[str, ...]
+    packages: tuple[str, ...]
 
 
 def read_face(package: str) -> Face:
@@ -33,16 +33,16 @@ def read_face(package: str) -> Face:
         sentence = ast.get_docstring(ast.parse(folder.with_suffix(".py").read_text())) or ""
         return Face(package, sentence, (), {}, ())
     sentence = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
-    homes, rooms = {}, []
+    homes, packages = {}, []
     for node in ast.parse((folder / "__init__.pyi").read_text()).body:
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if node.module:
                     homes[alias.name] = f"{package}.{node.module}.{alias.name}"
                 else:
-                    rooms.append(alias.name)
+                    packages.append(alias.name)
     names = sorted(homes, key=str.isupper)  # constants after what one calls
-    return Face(package, sentence, tuple(names), homes, tuple(rooms))
+    return Face(package, sentence, tuple(names), homes, tuple(packages))
 
 
 def api_pages() -> Iterator[tuple[str, str]]:
@@ -50,14 +50,14 @@ def api_pages() -> Iterator[tuple[str, str]]:
     top = read_face("matlens")
     lines = ["# matlens", "", top.sentence, "", "```python sketch", "import matlens as ml", "```", ""]
     lines += ["| package | what it does |", "|---|---|"]
-    faces = {room: read_face(f"matlens.{room}") for room in top.rooms}
-    for room, face in faces.items():
-        lines.append(f"| [`matlens.{room}`]({room}.md) | {face.sentence.splitlines()[0]} |")
+    faces = {package: read_face(f"matlens.{package}") for package in top.packages}
+    for package, face in faces.items():
+        lines.append(f"| [`matlens.{package}`]({package}.md) | {face.sentence.splitlines()[0]} |")
     lines += ["", *(reference(top.package, name) for name in top.names)]
     yield "api/index.md", "\n".join(lines)
     shown_at_top = set(top.homes.values())
-    for room, face in faces.items():
-        lines = [f"# matlens.{room}", "", face.sentence, ""]
+    for package, face in faces.items():
+        lines = [f"# matlens.{package}", "", face.sentence, ""]
         if face.names:
             elsewhere = [name for name in face.names if face.homes[name] in shown_at_top]
             if elsewhere:
@@ -65,8 +65,8 @@ def api_pages() -> Iterator[tuple[str, str]]:
                 lines += [f"Also exported by `matlens`: {links}.", ""]
             lines += [reference(face.package, name) for name in face.names if name not in elsewhere]
         else:
-            lines.append(f"::: matlens.{room}\n    options:\n      show_root_toc_entry: false\n")
-        yield f"api/{room}.md", "\n".join(lines)
+            lines.append(f"::: matlens.{package}\n    options:\n      show_root_toc_entry: false\n")
+        yield f"api/{package}.md", "\n".join(lines)
 
 
 def reference(package: str, name: str) -> str:
@@ -96,7 +96,7 @@ def notebook_page(path: Path) -> str:
 def on_config(config: Any) -> Any:
     """Put the packages' pages into the navigation, as the last part of the reference."""
     api = config["nav"][-1]["Reference"][-1]["API"]
-    api += [{room: f"api/{room}.md"} for room in read_face("matlens").rooms]
+    api += [{package: f"api/{package}.md"} for package in read_face("matlens").packages]
     return config
 
 

@@ -50,7 +50,7 @@ def continue_prompts(
 
 
 @torch.inference_mode()
-def judge(
+def continuation_losses(
     original: Any, prompts: Int[Tensor, "n length"], written: Int[Tensor, "n n_tokens"]
 ) -> Float[Tensor, "n n_tokens"]:
     """``-ln p`` of each written token by the original model, which reads the prompt and the tokens before."""

@@ -44,7 +44,7 @@ def plot_pruned(table: pd.DataFrame) -> Figure:
     panels = figure.subplots(2, 2, sharex=True)
     rows = table[(table["against"] == "") & table["choice"].isin(["", "greedy"])]
     text = rows[rows["corpus"] == rows["corpus"].iloc[0]]
-    drawn = {
+    contents = {
         "perplexity, relative to the original": text[text["metric"] == "ratio"],
         **{
             label: rows[(rows["decoding"] == decoding) & (rows["metric"] == metric)].assign(low=nan, high=nan)
@@ -55,7 +55,7 @@ def plot_pruned(table: pd.DataFrame) -> Figure:
             )
         },
     }
-    for ax, (label, of_panel) in zip(panels.flat, drawn.items(), strict=True):
+    for ax, (label, of_panel) in zip(panels.flat, contents.items(), strict=True):
         original = of_panel[of_panel["method"] == "original"]["value"]
         ax.axhline(1 if original.empty else original.item(), color=DARK, lw=0.8)
         methods = {name: look for name, look in LOOKS.items() if name in set(of_panel["method"])}

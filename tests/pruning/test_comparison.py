@@ -12,7 +12,7 @@ import pytest
 import torch
 from calibration_texts import running_text
 from conftest import WORDS
-from cuts import Cells, Cut, beginnings, continue_prompts, judge, measures, without_blocks
+from cuts import Cells, Cut, beginnings, continuation_losses, continue_prompts, measures, without_blocks
 from pruning import added_perplexity, pruning_table
 
 from matlens import InputError, pruning
@@ -123,7 +123,11 @@ def test_methods_are_compared_with_jump_on_the_same_windows_and_prompts(
             both = []
             for each in (of_method, of_other):
                 written = continue_prompts(each, prompts, tokens, **options)
-                both.append(measures(written, judge(plain, prompts, written), {model.tokenizer.eos_token_id}))
+                both.append(
+                    measures(
+                        written, continuation_losses(plain, prompts, written), {model.tokenizer.eos_token_id}
+                    )
+                )
             for metric in both[0]:
                 mine, theirs = (each[metric].numpy() for each in both)
                 name = "perplexity" if metric == "loss" else metric

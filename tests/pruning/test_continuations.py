@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from calibration_texts import running_text
-from cuts import beginnings, compare, continue_prompts, judge, measures
+from cuts import beginnings, compare, continuation_losses, continue_prompts, measures
 
 from matlens.data import make_windows
 
@@ -59,7 +59,7 @@ def test_sampled_tokens_follow_the_models_distribution(plain_model: Callable[[st
 def test_losses_are_of_the_written_tokens_alone(plain_model: Callable[[str], Any]) -> None:
     model = plain_model("llama")
     written = torch.tensor([[1, 2, 3, 40], [9, 9, 9, 9], [30, 2, 17, 8]])
-    losses = judge(model, PROMPTS, written)
+    losses = continuation_losses(model, PROMPTS, written)
     for i, tokens in enumerate(written.tolist()):
         ids = PROMPTS[i].tolist()
         for j, token in enumerate(tokens):
