@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import base64
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,6 +94,17 @@ def notebook_page(path: Path) -> str:
     return "\n\n".join([title, about, *rest]) + "\n"
 
 
+def notebook_file(path: Path) -> str:
+    """The notebook to download, with its pictures inside: Colab has no folder of images."""
+    notebook = jupytext.read(path)
+    for cell in notebook.cells:
+        for name in re.findall(r"\(\.\./images/([\w.]+)\)", cell.source):
+            picture = (PROJECT / "docs" / "images" / name).read_bytes()
+            cell.setdefault("attachments", {})[name] = {"image/png": base64.b64encode(picture).decode()}
+        cell.source = cell.source.replace("(../images/", "(attachment:")
+    return jupytext.writes(notebook, fmt="ipynb")
+
+
 def on_config(config: Any) -> Any:
     """Put the packages' pages into the navigation, as the last part of the reference."""
     api = config["nav"][-1]["Reference"][-1]["API"]
@@ -109,7 +121,7 @@ def on_files(files: Any, config: Any) -> Any:
     pages |= dict(api_pages())
     for path in sorted(NOTEBOOKS.glob("*.py")):
         pages[f"notebooks/{path.stem}.md"] = notebook_page(path)
-        pages[f"notebooks/{path.stem}.ipynb"] = jupytext.writes(jupytext.read(path), fmt="ipynb")
+        pages[f"notebooks/{path.stem}.ipynb"] = notebook_file(path)
     for name, content in pages.items():
         files.append(File.generated(config, name, content=content))
     return files

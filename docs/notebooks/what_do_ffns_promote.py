@@ -51,7 +51,12 @@ updates = ffn.Updates.run(model, prompt, layers=[24])
 table = updates.table(projection, k=5, n_tokens=4)
 print(table[["value", "coefficient", "share", "promoted"]].to_string(index=False))
 
+# %%
+table[::-1].plot.barh(x="promoted", y="share", legend=False, xlabel="share of the update", ylabel="")
+
 # %% [markdown]
+# ![Shares of the five largest sub-updates of block 24](../images/what_do_ffns_promote.png)
+#
 # ## Where a prediction is made
 #
 # A trace stores the top candidate before and after every FFN for many sentences. Events show where the
