@@ -85,8 +85,8 @@ NAMED = (
     NamedFault(
         "a later block fitted on the original stream, not on the changed model's",
         "pruning/folding",
-        "_fold_block(streams, index, block, h, target(index), method, penalty)",
-        "_fold_block(streams, index, block, streams.h[index], target(index), method, penalty)",
+        "fold_block(streams, index, block, h, target(index), method, penalty)",
+        "fold_block(streams, index, block, streams.h[index], target(index), method, penalty)",
     ),
 )  # fmt: skip
 

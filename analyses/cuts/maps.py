@@ -21,7 +21,6 @@ from matlens.linear import LeastSquares
 from matlens.pruning import Calibration, Method
 
 RIDGE = 1e-6  # on the diagonal, as published
-PENALTY = 0.3  # that of `Method.chain`
 
 
 class Cut(StrEnum):
@@ -55,15 +54,20 @@ def without_blocks(calibration: Calibration, blocks: Sequence[int], cut: Cut) ->
     layout = replace(calibration.layout, model=calibration.without(blocks, Method.out, progress=False))
     kept = [index for index in range(n_layers) if index not in blocks]
     chained, h = cut in (Cut.jump_chain, Cut.chain_from_jump), streams.h[first]
+
+    def refit(index: int, block: nn.Module, h: Tensor, target: Tensor) -> Tensor:
+        layout.write(block, *calibration.fold_block(index, block, h, target, Method.chain))
+        return streams.after(index, block, h)
+
     for place in range(first, len(kept)):
         index, end = kept[place], [*kept, n_layers][place + 1]  # the next block that stays
         block, is_cut = layout.blocks[place], end > index + 1
         if cut == Cut.chain_from_jump:
             if is_cut:
                 _multiply(layout, block, fit_map(Cut.jump, streams.after(index, block, h), streams.h[end]))
-            h = _refit(streams, layout, index, block, h, streams.h[end])
+            h = refit(index, block, h, streams.h[end])
         elif cut == Cut.jump_chain and place > first:
-            h = _refit(streams, layout, index, block, h, streams.h[index + 1])
+            h = refit(index, block, h, streams.h[index + 1])
         else:
             h = streams.after(index, block, h)
         if is_cut and cut != Cut.chain_from_jump:
@@ -124,21 +128,3 @@ def _multiply(layout: Any, block: nn.Module, weight: Tensor) -> None:
     bias = layout.writer_of(block).bias
     bias = None if bias is None else weight @ bias.detach().double()
     layout.write(block, weight @ layout.weight_of(block).detach().double(), bias)
-
-
-def _refit(streams: Any, layout: Any, index: int, block: nn.Module, h: Tensor, target: Tensor) -> Tensor:
-    """Refit the output matrix of a block's FFN to a stream after the block, which is returned as it is then.
-
-    As `Method.refit` does, but by normal equations: they are faster, and the penalty conditions them.
-    """
-    out, read, _ = streams.through(index, block, h, layout.writer_of(block))
-    x, rest = read.flatten(0, 1).double(), (target.float() - out.float()).flatten(0, 1).double()
-    width, bias = x.shape[1], layout.writer_of(block).bias
-    penalty = torch.full((width + (bias is not None),), PENALTY * float(x.square().sum()) / width).double()
-    penalty[width:] = 0  # of the bias
-    if bias is not None:
-        x = torch.cat([x, torch.ones(len(x), 1)], 1)
-    solution = torch.linalg.solve(x.T @ x + penalty.diag(), x.T @ rest)
-    weight = layout.weight_of(block).detach().double() + solution[:width].T
-    layout.write(block, weight, None if bias is None else bias.detach().double() + solution[-1])
-    return (out.double() + (x @ solution).view(out.shape)).to(out.dtype)

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from matlens.errors import InputError
 from matlens.linear.least_squares import LeastSquares
-from matlens.models.sites import check_finite
 from matlens.numerics import in_float64, kl_divergence
 from matlens.parallel import Bar
 from matlens.pruning.choices import PENALTIES, Method
@@ -140,7 +139,7 @@ def _fold_in_turn(
                 continue
             block = blocks[index]
             if index in changed:
-                matrices[index] = _fold_block(streams, index, block, h, target(index), method, penalty)
+                matrices[index] = fold_block(streams, index, block, h, target(index), method, penalty)
                 block = copy.deepcopy(block)
                 layout.write(block, *matrices[index])
                 bar.update(1)
@@ -149,7 +148,7 @@ def _fold_in_turn(
     return matrices
 
 
-def _fold_block(
+def fold_block(
     streams: Streams, index: int, block: nn.Module, h: Tensor, target: Tensor, method: Method, penalty: float
 ) -> Matrix:
     """The output matrix of a block that best reproduces the target residual stream after it."""
@@ -194,8 +193,6 @@ def fold(
         )
         return Matrix(factor[:, None] * weight, None if bias is None else factor * bias)
     d_model, refit = len(weight), method in PENALTIES
-    if refit and penalty > 0 and bool(read.any()):
-        return _penalized_fold(weight, bias, read, target, penalty)
     width = weight.shape[1] if refit else d_model
     sums = LeastSquares(width, d_model, source="the FFN's matrix")
     total = 0.0
@@ -209,23 +206,6 @@ def fold(
         return Matrix(weight + change, None if bias is None or shift is None else bias + shift)
     turned = change + torch.eye(d_model, dtype=torch.float64)
     return Matrix(turned @ weight, None if bias is None else turned @ bias)
-
-
-def _penalized_fold(
-    weight: Tensor, bias: Tensor | None, read: Tensor, target: Tensor, penalty: float
-) -> Matrix:
-    """A refit by normal equations: the penalty conditions them, and they are faster than `LeastSquares`."""
-    own = weight if bias is None else torch.cat([weight, bias[:, None]], 1)
-    gram, cross, width = own.new_zeros(own.shape[1], own.shape[1]), torch.zeros_like(own), weight.shape[1]
-    for part, truth in zip(read.split(_ROWS), target.split(_ROWS), strict=True):
-        x = part.double() if bias is None else torch.cat([part.double(), own.new_ones(len(part), 1)], 1)
-        gram += x.T @ x
-        cross += (truth.double() - x @ own.T).T @ x
-    check_finite(gram, "the FFN's matrix")
-    penalties = torch.zeros_like(gram.diagonal())
-    penalties[:width] = penalty * gram.diagonal()[:width].mean()  # the bias is not penalized
-    solved = own + torch.linalg.solve(gram + penalties.diag(), cross.T).T
-    return Matrix(solved[:, :width], None if bias is None else solved[:, width])
 
 
 # Healing

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor
+from torch import Tensor, nn
 
 from matlens.data.examples import Examples
 from matlens.data.readers import check_decoder, check_own_tokens
@@ -32,6 +32,7 @@ from matlens.pruning.folding import (
     check_foldable,
     check_foldable_attention,
     fold_attention,
+    fold_block,
     fold_spans,
 )
 from matlens.pruning.folding import heal as train_folded
@@ -254,6 +255,11 @@ class Calibration:
         penalty = _penalty(method, penalty)
         matrices = fold_spans(self.streams, blocks, method, penalty, progress=progress)
         return build(self.layout, blocks, matrices)
+
+    def fold_block(self, index: int, block: nn.Module, h: Tensor, target: Tensor, method: str) -> Matrix:
+        """The output matrix of a changed copy of a block that reads ``h``, by a method's default penalty."""
+        method = Method(check_choice(method, Method, "method"))
+        return fold_block(self.streams, index, block, h, target, method, _penalty(method, None))
 
     def heal(
         self, pruned: Any, blocks: Sequence[int], method: str, n_tokens: int, *,
