@@ -20,7 +20,7 @@ from matlens.data.readers import check_own_tokens, reads_whole
 from matlens.errors import InputError, PositiveInt, checked
 from matlens.io.artifact import Artifact
 from matlens.io.rows import Column, writing_rows
-from matlens.models.changes import EndOfPass, changes_of, check_unchanged, count_hooks, reading
+from matlens.models.changes import EndOfPass, changes_of, check_unchanged, reading, watch_hooks
 from matlens.models.identity import ModelIdentity, Provenance, check_raw
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import STREAM, Site, check_finite
@@ -197,7 +197,8 @@ def _stream(
         return
     changes = provenance.identity.changes or ()
     check_unchanged(model, changes)
-    weights, n_hooks = WeightChecksum([model.original_model], "the stream of its vectors"), count_hooks(model)
+    check_hooks = watch_hooks(model, changes)
+    weights = WeightChecksum([model.original_model], "the stream of its vectors")
     n_sentences = sum(map(len, batches._sentences))
     done = n_sentences - sum(len(batches._sentences[i]) for i in batch_indices)
     with Bar(
@@ -206,8 +207,7 @@ def _stream(
         for batch_index in batch_indices:
             batch, at, index = batches.read(batch_index)
             reader = _Reader(hooks, at)
-            if count_hooks(model) != n_hooks:
-                check_unchanged(model, changes)
+            check_hooks()
             with own_precision(), reading(model, reader.hooks):
                 first, others = batch.inputs(model)
                 model(first, **others, return_type=None)

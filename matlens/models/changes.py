@@ -194,14 +194,6 @@ def changes_of(model: TransformerBridge) -> tuple[str, ...]:
         return (*ours, *_foreign_changes(model, functions))
 
 
-def count_hooks(model: TransformerBridge) -> int:
-    """The number of forward hooks, a quick sign of changes between batches.
-
-    `check_unchanged` looks at everything, which takes longer than a batch on a GPU.
-    """
-    return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules())
-
-
 def check_unchanged(model: TransformerBridge, changes: Sequence[str]) -> None:
     """Raise InputError if a model has other changes than when its vectors were first read."""
     found = changes_of(model)
@@ -211,6 +203,23 @@ def check_unchanged(model: TransformerBridge, changes: Sequence[str]) -> None:
             f"{describe_changes(found)} later. Read a model to the end before a context around it is "
             "entered or left, or a hook is added."
         )
+
+
+def watch_hooks(model: TransformerBridge, changes: Sequence[str]) -> Callable[[], None]:
+    """A quick `check_unchanged` for between batches, which looks further only at another number of hooks.
+
+    To look at everything takes longer than a batch on a GPU.
+    """
+
+    def count() -> int:
+        return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules())
+
+    def check() -> None:
+        if count() != n_hooks:
+            check_unchanged(model, changes)
+
+    n_hooks = count()
+    return check
 
 
 @checked
