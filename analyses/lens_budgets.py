@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import pandas as pd
 import typer
 from figures.lenses import plot_budgets
+from lenses import stored_lens
 from lenses.budgets import (
     STEPS,
     fit_jacobian,
@@ -98,10 +99,10 @@ def main(
 
     rows = vectors("rows", examples, positions="all")
     watched = vectors("stopping", make_examples(model, watched_on, seed=seed), positions="all")
-    cells = Cells(model, vectors("validation", make_examples(model, held_out, seed=seed)))
+    stored = Stored(model, vectors("validation", make_examples(model, held_out, seed=seed)))
     row = partial(result_row, NAME, model=model.cfg.model_name, corpus=held_out.name, target=study.n_layers)
     table: list[dict[str, Any]] = []
-    with Artifact.writing(study.folder / NAME, "lenses by budget", job) as cells.artifact:
+    with Artifact.writing(study.folder / NAME, "lenses by budget", job) as stored.artifact:
         before: tuple[Lens, int] | None = None
         spent = dict.fromkeys(LENSES, 0.0)
         for n in Bar(counts, desc="budgets", unit="budget"):
@@ -114,29 +115,29 @@ def main(
                     fit = partial(
                         fit_jacobian, model, fitted_on, passages, tokens, before, longest=longest, **options
                     )
-                lenses[name], seconds = cells.lens(f"{name}-{tokens}", fit)
+                lenses[name], seconds = stored.lens(f"{name}-{tokens}", fit)
                 # Passages are computed once, for their first budget.
                 spent[name] = seconds + (spent[name] if name == "jacobian" else 0.0)
             before = lenses["jacobian"], tokens
-            found, record = cells.evaluate(f"budget-{tokens}", lenses, layers, partial(open_sets, sets))
+            found, record = stored.evaluate(f"budget-{tokens}", lenses, layers, partial(open_sets, sets))
             seen = {name: seen_tokens(lens, tokens) for name, lens in lenses.items()}
             table += budget_rows(partial(row, tokens=tokens), found, record, seen, spent)
         at_last = {name: found[layers[-1], name] for name in AGAINST["tuned"]}
         for size, n_rounds in zip(sizes, [rounds, *(1 for _ in sizes[1:])], strict=True):
-            table += round_rows(row, cells, rows, watched, layers[-1], at_last, size, n_rounds, seed)
-        if not cells.artifact.finished:
-            cells.artifact.finish()
+            table += round_rows(row, stored, rows, watched, layers[-1], at_last, size, n_rounds, seed)
+        if not stored.artifact.finished:
+            stored.artifact.finish()
     results = result_table(table, *COLUMNS)
     origin = job | {
         "rounds": rounds,
-        "seconds": cells.seconds,
-        SECONDS: round(sum(cells.seconds.values()), 1),
+        "seconds": stored.seconds,
+        SECONDS: round(sum(stored.seconds.values()), 1),
     }
     report.write(NAME, results, origin, plot_budgets(results))
 
 
 @dataclass
-class Cells:
+class Stored:
     """Lenses and evaluations of a run, each of which is computed once and stored.
 
     ``seconds`` are the CPU seconds of each.
@@ -149,15 +150,8 @@ class Cells:
 
     def lens(self, name: str, fit: Callable[[], Lens]) -> tuple[Lens, float]:
         """A lens, fitted or loaded, and the CPU seconds of its fit."""
-        folder = self.artifact.subfolder(f"lens-{name}")
-        if self.artifact.read_json(name) is None:
-            begun = process_time()
-            lens = fit()
-            seconds = process_time() - begun
-            lens.save(folder)
-            self.artifact.write_json(name, {"seconds": seconds})
-        self.seconds[name] = self.artifact.read_json(name)["seconds"]
-        return Lens.load(folder, self.model), self.seconds[name]
+        lens, self.seconds[name] = stored_lens(self.artifact, self.model, name, fit)
+        return lens, self.seconds[name]
 
     def evaluate(
         self, name: str, lenses: Mapping[str, Lens], layers: list[int], more: Callable[..., dict[str, Any]]
@@ -187,7 +181,7 @@ def mean_kl(watched: Activations, layer: int, lenses: Mapping[str, Lens]) -> dic
 
 def round_rows(
     row: Row,
-    cells: Cells,
+    stored: Stored,
     rows: Activations,
     watched: Activations,
     layer: int,
@@ -200,9 +194,11 @@ def round_rows(
     losses, total, begin = list[float](), 0.0, None
     while len(losses) < rounds and is_falling(losses):
         number = len(losses) + 1
-        fit = partial(tune_further, cells.model, rows, layer, batch=size, seed=seed + number - 1, begin=begin)
-        lens, seconds = cells.lens(f"tuned-{size}-round-{number}", fit)
-        found, record = cells.evaluate(
+        fit = partial(
+            tune_further, stored.model, rows, layer, batch=size, seed=seed + number - 1, begin=begin
+        )
+        lens, seconds = stored.lens(f"tuned-{size}-round-{number}", fit)
+        found, record = stored.evaluate(
             f"round-{size}-{number}", {"tuned": lens}, [layer], partial(mean_kl, watched, layer)
         )
         losses.append(record["kl"])

@@ -25,6 +25,7 @@ import torch
 import typer
 from figures.lenses import plot_causal
 from jaxtyping import Bool, Float
+from lenses import stored_lens
 from lenses.causal import RANDOM, TRANSPOSE, Prompts, direction_names, move_stream
 from studies import SECONDS, Report, Study, run_study
 from torch import Tensor
@@ -138,14 +139,13 @@ def fit_lenses(study: Study, artifact: Artifact, layers: Sequence[int], **jacobi
         examples = make_examples(model, corpus, seed=study.seed)
         return collect(model, examples, [*layers, study.n_layers], positions="all", progress=False)
 
+    options: Any = jacobian | {"layers": layers, "seed": study.seed, "progress": False}
     for name in Bar(LENSES, desc="lenses", unit="lens"):
-        folder = artifact.subfolder(f"lens-{name}")
-        if artifact.read_json(name) is None:
-            begun, data = process_time(), corpus if name == "jacobian" else rows()
-            options: Any = jacobian | {"layers": layers, "seed": study.seed, "progress": False}
-            Lens.fit(model, data, method=name, **options).save(folder)
-            artifact.write_json(name, {"seconds": process_time() - begun})
-        lenses[name] = Lens.load(folder, model)
+
+        def fit(name: str = name) -> Lens:
+            return Lens.fit(model, corpus if name == "jacobian" else rows(), method=name, **options)
+
+        lenses[name], _ = stored_lens(artifact, model, name, fit)
     return lenses
 
 

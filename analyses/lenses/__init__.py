@@ -1,12 +1,12 @@
-"""Additions to the lens report: operations of fits, and cosines of matrices."""
+"""Lenses of an interrupted run, and additions to the lens report: operations of fits, cosines of matrices."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pandas as pd
 import torch
@@ -15,13 +15,27 @@ from torch import Tensor
 
 from matlens import InputError, Lens, LinearMap, make_examples
 from matlens.data import Corpus
-from matlens.io import result_row, result_table
+from matlens.io import Artifact, result_row, result_table
 from matlens.lens import trained
 from matlens.metrics import Estimate
 from matlens.numerics import in_float64
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
+
+
+def stored_lens(
+    artifact: Artifact, model: TransformerBridge, name: str, fit: Callable[[], Lens]
+) -> tuple[Lens, float]:
+    """A lens that is fitted once and stored in an artifact, and the CPU seconds of its fit."""
+    folder = artifact.subfolder(f"lens-{name}")
+    if artifact.read_json(name) is None:
+        begun = time.process_time()
+        lens = fit()
+        seconds = time.process_time() - begun
+        lens.save(folder)
+        artifact.write_json(name, {"seconds": seconds})
+    return Lens.load(folder, model), cast(dict[str, float], artifact.read_json(name))["seconds"]
 
 
 # Jacobians
