@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 from time import process_time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import numpy as np
 import pandas as pd
@@ -53,14 +53,16 @@ if TYPE_CHECKING:
 
 NAME = "pruning"
 SIZES = (3, 6, 9)
-METHODS = (*Method, *Cut)
-RIVALS = (Cut.jump.value, Method.chain.value)
+FOLDED: tuple[str, ...] = get_args(Method)
+CHOICES: tuple[str, ...] = get_args(Choice)
+METHODS = (*FOLDED, *Cut)
+RIVALS = (Cut.jump.value, "chain")
 DECODINGS: dict[str, dict[str, int]] = {"greedy": {}, "sampled": {"seed": 0}}
 COLUMNS = ("n_removed", "choice", "blocks", "against", "decoding")
 HEALED = ", healed"
 _PROMPT = 32  # tokens of a window that are continued, or half of a shorter one
 ROUNDS = 7  # of timing the original and pruned models in turns
-_PUBLISHED = (Choice.angle, Method.replaceme.value)
+_PUBLISHED = ("angle", "replaceme")
 _RESAMPLES = 2000
 _OF_A_ROW = ["corpus", "n_removed", "choice", "method"]
 
@@ -85,7 +87,9 @@ def main(
     method: Annotated[
         list[str] | None, typer.Option(help=f"Only these of {'; '.join(METHODS)}. By default the first five.")
     ] = None,
-    choice: Annotated[list[Choice] | None, typer.Option(help="Only these ways of choosing.")] = None,
+    choice: Annotated[
+        list[str] | None, typer.Option(help=f"Only these ways of choosing: {', '.join(CHOICES)}.")
+    ] = None,
     size: Annotated[
         list[int] | None,
         typer.Option(help="Number of removed blocks; by default 3, 6 and 9."),
@@ -107,8 +111,8 @@ def main(
         cells = Cells(artifact)
         table = pruning_table(
             model, fitted_on, evaluated, size or [n for n in SIZES if n < model.cfg.n_layers] or [1],
-            methods=method or tuple(Method), choices=choice or tuple(Choice), heal=heal,
-            heal_methods=heal_method or (Method.chain,), heal_sizes=heal_size, tokens=tokens, rounds=rounds,
+            methods=method or FOLDED, choices=choice or CHOICES, heal=heal,
+            heal_methods=heal_method or ("chain",), heal_sizes=heal_size, tokens=tokens, rounds=rounds,
             cells=cells,
         )  # fmt: skip
     written = table["decoding"] != ""
@@ -128,10 +132,10 @@ def pruning_table(
     evaluated: Mapping[str, Examples],
     sizes: Sequence[int],
     *,
-    methods: Sequence[str] = tuple(Method),
-    choices: Sequence[Choice] = tuple(Choice),
+    methods: Sequence[str] = FOLDED,
+    choices: Sequence[str] = CHOICES,
     heal: int = 0,
-    heal_methods: Sequence[str] = (Method.chain,),
+    heal_methods: Sequence[str] = ("chain",),
     heal_sizes: Sequence[int] | None = None,
     tokens: int = 0,
     rounds: int = ROUNDS,
@@ -158,12 +162,14 @@ def pruning_table(
         check_int(size, "sizes", min=1, max=model.cfg.n_layers - 1)
     for method in (*methods, *heal_methods):
         check_choice(method, METHODS, "method")
+    for choice in choices:
+        check_choice(choice, CHOICES, "choice")
     cells, prompts = cells or Cells(), beginnings(evaluated.values(), _PROMPT)
     original = cache(partial(plain_copy, model))
 
     @cache
     def calibration() -> Calibration:
-        foldable = Method.out if set(methods) == {Method.out} else Method.refit
+        foldable: Method = "out" if set(methods) == {"out"} else "refit"
         return Calibration.run(model, windows, foldable)
 
     def evaluate(of_model: Any, desc: str) -> dict[str, Tensor]:
@@ -178,7 +184,7 @@ def pruning_table(
         return found
 
     @lru_cache(maxsize=1)
-    def fold(blocks: tuple[int, ...], method: str) -> Any:
+    def fold(blocks: tuple[int, ...], method: Any) -> Any:
         if method in [*Cut]:
             return without_blocks(calibration(), blocks, Cut(method))
         return calibration().without(blocks, method)
@@ -186,10 +192,10 @@ def pruning_table(
     def of_pruned(blocks: tuple[int, ...], method: str, name: str) -> dict[str, Tensor]:
         made = fold(blocks, method)
         if name.endswith(HEALED):  # in place, after the model was evaluated as it is
-            calibration().heal(made, blocks, Method.chain if "chain" in method else Method.refit, heal)
+            calibration().heal(made, blocks, "chain" if "chain" in method else "refit", heal)
         return evaluate(made, f"{len(blocks)} {name}")
 
-    def choose(n: int, by: str) -> dict[str, Tensor]:
+    def choose(n: int, by: Any) -> dict[str, Tensor]:
         return {"blocks": torch.tensor(calibration().choose(n, by))}
 
     originals = cells.get("original", lambda: evaluate(original(), "original model"))
@@ -201,7 +207,7 @@ def pruning_table(
     for method, blocks in itertools.product(methods, removed):
         names, n = [method], len(blocks)
         if heal > 0 and method in heal_methods and n in (heal_sizes or sizes):
-            names += [method + HEALED] * (blocks == chosen.get((n, Choice.greedy)))
+            names += [method + HEALED] * (blocks == chosen.get((n, "greedy")))
         for name in names:
             key = f"{name} {' '.join(map(str, blocks))}"
             known[blocks, name] = cells.get(key, partial(of_pruned, blocks, method, name))
@@ -219,9 +225,9 @@ def pruning_table(
         rows += [row(**more, method=method, metric=name, estimate=each) for name, each in estimates.items()]
     for n, by in itertools.product(sizes, choices):
         blocks, (by_published, method) = chosen[n, by], _PUBLISHED
-        more |= {"n_removed": n, "choice": by.value, "blocks": " ".join(map(str, blocks))}
+        more |= {"n_removed": n, "choice": by, "blocks": " ".join(map(str, blocks))}
         published = known.get((chosen.get((n, by_published), ()), method))
-        for name in [*methods, *(method + HEALED for method in heal_methods if by == Choice.greedy)]:
+        for name in [*methods, *(method + HEALED for method in heal_methods if by == "greedy")]:
             if (blocks, name) not in known:
                 continue
             healed, found = HEALED * name.endswith(HEALED), known[blocks, name]
@@ -300,7 +306,7 @@ def _costs(
         costs: dict[tuple[str, int], dict[str, Estimate]] = {("original", 0): {}}
         for size in sizes:
             names = ["pruned", "jump"] if with_jump else ["pruned"]
-            models = [calibration().without(range(1, 1 + size), Method.out, progress=False) for _ in names]
+            models = [calibration().without(range(1, 1 + size), "out", progress=False) for _ in names]
             if with_jump:
                 layout = replace(calibration().layout, model=models[1])
                 insert_map(layout, layout.blocks[0], torch.eye(len(layout.weight_of(layout.blocks[0]))))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from matlens import InputError
 from matlens.linear import LeastSquares
-from matlens.pruning import Calibration, Method
+from matlens.pruning import Calibration
 
 RIDGE = 1e-6  # on the diagonal, as published
 
@@ -35,10 +35,10 @@ class Cut(StrEnum):
     jump
         The least-squares map of the stream before the span to that after it: `mat` (Ghosted Layers).
     jump_chain
-        ``jump``, and `Method.chain` from there: every later FFN is refitted.
+        ``jump``, and the method ``chain`` from there: every later FFN is refitted.
     chain_from_jump
-        Nothing. `Method.chain`, but the first matrix is refitted with its penalty towards ``W`` times the
-        matrix, where ``W`` is the map of ``jump``: the part of it that can be folded.
+        Nothing. The method ``chain``, but the first matrix is refitted with its penalty towards ``W`` times
+        the matrix, where ``W`` is the map of ``jump``: the part of it that can be folded.
     """
 
     linearpatch = "linearpatch"
@@ -51,12 +51,12 @@ class Cut(StrEnum):
 def without_blocks(calibration: Calibration, blocks: Sequence[int], cut: Cut) -> Any:
     """A plain model without blocks, changed at each cut; all is fitted on the model changed so far."""
     streams, n_layers, first = calibration.streams, len(calibration.layout.blocks), min(blocks) - 1
-    layout = replace(calibration.layout, model=calibration.without(blocks, Method.out, progress=False))
+    layout = replace(calibration.layout, model=calibration.without(blocks, "out", progress=False))
     kept = [index for index in range(n_layers) if index not in blocks]
     chained, h = cut in (Cut.jump_chain, Cut.chain_from_jump), streams.h[first]
 
     def refit(index: int, block: nn.Module, h: Tensor, target: Tensor) -> Tensor:
-        layout.write(block, *calibration.fold_block(index, block, h, target, Method.chain))
+        layout.write(block, *calibration.fold_block(index, block, h, target, "chain"))
         return streams.after(index, block, h)
 
     for place in range(first, len(kept)):

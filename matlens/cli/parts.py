@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -11,11 +11,12 @@ from matlens.cli.options import CorpusOptions, ModelOptions, command
 from matlens.cli.printing import number_text, print_atlas, print_figures, print_frame, print_line
 from matlens.cli.starting import on_main
 from matlens.errors import Between, InputError, NonNegative, NonNegativeInt, PositiveInt, Seed
-from matlens.pruning.choices import Choice, Method
 
 _UNITS = {"seconds": (1, "s per token"), "cache": (1e3, "kB per token"), "weights": (1e6, "MB")}
 
 app = typer.Typer()
+Method = Literal["out", "magnitude", "replaceme", "refit", "chain"]
+Choice = Literal["angle", "r2", "loss", "greedy"]
 TwoOrMore = Annotated[int, Between(2)]
 
 
@@ -101,7 +102,7 @@ def prune(
     blocks: Blocks = None,
     attention: Blocks = None,
     method: Method | None = None,
-    choice: Choice = Choice.greedy,
+    choice: Choice = "greedy",
     penalty: NonNegative | None = None,
     heal: NonNegativeInt = 0,
     window: TwoOrMore = 256,
@@ -137,32 +138,29 @@ def prune(
     """
     if (blocks is None) == (attention is None) or (attention is not None and heal):
         raise InputError("Give either --blocks or --attention, and --heal with --blocks only.")
-    wanted: Any = blocks if attention is None else attention
-    method = method or (Method.chain if attention is None else Method.refit)
-    from matlens.pruning.saving import reserved, save_pruned
+    options: dict[str, Any] = {"penalty": penalty} | ({} if method is None else {"method": method})
+    from matlens.pruning.saving import check_new, save_pruned
 
-    with reserved(out):  # before the work, as the only one that does it
-        model.check()
-        fitted_on, evaluated_on = corpus.tenth()
-        import pandas as pd
+    check_new(out)  # before the work
+    model.check()
+    fitted_on, evaluated_on = corpus.tenth()
+    import pandas as pd
 
-        from matlens.data.making import make_windows
-        from matlens.pruning.evaluation import compare_costs, compare_pruned, evaluation_tokens
-        from matlens.pruning.pruned import prune as prune_model
-        from matlens.pruning.pruned import prune_attention
+    from matlens.data.making import make_windows
+    from matlens.pruning.evaluation import compare_costs, compare_pruned, evaluation_tokens
+    from matlens.pruning.pruned import prune as prune_model
+    from matlens.pruning.pruned import prune_attention
 
-        bridge = model.load()
-        calibration = make_windows(bridge, fitted_on, size=window, max_windows=windows)
-        validation = make_windows(bridge, evaluated_on, size=window, max_windows=eval_windows)
-        evaluation_tokens(validation)  # refused before the work
-        if attention is None:
-            pruned = prune_model(
-                bridge, calibration, wanted, method=method, choice=choice, penalty=penalty, heal=heal
-            )
-        else:
-            pruned = prune_attention(bridge, calibration, wanted, method=method, penalty=penalty)
-        table = pd.concat([compare_pruned(bridge, pruned, validation), compare_costs(bridge, pruned)])
-        save_pruned(pruned, out, table)
+    bridge = model.load()
+    calibration = make_windows(bridge, fitted_on, size=window, max_windows=windows)
+    validation = make_windows(bridge, evaluated_on, size=window, max_windows=eval_windows)
+    evaluation_tokens(validation)  # refused before the work
+    if attention is None:
+        pruned = prune_model(bridge, calibration, blocks, choice=choice, heal=heal, **options)
+    else:
+        pruned = prune_attention(bridge, calibration, attention, **options)
+    table = pd.concat([compare_pruned(bridge, pruned, validation), compare_costs(bridge, pruned)])
+    save_pruned(pruned, out, table)
     units = [_UNITS.get(metric, (1, "")) for metric in table["metric"]]
     print_frame(
         "Perplexity and agreement on held-out text; time and memory of generation",

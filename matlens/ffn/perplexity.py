@@ -17,7 +17,7 @@ from matlens.data.corpus import Corpus
 from matlens.data.examples import Batch, Examples
 from matlens.data.making import make_examples
 from matlens.data.readers import check_decoder, check_own_tokens
-from matlens.errors import InputError, PositiveInt, checked
+from matlens.errors import InputError, PositiveInt, checked, warn
 from matlens.metrics import Estimate
 from matlens.models.sites import check_finite
 from matlens.numerics import in_float64, log_softmax
@@ -26,6 +26,7 @@ from matlens.parallel import Bar
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
+MIN_TEXTS = 4  # for an interval that says something
 BATCH_TOKENS = 512  # each has several distributions over the vocabulary in memory
 _PLACES = 128  # whose distributions are computed together
 
@@ -108,6 +109,12 @@ def next_token_logits(
     logits = model(tokens.to(device), attention_mask=mask.to(device), return_type="logits")[:, :-1].float()
     check_finite(logits[mask[:, :-1].bool().to(logits.device)], "the logits")
     return logits
+
+
+def warn_of_few(n: int) -> None:
+    """Issue an `InputWarning` if 95% intervals over ``n`` texts are too wide to be useful."""
+    if n < MIN_TEXTS:
+        warn(f"95% intervals over {n} texts are too wide to be useful. Use {MIN_TEXTS} or more.")
 
 
 def _exp_of_mean(total: np.ndarray, n_tokens: np.ndarray) -> Estimate:

@@ -26,7 +26,7 @@ from matlens.activations.collecting import collect, stream
 from matlens.activations.sinks import find_sinks
 from matlens.data.examples import Examples
 from matlens.errors import InputError, PositiveInt, checked
-from matlens.ffn.perplexity import TextLosses
+from matlens.ffn.perplexity import TextLosses, warn_of_few
 from matlens.io.artifact import Artifact
 from matlens.io.tables import result_row, result_table
 from matlens.linear.maps import LinearMap
@@ -92,6 +92,7 @@ def linearity_atlas(
     """
     if not len(evaluated.targets):
         raise InputError("evaluated must have targets. Use matlens.data.make_windows(..., targets=True).")
+    warn_of_few(len(evaluated))
     readout = Readout(model)
     provenance = Provenance(ModelIdentity.from_model(model), fitted.provenance, fitted.fingerprint)
     request = {

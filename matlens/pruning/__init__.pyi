@@ -1,9 +1,9 @@
-from .choices import Choice as Choice
-from .choices import Method as Method
+from .choosing import Choice as Choice
 from .evaluation import compare_costs as compare_costs
 from .evaluation import compare_pruned as compare_pruned
 from .evaluation import read_text as read_text
 from .evaluation import time_in_turns as time_in_turns
+from .folding import Method as Method
 from .layouts import plain_copy as plain_copy
 from .pruned import Calibration as Calibration
 from .pruned import Pruned as Pruned

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,9 +19,9 @@ from matlens.errors import InputError, check_int, short
 from matlens.linear.least_squares import LeastSquares
 from matlens.numerics import in_float64
 from matlens.parallel import Bar
-from matlens.pruning.choices import Choice
 from matlens.pruning.layouts import Streams, attention_output, silence
 
+Choice = Literal["angle", "r2", "loss", "greedy"]
 CHOSEN_ON = 2048  # tokens of the text per candidate; 1,024 choose worse
 ROWS_A_COLUMN = 4  # where maps are fitted to choose by, at least
 
@@ -52,11 +52,11 @@ def choose_span(streams: Streams, n: int, choice: Choice, *, progress: bool = Tr
     if n == 0:
         return ()
     starts = range(1, len(streams.layout.blocks) - n + 1)
-    rows = no_sinks(streams) if choice == Choice.r2 else None
+    rows = no_sinks(streams) if choice == "r2" else None
     scores = []
     for start in Bar(starts, desc="spans", unit="span", disable=not progress):
         before, after = streams.h[start], streams.h[start + n]
-        if choice == Choice.angle:
+        if choice == "angle":
             scores.append(float(angles(before, after).mean()))
         elif rows is not None:
             scores.append(-linearity_of(before, after, rows))

@@ -16,7 +16,7 @@ from matlens import metrics
 from matlens.data.examples import Examples
 from matlens.data.readers import check_own_tokens
 from matlens.errors import InputError, PositiveInt, checked
-from matlens.ffn.perplexity import TextLosses
+from matlens.ffn.perplexity import TextLosses, warn_of_few
 from matlens.io.tables import result_row, result_table
 from matlens.metrics import Estimate
 from matlens.models.identity import ModelIdentity
@@ -67,6 +67,7 @@ def compare_pruned(
     """
     check_made_of(pruned, model)
     check_own_tokens(model, windows)
+    warn_of_few(len(full_windows(windows)))
     original = read_text(plain_copy(model), windows, desc="original model", progress=progress)
     shorter = read_text(pruned.model, windows, desc="pruned model", progress=progress)
     estimates = [("original", "perplexity", original.losses.perplexity())]
@@ -86,7 +87,7 @@ def _table(pruned: Pruned, corpus: str, estimates: Iterable[tuple[str, str, Esti
         result_row(
             EXPERIMENT, model=pruned.provenance.identity.name, corpus=corpus, method=method, layer=None,
             target=None, metric=metric, estimate=estimate, n_removed=len(pruned.blocks),
-            fold=pruned.method.value,
+            fold=pruned.method,
         )
         for method, metric, estimate in estimates
     ]  # fmt: skip

@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -27,10 +27,12 @@ from matlens.errors import InputError
 from matlens.linear.least_squares import LeastSquares
 from matlens.numerics import in_float64, kl_divergence
 from matlens.parallel import Bar
-from matlens.pruning.choices import PENALTIES, Method
 from matlens.pruning.choosing import spans_of, without_attention
 from matlens.pruning.layouts import Layout, Streams, attention_output, differ, full_block, silence
 
+Method = Literal["out", "magnitude", "replaceme", "refit", "chain"]
+# Refitted matrices have more parameters than calibration text determines.
+PENALTIES: Mapping[Method, float] = {"refit": 0.1, "chain": 0.3}
 RATE = 3e-4  # of Adam, at its highest
 _TOKENS = 1024  # of an update
 _ROWS = 8192  # of a part that moments take in
@@ -88,9 +90,9 @@ def check_foldable_attention(layout: Layout) -> None:
 def changed_by(method: Method, blocks: Sequence[int], n_layers: int) -> list[int]:
     """Blocks whose matrices a method changes: before each span; with ``chain`` all later."""
     before = [first - 1 for first, _ in spans_of(blocks)]
-    if method == Method.out or not before:
+    if method == "out" or not before:
         return []
-    if method == Method.chain:
+    if method == "chain":
         return [index for index in range(before[0], n_layers) if index not in set(blocks)]
     return before
 
@@ -115,7 +117,7 @@ def fold_attention(
     """The matrix of the block before each block without attention."""
     own = streams.layout.blocks
     blocks = {i: without_attention(block) if i in layers else block for i, block in enumerate(own)}
-    changed = [] if method == Method.out else [layer - 1 for layer in sorted(layers)]
+    changed = [] if method == "out" else [layer - 1 for layer in sorted(layers)]
 
     def target(index: int) -> Tensor:
         h, block = streams.h[index + 1], own[index + 1]
@@ -182,11 +184,11 @@ def fold(
         In units of the mean square of an output dimension; towards the identity for ``replaceme``, towards
         the block's own matrix for ``refit`` and ``chain``.
     """
-    if method == Method.out:
+    if method == "out":
         return matrix
     weight = in_float64(matrix.weight).to(read.device)
     bias = None if matrix.bias is None else in_float64(matrix.bias).to(read.device)
-    if method == Method.magnitude:
+    if method == "magnitude":
         written = read.double() @ weight.T + (0 if bias is None else bias)
         factor = target.double().abs().mean(0) / written.abs().mean(0).clamp_min(
             torch.finfo(torch.float64).tiny

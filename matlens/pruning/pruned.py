@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from matlens.data.examples import Examples
 from matlens.data.readers import check_decoder, check_own_tokens
-from matlens.errors import Between, InputError, NonNegative, Seed, check_choice, checked, short
+from matlens.errors import Between, InputError, NonNegative, Seed, checked, short
 from matlens.models.changes import describe_changes
 from matlens.models.identity import ModelIdentity, Provenance
-from matlens.pruning.choices import PENALTIES, Choice, Method
 from matlens.pruning.choosing import (
     CHOSEN_ON,
     ROWS_A_COLUMN,
+    Choice,
     choose_attention,
     choose_span,
     greedy_order,
@@ -27,8 +27,10 @@ from matlens.pruning.choosing import (
     spans_of,
 )
 from matlens.pruning.folding import (
+    PENALTIES,
     Healed,
     Matrix,
+    Method,
     check_foldable,
     check_foldable_attention,
     fold_attention,
@@ -90,8 +92,8 @@ def prune(
     windows: Examples,
     blocks: int | Sequence[int],
     *,
-    method: str = Method.chain,
-    choice: str = Choice.greedy,
+    method: Method = "chain",
+    choice: Choice = "greedy",
     penalty: NonNegative | None = None,
     heal: Annotated[int, Between(0, 10**9)] = 0,
     seed: Seed = 0,
@@ -112,11 +114,18 @@ def prune(
     blocks
         The number of blocks to remove, or their indices, at least 1: a map needs a block before it.
     method
-        What replaces the matrix before a span: ``chain``, ``refit``, ``replaceme``, ``magnitude`` or
-        ``out``, see `Method`.
+        What replaces the output matrix ``W`` of the FFN before a span. ``out``: nothing (ShortGPT).
+        ``magnitude``: each channel of ``m = W x`` is scaled to the mean absolute value of the target; unlike
+        LinearPatch, which scales the whole stream. ``replaceme``: ``T W``, with the least-squares map ``T``
+        of ``m`` to the target (ReplaceMe). ``refit``: least squares from ``x`` to the target, with a penalty
+        towards ``W``. ``chain``: ``refit``, also for the FFN of every later block, whose target is the
+        original model's own stream; so later blocks correct the remaining error.
     choice
-        How blocks are chosen if only their number is given: ``greedy``, ``loss``, ``angle`` or ``r2``, see
-        `Choice`; on the first 2,048 tokens of the calibration text (``r2``: at least ``4 d_model``).
+        How blocks are chosen if only their number is given, on the first 2,048 tokens of the calibration
+        text. ``greedy``: one at a time, each with the smallest loss increase. ``loss``, ``angle``, ``r2``:
+        the span with the smallest loss increase, with the smallest mean angle between ``h^i`` and
+        ``h^{i+n}``, or with the most linear map between them, without attention sinks (on at least
+        ``4 d_model`` tokens).
     penalty
         Penalty of the folded map towards the original; by default 0.3 for ``chain``, 0.1 for ``refit`` and 0
         otherwise.
@@ -126,10 +135,8 @@ def prune(
     seed
         Seed of the order of texts in healing.
     """
-    method = Method(check_choice(method, Method, "method"))
-    choice = Choice(check_choice(choice, Choice, "choice"))
     requested = parse_blocks(blocks, model.cfg.n_layers)
-    if heal and (method == Method.out or not requested):
+    if heal and (method == "out" or not requested):
         raise InputError("heal needs blocks to remove, and another method than out.")
     calibration = Calibration.run(model, windows, method, progress=progress)
     removed = requested
@@ -137,9 +144,9 @@ def prune(
         removed = calibration.choose(removed, choice, progress=progress)
     made = calibration.without(removed, method, penalty, progress=progress)
     details: dict[str, Any] = {
-        "removed_blocks": list(removed), "method": method.value, "penalty": _penalty(method, penalty),
+        "removed_blocks": list(removed), "method": method, "penalty": _penalty(method, penalty),
         "n_tokens": calibration.streams.tokens.numel(),
-        "choice": choice.value if isinstance(requested, int) else "given",
+        "choice": choice if isinstance(requested, int) else "given",
     }  # fmt: skip
     if heal:
         healed = calibration.heal(made, removed, method, heal, seed=seed, progress=progress)
@@ -153,7 +160,7 @@ def prune_attention(
     windows: Examples,
     attention: int | Sequence[int],
     *,
-    method: str = Method.refit,
+    method: Literal["out", "magnitude", "replaceme", "refit"] = "refit",
     penalty: NonNegative | None = None,
     progress: bool = True,
 ) -> Pruned:
@@ -171,13 +178,12 @@ def prune_attention(
         Their number (those whose removal alone increases the loss on the first 2,048 tokens least), or the
         indices of the blocks, from 1 on.
     """
-    method = Method(check_choice(method, [known for known in Method if known != Method.chain], "method"))
     requested = parse_blocks(attention, model.cfg.n_layers, "attentions")
     penalty = _penalty(method, penalty)
     calibration = Calibration.run(model, windows, method, progress=progress)
     streams, layers = calibration.streams, requested
     calibration._check_enough(method)
-    if method != Method.out:
+    if method != "out":
         check_foldable_attention(calibration.layout)
     if isinstance(layers, int):
         layers = choose_attention(streams.beginning(CHOSEN_ON), layers, progress=progress)
@@ -187,7 +193,7 @@ def prune_attention(
     for layer in layers:
         silence(attention_output(blocks[layer]))
     provenance = calibration.provenance.with_details(
-        removed_attention=list(layers), method=method.value, penalty=penalty,
+        removed_attention=list(layers), method=method, penalty=penalty,
         n_tokens=streams.tokens.numel(), choice="loss" if isinstance(requested, int) else "given",
     )  # fmt: skip
     return Pruned(made, model.tokenizer, (), method, provenance, layers)
@@ -217,7 +223,7 @@ class Calibration:
 
     @classmethod
     def run(
-        cls, model: TransformerBridge, windows: Examples, method: str = Method.out, *, progress: bool = True
+        cls, model: TransformerBridge, windows: Examples, method: Method = "out", *, progress: bool = True
     ) -> Calibration:
         """Read the text; maps of any method but ``out`` must be foldable into the model."""
         check_decoder(model, "cannot be pruned")
@@ -229,49 +235,46 @@ class Calibration:
             )
         check_own_tokens(model, windows)
         layout = Layout.from_model(plain_copy(model))
-        if method != Method.out:
+        if method != "out":
             check_foldable(layout)
         streams = Streams(layout, full_windows(windows), progress=progress)
         return cls(layout, streams, Provenance(identity, data=windows.provenance))
 
-    def choose(self, n: int, choice: str = Choice.greedy, *, progress: bool = True) -> tuple[int, ...]:
+    def choose(self, n: int, choice: Choice = "greedy", *, progress: bool = True) -> tuple[int, ...]:
         """Choose ``n`` blocks to remove, on the beginning of the text."""
-        choice, n_tokens = Choice(check_choice(choice, Choice, "choice")), CHOSEN_ON
-        if choice == Choice.r2:
+        n_tokens = CHOSEN_ON
+        if choice == "r2":
             n_tokens = max(n_tokens, ROWS_A_COLUMN * self.streams.h[0].shape[-1])
         beginning = self.streams.beginning(n_tokens)
-        if choice != Choice.greedy:
+        if choice != "greedy":
             return choose_span(beginning, n, choice, progress=progress)
         if n > len(self._order):
             self._order[:] = greedy_order(beginning, n, progress=progress)
         return tuple(sorted(self._order[:n]))
 
     def without(
-        self, blocks: Sequence[int], method: str, penalty: float | None = None, *, progress: bool = True
+        self, blocks: Sequence[int], method: Method, penalty: float | None = None, *, progress: bool = True
     ) -> Any:
         """A plain model without these blocks, with maps folded by a method."""
-        method = Method(check_choice(method, Method, "method"))
         self._check_enough(method)
         penalty = _penalty(method, penalty)
         matrices = fold_spans(self.streams, blocks, method, penalty, progress=progress)
         return build(self.layout, blocks, matrices)
 
-    def fold_block(self, index: int, block: nn.Module, h: Tensor, target: Tensor, method: str) -> Matrix:
+    def fold_block(self, index: int, block: nn.Module, h: Tensor, target: Tensor, method: Method) -> Matrix:
         """The output matrix of a changed copy of a block that reads ``h``, by a method's default penalty."""
-        method = Method(check_choice(method, Method, "method"))
         return fold_block(self.streams, index, block, h, target, method, _penalty(method, None))
 
     def heal(
-        self, pruned: Any, blocks: Sequence[int], method: str, n_tokens: int, *,
+        self, pruned: Any, blocks: Sequence[int], method: Method, n_tokens: int, *,
         seed: Seed = 0, progress: bool = True,
     ) -> Healed:  # fmt: skip
         """Train the matrices that `without` has changed, in place, towards the original's predictions."""
-        method = Method(check_choice(method, Method, "method"))
         return train_folded(self.streams, pruned, blocks, method, n_tokens, seed=seed, progress=progress)
 
     def _check_enough(self, method: Method) -> None:
         """Refuse fewer tokens than a fit has columns."""
-        if method == Method.out:
+        if method == "out":
             return
         d_model, d_mlp = self.layout.weight_of(self.layout.blocks[0]).shape
         columns, n_tokens = d_mlp if method in PENALTIES else d_model, self.streams.tokens.numel()

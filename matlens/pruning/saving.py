@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from matlens.errors import InputError, checked
 from matlens.io.artifact import MODEL_RECORD, make_config
-from matlens.io.files import check_writable, checksummed, describe_file, locked, write_files
+from matlens.io.files import check_writable, checksummed, describe_file, write_files
 from matlens.io.tables import check_columns
 from matlens.models.tokens import visible
 
@@ -23,44 +21,9 @@ if TYPE_CHECKING:
 
 def check_new(folder: Path) -> None:
     """Check, before any work, that a new folder can be written."""
-    expected = "Expected a new or empty folder for the pruned model"
-    if os.path.lexists(folder):
-        if not folder.is_dir():
-            raise InputError(f"{folder} is not a folder. {expected}.")
-        if any(folder.iterdir()):
-            raise InputError(f"{folder} is not empty. {expected}.")
-        if folder.samefile(os.curdir) or os.path.ismount(folder):
-            what = "a mounted disk" if os.path.ismount(folder) else "the folder that this runs in"
-            raise InputError(
-                f"{folder} is {what}, and cannot be replaced by a finished one. {expected}, such as "
-                f"{folder / 'pruned'}."
-            )
+    if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"{folder} must be a new or empty folder for the pruned model.")
     check_writable(folder)
-
-
-@contextmanager
-def reserved(folder: Path) -> Iterator[Path]:
-    """Reserve a new folder, which is written completely or not at all.
-
-    Yields an empty folder next to it, which is moved to its place at the end (to the target of a link).
-    Another process that reserves the same folder waits. Leftovers of a killed process are removed.
-    """
-    check_new(folder)
-    folder = Path(os.path.realpath(folder))
-    place = folder.with_name(f".{folder.name}.unfinished")
-    work = place / "model"
-    try:
-        with locked(place):
-            check_new(folder)
-            shutil.rmtree(work, ignore_errors=True)
-            work.mkdir()
-            try:
-                yield work
-            finally:
-                shutil.rmtree(work, ignore_errors=True)
-    finally:
-        with suppress(OSError):  # another process is at work there
-            place.rmdir()
 
 
 @checked
@@ -75,26 +38,29 @@ def save_pruned(pruned: Pruned, folder: str | Path, table: pd.DataFrame | None =
         Rows of `matlens.pruning.compare_pruned`, of `matlens.pruning.compare_costs`, or of both, for the
         card.
     """
-    folder = Path(folder)
     if table is not None:
         check_columns(table, ("corpus", "method", "metric", "value"), what="the table")
-    with reserved(folder) as work:
+    folder = Path(os.path.realpath(folder))  # of a link its target is replaced
+    check_new(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as place:
+        work = Path(place, "model")
+        work.mkdir()
         pruned.model.save_pretrained(work)
         pruned.tokenizer.save_pretrained(work)
         write_files({work / "README.md": model_card(pruned, table)})
         request = {
             "removed_blocks": list(pruned.blocks),
             "removed_attention": list(pruned.attention),
-            "method": pruned.method.value,
+            "method": pruned.method,
             "provenance": pruned.provenance.to_json(),
         }
         files = {path.name: describe_file(path) for path in sorted(work.iterdir()) if path.is_file()}
         record = checksummed({**make_config("pruned model", request), "finished": True, "files": files})
         write_files({work / MODEL_RECORD: record})
-        place = Path(os.path.realpath(folder))
-        if place.is_dir():
-            place.rmdir()
-        work.replace(place)
+        if folder.is_dir():
+            folder.rmdir()
+        work.replace(folder)
     return folder
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pandas as pd
 import pytest
@@ -15,7 +15,7 @@ from cuts import cells
 import matlens
 from matlens import pruning
 from matlens.data import make_windows
-from matlens.pruning import Choice
+from matlens.pruning import Choice, Method
 
 
 def test_the_table_is_what_pruning_alone_gives(
@@ -34,8 +34,8 @@ def test_the_table_is_what_pruning_alone_gives(
     )  # fmt: skip
     table = pd.read_csv(tmp_path / "pruning.csv", keep_default_na=False)
     assert "refit" in capsys.readouterr().out
-    assert set(table["method"]) == {"original", "pruned", *pruning.Method}
-    assert set(table["choice"]) == {"", *Choice}
+    assert set(table["method"]) == {"original", "pruned", *get_args(Method)}
+    assert set(table["choice"]) == {"", *get_args(Choice)}
     model = small_model("llama")
     texts = [
         matlens.load_corpus(str(path)).split(n_train=n_train, n_validation=n_validation)

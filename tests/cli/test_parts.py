@@ -46,7 +46,7 @@ def test_a_folder_is_written_that_transformers_loads(
     assert loaded.config.num_hidden_layers == 2
     again = run_command(asked, capsys)
     assert again.code == 2
-    assert "not empty" in " ".join(again.err.split())
+    assert "must be a new or empty folder" in " ".join(again.err.split())
 
 
 def test_an_atlas_is_written_and_drawn(
@@ -55,7 +55,7 @@ def test_an_atlas_is_written_and_drawn(
     asked = [
         "linearity", "--model", model_folder("llama"), "--device", "cpu", "--corpus", corpus,
         "--window", "20",
-        "--windows", "20", "--eval-windows", "3", "--out", tmp_path,
+        "--windows", "20", "--eval-windows", "4", "--out", tmp_path,
     ]  # fmt: skip
     outcome = run_command(asked, capsys)
     assert outcome.code == 0, outcome.err

@@ -15,12 +15,13 @@ from conftest import WORDS
 from cuts import Cells, Cut, beginnings, continuation_losses, continue_prompts, measures, without_blocks
 from pruning import added_perplexity, pruning_table
 
+import matlens
 from matlens import InputError, pruning
 from matlens.data import Corpus, make_windows
 from matlens.io import Artifact
-from matlens.pruning import Calibration, Choice, Method, read_text
+from matlens.pruning import Calibration, read_text
 
-METHODS, CHOICES = (Method.out, Method.replaceme, Method.refit), (Choice.angle, Choice.loss)
+METHODS, CHOICES = ("out", "replaceme", "refit"), ("angle", "loss")
 
 
 @pytest.fixture(scope="module")
@@ -58,20 +59,20 @@ def test_a_healed_model_is_judged_healed(small_model: Callable[[str], Any], text
     """Blocks go one after the other; the model that is healed is another than the folded one."""
     model = small_model("gpt2")
     table = pruning_table(
-        model, texts[0], {"a": texts[1]}, [1, 2], methods=[Method.chain, Method.out],
-        choices=[Choice.greedy, Choice.angle], heal=60,
+        model, texts[0], {"a": texts[1]}, [1, 2], methods=["chain", "out"],
+        choices=["greedy", "angle"], heal=60,
     )  # fmt: skip
-    calibration = Calibration.run(model, texts[0], Method.chain, progress=False)
+    calibration = Calibration.run(model, texts[0], "chain", progress=False)
     perplexities = list[float]()
     for n in (1, 2):
-        blocks = calibration.choose(n, Choice.greedy, progress=False)
+        blocks = calibration.choose(n, "greedy", progress=False)
         rows = table[(table["n_removed"] == n) & (table["choice"] == "greedy")]
         assert set(rows["blocks"]) == {" ".join(map(str, blocks))}
         assert list(dict.fromkeys(rows["method"])) == ["chain", "out", "chain, healed"]
         for method in ("chain", "out", "chain, healed"):
-            pruned = calibration.without(blocks, Method(method.partition(",")[0]), progress=False)
+            pruned = calibration.without(blocks, method.partition(",")[0], progress=False)
             if method == "chain, healed":
-                calibration.heal(pruned, blocks, Method.chain, 60, progress=False)
+                calibration.heal(pruned, blocks, "chain", 60, progress=False)
             losses = read_text(pruned, texts[1], progress=False).losses
             of_method = rows[rows["method"] == method].set_index("metric")["value"]
             perplexities.append(np.exp(losses.total.sum() / losses.n_tokens.sum()))
@@ -87,25 +88,25 @@ def test_methods_are_compared_with_jump_on_the_same_windows_and_prompts(
 ) -> None:
     """Healed with healed; jump itself is compared with the original model."""
     model, evaluated, tokens = small_model("gpt2"), {"a": texts[1], "b": texts[2]}, 9
-    methods: list[str] = [Cut.jump, Method.chain, Cut.linearpatch]
+    methods: list[str] = [Cut.jump, "chain", Cut.linearpatch]
     table = pruning_table(
-        model, texts[0], evaluated, [1, 2], methods=methods, choices=[Choice.greedy], tokens=tokens, heal=60,
+        model, texts[0], evaluated, [1, 2], methods=methods, choices=["greedy"], tokens=tokens, heal=60,
         heal_methods=methods[:2], heal_sizes=[1],
     )  # fmt: skip
-    calibration = Calibration.run(model, texts[0], Method.chain, progress=False)
+    calibration = Calibration.run(model, texts[0], "chain", progress=False)
     plain, prompts = pruning.plain_copy(model), beginnings(evaluated.values(), 32)
     assert prompts.shape == (sum(int((text.lengths == 20).sum()) for text in texts[1:]), 10)
     names = [*methods, *(f"{method}, healed" for method in methods[:2])]
     assert list(dict.fromkeys(table[table["n_removed"] == 1]["method"])) == ["pruned", "jump", *names[1:]]
     assert set(table[table["n_removed"] == 2]["method"]) == {"pruned", *methods}
-    blocks = calibration.choose(1, Choice.greedy, progress=False)
+    blocks = calibration.choose(1, "greedy", progress=False)
     jump, chain = (
         without_blocks(calibration, blocks, Cut.jump),
-        calibration.without(blocks, Method.chain, progress=False),
+        calibration.without(blocks, "chain", progress=False),
     )
     if healed:
-        calibration.heal(jump, blocks, Method.refit, 60, progress=False)
-        calibration.heal(chain, blocks, Method.chain, 60, progress=False)
+        calibration.heal(jump, blocks, "refit", 60, progress=False)
+        calibration.heal(chain, blocks, "chain", 60, progress=False)
     ours = table[(table["n_removed"] == 1) & (table["choice"] == "greedy")]
     for method, of_method, other, of_other in (
         ("chain", chain, "jump", jump), ("jump", jump, "original", plain),
@@ -177,7 +178,7 @@ def test_each_size_is_timed_once_beside_the_whole(
 
     monkeypatch.setattr("matlens.pruning.evaluation._written", written)
     table = pruning_table(
-        small_model("gpt2"), texts[0], {"a": texts[1]}, [2, 1], methods=[Method.out], choices=CHOICES,
+        small_model("gpt2"), texts[0], {"a": texts[1]}, [2, 1], methods=["out"], choices=CHOICES,
     )  # fmt: skip
     assert turns == [3, 1] * 7 + [3, 2] * 7
     costs = table[table["corpus"] == ""]
@@ -204,7 +205,7 @@ def test_a_map_at_the_cut_is_timed_in_the_same_turns(
 
     monkeypatch.setattr("matlens.pruning.evaluation._written", written)
     table = pruning_table(
-        small_model("gpt2"), texts[0], {"a": texts[1]}, [1, 2], methods=[Cut.jump], choices=[Choice.angle]
+        small_model("gpt2"), texts[0], {"a": texts[1]}, [1, 2], methods=[Cut.jump], choices=["angle"]
     )
     costs = table[table["corpus"] == ""].set_index(["method", "n_removed", "metric"])["value"]
     assert [costs["jump", n, "seconds"] for n in (1, 2)] == [12, 11]
@@ -238,7 +239,8 @@ def test_one_window_alone_is_refused_before_the_work(
     ):
         with pytest.raises(InputError, match="at least two"):
             evaluate()
-    table = pruning.compare_pruned(model, pruned, two, progress=False)
+    with pytest.warns(matlens.InputWarning, match="intervals over 2 texts are too wide"):
+        table = pruning.compare_pruned(model, pruned, two, progress=False)
     assert not table["low"].isna().any()
 
 

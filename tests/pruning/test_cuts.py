@@ -16,7 +16,7 @@ from cuts import Cut, insert_map, maps, without_blocks
 from cuts.maps import hadamard
 
 from matlens import InputError
-from matlens.pruning import Calibration, Method
+from matlens.pruning import Calibration
 
 Models = Callable[[str], Any]
 MODEL, TWO_SPANS = "llama-deep", [1, 2, 4]  # of six blocks
@@ -29,7 +29,7 @@ def calibrations(small_model: Models, windows: Models) -> Callable[[str], Calibr
 
     def calibration(name: str) -> Calibration:
         if name not in made:
-            made[name] = Calibration.run(small_model(name), windows(name), Method.refit, progress=False)
+            made[name] = Calibration.run(small_model(name), windows(name), "refit", progress=False)
         return made[name]
 
     return calibration
@@ -135,7 +135,7 @@ def test_a_chain_from_the_identity_is_the_chain(
     name: str, blocks: list[int], calibrations: Callable[[str], Calibration], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calibration = calibrations(name)
-    chain = calibration.without(blocks, Method.chain, progress=False)
+    chain = calibration.without(blocks, "chain", progress=False)
     from_jump = without_blocks(calibration, blocks, Cut.chain_from_jump)
     width = calibration.streams.h[0].shape[-1]
     monkeypatch.setattr(maps, "fit_map", lambda *_: torch.eye(width).double())
@@ -228,7 +228,7 @@ def test_healing_trains_the_map_and_the_matrices_of_the_method(
 
 def test_a_map_is_of_the_models_precision(calibrations: Callable[[str], Calibration]) -> None:
     calibration = calibrations(MODEL)
-    made = calibration.without([1], Method.out, progress=False).bfloat16()
+    made = calibration.without([1], "out", progress=False).bfloat16()
     layout = replace(calibration.layout, model=made)
     insert_map(layout, layout.blocks[0], torch.eye(32).double())
     assert {weight.dtype for weight in made.parameters()} == {torch.bfloat16}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
@@ -38,7 +40,7 @@ def ridge_by_hand(
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("penalty", [0.0, 0.1, 2.0])
-@pytest.mark.parametrize("method", Method)
+@pytest.mark.parametrize("method", get_args(Method))
 def test_a_fold_is_least_squares_held_near_what_was(
     method: Method, penalty: float, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,12 +50,12 @@ def test_a_fold_is_least_squares_held_near_what_was(
     x, y, w = (each.double().numpy() for each in (read, right, matrix.weight))
     b = np.zeros(D) if matrix.bias is None else matrix.bias.double().numpy()
     written = x @ w.T + b
-    if method == Method.out:
+    if method == "out":
         weight, offset = w, b
-    elif method == Method.magnitude:
+    elif method == "magnitude":
         factor = np.abs(y).mean(0) / np.abs(written).mean(0)
         weight, offset = factor[:, None] * w, factor * b
-    elif method == Method.replaceme:
+    elif method == "replaceme":
         ridge = penalty * np.square(written).sum() / D
         turned, _ = ridge_by_hand(written, y, np.eye(D), ridge, intercept=False)
         weight, offset = turned @ w, turned @ b
@@ -69,5 +71,5 @@ def test_a_fold_is_least_squares_held_near_what_was(
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_matrix_that_reads_nothing_stays(bias: bool) -> None:
     matrix, read, right = setting(bias=bias)
-    ours = fold(Method.refit, matrix, torch.zeros_like(read), right, penalty=0.3)
+    ours = fold("refit", matrix, torch.zeros_like(read), right, penalty=0.3)
     np.testing.assert_allclose(ours.weight.numpy(), matrix.weight.numpy(), rtol=1e-6)

@@ -16,7 +16,6 @@ from conftest import D_MODEL, N_LAYERS
 import matlens
 from matlens import InputError, pruning
 from matlens.data import make_windows
-from matlens.pruning import Choice
 from matlens.pruning.choosing import (
     angles,
     choose_span,
@@ -72,12 +71,12 @@ def test_the_last_stream_gives_the_models_own_loss(
 def test_choices_are_the_least_of_all(streams: Streams) -> None:
     alone = {block: loss_without(streams, [block]) for block in (1, 2)}
     best = min(alone, key=alone.__getitem__)
-    assert choose_span(streams, 1, Choice.loss, progress=False) == (best,)
+    assert choose_span(streams, 1, "loss", progress=False) == (best,)
     assert greedy_order(streams, 1, progress=False) == [best]
     assert sorted(greedy_order(streams, 2, progress=False)) == [1, 2]
     turned = {i: float(angles(streams.h[i], streams.h[i + 1]).mean()) for i in (1, 2)}
-    assert choose_span(streams, 1, Choice.angle, progress=False) == (min(turned, key=turned.get),)
-    assert choose_span(streams, 0, Choice.loss, progress=False) == ()
+    assert choose_span(streams, 1, "angle", progress=False) == (min(turned, key=turned.get),)
+    assert choose_span(streams, 0, "loss", progress=False) == ()
 
 
 def test_the_most_linear_span_is_that_of_least_squares_without_sinks(streams: Streams) -> None:
@@ -98,11 +97,11 @@ def test_the_most_linear_span_is_that_of_least_squares_without_sinks(streams: St
         scores[start] = float((1 - rest.var(0) / y.var(0)).mean())
         assert linearity_of(marked.h[start], marked.h[start + 1], ~sinks) == pytest.approx(scores[start])
     best = max(scores, key=scores.__getitem__)
-    assert choose_span(marked, 1, Choice.r2, progress=False) == (best,)
+    assert choose_span(marked, 1, "r2", progress=False) == (best,)
     few = streams.beginning(1)
     few.tokens, few.h = few.tokens[:1], [h[:1] for h in few.h]
     with pytest.raises(InputError, match="more than 33 tokens"):
-        choose_span(few, 1, Choice.r2, progress=False)
+        choose_span(few, 1, "r2", progress=False)
 
 
 def greedy_by_hand(loss: Callable[[list[int]], float], n_layers: int, n: int) -> list[int]:
@@ -155,7 +154,7 @@ def test_the_beginning_of_streams_is_what_shorter_texts_give(streams: Streams) -
 @pytest.mark.parametrize(
     "choose",
     [
-        lambda streams: choose_span(streams, 1, Choice.loss, progress=False),
+        lambda streams: choose_span(streams, 1, "loss", progress=False),
         lambda streams: tuple(greedy_order(streams, 1, progress=False)),
     ],
 )
