@@ -31,7 +31,7 @@ from matlens.linear.mapsets import MapSet
 from matlens.models.identity import Provenance
 from matlens.models.layout import ModelLayout
 from matlens.patching.submodules import fit_submodules, submodule_pairs
-from matlens.study.steps import fit_statistics
+from matlens.study.steps import fit_maps
 
 BATCH = 40  # tokens of a batch: about fifteen batches of the forty sentences
 PAIRS = [(0, 3), (1, 3), (0, 1)]
@@ -70,8 +70,8 @@ def everything(model: Any, examples: Examples, few: Examples, folder: Path) -> d
             "streamed": weights(fit_stream(passing, PAIRS, ridge=0.5, divided=True)),
             "selected": weights(fit_stream(again, PAIRS, rows=some, ridge=0.5, divided=True)),
         }
-    moments = stream_least_squares(model, examples, folder / "moments", pairs=PAIRS, **quiet)
-    fit_statistics(moments, folder / "maps", ridge=0.5, progress=False)
+    moments = stream_least_squares(model, examples, folder / "statistics", pairs=PAIRS, **quiet)
+    fit_maps(folder, ridge=0.5, progress=False)
     return {
         "maps": maps,
         "written": weights(MapSet.load(folder / "maps")),

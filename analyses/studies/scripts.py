@@ -133,7 +133,7 @@ def run_study(
     if model is not None:
         shared["device"] = _option(str | None, "cpu, cuda or mps; by default the best available."), None
         shared["suffix"] = _option(str, "Appended to the names of tables and figures, such as _bert."), ""
-    out = typer.Option(parser=options.path_of, metavar="PATH", help="Output folder.")
+    out = typer.Option(metavar="PATH", help="Output folder.")
     shared["out"] = Annotated[Path, out], Path("out")
     several = "studies" in inspect.signature(work).parameters
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +11,9 @@ from matlens import __version__
 from matlens.cli import ffn, lens, pages, parts, study
 from matlens.cli.printing import print_line, print_table
 from matlens.cli.starting import start
+
+if TYPE_CHECKING:
+    from matlens.io.cache import Cache
 
 _GIB, _MIB = 2**30, 2**20
 
@@ -48,12 +51,9 @@ def _common(
 @cache.command()
 def show() -> None:
     """Show the folder of the cache, its entries, and when they were last used."""
-    from matlens.io.cache import LIMIT, VARIABLE, default_cache
+    from matlens.io.cache import LIMIT, VARIABLE
 
-    cache = default_cache()
-    if cache is None:
-        print_line(f"The cache is switched off by the environment variable {VARIABLE}.")
-        return
+    cache = _existing_cache()
     entries = cache.entries()
     rows = [
         (
@@ -75,14 +75,19 @@ def show() -> None:
 @cache.command()
 def clear() -> None:
     """Remove all cache entries that no other process is writing."""
+    cache = _existing_cache()
+    freed = cache.clear()
+    print_line(f"{freed / _MIB:,.1f} MiB freed in {cache.root}.")
+
+
+def _existing_cache() -> Cache:
     from matlens.io.cache import VARIABLE, default_cache
 
     cache = default_cache()
     if cache is None:
         print_line(f"The cache is switched off by the environment variable {VARIABLE}.")
-        return
-    freed = cache.clear()
-    print_line(f"{freed / _MIB:,.1f} MiB freed in {cache.root}.")
+        raise typer.Exit
+    return cache
 
 
 def main() -> None:

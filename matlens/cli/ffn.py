@@ -25,7 +25,7 @@ def show(names: list[str], /, model: ModelOptions, reading: ReadOptions) -> None
     from matlens.models.tokens import visible
 
     catalogue = model.catalogue()
-    table = reading.projection(catalogue).table(catalogue.values, names, k=reading.tokens)
+    table = catalogue.projection(reading.read).table(catalogue.values, names, k=reading.tokens)
     table["token"] = table["token"].map(visible)
     for value, scores in table.groupby("value", sort=False):
         top, bottom = (scores[scores["side"] == side] for side in ("top", "bottom"))
@@ -55,11 +55,8 @@ def search(
     top_k
         Number of top tokens of each vector to search.
     """
-    from matlens.models.tokens import word_tokens
-
     catalogue = model.catalogue()
-    values, projection = catalogue.values, reading.projection(catalogue)
-    word_tokens(projection.tokenizer, words)  # before the work, not after it
+    values, projection = catalogue.values, catalogue.projection(reading.read)
     tokens = catalogue.top_tokens(values, projection, reading=reading.read, k=top_k)
     matches = projection.search(values, tokens, words)
     if matches.empty:
@@ -81,7 +78,7 @@ def promoting(
 ) -> None:
     """Find the value vectors that raise the odds of the words most."""
     catalogue = model.catalogue()
-    values, projection = catalogue.values, reading.projection(catalogue)
+    values, projection = catalogue.values, catalogue.projection(reading.read)
     lifts = projection.promoting(values, words, n=min(limit, len(values)))
     print_frame(
         "By lift, the score above the mean of all tokens",
@@ -125,7 +122,7 @@ def cluster(
     catalogue = model.catalogue()
     values = catalogue.values
     asked = [values.resolve(name) for name in names or ()]  # before the work
-    projection = reading.projection(catalogue)
+    projection = catalogue.projection(reading.read)
     fitted = cluster_values(values, out, clusters, linkage=linkage, memory=memory)
     chosen = fitted.containing(values, asked) if asked else list(range(min(limit, len(fitted))))
     table = fitted.table(values, projection, chosen, n_tokens=reading.tokens)
@@ -182,7 +179,7 @@ def update(
     from matlens.models.tokens import token_texts, visible
 
     bridge = model.load()
-    projection = reading.projection(Catalogue(bridge))
+    projection = Catalogue(bridge).projection(reading.read)
     examples = make_prompts(bridge, [prompt])
     if position is not None:
         length = len(examples.tokens)

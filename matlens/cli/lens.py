@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -24,10 +24,8 @@ REPORT_TRAIN, REPORT_VAL = 1000, 500
 
 def _methods(names: list[str], options: LensConfig) -> list[str | LensConfig]:
     """The lenses of some names, closed forms with the options that differ from their defaults."""
-    given = {option.name: getattr(options, option.name) for option in fields(options)}
-    changes = {
-        option.name: given[option.name] for option in fields(options) if given[option.name] != option.default
-    }
+    defaults = vars(LensConfig())
+    changes = {name: value for name, value in vars(options).items() if value != defaults[name]}
     return [
         name if config is None else replace(config, **changes)
         for name, config in parse_methods(names).items()
@@ -141,16 +139,15 @@ def report(
         longest=longest, evaluations=sets, seed=seed,
     )  # fmt: skip
     tables = {
-        "lens_report": (comparison.report, plots.plot_report),
-        "lens_exits": (comparison.exits, None),
-        "lens_evaluations": (comparison.evaluations, None),
+        "lens_report": comparison.report,
+        "lens_exits": comparison.exits,
+        "lens_evaluations": comparison.evaluations,
     }
-    for name, (table, draw) in tables.items():
+    for name, table in tables.items():
         if table is not None:
             write_results(out, name, table, comparison.origin)
             print_line(out / f"{name}.csv")
-            if draw is not None:
-                print_figures(plots.save(draw(table), out / name))
+    print_figures(plots.save(plots.plot_report(comparison.report), out / "lens_report"))
     print_members(comparison.report, comparison.exits)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 import typer
 from typer.models import OptionInfo, ParameterInfo
 
-from matlens.errors import Between, NonNegative, PositiveInt, Seed, check_int, printable, short
+from matlens.errors import Between, NonNegative, PositiveInt, Seed, printable, short
 from matlens.parallel import waiting
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
     from matlens.data.corpus import Corpus
     from matlens.ffn.catalogue import Catalogue
-    from matlens.ffn.projection import Projection
     from matlens.study.study import Study
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -60,20 +58,16 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[...
     """Make a function a command; it can be called as before."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(function)
-        hints = get_type_hints(function, include_extras=True)
+        signature, hints = inspect.signature(function), get_type_hints(function)
+        groups: dict[str, Any] = {
+            each: hints[each] for each in signature.parameters if is_dataclass(hints[each])
+        }
 
         @wraps(function)
         def run(**given: Any) -> Any:
-            arguments: Any = {}
-            for parameter in signature.parameters:
-                if is_dataclass(hints[parameter]):
-                    group: Any = hints[parameter]
-                    of_group = {field.name: given[field.name] for field in fields(group)}
-                    arguments[parameter] = group(**of_group)
-                else:
-                    arguments[parameter] = given[parameter]
-            bound = inspect.BoundArguments(signature, arguments)
+            for parameter, group in groups.items():
+                given[parameter] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+            bound = inspect.BoundArguments(signature, given)
             return function(*bound.args, **bound.kwargs)
 
         app.command(name, help=documented(function)[0])(with_signature(run, options_of(function)))
@@ -95,27 +89,23 @@ def options_of(function: Any, *, but: Sequence[str] = ()) -> list[Parameter]:
         else:
             kind, notes = _without_notes(hint)
             info = _info(parameter, kind, notes)
-            info.help = info.help or helps.get(name) or SHARED.get(name) or _of_groups().get(name)
-            kind = Any if info.parser == ridge_of else kind  # typer does not support unions
+            info.help = info.help or helps.get(name) or _shared_help().get(name)
+            kind = Any if info.parser else kind  # typer does not support all unions
             options.append(parameter.replace(annotation=Annotated[kind, info], kind=Parameter.KEYWORD_ONLY))
     return sorted(options, key=lambda option: option.default is not Parameter.empty)
 
 
 def _info(parameter: Parameter, kind: Any, notes: list[Any]) -> Any:
-    info: Any = next((copy(note) for note in notes if isinstance(note, ParameterInfo)), None)
-    if info is None:
-        if parameter.kind is Parameter.POSITIONAL_ONLY:
-            info = typer.Argument(show_default=False)
-        else:
-            info = typer.Option(f"--{parameter.name.replace('_', '-')}")
+    info: Any = copy(next((note for note in notes if isinstance(note, ParameterInfo)), _PARSED.get(kind)))
+    if info is None and parameter.kind is Parameter.POSITIONAL_ONLY:
+        info = typer.Argument(show_default=False)
+    elif info is None:
+        info = typer.Option(f"--{parameter.name.replace('_', '-')}")
     for bounds in (note for note in notes if isinstance(note, Between)):
         info.min = None if bounds.min == -math.inf else bounds.min
         info.max = None if bounds.max == math.inf else bounds.max
-    if kind == Union[float, Literal["loo"]]:  # noqa: UP007
-        info.parser, info.metavar = ridge_of, "FLOAT|loo"
     if Path in (kind, *get_args(kind)):
-        is_option = isinstance(info, OptionInfo)
-        info.parser, info.metavar = path_of, "PATH" if is_option else parameter.name.upper()
+        info.metavar = "PATH" if isinstance(info, OptionInfo) else parameter.name.upper()
     return info
 
 
@@ -148,59 +138,48 @@ def with_signature(function: Callable[..., Any], parameters: list[Parameter]) ->
     return function
 
 
-# Parsers of command-line values
+# Options that are read from a text
 
 
-def path_of(text: str | Path) -> Path:
-    """A path; an empty text, such as an unset shell variable, is an error.
+def parsed(read: Callable[[str], Any], metavar: str, form: str) -> OptionInfo:
+    """An option that a function reads; for a text that it cannot read, the error says the valid form."""
 
-    Expands ``~``, which shells do not in ``--out=~/here``.
-    """
-    if not str(text).strip():
-        raise typer.BadParameter("must be a path, got nothing. Use '.' for the current folder.")
-    return Path(os.path.expanduser(text))
+    def parse(text: Any) -> Any:
+        try:
+            return read(text)
+        except ValueError:
+            raise typer.BadParameter(f"must be {form}, got {short(text)}.") from None
 
-
-def layers_of(text: str) -> list[int]:
-    """Comma-separated layers."""
-    try:
-        return [int(layer) for layer in text.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"must be a list such as 0,12,29, got {short(text)}.") from None
+    return typer.Option(parser=parse, metavar=metavar)
 
 
-def pairs_of(text: str) -> Any:
-    """All pairs of layers, those onto the last, or a list."""
-    try:
-        if text in ("all", "last"):
-            return text
-        pairs = [pair.split(":") for pair in text.split(",")]
-        return [(int(source), int(target)) for source, target in pairs]
-    except ValueError:
-        raise typer.BadParameter(f"must be all, last or a list as 0:12,6:12, got {short(text)}.") from None
+def _read_pairs(text: str) -> Any:
+    if text in ("all", "last"):
+        return text
+    pairs = [pair.split(":") for pair in text.split(",")]
+    return [(int(source), int(target)) for source, target in pairs]
 
 
-def ridge_of(text: str | float) -> float | Literal["loo"]:
-    """A penalty, or ``loo``."""
-    try:
-        return "loo" if text == "loo" else float(text)
-    except ValueError:
-        raise typer.BadParameter(f"must be a number or loo, got {short(text)}.") from None
-
-
-PairsOption = Annotated[Any, typer.Option("--pairs", parser=pairs_of, metavar="PAIRS")]
-Layers = Annotated[Any, typer.Option("--layers", parser=layers_of, metavar="LAYERS")]
+PairsOption = Annotated[Any, parsed(_read_pairs, "PAIRS", "all, last or a list as 0:12,6:12")]
+Layers = Annotated[
+    Any, parsed(lambda text: list(map(int, text.split(","))), "LAYERS", "a list such as 0,12,29")
+]
 KeepRows = Annotated[bool, typer.Option("--keep-rows/--stream")]
+_PARSED: dict[Any, OptionInfo] = {
+    Union[float, Literal["loo"]]: parsed(  # noqa: UP007
+        lambda text: "loo" if text == "loo" else float(text), "FLOAT|loo", "a number or loo"
+    )
+}
 
 
 # Groups of options
 
 
 @cache
-def _of_groups() -> dict[str, str]:
-    """The help of the fields of all groups by name."""
+def _shared_help() -> dict[str, str]:
+    """The help of shared options, and of the fields of all groups, by name."""
     groups = (ReadOptions, FitOptions, SampleOptions, CorpusOptions, ModelOptions)
-    return {name: text for group in groups for name, text in documented(group)[1].items()}
+    return {name: text for group in groups for name, text in documented(group)[1].items()} | SHARED
 
 
 @dataclass(frozen=True)
@@ -319,15 +298,11 @@ def split_parts(
     Both defaults shrink in proportion; a single default shrinks to the rest.
     """
     n_train, n_val = (size or default for size, default in zip(sizes, defaults, strict=True))
-    n, smaller = len(corpus), (n_train, n_val)
-    if n_train + n_val > n:
-        if sizes == (None, None):
-            share = n / (n_train + n_val)
-            smaller = int(n_train * share), int(n_val * share)
-        elif sizes[0] is None:
-            smaller = n - n_val, n_val
-        elif sizes[1] is None:
-            smaller = n_train, n - n_train
+    given = sum(size or 0 for size in sizes)
+    rest, n = n_train + n_val - given, len(corpus)
+    smaller = tuple(
+        size or default * min(n - given, rest) // rest for size, default in zip(sizes, defaults, strict=True)
+    )
     if smaller != (n_train, n_val) and smaller[0] >= 1 and smaller[1] >= 2:
         print(
             f"{printable(corpus.name)} has {n:,} sentences, fewer than {n_train:,}+{n_val:,} "
@@ -420,10 +395,3 @@ class ReadOptions:
 
     tokens: PositiveInt = 10
     read: Literal["plain", "norm", "head"] = "plain"
-
-    def projection(self, catalogue: Catalogue) -> Projection:
-        """How vectors of the model are read."""
-        projection = catalogue.projection(self.read)
-        d_vocab = len(projection.unembedding)
-        check_int(self.tokens, "The number of tokens", min=1, max=d_vocab)  # before the work
-        return projection

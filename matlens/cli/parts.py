@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from matlens.cli.options import CorpusOptions, ModelOptions, command
+from matlens.cli.options import CorpusOptions, ModelOptions, command, parsed
 from matlens.cli.printing import number_text, print_atlas, print_figures, print_frame, print_line
 from matlens.cli.starting import on_main
 from matlens.errors import Between, InputError, NonNegative, NonNegativeInt, PositiveInt, Seed
@@ -20,17 +20,14 @@ Choice = Literal["angle", "r2", "loss", "greedy"]
 TwoOrMore = Annotated[int, Between(2)]
 
 
-def _blocks(text: str) -> int | list[int]:
-    try:
-        indices = [int(part) for part in text.removesuffix(",").split(",")]
-    except ValueError:
-        raise typer.BadParameter(
-            f"must be a number of blocks, or a list such as 13,14,15 (one block: 13,), got {text[:40]!r}."
-        ) from None
+def _read_blocks(text: str) -> int | list[int]:
+    indices = [int(part) for part in text.removesuffix(",").split(",")]
     return indices if "," in text else indices[0]
 
 
-Blocks = Annotated[Any, typer.Option(parser=_blocks, metavar="BLOCKS")]
+Blocks = Annotated[
+    Any, parsed(_read_blocks, "BLOCKS", "a number of blocks, or a list such as 13,14,15 (one block: 13,)")
+]
 
 
 @command(app)

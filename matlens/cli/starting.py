@@ -93,18 +93,12 @@ def report_errors(work: Callable[[], Any]) -> None:
             sys.stdout and sys.stdout.flush()
         if not isinstance(code, int) or not code:
             return
-    except InputError as error:
-        code, message = _BAD_INPUT, str(error)
     except (typer.Abort, KeyboardInterrupt):
-        code = _INTERRUPTED
-    except SystemExit as stop:
-        if stop.code != _INTERRUPTED:
-            raise
         code = _INTERRUPTED
     except BrokenPipeError:
         code = _PIPE_CLOSED
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
-    except OSError as error:
+    except (InputError, OSError) as error:
         code, message = _BAD_INPUT, str(error)
     except Exception as error:
         code = _BAD_INPUT

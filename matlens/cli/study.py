@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -21,10 +20,11 @@ from matlens.cli.options import (
     PositionChoice,
     SampleOptions,
     command,
+    parsed,
 )
 from matlens.cli.printing import print_figures, print_line, print_results, print_table
 from matlens.cli.starting import on_main
-from matlens.errors import InputError, NonNegativeInt, PositiveInt, check_choice
+from matlens.errors import InputError, NonNegativeInt, PositiveInt
 
 PairsChoice = Literal["last", "all"]
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -75,16 +75,19 @@ def fit(folder: Path, /, how: FitOptions) -> None:
     print_line(f"{len(maps)} maps in {folder / MAPS}. Next: matlens evaluate {folder}")
 
 
-def _part_of(text: str) -> tuple[int, int]:
-    read = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
-    if read is None or not 1 <= int(read[1]) <= int(read[2]):
-        raise typer.BadParameter(f"must be a part such as 3/8, got {text[:40]}.")
-    return int(read[1]), int(read[2])
+def _read_part(text: str) -> tuple[int, int]:
+    number, of = map(int, text.split("/"))
+    if not 1 <= number <= of:
+        raise ValueError
+    return number, of
+
+
+Part = Annotated[Any, parsed(_read_part, "K/N", "a part such as 3/8")]
 
 
 @command(app, "part")
 def run_part(
-    part: Annotated[Any, typer.Option("--part", parser=_part_of, metavar="K/N")],
+    part: Part,
     model: ModelOptions,
     corpus: CorpusOptions,
     samples: SampleOptions,
@@ -121,15 +124,14 @@ def merge(parts: list[Path], /, out: Path, how: FitOptions) -> None:
     from matlens.linear.streaming import StoredLeastSquares
     from matlens.study.output import MAPS, STATISTICS
     from matlens.study.plan import check_merge
-    from matlens.study.steps import fit_statistics
+    from matlens.study.steps import fit_maps
 
-    stored, arguments = StoredLeastSquares(*parts), asdict(how)
-    if how.pairs == "all":  # all that the parts have stored
-        arguments["pairs"] = None
-    else:
-        stored.check_pairs(resolve_pairs(arguments["pairs"], stored.provenance))  # before it is written
+    stored = StoredLeastSquares(*parts)
+    if how.pairs != "all":  # all that the parts have stored
+        stored.check_pairs(resolve_pairs(how.pairs, stored.provenance))  # before it is written
     check_merge(stored, out / STATISTICS)
-    maps = fit_statistics(stored.merge(out / STATISTICS), out / MAPS, **arguments)
+    stored.merge(out / STATISTICS)
+    maps = fit_maps(out, **asdict(how))
     print_line(
         f"{len(maps)} maps of {stored.n_samples:,} samples in {out / MAPS}. 'matlens run' with the options "
         f"of the parts and --out {out} evaluates them."
@@ -162,13 +164,8 @@ def evaluate(
 
     fitted_on = MapSet.load(folder / MAPS).provenance.identity
     name, revision = (model, None) if model else (fitted_on.name, fitted_on.revision)
-    fitted_in: Any = check_choice(fitted_on.dtype, get_args(Dtype), "The precision of the maps' model")
-    if same_precision and dtype not in (None, fitted_in):
-        raise InputError(
-            f"The maps in {folder / MAPS} were fitted in {fitted_in}, not in {dtype}. Use "
-            "--other-precision to allow that."
-        )
-    loaded = ModelOptions(name, device, dtype or fitted_in, revision, trust_remote_code, stack).load()
+    precision: Any = dtype or fitted_on.dtype
+    loaded = ModelOptions(name, device, precision, revision, trust_remote_code, stack).load()
     print_results(evaluate_maps(loaded, folder, same_precision=same_precision), folder)
     print_line(f"Table in {folder / RESULTS}.csv. Next: matlens plot {folder}")
 

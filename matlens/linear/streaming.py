@@ -65,7 +65,8 @@ class StoredLeastSquares:
                 f"The folders must be different parts of one division of a job, got the parts {found}: "
                 "sentences would count twice."
             )
-        self.targets = by_source([(source, target) for source, target in self.request["pairs"]])
+        self.pairs = [(source, target) for source, target in self.request["pairs"]]
+        self.targets = by_source(self.pairs)
         self.widths: dict[str, int] = self.request["widths"]
         self.n_samples = sum(request["n_samples"] for request in requests)
 

@@ -11,11 +11,11 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from matlens import parallel
 from matlens.activations.activations import Positions
-from matlens.errors import Between, InputError, check_choice, check_int, checked
+from matlens.errors import InputError, NonNegativeInt, PositiveInt, check_int, checked
 from matlens.io.artifact import is_finished
 from matlens.io.files import nearest_existing
 from matlens.io.rows import Column
@@ -38,10 +38,6 @@ from matlens.models.vision import is_visual
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-Size = Annotated[int, Between(1, 10**8)]  # of a shape
-Count = Annotated[int, Between(1, 2**40)]  # of sentences
-CountOrNone = Annotated[int, Between(0, 2**50)]
-
 _BATCH_TOKENS = 2048  # of a batch on a CPU
 _SENTENCE = 30  # tokens per sentence by default
 _ROWS = 256  # distributions in memory while maps are evaluated
@@ -63,12 +59,12 @@ class Shape:
         Bytes of a parameter, as the model runs.
     """
 
-    n_layers: Size
-    d_model: Size
-    d_mlp: CountOrNone = 0
-    d_vocab: Size = 50_000
-    n_parameters: CountOrNone = 0
-    parameter_bytes: Annotated[int, Between(1, 8)] = 4
+    n_layers: PositiveInt
+    d_model: PositiveInt
+    d_mlp: NonNegativeInt = 0
+    d_vocab: PositiveInt = 50_000
+    n_parameters: NonNegativeInt = 0
+    parameter_bytes: PositiveInt = 4
 
     def __post_init__(self) -> None:
         if not self.d_mlp:
@@ -146,7 +142,7 @@ class Plan:
     statistics: int
 
     def __getitem__(self, step: str) -> Need:
-        return self.needs[check_choice(step, self.needs, "step")]
+        return self.needs[step]
 
     @property
     def job(self) -> tuple[int, int]:
@@ -158,13 +154,12 @@ class Plan:
 @checked
 def plan_study(
     shape: Shape,
-    n_train: Count,
-    n_validation: CountOrNone = 0,
+    n_train: PositiveInt,
+    n_validation: NonNegativeInt = 0,
     *,
     positions: Positions = "sampled",
     pairs: PairsToFit = "all",
     train_tokens: int | None = None,
-    intercept: bool = False,
     keep_rows: bool = False,
 ) -> Plan:
     """Plan the memory, disk and operations of each step of a study.
@@ -179,13 +174,11 @@ def plan_study(
         Maps onto the last layer, or between all.
     train_tokens
         Tokens of the training sentences, by default thirty each.
-    intercept
-        Whether a bias is fitted.
     keep_rows
         Whether the vectors of all positions are collected, as with ``--keep-rows``.
     """
     tokens = _SENTENCE * n_train if train_tokens is None else train_tokens
-    check_int(tokens, "train_tokens", min=n_train, max=2**50)
+    check_int(tokens, "train_tokens", min=n_train)
     n_rows = n_train if positions == "sampled" else tokens
     length = tokens // n_train
     run = tokens if positions == "all" else tokens // 2 + n_train  # up to the sampled token
@@ -201,7 +194,7 @@ def plan_study(
     solving = n_pairs * d**3
     validation = (n_validation, length * n_validation, n_validation)
     on_validation = collected_bytes(shape, *validation) if n_validation else 0
-    passing, maps = 2 * of_block * (run + validated), 4 * n_pairs * d * (d + intercept)
+    passing, maps = 2 * of_block * (run + validated), 4 * n_pairs * d * d
     collecting = of_pass + 8 * (n_layers + 1) * rows_of_batch * d
 
     weights = shape.n_parameters * shape.parameter_bytes
@@ -331,8 +324,7 @@ def check_merge(parts: StoredLeastSquares, folder: Path) -> None:
     """Raise InputError if memory or disk are too small for merging parts into an unfinished folder."""
     if is_finished(folder):
         return
-    pairs = [(source, target) for source, targets in parts.targets.items() for target in targets]
-    sources, n_parts = _widths_of(pairs, parts.widths), len(parts.parts)
+    sources, n_parts = _widths_of(parts.pairs, parts.widths), len(parts.parts)
     work = f"Merging {n_parts} parts of {max(parts.widths.values()):,} dimensions"
     needed = stored_fit_bytes(sources, n_shards=n_parts, written=True)
     check_memory(needed, work, "Merge them on a machine with more memory.")

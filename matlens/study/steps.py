@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,87 +51,67 @@ def fit_maps(
     Parameters
     ----------
     pairs
-        ``"all"`` for every ``0 <= l < l' <= L``, ``"last"`` for those onto ``L``, or a list of pairs.
+        ``"all"`` for every ``0 <= l < l' <= L``, or all with sufficient statistics; ``"last"`` for those onto
+        ``L``; or a list of pairs.
     intercept, ridge
         Off by default, as in the paper. With ``ridge=None`` the penalty is 0 where samples are at least twice
         as many as the width of the model, and else what `typical_penalty` gives.
     """
     folder = Path(folder)
-    if has_statistics(folder):
-        stored = StoredLeastSquares(folder / STATISTICS)
-        return fit_statistics(
-            stored, folder / MAPS, pairs=pairs, intercept=intercept, ridge=ridge, progress=progress
-        )
-    train = Activations.load(folder / TRAIN)
-    requested = resolve_pairs(pairs, train.provenance)
-    check_collected(requested, train)
-    penalty = ridge
+    samples = _training_samples(folder)
+    provenance, width = samples.provenance, samples.provenance.identity.d_model
+    if isinstance(samples, Activations):
+        n, requested, provenance = samples.n_rows, resolve_pairs(pairs, provenance), provenance.samples
+        check_collected(requested, samples)
+    else:
+        samples.check_complete()
+        n, requested = samples.n_samples, samples.pairs
+        if pairs != "all":
+            requested = resolve_pairs(pairs, provenance)
+    few, penalty = are_few(n, width), ridge
     if penalty is None:
-        few = are_few(train.n_rows, train.provenance.identity.d_model)
-        penalty = typical_penalty(train, dict.fromkeys(source for source, _ in requested)) if few else 0.0
-    details = {"n_samples": train.n_rows, "intercept": intercept, "ridge": penalty}
-    origin = train.provenance.samples.with_details(**details)
+        penalty = typical_penalty(samples, (source for source, _ in requested)) if few else 0.0
+    origin = provenance.with_details(n_samples=n, intercept=intercept, ridge=penalty)
 
     def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
         if not missing:
             return ()
-        check_fit(train.n_rows, train.provenance.identity.d_model, missing)
-        maps = fit_samples(train, missing, intercept=intercept, ridge=penalty)
+        if isinstance(samples, Activations):
+            check_fit(n, width, missing)
+            maps = fit_samples(samples, missing, intercept=intercept, ridge=penalty)
+        elif parallel.is_main():
+            check_solve(samples, missing)
+            if not penalty and few:  # without samples, none can be excluded from the fit
+                warn_of_noise([NoisyFit("maps", n, width)], 1)
+            maps = samples.solve(missing, intercept=intercept, ridge=penalty, provenance=origin)
+        else:
+            return ()
         return fitting_bar(maps, len(missing), progress=progress)
 
     return write_maps(folder / MAPS, requested, fit, origin)
 
 
-@checked
-def fit_statistics(
-    stored: StoredLeastSquares,
-    folder: str | Path,
-    *,
-    pairs: Pairs | None = None,
-    intercept: bool = False,
-    ridge: NonNegative | None = 0.0,
-    progress: bool = True,
-) -> MapSet:
-    """Fit maps on the sufficient statistics of a folder, or of all parts of a job, into a folder of maps.
-
-    Without ``pairs``, all maps whose statistics were stored; the rest is as in `fit_maps`.
-    """
-    stored.check_complete()
-    every = [(source, target) for source, targets in stored.targets.items() for target in targets]
-    requested = every if pairs is None else resolve_pairs(pairs, stored.provenance)
-    n, width = stored.n_samples, stored.provenance.identity.d_model
-    penalty = ridge
-    if penalty is None:
-        sources = dict.fromkeys(source for source, _ in requested)
-        norms = [stored[source].norms for source in sources]
-        penalty = _typical(norms) if are_few(n, width) else 0.0
-    origin = stored.provenance.with_details(n_samples=n, intercept=intercept, ridge=penalty)
-
-    def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
-        if not parallel.is_main():
-            return iter(())
-        if missing:
-            check_solve(stored, missing)
-            if not penalty and are_few(n, width):  # without samples, none can be held out
-                warn_of_noise([NoisyFit("maps", n, width)], 1)
-        maps = stored.solve(missing, intercept=intercept, ridge=penalty, provenance=origin)
-        return fitting_bar(maps, len(missing), progress=progress)
-
-    return write_maps(folder, requested, fit, origin)
+def _training_samples(folder: Path) -> Activations | StoredLeastSquares:
+    """What maps of a study are fitted on."""
+    if has_statistics(folder):
+        return StoredLeastSquares(folder / STATISTICS)
+    return Activations.load(folder / TRAIN)
 
 
-def typical_penalty(samples: Activations, sources: Iterable[str]) -> float:
+def typical_penalty(samples: Activations | StoredLeastSquares, sources: Iterable[str]) -> float:
     """A ridge for few samples: the squared norm of a typical sample.
 
     The median over samples, then over sources, to two digits. So one sample in a direction counts no more
     than the penalty.
     """
-    return _typical([in_float64(samples[source]).square().sum(1) for source in sources])
-
-
-def _typical(norms: Sequence[torch.Tensor | None]) -> float:
-    medians = [of_source.median() for of_source in norms if of_source is not None and len(of_source)]
-    return float(f"{float(torch.stack(medians).median()):.1e}") if medians else 0.0
+    medians = []
+    for source in dict.fromkeys(sources):
+        vectors: Any = samples[source]
+        if isinstance(samples, Activations):
+            medians.append(in_float64(vectors).square().sum(1).median())
+        else:  # which have norms where samples are few
+            medians.append(vectors.norms.median())
+    return float(f"{float(torch.stack(medians).median()):.1e}")
 
 
 @checked
@@ -185,17 +165,14 @@ def _evaluation_digest(model: TransformerBridge, folder: Path) -> str:
 
 def _check_fitted_here(maps: MapSet, folder: Path) -> None:
     """Refuse maps of other training samples, which may have seen the validation sentences."""
-    if is_finished(folder / TRAIN):
-        name, provenance = TRAIN, Activations.load(folder / TRAIN).provenance
-    elif is_finished(folder / STATISTICS):
-        name, provenance = STATISTICS, StoredLeastSquares(folder / STATISTICS).provenance
-    else:
+    if not has_statistics(folder) and not is_finished(folder / TRAIN):
         return
-    fitted, stored = maps.provenance.samples.to_json(), provenance.samples.to_json()
+    fitted = maps.provenance.samples.to_json()
+    stored = _training_samples(folder).provenance.samples.to_json()
     differing = [key for key in stored if fitted.get(key) != stored[key]]
     if differing:
         raise InputError(
-            f"The maps in {folder / MAPS} were fitted on other samples than {folder / name} holds "
+            f"The maps in {folder / MAPS} were fitted on other samples than those in {folder} "
             f"({', '.join(differing)} differ), so they may have seen the validation sentences. Remove "
             f"{folder / MAPS} and fit again."
         )

@@ -290,7 +290,7 @@ def test_maps_are_evaluated_in_another_precision_where_the_user_says_so(
 ) -> None:
     table = results(finished)
     options = ["evaluate", finished, "--device", "cpu", "--dtype", "bfloat16"]
-    assert_refused(run_matlens(*options), "fitted in float32, not in bfloat16", "--other-precision")
+    assert_refused(run_matlens(*options), "float32", "bfloat16")
     assert run_matlens(*options, "--other-precision").code == 0
     again, fits = results(finished), table["metric"] == "r2"
     pd.testing.assert_frame_equal(again[fits], table[fits])

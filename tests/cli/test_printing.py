@@ -29,12 +29,12 @@ def test_an_error_has_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> N
     assert said.endswith("\nerror: No row 0.\n")
 
 
-@pytest.mark.parametrize(("code", "hint"), [(130, True), (1, False), (0, False)])
+@pytest.mark.parametrize(("code", "hint"), [(130, True), (1, False)])
 def test_an_exit_comes_through_and_an_interruption_is_explained(
     code: int, hint: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def work() -> None:
-        raise SystemExit(code)
+        raise KeyboardInterrupt if hint else SystemExit(code)
 
     with pytest.raises(SystemExit) as ended:
         starting.report_errors(work)

@@ -20,7 +20,7 @@ from matlens.linear import StoredLeastSquares, streaming
 from matlens.linear.least_squares import LeastSquares
 from matlens.linear.mapsets import MapSet
 from matlens.linear.streaming import stream_least_squares
-from matlens.study.steps import fit_statistics, typical_penalty
+from matlens.study.steps import fit_maps, typical_penalty
 
 PAIRS = [("h.0", "h.3"), ("attn_in.1", "attn_out.1"), ("h.0", "h.1")]
 QUIET: dict[str, Any] = {"batch_tokens": 40, "progress": False}
@@ -107,7 +107,9 @@ def test_moments_are_those_of_collected_vectors_whole_and_in_parts(
             stream_least_squares(
                 model, examples, tmp_path / "n", **asked | {"rows": rows[:3], "weights": None}
             )
-        maps = fit_statistics(joined, tmp_path / "maps", intercept=True, progress=False)
+        joined.merge(tmp_path / "statistics")
+        maps = fit_maps(tmp_path, intercept=True, progress=False)
+        assert list(maps) == joined.pairs
         assert {"rows", "weights"} < set(maps.provenance.details)
 
 
@@ -115,8 +117,8 @@ def test_few_samples_have_the_penalty_of_their_rows(model: Any, examples: Exampl
     few = examples.head(4)
     rows = matlens.collect(model, few, positions="all", **QUIET)
     assert rows.n_rows < 2 * rows.provenance.identity.d_model
-    stored = stream_least_squares(model, few, tmp_path / "m", pairs="last", **QUIET)
-    maps = fit_statistics(stored, tmp_path / "maps", ridge=None, progress=False)
+    stream_least_squares(model, few, tmp_path / "statistics", pairs="last", **QUIET)
+    maps = fit_maps(tmp_path, ridge=None, progress=False)
     expected = typical_penalty(rows, ["h.0", "h.1", "h.2"])
     assert maps.provenance.details["ridge"] == expected > 0
     reference = MapSet.fit(rows, ridge=expected, progress=False)

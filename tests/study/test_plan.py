@@ -100,8 +100,8 @@ def test_maps_are_written_in_as_many_bytes_as_planned(
 ) -> None:
     model = small_model("gpt2")
     collect_parts(model, sentences, tmp_path, n_train=20, n_validation=4)
-    fit_maps(tmp_path, pairs=pairs, intercept=True, progress=False)
-    planned = plan_study(Shape.from_model(model), 20, pairs=pairs, intercept=True)
+    fit_maps(tmp_path, pairs=pairs, progress=False)
+    planned = plan_study(Shape.from_model(model), 20, pairs=pairs)
     assert planned["fit from collected vectors"].disk == written(tmp_path / "maps")
 
 
