@@ -15,28 +15,25 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from time import process_time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import pandas as pd
 import typer
 from figures.lenses import plot_budgets
-from lenses import stored_lens
+from lenses import STEPS, seen_tokens
 from lenses.budgets import (
-    STEPS,
     fit_jacobian,
     from_tensors,
     is_falling,
     passages_of,
-    seen_tokens,
     sentences_of,
     to_tensors,
     tune_further,
 )
-from studies import SECONDS, Report, Study, run_study
+from studies import SECONDS, Cells, Report, Study, run_study
 
 from matlens import Lens, collect, make_examples
 from matlens.activations import Activations
@@ -93,20 +90,23 @@ def main(
         "evaluations": {name: len(items) for name, items in (sets or {}).items()},
     }  # fmt: skip
 
-    def vectors(name: str, examples: Any, **options: Any) -> Activations:
-        folder = study.folder / f"{NAME}-{name}"
-        return collect(model, examples, [*layers, study.n_layers], folder=folder, **options)
-
-    rows = vectors("rows", examples, positions="all")
-    watched = vectors("stopping", make_examples(model, watched_on, seed=seed), positions="all")
-    stored = Stored(model, vectors("validation", make_examples(model, held_out, seed=seed)))
+    sites, watched = [*layers, study.n_layers], make_examples(model, watched_on, seed=seed)
+    parts: dict[str, Any] = {
+        "rows": (examples, "all"), "stopping": (watched, "all"),
+        "validation": (make_examples(model, held_out, seed=seed), "sampled"),
+    }  # fmt: skip
+    data = {
+        name: collect(model, part, sites, folder=study.folder / f"{NAME}-{name}", positions=positions)
+        for name, (part, positions) in parts.items()
+    }
     row = partial(result_row, NAME, model=model.cfg.model_name, corpus=held_out.name, target=study.n_layers)
     table: list[dict[str, Any]] = []
-    with Artifact.writing(study.folder / NAME, "lenses by budget", job) as stored.artifact:
+    with Artifact.writing(study.folder / NAME, "lenses by budget", job) as artifact:
+        cells = Cells(artifact)
         before: tuple[Lens, int] | None = None
         spent = dict.fromkeys(LENSES, 0.0)
         for n in Bar(counts, desc="budgets", unit="budget"):
-            part, lenses = rows.head(n), dict[str, Lens]()
+            part, lenses = data["rows"].head(n), dict[str, Lens]()
             tokens = part.n_rows
             options = {"layers": layers, "progress": False}
             for name in LENSES:
@@ -115,57 +115,39 @@ def main(
                     fit = partial(
                         fit_jacobian, model, fitted_on, passages, tokens, before, longest=longest, **options
                     )
-                lenses[name], seconds = stored.lens(f"{name}-{tokens}", fit)
+                lenses[name] = cells.lens(f"{name}-{tokens}", model, fit)
                 # Passages are computed once, for their first budget.
-                spent[name] = seconds + (spent[name] if name == "jacobian" else 0.0)
+                earlier = spent[name] if name == "jacobian" else 0.0
+                spent[name] = cells.seconds[f"{name}-{tokens}"] + earlier
             before = lenses["jacobian"], tokens
-            found, record = stored.evaluate(f"budget-{tokens}", lenses, layers, partial(open_sets, sets))
+            passed, name = partial(open_sets, sets), f"budget-{tokens}"
+            found, record = evaluate(cells, name, lenses, data["validation"], layers, passed)
             seen = {name: seen_tokens(lens, tokens) for name, lens in lenses.items()}
             table += budget_rows(partial(row, tokens=tokens), found, record, seen, spent)
         at_last = {name: found[layers[-1], name] for name in AGAINST["tuned"]}
         for size, n_rounds in zip(sizes, [rounds, *(1 for _ in sizes[1:])], strict=True):
-            table += round_rows(row, stored, rows, watched, layers[-1], at_last, size, n_rounds, seed)
-        if not stored.artifact.finished:
-            stored.artifact.finish()
+            table += round_rows(row, cells, model, data, layers[-1], at_last, size, n_rounds, seed)
     results = result_table(table, *COLUMNS)
-    origin = job | {
-        "rounds": rounds,
-        "seconds": stored.seconds,
-        SECONDS: round(sum(stored.seconds.values()), 1),
-    }
+    origin = job | {"seconds": cells.seconds, SECONDS: round(sum(cells.seconds.values()), 1)}
     report.write(NAME, results, origin, plot_budgets(results))
 
 
-@dataclass
-class Stored:
-    """Lenses and evaluations of a run, each of which is computed once and stored.
+def evaluate(
+    cells: Cells,
+    name: str,
+    lenses: Mapping[str, Lens],
+    validation: Activations,
+    layers: list[int],
+    more: Callable[..., dict[str, Any]],
+) -> tuple[Evaluations, dict[str, Any]]:
+    """The validation tokens as lenses read them, and what ``more`` finds, computed or loaded."""
 
-    ``seconds`` are the CPU seconds of each.
-    """
+    def make() -> dict[str, Any]:
+        found = evaluation.evaluate_layers(lenses, validation, layers, kl=True, progress=False)
+        return to_tensors(found) | more(lenses)
 
-    model: TransformerBridge
-    validation: Activations
-    artifact: Any = None
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def lens(self, name: str, fit: Callable[[], Lens]) -> tuple[Lens, float]:
-        """A lens, fitted or loaded, and the CPU seconds of its fit."""
-        lens, self.seconds[name] = stored_lens(self.artifact, self.model, name, fit)
-        return lens, self.seconds[name]
-
-    def evaluate(
-        self, name: str, lenses: Mapping[str, Lens], layers: list[int], more: Callable[..., dict[str, Any]]
-    ) -> tuple[Evaluations, dict[str, Any]]:
-        """The validation tokens as lenses read them, and what ``more`` finds, computed or loaded."""
-        if self.artifact.read_json(name) is None:
-            begun = process_time()
-            found = evaluation.evaluate_layers(lenses, self.validation, layers, kl=True, progress=False)
-            self.artifact.write(name, to_tensors(found))
-            record = more(lenses) | {"seconds": process_time() - begun}
-            self.artifact.write_json(name, record)
-        record = self.artifact.read_json(name)
-        self.seconds[name] = record["seconds"]
-        return from_tensors(self.artifact.read_all(name)), record
+    cell = cells.get(name, make)
+    return from_tensors(cell), cell
 
 
 def open_sets(sets: Any, lenses: Mapping[str, Lens]) -> dict[str, Any]:
@@ -181,9 +163,9 @@ def mean_kl(watched: Activations, layer: int, lenses: Mapping[str, Lens]) -> dic
 
 def round_rows(
     row: Row,
-    stored: Stored,
-    rows: Activations,
-    watched: Activations,
+    cells: Cells,
+    model: TransformerBridge,
+    data: Mapping[str, Activations],
     layer: int,
     others: Mapping[str, evaluation.Evaluation],
     size: int,
@@ -191,18 +173,16 @@ def round_rows(
     seed: int,
 ) -> Iterator[dict[str, Any]]:
     """Quality of a tuned lens after each round, CPU seconds so far, and the KL that ends the rounds."""
-    losses, total, begin = list[float](), 0.0, None
+    losses, total, begin, rows = list[float](), 0.0, None, data["rows"]
     while len(losses) < rounds and is_falling(losses):
         number = len(losses) + 1
-        fit = partial(
-            tune_further, stored.model, rows, layer, batch=size, seed=seed + number - 1, begin=begin
-        )
-        lens, seconds = stored.lens(f"tuned-{size}-round-{number}", fit)
-        found, record = stored.evaluate(
-            f"round-{size}-{number}", {"tuned": lens}, [layer], partial(mean_kl, watched, layer)
-        )
+        fit = partial(tune_further, model, rows, layer, batch=size, seed=seed + number - 1, begin=begin)
+        name = f"tuned-{size}-round-{number}"
+        lens, of_round = cells.lens(name, model, fit), f"round-{size}-{number}"
+        kl = partial(mean_kl, data["stopping"], layer)
+        found, record = evaluate(cells, of_round, {"tuned": lens}, data["validation"], [layer], kl)
         losses.append(record["kl"])
-        begin, total = lens.maps[layer], total + seconds
+        begin, total = lens.maps[layer], total + cells.seconds[name]
         at = partial(
             row, method="tuned", layer=layer, tokens=rows.n_rows, seen=number * STEPS * size, batch=size,
             round=number,

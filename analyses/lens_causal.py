@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from time import process_time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -25,9 +24,8 @@ import torch
 import typer
 from figures.lenses import plot_causal
 from jaxtyping import Bool, Float
-from lenses import stored_lens
 from lenses.causal import RANDOM, TRANSPOSE, Prompts, direction_names, move_stream
-from studies import SECONDS, Report, Study, run_study
+from studies import SECONDS, Cells, Report, Study, bootstrap, run_study
 from torch import Tensor
 
 from matlens import InputError, Lens, Readout, collect, make_examples, make_prompts, metrics
@@ -67,29 +65,23 @@ def main(
         "rivals": chosen.rival.tolist(), "corpora": [part.fingerprint for part in study.parts],
     }  # fmt: skip
     with Artifact.writing(study.folder / NAME, "causal reads", job) as artifact:
-        lenses = fit_lenses(study, artifact, layers, n_prompts=jacobian, longest=longest)
+        cells = Cells(artifact)
+        lenses = fit_lenses(study, cells, layers, n_prompts=jacobian, longest=longest)
         vectors = collect(model, chosen.examples, layers, positions="all", progress=False)
-        names = {layer: f"layer-{layer}" for layer in layers}
-        for layer, name in Bar(list(names.items()), desc="layers", unit="layer"):
-            if artifact.read_json(name) is None:
-                begun = process_time()
-                found = move_stream(model, lenses, layer, chosen, vectors, doses=DOSES, seed=study.seed)
-                artifact.write(name, found)
-                artifact.write_json(name, {"seconds": process_time() - begun})
-        if not artifact.finished:
-            artifact.finish()
-        results = {layer: artifact.read_all(name) for layer, name in names.items()}
-        records = {name: artifact.read_json(name) or {} for name in (*LENSES, *names.values())}
+        move = partial(move_stream, model, lenses, doses=DOSES, seed=study.seed)
+        results = {
+            layer: cells.get(f"layer-{layer}", partial(move, layer, chosen, vectors))
+            for layer in Bar(layers, desc="layers", unit="layer")
+        }
     row = partial(result_row, NAME, model=model.cfg.model_name, corpus=facts.stem, target=study.n_layers)
     rows: list[Any] = [*layer_rows(row, results, study.seed), *area_rows(row, results, chosen.template)]
     validation = collect(model, study.validation_examples, [*layers, study.n_layers], progress=False)
     read = evaluate_lenses(lenses, validation, layers=layers, progress=False)
     rows += read[read["metric"] == "precision"].to_dict("records")
     table = result_table(rows, *COLUMNS)
-    seconds = {name: record["seconds"] for name, record in records.items()}
     origin = job | {
-        "n_facts": len(asked), "n_sentences": list(map(len, study.parts)), "seconds": seconds,
-        SECONDS: round(sum(seconds.values()), 1),
+        "n_facts": len(asked), "n_sentences": list(map(len, study.parts)), "seconds": cells.seconds,
+        SECONDS: round(sum(cells.seconds.values()), 1),
     }  # fmt: skip
     report.write(NAME, table, origin, plot_causal(table))
 
@@ -130,9 +122,9 @@ def answered_prompts(
     )  # fmt: skip
 
 
-def fit_lenses(study: Study, artifact: Artifact, layers: Sequence[int], **jacobian: int) -> dict[str, Lens]:
+def fit_lenses(study: Study, cells: Cells, layers: Sequence[int], **jacobian: int) -> dict[str, Lens]:
     """Fit each lens at every token of the training sentences, or load it."""
-    model, corpus, lenses = study.model, study.parts[0], dict[str, Lens]()
+    model, corpus = study.model, study.parts[0]
 
     @cache
     def rows() -> Activations:
@@ -140,13 +132,13 @@ def fit_lenses(study: Study, artifact: Artifact, layers: Sequence[int], **jacobi
         return collect(model, examples, [*layers, study.n_layers], positions="all", progress=False)
 
     options: Any = jacobian | {"layers": layers, "seed": study.seed, "progress": False}
-    for name in Bar(LENSES, desc="lenses", unit="lens"):
 
-        def fit(name: str = name) -> Lens:
-            return Lens.fit(model, corpus if name == "jacobian" else rows(), method=name, **options)
+    def fit(name: str) -> Lens:
+        return Lens.fit(model, corpus if name == "jacobian" else rows(), method=name, **options)
 
-        lenses[name], _ = stored_lens(artifact, model, name, fit)
-    return lenses
+    return {
+        name: cells.lens(name, model, partial(fit, name)) for name in Bar(LENSES, desc="lenses", unit="lens")
+    }
 
 
 def layer_rows(
@@ -166,10 +158,10 @@ def layer_rows(
             at = partial(row, method=method, layer=layer, direction=direction)
             for share, dose in zip(top[:, i].T, DOSES, strict=True):
                 yield at(metric="flipped", k=dose, estimate=metrics.mean(share))
-            yield at(metric="half dose", estimate=bootstrap(half_dose, top[:, i], seed))
+            yield at(metric="half dose", estimate=over_prompts(half_dose, top[:, i], seed))
             if method != "random":
-                yield at(metric="half units", estimate=bootstrap(median, units[:, i], seed))
-        own = bootstrap(median, -found["before"], seed)
+                yield at(metric="half units", estimate=over_prompts(median, units[:, i], seed))
+        own = over_prompts(median, -found["before"], seed)
         yield row(method="model", layer=layer, metric="difference", estimate=own)
         above, reader = found["above"], found["above"][:, LENSES.index(READER)].double()
         for method, read, first in zip(LENSES, above.T, found["first"].T, strict=True):
@@ -242,14 +234,12 @@ def median(values: Float[np.ndarray, " n"]) -> float:
     return float(np.quantile(values, 0.5, method="inverted_cdf"))
 
 
-def bootstrap(statistic: Callable[[np.ndarray], float], values: Tensor, seed: int) -> Estimate:
-    """A statistic of prompts with the 95% interval of a percentile bootstrap."""
-    sample, generator = values.double().numpy(), np.random.default_rng(seed)
-    resampled = [
-        statistic(sample[generator.integers(len(sample), size=len(sample))]) for _ in range(_RESAMPLES)
-    ]
-    low, high = np.quantile(resampled, (0.025, 0.975), method="inverted_cdf")
-    return Estimate(statistic(sample), float(low), float(high), len(sample))
+def over_prompts(statistic: Callable[[np.ndarray], float], values: Tensor, seed: int) -> Estimate:
+    """A statistic of prompts, which may be infinite, with its interval."""
+    generator = np.random.default_rng(seed)
+    return bootstrap(
+        statistic, values.double().numpy(), generator, resamples=_RESAMPLES, method="inverted_cdf"
+    )
 
 
 if __name__ == "__main__":

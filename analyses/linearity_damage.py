@@ -14,6 +14,7 @@ the model, where it was.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from time import process_time
 from typing import Annotated, Any, cast
 
@@ -23,7 +24,7 @@ import torch
 import typer
 from figures.damage import plot_damage
 from scipy import stats
-from studies import SECONDS, Report, Study, run_study
+from studies import SECONDS, Cells, Report, Study, bootstrap, run_study
 from torch import Tensor
 
 from matlens import LinearMap, Readout
@@ -71,11 +72,8 @@ def main(
         }  # fmt: skip
         place = study.folder / f"{folder.name}-{NAME}-{score_windows}-{samples}"
         with Artifact.writing(place, NAME, job) as artifact:
-            result = artifact.read_json("scores")
-            if result is None:
-                result = score_parts(model, fitted, scored, every=every, samples=samples, seed=seed)
-                artifact.write_json("scores", result)
-                artifact.finish()
+            score = partial(score_parts, model, fitted, scored, every=every, samples=samples, seed=seed)
+            result = Cells(artifact).get("scores", score)
         rows: list[Any] = [*atlas.to_dict("records"), *result["rows"]]
         table = result_table(rows, "kind", "tokens", "parts")
         tables.append(table)
@@ -83,7 +81,7 @@ def main(
         correlations += cast(list[Row], of_maps.to_dict("records")) + comparisons(table, seed=seed)
         made = job | {
             "n_fitted": len(fitted.tokens), "n_evaluated": len(evaluated.targets),
-            "n_scored": len(scored.targets), "seconds": {"atlas": atlas_seconds(folder), **result["seconds"]},
+            "n_scored": len(scored.targets), "seconds": {"atlas": atlas_seconds(folder), **result["taken"]},
         }  # fmt: skip
         models.append(made)
     origin = {
@@ -145,7 +143,7 @@ def score_parts(
         for (part, tokens), scores in totals.items()
         for score, value in scores.items()
     ]  # fmt: skip
-    return {"rows": rows, "seconds": seconds}
+    return {"rows": rows, "taken": seconds}
 
 
 def read_batch(
@@ -207,7 +205,7 @@ def residual_scores(residual: Tensor, gradients: list[Tensor], stream: Tensor) -
 
 def comparisons(table: pd.DataFrame, *, seed: int) -> list[Row]:
     """The chosen score: lead over NBL's bound, median ratio to the loss increase; and the noise ceiling."""
-    rows = []
+    rows = list[Row]()
     single = table[(table["method"] == "map") & ~table["kind"].str.startswith("together")]
     for tokens, of_tokens in single.groupby("tokens", sort=False):
         wide = of_tokens.pivot(index=["kind", "layer"], columns="metric", values=["value", "low", "high"])
@@ -216,31 +214,32 @@ def comparisons(table: pd.DataFrame, *, seed: int) -> list[Row]:
         errors = width.to_numpy(float) / (2 * stats.norm.ppf(0.975))
         n, generator = len(values), np.random.default_rng(seed)
 
-        def lead(index: np.ndarray, values: np.ndarray = values) -> float:
-            ranks: Any = stats.spearmanr(values[index]).statistic
-            return float(ranks[0, 1] - ranks[0, 2])
-
         noisy = values[:, :1] + errors[:, None] * generator.normal(size=(n, RESAMPLES))
         of_noisy: Any = stats.spearmanr(values[:, :1], noisy).statistic
         ceiling = of_noisy[0, 1:]
         large = values[values[:, 0] > LARGE]
         ratios = large[:, 1] / large[:, 0] if len(large) else np.array([np.nan])
-        resampled = generator.choice(ratios, (RESAMPLES, len(ratios)))
-        leads = [lead(generator.integers(n, size=n)) for _ in range(RESAMPLES)]
-        for metric, value, draws, of in (
-            (f"{CHOSEN} - {BASELINE}", lead(np.arange(n)), leads, n),
-            (f"{CHOSEN} / loss increase", float(np.median(ratios)), np.median(resampled, axis=1), len(large)),
-            (CEILING, float(np.median(ceiling)), ceiling, n),
-        ):  # fmt: skip
-            low, high = np.quantile(draws, [0.025, 0.975]).tolist()
-            rows.append(
-                result_row(
-                    NAME, model=str(table["model"].iloc[0]), corpus=str(table["corpus"].iloc[0]),
-                    method="map", layer=None, target=None, metric=metric,
-                    estimate=Estimate(value, low, high, of), kind="all kinds", tokens=str(tokens),
-                )
-            )  # fmt: skip
+        ratio = bootstrap(np.median, ratios, generator, resamples=RESAMPLES)._replace(n=len(large))
+        estimates = {
+            f"{CHOSEN} - {BASELINE}": bootstrap(lead, values, generator, resamples=RESAMPLES),
+            f"{CHOSEN} / loss increase": ratio,
+            CEILING: Estimate(*np.quantile(ceiling, [0.5, 0.025, 0.975]).tolist(), n=n),
+        }
+        rows += [
+            result_row(
+                NAME, model=str(table["model"].iloc[0]), corpus=str(table["corpus"].iloc[0]), method="map",
+                layer=None, target=None, metric=metric, estimate=estimate, kind="all kinds",
+                tokens=str(tokens),
+            )
+            for metric, estimate in estimates.items()
+        ]  # fmt: skip
     return rows
+
+
+def lead(values: np.ndarray) -> float:
+    """How much better the second column correlates with the first than the third does."""
+    ranks: Any = stats.spearmanr(values).statistic
+    return float(ranks[0, 1] - ranks[0, 2])
 
 
 if __name__ == "__main__":

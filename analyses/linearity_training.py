@@ -19,8 +19,8 @@ from __future__ import annotations
 import io
 import re
 import shutil
+from functools import partial
 from pathlib import Path
-from time import process_time
 from typing import Annotated, Any
 
 import numpy as np
@@ -28,7 +28,7 @@ import pandas as pd
 import typer
 from figures.training import over_training
 from small_gpts import LONGEST, RATE, TRAINED, initial_gpt
-from studies import SECONDS, Report, Study, run_study
+from studies import SECONDS, Cells, Report, Study, run_study
 from training import TrainingRun, bpe_tokenizer, token_sequences, train
 
 import matlens
@@ -90,25 +90,18 @@ def main(
     job |= {"model": model, "checkpoints": steps}
     place = report.out / NAME / slug(model)
     with Artifact.writing(place, "linearity over training", job) as artifact:
-        done = {name: artifact.read_json(name) for name in steps}
-        missing = [name for name in steps if done[name] is None]
-        for name in Bar(missing, desc="checkpoints", unit="checkpoint"):
-            begun, loaded = process_time(), load_checkpoint(folder, name)
-            table = checkpoint_table(study, loaded, **sizes).assign(model=model, step=steps[name])
-            fingerprint = ModelIdentity.from_model(loaded).fingerprint
-            seconds = process_time() - begun
-            result = {"table": csv_text(table), "fingerprint": fingerprint, "seconds": seconds}
-            artifact.write_json(name, result)
-            done[name] = result
-        if not artifact.finished:
-            artifact.finish()
-    results = [result for result in done.values() if result is not None]
-    taken["evaluation"] = sum(result["seconds"] for result in results)
+        cells = Cells(artifact)
+        results = {
+            name: cells.get(name, partial(evaluate_checkpoint, study, folder, name, sizes))
+            for name in Bar(steps, desc="checkpoints", unit="checkpoint")
+        }
+    taken["evaluation"] = sum(cells.seconds.values())
     origin = job | {
         "seconds": taken, SECONDS: sum(taken.values()),
-        "fingerprints": {name: result["fingerprint"] for name, result in zip(done, results, strict=True)},
+        "fingerprints": {name: result["fingerprint"] for name, result in results.items()},
     }  # fmt: skip
-    table = joined([pd.read_csv(io.StringIO(result["table"])) for result in results])
+    tables = {name: pd.read_csv(io.StringIO(result["table"])) for name, result in results.items()}
+    table = joined([part.assign(model=model, step=steps[name]) for name, part in tables.items()])
     report.write(NAME, table, origin, over_training(table))
 
 
@@ -155,6 +148,13 @@ def load_checkpoint(model: Path, revision: str) -> Any:
     """A folder in the folder of the model, or a revision on the hub."""
     folder = model / revision
     return matlens.load(folder) if folder.is_dir() else matlens.load(model.as_posix(), revision=revision)
+
+
+def evaluate_checkpoint(study: Study, folder: Path, name: str, sizes: dict[str, int]) -> dict[str, str]:
+    """The table of a checkpoint as text, and its fingerprint."""
+    loaded = load_checkpoint(folder, name)
+    table = checkpoint_table(study, loaded, **sizes)
+    return {"table": csv_text(table), "fingerprint": ModelIdentity.from_model(loaded).fingerprint}
 
 
 def checkpoint_table(

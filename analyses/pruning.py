@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cache, lru_cache, partial
-from time import process_time
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import numpy as np
@@ -25,7 +24,6 @@ import pandas as pd
 import torch
 import typer
 from cuts import (
-    Cells,
     Cut,
     beginnings,
     compare,
@@ -36,7 +34,7 @@ from cuts import (
     without_blocks,
 )
 from figures.pruning import plot_pruned
-from studies import SECONDS, Report, Study, run_study, show
+from studies import SECONDS, Cells, Report, Study, bootstrap, run_study, show
 from torch import Tensor
 
 from matlens import InputError, metrics
@@ -65,6 +63,8 @@ ROUNDS = 7  # of timing the original and pruned models in turns
 _PUBLISHED = ("angle", "replaceme")
 _RESAMPLES = 2000
 _OF_A_ROW = ["corpus", "n_removed", "choice", "method"]
+Pruned = tuple[tuple[int, ...], str]  # removed blocks, and the method
+Cell = Mapping[str, Tensor]
 
 
 def main(
@@ -109,14 +109,14 @@ def main(
     job = origin | {"texts": [each.fingerprint for each in (fitted_on, *evaluated.values())]}
     with Artifact.writing(several[0].folder / (NAME + report.suffix), "pruned models", job) as artifact:
         cells = Cells(artifact)
-        table = pruning_table(
+        table = PrunedModels(
             model, fitted_on, evaluated, size or [n for n in SIZES if n < model.cfg.n_layers] or [1],
             methods=method or FOLDED, choices=choice or CHOICES, heal=heal,
             heal_methods=heal_method or ("chain",), heal_sizes=heal_size, tokens=tokens, rounds=rounds,
             cells=cells,
-        )  # fmt: skip
+        ).table()  # fmt: skip
     written = table["decoding"] != ""
-    origin |= {SECONDS: round(cells.seconds + process_time(), 1)}
+    origin |= {SECONDS: round(sum(cells.seconds.values()), 1)}
     losses = table[~written].drop(columns="decoding")
     report.write(NAME, losses, origin, plot_pruned(table) if tokens else None)
     if tokens:
@@ -126,122 +126,187 @@ def main(
         show("Perplexity, and the share recovered of what ReplaceMe adds", added)
 
 
-def pruning_table(
-    model: TransformerBridge,
-    windows: Examples,
-    evaluated: Mapping[str, Examples],
-    sizes: Sequence[int],
-    *,
-    methods: Sequence[str] = FOLDED,
-    choices: Sequence[str] = CHOICES,
-    heal: int = 0,
-    heal_methods: Sequence[str] = ("chain",),
-    heal_sizes: Sequence[int] | None = None,
-    tokens: int = 0,
-    rounds: int = ROUNDS,
-    cells: Cells | None = None,
-) -> pd.DataFrame:
-    """Prune several numbers of blocks, by several choices and methods.
+@dataclass(frozen=True)
+class PrunedModels:
+    """Models without several numbers of blocks, by several choices and methods, and their evaluation.
 
-    A row for each number of blocks ``n``, ``choice``, ``method`` (with its ``blocks``), text and metric:
-    ``perplexity``, its ``ratio`` to that of the original model, and ``agreement``, see `compare_pruned`;
-    if ``replaceme`` of the span chosen by ``angle`` is one of them, the share ``recovered`` of what
-    that adds to the perplexity, see `added_perplexity`; and with ``jump`` the ``ratio`` to it and to
-    ``chain``. Rows of the method ``original`` are the original model's. The same blocks are evaluated once.
-    With ``heal``, some methods with ``greedy`` blocks are also healed on that many tokens of the windows: the
-    method ``chain, healed``, compared with ``jump, healed``.
-
-    Rows with a ``decoding`` are of ``tokens`` that the model writes after the first 32 of each window of all
-    texts: ``perplexity`` by the original model, and others of `cuts.measures`. With ``against``, a row is the
-    paired ratio or difference to ``jump``, or of that to the original model.
-
-    Rows without a text or a decoding are costs per token, see `compare_costs`: of the original, with blocks
-    removed, method ``pruned``, for any choice and method of `Method`, and of ``jump`` at one cut.
+    Attributes
+    ----------
+    windows, evaluated
+        Text that maps are fitted on, and texts by name that models are evaluated on.
+    heal, heal_methods, heal_sizes
+        Tokens of the windows on which models with ``greedy`` blocks are healed, 0 for none; of these methods
+        and numbers of blocks, by default all numbers.
+    tokens
+        How many tokens each model writes after the first 32 of each window of all texts.
+    rounds
+        Rounds of timing the original and pruned models in turns.
     """
-    for size in sizes:
-        check_int(size, "sizes", min=1, max=model.cfg.n_layers - 1)
-    for method in (*methods, *heal_methods):
-        check_choice(method, METHODS, "method")
-    for choice in choices:
-        check_choice(choice, CHOICES, "choice")
-    cells, prompts = cells or Cells(), beginnings(evaluated.values(), _PROMPT)
-    original = cache(partial(plain_copy, model))
 
-    @cache
-    def calibration() -> Calibration:
-        foldable: Method = "out" if set(methods) == {"out"} else "refit"
-        return Calibration.run(model, windows, foldable)
+    model: TransformerBridge
+    windows: Examples
+    evaluated: Mapping[str, Examples]
+    sizes: Sequence[int]
+    methods: Sequence[str] = FOLDED
+    choices: Sequence[str] = CHOICES
+    heal: int = 0
+    heal_methods: Sequence[str] = ("chain",)
+    heal_sizes: Sequence[int] | None = None
+    tokens: int = 0
+    rounds: int = ROUNDS
+    cells: Cells = field(default_factory=Cells)
 
-    def evaluate(of_model: Any, desc: str) -> dict[str, Tensor]:
+    @cached_property
+    def calibration(self) -> Calibration:
+        """What all maps are fitted on."""
+        foldable: Method = "out" if {*self.methods} == {"out"} else "refit"
+        return Calibration.run(self.model, self.windows, foldable)
+
+    @cached_property
+    def original(self) -> Any:
+        """The plain model with all blocks."""
+        return plain_copy(self.model)
+
+    def evaluate(self, of_model: Any, desc: str) -> dict[str, Tensor]:
+        """Losses and top tokens of a plain model on each text, and what it writes."""
         found: dict[str, Tensor] = {}
-        for name, part in evaluated.items():
+        for name, part in self.evaluated.items():
             losses, top = read_text(of_model, part, desc=desc)
             found |= {f"losses of {name}": torch.from_numpy(losses.total), f"top of {name}": top}
-        for decoding, options in DECODINGS.items() if tokens else ():
-            written = continue_prompts(of_model, prompts, tokens, **options)
-            losses_of = continuation_losses(original(), prompts, written)
+        prompts = beginnings(self.evaluated.values(), _PROMPT)
+        for decoding, options in DECODINGS.items() if self.tokens else ():
+            written = continue_prompts(of_model, prompts, self.tokens, **options)
+            losses_of = continuation_losses(self.original, prompts, written)
             found |= {f"{decoding} tokens": written, f"{decoding} losses": losses_of}
         return found
 
-    @lru_cache(maxsize=1)
-    def fold(blocks: tuple[int, ...], method: Any) -> Any:
-        if method in [*Cut]:
-            return without_blocks(calibration(), blocks, Cut(method))
-        return calibration().without(blocks, method)
+    def choose(self) -> dict[tuple[int, str], tuple[int, ...]]:
+        """The removed blocks by their number and the way of choosing them."""
+        chosen: dict[tuple[int, str], tuple[int, ...]] = {}
 
-    def of_pruned(blocks: tuple[int, ...], method: str, name: str) -> dict[str, Tensor]:
-        made = fold(blocks, method)
-        if name.endswith(HEALED):  # in place, after the model was evaluated as it is
-            calibration().heal(made, blocks, "chain" if "chain" in method else "refit", heal)
-        return evaluate(made, f"{len(blocks)} {name}")
+        def blocks_by(n: int, by: Any) -> dict[str, Tensor]:
+            return {"blocks": torch.tensor(self.calibration.choose(n, by))}
 
-    def choose(n: int, by: Any) -> dict[str, Tensor]:
-        return {"blocks": torch.tensor(calibration().choose(n, by))}
+        # The most first, since those chosen greedily include the fewer.
+        for n, by in itertools.product(sorted(self.sizes, reverse=True), self.choices):
+            cell = self.cells.get(f"{n} by {by}", partial(blocks_by, n, by))
+            chosen[n, by] = tuple(cell["blocks"].tolist())
+        return chosen
 
-    originals = cells.get("original", lambda: evaluate(original(), "original model"))
-    chosen: dict[tuple[int, str], tuple[int, ...]] = {}
-    for n, by in itertools.product(sorted(sizes, reverse=True), choices):  # fewer greedy ones are in more
-        chosen[n, by] = tuple(cells.get(f"{n} by {by}", partial(choose, n, by))["blocks"].tolist())
-    known: dict[tuple[tuple[int, ...], str], Mapping[str, Tensor]] = {}
-    removed = dict.fromkeys(chosen[n, by] for n in sizes for by in choices)
-    for method, blocks in itertools.product(methods, removed):
-        names, n = [method], len(blocks)
-        if heal > 0 and method in heal_methods and n in (heal_sizes or sizes):
-            names += [method + HEALED] * (blocks == chosen.get((n, "greedy")))
-        for name in names:
-            key = f"{name} {' '.join(map(str, blocks))}"
-            known[blocks, name] = cells.get(key, partial(of_pruned, blocks, method, name))
-    row = partial(result_row, NAME, model=ModelIdentity.from_model(model).name, layer=None, target=None)
-    ends = {model.tokenizer.eos_token_id}
-    more: dict[str, Any] = dict.fromkeys(COLUMNS, "") | {"corpus": "", "n_removed": 0}
-    rows = [
-        row(**more | of_row, method="original")
-        for of_row in (*text_rows(originals, evaluated), *generation_rows(originals, ends))
-    ]
-    for (method, n), estimates in _costs(
-        calibration, sizes if rounds else (), cells, rounds, Cut.jump in methods
-    ).items():
-        more["n_removed"] = n
-        rows += [row(**more, method=method, metric=name, estimate=each) for name, each in estimates.items()]
-    for n, by in itertools.product(sizes, choices):
-        blocks, (by_published, method) = chosen[n, by], _PUBLISHED
-        more |= {"n_removed": n, "choice": by, "blocks": " ".join(map(str, blocks))}
-        published = known.get((chosen.get((n, by_published), ()), method))
-        for name in [*methods, *(method + HEALED for method in heal_methods if by == "greedy")]:
-            if (blocks, name) not in known:
-                continue
-            healed, found = HEALED * name.endswith(HEALED), known[blocks, name]
-            rivals = {
-                rival: known[blocks, rival + healed]
-                for rival in (RIVALS if Cut.jump in methods else ())
-                if (blocks, rival + healed) in known and rival + healed != name
+    def prune(self, chosen: Mapping[tuple[int, str], tuple[int, ...]]) -> dict[Pruned, Cell]:
+        """Evaluations by removed blocks and method; the same blocks are evaluated once."""
+        found: dict[Pruned, Cell] = {}
+
+        def without(blocks: tuple[int, ...], method: Any) -> Any:
+            if method in [*Cut]:
+                return without_blocks(self.calibration, blocks, Cut(method))
+            return self.calibration.without(blocks, method)
+
+        def evaluate(made: Callable[[], Any], blocks: tuple[int, ...], name: str) -> Cell:
+            if name.endswith(HEALED):  # in place, after the model was evaluated as it is
+                self.calibration.heal(made(), blocks, "chain" if "chain" in name else "refit", self.heal)
+            return self.evaluate(made(), f"{len(blocks)} {name}")
+
+        removed = dict.fromkeys(chosen[n, by] for n in self.sizes for by in self.choices)
+        for method, blocks in itertools.product(self.methods, removed):
+            n, made = len(blocks), cache(partial(without, blocks, method))
+            healed = self.heal > 0 and method in self.heal_methods and n in (self.heal_sizes or self.sizes)
+            healed = healed and blocks == chosen.get((n, "greedy"))
+            for name in (method, method + HEALED) if healed else (method,):
+                key = f"{name} {' '.join(map(str, blocks))}"
+                found[blocks, name] = self.cells.get(key, partial(evaluate, made, blocks, name))
+        return found
+
+    def costs(self) -> dict[tuple[str, int], dict[str, Estimate]]:
+        """Costs per token of the original model, with blocks removed, and with a map at the cut."""
+        if not self.rounds:
+            return {}
+        names = ["pruned", "jump"] if Cut.jump in self.methods else ["pruned"]
+        key = f"costs {len(names) > 1} {self.rounds} {' '.join(map(str, sorted(self.sizes)))}"
+        costs: dict[tuple[str, int], dict[str, Estimate]] = {}
+        for name, (value, n) in self.cells.get(key, partial(self._time, names)).items():
+            method, size, metric = name.split("/")
+            costs.setdefault((method, int(size)), {})[metric] = Estimate.without_interval(value, int(n))
+        return costs
+
+    def _time(self, names: Sequence[str]) -> dict[str, tuple[float, int]]:
+        calibration, rounds = self.calibration, list[float]()
+        costs: dict[tuple[str, int], dict[str, Estimate]] = {("original", 0): {}}
+        for size in self.sizes:
+            models = [calibration.without(range(1, 1 + size), "out", progress=False) for _ in names]
+            for model in models[1:]:
+                layout = replace(calibration.layout, model=model)
+                insert_map(layout, layout.blocks[0], torch.eye(len(layout.weight_of(layout.blocks[0]))))
+            original, *others = time_in_turns([calibration.layout.model, *models], rounds=self.rounds)
+            rounds += original.rounds
+            costs["original", 0] = original._replace(rounds=rounds).estimates()
+            costs |= {
+                (name, size): each.estimates(original) for name, each in zip(names, others, strict=True)
             }
-            against = {"jump": rivals.get("jump"), "original": originals}
-            other = "original" if name == Cut.jump + healed else "jump"
-            of_texts = text_rows(found, evaluated, originals, published, rivals)
-            of_written = generation_rows(found, ends, other, against[other])
-            rows += [row(**more | of_row, method=name) for of_row in (*of_texts, *of_written)]
-    return result_table(rows, *COLUMNS)
+        return {
+            f"{method}/{size}/{metric}": (estimate.value, estimate.n)
+            for (method, size), estimates in costs.items()
+            for metric, estimate in estimates.items()
+        }
+
+    def table(self) -> pd.DataFrame:
+        """Compare all models.
+
+        A row for each number of blocks ``n``, ``choice``, ``method`` (with its ``blocks``), text and metric:
+        ``perplexity``, its ``ratio`` to that of the original model, and ``agreement``, see `compare_pruned`;
+        if ``replaceme`` of the span chosen by ``angle`` is one of them, the share ``recovered`` of what that
+        adds to the perplexity, see `added_perplexity`; and with ``jump`` the ``ratio`` to it and to
+        ``chain``. Rows of the method ``original`` are the original model's. Healed models are the method
+        ``chain, healed``, compared with ``jump, healed``.
+
+        Rows with a ``decoding`` are of the tokens that the model writes: ``perplexity`` by the original
+        model, and others of `cuts.measures`. With ``against``, a row is the paired ratio or difference to
+        ``jump``, or of that to the original model.
+
+        Rows without a text or a decoding are costs per token: of the original, with blocks removed, method
+        ``pruned``, for any choice and method of `Method`, and of ``jump`` at one cut.
+        """
+        for size in self.sizes:
+            check_int(size, "sizes", min=1, max=self.model.cfg.n_layers - 1)
+        for method in (*self.methods, *self.heal_methods):
+            check_choice(method, METHODS, "method")
+        for choice in self.choices:
+            check_choice(choice, CHOICES, "choice")
+        originals = self.cells.get("original", lambda: self.evaluate(self.original, "original model"))
+        chosen = self.choose()
+        known = self.prune(chosen)
+        name_of_model = ModelIdentity.from_model(self.model).name
+        row = partial(result_row, NAME, model=name_of_model, layer=None, target=None)
+        ends = {self.model.tokenizer.eos_token_id}
+        more: dict[str, Any] = dict.fromkeys(COLUMNS, "") | {"corpus": "", "n_removed": 0}
+        rows = [
+            row(**more | of_row, method="original")
+            for of_row in (*text_rows(originals, self.evaluated), *generation_rows(originals, ends))
+        ]
+        for (method, n), costs in self.costs().items():
+            more["n_removed"] = n
+            rows += [row(**more, method=method, metric=name, estimate=each) for name, each in costs.items()]
+        names = [*self.methods, *(method + HEALED for method in self.heal_methods)]
+        for n, by in itertools.product(self.sizes, self.choices):
+            blocks, (by_published, method) = chosen[n, by], _PUBLISHED
+            more |= {"n_removed": n, "choice": by, "blocks": " ".join(map(str, blocks))}
+            published = known.get((chosen.get((n, by_published), ()), method))
+            for name in names:
+                is_healed = name.endswith(HEALED)
+                if (blocks, name) not in known or (is_healed and by != "greedy"):
+                    continue
+                found, healed = known[blocks, name], HEALED * is_healed
+                rivals = {
+                    rival: known[blocks, rival + healed]
+                    for rival in (RIVALS if Cut.jump in self.methods else ())
+                    if (blocks, rival + healed) in known and rival + healed != name
+                }
+                against = {"jump": rivals.get("jump"), "original": originals}
+                other = "original" if name == Cut.jump + healed else "jump"
+                of_texts = text_rows(found, self.evaluated, originals, published, rivals)
+                of_written = generation_rows(found, ends, other, against[other])
+                rows += [row(**more | of_row, method=name) for of_row in (*of_texts, *of_written)]
+        return result_table(rows, *COLUMNS)
 
 
 def text_rows(
@@ -296,40 +361,6 @@ def generation_rows(
                 yield {"decoding": decoding, "metric": name, "against": against, "estimate": estimate}
 
 
-def _costs(
-    calibration: Callable[[], Calibration], sizes: Sequence[int], cells: Cells, n_rounds: int, with_jump: bool
-) -> dict[tuple[str, int], dict[str, Estimate]]:
-    """Costs per token of the original model, with blocks removed, and with a map at the cut."""
-
-    def timed() -> dict[str, Tensor]:
-        rounds: list[float] = []
-        costs: dict[tuple[str, int], dict[str, Estimate]] = {("original", 0): {}}
-        for size in sizes:
-            names = ["pruned", "jump"] if with_jump else ["pruned"]
-            models = [calibration().without(range(1, 1 + size), "out", progress=False) for _ in names]
-            if with_jump:
-                layout = replace(calibration().layout, model=models[1])
-                insert_map(layout, layout.blocks[0], torch.eye(len(layout.weight_of(layout.blocks[0]))))
-            original, *others = time_in_turns([calibration().layout.model, *models], rounds=n_rounds)
-            rounds += original.rounds
-            costs["original", 0] = original._replace(rounds=rounds).estimates()
-            costs |= {
-                (name, size): each.estimates(original) for name, each in zip(names, others, strict=True)
-            }
-        return {
-            f"{method}/{size}/{metric}": torch.tensor([estimate.value, estimate.n]).double()
-            for (method, size), estimates in costs.items()
-            for metric, estimate in estimates.items()
-        }
-
-    costs: dict[tuple[str, int], dict[str, Estimate]] = {}
-    stored = cells.get(f"costs {with_jump} {n_rounds} {' '.join(map(str, sorted(sizes)))}", timed)
-    for name, (value, n) in ((name, each.tolist()) for name, each in stored.items() if "/" in name):
-        method, size, metric = name.split("/")
-        costs.setdefault((method, int(size)), {})[metric] = Estimate.without_interval(value, round(n))
-    return costs
-
-
 def recovered_fraction(perplexity: Any, original: Any, published: Any) -> Any:
     """``1 - (perplexity - original) / (published - original)``."""
     return 1 - (perplexity - original) / (published - original)
@@ -343,23 +374,16 @@ def recovered_estimate(
     All models read the same texts; the limits are percentiles over resamples. There is no interval for a
     single text, or if the fraction is undefined in some resamples.
     """
-    n = len(losses.total)
+    three = (losses, original, published)
+    samples = np.stack([[each.total, each.n_tokens] for each in three], axis=-1).swapaxes(0, 1)
 
-    def share(index: np.ndarray) -> Any:
-        with np.errstate(all="ignore"):
-            return recovered_fraction(
-                *(
-                    np.exp(each.total[index].sum(-1) / each.n_tokens[index].sum(-1))
-                    for each in (losses, original, published)
-                )
-            )
+    def share(of_texts: np.ndarray) -> float:
+        total, n_tokens = of_texts.sum(0)
+        return float(recovered_fraction(*np.exp(total / n_tokens)))
 
-    value = float(share(np.arange(n)))
-    resampled = share(np.random.default_rng(seed).integers(n, size=(_RESAMPLES, n)))
-    if n < 2 or not np.isfinite(resampled).all():
-        return Estimate.without_interval(value, n)
-    low, high = np.quantile(resampled, (0.025, 0.975))
-    return Estimate(value, float(low), float(high), n)
+    with np.errstate(all="ignore"):
+        estimate = bootstrap(share, samples, np.random.default_rng(seed), resamples=_RESAMPLES)
+    return estimate if len(samples) > 1 else Estimate.without_interval(estimate.value, 1)
 
 
 def added_perplexity(table: pd.DataFrame) -> pd.DataFrame:

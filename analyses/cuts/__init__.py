@@ -1,6 +1,5 @@
 """Linear maps of the stream at the cuts of pruned models, and what these models write."""
 
-from cuts.cells import Cells as Cells
 from cuts.continuations import beginnings as beginnings
 from cuts.continuations import compare as compare
 from cuts.continuations import continuation_losses as continuation_losses

@@ -1,21 +1,22 @@
-"""Lenses of an interrupted run, and additions to the lens report: operations of fits, cosines of matrices."""
+"""Additions to the lens report: tokens and operations of fits, cosines of matrices."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from matlens import InputError, Lens, LinearMap, make_examples
+from matlens import Lens, LinearMap, make_examples
 from matlens.data import Corpus
-from matlens.io import Artifact, result_row, result_table
+from matlens.io import result_row, result_table
 from matlens.lens import trained
 from matlens.metrics import Estimate
 from matlens.numerics import in_float64
@@ -24,19 +25,7 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 
-def stored_lens(
-    artifact: Artifact, model: TransformerBridge, name: str, fit: Callable[[], Lens]
-) -> tuple[Lens, float]:
-    """A lens that is fitted once and stored in an artifact, and the CPU seconds of its fit."""
-    folder = artifact.subfolder(f"lens-{name}")
-    if artifact.read_json(name) is None:
-        begun = time.process_time()
-        lens = fit()
-        seconds = time.process_time() - begun
-        lens.save(folder)
-        artifact.write_json(name, {"seconds": seconds})
-    return Lens.load(folder, model), cast(dict[str, float], artifact.read_json(name))["seconds"]
-
+STEPS = 250  # of a tuned lens
 
 # Jacobians
 
@@ -95,12 +84,8 @@ def cosine_table(lenses: Mapping[str, Lens], halves: Mapping[str, tuple[Lens, Le
     estimated the same matrix with the noise of such halves: the geometric mean of both lenses' reliability,
     ``2 c / (1 + c)`` for a cosine ``c`` of halves (Spearman and Brown).
     """
-    if any(lens.norm is not None for lens in lenses.values()):
-        raise InputError("lenses must not standardize vectors.")
     first = next(iter(lenses.values()))
     identity, width = first.provenance.identity, first.provenance.identity.d_model
-    for lens in lenses.values():
-        first.provenance.check_same(lens.provenance.identity, ours="the first lens", theirs="another lens")
     rows: list[dict[str, Any]] = []
 
     def add(method: str, layer: int, value: float) -> None:
@@ -133,7 +118,23 @@ def matrix_cosine(first: Float[Tensor, "n d"], second: Float[Tensor, "n d"]) -> 
     return float((a @ b) / (a.norm() * b.norm()))
 
 
-# Operations, counted from sizes
+# Tokens and operations, counted from sizes
+
+
+def seen_tokens(lens: Lens, n: int) -> int:
+    """Tokens that a fit on ``n`` tokens reads; those of training steps if it has any."""
+    if lens.method == "id":
+        return 0
+    if lens.method == "jacobian":
+        return int(lens.provenance.details["n_tokens"])
+    if lens.method == "polished":
+        steps, batch = trained.steps_for(n, trained.STEPS, trained.BATCH)
+        return steps * min(batch, n)
+    if lens.method == "tuned":
+        seen = math.ceil(trained.passes_for(n) * n)
+        steps = min(STEPS, seen)
+        return steps * math.ceil(seen / steps)
+    return n
 
 
 def flops_rows(report: pd.DataFrame, n: int, lenses: Mapping[str, Lens]) -> pd.DataFrame:
@@ -144,21 +145,20 @@ def flops_rows(report: pd.DataFrame, n: int, lenses: Mapping[str, Lens]) -> pd.D
 
 def fit_flops(lens: Lens, n: int) -> float:
     """Floating-point operations of the fit of one layer of a lens on ``n`` samples."""
-    readout, name = lens.on_readout, lens.method
-    d, vocabulary, pilot = readout.d_model, readout.d_vocab, min(trained.PILOT, n)
+    readout, name, seen = lens.on_readout, lens.method, seen_tokens(lens, n)
+    d, vocabulary = readout.d_model, readout.d_vocab
     if name == "id":
         return 0
     if name == "jacobian":
         parameters = sum(weight.numel() for weight in lens.model.blocks.parameters() if weight.ndim == 2)
-        return jacobian_flops(lens.provenance.details["n_tokens"], d, parameters) / len(lens.layers)
+        return jacobian_flops(seen, d, parameters) / len(lens.layers)
     if name == "tuned":
-        return training_flops(round(trained.passes_for(n) * n), d, vocabulary)
+        return training_flops(seen, d, vocabulary)
     flops = closed_form_flops(n, d)
     if name in ("scaled", "polished"):
-        steps, batch = trained.steps_for(n, trained.STEPS, trained.BATCH)
-        seen = steps * min(batch, n) if name == "polished" else 0
-        tokens = min(trained.TOKENS, vocabulary)
-        flops += training_flops(seen, d, tokens, pilot=pilot, d_vocab=vocabulary)
+        trained_on = seen if name == "polished" else 0
+        tokens, pilot = min(trained.TOKENS, vocabulary), min(trained.PILOT, n)
+        flops += training_flops(trained_on, d, tokens, pilot=pilot, d_vocab=vocabulary)
     return flops
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,6 @@ from matlens.lens import evaluation, trained
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-STEPS = 250  # of a tuned lens, and of a round
 FALLING = 0.01  # share of the KL that a round takes off, or it has stopped falling
 
 
@@ -81,22 +79,6 @@ def tune_further(
     return Lens({layer: linear}, "tuned", provenance, readout=readout, model=model)
 
 
-def seen_tokens(lens: Lens, n: int) -> int:
-    """Tokens that a fit on ``n`` tokens reads; those of training steps if it has any."""
-    if lens.method == "id":
-        return 0
-    if lens.method == "jacobian":
-        return int(lens.provenance.details["n_tokens"])
-    if lens.method == "polished":
-        steps, batch = trained.steps_for(n, trained.STEPS, trained.BATCH)
-        return steps * min(batch, n)
-    if lens.method == "tuned":
-        seen = math.ceil(trained.passes_for(n) * n)
-        steps = min(STEPS, seen)
-        return steps * math.ceil(seen / steps)
-    return n
-
-
 def is_falling(values: Sequence[float]) -> bool:
     """Whether the last of the values is below all others by a share of `FALLING`, or has none to compare."""
     return len(values) < 2 or values[-1] < (1 - FALLING) * min(values[:-1])
@@ -112,10 +94,11 @@ def to_tensors(evaluations: Mapping[tuple[int, str], evaluation.Evaluation]) -> 
     }
 
 
-def from_tensors(tensors: Mapping[str, Tensor]) -> dict[tuple[int, str], evaluation.Evaluation]:
-    """See `to_tensors`."""
+def from_tensors(stored: Mapping[str, Any]) -> dict[tuple[int, str], evaluation.Evaluation]:
+    """The inverse of `to_tensors`; other values are ignored."""
     fields: dict[tuple[int, str], dict[str, Tensor]] = {}
-    for key, values in tensors.items():
-        layer, name, field = key.split(".")
-        fields.setdefault((int(layer), name), {})[field] = values
+    for key, values in stored.items():
+        if isinstance(values, Tensor):
+            layer, name, field = key.split(".")
+            fields.setdefault((int(layer), name), {})[field] = values
     return {key: evaluation.Evaluation(**parts) for key, parts in fields.items()}

@@ -1,5 +1,7 @@
-"""Shared by analysis scripts: studies, reports, and common options."""
+"""Shared by analysis scripts: studies, reports, stored results, and common options."""
 
+from studies.cells import Cells as Cells
+from studies.intervals import bootstrap as bootstrap
 from studies.scripts import SECONDS as SECONDS
 from studies.scripts import Dominant as Dominant
 from studies.scripts import LinkageOption as LinkageOption

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pandas as pd
 import pytest
 from analysing import PRUNING, assert_figure, run
-from cuts import cells
+from studies import Cells
 
 import matlens
 from matlens import pruning
@@ -68,7 +68,7 @@ def test_a_run_resumes_and_draws_what_is_written(
         "--choice", "greedy", "--tokens", 5, "--method", "replaceme", "--method", "jump", "--method", "chain",
         "--suffix", "_cuts",
     ]  # fmt: skip
-    made, get = list[str](), cells.Cells.get
+    made, get = list[str](), Cells.get
 
     def watched(self: Any, name: str, make: Any) -> Any:
         def make_and_count() -> Any:
@@ -79,7 +79,7 @@ def test_a_run_resumes_and_draws_what_is_written(
 
         return get(self, name, make_and_count)
 
-    monkeypatch.setattr(cells.Cells, "get", watched)
+    monkeypatch.setattr(Cells, "get", watched)
     with pytest.raises(SystemExit):
         run(PRUNING, *options)
     for _ in range(2):

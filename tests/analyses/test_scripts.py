@@ -6,13 +6,17 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 from matplotlib.figure import Figure
-from studies import Report, Study, run_study
+from studies import Cells, Report, Study, run_study
+
+from matlens.io import Artifact
 
 
 def run(work: Callable[..., None], *arguments: object, **options: Any) -> None:
@@ -78,3 +82,23 @@ def test_small_models_are_trained_on_none_of_what_others_are_validated_on() -> N
         )
         assert "train=" not in call
         assert "val=" not in call
+
+
+def test_a_cell_is_computed_once_and_stored_with_its_seconds(tmp_path: Path) -> None:
+    made, seconds = list[str](), list[dict[str, float]]()
+
+    def make(name: str) -> dict[str, Any]:
+        made.append(name)
+        total = sum(i * i for i in range(400_000))  # some work
+        return {"value": torch.tensor([total, len(made)]), "words": [name]}
+
+    for _ in range(2):
+        with Artifact.writing(tmp_path / "cells", "cells", {"a": 1}) as artifact:
+            cells = Cells(artifact)
+            for name in ("chain 1 2", "chain, healed 1 2", "chain 1 2"):
+                cell = cells.get(name, partial(make, name))
+                assert (int(cell["value"][1]), cell["words"]) == (1 + ("," in name), [name])
+            assert min(cells.seconds.values()) > 0
+            seconds.append(cells.seconds)
+    assert seconds[0] == seconds[1]
+    assert made == ["chain 1 2", "chain, healed 1 2"]

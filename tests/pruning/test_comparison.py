@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from calibration_texts import running_text
 from conftest import WORDS
-from cuts import Cells, Cut, beginnings, continuation_losses, continue_prompts, measures, without_blocks
-from pruning import added_perplexity, pruning_table
+from cuts import Cut, beginnings, continuation_losses, continue_prompts, measures, without_blocks
+from pruning import PrunedModels, added_perplexity
 
 import matlens
 from matlens import InputError, pruning
 from matlens.data import Corpus, make_windows
-from matlens.io import Artifact
 from matlens.pruning import Calibration, read_text
 
 METHODS, CHOICES = ("out", "replaceme", "refit"), ("angle", "loss")
@@ -33,7 +30,9 @@ def texts(small_model: Callable[[str], Any]) -> list[Any]:
 @pytest.fixture(scope="module")
 def table(small_model: Callable[[str], Any], texts: list[Any]) -> pd.DataFrame:
     evaluated = {"a": texts[1], "b": texts[2]}
-    return pruning_table(small_model("gpt2"), texts[0], evaluated, [1, 2], methods=METHODS, choices=CHOICES)
+    return PrunedModels(
+        small_model("gpt2"), texts[0], evaluated, [1, 2], methods=METHODS, choices=CHOICES
+    ).table()
 
 
 @pytest.mark.parametrize(
@@ -58,10 +57,10 @@ def test_a_row_is_what_pruning_alone_gives(
 def test_a_healed_model_is_judged_healed(small_model: Callable[[str], Any], texts: list[Any]) -> None:
     """Blocks go one after the other; the model that is healed is another than the folded one."""
     model = small_model("gpt2")
-    table = pruning_table(
+    table = PrunedModels(
         model, texts[0], {"a": texts[1]}, [1, 2], methods=["chain", "out"],
         choices=["greedy", "angle"], heal=60,
-    )  # fmt: skip
+    ).table()  # fmt: skip
     calibration = Calibration.run(model, texts[0], "chain", progress=False)
     perplexities = list[float]()
     for n in (1, 2):
@@ -89,10 +88,10 @@ def test_methods_are_compared_with_jump_on_the_same_windows_and_prompts(
     """Healed with healed; jump itself is compared with the original model."""
     model, evaluated, tokens = small_model("gpt2"), {"a": texts[1], "b": texts[2]}, 9
     methods: list[str] = [Cut.jump, "chain", Cut.linearpatch]
-    table = pruning_table(
+    table = PrunedModels(
         model, texts[0], evaluated, [1, 2], methods=methods, choices=["greedy"], tokens=tokens, heal=60,
         heal_methods=methods[:2], heal_sizes=[1],
-    )  # fmt: skip
+    ).table()  # fmt: skip
     calibration = Calibration.run(model, texts[0], "chain", progress=False)
     plain, prompts = pruning.plain_copy(model), beginnings(evaluated.values(), 32)
     assert prompts.shape == (sum(int((text.lengths == 20).sum()) for text in texts[1:]), 10)
@@ -144,25 +143,6 @@ def test_methods_are_compared_with_jump_on_the_same_windows_and_prompts(
     assert set(table[table["decoding"] != ""]["corpus"]) == {""}
 
 
-def test_a_cell_is_computed_once_and_its_seconds_are_kept(tmp_path: Path) -> None:
-    made = list[str]()
-
-    def make(name: str) -> dict[str, torch.Tensor]:
-        made.append(name)
-        total = sum(i * i for i in range(400_000))  # some work
-        return {"value": torch.tensor([total, len(made)])}
-
-    for _ in range(2):
-        with Artifact.writing(tmp_path / "cells", "cells", {"a": 1}) as artifact:
-            cells = Cells(artifact)
-            for name in ("chain 1 2", "chain, healed 1 2", "chain 1 2"):
-                assert int(cells.get(name, lambda name=name: make(name))["value"][1]) == 1 + ("," in name)
-            taken = [float(artifact.read_all(file)["seconds"]) for file in ("chain-1-2", "chain-healed-1-2")]
-            assert cells.seconds == pytest.approx(sum(taken) if _ else 0)
-    assert made == ["chain 1 2", "chain, healed 1 2"]
-    assert min(taken) > 0
-
-
 def test_each_size_is_timed_once_beside_the_whole(
     small_model: Callable[[str], Any],
     plain_model: Callable[[str], Any],
@@ -177,9 +157,9 @@ def test_each_size_is_timed_once_beside_the_whole(
         return n_tokens * slow * turns[-1], 40 * 1000 * turns[-1]
 
     monkeypatch.setattr("matlens.pruning.evaluation._written", written)
-    table = pruning_table(
+    table = PrunedModels(
         small_model("gpt2"), texts[0], {"a": texts[1]}, [2, 1], methods=["out"], choices=CHOICES,
-    )  # fmt: skip
+    ).table()  # fmt: skip
     assert turns == [3, 1] * 7 + [3, 2] * 7
     costs = table[table["corpus"] == ""]
     values = {(row.method, row.n_removed, row.metric): row.value for row in costs.itertuples()}
@@ -204,9 +184,9 @@ def test_a_map_at_the_cut_is_timed_in_the_same_turns(
         return n_tokens * (len(model.transformer.h) + 10.0 * mapped), 1
 
     monkeypatch.setattr("matlens.pruning.evaluation._written", written)
-    table = pruning_table(
+    table = PrunedModels(
         small_model("gpt2"), texts[0], {"a": texts[1]}, [1, 2], methods=[Cut.jump], choices=["angle"]
-    )
+    ).table()
     costs = table[table["corpus"] == ""].set_index(["method", "n_removed", "metric"])["value"]
     assert [costs["jump", n, "seconds"] for n in (1, 2)] == [12, 11]
     assert costs["jump", 1, "seconds ratio"] == pytest.approx(12 / 3)
@@ -235,7 +215,7 @@ def test_one_window_alone_is_refused_before_the_work(
     monkeypatch.delattr("matlens.pruning.pruned.Calibration.run")
     for evaluate in (
         lambda: pruning.compare_pruned(model, pruned, one, progress=False),
-        lambda: pruning_table(model, texts[0], {"a": texts[1], "b": one}, [1]),
+        lambda: PrunedModels(model, texts[0], {"a": texts[1], "b": one}, [1]).table(),
     ):
         with pytest.raises(InputError, match="at least two"):
             evaluate()
@@ -246,4 +226,4 @@ def test_one_window_alone_is_refused_before_the_work(
 
 def test_unknown_methods_are_refused(small_model: Callable[[str], Any], texts: list[Any]) -> None:
     with pytest.raises(InputError, match=r"method must be one of out, .*jump"):
-        pruning_table(small_model("gpt2"), texts[0], {"a": texts[1]}, [1], methods=["jmp"])
+        PrunedModels(small_model("gpt2"), texts[0], {"a": texts[1]}, [1], methods=["jmp"]).table()

@@ -1,0 +1,69 @@
+"""Results of a long analysis, which an interrupted run resumes with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from time import process_time
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from matlens import Lens
+from matlens.io import Artifact
+from matlens.study import slug
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+
+
+class Cells:
+    """Results that are computed once by name, and stored in an artifact if there is one.
+
+    ``seconds`` are the CPU seconds of each, also of those that an earlier run has stored.
+    """
+
+    def __init__(self, artifact: Artifact | None = None) -> None:
+        self.artifact, self.seconds = artifact, dict[str, float]()
+        self._known: dict[str, dict[str, Any]] = {}
+
+    def get(self, name: str, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """Tensors and values of JSON by their names, computed unless they are known."""
+        if not self._is_known(name):
+            self._store(name, self._timed(name, make))
+        return self._known[name]
+
+    def lens(self, name: str, model: TransformerBridge, fit: Callable[[], Lens]) -> Lens:
+        """A lens, fitted unless it is known; there must be an artifact."""
+        assert self.artifact is not None
+        folder = self.artifact.subfolder(f"lens-{name}")
+        if not self._is_known(name):
+            self._timed(name, fit).save(folder)
+            self._store(name, {})
+        return Lens.load(folder, model)
+
+    def _timed(self, name: str, make: Callable[[], Any]) -> Any:
+        begun = process_time()
+        made = make()
+        self.seconds[name] = process_time() - begun
+        return made
+
+    def _store(self, name: str, made: Mapping[str, Any]) -> None:
+        self._known[name] = {**made}
+        if self.artifact is not None:
+            tensors = {key: value for key, value in made.items() if isinstance(value, Tensor)}
+            if tensors:
+                self.artifact.write(slug(name), tensors)
+            others = {key: value for key, value in made.items() if key not in tensors}
+            # Last, since a result is known by its record.
+            self.artifact.write_json(slug(name), others | {"seconds": self.seconds[name]})
+
+    def _is_known(self, name: str) -> bool:
+        """Whether a result was computed by this run, or by an earlier one that has stored it."""
+        record = None
+        if name not in self._known and self.artifact is not None:
+            record = self.artifact.read_json(slug(name))
+        if record is not None and self.artifact is not None:
+            tensors = self.artifact.read_all(slug(name)) if self.artifact.written([slug(name)]) else {}
+            self.seconds[name] = record.pop("seconds")
+            self._known[name] = record | tensors
+        return name in self._known
