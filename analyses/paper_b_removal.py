@@ -25,9 +25,9 @@ from torch import Tensor
 from matlens import InputError, Readout, metrics
 from matlens.data import Examples
 from matlens.errors import check_int, short
-from matlens.ffn import NormGain, Projection, Updates, ValueVectors
+from matlens.ffn import Projection, Updates, ValueVectors
 from matlens.io import result_row, result_table
-from matlens.models import ModelLayout
+from matlens.models import ModelLayout, NormGain
 from matlens.numerics import in_float64
 from matlens.parallel import Bar
 

@@ -202,7 +202,7 @@ def trajectory(
     words = list(token or ())
     place = read.place
     last = read.to_dataframe().query("position == @place")
-    ranks = {word: read.rank(word)[:, place].tolist() for word in words}
+    ranks = {word: [int(rank[place]) for rank in read.rank(word).values()] for word in words}
     print_frame(
         f"{prompt}\nAt token {place}, '{visible(read.tokens[place])}'",
         last.assign(predicted=last["predicted"].map(visible), **ranks),

@@ -16,7 +16,6 @@ from torch import Tensor
 from matlens.activations.collecting import collect
 from matlens.data.making import make_prompts
 from matlens.errors import PositiveInt, check_choice, check_int, checked
-from matlens.ffn.norms import FFN_OUT
 from matlens.ffn.projection import Projection
 from matlens.ffn.updates import DOMINANT, Updates
 from matlens.ffn.values import ValueVectors
@@ -26,7 +25,7 @@ from matlens.lens.trajectory import read_cells, texts_of, tokens_of_interest
 from matlens.linear.mapsets import HOLDS as MAPS
 from matlens.linear.mapsets import MapSet
 from matlens.models.layout import ModelLayout
-from matlens.models.sites import COEFFICIENTS, STREAM, Site
+from matlens.models.sites import COEFFICIENTS, FFN_OUT, STREAM, Site
 from matlens.models.tokens import visible, word_token
 from matlens.parallel import Bar
 from matlens.plots.pages import LensCells, PromptPage, UpdateCells

@@ -8,7 +8,6 @@ from .events import find_events as find_events
 from .events import find_saturation as find_saturation
 from .events import relative_scores as relative_scores
 from .events import trace_row as trace_row
-from .norms import NormGain as NormGain
 from .perplexity import TextLosses as TextLosses
 from .perplexity import text_losses as text_losses
 from .projection import Projection as Projection

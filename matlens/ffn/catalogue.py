@@ -22,14 +22,14 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from matlens.errors import InputError, checked
-from matlens.ffn.norms import LinearHead, NormGain
-from matlens.ffn.projection import TOP, Projection, TopTokens, unembedding
+from matlens.ffn.projection import TOP, LinearHead, Projection, TopTokens, unembedding
 from matlens.ffn.values import ValueParts, ValueVectors
 from matlens.io.cache import Cache, default_cache, file_states
 from matlens.io.files import read_json, write_files
 from matlens.models.checkpoints import gguf_key, software
 from matlens.models.identity import ModelIdentity
 from matlens.models.loading import choose_device, load, model_name
+from matlens.models.norms import NormGain
 from matlens.models.places import GGUF, locate
 from matlens.models.stacks import Stack
 from matlens.models.tokens import token_texts

@@ -133,15 +133,11 @@ def event_scores(
         layer = float(events.layer.double().mean())
         for group in GROUPS:
             at_events = (scores or trace.score)[group, events.reference][events.example, events.layer]
-            for metric, values in extremes_and_mean(at_events).items():
+            extremes = {"max": at_events.amax(1), "mean": at_events.mean(1), "min": at_events.amin(1)}
+            for metric, values in extremes.items():
                 row = trace_row(trace, EVENTS, group, layer, metric, metrics.mean(values))
                 table.append({"event": kind, **row})
     return pd.DataFrame(table)
-
-
-def extremes_and_mean(scores: Float[Tensor, "m k"]) -> dict[str, Float[Tensor, " m"]]:
-    """The largest, the mean and the smallest score of each update."""
-    return {"max": scores.amax(1), "mean": scores.mean(1), "min": scores.amin(1)}
 
 
 @checked

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -78,37 +77,24 @@ def text_losses(
         raise InputError("examples must have a text of at least two tokens, got none.")
     with Bar(total=len(examples), desc="perplexity", unit="text", disable=not progress) as bar:
         for batch in examples.batches(batch_tokens):
-            logits = next_token_logits(model, batch.tokens, batch.mask)
-            total[batch.index] = sum_losses(batch, partial(_log_probs, logits)).cpu().numpy()
+            total[batch.index] = _losses(model, batch).cpu().numpy()
             bar.update(len(batch.index))
     return TextLosses(total, n_tokens)
 
 
-def _log_probs(logits: Tensor, places: slice) -> Float[Tensor, "batch places d_vocab"]:
-    return log_softmax(logits[:, places])
-
-
-def sum_losses(batch: Batch, log_probs: Callable[[slice], Tensor]) -> Float[Tensor, " batch"]:
+def _losses(model: TransformerBridge, batch: Batch) -> Float[Tensor, " batch"]:
     """``-ln p`` summed over the tokens of each text but its first, a few places at once."""
+    tokens, mask = batch.tokens.to(model.cfg.device), batch.mask.to(model.cfg.device)
+    logits = model(tokens, attention_mask=mask, return_type="logits")[:, :-1].float()
+    following, real = tokens[:, 1:].to(logits.device), mask[:, 1:].bool().to(logits.device)
+    check_finite(logits[mask[:, :-1].bool().to(logits.device)], "the logits")
     total = torch.zeros(())
-    for start in range(0, batch.tokens.shape[1] - 1, _PLACES):
-        log_p = log_probs(slice(start, start + _PLACES))
-        following = slice(start + 1, start + 1 + log_p.shape[1])
-        of_tokens = log_p.gather(2, batch.tokens[:, following, None].to(log_p.device))[:, :, 0]
-        real = batch.mask[:, following].bool().to(log_p.device)
-        lost = in_float64(of_tokens.where(real, torch.zeros_like(of_tokens))).sum(1)
+    for start in range(0, logits.shape[1], _PLACES):
+        part = slice(start, start + _PLACES)
+        log_p = log_softmax(logits[:, part]).gather(2, following[:, part, None])[..., 0]
+        lost = in_float64(log_p.where(real[:, part], torch.zeros_like(log_p))).sum(1)
         total = total.to(lost) - lost
     return total
-
-
-def next_token_logits(
-    model: TransformerBridge, tokens: Tensor, mask: Tensor
-) -> Float[Tensor, "batch places d_vocab"]:
-    """Logits in float32 after every token but the last."""
-    device = model.cfg.device
-    logits = model(tokens.to(device), attention_mask=mask.to(device), return_type="logits")[:, :-1].float()
-    check_finite(logits[mask[:, :-1].bool().to(logits.device)], "the logits")
-    return logits
 
 
 def warn_of_few(n: int) -> None:

@@ -17,9 +17,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from matlens.errors import InputError, check_int, checked
-from matlens.ffn.norms import LinearHead, NormGain
 from matlens.ffn.values import ValueName, ValueVectors
 from matlens.models.identity import ModelIdentity, Provenance, check_raw
+from matlens.models.norms import NormGain
 from matlens.models.readout import check_vectors, head_modules, narrowing
 from matlens.models.stacks import ENCODER, stack_of
 from matlens.models.tokens import token_texts, word_tokens
@@ -57,6 +57,17 @@ def unembedding(model: TransformerBridge) -> Float[Tensor, "d_vocab d_model"]:
     for projection in narrowing(model):
         weight = weight @ projection.get_parameter("weight").detach().float()
     return weight
+
+
+class LinearHead(nn.Module):
+    """The linear parts before an unembedding: a dense layer, if any, and a norm's gain."""
+
+    def __init__(self, dense: Tensor | None, gain: NormGain) -> None:
+        super().__init__()
+        self.dense, self.gain = None if dense is None else dense.detach().float(), gain
+
+    def forward(self, vectors: Tensor) -> Tensor:  # noqa: D102
+        return self.gain(vectors if self.dense is None else vectors @ self.dense.T)
 
 
 @checked

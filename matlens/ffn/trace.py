@@ -20,7 +20,6 @@ from matlens.activations.collecting import Rows, batch_counts, default_batch_tok
 from matlens.activations.sinks import outlying_rows
 from matlens.data.examples import Examples
 from matlens.errors import InputError, PositiveInt, Seed, check_int, checked
-from matlens.ffn.norms import FFN_OUT
 from matlens.ffn.projection import unembedding
 from matlens.ffn.updates import DOMINANT
 from matlens.ffn.values import ValueVectors
@@ -28,7 +27,7 @@ from matlens.io.rows import Column, read_rows, writing_rows
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
-from matlens.models.sites import COEFFICIENTS, PARALLEL, STREAM, Site, check_finite
+from matlens.models.sites import COEFFICIENTS, FFN_OUT, PARALLEL, STREAM, Site, check_finite
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

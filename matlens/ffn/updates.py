@@ -18,10 +18,9 @@ from matlens.activations.activations import Activations
 from matlens.activations.collecting import collect
 from matlens.data.examples import Examples
 from matlens.errors import check_int, checked
-from matlens.ffn.norms import FFN_OUT
 from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
-from matlens.models.sites import COEFFICIENTS, Site
+from matlens.models.sites import COEFFICIENTS, FFN_OUT, Site
 from matlens.models.tokens import token_texts, visible
 
 if TYPE_CHECKING:

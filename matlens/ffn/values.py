@@ -27,10 +27,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from matlens.errors import InputError, PositiveInt, Seed, check_int, checked, short
-from matlens.ffn.norms import FFN_OUT, NORMED_OUT, NormGain
 from matlens.models.identity import ModelIdentity, check_raw
 from matlens.models.layout import ModelLayout, mixture, output_layer, output_multiplier
-from matlens.models.sites import COEFFICIENTS
+from matlens.models.norms import NormGain
+from matlens.models.sites import COEFFICIENTS, FFN_OUT, NORMED_OUT
 from matlens.models.weights import WeightChecksum, float32_on, rows_of_linear
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +20,12 @@ from matlens.data.readers import is_masked
 from matlens.errors import InputError, PositiveInt, Seed, checked, short, warn
 from matlens.io.tables import check_columns
 from matlens.lens import trained
-from matlens.lens.closed_forms import fit_closed_forms, layers_read, resolve_layers
+from matlens.lens.closed_forms import layers_read, resolve_layers
 from matlens.lens.config import LensConfig, Method, parse_methods
 from matlens.lens.early_exit import exit_sweep, savings
 from matlens.lens.evaluation import AGAINST, evaluate_lenses
 from matlens.lens.lens import Lens
-from matlens.lens.maps import LensMaps
 from matlens.lens.open_sets import EvaluationItem, evaluate_open_sets
-from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import Readout
 
 if TYPE_CHECKING:
@@ -146,19 +144,12 @@ def compare_lenses(
     readout, made = Readout(model), dict(fitted or {})
     for name, config in configs.items():
         begin = time.process_time()
-        maps = LensMaps(dict.fromkeys(chosen), "id", Provenance(ModelIdentity.from_model(model)))
-        if config is not None:
-            maps = fit_closed_forms(model, train, [config], layers=chosen, progress=progress)[name]
-        elif name == "jacobian":
-            maps = trained.fit_jacobian(
-                model, parts[0], layers=chosen, n_prompts=n_prompts, longest=longest, progress=progress
-            )
-        elif name != "id":
-            maps = trained.fit_on_vectors(
-                name, readout, model, train, layers=chosen, seed=seed, progress=progress
-            )
+        lens = Lens.fit(
+            model, parts[0] if name == "jacobian" else train, method=config or name, layers=chosen, seed=seed,
+            n_prompts=n_prompts, longest=longest, progress=progress,
+        )  # fmt: skip
         seconds = 0.0 if name == "id" else time.process_time() - begin
-        made[name] = Lens(**vars(maps), readout=readout, model=model), seconds
+        made[name] = replace(lens, readout=readout), seconds
     lenses = {name: made[name][0] for name in names}
     evaluated_at = [layer for layer in chosen if all(layer in lens.layers for lens in lenses.values())]
     with warnings.catch_warnings():

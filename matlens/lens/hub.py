@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -18,11 +18,11 @@ import pandas as pd
 
 from matlens.errors import InputError, printable, short
 from matlens.io.artifact import CONFIG
+from matlens.io.cards import render_card
 from matlens.io.repository import PATIENCE, HubRepository
 from matlens.io.tables import COLUMNS, check_columns
 from matlens.lens.files import read_jacobian_lens, read_lens, write_lens
 from matlens.lens.maps import LensMaps
-from matlens.linear.maps import fitted_samples
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -30,11 +30,6 @@ if TYPE_CHECKING:
 CARD = "README.md"
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _FOLDER = re.compile(rf"{_PART}(/{_PART}){{0,4}}")
-MEASURES: Mapping[tuple[str, int], str] = {
-    ("r2", 0): "r2", ("r2 without sinks", 0): "r2 without sinks", ("precision", 1): "Precision@1",
-    ("precision", 5): "Precision@5", ("precision", 10): "Precision@10", ("surprisal", 0): "surprisal",
-    ("kl", 0): "KL",
-}  # fmt: skip
 _MARKUP = re.compile(r"([\\`*_\[\]<>|~#])")
 
 
@@ -144,51 +139,21 @@ def bare(name: str) -> str:
 
 def repository_card(name: str, folders: Sequence[str]) -> str:
     """README of a repository of lenses."""
-    lines = [
-        "---", "library_name: matlens", "tags:", "- matlens", "- logit-lens", "- interpretability", "---", "",
-        f"# Lenses: {_plain(name)}", "",
-        "A lens has a map for each layer of a model to the last layer, where the model's own readout "
-        "predicts tokens. Each folder, named by model, method and corpus, is one lens.", "",
-        *(f"- [{_plain(folder)}]({folder})" for folder in folders), "",
-        "```python", "from matlens import Lens, load", "",
-        'model = load("...")  # the model that the lens was fitted on',
-        f'lens = Lens.from_pretrained("{name}", "{folders[0]}", model, revision="...")',
-        'lens.trajectory("The Eiffel Tower stands in the city of").plot()', "```", "",
-    ]  # fmt: skip
-    return "\n".join(lines)
+    return render_card("lens", "repository.md", {"name": name, "folders": folders}, {"plain": _plain})
 
 
 def lens_card(lens: LensMaps, results: pd.DataFrame | None) -> str:
     """README of one lens: its training data, and its quality at each layer."""
-    provenance, identity = lens.provenance, lens.provenance.identity
-    data, details = provenance.data or {}, provenance.details
-    n_sinks = details.get("n_sinks")
-    facts = {
-        "model": f"{_plain(bare(identity.name))}, revision {_plain(identity.revision or 'unnamed')}",
-        "weights": f"fingerprint {_plain(identity.fingerprint)}, {_plain(identity.dtype)}",
-        "tokenization": _plain(identity.token_policy),
-        "corpus": f"{_plain(bare(provenance.corpus))}, {_whole(data.get('n'))} sentences",
-        "fitted on": f"{_whole(fitted_samples(provenance))} tokens",
-        "positions": _plain(provenance.positions or "–"),
-        "attention sinks": "included" if n_sinks is None else f"excluded ({_whole(n_sinks)})",
-        "seed": _plain(details.get("seed", data.get("seed", "–"))),
-        "norm before the map": "none" if lens.norm is None else _plain(lens.norm.kind),
-        "layers": f"{', '.join(map(str, lens.maps))} of {identity.n_layers}, each onto the last",
-        "digest": lens.digest,
-    }
-    lines = [
-        f"# {_plain(lens.method)} of {_plain(bare(identity.name))}", "", *_table(("", ""), facts.items()), "",
-    ]  # fmt: skip
-    if results is None:
-        return "\n".join([*lines, "How well it reads has not been measured.", ""])
-    quality = quality_of(lens.method, results)
-    rows = [
-        (layer, *("–" if pd.isna(value) else f"{value:.3f}" for value in values))
-        for layer, *values in quality.itertuples()
-    ]
-    return "\n".join(
-        [*lines, "On tokens that it was not fitted on:", "", *_table(("layer", *quality.columns), rows), ""]
-    )
+    provenance = lens.provenance
+    values = {
+        "lens": lens, "provenance": provenance, "identity": provenance.identity,
+        "data": provenance.data or {}, "details": provenance.details,
+        "quality": None if results is None else quality_of(lens.method, results),
+    }  # fmt: skip
+    filters: dict[str, Callable[..., str]] = {
+        "plain": _plain, "bare": bare, "whole": _whole, "measured": _measured
+    }  # fmt: skip
+    return render_card("lens", "card.md", values, filters)
 
 
 def quality_of(method: str, results: pd.DataFrame) -> pd.DataFrame:
@@ -197,19 +162,13 @@ def quality_of(method: str, results: pd.DataFrame) -> pd.DataFrame:
     rows = results[(results["method"] == method) & results["layer"].notna() & results["value"].notna()]
     if "against" in rows:
         rows = rows[rows["against"].isna() | (rows["against"].astype(str) == "")]
-    keys = zip(rows["metric"], rows["k"].fillna(0).astype(int), strict=True)
-    rows = rows.assign(measure=[MEASURES.get(key, "") for key in keys])
-    rows = rows[rows["measure"] != ""]
     rows = rows[rows["target"].isna() | (rows["target"] == rows["target"].max())]  # maps to the last layer
     if rows.empty:
         known = sorted(set(results["method"].astype(str)))
         raise InputError(f"The table has no value of {short(method)}. It has those of {short(known)}.")
-    wide = rows.astype({"layer": int}).pivot(index="layer", columns="measure", values="value").astype(float)
-    return wide.reindex(columns=[name for name in MEASURES.values() if name in wide.columns])
-
-
-def _table(heads: Sequence[str], rows: Any) -> list[str]:
-    return [f"| {' | '.join(map(str, row))} |" for row in (heads, ["---"] * len(heads), *rows)]
+    names = [m if pd.isna(k) else f"{m}@{int(k)}" for m, k in zip(rows["metric"], rows["k"], strict=True)]
+    rows = rows.astype({"layer": int, "value": float}).assign(measure=names)
+    return rows.pivot_table(index="layer", columns="measure", values="value", sort=False).sort_index()
 
 
 def _plain(text: Any) -> str:
@@ -219,3 +178,7 @@ def _plain(text: Any) -> str:
 
 def _whole(number: Any) -> str:
     return f"{number:,}" if isinstance(number, int) else "–"
+
+
+def _measured(value: float) -> str:
+    return "–" if pd.isna(value) else f"{value:.3f}"

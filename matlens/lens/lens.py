@@ -24,7 +24,6 @@ from matlens.lens.config import Method, parse_methods
 from matlens.lens.hub import pull_lens, push_lens
 from matlens.lens.maps import LensMaps
 from matlens.lens.trajectory import Trajectory, read_trajectory
-from matlens.linear.maps import fitted_samples
 from matlens.linear.mapsets import MapSet
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import Readout, check_vectors
@@ -193,11 +192,6 @@ class Lens(LensMaps):
             )
         lenses = {name: cls(**vars(fitted[name]), readout=readout, model=model) for name in methods}
         return next(iter(lenses.values())) if isinstance(method, Method) else lenses
-
-    @property
-    def n_samples(self) -> int | None:
-        """Number of samples of the fit, if known."""
-        return fitted_samples(self.provenance)
 
     @property
     def n_layers(self) -> int:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from matlens.errors import InputError, NonNegative, checked, short
-from matlens.linear.maps import LinearMap
+from matlens.linear.maps import LinearMap, fitted_samples
 from matlens.models.identity import Provenance
+from matlens.models.norms import NormGain
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -50,34 +51,15 @@ class Standardisation:
         InputError
             If the readout starts with something else, such as the head of a masked-LM model.
         """
-        refusal = InputError(
-            f"The readout of {model.cfg.model_name} does not begin with RMSNorm or LayerNorm, so "
-            "standardised vectors cannot be read out. Use 'weighted' instead of standardise=True."
-        )
         if hasattr(model, "mlm_head") or not hasattr(model, "ln_final"):
-            raise refusal
-        module = model.ln_final.original_component
-        eps = next(
-            (float(getattr(module, name)) for name in ("eps", "variance_epsilon") if hasattr(module, name)),
-            0.0,
-        )
-        for standardisation in (cls("rms", eps), cls("layer", eps)):
-            if _is_gain(standardisation, module, model.cfg.d_model):
-                return standardisation
-        raise refusal
-
-
-@torch.inference_mode()
-def _is_gain(standardisation: Standardisation, module: Any, width: int) -> bool:
-    """Whether a norm is this standardisation, a gain and a bias."""
-    parameter = next(iter(module.parameters()), torch.empty(0))
-    generator = torch.Generator().manual_seed(0)
-    h = 3 * torch.randn(3, width, generator=generator) + 1
-    out, bias = (module(rows.to(parameter)).cpu().double() for rows in (h, torch.zeros(1, width)))
-    z = standardisation(h.double())
-    gains = (out - bias) / z
-    near = (gains - gains.median(0).values).abs() <= 0.02 * gains.abs().median() + 1e-6
-    return bool((near | (z.abs() < 0.05)).all())
+            raise InputError(
+                f"The readout of {model.cfg.model_name} does not begin with RMSNorm or LayerNorm, so "
+                "standardised vectors cannot be read out. Use 'weighted' instead of standardise=True."
+            )
+        norm = model.ln_final.original_component
+        gain = NormGain.from_module(norm, model.cfg.d_model)
+        eps = next((getattr(norm, name) for name in ("eps", "variance_epsilon") if hasattr(norm, name)), 0.0)
+        return cls("layer" if gain.centred else "rms", float(eps))
 
 
 @checked
@@ -115,6 +97,11 @@ class LensMaps:
     def layers(self) -> tuple[int, ...]:
         """The layers that it has maps of."""
         return tuple(self.maps)
+
+    @property
+    def n_samples(self) -> int | None:
+        """Number of samples of the fit, if known."""
+        return fitted_samples(self.provenance)
 
     @property
     def n_parameters(self) -> int:

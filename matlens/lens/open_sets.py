@@ -84,28 +84,18 @@ def read_evaluations(folder: str | Path) -> dict[str, list[EvaluationItem]]:
 
 
 def _read_items(name: str, path: Path) -> list[EvaluationItem]:
-    content = read_json(path)
-    rows = content.get("items") if isinstance(content, Mapping) else None
-    if not isinstance(rows, list) or not rows:
-        raise InputError(f"{path} must be an object with a list of items under 'items'.")
-    items = []
-    for number, row in enumerate(rows, start=1):
-        fields: Mapping[str, Any] = row if isinstance(row, dict) else {}
-        prompt, words = fields.get("prompt", ""), fields.get("intermediates", [])
-        is_text = isinstance(prompt, str) and prompt.strip() and (name != "poetry" or "\n" in prompt)
-        if not is_text or not isinstance(words, list) or not words or not all(map(_is_word, words)):
-            raise InputError(
-                f"Item {number} of {path} must have a text under 'prompt', for poetry of several lines, and "
-                f"words under 'intermediates', got {short(row)}."
-            )
-        text = prompt[: prompt.rindex("\n") + 1] if name == "poetry" else prompt.rstrip()
-        spellings = tuple(_spellings(word) if name == "order-ops" else (word,) for word in words)
-        items.append(EvaluationItem(str(row.get("name", number)), text, spellings))
+    content, items = read_json(path), []
+    try:
+        for number, row in enumerate(content["items"], start=1):
+            text = row["prompt"].rstrip()
+            if name == "poetry":
+                text = row["prompt"][: row["prompt"].rindex("\n") + 1]
+            spell = _spellings if name == "order-ops" else lambda word: (word,)
+            words = tuple(map(spell, row["intermediates"]))
+            items.append(EvaluationItem(str(row.get("name", number)), text, words))
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        raise InputError(f"{path} must hold the items of an evaluation, got {error!r}.") from error
     return items
-
-
-def _is_word(word: Any) -> bool:
-    return isinstance(word, str) and bool(word)
 
 
 def _spellings(word: str) -> tuple[str, ...]:

@@ -36,8 +36,8 @@ _FOLLOWED = 24  # tokens whose ranks are known in every cell of a page
 class Trajectory:
     """Predictions at each token of a prompt, by layer; the last layer is the model itself.
 
-    Arrays are over layers and then tokens, in the order of ``layers`` and ``ids``; of a lens with all layers
-    ``probabilities[12][-1]`` are those at layer 12 and the last token, as ``top_tokens()[12][-1]`` are.
+    Methods give dicts by layer: ``top_tokens()[12][-1]`` are those at layer 12 and the last token. Arrays
+    have a row for each of ``layers``.
 
     Attributes
     ----------
@@ -78,16 +78,16 @@ class Trajectory:
         sizes = f"{len(self.ids)} tokens, {len(self.layers)} layers"
         return f"Trajectory({short(self.prompt)}, {sizes}, {self.lens})"
 
-    def rank(self, token: str | int) -> Int[Tensor, "layers n"]:
-        """The rank of a token at every layer and position, 1 where it is the most probable.
+    def rank(self, token: str | int) -> dict[int, Int[Tensor, " n"]]:
+        """The rank of a token, 1 where it is the most probable: ``rank(" Paris")[layer][position]``.
 
-        ``token`` is a word that is one token, such as ``" Paris"``, or its number.
+        ``token`` is a word that is one token, or its number.
         """
-        return self._follow(token)[0]
+        return dict(zip(self.layers, self._follow(token)[0], strict=True))
 
-    def probability(self, token: str | int) -> Float[Tensor, "layers n"]:
-        """The probability of a token, see `rank`, at every layer and position."""
-        return self._follow(token)[1]
+    def probability(self, token: str | int) -> dict[int, Float[Tensor, " n"]]:
+        """The probability of a token, by layer and position, see `rank`."""
+        return dict(zip(self.layers, self._follow(token)[1], strict=True))
 
     def _follow(self, token: str | int) -> tuple[Tensor, Tensor]:
         readout = self.lens.on_readout
@@ -114,7 +114,7 @@ class Trajectory:
         """
         n = len(self.ids)
         place = check_int(self.place if position is None else position, "position", min=-n, max=n - 1)
-        ranks = self.rank(answer)[:, place].tolist()
+        ranks = self._follow(answer)[0][:, place].tolist()
         n_last = len(list(itertools.takewhile(lambda rank: rank == 1, reversed(ranks))))
         return self.layers[-n_last] if n_last else None
 

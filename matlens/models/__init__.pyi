@@ -5,6 +5,7 @@ from .identity import check_raw as check_raw
 from .layout import ModelLayout as ModelLayout
 from .loading import load as load
 from .loading import wrap as wrap
+from .norms import NormGain as NormGain
 from .places import SMOLLM2 as SMOLLM2
 from .readout import Readout as Readout
 from .registry import Family as Family

@@ -19,6 +19,7 @@ from torch import Tensor
 from matlens.errors import InputError, checked, short
 
 STREAM, COEFFICIENTS = "h", "ffn_post"
+FFN_OUT, NORMED_OUT = "ffn_out", "ln2_post_out"  # added to the residual stream, the second after a norm
 
 _LONGEST = 200  # characters of a name
 _HOOK = re.compile(r"(?:\w+\.)*hook_\w+")

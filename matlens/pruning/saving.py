@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from matlens.errors import InputError, checked
 from matlens.io.artifact import MODEL_RECORD, make_config
+from matlens.io.cards import render_card
 from matlens.io.files import check_writable, checksummed, describe_file, write_files
 from matlens.io.tables import check_columns
 from matlens.models.tokens import visible
@@ -66,23 +67,18 @@ def save_pruned(pruned: Pruned, folder: str | Path, table: pd.DataFrame | None =
 
 def model_card(pruned: Pruned, table: pd.DataFrame | None) -> str:
     """The model card: changes and measurements, as Markdown."""
-    from jinja2 import Environment, PackageLoader, Undefined
-
-    def measured(value: Any, unit: float = 1.0) -> str:
-        return "not measured" if isinstance(value, Undefined) else f"{value / unit:.4g}"
-
     texts: dict[str, dict[tuple[str, str], float]] = {}
     for row in [] if table is None else table.to_dict("records"):
         texts.setdefault(visible(str(row["corpus"])), {})[row["method"], row["metric"]] = row["value"]
-    environment = Environment(
-        loader=PackageLoader("matlens", "pruning"), trim_blocks=True, lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )  # fmt: skip
-    environment.filters["measured"] = measured
     identity, data = pruned.provenance.identity, pruned.provenance.data or {}
-    return environment.get_template("card.md").render(
-        pruned=pruned, identity=identity, name=visible(str(identity.name)).replace("`", "'"),
-        corpus=visible(str(data.get("corpus", "unnamed"))), details=pruned.provenance.details,
-        costs=texts.pop("", None), texts=texts,
-        spans=", ".join(str(a) if b == a + 1 else f"{a} to {b - 1}" for a, b in pruned.spans),
-    )  # fmt: skip
+    values = {
+        "pruned": pruned, "identity": identity, "name": visible(str(identity.name)).replace("`", "'"),
+        "corpus": visible(str(data.get("corpus", "unnamed"))), "details": pruned.provenance.details,
+        "costs": texts.pop("", None), "texts": texts,
+        "spans": ", ".join(str(a) if b == a + 1 else f"{a} to {b - 1}" for a, b in pruned.spans),
+    }  # fmt: skip
+    return render_card("pruning", "card.md", values, {"measured": _measured})
+
+
+def _measured(value: Any, unit: float = 1.0) -> str:
+    return f"{value / unit:.4g}" if isinstance(value, float | int) else "not measured"

@@ -144,7 +144,7 @@ def followed(model: Any) -> Rows:
     """The prediction after the prompt layer by layer, and the rank of a word."""
     read = Lens.identity(model).trajectory(PROMPT)
     table = read.to_dataframe(["w7"]).query("position == 3")
-    assert table["answer_rank"].tolist() == read.rank("w7")[:, 3].tolist()
+    assert table["answer_rank"].tolist() == [int(rank[3]) for rank in read.rank("w7").values()]
     return [
         [
             str(row.layer), visible(row.predicted), *map(number, (row.probability, row.entropy, row.kl)),

@@ -52,17 +52,6 @@ def test_scores_through_the_head_have_its_linear_parts(
     assert_near(Projection.through_head(model).scores(v), gained @ plain_unembedding(plain).T, 1e-4)
 
 
-def test_odds_change_by_the_exponential_of_the_score(small_model: Models, plain_model: Models) -> None:
-    """p(w | x + m v) is p(w | x) exp(e_w . m v), normalized, where the readout is linear (definitions)."""
-    generator, head = torch.Generator().manual_seed(3), plain_model("llama").get_output_embeddings()
-    x, m = torch.randn(5, D_MODEL, generator=generator), 100 * torch.randn(5, 1, generator=generator)
-    v = plain_values("llama", plain_model("llama"), 2)[:5]
-    with torch.inference_mode():
-        before, after = head(x).double().softmax(-1), head(x + m * v).double().softmax(-1)
-    scaled = before * (m * Projection.from_model(small_model("llama")).scores(v)).double().exp()
-    torch.testing.assert_close(after, scaled / scaled.sum(-1, keepdim=True), rtol=1e-3, atol=1e-8)
-
-
 @pytest.mark.parametrize("in_memory", [1, D_VOCAB * 5, 2**25])
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_top_and_bottom_tokens_are_those_of_all_scores_sorted(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -64,39 +63,3 @@ def test_clusters_are_ordered_by_the_sizes_of_coefficients() -> None:
     trace.coefficient["dominant"] = torch.tensor([[[1.0, -4.0, 3.0, -2.0]], [[1.0, 1.0, 0.0, -1.0]]])
     clusters = make_clusters([5, 4, 3, 2, 0, 1], make_identity("none", "one", n_layers=1))
     assert active_clusters(trace, clusters).tolist() == [[[4, 3, 2, 5]], [[2, 3, 5, 4]]]
-
-
-def signals(
-    sets: list[list[set[int]]], made_at: list[int], new: list[set[int]], others: Any = "together"
-) -> list[bool]:
-    """The rule's signals for one example after training ones, given as sets by layer of at most 3 clusters.
-
-    Clusters are single value vectors, and the vectors from 50 on are all different fillers.
-    """
-    filler = itertools.count(50)
-    dominant = [
-        [[*clusters, *(next(filler) for _ in range(3 - len(clusters)))] for clusters in one]
-        for one in [*sets, new]
-    ]
-    clusters = make_clusters(np.arange(len(new) * 400), MODEL)
-    active = active_clusters(make_trace_of_dominant(np.array(dominant), "one"), clusters)
-    rule = ExitRule(others=others).fit(active, np.array([*made_at, -1]), np.arange(len(sets)))
-    return rule.signals(active, np.array([len(sets)]))[0].tolist()
-
-
-def test_both_the_mean_and_the_maximum_have_to_exceed() -> None:
-    one = [{1, 2}]
-    assert signals([[{1, 2}], [{1}]], [0, -1], one) == [True]
-    # The same maximum, a larger mean: 2 against 1.5.
-    assert signals([[{1, 2}], [{1, 2}], [{1}]], [0, -1, -1], one) == [False]
-    # A larger maximum, the same mean: (2 + 0) / 2 against 1.
-    assert signals([[{1, 2}], [{3}], [{1}]], [0, 0, -1], one) == [False]
-    # Means of 2/3 and of 4/6 are equal.
-    sets = [[{1, 2}], [{3}], [{4}], *[[{1}]] * 4, [{3}], [{4}]]
-    assert signals(sets, [0] * 3 + [-1] * 6, one) == [False]
-
-
-def test_layers_without_events_have_no_signal_and_layers_of_events_alone_always() -> None:
-    sets = [[{1}, {1}], [{2}, {2}]]
-    assert signals(sets, [-1, -1], [{1}, {1}]) == [False, False]
-    assert signals(sets, [1, 1], [{9}, {9}]) == [False, True]

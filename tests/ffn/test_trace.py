@@ -168,28 +168,6 @@ def test_every_number_is_the_plain_models(
     assert all(bool((trace.coefficient[group] != 0).any()) for group in GROUPS)
 
 
-def test_batches_change_nothing(small_model: Callable[[str], Any], sentences: Corpus) -> None:
-    model = small_model("gpt2")
-    examples = make_examples(model, sentences).head(20)
-    traces = [Trace.run(model, examples, k=K, batch_tokens=tokens, progress=False) for tokens in (1, 60)]
-    for trace in traces[1:]:
-        assert torch.equal(trace.index["random"], traces[0].index["random"])
-        same = trace.index["dominant"] == traces[0].index["dominant"]
-        assert float(same.double().mean()) > 0.99  # two of one length may change places
-        for ours, expected in (
-            (trace.before, traces[0].before), (trace.after, traces[0].after), (trace.rank, traces[0].rank)
-        ):  # fmt: skip
-            assert float((ours == expected).double().mean()) > 0.99  # likewise two tokens
-        for reference in REFERENCES:
-            token = trace.before == traces[0].before if reference == "before" else trace.final[:, None] == (
-                traces[0].final[:, None]
-            )  # fmt: skip
-            for group in GROUPS:
-                there = same & token[..., None] if group == "dominant" else token[..., None].expand_as(same)
-                ours, theirs = trace.score[group, reference], traces[0].score[group, reference]
-                assert_near(ours[there], theirs[there])
-
-
 def sampled(model: Any, examples: Examples, **options: Any) -> Tensor:
     return Trace.run(model, examples, progress=False, **options).index["random"]
 

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import (
-    LAYERS,
     MASKED,
     N_LAYERS,
     WIRINGS,
     assert_near,
     make_tokenizer,
-    plain_vectors,
 )
 from paper_b_fig6_dominance import dominance
 from plain_values import plain_ffn, plain_unembedding, plain_values
@@ -52,19 +50,6 @@ def test_sub_updates_and_the_bias_add_up_to_the_plain_models_ffn(
             assert_near(parts.sum(0) + scale * updates.values.bias(layer), written)
     if updates.values.bias(0).any():  # the bias is a term of its own
         assert not torch.allclose(parts.sum(0), written, rtol=1e-3)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_coefficients_of_gated_ffns_are_gate_times_up(
-    name: str, small_model: Models, plain_model: Models
-) -> None:
-    model, plain = small_model(name), plain_model(name)
-    examples = prompt_of(name, model)
-    ffn = plain.get_submodule(LAYERS[name][0])[1].mlp
-    read = plain_vectors(name, plain, torch.from_numpy(examples.tokens))["ffn_in.1"][0, -1]
-    with torch.inference_mode():
-        m = ffn.act_fn(ffn.gate_proj(read)) * ffn.up_proj(read)
-    assert_near(Updates.run(model, examples, [1], progress=False).coefficients(1)[0], m)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "gemma3"])

@@ -135,7 +135,7 @@ def test_a_card_says_what_the_lens_was_fitted_on_and_how_well_it_reads(hub: Hub,
         r"# rank=4+sinks=exclude of ", "| corpus | wikipedia-sample, 4,000 sentences |",
         "| fitted on | 112,344 tokens |", "| attention sinks | excluded (4,001) |", "| positions | all |",
         "| layers | 1, 2 of 3, each onto the last |", "revision abc", "| seed | 7 |",
-        "| layer | r2 | Precision@1 |", "| 4 | 0.500 | 0.250 |", "| 5 | – | 0.350 |",
+        "| layer | r2 | precision@1 |", "| 4 | 0.500 | 0.250 |", "| 5 | – | 0.350 |",
         lens.provenance.identity.fingerprint,
     ):  # fmt: skip
         assert part in card, part

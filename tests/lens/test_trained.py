@@ -21,7 +21,6 @@ from matlens.lens.maps import Standardisation
 from matlens.lens.trained import (
     LayerTraining,
     best_start,
-    divergence,
     draw_tokens,
     fit_jacobian,
     passes_for,
@@ -51,14 +50,6 @@ def mean_divergence(
     p, q = (s - np.log(np.exp(s - s.max(1, keepdims=True)).sum(1, keepdims=True)) - s.max(1, keepdims=True)
             for s in (p, q))  # fmt: skip
     return float((np.exp(p) * (p - q)).sum(1).mean())
-
-
-def test_the_divergence_is_that_of_the_distributions_which_scores_give() -> None:
-    scores, truth = numbers(5, 9), 2 * numbers(5, 9, seed=1)
-    p, q = (x.double().softmax(1) for x in (truth, scores))
-    torch.testing.assert_close(
-        divergence(scores, truth).double(), (p * (p / q).log()).sum(1), rtol=1e-5, atol=1e-6
-    )
 
 
 def test_tokens_are_sampled_by_their_weights_and_meet_the_normaliser_without_bias() -> None:

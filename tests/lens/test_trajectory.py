@@ -56,8 +56,10 @@ def test_everything_is_as_computed_from_the_plain_model(
     final = torch.stack([q[:, i, token] for i, token in enumerate(trajectory.top_ids[-1, :, 0])], 1)
     assert torch.equal(trajectory.final_rank, 1 + (q > final[..., None]).sum(-1))
     word = word_token(model.tokenizer, "w7")
-    assert torch.equal(trajectory.rank("w7"), 1 + (q > q[..., word, None]).sum(-1))
-    assert_near(trajectory.probability(word), q[..., word].float())
+    ranks, probabilities = trajectory.rank("w7"), trajectory.probability(word)
+    assert list(ranks) == list(probabilities) == [0, 1, 2, 3]
+    assert torch.equal(torch.stack([*ranks.values()]), 1 + (q > q[..., word, None]).sum(-1))
+    assert_near(torch.stack([*probabilities.values()]), q[..., word].float())
     for place, token in enumerate([*trajectory.top_ids[-1, :, 0].tolist()[:4], word]):
         first = next((x for x in range(N_LAYERS + 1) if (q[x:, place].argmax(-1) == token).all()), None)
         assert trajectory.first_top1(token, place) == first
@@ -78,9 +80,9 @@ def test_tokens_are_texts_by_layer_and_position(small_model: Models) -> None:
     assert row["token"] == "w26"
     assert row["predicted"] == texts[2][4][0]
     assert row["kl"] == pytest.approx(float(trajectory.kl[1, 4]))
-    assert row["answer_rank"] == int(trajectory.rank("w7")[1, 4])
+    assert row["answer_rank"] == int(trajectory.rank("w7")[2][4])
     other = table.query("position == 4 and layer == 2 and answer == 9").iloc[0]
-    assert other["answer_probability"] == pytest.approx(float(trajectory.probability(9)[1, 4]))
+    assert other["answer_probability"] == pytest.approx(float(trajectory.probability(9)[2][4]))
     assert row.drop(["answer", "answer_rank", "answer_probability"]).equals(other.drop(row.index[-3:]))
     assert (table[table["layer"] == N_LAYERS]["kl"] == 0).all()
     figure = trajectory.plot(positions=[0, -1])

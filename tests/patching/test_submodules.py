@@ -11,23 +11,19 @@ import torch
 from conftest import (
     D_MODEL,
     MASKED,
-    N_LAYERS,
     assert_near,
     load_plain,
     make_tokenizer,
     plain_vectors,
 )
 from handpatched import submodules
-from patched_models import patched
 from torch import Tensor
 
 import matlens
-from matlens import InputError, MapSet, collect
+from matlens import collect
 from matlens.activations.activations import Activations
 from matlens.data.examples import Examples
-from matlens.linear.maps import tensor_digest
 from matlens.models.layout import ModelLayout
-from matlens.patching.replacements import mat_attn
 from matlens.patching.submodules import fit_submodules, submodule_pairs
 
 Models = Callable[[str], Any]
@@ -145,19 +141,3 @@ def test_an_intercept_and_a_penalty_are_those_of_least_squares(
     penalised = least_squares(torch.cat([x, root]), torch.cat([y, torch.zeros_like(root)]))
     assert_near(fitted.weight, penalised, 1e-4)
     assert float((penalised - solution[:, :-1]).abs().max()) > 1e-2 * float(solution.abs().max())
-
-
-def test_provenance_records_the_fit(small_model: Models) -> None:
-    samples = samples_of(small_model("llama"))
-    pairs = submodule_pairs(ModelLayout.from_model(small_model("llama")), ["attn"])
-    some = torch.arange(samples.n_rows) % 3 > 0
-    all_rows = {"n_fitted": samples.n_rows, "intercept": False, "ridge": 0.5}
-    some_rows = all_rows | {"n_fitted": int(some.sum()), "rows": tensor_digest(some)}
-    for rows, details in ((None, all_rows), (some, some_rows)):
-        maps = MapSet(fit_submodules(samples, pairs, rows=rows, ridge=0.5, progress=False))
-        assert maps.provenance == samples.provenance.with_details(**details)
-        with patched(small_model("llama"), mat_attn(maps, 0, N_LAYERS)):
-            pass
-        other = patched(small_model("neox-sequential"), mat_attn(maps, 0, N_LAYERS))
-        with pytest.raises(InputError, match="The maps and this model do not belong together"), other:
-            pass

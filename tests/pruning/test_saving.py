@@ -78,25 +78,6 @@ def test_a_folder_loads_to_the_same_logits(
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def change_setting(path: Path) -> None:
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"rms_norm_eps": 2 * config["rms_norm_eps"]}))
-
-
-def flip(path: Path, at: float) -> None:
-    content = bytearray(path.read_bytes())
-    content[int(at * len(content))] ^= 1
-    path.write_bytes(content)
-
-
-HARM: dict[str, Callable[[Path], None]] = {
-    "the last bit of the weights": lambda folder: flip(folder / "model.safetensors", 0.999),
-    "a setting": lambda folder: change_setting(folder / "config.json"),
-    "the record": lambda folder: flip(folder / "matlens.json", 0.5),
-    "no tokenizer": lambda folder: (folder / "tokenizer.json").unlink(),
-}
-
-
 def test_folders_load_in_a_process_without_matlens(
     small_model: Callable[[str], Any], model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:

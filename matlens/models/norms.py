@@ -1,4 +1,4 @@
-"""Norms after an FFN and before the unembedding, applied to the terms of a sum."""
+"""Norms, applied to the terms of a sum."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from matlens.errors import InputError, checked
-
-FFN_OUT, NORMED_OUT = "ffn_out", "ln2_post_out"  # added to the residual stream, the second after a norm
 
 
 @checked
@@ -56,14 +54,3 @@ class NormGain:
     def __call__(self, vectors: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
         """The terms in the output, up to the size of the sum."""
         return self.gain * (vectors - vectors.mean(-1, keepdim=True) if self.centred else vectors)
-
-
-class LinearHead(nn.Module):
-    """The linear parts before an unembedding: a dense layer, if any, and a norm's gain."""
-
-    def __init__(self, dense: Tensor | None, gain: NormGain) -> None:
-        super().__init__()
-        self.dense, self.gain = None if dense is None else dense.detach().float(), gain
-
-    def forward(self, vectors: Tensor) -> Tensor:  # noqa: D102
-        return self.gain(vectors if self.dense is None else vectors @ self.dense.T)

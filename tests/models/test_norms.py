@@ -9,7 +9,7 @@ import torch
 from conftest import assert_near
 
 from matlens import InputError
-from matlens.ffn.norms import NormGain
+from matlens.models.norms import NormGain
 
 
 @pytest.mark.parametrize(("norm", "centred"), [
