@@ -1,8 +1,8 @@
 """`InputError`, and arguments of public functions checked against their annotations.
 
 An annotation is a jaxtyping shape, or a named type such as `PositiveInt`; `checked` checks every call.
-Lists are checked item by item; NumPy scalars are numbers, ``True`` is not. Conditions on other values,
-such as the number of layers, are checked in the function.
+Lists are checked item by item; NumPy scalars are numbers, ``True`` is not. A class is known by its name,
+since some are imported for type checkers only. Conditions on other values are checked in the function.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ import math
 import os
 import reprlib
 import sys
-import typing
 import unicodedata
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from enum import Enum
-from functools import wraps
+from functools import cache, wraps
 from numbers import Integral, Real
 from pathlib import Path
 from types import FunctionType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from matlens.arithmetic import is_reduced, own_precision
 
@@ -77,7 +75,6 @@ def printable(text: str, *, limit: int = sys.maxsize, keep: str = "") -> str:
 
 
 Public = TypeVar("Public", bound=Callable[..., Any])
-_LONGEST_PATH = 4096
 
 
 @dataclass(frozen=True)
@@ -93,18 +90,43 @@ class Between:
         return f" of at most {self.max}" if self.min == -math.inf else f" from {self.min} to {self.max}"
 
 
-class _Tokenizer(Protocol):
-    def encode(self) -> Any: ...
-    def decode(self) -> Any: ...
-
-
 PositiveInt = Annotated[int, Between(1)]
 NonNegativeInt = Annotated[int, Between(0)]
 Seed = Annotated[int, Between(0, 2**32 - 1)]  # which torch, NumPy and scikit-learn take
 NonNegative = Annotated[float, Between(0)]
 Fraction = Annotated[float, Between(0, 1)]
-Tokenizer = Annotated[Any, _Tokenizer]
+Tokenizer = Annotated[Any, "of transformers"]
 
+
+class _Type(NamedTuple):
+    """The words for a type in messages, and its check."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, os.PathLike)
+
+
+_TYPES: dict[Any, _Type] = {
+    type(None): _Type("None", lambda value: value is None),
+    int: _Type("an integer", _is_int),
+    float: _Type("a finite number", _is_number),
+    bool: _Type("True or False", lambda value: "bool" in _names(value)),  # that of NumPy too
+    str: _Type("a str", lambda value: isinstance(value, str)),
+    Path: _Type("a path", _is_path),
+    os.PathLike[str]: _Type("a path", _is_path),
+    Tokenizer: _Type("a tokenizer", lambda value: hasattr(value, "encode") and hasattr(value, "decode")),
+}
 _REMEDIES = {
     "Activations": "Use matlens.collect.",
     "Clusters": "Use ffn.Clusters.fit.",
@@ -115,15 +137,14 @@ _REMEDIES = {
     "Trace": "Use ffn.Trace.run.",
     "TransformerBridge": "Use matlens.load.",
     "dtype": "Use a torch dtype such as torch.float16.",
-    "_Tokenizer": "Use model.tokenizer.",
+    "tokenizer": "Use model.tokenizer.",
 }
 
 
 def checked(public: Public) -> Public:
     """Check arguments of a function, or of a class's public methods, against annotations.
 
-    Raises InputError that names the parameter. Annotations are evaluated at the first call; a class that is
-    imported for type checkers only is known by its name.
+    Raises InputError that names the parameter. Annotations are evaluated at the first call.
     """
     if not inspect.isclass(public):
         return _checked_function(public)
@@ -139,19 +160,24 @@ def checked(public: Public) -> Public:
 
 def _checked_function(function: Any) -> Any:
     signature = inspect.signature(function)
-    kinds: dict[str, Kind] = {}
+
+    @cache
+    def hints() -> dict[str, Any]:
+        names = _Names(vars(builtins) | globals() | getattr(inspect.unwrap(function), "__globals__", {}))
+        return {
+            name: eval(each.annotation, {}, names) if isinstance(each.annotation, str) else each.annotation
+            for name, each in signature.parameters.items()
+            if each.annotation is not each.empty and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+        }
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not kinds:
-            kinds.update(_kinds(function, signature))
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:  # Python's own words, which name no function here
             raise TypeError(f"{function.__qualname__}() {error}") from None
         for name, value in bound.arguments.items():
-            if name in kinds and not kinds[name].holds(value):
-                raise kinds[name].error(name, value)
+            check(value, hints().get(name, Any), name)
             if type(value).__module__ == "numpy" and "generic" in _names(value):  # a scalar, which JSON lacks
                 bound.arguments[name] = value.item()
         if is_reduced():
@@ -163,23 +189,35 @@ def _checked_function(function: Any) -> Any:
     return call
 
 
+class _Unimported(type):
+    """A class that only type checkers import, in the place of its name in an annotation."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _Unimported(name, (), {})
+
+    def __getitem__(cls, _: Any) -> Any:
+        return cls
+
+
+class _Names(dict[str, Any]):
+    def __missing__(self, name: str) -> Any:
+        return _Unimported(name, (), {})
+
+
 def check(value: Any, hint: Any, name: str) -> None:
     """Raise InputError if a value does not fit an annotation."""
-    kind = _kind(hint)
-    if kind is not None and not kind.holds(value):
-        raise kind.error(name, value)
+    if not _fits(value, hint):
+        words = _words(hint)
+        remedy = next((remedy for kind, remedy in _REMEDIES.items() if kind in words.split()), "")
+        raise InputError(f"{name} must be {words}, got {short(value)}. {remedy}".rstrip())
 
 
 def check_int(value: Any, name: str, *, min: float = -math.inf, max: float = math.inf) -> int:
     """Raise InputError unless a value is an integer within bounds that depend on other values."""
     check(value, Annotated[int, Between(min, max)], name)
     return int(value)
-
-
-def check_number(value: Any, name: str, *, min: float = -math.inf, max: float = math.inf) -> float:
-    """Raise InputError unless a value is a finite number within bounds."""
-    check(value, Annotated[float, Between(min, max)], name)
-    return float(value)
 
 
 def check_choice(value: Any, choices: Iterable[str], name: str) -> str:
@@ -215,219 +253,94 @@ def plain_number(value: Any) -> Any:
 
 def short(value: Any) -> str:
     """Write a value into a message, cut where it is long."""
-    if isinstance(value, Integral) and not isinstance(value, bool) and abs(int(value)) >= 10**30:
-        return "a number of more than thirty digits"
     if inspect.isclass(value):
         return f"the class {value.__name__}"
     shape = getattr(value, "shape", None)
     if shape is not None and len(shape):
         dtype = f"{_dtype(value)} " if hasattr(value, "dtype") else ""
         return f"a {dtype}{type(value).__name__} of the shape {tuple(shape)}"
-    if isinstance(value, Enum):
-        return repr(value.value)
-    named = isinstance(value, str | bytes | complex | Real | list | tuple | dict | set | None)
-    return reprlib.repr(value) if named else _with_article(type(value).__name__)
+    plain = isinstance(value, str | bytes | complex | Real | list | tuple | dict | set | None)
+    return reprlib.repr(value) if plain else _with_article(type(value).__name__)
 
 
 def _with_article(name: str) -> str:
     return f"an {name}" if name[0] in "AEIOaeio" else f"a {name}"
 
 
-class Kind(NamedTuple):
-    """The description and check of an annotation, and a remedy."""
-
-    words: str
-    holds: Callable[[Any], bool]
-    remedy: str = ""
-
-    def error(self, name: str, value: Any) -> InputError:
-        """The error for a value that is not allowed."""
-        return InputError(f"{name} must be {self.words}, got {short(value)}. {self.remedy}".rstrip())
-
-
-class _ByName(type):
-    """A class that only type checkers import, in the place of its name in an annotation."""
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return _ByName(name, (), {})
-
-    def __getitem__(cls, _: Any) -> Any:
-        return cls
-
-
-class _Names(dict[str, Any]):
-    def __missing__(self, name: str) -> Any:
-        return vars(builtins).get(name) or _ByName(name, (), {})
-
-
-def _kinds(function: Any, signature: inspect.Signature) -> dict[str, Kind]:
-    names = _Names(_EVERYWHERE | getattr(inspect.unwrap(function), "__globals__", {}))
-    kinds = {}
-    for name, parameter in signature.parameters.items():
-        hint = parameter.annotation
-        if hint is parameter.empty or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-            continue
-        if isinstance(hint, str):
-            hint = eval(hint, {}, names)
-        if (kind := _kind(hint)) is not None:
-            kinds[name] = kind
-    return kinds
-
-
-def _kind(hint: Any) -> Kind | None:
-    """The rule of an annotation; None if anything is allowed, or it is unknown."""
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether an annotation allows a value; one that is not known allows anything."""
+    if hint in _TYPES:
+        return _TYPES[hint].holds(value)
     origin, parts = get_origin(hint), get_args(hint)
-    if hint is Any or hint is object:
-        return None
-    if hint in _SIMPLE:
-        return _SIMPLE[hint]
     if origin is Annotated:
-        if not isinstance(bounds := parts[1], Between):
-            return _kind(parts[1])
-        number = _SIMPLE[parts[0]]
-        return Kind(
-            f"{number.words}{bounds}", lambda value: number.holds(value) and bounds.min <= value <= bounds.max
-        )
-    if origin in (UnionType, typing.Union):
-        paths = [part for part in parts if part is Path or get_origin(part) is os.PathLike]
-        return _of_several([_TEXT_PATH if paths and part is str else _kind(part) for part in parts])
-    if origin is os.PathLike:
-        return _SIMPLE[Path]
-    if isinstance(hint, _ByName):
-        return _of_class(hint.__name__)
-    if hasattr(hint, "dim_str") and hasattr(hint, "array_type"):
-        return _of_array(hint)
+        number, bounds = parts
+        return _fits(value, number) and bounds.min <= value <= bounds.max
+    if origin in (Union, UnionType):
+        return any(_fits(value, part) for part in parts)
     if origin is Literal:
-        return Kind(
-            " or ".join(map(repr, parts)),
-            lambda value: isinstance(value, str | int | None) and value in parts,
-        )
-    if origin is tuple and Ellipsis not in parts:
-        return _of_places(parts)
-    if origin in (Sequence, Iterable, list, tuple, Iterator):
-        return _of_items(parts, once=origin in (Iterable, Iterator))
+        return isinstance(value, str | int | None) and value in parts
+    if origin in (Sequence, Iterable, list, tuple):
+        return _fits_list(value, origin, parts)
     if origin in (Mapping, dict):
-        return _of_mapping(parts)
+        # Others than a dict may read their values when asked.
+        items = value.items() if type(value) is dict else ()
+        return isinstance(value, Mapping) and all(all(map(_fits, item, parts)) for item in items)
     if origin is Callable:
-        return Kind("a function", callable)
-    if not inspect.isclass(hint):
-        return None
-    if getattr(hint, "_is_protocol", False):
-        members = sorted(
-            name for name in {*vars(hint), *getattr(hint, "__annotations__", ())} if name[0] != "_"
-        )
-        return Kind(
-            f"an object with {', '.join(members)}",
-            lambda value: all(hasattr(value, name) for name in members),
-            _REMEDIES.get(hint.__name__, ""),
-        )
-    return _of_class(hint.__name__)
+        return callable(value)
+    if _is_array_type(hint):
+        return _fits_array(value, hint)
+    return hint in (Any, object) or not inspect.isclass(hint) or hint.__name__ in _names(value)
 
 
-def _of_class(name: str) -> Kind:
-    return Kind(_with_article(name), lambda value: name in _names(value), _REMEDIES.get(name, ""))
-
-
-def _of_several(kinds: Sequence[Kind | None]) -> Kind | None:
-    known = [kind for kind in kinds if kind is not None]
-    if len(known) < len(kinds):
-        return None
-    words = " or ".join(dict.fromkeys(kind.words for kind in known))
-    remedy = next((kind.remedy for kind in known if kind.remedy), "")
-    return Kind(words, lambda value: any(kind.holds(value) for kind in known), remedy)
-
-
-def _of_items(hints: Sequence[Any], *, once: bool) -> Kind:
-    """Items one by one; an iterator, which can be read once, does where ``once`` is enough."""
-    item = _kind(hints[0]) if hints else None
-
-    def holds(value: Any) -> bool:
-        if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-            return False
-        if not once and (isinstance(value, Mapping) or not hasattr(value, "__getitem__")):
-            return False
-        if _is_array(value):
-            if getattr(value, "ndim", 1) != 1:
-                return False
-            value = value.tolist()  # type: ignore[attr-defined]
-        if item is None or not isinstance(value, Sequence | Set | Mapping):  # a progress bar is read once
-            return True
-        return all(map(item.holds, value))
-
-    return Kind("a list" + (f" (each {item.words})" if item else ""), holds)
-
-
-def _of_places(hints: Sequence[Any]) -> Kind:
-    """A tuple; each place of it is checked."""
-    kinds = [_kind(hint) for hint in hints]
-    words = ", ".join("anything" if kind is None else kind.words for kind in kinds)
-
-    def holds(value: Any) -> bool:
-        if isinstance(value, str | bytes) or not isinstance(value, Sequence) or len(value) != len(kinds):
-            return False
-        return all(kind is None or kind.holds(part) for kind, part in zip(kinds, value, strict=True))
-
-    return Kind(f"a tuple ({words})", holds)
-
-
-def _of_mapping(hints: Sequence[Any]) -> Kind:
-    """A mapping; only a dict is checked inside, since others may read values lazily."""
-    key, item = map(_kind, hints) if hints else (None, None)
-    if hints and hasattr(hints[1], "array_type"):  # shapes are checked by name, by functions
-        item = _of_class(hints[1].array_type.__name__)
-
-    def holds(value: Any) -> bool:
-        if not isinstance(value, Mapping) or type(value) is not dict:
-            return isinstance(value, Mapping)
-        keys = key is None or all(map(key.holds, value))
-        return keys and (item is None or all(map(item.holds, value.values())))
-
-    return Kind("a dict" + (f" (each value {item.words})" if item else ""), holds)
-
-
-def _of_array(hint: Any) -> Kind:
-    """An array of a jaxtyping shape; how many of one axis there are is checked by the function."""
-    axes, array = hint.dim_str.split(), hint.array_type.__name__
-    dtypes = hint.dtypes if isinstance(hint.dtypes, tuple) else None
-    is_open = "..." in axes
-    n_axes = len(axes) - is_open
-
-    def holds(value: Any) -> bool:
-        # torch and NumPy would read the masked values of a masked array.
-        if array not in _names(value) or "MaskedArray" in _names(value):
-            return False
-        if dtypes is not None and _dtype(value) not in dtypes:
-            return False
-        return value.ndim >= n_axes if is_open else value.ndim == n_axes
-
-    return Kind(f"{hint.__name__.partition('[')[0]}[{array}, '{' '.join(axes)}']", holds)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, Real):
+def _fits_list(value: Any, origin: Any, parts: Sequence[Any]) -> bool:
+    if hasattr(value, "tolist"):  # of NumPy, torch or pandas
+        value = value.tolist() if getattr(value, "ndim", 1) == 1 else None
+    if not isinstance(value, Sequence | Set | Mapping):  # an iterator is read once, by the function
+        return origin is Iterable and isinstance(value, Iterable)
+    if isinstance(value, str | bytes) or (origin is not Iterable and not isinstance(value, Sequence)):
         return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:
+    if origin is tuple and ... not in parts:
+        return len(value) == len(parts) and all(map(_fits, value, parts))
+    return all(_fits(item, parts[0]) for item in value)
+
+
+def _is_array_type(hint: Any) -> bool:
+    return inspect.isclass(hint) and "array_type" in vars(hint)  # of jaxtyping
+
+
+def _fits_array(value: Any, hint: Any) -> bool:
+    """An array of a jaxtyping shape; lengths of axes are checked by the function."""
+    names, axes = _names(value), hint.dim_str.split()
+    # torch and NumPy would read the masked values of a masked array.
+    if hint.array_type.__name__ not in names or "MaskedArray" in names:
         return False
+    if isinstance(hint.dtypes, tuple) and _dtype(value) not in hint.dtypes:
+        return False
+    return value.ndim >= len(axes) - 1 if "..." in axes else value.ndim == len(axes)
 
 
-def _is_path(value: Any) -> bool:
-    return isinstance(value, os.PathLike) and _is_text_of_path(os.fspath(value))
-
-
-def _is_text_of_path(value: Any) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= _LONGEST_PATH and "\0" not in value
-
-
-def _is_array(value: Any) -> bool:
-    return not {"Tensor", "ndarray"}.isdisjoint(_names(value))
+def _words(hint: Any) -> str:
+    """What an annotation allows, in words."""
+    if hint in _TYPES:
+        return _TYPES[hint].words
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return f"{_words(parts[0])}{parts[1]}"
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(map(_words, parts)))
+    if origin is Literal:
+        return " or ".join(map(repr, parts))
+    if origin is tuple and ... not in parts:
+        return f"a tuple ({', '.join(map(_words, parts))})"
+    if origin in (Sequence, Iterable, list, tuple):
+        return f"a list (each {_words(parts[0])})"
+    if origin in (Mapping, dict):
+        return f"a dict (each value {_words(parts[1])})"
+    if origin is Callable:
+        return "a function"
+    if _is_array_type(hint):
+        return str(hint.__name__)
+    return "anything" if hint is Any else _with_article(hint.__name__)
 
 
 def _dtype(array: Any) -> str:
@@ -436,20 +349,3 @@ def _dtype(array: Any) -> str:
 
 def _names(value: Any) -> list[str]:
     return [kind.__name__ for kind in type(value).__mro__]
-
-
-_TEXT_PATH = Kind("a path", _is_text_of_path)
-_SIMPLE: dict[Any, Kind] = {
-    type(None): Kind("None", lambda value: value is None),
-    None: Kind("None", lambda value: value is None),
-    int: Kind("an integer", _is_int),
-    float: Kind("a finite number", _is_number),
-    bool: Kind("True or False", lambda value: not {"bool", "bool_"}.isdisjoint(_names(value))),
-    str: Kind("a str", lambda value: isinstance(value, str)),
-    bytes: Kind("bytes", lambda value: isinstance(value, bytes)),
-    Path: Kind("a path", _is_path),
-}
-_EVERYWHERE: dict[str, Any] = {
-    "Iterable": Iterable, "Iterator": Iterator, "Mapping": Mapping, "Sequence": Sequence, "Path": Path,
-    "Callable": Callable, "Any": Any, "Literal": Literal,
-}  # fmt: skip

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from tqdm.auto import tqdm
 
-from matlens.errors import InputError, check_number, printable
+from matlens.errors import Between, InputError, checked, printable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,8 +73,9 @@ def is_launched() -> bool:
     return size.isdecimal() and number.isdecimal() and int(size) > 1
 
 
+@checked
 @contextmanager
-def distributed(*, timeout: float = _DAY) -> Iterator[None]:
+def distributed(*, timeout: Annotated[float, Between(0.1)] = _DAY) -> Iterator[None]:
     """Share the work inside the context with the other processes that `torchrun` started.
 
     A script runs unchanged as one process, where nothing is shared. A process group that is initialized
@@ -85,7 +86,7 @@ def distributed(*, timeout: float = _DAY) -> Iterator[None]:
     timeout
         Seconds to wait for a process that is alive; one that was killed is noticed at once.
     """
-    longest = timedelta(seconds=check_number(timeout, "timeout", min=0.1))
+    longest = timedelta(seconds=timeout)
     if not is_launched() or world_size() > 1:
         yield
         return

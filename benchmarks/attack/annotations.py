@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 import matlens
 from attack.cases import EXCLUDED, Case, Unnamed
 from matlens import InputError
-from matlens.errors import Between, short
+from matlens.errors import Between, Tokenizer, short
 
 ROOT = Path(matlens.__file__).parent
 _CONF = BeartypeConf(is_pep484_tower=True)
@@ -203,11 +203,8 @@ def as_beartype(hint: Any) -> Any:
     if origin is Annotated and isinstance(parts[1], Between):
         bounds = parts[1]
         return Annotated[parts[0], Is[lambda value: bounds.min <= value <= bounds.max]]
-    if origin is Annotated:
-        return as_beartype(parts[1])
-    if getattr(hint, "_is_protocol", False):
-        members = _members(hint)
-        return Annotated[object, Is[lambda value: all(hasattr(value, name) for name in members)]]
+    if hint == Tokenizer:
+        return Annotated[object, Is[lambda value: hasattr(value, "encode") and hasattr(value, "decode")]]
     if origin in (UnionType, Union):
         return Union[tuple(map(as_beartype, parts))]  # noqa: UP007
     if origin is Literal or origin is None or not parts:
@@ -235,15 +232,13 @@ def _fits_places(value: Any, places: Sequence[Any]) -> bool:
     return isinstance(value, list | tuple) and len(value) == len(places) and all(map(fits, value, places))
 
 
-def _members(protocol: Any) -> list[str]:
-    return [name for name in {*vars(protocol), *protocol.__annotations__} if name[0] != "_"]
-
-
 def allowed(hint: Any) -> Any:
     """A small value that an annotation allows; of a class an empty object."""
     origin, parts = get_origin(hint), get_args(hint)
+    if hint == Tokenizer:
+        return SimpleNamespace(encode=None, decode=None)
     if origin is Annotated:
-        return max(parts[1].min, 0) if isinstance(parts[1], Between) else allowed(parts[1])
+        return max(parts[1].min, 0)
     if origin in (UnionType, Union, Literal):
         return parts[0] if origin is Literal else allowed(parts[0])
     if origin is tuple:
@@ -256,8 +251,6 @@ def allowed(hint: Any) -> Any:
         return abs
     if hasattr(hint, "array_type"):
         return _array(hint)
-    if getattr(hint, "_is_protocol", False):
-        return SimpleNamespace(**dict.fromkeys(_members(hint)))
     if hint in (str, Path):
         return hint("nowhere")
     return hint() if hint in (int, float, bool, bytes, pd.DataFrame) else empty(hint)

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from matlens.data.readers import check_decoder
-from matlens.errors import InputError, PositiveInt, check_choice, check_number, checked, short
+from matlens.errors import InputError, PositiveInt, check_choice, checked, short
 from matlens.ffn.control import controlled
 from matlens.ffn.values import ValueName, ValueVector
 from matlens.linear.mapsets import MapSet
@@ -68,7 +68,6 @@ class Change:
 
     def __post_init__(self) -> None:
         check_choice(self.kind, KINDS, "kind")
-        check_number(self.value, "value")
 
 
 @dataclass(frozen=True)
