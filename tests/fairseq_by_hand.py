@@ -44,19 +44,11 @@ def weights(args: argparse.Namespace, *, seed: int = 0) -> dict[str, Tensor]:
         width = WIDTH // FACTOR**band
         made[f"{EMBEDDINGS}.{band}.0.weight"] = random(end - start, width)
         made[f"{EMBEDDINGS}.{band}.1.weight"] = random(WIDTH, width)
-    classes = random(len(CUTOFFS), WIDTH)
-    if args.tie_adaptive_weights:
-        made[f"{SOFTMAX}.head.word_proj.weight"] = made[f"{EMBEDDINGS}.0.0.weight"]
-        made[f"{SOFTMAX}.head.class_proj.weight"] = classes
-    else:
-        made[f"{SOFTMAX}.head.weight"] = torch.cat([random(BANDS[0][1], WIDTH), classes])
-    for band, (start, end) in enumerate(BANDS[1:], start=1):
-        width = WIDTH // FACTOR**band
-        tied, tail = args.tie_adaptive_weights, f"{SOFTMAX}.tail.{band - 1}"
-        both = tied and args.tie_adaptive_proj
-        made[f"{tail}.0.weight"] = made[f"{EMBEDDINGS}.{band}.1.weight"] if both else random(width, WIDTH)
-        words = made[f"{EMBEDDINGS}.{band}.0.weight"] if tied else random(end - start, width)
-        made[f"{tail}.2.weight"] = words
+    made[f"{SOFTMAX}.head.word_proj.weight"] = made[f"{EMBEDDINGS}.0.0.weight"]
+    made[f"{SOFTMAX}.head.class_proj.weight"] = random(len(CUTOFFS), WIDTH)
+    for band in range(1, len(BANDS)):
+        for ours, given in ((0, 1), (2, 0)):
+            made[f"{SOFTMAX}.tail.{band - 1}.{ours}.weight"] = made[f"{EMBEDDINGS}.{band}.{given}.weight"]
     for layer in range(args.decoder_layers):
         place = f"decoder.layers.{layer}"
         for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
@@ -83,19 +75,13 @@ def save(folder: Path, args: Any = None, tensors: Any = None, **more: Any) -> Pa
     return folder / "model.pt"
 
 
-def output_layer(args: argparse.Namespace, tensors: dict[str, Tensor]) -> torch.nn.AdaptiveLogSoftmaxWithLoss:
+def output_layer(tensors: dict[str, Tensor]) -> torch.nn.AdaptiveLogSoftmaxWithLoss:
     """torch's own adaptive softmax, with these weights."""
     layer = torch.nn.AdaptiveLogSoftmaxWithLoss(WIDTH, N_WORDS, CUTOFFS, div_value=FACTOR)
-    head = (
-        torch.cat([tensors[f"{SOFTMAX}.head.word_proj.weight"], tensors[f"{SOFTMAX}.head.class_proj.weight"]])
-        if args.tie_adaptive_weights
-        else tensors[f"{SOFTMAX}.head.weight"]
-    )
-    state = {"head.weight": head}
+    head = [tensors[f"{SOFTMAX}.head.{part}_proj.weight"] for part in ("word", "class")]
+    state = {"head.weight": torch.cat(head)}
     for i in range(len(CUTOFFS)):
-        projection = tensors[f"{SOFTMAX}.tail.{i}.0.weight"]
-        turned = args.tie_adaptive_weights and args.tie_adaptive_proj
-        state[f"tail.{i}.0.weight"] = projection.T if turned else projection
+        state[f"tail.{i}.0.weight"] = tensors[f"{SOFTMAX}.tail.{i}.0.weight"].T
         state[f"tail.{i}.1.weight"] = tensors[f"{SOFTMAX}.tail.{i}.2.weight"]
     layer.load_state_dict(state)
     return layer
@@ -149,5 +135,5 @@ def run(args: argparse.Namespace, tensors: dict[str, Tensor], tokens: list[int])
         }  # fmt: skip
     if not args.no_decoder_final_norm:
         h = norm(h, "decoder.layer_norm")
-    seen["logits"] = output_layer(args, tensors).log_prob(h)
+    seen["logits"] = output_layer(tensors).log_prob(h)
     return seen

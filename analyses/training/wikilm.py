@@ -14,7 +14,8 @@ from matlens import InputError
 from matlens.data import Corpus
 from matlens.errors import Between, checked
 from matlens.io import write_files
-from matlens.models.families.fairseq import DICTIONARY, PREFIXES, SPECIAL, WordDictionary, words_of
+from matlens.models.families.dictionary import DICTIONARY, SPECIAL, WordDictionary, words_of
+from matlens.models.families.fairseq import PREFIXES
 from matlens.models.families.wikilm import WikiLMConfig, WikiLMForCausalLM
 
 __all__ = ["WikiLMConfig", "WikiLMForCausalLM", "word_dictionary", "write_wikilm"]
@@ -40,15 +41,10 @@ def word_dictionary(corpus: Corpus, *, n_words: Annotated[int, Between(len(SPECI
 
 @checked
 def write_wikilm(model: WikiLMForCausalLM, dictionary: WordDictionary, folder: str | Path) -> Path:
-    """Write ``checkpoint.pt`` and ``dict.txt`` in fairseq's format; returns the first path.
-
-    Input and output of the model share embeddings and projections.
-    """
+    """Write ``checkpoint.pt`` and ``dict.txt`` in fairseq's format; returns the first path."""
     folder, config = Path(folder), model.config
     if len(dictionary) != config.vocab_size:
         raise InputError(f"dictionary must have {config.vocab_size} words, got {len(dictionary)}.")
-    if not (config.tie_word_embeddings and config.tie_projections):
-        raise InputError("model must have tie_word_embeddings=True and tie_projections=True.")
     cutoffs = ",".join(map(str, config.cutoffs))
     args = argparse.Namespace(
         arch="transformer_lm_wiki103", task="language_modeling", decoder_layers=config.num_layers,

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from matlens.errors import InputError, checked
+from matlens.errors import InputError, check, checked
 from matlens.ffn.values import ValueName, ValueVector, ValueVectors
 from matlens.linear.maps import tensor_digest
 from matlens.models.changes import changing
@@ -80,6 +80,7 @@ def controlled(
         vector = values.resolve(name)
         if vector in changes:
             raise InputError(f"vectors must be different, got {vector} twice.")
+        check(number, float, f"The value of {vector}")
         changes[vector] = float(number)
     if isinstance(where, Tensor) and where.ndim == 1 and bool((where < 0).any()):
         raise InputError("where must be positions of at least 0, or a Boolean mask of the tokens.")

@@ -218,7 +218,7 @@ def test_control_of_an_ffn_that_is_replaced_is_refused_in_either_order(
         ((["L0D1", "wine"],), "'wine' is not a value vector"),
         ((["L3D1"],), "layer must be between"),
         ((["L2D1", "L-1D1"],), "vectors must be different, got L2D1 twice"),
-        (({"L0D1": float("nan")},), "^vectors must be"),
+        (({"L0D1": float("nan")},), "^The value of L0D1 must be"),
         ((["L0D1"], 3.0, {"where": torch.tensor([-1, 0])}), "^where must be"),
     ],
 )

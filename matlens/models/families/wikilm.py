@@ -8,7 +8,7 @@ fairseq's names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -37,8 +37,6 @@ class WikiLMConfig(XGLMConfig):
     ----------
     cutoffs, adaptive_factor
         Where bands of words end, and how many times narrower each is than the one before.
-    tie_word_embeddings, tie_projections
-        Whether the output takes the embeddings of the input, and their projections.
     final_norm
         Whether a norm follows the last block; not in the one of WikiText-103.
     """
@@ -55,7 +53,6 @@ class WikiLMConfig(XGLMConfig):
     bos_token_id: int | None = 2
     cutoffs: Sequence[int] = (20_000, 60_000)
     adaptive_factor: float | int = 4.0
-    tie_projections: bool = True
     final_norm: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -106,7 +103,7 @@ class AdaptiveInput(nn.Module):
 class AdaptiveSoftmax(nn.Module):
     """Log-probabilities of words in bands, which serve as logits: a softmax leaves them as they are.
 
-    Unlike in `torch.nn.AdaptiveLogSoftmaxWithLoss`, projections can be those of the input.
+    Unlike in `torch.nn.AdaptiveLogSoftmaxWithLoss`, embeddings and projections are those of the input.
     """
 
     def __init__(self, config: WikiLMConfig) -> None:
@@ -204,19 +201,17 @@ class WikiLMForCausalLM(XGLMForCausalLM):
             for linear in (*projections, layer.fc1, layer.fc2):
                 nn.init.xavier_uniform_(linear.weight)
                 nn.init.zeros_(linear.bias)
-        self._tied_weights_keys = dict(_tied_names(config))
+        # The output takes the embeddings of the input, and their projections.
+        tied = {"head.word_proj": "0.0"}
+        for i in range(1, len(config.bands)):
+            tied |= {f"tail.{i - 1}.2": f"{i}.0", f"tail.{i - 1}.0": f"{i}.1"}
+        self._tied_weights_keys = {
+            f"lm_head.{output}.weight": f"model.embed_tokens.embeddings.{given}.weight"
+            for output, given in tied.items()
+        }
         self.post_init()
 
     _init_weights = WikiLMModel._init_weights
-
-
-def _tied_names(config: WikiLMConfig) -> Iterable[tuple[str, str]]:
-    """Parameters of the output that are parameters of the input."""
-    yield "lm_head.head.word_proj.weight", "model.embed_tokens.embeddings.0.0.weight"
-    for i in range(len(config.bands) - 1):
-        yield f"lm_head.tail.{i}.2.weight", f"model.embed_tokens.embeddings.{i + 1}.0.weight"
-        if config.tie_projections:
-            yield f"lm_head.tail.{i}.0.weight", f"model.embed_tokens.embeddings.{i + 1}.1.weight"
 
 
 class WikiLMAdapter(XGLMArchitectureAdapter):
