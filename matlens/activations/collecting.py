@@ -22,9 +22,9 @@ from matlens.io.artifact import Artifact
 from matlens.io.rows import Column, writing_rows
 from matlens.models.changes import EndOfPass, changes_of, check_unchanged, reading, watch_hooks
 from matlens.models.identity import ModelIdentity, Provenance, check_raw
+from matlens.models.inputs import is_visual
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import STREAM, Site, check_finite
-from matlens.models.vision import is_visual
 from matlens.models.weights import WeightChecksum
 from matlens.parallel import Bar
 

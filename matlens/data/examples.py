@@ -16,8 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from matlens.errors import InputError, PositiveInt, check_int, checked
-from matlens.models.stacks import inputs_of
-from matlens.models.vision import image_shape, is_visual
+from matlens.models.inputs import image_shape, inputs_of, is_visual
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

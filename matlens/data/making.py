@@ -21,9 +21,8 @@ from matlens.data.readers import check_decoder, check_readable, context_length, 
 from matlens.data.texts import open_text
 from matlens.data.token_examples import with_sources
 from matlens.errors import Between, InputError, PositiveInt, Seed, check_int, checked, short
-from matlens.models.stacks import DECODER, stack_of
+from matlens.models.inputs import DECODER, image_shape, is_visual, places_of_image, stack_of
 from matlens.models.tokens import check_tokenizer, encode_text, token_policy, warn_of_unknown
-from matlens.models.vision import image_shape, is_visual, places_of_image
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -9,9 +9,8 @@ import numpy as np
 from matlens.data.examples import TOKENIZATION, Examples
 from matlens.errors import InputError
 from matlens.models.identity import check_raw
-from matlens.models.stacks import ENCODER, stack_of
+from matlens.models.inputs import ENCODER, is_visual, stack_of
 from matlens.models.tokens import check_tokenizer, token_policy
-from matlens.models.vision import is_visual
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -13,7 +13,7 @@ from torch import Tensor
 from matlens.data.examples import LAST, Examples, end_to_end
 from matlens.data.readers import check_readable, check_tokens, is_masked
 from matlens.errors import InputError, checked, short
-from matlens.models.stacks import DECODER, stack_of
+from matlens.models.inputs import DECODER, stack_of
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -28,10 +28,10 @@ from matlens.io.cache import Cache, default_cache, file_states
 from matlens.io.files import read_json, write_files
 from matlens.models.checkpoints import gguf_key, software
 from matlens.models.identity import ModelIdentity
+from matlens.models.inputs import Stack
 from matlens.models.loading import choose_device, load, model_name
 from matlens.models.norms import NormGain
 from matlens.models.places import GGUF, locate
-from matlens.models.stacks import Stack
 from matlens.models.tokens import token_texts
 
 if TYPE_CHECKING:

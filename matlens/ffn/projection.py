@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from matlens.errors import InputError, check_int, checked
 from matlens.ffn.values import ValueName, ValueVectors
 from matlens.models.identity import ModelIdentity, Provenance, check_raw
+from matlens.models.inputs import ENCODER, stack_of
 from matlens.models.norms import NormGain
 from matlens.models.readout import check_vectors, head_modules, narrowing
-from matlens.models.stacks import ENCODER, stack_of
 from matlens.models.tokens import token_texts, word_tokens
 from matlens.models.weights import WeightChecksum, float32_on
 from matlens.numerics import largest

@@ -2,6 +2,7 @@ from .changes import changes_of as changes_of
 from .identity import ModelIdentity as ModelIdentity
 from .identity import Provenance as Provenance
 from .identity import check_raw as check_raw
+from .inputs import Stack as Stack
 from .layout import ModelLayout as ModelLayout
 from .loading import load as load
 from .loading import wrap as wrap
@@ -11,7 +12,6 @@ from .readout import Readout as Readout
 from .registry import Family as Family
 from .registry import register as register
 from .sites import Site as Site
-from .stacks import Stack as Stack
 from .tokens import token_policy as token_policy
 from .tokens import token_texts as token_texts
 from .tokens import visible as visible

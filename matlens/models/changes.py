@@ -23,7 +23,7 @@ from torch.nn.utils import parametrize
 
 from matlens.errors import InputError, checked
 from matlens.models.registry import families
-from matlens.models.weights import fast_checksum, is_quantized, modules_below, plain_model, plain_place
+from matlens.models.weights import fast_checksum, is_quantized, plain_model, plain_place
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -316,7 +316,7 @@ def _parts_of(inner: nn.Module) -> dict[str, str]:
     """The class and settings of every module by its place, without those of bridges around them."""
     return {
         plain_place(path): _described(module)
-        for path, module in modules_below("", inner, None)
+        for path, module in inner.named_modules(remove_duplicate=False)
         if not type(module).__module__.startswith("transformer_lens.")
     }
 
@@ -333,7 +333,7 @@ def _described(module: nn.Module) -> str:
 
 def _buffers(inner: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Buffers that a checkpoint does not hold, by their places in the model without a bridge."""
-    for path, module in modules_below("", inner, set()):
+    for path, module in inner.named_modules():
         names = module._non_persistent_buffers_set
         if names and not any(kind in str(vars(module).get("rope_type")) for kind in _CHANGING):
             place = plain_place(path)
@@ -375,13 +375,13 @@ def _agree(values: Tensor, plain: Tensor) -> bool:
 
 def _modules(model: TransformerBridge) -> Iterator[tuple[str, nn.Module]]:
     """Every module of a bridge and of the model in it, once."""
-    seen: set[int] = set()
-    yield from ((place or "the bridge", module) for place, module in modules_below("", model, seen))
+    seen: set[nn.Module] = set()
+    yield from ((place or "the bridge", module) for place, module in model.named_modules(seen))
     for point in model.hook_points():
-        if id(point) not in seen:
-            seen.add(id(point))
+        if point not in seen:
+            seen.add(point)
             yield point.name or "a hook point", point
-    yield from modules_below("original_model", model.original_model, seen)
+    yield from model.original_model.named_modules(seen, "original_model")
 
 
 def _is_builders(function: Any) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from matlens.errors import InputError, check_int, checked
 from matlens.models.changes import changes_of, reading
+from matlens.models.inputs import probe_inputs
 from matlens.models.registry import Family, ask
 from matlens.models.sites import (
     COEFFICIENTS,
@@ -30,7 +31,6 @@ from matlens.models.sites import (
     Wiring,
     block_hook,
 )
-from matlens.models.vision import image_shape, is_visual, places_of_image
 from matlens.numerics import in_float64
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ class ModelLayout:
         ``h`` is known.
     d_mlp
         Width of ``ffn_post``, 0 without one.
-    blocks_return_tuples, n_returned
-        Whether a block returns its vectors as the first of several values, and of how many.
+    n_returned
+        Of how many values in a tuple a block's vectors are the first; 0 if it returns them alone.
     """
 
     wiring: Wiring
@@ -74,8 +74,7 @@ class ModelLayout:
     d_model: int
     kinds: tuple[str, ...]
     d_mlp: int = 0
-    blocks_return_tuples: bool = False
-    n_returned: int = 1
+    n_returned: int = 0
     hooks: Mapping[str, Hook] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -214,7 +213,7 @@ def _examine(model: TransformerBridge) -> ModelLayout:
     seen: dict[str, Tensor] = {}
     fired: dict[str, list[tuple[int, Any]]] = {}
     count = itertools.count()
-    returned: list[int | None] = []  # how many values, where they are several
+    returned: list[int] = []
 
     def keep(value: Any, hook: Any) -> None:
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -223,7 +222,7 @@ def _examine(model: TransformerBridge) -> ModelLayout:
             seen[hook.name] = value.detach()
 
     def count_returned(module: nn.Module, args: Any, value: Any) -> None:
-        returned.append(len(value) if isinstance(value, tuple) else None)
+        returned.append(len(value) if isinstance(value, tuple) else 0)
 
     listening = model.blocks[0].register_forward_hook(count_returned)
     try:
@@ -253,23 +252,7 @@ def _examine(model: TransformerBridge) -> ModelLayout:
         for kind, name in wiring.hooks.items()
         if (kind != COEFFICIENTS or d_mlp) and all(block_hook(layer, name) in seen for layer in layers)
     )
-    return ModelLayout(
-        wiring, len(layers), model.cfg.d_model, kinds, d_mlp, returned[0] is not None, returned[0] or 1,
-        hooks_by_name,
-    )  # fmt: skip
-
-
-def probe_inputs(model: TransformerBridge) -> tuple[Tensor, tuple[int, int]]:
-    """A few inputs to probe a model: batch size and vectors per input."""
-    if is_visual(model):
-        images = torch.randn(3, *image_shape(model), generator=torch.Generator().manual_seed(0))
-        images = images.to(model.cfg.device, next(model.original_model.parameters()).dtype)
-        return images, (len(images), places_of_image(model))
-    # A length that tells the axis of tokens from all others.
-    heads = {getattr(model.cfg, name, None) for name in ("n_heads", "n_key_value_heads", "d_head")}
-    length = next(length for length in (7, 5, 11, 13, 9) if length not in heads)
-    tokens = torch.arange(1, 3 * length + 1, device=model.cfg.device) % model.cfg.d_vocab
-    return tokens.view(3, length), (3, length)
+    return ModelLayout(wiring, len(layers), model.cfg.d_model, kinds, d_mlp, returned[0], hooks_by_name)
 
 
 def mixture(model: TransformerBridge, layer: int) -> Any | None:

@@ -23,9 +23,9 @@ from matlens.models.checkpoints import (
     read_gguf,
 )
 from matlens.models.identity import check_raw
+from matlens.models.inputs import Stack, choose_stack, stack_of
 from matlens.models.places import EXPECTED, GGUF, SMOLLM2, locate
 from matlens.models.registry import Family, ask, family_adapters, missing_repairs
-from matlens.models.stacks import Stack, choose_stack, stack_of
 from matlens.models.tokens import check_tokenizer, encode_text
 from matlens.models.weights import check_finite_weights
 from matlens.numerics import find_device

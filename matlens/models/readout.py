@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from matlens.errors import InputError, check_int, checked
 from matlens.models.changes import reading
 from matlens.models.identity import ModelIdentity, Provenance, check_raw
-from matlens.models.layout import ModelLayout, probe_inputs
+from matlens.models.inputs import ENCODER, probe_inputs, stack_of
+from matlens.models.layout import ModelLayout
 from matlens.models.registry import Family, ask
 from matlens.models.screening import Screen
 from matlens.models.sites import check_finite
-from matlens.models.stacks import ENCODER, stack_of
 from matlens.models.weights import WeightChecksum, check_finite_weights, float32_on
 from matlens.numerics import log_softmax
 

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from matlens.errors import InputError, checked
-from matlens.models.stacks import stack_of
+from matlens.models.inputs import stack_of
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -224,7 +224,7 @@ def _tensors(model: TransformerBridge) -> Iterator[tuple[str, Tensor]]:
 
 def _tensors_of(inner: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from inner.named_parameters()
-    for place, module in modules_below("", inner, set()):
+    for place, module in inner.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield f"{place}.{name}", buffer
@@ -289,17 +289,3 @@ def plain_state(model: TransformerBridge) -> dict[str, Tensor]:
     inner = model.original_model
     named = (*inner.named_parameters(remove_duplicate=False), *inner.named_buffers(remove_duplicate=False))
     return {plain_place(name): tensor.detach() for name, tensor in named}
-
-
-def modules_below(top: str, module: nn.Module, seen: set[int] | None) -> Iterator[tuple[str, nn.Module]]:
-    """A faster `nn.Module.named_modules`: modules not ``seen`` yet, or all if that is None."""
-    waiting = [(top, module)]
-    while waiting:
-        place, module = waiting.pop()
-        if seen is None or id(module) not in seen:
-            if seen is not None:
-                seen.add(id(module))
-            yield place, module
-            prefix = f"{place}." if place else ""
-            below = [(prefix + name, inner) for name, inner in module._modules.items() if inner is not None]
-            waiting += reversed(below)

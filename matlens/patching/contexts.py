@@ -18,9 +18,8 @@ from torch import Tensor
 from matlens.errors import InputError, check, checked
 from matlens.linear.maps import LinearMap
 from matlens.models.changes import changing
+from matlens.models.inputs import DECODER, is_visual, places_of_image, stack_of
 from matlens.models.layout import ModelLayout
-from matlens.models.stacks import DECODER, stack_of
-from matlens.models.vision import is_visual, places_of_image
 from matlens.patching.replacements import (
     Replacement,
     Where,
@@ -184,7 +183,7 @@ def skipping_forwards(
             h = args[0] if args else kwargs["hidden_states"]
             _keep_place_in_cache((*args[1:], *kwargs.values()), layer, h)
             h = _returned(jump, block, layer, h)
-            return (h, None)[: layout.n_returned] if layout.blocks_return_tuples else h
+            return (h, None)[: layout.n_returned] if layout.n_returned else h
 
         return forward
 

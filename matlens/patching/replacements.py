@@ -20,7 +20,8 @@ from matlens.linear.maps import LinearMap, tensor_digest
 from matlens.linear.mapsets import MapSet
 from matlens.models.changes import changes_of, describe_changes, function_name
 from matlens.models.identity import ModelIdentity, Provenance, check_raw
-from matlens.models.layout import ModelLayout, probe_inputs
+from matlens.models.inputs import probe_inputs
+from matlens.models.layout import ModelLayout
 from matlens.models.sites import MID, MID_CROSS, STREAM, Site
 
 if TYPE_CHECKING:

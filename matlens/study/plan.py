@@ -32,8 +32,8 @@ from matlens.linear.needs import (
 )
 from matlens.linear.pairs import by_source
 from matlens.linear.streaming import StoredLeastSquares
+from matlens.models.inputs import is_visual
 from matlens.models.layout import ModelLayout
-from matlens.models.vision import is_visual
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -24,9 +24,9 @@ from matlens.linear.mapsets import MapSet, write_maps
 from matlens.linear.pairs import Pairs, check_collected, resolve_pairs
 from matlens.linear.streaming import StoredLeastSquares
 from matlens.models.identity import ModelIdentity
+from matlens.models.inputs import ENCODER, stack_of
 from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
-from matlens.models.stacks import ENCODER, stack_of
 from matlens.numerics import in_float64
 from matlens.study.output import MAPS, RESULTS, STATISTICS, TRAIN, VALIDATION, has_statistics, write_list
 from matlens.study.plan import check_fit, check_solve

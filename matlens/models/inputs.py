@@ -1,13 +1,15 @@
-"""Encoder-decoders: two stacks of blocks, of which a loaded model represents one.
+"""What a model reads: tokens, tokens and those of a source, or images.
 
-``h.0 .. h.L`` are the layers of the chosen stack, whose hooks are named as in other models. Decoder blocks
-read the encoder's last layer too, so a decoder also gets the tokens of the source.
+A loaded encoder-decoder represents one of its two stacks: ``h.0 .. h.L`` are that stack's layers, and its
+hooks are named as in other models. Decoder blocks read the encoder's last layer too, so a decoder also gets
+the tokens of the source. A vision transformer has a class token at position 0, then one vector per patch.
 """
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from matlens.errors import InputError
@@ -17,6 +19,7 @@ Stack = Literal["encoder", "decoder"]
 ENCODER: Stack = "encoder"
 DECODER: Stack = "decoder"
 _CHOSEN = "matlens_stack"  # an attribute of the bridge, so that a copy has it too
+_POSITIONS = "position_embeddings"  # of all vision transformers, a vector for each place
 
 
 def choose_stack(model: Any, stack: Stack) -> None:
@@ -64,3 +67,37 @@ def inputs_of(
         )
     decoder = {"decoder_input_ids": tokens, "decoder_attention_mask": mask}
     return source[0], {"attention_mask": source[1], **decoder}
+
+
+def is_visual(model: Any) -> bool:
+    """Whether a model reads images and no text."""
+    return bool(getattr(model.cfg, "is_visual_model", False))
+
+
+def image_shape(model: Any) -> tuple[int, int, int]:
+    """Channels, height and width of the images that a model reads."""
+    config = model.original_model.config
+    size = config.image_size
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    return int(config.num_channels), int(height), int(width)
+
+
+def places_of_image(model: Any) -> int:
+    """Number of vectors per image in the residual stream."""
+    for name, parameter in model.original_model.named_parameters():
+        if name.rpartition(".")[2] == _POSITIONS and parameter.ndim == 3:
+            return int(parameter.shape[1])
+    raise InputError(f"The number of vectors per image of {model.cfg.architecture} is unknown.")
+
+
+def probe_inputs(model: Any) -> tuple[Tensor, tuple[int, int]]:
+    """A few inputs to probe a model: batch size and vectors per input."""
+    if is_visual(model):
+        images = torch.randn(3, *image_shape(model), generator=torch.Generator().manual_seed(0))
+        images = images.to(model.cfg.device, next(model.original_model.parameters()).dtype)
+        return images, (len(images), places_of_image(model))
+    # A length that tells the axis of tokens from all others.
+    heads = {getattr(model.cfg, name, None) for name in ("n_heads", "n_key_value_heads", "d_head")}
+    length = next(length for length in (7, 5, 11, 13, 9) if length not in heads)
+    tokens = torch.arange(1, 3 * length + 1, device=model.cfg.device) % model.cfg.d_vocab
+    return tokens.view(3, length), (3, length)
