@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +21,6 @@ import torch
 import transformers
 from hub_stand_in import Hub, serving
 from hypothesis import HealthCheck, settings
-from offline import refuse_connections
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import matlens
@@ -443,6 +443,11 @@ def browser() -> Iterator[Any]:
         chromium.close()
 
 
+def tree(folder: Path) -> dict[str, bytes]:
+    """What a folder holds, for tests that nothing in it changes."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def make_sentences() -> matlens.data.Corpus:
     """Forty different sentences of 5 to 20 words that the small models know."""
     generator = torch.Generator().manual_seed(0)
@@ -457,6 +462,20 @@ def make_sentences() -> matlens.data.Corpus:
 def sentences() -> matlens.data.Corpus:
     """Forty different sentences of 5 to 20 words that the small models know."""
     return make_sentences()
+
+
+def refuse_connections(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Refuse every connection, and list those that are tried."""
+    tried: list[str] = []
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        tried.append(repr(args))
+        raise OSError("there is no network in this test")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    return tried
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from conftest import N_LAYERS, SINK_TOKENS, plain_vectors
 from handpatched import Part, hand_vectors
-from independent import make_readout
-from judged_by_hand import judged_by_hand
+from independent import judged_by_hand, make_readout
 from sklearn.metrics import r2_score
 from torch import Tensor
 

@@ -279,11 +279,6 @@ def test_long_values_are_cut() -> None:
     assert short(torch.zeros(2, 3)) == "a float32 Tensor of the shape (2, 3)"
 
 
-def test_calls_that_do_not_fit_the_signature_fail_as_they_do_everywhere() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument"):
-        taking(unknown=1)  # type: ignore[call-arg]
-
-
 def test_the_description_of_nested_types_is_unambiguous() -> None:
     hint = Sequence[str] | Sequence[int | None] | Mapping[str, Path]
     words = "a list (each a str) or a list (each an integer or None) or a dict (each value a path)"

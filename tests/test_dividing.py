@@ -87,35 +87,13 @@ def check_same_sums(made: dict[str, Any], whole: dict[str, Any]) -> None:
             assert float((made["maps"][at][name] - part).norm()) <= 1e-4 * float(part.norm()), (at, name)
 
 
-def test_closed_forms_of_several_processes_are_those_of_one(
-    model: Any, examples: Examples, tmp_path: Path
+def test_closed_forms_and_sinks_of_several_processes_are_those_of_one(
+    model: Any, examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of vectors that are collected, and of chosen rows with weights."""
+    """Also of vectors that are collected, and of chosen rows with weights; every batch is run once."""
     n_tokens = len(examples.tokens)
     rows = torch.from_numpy(np.random.default_rng(5).random(n_tokens) < 0.8)
     weights = torch.rand(n_tokens, generator=torch.Generator().manual_seed(2))
-
-    def work() -> list[Any]:
-        collected = matlens.collect(model, examples, positions="all", progress=False)
-        return [
-            sums_of(model, examples),
-            sums_of(model, collected),
-            sums_of(model, examples, rows=rows, weights=weights),
-            sums_of(model, examples.head(3)),
-        ]
-
-    whole = work()
-    assert whole[0]["details"]["ridge=loo+sinks=exclude"]["n_sinks"] > 0
-    for made in outcomes(3, work, tmp_path / "outcomes"):
-        for ours, theirs in zip(made[:3], whole[:3], strict=True):
-            check_same_sums(ours, theirs)
-        assert made[3]["details"] == whole[3]["details"]
-
-
-def test_each_process_passes_over_its_part(
-    model: Any, examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every batch is run once, by one of the processes."""
     inputs, batches = Batch.inputs, []
 
     def noted(*arguments: Any) -> Any:
@@ -126,18 +104,29 @@ def test_each_process_passes_over_its_part(
 
     def work() -> Any:
         batches.clear()
-        fit_closed_forms(model, examples, [LensConfig()], layers=[1], batch_tokens=BATCH, progress=False)
-        lenses = list(batches)
-        batches.clear()
-        find_sinks(model, examples, batch_tokens=BATCH, progress=False)
-        return lenses, list(batches)
+        collected = matlens.collect(model, examples, positions="all", progress=False)
+        sums = [
+            sums_of(model, examples),
+            sums_of(model, collected),
+            sums_of(model, examples, rows=rows, weights=weights),
+            sums_of(model, examples.head(3)),
+        ]
+        sinks = [
+            find_sinks(model, of, batch_tokens=BATCH, progress=False) for of in (examples, examples.head(2))
+        ]
+        return sums, sinks, list(batches)
 
-    whole = work()
+    sums, sinks, run = work()
+    assert sums[0]["details"]["ridge=loo+sinks=exclude"]["n_sinks"] > 0
+    assert int(sinks[0].sum()) > 0
     made = outcomes(3, work, tmp_path / "outcomes")
-    for place in range(2):
-        assert len(whole[place]) > 5
-        assert sorted(batch for of in made for batch in of[place]) == sorted(whole[place])
-        assert all(of[place] for of in made)
+    assert sorted(batch for _, _, own in made for batch in own) == sorted(run)
+    for of_process, found, own in made:
+        assert own
+        for ours, theirs in zip(of_process[:3], sums[:3], strict=True):
+            check_same_sums(ours, theirs)
+        assert of_process[3]["details"] == sums[3]["details"]
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, sinks, strict=True))
 
 
 def test_layers_are_trained_by_one_process_each(
@@ -202,18 +191,6 @@ def test_prompts_of_a_jacobian_lens_are_divided(model: Any, tmp_path: Path) -> N
             assert list(ours) == list(theirs)
             for layer, jacobian in theirs.items():
                 torch.testing.assert_close(ours[layer], jacobian, rtol=1e-5, atol=1e-6)
-
-
-def test_sinks_are_the_same(model: Any, examples: Examples, tmp_path: Path) -> None:
-    def work() -> Any:
-        return [
-            find_sinks(model, of, batch_tokens=BATCH, progress=False) for of in (examples, examples.head(2))
-        ]
-
-    whole = work()
-    assert int(whole[0].sum()) > 0
-    for made in outcomes(3, work, tmp_path / "outcomes"):
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(made, whole, strict=True))
 
 
 def test_an_atlas_of_several_processes_is_that_of_one(

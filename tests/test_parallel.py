@@ -228,35 +228,27 @@ def test_an_error_of_one_process_ends_the_others(tmp_path: Path) -> None:
 
 def test_processes_that_fit_other_samples_are_told_so(tmp_path: Path) -> None:
     x = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
-    vectors = {"h.0": x, "h.1": x + 1}
+    origin = Provenance(make_identity(n_layers=1))
 
-    def fitted(change: Callable[[int], dict[str, Any]]) -> Callable[[], Any]:
-        samples = make_activations(vectors, Provenance(make_identity(n_layers=1)))
-        return lambda: [linear.weight for linear in fit_samples(samples, [(0, 1)], **change(parallel.rank()))]
+    def fitted(change: Callable[[int], dict[str, Any]], shift: int = 0) -> Callable[[], Any]:
+        def work() -> Any:
+            samples = make_activations({"h.0": x, "h.1": x + 1 + shift * parallel.rank()}, origin)
+            return [linear.weight for linear in fit_samples(samples, [(0, 1)], **change(parallel.rank()))]
 
-    for number, change in enumerate(
-        (
-            lambda rank: {"rows": torch.arange(50) % 2 == rank},
-            lambda rank: {"weights": 1 + torch.arange(50.0) + rank * torch.arange(50.0)},
-            lambda rank: {"ridge": float(rank)},
-        )
-    ):
-        outcomes = run_ranks(2, fitted(change), tmp_path / str(number))
-        assert "given other arguments" in outcomes[1]["error"]
+        return work
+
+    other = "given other arguments"
+    cases = {
+        "rows": (fitted(lambda rank: {"rows": torch.arange(50) % 2 == rank}), other),
+        "ridge": (fitted(lambda rank: {"ridge": float(rank)}), other),
+        "samples": (fitted(lambda rank: {}, shift=1), "The samples of h.1 must be the same in all processes"),
+    }
+    for name, (work, words) in cases.items():
+        outcomes = run_ranks(2, work, tmp_path / name)
+        assert words in outcomes[1]["error"]
         assert "error" in outcomes[0]
-
-    def fitted_of_others(make: Callable[..., Any]) -> Callable[[], Any]:
-        origin = Provenance(make_identity(n_layers=1))
-        return lambda: list(fit_samples(make({"h.0": x, "h.1": x + parallel.rank()}, origin), [(0, 1)]))
-
-    for name, make in {"mapping": lambda of, _: of, "activations": make_activations}.items():
-        outcomes = run_ranks(2, fitted_of_others(make), tmp_path / name)
-        assert "The samples of h.1 must be the same in all processes" in outcomes[1]["error"]
-        assert "error" in outcomes[0]
-    same = run_ranks(2, fitted(lambda rank: {}), tmp_path / "same")
-    alone = run_ranks(2, lambda: [m.weight for m in fit_samples(vectors, [(0, 1)])], tmp_path / "alone")
-    (whole,) = fit_samples(vectors, [(0, 1)])
-    for outcome in (*same, *alone):
+    (whole,) = fit_samples({"h.0": x, "h.1": x + 1}, [(0, 1)])
+    for outcome in run_ranks(2, fitted(lambda rank: {}), tmp_path / "same"):
         torch.testing.assert_close(outcome["result"][0], whole.weight)
 
 

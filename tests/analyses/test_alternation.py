@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from conftest import N_LAYERS, SINK_TOKENS
 from handpatched import Part, hand_vectors, jump_part
-from judged_by_hand import assert_judged, judged_by_hand
+from independent import assert_judged, judged_by_hand
 from paper_a_fig6_alternation import scheme_quality
 from sklearn.metrics import r2_score
 from torch import Tensor

@@ -13,7 +13,7 @@ from typing import Any
 from analysing import N_PATCHED, SINKS, ByHand, Finished, assert_table, read
 from attention_heads import head_ablation
 from conftest import N_LAYERS
-from judged_by_hand import assert_judged
+from independent import assert_judged
 from memory_and_layers import exit_costs
 from sample_sizes import fit_quality_by_size
 from sinks import fit_quality_without_sinks, later_sinks, sink_norms

@@ -13,7 +13,7 @@ import torch
 from attention_heads import head_ablation, head_r2
 from conftest import N_LAYERS, SINK_TOKENS
 from handpatched import run
-from judged_by_hand import assert_judged, judged_by_hand
+from independent import assert_judged, judged_by_hand
 from sklearn.metrics import r2_score
 from studies.study import head_pairs
 from torch import Tensor

@@ -32,7 +32,7 @@ from analysing import (
     sizes,
 )
 from conftest import N_LAYERS
-from judged_by_hand import assert_judged
+from independent import assert_judged
 from paper_a.predictions import top_predictions
 from paper_a_by_hand import PAIRS, fitted
 from sklearn.metrics import r2_score

@@ -17,11 +17,10 @@ import pandas as pd
 import pytest
 import torch
 from command_lines import Outcome, cells
-from conftest import N_LAYERS, WORDS
+from conftest import N_LAYERS, WORDS, tree
 from safetensors.torch import load_file, save_file
 from sklearn.metrics import r2_score
 from studying import study_of
-from trees import tree
 
 import matlens
 from matlens.activations import Activations

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trees import tree
+from conftest import tree
 
 from matlens.errors import InputError
 from matlens.io.files import (

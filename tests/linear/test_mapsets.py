@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import tree
 from identities import make_identity
 from sklearn.linear_model import Ridge
 from small_maps import ORIGIN, PAIRS, SEED, Pair, linear, same
-from trees import tree
 
 from matlens.activations.activations import Activations
 from matlens.data.examples import Examples

@@ -16,8 +16,8 @@ import pytest
 import torch
 import transformers
 from blocks import PROJECT, Block, blocks_of
+from conftest import refuse_connections
 from independent import Reference, reference
-from offline import refuse_connections
 
 import matlens
 from matlens.data.examples import Examples
