@@ -61,19 +61,6 @@ class _Context:
     thread: threading.Thread = field(default_factory=threading.current_thread)
 
 
-@dataclass(eq=False)
-class _Use:
-    """The contexts around a model. Any thread can leave one: generators are closed wherever they end."""
-
-    left: threading.Condition = field(default_factory=threading.Condition)
-    contexts: list[_Context] = field(default_factory=list)
-
-    def is_free(self) -> bool:
-        """Whether no other thread that still runs uses the model."""
-        threads = {context.thread for context in tuple(self.contexts)} - {threading.current_thread()}
-        return not any(thread.is_alive() for thread in threads)
-
-
 class Plain(NamedTuple):
     """Modules, buffers and settings of the plain model, from its configuration or as they were at first."""
 
@@ -82,35 +69,39 @@ class Plain(NamedTuple):
     settings: dict[str, Any]
 
 
-_USES: WeakKeyDictionary[nn.Module, _Use] = WeakKeyDictionary()
+_CONTEXTS: WeakKeyDictionary[nn.Module, list[_Context]] = WeakKeyDictionary()  # around each model
+_LEFT = threading.Condition()
 
 
-def _use_of(inner: nn.Module) -> _Use:
-    return _USES.setdefault(inner, _Use())
+def _is_free(inner: nn.Module) -> bool:
+    """Whether no other thread that still runs uses a model."""
+    threads = {context.thread for context in tuple(_CONTEXTS.get(inner, ()))} - {threading.current_thread()}
+    return not any(thread.is_alive() for thread in threads)
 
 
 @contextmanager
-def _entered(model: TransformerBridge, context: _Context) -> Iterator[_Use]:
-    """Wait until no other thread uses a model, and use it."""
-    use = _use_of(model.original_model)
-    with use.left:
-        if not use.left.wait_for(use.is_free, _WAIT):
+def _entered(model: TransformerBridge, context: _Context) -> Iterator[list[_Context]]:
+    """Wait until no other thread uses a model, and use it. Any thread can leave: generators are closed so."""
+    inner = model.original_model
+    with _LEFT:
+        if not _LEFT.wait_for(lambda: _is_free(inner), _WAIT):
             raise InputError(
                 "This model is patched, controlled or read in another thread. Wait until it has left its "
                 "context, or load the model a second time."
             )
-        use.contexts.append(context)
+        contexts = _CONTEXTS.setdefault(inner, [])
+        contexts.append(context)
     try:
-        yield use
+        yield contexts
     finally:
-        with use.left:
-            use.contexts.remove(context)
-            use.left.notify_all()
+        with _LEFT:
+            contexts.remove(context)
+            _LEFT.notify_all()
 
 
 def _check_thread(inner: nn.Module, args: Any) -> None:
     """A hook that refuses passes of other threads; a copy of the model has it too, and is free."""
-    if not _use_of(inner).is_free():
+    if not _is_free(inner):
         raise InputError(
             "Another thread uses this model, and the vectors of both would be mixed. Wait until it has "
             "ended, or load the model a second time."
@@ -188,9 +179,9 @@ def changes_of(model: TransformerBridge) -> tuple[str, ...]:
     Replacements and coefficients by their values; hooks and replaced ``forward`` methods by the function;
     modules, buffers and PEFT adapters that differ from the configuration; dropout.
     """
-    with _entered(model, _Context()) as use:
-        ours = sorted(change for context in use.contexts for change in context.changes())
-        functions = frozenset({id(_check_thread)}).union(*(context.functions for context in use.contexts))
+    with _entered(model, _Context()) as contexts:
+        ours = sorted(change for context in contexts for change in context.changes())
+        functions = frozenset({id(_check_thread)}).union(*(context.functions for context in contexts))
         return (*ours, *_foreign_changes(model, functions))
 
 
