@@ -132,7 +132,7 @@ def largest(scores: Float[Tensor, "n m"], k: int) -> tuple[Float[Tensor, "n k"],
     return values, places.gather(1, order)
 
 
-def give_back_freed() -> bool:
+def return_freed_memory() -> bool:
     """Return memory that was freed to the system; False where the C library cannot.
 
     glibc keeps it for later allocations: half of a process where large arrays of several sizes come and go.

@@ -16,11 +16,11 @@ from matlens.lens.evaluation import confidence_in_top
 from matlens.numerics import (
     check_float64_device,
     find_device,
-    give_back_freed,
     in_float64,
     kl_divergence,
     largest,
     log_softmax,
+    return_freed_memory,
     split_product,
 )
 
@@ -153,12 +153,12 @@ def resident() -> int:
 
 def test_what_lies_between_what_is_in_use_is_given_back() -> None:
     if not hasattr(ctypes.CDLL(None), "malloc_trim"):
-        assert not give_back_freed()
+        assert not return_freed_memory()
         return
     size, n = 50_000, 800  # small enough for the heap, 40 MB in all
     kept = [bytes(size) if i % 2 else bytearray(b"x" * size) for i in range(n)]
     kept[::2] = [b""] * (n // 2)
     before = resident()
-    assert give_back_freed()
+    assert return_freed_memory()
     assert before - resident() > 0.5 * size * n / 2
     assert sum(map(len, kept)) == size * n // 2

@@ -21,7 +21,7 @@ from matlens.data.readers import check_decoder, check_readable, context_length, 
 from matlens.data.texts import open_text
 from matlens.data.token_examples import with_sources
 from matlens.errors import Between, InputError, PositiveInt, Seed, check_int, checked, short
-from matlens.models.inputs import DECODER, image_shape, is_visual, places_of_image, stack_of
+from matlens.models.inputs import DECODER, image_shape, is_visual, n_image_positions, stack_of
 from matlens.models.tokens import check_tokenizer, encode_text, token_policy, warn_of_unknown
 
 if TYPE_CHECKING:
@@ -329,7 +329,7 @@ def make_image_examples(
             f"images must be finite and of the shape {short(('n', *expected))}, as the processor returns "
             f"them, got {short(images)}."
         )
-    n_places = places_of_image(model)
+    n_places = n_image_positions(model)
     place = check_int(position, "position", min=-n_places, max=n_places - 1) % n_places
     provenance = {"corpus": name, "given_as": "images", "position": f"place {place}", "n": len(images)}
     examples = end_to_end([np.arange(n_places)] * len(images), np.full(len(images), place), provenance)

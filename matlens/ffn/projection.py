@@ -21,7 +21,7 @@ from matlens.ffn.values import ValueName, ValueVectors
 from matlens.models.identity import ModelIdentity, Provenance, check_raw
 from matlens.models.inputs import ENCODER, stack_of
 from matlens.models.norms import NormGain
-from matlens.models.readout import check_vectors, head_modules, narrowing
+from matlens.models.readout import check_vectors, head_modules, output_projection
 from matlens.models.tokens import token_texts, word_tokens
 from matlens.models.weights import WeightChecksum, float32_on
 from matlens.numerics import largest
@@ -54,7 +54,7 @@ def unembedding(model: TransformerBridge) -> Float[Tensor, "d_vocab d_model"]:
             "...ForMaskedLM checkpoint)."
         )
     weight = model.unembed.original_component.weight.detach().float()
-    for projection in narrowing(model):
+    for projection in output_projection(model):
         weight = weight @ projection.get_parameter("weight").detach().float()
     return weight
 

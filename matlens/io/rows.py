@@ -23,7 +23,7 @@ from matlens import parallel
 from matlens.errors import InputError
 from matlens.io.artifact import CONFIG, Artifact, make_config
 from matlens.io.files import damaged
-from matlens.numerics import give_back_freed
+from matlens.numerics import return_freed_memory
 
 INDEX = "index"
 _SHARD_BYTES = 2**28
@@ -176,7 +176,7 @@ class RowWriter:
             parts, self._parts = self._parts, []
             self._artifact.write(shard, {key: torch.cat([part[key] for part in parts]) for key in parts[0]})
             del part, parts
-            give_back_freed()
+            return_freed_memory()
 
     def share(self) -> None:
         """Give all rows in memory to all processes."""

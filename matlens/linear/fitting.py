@@ -19,7 +19,7 @@ from matlens.linear.maps import LinearMap, tensor_digest
 from matlens.linear.pairs import Pair, by_source, check_collected, list_pairs
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site, check_finite
-from matlens.numerics import check_float64_device, give_back_freed, in_float64
+from matlens.numerics import check_float64_device, in_float64, return_freed_memory
 from matlens.parallel import Bar
 
 _CHUNK = 4096  # samples factorised at a time; never fewer than eight for each dimension
@@ -201,7 +201,7 @@ class PairFits:
             self._fits[source].update(joined[source], [joined[target] for target in targets], weights=weights)
             for site in [site for site in joined if last_use[site] == source]:
                 del joined[site]
-        give_back_freed()
+        return_freed_memory()
 
 
 def _of_main(

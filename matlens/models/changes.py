@@ -23,7 +23,7 @@ from torch.nn.utils import parametrize
 
 from matlens.errors import InputError, checked
 from matlens.models.registry import families
-from matlens.models.weights import fast_checksum, is_quantized, plain_model, plain_place
+from matlens.models.weights import fast_checksum, is_quantized, plain_model, plain_name
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -234,7 +234,7 @@ def function_name(function: Any) -> str:
     return f"{name!r} of {getattr(function, '__module__', None)} (number {number} of process {process})"
 
 
-def drops_out(model: TransformerBridge) -> bool:
+def has_active_dropout(model: TransformerBridge) -> bool:
     """Whether dropout is on, so that the vectors differ at every pass."""
     training = [module for _, module in _modules(model) if module.training]
     if any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in training):
@@ -285,7 +285,7 @@ def _foreign_changes(model: TransformerBridge, ours: frozenset[int]) -> Iterator
     for name, value in _settings(model).items():
         if value != settings[name]:
             yield f"the setting {name}={value!r} of the bridge, which was {settings[name]!r}"
-    if drops_out(model):
+    if has_active_dropout(model):
         yield "training mode, in which dropout makes every pass another"
 
 
@@ -306,7 +306,7 @@ def _settings(model: TransformerBridge) -> dict[str, Any]:
 def _parts_of(inner: nn.Module) -> dict[str, str]:
     """The class and settings of every module by its place, without those of bridges around them."""
     return {
-        plain_place(path): _described(module)
+        plain_name(path): _described(module)
         for path, module in inner.named_modules(remove_duplicate=False)
         if not type(module).__module__.startswith("transformer_lens.")
     }
@@ -327,7 +327,7 @@ def _buffers(inner: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, module in inner.named_modules():
         names = module._non_persistent_buffers_set
         if names and not any(kind in str(vars(module).get("rope_type")) for kind in _CHANGING):
-            place = plain_place(path)
+            place = plain_name(path)
             for name in sorted(names):
                 values = module._buffers.get(name)
                 if values is not None and not values.is_meta and values.dtype != torch.bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from matlens.errors import InputError, checked
 from matlens.io.bounds import LAYERS
-from matlens.models.changes import changes_of, describe_changes, drops_out
+from matlens.models.changes import changes_of, describe_changes, has_active_dropout
 from matlens.models.registry import Family, ask, missing_repairs
 from matlens.models.sites import Site
 from matlens.models.tokens import token_policy
@@ -247,7 +247,7 @@ def check_raw(model: TransformerBridge) -> None:
             f"TransformerLens does not compute {model.cfg.architecture} as transformers does. Load it with "
             "matlens.load(), or give the bridge to matlens.wrap() first, which corrects it."
         )
-    if drops_out(model):
+    if has_active_dropout(model):
         raise InputError(
             f"{model.cfg.model_name} must be in eval mode, got training mode with dropout. "
             "Call model.eval() first."

@@ -82,7 +82,7 @@ def image_shape(model: Any) -> tuple[int, int, int]:
     return int(config.num_channels), int(height), int(width)
 
 
-def places_of_image(model: Any) -> int:
+def n_image_positions(model: Any) -> int:
     """Number of vectors per image in the residual stream."""
     for name, parameter in model.original_model.named_parameters():
         if name.rpartition(".")[2] == _POSITIONS and parameter.ndim == 3:
@@ -95,7 +95,7 @@ def probe_inputs(model: Any) -> tuple[Tensor, tuple[int, int]]:
     if is_visual(model):
         images = torch.randn(3, *image_shape(model), generator=torch.Generator().manual_seed(0))
         images = images.to(model.cfg.device, next(model.original_model.parameters()).dtype)
-        return images, (len(images), places_of_image(model))
+        return images, (len(images), n_image_positions(model))
     # A length that tells the axis of tokens from all others.
     heads = {getattr(model.cfg, name, None) for name in ("n_heads", "n_key_value_heads", "d_head")}
     length = next(length for length in (7, 5, 11, 13, 9) if length not in heads)

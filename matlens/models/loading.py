@@ -92,14 +92,14 @@ def load(
             check_supported(name, hf_model.config, stack)
             options = {"hf_model": hf_model.to(device).eval()}
         model = TransformerBridge.boot_transformers(
-            folder, tokenizer=tokenizer and _keeping_itself(tokenizer), device=device, dtype=dtype, **options
+            folder, tokenizer=tokenizer and _protected_copy(tokenizer), device=device, dtype=dtype, **options
         )
     if stack is not None:
         choose_stack(model, stack)
     model.cfg.model_name = model_name(name, commit)
     model.matlens_revision = commit
     if tokenizer is not None:
-        _follow(model, tokenizer)
+        _set_policy(model, tokenizer)
     check_finite_weights(model)
     _repair(model.eval())
     remember_plain(model)
@@ -183,12 +183,12 @@ def wrap(
     if tokenizer is not None:
         if prepend_bos is not None:
             raise InputError("Give either tokenizer or prepend_bos, not both.")
-        own = _keeping_itself(check_vocabulary(tokenizer, str(bridge.cfg.model_name)))
+        own = _protected_copy(check_vocabulary(tokenizer, str(bridge.cfg.model_name)))
         d_vocab, d_vocab_out = bridge.cfg.d_vocab, bridge.cfg.d_vocab_out
         bridge.tokenizer = None
         bridge.tokenizer = configure_tokenizer(own, bridge.cfg)
         bridge.cfg.d_vocab, bridge.cfg.d_vocab_out = d_vocab, d_vocab_out
-        _follow(bridge, tokenizer)
+        _set_policy(bridge, tokenizer)
     elif prepend_bos is not None:
         _set_bos(bridge, prepend_bos)
     check_finite_weights(bridge)
@@ -225,7 +225,7 @@ def _set_bos(bridge: TransformerBridge, prepend_bos: bool) -> None:
         )
 
 
-def _follow(model: TransformerBridge, tokenizer: Any) -> None:
+def _set_policy(model: TransformerBridge, tokenizer: Any) -> None:
     """Let the bridge read text as this tokenizer does."""
     model.tokenizer.init_kwargs = tokenizer.init_kwargs
     # Text given to the bridge itself becomes the same tokens as here.
@@ -233,7 +233,7 @@ def _follow(model: TransformerBridge, tokenizer: Any) -> None:
     model.cfg.tokenizer_appends_eos = False  # an end of text that the tokenizer appends is not taken away
 
 
-def _keeping_itself(tokenizer: Any) -> Any:
+def _protected_copy(tokenizer: Any) -> Any:
     """A copy that the bridge keeps; others it replaces by one from the hub that prepends BOS."""
     own = copy.deepcopy(tokenizer)
     own.init_kwargs = {**own.init_kwargs, "add_bos_token": True}

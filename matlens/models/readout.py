@@ -208,10 +208,10 @@ def head_modules(model: TransformerBridge) -> list[nn.Module]:
             "stack='decoder'. The encoder's layers can be collected and mapped."
         )
     norm = [model.ln_final.original_component] if hasattr(model, "ln_final") else []
-    return ask(Family.head, model) or [*norm, *narrowing(model), model.unembed.original_component]
+    return ask(Family.head, model) or [*norm, *output_projection(model), model.unembed.original_component]
 
 
-def narrowing(model: TransformerBridge) -> list[nn.Module]:
+def output_projection(model: TransformerBridge) -> list[nn.Module]:
     """The projection to narrower embeddings, as in OPT-350m."""
     return [model.project_out.original_component] if hasattr(model, "project_out") else []
 

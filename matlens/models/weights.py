@@ -177,7 +177,7 @@ def check_in_memory(model: TransformerBridge) -> None:
     absent = next((name for name, tensor in parameters if tensor.is_meta), None)
     if absent is not None:
         raise InputError(
-            f"Weights of {model.cfg.model_name} are not in memory, including {plain_place(absent)}: "
+            f"Weights of {model.cfg.model_name} are not in memory, including {plain_name(absent)}: "
             "they are offloaded to the disk or to the CPU. Give the model more devices (device_map), or load "
             "it in half precision (dtype)."
         )
@@ -196,7 +196,7 @@ def check_finite_weights(model: TransformerBridge) -> None:
         if value == "infinity" and tensor.dtype == torch.float16:
             reason = "In float16 weights overflow past 65504: load the model in bfloat16 or float32."
         raise InputError(
-            f"The weights of {model.cfg.model_name} are not finite: {plain_place(name)} holds {value}. "
+            f"The weights of {model.cfg.model_name} are not finite: {plain_name(name)} holds {value}. "
             f"{reason}"
         )
 
@@ -279,7 +279,7 @@ def is_quantized(model: TransformerBridge) -> bool:
     return getattr(model.original_model.config, "quantization_config", None) is not None
 
 
-def plain_place(path: str) -> str:
+def plain_name(path: str) -> str:
     """The name of a module or parameter in the model without a bridge."""
     return ".".join(name for name in path.split(".") if name != "_original_component")
 
@@ -288,4 +288,4 @@ def plain_state(model: TransformerBridge) -> dict[str, Tensor]:
     """All parameters and buffers by the names of the original model."""
     inner = model.original_model
     named = (*inner.named_parameters(remove_duplicate=False), *inner.named_buffers(remove_duplicate=False))
-    return {plain_place(name): tensor.detach() for name, tensor in named}
+    return {plain_name(name): tensor.detach() for name, tensor in named}

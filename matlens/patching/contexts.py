@@ -18,7 +18,7 @@ from torch import Tensor
 from matlens.errors import InputError, check, checked
 from matlens.linear.maps import LinearMap
 from matlens.models.changes import changing
-from matlens.models.inputs import DECODER, is_visual, places_of_image, stack_of
+from matlens.models.inputs import DECODER, is_visual, n_image_positions, stack_of
 from matlens.models.layout import ModelLayout
 from matlens.patching.replacements import (
     Replacement,
@@ -363,7 +363,7 @@ class TokenPlaces:
         given = self._signature.bind_partial(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
         if is_visual(self._model):
-            n, length = len(given["pixel_values"]), places_of_image(self._model)
+            n, length = len(given["pixel_values"]), n_image_positions(self._model)
             self.of_batch = torch.arange(length, device=given["pixel_values"].device).expand(n, length)
             return
         of_stack = "decoder_" if stack_of(self._model) == DECODER else ""
