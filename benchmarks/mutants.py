@@ -57,7 +57,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "lens/trained": ("tests/lens/test_config.py", "tests/lens/test_closed_forms.py"),
     "lens/comparison": ("tests/test_warnings.py",),
     "lens/open_sets": (),
-    "models/families/falcon": (),
+    "models/families/falcon": ("tests/models/test_bridging.py",),
     "models/changes": (),
     "paper_a/submodules": ("tests/analyses/test_beside_paper_a.py", "tests/analyses/test_paper_a.py"),
     "paper_a_fig6_alternation": ("tests/analyses/test_alternation.py", "tests/analyses/test_paper_a.py"),

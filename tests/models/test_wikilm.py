@@ -233,8 +233,7 @@ class Harm:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.mark.parametrize("where", ["args", "extra_state", "model"])
-@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize(("where", "zipped"), [("args", True), ("extra_state", True), ("model", False)])
 def test_code_in_a_checkpoint_is_refused_and_not_run(where: str, zipped: bool, tmp_path: Path) -> None:
     path = save(tmp_path)
     content = torch.load(path, weights_only=False) | {where: Harm(tmp_path / "done")}
