@@ -381,16 +381,30 @@ def plain_vectors(
 
 @contextmanager
 def listening(
-    layers: Any, final_norm: Any, modules: Mapping[str, tuple[str, str]]
+    layers: Any,
+    final_norm: Any,
+    modules: Mapping[str, tuple[str, str]],
+    put: Callable[[str, torch.Tensor], torch.Tensor] = lambda site, value: value,
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """What the modules of plain layers are given ("in") or give ("out") in the passes inside, by site."""
+    """What the modules of plain layers are given ("in") or give ("out") in the passes inside, by site.
+
+    ``put`` may set another value in the place of a site's.
+    """
     seen: dict[str, torch.Tensor] = {}
 
-    def before(site: str, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen[site] = (args[0] if args else kwargs["hidden_states"]).clone()
+    def stands(site: str, value: torch.Tensor) -> torch.Tensor:
+        seen[site] = value.clone()
+        return put(site, value)
 
-    def after(site: str, _: Any, __: Any, output: Any) -> None:
-        seen[site] = (output[0] if isinstance(output, tuple | list) else output).clone()
+    def before(site: str, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (stands(site, args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": stands(site, kwargs["hidden_states"])}
+
+    def after(site: str, _: Any, __: Any, output: Any) -> Any:
+        if isinstance(output, tuple | list):
+            return type(output)([stands(site, output[0]), *output[1:]])
+        return stands(site, output)
 
     ends = [(f"h.{i}", module, "in") for i, module in enumerate([*layers, final_norm])]
     for i, layer in enumerate(layers):

@@ -6,7 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from conftest import D_MODEL, LAYERS, N_LAYERS, RESIDUAL_MULTIPLIER, SCALED_SITES, SITE_MODULES, WIRING_OF
+from conftest import (
+    D_MODEL,
+    LAYERS,
+    N_LAYERS,
+    RESIDUAL_MULTIPLIER,
+    SCALED_SITES,
+    SITE_MODULES,
+    WIRING_OF,
+    listening,
+)
 from torch import Tensor
 
 # Where the heads' outputs enter the matrix that joins them; written by hand from the models' source.
@@ -26,52 +35,25 @@ def run(
 
     A function is given what stands at its site and at the sites before, and gives what stands there instead.
     """
-    seen: dict[str, Tensor] = {}
     layers, final_norm = (model.get_submodule(path) for path in LAYERS[name])
-    modules = {f"h.{i}": (module, "in") for i, module in enumerate([*layers, final_norm])}
     kinds = SITE_MODULES.get(name, {}) | ({"z": (JOINS[name], "in")} if name in JOINS else {})
-    for i, layer in enumerate(layers):
-        modules |= {f"{kind}.{i}": (layer.get_submodule(path), side) for kind, (path, side) in kinds.items()}
 
-    def stands(site: str, value: Tensor) -> Tensor:
+    def put(site: str, value: Tensor) -> Tensor:
         multiplier = RESIDUAL_MULTIPLIER if site.split(".")[0] in SCALED_SITES.get(name, ()) else 1
-        seen[site] = multiplier * value.clone()
+        seen[site] *= multiplier
         for at, function in functions:
             if at == site:
                 seen[site] = function(seen[site], seen).to(value)
                 value = seen[site] / multiplier
         return value
 
-    def before(site: str) -> Any:
-        def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if args:
-                return (stands(site, args[0]), *args[1:]), kwargs
-            return args, kwargs | {"hidden_states": stands(site, kwargs["hidden_states"])}
-
-        return hook
-
-    def after(site: str) -> Any:
-        def hook(_: Any, __: Any, output: Any) -> Any:
-            if isinstance(output, tuple | list):
-                return type(output)([stands(site, output[0]), *output[1:]])
-            return stands(site, output)
-
-        return hook
-
-    handles = [
-        module.register_forward_pre_hook(before(site), with_kwargs=True)
-        if side == "in"
-        else module.register_forward_hook(after(site))
-        for site, (module, side) in modules.items()
-    ]
     if hasattr(model.config, "_experts_implementation"):
         model.config._experts_implementation = "eager"  # grouped products have no float64
     try:
-        seen["logits"] = model.double()(torch.tensor([list(sentence)])).logits
+        with listening(layers, final_norm, kinds, put) as seen:
+            seen["logits"] = model.double()(torch.tensor([list(sentence)])).logits
     finally:
         model.float()
-        for handle in handles:
-            handle.remove()
     return {site: value[0] for site, value in seen.items()}
 
 
