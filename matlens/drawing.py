@@ -41,7 +41,7 @@ _Parameters = ParamSpec("_Parameters")
 # Colors
 
 BLACK, DARK, GREY = "#000000", "#4d4d4d", "#a6a6a6"
-ORANGE, SKY, GREEN, YELLOW = "#e69f00", "#56b4e9", "#009e73", "#f0e442"
+ORANGE, SKY, GREEN = "#e69f00", "#56b4e9", "#009e73"
 BLUE, VERMILLION, PURPLE = "#0072b2", "#d55e00", "#cc79a7"
 
 SOLID, DASHED, DOTTED = "-", "--", ":"

@@ -112,10 +112,9 @@ def serve(
         Port of the server.
     """
     from matlens.explorer.exploration import load_lens
-    from matlens.explorer.server import LiveModel, check_server, run_server
+    from matlens.explorer.server import LiveModel, run_server
     from matlens.linear.mapsets import MapSet
 
-    check_server()
     lenses = [load_lens(folder) for folder in lens or []]
     sets = [MapSet.load(folder) for folder in maps or []]
     live = LiveModel(model.load(), lenses, maps=sets, port=port)

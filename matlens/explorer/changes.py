@@ -23,13 +23,13 @@ from matlens.models.sites import STREAM, Site
 from matlens.models.tokens import encode_text, token_texts, visible
 from matlens.numerics import log_softmax
 from matlens.patching.contexts import patched
-from matlens.patching.replacements import Replacement, mat_attn, mat_ffn, mat_ln1_ln2, norm_names
+from matlens.patching.replacements import Replacement, jump, mat_attn, mat_ffn, mat_ln1_ln2, norm_names
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-_SUBMODULES: Mapping[str, Callable[[MapSet, int, int], list[Replacement]]] = {
-    "mat_attn": mat_attn, "mat_ffn": mat_ffn, "mat_ln1_ln2": mat_ln1_ln2
+_BY_MAPS: Mapping[str, Callable[[MapSet, int, int], list[Replacement]]] = {
+    "mat": jump, "mat_attn": mat_attn, "mat_ffn": mat_ffn, "mat_ln1_ln2": mat_ln1_ln2
 }  # fmt: skip
 KINDS = {  # label and an example target
     "value": ("coefficient of a value vector", "L3D12"),
@@ -115,11 +115,11 @@ def compare_changes(
 
 def offered_maps(maps: Sequence[MapSet]) -> dict[str, list[str]]:
     """The blocks that each kind of change has maps for, such as ``"4-8"`` or ``"7"``."""
-    offers: dict[str, list[str]] = {kind: [] for kind in ("mat", *_SUBMODULES)}
+    offers: dict[str, list[str]] = {kind: [] for kind in _BY_MAPS}
     for of_set in maps:
         pairs = [(Site.read(source), Site.read(target)) for source, target in of_set]
         offers["mat"] += [f"{a.layer}-{b.layer}" for a, b in pairs if a.kind == b.kind == STREAM]
-        for kind in _SUBMODULES:
+        for kind in ("mat_attn", "mat_ffn", "mat_ln1_ln2"):
             names = norm_names(of_set) if kind == "mat_ln1_ln2" else (kind.removeprefix("mat_"),)
             offers[kind] += [
                 str(layer)
@@ -134,17 +134,12 @@ def _replacements(model: TransformerBridge, change: Change, maps: Sequence[MapSe
     first, last = _blocks(change.target, n)
     if change.kind == "jump":
         return [Replacement(lambda h: h, Site(STREAM, first), Site(STREAM, last))]
-    if change.kind == "mat":
+    if change.kind in _BY_MAPS:
+        needed = {f"{first}-{last}"} if change.kind == "mat" else set(map(str, range(first, last)))
         for of_set in maps:
-            if (first, last) in of_set:
-                return [Replacement.from_map(of_set[first, last])]
-        raise _no_map(f"from layer {first} to {last}")
-    if change.kind in _SUBMODULES:
-        for of_set in maps:
-            offered = set(offered_maps([of_set])[change.kind])
-            if set(map(str, range(first, last))) <= offered:
-                return _SUBMODULES[change.kind](of_set, first, last)
-        raise _no_map(f"of this kind in all of the blocks {first} to {last - 1}")
+            if needed <= set(offered_maps([of_set])[change.kind]):
+                return _BY_MAPS[change.kind](of_set, first, last)
+        raise InputError(f"No maps for {change.kind} of the blocks {first} to {last - 1} were given.")
     return [
         Replacement(torch.zeros_like, Site(f"{change.kind}_in", layer), Site(f"{change.kind}_out", layer))
         for layer in range(first, last)
@@ -160,10 +155,6 @@ def _blocks(target: str, n: int) -> tuple[int, int]:
             f"target must be a block from 0 to {n - 1}, or a range up to 0-{n}, got {short(target)}."
         )
     return first, last
-
-
-def _no_map(what: str) -> InputError:
-    return InputError(f"There is no map {what}.")
 
 
 @torch.inference_mode()

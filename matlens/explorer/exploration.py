@@ -15,7 +15,7 @@ from torch import Tensor
 
 from matlens.activations.collecting import collect
 from matlens.data.making import make_prompts
-from matlens.errors import PositiveInt, check_choice, check_int, checked
+from matlens.errors import PositiveInt, check_int, checked
 from matlens.ffn.projection import Projection
 from matlens.ffn.updates import DOMINANT, Updates
 from matlens.ffn.values import ValueVectors
@@ -78,7 +78,6 @@ def explore(
     progress
         Whether to show bars.
     """
-    check_choice(read, ("plain", "head"), "read")
     go_on = proceed or (lambda: None)
     logit_lens = Lens.identity(model)
     named = _named([logit_lens, *(_sharing(logit_lens, lens) for lens in lenses)])

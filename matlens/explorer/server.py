@@ -11,7 +11,6 @@ import secrets
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
 from matlens.errors import Between, InputError, checked, printable
@@ -24,9 +23,17 @@ from matlens.models.identity import ModelIdentity
 from matlens.models.tokens import visible
 from matlens.plots.pages import assemble
 
-if TYPE_CHECKING:
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
     from starlette.requests import Request
-    from starlette.responses import Response
+    from starlette.responses import HTMLResponse, JSONResponse, Response
+    from starlette.routing import Route
+except ModuleNotFoundError as error:
+    raise InputError("The server needs Starlette and uvicorn: pip install 'matlens[serve]'.") from error
+
+if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 HOST = "127.0.0.1"
@@ -44,12 +51,6 @@ _HEADERS = {
 
 class _Gone(Exception):
     """The request was abandoned."""
-
-
-class _Refused(Exception):
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 @checked
@@ -93,9 +94,6 @@ class LiveModel:
     @property
     def application(self) -> Any:
         """The ASGI application."""
-        from starlette.applications import Starlette
-        from starlette.routing import Route
-
         return Starlette(
             routes=[
                 Route("/{token}/", self._answering(self._show), methods=["GET"]),
@@ -108,14 +106,12 @@ class LiveModel:
     def _answering(
         self, answer: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        from starlette.responses import JSONResponse, Response
-
         async def checked_answer(request: Request) -> Response:
             try:
                 self._check_own(request)
                 response = await answer(request)
-            except _Refused as refusal:
-                response = JSONResponse({"error": str(refusal)}, refusal.status)
+            except HTTPException as refusal:
+                response = JSONResponse({"error": refusal.detail}, refusal.status_code)
             except InputError as error:
                 response = JSONResponse({"error": str(error)}, 422)
             except _Gone:
@@ -128,30 +124,24 @@ class LiveModel:
     def _check_own(self, request: Request) -> None:
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         if host not in self._hosts:
-            raise _Refused(403, "This server answers on its own machine only.")
+            raise HTTPException(403, "This server answers on its own machine only.")
         if origin is not None and origin.removeprefix("http://") not in self._hosts:
-            raise _Refused(403, "This server answers its own page only.")
+            raise HTTPException(403, "This server answers its own page only.")
         token = request.path_params["token"]
         if not secrets.compare_digest(token.encode(), self._token.encode()):
-            raise _Refused(404, "Not found. Open the address that the server has printed.")
+            raise HTTPException(404, "Not found. Open the address that the server has printed.")
 
     async def _show(self, request: Request) -> Response:
-        from starlette.responses import HTMLResponse
-
         return HTMLResponse(live_page(self._name, offered_maps(self._maps)))
 
     async def _page(self, request: Request) -> Response:
-        from starlette.responses import HTMLResponse
-
         page = self._pages.get(request.path_params["number"])
         if page is None:
-            raise _Refused(404, "This page has expired. Run the prompt again.")
+            raise HTTPException(404, "This page has expired. Run the prompt again.")
         saved = {"Content-Disposition": 'attachment; filename="page.html"'}
         return HTMLResponse(page, headers=saved if "save" in request.query_params else None)
 
     async def _explore(self, request: Request) -> Response:
-        from starlette.responses import JSONResponse
-
         prompt = _prompt(await _content(request))
         page = await self._computed(
             request,
@@ -170,8 +160,6 @@ class LiveModel:
         return f"page/{number}"
 
     async def _compare(self, request: Request) -> Response:
-        from starlette.responses import JSONResponse
-
         content = await _content(request)
         prompt, changes = _prompt(content), _changes(content)
         before, after = await self._computed(
@@ -184,7 +172,7 @@ class LiveModel:
     async def _computed(self, request: Request, work: Callable[[Callable[[], None]], Any]) -> Any:
         """Do some work when its turn comes, unless the request is abandoned."""
         if self._waiting >= _WAITING:
-            raise _Refused(503, "Too many requests are waiting. Try again in a moment.")
+            raise HTTPException(503, "Too many requests are waiting. Try again in a moment.")
         gone = threading.Event()
 
         def proceed() -> None:
@@ -241,50 +229,42 @@ def compared_page(model: str, prompt: str, changes: Sequence[Change], before: Ou
 
 async def _content(request: Request) -> dict[str, Any]:
     if request.headers.get("content-type", "").partition(";")[0] != "application/json":
-        raise _Refused(415, "Expected JSON.")
+        raise HTTPException(415, "Expected JSON.")
     body = b""
     async for part in request.stream():
         body += part
         if len(body) > _MAX_BYTES:
-            raise _Refused(413, f"The request is larger than {_MAX_BYTES:,} bytes.")
+            raise HTTPException(413, f"The request is larger than {_MAX_BYTES:,} bytes.")
     try:
         content = parse_json(body.decode(), "the request")
     except (UnicodeError, InputError) as error:
-        raise _Refused(400, f"There is no JSON in the request: {error}") from error
+        raise HTTPException(400, f"There is no JSON in the request: {error}") from error
     if not isinstance(content, dict):
-        raise _Refused(400, "Expected an object of JSON.")
+        raise HTTPException(400, "Expected an object of JSON.")
     return content
 
 
 def _prompt(content: dict[str, Any]) -> str:
     prompt = content.get("prompt")
     if not isinstance(prompt, str) or not 0 < len(prompt) <= _MAX_PROMPT:
-        raise _Refused(400, f"Expected a prompt, a text of at most {_MAX_PROMPT:,} characters.")
+        raise HTTPException(400, f"Expected a prompt, a text of at most {_MAX_PROMPT:,} characters.")
     if not prompt.isascii() and any("\ud800" <= character <= "\udfff" for character in prompt):
-        raise _Refused(400, "The prompt has half of a surrogate pair.")
+        raise HTTPException(400, "The prompt has half of a surrogate pair.")
     return prompt
 
 
 def _changes(content: dict[str, Any]) -> list[Change]:
     listed = content.get("changes", [])
     if not isinstance(listed, list) or len(listed) > _MAX_CHANGES:
-        raise _Refused(400, f"Expected a list of at most {_MAX_CHANGES} changes.")
+        raise HTTPException(400, f"Expected a list of at most {_MAX_CHANGES} changes.")
     if not all(isinstance(change, dict) and set(change) <= {"kind", "target", "value"} for change in listed):
-        raise _Refused(400, "Expected changes with a kind, a target, and a value.")
+        raise HTTPException(400, "Expected changes with a kind, a target, and a value.")
     try:
         return [Change(**change) for change in listed]
     except TypeError as error:
-        raise _Refused(400, "Expected changes with a kind, a target, and a value.") from error
-
-
-def check_server() -> None:
-    """Raise InputError if uvicorn or Starlette are not installed."""
-    if find_spec("uvicorn") is None or find_spec("starlette") is None:
-        raise InputError("The server needs Starlette and uvicorn: pip install 'matlens[serve]'.")
+        raise HTTPException(400, "Expected changes with a kind, a target, and a value.") from error
 
 
 def run_server(live: LiveModel) -> None:
     """Answer requests until the process is interrupted."""
-    import uvicorn
-
     uvicorn.run(live.application, host=HOST, port=live.port, log_level="warning", access_log=False)

@@ -34,14 +34,8 @@ _BATCH_TOKENS = 512
 
 def shortened(examples: Examples, longest: int = LONGEST) -> Examples:
     """The same sentences, truncated, with the last token of each as its position."""
-    selected = examples.places < longest
-    lengths = np.minimum(examples.lengths, longest)
-    return replace(
-        examples,
-        tokens=examples.tokens[selected],
-        offsets=np.concatenate([[0], np.cumsum(lengths)]),
-        positions=lengths[examples.sentences] - 1,
-    )
+    last = np.minimum(examples.lengths, longest) - 1
+    return replace(examples, positions=last[examples.sentences]).up_to_positions()
 
 
 @torch.inference_mode()
@@ -61,24 +55,13 @@ def max_activating_examples(
         bar.update(usage.n_done)
         while usage.n_done < len(examples):
             end = min(usage.n_done + _CHUNK, len(examples))
-            usage.read(model, _part(examples, usage.n_done, end), values)
+            usage.read(model, examples.select(np.arange(usage.n_done, end)), values)
             bar.update(end - usage.n_done)
             usage.n_done = end
             usage.store(artifact)
         if not artifact.finished:
             artifact.finish()
     return usage
-
-
-def _part(examples: Examples, start: int, end: int) -> Examples:
-    first, last = int(examples.offsets[start]), int(examples.offsets[end])
-    return Examples(
-        examples.tokens[first:last],
-        examples.offsets[start : end + 1] - first,
-        np.diff(examples.offsets[start : end + 1]) - 1,
-        examples.provenance,
-        np.arange(end - start),
-    )
 
 
 class Usage:

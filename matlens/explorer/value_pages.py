@@ -22,7 +22,7 @@ from matlens.data.making import make_examples
 from matlens.errors import InputError, check_int, checked, printable
 from matlens.explorer.usage import Usage, max_activating_examples, shortened
 from matlens.ffn.clusters import Clusters
-from matlens.ffn.projection import Projection
+from matlens.ffn.projection import Projection, TopTokens
 from matlens.ffn.values import ValueVectors
 from matlens.io.artifact import Artifact
 from matlens.io.files import check_file, describe_file
@@ -166,11 +166,10 @@ class _Pages:
     def _write_layer(self, layer: int, units: Tensor | None) -> list[Path]:
         """Write the files of a layer, and its top tokens."""
         vectors = self._values.layer(layer)
-        lists = {
-            (reading, side): extremes
-            for reading, projection in self._projections.items()
-            for side, extremes in self._extremes(projection, vectors).items()
-        }
+        lists: dict[tuple[str, str], TopTokens] = {}
+        for reading, projection in self._projections.items():
+            lists[reading, "top"] = projection.top(vectors, _SEARCHED)
+            lists[reading, "bottom"] = projection.bottom(vectors, _SHOWN)
         near, cosines = self._near(layer, units)
         norms, files = vectors.norm(dim=1).cpu().numpy(), []
         for number, start in enumerate(range(0, self._values.d_mlp, _BLOCK)):
@@ -189,7 +188,7 @@ class _Pages:
                 **self._uses(layer, part),
             }  # fmt: skip
             files.append(self._write(f"vectors-{layer}-{number}", content))
-        self._artifact.write(_name(layer), {"top": lists["plain", "top"][0].int()})
+        self._artifact.write(_name(layer), {"top": lists["plain", "top"].ids.int()})
         return [*files, self._artifact.folder / f"{_name(layer)}.safetensors"]
 
     def _uses(self, layer: int, part: slice) -> dict[str, Any]:
@@ -208,18 +207,6 @@ class _Pages:
             "peaks": packed(np.where(known, usage.peak[layer, :, part].T.numpy(), 0)),
             "coefficients": packed(coefficients[inside].astype(np.int64) + 128),
             "starts": packed(np.concatenate([[0], np.cumsum(inside.sum((1, 2)))])),
-        }
-
-    def _extremes(self, projection: Projection, vectors: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """Ids and scores of the tokens at both ends."""
-        parts: dict[str, list[Any]] = {"top": [], "bottom": []}
-        for block in projection.blocks(vectors):
-            scores = projection.scores(block)
-            parts["top"].append(scores.topk(_SEARCHED))
-            parts["bottom"].append(scores.topk(_SHOWN, largest=False))
-        return {
-            side: (torch.cat([p.indices for p in tops]).cpu(), torch.cat([p.values for p in tops]).cpu())
-            for side, tops in parts.items()
         }
 
     def _near(self, layer: int, units: Tensor | None) -> tuple[np.ndarray, np.ndarray]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -263,7 +264,8 @@ def test_serve_prints_an_address_with_a_secret_and_listens_on_this_machine_alone
     printed = commands.run("serve", "--port", 9876, model="gpt2")
     assert re.search(r"http://127\.0\.0\.1:9876/[\w-]{32}/", printed)
     assert (calls[0]["host"], calls[0]["port"]) == ("127.0.0.1", 9876)
-    monkeypatch.setattr("matlens.explorer.server.find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "matlens.explorer.server")
+    monkeypatch.setitem(sys.modules, "starlette.applications", None)
     assert "pip install" in commands.run("serve", model="gpt2", code=2)
 
 

@@ -86,8 +86,8 @@ def test_the_prompt_goes_on_greedily_without_its_end_and_the_checkpoints_own_set
 @pytest.mark.parametrize(
     ("kind", "target", "message"),
     [
-        ("mat", "2-3", "no map from layer 2 to 3"), ("mat_attn", "2", "no map of this kind"),
-        ("mat_ffn", "1-3", "blocks 1 to 2"), ("mat", "x", "target must be a block"),
+        ("mat", "2-3", "No maps for mat of the blocks 2 to 2"), ("mat_ffn", "1-3", "blocks 1 to 2"),
+        ("mat", "x", "target must be a block"),
         ("attn", "3", "target must be a block"), ("jump", "2-1", "target must be a block"),
         ("mat_heads", "1", "one of"),
     ],
