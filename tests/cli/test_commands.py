@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -16,13 +15,10 @@ from conftest import N_LAYERS, make_sentences
 
 import matlens
 from matlens import Lens, make_prompts
-from matlens.cli import ffn
 from matlens.cli.app import app
 from matlens.explorer import explore, write_value_pages
 from matlens.ffn.clusters import Clusters
-from matlens.ffn.projection import (
-    Projection,
-)
+from matlens.ffn.projection import Projection
 from matlens.ffn.updates import Updates
 from matlens.ffn.values import ValueVectors
 from matlens.models.tokens import visible
@@ -81,26 +77,6 @@ def promoting(model: Any) -> Rows:
     return [[row.value, number(row.score), number(row.lift)] for row in table.itertuples()]
 
 
-def clustered(read: str, linkage: Any, limit: float) -> Callable[[Any], Rows]:
-    """The three largest clusters, with three of their vectors."""
-
-    def rows(model: Any) -> Rows:
-        clusters = Clusters.fit(ValueVectors(model), 40, linkage=linkage, memory=limit, progress=False)
-        projection = Projection.from_model(model) if read == "plain" else Projection.after_norm(model)
-        lines = []
-        for row in clusters.table(ValueVectors(model), projection, range(3), n_tokens=2).itertuples():
-            members = row.members.split()
-            lines.append([*cluster_cells(row), f"{' '.join(members[:3])} +{len(members) - 3}", row.tokens])
-        return lines
-
-    return rows
-
-
-def cluster_cells(row: Any) -> list[str]:
-    layers = str(row.first_layer) if row.layers == 1 else f"{row.first_layer}-{row.last_layer}"
-    return [str(row.cluster), str(row.size), layers, "–" if row.size == 1 else f"{row.cosine:.2f}"]
-
-
 def updated(prompt: str) -> Callable[[Any], Rows]:
     """The greatest sub-update of each layer."""
 
@@ -156,9 +132,8 @@ def followed(model: Any) -> Rows:
 
 
 OF_UPDATE = ["--layer", "-1", "--layer", "0", "--dominant", "4", "--position", "-3"]
-OF_CLUSTERS = ["--clusters", "40", "--limit", "3", "--tokens", "2", "--out", "{out}"]
 TRAJECTORY = ["--token", "w7", "--color", "kl", "--plot", "{out}/a.png", "--csv", "{out}/a.csv"]
-# The words of a command, its model, the first cells of its tables' rows, and what is said beside them.
+# The words of a command, its model, the first cells of its tables' rows, and another text that it prints.
 CALLS: list[tuple[list[str], str, Callable[[Any], Rows], str]] = [
     *(
         (["values", "show", "L1D7", "L-1D0", "--tokens", "4", "--read", read], model, shown(read), "L2D0")
@@ -169,19 +144,8 @@ CALLS: list[tuple[list[str], str, Callable[[Any], Rows], str]] = [
         " of 384 value vectors",
     ),
     (["values", "promoting", "w7", "w9", "--limit", "3"], "llama", promoting, "By lift"),
-    *(
-        (
-            ["values", "cluster", *OF_CLUSTERS, "--read", read, *more], "llama",
-            clustered(read, linkage, limit), f"144 value vectors in 40 clusters, {how}",
-        )
-        for read, more, linkage, limit, how in (
-            ("plain", ["--memory", "0"], "average", 0, "by near neighbors"),
-            ("norm", ["--linkage", "complete"], "complete", 4, "exactly, by complete linkage"),
-        )
-    ),
     (["update", "w1 w2 w3", "--tokens", "2"], "gpt2", updated("w1 w2 w3"), "At token 2, 'w3'"),
-    (["update", "w4", "--tokens", "2"], "llama", updated("w4"), "At token 0, 'w4'"),
-    (["update", "w1 [MASK] w3", "--tokens", "2"], "bert", updated("w1 [MASK] w3"), "w1 [MASK] w3"),
+    (["update", "w1 [MASK] w3", "--tokens", "2"], "bert", updated("w1 [MASK] w3"), "At token 2"),
     (["update", "w1 w2 w3 w4 w5", *OF_UPDATE], "gpt2", updated_inside, "At token 2, 'w3'"),
     (["lens", "show", PROMPT, "--last", "2"], "llama", layers_shown, PROMPT),
     (["lens", "trajectory", PROMPT, *TRAJECTORY], "llama", followed, "At token 3, 'w9'"),
@@ -203,32 +167,30 @@ def test_a_command_prints_what_its_call_gives(
     assert beside in printed
 
 
-def test_clusters_of_value_vectors_are_shown(commands: Commands, small_model: Model, tmp_path: Path) -> None:
-    values = ValueVectors(small_model("gpt2"))
-    clusters = Clusters.fit(values, 120, progress=False)
-    largest, (alone,) = ([str(values.at(row)) for row in clusters.members(n).tolist()] for n in (0, 119))
-    assert len(largest) > 4
-    given = [alone, *largest[-4:], "--clusters", 120, "--limit", 1, "--out", tmp_path]
-    printed = commands.run("values", "cluster", *given, model="gpt2")
-    table = clusters.table(values, Projection.from_model(small_model("gpt2")), [119, 0])
-    named = [alone, f"{' '.join(largest[-4:])} +{len(largest) - 4}"]
-    assert [row[:5] for row in cells(printed)] == [
-        [*cluster_cells(row), name] for row, name in zip(table.itertuples(), named, strict=True)
-    ]
-
-
-def test_clusters_are_fitted_once(
-    commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_clusters_are_shown_with_the_vectors_that_are_asked_for(
+    commands: Commands, small_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = ["values", "cluster", "--clusters", 40, "--limit", 3, "--out", tmp_path]
-    printed = commands.run(*given, model="llama")
-    monkeypatch.setattr("matlens.ffn.clusters.agglomerate", lambda *_: 1 / 0)
-    assert commands.run(*given, model="llama") == printed
-    parameters = inspect.signature(ffn.cluster).parameters
-    fitted = inspect.signature(Clusters.fit).parameters
-    assert parameters["clusters"].default == fitted["n_clusters"].default
-    for name in ("memory", "linkage"):
-        assert parameters[name].default == fitted[name].default
+    values = ValueVectors(small_model("gpt2"))
+    clusters = Clusters.fit(values, 120, linkage="complete", progress=False)
+    largest, (first, second) = (
+        [str(values.at(row)) for row in clusters.members(n).tolist()] for n in (0, 119)
+    )
+    assert len(largest) > 4
+    options = ["--clusters", 120, "--linkage", "complete", "--read", "norm", "--tokens", 2, "--out", tmp_path]
+    given = ["values", "cluster", second, *largest[-4:], *options]
+    printed = commands.run(*given, model="gpt2")
+    assert "384 value vectors in 120 clusters, exactly, by complete linkage" in printed
+    table = clusters.table(values, Projection.after_norm(small_model("gpt2")), [119, 0], n_tokens=2)
+    named = [f"{second} {first}", f"{' '.join(largest[-4:])} +{len(largest) - 4}"]
+    expected = []
+    for row, name in zip(table.itertuples(), named, strict=True):
+        layers = str(row.first_layer) if row.layers == 1 else f"{row.first_layer}-{row.last_layer}"
+        sizes = [str(row.cluster), str(row.size), layers, f"{row.cosine:.2f}"]
+        expected.append([*sizes, name, row.tokens])
+    assert cells(printed) == expected
+    monkeypatch.setattr("matlens.ffn.clusters.agglomerate", lambda *_: 1 / 0)  # fitted once
+    assert commands.run(*given, model="gpt2") == printed
+    assert len(cells(commands.run("values", "cluster", *options, "--limit", 7, model="gpt2"))) == 7
 
 
 def test_pages_are_those_of_the_library(commands: Commands, small_model: Model, tmp_path: Path) -> None:
@@ -274,9 +236,7 @@ def test_serve_prints_an_address_with_a_secret_and_listens_on_this_machine_alone
     [
         (["values", "show", "L3D0"], "layer must be between -3 and 2, got 3"),
         (["values", "promoting", "tea"], "The word 'tea' is not in the model's vocabulary"),
-        (["values", "cluster", "L0D128", "--clusters", "9"], "between -128 and 127, got 128 in L0D128"),
         (["values", "cluster", "--clusters", "9", "--linkage", "ward"], "Invalid value for '--linkage'"),
-        (["values", "explore", "--out", "."], "holds other files"),
         (["update", "w1", "--position", "1"], "position must be between 0 and 0, got 1"),
         (["explore", "w1", "--out", "page.html", "--lens", "none"], "folder of type 'lens'"),
         (["lens", "trajectory", PROMPT, "--csv", "."], "got a folder"),

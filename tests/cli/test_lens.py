@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from command_lines import Commands, run_command
+from command_lines import Commands
 from conftest import D_MODEL
 from hub_stand_in import TOKEN, Hub
 from small_lenses import make_lens
@@ -40,19 +40,6 @@ def test_fit_keeps_the_lenses_of_the_training_sentences(
     assert len(folders) == 2
     assert Lens.load(tmp_path / "out" / folders[1]).norm is not None
     assert f"fitted on {expected.n_samples:,} tokens" in printed
-
-
-@pytest.mark.filterwarnings("always::matlens.InputWarning")
-def test_few_tokens_are_warned_of_in_one_line(
-    model_folder: Callable[[str], Path], corpora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["lens", "fit", "--model", model_folder("llama"), "--device", "cpu", "--out", tmp_path / "few"]
-    few = ["--corpus", corpora / "few.txt", "--train", 3]
-    outcome = run_command([*command, *few], capsys)
-    (warning,) = (line for line in outcome.err.splitlines() if "warning" in line.lower())
-    assert warning.startswith(f"warning: Maps of {D_MODEL} dimensions")
-    assert "warning" not in outcome.out
-    assert Lens.load(tmp_path / "few").method == "mat"
 
 
 def test_convert_goes_both_ways(

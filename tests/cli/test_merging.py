@@ -12,6 +12,7 @@ from command_lines import Outcome
 from conftest import make_sentences
 
 import matlens
+from matlens.activations import Activations
 
 Matlens = Callable[..., Outcome]
 
@@ -35,7 +36,7 @@ def test_parts_merged_give_the_table_of_one_run(
 ) -> None:
     whole = run_matlens("run", *options, "--out", tmp_path / "whole")
     assert whole.code == 0, whole.err
-    # All positions leave moments, and no vectors of them.
+    # All positions leave sufficient statistics, and no vectors.
     assert {path.name for path in (tmp_path / "whole").iterdir() if path.is_dir()} == {
         "statistics", "validation", "maps",
     }  # fmt: skip
@@ -50,10 +51,12 @@ def test_parts_merged_give_the_table_of_one_run(
     assert finished.code == 0, finished.err
     tables = [pd.read_csv(tmp_path / name / "results.csv") for name in ("whole", "joined")]
     pd.testing.assert_frame_equal(*tables, rtol=1e-4)
-    # The same maps as of vectors that were kept.
+    # The same maps as of stored vectors.
     kept = run_matlens("run", *options, "--keep-rows", "--out", tmp_path / "kept")
     assert kept.code == 0, kept.err
-    assert (tmp_path / "kept" / "train").is_dir()
+    train, validation = (Activations.load(tmp_path / "kept" / part) for part in ("train", "validation"))
+    assert (train.positions, validation.positions) == ("all", "sampled")
+    assert train.n_rows == int(train.examples.lengths.sum())
     one, other = (matlens.MapSet.load(tmp_path / name / "maps") for name in ("whole", "kept"))
     assert one.provenance.to_json() == other.provenance.to_json()
     table = pd.read_csv(tmp_path / "kept" / "results.csv")

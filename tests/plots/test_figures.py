@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
@@ -204,7 +203,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_figure_shows_its_table(name: str, tmp_path: Path) -> None:
+def test_a_figure_shows_its_table(name: str) -> None:
     draw, table, title, legend, curves = CASES[name]()
     before = table.copy()
     figure = draw(table)
@@ -223,9 +222,6 @@ def test_a_figure_shows_its_table(name: str, tmp_path: Path) -> None:
         for label, line in zip(labels, lines, strict=True):
             assert max(line.get_ydata()) <= ax.get_ylim()[1], "a curve leaves the figure"
             assert line.get_color() == colors.setdefault(label, line.get_color())
-    assert all(path.stat().st_size > 5_000 for path in plots.save(figure, tmp_path / "figure"))
-    (drawn,) = plots.save(figure, tmp_path / "figure.svg")
-    assert drawn.read_bytes().startswith(b"<?xml")
 
 
 def test_early_and_fixed_exits_of_a_method_have_one_color() -> None:

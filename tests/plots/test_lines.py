@@ -9,10 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.cbook import is_math_text
 from matplotlib.collections import PathCollection
 from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure
 from plot_tables import (
     METHODS,
-    assert_curve,
     assert_legible,
     lens_table,
     methods_table,
@@ -20,31 +18,11 @@ from plot_tables import (
     prediction_table,
 )
 
-from matlens.drawing import Look, draw_line, precision_axis, surprisal_axis
 from matlens.plots import plot_layers, plot_report
-
-LOOK = Look("#123456", "--", "D", hollow=True)
 
 
 def marks(ax: Axes) -> list[PathCollection]:
     return [dots for dots in ax.collections if isinstance(dots, PathCollection)]
-
-
-def test_a_line_has_the_look_of_its_method_and_axes_hold_all_that_is_drawn() -> None:
-    rows = prediction_table(5)
-    rows = rows[(rows["method"] == "mat") & (rows["k"] == 1)]
-    left, right = Figure().subplots(1, 2)
-    draw_line(left, rows, LOOK, "name")
-    line = assert_curve(left, "name", rows)
-    assert to_rgb(line.get_color()) == to_rgb(LOOK.color)
-    assert (line.get_linestyle(), line.get_marker()) == ("--", "D")
-    assert line.get_markerfacecolor() == "white"
-    right.plot([0, 1], [3, 40])
-    precision_axis(left)
-    surprisal_axis(right)
-    assert left.get_ylim()[0] == right.get_ylim()[0] == 0
-    assert left.get_ylim()[1] >= 1
-    assert right.get_ylim()[1] >= 40
 
 
 @pytest.mark.parametrize(
