@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -67,13 +68,9 @@ def print_results(results: pd.DataFrame, folder: Path) -> None:
     """Print fit and prediction of maps to the last layer, one row per layer."""
     last = results["target"].max()
     rows = results[(results["target"] == last) & (results["k"].isna() | (results["k"] == 1))]
-    columns = [
-        (metric, method)
-        for metric in _METRICS
-        for method in ("mat", "id")
-        if ((rows["metric"] == metric) & (rows["method"] == method)).any()
-    ]
-    table = rows.pivot_table(index="layer", columns=["metric", "method"], values="value")[columns]
+    table = rows.pivot_table(index="layer", columns=["metric", "method"], values="value")
+    columns = [column for column in itertools.product(_METRICS, ("mat", "id")) if column in table]
+    table = table[columns]
     table.columns = [f"{_METRICS[metric]} {method}" for metric, method in columns]
     headings = {name: name for name in ("layer", *table.columns)}
     print_frame(f"Onto layer {last}, on the validation sentences", table.reset_index(), headings)

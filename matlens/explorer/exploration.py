@@ -59,8 +59,6 @@ def explore(
 
     Parameters
     ----------
-    model
-        A model, as `matlens.load` returns it.
     prompt
         A text; for masked-LM models with one mask in it.
     lenses
@@ -71,12 +69,9 @@ def explore(
     dominant
         Number of sub-updates of each FFN at each token.
     read
-        How value vectors are read: ``"plain"``, ``E v`` as in paper B, or ``"head"``, through the linear
-        parts of the model's head.
+        How value vectors are read: ``E v`` as in paper B, or through the linear parts of the model's head.
     proceed
         Called between two steps; an exception from it ends the work.
-    progress
-        Whether to show bars.
     """
     go_on = proceed or (lambda: None)
     logit_lens = Lens.identity(model)

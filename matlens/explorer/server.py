@@ -60,7 +60,7 @@ class LiveModel:
     Parameters
     ----------
     model
-        The model; do not modify it while the server runs.
+        Do not modify it while the server runs.
     lenses
         Lenses and maps that prompts are read through, next to ``id``.
     maps

@@ -69,14 +69,11 @@ class Usage:
 
     Attributes
     ----------
-    n_done
-        How many sentences have been read.
-    n_tokens
-        How many of their tokens counted.
-    sentence
-        Rows of the examples, ``[layers, best, d_mlp]``; -1 where there are fewer sentences.
-    peak
-        The largest coefficient in the sentence.
+    n_done, n_tokens
+        Number of sentences read, and of their tokens that count.
+    sentence, peak
+        Rows of the examples, ``[layers, best, d_mlp]``, and the largest coefficient there; -1 and -inf where
+        there are fewer sentences.
     coefficients
         Of the sentence's tokens, in steps of ``|peak| / 127`` and cut off at 127 of them,
         ``[layers, best, d_mlp, longest]``.

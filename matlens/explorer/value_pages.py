@@ -61,12 +61,8 @@ def write_value_pages(
 
     Parameters
     ----------
-    model, folder
-        The model, and the folder of the pages.
     corpus
         Sentences to search for activating examples, the first 64 tokens of each.
-    clusters
-        Clusters of the model's value vectors.
     neighbors
         Number of nearest vectors to show. The cosines of all pairs are computed, which takes hours for half a
         million vectors; 0 skips them.

@@ -1,5 +1,5 @@
 // The page of a comparison is all there; it can be light or dark.
-import { followTheme } from "./elements.js";
+import { find, followTheme } from "./elements.js";
 
-followTheme(document.getElementById("theme"));
+followTheme(find("theme"));
 document.documentElement.dataset.ready = "";

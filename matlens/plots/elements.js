@@ -1,5 +1,7 @@
 // Elements and numbers. All text goes in as text, never as markup.
 
+export const find = (name) => document.getElementById(name);
+
 export function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   return filled(made, attributes, children);

@@ -73,16 +73,8 @@ def plot_r2(results: pd.DataFrame) -> Figure:
 def plot_trajectory(table: pd.DataFrame, *, color: str = "probability", title: str | None = None) -> Figure:
     """A cell for each token of a prompt and each layer, with the token predicted there.
 
-    Dark is sure: probable, near to the model's own distribution, of low rank or entropy.
-
-    Parameters
-    ----------
-    table
-        Table of `Trajectory.to_dataframe`, or a selection of its rows.
-    color
-        Color of the cells: ``"probability"``, ``"kl"``, ``"rank"`` or ``"entropy"``.
-    title
-        Title of the figure.
+    ``table`` is that of `Trajectory.to_dataframe`, or some of its rows. ``color`` is ``"probability"``,
+    ``"kl"``, ``"rank"`` or ``"entropy"``; dark is confident.
     """
     check_choice(color, _COLORS, "color")
     grid = table.pivot(index="layer", columns="position", values=color)
@@ -128,16 +120,9 @@ def _short_token(token: str) -> str:
 def plot_atlas(results: pd.DataFrame, correlations: pd.DataFrame) -> Figure:
     """Plot the loss increase of each part by layer, and the scores that predict it.
 
-    Above are heatmaps, kinds of parts down and layers across: the loss increase with each part replaced at
-    all tokens, at all but sinks, and with each removed. Below are two scores against it, and rank
-    correlations with their intervals.
-
-    Parameters
-    ----------
-    results
-        The table of `matlens.linearity.linearity_atlas`.
-    correlations
-        Table of `matlens.linearity.rank_correlations`.
+    Above are heatmaps of `matlens.linearity.linearity_atlas`, kinds of parts down and layers across: the
+    loss increase with each part replaced at all tokens, at all but sinks, and removed. Below are two scores
+    against it, and their `matlens.linearity.rank_correlations`.
     """
     single = results[~results["kind"].str.startswith("together")]
     modes = list(single["tokens"].unique())

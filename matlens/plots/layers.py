@@ -60,8 +60,6 @@ def plot_layers(
         Methods with their colors, line styles and markers, by default all methods with their own.
     x, label
         The column of the horizontal axis, and its label.
-    title
-        Title of the figure, by default the model, the corpus and the number of examples.
     """
     looks = looks or method_looks(results["method"])
     many = len(looks) > _MANY

@@ -1,9 +1,8 @@
 // The live page: a prompt, changes of the model, compared with the original model.
 import { pageData } from "./decoding.js";
-import { choose, element, followTheme, percent, table, token } from "./elements.js";
+import { choose, element, find, followTheme, percent, table, token } from "./elements.js";
 
 const data = pageData();
-const find = (name) => document.getElementById(name);
 const say = (text) => (find("said").textContent = text);
 const changes = [];
 const kinds = new Map(data.kinds.map((kind) => [kind.kind, kind]));

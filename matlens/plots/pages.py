@@ -147,16 +147,8 @@ def packed_fields(record: Any, **instead: Shaped[np.ndarray, ...]) -> dict[str, 
 class LensCells:
     """Predictions of one lens at every layer and token of a prompt.
 
-    Attributes
-    ----------
-    ids, log_probs
-        The ``k`` most probable tokens, the most probable first.
-    entropy, kl
-        Of the distribution, and ``KL(delta(h^L) || q)`` from the model's own to it, in nats.
-    rank
-        Of the token that the model predicts in the end, from 1.
-    followed_ranks, followed_log_probs
-        Of the tokens that are followed through all cells, ranks from 1.
+    ``kl`` is ``KL(delta(h^L) || q)``, in nats as ``entropy``. Ranks count from 1; ``rank`` is that of the
+    token that the model predicts in the end.
     """
 
     ids: Int[np.ndarray, "layers tokens k"]
@@ -172,29 +164,17 @@ class LensCells:
 class UpdateCells:
     """Dominant sub-updates of every FFN at every token, and their effects on tokens.
 
-    A sub-update ``s m_i v_i`` points along its value vector or, if its coefficient is negative, against it;
-    ``way`` is its direction. The effect of one on the score of a token is
-    ``scale * |coefficient| * static[way]``. The effects of the dominant ones, ``rest`` and ``scale * bias``
-    add up to that of the whole FFN.
+    A sub-update ``s m_i v_i`` points along its value vector or, if its coefficient is negative, against it.
+    ``way`` is that direction: a row of ``layer``, ``index``, ``negative``, ``promoted`` and ``static``. The
+    effect on the score of a followed token is ``scale * |coefficient| * static[way]``. The effects of the
+    dominant ones, ``rest`` (all others) and ``scale * bias`` add up to that of the FFN.
 
     Attributes
     ----------
-    way
-        Rows of ``layer``, ``index``, ``negative``, ``promoted`` and ``static``, the greatest first.
-    coefficient, share
-        ``m_i``, and the part of the lengths of all sub-updates of the FFN.
     scale
         ``s``, the factor of a norm after the FFN on all of a token's sub-updates; 1 without such a norm.
-    rest, bias
-        Effects of all other sub-updates together, and of the FFN's bias, on the followed tokens.
-    layer, index, negative
-        Value vectors by the number of their FFN and their index in it, and which way they point.
-    promoted
-        The tokens that each promotes most, this way.
     static
         ``E v_i``, or its opposite, for the followed tokens.
-    d_mlp
-        Number of sub-updates of an FFN.
     """
 
     way: Int[np.ndarray, "ffns tokens k"]
@@ -217,24 +197,14 @@ class PromptPage:
 
     Attributes
     ----------
-    model, prompt
-        Model and prompt, for people.
-    tokens
-        The prompt's tokens.
     layers
         Layers that all lenses read, ascending; the last is the model's own prediction.
     lenses
         Predictions of each lens, by name. The page opens on the first.
-    followed
-        Tokens whose ranks are known in every cell.
-    texts
-        How people read each token that comes up.
+    followed, pinned
+        Tokens whose ranks are known in every cell, and those of them that are pinned at first.
     updates
-        The sub-updates of every FFN at every token; ``None`` where the model has no known value vectors.
-    pinned
-        Those of the followed tokens that are pinned at first.
-    notes
-        Sentences about how it was made.
+        None if the model has no known value vectors.
     """
 
     model: str

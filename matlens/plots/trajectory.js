@@ -1,6 +1,6 @@
 // The page of a prompt: layers by tokens, one lens or two, and what made each cell.
 import { pageData, unpack, unpackAll } from "./decoding.js";
-import { choose, element, followTheme, number, percent, table, token, whole } from "./elements.js";
+import { choose, element, find, followTheme, number, percent, table, token, whole } from "./elements.js";
 import { rankCurves } from "./curves.js";
 
 const data = pageData();
@@ -13,7 +13,6 @@ const layers = data.layers;
 const [nLayers, nTokens, nBest] = lenses[0].ids.shape;
 const PINS = 8, STEPS = 16;
 const NO_PINS = "No pinned tokens. Choose one under Pin, or press p on a cell, to see its rank here.";
-const find = (name) => document.getElementById(name);
 const text = (place) => data.texts[place];
 const shown = {
   lens: 0, other: -1, view: "grid", color: "probability", row: nLayers - 1, column: nTokens - 1,

@@ -1,10 +1,9 @@
 // The page of all value vectors: finding them, and showing one.
 import { pageData, unpack, unpackAll } from "./decoding.js";
-import { element, followTheme, number, percent, table, token, whole } from "./elements.js";
+import { element, find, followTheme, number, percent, table, token, whole } from "./elements.js";
 import { bring } from "./shards.js";
 
 const data = pageData();
-const find = (name) => document.getElementById(name);
 const total = data.nLayers * data.dMlp;
 const MOST = 60;
 const STEPS = 16;

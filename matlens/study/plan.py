@@ -49,14 +49,7 @@ _CONTROL_GROUPS, _OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 class Shape:
     """The sizes of a model that its costs depend on.
 
-    Attributes
-    ----------
-    n_layers, d_model, d_mlp, d_vocab
-        ``L``, the width of the residual stream, of the FFNs (by default ``4 * d_model``), and the tokens.
-    n_parameters
-        By default those of plain blocks of these sizes.
-    parameter_bytes
-        Bytes of a parameter, as the model runs.
+    By default FFNs are ``4 * d_model`` wide, and the parameters are those of plain blocks of these sizes.
     """
 
     n_layers: PositiveInt
@@ -109,17 +102,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Need:
-    """Memory, disk and operations of a step.
-
-    Attributes
-    ----------
-    memory
-        Bytes at its peak: the largest arrays, and the weights where the step runs the model.
-    disk
-        Bytes that it writes at most, with the state that a killed run resumes from.
-    operations
-        Floating-point operations; a multiplication and an addition are two.
-    """
+    """Bytes of memory at the peak of a step, bytes of disk with its checkpoint, floating-point operations."""
 
     memory: int
     disk: int
@@ -128,15 +111,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps of a study by name, in order.
-
-    Attributes
-    ----------
-    needs
-        The need of each step; the first loads the model.
-    statistics
-        Bytes of the sufficient statistics of all layers, which a fit accumulates while streaming.
-    """
+    """The steps of a study in order, and the bytes of the sufficient statistics of all layers."""
 
     needs: dict[str, Need]
     statistics: int
@@ -167,11 +142,7 @@ def plan_study(
     Parameters
     ----------
     n_train, n_validation
-        Sentences that maps are fitted on, and those that they are evaluated on.
-    positions
-        Whether maps are fitted on one sampled token of each training sentence or on all.
-    pairs
-        Maps onto the last layer, or between all.
+        Numbers of sentences.
     train_tokens
         Tokens of the training sentences, by default thirty each.
     keep_rows
