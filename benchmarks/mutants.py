@@ -37,10 +37,9 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "metrics": ("tests/test_metrics.py", "tests/test_warnings.py"),
     "linear/least_squares": (
         "tests/linear/test_fitting.py",
-        "tests/linear/test_noise.py",
         "tests/linear/test_streaming.py",
     ),
-    "linear/fitting": ("tests/linear/test_noise.py", "tests/test_parallel.py", "tests/test_dividing.py"),
+    "linear/fitting": ("tests/test_parallel.py", "tests/test_dividing.py"),
     "linear/maps": (),
     "linear/mapsets": ("tests/linear/test_fitting.py",),
     "activations/collecting": (),

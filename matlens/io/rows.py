@@ -223,12 +223,17 @@ def _shards(counts: Sequence[int], columns: Columns) -> list[range]:
     """Runs of consecutive batches of about 256 MB, or less if there would be only a few of them."""
     of_row = _row_bytes(columns)
     max_bytes = min(_SHARD_BYTES, -(-int(sum(counts)) * of_row // _MIN_SHARDS))
-    shards, start, size = [], 0, 0
+    return consecutive(counts, -(-max_bytes // of_row))
+
+
+def consecutive(counts: Sequence[int], size: int) -> list[range]:
+    """Runs of consecutive batches, each with at least ``size`` rows, except the last one."""
+    runs, start, n_rows = [], 0, 0
     for number, count in enumerate(counts):
-        size += count * of_row
-        if size >= max_bytes:
-            shards.append(range(start, number + 1))
-            start, size = number + 1, 0
+        n_rows += count
+        if n_rows >= size:
+            runs.append(range(start, number + 1))
+            start, n_rows = number + 1, 0
     if start < len(counts):
-        shards.append(range(start, len(counts)))
-    return shards
+        runs.append(range(start, len(counts)))
+    return runs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +15,15 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from matlens import parallel
-from matlens.activations.activations import Activations, Positions, Rows
+from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import stream
 from matlens.activations.sinks import find_sinks, outlying_rows
 from matlens.data.examples import Examples
 from matlens.errors import InputError, short
 from matlens.lens.config import LensConfig
 from matlens.lens.maps import LensMaps, Standardisation
-from matlens.linear.fitting import Selection
-from matlens.linear.least_squares import LeastSquares, NoisyFit, noise_of_fit, warn_of_noise
+from matlens.linear.fitting import Samples, Selection, chunks, joined
+from matlens.linear.least_squares import LeastSquares, warn_if_few
 from matlens.linear.maps import LinearMap
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.sites import Site
@@ -36,8 +36,6 @@ STRENGTHS = tuple(10.0 ** (half / 2) for half in range(-20, 5))
 """Penalties that leave-one-out chooses from, in units of ``mean diag(X'X)``."""
 _HELD_OUT = 1024  # samples for leave-one-out
 _CHUNK = 1024  # samples per factorisation; at least four per dimension
-Samples = dict[str, Tensor]
-"""Samples, one per row: vectors by site, their ``index`` and ``weights``."""
 
 
 def layers_read(configs: Sequence[LensConfig], layers: Sequence[int], n_layers: int) -> list[int]:
@@ -129,10 +127,6 @@ def _take(samples: Samples, chosen: Tensor) -> Samples:
     return {name: values[chosen.to(values.device)] for name, values in samples.items()}
 
 
-def _join(parts: Sequence[Samples]) -> Samples:
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
 class _Statistics:
     """Least squares of all layers, and the samples for leave-one-out.
 
@@ -160,7 +154,7 @@ class _Statistics:
         for site, sums in self.sums.items():
             sums.update(self._vectors(samples, site), y, weights=weights)
         held_out = _take(samples, self._is_held_out[samples["index"]])
-        self._held_out = _join([self._held_out, held_out])
+        self._held_out = joined([self._held_out, held_out])
 
     def _vectors(self, samples: Samples, site: str) -> Tensor:
         h = in_float64(samples[site])
@@ -178,26 +172,21 @@ class _Statistics:
             self.sums = {site: sums.reduce(to_all=True) for site, sums in self.sums.items()}
             self._held_out = parallel.concatenate(self._held_out, "held-out samples")
 
-    def solve(self, config: LensConfig) -> tuple[dict[str, LinearMap], dict[str, float], list[NoisyFit]]:
-        """Maps and penalties by layer, and the noisy fits."""
+    def solve(self, config: LensConfig) -> tuple[dict[str, LinearMap], dict[str, float]]:
+        """Maps and penalties by layer."""
         y, weights = self._vectors(self._held_out, self.last), self._weights(self._held_out)
         linears: dict[str, LinearMap] = {}
         ridges: dict[str, float] = {}
-        noisy: list[NoisyFit] = []
         for sites in [list(self.sums)] if config.shared_map else [[site] for site in self.sums]:
             sums, *others = (copy.copy(self.sums[site]) for site in sites)
             for other in others:
                 other.source = sums.source
                 sums.merge(other)
             x = torch.cat([self._vectors(self._held_out, site) for site in sites])
-            samples = x, y.repeat(len(sites), 1), weights.repeat(len(sites))
-            linear, ridge = solve(config, sums, *samples)
+            linear, ridge = solve(config, sums, x, y.repeat(len(sites), 1), weights.repeat(len(sites)))
             linears |= {site: replace(linear, source=site) for site in sites}
             ridges |= {site.removeprefix("h."): ridge for site in sites}
-            if config.ridge == 0:
-                names, given = [f"{config.name} at {sums.source}"], [(x, [samples[1]], samples[2])]
-                noisy += noise_of_fit(sums, given, names, intercept=config.intercept)
-        return linears, ridges, noisy
+        return linears, ridges
 
 
 def fit_closed_forms(
@@ -214,7 +203,7 @@ def fit_closed_forms(
 ) -> dict[str, LensMaps]:
     """Fit closed forms in one distributed pass over the data; see `Lens.fit`.
 
-    If one excludes sinks, an earlier pass finds them. Warns once about all noisy fits.
+    If one excludes sinks, an earlier pass finds them. Warns once if samples are too few.
     """
     norm = Standardisation.from_model(model) if any(config.standardise for config in configs) else None
     identity = ModelIdentity.from_model(model)
@@ -225,9 +214,10 @@ def fit_closed_forms(
         provenance, examples = Provenance(identity, data.provenance, data.fingerprint, positions), data
     keys = torch.from_numpy(row_keys(examples.at_positions(positions)))
     mask, counts = torch.ones(len(keys), dtype=torch.bool), torch.ones(len(keys), dtype=torch.float64)
-    if chosen := Selection.parse(rows, weights, len(keys)):
-        provenance = provenance.with_details(**chosen.details)
-        mask, counts = chosen.mask, counts if chosen.weights is None else chosen.weights
+    selection = Selection.parse(rows, weights, len(keys))
+    provenance = provenance.with_details(**selection.details)
+    mask = mask if selection.mask is None else selection.mask
+    counts = counts if selection.weights is None else selection.weights
     job = [provenance.to_json(), [config.name for config in configs], list(layers)]
     parallel.check_same(job, "the job of lenses")
     sinks = torch.zeros_like(mask)
@@ -246,17 +236,17 @@ def fit_closed_forms(
             model, examples, sites, positions=positions, batch_tokens=batch_tokens, progress=progress,
             divided=True,
         )  # fmt: skip
-    for part in _chunks(batches, max(_CHUNK, 4 * identity.d_model)):
+    parts = ({**rows.vectors, "index": torch.from_numpy(rows.index)} for rows in batches)
+    for part in chunks(parts, max(_CHUNK, 4 * identity.d_model)):
         part["weights"] = counts[part["index"]]
         for each in statistics.values():
             each.update(part)
     for each in statistics.values():
         each.reduce()
-    fitted, noisy = dict[str, LensMaps](), list[NoisyFit]()
+    fitted = dict[str, LensMaps]()
     for config in configs:
         each = statistics[_kind(config)]
-        linears, ridges, follow_noise = each.solve(config)
-        noisy += follow_noise
+        linears, ridges = each.solve(config)
         details: dict[str, Any] = {"method": config.name, "n_fitted": next(iter(each.sums.values())).n}
         if config.sinks == "exclude":
             details["n_sinks"] = int((mask & sinks).sum())
@@ -265,26 +255,19 @@ def fit_closed_forms(
         origin = provenance.with_details(**details)
         maps = (replace(linear, provenance=origin) for linear in linears.values())
         fitted[config.name] = LensMaps(dict(zip(layers, maps, strict=True)), config.name, origin, each.norm)
-    warn_of_noise(noisy, sum(1 if config.shared_map else len(layers) for config in configs))
+    n_samples = [
+        fitted[config.name].provenance.details["n_fitted"] * (len(layers) if config.shared_map else 1)
+        for config in configs
+        if config.ridge == 0
+    ]
+    if n_samples:
+        warn_if_few(min(n_samples), identity.d_model)
     return fitted
 
 
 def _kind(config: LensConfig) -> tuple[bool, bool, str]:
     """The statistics that a closed form is solved from."""
     return config.standardise, config.weighted, config.sinks
-
-
-def _chunks(batches: Iterable[Rows], size: int) -> Iterator[Samples]:
-    """Vectors in float32 with the ``index`` of each sample, in chunks for factorisation."""
-    waiting: list[Samples] = []
-    for batch in batches:
-        part = {site: vectors.float() for site, vectors in batch.vectors.items()}
-        waiting.append(part | {"index": torch.as_tensor(batch.index)})
-        if sum(len(part["index"]) for part in waiting) >= size:
-            yield _join(waiting)
-            waiting = []
-    if waiting:
-        yield _join(waiting)
 
 
 def _find_sinks(

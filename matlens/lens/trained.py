@@ -24,7 +24,7 @@ from matlens.errors import InputError
 from matlens.lens.closed_forms import fit_closed_forms
 from matlens.lens.config import ENTRY_POINTS, LensConfig
 from matlens.lens.maps import LensMaps, Standardisation
-from matlens.linear.least_squares import NoisyFit, warn_of_noise
+from matlens.linear.least_squares import warn_if_few
 from matlens.linear.maps import LinearMap
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import Readout, check_vectors
@@ -280,8 +280,8 @@ def fit_on_vectors(
         config = best_start(model)
         closed = fit_closed_forms(model, vectors, [config], layers=layers, progress=progress)
         start = closed[config.name]
-    elif vectors.n_rows <= readout.d_model:
-        warn_of_noise([NoisyFit(name, vectors.n_rows, readout.d_model)], 1)
+    else:
+        warn_if_few(vectors.n_rows, readout.d_model)
     norm, last = None if start is None else start.norm, f"h.{vectors.provenance.identity.n_layers}"
     parts: dict[str, Tensor] = {}
     mine = layers[parallel.rank() :: parallel.world_size()]

@@ -7,8 +7,8 @@ Everything is accumulated and solved in float64, for any precision of the sample
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, NamedTuple, Self
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Self
 
 import torch
 from jaxtyping import Float
@@ -21,12 +21,8 @@ from matlens.models.identity import Provenance
 from matlens.models.sites import check_finite
 from matlens.numerics import in_float64, split_product
 
-ENOUGH = 2  # samples per dimension; with fewer, least squares follows the noise of Gaussian samples
+ENOUGH = 2  # samples per dimension; with fewer, least squares mostly follows noise
 _Width = Annotated[int, Between(1, 2**31)]
-_DOMINATED = 4  # ratio of held-out to training error above which most of the error is noise
-_ALONE = 1e-6  # of one less the leverage, below which a sample alone settles a direction
-_BLOCK = 32  # samples whose errors are computed together, to take less memory than the fit
-_EXACT = 1e-6  # error, in variances, below which a fit is exact but for rounding
 
 
 @checked
@@ -223,7 +219,9 @@ class LeastSquares:
             r, z = self.factors()
             return _least_norm(r, z, self.n, ridge).T, None
         r, z = self._with_constant_first()
-        weight = _least_norm(r[1:, 1:], z[1:], self.n, ridge, floor=_rounding_of(r[:, 1:])).T
+        # Centring a constant column leaves rounding errors of this size.
+        floor = float(r[:, 1:].norm(dim=0).max())
+        weight = _least_norm(r[1:, 1:], z[1:], self.n, ridge, floor=floor).T
         return weight, (z[0] - weight @ r[0, 1:]) / r[0, 0]
 
     def _check_samples(self) -> None:
@@ -262,151 +260,37 @@ def check_weights(weights: Tensor, n: int) -> Float[Tensor, " n"]:
     return in_float64(weights.detach())
 
 
-class NoisyFit(NamedTuple):
-    """A fit whose error on other samples is mostly noise of those that it was fitted on.
-
-    ``r2`` is on samples excluded from the fit, and ``r2_fitted`` on the same samples in it; ``None`` where
-    there are no more samples than dimensions.
-    """
-
-    name: str
-    n: int
-    width: int
-    r2: float | None = None
-    r2_fitted: float | None = None
-
-
-def noise_of_fit(
-    state: LeastSquares,
-    samples: Iterable[tuple[Tensor, Sequence[Tensor], Tensor | None]],
-    names: Sequence[str],
-    *,
-    intercept: bool,
-) -> list[NoisyFit]:
-    """Targets whose error on other samples is mostly noise of the fit.
-
-    With ``c = d_in / n`` and Gaussian samples, least squares leaves the error ``s (1 - c)`` on the samples
-    that it is fitted on and ``s / (1 - c)`` on others, where ``s`` is the error that no linear map can avoid.
-    So the part that the fit adds to ``s`` is the larger one if the error on others is more than four times
-    that on its own samples: ``n < 2 d_in``. Real samples are not Gaussian, and rare tokens make it worse, so
-    the error on others is measured: leave-one-out is the residual divided by one less the leverage. It looks
-    at some ``samples`` of those in ``state``: ``x``, the targets in their order, and weights.
-    """
-    n, d = state.n, state.factors()[0].shape[1]
-    if n <= d:
-        return [NoisyFit(name, n, d) for name in names]
-    r, z = state.factors(centred=intercept)
-    floor = _rounding_of(state.factors()[0]) if intercept else 0.0
-    x_mean, y_mean, total = state.means() if intercept else (r.new_zeros(d), z[0] * 0, torch.inf)
-    white, z = _whitened(r, z, n, floor)
-    parts = []
-    for x, targets, weights in samples:
-        rotated = (in_float64(x.detach()).to(r.device) - x_mean) @ white
-        w = r.new_ones(len(x)) if weights is None else in_float64(weights).to(r.device)
-        rest = 1 - w * (1 / total + rotated.square().sum(1))  # one less the leverage
-        parts.append((rotated, rest, w, targets))
-    # No error grows by more than 1 / rest^2.
-    if all(bool((rest.square() >= 1 / _DOMINATED).all()) for _, rest, *_ in parts):
-        return []
-    # Of each target dimension: sums over samples of y, y^2, and the squares of both errors.
-    sums, weight = z.new_zeros(4, z.shape[1]), 0.0
-    for rotated, rest, w, targets in parts:
-        for block in torch.arange(len(w)).split(_BLOCK):
-            y = torch.cat([in_float64(of[block].detach()).to(r.device) for of in targets], 1) - y_mean
-            errors = _both_errors(rotated[block], rest[block], y, w[block], white, z)
-            sums[0] += w[block] @ y
-            for of_sums, values in zip(sums[1:], (y, *errors), strict=True):
-                of_sums += w[block] @ values.square_()
-        weight += float(w.sum())
-    noisy = []
-    spread = sums[1] - sums[0].square() / max(weight, 1e-300)
-    by_target = torch.cat([sums[2:], spread[None]]).split(list(state.targets.values()), 1)
-    for name, of_name in zip(names, by_target, strict=True):
-        residual, held_out, variance = of_name[:, of_name[2] > 0]
-        fitted, other = float((residual / variance).mean()), float((held_out / variance).mean())
-        if other > max(_DOMINATED * fitted, _EXACT):
-            noisy.append(NoisyFit(name, n, d, 1 - other, 1 - fitted))
-    return noisy
-
-
-def _both_errors(
-    rotated: Tensor, rest: Tensor, y: Tensor, weights: Tensor, white: Tensor, z: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Errors of samples by the map of all samples, and by that of all others."""
-    residual = y - rotated @ z
-    held_out = residual / rest.clamp(min=_ALONE)[:, None]
-    # A sample that alone settles a direction has no residual; the limit of a vanishing ridge has an error.
-    alone = rest < _ALONE
-    if bool(alone.any()):
-        toward = rotated[alone] @ white.T
-        held_out[alone] = toward @ (white @ z) / (weights[alone] * toward.square().sum(1))[:, None]
-    return residual, held_out
-
-
 def are_few(n_samples: int, width: int) -> bool:
     """Whether samples are fewer than twice the width, so a fit needs a penalty."""
     return n_samples < ENOUGH * width
 
 
-def warn_of_noise(fits: Sequence[NoisyFit], n_fits: int) -> None:
-    """Issue one `InputWarning` for all fits of a call that overfit their samples."""
-    if not fits:
-        return
-    worst = min(fits, key=lambda fit: -torch.inf if fit.r2 is None else fit.r2)
-    if worst.r2 is None:
-        what = (
-            f"Maps of {worst.width:,} dimensions must have at least {ENOUGH * worst.width:,} samples, got "
-            f"{worst.n:,}: with so few, most of their error on other samples is noise."
+def warn_if_few(n_samples: int, width: int) -> None:
+    """Warn of fits on fewer than two samples per dimension, without a ridge.
+
+    With ``c = d_in / n`` and Gaussian samples, least squares leaves the error ``s (1 - c)`` on the samples
+    that it is fitted on and ``s / (1 - c)`` on others, where ``s`` is the error that no linear map can avoid.
+    So the part that the fit adds to ``s`` is the larger one for ``n < 2 d_in``.
+    """
+    if are_few(n_samples, width):
+        warn(
+            f"Maps of {width:,} dimensions must have at least {ENOUGH * width:,} samples, got {n_samples:,}: "
+            "with so few, most of their error on other samples is noise. Use more samples or a ridge."
         )
-    else:
-        what = (
-            f"{len(fits)} of {n_fits} fits on {worst.n:,} samples in {worst.width:,} dimensions mostly "
-            f"follow noise: r2 of {worst.name} is {worst.r2:.2f} on samples excluded from the fit, and "
-            f"{worst.r2_fitted:.2f} on the same samples in it."
-        )
-    warn(f"{what} Use more samples or a ridge.")
-
-
-# Which singular values count: those above ``eps * max(n, d)`` of the largest, as gelsd has it.
-
-
-def _rounding_of(r: Tensor) -> float:
-    """The rounding level: centering a constant column leaves rounding errors of this size."""
-    return float(r.norm(dim=0).max())
 
 
 def _least_norm(r: Tensor, z: Tensor, n: int, ridge: float, *, floor: float = 0.0) -> Tensor:
-    """Solve ``min ||r a - z||^2 + ridge ||a||^2`` for the smallest ``a``."""
-    if ridge == 0 and _inverse(r, n, floor) is not None:
-        return torch.linalg.solve_triangular(r, z, upper=True)
-    u, s, vh = _svd(r, n, floor)
-    return vh.T @ (u.T @ z).mul_((1 / (s + ridge / s))[:, None])
+    """Solve ``min ||r a - z||^2 + ridge ||a||^2`` for the smallest ``a``.
 
-
-def _whitened(r: Tensor, z: Tensor, n: int, floor: float) -> tuple[Tensor, Tensor]:
-    """``W`` and ``B``, where ``W W^T`` is the pseudo-inverse of ``r^T r``, and ``W B`` solves for ``z``."""
-    inverse = _inverse(r, n, floor)
-    if inverse is not None:
-        return inverse, z
-    u, s, vh = _svd(r, n, floor)
-    return vh.T / s, u.T @ z
-
-
-def _inverse(r: Tensor, n: int, floor: float) -> Tensor | None:
-    """The inverse of a triangle if all of its singular values count, else ``None``."""
-    if len(r) < r.shape[1]:
-        return None
-    inverse = torch.linalg.solve_triangular(r, torch.eye(len(r)).to(r), upper=True)
-    # The smallest singular value is at least the one, and the largest at most the other.
-    return inverse if bool(1 / inverse.norm() > _level(r, n) * max(float(r.norm()), floor)) else None
-
-
-def _svd(r: Tensor, n: int, floor: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Singular values that count, and their vectors."""
+    Singular values count above ``eps * max(n, d)`` of the largest, or of ``floor`` if that is larger.
+    """
+    level = torch.finfo(r.dtype).eps * max(n, r.shape[1])
+    if ridge == 0 and len(r) == r.shape[1]:
+        inverse = torch.linalg.solve_triangular(r, torch.eye(len(r)).to(r), upper=True)
+        # The smallest singular value is at least the one, and the largest at most the other.
+        if bool(1 / inverse.norm() > level * max(float(r.norm()), floor)):
+            return torch.linalg.solve_triangular(r, z, upper=True)
     u, s, vh = torch.linalg.svd(r, full_matrices=False)
-    counted = s > _level(r, n) * max(float(s[0]) if len(s) else 0.0, floor)
-    return u[:, counted], s[counted], vh[counted]
-
-
-def _level(r: Tensor, n: int) -> float:
-    return torch.finfo(r.dtype).eps * max(n, r.shape[1])
+    counted = s > level * max(float(s[0]) if len(s) else 0.0, floor)
+    u, s, vh = u[:, counted], s[counted], vh[counted]
+    return vh.T @ (u.T @ z).mul_((1 / (s + ridge / s))[:, None])

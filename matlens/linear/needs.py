@@ -36,10 +36,9 @@ def collected_fit_bytes(n_rows: int, width: int, *, n_sites: int, most_targets: 
     """Memory of a fit on collected vectors, source by source, excluding the vectors."""
     d_out = most_targets * width
     copies = _DOUBLE * n_rows * n_sites * width
-    sample = _DOUBLE * min(n_rows, fitting.N_HELD_OUT) * (width + d_out)
     statistics = statistics_bytes(width, d_out, n_rows)
     solving = statistics + max(_DOUBLE * width * d_out * 2, _solve_bytes(n_rows, width, d_out))
-    fit = sample + max(_update_bytes(n_rows, width, d_out), solving)
+    fit = max(_update_bytes(n_rows, width, d_out), solving)
     return fit + copies * (copies <= fitting.CONVERTED_BYTES)
 
 
@@ -52,7 +51,6 @@ def streamed_fit_bytes(
     whose bytes are made before, are not solved at once.
     """
     chunk = min(n_rows, max(chunk_size(d) for d, _ in sources))
-    first_samples = 0 if written else min(n_rows, fitting.N_HELD_OUT) * of_sample * _SINGLE
     statistics = [statistics_bytes(*widths, n_rows) for widths in sources]
     waiting = chunk * (of_sample + widest) * _SINGLE
     updating = max(
@@ -60,7 +58,7 @@ def streamed_fit_bytes(
         for widths, own in zip(sources, statistics, strict=True)
     )
     ending = 2 * max(statistics) if written else max(_solve_bytes(n_rows, *widths) for widths in sources)
-    return first_samples + sum(statistics) + max(updating, ending)
+    return sum(statistics) + max(updating, ending)
 
 
 def stored_fit_bytes(

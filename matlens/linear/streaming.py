@@ -6,23 +6,26 @@ A job can be divided into parts, which are computed anywhere and at any time and
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from matlens import parallel
 from matlens.activations.activations import Positions
-from matlens.activations.collecting import Rows, batch_counts, default_batch_tokens, provenance_of, stream
+from matlens.activations.collecting import batch_counts, default_batch_tokens, provenance_of, stream
 from matlens.data.examples import Examples
 from matlens.errors import InputError, NonNegative, PositiveInt, checked
 from matlens.io.artifact import Artifact
 from matlens.io.files import damaged
-from matlens.linear.fitting import PairFits, Selection, select
+from matlens.io.rows import consecutive
+from matlens.linear.fitting import Selection, chunk_size, joined, least_squares_of, update
 from matlens.linear.least_squares import LeastSquares, are_few
 from matlens.linear.maps import LinearMap
 from matlens.linear.pairs import Pairs, by_source, resolve_pairs
@@ -170,40 +173,53 @@ def stream_least_squares(
     requested, widths = pairs_and_widths(model, pairs)
     provenance = provenance_of(model, ModelLayout.from_model(model), examples, positions, widths)
     every = examples.at_positions(positions)
-    n_all = every.n_positions
-    selection = Selection.parse(rows, weights, n_all)
+    selection = Selection.parse(rows, weights, every.n_positions)
+    norms = are_few(selection.n, model.cfg.d_model)
+    provenance = provenance.with_details(**selection.details)
     own = examples
     if of > 1:
         own = examples.select(np.arange(number - 1, len(examples), of), part=f"{number}/{of}")
-    n_own = own.at_positions(positions).n_positions
-    if selection is not None:
-        provenance, n_all = provenance.with_details(**selection.details), selection.n
         selection = selection.part(every.sentences % of == number - 1)
-        n_own = selection.n
     request: dict[str, Any] = {
         "provenance": provenance.to_json(),
         "pairs": requested,
         "widths": widths,
         "part": [number, of],
-        "n_samples": n_own,
+        "n_samples": selection.n,
         "batch_tokens": batch_tokens or default_batch_tokens(model),
     }
-    fits = PairFits(requested, widths, norms=are_few(n_all, model.cfg.d_model))
     parallel.check_same([request, str(folder)], "streaming into least squares")
     with Artifact.writing(folder, HOLDS, request) as artifact:
         if not artifact.finished:
+            fits = {fit.source: fit for fit in least_squares_of(requested, widths, norms=norms)}
             states = _States(artifact, fits)
             if len(own):
-                n_batches = len(batch_counts(model, own, positions, request["batch_tokens"]))
-                left = range(parallel.broadcast(states.n_batches, "batches that are done"), n_batches)
+                counts = batch_counts(model, own, positions, request["batch_tokens"])
+                left = range(parallel.broadcast(states.n_batches, "batches that are done"), len(counts))
                 batches = stream(
                     model, own, list(widths), positions=positions, batch_tokens=request["batch_tokens"],
                     progress=progress, divided=True, batch_indices=left,
                 )  # fmt: skip
-                _add_all(fits, batches, left, selection, states)
-            for source in fits.targets if parallel.is_main() else ():
-                artifact.write(source, fits[source].tensors())
-            states.remove()
+                each = parallel.world_size()
+                # In step: a state has the same batches of all processes.
+                steps = [sum(counts[i : i + each]) for i in left[::each]]
+                for run in consecutive(steps, each * chunk_size(widths[requested[0][0]])):
+                    parts = [
+                        selection.select(batch.vectors, torch.from_numpy(batch.index))
+                        for batch in itertools.islice(batches, len(run))
+                    ]
+                    if parts:  # in the last step, not every process has a batch
+                        update(fits.values(), joined(parts))
+                    if parallel.broadcast(states.are_due(), "whether to store a state"):
+                        _reduce(fits)
+                        states.write(min(left.start + each * run.stop, len(counts)))
+                for _ in batches:  # to its end, where it checks the model
+                    pass
+                _reduce(fits)
+            if parallel.is_main():
+                for source, fit in fits.items():
+                    artifact.write(source, fit.tensors())
+                states.remove()
             artifact.finish()
     return StoredLeastSquares(folder)
 
@@ -217,42 +233,24 @@ def pairs_and_widths(model: TransformerBridge, pairs: Pairs) -> tuple[list[tuple
     return requested, {site: layout.width(site) for pair in requested for site in pair}
 
 
-def _add_all(
-    fits: PairFits,
-    batches: Iterator[Rows],
-    batch_indices: range,
-    selection: Selection | None,
-    states: _States,
-) -> None:
-    """Add all batches; of several processes the main one has the sums of all in the end."""
-    world_size = parallel.world_size()
-    for start in batch_indices[::world_size]:  # in step: in the last one there is no batch for some processes
-        batch = next(batches, None)
-        if batch is not None:
-            fits.update(*select(batch.vectors, selection, batch.index))
-        # A state of samples that wait would divide them otherwise than a run that is not interrupted.
-        ready = fits.settled or world_size > 1
-        if parallel.broadcast(ready and states.are_due(), "whether to store a state"):
-            fits.reduce()
-            if parallel.is_main():
-                states.write(fits, min(start + world_size, batch_indices.stop))
-    for _ in batches:  # to its end, where it checks the model
-        pass
-    fits.reduce()
+def _reduce(fits: dict[str, LeastSquares]) -> None:
+    """Merge the samples of all processes in the main one; the others have none then."""
+    for source, fit in fits.items():
+        fits[source] = fit.reduce()
 
 
 class _States:
-    """Periodic checkpoints of the sums, to resume an interrupted run."""
+    """Periodic checkpoints of the statistics, to resume an interrupted run."""
 
-    def __init__(self, artifact: Artifact, fits: PairFits) -> None:
-        self._artifact, self.n_batches = artifact, 0
+    def __init__(self, artifact: Artifact, fits: dict[str, LeastSquares]) -> None:
+        self._artifact, self._fits, self.n_batches = artifact, fits, 0
         self._last, self._pause = time.monotonic(), _STATE_EVERY
         existing = {*artifact.written()} if parallel.is_main() else set()
         counts = {int(name.partition("@")[2]) for name in existing if "@" in name}
-        whole = [n for n in counts if {*self._names(fits, n).values()} <= existing]
-        if whole:
-            self.n_batches = max(whole)
-            for source, name in self._names(fits, self.n_batches).items():
+        complete = [n for n in counts if {*self._names(n).values()} <= existing]
+        if complete:
+            self.n_batches = max(complete)
+            for source, name in self._names(self.n_batches).items():
                 targets = fits[source].targets
                 fits[source] = LeastSquares.from_tensors(artifact.read_all(name), targets, source=source)
 
@@ -260,21 +258,21 @@ class _States:
         """Whether it is time for the next one."""
         return parallel.is_main() and time.monotonic() - self._last > self._pause
 
-    def write(self, fits: PairFits, n_batches: int) -> None:
-        """Write a state next to the one before, and remove that."""
-        began, names = time.monotonic(), self._names(fits, n_batches)
+    def write(self, n_batches: int) -> None:
+        """Write a state next to the one before, as the main process, and remove that."""
+        if not parallel.is_main():
+            return
+        began, names = time.monotonic(), self._names(n_batches)
         for source, name in names.items():
-            self._artifact.write(name, fits[source].tensors())
+            self._artifact.write(name, self._fits[source].tensors())
         self.remove(but={*names.values()})
         self._last = time.monotonic()
         self._pause = max(_STATE_EVERY, _SHARE_OF_WRITING * (self._last - began))
 
     def remove(self, but: Collection[str] = ()) -> None:
-        """Remove the states, as the main process."""
-        if parallel.is_main():
-            found = (path.stem for path in self._artifact.folder.glob("*@*.safetensors"))
-            self._artifact.remove(*(name for name in found if name not in but))
+        """Remove the states."""
+        found = (path.stem for path in self._artifact.folder.glob("*@*.safetensors"))
+        self._artifact.remove(*(name for name in found if name not in but))
 
-    @staticmethod
-    def _names(fits: PairFits, n_batches: int) -> dict[str, str]:
-        return {source: f"{source}@{n_batches}" for source in fits.targets}
+    def _names(self, n_batches: int) -> dict[str, str]:
+        return {source: f"{source}@{n_batches}" for source in self._fits}

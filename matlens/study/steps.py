@@ -18,7 +18,7 @@ from matlens.io.files import content_hash, describe_file, read_json
 from matlens.io.tables import COLUMNS, check_described, read_table, write_results
 from matlens.lens.evaluation import FIT, PREDICTION, fit_quality, prediction_quality
 from matlens.linear.fitting import fit_samples, fitting_bar
-from matlens.linear.least_squares import NoisyFit, are_few, warn_of_noise
+from matlens.linear.least_squares import are_few, warn_if_few
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet, write_maps
 from matlens.linear.pairs import Pairs, check_collected, resolve_pairs
@@ -81,8 +81,8 @@ def fit_maps(
             maps = fit_samples(samples, missing, intercept=intercept, ridge=penalty)
         elif parallel.is_main():
             check_solve(samples, missing)
-            if not penalty and few:  # without samples, none can be excluded from the fit
-                warn_of_noise([NoisyFit("maps", n, width)], 1)
+            if not penalty:
+                warn_if_few(n, width)
             maps = samples.solve(missing, intercept=intercept, ridge=penalty, provenance=origin)
         else:
             return ()

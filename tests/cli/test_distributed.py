@@ -19,8 +19,8 @@ from several import run_ranks
 
 from matlens import parallel
 from matlens.cli import app
+from matlens.data.examples import Batch
 from matlens.lens.lens import Lens
-from matlens.linear.fitting import PairFits
 
 
 def of_a_command(*arguments: object) -> Callable[[], Any]:
@@ -116,16 +116,16 @@ def test_an_interruption_of_one_process_ends_all(
         "run", "--model", model_folder("llama"), "--corpus", tmp_path / "words.txt", "--train", 30,
         "--val", 10, "--device", "cpu", "--positions", "all", "--pairs", "last", "--out", tmp_path / "out",
     ]  # fmt: skip
-    update, calls = PairFits.update, []
+    inputs, calls = Batch.inputs, []
 
-    def stopped(self: PairFits, *given: Any, **named: Any) -> Any:
+    def stopped(*given: Any) -> Any:
         calls.append(1)
         if len(calls) == 2 and parallel.is_main():
             raise KeyboardInterrupt
-        return update(self, *given, **named)
+        return inputs(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(PairFits, "update", stopped)
+        patch.setattr(Batch, "inputs", stopped)
         outcomes = run_ranks(
             2, of_a_command(*options, "--batch-tokens", 20), tmp_path / "outcomes", join=False
         )

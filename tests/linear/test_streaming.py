@@ -206,7 +206,7 @@ def test_a_killed_run_goes_on_from_its_last_state_to_the_same_bytes(
     chunk: int, model: Any, examples: Examples, whole: StoredLeastSquares, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("matlens.linear.fitting.chunk_size", lambda _: chunk)
+    monkeypatch.setattr("matlens.linear.streaming.chunk_size", lambda _: chunk)
     stream_least_squares(model, examples, tmp_path / "lone", pairs=PAIRS, **QUIET)
     inputs, passes = Batch.inputs, list[int]()
 
