@@ -35,7 +35,7 @@ class Cells:
     def lens(self, name: str, model: TransformerBridge, fit: Callable[[], Lens]) -> Lens:
         """A lens, fitted unless it is known; there must be an artifact."""
         assert self.artifact is not None
-        folder = self.artifact.subfolder(f"lens-{name}")
+        folder = self.artifact.folder / f"lens-{name}"
         if not self._is_known(name):
             self._timed(name, fit).save(folder)
             self._store(name, {})

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -101,25 +100,16 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
             return self._vectors.columns[site].width
         return self[site].shape[1]
 
-    def shards(
-        self,
-        sites: Sequence[str | int | Site],
-        *,
-        divided: bool = False,
-        device: torch.device | str | None = None,
-    ) -> Iterator[Rows]:
+    def shards(self, sites: Sequence[str | int | Site], *, divided: bool = False) -> Iterator[Rows]:
         """Yield the vectors of some sites part by part, as `stream` does, without reading them all.
 
         Those of a folder are read shard by shard, in the order in which they were computed. With ``divided``,
-        each of several processes is given parts of its own. The vectors are moved to the device, if one is
-        given.
+        each of several processes is given parts of its own.
         """
         names = [str(self.resolve(site)) for site in sites]
         several = divided and parallel.world_size() > 1
         first, step = (parallel.rank(), parallel.world_size()) if several else (0, 1)
         for index, vectors in itertools.islice(self._parts(names), first, None, step):
-            if device is not None:
-                vectors = {site: of_site.to(device) for site, of_site in vectors.items()}
             yield Rows(index, self.places[index], vectors, self.provenance, several)
 
     def _parts(self, names: Sequence[str]) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:

@@ -6,13 +6,15 @@ others in a fit, and a replacement at its place ends the sink and, with it, the 
 it. It is not always the first token, and there can be several in a sentence.
 
 A sink is a token whose norm is 20 times the median at some layer. First tokens are sinks together, and known
-by less: in some models they reach that at one layer alone, and stand out at all others by a factor of ten.
+by less: in some models they reach that at one layer alone, and stand out at all others by a factor of ten. At
+a layer where the median first token is four times as long as the median row, and twice as long as all other
+rows but one in a hundred, the first tokens are sinks that are longer than half of their median.
 """
 
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,16 +25,16 @@ from matlens import parallel
 from matlens.activations.activations import Activations
 from matlens.activations.collecting import stream
 from matlens.data.examples import Examples
-from matlens.errors import Between, InputError, InputWarning, PositiveInt, checked, short
+from matlens.errors import InputError, InputWarning, PositiveInt, checked, short
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import STREAM, Site
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-FACTOR = 20.0
-FIRST_FACTOR = 4.0  # of the median first token, where nearly all other tokens stay below half of it
-_FEWEST = 3  # min number of first tokens, and of others, to compare their norms
+_FACTOR = 20.0  # of the median row at some layer, above which a token is a sink
+_FIRST_FACTOR = 4.0  # of the median first token, where nearly all other tokens stay below half of it
+_MIN_TOKENS = 3  # first tokens, and others, to compare their norms
 
 
 class SinkWarning(InputWarning):
@@ -40,20 +42,18 @@ class SinkWarning(InputWarning):
 
 
 @checked
-def sink_rows(samples: Activations, *, factor: float = FACTOR) -> Bool[Tensor, " n"]:
+def sink_rows(samples: Activations) -> Bool[Tensor, " n"]:
     """Boolean mask of samples that are attention sinks, by norms of collected layers.
 
     Warns with `SinkWarning` where these cannot tell: where layers are missing, sinks that stand out only at
     these are not found; and where most samples are first tokens, there is nothing to compare them with.
-
-    A token whose norm is ``factor`` times the median at some layer is a sink; see `outlying_rows`.
     """
     layers = [site for site in samples if Site.parse(site).kind == STREAM]
     if not layers:
         raise InputError("samples must have layers of the residual stream, such as 'h.5', to find sinks.")
     norms = torch.stack([samples[site].norm(dim=1) for site in layers], 1)
-    sinks = outlying_rows(norms, factor=factor, places=samples.places)
-    doubt, model = _doubt_of_first(norms, sinks, samples.places), samples.provenance.model
+    sinks, doubt = _sinks_and_doubt(norms, samples.places)
+    model = samples.provenance.model
     if doubt:
         doubt += " Collect other positions too, or use find_sinks(model, examples)."
     elif model is not None and len(layers) <= model.n_layers:
@@ -69,30 +69,13 @@ def sink_rows(samples: Activations, *, factor: float = FACTOR) -> Bool[Tensor, "
     return sinks
 
 
-def _doubt_of_first(
-    norms: Float[Tensor, "n layers"], sinks: Bool[Tensor, " n"], places: np.ndarray
-) -> str | None:
-    """Why sinks cannot be told from other first tokens."""
-    first = _first(places, norms)
-    n_first = int(first.sum())
-    if 2 * n_first > len(sinks):
-        return "Most of the tokens are first tokens, so sinks cannot be told by comparing them with others."
-    standing = int((_standing_first(norms, sinks, places) & ~sinks).sum())
-    if standing and min(n_first, int((~first & ~sinks).sum())) < _FEWEST:
-        return (
-            f"{standing} first tokens stand out, by less than makes a token a sink alone, and there must be "
-            f"{_FEWEST} first tokens and {_FEWEST} others to tell whether they are sinks. They count as none."
-        )
-    return None
-
-
 @checked
 def sink_counts(sinks: Bool[Tensor, " n"], places: Int[np.ndarray, " n"]) -> dict[str, int]:
     """How many samples are sinks, first tokens or later ones, and how many are first tokens.
 
     ``places`` are the positions of the samples in their sentences, from 0.
     """
-    first = _first(places, sinks)
+    first = torch.from_numpy(places == 0)
     return {
         "n_sinks": int(sinks.sum()),
         "n_first_sinks": int((sinks & first).sum()),
@@ -106,11 +89,10 @@ def find_sinks(
     model: TransformerBridge,
     examples: Examples,
     *,
-    factor: float = FACTOR,
     batch_tokens: PositiveInt | None = None,
     progress: bool = True,
 ) -> Bool[Tensor, "n longest"]:
-    """Which token of each sentence is a sink, by the same rule over all tokens and all layers.
+    """Which token of each sentence is a sink, by the norms of all tokens at all layers.
 
     One pass over the sentences, which distributed processes divide. ``~find_sinks(...)`` says to
     `Replacement` and `Variant` where to replace. Warns with `SinkWarning` where first tokens stand out and
@@ -125,8 +107,7 @@ def find_sinks(
         found.append(torch.stack([rows.vectors[site].norm(dim=1) for site in layers], 1))
     of_all = parallel.concatenate({"index": torch.cat(index), "norms": torch.cat(found)}, "norms of tokens")
     norms = of_all["norms"][of_all["index"].argsort()]
-    known = outlying_rows(norms, factor=factor, places=examples.places)
-    doubt = _doubt_of_first(norms, known, examples.places)
+    known, doubt = _sinks_and_doubt(norms, examples.places)
     if doubt:
         warnings.warn(f"{doubt} Use more sentences, or longer ones.", SinkWarning, stacklevel=2)
     sinks = torch.zeros(len(examples), int(examples.lengths.max()), dtype=torch.bool)
@@ -136,48 +117,44 @@ def find_sinks(
 
 
 @checked
-def outlying_rows(
-    norms: Float[Tensor, "n layers"],
-    *,
-    factor: Annotated[float, Between(1)] = FACTOR,
-    places: Int[np.ndarray, " n"] | None = None,
-) -> Bool[Tensor, " n"]:
+def outlying_rows(norms: Float[Tensor, "n layers"], places: Int[np.ndarray, " n"]) -> Bool[Tensor, " n"]:
     """Which rows are sinks, by their norms at some layers.
 
-    A row is a sink that is, at some layer, ``factor`` times as long as the median row there. Where places are
-    known, so are first tokens by less: at a layer where the median first token is four times as long as the
-    median row, and twice as long as all other rows but one in a hundred, the first tokens are sinks that are
-    longer than half of their median. So they are found in models, and at layers, where no token is twenty
-    times as long as others. ``places`` says which token of its sentence each row is, from 0.
+    ``places`` says which token of its sentence each row is, from 0.
     """
-    if not norms.shape[1] or not bool((norms.isfinite() & (norms >= 0)).all()):
-        raise InputError(f"norms must be finite numbers of at least 0 at some layer, got {short(norms)}.")
+    return _sinks_and_doubt(norms, places)[0]
+
+
+def _sinks_and_doubt(
+    norms: Float[Tensor, "n layers"], places: Int[np.ndarray, " n"]
+) -> tuple[Bool[Tensor, " n"], str | None]:
+    """Which rows are sinks, and why some first tokens cannot be told from others."""
+    if not norms.shape[1] or not bool((norms.isfinite() & (norms >= 0)).all()) or len(norms) != len(places):
+        raise InputError(
+            f"norms must be finite numbers of at least 0 at some layer, for {len(places)} places, got "
+            f"{short(norms)}."
+        )
     if not len(norms):
-        return torch.zeros(0, dtype=torch.bool)
-    sinks = (norms > factor * norms.median(0).values).any(1)
-    if places is None:
-        return sinks
-    first = _first(places, norms)
-    if min(int(first.sum()), int((~first & ~sinks).sum())) < _FEWEST:
-        return sinks
-    return sinks | _standing_first(norms, sinks, places)
-
-
-def _first(places: np.ndarray, like: Tensor) -> Bool[Tensor, " n"]:
-    if len(places) != len(like):
-        raise InputError(f"places must be those of the {len(like)} samples, got {len(places)}.")
-    return torch.from_numpy(np.asarray(places) == 0).to(like.device)
-
-
-def _standing_first(
-    norms: Float[Tensor, "n layers"], sinks: Bool[Tensor, " n"], places: np.ndarray
-) -> Bool[Tensor, " n"]:
-    """First tokens that stand out together, however few there are."""
-    first = _first(places, norms)
+        return torch.zeros(0, dtype=torch.bool), None
+    medians = norms.median(0).values
+    sinks = (norms > _FACTOR * medians).any(1)
+    first = torch.from_numpy(places == 0).to(norms.device)
     others = ~first & ~sinks
-    if not bool(first.any()) or not bool(others.any()):
-        return torch.zeros_like(sinks)
-    of_first = norms[first].median(0).values
-    usual = norms[others].sort(0).values[int(0.99 * (int(others.sum()) - 1))]
-    stands_out = (of_first >= FIRST_FACTOR * norms.median(0).values) & (of_first >= 2 * usual)
-    return first & ((norms > of_first / 2) & stands_out).any(1)
+    n_first, n_others, standing = int(first.sum()), int(others.sum()), torch.zeros_like(sinks)
+    if n_first and n_others:
+        of_first = norms[first].median(0).values
+        usual = norms[others].sort(0).values[int(0.99 * (n_others - 1))]
+        stands_out = (of_first >= _FIRST_FACTOR * medians) & (of_first >= 2 * usual)
+        standing = first & ((norms > of_first / 2) & stands_out).any(1)
+    doubt = None
+    if min(n_first, n_others) >= _MIN_TOKENS:
+        sinks = sinks | standing
+    elif n_doubted := int((standing & ~sinks).sum()):
+        doubt = (
+            f"{n_doubted} first tokens stand out, by less than makes a token a sink alone, and there must be "
+            f"{_MIN_TOKENS} first tokens and {_MIN_TOKENS} others to tell whether they are sinks. They count "
+            "as none."
+        )
+    if 2 * n_first > len(norms):
+        doubt = "Most of the tokens are first tokens, so sinks cannot be told by comparing them with others."
+    return sinks, doubt

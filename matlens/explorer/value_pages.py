@@ -25,7 +25,7 @@ from matlens.ffn.clusters import Clusters
 from matlens.ffn.projection import Projection, TopTokens
 from matlens.ffn.values import ValueVectors
 from matlens.io.artifact import Artifact
-from matlens.io.files import check_file, describe_file
+from matlens.io.files import check_file, describe_file, write_files
 from matlens.models.identity import Provenance
 from matlens.models.tokens import token_texts, visible
 from matlens.parallel import Bar
@@ -87,7 +87,7 @@ def write_value_pages(
             if corpus is not None:
                 examples = shortened(make_examples(model, corpus))
                 usage = max_activating_examples(
-                    model, examples, values, artifact.subfolder(_USAGE), n_best=_BEST, progress=progress
+                    model, examples, values, artifact.folder / _USAGE, n_best=_BEST, progress=progress
                 )
             projections = {"plain": plain}
             if hasattr(model, "ln_final"):
@@ -96,7 +96,7 @@ def write_value_pages(
             top = np.concatenate(list(pages.write_layers(progress)))
             pages.write_lists(top, clusters)
             page = _index_page(values, corpus, clusters)
-            artifact.write_text(INDEX, page)
+            write_files({artifact.folder / INDEX: page})
             for layer in range(values.n_layers):
                 artifact.remove(_name(layer))
                 (artifact.folder / f"{_name(layer)}.json").unlink(missing_ok=True)
@@ -156,8 +156,9 @@ class _Pages:
     def _write(self, name: str, content: Any) -> Path:
         """Write a script that passes a part of the data."""
         text = f"matlensShard({embedded_json(name)},{embedded_json(content)});\n"
-        self._artifact.write_text(f"{name}.js", text)
-        return self._artifact.folder / f"{name}.js"
+        path = self._artifact.folder / f"{name}.js"
+        write_files({path: text})
+        return path
 
     def _write_layer(self, layer: int, units: Tensor | None) -> list[Path]:
         """Write the files of a layer, and its top tokens."""

@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import shlex
-import shutil
 import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -50,10 +49,6 @@ MODEL_RECORD = "matlens.json"
 TENSORS = ".safetensors"
 _ENTRY = "matlens"  # the only entry of a safetensors file's metadata
 _NAMES = ("base_model_name_or_path", "base_model_revision")  # of a model
-_DERIVED = frozenset({
-    "fingerprint", "corpus_fingerprint", "rounded", "examples", "tokens", "n_tokens",
-    "tokenization", "hooks",
-})  # fmt: skip
 _OF_BATCHES = ("batch_tokens", "read")
 _LIBRARIES = ("matlens", "torch", "transformers", "transformer-lens", "numpy", "scikit-learn")
 _CHUNK = 2**22
@@ -73,7 +68,6 @@ class Artifact:
         self._job = content_hash({"holds": config["holds"], "request": config["request"]})
         self._headers: dict[str, Record] = {}  # of files of tensors that are verified
         self._verified: set[tuple[str, str]] = set()  # tensors that need not be hashed again
-        self._written: set[Path] = set()  # files and folders, removed if the job fails
 
     @property
     def finished(self) -> bool:
@@ -103,12 +97,12 @@ class Artifact:
         """Begin, resume or open the folder of a job; only one job at a time works in a folder.
 
         ``request`` distinguishes the job from others; how it is divided into batches does so only while it is
-        unfinished. All processes of a distributed job call this. If the work fails, the files of a job that
-        this call began are removed; after a kill it is resumed.
+        unfinished. All processes of a distributed job call this. A job that fails is resumed by the next
+        call, as after a kill; a folder into which it has written nothing is removed.
         """
         folder, config = Path(folder), make_config(holds, request)
         with ExitStack() as stack:
-            artifact, is_new = None, False
+            artifact = None
             if parallel.is_main():
                 artifact = _same_job(folder, config)
                 if artifact is None or not artifact.finished:
@@ -116,22 +110,19 @@ class Artifact:
                         stack.callback(_remove_if_empty, folder)  # without the lock, which is a file in it
                     stack.enter_context(locked(folder, lambda: _owner(folder)))
                     artifact = _same_job(folder, config)  # another process may be done
-                is_new = artifact is None
                 if artifact is None or not artifact.finished:
                     by = f"process {os.getpid()} on {socket.gethostname()}"
                     write_files({folder / CONFIG: checksummed({**config, "finished": False, "by": by})})
                     artifact = cls(folder, config)
             finished = artifact is not None and artifact.finished
-            finished, is_new = parallel.broadcast((finished, is_new), f"the folder of {holds}")
+            finished = parallel.broadcast(finished, f"the folder of {holds}")
             if artifact is None:
                 artifact = _read_config(folder) if finished else cls(folder, config)
             try:
                 yield artifact
-            except parallel.ProcessLost:  # as after a kill
-                raise
             except Exception:
-                if is_new and not artifact.finished:
-                    artifact._discard()
+                if parallel.is_main() and not artifact.finished and _is_new(folder, but=CONFIG):
+                    (folder / CONFIG).unlink()
                 raise
 
     @classmethod
@@ -179,40 +170,18 @@ class Artifact:
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
-        self._written.add(path)
         self._headers.pop(name, None)
         self._verified |= {(name, key) for key in own}
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a record to ``name.json``."""
-        self.write_text(f"{name}.json", checksummed({"job": self._job, "content": content}))
-
-    def write_text(self, file: str, content: str | Mapping[str, Any]) -> None:
-        """Write a file of text, whose checksum is taken when the job is finished."""
-        self._written.add(self.folder / file)
-        write_files({self.folder / file: content})
-
-    def subfolder(self, name: str) -> Path:
-        """A folder for other files of this job; the caller creates it."""
-        self._written.add(self.folder / name)
-        return self.folder / name
+        write_files({self.folder / f"{name}.json": checksummed({"job": self._job, "content": content})})
 
     def remove(self, *names: str) -> None:
         """Remove files of tensors that are no longer needed."""
         for name in names:
             (self.folder / f"{name}{TENSORS}").unlink(missing_ok=True)
             self._headers.pop(name, None)
-
-    def _discard(self) -> None:
-        """Remove what this process wrote, ``config.json`` last if it is alone; files of others stay."""
-        with suppress(OSError):
-            for path in self._written:
-                if path.is_dir():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink(missing_ok=True)
-            if parallel.world_size() == 1:  # the others have written shards, which a rerun reads
-                (self.folder / CONFIG).unlink()
 
     def finish(self) -> None:
         """Finish the job, once all of its processes have written their files."""
@@ -387,7 +356,7 @@ def _same_job(folder: Path, config: Mapping[str, Any], *, partial: bool = False)
     try:
         found = _read_config(folder)
     except FileNotFoundError:
-        if folder.is_dir() and not all(is_transient(entry.name) for entry in folder.iterdir()):
+        if folder.is_dir() and not _is_new(folder):
             raise InputError(
                 f"{folder} holds other files. Choose a new or empty folder, or one of the same command."
             ) from None
@@ -400,9 +369,8 @@ def _same_job(folder: Path, config: Mapping[str, Any], *, partial: bool = False)
         if now.get(key) != there.get(key) and key not in ignored and not _only_names(key, now, there)
     ]
     if differing:
-        differing.sort(key=lambda key: not _DERIVED.isdisjoint(key.split(".")))  # what the user changed first
         differences = "; ".join(
-            f"{key}: {there.get(key)!s:.60} in the folder, {now.get(key)!s:.60} now" for key in differing[:4]
+            f"{key}: {there.get(key)!s:.60} in the folder, {now.get(key)!s:.60} now" for key in differing[:8]
         )
         raise InputError(
             f"{folder} belongs to another job ({differences}). Choose another folder, or remove it."
@@ -423,6 +391,11 @@ def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         name = f"{prefix}{key}"
         flat |= _flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
     return flat
+
+
+def _is_new(folder: Path, but: str = "") -> bool:
+    """Whether a folder holds nothing that a job has written, but for one file."""
+    return all(entry.name == but or is_transient(entry.name) for entry in folder.iterdir())
 
 
 def _remove_if_empty(folder: Path) -> None:

@@ -10,17 +10,16 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from matlens import parallel
-from matlens.errors import InputError, printable
+from matlens.errors import InputError
 from matlens.io.artifact import CONFIG, LAYOUT, Artifact
 from matlens.io.bounds import Bound
-from matlens.io.files import LOCK
+from matlens.io.files import LOCK, tell
 
 VARIABLE = "MATLENS_CACHE"
 LIMIT = Bound("MATLENS_CACHE_GIB", 20, "GiB of the cache", 2**30)
@@ -83,12 +82,16 @@ class Cache:
         try:
             with parallel.alone(), Artifact.writing(place, kind, {"key": key}) as artifact:
                 if not artifact.finished:
-                    files = artifact.subfolder(_FILES)
+                    files = place / _FILES
                     shutil.rmtree(files, ignore_errors=True)  # of a killed process
                     files.mkdir()
-                    fill(files)
-                    if _size(files) > self.limit:
-                        raise OSError(f"It must be at most {self.limit:,} bytes, got {_size(files):,}.")
+                    try:
+                        fill(files)
+                        if _size(files) > self.limit:
+                            raise OSError(f"It must be at most {self.limit:,} bytes, got {_size(files):,}.")
+                    except Exception:
+                        shutil.rmtree(files)
+                        raise
                     artifact.write_json(_ABOUT, about or {})
                     artifact.finish()
         except (OSError, SafetensorError) as error:
@@ -167,11 +170,6 @@ def file_states(paths: Iterable[Path]) -> dict[str, list[Any]]:
             status.st_ctime_ns,
         ]  # fmt: skip
     return states
-
-
-def tell(message: str) -> None:
-    """Print what the cache does to stderr."""
-    print(printable(message, limit=500), file=sys.stderr, flush=True)
 
 
 def default_cache() -> Cache | None:

@@ -107,8 +107,7 @@ def locked(
             lock.acquire(timeout=timeout)
             break
         except Timeout:
-            note = f"{folder} is in use by {owner()}. Waiting until it ends."
-            print(printable(note, limit=500), file=sys.stderr, flush=True)
+            tell(f"{folder} is in use by {owner()}. Waiting until it ends.")
             timeout = -1
         except FileNotFoundError:  # the other job has failed and removed the folder
             continue
@@ -125,6 +124,11 @@ def locked(
                     (folder / LOCK).unlink()
         finally:
             lock.release()
+
+
+def tell(message: str) -> None:
+    """Print to stderr."""
+    print(printable(message, limit=500), file=sys.stderr, flush=True)
 
 
 def is_transient(name: str) -> bool:

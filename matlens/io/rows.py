@@ -86,9 +86,6 @@ class StoredRows(Mapping[str, Tensor]):
         check_complete(indices.values(), self.n_rows, self._artifact.folder / CONFIG)
         return indices
 
-    def __reduce__(self) -> Any:
-        return StoredRows, (self._artifact,)
-
     def __contains__(self, name: object) -> bool:
         """Whether there is such a column, without reading it."""
         return name in self.columns

@@ -187,8 +187,9 @@ def fit_samples(
 
     def read(some: list[str]) -> Iterator[Samples]:
         if isinstance(samples, Activations):
-            for part in samples.shards(some, divided=True, device=device):
-                yield selection.select(part.vectors, torch.from_numpy(part.index))
+            for part in samples.shards(some, divided=True):
+                vectors = {site: of_site.to(device) for site, of_site in part.vectors.items()}
+                yield selection.select(vectors, torch.from_numpy(part.index))
         else:
             own = {site: samples[site].detach() for site in some}
             for start in range(0, n, size):

@@ -14,7 +14,8 @@ import torch
 
 from matlens.errors import InputError
 from matlens.io.bounds import LAYERS
-from matlens.io.cache import default_cache, file_states, tell
+from matlens.io.cache import default_cache, file_states
+from matlens.io.files import tell
 from matlens.models.registry import families
 from matlens.models.weights import fast_checksum
 

@@ -52,14 +52,6 @@ def test_round_trip(collected: Activations, tmp_path: Path, dtype: torch.dtype, 
         assert torch.equal(ours.weight, theirs.weight)
 
 
-def test_bfloat16_halves_the_size(collected: Activations, tmp_path: Path) -> None:
-    size = dict[torch.dtype, int]()
-    for dtype in (torch.float32, torch.bfloat16):
-        write_parquet(collected, tmp_path / str(dtype), dtype=dtype, progress=False)
-        size[dtype] = sum(path.stat().st_size for path in (tmp_path / str(dtype)).glob("vectors-*"))
-    assert size[torch.bfloat16] < 0.6 * size[torch.float32]
-
-
 def test_datasets_streams_each_vector_with_its_token(collected: Activations, tmp_path: Path) -> None:
     write_parquet(collected, tmp_path / "out", ["h.3"], progress=False)
     stream = datasets.load_dataset(

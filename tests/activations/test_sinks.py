@@ -31,6 +31,7 @@ def test_the_rule_is_the_same_for_rows_and_for_sentences(
     sentences: Corpus,
     small_model: Callable[[str], Any],
     plain_model: Callable[[str], Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, examples = small_model(name), make_examples(small_model(name), sentences)
     norms = []
@@ -43,13 +44,14 @@ def test_the_rule_is_the_same_for_rows_and_for_sentences(
     factor = float(top[top.diff().argmax() :][:2].mean())  # in the widest gap, where rounding tells nothing
     expected = ratios > factor
     assert 0 < expected.sum() < 20
-    mask = find_sinks(model, examples, factor=factor, batch_tokens=64, progress=False)
+    monkeypatch.setattr(sinks_module, "_FACTOR", factor)
+    mask = find_sinks(model, examples, batch_tokens=64, progress=False)
     assert mask.shape == (len(examples), examples.lengths.max())
     own = torch.cat([row[:length] for row, length in zip(mask, examples.lengths, strict=True)])
     assert torch.equal(own, expected)
     assert int(mask.sum()) == int(expected.sum())  # nothing past a sentence's end
     rows = collect(model, examples, positions="all", progress=False)
-    assert torch.equal(sink_rows(rows, factor=factor), expected)
+    assert torch.equal(sink_rows(rows), expected)
 
 
 def test_a_token_that_stands_out_at_one_layer_is_a_sink(
@@ -60,7 +62,6 @@ def test_a_token_that_stands_out_at_one_layer_is_a_sink(
     assert not sink_rows(rows).any()
     rows["h.2"][5] *= 1000
     assert sink_rows(rows).nonzero().tolist() == [[5]]
-    assert not sink_rows(rows, factor=1e6).any()
 
 
 def first_tokens_stand_out(ratio: float, *, others_top: float = 1.5) -> tuple[torch.Tensor, np.ndarray]:
@@ -89,7 +90,7 @@ def test_first_tokens_are_sinks_together_by_less_than_twenty_times_the_median(
         30,
         30,
     ]
-    assert outlying_rows(norms).any() == (ratio > 20)
+    assert outlying_rows(norms, np.ones_like(places)).any() == (ratio > 20)
 
 
 def at_the_limits(
@@ -115,11 +116,8 @@ def test_the_limits_themselves_belong_to_where_they_are_said_to() -> None:
     assert first_sinks(*at_the_limits((3.99, 2, 9, 3.99, 3.99))) == []
     assert first_sinks(*at_the_limits(longest=(2.01, 3))) == []
     assert first_sinks(*at_the_limits((4, 2.01, 9, 4, 4))) == [0, 1, 2, 3, 4]
-    # A row of twenty times the median is none, one of more is; and so for another factor.
-    norms, places = at_the_limits(longest=(20, 20.01))
-    assert outlying_rows(norms).nonzero()[:, 0].tolist() == [104]
-    assert outlying_rows(norms, factor=9).nonzero()[:, 0].tolist() == [103, 104]
-    assert outlying_rows(norms, factor=8.99).nonzero()[:, 0].tolist() == [2, 103, 104]
+    # A row of twenty times the median is none, one of more is.
+    assert first_sinks(*at_the_limits(longest=(20, 20.01))) == [0, 2, 3, 4, 104]
 
 
 @pytest.mark.parametrize(
@@ -138,13 +136,12 @@ def test_three_first_tokens_and_three_others_are_enough(
     ("norms", "options"),
     [
         (torch.tensor([[1.0, torch.nan]]), {}), (torch.tensor([[1.0, torch.inf]]), {}),
-        (-torch.ones(3, 2), {}), (torch.ones(3, 0), {}), (torch.ones(3, 2), {"factor": 0.5}),
-        (torch.ones(3, 2), {"places": np.arange(4)}),
+        (-torch.ones(3, 2), {}), (torch.ones(3, 0), {}), (torch.ones(3, 2), {"places": np.arange(4)}),
     ],
 )  # fmt: skip
 def test_what_are_no_norms_is_refused(norms: torch.Tensor, options: Any) -> None:
-    with pytest.raises(InputError, match=r"^(norms|factor|places) must be"):
-        outlying_rows(norms, **options)
+    with pytest.raises(InputError, match=r"^(norms|places) must be"):
+        outlying_rows(norms, **{"places": np.arange(len(norms)), **options})
 
 
 def test_a_warning_names_missing_layers(sentences: Corpus, small_model: Callable[[str], Any]) -> None:
@@ -190,7 +187,7 @@ def with_long_first_tokens(
 
 @pytest.mark.parametrize(
     ("n", "factor", "known", "warned"),
-    [(2, 9.0, 0, 1), (2, 1.0, 0, 0), (2, 60.0, 2, 0), (3, 9.0, 3, 0)],
+    [(2, 9.0, 0, 1), (2, 60.0, 2, 0), (3, 9.0, 3, 0)],
 )
 def test_too_few_first_tokens_are_warned_of(
     n: int, factor: float, known: int, warned: int, sentences: Corpus, small_model: Callable[[str], Any],

@@ -1,6 +1,5 @@
 """Sentences are counted, kept once and split at random, and a corpus says what was left out."""
 
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +22,7 @@ def made_up(n: int) -> Corpus:
 
 def test_text_file_counts_what_it_leaves_out(tmp_path: Path) -> None:
     again = "The  first\tsentence has six\u00a0words. "
-    text = f"  {FIRST}\n\nToo short a one\n{SECOND}\r\n \t \n{again}\n{FIRST}\n{THIRD}"
+    text = f"\ufeff  {FIRST}\n\nToo short a one\n{SECOND}\r\n \t \n{again}\n{FIRST}\n{THIRD}"
     corpus = load_corpus(write(tmp_path / "mine.txt", text))
     assert corpus.sentences == (FIRST, SECOND, THIRD)
     assert counts(corpus) == (8, 2, 1, 2)
@@ -97,20 +96,12 @@ def test_split_parts_are_disjoint_sized_and_repeatable(data: st.DataObject, n: i
     assert (train, validation) == corpus.split(n_train=n_train, n_validation=n_validation, seed=seed)
 
 
-def test_seed_decides_the_split_and_nothing_else_does() -> None:
-    corpus = made_up(200)
-    random.seed(1)
-    first = corpus.split(n_train=100, n_validation=50)
-    random.seed(2)
-    assert first == corpus.split(n_train=100, n_validation=50, seed=0)
-    assert first[1] != corpus.split(n_train=100, n_validation=50, seed=1)[1]
-
-
 def test_validation_does_not_depend_on_the_size_of_training() -> None:
     corpus = made_up(100)
     small_train, small = corpus.split(n_train=10, n_validation=20, seed=3)
     large_train, large = corpus.split(n_train=80, n_validation=20, seed=3)
     assert small.sentences == large.sentences
+    assert small != corpus.split(n_train=10, n_validation=20, seed=4)[1]
     assert large_train.sentences[:10] == small_train.sentences
 
 

@@ -90,6 +90,9 @@ def test_what_makes_no_windows_is_refused(small_model: Models, sentences: Corpus
         make_windows(model, tmp_path / "absent.txt")
     with pytest.raises(InputError, match="predicts masked tokens"):
         make_windows(small_model("bert"), sentences)
+    for name in ("gpt2", "bert"):
+        with pytest.raises(InputError, match="at least two"):
+            make_windows(small_model(name), ["w1 w2 w3 w4"], size=20, targets=True)
 
 
 def test_the_sentences_of_a_corpus_are_prompts(small_model: Models, sentences: Corpus) -> None:
@@ -127,10 +130,3 @@ def test_a_masked_model_has_the_masked_tokens_as_targets(small_model: Models, se
         assert tokens.tolist() == ids
     other = make_windows(model, sentences, size=30, max_windows=12, targets=True, seed=1)
     assert other.positions.tolist() != text.positions.tolist()
-
-
-def test_a_single_window_is_refused(small_model: Models) -> None:
-    one = Corpus("one", ("w1 w2 w3 w4",), 1, 0, 0, 0)
-    for name in ("gpt2", "bert"):
-        with pytest.raises(InputError, match="at least two"):
-            make_windows(small_model(name), one, size=20, targets=True)

@@ -16,25 +16,13 @@ from matlens.data.corpus import load_corpus
 from matlens.errors import InputError
 
 
-def test_a_byte_order_mark_is_not_part_of_the_first_sentence(tmp_path: Path) -> None:
-    corpus = load_corpus(write(tmp_path / "mine.txt", b"\xef\xbb\xbf" + FIRST.encode()))
-    assert corpus.sentences == (FIRST,)
-
-
-def test_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    write(tmp_path / "mine.txt", FIRST)
-    assert load_corpus("~/mine.txt").sentences == (FIRST,)
-
-
-@pytest.mark.parametrize("name", ["mine.jsonl", "mine.json"])
-def test_json_lines(tmp_path: Path, name: str) -> None:
+def test_json_lines(tmp_path: Path) -> None:
     rows = [
         {"text": FIRST, "other": SECOND},
         {"text": None, "other": THIRD},
         {"text": FIRST, "other": SECOND},
     ]
-    source = write(tmp_path / name, "\n".join(map(json.dumps, rows)) + "\n\n")
+    source = write(tmp_path / "mine.jsonl", "\n".join(map(json.dumps, rows)) + "\n\n")
     assert load_corpus(source).sentences == (FIRST,)
     assert counts(load_corpus(source)) == (4, 2, 0, 1)
     assert load_corpus(source, field="other").sentences == (SECOND, THIRD)
@@ -81,28 +69,18 @@ def test_saved_dataset_is_split_into_sentences(tmp_path: Path) -> None:
         load_corpus(str(tmp_path / "saved"), field="sentence")
 
 
-def test_saved_dataset_with_splits(tmp_path: Path) -> None:
+def test_saved_dataset_with_splits_and_folder_of_data_files(tmp_path: Path) -> None:
     parts = datasets.DatasetDict(train=texts(), test=texts().select([2]))
     parts.save_to_disk(str(tmp_path / "saved"))
     assert len(load_corpus(str(tmp_path / "saved"))) == 3
     assert load_corpus(str(tmp_path / "saved"), split="test").sentences == (FIRST,)
     with pytest.raises(InputError, match=r"cannot be read.*'dev'"):
         load_corpus(str(tmp_path / "saved"), split="dev")
-
-
-def test_folder_of_data_files(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
     with pytest.raises(InputError, match=r"cannot be read.*data files.*wikipedia-sample"):
-        load_corpus(str(tmp_path))
-    texts().to_parquet(str(tmp_path / "train.parquet"))
-    assert load_corpus(str(tmp_path)).sentences == (FIRST, SECOND, THIRD)
-    with pytest.raises(InputError, match=r"cannot be read.*dev.*train"):
-        load_corpus(str(tmp_path), split="dev")
-    content = bytearray((tmp_path / "train.parquet").read_bytes())
-    for place in range(8, len(content) - 8, 3):
-        content[place] ^= 0xFF
-    (tmp_path / "train.parquet").write_bytes(bytes(content))
-    with pytest.raises(InputError, match="cannot be read"):
-        load_corpus(str(tmp_path))
+        load_corpus(str(tmp_path / "files"))
+    texts().to_parquet(str(tmp_path / "files" / "train.parquet"))
+    assert load_corpus(str(tmp_path / "files")).sentences == (FIRST, SECOND, THIRD)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +121,9 @@ def test_offline_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(InputError, match=r"'nobody/nothing' cannot be read.*news-sample"):
         load_corpus("nobody/nothing")
-    with pytest.raises(InputError, match=r"Did you mean 'news-sample'"):
-        load_corpus("news-sampel")
+    for missing in ("/no/such/file", "data/x.TAR.GZ"):
+        with pytest.raises(InputError, match=rf"^source must be .*'{missing}'.*wikipedia-sample"):
+            load_corpus(missing)
 
 
 def test_a_dataset_that_fails_while_it_is_gone_over_is_told_with_the_cause(
@@ -167,14 +146,6 @@ def test_a_dataset_that_fails_while_it_is_gone_over_is_told_with_the_cause(
 # What is refused
 
 
-@pytest.mark.parametrize("source", ["/no/such/file", "data/x.TAR.GZ", "a/../b", "-" * 300, " "])
-def test_a_missing_file_is_named_with_the_choices(source: str) -> None:
-    with pytest.raises(InputError, match=r"^source must be") as caught:
-        load_corpus(source)
-    assert f"'{source}'" in str(caught.value)
-    assert "wikipedia-sample, news-sample" in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -182,7 +153,6 @@ def test_a_missing_file_is_named_with_the_choices(source: str) -> None:
         ("eng-sentences.txt", f"1\t{FIRST}\n{SECOND}\n", r"Line 2 of .*number<TAB>sentence.*A second one"),
         ("a.jsonl", json.dumps({"text": FIRST}) + "\n{'text'}\n", r"line 2 of .*a\.jsonl' must be JSON"),
         ("a.jsonl", '{"id": 1, "body": "x"}', r"one of id, body in line 1 of .*, got 'text'"),
-        ("a.jsonl", '{"text": ' + "[" * 100_000, "line 1 of .* must be JSON"),
         ("a.jsonl", '{"text": 7}', "'text' in line 1 of .* must be a str or null, got 7"),
         ("a.jsonl", '{"text": "nul\\u0000nul"}', "has a NUL character"),
     ],
@@ -218,7 +188,6 @@ def test_sentences_can_be_given(tmp_path: Path) -> None:
     ("source", "message"),
     [
         ([FIRST, "nul\0"], "Sentence 2 has a NUL character"),
-        ([FIRST, {"text": 1}], "'text' in row 2 must be a str"),
         ([{"body": "x"}], "one of body in row 1"),
         (pd.Series([FIRST, None, float("nan")], dtype=object), "Sentence 3 must be a str or null, got nan"),
         ({"text": [FIRST]}, "source must be"),

@@ -57,12 +57,6 @@ def test_the_sentences_of_a_leipzig_archive_are_read(tmp_path: Path) -> None:
         assert load_corpus(write(tmp_path / name, tarred(members, mode))).sentences == (FIRST, SECOND)
 
 
-def test_streams_that_follow_each_other_are_one(tmp_path: Path) -> None:
-    first, second = (gzip.compress(f"{text}\n".encode()) for text in (FIRST, SECOND))
-    corpus = load_corpus(write(tmp_path / "a.gz", first + second + bytes(2**19)))
-    assert corpus.sentences == (FIRST, SECOND)
-
-
 @settings(max_examples=40)
 @given(share=st.floats(0, 0.999), limit=st.sampled_from([None, 2]))
 def test_a_truncated_file_is_refused_wherever_it_ends(

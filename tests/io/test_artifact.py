@@ -13,11 +13,10 @@ import pytest
 import torch
 from artifacts import Make, Read, assert_same, check_artifact, contents
 from conftest import make_sentences
-from safetensors.torch import save_file
 from several import run_ranks
 
 import matlens
-from matlens import InputError, ffn, parallel
+from matlens import InputError, ffn
 from matlens.activations import Activations
 from matlens.data import make_windows
 from matlens.explorer import value_pages, write_value_pages
@@ -134,7 +133,7 @@ def test_artifacts_keep_the_contract(
     monkeypatch.setattr(streaming, "_SHARE_OF_WRITING", 0)
     monkeypatch.setattr("matlens.linearity.atlas.time.process_time", lambda: 0.0)
     if kind == "moments":  # where chunks fall depends on where a run resumes
-        monkeypatch.setattr("matlens.linear.fitting.chunk_size", lambda x: 1)
+        monkeypatch.setattr(streaming, "chunk_size", lambda _: 1)
     make, read = kind_of(kind)
     is_own = kind in ("activations", "moments")  # all others write by the same code
     check_artifact(make, read, tmp_path, kills=8 if is_own else 1, harms=80 if is_own else 15)
@@ -178,18 +177,6 @@ def test_a_collection_larger_than_memory_is_fitted_shard_by_shard(
         assert_same(_parts(by_shard), _parts(in_memory), tolerance=1e-5)
 
 
-def test_parts_of_a_job_merge(small_model: Callable[[str], Any], tmp_path: Path) -> None:
-    model = small_model("gpt2")
-    examples = matlens.make_examples(model, make_sentences())
-    for part in (1, 2, 3):
-        stream_least_squares(model, examples, tmp_path / f"{part}", part=(part, 3), **QUIET)
-    parts = StoredLeastSquares(*(tmp_path / f"{part}" for part in (3, 1, 2)))
-    merged = parts.merge(tmp_path / "merged")
-    assert merged.n_samples == sum(int(examples.lengths[part::3].sum()) for part in range(3))
-    with pytest.raises(InputError):
-        StoredLeastSquares(tmp_path / "1", tmp_path / "3").merge(tmp_path / "half")
-
-
 # Folders that are not this job's
 
 
@@ -221,56 +208,32 @@ def write_and_raise(folder: Path, error: BaseException) -> None:
         raise error
 
 
-def test_a_failure_removes_what_the_job_wrote_and_nothing_else(tmp_path: Path) -> None:
-    """Neither a folder that was there, nor files that others put into it meanwhile."""
+def test_a_job_that_failed_before_it_wrote_leaves_no_folder(tmp_path: Path) -> None:
+    """But one that was there, and what others put into it meanwhile."""
 
-    def work(folder: Path) -> None:
-        with Artifact.writing(folder, "maps", {}) as artifact:
-            (folder / "config.yaml").write_text("theirs")
-            (folder / "theirs.json").write_text("{}")
-            save_file({"x": torch.ones(3)}, folder / "theirs.safetensors")
-            artifact.write("0", {"x": torch.ones(3)})
-            artifact.write_json("1", {"a": 1})
-            artifact.write_text("2.html", "text")
-            artifact.subfolder("3").mkdir()
-            (folder / "3" / "file").write_text("text")
+    def fail(folder: Path, *theirs: str) -> None:
+        with Artifact.writing(folder, "maps", {}):
+            for name in theirs:
+                (folder / name).write_text("theirs")
             raise ValueError("mine")
 
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "target").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "target")
-    for name in ("folder", "link", "new"):
+    (tmp_path / "old").mkdir()
+    for name in ("old", "new"):
         with pytest.raises(ValueError, match="mine"):
-            work(tmp_path / name)
-        left = sorted(path.name for path in (tmp_path / name).iterdir())
-        assert left == ["config.yaml", "theirs.json", "theirs.safetensors"]
-    for name in ("empty", "new/empty"):
-        (tmp_path / "empty").mkdir(exist_ok=True)
-        with pytest.raises(ValueError, match="mine"):
-            write_and_raise(tmp_path / name, ValueError("mine"))
-        assert (tmp_path / name).exists() == (name == "empty")
+            fail(tmp_path / name)
+    with pytest.raises(ValueError, match="mine"):
+        fail(tmp_path / "shared", "notes.txt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old", "shared"]
+    assert not list((tmp_path / "old").iterdir())
+    assert (tmp_path / "shared" / "notes.txt").read_text() == "theirs"
 
 
-def test_what_an_earlier_call_wrote_outlives_a_failure(tmp_path: Path) -> None:
+def test_what_was_written_outlives_a_failure(tmp_path: Path) -> None:
     for error in (KeyboardInterrupt(), ValueError("mine")):
         with pytest.raises(type(error)):
             write_and_raise(tmp_path / "a", error)
-    with Artifact.writing(tmp_path / "a", "maps", {}) as artifact:
-        assert artifact.written() == ["0"]
-
-
-def test_what_other_processes_wrote_outlives_a_failure(tmp_path: Path) -> None:
-    def work() -> None:
         with Artifact.writing(tmp_path / "a", "maps", {}) as artifact:
-            artifact.write(str(parallel.rank()), {"x": torch.ones(3)})
-            parallel.barrier("written")
-            if parallel.is_main():
-                raise ValueError("mine")
-            artifact.finish()
-
-    run_ranks(2, work, tmp_path / "ranks")
-    with Artifact.writing(tmp_path / "a", "maps", {}) as artifact:
-        assert artifact.written() == ["1"]
+            assert artifact.written() == ["0"]
 
 
 @pytest.mark.parametrize("call", ["os.fsync", "os.replace"])

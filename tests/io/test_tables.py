@@ -37,20 +37,8 @@ def row(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_table_has_further_columns_and_integer_layers() -> None:
-    assert list(row().values()) == [
-        "quality",
-        "small",
-        "words",
-        "mat",
-        1,
-        3,
-        "precision",
-        5,
-        0.5,
-        0.25,
-        0.75,
-        8,
-    ]
+    expected = ["quality", "small", "words", "mat", 1, 3, "precision", 5, 0.5, 0.25, 0.75, 8]
+    assert list(row().values()) == expected
     table = result_table([row(lam=0.5), row(layer=None, target=None, lam=math.nan)], "lam")
     assert list(table.columns) == [*COLUMNS, "lam"]
     assert table["layer"].dtype == table["target"].dtype == "Int64"
@@ -104,13 +92,6 @@ def test_no_damage_to_a_table_or_to_its_origin_is_read_as_other_numbers(tmp_path
         numbers(path)
     (tmp_path / "quality.json").unlink()  # a change that is meant
     assert numbers(path) == [0.7, 0.7]
-
-
-def test_a_large_table_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "long.csv").write_text("value\n" + "1" * (3 * 2**20))
-    monkeypatch.setenv("MATLENS_MAX_TABLE_MIB", "1")
-    with pytest.raises(InputError, match=r"long\.csv has more than 1 MiB in a table.* MATLENS_MAX_TABLE_MIB"):
-        numbers(tmp_path / "long.csv")
 
 
 # Formulas of spreadsheets

@@ -9,9 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
 from identities import make_activations, make_identity
 from sklearn.linear_model import LinearRegression, Ridge
 from torch import Tensor
@@ -218,15 +215,9 @@ def test_a_direction_counts_from_the_singular_value_from_which_gelsd_counts_it(
 
 @pytest.mark.usefixtures("in_float64")
 @each_way
-@pytest.mark.parametrize(
-    ("x_dtype", "y_dtype"),
-    [(torch.float16, torch.float64), (torch.bfloat16, torch.float32), (torch.float32, torch.float16)],
-)
-def test_the_solution_is_in_float64_whatever_the_samples_are(
-    x_dtype: torch.dtype, y_dtype: torch.dtype, way: Way
-) -> None:
-    x = (random(N, D_IN) * 300).to(x_dtype)
-    y = targets(x.double()).to(y_dtype)
+def test_the_solution_is_in_float64_whatever_the_samples_are(way: Way) -> None:
+    x = (random(N, D_IN) * 300).to(torch.bfloat16)
+    y = targets(x.double()).to(torch.float16)
     close(predict(way(x, y, False, 0.0), x), x.double() @ gelsd(x, y), 1e-12)
 
 
@@ -267,9 +258,9 @@ def test_intercept_is_least_squares_on_centred_samples(make: Make, way: Way) -> 
 @pytest.mark.usefixtures("in_float64")
 @each_way
 @pytest.mark.parametrize("intercept", [False, True])
-@pytest.mark.parametrize("ridge", [0.01, 5.0])
-@pytest.mark.parametrize("make", [plain, wide, nearly_collinear, everything])
-def test_ridge_is_sklearns(make: Make, ridge: float, intercept: bool, way: Way) -> None:
+@pytest.mark.parametrize("make", [wide, everything])
+def test_ridge_is_sklearns(make: Make, intercept: bool, way: Way) -> None:
+    ridge = 0.5
     x, new = make(N, 0), make(25, 7)
     y = targets(x)
     weight, bias = way(x, y, intercept, ridge)
@@ -277,42 +268,6 @@ def test_ridge_is_sklearns(make: Make, ridge: float, intercept: bool, way: Way) 
     close(weight.T, torch.from_numpy(model.coef_).T, 1e-8)
     assert (bias is not None) == intercept
     close(predict((weight, bias), new), torch.from_numpy(model.predict(new.numpy())), 1e-8)
-
-
-# Properties for any input
-
-
-def matrices(rows: int, columns: int) -> st.SearchStrategy[np.ndarray]:
-    return arrays(np.float64, (rows, columns), elements=st.floats(-100, 100, width=32))
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
-    n, d_in, d_out = draw(st.integers(1, 9)), draw(st.integers(1, 5)), draw(st.integers(1, 3))
-    return torch.from_numpy(draw(matrices(n, d_in))), torch.from_numpy(draw(matrices(n, d_out)))
-
-
-@given(problems(), st.sampled_from([0.0, 0.5]), st.booleans(), st.data())
-def test_residual_is_orthogonal_to_the_inputs_and_no_other_map_is_better(
-    problem: tuple[Tensor, Tensor], ridge: float, intercept: bool, data: st.DataObject
-) -> None:
-    x, y = problem
-    weight, bias = one_update(x, y, intercept, ridge)
-    residual = y - predict((weight, bias), x)
-    size = x.norm() + len(x) ** 0.5
-    offset = 0.0 if bias is None else len(x) ** 0.5 * float(bias.norm())
-    rounding = 1e-12 * float(size * (y.norm() + size * weight.norm() + offset))
-    assert (x.T @ residual - ridge * weight.T).abs().max() <= rounding
-    if intercept:
-        assert residual.sum(0).abs().max() <= rounding
-
-    def loss(w: Tensor, b: Tensor | None) -> float:
-        return float((y - predict((w, b), x)).square().sum() + ridge * w.square().sum())
-
-    step = torch.from_numpy(data.draw(matrices(*weight.shape))) * 10.0 ** -data.draw(st.integers(0, 4))
-    shift = data.draw(st.floats(-3, 3))
-    other = loss(weight + step, None if bias is None else bias + shift)
-    assert other >= loss(weight, bias) * (1 - 1e-11) - 4 * rounding * (1 + float(step.norm()) + abs(shift))
 
 
 # Several sites
@@ -348,22 +303,8 @@ def test_several_targets_at_once_and_in_chunks_are_the_same_as_one_by_one(
                 torch.testing.assert_close(linear.bias, bias)
                 assert linear.provenance == SEED
     assert all(torch.equal(vectors, before[site]) for site, vectors in SITES.items())
-
-
-def test_targets_are_solved_by_name_and_given_in_several_tensors() -> None:
-    x, ys = SITES["a.0"], {"h.2": SITES["b.0"], "h.3": SITES["c.0"].float(), "h.4": SITES["d.0"]}
-    apart = LeastSquares(4, {target: y.shape[1] for target, y in ys.items()}, source="h.1")
-    for part in (slice(0, 5), slice(5, N)):
-        apart.update(x[part], [y[part] for y in ys.values()])
-    solved = apart.solve(intercept=True, ridge=2.0, provenance=SEED)
-    assert list(solved) == list(ys)
-    for target, y in ys.items():
-        weight, bias = one_update(x, y.double(), True, 2.0)
-        linear = solved[target]
-        assert (linear.source, linear.target, linear.provenance) == ("h.1", target, SEED)
-        torch.testing.assert_close(linear.weight, weight.float())
-        torch.testing.assert_close(linear.bias, None if bias is None else bias.float())
-    assert list(apart.solve(targets=["h.4"])) == ["h.4"]
+    state = LeastSquares(4, {"b.0": 6, "d.0": 4}).update(SITES["a.0"], [SITES["b.0"], SITES["d.0"]])
+    assert list(state.solve(targets=["d.0"])) == ["d.0"]
 
 
 # Chosen and weighted samples: scikit-learn's answer, however the samples are given
@@ -474,15 +415,6 @@ def test_what_is_not_finite_is_refused_by_name_and_adds_nothing(
     assert state.n == seen_before
     state.update(x[seen_before:], y[seen_before:])
     close(predict(state.solution(intercept=False, ridge=0.0), x), x @ gelsd(x, y), 1e-12)
-
-
-@pytest.mark.parametrize("bad", ["a.0", "b.0", "c.0"])
-def test_batch_and_stream_name_the_site_that_is_not_finite(bad: str) -> None:
-    samples = {site: vectors.half() for site, vectors in SITES.items()}
-    samples[bad] = samples[bad] * 60000
-    for fits in (fit_samples(samples, PAIRS), fit_stream(batches(samples, 7), PAIRS)):
-        with pytest.raises(InputError, match=rf"{bad}\b.* are not finite"):
-            list(fits)
 
 
 @pytest.mark.parametrize("fit", [fit_samples, lambda samples, pairs: fit_stream([samples], pairs)])
