@@ -154,12 +154,12 @@ def read_parquet(
 
 
 def _prepare(folder: Path) -> None:
-    """An empty folder; what an interrupted export has left in it is removed."""
+    """An empty folder; the files of an interrupted export are removed."""
     folder.mkdir(parents=True, exist_ok=True)
-    left = [path for path in folder.iterdir() if path.match(VECTORS) or path.suffix == ".part"]
-    if (folder / EXAMPLES).exists() or len(left) < len(list(folder.iterdir())):
+    unfinished = [path for path in folder.iterdir() if path.match(VECTORS) or path.suffix == ".part"]
+    if (folder / EXAMPLES).exists() or len(unfinished) < len(list(folder.iterdir())):
         raise InputError(f"{folder} must be empty. Choose another folder.")
-    for path in left:
+    for path in unfinished:
         path.unlink()
 
 

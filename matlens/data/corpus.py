@@ -137,9 +137,9 @@ def load_corpus(
 
 
 def _select_sentences(name: str, pieces: Iterable[str], limit: int | None) -> Corpus:
-    kept: dict[str, None] = {}  # an ordered set
+    sentences: dict[str, None] = {}  # an ordered set
     n_read = n_empty = n_short = n_duplicate = n_characters = 0
-    most_characters = CORPUS.limit
+    max_characters = CORPUS.limit
     for piece in pieces:
         n_read += 1
         words = piece.split()
@@ -148,13 +148,13 @@ def _select_sentences(name: str, pieces: Iterable[str], limit: int | None) -> Co
             n_empty += 1
         elif len(words) < MIN_WORDS and len(_UNSPACED.findall(sentence)) < MIN_WORDS * _CHARACTERS:
             n_short += 1
-        elif sentence in kept:
+        elif sentence in sentences:
             n_duplicate += 1
         else:
-            kept[sentence] = None
+            sentences[sentence] = None
             n_characters += len(sentence)
-            if n_characters > most_characters:
+            if n_characters > max_characters:
                 CORPUS.check(n_characters, name)
-            if len(kept) == limit:
+            if len(sentences) == limit:
                 break
-    return Corpus(name, tuple(kept), n_read, n_empty, n_short, n_duplicate)
+    return Corpus(name, tuple(sentences), n_read, n_empty, n_short, n_duplicate)

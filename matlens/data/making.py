@@ -130,8 +130,8 @@ def _sample_position(text: str, added: list[bool], seed: int, sample_special: bo
     """A position in a sentence, from the seed and the text alone."""
     allowed = np.arange(len(added)) if sample_special else np.flatnonzero(~np.asarray(added, dtype=bool))
     if not len(allowed):
-        which = "only special tokens" if added else "no token"
-        raise InputError(f"A sentence must have tokens, got {which} of {short(text)}.")
+        found = "only special tokens" if added else "no token"
+        raise InputError(f"A sentence must have tokens, got {found} of {short(text)}.")
     digest = hashlib.blake2b(f"{seed}\n{text}".encode(), digest_size=8).digest()
     return int(allowed[int.from_bytes(digest, "big") * len(allowed) >> 64])
 

@@ -60,7 +60,7 @@ _RESIDUE = re.compile(  # of markup, and traces of a removal
 # The splitter takes the dot of "2. " in a running enumeration for a full stop.
 _CUT_OFF = re.compile(r"(?:[:;]|\band) \(?\d\.$")
 # It also keeps a quotation of many sentences in one piece; no single sentence here is this long.
-_MOST_WORDS = 150
+_MAX_WORDS = 150
 
 
 def wikipedia_sample() -> Iterator[str]:
@@ -212,7 +212,7 @@ def _is_whole(sentence: str) -> bool:
         and _END.search(sentence) is not None
         and _RESIDUE.search(sentence) is None
         and _CUT_OFF.search(sentence) is None
-        and len(sentence.split()) <= _MOST_WORDS
+        and len(sentence.split()) <= _MAX_WORDS
         and all(sentence.count(a) == sentence.count(b) for a, b in ("()", "[]", "“”"))
         and sentence.count('"') % 2 == 0
     )
@@ -226,7 +226,7 @@ CATALOGUES = {
 """Folders of the catalogues, by the code of their language; the messages themselves are English, ``en``."""
 LANGUAGES = ("en", *CATALOGUES)
 _WEBLATE = "--no-deps weblate==5.14.3"
-_FEWEST_WORDS = 5  # as corpora have it, so that no language loses a message that another keeps
+_MIN_WORDS = 5  # as corpora have it, so that no language loses a message that another keeps
 # Gaps for names and numbers, markup, addresses, and what belongs to a program's text rather than to prose.
 _NO_PROSE = re.compile(r"[%{}<>\\|`_\n]|https?:")
 _ENTRY = re.compile(r'(msgctxt|msgid|msgid_plural|msgstr(?:\[\d+\])?) "(.*)"')
@@ -249,7 +249,7 @@ def messages(language: str) -> Iterator[str]:
 
 
 def _is_prose(text: str) -> bool:
-    whole = len(text.split()) >= _FEWEST_WORDS and text[-1] in ".!?"
+    whole = len(text.split()) >= _MIN_WORDS and text[-1] in ".!?"
     return whole and _NO_PROSE.search(text) is None
 
 

@@ -134,10 +134,10 @@ def _dataset_sentences(source: str, path: Path, field: str, split: str) -> Itera
     except InputError:
         raise
     except Exception as error:  # code of others, for every format and every server, fails in its own ways
-        said = error.__cause__ if "occurred while generating" in str(error) else error
+        cause = error.__cause__ if "occurred while generating" in str(error) else error
         raise InputError(
             f"The dataset '{source}' cannot be read: "
-            f"{type(said).__name__}: {str(said)[:300]}. With HF_HUB_OFFLINE=1, it is read "
+            f"{type(cause).__name__}: {str(cause)[:300]}. With HF_HUB_OFFLINE=1, it is read "
             f"from the cache. {_CHOICES}{did_you_mean(source, SAMPLES)}"
         ) from error
 

@@ -361,16 +361,19 @@ def _same_job(folder: Path, config: Mapping[str, Any], *, partial: bool = False)
                 f"{folder} holds other files. Choose a new or empty folder, or one of the same command."
             ) from None
         return None
-    there, now = (_flat({"holds": said["holds"], **said["request"]}) for said in (found.config, config))
+    stored, requested = (_flat({"holds": of["holds"], **of["request"]}) for of in (found.config, config))
     ignored = _OF_BATCHES if found.finished else ()
     differing = [
         key
-        for key in (now if partial else {**now, **there})
-        if now.get(key) != there.get(key) and key not in ignored and not _only_names(key, now, there)
+        for key in (requested if partial else {**requested, **stored})
+        if requested.get(key) != stored.get(key)
+        and key not in ignored
+        and not _is_renamed(key, requested, stored)
     ]
     if differing:
         differences = "; ".join(
-            f"{key}: {there.get(key)!s:.60} in the folder, {now.get(key)!s:.60} now" for key in differing[:8]
+            f"{key}: {stored.get(key)!s:.60} in the folder, {requested.get(key)!s:.60} now"
+            for key in differing[:8]
         )
         raise InputError(
             f"{folder} belongs to another job ({differences}). Choose another folder, or remove it."
@@ -378,11 +381,11 @@ def _same_job(folder: Path, config: Mapping[str, Any], *, partial: bool = False)
     return found
 
 
-def _only_names(key: str, now: Mapping[str, Any], there: Mapping[str, Any]) -> bool:
+def _is_renamed(key: str, requested: Mapping[str, Any], stored: Mapping[str, Any]) -> bool:
     """Whether only the name of a model differs, not its fingerprint."""
     of, _, name = key.rpartition(".")
     fingerprint = f"{of}.fingerprint"
-    return name in _NAMES and fingerprint in now and now[fingerprint] == there.get(fingerprint)
+    return name in _NAMES and fingerprint in requested and requested[fingerprint] == stored.get(fingerprint)
 
 
 def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

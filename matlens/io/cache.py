@@ -19,7 +19,7 @@ from matlens import parallel
 from matlens.errors import InputError
 from matlens.io.artifact import CONFIG, LAYOUT, Artifact
 from matlens.io.bounds import Bound
-from matlens.io.files import LOCK, tell
+from matlens.io.files import LOCK, print_to_stderr
 
 VARIABLE = "MATLENS_CACHE"
 LIMIT = Bound("MATLENS_CACHE_GIB", 20, "GiB of the cache", 2**30)
@@ -56,7 +56,7 @@ class Cache:
             entry = _entry(artifact)
         except (OSError, InputError) as error:
             if _remove(place):
-                tell(f"An entry of the cache is damaged and recomputed: {error}")
+                print_to_stderr(f"An entry of the cache is damaged and recomputed: {error}")
             return None
         with suppress(OSError):  # a cache that is read-only
             os.utime(place / CONFIG)
@@ -95,7 +95,7 @@ class Cache:
                     artifact.write_json(_ABOUT, about or {})
                     artifact.finish()
         except (OSError, SafetensorError) as error:
-            tell(f"The cache {self.root} is not used. {type(error).__name__}: {error}")
+            print_to_stderr(f"The cache {self.root} is not used. {type(error).__name__}: {error}")
             return None
         self._shrink(place)
         return _entry(artifact)

@@ -107,7 +107,7 @@ def locked(
             lock.acquire(timeout=timeout)
             break
         except Timeout:
-            tell(f"{folder} is in use by {owner()}. Waiting until it ends.")
+            print_to_stderr(f"{folder} is in use by {owner()}. Waiting until it ends.")
             timeout = -1
         except FileNotFoundError:  # the other job has failed and removed the folder
             continue
@@ -126,7 +126,7 @@ def locked(
             lock.release()
 
 
-def tell(message: str) -> None:
+def print_to_stderr(message: str) -> None:
     """Print to stderr."""
     print(printable(message, limit=500), file=sys.stderr, flush=True)
 

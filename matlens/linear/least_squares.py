@@ -159,13 +159,13 @@ class LeastSquares:
             return self
         what = f"least squares of {self.name}"
         gathered = parallel.gather(self.tensors(), what)
-        whole = self
+        merged = self
         if not parallel.is_main():
             d_in, norms = self._r.shape[1] - 1, self.norms is not None
-            whole = type(self)(d_in, self.targets, source=self.source, split=self.split, norms=norms)
+            merged = type(self)(d_in, self.targets, source=self.source, split=self.split, norms=norms)
         for tensors in gathered[1:]:  # the first are the main process's own
-            whole.merge(self._like(tensors))
-        return self._like(parallel.broadcast_tensors(whole.tensors(), what)) if to_all else whole
+            merged.merge(self._like(tensors))
+        return self._like(parallel.broadcast_tensors(merged.tensors(), what)) if to_all else merged
 
     def _like(self, tensors: Mapping[str, Tensor]) -> Self:
         return self.from_tensors(tensors, self.targets, source=self.source, split=self.split)

@@ -93,13 +93,13 @@ class LinearMap:
     def digest(self) -> str:
         """Sixteen hex digits that change with the map's values."""
         parts = self.parts
-        checksum, known = fast_checksum(parts.items()), vars(self).get("_digest")
-        if known is None or known[0] != checksum:  # its values can be edited in place
-            known = vars(self)["_digest"] = (
+        checksum, cached = fast_checksum(parts.items()), vars(self).get("_digest")
+        if cached is None or cached[0] != checksum:  # its values can be edited in place
+            cached = vars(self)["_digest"] = (
                 checksum,
                 tensor_digest(*(part.float() for part in parts.values())),
             )
-        return str(known[1])
+        return str(cached[1])
 
     def to(self, device: torch.device | str) -> LinearMap:
         """The same map on a device, where it need not be moved at every use."""

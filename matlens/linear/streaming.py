@@ -19,7 +19,7 @@ from torch import Tensor
 
 from matlens import parallel
 from matlens.activations.activations import Positions
-from matlens.activations.collecting import batch_counts, default_batch_tokens, provenance_of, stream
+from matlens.activations.collecting import Rows, batch_counts, default_batch_tokens, provenance_of, stream
 from matlens.data.examples import Examples
 from matlens.errors import InputError, NonNegative, PositiveInt, checked
 from matlens.io.artifact import Artifact
@@ -156,7 +156,7 @@ def stream_least_squares(
     pairs
         As in `MapSet.fit`.
     positions
-        ``"sampled"``: only at the positions of the examples. ``"all"``: at every token.
+        ``"sampled"``: only at the positions of the examples. ``"all"``: at all_positions token.
     rows, weights
         As in `MapSet.fit`: of all parts together, in the order of ``collect`` at these positions.
     part
@@ -172,14 +172,14 @@ def stream_least_squares(
         raise InputError(f"part must be one of {of}, such as (1, {of}), got {part}.")
     requested, widths = pairs_and_widths(model, pairs)
     provenance = provenance_of(model, ModelLayout.from_model(model), examples, positions, widths)
-    every = examples.at_positions(positions)
-    selection = Selection.parse(rows, weights, every.n_positions)
+    all_positions = examples.at_positions(positions)
+    selection = Selection.parse(rows, weights, all_positions.n_positions)
     norms = are_few(selection.n, model.cfg.d_model)
     provenance = provenance.with_details(**selection.details)
     own = examples
     if of > 1:
         own = examples.select(np.arange(number - 1, len(examples), of), part=f"{number}/{of}")
-        selection = selection.part(every.sentences % of == number - 1)
+        selection = selection.part(all_positions.sentences % of == number - 1)
     request: dict[str, Any] = {
         "provenance": provenance.to_json(),
         "pairs": requested,
@@ -195,27 +195,12 @@ def stream_least_squares(
             states = _States(artifact, fits)
             if len(own):
                 counts = batch_counts(model, own, positions, request["batch_tokens"])
-                left = range(parallel.broadcast(states.n_batches, "batches that are done"), len(counts))
                 batches = stream(
                     model, own, list(widths), positions=positions, batch_tokens=request["batch_tokens"],
-                    progress=progress, divided=True, batch_indices=left,
+                    progress=progress, divided=True, batch_indices=range(states.n_batches, len(counts)),
                 )  # fmt: skip
-                each = parallel.world_size()
-                # In step: a state has the same batches of all processes.
-                steps = [sum(counts[i : i + each]) for i in left[::each]]
-                for run in consecutive(steps, each * chunk_size(widths[requested[0][0]])):
-                    parts = [
-                        selection.select(batch.vectors, torch.from_numpy(batch.index))
-                        for batch in itertools.islice(batches, len(run))
-                    ]
-                    if parts:  # in the last step, not every process has a batch
-                        update(fits.values(), joined(parts))
-                    if parallel.broadcast(states.are_due(), "whether to store a state"):
-                        _reduce(fits)
-                        states.write(min(left.start + each * run.stop, len(counts)))
-                for _ in batches:  # to its end, where it checks the model
-                    pass
-                _reduce(fits)
+                size = chunk_size(widths[requested[0][0]])
+                _add_all(fits, states, batches, counts, size, selection)
             if parallel.is_main():
                 for source, fit in fits.items():
                     artifact.write(source, fit.tensors())
@@ -233,6 +218,35 @@ def pairs_and_widths(model: TransformerBridge, pairs: Pairs) -> tuple[list[tuple
     return requested, {site: layout.width(site) for pair in requested for site in pair}
 
 
+def _add_all(
+    fits: dict[str, LeastSquares],
+    states: _States,
+    batches: Iterator[Rows],
+    counts: Sequence[int],
+    size: int,
+    selection: Selection,
+) -> None:
+    """Add batches in chunks; ``counts`` are the samples of all batches, those in the state included.
+
+    Processes are in step, so that a state has the same batches of each of them.
+    """
+    world_size, done = parallel.world_size(), states.n_batches
+    steps = [sum(counts[start : start + world_size]) for start in range(done, len(counts), world_size)]
+    for run in consecutive(steps, world_size * size):
+        parts = [
+            selection.select(batch.vectors, torch.from_numpy(batch.index))
+            for batch in itertools.islice(batches, len(run))
+        ]
+        if parts:  # in the last step, some processes have no batch
+            update(fits.values(), joined(parts))
+        if parallel.broadcast(states.are_due(), "whether to store a state"):
+            _reduce(fits)
+            states.write(min(done + world_size * run.stop, len(counts)))
+    for _ in batches:  # to its end, where it checks the model
+        pass
+    _reduce(fits)
+
+
 def _reduce(fits: dict[str, LeastSquares]) -> None:
     """Merge the samples of all processes in the main one; the others have none then."""
     for source, fit in fits.items():
@@ -243,13 +257,13 @@ class _States:
     """Periodic checkpoints of the statistics, to resume an interrupted run."""
 
     def __init__(self, artifact: Artifact, fits: dict[str, LeastSquares]) -> None:
-        self._artifact, self._fits, self.n_batches = artifact, fits, 0
+        self._artifact, self._fits = artifact, fits
         self._last, self._pause = time.monotonic(), _STATE_EVERY
         existing = {*artifact.written()} if parallel.is_main() else set()
         counts = {int(name.partition("@")[2]) for name in existing if "@" in name}
         complete = [n for n in counts if {*self._names(n).values()} <= existing]
+        self.n_batches = parallel.broadcast(max(complete, default=0), "batches that are done")
         if complete:
-            self.n_batches = max(complete)
             for source, name in self._names(self.n_batches).items():
                 targets = fits[source].targets
                 fits[source] = LeastSquares.from_tensors(artifact.read_all(name), targets, source=source)

@@ -15,7 +15,7 @@ import torch
 from matlens.errors import InputError
 from matlens.io.bounds import LAYERS
 from matlens.io.cache import default_cache, file_states
-from matlens.io.files import tell
+from matlens.io.files import print_to_stderr
 from matlens.models.registry import families
 from matlens.models.weights import fast_checksum
 
@@ -147,7 +147,7 @@ def _read_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         try:
             entry = cache.store(MODEL, key, fill, about={"what": path.name, "of": str(path.absolute())})
         except Exception as error:  # other libraries cannot write it, or read it back, or not as it was
-            tell(f"{path.name} is not stored in the cache. {type(error).__name__}: {error}")
+            print_to_stderr(f"{path.name} is not stored in the cache. {type(error).__name__}: {error}")
         if entry is None:
             return loaded if dtype == torch.float32 else _dequantize(path, dtype)
     return _load(entry.folder, dtype)
