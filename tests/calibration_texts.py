@@ -10,7 +10,6 @@ from matlens.data import Corpus
 # The matrix by which an FFN writes, in each block.
 WRITERS = {
     "gpt2": "mlp.c_proj", "llama": "mlp.down_proj", "neox": "mlp.dense_4h_to_h", "gptj": "mlp.fc_out",
-    "neox-sequential": "mlp.dense_4h_to_h", "falcon": "mlp.dense_4h_to_h",
     "falcon-alibi": "mlp.dense_4h_to_h", "bloom": "mlp.dense_4h_to_h",
 }  # fmt: skip
 

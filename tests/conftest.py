@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import huggingface_hub.constants
 import jaxtyping
@@ -40,199 +40,186 @@ N_LAYERS, D_MODEL, N_CTX = 3, 32, 48
 N_DEEP = 6  # layers of "llama-deep", which has room for several spans
 
 _COMMON: dict[str, Any] = {"vocab_size": 60, "pad_token_id": 1, "bos_token_id": None, "eos_token_id": None}
-_SIZES: dict[str, Any] = _COMMON | {
+_MIN: dict[str, Any] = _COMMON | {
     "hidden_size": D_MODEL, "num_hidden_layers": N_LAYERS, "num_attention_heads": 4,
-    "intermediate_size": 48, "max_position_embeddings": N_CTX,
 }  # fmt: skip
+_SIZES = _MIN | {"intermediate_size": 48, "max_position_embeddings": N_CTX}
 _GROUPED = _SIZES | {"num_key_value_heads": 2, "head_dim": 8}
 _GPT: dict[str, Any] = _COMMON | {"n_layer": N_LAYERS, "n_embd": D_MODEL, "n_head": 4, "n_positions": N_CTX}
-_FALCON_ALIBI: dict[str, Any] = _COMMON | {
-    "hidden_size": D_MODEL, "num_hidden_layers": N_LAYERS, "num_attention_heads": 4,
-    "alibi": True, "bias": True,
-}  # fmt: skip
-# As falcon-40b: groups of heads, each with a key and a value.
-_FALCON_NEW: dict[str, Any] = _COMMON | {
-    "hidden_size": D_MODEL, "num_hidden_layers": N_LAYERS, "num_attention_heads": 8, "num_kv_heads": 2,
-    "new_decoder_architecture": True, "bias": True,
-}  # fmt: skip
-_OPT = {key: value for key, value in _SIZES.items() if key != "intermediate_size"} | {"ffn_dim": 48}
+_ALIBI = _MIN | {"alibi": True, "bias": True}
+_OPT = _MIN | {"max_position_embeddings": N_CTX, "ffn_dim": 48}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+_SHARED_EXPERT = _GROUPED | _EXPERTS | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 24}
+RESIDUAL_MULTIPLIER = 0.5  # of Granite: by what attention's and the FFN's output are multiplied
 
-CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
-    "gpt2": lambda: transformers.GPT2Config(**_GPT),
-    "llama": lambda: transformers.LlamaConfig(**_GROUPED),
-    "neox": lambda: transformers.GPTNeoXConfig(**_SIZES),
-    "gptj": lambda: transformers.GPTJConfig(**_GPT, rotary_dim=4),
-    "bert": lambda: transformers.BertConfig(**_SIZES),
+
+def _sites(post: str, mid: str | None, **modules: str) -> dict[str, tuple[str, str]]:
+    """Which module of a layer has which site as its input or output."""
+    ends = {f"{kind}_{side}": (path, side) for kind, path in modules.items() for side in ("in", "out")}
+    return ends | ({} if mid is None else {"mid": (mid, "in")}) | {"ffn_post": (post, "in")}
+
+
+class Architecture(NamedTuple):
+    """A small model's configuration, and where the plain model has its layers, its final norm and its sites.
+
+    Written by hand from the source of transformers; tests hook these and compare.
+    """
+
+    config: Callable[[], transformers.PretrainedConfig]
+    layers: str = ""
+    final_norm: str = ""
+    sites: dict[str, tuple[str, str]] | None = None
+
+
+_OF_LLAMA = ("model.layers", "model.norm")
+_OF_GPT2 = ("transformer.h", "transformer.ln_f")
+_LLAMA = _sites(
+    "mlp.down_proj", "post_attention_layernorm", ln1="input_layernorm", attn="self_attn",
+    ln2="post_attention_layernorm", ffn="mlp",
+)  # fmt: skip
+# No module of a plain mixture of experts begins or ends at its coefficients; tests/models compute them.
+_MIXTURE = {kind: end for kind, end in _LLAMA.items() if kind != "ffn_post"}
+_GEMMA = _sites(
+    "mlp.down_proj", "pre_feedforward_layernorm", ln1="input_layernorm", attn="self_attn",
+    ln1_post="post_attention_layernorm", ln2="pre_feedforward_layernorm", ffn="mlp",
+    ln2_post="post_feedforward_layernorm",
+)  # fmt: skip
+_BERT = {
+    **_sites("output.dense", None, ln1="attention.output.LayerNorm", ln2="output.LayerNorm"),
+    "attn_in": ("attention", "in"), "attn_out": ("attention.output.dense", "out"),
+    "mid": ("attention.output.LayerNorm", "out"), "ffn_in": ("intermediate", "in"),
+    "ffn_out": ("output.dense", "out"),
+}  # fmt: skip
+_FALCON_POST = "mlp.dense_4h_to_h"
+
+SMALL: dict[str, Architecture] = {
+    "gpt2": Architecture(
+        lambda: transformers.GPT2Config(**_GPT), *_OF_GPT2,
+        _sites("mlp.c_proj", "ln_2", ln1="ln_1", attn="attn", ln2="ln_2", ffn="mlp"),
+    ),
+    "llama": Architecture(lambda: transformers.LlamaConfig(**_GROUPED), *_OF_LLAMA, _LLAMA),
+    "neox": Architecture(
+        lambda: transformers.GPTNeoXConfig(**_SIZES), "gpt_neox.layers", "gpt_neox.final_layer_norm",
+        _sites("mlp.dense_4h_to_h", None, ln1="input_layernorm", attn="attention",
+               ln2="post_attention_layernorm", ffn="mlp"),
+    ),
+    "gptj": Architecture(
+        lambda: transformers.GPTJConfig(**_GPT, rotary_dim=4), *_OF_GPT2,
+        _sites("mlp.fc_out", None, ln1="ln_1", attn="attn", ffn="mlp"),
+    ),
+    "bert": Architecture(
+        lambda: transformers.BertConfig(**_SIZES), "bert.encoder.layer", "cls.predictions", _BERT
+    ),
     # A cap that the random logits reach, so that leaving it out would show.
-    "gemma2": lambda: transformers.Gemma2Config(**_GROUPED, final_logit_softcapping=0.05),
-    "gemma3": lambda: transformers.Gemma3TextConfig(**_GROUPED, sliding_window=16),
-}
+    "gemma2": Architecture(
+        lambda: transformers.Gemma2Config(**_GROUPED, final_logit_softcapping=0.05), *_OF_LLAMA, _GEMMA
+    ),
+    "gemma3": Architecture(
+        lambda: transformers.Gemma3TextConfig(**_GROUPED, sliding_window=16), *_OF_LLAMA, _GEMMA
+    ),
+    "granite": Architecture(
+        lambda: transformers.GraniteConfig(
+            **_GROUPED, residual_multiplier=RESIDUAL_MULTIPLIER, logits_scaling=4.0
+        ),
+        *_OF_LLAMA, _LLAMA,
+    ),
+    "olmo2": Architecture(
+        lambda: transformers.Olmo2Config(**_SIZES, num_key_value_heads=2), *_OF_LLAMA,
+        _sites("mlp.down_proj", "mlp", attn="self_attn", ln1_post="post_attention_layernorm", ffn="mlp",
+               ln2_post="post_feedforward_layernorm"),
+    ),
+    # Its attention and its FFN add the stream themselves, so only the stream is known.
+    "bloom": Architecture(
+        lambda: transformers.BloomConfig(**_COMMON, hidden_size=D_MODEL, n_layer=N_LAYERS, n_head=4),
+        *_OF_GPT2,
+    ),
+    # With distances in attention, which transformers counts twice where it is asked for attention's patterns;
+    # attention and FFN one after the other, and side by side.
+    "falcon-alibi": Architecture(
+        lambda: transformers.FalconConfig(**_ALIBI, multi_query=False, parallel_attn=False), *_OF_GPT2,
+        _sites(_FALCON_POST, "post_attention_layernorm", ln1="input_layernorm", attn="self_attention",
+               ln2="post_attention_layernorm", ffn="mlp"),
+    ),
+    "falcon-alibi-multi-query": Architecture(
+        lambda: transformers.FalconConfig(**_ALIBI, multi_query=True), *_OF_GPT2,
+        _sites(_FALCON_POST, None, ln1="input_layernorm", attn="self_attention", ffn="mlp"),
+    ),
+    # As falcon-40b: groups of heads, each with a key and a value.
+    "falcon-new": Architecture(
+        lambda: transformers.FalconConfig(
+            **_MIN | {"num_attention_heads": 8}, num_kv_heads=2, new_decoder_architecture=True, bias=True
+        ),
+        *_OF_GPT2, _sites(_FALCON_POST, None, ln1="ln_attn", attn="self_attention", ln2="ln_mlp", ffn="mlp"),
+    ),
+    # Its blocks give lists.
+    "gpt1": Architecture(
+        lambda: transformers.OpenAIGPTConfig(**_GPT), "transformer.h", "lm_head",
+        _sites("mlp.c_proj", "mlp", ln1="ln_1", attn="attn", ln2="ln_2", ffn="mlp"),
+    ),
+    "cohere": Architecture(
+        lambda: transformers.CohereConfig(**_SIZES, num_key_value_heads=2, logit_scale=0.25), *_OF_LLAMA
+    ),
+    "roberta": Architecture(
+        lambda: transformers.RobertaConfig(**_SIZES), "roberta.encoder.layer", "lm_head", _BERT
+    ),
+    # Mixtures of experts: the second has one that all tokens share, the third linear attention in two layers,
+    # which keeps a state in the place of keys and values, the fourth output biases.
+    "olmoe": Architecture(lambda: transformers.OlmoeConfig(**_SIZES, **_EXPERTS), *_OF_LLAMA, _MIXTURE),
+    "qwen2-moe": Architecture(lambda: transformers.Qwen2MoeConfig(**_SHARED_EXPERT), *_OF_LLAMA, _MIXTURE),
+    "qwen3-next": Architecture(
+        lambda: transformers.Qwen3NextConfig(
+            **_SHARED_EXPERT, layer_types=["linear_attention", "full_attention", "linear_attention"],
+            linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+        ),
+        *_OF_LLAMA,
+    ),
+    "gpt-oss": Architecture(
+        lambda: transformers.GptOssConfig(**_GROUPED, num_local_experts=4, num_experts_per_tok=2), *_OF_LLAMA,
+        _MIXTURE,
+    ),
+    "t5": Architecture(
+        lambda: transformers.T5Config(
+            **_COMMON | {"pad_token_id": 0}, d_model=D_MODEL, d_kv=8, d_ff=48, num_heads=4,
+            num_layers=N_LAYERS, num_decoder_layers=2, decoder_start_token_id=0,
+        )
+    ),
+    "vit": Architecture(
+        lambda: transformers.ViTConfig(
+            hidden_size=D_MODEL, num_hidden_layers=N_LAYERS, num_attention_heads=4, intermediate_size=48,
+            image_size=12, patch_size=4, num_labels=5,
+        )
+    ),
+    "llama-sinks": Architecture(lambda: transformers.LlamaConfig(**_GROUPED), *_OF_LLAMA, _LLAMA),
+    "llama-deep": Architecture(
+        lambda: transformers.LlamaConfig(**_GROUPED | {"num_hidden_layers": N_DEEP}), *_OF_LLAMA
+    ),
+    "llama-tied": Architecture(
+        lambda: transformers.LlamaConfig(**_GROUPED, tie_word_embeddings=True), *_OF_LLAMA
+    ),
+    "opt": Architecture(lambda: transformers.OPTConfig(**_OPT, word_embed_proj_dim=D_MODEL)),
+    # As OPT-350m: norms behind, no final norm, and embeddings that are narrower than the stream.
+    "opt-narrow": Architecture(
+        lambda: transformers.OPTConfig(**_OPT, word_embed_proj_dim=16, do_layer_norm_before=False),
+        "model.decoder.layers", "model.decoder.project_out",
+    ),
+}  # fmt: skip
+LAYERS = {name: (small.layers, small.final_norm) for name, small in SMALL.items()}
+SITE_MODULES = {name: small.sites for name, small in SMALL.items() if small.sites}
 WIRING_OF = {
     "gpt2": "pre-norm", "llama": "pre-norm", "neox": "parallel", "gptj": "parallel", "bert": "post-norm",
     "gemma2": "extra-norm", "gemma3": "extra-norm", "granite": "scaled", "olmo2": "output-norm",
 }  # fmt: skip
-ARCHITECTURES = tuple(CONFIGS)
-WIRINGS = tuple(WIRING_OF)  # and two more, for tests of what follows from the wiring
+WIRINGS = tuple(WIRING_OF)
 # Other kinds of models, whose wirings are among these.
 KINDS = {
     "roberta": "post-norm", "olmoe": "pre-norm", "qwen2-moe": "pre-norm", "gpt-oss": "pre-norm",
     "gpt1": "post-norm", "falcon-alibi": "pre-norm", "falcon-alibi-multi-query": "parallel",
     "falcon-new": "parallel",
 }  # fmt: skip
-# More models to save by name: other wirings, other readouts.
-OTHER_CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
-    "neox-sequential": lambda: transformers.GPTNeoXConfig(**_SIZES, use_parallel_residual=False),
-    "granite": lambda: transformers.GraniteConfig(
-        **_GROUPED, residual_multiplier=RESIDUAL_MULTIPLIER, logits_scaling=4.0
-    ),
-    "olmo2": lambda: transformers.Olmo2Config(**_SIZES, num_key_value_heads=2),
-    # Its attention and its FFN add the stream themselves, so only the stream is known.
-    "bloom": lambda: transformers.BloomConfig(**_COMMON, hidden_size=D_MODEL, n_layer=N_LAYERS, n_head=4),
-    # Its blocks add attention's output to the FFN's in place.
-    "falcon": lambda: transformers.FalconConfig(
-        **_COMMON, hidden_size=D_MODEL, num_hidden_layers=N_LAYERS, num_attention_heads=4
-    ),
-    # With distances in attention, which transformers counts twice where it is asked for attention's patterns;
-    # attention and FFN one after the other, and side by side.
-    "falcon-alibi": lambda: transformers.FalconConfig(
-        **_FALCON_ALIBI, multi_query=False, parallel_attn=False
-    ),
-    "falcon-alibi-multi-query": lambda: transformers.FalconConfig(**_FALCON_ALIBI, multi_query=True),
-    "falcon-new": lambda: transformers.FalconConfig(**_FALCON_NEW),
-    # Its blocks give lists.
-    "gpt1": lambda: transformers.OpenAIGPTConfig(**_GPT),
-    "cohere": lambda: transformers.CohereConfig(**_SIZES, num_key_value_heads=2, logit_scale=0.25),
-    "roberta": lambda: transformers.RobertaConfig(**_SIZES),
-    # Mixtures of experts: the second has one that all tokens share, the third output biases.
-    "olmoe": lambda: transformers.OlmoeConfig(**_SIZES, num_experts=4, num_experts_per_tok=2),
-    "qwen2-moe": lambda: transformers.Qwen2MoeConfig(
-        **_GROUPED,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=24,
-    ),
-    # Linear attention in two layers, which keeps a state in the place of keys and values.
-    "qwen3-next": lambda: transformers.Qwen3NextConfig(
-        **_GROUPED,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=24,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        linear_num_value_heads=4,
-        linear_num_key_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-    ),
-    "gpt-oss": lambda: transformers.GptOssConfig(**_GROUPED, num_local_experts=4, num_experts_per_tok=2),
-    "t5": lambda: transformers.T5Config(
-        **_COMMON | {"pad_token_id": 0},
-        d_model=D_MODEL,
-        d_kv=8,
-        d_ff=48,
-        num_heads=4,
-        num_layers=N_LAYERS,
-        num_decoder_layers=2,
-        decoder_start_token_id=0,
-    ),
-    "vit": lambda: transformers.ViTConfig(
-        hidden_size=D_MODEL,
-        num_hidden_layers=N_LAYERS,
-        num_attention_heads=4,
-        intermediate_size=48,
-        image_size=12,
-        patch_size=4,
-        num_labels=5,
-    ),
-    "llama-sinks": CONFIGS["llama"],
-    "llama-deep": lambda: transformers.LlamaConfig(**_GROUPED | {"num_hidden_layers": N_DEEP}),
-    "llama-tied": lambda: transformers.LlamaConfig(**_GROUPED, tie_word_embeddings=True),
-    "opt": lambda: transformers.OPTConfig(**_OPT, word_embed_proj_dim=D_MODEL),
-    # As OPT-350m: norms behind, no final norm, and embeddings that are narrower than the stream.
-    "opt-narrow": lambda: transformers.OPTConfig(**_OPT, word_embed_proj_dim=16, do_layer_norm_before=False),
-}
+APART = {"olmoe": ("ffn_post",), "qwen2-moe": ("ffn_post",)}  # sites at which no plain module ends
+SCALED_SITES = {"granite": ("attn_out", "ffn_out")}  # what is multiplied before it is added
 SINK_TOKENS = (5, 9)  # of "llama-sinks", whose embeddings are as much longer than others as sinks are
 MASKED = ("bert", "roberta")
-
-# Where plain Hugging Face models keep their layers and final norm, and which module of a layer has which
-# site as its input or output. Written by hand from their source; tests hook these and compare.
-LAYERS = {
-    "gpt2": ("transformer.h", "transformer.ln_f"),
-    "llama": ("model.layers", "model.norm"),
-    "neox": ("gpt_neox.layers", "gpt_neox.final_layer_norm"),
-    "gptj": ("transformer.h", "transformer.ln_f"),
-    "bert": ("bert.encoder.layer", "cls.predictions"),
-    "gemma2": ("model.layers", "model.norm"),
-    "gemma3": ("model.layers", "model.norm"),
-}
-LAYERS["neox-sequential"], LAYERS["granite"], LAYERS["cohere"] = LAYERS["neox"], *2 * [LAYERS["llama"]]
-LAYERS["qwen3-next"] = LAYERS["llama"]
-for _name in ("llama-sinks", "llama-deep", "llama-tied", "olmo2", "olmoe", "qwen2-moe", "gpt-oss"):
-    LAYERS[_name] = LAYERS["llama"]
-for _name in ("bloom", *(_name for _name in OTHER_CONFIGS if _name.startswith("falcon"))):
-    LAYERS[_name] = LAYERS["gpt2"]
-LAYERS["gpt1"] = ("transformer.h", "lm_head")
-LAYERS["opt-narrow"] = ("model.decoder.layers", "model.decoder.project_out")
-LAYERS["roberta"] = ("roberta.encoder.layer", "lm_head")
-RESIDUAL_MULTIPLIER = 0.5  # of Granite: by what attention's and the FFN's output are multiplied
-
-
-def _ends(**modules: str) -> dict[str, tuple[str, str]]:
-    return {f"{kind}_{side}": (path, side) for kind, path in modules.items() for side in ("in", "out")}
-
-
-_GEMMA = _ends(
-    ln1="input_layernorm", attn="self_attn", ln1_post="post_attention_layernorm",
-    ln2="pre_feedforward_layernorm", ffn="mlp", ln2_post="post_feedforward_layernorm",
-) | {"mid": ("pre_feedforward_layernorm", "in"), "ffn_post": ("mlp.down_proj", "in")}  # fmt: skip
-_NEOX = _ends(ln1="input_layernorm", attn="attention", ln2="post_attention_layernorm", ffn="mlp") | {
-    "ffn_post": ("mlp.dense_4h_to_h", "in")
-}
-SITE_MODULES: dict[str, dict[str, tuple[str, str]]] = {
-    "gpt2": _ends(ln1="ln_1", attn="attn", ln2="ln_2", ffn="mlp")
-    | {"mid": ("ln_2", "in"), "ffn_post": ("mlp.c_proj", "in")},
-    "llama": _ends(ln1="input_layernorm", attn="self_attn", ln2="post_attention_layernorm", ffn="mlp")
-    | {"mid": ("post_attention_layernorm", "in"), "ffn_post": ("mlp.down_proj", "in")},
-    "neox": _NEOX,
-    "neox-sequential": _NEOX | {"mid": ("post_attention_layernorm", "in")},
-    "gptj": _ends(ln1="ln_1", attn="attn", ffn="mlp") | {"ffn_post": ("mlp.fc_out", "in")},
-    "bert": _ends(ln1="attention.output.LayerNorm", ln2="output.LayerNorm")
-    | {
-        "attn_in": ("attention", "in"),
-        "attn_out": ("attention.output.dense", "out"),
-        "mid": ("attention.output.LayerNorm", "out"),
-        "ffn_in": ("intermediate", "in"),
-        "ffn_out": ("output.dense", "out"),
-        "ffn_post": ("output.dense", "in"),
-    },
-    "gemma2": _GEMMA,
-    "gemma3": _GEMMA,
-}
-SITE_MODULES["llama-sinks"] = SITE_MODULES["granite"] = SITE_MODULES["llama"]
-SITE_MODULES["roberta"] = SITE_MODULES["bert"]
-SITE_MODULES["olmo2"] = {
-    **_ends(attn="self_attn", ln1_post="post_attention_layernorm", ffn="mlp"),
-    **_ends(ln2_post="post_feedforward_layernorm"),
-    "mid": ("mlp", "in"), "ffn_post": ("mlp.down_proj", "in"),
-}  # fmt: skip
-SITE_MODULES["gpt1"] = _ends(ln1="ln_1", attn="attn", ln2="ln_2", ffn="mlp") | {
-    "mid": ("mlp", "in"), "ffn_post": ("mlp.c_proj", "in"),
-}  # fmt: skip
-SITE_MODULES["falcon-alibi"] = _ends(
-    ln1="input_layernorm", attn="self_attention", ln2="post_attention_layernorm", ffn="mlp"
-) | {"mid": ("post_attention_layernorm", "in"), "ffn_post": ("mlp.dense_4h_to_h", "in")}
-SITE_MODULES["falcon-alibi-multi-query"] = _ends(ln1="input_layernorm", attn="self_attention", ffn="mlp") | {
-    "ffn_post": ("mlp.dense_4h_to_h", "in")
-}
-SITE_MODULES["falcon-new"] = _ends(ln1="ln_attn", attn="self_attention", ln2="ln_mlp", ffn="mlp") | {
-    "ffn_post": ("mlp.dense_4h_to_h", "in")
-}
-# No module of a plain mixture of experts begins or ends at its coefficients; tests/kinds compute them.
-APART = {"olmoe": ("ffn_post",), "qwen2-moe": ("ffn_post",)}
-for _name in ("olmoe", "qwen2-moe", "gpt-oss"):
-    SITE_MODULES[_name] = {kind: end for kind, end in SITE_MODULES["llama"].items() if kind != "ffn_post"}
-SCALED_SITES = {"granite": ("attn_out", "ffn_out")}  # what is multiplied before it is added
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -291,7 +278,7 @@ def _auto(name: str) -> Any:
 def save_model(name: str, folder: Path) -> Path:
     """Write a small model with random weights and its tokenizer, as save_pretrained does."""
     torch.manual_seed(0)
-    model = _auto(name).from_config((CONFIGS | OTHER_CONFIGS)[name]())
+    model = _auto(name).from_config(SMALL[name].config())
     with torch.no_grad():
         for parameter in model.parameters():
             # Norms and biases start as ones and zeros, where a forgotten one would not show.
