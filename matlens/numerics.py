@@ -49,6 +49,21 @@ def check_float64_device(device: Any) -> torch.device:
     return found
 
 
+def all_finite(x: Tensor) -> bool:
+    """Whether no value is NaN or infinite."""
+    # A sum is not finite if a term is not, and is quicker than looking at each. It may overflow itself.
+    return bool(x.sum().isfinite()) or bool(x.isfinite().all())
+
+
+def check_finite(vectors: Tensor, place: str) -> None:
+    """Raise InputError for vectors that a model has overflowed to."""
+    if not all_finite(vectors):
+        raise InputError(
+            f"The vectors at {place} are not finite. In float16 activations overflow past 65504: run the "
+            "model in bfloat16 or float32."
+        )
+
+
 _BITS = 8  # of a slice
 _ROWS = 256  # 2^(24 - 2 * 8)
 _SLICES = 6  # 48 bits of each factor

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from conftest import WORDS
+from conftest import SITE_MODULES, WORDS
 
 from matlens.data import Corpus
 
 # The matrix by which an FFN writes, in each block.
-WRITERS = {
-    "gpt2": "mlp.c_proj", "llama": "mlp.down_proj", "neox": "mlp.dense_4h_to_h", "gptj": "mlp.fc_out",
-    "falcon-alibi": "mlp.dense_4h_to_h", "bloom": "mlp.dense_4h_to_h",
-}  # fmt: skip
+WRITERS = {name: sites["ffn_post"][0] for name, sites in SITE_MODULES.items() if "ffn_post" in sites}
+WRITERS["bloom"] = "mlp.dense_4h_to_h"
 
 
 def running_text(n_words: int, seed: int = 3, name: str = "text") -> Corpus:

@@ -24,8 +24,9 @@ from matlens.models.changes import EndOfPass, changes_of, check_unchanged, readi
 from matlens.models.identity import ModelIdentity, Provenance, check_raw
 from matlens.models.inputs import is_visual
 from matlens.models.layout import ModelLayout
-from matlens.models.sites import STREAM, Site, check_finite
+from matlens.models.sites import STREAM, Site
 from matlens.models.weights import WeightChecksum
+from matlens.numerics import check_finite
 from matlens.parallel import Bar
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from matlens.errors import InputError, checked
 from matlens.io.files import damaged
 from matlens.io.rows import Column, check_complete, writing_rows
 from matlens.models.identity import Provenance
-from matlens.models.sites import Site, check_finite
+from matlens.models.sites import Site
+from matlens.numerics import check_finite
 from matlens.parallel import Bar
 
 if TYPE_CHECKING:

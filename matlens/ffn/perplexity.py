@@ -18,8 +18,7 @@ from matlens.data.making import make_examples
 from matlens.data.readers import check_decoder, check_own_tokens
 from matlens.errors import InputError, PositiveInt, checked, warn
 from matlens.metrics import Estimate
-from matlens.models.sites import check_finite
-from matlens.numerics import in_float64, log_softmax
+from matlens.numerics import check_finite, in_float64, log_softmax
 from matlens.parallel import Bar
 
 if TYPE_CHECKING:

@@ -27,7 +27,8 @@ from matlens.io.rows import Column, read_rows, writing_rows
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
-from matlens.models.sites import COEFFICIENTS, FFN_OUT, PARALLEL, STREAM, Site, check_finite
+from matlens.models.sites import COEFFICIENTS, FFN_OUT, PARALLEL, STREAM, Site
+from matlens.numerics import check_finite
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

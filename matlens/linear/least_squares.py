@@ -18,8 +18,7 @@ from matlens import parallel
 from matlens.errors import Between, InputError, NonNegative, checked, short, warn
 from matlens.linear.maps import LinearMap
 from matlens.models.identity import Provenance
-from matlens.models.sites import check_finite
-from matlens.numerics import in_float64, split_product
+from matlens.numerics import check_finite, in_float64, split_product
 
 ENOUGH = 2  # samples per dimension; with fewer, least squares mostly follows noise
 _Width = Annotated[int, Between(1, 2**31)]

@@ -16,9 +16,8 @@ from matlens.models.inputs import ENCODER, probe_inputs, stack_of
 from matlens.models.layout import ModelLayout
 from matlens.models.registry import Family, ask
 from matlens.models.screening import Screen
-from matlens.models.sites import check_finite
 from matlens.models.weights import WeightChecksum, check_finite_weights, float32_on
-from matlens.numerics import log_softmax
+from matlens.numerics import all_finite, check_finite, log_softmax
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -183,7 +182,7 @@ def check_vectors(vectors: Tensor, width: int) -> None:
     """Refuse vectors of another width or that are not finite."""
     if vectors.shape[-1] != width:
         raise InputError(f"Vectors must have {width} dimensions, like the model, got {vectors.shape[-1]}.")
-    if not bool(vectors.isfinite().all()):
+    if not all_finite(vectors):
         raise InputError(
             "Vectors must be finite, got NaN or infinity. Maps fitted on too few samples can overflow."
         )

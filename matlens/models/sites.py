@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral
 
-from torch import Tensor
-
 from matlens.errors import InputError, checked, short
 
 STREAM, COEFFICIENTS = "h", "ffn_post"
@@ -214,13 +212,3 @@ def stack_hooks(stack: str) -> dict[str, str]:
 def block_hook(layer: int, name: str) -> str:
     """Name of a hook inside a block."""
     return f"blocks.{layer}.{name}"
-
-
-def check_finite(vectors: Tensor, place: str) -> None:
-    """Raise InputError for vectors that a model has overflowed to."""
-    # A sum is not finite if a term is not, and is quicker than looking at each. It may overflow itself.
-    if not bool(vectors.sum().isfinite()) and not bool(vectors.isfinite().all()):
-        raise InputError(
-            f"The vectors at {place} are not finite. In float16 activations overflow past 65504: run the "
-            "model in bfloat16 or float32."
-        )

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from matlens.errors import InputError, checked
 from matlens.models.inputs import stack_of
+from matlens.numerics import all_finite
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -188,8 +189,7 @@ def check_finite_weights(model: TransformerBridge) -> None:
     """Raise InputError for weights that are not finite, or on no device."""
     check_in_memory(model)
     for name, tensor in model.original_model.named_parameters():
-        # A sum is not finite if a term is not, and is quicker than looking at each. It may overflow itself.
-        if not tensor.is_floating_point() or bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()):
+        if not tensor.is_floating_point() or all_finite(tensor):
             continue
         value = "NaN" if bool(tensor.isnan().any()) else "infinity"
         reason = "The checkpoint is damaged, or its training failed."

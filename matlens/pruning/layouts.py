@@ -14,9 +14,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from matlens.errors import InputError, checked
-from matlens.models.sites import check_finite
 from matlens.models.weights import plain_model, plain_state
-from matlens.numerics import in_float64, log_softmax
+from matlens.numerics import check_finite, in_float64, log_softmax
 from matlens.parallel import Bar
 
 if TYPE_CHECKING:
