@@ -63,10 +63,7 @@ class _Place:
 class Catalogue:
     """The value vectors of a model, their projections, and the top tokens of all of them.
 
-    Parameters
-    ----------
-    name
-        The model, as `matlens.load` takes it; a loaded model is read itself, without the cache.
+    ``name`` is as in `matlens.load`; a loaded model is read itself, without the cache.
     """
 
     def __init__(

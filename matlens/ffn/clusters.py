@@ -73,8 +73,6 @@ class Clusters:
 
         Parameters
         ----------
-        values
-            Value vectors of the model.
         n_clusters
             The paper makes 10,000 clusters of the 36,864 vectors of GPT-2.
         linkage
@@ -85,8 +83,6 @@ class Clusters:
             SmolLM2-135M. Where they need more, value vectors are clustered by near neighbors.
         folder
             Where the clusters are stored, and read from if they exist.
-        progress
-            Whether to print the method and show progress.
         """
         n = len(values)
         check_int(n_clusters, "n_clusters", min=1, max=n)

@@ -50,8 +50,6 @@ def controlled(
 
     Parameters
     ----------
-    model
-        A model, as `matlens.load` returns it.
     vectors
         Value vectors such as ``"L3D12"``, or a mapping from them to a value each.
     value
@@ -87,7 +85,10 @@ def controlled(
     active = _ACTIVE.setdefault(model, set())
     if repeated := sorted(active & set(changes)):
         raise InputError(f"{repeated[0]} is already controlled.")
-    ffns = [_ffn_in_use(layer) for layer in sorted({vector.layer for vector in changes})]
+    ffns = [  # which change nothing, and reserve the FFNs
+        Replacement(lambda x: x, Site("ffn_in", layer), Site("ffn_out", layer))
+        for layer in sorted({vector.layer for vector in changes})
+    ]
     layers_under_control = {vector.layer for vector in active}
     for ffn in ffns:
         replaced = ffn.source.layer not in layers_under_control and find_reserved(model, ffn)
@@ -179,11 +180,6 @@ class _ChosenTokens:
             yield
         finally:
             running.generating -= 1
-
-
-def _ffn_in_use(layer: int) -> Replacement:
-    """A replacement that changes nothing, and reserves the FFN of a layer."""
-    return Replacement(lambda x: x, Site("ffn_in", layer), Site("ffn_out", layer))
 
 
 def _hooks(

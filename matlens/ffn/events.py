@@ -34,15 +34,9 @@ EVENTS = "events"  # the experiment
 
 
 class Saturation(NamedTuple):
-    """Where each prediction is made.
+    """The layer after which the predicted token is the top candidate for good.
 
-    Attributes
-    ----------
-    layer
-        The layer after which the predicted token is the top candidate for good.
-    by_ffn
-        Whether the FFN of that layer brings the token to the top; else the attention of that layer does (or,
-        in layer 0, the embedding).
+    ``by_ffn``: whether its FFN brings the token to the top, or its attention (in layer 0, the embedding).
     """
 
     layer: Int[Tensor, " n"]
@@ -64,14 +58,9 @@ def find_saturation(trace: Trace) -> Saturation:
 
 
 class Events(NamedTuple):
-    """Updates of one kind.
+    """Updates of one kind, by row of the trace and layer.
 
-    Attributes
-    ----------
-    example, layer
-        The row of the trace and the layer of each update.
-    reference
-        The token that its sub-updates are scored for: ``before`` or ``final``, see `Trace.score`.
+    ``reference`` is the token that their sub-updates are scored for: ``before`` or ``final``.
     """
 
     example: Int[Tensor, " m"]
@@ -112,14 +101,8 @@ def event_scores(
 
     A tidy table with one more column, ``event``. The methods are ``dominant`` and ``random`` sub-updates, the
     metrics ``max``, ``mean`` and ``min`` over the ``k`` of an update; ``layer`` is the mean layer of the
-    events, ``n`` how many there are.
-
-    Parameters
-    ----------
-    scores
-        Scores to use instead of the trace's own, see `relative_scores`.
-    rows
-        Examples to include, such as ``~trace.sinks``; by default all.
+    events, ``n`` how many there are. ``scores`` are by default the trace's own, see `relative_scores`;
+    ``rows`` are the examples to include, such as ``~trace.sinks``.
     """
     check_rows(rows, len(trace))
     shapes = {key: own.shape for key, own in trace.score.items()}

@@ -55,18 +55,8 @@ def text_losses(
 ) -> TextLosses:
     """``-ln p(token | tokens before it)``, summed over each text but its first token.
 
-    Inside `controlled` it is the changed model that reads.
-
-    Parameters
-    ----------
-    model
-        A model that predicts the next token.
-    texts
-        Windows of running text, see `matlens.data.make_windows`, or a corpus or list of separate texts.
-    batch_tokens
-        Maximum tokens per batch, with padding; a longer text is a batch of its own.
-    progress
-        Whether to show a bar over the texts.
+    Inside `controlled` it is the changed model that reads. ``texts`` are windows of running text, see
+    `matlens.data.make_windows`, or separate texts.
     """
     check_decoder(model, "has no perplexity")
     examples = texts if isinstance(texts, Examples) else make_examples(model, texts)

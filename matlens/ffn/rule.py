@@ -58,16 +58,9 @@ class ExitRule:
         self, active: Int[np.ndarray, "n n_layers k"], made_at: Int[np.ndarray, " n"],
         rows: Int[np.ndarray, " m"],
     ) -> ExitRule:  # fmt: skip
-        """Store the clusters of training examples.
+        """Store the `active_clusters` of training ``rows``.
 
-        Parameters
-        ----------
-        active
-            Active clusters of all examples, see `active_clusters`.
-        made_at
-            The layer at which each example's prediction is made; -1 if none counts.
-        rows
-            Rows of the training examples.
+        ``made_at`` is the layer at which each example's prediction is made; -1 if none counts.
         """
         self.active_, self.made_at_ = active[rows], made_at[rows]
         return self

@@ -8,12 +8,11 @@ the top candidate of ``x``, and the token that the model predicts in the end.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from matlens.activations.collecting import Rows, batch_counts, default_batch_tokens, stream
@@ -43,64 +42,45 @@ _READOUT_ROWS = 4096  # vectors that are read out together, of one or several la
 class Trace:
     """Candidates and sub-updates at every layer, for ``n`` examples (paper B, section 5).
 
-    Layers are those of the FFNs, ``0 .. n_layers - 1``. ``examples`` are the inputs of the model, and
-    ``provenance`` records the model, the corpus, the number of sub-updates and the seed.
+    Layers are those of the FFNs, ``0 .. n_layers - 1``.
+
+    Attributes
+    ----------
+    examples, provenance
+        The inputs of the model; the model, the corpus, the number of sub-updates and the seed.
+    before, after
+        ``[n, n_layers]``, the top candidates of ``x`` and of ``x~``.
+    rank
+        ``[n, n_layers]``, the rank of the candidate ``before`` after the update; 1 where it stays on top.
+    norm, scale
+        ``[n, n_layers]``, the norm of ``x~``, and the positive factor of a norm after the FFN, 1 without one.
+    index, coefficient
+        By group, ``dominant`` or ``random``, ``[n, n_layers, k]``: the column of each sub-update's value
+        vector in its layer, and its coefficient ``m_i``.
+    score
+        By group and reference, such as ``("dominant", "before")``: ``e_w . m_i v_i``, times the scale.
     """
 
     def __init__(self, rows: Mapping[str, Any], examples: Examples, provenance: Provenance) -> None:
         self.examples, self.provenance = examples, provenance
         self.n_layers, self.k = provenance.identity.n_layers, int(provenance.details["k"])
-        self._rows = rows  # of a folder, read when they are needed
+        self.before, self.after = rows["before"].long(), rows["after"].long()
+        self.rank = rows["rank"].long() + 1  # the file holds how many tokens are above it
+        self.norm, self.scale = rows["norm"], rows["scale"]
+        shape = -1, self.n_layers, self.k
+        self.index = {group: rows[f"index.{group}"].view(shape).long() for group in GROUPS}
+        self.coefficient = {group: rows[f"coefficient.{group}"].view(shape) for group in GROUPS}
+        self.score = {
+            (group, reference): rows[f"score.{group}.{reference}"].view(shape)
+            for group in GROUPS
+            for reference in REFERENCES
+        }
 
     def __len__(self) -> int:
         return self.examples.n_positions
 
     def __repr__(self) -> str:
         return f"Trace({len(self):,} examples, {self.n_layers} layers, {self.provenance.identity.name!r})"
-
-    @cached_property
-    def norm(self) -> Float[Tensor, "n n_layers"]:
-        """The norm of ``x~``, used to find attention sinks."""
-        return self._rows["norm"]
-
-    @cached_property
-    def scale(self) -> Float[Tensor, "n n_layers"]:
-        """The positive factor of a norm after the FFN; 1 without such a norm."""
-        return self._rows["scale"]
-
-    @cached_property
-    def before(self) -> Int[Tensor, "n n_layers"]:
-        """The top candidate of ``x``."""
-        return self._rows["before"].long()
-
-    @cached_property
-    def after(self) -> Int[Tensor, "n n_layers"]:
-        """The top candidate of ``x~``."""
-        return self._rows["after"].long()
-
-    @cached_property
-    def rank(self) -> Int[Tensor, "n n_layers"]:
-        """The rank of the candidate ``before`` after the update; 1 where it stays on top."""
-        return self._rows["rank"].long() + 1  # the file holds how many tokens are above it
-
-    @cached_property
-    def index(self) -> dict[str, Int[Tensor, "n n_layers k"]]:
-        """By group, ``dominant`` or ``random``: the column of each sub-update's value vector in its layer."""
-        return {group: self._by_layer(f"index.{group}").long() for group in GROUPS}
-
-    @cached_property
-    def coefficient(self) -> dict[str, Float[Tensor, "n n_layers k"]]:
-        """By group, the coefficient ``m_i`` of each sub-update."""
-        return {group: self._by_layer(f"coefficient.{group}") for group in GROUPS}
-
-    @cached_property
-    def score(self) -> dict[tuple[str, str], Float[Tensor, "n n_layers k"]]:
-        """By group and reference, such as ``("dominant", "before")``: ``e_w . m_i v_i``, times the scale."""
-        return {
-            (group, reference): self._by_layer(f"score.{group}.{reference}")
-            for group in GROUPS
-            for reference in REFERENCES
-        }
 
     @property
     def final(self) -> Int[Tensor, " n"]:
@@ -111,9 +91,6 @@ class Trace:
     def sinks(self) -> Bool[Tensor, " n"]:
         """Mask of examples at attention sinks, where sub-updates are hundreds of times larger."""
         return outlying_rows(self.norm, places=self.examples.positions)
-
-    def _by_layer(self, name: str) -> Tensor:
-        return self._rows[name].view(-1, self.n_layers, self.k)
 
     @classmethod
     def run(
@@ -131,8 +108,6 @@ class Trace:
 
         Parameters
         ----------
-        model, examples
-            The model and the examples.
         k
             Number of dominant sub-updates, and of random ones, per layer.
         seed
@@ -140,10 +115,6 @@ class Trace:
         folder
             Where the trace is stored, by default in memory. An interrupted run resumes there; a finished
             folder is opened without running anything.
-        batch_tokens
-            Maximum tokens per batch, with padding.
-        progress
-            Whether to show a bar over the examples.
         """
         reader = _BatchReader(model, examples, k, seed)
         size = batch_tokens or default_batch_tokens(model)

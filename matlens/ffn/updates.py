@@ -33,12 +33,7 @@ DOMINANT = 10  # sub-updates of an update that the paper calls dominant
 class Updates:
     """FFN outputs at collected positions, as sub-updates (paper B, section 3).
 
-    Attributes
-    ----------
-    values
-        The model's value vectors.
-    activations
-        ``ffn_post`` and ``ffn_out`` of each layer, and ``ln2_post_out`` where a norm follows the FFN.
+    From ``ffn_post`` and ``ffn_out`` of each layer, and ``ln2_post_out`` where a norm follows the FFN.
     """
 
     def __init__(self, values: ValueVectors, activations: Activations) -> None:

@@ -132,10 +132,6 @@ class ValueVectors:
         There are ``n_layers x d_mlp`` vectors of ``d_model`` dimensions.
     output_kind
         The site that is added to the residual stream: ``ffn_out``, or ``ln2_post_out`` if a norm follows.
-    identity
-        The model's name, the fingerprint of its weights, and its precision.
-    device
-        The device of the model.
     """
 
     def __init__(self, model: TransformerBridge | ValueParts) -> None:

@@ -61,10 +61,7 @@ def resolve_layers(layers: Sequence[int] | None, n_layers: int) -> tuple[int, ..
 def solve(
     config: LensConfig, sums: LeastSquares, x: Tensor, y: Tensor, weights: Tensor
 ) -> tuple[LinearMap, float]:
-    """The map of a closed form, and its penalty in units of ``mean diag(X'X)``.
-
-    Leave-one-out chooses the penalty by ``x``, ``y`` and their weights, some of the samples in the sums.
-    """
+    """The map of a closed form, and its penalty; leave-one-out uses some of the samples."""
     if config.toward == "identity":  # the difference from it has the penalty
         state = sums.tensors()
         state["z"] = state["z"] - state["r"][:, :-1]
@@ -201,10 +198,7 @@ def fit_closed_forms(
     batch_tokens: int | None = None,
     progress: bool = True,
 ) -> dict[str, LensMaps]:
-    """Fit closed forms in one distributed pass over the data; see `Lens.fit`.
-
-    If one excludes sinks, an earlier pass finds them. Warns once if samples are too few.
-    """
+    """Fit closed forms in one pass over the data, see `Lens.fit`; an earlier one finds sinks."""
     norm = Standardisation.from_model(model) if any(config.standardise for config in configs) else None
     identity = ModelIdentity.from_model(model)
     if isinstance(data, Activations):

@@ -46,21 +46,7 @@ def default_methods(model: TransformerBridge) -> list[Method]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Tables of a comparison, and the lenses.
-
-    Attributes
-    ----------
-    report
-        See `evaluate_lenses`.
-    exits
-        See `exit_sweep`.
-    evaluations
-        See `evaluate_open_sets`; ``None`` if none were given.
-    lenses
-        The lenses by name.
-    origin
-        Provenance of the values.
-    """
+    """Tables of `evaluate_lenses`, `exit_sweep` and `evaluate_open_sets`, and the lenses by name."""
 
     report: pd.DataFrame
     exits: pd.DataFrame
@@ -101,15 +87,13 @@ def compare_lenses(
     fitted
         More lenses by name, on the model, each with the CPU seconds of its fit.
     layers
-        The layers, by default a sixth, a third, a half, two thirds and five sixths of the way.
+        By default a sixth, a third, a half, two thirds and five sixths of the way.
     against
         The reference lens of paired differences, by default ``mat`` if present.
-    n_prompts, longest
-        Sentences for Jacobians, and the tokens that they are truncated to, see `Lens.fit`.
+    n_prompts, longest, seed
+        See `Lens.fit`.
     evaluations
         Open sets to evaluate as well, see `read_evaluations`; decoders only.
-    seed
-        For sampled positions, and the samples and tokens that training samples.
     """
     configs = parse_methods(default_methods(model) if methods is None else methods)
     names = [*configs, *(fitted or {})]
@@ -179,13 +163,7 @@ def compare_lenses(
 
 @checked
 def summarize(report: pd.DataFrame, exits: pd.DataFrame) -> pd.DataFrame:
-    """One row per lens: metrics averaged over layers, layers saved at 95%, and costs.
-
-    Parameters
-    ----------
-    report, exits
-        The tables of `evaluate_lenses` and `exit_sweep`.
-    """
+    """One row per lens: metrics averaged over layers, layers saved at 95%, and costs."""
     columns = ["method", "layer", "metric", "k", "value", AGAINST]
     check_columns(report, columns, what="the table of lens.evaluate_lenses")
     plain = report[report[AGAINST].fillna("") == ""]

@@ -82,13 +82,7 @@ Method = str | LensConfig
 
 @checked
 def parse_methods(methods: Method | Sequence[Method]) -> dict[str, LensConfig | None]:
-    """Lenses by name, with the `LensConfig` of closed forms.
-
-    Raises
-    ------
-    InputError
-        If a name is unknown, or there is none.
-    """
+    """Lenses by name, with the `LensConfig` of closed forms."""
     known = [*METHODS, *entry_points(group=ENTRY_POINTS).names]
     parsed: dict[str, LensConfig | None] = {}
     for method in [methods] if isinstance(methods, Method) else methods:

@@ -57,15 +57,7 @@ def exit_layers(confidence: Float[Tensor, "n n_layers"], threshold: Float[Tensor
 
 
 class ExitConfidence(NamedTuple):
-    """How confident every layer is of its prediction, and whether the prediction is right.
-
-    Attributes
-    ----------
-    difference
-        ``p1 - p2`` of each layer's distribution.
-    right
-        Whether its most probable token is that of the last layer.
-    """
+    """``p1 - p2`` of each layer, and whether its top token is that of the last layer."""
 
     difference: Float[Tensor, "n n_layers"]
     right: Bool[Tensor, "n n_layers"]
@@ -94,10 +86,6 @@ def exit_sweep(
 
     Parameters
     ----------
-    lenses
-        Lenses of one model, on it, by name.
-    validation
-        Vectors of the layers and of the last one.
     layers
         Layers to exit after, from 1, by default all that were collected.
     lams
@@ -132,14 +120,7 @@ def exit_sweep(
 def savings(exits: pd.DataFrame, precision: Fraction = 0.95) -> pd.DataFrame:
     """Layers saved by early exit at a Precision@1: ``method, saved, n_layers, share``.
 
-    Interpolated linearly between the points of the sweep.
-
-    Parameters
-    ----------
-    exits
-        The table of `exit_sweep`.
-    precision
-        The Precision@1 to reach.
+    From the table of `exit_sweep`; interpolated linearly between the points of the sweep.
     """
     check_columns(exits, ("method", "layer", "target", "value", "lam"), what="the table of lens.exit_sweep")
     n_layers = int(exits["target"].max())

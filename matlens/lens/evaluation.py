@@ -100,8 +100,6 @@ def evaluate(
         ``h^L``.
     predictions
         By any name: vectors in place of ``h^L``, or a function from a slice of the tokens to scores.
-    kl, confidence
-        Whether to compute divergences, which take about a third longer, and confidences.
     """
     n = len(truth)
     if not predictions or not n:
@@ -182,16 +180,7 @@ def fit_quality(
     """r2 of ``mat`` and ``id`` for every pair of stream layers with a map (paper A, 3.3).
 
     Of maps between other sites, where both were collected, it has r2 of the map alone, under a name such as
-    ``mat attn_in.3 -> attn_out.3``.
-
-    Parameters
-    ----------
-    maps
-        Maps that were fitted on the model of ``validation``.
-    validation
-        Vectors at layers that the maps come from and go to.
-    rows
-        True for the samples to use, by default all.
+    ``mat attn_in.3 -> attn_out.3``. ``rows`` is true for the samples to use.
     """
     maps.provenance.check_same(validation.provenance, ours="the maps", theirs="the activations")
     check_rows(rows, validation.n_rows, min=2)
@@ -301,12 +290,10 @@ def evaluate_lenses(
 
     Parameters
     ----------
-    lenses
-        Lenses of one model, on it, by name.
     validation
         Vectors of the layers and of the last one, at tokens that no lens was fitted on.
     layers
-        Layers to evaluate, by default all that every lens has and that were collected.
+        By default all that every lens has and that were collected.
     against
         The reference lens of paired differences, if any.
     sinks
@@ -378,10 +365,7 @@ def shared_layers(
 
 
 def _warn_of_same_sentences(fitted: Provenance, validation: Provenance, what: str, *, parts: bool) -> None:
-    """Issue an `InputWarning` if maps are evaluated on their training sentences.
-
-    With ``parts`` only some of the samples count; if the fit used a subset too, it may be another one.
-    """
+    """Warn of maps evaluated on their training sentences; with ``parts``, on some of the samples."""
     if parts and "rows" in fitted.details:
         return
     texts = (fitted.data or {}).get("corpus_fingerprint"), (validation.data or {}).get("corpus_fingerprint")

@@ -30,9 +30,7 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 _HOLDS = "lens"
-_JACOBIAN = "jacobian_lens"  # key in a provenance: metadata of such a file
-_OWN = "matlens"  # key in such a file: our provenance
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_OWN = "matlens"  # key in the metadata of a Jacobian lens: our provenance
 
 
 def check_lens_folder(folder: Path, method: str) -> None:
@@ -95,25 +93,22 @@ def write_jacobian_lens(path: str | Path, lens: LensMaps) -> None:
     matrices = {layer - 1: lens.matrix(layer) for layer in lens.layers if layer > 0}
     if not matrices:
         raise InputError("A Jacobian lens must have a layer above 0, got layer 0 only.")
-    known = lens.provenance.details.get(_JACOBIAN)
-    data = lens.provenance.data or {}
-    if isinstance(known, Mapping):
-        count, metadata, dtype = known["n_prompts"], known["metadata"], _DTYPES[known["dtype"]]
-        if not all(torch.equal(matrix.to(dtype).float(), matrix.float()) for matrix in matrices.values()):
-            dtype = torch.float32
-    else:
-        count, dtype = int(data.get("n", 0)), torch.float32
-        record = {
-            "method": lens.method, "provenance": lens.provenance.to_json(), "content": _digest_of(matrices)
-        }  # fmt: skip
-        own = json.loads(json.dumps(record, default=str))  # mappings as dicts, which such a file may hold
-        metadata = {"model_name": lens.provenance.identity.name, "estimator": lens.method, _OWN: own}
-    content = {
-        "J": {layer: matrix.detach().cpu().to(dtype).contiguous() for layer, matrix in matrices.items()},
-        "n_prompts": count, "source_layers": sorted(matrices), "d_model": lens.provenance.identity.d_model,
+    record = {
+        "method": lens.method, "provenance": lens.provenance.to_json(), "content": _digest_of(matrices)
     }  # fmt: skip
+    own = json.loads(json.dumps(record, default=str))  # mappings as dicts, which such a file may hold
     buffer = io.BytesIO()
-    torch.save(content | ({"metadata": dict(metadata)} if metadata else {}), buffer)
+    torch.save(
+        {
+            "J": {layer: matrix.detach().cpu().float().contiguous() for layer, matrix in matrices.items()},
+            "n_prompts": int((lens.provenance.data or {}).get("n", 0)), "source_layers": sorted(matrices),
+            "d_model": lens.provenance.identity.d_model,
+            "metadata": {
+                "model_name": lens.provenance.identity.name, "estimator": lens.method, _OWN: own
+            },
+        },
+        buffer,
+    )  # fmt: skip
     write_files({Path(path): buffer.getvalue()})
 
 
@@ -140,18 +135,11 @@ def read_jacobian_lens(path: str | Path, model: TransformerBridge) -> LensMaps:
             metadata=content.get("metadata"),
         )  # fmt: skip
         lens.validate_model(model)
-        dtypes = {str(matrix.dtype).removeprefix("torch.") for matrix in content["J"].values()}
-        dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
         jacobians = {layer + 1: lens.jacobians[layer].contiguous() for layer in lens.source_layers}
         record = lens.metadata.get(_OWN)
         if record is None:
-            method, provenance = "jacobian", Provenance(
-                identity, {"corpus": str(lens.metadata.get("corpus", "unnamed")), "n": lens.n_prompts},
-                details={
-                    _JACOBIAN: {"n_prompts": lens.n_prompts, "metadata": lens.metadata,
-                                "dtype": dtype if dtype in _DTYPES else "float32"},
-                },
-            )  # fmt: skip
+            data = {"corpus": str(lens.metadata.get("corpus", "unnamed")), "n": lens.n_prompts}
+            method, provenance = "jacobian", Provenance(identity, data)
         else:
             method, provenance = str(record["method"]), Provenance.from_json({**record["provenance"]})
     provenance.check_same(identity, ours="the lens")

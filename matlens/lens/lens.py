@@ -119,9 +119,6 @@ class Lens(LensMaps):
 
         Parameters
         ----------
-        corpus
-            A corpus or a list of texts, examples made from one, or activations of the model with the stream
-            at all layers.
         method
             A `LensConfig`, or a name: ``mat``, least squares; ``affine``, with an intercept; ``scaled``, the
             best closed form with a factor on its scores; ``polished``, that improved by steps down the
@@ -134,24 +131,14 @@ class Lens(LensMaps):
         rows, weights
             For closed forms: True for the samples to fit on, by default all, and how much each of all samples
             counts, in the order of `collect` at these positions.
-        layers
-            The layers to fit, by default all.
         seed
             For sampled positions, and the samples and tokens that training samples.
-        batch_tokens
-            Maximum number of tokens in a batch, padding included.
         n_prompts, longest
             Number of sentences for Jacobians, those with the most words, and the tokens that each is
             truncated to.
         folder
             Folder for the vectors of trained lenses, by default in memory; it can be removed afterwards.
             Closed forms write none.
-
-        Raises
-        ------
-        InputError
-            If the data are of another model, lack a layer or are not finite; the method does not suit the
-            model; or rows or weights do not match the samples, or the lens is trained.
         """
         methods, n_layers = parse_methods(method), int(model.cfg.n_layers)
         requested = resolve_layers(layers, n_layers)
@@ -240,20 +227,10 @@ class Lens(LensMaps):
         return self.readout
 
     def on(self, model: TransformerBridge | None, *, same_precision: bool = True) -> Lens:
-        """The same lens on a model, which is the one that it was fitted on.
+        """The same lens on the model that it was fitted on, or on none.
 
-        Parameters
-        ----------
-        model
-            The model, or ``None`` for a lens on no model.
-        same_precision
-            With ``False`` the same weights in another precision are accepted too.
-
-        Raises
-        ------
-        InputError
-            If it is another model or precision, tokenizes differently, or has other replacements, control or
-            hooks.
+        Another model or precision, tokenizer, replacement, control or hook is refused;
+        ``same_precision=False`` accepts the same weights in another precision.
         """
         lens = self
         if not same_precision:
@@ -299,14 +276,11 @@ class Lens(LensMaps):
         Parameters
         ----------
         repository
-            Such as ``"someone/lenses"``; it is created if there is none.
+            Such as ``"someone/lenses"``; it is created if there is none, ``private`` or not.
         name
             The folder of the lens, by default ``model/method/corpus``; replaced if it exists.
         quality
-            A table of `lens.evaluate_lenses` with this lens by its ``method``, for r2 and Precision@1 of each
-            layer on the card.
-        private
-            Whether a repository that is created can be read by its owner alone.
+            A table of `lens.evaluate_lenses` with this lens by its ``method``, for the card.
         endpoint, token
             By default those of the hub's own client.
 

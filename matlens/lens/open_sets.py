@@ -53,17 +53,7 @@ _OPERATIONS = {
 @checked
 @dataclass(frozen=True)
 class EvaluationItem:
-    """One question of an evaluation.
-
-    Attributes
-    ----------
-    name
-        Name of the item.
-    text
-        The prompt, up to the token at which it is read.
-    words
-        The words that come in between; each with its other spellings.
-    """
+    """A prompt up to the token where it is read, and intermediate words with their spellings."""
 
     name: str
     text: str
@@ -128,17 +118,7 @@ def evaluate_open_sets(
     layers: Sequence[int] | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """pass@1, 5 and 10 of each lens on each evaluation, all read at the same tokens and layers.
-
-    Parameters
-    ----------
-    lenses
-        Lenses of one model, put on it, by name.
-    evaluations
-        Items by the name of their evaluation, see `read_evaluations`.
-    layers
-        Layers to read, by default all that every lens has.
-    """
+    """pass@1, 5 and 10 of each lens on each of `read_evaluations`, at the same tokens and layers."""
     if not lenses or not evaluations:
         raise InputError("lenses and evaluations must not be empty.")
     shared = set.intersection(*(set(lens.layers) for lens in lenses.values()))

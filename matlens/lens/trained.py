@@ -84,16 +84,7 @@ def divergence(
 class LayerTraining:
     """A map ``h^l -> h^L`` in training, with its readout.
 
-    Parameters
-    ----------
-    readout, h, last
-        The model's readout, and ``h^l`` and ``h^L`` row by row.
-    start, scale
-        The map to start from, by default 0, and the factor on its scores.
-    norm
-        Standardization of ``h^l`` before the map.
-    seed
-        For the samples and tokens.
+    It begins with the map ``start``, by default 0, and ``scale``, the factor on its scores.
     """
 
     def __init__(
@@ -326,18 +317,11 @@ def fit_jacobian(
 
     Parameters
     ----------
-    layers
-        Layers to fit; layer 0 is skipped.
     n_prompts, longest
         How many of the longest sentences are prompts, and the tokens that each is cut to. Those with no more
         than ``skip + 1`` tokens are excluded.
     skip
         Number of initial positions excluded as sources.
-
-    Raises
-    ------
-    InputError
-        The model is not a plain decoder, or no prompt is long enough.
     """
     from transformer_lens.tools.analysis import JacobianLens
 

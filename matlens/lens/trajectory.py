@@ -179,15 +179,8 @@ class Trajectory:
     ) -> Figure:
         """Draw a cell for each token and layer, with the token predicted there.
 
-        Parameters
-        ----------
-        path
-            Where to write the figure, see `matlens.plots.save`.
-        color
-            Color of the cells: ``"probability"`` of the predicted token; ``"kl"`` from the model's own
-            distribution; ``"rank"`` of the model's own prediction; or ``"entropy"``.
-        positions
-            Which tokens of the prompt, by default all; negative ones count from the end.
+        ``color`` is ``"probability"`` of the predicted token, ``"kl"`` from the model's own distribution,
+        ``"rank"`` of the model's own prediction, or ``"entropy"``. Negative ``positions`` count from the end.
         """
         from matlens.plots.files import save
         from matlens.plots.heatmaps import plot_trajectory  # and matplotlib, which only figures need

@@ -142,10 +142,7 @@ def _table(rows: list[Row]) -> pd.DataFrame:
 
 @checked
 def atlas_seconds(folder: str | Path) -> float:
-    """CPU seconds of an atlas over all steps and calls, in the main process.
-
-    ``folder`` is that of `linearity_atlas`.
-    """
+    """CPU seconds of the atlas in a folder over all steps and calls, in the main process."""
     artifact = Artifact.open(folder, _HOLDS)
     steps = [artifact.read_json(name.removesuffix(".json")) or {} for name in artifact.files]
     return round(sum(float(step["seconds"]) for step in steps), 3)

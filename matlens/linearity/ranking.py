@@ -58,14 +58,8 @@ def rank_correlations(
     Signed such that 1 is a perfect prediction: higher r2, Procrustes and rotation mean less damage, all other
     scores more. Intervals are from SciPy's bootstrap over parts. ``method`` is ``map`` or ``removed``,
     ``metric`` the score; ``kind`` is one kind of part, or all. Loss increases and scores that are not finite
-    rank as the worst.
-
-    Parameters
-    ----------
-    table
-        The table of `linearity_atlas`, perhaps with rows of other scores, whose method is ``map``.
-    seed, resamples
-        Seed and number of resamples of the bootstrap.
+    rank as the worst. Rows of other scores can be added to the table of `linearity_atlas`, with the method
+    ``map``.
     """
     single = table[~table["kind"].str.startswith("together")]
     wide = single.pivot_table(

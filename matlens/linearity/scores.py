@@ -39,16 +39,8 @@ def fit_scores(
     squared error of the best linear map, which is the share of the total variance that an affine map
     explains. ``rotation`` is the same for the best scaled rotation, as in SciPy's ``procrustes``; NaN if
     widths differ. ``nbl bound`` is NBL's: the sum of ``1 - rho^2`` over canonical correlations ``rho``,
-    for attention and FFN those of the input with the sum of output and input, as in NBL's code.
-
-    Parameters
-    ----------
-    r, z
-        ``R`` and ``Q^T y`` of ``x = Q R``, see `LeastSquares.factors`.
-    r_y
-        The factor of ``y``, or of ``x + y`` if ``added``.
-    added
-        Whether ``y`` is added to a stream, so that canonical correlations are those of ``x + y``.
+    for attention and FFN (``added``) those of the input with the sum of output and input, as in NBL's code;
+    there ``r_y`` is the factor of ``x + y``.
     """
     of_x = float(r.square().sum())
     crossed = r.T @ z
@@ -106,15 +98,8 @@ def held_out_scores(predicted: Float[Tensor, "n d"], truth: Float[Tensor, "n d"]
 class PartSums:
     """Least squares of many parts at once, with and without attention sinks.
 
-    Parameters
-    ----------
-    parts
-        The parts; all targets of one source share a factor.
-    width
-        Dimensions of every site.
-    same
-        Sites with the same vectors as another, such as the input of a norm and the stream; only vectors
-        of the others are needed.
+    All targets of one source share a factor. ``same`` are sites with the same vectors as another, such as
+    the input of a norm and the stream; only vectors of the others are needed.
     """
 
     def __init__(self, parts: Sequence[Part], width: int, same: Mapping[str, str] | None = None) -> None:

@@ -49,8 +49,6 @@ def patched(
 
     Parameters
     ----------
-    model
-        A model, as `matlens.load` returns it.
     replacements
         Maps, or `Replacement`, as `jump`, `mat_attn`, `mat_ffn`, `mat_ln1_ln2` and `Scheme.replacements`
         return, in any order and combination. A replacement reads the input of its sub-module before hooks

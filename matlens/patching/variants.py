@@ -57,16 +57,9 @@ def run_variants(
     """Run every variant; returns its last-layer vectors at the examples' positions.
 
     Each batch runs unpatched once, and a variant starts from there at its own first layer. Vectors can
-    overflow; `matlens.lens.evaluate` counts vectors that are not finite as wrong.
-
-    Parameters
-    ----------
-    model, examples
-        The model and its examples. Decoders read a sentence no further than its last position.
-    variants
-        The variants, by names that can be names of files.
-    folder
-        Where the vectors are stored, by default in memory. An interrupted run resumes there.
+    overflow; `matlens.lens.evaluate` counts vectors that are not finite as wrong. Decoders read a sentence no
+    further than its last position. Vectors are stored in ``folder``, where an interrupted run resumes, by
+    default in memory.
     """
     layout = ModelLayout.from_model(model)
     check_own_tokens(model, examples)

@@ -57,13 +57,8 @@ def compare_pruned(
     """Perplexity of the original and the pruned model on the same windows, and their agreement.
 
     One row each: ``perplexity`` of the methods ``original`` and ``pruned``, the ``ratio`` of the two, and
-    ``agreement``, the fraction of positions with the same top token; with 95% intervals.
-
-    Parameters
-    ----------
-    windows
-        At least two of running text that was not used for calibration, see `matlens.data.make_windows`;
-        windows shorter than the first are not read.
+    ``agreement``, the fraction of positions with the same top token; with 95% intervals. The windows are of
+    running text that was not used for calibration, at least two; those shorter than the first are not read.
     """
     check_made_of(pruned, model)
     check_own_tokens(model, windows)

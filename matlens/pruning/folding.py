@@ -170,19 +170,10 @@ def fold(
     *,
     penalty: float = 0.0,
 ) -> Matrix:
-    """The output matrix that best approximates the target, by the method.
+    """The output matrix that best maps ``read`` to ``target``, by a method.
 
-    Parameters
-    ----------
-    method
-        Which closed form.
-    matrix
-        The block's own.
-    read, target
-        Inputs of the matrix on calibration text, and its target outputs, row by row.
-    penalty
-        In units of the mean square of an output dimension; towards the identity for ``replaceme``, towards
-        the block's own matrix for ``refit`` and ``chain``.
+    The penalty is in units of the mean square of an output dimension; towards the identity for ``replaceme``,
+    towards the block's own matrix for ``refit`` and ``chain``.
     """
     if method == "out":
         return matrix

@@ -172,13 +172,7 @@ def full_windows(windows: Examples) -> Int[Tensor, "n length"]:
 
 
 class Streams:
-    """The stream before every block and after the last, on texts of equal length.
-
-    Attributes
-    ----------
-    h
-        ``h^0 .. h^L``.
-    """
+    """The streams ``h^0 .. h^L`` on texts of equal length."""
 
     def __init__(self, layout: Layout, tokens: Int[Tensor, "n length"], *, progress: bool = True) -> None:
         self.layout, self.tokens = layout, tokens

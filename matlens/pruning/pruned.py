@@ -61,12 +61,8 @@ class Pruned:
     ----------
     model
         A model of transformers' own, to be run, saved or trained like any other.
-    tokenizer
-        The tokenizer of the original model.
     blocks
         Indices of the removed blocks, in the original model.
-    method
-        How the matrix before each span was replaced.
     provenance
         The original model, the calibration text, and the settings.
     attention
@@ -206,15 +202,7 @@ def _penalty(method: Method, penalty: float | None) -> float:
 @checked
 @dataclass(frozen=True)
 class Calibration:
-    """A plain model and its streams on calibration text, for several ways of pruning it.
-
-    Attributes
-    ----------
-    layout, streams
-        The plain model (``layout.model``), and the streams before its blocks and after the last.
-    provenance
-        The model and the text.
-    """
+    """A plain model and its streams on calibration text, for several ways of pruning it."""
 
     layout: Layout
     streams: Streams

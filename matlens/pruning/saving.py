@@ -29,15 +29,9 @@ def check_new(folder: Path) -> None:
 
 @checked
 def save_pruned(pruned: Pruned, folder: str | Path, table: pd.DataFrame | None = None) -> Path:
-    """Save configuration, weights, tokenizer and a model card, atomically.
+    """Save configuration, weights, tokenizer and a model card in a new folder, atomically.
 
-    Parameters
-    ----------
-    folder
-        A new or empty folder.
-    table
-        Rows of `matlens.pruning.compare_pruned`, of `matlens.pruning.compare_costs`, or of both, for the
-        card.
+    The card has the rows of ``table``, of `compare_pruned`, `compare_costs`, or both.
     """
     if table is not None:
         check_columns(table, ("corpus", "method", "metric", "value"), what="the table")

@@ -63,24 +63,15 @@ def test_transformerlens_reads_and_steers_with_ours_as_we_do(lens: Lens, tmp_pat
     assert float((expected - plain).abs().max()) > 1e-3 * float(plain.abs().max())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_theirs_comes_back_bit_for_bit(dtype: torch.dtype, small_model: Models, tmp_path: Path) -> None:
+def test_theirs_is_read_as_it_is(small_model: Models, tmp_path: Path) -> None:
     model = small_model("llama")
-    jacobians = {layer: numbers(D_MODEL, D_MODEL, seed=layer) for layer in (0, 1)}
-    metadata = {"model_name": model.cfg.model_name, "corpus": "pile", "hooks": [1, {"a": None}]}
-    given = JacobianLens(jacobians, n_prompts=3, d_model=D_MODEL, metadata=metadata)
-    given.save(str(tmp_path / "theirs.pt"), dtype=dtype)
+    given = JacobianLens({layer: numbers(D_MODEL, D_MODEL, seed=layer) for layer in (0, 1)}, n_prompts=3,
+                         d_model=D_MODEL, metadata={"corpus": "pile"})  # fmt: skip
+    given.save(str(tmp_path / "theirs.pt"), dtype=torch.float16)
     lens = Lens.from_jacobian_lens(tmp_path / "theirs.pt", model)
     assert (lens.layers, lens.method, lens.provenance.corpus) == ((1, 2), "jacobian", "pile")
-    lens.save(tmp_path / "folder")
-    Lens.load(tmp_path / "folder").to_jacobian_lens(tmp_path / "back.pt")
-    first, second = (torch.load(tmp_path / name, weights_only=True) for name in ("theirs.pt", "back.pt"))
-    ours, theirs = (content.pop("J") for content in (second, first))
-    assert first == second
-    assert ours.keys() == theirs.keys()
-    for layer, matrix in theirs.items():
-        assert torch.equal(ours[layer], matrix)
-        assert ours[layer].dtype == dtype
+    for layer, matrix in given.jacobians.items():
+        assert torch.equal(lens.matrix(layer + 1), matrix.half().float())
 
 
 def test_ours_comes_back_with_where_it_is_from(lens: Lens, tmp_path: Path) -> None:
