@@ -139,11 +139,11 @@ def test_keys_are_those_of_splitmix64() -> None:
 CONFIGS = [
     LensConfig(**options)
     for options in (
-        {}, {"intercept": True}, {"ridge": 0.1}, {"ridge": "loo", "toward": "identity"}, {"weighted": True},
-        {"standardise": True}, {"standardise": True, "intercept": True, "rank": 5}, {"shared_map": True},
-        {"rank": 4, "intercept": True}, {"weighted": True, "ridge": "loo"}, {"sinks": "exclude"},
-        {"sinks": "exclude", "ridge": "loo", "intercept": True}, {"sinks": "exclude", "weighted": True},
-        {"sinks": "exclude", "standardise": True}, {"sinks": "exclude", "shared_map": True, "rank": 3},
+        {}, {"intercept": True}, {"ridge": 0.1}, {"ridge": "loo", "toward": "identity"},
+        {"weighted": True, "ridge": "loo"}, {"standardise": True, "intercept": True, "rank": 5},
+        {"shared_map": True}, {"sinks": "exclude", "ridge": "loo", "intercept": True},
+        {"sinks": "exclude", "weighted": True}, {"sinks": "exclude", "standardise": True},
+        {"sinks": "exclude", "shared_map": True, "rank": 3},
     )
 ]  # fmt: skip
 
@@ -185,44 +185,33 @@ def check_against_reference(lens: Lens, config: LensConfig, data: Activations, w
             assert error < 2e-3 * np.linalg.norm(expected), (config, layer)
 
 
-def test_all_layers_are_those_of_the_reference_streamed_and_collected(
+def test_all_layers_are_those_of_the_reference_collected_or_streamed_with_weights(
     model: Any, data: Activations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert 0 < int(sink_rows(data).sum()) < data.n_rows // 4
+    """A sample of weight two is two samples, and one of weight zero or that is not selected is none."""
+    generator, n_sinks = np.random.default_rng(6), int(sink_rows(data).sum())
+    weights, rows = generator.integers(0, 3, data.n_rows), generator.random(data.n_rows) < 0.8
+    assert 0 < n_sinks < data.n_rows // 4
     collected = Lens.fit(model, data, method=CONFIGS)
     monkeypatch.setattr(closed_forms, "_CHUNK", 64)
-    streamed = Lens.fit(model, data.examples, method=CONFIGS, batch_tokens=60, progress=False)
-    for config in CONFIGS:
-        for lens in (collected[config.name], streamed[config.name]):
-            check_against_reference(lens, config, data, np.ones(data.n_rows))
-        details, others = lens.provenance.details, collected[config.name].provenance.details
-        assert details.get("strengths") == others.get("strengths")
-        n_sinks = int(sink_rows(data).sum()) if config.sinks == "exclude" else None
-        assert details.get("n_sinks") == others.get("n_sinks") == n_sinks
-    shared = collected["shared_map"]
-    assert shared.n_parameters == D_MODEL**2
-    assert shared.maps[1] is not None
-    assert shared.maps[1].source == "h.1"
-    assert collected["standardise"].norm == Standardisation("rms", model.cfg.eps)
-    with pytest.raises(InputError, match="standardised"):
-        matlens.patched(model, [collected["standardise"].maps[1]]).__enter__()
-
-
-def test_a_sample_of_weight_two_is_two_and_one_of_weight_zero_or_not_chosen_is_none(
-    model: Any, data: Activations, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generator = np.random.default_rng(6)
-    weights, rows = generator.integers(0, 3, data.n_rows), generator.random(data.n_rows) < 0.8
-    monkeypatch.setattr(closed_forms, "_CHUNK", 100)
     options: dict[str, Any] = {
         "weights": torch.from_numpy(weights).float(), "rows": torch.from_numpy(rows), "progress": False
     }  # fmt: skip
-    for given in (data, data.examples):
-        lenses = Lens.fit(model, given, method=CONFIGS, **options)
-        for config in CONFIGS:
-            check_against_reference(lenses[config.name], config, data, weights * rows)
-    unweighted = Lens.fit(model, data, method="mat", rows=options["rows"])
-    assert unweighted.provenance.details["rows"] != lenses["mat"].provenance.details["rows"]
+    streamed = Lens.fit(model, data.examples, method=CONFIGS, batch_tokens=60, **options)
+    for config in CONFIGS:
+        check_against_reference(collected[config.name], config, data, np.ones(data.n_rows))
+        check_against_reference(streamed[config.name], config, data, weights * rows)
+        details = collected[config.name].provenance.details
+        assert details.get("n_sinks") == (n_sinks if config.sinks == "exclude" else None)
+    shared, standardised = collected["shared_map"], collected["standardise+sinks=exclude"]
+    assert shared.n_parameters == D_MODEL**2
+    assert shared.maps[1] is not None
+    assert shared.maps[1].source == "h.1"
+    assert standardised.norm == Standardisation("rms", model.cfg.eps)
+    with pytest.raises(InputError, match="standardised"):
+        matlens.patched(model, [standardised.maps[1]]).__enter__()
+    unweighted = Lens.fit(model, data, method="mat", rows=options["rows"], layers=[1])
+    assert unweighted.provenance.details["rows"] != streamed["mat"].provenance.details["rows"]
     assert "weights" not in unweighted.provenance.details
 
 

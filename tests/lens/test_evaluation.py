@@ -25,10 +25,9 @@ from matlens.lens.evaluation import Evaluation
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet
 from matlens.models.identity import ModelIdentity, Provenance
-from matlens.models.weights import WeightChecksum
 
 Settings = Callable[[str], Any]
-L, N, D, VOCAB = 3, 23, 5, 14
+L, N, D = 3, 23, 32
 MODEL = make_identity("small", n_layers=L, d_model=D)
 
 
@@ -110,26 +109,6 @@ def test_differences_are_paired() -> None:
 # Maps
 
 
-class Head(Readout):
-    """A readout that is linear and nothing else, of any model."""
-
-    device = torch.device("cpu")
-
-    def __init__(self) -> None:
-        self.weight = 2 * random(VOCAB, D, seed=99)
-        self.weights = WeightChecksum([], "the head")
-        self.largest = 0
-
-    def logits(self, h: Tensor) -> Tensor:
-        self.largest = max(self.largest, len(h))
-        return h @ self.weight.T
-
-    def log_probs(self, h: Tensor) -> Tensor:
-        return self.logits(h).log_softmax(-1)
-
-    def check_same(self, other: Any, *, theirs: str = "") -> None: ...
-
-
 def activations(n: int = N, model: ModelIdentity = MODEL) -> Activations:
     """A stream in which each layer is a step away from the one before; one site is inside a block."""
     stream = [random(n, D, seed=0)]
@@ -191,16 +170,19 @@ def test_fit_quality_is_r2_of_every_map_and_of_the_identity(rows: Tensor | None)
     )
 
 
-def test_prediction_quality_is_what_the_definitions_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    maps, data, head = mapset(ALL), activations(), Head()
-    table = prediction_quality(head, maps, data, progress=False)
+def test_prediction_quality_is_what_the_definitions_count(
+    small_model: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readout, identity = Readout(small_model("llama")), ModelIdentity.from_model(small_model("llama"))
+    maps, data = mapset(ALL, identity), activations(model=identity)
+    table = prediction_quality(readout, maps, data, progress=False)
     assert list(table.columns) == list(COLUMNS)
     assert len(table) == (L + 1) * 2 * 4
-    p, values = log_softmax(head.logits(data[L])), set()
+    p, values = log_softmax(readout.logits(data[L])), set()
     for layer in range(L + 1):
         for method in ("mat", "id"):
             h = apply(maps[layer, L], data[layer]) if method == "mat" and layer < L else data[layer]
-            token = (np.asarray(h, np.float64) @ head.weight.double().numpy().T).argmax(1)
+            token = readout.logits(torch.as_tensor(h).float()).argmax(1).numpy()
             surprisals = -p[range(N), token]
             ranks = (p > p[range(N), token][:, None]).sum(1)
             for k in (1, 5, 10):
@@ -215,32 +197,30 @@ def test_prediction_quality_is_what_the_definitions_count(monkeypatch: pytest.Mo
             expected = surprisals.mean() + np.array([-half, 0, half])
             assert list(row[["low", "value", "high"]]) == pytest.approx(list(expected), rel=1e-4)
     assert len(values) > 8, "the samples tell nothing apart"
-    for rows in (1, 7, N, 1000):  # whatever is read at once
-        monkeypatch.setattr(evaluation, "_ROWS", rows)
-        head.largest = 0
-        parts = prediction_quality(head, maps, data, progress=False)
-        assert head.largest == min(rows, N)
-        pd.testing.assert_frame_equal(parts, table, rtol=1e-5)
-    one = prediction_quality(head, maps, activations(1), progress=False)
+    monkeypatch.setattr(evaluation, "_ROWS", 7)  # whatever is read at once
+    parts = prediction_quality(readout, maps, data, progress=False)
+    pd.testing.assert_frame_equal(parts, table, rtol=1e-5)
+    one = prediction_quality(readout, maps, activations(1, identity), progress=False)
     assert one[one["metric"] == "surprisal"][["low", "high"]].isna().all(axis=None)
 
 
 @pytest.mark.refused
-def test_what_does_not_belong_together_is_refused() -> None:
+def test_what_does_not_belong_together_is_refused(small_model: Settings) -> None:
+    readout = Readout(small_model("llama"))
     others = mapset(ALL, replace(MODEL, fingerprint="beef"))
     models = "'small' with the fingerprint beef, and 'small' with the fingerprint f00d"
     with pytest.raises(InputError, match=models):
         fit_quality(others, activations(), progress=False)
     with pytest.raises(InputError, match=models):
-        prediction_quality(Head(), others, activations(), progress=False)
+        prediction_quality(readout, others, activations(), progress=False)
     for rows in (torch.ones(N - 1, dtype=torch.bool), torch.arange(N) < 1):
         with pytest.raises(InputError, match=r"^rows must be"):
             fit_quality(mapset(ALL), activations(), rows=rows, progress=False)
-    with pytest.raises(InputError, match=rf"must have scores \({N}, {VOCAB}\)"):
-        evaluate(Head(), random(N, D, seed=1), {"x": lambda part: torch.zeros(N, VOCAB - 1)})
+    with pytest.raises(InputError, match=rf"must have scores \({N}, {readout.d_vocab}\)"):
+        evaluate(readout, random(N, D, seed=1), {"x": lambda part: torch.zeros(N, 3)})
     truth = random(256, D, seed=1)  # as many as are read out at once
     with pytest.raises(InputError, match="'x' must have 256 vectors"):
-        evaluate(Head(), truth, {"x": torch.cat([truth, truth[:1]])})
+        evaluate(readout, truth, {"x": torch.cat([truth, truth[:1]])})
 
 
 # Lenses

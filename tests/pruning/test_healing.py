@@ -24,35 +24,6 @@ def divergence(whole: Any, pruned: Any, tokens: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.kl_div(given, truth, log_target=True, reduction="none").sum(-1).mean()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_an_update_is_a_step_of_adam_by_hand(
-    name: str, small_model: Models, plain_model: Models, windows: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folded = pruning.prune(small_model(name), windows(name), [2], method="replaceme", progress=False).model
-    path = f"{LAYERS[name][0]}.1.{WRITERS[name]}"
-    tokens = full_windows(windows(name))
-    streams = Streams(Layout.from_model(pruning.plain_copy(small_model(name))), tokens, progress=False)
-    n_update = min(len(tokens), 1024 // 24)
-    expected = {key: value.clone() for key, value in folded.state_dict().items()}
-    writer = folded.get_submodule(path)
-    chosen = folding._order(len(tokens), n_update, 5)
-    loss = divergence(plain_model(name), folded, tokens[chosen])
-    gradients = torch.autograd.grad(loss, list(writer.parameters()))
-    for (key, _), gradient in zip(writer.named_parameters(), gradients, strict=True):
-        # The first step of Adam is the sign of the gradient, times the step width.
-        expected[f"{path}.{key}"] -= 1e-3 * gradient / (gradient.abs() + 1e-8)
-    monkeypatch.setattr(folding, "RATE", 1e-3)
-    healed = folding.heal(streams, folded, [2], "replaceme", 24 * n_update, seed=5, progress=False)
-    assert healed.divergence == pytest.approx(float(loss.detach()), rel=1e-4)
-    changed = [key for key, value in folded.state_dict().items() if key.startswith(path)]
-    for key, value in folded.state_dict().items():
-        if key in changed:
-            assert float((value - expected[key]).abs().mean()) < 2e-5
-        else:
-            assert torch.equal(value, expected[key]), key
-    assert all(weight.grad is None and weight.requires_grad for weight in folded.parameters())
-
-
 def test_steps_grow_for_a_tenth_of_the_updates_and_then_fall(
     small_model: Models, plain_model: Models, windows: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,7 +32,7 @@ def test_steps_grow_for_a_tenth_of_the_updates_and_then_fall(
     ).model
     tokens = full_windows(windows("gpt2"))
     streams = Streams(Layout.from_model(pruning.plain_copy(small_model("gpt2"))), tokens, progress=False)
-    by_hand, whole = copy.deepcopy(folded), plain_model("gpt2")
+    by_hand, whole, losses = copy.deepcopy(folded), plain_model("gpt2"), list[float]()
     weight = by_hand.get_parameter("transformer.h.1.mlp.c_proj.weight")
     bias = by_hand.get_parameter("transformer.h.1.mlp.c_proj.bias")
     optimizer = torch.optim.Adam([weight, bias])
@@ -69,11 +40,20 @@ def test_steps_grow_for_a_tenth_of_the_updates_and_then_fall(
     for step, rate in enumerate([1 / 3, 2 / 3, 1, *[1] * 27]):
         optimizer.param_groups[0]["lr"] = 1e-3 * rate * (30 - step) / 30
         optimizer.zero_grad()
-        divergence(whole, by_hand, tokens[texts[step]]).backward()
+        loss = divergence(whole, by_hand, tokens[texts[step]])
+        loss.backward()
+        losses.append(float(loss.detach()))
         optimizer.step()
     monkeypatch.setattr(folding, "RATE", 1e-3)
-    folding.heal(streams, folded, [2], "replaceme", 24 * 30 * size, seed=2, progress=False)
-    assert_near(folded.get_parameter("transformer.h.1.mlp.c_proj.weight"), weight.detach(), 1e-3)
+    healed = folding.heal(streams, folded, [2], "replaceme", 24 * 30 * size, seed=2, progress=False)
+    assert healed.divergence == pytest.approx(sum(losses[-3:]) / 3, rel=1e-3)
+    expected = by_hand.state_dict()
+    for name, tensor in folded.state_dict().items():
+        if name.startswith("transformer.h.1.mlp.c_proj"):
+            assert_near(tensor, expected[name], 1e-3)
+        else:
+            assert torch.equal(tensor, expected[name]), name
+    assert all(weight.grad is None and weight.requires_grad for weight in folded.parameters())
 
 
 @pytest.mark.parametrize(("method", "places"), [("refit", (0, 2)), ("chain", (0, 1, 2, 3))])
@@ -86,17 +66,6 @@ def test_of_several_spans_the_changed_matrices_alone_are_healed(
     state = before.state_dict()
     changed = {key for key, value in after.state_dict().items() if not torch.equal(value, state[key])}
     assert changed == {f"model.layers.{place}.mlp.down_proj.weight" for place in places}
-
-
-def test_streams_begin_at_the_first_folded_block(small_model: Models, windows: Models) -> None:
-    tokens = full_windows(windows("gpt2"))[:3]
-    layout = Layout.from_model(pruning.plain_copy(small_model("gpt2")))
-    streams = Streams(layout, tokens, progress=False)
-    with torch.no_grad():
-        whole = layout.model(tokens).logits.log_softmax(-1)
-        for start in range(4):
-            ours = streams.log_probs(layout, start, streams.h[start], tokens)
-            assert_near(ours, whole, 1e-5)
 
 
 def test_what_cannot_be_healed_is_refused(small_model: Models, windows: Models) -> None:

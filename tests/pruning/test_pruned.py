@@ -137,18 +137,15 @@ def test_half_precision_is_folded_and_stays(
         assert torch.equal(buffer, buffers[key]), key
 
 
-def test_a_factor_is_seen_in_half_precision(model_folder: Models, windows: Models) -> None:
-    half = matlens.load(str(model_folder("granite")), dtype=torch.bfloat16, device="cpu")
-    with pytest.raises(InputError, match="model must"):
-        pruning.prune(half, windows("granite"), [1], progress=False)
-
-
 @pytest.mark.parametrize("name", ["gemma2", "granite"])
 def test_what_stands_between_the_matrix_and_the_stream_is_named(
-    name: str, small_model: Models, windows: Models
+    name: str, small_model: Models, model_folder: Models, windows: Models
 ) -> None:
-    with pytest.raises(InputError, match="model must"):
-        pruning.prune(small_model(name), windows(name), [1], progress=False)
+    """Also in half precision."""
+    half = matlens.load(str(model_folder(name)), dtype=torch.bfloat16, device="cpu")
+    for model in (small_model(name), half):
+        with pytest.raises(InputError, match="model must"):
+            pruning.prune(model, windows(name), [1], progress=False)
 
 
 def test_blocks_that_give_lists_are_left_out(

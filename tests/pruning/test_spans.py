@@ -59,13 +59,8 @@ def test_losses_are_those_of_passes_with_hooks(
 ) -> None:
     expected = loss_by_hand(plain_model("gpt2"), streams.tokens, gone)
     assert loss_without(streams, gone) == pytest.approx(expected, abs=1e-5)
-
-
-def test_the_last_stream_gives_the_models_own_loss(
-    streams: Streams, plain_model: Callable[[str], Any]
-) -> None:
-    expected = loss_by_hand(plain_model("gpt2"), streams.tokens, set())
-    assert float(streams.losses(streams.h[N_LAYERS]).mean()) == pytest.approx(expected, abs=1e-5)
+    own = loss_by_hand(plain_model("gpt2"), streams.tokens, set())
+    assert float(streams.losses(streams.h[N_LAYERS]).mean()) == pytest.approx(own, abs=1e-5)
 
 
 def test_choices_are_the_least_of_all(streams: Streams) -> None:
@@ -135,12 +130,6 @@ def test_greedy_is_the_least_of_every_round_where_losses_rise(
     n_tried = len(tried)
     assert order == greedy_by_hand(loss, n_layers, 6)
     assert n_tried < len(tried) - n_tried
-
-
-def test_greedy_is_the_least_of_every_round_of_a_model(small_model: Callable[[str], Any]) -> None:
-    deep = streams_of(small_model("llama-deep"))
-    order = greedy_order(deep, 3, progress=False)
-    assert order == greedy_by_hand(lambda gone: loss_without(deep, gone), 6, 3)
 
 
 def test_the_beginning_of_streams_is_what_shorter_texts_give(streams: Streams) -> None:
