@@ -131,7 +131,11 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "sub_updates/linkages": ("tests/ffn/test_clusters.py",),
     "paper_b_fig4_overlap": ("tests/analyses/test_overlap.py",),
     "paper_b_removal": ("tests/analyses/test_removal_table.py",),
-    "study/steps": ("tests/study/test_fits.py", "tests/study/test_results.py"),
+    "study/steps": (
+        "tests/study/test_fits.py",
+        "tests/study/test_results.py",
+        "tests/linear/test_streaming.py",
+    ),
 }
 
 

@@ -28,15 +28,11 @@ def show(names: list[str], /, model: ModelOptions, reading: ReadOptions) -> None
     table = catalogue.projection(reading.read).table(catalogue.values, names, k=reading.tokens)
     table["token"] = table["token"].map(visible)
     for value, scores in table.groupby("value", sort=False):
-        top, bottom = (scores[scores["side"] == side] for side in ("top", "bottom"))
-        print_frame(
-            str(value),
-            top.merge(bottom, on="rank", suffixes=("", " down")),
-            {
-                "rank": "rank", "token": "promotes", "score": "score", "token down": "demotes",
-                "score down": "score",
-            },
-        )  # fmt: skip
+        top, bottom = (
+            scores[scores["side"] == side][["rank", "token", "score"]].rename(columns={"token": name})
+            for side, name in (("top", "promotes"), ("bottom", "demotes"))
+        )
+        print_frame(str(value), top.merge(bottom, on="rank", suffixes=("", " down")))
 
 
 @command(values)
@@ -64,11 +60,10 @@ def search(
             f"No value vector has {', '.join(words)} in its {top_k} top tokens. A larger --top-k may help."
         )
         return
-    first = matches.head(limit)
+    first = matches.head(limit)[["value", "words", "rank", "score"]]
     print_frame(
         f"{len(matches):,} of {len(values):,} value vectors, by words, rank and score",
         first.assign(tokens=top_texts(projection, values.vectors(first["value"]), reading.tokens)),
-        {"value": "value", "words": "words", "rank": "rank", "score": "score", "tokens": "top tokens"},
     )
 
 
@@ -79,11 +74,10 @@ def promoting(
     """Find the value vectors that raise the odds of the words most."""
     catalogue = model.catalogue()
     values, projection = catalogue.values, catalogue.projection(reading.read)
-    lifts = projection.promoting(values, words, n=min(limit, len(values)))
+    lifts = projection.promoting(values, words, n=min(limit, len(values)))[["value", "score", "lift"]]
     print_frame(
         "By lift, the score above the mean of all tokens",
         lifts.assign(tokens=top_texts(projection, values.vectors(lifts["value"]), reading.tokens)),
-        {"value": "value", "score": "score", "lift": "lift", "tokens": "top tokens"},
     )
 
 
@@ -133,14 +127,10 @@ def cluster(
         members=[_members(members.split(), set(map(str, asked))) for members in table["members"]],
     )
     print_frame(
-        f"{len(values):,} value vectors in {len(fitted):,} clusters, {how}",
-        shown,
-        {
-            "cluster": "cluster", "size": "size", "layers": "layers", "cosine": "cosine",
-            "members": "vectors", "tokens": "top tokens of their mean",
-        },
+        f"{len(values):,} value vectors in {len(fitted):,} clusters, {how}; tokens of their means",
+        shown.drop(columns=["first_layer", "last_layer"]),
         digits={"cosine": 2},
-    )  # fmt: skip
+    )
 
 
 def _members(members: list[str], asked: set[str]) -> str:
@@ -190,13 +180,10 @@ def update(
     place = int(examples.positions[0])
     (token,) = token_texts(bridge.tokenizer, examples.tokens[[place]])
     table = updates.table(projection, k=dominant, n_tokens=reading.tokens)
-    table["of layer"] = table.groupby("layer")["share"].transform("sum").map("{:.1%}".format)
+    shares = table.groupby("layer")["share"].transform("sum").map("{:.1%}".format)
+    table.insert(1, f"share of {dominant}", shares)
     table["share"] = table["share"].map("{:.1%}".format)
     print_frame(
         f"{prompt}\nAt token {place}, '{visible(token)}'",
-        table if layer else table[table["rank"] == 1],
-        {
-            "layer": "layer", "of layer": f"{dominant} greatest", "rank": "rank", "value": "value",
-            "coefficient": "coefficient", "share": "share", "promoted": "promoted",
-        },
-    )  # fmt: skip
+        (table if layer else table[table["rank"] == 1]).drop(columns="contribution"),
+    )

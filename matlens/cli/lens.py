@@ -201,16 +201,14 @@ def trajectory(
     read = _lens(model, lens).trajectory(prompt)
     words = list(token or ())
     place = read.place
-    last = read.to_dataframe().query("position == @place")
-    ranks = {word: [int(rank[place]) for rank in read.rank(word).values()] for word in words}
+    last = read.to_dataframe().query("position == @place").drop(columns=["position", "token", "predicted_id"])
+    ranks = {
+        f"rank of {word.strip()}": [int(rank[place]) for rank in read.rank(word).values()] for word in words
+    }
     print_frame(
         f"{prompt}\nAt token {place}, '{visible(read.tokens[place])}'",
         last.assign(predicted=last["predicted"].map(visible), **ranks),
-        {
-            "layer": "layer", "predicted": "predicted", "probability": "probability", "entropy": "entropy",
-            "kl": "KL", "rank": "rank of the last", **{word: f"rank of {word.strip()}" for word in words},
-        },
-    )  # fmt: skip
+    )
     if csv is not None:
         from matlens.io.files import write_files
         from matlens.io.tables import csv_text

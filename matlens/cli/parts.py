@@ -159,16 +159,12 @@ def prune(
     table = pd.concat([compare_pruned(bridge, pruned, validation), compare_costs(bridge, pruned)])
     save_pruned(pruned, out, table)
     units = [_UNITS.get(metric, (1, "")) for metric in table["metric"]]
+    table["value"] /= [divisor for divisor, _ in units]
+    table["unit"] = [unit for _, unit in units]
     print_frame(
         "Perplexity and agreement on held-out text; time and memory of generation",
-        table.assign(
-            value=table["value"] / [divisor for divisor, _ in units], unit=[unit for _, unit in units]
-        ),
-        {
-            "method": "model", "metric": "metric", "value": "value", "unit": "unit", "low": "from",
-            "high": "to",
-        },
-    )  # fmt: skip
+        table[["method", "metric", "value", "unit", "low", "high"]],
+    )
     if healed := pruned.provenance.details.get("healed"):
         print_line(
             f"Healed on {healed['n_tokens']:,} tokens in {healed['seconds']:,.0f} seconds: "

@@ -40,18 +40,16 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
     console.print(table)
 
 
-def print_frame(
-    title: str, table: Any, headings: Mapping[str, str], *, digits: Mapping[str, int] | None = None
-) -> None:
-    """Print columns of a data frame under headings, values to three digits or to ``digits``."""
+def print_frame(title: str, table: Any, *, digits: Mapping[str, int] | None = None) -> None:
+    """Print a data frame, values to three digits or to ``digits``."""
 
     def cell(value: Any, of: int) -> Any:
         if isinstance(value, Integral) or not isinstance(value, Real):
             return value
         return number_text(float(value), of) if value == value else "–"
 
-    columns = [[cell(value, (digits or {}).get(name, 3)) for value in table[name]] for name in headings]
-    print_table(title, list(headings.values()), zip(*columns, strict=True))
+    columns = [[cell(value, (digits or {}).get(name, 3)) for value in table[name]] for name in table]
+    print_table(title, list(table), zip(*columns, strict=True))
 
 
 def foreign(text: object) -> Text:
@@ -72,8 +70,7 @@ def print_results(results: pd.DataFrame, folder: Path) -> None:
     columns = [column for column in itertools.product(_METRICS, ("mat", "id")) if column in table]
     table = table[columns]
     table.columns = [f"{_METRICS[metric]} {method}" for metric, method in columns]
-    headings = {name: name for name in ("layer", *table.columns)}
-    print_frame(f"Onto layer {last}, on the validation sentences", table.reset_index(), headings)
+    print_frame(f"Onto layer {last}, on the validation sentences", table.reset_index())
     note = json.loads((folder / "results.json").read_text()).get("note")
     if note:
         Console().print(Text(printable(note, keep="\n")), soft_wrap=True)
@@ -93,9 +90,8 @@ def print_members(report: Any, exits: Any) -> None:
         "P@1": 3, "P@10": 3, "surprisal": 2, "kl": 2, "r2": 3, "saved": 2, "seconds": 2, "parameters": 0
     }  # fmt: skip
     wide = summarize(report, exits).reindex(columns=list(digits)).astype(float)  # no lens may have r2
-    wide["lens"] = wide.index
     title = "Means over the layers; layers saved at 95%; CPU seconds and parameters per layer"
-    print_frame(title, wide, {name: name for name in ("lens", *digits)}, digits=digits)
+    print_frame(title, wide.rename_axis("lens").reset_index(), digits=digits)
 
 
 def print_atlas(table: Any, correlations: Any) -> None:
@@ -106,20 +102,15 @@ def print_atlas(table: Any, correlations: Any) -> None:
     table, correlations
         The tables of `matlens.linearity.linearity_atlas` and of `matlens.linearity.rank_correlations`.
     """
+    overall = correlations[correlations["kind"] == "all kinds"].rename(columns={"value": "correlation"})
     print_frame(
         "Rank correlation of scores with the loss increase (positive: less linear parts cost more)",
-        correlations[correlations["kind"] == "all kinds"],
-        {
-            "metric": "score", "method": "part is", "tokens": "tokens", "value": "correlation", "low": "from",
-            "high": "to",
-        },
-    )  # fmt: skip
-    together = table[table["kind"].str.startswith("together") & (table["metric"] == "loss increase")]
-    print_frame(
-        "Parts replaced together",
-        together.assign(kind=together["kind"].str.partition(": ")[2]),
-        {"kind": "of", "tokens": "tokens", "value": "loss increase, nats", "parts": "parts"},
+        overall[["metric", "method", "tokens", "correlation", "low", "high"]],
     )
+    together = table[table["kind"].str.startswith("together") & (table["metric"] == "loss increase")]
+    kinds = together["kind"].str.partition(": ")[2]
+    renamed = together.assign(kind=kinds).rename(columns={"value": "loss increase, nats"})
+    print_frame("Parts replaced together", renamed[["kind", "tokens", "loss increase, nats", "parts"]])
 
 
 def print_figures(paths: Sequence[Path]) -> None:

@@ -110,6 +110,7 @@ def test_moments_are_those_of_collected_vectors_whole_and_in_parts(
         joined.merge(tmp_path / "statistics")
         maps = fit_maps(tmp_path, intercept=True, progress=False)
         assert list(maps) == joined.pairs
+        assert all(linear.bias is not None for linear in maps.values())
         assert {"rows", "weights"} < set(maps.provenance.details)
 
 

@@ -1,21 +1,24 @@
-"""Maps fitted on what was collected: least squares, penalties, what a failure leaves."""
+"""The ridge of a study with few samples."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-import matlens
 from matlens.study.steps import fit_maps, typical_penalty
 
 
-def test_few_samples_are_met_with_a_ridge_where_none_is_given(collected: Path) -> None:
-    maps = fit_maps(collected, pairs="last", ridge=None, progress=False)
-    train = matlens.activations.Activations.load(collected / "train")
-    norms = [np.median((train[layer].double().numpy() ** 2).sum(1)) for layer in range(3)]
+def test_few_samples_have_a_ridge_of_their_median_squared_norm(
+    small_model: Callable[[str], Any], collect: Callable[..., Any], tmp_path: Path
+) -> None:
+    train, _ = collect(small_model("llama-sinks"), tmp_path)  # whose mean norm is far from the median
+    maps = fit_maps(tmp_path, pairs="last", ridge=None, progress=False)
+    norms = [(train[layer].double().numpy() ** 2).sum(1) for layer in range(3)]
     ridge = typical_penalty(train, ["h.0", "h.1", "h.2"])
-    assert ridge == float(f"{np.median(norms):.1e}")
+    assert ridge == float(f"{np.median(np.median(norms, axis=1)):.1e}")
     assert maps.provenance.details["ridge"] == ridge > 0
     x, y = (train[layer].double().numpy() for layer in (1, 3))
     expected = np.linalg.solve(x.T @ x + ridge * np.eye(x.shape[1]), x.T @ y).T
