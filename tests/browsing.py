@@ -1,4 +1,4 @@
-"""A page in a browser that may ask for nothing but itself, and what is read off it."""
+"""A page in a browser without a network, and what is read from it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SERIOUS = ("serious", "critical")
 
 @dataclass
 class Visit:
-    """An open page, what it asked for beside itself, and what went wrong in it."""
+    """An open page, its other requests, and the errors in it."""
 
     page: Any
     requests: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
     def rows(self, selector: str) -> list[list[str]]:
-        """Texts of a table's cells, line by line, heads left out."""
+        """Texts of a table's cells, row by row, without the head."""
         return self.page.evaluate(
             "s => [...document.querySelectorAll(s + ' tbody tr, ' + s + ' tfoot tr')]"
             ".map(tr => [...tr.children].map(td => td.textContent))",
@@ -31,14 +31,14 @@ class Visit:
         )
 
     def faults(self) -> list[str]:
-        """What axe-core holds for serious or worse."""
+        """Serious violations that axe-core finds."""
         found = Axe().run(self.page).response["violations"]
         return [f"{v['id']}: {v['nodes'][0]['html']}" for v in found if v["impact"] in SERIOUS]
 
 
 @contextmanager
 def visiting(browser: Any, page: str | Path, *, fragment: str = "", **options: Any) -> Iterator[Visit]:
-    """Open a file with the network off; every request beside it is blocked and noted."""
+    """Open a file with the network off; requests for anything else are blocked and recorded."""
     context = browser.new_context(**options)
     context.set_default_timeout(60_000)
     url = Path(page).absolute().as_uri()

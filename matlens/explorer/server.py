@@ -149,9 +149,9 @@ class LiveModel:
                 self._model, prompt, self._lenses, proceed=proceed, progress=False
             ).to_html(),
         )
-        return JSONResponse({"page": self._kept(page)})
+        return JSONResponse({"page": self._store(page)})
 
-    def _kept(self, page: str) -> str:
+    def _store(self, page: str) -> str:
         """Store a page, and drop the oldest; returns its path."""
         number = secrets.token_hex(8)
         self._pages[number] = page
@@ -166,7 +166,7 @@ class LiveModel:
             request,
             lambda proceed: compare_changes(self._model, prompt, changes, maps=self._maps, proceed=proceed),
         )
-        saved = self._kept(compared_page(self._name, prompt, changes, before, after))
+        saved = self._store(compared_page(self._name, prompt, changes, before, after))
         return JSONResponse({"before": vars(before), "after": vars(after), "page": saved})
 
     async def _computed(self, request: Request, work: Callable[[Callable[[], None]], Any]) -> Any:

@@ -34,7 +34,7 @@ _COLORS = {  # color map, dark for confident cells, and label of the color bar
 _KINDS = ("ln1", "attn", "ln2", "ffn", "block", "jump 2", "jump 4", "jump 8")
 _WAYS = {"all": "replaced at all tokens", "no sinks": "replaced at all but sinks"}
 _SCORES = (("r2 of the variance", r"$r^2$ of the whole variance"), ("nbl bound", "NBL's bound"))
-_LEAST = 1e-3  # nats; what increases less stands there
+_MIN_INCREASE = 1e-3  # nats; smaller increases are drawn there
 
 
 @styled
@@ -152,10 +152,9 @@ def plot_atlas(results: pd.DataFrame, correlations: pd.DataFrame) -> Figure:
     points = of_maps.pivot(index=["kind", "layer"], columns="metric", values="value")
     for ax, (score, label) in zip(below[:2], _SCORES, strict=True):
         for kind, look in method_looks(kinds).items():
-            ax.plot(
-                points.loc[kind, score], points.loc[kind, "loss increase"].clip(lower=_LEAST), look.marker,
-                color=look.color, label=kind, mew=0, ms=3.5, alpha=0.8,
-            )  # fmt: skip
+            increase = points.loc[kind, "loss increase"].clip(lower=_MIN_INCREASE)
+            style: dict[str, Any] = {"color": look.color, "label": kind, "mew": 0, "ms": 3.5, "alpha": 0.8}
+            ax.plot(points.loc[kind, score], increase, look.marker, **style)
         ax.set_yscale("log")
         ax.set_xlabel(label)
     below[0].set_ylabel("loss increase with the map, nats")

@@ -409,7 +409,7 @@ function setLens(lens, focus = false) {
 
 function keep() {
   const parts = new URLSearchParams({ lens: lenses[shown.lens].name });
-  if (shown.other >= 0) parts.set("beside", lenses[shown.other].name);
+  if (shown.other >= 0) parts.set("compare", lenses[shown.other].name);
   parts.set("view", shown.view);
   parts.set("color", shown.color);
   parts.set("cell", `${layers[shown.row]},${shown.column}`);
@@ -425,7 +425,7 @@ function recall() {
   const parts = new URLSearchParams(location.hash.slice(1));
   const named = (key) => lenses.findIndex(({ name }) => name === parts.get(key));
   if (named("lens") >= 0) shown.lens = named("lens");
-  if (parts.has("lens")) shown.other = named("beside") === shown.lens ? -1 : named("beside");
+  if (parts.has("lens")) shown.other = named("compare") === shown.lens ? -1 : named("compare");
   if (["grid", "difference", "table"].includes(parts.get("view"))) shown.view = parts.get("view");
   const [layer, column] = (parts.get("cell") || "-1,-1").split(",").map(Number);
   if (layers.includes(layer)) shown.row = layers.indexOf(layer);

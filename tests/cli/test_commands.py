@@ -159,12 +159,12 @@ def test_a_command_prints_what_its_call_gives(
     small_model: Model,
     tmp_path: Path,
 ) -> None:
-    words, name, rows, beside = call
+    words, name, rows, more = call
     expected = rows(small_model(name))
     given = [word.replace("{out}", str(tmp_path / "out")) for word in words]
     printed = commands.run(*given, model=name)
     assert [row[: len(wanted)] for row, wanted in zip(cells(printed), expected, strict=True)] == expected
-    assert beside in printed
+    assert more in printed
 
 
 def test_clusters_are_shown_with_the_vectors_that_are_asked_for(

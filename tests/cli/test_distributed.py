@@ -72,7 +72,7 @@ def test_processes_of_torchrun_are_found(tmp_path: Path) -> None:
     assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["2 2 from 0"] * 2
 
 
-def test_a_run_of_two_processes_is_that_of_one(
+def test_a_run_of_two_processes_equals_that_of_one(
     model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "words.txt").write_text("\n".join(make_sentences().sentences))

@@ -21,7 +21,7 @@ from matlens.io.tables import COLUMNS, write_results
 from matlens.lens import LensConfig, compare_lenses
 
 
-def test_fit_keeps_the_lenses_of_the_training_sentences(
+def test_lenses_are_fitted_on_the_training_sentences(
     commands: Commands, corpora: Path, small_model: Callable[[str], Any], tmp_path: Path
 ) -> None:
     printed = commands.run(
@@ -89,7 +89,7 @@ def test_push_and_pull_go_through_the_hub(
     assert not (tmp_path / "x").exists()
 
 
-def test_a_folder_of_others_is_refused_before_the_work(
+def test_an_unknown_method_or_a_foreign_folder_is_refused_before_the_fit(
     commands: Commands, corpora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("matlens.models.loading.load", None)

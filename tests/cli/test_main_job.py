@@ -365,7 +365,7 @@ def largest_file(n_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_is_told_and_nothing_unfinished_stays(
+def test_a_full_disk_is_reported_and_nothing_unfinished_remains(
     run_matlens: Matlens, inputs: list[str], finished: Path, tmp_path: Path, with_figures: None
 ) -> None:
     no_room = "ile too large"  # of Python, or of safetensors

@@ -63,7 +63,9 @@ def test_parts_merged_give_the_table_of_one_run(
     pd.testing.assert_frame_equal(tables[0], table, rtol=1e-4)
 
 
-def test_what_cannot_be_joined_is_refused(run_matlens: Matlens, options: list[str], tmp_path: Path) -> None:
+def test_missing_duplicate_and_unknown_parts_are_refused(
+    run_matlens: Matlens, options: list[str], tmp_path: Path
+) -> None:
     assert run_matlens("part", "--part", "1/3", *options, "--out", tmp_path / "s").code == 0
     refused = run_matlens("merge", tmp_path / "s", "--out", tmp_path / "joined")
     assert refused.code == 2

@@ -37,7 +37,7 @@ def test_what_is_printed_is_the_plan(
 
 @pytest.mark.parametrize(
     ("n", "positions", "planned"),
-    [(100, "auto", "all"), (100, "sampled", "sampled"), (128, "auto", "sampled")],
+    [(127, "auto", "all"), (127, "sampled", "sampled"), (128, "auto", "sampled")],
 )
 def test_few_sentences_are_planned_as_they_are_run(
     n: int, positions: str, planned: str, capsys: pytest.CaptureFixture[str]
@@ -57,15 +57,8 @@ def test_a_models_configuration_is_enough(
     assert "all positions, pairs last" in " ".join(printed.split())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "Give either --model"),
-        (["--model", "x", "--layers", "3", "--width", "8"], "Give either --model"),
-        (["--model", "/nowhere"], "There is no model"),
-    ],
-)
-def test_bad_input_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    refused = run_command(["plan", *arguments], capsys, width=160)
-    assert refused.code == 2
-    assert message in " ".join(refused.err.split())
+def test_a_model_or_a_shape_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["--model", "x", "--layers", "3", "--width", "8"]):
+        refused = run_command(["plan", *arguments], capsys, width=160)
+        assert refused.code == 2
+        assert "Give either --model" in refused.err

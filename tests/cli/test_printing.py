@@ -42,7 +42,7 @@ def test_an_exit_comes_through_and_an_interruption_is_explained(
     assert ("Rerun the same command" in capsys.readouterr().err) == hint
 
 
-def test_tables_show_what_looks_like_markup(
+def test_tables_show_markup_as_text(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -55,9 +55,7 @@ def test_tables_show_what_looks_like_markup(
 @pytest.mark.parametrize(
     "foreign", ["\x1b[2J", "\x1b]0;owned\x07", "\u202e", "\x9b31m", "\r", "\x08", "\udcff"]
 )
-def test_what_others_wrote_does_nothing_to_the_terminal(
-    foreign: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_control_characters_are_escaped(foreign: str, capsys: pytest.CaptureFixture[str]) -> None:
     printing.print_table(f"Of {foreign}", ("token", "other"), [(f"a{foreign}b", f"{foreign}:smile:")])
     printing.print_line("Figures:", Path(f"a{foreign}.png"))
     with pytest.raises(SystemExit):

@@ -37,7 +37,7 @@ def by_hand(model: Any, replacements: Any) -> list[float]:
         return model(tokens, return_type="logits")[0, -1].softmax(-1).topk(10).values.tolist()
 
 
-def test_offers_are_what_the_sets_have_maps_for(fitted: Fitted) -> None:
+def test_offers_are_the_maps_of_the_sets(fitted: Fitted) -> None:
     _, jumps, inside = fitted
     assert offered_maps([]) == {"mat": [], "mat_attn": [], "mat_ffn": [], "mat_ln1_ln2": []}
     offers = offered_maps([jumps, inside])
@@ -54,7 +54,7 @@ def test_offers_are_what_the_sets_have_maps_for(fitted: Fitted) -> None:
         ("mat_ln1_ln2", "0", lambda jumps, inside: [mat_ln1_ln2(inside, 0, 1)]),
     ],
 )
-def test_maps_stand_in_as_they_do_by_hand(kind: str, target: str, make: Any, fitted: Fitted) -> None:
+def test_changes_by_maps_equal_patches_by_hand(kind: str, target: str, make: Any, fitted: Fitted) -> None:
     model, jumps, inside = fitted
     expected = by_hand(model, [one for replacements in make(jumps, inside) for one in replacements])
     before, after = compare_changes(model, PROMPT, [Change(kind, target)], maps=[jumps, inside], n_tokens=1)
@@ -63,7 +63,7 @@ def test_maps_stand_in_as_they_do_by_hand(kind: str, target: str, make: Any, fit
 
 
 @torch.inference_mode()
-def test_the_prompt_goes_on_greedily_without_its_end_and_the_checkpoints_own_settings(
+def test_continuations_are_greedy_whatever_the_generation_config_says(
     model_folder: Callable[[str], Any], plain_model: Callable[[str], Any]
 ) -> None:
     model, plain = matlens.load(str(model_folder("llama")), device="cpu"), plain_model("llama")

@@ -73,7 +73,7 @@ def by_hand(name: str, folder: Path, maps: matlens.MapSet) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("lens", ["id", "mat"])
-def test_every_number_of_every_cell_is_the_library_s(
+def test_every_number_of_a_page_is_that_of_the_plain_model(
     lens: str,
     explored: Callable[[str], Any],
     model_folder: Callable[[str], Path],
@@ -123,7 +123,7 @@ def test_every_number_of_every_cell_is_the_library_s(
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2"])  # a bias; a norm behind the FFN
-def test_sub_updates_of_a_cell_add_up_to_what_its_ffn_writes(
+def test_sub_updates_of_a_cell_add_up_to_the_ffn_output(
     name: str, explored: Callable[[str], Any], model_folder: Callable[[str], Path], browser: Any
 ) -> None:
     _, maps, path = explored(name)
@@ -202,7 +202,7 @@ def test_lenses_are_read_from_folders_of_either_kind(
         ({"pins": ["nobody"]}, "nobody"), ({"pins": [60]}, "from 0 to 59"), ({"prompt": ""}, "one token")
     ],
 )  # fmt: skip
-def test_what_cannot_be_explored_is_refused(
+def test_unknown_pins_and_empty_prompts_are_refused(
     options: dict[str, Any], message: str, small_model: Callable[[str], Any]
 ) -> None:
     with pytest.raises(InputError, match=message):

@@ -65,7 +65,9 @@ def test_a_prompt_is_explored_shown_and_saved(live: LiveModel, small_model: Call
     assert saved.text == shown.text
 
 
-def test_changes_stand_beside_the_model_as_it_is(live: LiveModel, small_model: Callable[[str], Any]) -> None:
+def test_the_modified_model_is_compared_with_the_original(
+    live: LiveModel, small_model: Callable[[str], Any]
+) -> None:
     model = small_model("gpt2")
     changes = [{"kind": "value", "target": "L1D3", "value": 40}, {"kind": "attn", "target": "0"}]
     answer = ask(live, "POST", f"/{TOKEN}/compare", json={"prompt": "w1 w2", "changes": changes}).json()
@@ -108,7 +110,7 @@ def test_other_hosts_and_origins_are_refused(live: LiveModel, headers: dict[str,
     assert ask(live, "GET", f"/{TOKEN}/", headers=headers).status_code == status
 
 
-def test_who_does_not_know_the_token_is_told_nothing(live: LiveModel) -> None:
+def test_requests_without_the_token_are_refused(live: LiveModel) -> None:
     for path in ("/", "/wrong/", f"/{TOKEN}x/", f"/{TOKEN}/page/none", "/../etc/passwd"):
         assert ask(live, "GET", path).status_code == 404
     assert ask(live, "POST", "/wrong/explore", json={"prompt": "w1"}).status_code == 404
@@ -150,7 +152,7 @@ def test_one_request_is_computed_at_a_time_and_too_many_are_refused(
         raise InputError("no answer is needed")
 
     monkeypatch.setattr(server_module, "compare_changes", slow)
-    page = live._kept("<p>stored</p>")
+    page = live._store("<p>stored</p>")
 
     async def clients() -> tuple[list[int], list[int]]:
         transport = httpx.ASGITransport(live.application)

@@ -12,7 +12,7 @@ from matlens import make_examples
 from matlens.explorer.usage import shortened
 
 
-def test_long_sentences_are_cut_and_keep_their_order(small_model: Callable[[str], Any]) -> None:
+def test_long_sentences_are_truncated(small_model: Callable[[str], Any]) -> None:
     examples = make_examples(small_model("gpt2"), make_sentences())
     cut = shortened(examples, 7)
     assert cut.lengths.tolist() == np.minimum(examples.lengths, 7).tolist()

@@ -172,7 +172,7 @@ def test_no_fault_is_seen_by_axe(visit: Visit) -> None:
         assert visit.faults() == []
 
 
-def test_tokens_of_others_are_shown_and_not_obeyed(
+def test_foreign_tokens_are_shown_as_text(
     browser: Any, small_model: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = 2 * [text for text in INJECTIONS if not text.startswith("\ud800")]

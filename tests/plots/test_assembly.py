@@ -33,7 +33,7 @@ def test_packed_arrays_come_out_as_they_went_in(array: np.ndarray, kind: str) ->
             packed(wrong)
 
 
-def test_json_ends_no_script_and_is_the_same_for_a_reader() -> None:
+def test_embedded_json_ends_no_script() -> None:
     data = {"a": "</script><!--\u2028\u2029&amp; \ud800", "b": [1.5, None]}
     text = embedded_json(data)
     assert not set(text) & set("<>&\u2028\u2029")

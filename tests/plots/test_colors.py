@@ -57,7 +57,7 @@ def test_colors_of_one_figure_differ_under_deuteranopia(name: str) -> None:
     assert np.linalg.norm(seen("#bb5544") - seen("#668844")) < 15  # red and green would not pass
 
 
-def test_a_method_looks_the_same_in_every_company() -> None:
+def test_a_method_has_the_same_look_in_all_figures() -> None:
     for methods in TOGETHER.values():
         alone = {method: method_looks([method])[method] for method in methods}
         if not methods[0].startswith("method"):

@@ -38,7 +38,7 @@ def test_figures_follow_the_sheet_and_leave_settings_alone() -> None:
         ("checkpoint.pt", "checkpoint.pt"), ("/", "/"),
     ],
 )  # fmt: skip
-def test_short_names_have_no_folders_but_where_the_file_says_nothing(name: str, short: str) -> None:
+def test_short_names_have_a_folder_only_if_the_file_is_generic(name: str, short: str) -> None:
     assert drawing.short_name(name) == short
 
 

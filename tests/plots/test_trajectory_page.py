@@ -118,14 +118,14 @@ def test_keys_go_from_cell_to_cell_pin_and_change_the_lens(visit: Visit) -> None
     assert chosen(visit).startswith("Layer 3, token 3")
 
 
-def test_the_address_says_what_is_shown_and_brings_it_back(browser: Any, page: Path, visit: Visit) -> None:
+def test_the_url_stores_the_view(browser: Any, page: Path, visit: Visit) -> None:
     visit.page.select_option("#other", label="mat")
     visit.page.select_option("#view", "difference")
     visit.page.select_option("#color", "kl")
     visit.page.click("[role=grid] td[data-row='1'][data-column='2']")
     visit.page.select_option("#add", label="␣w60")
     address = visit.page.url
-    assert address.endswith("#lens=id&beside=mat&view=difference&color=kl&cell=1%2C2&pins=17%2C3%2C60")
+    assert address.endswith("#lens=id&compare=mat&view=difference&color=kl&cell=1%2C2&pins=17%2C3%2C60")
     with visiting(browser, page, fragment=address.partition("#")[1] + address.partition("#")[2]) as other:
         assert other.page.inner_text("#stage") == visit.page.inner_text("#stage")
         assert other.page.inner_text("#pins") == visit.page.inner_text("#pins")
@@ -180,7 +180,7 @@ def test_curves_have_the_ranks_of_pinned_tokens(visit: Visit) -> None:
 
 
 def test_no_fault_is_seen_by_axe(browser: Any, page: Path) -> None:
-    for scheme, fragment in (("light", "#lens=id&beside=mat&view=grid"), ("dark", "#lens=id&view=table")):
+    for scheme, fragment in (("light", "#lens=id&compare=mat&view=grid"), ("dark", "#lens=id&view=table")):
         options = {"color_scheme": scheme, "viewport": {"width": 1200, "height": 900}}
         with visiting(browser, page, fragment=fragment, **options) as visit:
             assert visit.faults() == []
@@ -218,7 +218,7 @@ def test_colors_use_the_whole_range_and_text_is_legible_on_each(
         assert contrast(cells[1], cells[6]) > 1.5  # probabilities of 5% and of 40%
 
 
-def test_texts_of_others_are_shown_and_not_obeyed(browser: Any, tmp_path: Path) -> None:
+def test_foreign_texts_are_shown_as_text(browser: Any, tmp_path: Path) -> None:
     texts = {token: INJECTIONS[token % len(INJECTIONS)] for token in range(VOCABULARY)}
     arguments = made_up("".join(INJECTIONS), texts, n=16, n_layers=9) | {"model": INJECTIONS[0]}
     path = tmp_path / "page.html"

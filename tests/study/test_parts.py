@@ -14,7 +14,7 @@ import matlens
 
 
 @pytest.mark.parametrize("options", [{}, {"sample_special": False}])
-def test_all_positions_of_a_masked_model_are_no_predictions(
+def test_all_positions_of_a_masked_model_are_refused(
     options: dict[str, Any],
     small_model: Callable[[str], Any],
     sentences: matlens.data.Corpus,
@@ -41,7 +41,7 @@ def test_all_positions_of_a_masked_model_are_no_predictions(
     ],
     ids=["room", "no room", "masked"],
 )
-def test_all_positions_are_taken_where_sentences_are_few_and_it_can_be(
+def test_few_sentences_take_all_positions_if_memory_allows(
     name: str,
     options: dict[str, Any],
     free: int,

@@ -1,4 +1,4 @@
-"""What is planned is what is written and what a model has; a job without room is refused before it begins."""
+"""Plans are what is written; a job without memory or disk is refused before it begins."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_collected_vectors_are_written_in_as_many_bytes_as_planned(
 
 @pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("pairs", ["last", "all"])
-def test_all_positions_write_moments_and_a_state_of_before(
+def test_statistics_and_their_checkpoints_take_the_planned_bytes(
     pairs: Any,
     few: bool,
     small_model: Callable[[str], Any],
@@ -61,7 +61,7 @@ def test_all_positions_write_moments_and_a_state_of_before(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With states as often as can be, the disk is never fuller than planned, and it has been as full."""
+    """With a checkpoint after every batch, the disk is once as full as planned, and never fuller."""
     model, shape = small_model("llama"), Shape.from_model(small_model("llama"))
     study = study_of(
         model, sentences, tmp_path, n_train=4 if few else 25, n_validation=10, pairs=pairs, positions="all",
@@ -77,14 +77,14 @@ def test_all_positions_write_moments_and_a_state_of_before(
 
     monkeypatch.setattr(streaming, "_STATE_EVERY", 0.0)
     monkeypatch.setattr(streaming, "_SHARE_OF_WRITING", 0)
-    monkeypatch.setattr("matlens.linear.fitting.chunk_size", lambda _: 1)  # no samples wait
+    monkeypatch.setattr("matlens.linear.fitting.chunk_size", lambda _: 1)  # no samples are buffered
     monkeypatch.setattr(Artifact, "write", watched)
     _ = study.validation
     needs = plan_study(shape, len(train), 0, positions="all", pairs=pairs, train_tokens=len(train.tokens))
     assert (len(train.tokens) < 2 * shape.d_model) is few
     assert 2 * written(tmp_path / "statistics") == needs["collect"].disk
     assert written(tmp_path / "statistics") < max(seen) <= needs["collect"].disk
-    if not few:  # norms are kept of few samples, and a state of before has fewer
+    if not few:  # norms of few samples are stored, and a checkpoint has fewer
         assert max(seen) == needs["collect"].disk
     n_tokens, n_validation = len(validation.tokens), len(validation)
     assert written(tmp_path / "validation") == collected_bytes(shape, n_validation, n_tokens, n_validation)
@@ -121,7 +121,7 @@ def test_the_configuration_tells_the_shape_that_the_weights_have(
 
 
 def test_a_model_of_eight_billion_parameters() -> None:
-    """Stored are triangles and products: less than the 8.9 and 146 GB of all second moments."""
+    """Triangles and products are stored: less than the 8.9 and 146 GB of all second moments."""
     last, all_pairs = (plan_study(BIG, 10_000, pairs=pairs) for pairs in ("last", "all"))
     d, n_layers = 4096, 32
     assert last.statistics == 8 * n_layers * ((d + 1) ** 2 + (d + 1) * d)
@@ -141,12 +141,12 @@ def test_a_model_of_eight_billion_parameters() -> None:
     assert rows.job[1] == rows["collect"].disk + rows["fit from collected vectors"].disk
 
 
-# What is free, and jobs that need more
+# Free memory and disk, and jobs that need more
 
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Says how many bytes are free, in memory and on disk."""
+    """Set the free bytes of memory and disk."""
 
     def say(*, memory: int = 1 << 50, disk: int = 1 << 50) -> None:
         monkeypatch.setattr(module, "free_memory", lambda: memory)
@@ -166,7 +166,7 @@ def study(small_model: Callable[[str], Any], sentences: Corpus, tmp_path: Path) 
     return make
 
 
-def test_jobs_that_have_no_room_are_refused_before_they_begin(
+def test_jobs_without_memory_or_disk_are_refused_before_they_begin(
     study: Callable[..., Study], free: Callable[..., None], tmp_path: Path
 ) -> None:
     free(disk=2000)
@@ -196,7 +196,7 @@ def test_jobs_that_have_no_room_are_refused_before_they_begin(
         fit_maps(tmp_path / "rows", progress=False)
 
 
-def test_a_job_has_as_much_room_as_its_files_and_a_state_of_before_take(
+def test_a_job_needs_disk_for_its_files_and_one_checkpoint(
     study: Callable[..., Study], free: Callable[..., None], tmp_path: Path
 ) -> None:
     made = study().part_statistics(1, 1)
@@ -213,7 +213,7 @@ def test_a_job_has_as_much_room_as_its_files_and_a_state_of_before_take(
     module.check_streaming(made.n_samples, pairs, made.widths, tmp_path)
 
 
-def test_shards_that_cannot_be_joined_for_want_of_room(
+def test_a_merge_without_memory_or_disk_is_refused(
     small_model: Callable[[str], Any], sentences: Corpus, free: Callable[..., None], tmp_path: Path
 ) -> None:
     model = small_model("gpt2")
@@ -249,7 +249,7 @@ def test_each_process_of_a_machine_needs_memory_and_one_of_them_checks(
     assert ["in 4 processes" in what for _, what in seen] == [False, True, True]
 
 
-def test_free_memory_is_what_the_limits_of_containers_and_jobs_leave(
+def test_free_memory_respects_the_limits_of_control_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The least that any group leaves; files, which go when memory is needed, do not count as taken."""

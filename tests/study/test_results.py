@@ -30,7 +30,7 @@ def test_evaluate_returns_what_it_writes(small_model: Callable[[str], Any], coll
     assert origin["maps"]["model"]["fingerprint"] == fingerprint(small_model("gpt2"))
 
 
-def test_maps_are_fitted_on_one_part_and_judged_on_the_other(
+def test_maps_are_fitted_on_one_part_and_evaluated_on_the_other(
     small_model: Callable[[str], Any], collected: Path
 ) -> None:
     fit_maps(collected, pairs="last", ridge=2.0, progress=False)
@@ -62,7 +62,7 @@ def test_maps_of_other_samples_are_not_evaluated(
         evaluate_maps(model, tmp_path, progress=False)
 
 
-def test_a_figure_of_an_earlier_table_does_not_stay(
+def test_a_figure_of_an_earlier_table_is_removed(
     small_model: Callable[[str], Any], sentences: matlens.data.Corpus, tmp_path: Path
 ) -> None:
     model = small_model("llama")
