@@ -147,8 +147,6 @@ def run_study(
             sizes = chosen["train"], chosen["val"]
             if not isinstance(corpus, str):  # of several, one may be smaller
                 sizes, defaults = (None, None), (sizes[0] or defaults[0], sizes[1] or val)
-        for name in _listed(chosen.get("model")):  # before any corpus is read
-            options.ModelOptions(name, chosen["device"]).check()
         studies = _studies(chosen, sizes, defaults)
         report = Report(chosen["out"], chosen.get("suffix", ""))
         work(studies if several else next(studies), report, **given)

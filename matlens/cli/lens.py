@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="What every layer of a model predicts, read through a lens.", no_args_is_help=True)
 Val = Annotated[int, Between(2)]
-REPORT_TRAIN, REPORT_VAL = 1000, 500
+_REPORT_SIZES = 1000, 500
 
 
 def _methods(names: list[str], options: LensConfig) -> list[str | LensConfig]:
@@ -71,8 +71,7 @@ def fit(
 
     for name, folder in folders.items():
         check_lens_folder(folder, name)
-    model.check()
-    part, _ = corpus.parts(train, val, seed)
+    part, _ = corpus.parts((train, val), seed)
     bridge = model.load()
     from matlens.lens.lens import Lens
 
@@ -125,13 +124,12 @@ def report(
     evaluations
         Folder with lens-eval-multihop.json and others, from data/evaluations of anthropics/jacobian-lens.
     """
-    model.check()
     from matlens import plots
     from matlens.io.tables import write_results
     from matlens.lens.comparison import compare_lenses
     from matlens.lens.open_sets import read_evaluations
 
-    parts = corpus.parts(train, val, seed, default_train=REPORT_TRAIN, default_val=REPORT_VAL)
+    parts = corpus.parts((train, val), seed, _REPORT_SIZES)
     sets = None if evaluations is None else read_evaluations(evaluations)
     bridge = model.load()
     comparison = compare_lenses(

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 Dtype = Literal["float32", "bfloat16", "float16"]
 PositionChoice = Literal["auto", "sampled", "all"]
 LinkageChoice = Literal["average", "complete"]
+Sizes = tuple[int | None, int | None]  # of the training and validation sentences; None for the default
 SHARED = {
     "folder": "The --out folder of 'matlens collect' or 'matlens run'.",
     "title": "Title of the figures, instead of their own.",
@@ -209,16 +210,6 @@ class ModelOptions:
     trust_remote_code: bool = False
     stack: Literal["encoder", "decoder"] | None = None
 
-    def check(self) -> None:
-        """Raise InputError for a model or a device that does not exist, before any work."""
-        from matlens.models.places import locate
-
-        locate(self.model, self.revision)
-        if self.device is not None:
-            from matlens.models.loading import choose_device
-
-            choose_device(self.device)
-
     def _loading(self) -> dict[str, Any]:
         import torch
 
@@ -272,16 +263,10 @@ class CorpusOptions:
         return sentences
 
     def parts(
-        self,
-        train: int | None,
-        val: int | None,
-        seed: int,
-        *,
-        default_train: int = TRAIN,
-        default_val: int = VAL,
+        self, sizes: Sizes, seed: int, defaults: tuple[int, int] = (TRAIN, VAL)
     ) -> tuple[Corpus, Corpus]:
-        """Read the sentences and split them; sizes that are not given are smaller in a small corpus."""
-        return split_parts(self.load(), (train, val), (default_train, default_val), seed)
+        """Read the sentences and split them, see `split_parts`."""
+        return split_parts(self.load(), sizes, defaults, seed)
 
     def tenth(self, seed: int = 0) -> tuple[Corpus, Corpus]:
         """Read the sentences: nine tenths to fit on, and the rest, two at least, to evaluate on."""
@@ -290,9 +275,7 @@ class CorpusOptions:
         return sentences.split(n_train=len(sentences) - n_validation, n_validation=n_validation, seed=seed)
 
 
-def split_parts(
-    corpus: Corpus, sizes: tuple[int | None, int | None], defaults: tuple[int, int], seed: int
-) -> tuple[Corpus, Corpus]:
+def split_parts(corpus: Corpus, sizes: Sizes, defaults: tuple[int, int], seed: int) -> tuple[Corpus, Corpus]:
     """Training and validation sentences; where a corpus is too small, only the defaults shrink.
 
     Both defaults shrink in proportion; a single default shrinks to the rest.
@@ -350,11 +333,10 @@ class SampleOptions:
 
     def study(self, model: ModelOptions, corpus: CorpusOptions, **more: Any) -> Study:
         """The study in the output folder."""
-        model.check()
         from matlens.study.study import Study
 
         return Study(
-            load_model=model.load, load_parts=lambda: corpus.parts(self.train, self.val, self.seed),
+            load_model=model.load, load_parts=lambda: corpus.parts((self.train, self.val), self.seed),
             out=self.out, seed=self.seed, positions=self.positions, sample_special=self.sample_special,
             batch_tokens=self.batch_tokens, keep_rows=self.keep_rows, **more,
         )  # fmt: skip

@@ -77,7 +77,6 @@ def explore_values(
     neighbors
         Number of nearest neighbors; 0 to skip the search.
     """
-    model.check()
     from matlens.data.corpus import load_corpus
     from matlens.explorer.value_pages import write_value_pages
     from matlens.ffn.clusters import Clusters

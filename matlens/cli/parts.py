@@ -57,7 +57,6 @@ def linearity(
     every
         Use every n-th block; 1 for all.
     """
-    model.check()
     parts = corpus.tenth(seed)
     from matlens import plots
     from matlens.data.making import make_windows
@@ -139,7 +138,6 @@ def prune(
     from matlens.pruning.saving import check_new, save_pruned
 
     check_new(out)  # before the work
-    model.check()
     fitted_on, evaluated_on = corpus.tenth()
     import pandas as pd
 

@@ -46,7 +46,8 @@ def test_a_refusal_is_printed_by_one_process(tmp_path: Path) -> None:
     assert [outcome["result"][0] for outcome in refused] == [2, 2]
     assert "There is no model" in refused[0]["result"][2]
     # Under torchrun the second is ended before it prints the same.
-    assert refused[1]["result"][1:] == ("", refused[0]["result"][2])
+    assert refused[1]["result"][1] == ""
+    assert refused[0]["result"][2].endswith(refused[1]["result"][2])
 
 
 LAUNCHED = """
