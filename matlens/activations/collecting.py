@@ -20,7 +20,7 @@ from matlens.data.readers import check_own_tokens, reads_whole
 from matlens.errors import InputError, PositiveInt, checked
 from matlens.io.artifact import Artifact
 from matlens.io.rows import Column, writing_rows
-from matlens.models.changes import EndOfPass, changes_of, check_unchanged, reading, watch_hooks
+from matlens.models.changes import EndOfPass, changes_of, reading, unchanged
 from matlens.models.identity import ModelIdentity, Provenance, check_raw
 from matlens.models.inputs import is_visual
 from matlens.models.layout import ModelLayout
@@ -196,15 +196,13 @@ def _stream(
     """Yield the vectors of some batches by the sites' hooks."""
     if not batch_indices:
         return
-    changes = provenance.identity.changes or ()
-    check_unchanged(model, changes)
-    check_hooks = watch_hooks(model, changes)
     weights = WeightChecksum([model.original_model], "the stream of its vectors")
     n_sentences = sum(map(len, batches._sentences))
     done = n_sentences - sum(len(batches._sentences[i]) for i in batch_indices)
-    with Bar(
-        total=n_sentences, initial=done, unit="sentence", desc="collecting", disable=not progress
-    ) as bar:
+    with (
+        unchanged(model, provenance.identity.changes or ()) as check_hooks,
+        Bar(total=n_sentences, initial=done, unit="sentence", desc="collecting", disable=not progress) as bar,
+    ):
         for batch_index in batch_indices:
             batch, at, index = batches.read(batch_index)
             reader = _Reader(hooks, at)
@@ -214,7 +212,6 @@ def _stream(
                 model(first, **others, return_type=None)
             yield Rows(index, at[1].numpy(), reader.vectors(model), provenance, divided)
             bar.update(len(batch.index))
-    check_unchanged(model, changes)
     weights.check()
 
 

@@ -185,32 +185,34 @@ def changes_of(model: TransformerBridge) -> tuple[str, ...]:
         return (*ours, *_foreign_changes(model, functions))
 
 
-def check_unchanged(model: TransformerBridge, changes: Sequence[str]) -> None:
-    """Raise InputError if a model has other changes than when its vectors were first read."""
-    found = changes_of(model)
-    if found != tuple(changes):
-        raise InputError(
-            f"The model was changed while it was read: it had {describe_changes(changes)} at first, and "
-            f"{describe_changes(found)} later. Read a model to the end before a context around it is "
-            "entered or left, or a hook is added."
-        )
+@contextmanager
+def unchanged(model: TransformerBridge, changes: Sequence[str]) -> Iterator[Callable[[], None]]:
+    """Raise InputError if a model gets other changes than these inside the context.
 
-
-def watch_hooks(model: TransformerBridge, changes: Sequence[str]) -> Callable[[], None]:
-    """A quick `check_unchanged` for between batches, which looks further only at another number of hooks.
-
-    To look at everything takes longer than a batch on a GPU.
+    Yields a quick check for between batches, which looks further only at another number of hooks: to look at
+    everything takes longer than a batch on a GPU.
     """
 
     def count() -> int:
         return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules())
 
     def check() -> None:
-        if count() != n_hooks:
-            check_unchanged(model, changes)
+        found = changes_of(model)
+        if found != tuple(changes):
+            raise InputError(
+                f"The model was changed while it was read: it had {describe_changes(changes)} at first, and "
+                f"{describe_changes(found)} later. Read a model to the end before a context around it is "
+                "entered or left, or a hook is added."
+            )
 
+    def check_hooks() -> None:
+        if count() != n_hooks:
+            check()
+
+    check()
     n_hooks = count()
-    return check
+    yield check_hooks
+    check()
 
 
 @checked

@@ -17,7 +17,7 @@ from matlens.data.examples import Batch, Examples
 from matlens.data.readers import check_own_tokens, reads_whole
 from matlens.errors import InputError, PositiveInt, checked
 from matlens.io.rows import Column, writing_rows
-from matlens.models.changes import EndOfPass, check_unchanged, reading, watch_hooks
+from matlens.models.changes import EndOfPass, reading, unchanged
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import STREAM, Site
@@ -90,11 +90,10 @@ def run_variants(
             _HOLDS, request, columns, [int(counts[index].sum()) for index in sentences],
             folder=folder, arrays=examples.arrays,
         ) as writer,
+        unchanged(model, identity.changes or ()) as check_hooks,
         Bar(total=len(examples), unit="sentence", desc="patched runs", disable=not progress) as bar,
     ):  # fmt: skip
         bar.update(len(examples) - sum(len(sentences[number]) for number in writer.missing))
-        changes = identity.changes or ()
-        check_hooks = watch_hooks(model, changes)
         for number in writer.missing:
             batch = read.batch(sentences[number])
             row, position, rows = examples.rows_of(batch.index)
@@ -103,7 +102,6 @@ def run_variants(
             vectors = _run(model, batch, ready, places)
             writer.add(rows, vectors)
             bar.update(len(batch.index))
-        check_unchanged(model, changes)
     return writer.rows
 
 
