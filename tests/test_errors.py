@@ -11,16 +11,6 @@ from hypothesis import strategies as st
 
 from matlens.errors import InputError, did_you_mean, printable
 
-RISKY = (
-    "\x00\x07\x08\x0b\x0c\r\t\x1b\x7f\x85\x9b\xad\u061c\u200b\u200e\u200f\u2028\u2029\u202a\u202e\u2066\u2069"
-    "\ufeff\ud800\U000e0041"
-)
-
-
-@pytest.mark.parametrize("character", [*RISKY, "\n"])
-def test_what_a_terminal_acts_on_is_written_by_its_number(character: str) -> None:
-    assert printable(f"a{character}b") == "a" + character.encode("unicode_escape").decode() + "b"
-
 
 @pytest.mark.parametrize("text", ["", "plain", "日本 é ␣ 𝄞", "a\u00a0b\u3000c", "\\x1b", "[red]"])
 def test_what_can_be_seen_stays(text: str) -> None:

@@ -195,7 +195,6 @@ def test_adapters_are_seen_switched_on_and_off(model: Any) -> None:
 
 BUFFERS = {
     "llama": "model.rotary_emb.inv_freq",
-    "gemma3": "model.embed_tokens.embed_scale",
     "bert": "bert.embeddings.position_ids",
 }
 
