@@ -26,7 +26,8 @@ from matlens.ffn.projection import TOP, LinearHead, Projection, TopTokens, unemb
 from matlens.ffn.values import ValueParts, ValueVectors
 from matlens.io.cache import Cache, default_cache, file_states
 from matlens.io.files import read_json, write_files
-from matlens.models.checkpoints import gguf_key, software
+from matlens.models.checkpoints import software
+from matlens.models.families.gguf import gguf_key
 from matlens.models.identity import ModelIdentity
 from matlens.models.inputs import Stack
 from matlens.models.loading import choose_device, load, model_name

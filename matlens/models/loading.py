@@ -20,11 +20,10 @@ from matlens.models.checkpoints import (
     check_vocabulary,
     modality,
     read_configuration,
-    read_gguf,
 )
 from matlens.models.identity import check_raw
 from matlens.models.inputs import Stack, choose_stack, stack_of
-from matlens.models.places import EXPECTED, GGUF, SMOLLM2, locate
+from matlens.models.places import EXPECTED, SMOLLM2, locate
 from matlens.models.registry import Family, ask, family_adapters, missing_repairs
 from matlens.models.tokens import check_tokenizer, encode_text
 from matlens.models.weights import check_finite_weights
@@ -82,12 +81,9 @@ def load(
                 )
                 check_vocabulary(tokenizer, name)
         else:
-            path = Path(folder, file)
-            read = (
-                read_gguf(path, dtype) if path.suffix.lower() == GGUF else ask(Family.read_file, path, dtype)
-            )
+            read = ask(Family.read_file, Path(folder, file), dtype)
             if read is None:
-                raise InputError(f"{path} has an unknown file format. {EXPECTED}")
+                raise InputError(f"{Path(folder, file)} has an unknown file format. {EXPECTED}")
             tokenizer, hf_model = read
             check_supported(name, hf_model.config, stack)
             options = {"hf_model": hf_model.to(device).eval()}

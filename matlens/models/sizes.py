@@ -13,7 +13,7 @@ from matlens.errors import InputError, checked
 from matlens.io.cache import default_cache, file_states
 from matlens.io.files import read_json, write_files
 from matlens.models.checkpoints import auto_class, read_configuration, software
-from matlens.models.places import GGUF, locate
+from matlens.models.places import EXPECTED, GGUF, locate
 from matlens.models.registry import Family, ask, family_adapters
 
 SIZES = "sizes"
@@ -64,12 +64,14 @@ def read_sizes(
 def _configuration(folder: str, file: str | None, **options: Any) -> Any:
     if file is None:
         return read_configuration(folder, **options)
-    loaded = ask(Family.read_file, Path(folder, file), torch.float32)
-    if loaded is not None:
-        return loaded[1].config
-    from transformers import AutoConfig
+    if file.lower().endswith(GGUF):
+        from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(folder, gguf_file=file)
+        return AutoConfig.from_pretrained(folder, gguf_file=file)
+    loaded = ask(Family.read_file, Path(folder, file), torch.float32)
+    if loaded is None:
+        raise InputError(f"{Path(folder, file)} has an unknown file format. {EXPECTED}")
+    return loaded[1].config
 
 
 def _sizes(config: Any) -> dict[str, int | None]:

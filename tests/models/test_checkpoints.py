@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 import matlens
 from matlens import InputError
 from matlens.io.cache import default_cache
-from matlens.models import checkpoints
+from matlens.models.families import gguf
 
 
 def test_a_corrupt_gguf_file_is_refused(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def source(tmp_path: Path, model_folder: Callable[[str], Path], monkeypatch: pyt
         dtypes.append(dtype)
         return transformers.AutoTokenizer.from_pretrained(folder), load_plain("llama", folder, dtype=dtype)
 
-    monkeypatch.setattr(checkpoints, "_dequantize", read)
+    monkeypatch.setattr(gguf, "_dequantize", read)
     return SimpleNamespace(path=path, read=read, dtypes=dtypes)
 
 
@@ -127,7 +127,7 @@ def test_the_second_time_the_cache_is_read_unless_it_is_damaged(
     plain, cache = source.read(source.path, torch.bfloat16), default_cache()
     source.dtypes.clear()
     for _ in range(2):
-        assert_same(checkpoints.read_gguf(source.path, torch.bfloat16), plain)
+        assert_same(gguf.read_gguf(source.path, torch.bfloat16), plain)
         assert source.dtypes == [torch.float32]
     assert cache is not None
     (entry,) = cache.entries()
@@ -137,7 +137,7 @@ def test_the_second_time_the_cache_is_read_unless_it_is_damaged(
     weights.unlink()  # a model that is loaded still reads the old file
     weights.write_bytes(content)
     for _ in range(2):
-        assert_same(checkpoints.read_gguf(source.path, torch.bfloat16), plain)
+        assert_same(gguf.read_gguf(source.path, torch.bfloat16), plain)
         assert len(source.dtypes) == 2
     assert "damaged and recomputed" in capsys.readouterr().err
 
@@ -145,16 +145,16 @@ def test_the_second_time_the_cache_is_read_unless_it_is_damaged(
 def test_what_does_not_come_back_as_it_was_is_not_stored(
     source: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    load, plain, cache = checkpoints._load, source.read(source.path, torch.float32), default_cache()
+    load, plain, cache = gguf._load, source.read(source.path, torch.float32), default_cache()
 
     def rounded(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         tokenizer, model = load(folder, dtype)
         next(model.parameters()).data[0, 0] += 1
         return tokenizer, model
 
-    monkeypatch.setattr(checkpoints, "_load", rounded)
+    monkeypatch.setattr(gguf, "_load", rounded)
     for _ in range(2):
-        assert_same(checkpoints.read_gguf(source.path, torch.float32), plain)
+        assert_same(gguf.read_gguf(source.path, torch.float32), plain)
         assert "what is read back is not what was written" in capsys.readouterr().err
     assert cache is not None
     assert cache.entries() == []
