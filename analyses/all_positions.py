@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pandas as pd
 import torch
-from studies import Report, Study, run_study, show
+from studies import Model, Report, Study, run_study, show
 
 from matlens import InputError, MapSet, Readout, collect, make_examples
 from matlens.activations import Activations, stream
@@ -22,9 +21,6 @@ from matlens.lens import fit_quality, prediction_quality
 from matlens.linear import fit_samples, fit_stream
 from matlens.models import ModelIdentity, ModelLayout, Provenance
 from matlens.study import origin_of
-
-if TYPE_CHECKING:
-    from transformer_lens.model_bridge import TransformerBridge
 
 NAME = "all_positions"
 
@@ -40,7 +36,7 @@ def main(study: Study, report: Report) -> None:
     show("r2 and Precision@1", chosen.pivot(index="layer", columns=["metric", "method"], values="value"))
 
 
-def fit_sampled_and_all(model: TransformerBridge, examples: Examples) -> dict[str, MapSet]:
+def fit_sampled_and_all(model: Model, examples: Examples) -> dict[str, MapSet]:
     """Maps to the last layer from one pass, fitted on ``sampled`` and on ``all`` positions.
 
     Sampled vectors are in memory, the others are streamed.

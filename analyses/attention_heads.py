@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
@@ -19,7 +19,7 @@ import torch
 import typer
 from figures.paper_a import attention_heads
 from jaxtyping import Bool
-from studies import Patched, Report, Study, head_pairs, run_study
+from studies import Model, Patched, Report, Study, head_pairs, run_study
 from torch import Tensor
 
 from matlens import LinearMap, MapSet, Readout, metrics
@@ -30,11 +30,7 @@ from matlens.models import ModelLayout
 from matlens.patching import Replacement, Variant, run_variants
 from matlens.study import origin_of
 
-if TYPE_CHECKING:
-    from transformer_lens.model_bridge import TransformerBridge
-
 NAME = "attention_heads"
-HEADS = "attention_heads"  # the experiment
 SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
 Head = tuple[int, int]  # block and head
 
@@ -106,7 +102,7 @@ def head_replacements(
 
 def head_ablation(
     readout: Readout,
-    model: TransformerBridge,
+    model: Model,
     maps: MapSet,
     train: Activations,
     validation: Activations,
@@ -127,8 +123,6 @@ def head_ablation(
     `prediction_rows` and ``kl``, the mean of ``KL(delta(h^L) || delta(h'))``. Heads are replaced at all
     tokens but sinks.
     """
-    for samples, theirs in ((train, "the training vectors"), (validation, "the validation vectors")):
-        readout.check_same(samples.provenance, theirs=theirs)
     layout = ModelLayout.from_model(model)
     last, scores = layout.n_layers, head_r2(layout, maps, validation, rows=validation_rows)
     linear = maps.in_memory(head_pairs(layout))
@@ -165,13 +159,13 @@ def head_ablation(
     for (layer, head), score in scores.items():
         estimate = metrics.Estimate.without_interval(score, int(validation_rows.sum()))
         row = result_row(
-            HEADS, model=validation.provenance.identity.name, corpus=validation.provenance.corpus,
+            NAME, model=validation.provenance.identity.name, corpus=validation.provenance.corpus,
             method="linear", layer=layer, target=layer, metric="r2", estimate=estimate,
         )  # fmt: skip
         table.append(row | {"head": head, "share": None})
     for key, name in names.items():
         method, of_block, of_head, of_share = key
-        rows_of_case = prediction_rows(HEADS, data, method, 0, evaluated[name])
+        rows_of_case = prediction_rows(NAME, data, method, 0, evaluated[name])
         table += [row | {"layer": of_block, "head": of_head, "share": of_share} for row in rows_of_case]
     return result_table(table, "head", "share").astype({"head": "Int64"})
 

@@ -11,13 +11,13 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import Annotated, Any, get_args
 
 import pandas as pd
 import torch
 import transformers
 import typer
-from studies import Report, Study, run_study
+from studies import Model, Report, Study, run_study
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
@@ -39,9 +39,6 @@ from matlens.ffn import Updates, ValueVectors, controlled
 from matlens.models import ModelLayout, Stack
 from matlens.parallel import Bar
 from matlens.patching import submodule_pairs
-
-if TYPE_CHECKING:
-    from transformer_lens.model_bridge import TransformerBridge
 
 NAME = "compatibility"
 
@@ -239,7 +236,7 @@ def save_small_model(name: str, folder: Path, seed: int) -> None:
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
 
 
-def compatibility(model: TransformerBridge, stack: Stack | None = None) -> dict[str, str]:
+def compatibility(model: Model, stack: Stack | None = None) -> dict[str, str]:
     """What matlens can do with a model, found by doing it on a few tokens."""
     layout = ModelLayout.from_model(model)
     probe = torch.arange(1, 22).view(3, 7)
@@ -279,7 +276,7 @@ def compatibility(model: TransformerBridge, stack: Stack | None = None) -> dict[
     }
 
 
-def _examples(model: TransformerBridge, probe: Tensor, stack: Stack | None) -> Examples:
+def _examples(model: Model, probe: Tensor, stack: Stack | None) -> Examples:
     if model.tokenizer is None:
         return make_image_examples(model, probe)
     every = torch.ones_like(probe, dtype=torch.bool)

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import pandas as pd
 import typer
-from figures.lenses import plot_budgets
+from figures.beyond import plot_budgets
 from lenses import STEPS, seen_tokens
 from lenses.budgets import (
     fit_jacobian,
@@ -33,7 +33,7 @@ from lenses.budgets import (
     to_tensors,
     tune_further,
 )
-from studies import SECONDS, Cells, Report, Study, run_study
+from studies import SECONDS, Cells, Model, Report, Study, run_study
 
 from matlens import Lens, collect, make_examples
 from matlens.activations import Activations
@@ -41,9 +41,6 @@ from matlens.io import Artifact, csv_text, result_row, result_table
 from matlens.lens import evaluate_open_sets, evaluation, read_evaluations
 from matlens.metrics import Estimate
 from matlens.parallel import Bar
-
-if TYPE_CHECKING:
-    from transformer_lens.model_bridge import TransformerBridge
 
 NAME = "lens_budgets"
 COLUMNS = ("tokens", "seen", "batch", "round", "against")
@@ -164,7 +161,7 @@ def mean_kl(watched: Activations, layer: int, lenses: Mapping[str, Lens]) -> dic
 def round_rows(
     row: Row,
     cells: Cells,
-    model: TransformerBridge,
+    model: Model,
     data: Mapping[str, Activations],
     layer: int,
     others: Mapping[str, evaluation.Evaluation],

@@ -17,15 +17,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 import typer
-from figures.lenses import plot_causal
+from figures.beyond import plot_causal
 from jaxtyping import Bool, Float
 from lenses.causal import RANDOM, TRANSPOSE, Prompts, direction_names, move_stream
-from studies import SECONDS, Cells, Report, Study, bootstrap, run_study
+from studies import SECONDS, Cells, Model, Report, Study, bootstrap, run_study
 from torch import Tensor
 
 from matlens import InputError, Lens, Readout, collect, make_examples, make_prompts, metrics
@@ -34,9 +34,6 @@ from matlens.io import Artifact, result_row, result_table
 from matlens.lens import evaluate_lenses
 from matlens.metrics import Estimate
 from matlens.parallel import Bar
-
-if TYPE_CHECKING:
-    from transformer_lens.model_bridge import TransformerBridge
 
 NAME = "lens_causal"
 COLUMNS = ("direction", "prompts", "against")
@@ -96,9 +93,7 @@ def read_facts(path: Path) -> Iterator[tuple[str, str, str]]:
             yield template, "".join([*shown, template.format(subject)]), answer
 
 
-def answered_prompts(
-    model: TransformerBridge, facts: Sequence[tuple[str, str, str]], n: int, seed: int
-) -> Prompts:
+def answered_prompts(model: Model, facts: Sequence[tuple[str, str, str]], n: int, seed: int) -> Prompts:
     """Sample prompts whose answer is one token and the model's top token, with a rival for each.
 
     The rival is the answer of another such prompt of the same template.

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import pandas as pd
 import typer
-from figures.lenses import plot_cosines
+from figures.beyond import plot_cosines
 from lenses import cosine_table, fit_halves, fit_jacobians, flops_rows
 from studies import Report, Study, run_study
 

@@ -54,18 +54,6 @@ def main(
     printing.print_atlas(table, correlations)
 
 
-def added_loss_increase(table: pd.DataFrame, parts: str, *, tokens: str = "all") -> float:
-    """The sum of the loss increases of some parts alone.
-
-    ``table`` is that of `linearity_atlas`; ``parts`` are names with a comma between, as in its column.
-    """
-    alone = table[table["layer"].notna() & (table["tokens"] == tokens)]
-    alone = alone[(alone["metric"] == "loss increase") & (alone["method"] == "map")]
-    names = alone["kind"] + " " + alone["layer"].astype("Int64").astype(str)
-    by_name = dict(zip(names, alone["value"], strict=True))
-    return float(sum(by_name[name] for name in parts.split(", ")))
-
-
 def atlas_summary(table: pd.DataFrame) -> pd.DataFrame:
     """Mean scores, and mean and median loss increase, for each kind of part."""
     single = table[~table["kind"].str.startswith("together")]

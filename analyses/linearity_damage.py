@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 import torch
 import typer
-from figures.damage import plot_damage
+from figures.beyond import plot_damage
 from scipy import stats
 from studies import SECONDS, Cells, Report, Study, bootstrap, run_study
 from torch import Tensor
@@ -219,11 +219,12 @@ def comparisons(table: pd.DataFrame, *, seed: int) -> list[Row]:
         ceiling = of_noisy[0, 1:]
         large = values[values[:, 0] > LARGE]
         ratios = large[:, 1] / large[:, 0] if len(large) else np.array([np.nan])
+        middle, low, high = np.quantile(ceiling, [0.5, 0.025, 0.975]).tolist()
         ratio = bootstrap(np.median, ratios, generator, resamples=RESAMPLES)._replace(n=len(large))
         estimates = {
             f"{CHOSEN} - {BASELINE}": bootstrap(lead, values, generator, resamples=RESAMPLES),
             f"{CHOSEN} / loss increase": ratio,
-            CEILING: Estimate(*np.quantile(ceiling, [0.5, 0.025, 0.975]).tolist(), n=n),
+            CEILING: Estimate(middle, low, high, n),
         }
         rows += [
             result_row(

@@ -26,10 +26,11 @@ from typing import Annotated, Any
 import numpy as np
 import pandas as pd
 import typer
-from figures.training import over_training
+from figures.beyond import over_training
 from small_gpts import LONGEST, RATE, TRAINED, initial_gpt
 from studies import SECONDS, Cells, Report, Study, run_study
-from training import TrainingRun, bpe_tokenizer, token_sequences, train
+from training.running import TrainingRun, train
+from training.vocabularies import bpe_tokenizer, token_sequences
 
 import matlens
 from matlens import InputError, MapSet, Readout, collect, metrics

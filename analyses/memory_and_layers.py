@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 import torch
 from figures.paper_a import costs_figure
-from studies import Report, Study, run_study
+from studies import Model, Report, Study, run_study
 from torch import nn
 
 from matlens import InputError, MapSet, Readout
@@ -32,14 +31,9 @@ from matlens.lens import (
     thresholds,
 )
 from matlens.metrics import Estimate
-from matlens.models import ModelIdentity
 from matlens.pruning import plain_copy
 
-if TYPE_CHECKING:
-    from transformer_lens.model_bridge import TransformerBridge
-
 NAME = "memory_and_layers"
-COSTS = "memory_and_layers"  # the experiment
 PRECISIONS = (0.8, 0.85, 0.9, 0.95, 0.99)
 PAPER_SWEEP = (-1.112, *(i / 10 for i in range(11)), 1.112)  # of lam; for id the paper has more
 ID_SWEEP = (*PAPER_SWEEP[:-1], *np.linspace(1, 1.112, 12)[1:-1].round(6).tolist(), 1.112)
@@ -60,31 +54,22 @@ class Costs:
     """
 
     blocks: tuple[int, ...]
-    attention: tuple[int, ...]
+    attention: int
     readout: int
     d_model: int
     n_bytes: int
 
     @classmethod
-    def from_model(cls, model: TransformerBridge, readout: Readout) -> Costs:
+    def from_model(cls, model: Model, readout: Readout) -> Costs:
         """Count the matrices of a model's blocks and of its readout."""
-        readout.check_same(ModelIdentity.from_model(model), theirs="the model")
         weights = [[*block.parameters()] for block in _plain_blocks(model)]
         if any(weight.ndim > 2 for of_block in weights for weight in of_block):
             raise InputError(
                 f"model must be dense, with matrices only in its blocks, got {model.cfg.model_name}."
             )
-        context = 2 * model.cfg.n_heads * model.cfg.d_head
-        return cls(
-            tuple(sum(w.numel() for w in of_block if w.ndim == 2) for of_block in weights),
-            (context,) * len(weights), readout.multiplications, readout.d_model,
-            next(model.parameters()).element_size(),
-        )  # fmt: skip
-
-    @property
-    def n_layers(self) -> int:
-        """``L``."""
-        return len(self.blocks)
+        blocks = tuple(sum(w.numel() for w in of_block if w.ndim == 2) for of_block in weights)
+        attention, n_bytes = 2 * model.cfg.n_heads * model.cfg.d_head, next(model.parameters()).element_size()
+        return cls(blocks, attention, readout.multiplications, readout.d_model, n_bytes)
 
     @property
     def map(self) -> int:
@@ -93,11 +78,10 @@ class Costs:
 
     def run(self, first: int, last: int, n_tokens: float) -> float:
         """Multiplications per token of the blocks between two layers, with ``n_tokens`` of context."""
-        blocks = zip(self.blocks[first:last], self.attention[first:last], strict=True)
-        return float(sum(weights + n_tokens * context for weights, context in blocks))
+        return float(sum(weights + n_tokens * self.attention for weights in self.blocks[first:last]))
 
 
-def _plain_blocks(model: TransformerBridge) -> nn.ModuleList:
+def _plain_blocks(model: Model) -> nn.ModuleList:
     """The blocks made from the model's configuration; a bridge has some matrices twice."""
     for part in plain_copy(model).modules():
         if isinstance(part, nn.ModuleList) and len(part) == model.cfg.n_layers:
@@ -110,7 +94,7 @@ def _plain_blocks(model: TransformerBridge) -> nn.ModuleList:
 
 def exit_costs(
     readout: Readout,
-    model: TransformerBridge,
+    model: Model,
     maps: MapSet,
     validation: Activations,
     *,
@@ -141,7 +125,7 @@ def exit_costs(
         for metric, value in values.items():
             estimate = Estimate.without_interval(value, validation.n_rows)
             row = result_row(
-                COSTS, model=validation.provenance.identity.name, corpus=validation.provenance.corpus,
+                NAME, model=validation.provenance.identity.name, corpus=validation.provenance.corpus,
                 method=method, layer=0, target=last, metric=metric, estimate=estimate,
             )  # fmt: skip
             of_bytes = value / (sum(costs.blocks) * costs.n_bytes) if "bytes" in metric else None

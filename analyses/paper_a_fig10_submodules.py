@@ -13,8 +13,7 @@ from typing import Annotated
 
 import typer
 from figures.paper_a import by_method
-from paper_a.attention import attend_nowhere
-from paper_a.submodules import CONTEXTUAL, SubmoduleCase, rows_of_cases, with_mat
+from paper_a.submodules import CONTEXTUAL, SubmoduleCase, attend_nowhere, rows_of_cases, with_mat
 from studies import Patched, Report, Study, run_study
 
 from matlens.lens import evaluate, prediction_rows

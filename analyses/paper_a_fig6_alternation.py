@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 import torch
@@ -22,133 +22,92 @@ from paper_a.schemes import r2_schemes, wrr_schemes
 from studies import Patched, Report, Study, run_study
 from torch import Tensor
 
-from matlens import InputError, MapSet, Readout
+from matlens import MapSet
 from matlens.activations import Activations, find_sinks, sink_rows
-from matlens.errors import short
 from matlens.lens import evaluate, fit_quality, prediction_quality, prediction_rows
 from matlens.patching import Scheme, Variant, run_variants
 
-if TYPE_CHECKING:
-    from transformer_lens.model_bridge import TransformerBridge
-
 NAME = "paper_a_fig6_alternation"
-ALTERNATION = "paper_a_fig6_alternation"  # the experiment
 R2, SCORED, WITHOUT_SINKS = "R2", "R2, scored without sinks", "R2 without sinks"  # methods
 
 
 def main(study: Study, report: Report, patched: Patched = 3000) -> None:
     """Run every scheme on the validation sentences, and plot Precision@1 by blocks run."""
-    n_patched = min(patched, study.validation.n_rows)
-    table = scheme_quality(
-        study.readout, study.model, study.maps, study.validation,
-        without_sinks=study.maps_without_sinks, patched=patched, folder=study.folder / f"{NAME}-{n_patched}",
-    )  # fmt: skip
+    data = study.validation.head(min(patched, study.validation.n_rows))
+    table = scheme_quality(study, data, study.folder / f"{NAME}-{data.n_rows}")
     report.write(NAME, table, study.origin, alternation(table))
 
 
-def best_schemes(
-    maps: MapSet, validation: Activations, *, rows: Bool[Tensor, " n"] | None = None
-) -> list[Scheme]:
-    """For each number of blocks, the scheme with the largest product of r2 of ``mat``."""
-    return [
-        scheme
-        for scheme, _ in r2_schemes(r2_matrix(fit_quality(maps, validation, rows=rows), "mat")).values()
-    ]
-
-
-def r2_matrix(results: pd.DataFrame, method: str) -> Tensor:
-    """r2 of a method as ``[layer, target]``, NaN without a map."""
-    part = results[(results["metric"] == "r2") & (results["method"] == method)]
-    if part.empty:
-        raise InputError(f"method must have r2 in the table, got {short(method)}.")
-    size = int(results["target"].max()) + 1
-    grid = torch.full((size, size), float("nan"))
-    grid[torch.tensor(part["layer"].to_numpy()), torch.tensor(part["target"].to_numpy())] = torch.tensor(
-        part["value"].to_numpy(), dtype=torch.float32
-    )
-    return grid
-
-
-def named_schemes(maps: MapSet, validation: Activations) -> list[tuple[str, Scheme]]:
-    """The schemes of Figure 6, each with the name of its method.
-
-    For each number of blocks run ``R2``, the one of `best_schemes`; and all weighted round-robin ones,
-    ``WRR, blocks first``, ``WRR, mat first``.
-    """
-    named = [(R2, scheme) for scheme in best_schemes(maps, validation)]
-    n_layers = validation.provenance.identity.n_layers
-    return named + [(f"WRR, {scheme.starts_with} first", scheme) for _, _, scheme in wrr_schemes(n_layers)]
-
-
-def scheme_quality(
-    readout: Readout,
-    model: TransformerBridge,
-    maps: MapSet,
-    validation: Activations,
-    *,
-    without_sinks: MapSet | None = None,
-    patched: int | None = None,
-    folder: str | Path | None = None,
-) -> pd.DataFrame:
+def scheme_quality(study: Study, data: Activations, folder: Path) -> pd.DataFrame:
     """Precision and surprisal of all schemes, and of the fixed exits of ``mat`` and ``id``.
 
-    A table with one more column, ``scheme``; ``layer`` is how many blocks are run. Where maps are given that
-    were fitted without attention sinks, there are two more methods: ``R2, scored without sinks``, the same
-    maps with schemes chosen by their r2 on all validation examples but sinks; and ``R2 without sinks``, the
-    maps that were fitted without sinks, chosen by their r2 without sinks, with sinks run by all blocks.
+    A table with one more column, ``scheme``; ``layer`` is how many blocks are run. Methods are those of
+    `named_schemes`; ``R2 without sinks`` runs sinks by all blocks.
     """
-    readout.check_same(validation.provenance)
-    named, data = named_schemes(maps, validation), validation if patched is None else validation.head(patched)
-    if without_sinks is not None:
-        others = ~sink_rows(validation)
-        named += [(SCORED, scheme) for scheme in best_schemes(maps, validation, rows=others)]
-        named += [(WITHOUT_SINKS, scheme) for scheme in best_schemes(without_sinks, validation, rows=others)]
-    variants = _variants(model, maps, without_sinks, data, named)
-    vectors = run_variants(model, data.examples, variants, folder=folder)
-    last = data.provenance.identity.n_layers
-    evaluated = evaluate(
-        readout, data[last], {name: vectors[name] for name in variants} | {_ORIGINAL: data[last]}
-    )
+    named, last = named_schemes(study), study.n_layers
+    variants = _variants(study, data, named)
+    vectors = run_variants(study.model, data.examples, variants, folder=folder)
+    substitutes = {name: vectors[name] for name in variants} | {_ORIGINAL: data[last]}
+    evaluated = evaluate(study.readout, data[last], substitutes)
     rows = [
         row | {"scheme": str(scheme)}
         for method, scheme in named
         for row in prediction_rows(
-            ALTERNATION, data, method, scheme.n_blocks,
+            NAME, data, method, scheme.n_blocks,
             evaluated[_file_name(method, scheme) if scheme.jumps else _ORIGINAL],
         )
     ]  # fmt: skip
-    fixed = prediction_quality(readout, maps, data).assign(experiment=ALTERNATION)
+    fixed = prediction_quality(study.readout, study.maps, data).assign(experiment=NAME)
     return pd.concat([pd.DataFrame(rows), fixed], ignore_index=True)
+
+
+def named_schemes(study: Study) -> list[tuple[str, Scheme]]:
+    """The schemes of Figure 6, each with the name of its method.
+
+    For each number of blocks run, the one with the largest product of r2 of ``mat``: ``R2``, of all
+    validation examples; ``R2, scored without sinks``, of all but sinks; and ``R2 without sinks``, with maps
+    that were fitted without sinks, too. And all weighted round-robin ones, ``WRR, blocks first`` and ``WRR,
+    mat first``.
+    """
+    validation = study.validation
+    named = [(R2, scheme) for scheme in best_schemes(study.maps, validation)]
+    named += [(f"WRR, {scheme.starts_with} first", scheme) for _, _, scheme in wrr_schemes(study.n_layers)]
+    others = ~sink_rows(validation)
+    named += [(SCORED, scheme) for scheme in best_schemes(study.maps, validation, others)]
+    return named + [
+        (WITHOUT_SINKS, scheme) for scheme in best_schemes(study.maps_without_sinks, validation, others)
+    ]
+
+
+def best_schemes(
+    maps: MapSet, validation: Activations, rows: Bool[Tensor, " n"] | None = None
+) -> list[Scheme]:
+    """For each number of blocks, the scheme with the largest product of r2 of ``mat``."""
+    quality = fit_quality(maps, validation, rows=rows)
+    quality = quality[(quality["metric"] == "r2") & (quality["method"] == "mat")]
+    size = int(quality["target"].max()) + 1
+    r2 = torch.full((size, size), float("nan"))
+    at = (quality[column].tolist() for column in ("layer", "target"))
+    r2[tuple(map(torch.tensor, at))] = torch.tensor(quality["value"].tolist())
+    return [scheme for scheme, _ in r2_schemes(r2).values()]
 
 
 _ORIGINAL = "original"  # all blocks run
 
 
-def _variants(
-    model: TransformerBridge,
-    maps: MapSet,
-    without_sinks: MapSet | None,
-    data: Activations,
-    named: Sequence[tuple[str, Scheme]],
-) -> dict[str, Variant]:
+def _variants(study: Study, data: Activations, named: Sequence[tuple[str, Scheme]]) -> dict[str, Variant]:
     """Variants of all schemes; one that several methods choose is run once."""
     variants: dict[str, Variant] = {}
-    for of_case, at_all in ((maps, True), (without_sinks, False)):  # at all tokens, or all but sinks
+    for maps, at_all in ((study.maps, True), (study.maps_without_sinks, False)):  # or at all tokens but sinks
         chosen = [item for item in named if item[1].jumps and (item[0] != WITHOUT_SINKS) == at_all]
-        if of_case is None or not chosen:
-            continue
         pairs = [pair for _, scheme in chosen for pair in scheme.jumps]
-        in_memory = of_case.in_memory(pairs, device=model.cfg.device)
-        where: Any = "all" if at_all else ~find_sinks(model, data.examples)
+        in_memory = maps.in_memory(pairs, device=study.model.cfg.device)
+        where: Any = "all" if at_all else ~find_sinks(study.model, data.examples)
         for method, scheme in chosen:
-            replacements = scheme.replacements(model, in_memory, where=where)
-            variants[_file_name(method, scheme)] = Variant(_blocks_before(scheme), replacements)
+            first = scheme.boundaries[1] if scheme.starts_with == "blocks" else 0  # run once for all
+            replacements = scheme.replacements(study.model, in_memory, where=where)
+            variants[_file_name(method, scheme)] = Variant(first, replacements)
     return variants
-
-
-def _blocks_before(scheme: Scheme) -> int:
-    """Original blocks that a scheme starts with, which are run once for all."""
-    return scheme.boundaries[1] if scheme.starts_with == "blocks" else 0
 
 
 def _file_name(method: str, scheme: Scheme) -> str:

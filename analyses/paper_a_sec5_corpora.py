@@ -34,7 +34,6 @@ from matlens.study import origin_of
 NAME, MATRIX = "paper_a_sec5_corpora", "paper_a_sec5_matrix"
 _SHARED = 0.01  # max share of validation sentences in another corpus' training sentences
 _SIDE_BY_SIDE = 2  # max corpora plotted by layer
-ACROSS_CORPORA = "paper_a_sec5_corpora"  # the experiment
 
 
 def main(
@@ -120,7 +119,7 @@ def transfer_quality(
             predicted = predicted[predicted["layer"] < validation.provenance.identity.n_layers]
             fit = fit_quality(fits, validation, progress=False)
             for quality in (predicted, fit[fit["method"] == "mat"]):
-                named = {"experiment": ACROSS_CORPORA, "corpus": tested, "method": f"mat of {fitted}"}
+                named = {"experiment": NAME, "corpus": tested, "method": f"mat of {fitted}"}
                 tables.append(quality.assign(**named))
     return pd.concat(tables, ignore_index=True)
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 from figures.paper_a import token_table
-from paper_a import predictions_side_by_side, top_predictions
+from paper_a.predictions import predictions_side_by_side, top_predictions
 from studies import Report, Study, run_study, show
 
 from matlens import collect, make_prompts

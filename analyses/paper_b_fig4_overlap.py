@@ -9,23 +9,20 @@ table also has tests of the difference. Only weights are read; no corpus is need
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import pandas as pd
 import torch
 import typer
 from figures.paper_b import shares_by_layer
 from jaxtyping import Float, Int
-from studies import Report, Study, run_study
+from studies import Model, Report, Study, run_study
 from torch import Tensor
 
 from matlens import metrics
 from matlens.ffn import Projection, ValueVectors
 from matlens.io import result_row, result_table
 from matlens.parallel import Bar
-
-if TYPE_CHECKING:
-    from transformer_lens.model_bridge import TransformerBridge
 
 NAME = "paper_b_fig4_overlap"
 OVERLAP = "overlap"  # the experiment's name in tables
@@ -53,7 +50,7 @@ def iou(first: Int[Tensor, "n k"], second: Int[Tensor, "n k"]) -> Float[Tensor, 
 
 
 def norm_overlap(
-    model: TransformerBridge,
+    model: Model,
     *,
     n_random: int = 1000,
     k: int = 30,

@@ -8,21 +8,16 @@ the sign of their vectors (A.3). The paper's figure is ``--model gpt2-medium``, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pandas as pd
 import torch
 from figures.paper_b import shares_by_layer
-from studies import Dominant, Report, Study, run_study
+from studies import Dominant, Model, Report, Study, run_study
 
 from matlens import metrics
 from matlens.activations import stream
 from matlens.data import Examples
 from matlens.ffn import ValueVectors
 from matlens.io import result_row, result_table
-
-if TYPE_CHECKING:
-    from transformer_lens.model_bridge import TransformerBridge
 
 NAME = "paper_b_fig6_dominance"
 DOMINANCE = "dominance"  # the experiment's name in tables
@@ -38,7 +33,7 @@ def main(study: Study, report: Report, dominant: Dominant = 10) -> None:
 
 
 def dominance(
-    model: TransformerBridge,
+    model: Model,
     examples: Examples,
     *,
     k: int = 10,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -19,20 +19,16 @@ import typer
 from figures.paper_b import removal_figure
 from jaxtyping import Float, Int
 from paper_b_fig4_overlap import iou
-from studies import Report, Study, run_study
+from studies import Model, Report, Study, run_study
 from torch import Tensor
 
 from matlens import InputError, Readout, metrics
 from matlens.data import Examples
-from matlens.errors import check_int, short
 from matlens.ffn import Projection, Updates, ValueVectors
 from matlens.io import result_row, result_table
 from matlens.models import ModelLayout, NormGain
 from matlens.numerics import in_float64
 from matlens.parallel import Bar
-
-if TYPE_CHECKING:
-    from transformer_lens.model_bridge import TransformerBridge
 
 NAME = "paper_b_removal"
 REMOVAL = "removal"  # the experiment's name in tables
@@ -69,7 +65,7 @@ class Removed(NamedTuple):
 
 
 def remove_sub_updates(
-    model: TransformerBridge,
+    model: Model,
     examples: Examples,
     index: Mapping[int, Int[Tensor, "n k"]],
 ) -> Iterator[dict[int, Removed]]:
@@ -79,17 +75,6 @@ def remove_sub_updates(
     and a norm after the FFN, runs without it.
     """
     layout = ModelLayout.from_model(model)
-    if examples.n_positions != len(examples):
-        raise InputError(
-            f"examples must have a position in each sentence, got {examples.n_positions} in {len(examples)}."
-        )
-    for layer, of_layer in index.items():
-        layout.resolve(f"ffn_post.{layer}")
-        if len(of_layer) != len(examples) or int(of_layer.min()) < 0:  # a negative index is another one
-            raise InputError(
-                f"index[{layer}] must have indices from 0 for each of the {len(examples)} examples, got "
-                f"{short(of_layer)}."
-            )
     read = examples if model.cfg.attention_dir == "bidirectional" else examples.up_to_positions()
     for row in Bar(range(len(read)), desc="leaving out", unit="sentence"):
         position, of_row = int(read.positions[row]), {layer: rows[row] for layer, rows in index.items()}
@@ -103,7 +88,7 @@ class _EndOfPass(Exception):
 
 @torch.inference_mode()
 def _remove(
-    model: TransformerBridge, layout: ModelLayout, copies: Any, position: int, index: Mapping[int, Tensor]
+    model: Model, layout: ModelLayout, copies: Any, position: int, index: Mapping[int, Tensor]
 ) -> dict[int, Removed]:
     """One pass of a copy of the sentence for each sub-update, behind one that is whole."""
     starts, n_rows = dict[int, int](), 1
@@ -141,7 +126,7 @@ def _remove(
 
 
 def removal_table(
-    model: TransformerBridge,
+    model: Model,
     examples: Examples,
     *,
     k: int = 3,
@@ -166,7 +151,6 @@ def removal_table(
     of the means of their ``k``; rows without a layer are over all ``layers``.
     """
     updates = Updates.run(model, examples, layers)
-    check_int(n_tokens, "n_tokens", min=1, max=model.cfg.d_vocab_out)
     values, readout = updates.values, Readout(model)
     readings = _readings(model, values)
     index = {layer: updates.dominant(layer, k).cpu() for layer in updates.layers}
@@ -201,7 +185,7 @@ def removal_table(
     return result_table(table, "effect")
 
 
-def _readings(model: TransformerBridge, values: ValueVectors) -> dict[str, Callable[[Tensor, int], Tensor]]:
+def _readings(model: Model, values: ValueVectors) -> dict[str, Callable[[Tensor, int], Tensor]]:
     """Scores of all tokens for rows of a layer's output matrix, by the name of the reading."""
     plain, normed, head = (
         make(model) for make in (Projection.from_model, Projection.after_norm, Projection.through_head)

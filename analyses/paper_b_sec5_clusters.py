@@ -23,9 +23,11 @@ from typing import Annotated
 
 import typer
 from figures.paper_b import extremes_figure
-from paper_a import prediction_confidence
+from paper_a.predictions import prediction_confidence
 from studies import LinkageOption, Memory, Report, Study, run_study
-from sub_updates import TokenFrequency, compare_linkages, concentration, extreme_tables
+from sub_updates.extremes import concentration, extreme_tables
+from sub_updates.frequency import TokenFrequency
+from sub_updates.linkages import compare_linkages
 
 from matlens.activations import sink_counts
 from matlens.ffn import Clusters, Projection

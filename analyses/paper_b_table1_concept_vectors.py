@@ -14,7 +14,8 @@ from typing import Annotated
 
 import pandas as pd
 import typer
-from annotation import WordSimilarity, distinct_concepts, pattern_shares, search_concepts
+from annotation.patterns import distinct_concepts, pattern_shares, search_concepts
+from annotation.word_similarity import WordSimilarity
 from figures.paper_b import pattern_sizes
 from studies import Report, Study, run_study, show
 

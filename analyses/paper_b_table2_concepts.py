@@ -14,17 +14,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from annotation import (
+from annotation.concept_sheets import read_concept_sheets, sheet_code, write_concept_sheets
+from annotation.concept_sheets import wordnet as wordnet_meanings
+from annotation.concepts import (
     MIN_PATTERN_TOKENS,
     annotator_agreement,
     draw_concept_sample,
     read_concept_sample,
-    read_concept_sheets,
-    sheet_code,
     tally_concepts,
-    write_concept_sheets,
 )
-from annotation import wordnet as wordnet_meanings
 from figures.paper_b import concept_shares
 from studies import Report, Study, run_study, show
 

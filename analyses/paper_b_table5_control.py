@@ -19,21 +19,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from control import (
-    ATTRIBUTES,
-    CONTINUATION_TOKENS,
-    GRADERS,
-    PROMPT_FIELD,
-    SelfDebiasing,
-    changes_to_compare,
-    choose_values,
-    compare_control,
-    main_scores,
-    make_grader,
-    read_prompts,
-    tokens_of_chosen,
-    word_filter,
-)
+from control.baselines import SelfDebiasing, word_filter
+from control.comparison import changes_to_compare, compare_control, main_scores
+from control.generation import CONTINUATION_TOKENS
+from control.graders import ATTRIBUTES, GRADERS, make_grader
+from control.prompts import PROMPT_FIELD, read_prompts
+from control.selection import choose_values, tokens_of_chosen
 from figures.paper_b import toxicity_against_perplexity
 from studies import Report, Study, run_study, show
 

@@ -21,18 +21,10 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from exits import (
-    EXIT_CLUSTERS,
-    FEWEST_EVENTS,
-    FOLDS,
-    LASSO,
-    PENALTY_STRENGTHS,
-    RIDGE,
-    classifier_sites,
-    compare_exits,
-    compare_readings,
-    summarize_exits,
-)
+from exits.classifiers import FEWEST_EVENTS, FOLDS, LASSO, PENALTY_STRENGTHS, RIDGE
+from exits.comparison import classifier_sites, compare_exits
+from exits.outcomes import summarize_exits
+from exits.readings import EXIT_CLUSTERS, compare_readings
 from figures.paper_b import exits_figure
 from studies import Dominant, LinkageOption, Memory, Report, Study, run_study, show
 

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import torch
 import typer
-from annotation import read_sheet, refuse_rows, sheet_text, write_sheets
+from annotation.sheets import read_sheet, refuse_rows, sheet_text, write_sheets
 from paper_a.predictions import METHODS, read_predictions, top_predictions
 from studies import Report, Study, run_study, show
 

@@ -17,24 +17,16 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import Annotated, Any, get_args
 
 import numpy as np
 import pandas as pd
 import torch
 import typer
-from cuts import (
-    Cut,
-    beginnings,
-    compare,
-    continuation_losses,
-    continue_prompts,
-    insert_map,
-    measures,
-    without_blocks,
-)
-from figures.pruning import plot_pruned
-from studies import SECONDS, Cells, Report, Study, bootstrap, run_study, show
+from cuts.continuations import beginnings, compare, continuation_losses, continue_prompts, measures
+from cuts.maps import Cut, insert_map, without_blocks
+from figures.beyond import plot_pruned
+from studies import SECONDS, Cells, Model, Report, Study, bootstrap, run_study, show
 from torch import Tensor
 
 from matlens import InputError, metrics
@@ -45,9 +37,6 @@ from matlens.io import Artifact, result_row, result_table
 from matlens.metrics import Estimate
 from matlens.models import ModelIdentity
 from matlens.pruning import Calibration, Choice, Method, plain_copy, read_text, time_in_turns
-
-if TYPE_CHECKING:
-    from transformer_lens.model_bridge import TransformerBridge
 
 NAME = "pruning"
 SIZES = (3, 6, 9)
@@ -143,7 +132,7 @@ class PrunedModels:
         Rounds of timing the original and pruned models in turns.
     """
 
-    model: TransformerBridge
+    model: Model
     windows: Examples
     evaluated: Mapping[str, Examples]
     sizes: Sequence[int]

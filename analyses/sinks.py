@@ -28,7 +28,6 @@ from matlens.models import token_texts
 from matlens.numerics import in_float64
 
 NAME, FIT, LATER = "sinks", "sinks_r2", "sinks_later"
-SINK_NORMS, SINK_FIT = "sinks", "sinks_r2"  # experiments
 _BEFORE = 4  # tokens shown before a sink
 
 
@@ -69,7 +68,7 @@ def sink_norms(samples: Activations, sinks: Bool[Tensor, " n"]) -> pd.DataFrame:
             estimate = Estimate.without_interval(value, int(mask.sum()))
             rows.append(
                 result_row(
-                    SINK_NORMS, model=samples.provenance.identity.name, corpus=samples.provenance.corpus,
+                    NAME, model=samples.provenance.identity.name, corpus=samples.provenance.corpus,
                     method=name, layer=layer, target=layer, metric=metric, estimate=estimate,
                 )
             )  # fmt: skip
@@ -85,7 +84,7 @@ def fit_quality_without_sinks(
     """
     subsets = {"not first tokens": torch.from_numpy(validation.places > 0), "not sinks": ~sinks}
     tables = [
-        fit_quality(maps, validation, rows=rows).assign(experiment=SINK_FIT, examples=name)
+        fit_quality(maps, validation, rows=rows).assign(experiment=FIT, examples=name)
         for name, rows in subsets.items()
     ]
     return pd.concat(tables, ignore_index=True)

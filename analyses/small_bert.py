@@ -19,12 +19,12 @@ from typing import Annotated
 import torch
 import transformers
 import typer
-from paper_a import masked_accuracy
+from paper_a.predictions import masked_accuracy
 from studies import Report, Study, run_study
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
-from training import warmed_cosine
+from training.running import warmed_cosine
 
 from matlens import InputError, load
 from matlens.io import result_row, result_table

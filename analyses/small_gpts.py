@@ -19,7 +19,9 @@ import torch
 import typer
 from figures.paper_a import training_curves
 from studies import Report, Study, run_study
-from training import bpe_tokenizer, compare_with_ngrams, token_sequences, train, training_table
+from training.running import train
+from training.tables import compare_with_ngrams, training_table
+from training.vocabularies import bpe_tokenizer, token_sequences
 from transformers import GPT2Config, GPT2LMHeadModel
 
 NAME = "small_gpts"

@@ -20,16 +20,10 @@ import torch
 import typer
 from figures.paper_a import training_curves
 from studies import Report, Study, run_study
-from training import (
-    WikiLMConfig,
-    WikiLMForCausalLM,
-    compare_with_ngrams,
-    token_sequences,
-    train,
-    training_table,
-    word_dictionary,
-    write_wikilm,
-)
+from training.running import train
+from training.tables import compare_with_ngrams, training_table
+from training.vocabularies import token_sequences
+from training.wikilm import WikiLMConfig, WikiLMForCausalLM, word_dictionary, write_wikilm
 
 NAME = "small_wikilm"
 LONGEST = 128  # tokens that the model reads

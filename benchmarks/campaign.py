@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import pkgutil
 import random
 import shutil
 import signal
@@ -23,33 +24,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Annotated, Any, NamedTuple
+from unittest.mock import patch
 
 import torch
-import transformers
 import typer
+from attack.world import World
 from marked import table_lines, write_between
 from matplotlib.figure import Figure
-from tokenizers import Tokenizer, models, pre_tokenizers
 from tqdm import tqdm
 
 import matlens
-from matlens.ffn import Clusters, Trace, ValueVectors
+from matlens.ffn import Clusters, Trace
 
 Files = dict[str, bytes]
-_WORDS = [f"w{i}" for i in range(40)]
-_N_TRAIN, _N_VALIDATION = 60, 30
-_SIZES = ["--train", _N_TRAIN, "--val", _N_VALIDATION, "--batch-tokens", 48]
-_modules = {
-    name: importlib.import_module(name)
-    for name in (
-        "matlens.cli.app", "matlens.models.loading", "matlens.io.rows", "matlens.study.study",
-        "matlens.linear.mapsets", "matlens.linear.fitting", "matlens.linear.streaming", "matlens.lens.lens",
-        "matlens.explorer.usage",
-        "matlens.explorer.value_pages", "matlens.pruning.evaluation",
-        "matlens.pruning.saving",
-        "matlens.linearity.atlas", "matlens.linearity.ranking",
-    )
-}  # fmt: skip
 _PATIENCE = 900.0  # seconds until a process counts as hanging
 _IN_A_ROW = 4  # kills of one job before it runs to its end
 
@@ -96,30 +83,28 @@ class Campaign:
     """
 
     def __init__(self, root: Path, draws: bool) -> None:
-        self._root, self._alone = root, dict[str, tuple[Files, float]]()
-        folder, corpus = root / "model", root / "corpus.txt"
-        _save_model(folder)
-        draw = random.Random(0)
-        lines = (
-            " ".join(draw.choices(_WORDS, k=draw.randint(5, 20))) for _ in range(_N_TRAIN + _N_VALIDATION)
-        )
-        corpus.write_text("\n".join(lines))
-        model = matlens.load(str(folder), device="cpu")
-        examples, values = matlens.make_examples(model, matlens.load_corpus(str(corpus))), ValueVectors(model)
-        # Processes share the model, and are too short for the usual time between two checkpoints.
-        setattr(_modules["matlens.models.loading"], "load", lambda *_, **__: model)  # noqa: B010
-        setattr(_modules["matlens.linear.streaming"], "_STATE_EVERY", 0.0)  # noqa: B010
-        setattr(_modules["matlens.linear.streaming"], "_SHARE_OF_WRITING", 0.0)  # noqa: B010
-        setattr(_modules["matlens.linear.fitting"], "chunk_size", lambda _: 64)  # noqa: B010
-        setattr(_modules["matlens.explorer.usage"], "_CHUNK", 16)  # noqa: B010
-        # Only times differ between runs: here they are constant.
-        setattr(_modules["matlens.linearity.atlas"], "time", SimpleNamespace(process_time=float))  # noqa: B010
-        clock = SimpleNamespace(perf_counter=count().__next__)
-        setattr(_modules["matlens.pruning.evaluation"], "time", clock)  # noqa: B010
+        self._root, self._alone, world = root, dict[str, tuple[Files, float]](), World(root)
+        model, examples, values = world.model, world["Examples"], world["ValueVectors"]
+        for module in pkgutil.walk_packages(matlens.__path__, "matlens."):
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)  # once, before the forks
+        patches: dict[str, Any] = {
+            # Processes share the model, and are too short for the usual time between two checkpoints.
+            "models.loading.load": lambda *_, **__: model,
+            "linear.streaming._STATE_EVERY": 0.0,
+            "linear.streaming._SHARE_OF_WRITING": 0.0,
+            "linear.fitting.chunk_size": lambda _: 64,
+            "explorer.usage._CHUNK": 16,
+            # Only times differ between runs: here they are constant.
+            "linearity.atlas.time": SimpleNamespace(process_time=float),
+            "pruning.evaluation.time": SimpleNamespace(perf_counter=count().__next__),
+        }
+        for name, value in patches.items():
+            patch(f"matlens.{name}", value).start()
         if not draws:
-            setattr(Figure, "savefig", _write_instead)  # noqa: B010
-        data = ["--model", folder, "--corpus", corpus, "--device", "cpu", "--out", "out"]
-        main = [*data, *_SIZES]
+            patch.object(Figure, "savefig", _write_instead).start()
+        data = ["--model", world.model_folder, "--corpus", world.text, "--device", "cpu", "--out", "out"]
+        main = [*data, "--train", 40, "--val", 20, "--batch-tokens", 48]
         self.commands = {
             "collect": Command(_line("collect", *main)),
             "fit": Command(_line("fit", "out"), ("collect",)),
@@ -229,25 +214,9 @@ def differing(these: Files, those: Files) -> list[str]:
 def _line(*arguments: object) -> Callable[[], None]:
     def work() -> None:
         sys.argv = ["matlens", *map(str, arguments)]
-        _modules["matlens.cli.app"].main()
+        importlib.import_module("matlens.cli.app").main()
 
     return work
-
-
-def _save_model(folder: Path) -> None:
-    torch.manual_seed(0)
-    vocabulary = {word: i for i, word in enumerate(["[UNK]", "[PAD]", *_WORDS])}
-    config = transformers.LlamaConfig(
-        vocab_size=len(vocabulary), hidden_size=16, num_hidden_layers=3, num_attention_heads=2,
-        num_key_value_heads=2, intermediate_size=24, max_position_embeddings=32, pad_token_id=1,
-        bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, model_max_length=32, unk_token="[UNK]", pad_token="[PAD]"
-    ).save_pretrained(folder)
 
 
 def race(setting: Campaign, name: str, n: int, draw: random.Random) -> str | None:

@@ -19,8 +19,16 @@ from matlens.data import Examples
 from matlens.models import SMOLLM2
 
 
-def compare(plain: Any, model: Any, examples: Examples, rounds: int, measured: Measured) -> None:
-    """Measure the ratios for a model, plain and as matlens loads it."""
+def main(
+    sentences: Sentences = 400,
+    rounds: Rounds = 3,
+    out: Out = None,
+) -> None:
+    """Measure the ratios of collecting and of streaming to bare forward passes of SmolLM2."""
+    model, examples = smollm2_examples(sentences)
+    job = {"sentences": sentences, "tokens": len(examples.tokens), "rounds": rounds}
+    measured = Measured("collecting", out, model=SMOLLM2, corpus="wikipedia-sample", **job)
+    plain = plain_smollm2()
     size, cut = default_batch_tokens(model), examples.up_to_positions()
     sites = [f"h.{layer}" for layer in range(model.cfg.n_layers + 1)]
 
@@ -52,18 +60,6 @@ def compare(plain: Any, model: Any, examples: Examples, rounds: int, measured: M
         max=1.15, profiled=streaming,
     )  # fmt: skip
     measured.add("streaming all positions / trunk", best["streaming all positions"] / best["trunk"])
-
-
-def main(
-    sentences: Sentences = 400,
-    rounds: Rounds = 3,
-    out: Out = None,
-) -> None:
-    """Measure the ratios of collecting and of streaming to bare forward passes of SmolLM2."""
-    model, examples = smollm2_examples(sentences)
-    job = {"sentences": sentences, "tokens": len(examples.tokens), "rounds": rounds}
-    measured = Measured("collecting", out, model=SMOLLM2, corpus="wikipedia-sample", **job)
-    compare(plain_smollm2(), model, examples, rounds, measured)
     measured.write()
 
 

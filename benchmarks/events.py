@@ -8,8 +8,6 @@ sentences and cut at their positions. The aim is at most 1.2 times those that ar
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import typer
 from turns import Measured, Out, Rounds, Sentences, fastest, plain_smollm2, smollm2_examples
@@ -20,8 +18,16 @@ from matlens.ffn import Trace, event_scores
 from matlens.models import SMOLLM2
 
 
-def compare(plain: Any, model: Any, examples: Examples, rounds: int, measured: Measured) -> None:
-    """Measure the ratios for a model, plain and as matlens loads it."""
+def main(
+    sentences: Sentences = 400,
+    rounds: Rounds = 2,
+    out: Out = None,
+) -> None:
+    """Measure the ratio of tracing, events included, to bare forward passes of SmolLM2."""
+    model, examples = smollm2_examples(sentences)
+    job = {"sentences": sentences, "tokens": len(examples.tokens), "rounds": rounds}
+    measured = Measured("events", out, model=SMOLLM2, corpus="wikipedia-sample", **job)
+    plain = plain_smollm2()
 
     @torch.inference_mode()
     def bare(read: Examples) -> None:
@@ -42,18 +48,6 @@ def compare(plain: Any, model: Any, examples: Examples, rounds: int, measured: M
     ratio = best["events"] / best["cut at positions"]
     measured.add("events / forward passes cut at positions", ratio, max=1.2, profiled=events)
     measured.add("events / forward passes", best["events"] / best["whole sentences"])
-
-
-def main(
-    sentences: Sentences = 400,
-    rounds: Rounds = 2,
-    out: Out = None,
-) -> None:
-    """Measure the ratio of tracing, events included, to bare forward passes of SmolLM2."""
-    model, examples = smollm2_examples(sentences)
-    job = {"sentences": sentences, "tokens": len(examples.tokens), "rounds": rounds}
-    measured = Measured("events", out, model=SMOLLM2, corpus="wikipedia-sample", **job)
-    compare(plain_smollm2(), model, examples, rounds, measured)
     measured.write()
 
 

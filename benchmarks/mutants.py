@@ -32,118 +32,98 @@ EXPLAINED = Path(__file__).with_name("mutants_explained.json")
 _MARK = "mutants"
 SMALLEST_LIMIT = 60.0  # CPU seconds always allowed to a mutant's tests
 _PATIENCE = 20  # wall-clock factor on the limit, for mutants that sleep forever
-# Modules by the tests that cover them, the strongest first; also the test of the module's name.
+# Modules, and the tests that cover them next to those of the module's name.
 MORE_TESTS: dict[str, tuple[str, ...]] = {
-    "metrics": ("tests/test_metrics.py", "tests/test_warnings.py"),
-    "linear/least_squares": (
-        "tests/linear/test_fitting.py",
-        "tests/linear/test_streaming.py",
-    ),
-    "linear/fitting": ("tests/test_parallel.py", "tests/test_dividing.py"),
+    "metrics": ("warnings",),
+    "linear/least_squares": ("linear/fitting", "linear/streaming"),
+    "linear/fitting": ("parallel", "dividing"),
     "linear/maps": (),
-    "linear/mapsets": ("tests/linear/test_fitting.py",),
+    "linear/mapsets": ("linear/fitting",),
     "activations/collecting": (),
     "models/readout": (),
-    "activations/sinks": ("tests/test_dividing.py",),
+    "activations/sinks": ("dividing",),
     "patching/schemes": (),
     "patching/submodules": (),
     "patching/variants": (),
     "lens/evaluation": (),
     "lens/early_exit": (),
-    "paper_a/predictions": ("tests/analyses/test_predictions.py",),
-    "lens/maps": ("tests/lens/test_lens.py", "tests/lens/test_closed_forms.py"),
-    "lens/closed_forms": ("tests/test_dividing.py",),
-    "lens/trained": ("tests/lens/test_config.py", "tests/lens/test_closed_forms.py"),
-    "lens/comparison": ("tests/test_warnings.py",),
+    "paper_a/predictions": (),
+    "lens/maps": ("lens/lens", "lens/closed_forms"),
+    "lens/closed_forms": ("dividing",),
+    "lens/trained": ("lens/config", "lens/closed_forms"),
+    "lens/comparison": ("warnings",),
     "lens/open_sets": (),
-    "models/families/falcon": ("tests/models/test_bridging.py",),
+    "models/families/falcon": ("models/bridging",),
     "models/changes": (),
-    "paper_a/submodules": ("tests/analyses/test_beside_paper_a.py", "tests/analyses/test_paper_a.py"),
-    "paper_a_fig6_alternation": ("tests/analyses/test_alternation.py", "tests/analyses/test_paper_a.py"),
-    "paper_a/schemes": ("tests/analyses/test_schemes.py",),
-    "paper_a_sec5_corpora": ("tests/analyses/test_corpora.py", "tests/analyses/test_paper_a.py"),
-    "all_positions": ("tests/analyses/test_paper_a.py",),
-    "sample_sizes": ("tests/analyses/test_beside_paper_a.py",),
-    "attention_heads": ("tests/analyses/test_heads.py",),
-    "memory_and_layers": ("tests/analyses/test_costs.py",),
+    "paper_a/submodules": ("analyses/beside_paper_a", "analyses/paper_a"),
+    "paper_a_fig6_alternation": ("analyses/paper_a",),
+    "paper_a/schemes": (),
+    "paper_a_sec5_corpora": ("analyses/corpora", "analyses/paper_a"),
+    "all_positions": ("analyses/paper_a",),
+    "sample_sizes": ("analyses/beside_paper_a",),
+    "attention_heads": ("analyses/heads",),
+    "memory_and_layers": ("analyses/costs",),
     "ffn/projection": (),
     "ffn/updates": (),
-    "ffn/values": ("tests/ffn/test_updates.py", "tests/models/test_mixtures.py"),
+    "ffn/values": ("ffn/updates", "models/mixtures"),
     "ffn/trace": (),
     "ffn/events": (),
     "ffn/clusters": (),
-    "ffn/rule": ("tests/analyses/test_exit_comparison.py",),
+    "ffn/rule": ("analyses/exit_comparison",),
     "ffn/control": (),
     "ffn/perplexity": (),
-    "pruning/folding": (
-        "tests/pruning/test_pruned.py",
-        "tests/pruning/test_calibration.py",
-        "tests/pruning/test_healing.py",
-        "tests/pruning/test_attention.py",
-    ),
-    "pruning/choosing": (
-        "tests/pruning/test_spans.py",
-        "tests/pruning/test_pruned.py",
-        "tests/pruning/test_attention.py",
-    ),
-    "pruning/pruned": (
-        "tests/pruning/test_calibration.py",
-        "tests/pruning/test_pruned.py",
-        "tests/pruning/test_attention.py",
-    ),
+    "pruning/folding": ("pruning/pruned", "pruning/calibration", "pruning/healing", "pruning/attention"),
+    "pruning/choosing": ("pruning/spans", "pruning/pruned", "pruning/attention"),
+    "pruning/pruned": ("pruning/calibration", "pruning/attention"),
     "pruning/layouts": (
-        "tests/pruning/test_spans.py",
-        "tests/pruning/test_pruned.py",
-        "tests/pruning/test_saving.py",
-        "tests/pruning/test_calibration.py",
-        "tests/pruning/test_healing.py",
+        "pruning/spans",
+        "pruning/pruned",
+        "pruning/saving",
+        "pruning/calibration",
+        "pruning/healing",
     ),
-    "pruning/evaluation": (
-        "tests/pruning/test_comparison.py",
-        "tests/pruning/test_saving.py",
-        "tests/pruning/test_timing.py",
-    ),
-    "pruning": ("tests/pruning/test_recovered.py", "tests/pruning/test_comparison.py"),
-    "cuts/maps": ("tests/pruning/test_cuts.py",),
-    "cuts/continuations": ("tests/pruning/test_continuations.py",),
+    "pruning/evaluation": ("pruning/comparison", "pruning/saving", "pruning/timing"),
+    "pruning": ("pruning/recovered", "pruning/comparison"),
+    "cuts/maps": ("pruning/cuts",),
+    "cuts/continuations": ("pruning/continuations",),
     "linearity/scores": (),
     "linearity/parts": (),
     "linearity/atlas": (),
     "linearity/ranking": (),
-    "sinks": ("tests/analyses/test_sinks.py",),
-    "plausibility": ("tests/analyses/test_plausibility.py",),
-    "control/baselines": (
-        "tests/analyses/test_baselines.py",
-        "tests/analyses/test_generation.py",
-        "tests/analyses/test_control_comparison.py",
-    ),
-    "control/comparison": ("tests/analyses/test_control_comparison.py",),
-    "control/perplexity": ("tests/analyses/test_control_comparison.py",),
-    "control/selection": ("tests/analyses/test_selection.py", "tests/analyses/test_control_comparison.py"),
-    "control/toxicity": ("tests/analyses/test_toxicity.py",),
-    "exits/classifiers": ("tests/analyses/test_classifiers.py", "tests/analyses/test_exit_comparison.py"),
-    "exits/comparison": ("tests/analyses/test_exit_comparison.py",),
-    "exits/outcomes": ("tests/analyses/test_outcomes.py", "tests/analyses/test_exit_comparison.py"),
-    "exits/readings": ("tests/analyses/test_readings.py",),
-    "paper_b_fig6_dominance": ("tests/ffn/test_updates.py",),
-    "sub_updates/events": ("tests/ffn/test_events.py",),
-    "sub_updates/extremes": ("tests/analyses/test_extremes.py",),
-    "sub_updates/linkages": ("tests/ffn/test_clusters.py",),
-    "paper_b_fig4_overlap": ("tests/analyses/test_overlap.py",),
-    "paper_b_removal": ("tests/analyses/test_removal_table.py",),
-    "study/steps": (
-        "tests/study/test_fits.py",
-        "tests/study/test_results.py",
-        "tests/linear/test_streaming.py",
-    ),
+    "sinks": (),
+    "plausibility": (),
+    "control/baselines": ("analyses/generation", "analyses/control_comparison"),
+    "control/comparison": ("analyses/control_comparison",),
+    "control/selection": ("analyses/control_comparison",),
+    "control/toxicity": (),
+    "exits/classifiers": ("analyses/exit_comparison",),
+    "exits/comparison": ("analyses/exit_comparison",),
+    "exits/outcomes": ("analyses/exit_comparison",),
+    "exits/readings": (),
+    "paper_b_fig6_dominance": ("ffn/updates",),
+    "sub_updates/events": ("ffn/events",),
+    "sub_updates/extremes": (),
+    "sub_updates/linkages": ("ffn/clusters",),
+    "paper_b_fig4_overlap": ("analyses/overlap",),
+    "paper_b_removal": ("analyses/removal_table",),
+    "study/steps": ("study/fits", "study/results", "linear/streaming"),
 }
 
 
 def tests_of(module: str) -> list[str]:
-    """Test files of a module that are there."""
-    room, *_, name = module.split("/") if "/" in module else ("", module)
-    first = [f"tests/{room}/test_{name}.py"] if room else []
-    return [path for path in [*first, *MORE_TESTS[module]] if (ROOT / path).is_file()]
+    """Test files of a module: those of its name, if there are any, and those listed."""
+    *package, name = module.split("/")
+    named = ["/".join([*package[:1], name])]
+    if (ROOT / "analyses" / f"{module}.py").is_file():
+        named.append(f"analyses/{name}")
+    named = [each for each in named if (ROOT / path_of_test(each)).is_file()]
+    return list(map(path_of_test, dict.fromkeys([*named, *MORE_TESTS[module]])))
+
+
+def path_of_test(name: str) -> str:
+    """The path of ``linear/maps`` is ``tests/linear/test_maps.py``."""
+    folder, slash, file = name.rpartition("/")
+    return f"tests/{folder}{slash}test_{file}.py"
 
 
 def main(

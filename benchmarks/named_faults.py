@@ -25,8 +25,8 @@ NAMED = (
     NamedFault(
         "maps of the wrong fit used for a variant",
         "paper_a_fig6_alternation",
-        "((maps, True), (without_sinks, False))",
-        "((maps, True), (maps if without_sinks else None, False))",
+        "((study.maps, True), (study.maps_without_sinks, False))",
+        "((study.maps, True), (study.maps, False))",
     ),
     NamedFault(
         "replacements of the wrong fit used for a variant",
@@ -37,8 +37,8 @@ NAMED = (
     NamedFault(
         "R2 from the r2 of `id`",
         "paper_a_fig6_alternation",
-        'r2_matrix(fit_quality(maps, validation, rows=rows), "mat")',
-        'r2_matrix(fit_quality(maps, validation, rows=rows), "id")',
+        '(quality["metric"] == "r2") & (quality["method"] == "mat")',
+        '(quality["metric"] == "r2") & (quality["method"] == "id")',
     ),
     NamedFault(
         "the sink mask inverted where schemes are scored",

@@ -8,12 +8,12 @@ process holds with the model loaded.
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 from turns import Measured, Out, Rounds, fastest
+from watched import resident
 
 import matlens
 from matlens.ffn import Projection, ValueVectors
@@ -24,7 +24,7 @@ class _Peak:
     """The largest resident memory while a context lasts, in MiB, looked at every few milliseconds."""
 
     def __enter__(self) -> _Peak:
-        self.value, self._over = _resident(), threading.Event()
+        self.value, self._over = resident(), threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
         return self
@@ -35,12 +35,7 @@ class _Peak:
 
     def _watch(self) -> None:
         while not self._over.wait(0.005):
-            self.value = max(self.value, _resident())
-
-
-def _resident() -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 1024
+            self.value = max(self.value, resident())
 
 
 @torch.inference_mode()
@@ -63,7 +58,7 @@ def main(
     above: list[float] = []
 
     def project() -> None:
-        before = _resident()
+        before = resident()
         with _Peak() as peak:
             projection.top_of_all(values, top, progress=False)
         above.append(peak.value - before)

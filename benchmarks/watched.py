@@ -82,15 +82,15 @@ def _watched(work: Work) -> dict[str, Any]:
         return float(said.uordblks + said.hblkhd) / MIB
 
     gc.collect()
-    resident, at_first, place = _resident(), allocated(), ""
+    before, at_first, place = resident(), allocated(), ""
     in_use, over, main = at_first, threading.Event(), threading.main_thread().ident
-    peaks = [(time.process_time(), _peak())]  # each with the time it was reached
+    peaks = [(time.process_time(), peak())]  # each with the time it was reached
 
     def look() -> None:
         nonlocal in_use, place
         while not over.is_set():
-            if (peak := _peak()) > peaks[-1][1]:
-                peaks.append((time.process_time(), peak))
+            if (highest := peak()) > peaks[-1][1]:
+                peaks.append((time.process_time(), highest))
             if (now := allocated()) > in_use:
                 in_use, place = now, _place(sys._current_frames()[main or 0])
             time.sleep(_LOOKED_AT_EVERY)
@@ -104,18 +104,20 @@ def _watched(work: Work) -> dict[str, Any]:
     finally:
         over.set()
         watcher.join()
-    early = [peak for at, peak in peaks if at <= start + seconds / 10]
+    early = [highest for at, highest in peaks if at <= start + seconds / 10]
     return {
-        BEFORE: resident, EARLY: early[-1], PEAK: _peak(), IN_USE: in_use, PLACE: place,
+        BEFORE: before, EARLY: early[-1], PEAK: peak(), IN_USE: in_use, PLACE: place,
         TAKEN: in_use - at_first, SECONDS: seconds,
     }  # fmt: skip
 
 
-def _peak() -> float:
+def peak() -> float:
+    """The largest resident memory of this process so far, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def _resident() -> float:
+def resident() -> float:
+    """The resident memory of this process, in MiB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / MIB
 

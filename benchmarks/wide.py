@@ -7,24 +7,14 @@ default width.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 from turns import Measured, Out, fastest
+from watched import MIB, peak, resident
 
 from matlens.linear import LeastSquares
-
-
-def _peak() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
-
-
-def _resident() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) * 1024
 
 
 def main(
@@ -47,7 +37,7 @@ def main(
     known = torch.randn(width, width, generator=generator, dtype=torch.float64) / width**0.5
     xs = [batch() for _ in range(updates)]
     ys = [x.double() @ known.T for x in xs]
-    sums, before = LeastSquares(width, width, split=split), _resident()
+    sums, before = LeastSquares(width, width, split=split), resident()
 
     def update() -> None:
         for x, y in zip(xs, ys, strict=True):
@@ -56,7 +46,7 @@ def main(
     seconds = fastest({"updates": update}, 1)["updates"]
     later = updates > 1  # samples, the old factor on top of them, its Q, and both sums
     planned = 8 * width * width * (9 if later else 6)
-    taken = _peak() - before
+    taken = (peak() - before) * MIB
     measured = Measured("wide", out, width=width, samples=updates * width, split=split)
     measured.add("updates", seconds, unit="seconds")
     measured.add("memory of a fit, planned", planned / 1e9, unit="GB")

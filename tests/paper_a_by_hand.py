@@ -62,7 +62,10 @@ class StudyByHand:
         self.train, self.validation = (
             Sentences(name, plain, matlens.make_examples(model, part, seed=0)) for part in parts
         )
-        self.mat = {(a, b): fitted(self.train.h(a), self.train.h(b)) for a, b in PAIRS}
+        self.mat, self.mat_without_sinks = (
+            {(a, b): fitted(self.train.h(a)[rows], self.train.h(b)[rows]) for a, b in PAIRS}
+            for rows in (slice(None), ~self.train.sink)
+        )
         self.truth = self.validation.h(N_LAYERS)
 
     def judge(self, substitutes: dict[Any, Tensor], n: int | None = None) -> dict[Any, list[float]]:
@@ -91,18 +94,29 @@ class StudyByHand:
         places = self.validation.positions[:n]
         return torch.stack([seen[f"h.{N_LAYERS}"][i] for seen, i in zip(vectors, places, strict=True)])
 
-    def scheme(self, jumps: Sequence[tuple[int, int]], n: int) -> Tensor:
-        return self.patched([Part(f"h.{a}", f"h.{b}", self.mat[a, b].float()) for a, b in jumps], n)
+    def scheme(self, jumps: Sequence[tuple[int, int]], n: int, *, without_sinks: bool = False) -> Tensor:
+        weights = self.mat_without_sinks if without_sinks else self.mat
+        where: Any = self.not_sinks if without_sinks else "all"
+        parts = [Part(f"h.{a}", f"h.{b}", weights[a, b].float(), where=where) for a, b in jumps]
+        return self.patched(parts, n)
 
-    def best_jumps(self, kept: int) -> list[tuple[int, int]]:
+    @property
+    def not_sinks(self) -> tuple[tuple[bool, ...], ...]:
+        """Which tokens of each validation sentence are not sinks."""
+        return tuple(tuple(token not in SINK_TOKENS for token in read) for read in self.validation.tokens)
+
+    def best_jumps(self, kept: int, weights: Any = None, rows: Any = None) -> list[tuple[int, int]]:
         """Of all ways through the layers that run so many blocks, the one of greatest product of r2."""
+        weights, rows = weights or self.mat, slice(None) if rows is None else rows
+        h = [self.validation.h(layer)[rows].double() for layer in range(N_LAYERS + 1)]
+        r2 = {(a, b): r2_score(h[b].numpy(), (h[a] @ weights[a, b].T).numpy()) for a, b in PAIRS}
         ways = []
         for n in range(N_LAYERS):
             for inner in itertools.combinations(range(1, N_LAYERS), n):
                 segments = list(itertools.pairwise((0, *inner, N_LAYERS)))
                 ways += [segments[0::2], segments[1::2]]
         of_kept = [jumps for jumps in ways if N_LAYERS - sum(b - a for a, b in jumps) == kept]
-        return max(of_kept, key=lambda jumps: math.prod(self.r2("mat", *pair) for pair in jumps))
+        return max(of_kept, key=lambda jumps: math.prod(r2[pair] for pair in jumps))
 
     def submodules(
         self, method: str, tokens: str, place: str, layer: int, n: int, last: int = N_LAYERS
@@ -112,9 +126,7 @@ class StudyByHand:
         where: Any = {
             "all": "all",
             "not-first": "not-first",
-            "not-sink": tuple(
-                tuple(token not in SINK_TOKENS for token in read) for read in self.validation.tokens
-            ),
+            "not-sink": self.not_sinks,
             "predicted": tuple(self.validation.positions),
         }[place]
         parts = []

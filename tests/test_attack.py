@@ -21,11 +21,6 @@ def _fail(error: BaseException) -> Callable[[], Any]:
     return run
 
 
-def _loop() -> None:
-    while True:
-        pass
-
-
 @pytest.mark.parametrize(
     ("verdict", "run"),
     [
@@ -35,14 +30,10 @@ def _loop() -> None:
         ("silent", lambda: 3.0),
         ("silent", lambda: None),
         ("traceback", _fail(KeyError("method"))),
-        ("hang", _loop),
     ],
 )
 def test_a_case_is_judged_by_what_comes_of_it(verdict: str, run: Callable[[], Any]) -> None:
-    assert judge(Case("a fault", "a case", run), seconds=0.2).verdict == verdict
-
-
-def test_what_is_taken_and_right_is_clear() -> None:
+    assert judge(Case("a fault", "a case", run)).verdict == verdict
     assert judge(Case("a fault", "a case", lambda: 3.0, right=(3.0).__eq__)).verdict == "clear"
     assert judge(Case("a fault", "a case", lambda: 4.0, right=(3.0).__eq__)).verdict == "silent"
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import control
 import numpy as np
 import pandas as pd
 import paper_b_removal
@@ -15,6 +14,8 @@ import pretend
 import pytest
 import torch
 from conftest import WORDS, make_sentences
+from control.baselines import SelfDebiasing, debiased_losses
+from control.generation import continue_prompts
 from transformer_lens.model_bridge import TransformerBridge
 
 import matlens
@@ -80,13 +81,13 @@ def read_layers(model: Any) -> Any:
 
 def losses(model: Any) -> Any:
     examples = matlens.make_examples(model, texts(1, 3, 6))
-    debiased = control.debiased_losses(model, examples, control.SelfDebiasing(["profanity"]))
+    debiased = debiased_losses(model, examples, SelfDebiasing(["profanity"]))
     return [ffn.text_losses(model, examples, progress=False).total, debiased.total]
 
 
 def continuations(model: Any) -> Any:
     with ffn.controlled(model, ["L1D3", "L2D5"], 3.0, where="not-first"):
-        return control.continue_prompts(model, ["w1 w2", "w3"], n_tokens=4, n_samples=2)
+        return continue_prompts(model, ["w1 w2", "w3"], n_tokens=4, n_samples=2)
 
 
 def atlas(model: Any) -> Any:

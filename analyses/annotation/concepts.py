@@ -10,23 +10,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 from sklearn.metrics import cohen_kappa_score
+from studies import Model
 
 from annotation.concept_sheets import CLASSES, Annotation
 from matlens import InputError, metrics
+from matlens.data import Examples
 from matlens.ffn import Projection, Updates
 from matlens.io import read_table, result_row, result_table
 from matlens.models import token_texts, visible
-
-if TYPE_CHECKING:
-    from transformer_lens.model_bridge import TransformerBridge
-
-    from matlens.data import Examples
 
 EXPERIMENT = "concepts"
 KINDS = ("values", "random", "updates")
@@ -40,7 +37,7 @@ AGREEMENT_COLUMNS = ("one", "other", "method", "metric", "value", "n")
 
 
 def draw_concept_sample(
-    model: TransformerBridge,
+    model: Model,
     examples: Examples,
     *,
     per_layer: int = 10,

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Int
+from studies import Model
 from torch import Tensor
 
 from annotation.word_similarity import WordSimilarity
@@ -24,9 +25,6 @@ from matlens.ffn import Projection, ValueVectors
 from matlens.io import result_row, result_table
 from matlens.models import token_texts, visible
 from matlens.parallel import Bar
-
-if TYPE_CHECKING:
-    from transformer_lens.model_bridge import TransformerBridge
 
 EXPERIMENT = "concept_search"
 MIN_PATTERN_WORDS = 4  # as in the paper's protocol
@@ -75,7 +73,7 @@ def _largest_pattern(
 
 
 def search_concepts(
-    model: TransformerBridge,
+    model: Model,
     word_similarity: WordSimilarity,
     *,
     k: int = 30,

@@ -5,23 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
+from studies import Model
 from transformers import LogitsProcessor
 
-from control.baselines import SelfDebiasing
+from control.baselines import SelfDebiasing, debiased_losses
 from control.generation import continue_prompts
 from control.graders import TOXICITY, Grader
-from control.perplexity import debiased_losses
 from control.toxicity import grade_continuations, toxicity_estimates
 from matlens.data import Examples
 from matlens.ffn import TextLosses, controlled, text_losses
 from matlens.io import result_row
 from matlens.metrics import Estimate
-
-if TYPE_CHECKING:
-    from transformer_lens.model_bridge import TransformerBridge
 
 UNCHANGED = "unchanged"
 CONTROL = "table5_control"  # the experiment
@@ -45,13 +42,13 @@ class ModelChange(NamedTuple):
     names: tuple[str, ...] = ()
     processor: LogitsProcessor | None = None
 
-    def applied(self, model: TransformerBridge) -> AbstractContextManager[Any]:
+    def applied(self, model: Model) -> AbstractContextManager[Any]:
         """The context manager to run the model in."""
         if self.coefficient is None:
             return nullcontext()
         return controlled(model, self.names, self.coefficient)
 
-    def losses(self, model: TransformerBridge, texts: Examples) -> TextLosses | None:
+    def losses(self, model: Model, texts: Examples) -> TextLosses | None:
         """Losses of the modified model; None if a processor gives tokens probability 0."""
         if self.processor is None:
             return text_losses(model, texts)
@@ -84,7 +81,7 @@ def changes_to_compare(
 
 
 def compare_control(
-    model: TransformerBridge,
+    model: Model,
     changes: Sequence[ModelChange],
     prompts: Mapping[str, Sequence[str]],
     texts: Examples,

@@ -8,12 +8,13 @@ methods are comparable continuation by continuation.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
+from studies import Model
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
@@ -23,15 +24,12 @@ from matlens.models import check_raw
 from matlens.numerics import has_float64, in_float64
 from matlens.parallel import Bar
 
-if TYPE_CHECKING:
-    from transformer_lens.model_bridge import TransformerBridge
-
 CONTINUATION_TOKENS = 20  # of a continuation, as in the paper
 
 
 @torch.inference_mode()
 def continue_prompts(
-    model: TransformerBridge,
+    model: Model,
     prompts: Sequence[str],
     *,
     n_tokens: int = CONTINUATION_TOKENS,
@@ -48,12 +46,6 @@ def continue_prompts(
     generated, so all have one length. Inside `controlled` or `matlens.patched` the modified model generates.
     """
     check_raw(model)
-    if not model.original_model.can_generate():
-        raise InputError(f"model must be a decoder, got {model.cfg.architecture}.")
-    if n_samples is not None and n_beams > 1:
-        raise InputError(
-            f"n_samples must be None with beam search, got {n_samples} samples and {n_beams} beams."
-        )
     prefixes = processor.prefixes if isinstance(processor, SelfDebiasing) else ()
     rows = [(p, s) for p in range(len(prompts)) for s in range(n_samples or 1)]
     tokens = [_prompt_variants(model, prompt, prefixes, n_tokens) for prompt in prompts]
@@ -102,9 +94,7 @@ class _GumbelDraws(LogitsProcessor):
         return noisy if has_float64(scores.device) else noisy.float().to(scores.device)
 
 
-def _prompt_variants(
-    model: TransformerBridge, prompt: str, prefixes: Sequence[str], n_tokens: int
-) -> list[list[int]]:
+def _prompt_variants(model: Model, prompt: str, prefixes: Sequence[str], n_tokens: int) -> list[list[int]]:
     """Tokens of a prompt as it is, and after each prefix."""
     tokens = make_prompts(model, [prompt]).tokens.tolist()
     variants = [tokens, *(prefixed_tokens(model.tokenizer, prefix, tokens) for prefix in prefixes)]

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
+from studies import Model
 
 from control.graders import TOXICITY, Grader, grade_texts
 from matlens.errors import check_int
 from matlens.ffn import Projection, ValueVectors
 from matlens.models import token_texts
 
-if TYPE_CHECKING:
-    from transformer_lens.model_bridge import TransformerBridge
-
 HARMLESS = 0.1  # the paper's threshold
 
 
 def choose_values(
-    model: TransformerBridge,
+    model: Model,
     grader: Grader,
     words: Sequence[str],
     *,
@@ -66,9 +64,7 @@ def draw_harmless(graded: pd.DataFrame, n: int, *, below: float = HARMLESS, seed
     return harmless.sample(n, random_state=seed)
 
 
-def tokens_of_chosen(
-    model: TransformerBridge, vectors: Mapping[str, Sequence[str]], *, k: int = 10
-) -> pd.DataFrame:
+def tokens_of_chosen(model: Model, vectors: Mapping[str, Sequence[str]], *, k: int = 10) -> pd.DataFrame:
     """Top tokens of the selected value vectors, one row per token (paper B, Table 8).
 
     Columns are ``method``, and those of `Projection.table` but for ``side``.

@@ -11,26 +11,24 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
+from studies import Model
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from exits.classifiers import FEWEST_EVENTS, FOLDS, LASSO, PENALTY_STRENGTHS, RIDGE, ExitClassifiers
+from exits.classifiers import ExitClassifiers
 from exits.outcomes import EvaluatedExits, ExampleSplit, evaluate_exits, first_exit, split_examples
-from matlens import InputError, Readout
+from matlens import Readout
 from matlens.activations import Activations
 from matlens.ffn import Clusters, ExitRule, Trace, ValueVectors, active_clusters, find_saturation
 from matlens.lens import ExitConfidence, evaluate, exit_layers, thresholds
 from matlens.linear import fit_samples
 from matlens.models import ModelLayout
 from matlens.parallel import Bar
-
-if TYPE_CHECKING:
-    from transformer_lens.model_bridge import TransformerBridge
 
 RULE, PLACES = "sub-updates rule", "rule, equal places"
 CLASSIFIERS = tuple(f"classifiers on {features}" for features in ("x", "o", "x + o"))
@@ -39,7 +37,7 @@ _STEPS = np.linspace(-0.112, 1.112, 613)  # of lam: at one end all examples exit
 _PER_DIMENSION = 2  # min training examples per dimension to fit maps
 
 
-def classifier_sites(model: TransformerBridge) -> list[str]:
+def classifier_sites(model: Model) -> list[str]:
     """Sites of `compare_exits`: layers, and inputs and outputs of each FFN."""
     layout = ModelLayout.from_model(model)
     sites = list(map(str, layout.stream))
@@ -69,16 +67,13 @@ class ExitComparison(NamedTuple):
 
 
 def compare_exits(
-    model: TransformerBridge,
+    model: Model,
     trace: Trace,
     clusters: Clusters,
     activations: Activations,
     *,
     seeds: int = 5,
-    strengths: Sequence[float] = PENALTY_STRENGTHS,
-    kinds: Sequence[int] = (RIDGE, LASSO),
-    folds: int = FOLDS,
-    fewest: int = FEWEST_EVENTS,
+    **options: Any,
 ) -> ExitComparison:
     """Evaluate all early-exit methods on one split per seed (Table 6, appendix A.5).
 
@@ -87,9 +82,9 @@ def compare_exits(
     learns from the training and calibration parts, as in the paper; its accuracy on the calibration part,
     which other methods have to reach, is that of a rule learned from the training part alone. Classifiers
     see the residual stream before the FFN, the FFN output, and their sum. ``mat`` is fitted on the training
-    part, and skipped if that has fewer than two examples per dimension.
+    part, and skipped if that has fewer than two examples per dimension. ``options`` are those of
+    `ExitClassifiers`.
     """
-    _check_same(trace, activations)
     saturation, right = find_saturation(trace), (trace.after == trace.final[:, None]).numpy()
     made_at = saturation.layer.numpy()
     active, features = active_clusters(trace, clusters), classifier_features(model, activations)
@@ -108,9 +103,7 @@ def compare_exits(
         accuracy = float(right[calibration, rules[RULE](train, calibration)].mean())
         exits = {name: rule(np.concatenate([train, calibration]), test) for name, rule in rules.items()}
         for name, of_layers in features.items():
-            classifiers = ExitClassifiers(
-                strengths=strengths, kinds=kinds, folds=folds, fewest=fewest, seed=seed
-            ).fit(of_layers[:-1], made_at, split)
+            classifiers = ExitClassifiers(**options, seed=seed).fit(of_layers[:-1], made_at, split)
             signals = classifiers.signals(of_layers[:-1], test)
             exits[name] = first_exit(np.pad(signals, ((0, 0), (0, 1))))  # the last layer always exits
             penalties[name].update(classifiers.penalties)
@@ -123,17 +116,7 @@ def compare_exits(
     return ExitComparison(dict(evaluated), dict(penalties))
 
 
-def _check_same(trace: Trace, activations: Activations) -> None:
-    activations.provenance.check_same(trace.provenance, ours="the activations", theirs="the trace")
-    if trace.examples.fingerprint != activations.examples.fingerprint:
-        raise InputError(
-            "activations must be of the examples of the trace, got others. Collect them at `trace.examples`."
-        )
-
-
-def classifier_features(
-    model: TransformerBridge, activations: Activations
-) -> dict[str, list[Float[np.ndarray, "n d"]]]:
+def classifier_features(model: Model, activations: Activations) -> dict[str, list[Float[np.ndarray, "n d"]]]:
     """Features: the residual stream before each FFN, its output, and their sum."""
     layout = ModelLayout.from_model(model)
     layers = range(layout.n_layers)

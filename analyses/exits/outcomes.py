@@ -17,6 +17,10 @@ from jaxtyping import Bool, Int
 
 from matlens import InputError
 
+SUMMARY = (
+    "method", "accuracy", "accuracy_sd", "saved", "saved_sd", "saved_share", "exited", "chance", "above",
+    "above_sd", "seeds",
+)  # fmt: skip
 FEWEST_EXAMPLES = 10  # that can be split into three parts, or tested in ten
 
 
@@ -95,8 +99,7 @@ def _deviation_of_chance(layers: Int[np.ndarray, " n"], right: Bool[np.ndarray, 
 def summarize_exits(evaluated: Mapping[str, Sequence[EvaluatedExits]], n_layers: int) -> pd.DataFrame:
     """Accuracy and layers saved of each method over the seeds (Table 6), one row each.
 
-    Columns are ``method, accuracy, accuracy_sd, saved, saved_sd, saved_share, exited, chance, above,
-    above_sd, seeds``; ``sd`` is the standard deviation over the seeds, NaN for one; ``saved_share`` is a
+    Columns are `SUMMARY`; ``sd`` is the standard deviation over the seeds, NaN for one; ``saved_share`` is a
     share of all layers; ``above`` is the accuracy minus chance. Seeds without a right example do not count
     for layers saved.
     """
@@ -105,19 +108,7 @@ def summarize_exits(evaluated: Mapping[str, Sequence[EvaluatedExits]], n_layers:
         per_seed = pd.DataFrame(of_seeds)
         per_seed["above"] = per_seed["accuracy"] - per_seed["chance"]
         mean, sd = per_seed.mean(), per_seed.std()
-        rows.append(
-            {
-                "method": method,
-                "accuracy": mean["accuracy"],
-                "accuracy_sd": sd["accuracy"],
-                "saved": mean["saved"],
-                "saved_sd": sd["saved"],
-                "saved_share": mean["saved"] / n_layers,
-                "exited": mean["exited"],
-                "chance": mean["chance"],
-                "above": mean["above"],
-                "above_sd": sd["above"],
-                "seeds": len(of_seeds),
-            }
-        )
-    return pd.DataFrame(rows)
+        deviations = {f"{name}_sd": sd[name] for name in ("accuracy", "saved", "above")}
+        shares = {"saved_share": mean["saved"] / n_layers, "seeds": len(of_seeds)}
+        rows.append({"method": method, **mean, **deviations, **shares})
+    return pd.DataFrame(rows)[list(SUMMARY)]

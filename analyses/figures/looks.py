@@ -62,3 +62,16 @@ REPLACED = {
     "not-sink": Look(GREEN, SOLID, "^"),
     "predicted": Look(PURPLE, "-.", "v"),
 }
+# Parts of blocks, and methods of pruning
+KINDS = {
+    "ln1": Look(SKY, marker="o"), "attn": Look(GREEN, marker="^"), "ln2": Look(BLUE, marker="s"),
+    "ffn": Look(ORANGE, marker="D"), "block": Look(BLACK, marker="v"), "jump 2": Look(PURPLE, marker="<"),
+    "jump 4": Look(VERMILLION, marker=">"), "jump 8": Look(DARK, marker="P"),
+}  # fmt: skip
+PRUNED = {
+    "out": Look(DARK, DOTTED, "x"), "linearpatch": Look(SKY, DOTTED, "v"),
+    "linearpatch, rotated": Look(SKY, marker="^"), "replaceme": Look(VERMILLION, marker="s"),
+    "jump": Look(BLUE), "refit": Look(ORANGE, marker="D"), "chain": Look(BLACK, marker="v"),
+    "jump, chain": Look(PURPLE, marker="<"), "chain from jump": Look(GREEN, DOTTED, ">"),
+}  # fmt: skip
+READ = {"mat": MAT, "id": ID, "constant": Look(DARK, DOTTED, "x")}

@@ -7,11 +7,12 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 import torch
 from jaxtyping import Float
+from studies import Model
 from torch import Tensor
 
 from matlens import Lens, LinearMap, make_examples
@@ -21,17 +22,13 @@ from matlens.lens import trained
 from matlens.metrics import Estimate
 from matlens.numerics import in_float64
 
-if TYPE_CHECKING:
-    from transformer_lens.model_bridge import TransformerBridge
-
-
 STEPS = 250  # of a tuned lens
 
 # Jacobians
 
 
 def fit_jacobians(
-    model: TransformerBridge, corpus: Corpus, layers: Sequence[int], n_prompts: int, longest: int
+    model: Model, corpus: Corpus, layers: Sequence[int], n_prompts: int, longest: int
 ) -> tuple[tuple[Lens, Lens], Lens, float]:
     """Jacobian lenses of two halves of the longest sentences, their mean, and CPU seconds."""
     prompts = trained.longest_sentences(corpus.sentences, n_prompts - n_prompts % 2)
@@ -65,7 +62,7 @@ def mean_jacobian(first: Lens, second: Lens) -> Lens:
 
 
 def fit_halves(
-    model: TransformerBridge, corpus: Corpus, methods: Sequence[str], layers: Sequence[int], seed: int
+    model: Model, corpus: Corpus, methods: Sequence[str], layers: Sequence[int], seed: int
 ) -> dict[str, tuple[Lens, Lens]]:
     """Closed forms fitted on each half of the tokens of a corpus."""
     examples = make_examples(model, corpus, seed=seed)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Int
+from studies import Model
 from torch import Tensor
 
 from lenses import mean_jacobian
@@ -16,9 +17,6 @@ from matlens import Lens, LinearMap, Readout
 from matlens.activations import Activations
 from matlens.data import Corpus
 from matlens.lens import evaluation, trained
-
-if TYPE_CHECKING:
-    from transformer_lens.model_bridge import TransformerBridge
 
 FALLING = 0.01  # share of the KL that a round takes off, or it has stopped falling
 
@@ -29,7 +27,7 @@ def sentences_of(offsets: Int[np.ndarray, " n"], budgets: Sequence[int]) -> list
     return sorted({*(int(np.searchsorted(ends, n)) + 1 for n in budgets if n < ends[-1]), len(ends)})
 
 
-def passages_of(model: TransformerBridge, corpus: Corpus, n: int, longest: int) -> dict[str, int]:
+def passages_of(model: Model, corpus: Corpus, n: int, longest: int) -> dict[str, int]:
     """The longest sentences, which Jacobians are taken on, and the tokens up to the end of each."""
     texts = trained.longest_sentences(corpus.sentences, n)
     lengths = [min(longest, len(model.to_tokens(text)[0])) for text in texts]
@@ -37,7 +35,7 @@ def passages_of(model: TransformerBridge, corpus: Corpus, n: int, longest: int) 
 
 
 def fit_jacobian(
-    model: TransformerBridge,
+    model: Model,
     corpus: Corpus,
     passages: Mapping[str, int],
     budget: int,
@@ -59,7 +57,7 @@ def fit_jacobian(
 
 
 def tune_further(
-    model: TransformerBridge,
+    model: Model,
     rows: Activations,
     layer: int,
     *,

@@ -6,19 +6,17 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
+from studies import Model
 from torch import Tensor
 
 from matlens import Lens, Site, patched
 from matlens.activations import Activations
 from matlens.data import Examples
 from matlens.patching import Replacement
-
-if TYPE_CHECKING:
-    from transformer_lens.model_bridge import TransformerBridge
 
 TRANSPOSE, PSEUDO_INVERSE = "transpose", "pseudo-inverse"
 MODEL, RANDOM = ("model", TRANSPOSE), ("random", "")
@@ -38,7 +36,7 @@ class Prompts:
 class LaterBlocks:
     """The blocks after a layer, run at the last token of prompts on vectors in place of the stream's."""
 
-    def __init__(self, model: TransformerBridge, layer: int) -> None:
+    def __init__(self, model: Model, layer: int) -> None:
         self.model, self.given = model, torch.empty(0)
         self.replacement = Replacement(lambda _: self.given, Site("h", 0), Site("h", layer))
 
@@ -99,7 +97,7 @@ def lens_directions(
 
 
 def move_stream(
-    model: TransformerBridge,
+    model: Model,
     lenses: Mapping[str, Lens],
     layer: int,
     prompts: Prompts,

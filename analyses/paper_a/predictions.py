@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
+from studies import Model
 from torch import Tensor
 
 from matlens import MapSet, Readout, collect, make_examples, metrics
 from matlens.activations import Activations
-from matlens.data import Corpus
+from matlens.data import Corpus, Examples
 from matlens.io import read_table
 from matlens.models import visible
 from matlens.numerics import log_softmax
-
-if TYPE_CHECKING:
-    from transformer_lens.model_bridge import TransformerBridge
-
-    from matlens.data import Examples
 
 COLUMNS = {
     "prompt": "str", "method": "str", "layer": "int64", "rank": "int64", "token": "str",
@@ -40,8 +35,6 @@ def top_predictions(
     Columns are ``prompt, method, layer, rank, token, probability``. At the last layer both methods read
     ``h^L`` and there is only ``id``, as in the paper's table.
     """
-    maps.provenance.check_same(prompts.provenance, ours="the maps", theirs="the activations")
-    readout.check_same(prompts.provenance)
     last = prompts.provenance.identity.n_layers
     rows = []
     for layer in dict.fromkeys(prompts.resolve(layer).layer for layer in layers):
@@ -63,7 +56,6 @@ def read_predictions(path: str | Path) -> pd.DataFrame:
 
 def prompt_texts(readout: Readout, prompts: Activations) -> list[str]:
     """The text that the model has read at each position."""
-    readout.check_same(prompts.provenance, theirs="the prompts")
     examples, tokenizer = prompts.examples, readout.tokenizer
     # Unknown words are part of the sentence. (By name: a special token that a tokenizer lacks has the id of
     # the unknown token.)
@@ -94,14 +86,14 @@ def predictions_side_by_side(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 
 @torch.inference_mode()
-def prediction_confidence(model: TransformerBridge, examples: Examples) -> Float[Tensor, " n"]:
+def prediction_confidence(model: Model, examples: Examples) -> Float[Tensor, " n"]:
     """The probability of the model's top token for each example."""
     last = collect(model, examples, ["h.-1"])[-1]
     readout = Readout(model)
     return torch.cat([log_softmax(readout.logits(rows)).amax(-1).exp().cpu() for rows in last.split(_ROWS)])
 
 
-def masked_accuracy(model: TransformerBridge, corpus: Corpus, *, seed: int = 0) -> metrics.Estimate:
+def masked_accuracy(model: Model, corpus: Corpus, *, seed: int = 0) -> metrics.Estimate:
     """Accuracy of a masked-LM model on one masked token per sentence."""
     examples = make_examples(model, corpus, seed=seed, sample_special=False)
     truth = [

@@ -9,15 +9,14 @@ import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
-from matlens.errors import InputError, PositiveInt, checked, short
+from matlens.errors import InputError, short
 from matlens.patching import Scheme
 
 Kind = Literal["blocks", "mat"]
 OTHER: dict[Kind, Kind] = {"blocks": "mat", "mat": "blocks"}
 
 
-@checked
-def wrr_schemes(n_layers: PositiveInt) -> list[tuple[int, int, Scheme]]:
+def wrr_schemes(n_layers: int) -> list[tuple[int, int, Scheme]]:
     """All weighted round-robin schemes, as ``(a, b, scheme)``; ``a + b`` divides ``L``.
 
     Boundaries are ``0, a, a+b, 2a+b, 2a+2b, ..., L``; for each there is the scheme that starts with blocks
@@ -32,7 +31,6 @@ def wrr_schemes(n_layers: PositiveInt) -> list[tuple[int, int, Scheme]]:
     return schemes
 
 
-@checked
 def r2_schemes(r2: Float[Tensor, "layers layers"]) -> dict[int, tuple[Scheme, float]]:
     """For each number of blocks, the scheme with the largest score, and the score (R2).
 

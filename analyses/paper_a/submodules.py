@@ -1,4 +1,4 @@
-"""Prediction quality with one kind of sub-module replaced (paper A, Figure 10).
+"""One kind of sub-module replaced by linear maps (paper A, Figure 10).
 
 ``mat_ffn`` and ``mat_ln1_ln2`` keep attention, so the model is run. In a model with attention sinks the
 result depends on the tokens that their replacements are fitted on, and on those where they are applied.
@@ -12,14 +12,18 @@ from typing import Any, Literal, NamedTuple
 
 import pandas as pd
 import torch
-from studies import Study
+from jaxtyping import Float
+from studies import Model, Study
+from torch import Tensor
 
-from matlens import MapSet, mat_ffn, mat_ln1_ln2
+from matlens import InputError, MapSet, mat_attn, mat_ffn, mat_ln1_ln2, patched
 from matlens.activations import Activations, find_sinks
 from matlens.lens import evaluate, prediction_quality, prediction_rows
-from matlens.patching import Variant, run_variants
+from matlens.models import ModelLayout, Site
+from matlens.patching import Replacement, Variant, run_variants
 
 Place = Literal["all", "not-first", "not-sink", "predicted"]
+_ROWS = 256  # vectors per batch
 PLACES: tuple[Place, ...] = ("all", "not-first", "not-sink", "predicted")
 CONTEXTUAL = {"mat_ffn": mat_ffn, "mat_ln1_ln2": mat_ln1_ln2}  # replacements that keep attention
 
@@ -88,3 +92,34 @@ def with_mat(
     blocks = prediction_quality(study.readout, study.maps, data, methods=["mat"])
     blocks = blocks[blocks["layer"].isin(layers)].assign(experiment=experiment)
     return pd.concat([blocks, pd.DataFrame(rows)], ignore_index=True)
+
+
+@torch.inference_mode()
+def attend_nowhere(
+    model: Model, maps: MapSet, h: Float[Tensor, "n d_model"], first: int, last: int
+) -> Float[Tensor, "n d_model"]:
+    """``mat_attn`` from layer ``first`` to ``last`` for single vectors.
+
+    The map of attention does not read other tokens, so each vector is run as a sentence of one token. The
+    blocks before ``first`` are skipped.
+    """
+    layout = ModelLayout.from_model(model)
+    if layout.wiring.name == "cross-attention":
+        raise InputError(
+            "model must have blocks without cross-attention, got a decoder that reads an encoder. Use "
+            "matlens.patched with mat_attn."
+        )
+    parts, outputs = iter(h.split(_ROWS)), list[Tensor]()
+    vectors = Replacement(lambda _: next(parts)[:, None], Site("h", 0), Site("h", first))
+
+    def store(value: Tensor, hook: Any) -> None:
+        outputs.append(value[:, 0].float().cpu())
+
+    with (
+        patched(model, [vectors, *mat_attn(maps, first, last)]),
+        model.hooks(fwd_hooks=[(layout.hook(layout.stream[last]), store)]),
+    ):
+        for part in h.split(_ROWS):
+            tokens = torch.ones(len(part), 1, dtype=torch.int64, device=model.cfg.device)
+            model(tokens, return_type=None, use_cache=False)
+    return torch.cat(outputs)

@@ -10,5 +10,6 @@ from studies.scripts import Patched as Patched
 from studies.scripts import Report as Report
 from studies.scripts import run_study as run_study
 from studies.scripts import show as show
+from studies.study import Model as Model
 from studies.study import Study as Study
 from studies.study import head_pairs as head_pairs

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from time import process_time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from matlens import Lens
 from matlens.io import Artifact
 from matlens.study import slug
-
-if TYPE_CHECKING:
-    from transformer_lens.model_bridge import TransformerBridge
+from studies.study import Model
 
 
 class Cells:
@@ -32,7 +30,7 @@ class Cells:
             self._store(name, self._timed(name, make))
         return self._known[name]
 
-    def lens(self, name: str, model: TransformerBridge, fit: Callable[[], Lens]) -> Lens:
+    def lens(self, name: str, model: Model, fit: Callable[[], Lens]) -> Lens:
         """A lens, fitted unless it is known; there must be an artifact."""
         assert self.artifact is not None
         folder = self.artifact.folder / f"lens-{name}"

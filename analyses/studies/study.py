@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import matlens.study
-from matlens import InputError, LinearMap, MapSet, collect
+from matlens import InputError, MapSet, collect
 from matlens.activations import Activations, sink_rows
 from matlens.data import Corpus, Examples
 from matlens.ffn import Clusters, Trace, ValueVectors
@@ -20,6 +20,11 @@ from matlens.linear import fit_samples, resolve_pairs, write_maps
 from matlens.models import ModelIdentity, ModelLayout
 from matlens.patching import fit_submodules, submodule_pairs
 from matlens.study import cluster_values, slug
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge as Model
+else:
+    Model = Any  # its import takes seconds
 
 
 def absent() -> Any:
@@ -66,13 +71,18 @@ class Study(matlens.study.Study):
     def maps_without_sinks(self) -> MapSet:
         """``mat`` for the pairs of layers, fitted without attention sinks."""
         samples = self.stream[0]
-        rows, pairs = ~sink_rows(samples), resolve_pairs(self.pairs, samples.provenance)
+        pairs = resolve_pairs(self.pairs, samples.provenance)
+        return self._maps("maps", "not-sink", samples, pairs, fit_samples)
 
-        def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
-            return fit_samples(samples, missing, rows=rows)
-
-        details = samples.provenance.samples.with_details(n_samples=int(rows.sum()), fitted="not-sink")
-        return write_maps(self.folder / "maps-not-sink", pairs, fit, details)
+    def _maps(self, kind: str, fitted: str, samples: Activations, pairs: Any, fit: Any) -> MapSet:
+        """Maps fitted on ``all``, ``not-first`` or ``not-sink`` samples, in a folder of their own."""
+        rows: dict[str, Any] = {}
+        if fitted != "all":
+            is_first = torch.from_numpy(samples.places == 0)
+            rows["rows"] = ~(is_first if fitted == "not-first" else sink_rows(self.stream[0]))
+        n_samples = int(rows["rows"].sum()) if rows else samples.n_rows
+        details = samples.provenance.samples.with_details(n_samples=n_samples, fitted=fitted)
+        return write_maps(self.folder / f"{kind}-{fitted}", pairs, partial(fit, samples, **rows), details)
 
     @cached_property
     def submodule_samples(self) -> Activations:
@@ -89,25 +99,13 @@ class Study(matlens.study.Study):
 
     def submodule_maps(self, *fitted: str) -> dict[str, MapSet]:
         """Maps of all sub-modules, fitted on ``all``, ``not-first`` or ``not-sink`` tokens."""
-        return {name: self._maps_fitted_on(name) for name in fitted}
-
-    def _maps_fitted_on(self, fitted: str) -> MapSet:
-        samples = self.submodule_samples
-        by_name: dict[str, Callable[[], torch.Tensor | None]] = {
-            "all": lambda: None,
-            "not-first": lambda: torch.from_numpy(samples.places > 0),
-            "not-sink": lambda: ~sink_rows(self.stream[0]),
+        samples, pairs = self.submodule_samples, submodule_pairs(ModelLayout.from_model(self.model))
+        return {
+            name: self._maps("submodule-maps", name, samples, pairs, fit_submodules).in_memory(
+                device=self.model.cfg.device
+            )
+            for name in fitted
         }
-        rows = by_name[fitted]()
-
-        def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
-            return fit_submodules(samples, missing, rows=rows)
-
-        n_samples = samples.n_rows if rows is None else int(rows.sum())
-        details = samples.provenance.samples.with_details(n_samples=n_samples, fitted=fitted)
-        pairs = submodule_pairs(ModelLayout.from_model(self.model))
-        maps = write_maps(self.folder / f"submodule-maps-{fitted}", pairs, fit, details)
-        return maps.in_memory(device=self.model.cfg.device)
 
     @cached_property
     def head_samples(self) -> tuple[Activations, Activations]:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float
+from studies import Model
 from torch import Tensor
 
 from matlens import metrics
-from matlens.errors import checked
 from matlens.ffn import Events, Trace, event_scores, find_events, find_saturation, relative_scores, trace_row
 from matlens.io import result_table
-
-if TYPE_CHECKING:
-    from transformer_lens.model_bridge import TransformerBridge
 
 FREQUENCY, UPDATES = "saturation_frequency", "update_scores"  # experiments
 TraceScores: TypeAlias = Mapping[tuple[str, str], Tensor]  # as `Trace.score`
@@ -38,7 +35,6 @@ def updates_by_effect(trace: Trace) -> dict[str, Events]:
     return updates | find_events(trace)
 
 
-@checked
 def update_scores(
     trace: Trace,
     *,
@@ -71,7 +67,6 @@ def update_scores(
     return pd.DataFrame(table)
 
 
-@checked
 def saturation_frequency(trace: Trace) -> pd.DataFrame:
     """Share of the examples whose prediction is made at each layer (Tables 9 and 10).
 
@@ -102,8 +97,7 @@ class EventTables(NamedTuple):
     saturation: pd.DataFrame
 
 
-@checked
-def event_tables(trace: Trace, model: TransformerBridge) -> EventTables:
+def event_tables(trace: Trace, model: Model) -> EventTables:
     """`event_scores` and `update_scores` by every reading, and `saturation_frequency`.
 
     The first two have two more columns: ``read``, which is ``score`` (the trace's own), ``lift`` or ``odds``

@@ -13,12 +13,13 @@ sub-update are compared with updates of the same layers without one.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
+from studies import Model
 from torch import Tensor
 
 from matlens import InputError, metrics
@@ -27,9 +28,6 @@ from matlens.io import result_table
 from matlens.models import token_texts, visible
 from sub_updates.events import TraceScores
 from sub_updates.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
-
-if TYPE_CHECKING:
-    from transformer_lens.model_bridge import TransformerBridge
 
 SHARE = 0.01  # of the dominant sub-updates are extreme by default
 EXTREME_GROUPS = "extreme_groups"  # the experiment's name in tables
@@ -40,94 +38,60 @@ ACTIVITY_COLUMNS = (
 _FIRST_POSITIONS = (1, 2, 3, 4, 6, 11, 21, 41)  # where a range of places in the sentence begins
 
 
-class SubUpdates(NamedTuple):
-    """Chosen dominant sub-updates of a trace, in the order of its examples and layers.
-
-    Attributes
-    ----------
-    example, layer
-        The row of the trace and the layer of the update that each is part of.
-    row
-        The row of its value vector, as in `ValueVectors.at`.
-    coefficient
-        Its coefficient ``m_i``.
-    score
-        Its score for the top candidate before the update.
-    """
-
-    example: Int[Tensor, " m"]
-    layer: Int[Tensor, " m"]
-    row: Int[Tensor, " m"]
-    coefficient: Float[Tensor, " m"]
-    score: Float[Tensor, " m"]
-
-
 def default_threshold(scores: TraceScores) -> float:
     """The threshold that one in a hundred dominant sub-updates exceeds in absolute score."""
     return float(np.quantile(scores["dominant", "before"].abs().numpy(), 1 - SHARE))
 
 
 def extreme_sub_updates(
-    trace: Trace,
-    values: ValueVectors,
-    *,
-    scores: TraceScores | None = None,
-    threshold: float | None = None,
-) -> SubUpdates:
-    """Find dominant sub-updates with scores beyond a threshold in either direction."""
+    trace: Trace, clusters: Clusters, threshold: float, scores: TraceScores | None = None
+) -> pd.DataFrame:
+    """Find dominant sub-updates with scores beyond a threshold in either direction, see `_table_of`."""
     scores = scores or trace.score
     sizes = scores["dominant", "before"].abs()
-    threshold = default_threshold(scores) if threshold is None else threshold
     if not bool((sizes > threshold).any()):
         raise InputError(
             f"threshold must be less than the largest score, {sizes.max():g}, got {threshold:g}."
         )
-    return _at((sizes > threshold).nonzero(), trace, values, scores)
+    return _table_of((sizes > threshold).nonzero(), trace, clusters, scores)
 
 
 def sample_sub_updates(
-    trace: Trace,
-    values: ValueVectors,
-    n: int,
-    *,
-    scores: TraceScores | None = None,
-    seed: int = 0,
-) -> SubUpdates:
-    """Sample ``n`` dominant sub-updates, or all if there are fewer, for comparison."""
+    trace: Trace, clusters: Clusters, n: int, scores: TraceScores | None = None, *, seed: int = 0
+) -> pd.DataFrame:
+    """Sample ``n`` dominant sub-updates, or all if there are fewer, see `_table_of`."""
     scores = scores or trace.score
     shape = scores["dominant", "before"].shape
     sampled = np.random.default_rng(seed).permutation(int(np.prod(shape)))[:n]
     places = np.stack(np.unravel_index(np.sort(sampled), shape), axis=1)
-    return _at(torch.from_numpy(places), trace, values, scores)
+    return _table_of(torch.from_numpy(places), trace, clusters, scores)
 
 
-def _at(places: Int[Tensor, "m 3"], trace: Trace, values: ValueVectors, scores: TraceScores) -> SubUpdates:
-    trace.provenance.check_same(values.identity, ours="the trace")
-    at = example, layer, _ = places.unbind(1)
-    row = layer * values.d_mlp + trace.index["dominant"][at]
-    return SubUpdates(
-        example, layer, row, trace.coefficient["dominant"][at], scores["dominant", "before"][at]
-    )
+def _table_of(
+    places: Int[Tensor, "m 3"], trace: Trace, clusters: Clusters, scores: TraceScores
+) -> pd.DataFrame:
+    """A row for each sub-update, in the order of examples and layers.
 
-
-def sub_updates_by_cluster(sub_updates: SubUpdates, clusters: Clusters) -> pd.DataFrame:
-    """One row per sub-update, with ``cluster`` and the ``sign`` of its coefficient.
-
-    Further columns are ``example, layer, raised``.
+    Columns are ``example, layer``; ``row`` of the value vector, as in `ValueVectors.at`; ``coefficient``;
+    ``score`` for the top candidate before the update; ``cluster``; ``sign`` of the coefficient; whether it
+    has ``raised`` the candidate; and whether it is at a ``sink``.
     """
-    return pd.DataFrame(
-        {
-            "cluster": clusters.labels[sub_updates.row.numpy()],
-            "sign": np.where(sub_updates.coefficient.numpy() < 0, -1, 1),
-            "example": sub_updates.example.numpy(),
-            "layer": sub_updates.layer.numpy(),
-            "raised": (sub_updates.score > 0).numpy(),
-        }
-    )
+    at = example, layer, _ = places.unbind(1)
+    d_mlp = len(clusters.labels) // trace.n_layers
+    columns = {
+        "example": example, "layer": layer, "row": layer * d_mlp + trace.index["dominant"][at],
+        "coefficient": trace.coefficient["dominant"][at], "score": scores["dominant", "before"][at],
+        "sink": trace.sinks[example],
+    }  # fmt: skip
+    table = pd.DataFrame({name: values.numpy() for name, values in columns.items()})
+    return table.assign(
+        cluster=clusters.labels[table["row"]], sign=np.where(table["coefficient"] < 0, -1, 1),
+        raised=table["score"] > 0,
+    )  # fmt: skip
 
 
 def cluster_activity(
-    sub_updates: SubUpdates,
+    sub_updates: pd.DataFrame,
     clusters: Clusters,
     trace: Trace,
     values: ValueVectors,
@@ -144,11 +108,7 @@ def cluster_activity(
     share of the trace's examples with one; their mean, first and last layer; the shares of the 30 promoted
     tokens that are common and that do not occur; the names of the value vectors; and the first ten tokens.
     """
-    projection.check_same(values.identity)
-    labeled = sub_updates_by_cluster(sub_updates, clusters).assign(
-        sink=trace.sinks[sub_updates.example].numpy()
-    )
-    table = labeled.groupby(["cluster", "sign"]).agg(
+    table = sub_updates.groupby(["cluster", "sign"]).agg(
         extremes=("layer", "size"), raised=("raised", "mean"), at_sinks=("sink", "mean"),
         examples=("example", "nunique"), layer=("layer", "mean"), first_layer=("layer", "min"),
         last_layer=("layer", "max"),
@@ -161,16 +121,13 @@ def cluster_activity(
     texts = [", ".join(map(visible, token_texts(projection.tokenizer, row[:10]))) for row in ids.tolist()]
     table = table.assign(
         kind=frequency_kinds(common, unseen), size=clusters.sizes[cluster_ids],
-        cosine=clusters.cosines(directions, cluster_ids), share=table["extremes"] / len(labeled),
+        cosine=clusters.cosines(directions, cluster_ids), share=table["extremes"] / len(sub_updates),
         examples=table["examples"] / len(trace), common=common, unseen=unseen,
-        members=[_member_names(values, clusters, cluster) for cluster in cluster_ids], tokens=texts,
+        members=[" ".join(str(values.at(row)) for row in clusters.members(i).tolist()) for i in cluster_ids],
+        tokens=texts,
     )  # fmt: skip
     order = ["extremes", "cluster", "sign"]
     return table[list(ACTIVITY_COLUMNS)].sort_values(order, ascending=[False, True, True], ignore_index=True)
-
-
-def _member_names(values: ValueVectors, clusters: Clusters, cluster: int) -> str:
-    return " ".join(str(values.at(row)) for row in clusters.members(cluster).tolist())
 
 
 def concentration(activity: pd.DataFrame, clusters: Clusters) -> pd.DataFrame:
@@ -202,7 +159,7 @@ class ExtremeTables(NamedTuple):
 
 def extreme_tables(
     trace: Trace,
-    model: TransformerBridge,
+    model: Model,
     clusters: Clusters,
     frequency: TokenFrequency,
     confidence: Float[Tensor, " n"],
@@ -221,14 +178,14 @@ def extreme_tables(
     thresholds = {}
     for read, scores in (("score", trace.score), ("lift", relative_scores(trace, model, "mean"))):
         thresholds[read] = default_threshold(scores) if threshold is None else threshold
-        extreme = extreme_sub_updates(trace, values, scores=scores, threshold=thresholds[read])
-        sampled = sample_sub_updates(trace, values, n_sampled, scores=scores, seed=seed)
+        extreme = extreme_sub_updates(trace, clusters, thresholds[read], scores)
+        sampled = sample_sub_updates(trace, clusters, n_sampled, scores, seed=seed)
         activity = pd.concat(
             cluster_activity(chosen, clusters, trace, values, projection, frequency).assign(sub_updates=name)
             for name, chosen in (("extreme", extreme), ("sampled", sampled))
         )
         groups = group_table(extreme, sampled, activity, clusters, values, trace, confidence)
-        places = position_table(extreme, activity, clusters, trace)
+        places = position_table(extreme, activity, trace)
         for name, table in (("activity", activity), ("groups", groups), ("places", places)):
             tables[name].append(table.assign(read=read))
     together = {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items()}
@@ -236,8 +193,8 @@ def extreme_tables(
 
 
 def group_table(
-    extreme: SubUpdates,
-    sampled: SubUpdates,
+    extreme: pd.DataFrame,
+    sampled: pd.DataFrame,
     kind_of: pd.DataFrame,
     clusters: Clusters,
     values: ValueVectors,
@@ -261,8 +218,7 @@ def group_table(
 
     Sub-updates of one example are not independent of each other, so there are no intervals.
     """
-    of_extreme, of_sampled = (_with_kinds(chosen, clusters, kind_of) for chosen in (extreme, sampled))
-    of_extreme = of_extreme.assign(sink=trace.sinks[extreme.example].numpy(), row=extreme.row.numpy())
+    of_extreme, of_sampled = (_with_kinds(chosen, kind_of) for chosen in (extreme, sampled))
     shape = trace.rank.shape
     quantities = {
         "position": np.broadcast_to(trace.examples.positions[:, None] + 1.0, shape),
@@ -300,15 +256,13 @@ def group_table(
     return result_table(rows)
 
 
-def position_table(
-    extreme: SubUpdates, kind_of: pd.DataFrame, clusters: Clusters, trace: Trace
-) -> pd.DataFrame:
+def position_table(extreme: pd.DataFrame, kind_of: pd.DataFrame, trace: Trace) -> pd.DataFrame:
     """Number of extreme sub-updates per example by token position (section 5.2).
 
     The columns are ``kind, first_position, last_position, per_example, examples``, from 1, which is
     how many tokens a decoder has read. Sinks are included; most are first tokens.
     """
-    labeled, position = _with_kinds(extreme, clusters, kind_of), trace.examples.positions + 1
+    labeled, position = _with_kinds(extreme, kind_of), trace.examples.positions + 1
     last_positions = (*(start - 1 for start in _FIRST_POSITIONS[1:]), int(position.max()))
     rows = []
     for first, last in zip(_FIRST_POSITIONS, last_positions, strict=True):
@@ -320,10 +274,9 @@ def position_table(
     return pd.DataFrame(rows, columns=["kind", "first_position", "last_position", "per_example", "examples"])
 
 
-def _with_kinds(sub_updates: SubUpdates, clusters: Clusters, kind_of: pd.DataFrame) -> pd.DataFrame:
-    """Sub-updates by cluster, with the ``kind`` of each cluster and sign."""
-    kinds = kind_of[["cluster", "sign", "kind"]].drop_duplicates()
-    return sub_updates_by_cluster(sub_updates, clusters).merge(kinds, "left")
+def _with_kinds(sub_updates: pd.DataFrame, kind_of: pd.DataFrame) -> pd.DataFrame:
+    """Sub-updates with the ``kind`` of their cluster and sign."""
+    return sub_updates.merge(kind_of[["cluster", "sign", "kind"]].drop_duplicates(), "left")
 
 
 def _active_and_idle(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import io
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import process_time
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from matlens import InputError
-from matlens.errors import Between
 from matlens.io import write_files
 from matlens.parallel import Bar
 
-STATE = "training.safetensors"
-_RECORD = "record"
+STATE = "training.pt"
 _WARM = 0.1  # share of the updates in the warm-up
 _POOL = 32  # batches whose sequences are sorted by length together, for little padding
 _BETAS, _DECAY, _CLIP = (0.9, 0.98), 0.01, 1.0
@@ -61,7 +59,7 @@ def train(
     folder: str | Path,
     n_updates: int,
     batch_size: int = 32,
-    rate: Annotated[float, Between(1e-12)] = 1e-3,
+    rate: float = 1e-3,
     every: int = 100,
     seed: int = 0,
     after_update: Callable[[int], None] = lambda update: None,
@@ -79,10 +77,10 @@ def train(
         "sequences": _digest(sequences), "held_out": _digest(held_out),
         "parameters": {name: list(p.shape) for name, p in model.named_parameters()},
     }  # fmt: skip
-    path = Path(folder) / STATE
+    path, parts = Path(folder) / STATE, {"model": model, "optimizer": optimizer, "schedule": schedule}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        run = _resume(path, job, model, optimizer, schedule) if path.is_file() else TrainingRun()
+        run = _resume(path, job, parts) if path.is_file() else TrainingRun()
         losses: list[float] = []
         start = process_time()
         if run.updates == 0:
@@ -114,7 +112,7 @@ def train(
                             f"a rate below {rate:g}."
                         )
                     losses = []
-                    _save(path, job, run, model, optimizer)
+                    _save(path, job, run, parts)
                     start = process_time()
     model.eval()
     return run
@@ -163,50 +161,26 @@ def _digest(sequences: Sequence[Sequence[int]]) -> str:
     return hashlib.sha256(repr([list(map(int, tokens)) for tokens in sequences]).encode()).hexdigest()[:16]
 
 
-def _save(path: Path, job: dict[str, Any], run: TrainingRun, model: nn.Module, optimizer: Any) -> None:
-    """Write a checkpoint: weights, optimizer state, random state, and progress."""
-    from safetensors.torch import save
-
-    tensors = {"generator": torch.get_rng_state()}
-    for name, parameter in model.named_parameters():
-        moments = optimizer.state[parameter]
-        tensors[f"weight.{name}"] = parameter.detach()
-        tensors |= {f"{kind}.{name}": moments[kind] for kind in ("exp_avg", "exp_avg_sq")}
-    record = {"job": job, "updates": run.updates, "seconds": run.seconds, "curve": run.curve}
-    content = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_files({path: save(content, {_RECORD: json.dumps(record)})})
+def _save(path: Path, job: dict[str, Any], run: TrainingRun, parts: Mapping[str, Any]) -> None:
+    """Write a checkpoint: the states of model, optimizer, schedule and random numbers, and progress."""
+    state = {"job": job, "run": asdict(run), "generator": torch.get_rng_state()}
+    content = io.BytesIO()
+    torch.save(state | {name: part.state_dict() for name, part in parts.items()}, content)
+    write_files({path: content.getbuffer()})
 
 
-def _resume(path: Path, job: dict[str, Any], model: nn.Module, optimizer: Any, schedule: Any) -> TrainingRun:
+def _resume(path: Path, job: dict[str, Any], parts: Mapping[str, Any]) -> TrainingRun:
     """Restore the state of an interrupted run."""
-    from safetensors import safe_open
-
     try:
-        with safe_open(path, "pt") as file:
-            record = json.loads(file.metadata()[_RECORD])
-            same = record["job"] == job
-            tensors = {name: file.get_tensor(name) for name in file.keys()} if same else {}  # noqa: SIM118
-        run = TrainingRun(
-            int(record["updates"]), float(record["seconds"]), [tuple(row) for row in record["curve"]]
-        )
-    except Exception as error:  # safetensors has errors of its own
+        state = torch.load(path, weights_only=True)
+    except Exception as error:  # of the archive, or of what is in it
         raise InputError(f"{path} is damaged ({type(error).__name__}). Remove it to train again.") from error
-    if not same:
+    if state["job"] != job:
         raise InputError(
             f"{path} must be of the same training, got other text, sizes, rate or seed. Remove it, or use "
             "another folder."
         )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(tensors[f"weight.{name}"])
-            optimizer.state[parameter] = {
-                "step": torch.tensor(float(run.updates)),
-                **{
-                    kind: tensors[f"{kind}.{name}"].to(parameter.device) for kind in ("exp_avg", "exp_avg_sq")
-                },
-            }
-    torch.set_rng_state(tensors["generator"])
-    schedule.last_epoch = run.updates
-    for group, base in zip(optimizer.param_groups, schedule.base_lrs, strict=True):
-        group["lr"] = base * warmed_cosine(run.updates, job["n_updates"])
-    return run
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
+    torch.set_rng_state(state["generator"])
+    return TrainingRun(**state["run"])

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
-from matlens import InputError
 from matlens.data import Corpus
-from matlens.errors import Between, short
 
 END = "<|endoftext|>"  # as in GPT-2, before and after each text
 
 
-def bpe_tokenizer(corpus: Corpus, *, n_tokens: Annotated[int, Between(258)], longest: int) -> Any:
+def bpe_tokenizer(corpus: Corpus, *, n_tokens: int, longest: int) -> Any:
     """Train a byte-level BPE tokenizer, as in GPT-2, on a corpus."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -31,13 +29,9 @@ def bpe_tokenizer(corpus: Corpus, *, n_tokens: Annotated[int, Between(258)], lon
     )
 
 
-def token_sequences(
-    tokenizer: Any, corpus: Corpus, *, longest: Annotated[int, Between(3)]
-) -> list[list[int]]:
+def token_sequences(tokenizer: Any, corpus: Corpus, *, longest: int) -> list[list[int]]:
     """Token ids of each sentence, between two end-of-text tokens."""
-    end = getattr(tokenizer, "eos_token_id", None)
-    if end is None or not callable(tokenizer):
-        raise InputError(f"tokenizer must be of transformers, with an eos_token, got {short(tokenizer)}.")
+    end = tokenizer.eos_token_id
     encoded = tokenizer(list(corpus.sentences), add_special_tokens=False, verbose=False)
     texts: Sequence[Sequence[int]] = encoded["input_ids"]
     return [[end, *tokens, end][:longest] for tokens in texts]

@@ -6,13 +6,11 @@ import argparse
 import io
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
 
 import torch
 
 from matlens import InputError
 from matlens.data import Corpus
-from matlens.errors import Between, checked
 from matlens.io import write_files
 from matlens.models.families.dictionary import DICTIONARY, SPECIAL, WordDictionary, words_of
 from matlens.models.families.fairseq import PREFIXES
@@ -23,8 +21,7 @@ _MULTIPLE = 8  # fairseq pads dictionaries to a multiple of this
 _FILLER = "madeupword{:04d}"
 
 
-@checked
-def word_dictionary(corpus: Corpus, *, n_words: Annotated[int, Between(len(SPECIAL) + 1)]) -> WordDictionary:
+def word_dictionary(corpus: Corpus, *, n_words: int) -> WordDictionary:
     """The ``n_words`` most frequent words of a corpus, padded to a multiple of 8.
 
     Ties are in alphabetical order.
@@ -39,7 +36,6 @@ def word_dictionary(corpus: Corpus, *, n_words: Annotated[int, Between(len(SPECI
     return WordDictionary((*words, *fillers), (*word_counts, *(0,) * len(fillers)))
 
 
-@checked
 def write_wikilm(model: WikiLMForCausalLM, dictionary: WordDictionary, folder: str | Path) -> Path:
     """Write ``checkpoint.pt`` and ``dict.txt`` in fairseq's format; returns the first path."""
     folder, config = Path(folder), model.config

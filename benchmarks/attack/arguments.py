@@ -44,13 +44,7 @@ _ITEMS: dict[str, tuple[Any, ...]] = {
     "pairs": ((0, 99), (3, 0), ("bogus.0", "h.3"), (0, _HUGE)),
     "methods": ("bogus", "rank=0", "+" * 10**5),
 }
-_LAYERS = (
-    "layer",
-    "first",
-    "last",
-    "row",
-    "cluster",
-)  # which a model, or what is made of one, has or has not
+_LAYERS = ("layer", "first", "last", "row", "cluster")  # that a model, or a part of it, has or has not
 _OF_A_MODEL = (
     "TransformerBridge", "Activations", "MapSet", "LinearMap", "Lens", "Readout", "Trace",
     "ValueVectors", "Projection", "Updates", "Clusters", "Provenance", "ModelIdentity",
@@ -62,7 +56,7 @@ TAKEN = (
     "ValueVector.parse(text", "ValueVector(layer", "Variant(first", "Variant(replacements", "Study(",
     "head(n", "at(row",
     "trajectory(layers", "patched(replacements",
-    "prune(blocks", "cosines(directions", "fit_samples(pairs",
+    "prune(blocks", "fit_samples(pairs",
     "Study(out", "Study(pairs", "shards(sites", "controlled(vectors", "blocks(vectors", "plots.save(path",
     "prune_attention(attention", "ModelIdentity.difference(other", "origin_of(maps",
 )  # fmt: skip
@@ -117,13 +111,8 @@ def _fresh(world: World, arguments: Mapping[str, Any]) -> dict[str, Any]:
 def _cases_of(
     call: Call, function: Callable[..., Any], good: dict[str, Any], expected: str, world: World
 ) -> Iterator[Case]:
-    alone = (
-        sum(
-            type(value).__name__ in _OF_A_MODEL
-            for value in (*good.values(), getattr(function, "__self__", 0))
-        )
-        < 2
-    )
+    objects = (*good.values(), getattr(function, "__self__", 0))
+    alone = sum(type(value).__name__ in _OF_A_MODEL for value in objects) < 2
     for name, hint in call.hints.items():
         value = good.get(name, world[name] if name in world and fits(world[name], hint) else None)
         for bad in bads(name, value, world):

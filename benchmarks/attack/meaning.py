@@ -1,10 +1,10 @@
-"""What a result or an artifact means, down to the bits of its numbers: equal where nothing is other."""
+"""Content of a result or an artifact, down to the bits of its numbers."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -12,72 +12,64 @@ import pandas as pd
 import torch
 
 _OF_THE_RUN = ("software", "command")
+_DEEPEST = 12
 
 
 def meaning(value: Any) -> str:
-    """A digest that two values share only if they hold the same."""
+    """A digest that two values share only if they have the same content."""
     digest = hashlib.sha256()
-    _add(digest, value, 0)
+    for leaf in _leaves(value):
+        array = isinstance(leaf, np.ndarray)
+        digest.update(f"{leaf.dtype} {leaf.shape}".encode() if array else leaf.encode())
+        digest.update(leaf.tobytes() if array else b"")
     return digest.hexdigest()
-
-
-def _add(digest: Any, value: Any, depth: int) -> None:
-    if depth > 12:
-        return
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu().numpy()
-    if isinstance(value, np.ndarray):
-        array = np.ascontiguousarray(value)
-        digest.update(f"array {array.dtype.str} {array.shape}".encode())
-        digest.update(array.tobytes() if array.dtype != object else repr(array.tolist()).encode())
-    elif isinstance(value, pd.DataFrame):
-        digest.update(f"table {value.to_csv(index=True)}".encode())
-    elif isinstance(value, Mapping):
-        for key in sorted(value, key=repr):
-            if key not in _OF_THE_RUN:
-                digest.update(f"key {key!r}".encode())
-                _add(digest, value[key], depth + 1)
-    elif isinstance(value, list | tuple):
-        digest.update(f"list {len(value)}".encode())
-        for item in value:
-            _add(digest, item, depth + 1)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for item in dataclasses.fields(value):
-            digest.update(item.name.encode())
-            _add(digest, getattr(value, item.name), depth + 1)
-    elif value is None or isinstance(value, str | int | float | bool | bytes | complex):
-        digest.update(f"{type(value).__name__} {value!r}".encode())
-    elif hasattr(value, "__dict__"):
-        digest.update(type(value).__name__.encode())
-        for name in sorted(vars(value)):
-            if not name.startswith("_") or name in ("_vectors", "_maps"):
-                _add(digest, vars(value)[name], depth + 1)
-    else:
-        digest.update(repr(value).encode())
 
 
 def has_no_number(value: Any) -> bool:
     """Whether some number in a result is NaN or infinite, so that nobody takes it for one."""
-    return any(not np.isfinite(part).all() for part in _numbers(value, 0))
+    return any(not np.isfinite(part).all() for part in _floats(value))
 
 
 def is_nothing(value: Any) -> bool:
-    """Whether a result is empty, or holds no number but NaN."""
+    """Whether a result is empty, or has no number but NaN."""
     if value is None or (hasattr(value, "__len__") and len(value) == 0):
         return True
-    numbers = list(_numbers(value, 0))
+    numbers = list(_floats(value))
     return numbers != [] and all(not np.isfinite(part).any() for part in numbers)
 
 
-def _numbers(value: Any, depth: int) -> Iterator[Any]:
+def _floats(value: Any) -> Iterator[Any]:
+    return (leaf for leaf in _leaves(value) if isinstance(leaf, np.ndarray) and leaf.dtype.kind == "f")
+
+
+def _leaves(value: Any, depth: int = 0) -> Iterator[Any]:
+    """Arrays of numbers, and all else as text, in an order of their own."""
     if isinstance(value, torch.Tensor):
-        value = value.detach().cpu().to(torch.float64).numpy()
-    if isinstance(value, float) or (isinstance(value, np.ndarray) and value.dtype.kind == "f"):
-        yield value
+        value = value.detach().cpu().numpy()
     elif isinstance(value, pd.DataFrame):
-        yield value.select_dtypes(include=["float64", "float32"]).to_numpy(float)
-    elif isinstance(value, list | tuple | Mapping) and depth < 4:
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _numbers(part, depth + 1)
-    elif dataclasses.is_dataclass(value) and depth < 4:
-        yield from _numbers(vars(value), depth + 1)
+        value = value.to_dict("list")
+    elif isinstance(value, int | float):
+        value = np.asarray(value)
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        yield np.ascontiguousarray(value)
+    elif isinstance(value, Mapping):
+        for key in sorted({*value} - {*_OF_THE_RUN}, key=repr):
+            yield repr(key)
+            yield from _deeper(value[key], depth)
+    elif isinstance(value, list | tuple):
+        yield f"{len(value)} items"
+        for item in value:
+            yield from _deeper(item, depth)
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        names = [field.name for field in fields(value)] if is_dataclass(value) else sorted(vars(value))
+        yield type(value).__name__
+        for name in names:
+            if not name.startswith("_") or name in ("_vectors", "_maps"):
+                yield from _deeper(getattr(value, name), depth)
+    else:
+        yield repr(value)
+
+
+def _deeper(value: Any, depth: int) -> Iterator[Any]:
+    if depth < _DEEPEST:
+        yield from _leaves(value, depth + 1)

@@ -16,16 +16,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as tokenizer_models
 
 import matlens
-from matlens import (
-    data,
-    ffn,
-    lens,
-    linear,
-    models,
-    patching,
-    pruning,
-    study,
-)  # fmt: skip
+from matlens import data, ffn, lens, linear, models, patching, pruning, study
 
 NEW = object()  # a path where nothing is yet
 _SPECIAL = {"unk_token": "[UNK]", "pad_token": "[PAD]"}
@@ -122,13 +113,6 @@ class World:
         """Vectors of the model at the sentences."""
         return matlens.collect(self.model, self["Examples"], sites, progress=False, **options)
 
-    def study(self, folder: Path) -> study.Study:
-        """A study of the model on the corpus in a folder."""
-        return study.Study(
-            load_model=lambda: self.model, out=folder, ridge=1.0,
-            load_parts=lambda: self["Corpus"].split(n_train=40, n_validation=20),
-        )  # fmt: skip
-
 
 def _maps(world: World) -> matlens.MapSet:
     """Maps between all layers, and of the sub-modules."""
@@ -155,8 +139,6 @@ WRITERS: dict[str, Callable[[World, Path], Any]] = {
     "moments": lambda w, f: linear.stream_least_squares(
         w.model, w["Examples"], f, pairs="all", positions="sampled", batch_tokens=100, progress=False
     ),
-    "study": lambda w, f: w.study(f).evaluate(),
-    "prompts": lambda _, f: f.write_text('{"prompt": "w1 w2 w3"}\n{"prompt": "w4 w5"}\n'),
 }
 # Which of them a parameter is given.
 _READ = {
@@ -170,14 +152,12 @@ RECIPES: dict[str, Callable[[World], Any]] = {
     "Corpus": lambda w: data.load_corpus(str(w.text)),
     "Examples": lambda w: data.make_examples(w.model, w["Corpus"]),
     "Activations": lambda w: w.collect(),
-    "Samples": lambda w: w["Activations"],
     "MapSet": _maps,
     "LinearMap": lambda w: w["maps"][0, 3],
     "LeastSquares": lambda w: linear.LeastSquares(32, 32).update(w["Activations"][0], w["Activations"][3]),
     "Lens": lambda w: matlens.Lens.from_maps(w["maps"], model=w.model),
     "Trajectory": lambda w: w["Lens"].trajectory(w.sentences[0], k=3),
     "Readout": lambda w: matlens.Readout(w.model),
-    "Site": lambda _: matlens.Site("h", 3),
     "ModelLayout": lambda w: models.ModelLayout.from_model(w.model),
     "ModelIdentity": lambda w: models.ModelIdentity.from_model(w.model),
     "Provenance": lambda w: w["Activations"].provenance,
@@ -190,15 +170,19 @@ RECIPES: dict[str, Callable[[World], Any]] = {
     "Catalogue": lambda w: ffn.Catalogue(w.model),
     "Pruned": lambda w: pruning.prune(w.model, w["windows"], [1], progress=False),
     "Scheme": lambda _: patching.Scheme((0, 1, 3), "blocks"),
-    "TextLosses": lambda w: ffn.text_losses(w.model, w["Corpus"], progress=False),
-    "Study": lambda w: w.study(w.root / f"study-of-{w.seed}"),
+    "Study": lambda w: study.Study(
+        load_model=lambda: w.model,
+        out=w.root / f"study-of-{w.seed}",
+        ridge=1.0,
+        load_parts=lambda: w["Corpus"].split(n_train=40, n_validation=20),
+    ),
     "StoredLeastSquares": lambda w: linear.StoredLeastSquares(w.saved("moments")),
     "Shape": lambda w: study.Shape.from_model(w.model),
     # By name; where several functions mean other things by a name, with theirs before it.
     "maps": lambda w: matlens.MapSet.fit(w["Activations"], pairs="all", ridge=1.0, progress=False),
     "tokenizer": lambda w: w.model.tokenizer,
     **dict.fromkeys(("corpus", "texts", "sources", "targets"), lambda w: w["Corpus"]),
-    **dict.fromkeys(("data", "samples", "validation", "train"), lambda w: w["Activations"]),
+    **dict.fromkeys(("data", "samples", "validation"), lambda w: w["Activations"]),
     "from_maps.maps": lambda w: w["maps"],
     "make_prompts.prompts": lambda w: list(w.sentences[:2]),
     "top_tokens.h": lambda w: w["Activations"][3][0],
@@ -207,19 +191,15 @@ RECIPES: dict[str, Callable[[World], Any]] = {
     **dict.fromkeys(("load.name", "Catalogue.name"), lambda w: str(w.model_folder)),
     "visible.token": lambda _: "w1",
     "exits": lambda w: lens.exit_sweep({"mat": w["Lens"]}, w["Activations"], progress=False),
-    **dict.fromkeys(("sinks",), lambda _: torch.arange(60) % 9 == 0),
-    **dict.fromkeys(("x", "y", "second", "outputs", "directions"), lambda w: w["Activations"][3]),
+    "sinks": lambda _: torch.arange(60) % 9 == 0,
+    **dict.fromkeys(("x", "y", "outputs"), lambda w: w["Activations"][3]),
     "replacements": lambda w: matlens.jump(w["maps"], 1, 3),
     "variants": lambda w: {"one": patching.Variant(1, matlens.jump(w["maps"], 1, 3))},
     "boundaries": lambda _: (0, 1, 3),
     "starts_with": lambda _: "blocks",
-    "r2": lambda _: torch.eye(4),
-    **dict.fromkeys(("validations",), lambda w: dict.fromkeys(("all", "not-first"), w["MapSet"])),
     "save.path": lambda w: w.fresh("figure.html"),
-    **dict.fromkeys(("submodule_pairs.names",), lambda _: ["attn"]),
     **dict.fromkeys(("ValueVector.index", "column"), lambda _: 2),
     "ValueVector.parse.text": lambda _: "L0D1",
-    "cosines.directions": lambda w: w["h"][:2],
     "parts": lambda w: w["Corpus"].split(n_train=40, n_validation=10),
     "ids": lambda _: torch.full((60,), 5),
     "number": lambda _: 1,
@@ -228,14 +208,10 @@ RECIPES: dict[str, Callable[[World], Any]] = {
     "scores": lambda w: w["Trace"].score,
     "index": lambda _: np.array([0, 1]),
     "weight": lambda _: torch.eye(32),
-    "LinearMap.source": lambda _: "h.0",
-    "LinearMap.target": lambda _: "h.3",
     "figure": lambda w: w["Trajectory"].plot(),
     "fitted": lambda w: data.make_windows(w.model, w["Corpus"], size=12, max_windows=3, targets=True),
     "evaluated": lambda w: {"text": w["windows"]},
-    "sizes": lambda _: [1],
     "attention": lambda _: [1],
-    "spellings": lambda _: ["w1", "w2"],
     **{parameter: partial(World.saved, kind=kind) for parameter, kind in _READ.items()},
     **dict.fromkeys(("folder", "path", "out"), lambda _: NEW),
     "prompts": lambda w: data.make_prompts(w.model, list(w.sentences[:2])),
@@ -250,7 +226,6 @@ RECIPES: dict[str, Callable[[World], Any]] = {
     "h": lambda w: w["Activations"][3],
     "vectors": lambda w: w["Activations"][3],
     "truth": lambda w: w["Activations"][3],
-    "norms": lambda w: w["Trace"].norm,
     "token": lambda _: torch.arange(4),
     "source": lambda w: str(w.text),
     "text": lambda _: "h.3",
@@ -259,15 +234,11 @@ RECIPES: dict[str, Callable[[World], Any]] = {
     "pairs": lambda _: [("h.0", "h.3")],
     "names": lambda _: ["L0D1", "L1D2"],
     "words": lambda _: ["w1", "w2"],
-    "word": lambda _: "w1",
     "methods": lambda _: ["mat"],
     "method": lambda _: "mat",
     "layers": lambda _: [0, 3],
     "blocks": lambda _: [1],
-    "numbers": lambda _: [0, 1],
     "rows": lambda w: torch.ones(len(w["Examples"]), dtype=torch.bool),
-    "value": lambda _: 3.0,
-    "d_vocab": lambda _: 60,
     "n_layers": lambda _: 3,
     "n_clusters": lambda _: 20,
     "n_train": lambda _: 30,

@@ -10,15 +10,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import N_LAYERS
-from control import (
-    ModelChange,
-    changes_to_compare,
-    choose_values,
-    compare_control,
-    tokens_of_chosen,
-)
-from control.baselines import SelfDebiasing, word_filter
-from control.perplexity import debiased_losses
+from control.baselines import SelfDebiasing, debiased_losses, word_filter
+from control.comparison import ModelChange, changes_to_compare, compare_control
+from control.selection import choose_values, tokens_of_chosen
 from hand_controlled import controlled_by_hand
 from plain_values import plain_values
 from self_debiasing import debiased_probabilities

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -53,7 +52,8 @@ def found_by_loop(trace: Trace, scores: Any, threshold: float) -> list[tuple[int
 
 
 def as_rows(sub_updates: Any) -> list[tuple[Any, ...]]:
-    return [tuple(row) for row in zip(*(column.tolist() for column in sub_updates), strict=True)]
+    columns = ["example", "layer", "row", "coefficient", "score"]
+    return list(zip(*(sub_updates[column].tolist() for column in columns), strict=True))
 
 
 @pytest.fixture
@@ -75,46 +75,37 @@ def test_extreme_are_those_that_a_loop_finds(threshold: float, values: ValueVect
     trace = make_trace_of_model(values)
     expected = found_by_loop(trace, trace.score, threshold)
     assert 0 < len(expected) < N * N_LAYERS * K
-    assert as_rows(extreme_sub_updates(trace, values, threshold=threshold)) == expected
+    assert as_rows(extreme_sub_updates(trace, draw_clusters(values, 6), threshold)) == expected
 
 
 def test_one_in_a_hundred_passes_the_usual_threshold(values: ValueVectors) -> None:
     trace = make_trace_of_model(values)
-    size = sorted(abs(score) for _, _, _, _, score in found_by_loop(trace, trace.score, 0))
-    place = 0.99 * (len(size) - 1)
-    low, part = math.floor(place), place - math.floor(place)
     threshold = default_threshold(trace.score)
-    assert threshold == pytest.approx((1 - part) * size[low] + part * size[low + 1])
+    sizes = [abs(score) for *_, score in found_by_loop(trace, trace.score, 0)]
+    assert threshold == pytest.approx(np.percentile(sizes, 99))
     expected = found_by_loop(trace, trace.score, threshold)
     assert len(expected) == 2  # of 168
-    assert as_rows(extreme_sub_updates(trace, values)) == expected
+    assert as_rows(extreme_sub_updates(trace, draw_clusters(values, 6), threshold)) == expected
 
 
-def test_sub_updates_are_drawn_evenly_and_by_the_seed(values: ValueVectors) -> None:
-    trace = make_trace_of_model(values)
+def test_sub_updates_are_sampled_once_each_and_by_the_seed(values: ValueVectors) -> None:
+    trace, clusters = make_trace_of_model(values), draw_clusters(values, 6)
     every = found_by_loop(trace, trace.score, 0)
-    assert as_rows(sample_sub_updates(trace, values, 10**6)) == every
-    draws = [as_rows(sample_sub_updates(trace, values, 20, seed=seed)) for seed in range(60)]
-    assert as_rows(sample_sub_updates(trace, values, 20, seed=7)) == draws[7]
-    for draw in draws:
-        assert len(set(draw)) == 20
-        assert set(draw) <= set(every)
-        assert draw == sorted(draw, key=every.index)
-    times = Counter(row for draw in draws for row in draw)
-    assert len(times) == len(every)
-    assert max(times.values()) < 20  # 7 on average
+    assert as_rows(sample_sub_updates(trace, clusters, 10**6)) == every
+    first, again, other = (as_rows(sample_sub_updates(trace, clusters, 20, seed=n)) for n in (7, 7, 8))
+    assert first == again != other
+    assert first == sorted(set(first), key=every.index)
+    assert len(first) == 20
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 def test_clusters_and_signs_are_told_as_a_loop_finds_them(
-    seed: int,
     values: ValueVectors,
     commonness: TokenFrequency,
     small_model: Callable[[str], Any],
     plain_model: Callable[[str], Any],
 ) -> None:
-    trace, clusters = make_trace_of_model(values, seed=seed), draw_clusters(values, 6)
-    extreme = extreme_sub_updates(trace, values, threshold=0.9)
+    trace, clusters = make_trace_of_model(values), draw_clusters(values, 6)
+    extreme = extreme_sub_updates(trace, clusters, 0.9)
     projection = Projection.from_model(small_model("llama"))
     ours = cluster_activity(extreme, clusters, trace, values, projection, commonness)
     unit = plain_unit_vectors("llama", plain_model("llama"))
@@ -157,8 +148,8 @@ def test_groups_are_told_as_a_loop_finds_them(
     trace, clusters = make_trace_of_model(values, seed=3), draw_clusters(values, 30)
     projection = Projection.from_model(small_model("llama"))
     extreme, sampled = (
-        extreme_sub_updates(trace, values, threshold=1.4),
-        sample_sub_updates(trace, values, 25),
+        extreme_sub_updates(trace, clusters, 1.4),
+        sample_sub_updates(trace, clusters, 25),
     )
     tables = [
         cluster_activity(each, clusters, trace, values, projection, commonness) for each in (extreme, sampled)
@@ -226,10 +217,10 @@ def test_places_are_counted_as_a_loop_counts_them(
 ) -> None:
     trace, clusters = make_trace_of_model(values), draw_clusters(values, 9)
     trace.examples.positions[:] = [0, 1, 2, 3, 4, 5, 9, 10, 19, 20, 39, 40, 55, 0]
-    extreme = extreme_sub_updates(trace, values, threshold=0.9)
+    extreme = extreme_sub_updates(trace, clusters, 0.9)
     projection = Projection.from_model(small_model("llama"))
     table = cluster_activity(extreme, clusters, trace, values, projection, commonness)
-    places = position_table(extreme, table, clusters, trace)
+    places = position_table(extreme, table, trace)
     ranges = [(1, 1), (2, 2), (3, 3), (4, 5), (6, 10), (11, 20), (21, 40), (41, 56)]
     assert places[["first_position", "last_position"]].drop_duplicates().to_numpy().tolist() == list(
         map(list, ranges)
@@ -246,9 +237,9 @@ def test_places_are_counted_as_a_loop_counts_them(
         ]  # fmt: skip
         assert row.examples == len(examples)
         assert row.per_example == pytest.approx(sum(map(of_kind.count, examples)) / len(examples))
-    assert (places["per_example"] * places["examples"]).sum() == pytest.approx(len(extreme.row))
+    assert (places["per_example"] * places["examples"]).sum() == pytest.approx(len(extreme))
     trace.examples.positions[:] = 2
-    assert set(position_table(extreme, table, clusters, trace)["first_position"]) == {3}
+    assert set(position_table(extreme, table, trace)["first_position"]) == {3}
 
 
 # All tables of a trace
@@ -302,12 +293,12 @@ def test_both_readings_are_in_the_tables_under_their_names(
         assert drawn["extremes"].sum() == 21
         # What the other tables are made of is tested above; here, that each has its own sub-updates.
         relative = {("dominant", "before"): torch.from_numpy(of_read)}
-        chosen = extreme_sub_updates(trace, values, scores=relative, threshold=passed)
-        sampled = sample_sub_updates(trace, values, 21, scores=relative, seed=4)
-        assert drawn["raised"] @ drawn["extremes"] == pytest.approx(int((sampled.score > 0).sum()))
+        chosen = extreme_sub_updates(trace, clusters, passed, relative)
+        sampled = sample_sub_updates(trace, clusters, 21, relative, seed=4)
+        assert drawn["raised"] @ drawn["extremes"] == pytest.approx(int(sampled["raised"].sum()))
         kinds = activity[["cluster", "sign", "kind"]]
         groups = group_table(chosen, sampled, kinds, clusters, values, trace, confidence)
-        places = position_table(chosen, kinds, clusters, trace)
+        places = position_table(chosen, kinds, trace)
         for table, expected in ((tables.groups, groups), (tables.places, places)):
             ours = table[table["read"] == read].drop(columns="read").reset_index(drop=True)
             pd.testing.assert_frame_equal(ours, expected, check_dtype=False)

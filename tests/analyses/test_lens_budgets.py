@@ -14,9 +14,10 @@ import pytest
 import torch
 from analysing import assert_figure, run
 from conftest import D_MODEL, WORDS
-from figures.lenses import plot_budgets
+from figures.beyond import plot_budgets
 from lens_budgets import AGAINST, LENSES, STEPS
 from lenses.budgets import fit_jacobian, is_falling, passages_of, sentences_of, tune_further
+from lenses_by_hand import closed_forms, load_in_float64, saved_lens, stream, tokens_of, value
 from torch import Tensor
 
 from matlens import Lens, collect, load_corpus, make_examples
@@ -85,10 +86,7 @@ def job(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="module")
 def plain(model_folder: Callable[[str], Path]) -> Any:
-    """The model by Hugging Face, in float64."""
-    import transformers
-
-    return transformers.LlamaForCausalLM.from_pretrained(model_folder(MODEL)).eval().double()
+    return load_in_float64(model_folder(MODEL))
 
 
 def parts_of(job: Job) -> tuple[Any, Any, Any]:
@@ -96,38 +94,6 @@ def parts_of(job: Job) -> tuple[Any, Any, Any]:
     ends = slice(-N_STOPPING), slice(-N_STOPPING, None)
     first, last = (replace(training, sentences=training.sentences[part]) for part in ends)
     return first, last, held_out
-
-
-def stream(plain: Any, texts: list[list[int]]) -> list[list[Tensor]]:
-    """The stream at every layer of each text; the last before the norm."""
-    layers: list[list[Tensor]] = []
-    for ids in texts:
-        seen: list[Tensor] = []
-        handle = plain.model.norm.register_forward_pre_hook(lambda _, x, seen=seen: seen.append(x[0][0]))
-        with torch.no_grad():
-            hidden = plain(torch.tensor([ids]), output_hidden_states=True).hidden_states
-        handle.remove()
-        layers.append([*(each[0] for each in hidden[:-1]), seen[0]])
-    return layers
-
-
-def tokens_of(corpus: Any) -> list[list[int]]:
-    return [[WORDS.index(word) + 2 for word in text.split()] for text in corpus.sentences]
-
-
-def saved(job: Job, name: str, layer: int) -> tuple[Callable[[Tensor], Tensor], float]:
-    """A lens of the run by its weights, and its factor on the logits."""
-    (folder,) = job.out.glob(f"studies/*/{NAME}/lens-{name}")
-    lens = Lens.load(folder)
-    linear, norm = lens.maps[layer], lens.norm
-    assert linear is not None
-    bias = torch.zeros(D_MODEL) if linear.bias is None else linear.bias
-
-    def mapped(h: Tensor) -> Tensor:
-        h = h if norm is None else h / (h.square().mean(-1, keepdim=True) + norm.eps).sqrt()
-        return h @ linear.weight.double().T + bias.double()
-
-    return mapped, lens.scales.get(layer, 1.0)
 
 
 def quality(logits: Tensor, true: Tensor) -> dict[tuple[str, float], Tensor]:
@@ -138,11 +104,7 @@ def quality(logits: Tensor, true: Tensor) -> dict[tuple[str, float], Tensor]:
     return metrics | {("surprisal", -1.0): -predicted[:, 0], ("kl", -1.0): (p.exp() * (p - q)).sum(-1)}
 
 
-def value(rows: pd.DataFrame, **cells: Any) -> float:
-    rows = rows.fillna({"against": "", "k": -1.0, "round": 0, "batch": 0})
-    cells = {"against": "", "round": 0, "batch": 0, **cells}
-    (found,) = rows[(rows[list(cells)] == pd.Series(cells)).all(axis=1)]["value"]
-    return float(found)
+MISSING = {"against": "", "k": -1.0, "round": 0, "batch": 0}
 
 
 def test_quality_and_paired_differences_are_those_by_hand(
@@ -167,14 +129,13 @@ def test_quality_and_paired_differences_are_those_by_hand(
         for layer in LAYERS:
             h = torch.stack([each[layer][i] for each, i in zip(of_tokens, positions, strict=True)])
             inputs = torch.cat([each[layer] for each in x[:n]])
-            ones = torch.cat([inputs, torch.ones(len(inputs), 1)], dim=1)
-            mat, affine = (torch.linalg.lstsq(each, y).solution for each in (inputs, ones))
+            mat, affine = closed_forms(inputs, y)
             logits = {
                 "id": head(h), "mat": head(h @ mat),
                 "affine": head(torch.cat([h, torch.ones(len(h), 1)], dim=1) @ affine),
             }  # fmt: skip
             for name in ("scaled", "polished", "tuned", "jacobian"):  # by their weights
-                mapped, scale = saved(job, f"{name}-{tokens}", layer)
+                mapped, _, scale = saved_lens(job.out, NAME, f"{name}-{tokens}", layer)
                 logits[name] = scale * head(mapped(h))
             assert [*logits] == [*LENSES]
             final = {name: quality(each, true) for name, each in logits.items()}
@@ -182,26 +143,28 @@ def test_quality_and_paired_differences_are_those_by_hand(
             for name, metrics in final.items():
                 for (metric, k), expected in metrics.items():
                     cells = {"method": name, "metric": metric, "k": k}
-                    assert value(rows, **cells) == pytest.approx(expected.mean().item(), rel=1e-3, abs=1e-5)
+                    found = value(rows, MISSING, **cells)
+                    assert found == pytest.approx(expected.mean().item(), rel=1e-3, abs=1e-5)
                     for other in AGAINST.get(name, ()):
                         difference = expected - final[other][metric, k]
-                        found = value(rows, against=other, **cells)
+                        found = value(rows, MISSING, against=other, **cells)
                         assert found == pytest.approx(difference.mean().item(), rel=1e-2, abs=2e-4)
     rounds, layer = job.table[job.table["round"].notna()], LAYERS[-1]
     assert set(rounds["layer"]) == {layer}
     for batch, number in rounds[["batch", "round"]].drop_duplicates().astype(int).to_numpy():
-        mapped, _ = saved(job, f"tuned-{batch}-round-{number}", layer)
+        mapped, _, _ = saved_lens(job.out, NAME, f"tuned-{batch}-round-{number}", layer)
         metrics = quality(head(mapped(h)), true)
         cells = {"method": "tuned", "batch": batch, "round": number, "metric": "kl", "k": -1.0}
         kl = metrics["kl", -1.0]
-        assert value(rounds, **cells) == pytest.approx(kl.mean().item(), rel=1e-3)
+        assert value(rounds, MISSING, **cells) == pytest.approx(kl.mean().item(), rel=1e-3)
         difference = (kl - final["polished"]["kl", -1.0]).mean().item()
-        assert value(rounds, against="polished", **cells) == pytest.approx(difference, rel=1e-2, abs=2e-4)
+        found = value(rounds, MISSING, against="polished", **cells)
+        assert found == pytest.approx(difference, rel=1e-2, abs=2e-4)
         others = stream(plain, tokens_of(watched_on))
         watched = [torch.cat([each[i] for each in others]) for i in (layer, -1)]
         expected = quality(head(mapped(watched[0])), head(watched[1]))["kl", -1.0].mean().item()
         cells["metric"] = "kl, stopping"
-        assert value(rounds, **cells) == pytest.approx(expected, rel=1e-3)
+        assert value(rounds, MISSING, **cells) == pytest.approx(expected, rel=1e-3)
 
 
 def test_tokens_seen_are_those_of_the_steps(job: Job) -> None:
@@ -255,14 +218,14 @@ def test_rounds_begin_where_the_last_one_ended(
     model = small_model(MODEL)
     rows = collect(model, make_examples(model, parts_of(job)[0]), [2, 3], positions="all", progress=False)
     first = tune_further(model, rows, 2, batch=BATCHES[0], seed=0)
-    mapped, _ = saved(job, f"tuned-{BATCHES[0]}-round-1", 2)
+    mapped, _, _ = saved_lens(job.out, NAME, f"tuned-{BATCHES[0]}-round-1", 2)
     h = torch.randn(4, D_MODEL, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(first(h, 2).double(), mapped(h.double()), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(first(h, 2), h)
     training = trained.LayerTraining(Lens.identity(model).on_readout, rows[2], rows[3], seed=0)
     training.tune(batch=BATCHES[0])
     torch.testing.assert_close(training.result()["weight"], first.matrix(2))
-    second, _ = saved(job, f"tuned-{BATCHES[0]}-round-2", 2)
+    second, _, _ = saved_lens(job.out, NAME, f"tuned-{BATCHES[0]}-round-2", 2)
     begin = first.maps[2]
     further = tune_further(model, rows, 2, batch=BATCHES[0], seed=1, begin=begin)
     torch.testing.assert_close(further(h, 2).double(), second(h.double()), rtol=1e-4, atol=1e-4)

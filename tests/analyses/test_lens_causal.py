@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,13 +14,14 @@ import pytest
 import torch
 from analysing import assert_figure, run
 from conftest import D_MODEL, N_LAYERS, WORDS
-from figures.lenses import plot_causal
+from figures.beyond import plot_causal
 from lens_causal import DOSES, LENSES, crossing, half_dose, median
 from lenses import causal
 from lenses.causal import N_RANDOM
+from lenses_by_hand import closed_forms, load_in_float64, saved_lens, stream, tokens_of, value
 from torch import Tensor
 
-from matlens import Lens, load_corpus
+from matlens import load_corpus
 
 NAME, MODEL, N_TRAIN = "lens_causal", "llama", 60
 LAYERS = range(1, N_LAYERS)
@@ -36,14 +38,7 @@ class Job(NamedTuple):
 
 @pytest.fixture(scope="module")
 def plain(model_folder: Callable[[str], Path]) -> Any:
-    """The model by Hugging Face, in float64."""
-    import transformers
-
-    return transformers.LlamaForCausalLM.from_pretrained(model_folder(MODEL)).eval().double()
-
-
-def token(word: str) -> int:
-    return WORDS.index(word) + 2
+    return load_in_float64(model_folder(MODEL))
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +57,9 @@ def job(plain: Any, model_folder: Callable[[str], Path], tmp_path_factory: pytes
         lines = ["w10: w11", "w12: w13"]
         start = [[*template.format(a).split(), b] for a, b in (("w10", "w11"), ("w12", "w13"))]
         for subject in WORDS[20 : 20 + alone]:
-            ids = [token(word) for word in (*start[0], *start[1], *template.format(subject).split())]
+            ids = [
+                WORDS.index(word) + 2 for word in (*start[0], *start[1], *template.format(subject).split())
+            ]
             with torch.no_grad():
                 top = int(plain(torch.tensor([ids])).logits[0, -1].argmax())
             if top < 2 or top >= len(WORDS) + 2:  # no word
@@ -111,22 +108,6 @@ def rivals(job: Job) -> list[int]:
     return list(json.loads((job.out / f"{NAME}.json").read_text())["rivals"])
 
 
-def last_stream(plain: Any, texts: list[list[int]], layer: int) -> list[Tensor]:
-    with torch.no_grad():
-        return [
-            plain(torch.tensor([ids]), output_hidden_states=True).hidden_states[layer][0] for ids in texts
-        ]
-
-
-def last_block(plain: Any, texts: list[list[int]]) -> list[Tensor]:
-    """The stream before the final norm."""
-    seen: list[Tensor] = []
-    handle = plain.model.norm.register_forward_pre_hook(lambda _, x: seen.append(x[0][0]))
-    last_stream(plain, texts, 0)
-    handle.remove()
-    return seen
-
-
 def answer_of(plain: Any, ids: list[int], layer: int, h: Tensor) -> Tensor:
     """The model's logits with another vector at the last token of a layer."""
 
@@ -142,27 +123,17 @@ def answer_of(plain: Any, ids: list[int], layer: int, h: Tensor) -> Tensor:
 def readers(plain: Any, job: Job, layer: int) -> dict[str, tuple[Callable[[Tensor], Tensor], Tensor, float]]:
     """Each lens by hand: its approximation of the last layer, its matrix, and the factor on its logits."""
     part = load_corpus(job.corpus).split(n_train=N_TRAIN, n_validation=20)[0]
-    texts = [[token(word) for word in sentence.split()] for sentence in part.sentences]
-    x, y = torch.cat(last_stream(plain, texts, layer)), torch.cat(last_block(plain, texts))
-    ones = torch.cat([x, torch.ones(len(x), 1)], dim=1)
-    mat, affine = (torch.linalg.lstsq(inputs, y).solution.T for inputs in (x, ones))
+    h = stream(plain, tokens_of(part))
+    mat, affine = (
+        each.T for each in closed_forms(*(torch.cat([text[i] for text in h]) for i in (layer, -1)))
+    )
     found: dict[str, Any] = {
         "id": (lambda h: h, torch.eye(D_MODEL).double(), 1.0),
         "mat": (lambda h: mat @ h, mat, 1.0),
         "affine": (lambda h: affine[:, :-1] @ h + affine[:, -1], affine[:, :-1], 1.0),
     }
     for name in ("polished", "tuned", "jacobian"):  # trained: by their weights
-        (folder,) = job.out.glob(f"studies/*/{NAME}/lens-{name}")
-        lens = Lens.load(folder)
-        linear, norm = lens.maps[layer], lens.norm
-        assert linear is not None
-        weight, bias = linear.weight.double(), torch.zeros(D_MODEL) if linear.bias is None else linear.bias
-
-        def mapped(h: Tensor, weight: Tensor = weight, bias: Tensor = bias, norm: Any = norm) -> Tensor:
-            h = h if norm is None else h / (h.square().mean() + norm.eps).sqrt()
-            return weight @ h + bias.double()
-
-        found[name] = mapped, weight, lens.scales.get(layer, 1.0)
+        found[name] = saved_lens(job.out, NAME, name, layer)
     assert [*found] == [*LENSES]
     return found
 
@@ -171,7 +142,7 @@ def readers(plain: Any, job: Job, layer: int) -> dict[str, tuple[Callable[[Tenso
 def reference(request: pytest.FixtureRequest, plain: Any, job: Job) -> tuple[int, Reference]:
     layer, n = request.param, len(job.prompts)
     other = rivals(job)
-    stream = [each[-1] for each in last_stream(plain, job.prompts, layer)]
+    vectors = [each[layer][-1] for each in stream(plain, job.prompts)]
     lenses = readers(plain, job, layer)
     random = torch.randn(N_RANDOM, n, D_MODEL, generator=torch.Generator().manual_seed(0)).double()
     result = Reference({}, {}, {name: np.zeros(n, bool) for name in lenses}, {}, np.zeros(n))
@@ -180,7 +151,7 @@ def reference(request: pytest.FixtureRequest, plain: Any, job: Job) -> tuple[int
     def head(y: Tensor) -> Tensor:
         return plain.lm_head(plain.model.norm(y))
 
-    for i, (ids, h, answer, rival) in enumerate(zip(job.prompts, stream, job.answers, other, strict=True)):
+    for i, (ids, h, answer, rival) in enumerate(zip(job.prompts, vectors, job.answers, other, strict=True)):
 
         def slope(
             logits: Callable[[Tensor], Tensor], at: Tensor, pair: tuple[int, int] = (rival, answer)
@@ -220,12 +191,7 @@ def reference(request: pytest.FixtureRequest, plain: Any, job: Job) -> tuple[int
     return layer, result
 
 
-def value(table: pd.DataFrame, **cells: Any) -> float:
-    for column in ("direction", "prompts", "against"):
-        cells.setdefault(column, "")
-    rows = table.fillna({"direction": "", "prompts": "", "against": ""})
-    (found,) = rows[(rows[list(cells)] == pd.Series(cells)).all(axis=1)]["value"]
-    return float(found)
+MISSING = {"direction": "", "prompts": "", "against": ""}
 
 
 def test_prompts_are_those_that_the_model_answers_and_rivals_other_answers_of_their_template(
@@ -242,7 +208,7 @@ def test_flips_and_reads_are_those_by_hand(reference: tuple[int, Reference], job
     layer, expected = reference
     table = job.table[job.table["layer"] == layer]
     facts, n = table[table["corpus"] == "facts"], len(job.prompts)
-    areas = {}
+    areas, read = {}, partial(value, facts, MISSING)
     flips = {key: each for key, each in expected.flips.items() if key[0] != "random"}
     flips["random", ""] = np.mean(
         [each for key, each in expected.flips.items() if key[0] == "random"], axis=0
@@ -251,30 +217,28 @@ def test_flips_and_reads_are_those_by_hand(reference: tuple[int, Reference], job
     for (method, direction), each in flips.items():
         cells = {"method": method, "direction": direction}
         for k, dose in enumerate(DOSES):
-            assert value(facts, metric="flipped", k=dose, **cells) == pytest.approx(each[:, k].mean())
+            assert read(metric="flipped", k=dose, **cells) == pytest.approx(each[:, k].mean())
         areas[method, direction] = (each[:, 1:] + each[:, :-1]).mean(1) / 2
-        assert value(facts, metric="auc", **cells) == pytest.approx(areas[method, direction].mean())
+        assert read(metric="auc", **cells) == pytest.approx(areas[method, direction].mean())
         if method != "random":
             units = np.sort(expected.units[method, direction])[(n - 1) // 2]
-            assert value(facts, metric="half units", **cells) == pytest.approx(units, rel=2e-3)
-    assert value(facts, method="model", metric="difference") == pytest.approx(
+            assert read(metric="half units", **cells) == pytest.approx(units, rel=2e-3)
+    assert read(method="model", metric="difference") == pytest.approx(
         np.sort(expected.before)[(n - 1) // 2], rel=1e-3
     )
     difference = (areas["jacobian", "transpose"] - areas["polished", "transpose"]).mean()
     cells = {"method": "jacobian", "direction": "transpose", "metric": "auc"}
-    assert value(facts, against="polished", **cells) == pytest.approx(difference)
+    assert read(against="polished", **cells) == pytest.approx(difference)
     for name in LENSES:
         above, area = expected.above[name], areas[name, "transpose"]
-        assert value(facts, method=name, metric="read") == pytest.approx(above.mean())
-        assert value(facts, method=name, metric="precision", k=1) == pytest.approx(
-            expected.first[name].mean()
-        )
+        assert read(method=name, metric="read") == pytest.approx(above.mean())
+        assert read(method=name, metric="precision", k=1) == pytest.approx(expected.first[name].mean())
         parts = {name: part for name, part in (("read", above), ("misread", ~above)) if part.any()}
         cells = {"method": name, "direction": "transpose", "metric": "auc"}
         rows = facts[(facts[list(cells)] == pd.Series(cells)).all(axis=1)].set_index("prompts")
         assert rows["n"].filter(like="read").to_dict() == {each: part.sum() for each, part in parts.items()}
         for each, part in parts.items():
-            assert value(facts, prompts=each, **cells) == pytest.approx(area[part].mean())
+            assert read(prompts=each, **cells) == pytest.approx(area[part].mean())
 
 
 def test_areas_over_layers_are_means_of_prompts_and_templates(job: Job) -> None:

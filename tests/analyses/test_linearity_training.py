@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from analysing import assert_figure, run
-from figures.training import over_training
+from figures.beyond import over_training
 from linearity_training import checkpoint_steps, checkpoint_updates, load_checkpoint
 from sklearn.metrics import r2_score
 from transformers import GPT2LMHeadModel

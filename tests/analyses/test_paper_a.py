@@ -113,7 +113,14 @@ def test_schemes_are_those_of_blocks_jumped_over_by_hand(finished: Finished, by_
         ("WRR, blocks first", 1): [(1, 3)], ("WRR, blocks first", 2): [(2, 3)],
         ("WRR, mat first", 1): [(0, 2)], ("WRR, mat first", 2): [(0, 1)],
     }  # fmt: skip
-    vectors = {key: study.scheme(of_key, N_PATCHED) for key, of_key in jumps.items()}
+    rows, without = ~study.validation.sink, study.mat_without_sinks
+    for kept in range(N_LAYERS + 1):
+        jumps["R2, scored without sinks", kept] = study.best_jumps(kept, rows=rows)
+        jumps["R2 without sinks", kept] = study.best_jumps(kept, without, rows)
+    vectors = {
+        key: study.scheme(of_key, N_PATCHED, without_sinks=key[0] == "R2 without sinks")
+        for key, of_key in jumps.items()
+    }
     assert_judged(table, study.judge(vectors, N_PATCHED), nats=2e-3)
 
 

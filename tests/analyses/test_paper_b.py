@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import annotation
-import exits
 import numpy as np
 import pandas as pd
 import pytest
@@ -21,8 +19,13 @@ from analysing import (
     drawn,
     run,
 )
-from annotation import WordSimilarity
+from annotation.patterns import distinct_concepts, pattern_shares, search_concepts
+from annotation.word_similarity import WordSimilarity
 from conftest import N_LAYERS, SINK_TOKENS
+from exits.classifiers import RIDGE
+from exits.comparison import classifier_sites, compare_exits
+from exits.outcomes import summarize_exits
+from exits.readings import compare_readings
 from figures import paper_b
 from paper_b_fig4_overlap import norm_overlap
 from paper_b_fig6_dominance import dominance as dominance_table
@@ -186,16 +189,16 @@ def test_ways_of_leaving_early_are_those_of_the_options(
     model, examples = job("gpt2", 40)
     trace = ffn.Trace.run(model, examples, k=3, progress=False)
     clusters = [ffn.Clusters.fit(ffn.ValueVectors(model), n) for n in (20, 30)]
-    comparison = exits.compare_exits(
+    comparison = compare_exits(
         model, trace, clusters[0],
-        matlens.collect(model, examples, exits.classifier_sites(model), progress=False),
-        seeds=2, folds=2, fewest=2, strengths=[0.01], kinds=[exits.RIDGE],
+        matlens.collect(model, examples, classifier_sites(model), progress=False),
+        seeds=2, folds=2, fewest=2, strengths=[0.01], kinds=[RIDGE],
     )  # fmt: skip
-    expected = exits.summarize_exits(comparison.evaluated, N_LAYERS)
+    expected = summarize_exits(comparison.evaluated, N_LAYERS)
     table = workbench.table(EXITS)
     pd.testing.assert_frame_equal(table[list(expected)], expected, check_dtype=False)
     assert workbench.origin(EXITS)["penalties"] == comparison.penalties
-    readings, expected = workbench.table("paper_b_sec6_readings"), exits.compare_readings(trace, clusters)
+    readings, expected = workbench.table("paper_b_sec6_readings"), compare_readings(trace, clusters)
     pd.testing.assert_frame_equal(readings[list(expected)], expected, check_dtype=False)
 
 
@@ -206,11 +209,11 @@ def test_concepts_that_are_found_are_those_of_the_search(
     workbench.run(name, "llama", "--top", 20, "--vectors", 3, "--per-layer", 2)
     model, words = job("llama", 2)[0], matlens.load_corpus(str(workbench.words))
     similarity = WordSimilarity.fit(words.sentences, seed=0)
-    searched = annotation.search_concepts(model, similarity, k=20)
-    table = annotation.pattern_shares(searched, str(model.cfg.model_name), words.name, k=20)
+    searched = search_concepts(model, similarity, k=20)
+    table = pattern_shares(searched, str(model.cfg.model_name), words.name, k=20)
     assert_table(workbench.out / f"{name}.csv", table)
     best = [
-        annotation.distinct_concepts(searched[method], n=3, per_layer=2).assign(method=method)
+        distinct_concepts(searched[method], n=3, per_layer=2).assign(method=method)
         for method in ("values", "random")
     ]
     assert_table(workbench.out / f"{name}_vectors.csv", pd.concat(best))

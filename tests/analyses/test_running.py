@@ -112,18 +112,11 @@ def test_a_run_that_was_killed_ends_with_the_same_weights(
     assert train(make(kind), SEQUENCES, HELD_OUT, **options(tmp_path / "parts")).curve == run.curve
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"seed": 1}, "must be of the same training"),
-        ({"n_updates": 9}, "must be of the same training"),
-        ({"rate": 0.1}, "must be of the same training"),
-    ],
-)
-def test_the_state_of_another_training_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_the_state_of_another_training_is_refused(tmp_path: Path) -> None:
     train(make("wikilm"), SEQUENCES, HELD_OUT, **options(tmp_path, n_updates=2))
-    with pytest.raises(InputError, match=said):
-        train(make("wikilm"), SEQUENCES, HELD_OUT, **options(tmp_path, n_updates=2) | changes)
+    for changes in ({"seed": 1}, {"n_updates": 9}, {"rate": 0.1}):
+        with pytest.raises(InputError, match="must be of the same training"):
+            train(make("wikilm"), SEQUENCES, HELD_OUT, **options(tmp_path, n_updates=2) | changes)
 
 
 def test_a_damaged_state_and_a_loss_that_is_none_are_refused(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from annotation import read_sheet, sheet_text, write_sheets
+from annotation.sheets import read_sheet, sheet_text, write_sheets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from conftest import make_sentences
-from training import token_sequences, word_dictionary
+from training.vocabularies import token_sequences
+from training.wikilm import word_dictionary
 
 
 def test_a_dictionary_has_the_most_frequent_words() -> None:

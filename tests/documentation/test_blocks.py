@@ -19,7 +19,6 @@ from blocks import (
     check_make,
     check_script,
     run_notebook,
-    shrink,
 )
 from blocks import small_load as small_load
 from blocks import small_models as small_models
@@ -87,19 +86,6 @@ def test_the_page_of_the_architecture_has_every_package() -> None:
     )
     modules = {path.stem for path in (PROJECT / "matlens").glob("*.py") if not path.stem.startswith("__")}
     assert {name for row in rows for name in re.findall(r"\w+", row)} == rooms | modules
-
-
-@pytest.mark.parametrize(
-    ("code", "expected"),
-    [
-        ("split(n_train=4000, n_validation=1000)", "split(n_train=200, n_validation=50)"),
-        ("fit(values, 10_000, folder='out/10000')", "fit(values, 500, folder='out/10000')"),
-        ("controlled(model, ['L20D630'], 3.0)", "controlled(model, ['L6D54'], 3.0)"),
-        ("range(200)[:30]", "range(40)[:10]"),
-    ],
-)
-def test_sizes_are_made_small(code: str, expected: str) -> None:
-    assert shrink(code) == expected
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import assert_near, plain_vectors
-from control import continue_prompts
+from control.generation import continue_prompts
 from hand_controlled import CHOSEN, controlled_by_hand
 from handpatched import jump_part, submodule_part
 from patched_models import (

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from linearity import added_loss_increase, atlas_summary
+from linearity import atlas_summary
 from scipy import stats
 
 from matlens import linearity
@@ -66,8 +66,6 @@ def test_scores_of_some_tokens_are_held_against_rises_of_maps_at_these_and_of_le
         rises = part[part["metric"] == "loss increase"].set_index("layer")["value"]
         assert sums[tokens, "attn", "map", "loss increase"] == pytest.approx(rises.mean())
         assert sums[tokens, "attn", "map", "median loss increase"] == pytest.approx(rises.median())
-        added = added_loss_increase(table, "attn 0, attn 3", tokens=tokens)
-        assert added == pytest.approx(rises[0] + rises[3])
 
 
 def test_what_is_not_finite_counts_as_the_worst() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import D_MODEL, make_sentences
-from control import continue_prompts
+from control.generation import continue_prompts
 
 import matlens
 from matlens import InputError, MapSet, Readout, Site, ffn, linear

@@ -15,7 +15,7 @@ import torch
 from conftest import assert_near, make_sentences
 from fairseq_by_hand import BANDS, EMBEDDINGS, LAYERS, N_WORDS, SOFTMAX, run, save, settings, weights
 from torch import Tensor
-from training import word_dictionary, write_wikilm
+from training.wikilm import word_dictionary, write_wikilm
 from transformers import AutoModelForCausalLM
 
 import matlens

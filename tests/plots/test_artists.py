@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from exits import EvaluatedExits, summarize_exits
+from exits.outcomes import EvaluatedExits, summarize_exits
 from figures import paper_b
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure

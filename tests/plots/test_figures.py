@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pandas as pd
 import pytest
 from figures import paper_a, paper_b
-from figures.lenses import plot_cosines
+from figures.beyond import plot_cosines
 from matplotlib.figure import Figure
 from plot_tables import (
     METHODS,

@@ -10,7 +10,8 @@ import pandas as pd
 import pytest
 from calibration_texts import running_text
 from conftest import WORDS
-from cuts import Cut, beginnings, continuation_losses, continue_prompts, measures, without_blocks
+from cuts.continuations import beginnings, continuation_losses, continue_prompts, measures
+from cuts.maps import Cut, without_blocks
 from pruning import PrunedModels, added_perplexity
 
 import matlens

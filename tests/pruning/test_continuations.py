@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from calibration_texts import running_text
-from cuts import beginnings, compare, continuation_losses, continue_prompts, measures
+from cuts.continuations import beginnings, compare, continuation_losses, continue_prompts, measures
 
 from matlens.data import make_windows
 

@@ -12,8 +12,8 @@ import scipy.linalg
 import torch
 from calibration_texts import WRITERS
 from conftest import LAYERS, assert_near
-from cuts import Cut, insert_map, maps, without_blocks
-from cuts.maps import hadamard
+from cuts import maps
+from cuts.maps import Cut, hadamard, insert_map, without_blocks
 
 from matlens import InputError
 from matlens.pruning import Calibration
