@@ -59,15 +59,13 @@ def collect(
         same bytes; a finished folder is opened without running anything, also if it has more sites.
     batch_tokens
         Maximum number of tokens in a batch, padding included; by default what suits the device.
-    progress
-        Show a bar.
 
     Raises
     ------
     InputError
         A vector is not finite, a site does not exist, or the folder belongs to another job.
     """
-    _check_arguments(model, examples, positions)
+    _check_arguments(model, examples)
     layout = ModelLayout.from_model(model)
     requested = _resolve_sites(layout, layout.stream if sites is None else sites)
     batch_tokens = batch_tokens or default_batch_tokens(model)
@@ -140,7 +138,7 @@ def stream(
     noticed at the end, since looking for them takes as long as a batch. Of several processes each is given
     all batches or, with ``divided``, its own, which `linear.fit_stream` takes with ``divided`` too.
     """
-    _check_arguments(model, examples, positions)
+    _check_arguments(model, examples)
     layout = ModelLayout.from_model(model)
     hooks = {str(site): layout.hook(site) for site in _resolve_sites(layout, sites)}
     provenance = provenance_of(model, layout, examples, positions, hooks)
@@ -215,7 +213,7 @@ def _stream(
     weights.check()
 
 
-def _check_arguments(model: TransformerBridge, examples: Examples, positions: Positions) -> None:
+def _check_arguments(model: TransformerBridge, examples: Examples) -> None:
     if not len(examples):
         raise InputError("examples must have at least one sentence, got none.")
     check_own_tokens(model, examples)

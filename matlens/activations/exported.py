@@ -80,9 +80,7 @@ def read_exported(
         How many prompts, the shortest ones, the model is run on to compare the entries with its sites. What
         enters the first block is compared in all prompts.
     name
-        Of the prompts, in tables: what is the name of a corpus elsewhere.
-    progress
-        Show a bar.
+        Name of the prompts in tables.
 
     Raises
     ------

@@ -42,8 +42,6 @@ def make_examples(
         The model. In a masked-LM model the token at the position is replaced by the mask.
     corpus
         The corpus, or a list of texts; for token ids see `make_token_examples`.
-    seed
-        Seed of the positions.
     sample_special
         Whether positions may be those of special tokens (``[CLS]``, ``<s>``), as in the authors' code.
     """
@@ -100,8 +98,6 @@ def make_pairs(
         An encoder-decoder loaded with ``stack="decoder"``.
     sources, targets
         Texts, a target for each source.
-    seed
-        Seed of the positions.
     """
     if stack_of(model) != DECODER:
         raise InputError("model must be an encoder-decoder loaded with stack='decoder'.")
@@ -184,8 +180,6 @@ def make_windows(
 
     Parameters
     ----------
-    model
-        The model that reads them.
     text
         The path of a text file, plain or gzip; or a corpus or a list of texts, which are joined by spaces.
     size
@@ -194,8 +188,6 @@ def make_windows(
         Maximum number of windows, spread evenly over the text (of sentences: the first ones); by default all.
     targets
         Whether positions are all that have a target, instead of the last one of each window.
-    seed
-        Seed of the masks.
     name
         Name of the text in tables, by default that of the corpus or the file.
     """
@@ -310,16 +302,12 @@ def make_image_examples(
 
     Parameters
     ----------
-    model
-        A vision transformer.
     images
         ``[n, channels, height, width]`` as the model's processor returns them:
         ``AutoImageProcessor.from_pretrained(name)(images, return_tensors="pt")["pixel_values"]``.
     position
         0 for the class token, or a patch, from 1 row by row (from 2 in DeiT, where 1 is the distillation
         token). ``collect(..., positions="all")`` reads all of them.
-    name
-        Name of the images in tables.
     """
     if not is_visual(model):
         raise InputError(f"model must be a vision transformer such as ViT, got {model.cfg.architecture}.")

@@ -36,12 +36,12 @@ def open_text(path: Path) -> Iterator[tuple[str, Lines]]:
     try:
         with path.open("rb") as opened:
             is_packed = name.endswith((".gz", ".tgz"))
-            file: Any = gzip.GzipFile(fileobj=opened) if is_packed else opened
+            content: Any = gzip.GzipFile(fileobj=opened) if is_packed else opened
+            file = _Metered(content, path)
             if name.endswith(ARCHIVE_SUFFIXES):
                 name, lines = LEIPZIG_NAME, _lines_of_tar(file, path)
             else:
                 lines = iter(partial(file.readline, LINE.limit + 1), b"")
-            lines = _metered(lines, path)
             yield name.removesuffix(".gz"), _decoded(lines, path)
             if is_packed:
                 for _ in lines:
@@ -79,40 +79,42 @@ def _decoded(lines: Iterator[bytes], path: Path) -> Lines:
         yield number, line
 
 
-def _metered(lines: Iterator[bytes], path: Path) -> Iterator[bytes]:
-    size, limit = 0, UNPACKED.limit
-    for line in lines:
-        size += len(line)
-        if size > limit:
-            UNPACKED.check(size, f"'{path}'")
-        yield line
+class _Metered:
+    """A file of which no more than the bound is read."""
 
+    def __init__(self, file: IO[bytes], path: Path) -> None:
+        self._file, self._path = file, path
+        self._n_read, self._limit = 0, UNPACKED.limit
 
-def _lines_of_tar(archive: IO[bytes], path: Path) -> Iterator[bytes]:
-    """Lines of the sentences of a Leipzig corpus; the rest of the archive is read, too."""
-    n_texts, n_read, limit = 0, 0, UNPACKED.limit
+    def read(self, size: int) -> bytes:
+        return self._counted(self._file.read(size))
 
-    def counted(piece: bytes) -> bytes:
-        nonlocal n_read
-        n_read += len(piece)
-        if n_read > limit:
-            UNPACKED.check(n_read, f"'{path}'")
+    def readline(self, size: int) -> bytes:
+        return self._counted(self._file.readline(size))
+
+    def _counted(self, piece: bytes) -> bytes:
+        self._n_read += len(piece)
+        if self._n_read > self._limit:
+            UNPACKED.check(self._n_read, f"'{self._path}'")
         return piece
 
+
+def _lines_of_tar(archive: _Metered, path: Path) -> Iterator[bytes]:
+    """Lines of the sentences of a Leipzig corpus; the rest of the archive is read, too."""
+    n_texts = 0
     while (header := archive.read(tarfile.BLOCKSIZE)) != bytes(tarfile.BLOCKSIZE):
         # By hand, since tarfile reads headers of any size into memory.
         member = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
         is_text = member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and member.name.endswith(LEIPZIG_NAME)
         n_texts += is_text
-        left = size = 0 if member.isdir() else member.size
-        while left > 0:
+        remaining = size = 0 if member.isdir() else member.size
+        while remaining > 0:
             is_line = is_text and n_texts == 1
-            piece = (
-                archive.readline(min(left, LINE.limit + 1)) if is_line else archive.read(min(left, _PIECE))
-            )
-            if not counted(piece):
+            read, limit = (archive.readline, LINE.limit + 1) if is_line else (archive.read, _PIECE)
+            piece = read(min(remaining, limit))
+            if not piece:
                 raise EOFError("the archive is truncated")
-            left -= len(piece)
+            remaining -= len(piece)
             if is_line:
                 yield piece
         archive.read(-size % tarfile.BLOCKSIZE)
@@ -121,5 +123,5 @@ def _lines_of_tar(archive: IO[bytes], path: Path) -> Iterator[bytes]:
             f"'{path}' must hold one file that ends in {LEIPZIG_NAME!r}, as a Leipzig archive does, got "
             f"{n_texts}. Unpack the text, and give its path."
         )
-    while counted(archive.read(_PIECE)):
+    while archive.read(_PIECE):
         pass

@@ -46,8 +46,6 @@ def make_token_examples(
 
     Parameters
     ----------
-    model
-        The model that reads them.
     tokens
         A list of ids for each sentence; or a padded batch ``[n, longest]`` with its mask; or the output of a
         Hugging Face tokenizer.

@@ -123,8 +123,6 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
             Off by default, as in the paper; see `LeastSquares.solve`.
         split, device
             See `fit_samples`.
-        progress
-            Show a bar.
         """
         requested = resolve_pairs(pairs, activations.provenance)
         maps = fit_samples(
@@ -159,13 +157,8 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
     def load(cls, folder: str | Path, *, same_precision: bool = True) -> MapSet:
         """Open a folder of `save`; the weights of a map are read lazily.
 
-        Parameters
-        ----------
-        folder
-            Where the maps are.
-        same_precision
-            Whether they belong only to the model in the precision that they were fitted in. With ``False``
-            they may be used while the same weights run in another one.
+        With ``same_precision=False`` they may be used with the same weights in another precision than the one
+        that they were fitted in.
         """
         artifact = Artifact.open(folder, HOLDS)
         provenance = Provenance.from_json(artifact.request["provenance"])

@@ -146,13 +146,11 @@ def stream_least_squares(
 ) -> StoredLeastSquares:
     """Run the examples through the model once and store what least squares needs of them.
 
-    It takes ``(d + 1)(d + 1 + sum of the targets' widths)`` values of 8 bytes for each source, however many
-    the samples are. A killed run resumes; a finished folder is opened without running anything.
+    Each source takes ``8 (d + 1)(d + 1 + sum of the targets' widths)`` bytes, for any number of samples. A
+    killed run resumes; a finished folder is opened without running anything.
 
     Parameters
     ----------
-    model, examples, folder
-        Model, examples and folder of the statistics.
     pairs
         As in `MapSet.fit`.
     positions
@@ -164,8 +162,6 @@ def stream_least_squares(
         them.
     batch_tokens
         Maximum number of tokens in a batch, padding included.
-    progress
-        Show a bar.
     """
     number, of = part
     if number > of:

@@ -67,19 +67,6 @@ def test_positions_are_uniform(
     assert chi2.ppf(1e-4, df=7) < statistic < chi2.ppf(1 - 1e-4, df=7)
 
 
-def test_special_tokens_are_drawn_only_when_they_may_be(
-    small_model: Callable[[str], Any], sentences: Corpus
-) -> None:
-    with_them = make_examples(small_model("bert"), sentences)
-    without = make_examples(small_model("bert"), sentences, sample_special=False)
-    ends = [{0, length - 1} for length in with_them.lengths]
-    assert any(p in e for p, e in zip(with_them.positions.tolist(), ends, strict=True))
-    assert not any(p in e for p, e in zip(without.positions.tolist(), ends, strict=True))
-    # They are read all the same.
-    assert np.array_equal(without.lengths, with_them.lengths)
-    assert without.provenance["position"] != with_them.provenance["position"]
-
-
 @pytest.mark.parametrize(("name", "sample_special"), [("gpt2", True), ("bert", False)])
 def test_tokens_are_the_tokenizers_with_one_mask_in_masked_models(
     name: str, sample_special: bool, small_model: Callable[[str], Any], sentences: Corpus

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from conftest import assert_near, plain_vectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentences import examples_of
 
-import matlens
-from matlens import InputError, make_examples
-from matlens.data.corpus import Corpus
+from matlens import InputError
 from matlens.data.examples import Examples
 
 
@@ -36,28 +31,6 @@ def test_cut_sentences_end_with_their_drawn_token(data: st.DataObject, lengths: 
     assert cut.tokens[cut.offsets[1:] - 1].tolist() == drawn_tokens
     assert cut.provenance == {"seed": 4}
     assert np.array_equal(cut.up_to_positions().tokens, cut.tokens)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_cutting_changes_nothing_that_a_decoder_reads_and_would_change_bert(
-    name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any], sentences: Corpus
-) -> None:
-    """Against the plain model over whole sentences; a masked model reads both sides of the position."""
-    model, examples = small_model(name), make_examples(small_model(name), sentences, seed=1)
-    whole = np.split(examples.tokens, examples.offsets[1:-1])
-    alone = [plain_vectors(name, plain_model(name), torch.from_numpy(tokens)) for tokens in whole]
-    activations = matlens.collect(model, examples, progress=False)
-    cut = examples.up_to_positions()
-    over_cut = matlens.collect(model, cut, positions="all", progress=False)
-    for site in activations:
-        at = zip(alone, examples.positions, strict=True)
-        expected = torch.stack([vectors[site][0, position] for vectors, position in at])
-        assert_near(activations[site], expected)
-        from_cut = over_cut[site][torch.from_numpy(cut.offsets[1:] - 1)]
-        if name != "bert":
-            assert_near(from_cut, expected)
-        elif site != "h.0":
-            assert (from_cut - expected).abs().max() > 1e-3 * expected.abs().max()
 
 
 def test_fingerprint_changes_with_any_token_boundary_or_position() -> None:
@@ -94,6 +67,21 @@ def test_arrays_that_do_not_belong_together_are_refused(change: dict[str, Any], 
     Examples(**arrays)
     with pytest.raises(InputError, match=message):
         Examples(**arrays | change)
+
+
+def test_selected_sentences_have_their_sources_images_and_targets() -> None:
+    examples = Examples(
+        np.arange(6), np.array([0, 1, 3, 6]), np.array([0, 0, 1, 2]), {"seed": 4}, np.array([0, 1, 1, 2]),
+        np.arange(5), np.array([0, 2, 3, 5]), np.arange(3.0)[:, None], np.arange(4) + 50,
+    )  # fmt: skip
+    some = examples.select(np.array([0, 2]), part="1/2")
+    expected = {
+        "tokens": [0, 3, 4, 5], "offsets": [0, 1, 4], "positions": [0, 2], "sentences": [0, 1],
+        "source_tokens": [0, 1, 3, 4], "source_offsets": [0, 2, 4], "images": [[0], [2]], "targets": [50, 53],
+    }  # fmt: skip
+    assert {name: values.tolist() for name, values in some.arrays.items()} == expected
+    assert some.provenance == {"seed": 4, "part": "1/2"}
+    assert examples.head(2).tokens.tolist() == [0, 1, 2]
 
 
 # Batches

@@ -187,7 +187,6 @@ def test_messages_of_several_lines_are_joined_and_numbers_are_left_out(catalogue
     ("sample", "install"),
     [
         ("wikipedia-sample", r"'matlens\[samples\]'"),
-        ("news-sample", r"'matlens\[samples\]'"),
         ("messages-fr", "--no-deps weblate"),
     ],
 )

@@ -189,7 +189,7 @@ def test_sentences_can_be_given(tmp_path: Path) -> None:
     [
         ([FIRST, "nul\0"], "Sentence 2 has a NUL character"),
         ([{"body": "x"}], "one of body in row 1"),
-        (pd.Series([FIRST, None, float("nan")], dtype=object), "Sentence 3 must be a str or null, got nan"),
+        (pd.Series([FIRST, None, float("nan")], dtype=object), "must be a str"),
         ({"text": [FIRST]}, "source must be"),
         (pd.DataFrame({"text": [FIRST]}), "source must be a list or a column"),
         ([], "source must have sentences"),

@@ -41,7 +41,7 @@ def kind_of(small_model: Callable[[str], Any]) -> Callable[[str], tuple[Make, Re
     vectors = [matlens.collect(model, examples, positions="all", **QUIET) for examples in samples]
     maps = [matlens.MapSet.fit(of, pairs="all", **QUIET) for of in vectors]
     lenses = [matlens.Lens.fit(model, of, method="mat", **QUIET) for of in vectors]
-    texts = [make_windows(model, make_sentences(), size=12, max_windows=n, targets=True) for n in (12, 3)]
+    texts = [make_windows(model, make_sentences(), size=12, max_windows=n, targets=True) for n in (6, 3)]
     runs = [variants.Variant(0, matlens.jump(of, 0, 2)) for of in maps]
 
     def read_trace(folder: Path) -> Any:

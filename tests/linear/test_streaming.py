@@ -41,10 +41,6 @@ def whole(model: Any, examples: Examples, tmp_path_factory: pytest.TempPathFacto
     return stream_least_squares(model, examples, tmp_path_factory.mktemp("whole") / "m", pairs=PAIRS, **QUIET)
 
 
-def part_of(examples: Examples, number: int, of: int) -> Examples:
-    return examples.select(np.arange(number - 1, len(examples), of))
-
-
 def assert_same_predictions(one: StoredLeastSquares, other: StoredLeastSquares, most: float = 1e-10) -> None:
     for source in one.targets:
         x = torch.eye(one.widths[source], dtype=torch.float64)
@@ -176,26 +172,6 @@ def test_a_part_without_sentences_adds_nothing(model: Any, examples: Examples, t
     assert StoredLeastSquares(folders[2]).n_samples == 0
     alone = stream_least_squares(model, few, tmp_path / "alone", pairs=PAIRS, **QUIET)
     assert_same_predictions(StoredLeastSquares(*folders), alone, 1e-6)
-
-
-def test_parts_have_the_sources_of_a_decoder_and_the_images_of_a_vision_transformer(
-    model_folder: Callable[[str], Path],
-) -> None:
-    sentences = make_sentences().sentences[:7]
-    decoder = matlens.load(str(model_folder("t5")), device="cpu", stack="decoder")
-    pairs = matlens.data.make_pairs(decoder, sentences, sentences[::-1])
-    vision = matlens.load(str(model_folder("vit")), device="cpu")
-    images = torch.randn(7, 3, 12, 12, generator=torch.Generator().manual_seed(0))
-    pictures = matlens.data.make_image_examples(vision, images)
-    for model, examples in ((decoder, pairs), (vision, pictures)):
-        rows = matlens.collect(model, examples, ["h.1"], positions="all", progress=False)["h.1"]
-        found = []
-        for number in (1, 2, 3):
-            part = part_of(examples, number, 3)
-            vectors = matlens.collect(model, part, ["h.1"], positions="all", progress=False)["h.1"]
-            found += list(zip(range(number - 1, 7, 3), vectors.split(part.lengths.tolist()), strict=True))
-        joined = torch.cat([vectors for _, vectors in sorted(found, key=lambda each: each[0])])
-        torch.testing.assert_close(joined, rows, rtol=1e-5, atol=1e-6)
 
 
 class _Killed(BaseException):
