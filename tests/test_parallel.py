@@ -143,8 +143,8 @@ def test_several_processes_give_what_one_gives(
     assert whole["n"] > 400
     check_same(made, folder, whole, of_one)
     assert Activations.load(folder / "rows")["h.3"].isfinite().all()
-    names = {path.name for path in (of_one / "moments").iterdir()}
-    assert {path.name for path in (folder / "moments").iterdir()} == names
+    names = {path.name for path in (of_one / "statistics").iterdir()}
+    assert {path.name for path in (folder / "statistics").iterdir()} == names
     for pair, weight in whole["written"].items():
         torch.testing.assert_close(made[0]["written"][pair], weight, rtol=1e-6, atol=1e-8)
 

@@ -157,14 +157,14 @@ class LeastSquares:
         if parallel.world_size() == 1:
             return self
         what = f"least squares of {self.name}"
-        gathered = parallel.gather(self.tensors(), what)
-        merged = self
-        if not parallel.is_main():
-            d_in, norms = self._r.shape[1] - 1, self.norms is not None
-            merged = type(self)(d_in, self.targets, source=self.source, split=self.split, norms=norms)
-        for tensors in gathered[1:]:  # the first are the main process's own
-            merged.merge(self._like(tensors))
-        return self._like(parallel.broadcast_tensors(merged.tensors(), what)) if to_all else merged
+        for tensors in parallel.gather(self.tensors(), what)[1:]:  # the first are the main process's own
+            self.merge(self._like(tensors))
+        if to_all:
+            return self._like(parallel.broadcast_tensors(self.tensors(), what))
+        if parallel.is_main():
+            return self
+        d_in, norms = self._r.shape[1] - 1, self.norms is not None
+        return type(self)(d_in, self.targets, source=self.source, split=self.split, norms=norms)
 
     def _like(self, tensors: Mapping[str, Tensor]) -> Self:
         return self.from_tensors(tensors, self.targets, source=self.source, split=self.split)
