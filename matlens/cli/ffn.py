@@ -53,7 +53,7 @@ def search(
     """
     catalogue = model.catalogue()
     values, projection = catalogue.values, catalogue.projection(reading.read)
-    tokens = catalogue.top_tokens(values, projection, reading=reading.read, k=top_k)
+    tokens = catalogue.top_tokens(reading.read, k=top_k)
     matches = projection.search(values, tokens, words)
     if matches.empty:
         print_line(

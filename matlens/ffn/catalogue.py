@@ -106,29 +106,20 @@ class Catalogue:
         }  # fmt: skip
         return stored or make[reading](self.model)
 
-    def top_tokens(
-        self,
-        values: ValueVectors,
-        projection: Projection,
-        *,
-        reading: Reading = "plain",
-        k: int = TOP,
-        progress: bool = True,
-    ) -> TopTokens:
+    def top_tokens(self, reading: Reading = "plain", *, k: int = TOP, progress: bool = True) -> TopTokens:
         """Cached top tokens of every value vector, as `Projection.top_of_all`."""
         if self._place is None:
-            return projection.top_of_all(values, k, progress=progress)
-        projection.check_same(values.identity)
+            return self.projection(reading).top_of_all(self.values, k, progress=progress)
         key = {
-            **self._place.key, "reading": reading, "k": k, "device": str(values.device),
-            "fingerprint": values.identity.fingerprint,
+            **self._place.key, "reading": reading, "k": k, "device": str(self.values.device),
+            "fingerprint": self.values.identity.fingerprint,
         }  # fmt: skip
         entry = self._place.cache.find(TOP_TOKENS, key)
         if entry is not None:
             with suppress(OSError):  # the cache was cleared meanwhile
                 tensors = load_file(entry.folder / _TOP_FILE)
                 return TopTokens(tensors["ids"].long(), tensors["scores"])
-        top = projection.top_of_all(values, k, progress=progress)
+        top = self.projection(reading).top_of_all(self.values, k, progress=progress)
 
         def fill(folder: Path) -> None:
             tensors = {"ids": top.ids.to(torch.int32), "scores": top.scores}

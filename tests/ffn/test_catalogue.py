@@ -73,10 +73,7 @@ def test_top_tokens_are_computed_once(folder: Path, monkeypatch: pytest.MonkeyPa
             with monkeypatch.context() as patch:
                 if attempt:
                     patch.setattr(Projection, "top_of_all", lambda *_, **__: pytest.fail("computed again"))
-                ours = Catalogue(folder, device="cpu")
-                top = ours.top_tokens(
-                    ours.values, ours.projection(reading), reading=reading, k=k, progress=False
-                )
+                top = Catalogue(folder, device="cpu").top_tokens(reading, k=k, progress=False)
             assert torch.equal(top.ids, expected.ids)
             assert torch.equal(top.scores, expected.scores)
 
@@ -89,7 +86,7 @@ def test_a_model_in_memory_is_read_itself(folder: Path) -> None:
         model.unembed.original_component.weight.mul_(2)
     ours = Catalogue(model)
     assert torch.equal(ours.values.layer(1), ValueVectors(model).layer(1))
-    top = ours.top_tokens(ours.values, ours.projection(), k=3, progress=False)
+    top = ours.top_tokens(k=3, progress=False)
     expected = Projection.from_model(model).top_of_all(ValueVectors(model), 3, progress=False)
     assert torch.equal(top.scores, expected.scores)
     assert not any(entry.kind == "tops" for entry in entries())

@@ -11,7 +11,6 @@ import torch
 from conftest import D_MODEL
 
 from matlens import InputError, Lens, collect, make_examples
-from matlens.lens.closed_forms import layers_read
 from matlens.lens.config import LensConfig, parse_methods
 
 
@@ -27,11 +26,6 @@ def test_a_name_tells_the_options() -> None:
     parsed = parse_methods(["tuned", everything, "mat"])
     assert parsed == {"tuned": None, everything.name: everything, "mat": LensConfig()}
     assert list(parsed) == ["tuned", everything.name, "mat"]
-
-
-def test_sinks_are_known_from_all_layers() -> None:
-    assert layers_read([LensConfig()], [2], 3) == [2, 3]
-    assert layers_read([LensConfig(), LensConfig(sinks="exclude")], [2], 3) == [0, 1, 2, 3]
 
 
 @pytest.mark.refused

@@ -223,8 +223,3 @@ def test_one_window_alone_is_refused_before_the_work(
     with pytest.warns(matlens.InputWarning, match="intervals over 2 texts are too wide"):
         table = pruning.compare_pruned(model, pruned, two, progress=False)
     assert not table["low"].isna().any()
-
-
-def test_unknown_methods_are_refused(small_model: Callable[[str], Any], texts: list[Any]) -> None:
-    with pytest.raises(InputError, match=r"method must be one of out, .*jump"):
-        PrunedModels(small_model("gpt2"), texts[0], {"a": texts[1]}, [1], methods=["jmp"]).table()

@@ -42,8 +42,10 @@ def test_nothing_left_out_is_the_same_model(
     assert_near(logits(pruned.model), logits(plain_model(name)), 1e-6)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("method", ["out", "magnitude", "replaceme", "chain"])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("gpt2", "out"), ("neox", "magnitude"), ("llama", "replaceme"), *((name, "chain") for name in FAMILIES)],
+)
 def test_a_fold_is_what_least_squares_by_hand_gives(
     name: str,
     method: str,
