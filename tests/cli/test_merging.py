@@ -1,4 +1,4 @@
-"""Parts of a job from the command line: run apart, merged, and evaluated as one run would be."""
+"""Parts of a job on the command line, merged and evaluated like one run."""
 
 from __future__ import annotations
 

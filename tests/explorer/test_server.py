@@ -195,7 +195,7 @@ def address(live: LiveModel) -> Iterator[str]:
 
 @contextmanager
 def asking(address: str, prompt: str) -> Iterator[None]:
-    """A request whose sender goes away without its answer."""
+    """A request whose sender closes the connection without waiting for the answer."""
     url, content = httpx.URL(address), json.dumps({"prompt": prompt}).encode()
     head = (
         f"POST {url.path}compare HTTP/1.1\r\nHost: {url.host}:{url.port}\r\n"

@@ -1,4 +1,4 @@
-"""Sentences are cut before uses of value vectors are looked for; what is found, the pages' tests compare."""
+"""Sentences of max activating examples are truncated; the pages' tests compare the examples."""
 
 from __future__ import annotations
 

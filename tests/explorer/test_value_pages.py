@@ -1,4 +1,4 @@
-"""The pages of value vectors: what they show is what the library says, and a killed job goes on."""
+"""The pages of value vectors show what the library and the plain model compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder with what a model reads of the training and validation sentences, collected anew for each test."""
+"""A folder with activations of training and validation sentences, new for each test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import matlens
 
 @pytest.fixture
 def collect(sentences: matlens.data.Corpus) -> Callable[..., Any]:
-    """25 sentences to train on and 15 to validate on, read by a model into a folder."""
+    """Collects 25 training and 15 validation sentences into a folder."""
 
     def collect_both(model: Any, folder: Path, *, seed: int = 0, **options: Any) -> Any:
         return collect_parts(model, sentences, folder, seed=seed, **options)
@@ -24,6 +24,6 @@ def collect(sentences: matlens.data.Corpus) -> Callable[..., Any]:
 
 @pytest.fixture
 def collected(small_model: Callable[[str], Any], collect: Callable[..., Any], tmp_path: Path) -> Path:
-    """A folder with both parts, read by the first model."""
+    """A folder with both parts."""
     collect(small_model("gpt2"), tmp_path / "collected")
     return tmp_path / "collected"

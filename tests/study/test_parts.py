@@ -1,4 +1,4 @@
-"""Both parts of a corpus collected: which sentences, what is done again, which positions, what is refused."""
+"""Positions of the training sentences: sampled, or all of few."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_all_positions_of_a_masked_model_are_refused(
         ("gpt2", {}, 40_000, "sampled"),
         ("bert", {}, 1 << 40, "sampled"),
     ],
-    ids=["room", "no room", "masked"],
+    ids=["disk", "no disk", "masked"],
 )
 def test_few_sentences_take_all_positions_if_memory_allows(
     name: str,
@@ -54,7 +54,7 @@ def test_few_sentences_take_all_positions_if_memory_allows(
     monkeypatch.setattr("matlens.study.plan.shutil.disk_usage", lambda _: SimpleNamespace(free=free))
     train, validation = collect(small_model(name), tmp_path, positions="auto", **options)
     assert (train.positions, validation.positions) == (positions, "sampled")
-    if free == 1 << 40:  # what has been begun goes on, whatever room is left
+    if free == 1 << 40:  # what exists is used, however little disk is free
         monkeypatch.setattr("matlens.study.plan.shutil.disk_usage", lambda _: SimpleNamespace(free=0))
         again, _ = collect(small_model(name), tmp_path, positions="auto", **options)
         assert again.positions == positions

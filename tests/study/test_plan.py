@@ -123,22 +123,15 @@ def test_the_configuration_tells_the_shape_that_the_weights_have(
 def test_a_model_of_eight_billion_parameters() -> None:
     """Triangles and products are stored: less than the 8.9 and 146 GB of all second moments."""
     last, all_pairs = (plan_study(BIG, 10_000, pairs=pairs) for pairs in ("last", "all"))
-    d, n_layers = 4096, 32
-    assert last.statistics == 8 * n_layers * ((d + 1) ** 2 + (d + 1) * d)
-    assert all_pairs.statistics == 8 * (n_layers * (d + 1) ** 2 + 528 * (d + 1) * d)
     assert (format_bytes(last.statistics), format_bytes(all_pairs.statistics)) == ("8.59 GB", "75.2 GB")
     weights = last["load the model"].memory
     assert format_bytes(weights) == "32.1 GB"
-    streamed = [plan_study(BIG, n, positions="all") for n in (10**5, 10**6)]
-    for plan in streamed:
+    plans = [plan_study(BIG, n, positions="all") for n in (10**5, 10**6)]
+    for plan in plans:
         collecting, fitting = plan["collect"], plan["fit from sufficient statistics"]
-        assert weights + plan.statistics < collecting.memory == streamed[0]["collect"].memory
-        assert collecting.disk == 2 * (plan.statistics + 8 * n_layers)  # and a number of samples
+        assert weights + plan.statistics < collecting.memory == plans[0]["collect"].memory
         assert fitting.memory < plan.statistics / 5
         assert plan.job == (collecting.memory, collecting.disk + fitting.disk)
-    rows = plan_study(BIG, 100, positions="all", keep_rows=True)
-    assert rows["collect"].disk > 25 * last["collect"].disk / 100
-    assert rows.job[1] == rows["collect"].disk + rows["fit from collected vectors"].disk
 
 
 # Free memory and disk, and jobs that need more
