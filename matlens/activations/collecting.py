@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -246,14 +246,19 @@ class _Reader:
         self._hooks, self._at = hooks, at
         self._places: dict[torch.device, tuple[Tensor, ...]] = {}  # blocks may be on several devices
         self._seen: dict[str, Tensor] = {}
-        self.hooks = [(name, functools.partial(self._read, name)) for name in {*hooks.values()}]
+        self._names = {*hooks.values()}
+
+    @property
+    def hooks(self) -> list[tuple[str, Callable[..., None]]]:
+        """A hook for each site. Not an attribute: its cycle would hold vectors until they are collected."""
+        return [(name, functools.partial(self._read, name)) for name in self._names]
 
     def _read(self, name: str, value: Tensor, hook: Any) -> None:
         if value.device not in self._places:
             self._places[value.device] = tuple(index.to(value.device) for index in self._at)
         self._seen[name] = value[self._places[value.device]].flatten(1).float()  # head after head
         # Not stop_at_layer: it runs the unembedding all the same.
-        if len(self._seen) == len(self.hooks):
+        if len(self._seen) == len(self._names):
             raise EndOfPass
 
     def vectors(self, model: TransformerBridge) -> dict[str, Tensor]:

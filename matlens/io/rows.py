@@ -26,7 +26,7 @@ from matlens.io.files import damaged
 from matlens.numerics import return_freed_memory
 
 INDEX = "index"
-_SHARD_BYTES = 2**28
+_SHARD_BYTES = 2**25
 _MIN_SHARDS = 16  # if there are as many batches, so that processes can divide them
 _INDEX_BYTES = 8
 _ARRAYS = "examples"  # the file of the arrays next to the rows
@@ -217,7 +217,7 @@ def read_rows(folder: str | Path, expected: str) -> tuple[dict[str, Any], dict[s
 
 
 def _shards(counts: Sequence[int], columns: Columns) -> list[range]:
-    """Runs of consecutive batches of about 256 MB, or less if there would be only a few of them."""
+    """Runs of consecutive batches of about 32 MB, or less if there would be only a few of them."""
     of_row = _row_bytes(columns)
     max_bytes = min(_SHARD_BYTES, -(-int(sum(counts)) * of_row // _MIN_SHARDS))
     return consecutive(counts, -(-max_bytes // of_row))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -174,6 +176,19 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 # No more work than is needed
+
+
+def test_the_vectors_of_a_batch_are_freed_with_it(llama: tuple[Any, Examples]) -> None:
+    """By their references alone: a cycle would hold those of many batches until it is collected."""
+    model, examples = llama
+    gc.disable()
+    try:
+        batches = stream(model, examples, STREAM, batch_tokens=64, progress=False)
+        first = [weakref.ref(vectors) for vectors in next(batches).vectors.values()]
+        next(batches)
+        assert [vectors() for vectors in first] == [None] * len(first)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "neox", "bert"])
