@@ -245,6 +245,10 @@ def test_processes_that_fit_otherwise_are_refused(tmp_path: Path) -> None:
         outcomes = run_ranks(2, work, tmp_path / name)
         assert "given other arguments" in outcomes[1]["error"]
         assert "error" in outcomes[0]
+    outcomes = run_ranks(
+        2, lambda: list(fit_samples({"h.0": x, "h.1": x + parallel.rank()}, [(0, 1)])), tmp_path / "samples"
+    )
+    assert "h.1 must be the same in all processes" in outcomes[1]["error"]
     (whole,) = fit_samples({"h.0": x, "h.1": x + 1}, [(0, 1)])
     for outcome in run_ranks(2, fitted(lambda rank: {}), tmp_path / "same"):
         torch.testing.assert_close(outcome["result"][0], whole.weight)

@@ -80,11 +80,16 @@ def _read_items(name: str, path: Path) -> list[EvaluationItem]:
             text = row["prompt"].rstrip()
             if name == "poetry":
                 text = row["prompt"][: row["prompt"].rindex("\n") + 1]
+            words = row["intermediates"]
+            if not text.strip() or not isinstance(words, list) or not words or not all(words):
+                raise ValueError(f"a text and a list of words, not {short(row)}, in item {number}")
             spell = _spellings if name == "order-ops" else lambda word: (word,)
-            words = tuple(map(spell, row["intermediates"]))
+            words = tuple(map(spell, words))
             items.append(EvaluationItem(str(row.get("name", number)), text, words))
     except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise InputError(f"{path} must hold the items of an evaluation, got {error!r}.") from error
+    if not items:
+        raise InputError(f"{path} must hold the items of an evaluation, got none.")
     return items
 
 

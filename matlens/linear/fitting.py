@@ -176,6 +176,7 @@ def fit_samples(
         widths = {site: samples[site].shape[1] for site in sites}
         if len(counts := {len(samples[site]) for site in sites}) > 1:
             raise InputError(f"All sites must have the same number of samples, got {sorted(counts)}.")
+        _check_same_samples({site: samples[site] for site in sites})
     selection = Selection.parse(rows, weights, n)
     if isinstance(samples, Activations):
         origin = samples.provenance
@@ -217,6 +218,18 @@ def fit_samples(
             yield linear if device is None else linear.to(home)
     if not ridge:
         warn_if_few(selection.n, widest)
+
+
+def _check_same_samples(samples: Mapping[str, Tensor]) -> None:
+    """Raise InputError if processes, each of which fits alone, were given different samples, by a few."""
+    few = {site: of_site[:: max(1, len(of_site) // 16)].detach().cpu() for site, of_site in samples.items()}
+    for site, theirs in parallel.broadcast_tensors(few, "some of the samples").items():
+        ours, slack = few[site], 1e-2 * float(theirs.abs().amax())  # sums in another order differ by less
+        if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=0, atol=slack):
+            raise InputError(
+                f"The samples of {site} must be the same in all processes, got others in process "
+                f"{parallel.rank()}. Use fit_stream(..., divided=True) for samples of each process."
+            )
 
 
 @checked

@@ -101,6 +101,8 @@ def test_files_that_are_not_as_expected_are_refused(tmp_path: Path, small_model:
     for name, item in (
         ("typo", {"prompt": "a"}),
         ("typo", {"prompt": "a", "intermediates": [3]}),
+        ("typo", {"prompt": "a", "intermediates": "word"}),
+        ("typo", {"prompt": "a", "intermediates": []}),
         ("poetry", lines),
     ):
         path = write(tmp_path, name, [item])
