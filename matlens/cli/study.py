@@ -122,10 +122,15 @@ def merge(parts: list[Path], /, out: Path, how: FitOptions) -> None:
     """
     from matlens.linear.pairs import resolve_pairs
     from matlens.linear.streaming import StoredLeastSquares
-    from matlens.study.output import MAPS, STATISTICS
+    from matlens.study.output import MAPS, STATISTICS, TRAIN
     from matlens.study.plan import check_merge
     from matlens.study.steps import fit_maps
 
+    if (out / TRAIN).exists():
+        raise InputError(
+            f"out must be a folder without collected vectors, got one with {TRAIN}, on which maps would be "
+            "fitted. Choose another folder."
+        )
     stored = StoredLeastSquares(*parts)
     if how.pairs != "all":  # all that the parts have stored
         stored.check_pairs(resolve_pairs(how.pairs, stored.provenance))  # before it is written

@@ -61,6 +61,10 @@ def test_parts_merged_give_the_table_of_one_run(
     assert one.provenance.to_json() == other.provenance.to_json()
     table = pd.read_csv(tmp_path / "kept" / "results.csv")
     pd.testing.assert_frame_equal(tables[0], table, rtol=1e-4)
+    # Maps of merged parts are not fitted on other vectors, which lie there.
+    refused = run_matlens("merge", tmp_path / "s2", tmp_path / "s1", "--out", tmp_path / "kept")
+    assert refused.code == 2
+    assert not (tmp_path / "kept" / "statistics").exists()
 
 
 def test_missing_duplicate_and_unknown_parts_are_refused(
