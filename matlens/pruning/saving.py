@@ -53,6 +53,7 @@ def save_pruned(pruned: Pruned, folder: str | Path, table: pd.DataFrame | None =
         files = {path.name: describe_file(path) for path in sorted(work.iterdir()) if path.is_file()}
         record = checksummed({**make_config("pruned model", request), "finished": True, "files": files})
         write_files({work / MODEL_RECORD: record})
+        check_new(folder)  # another process may have written it
         if folder.is_dir():
             folder.rmdir()
         work.replace(folder)
