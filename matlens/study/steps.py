@@ -27,7 +27,6 @@ from matlens.models.identity import ModelIdentity
 from matlens.models.inputs import ENCODER, stack_of
 from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
-from matlens.numerics import in_float64
 from matlens.study.output import MAPS, RESULTS, STATISTICS, TRAIN, VALIDATION, has_statistics, write_list
 from matlens.study.plan import check_fit, check_solve
 
@@ -108,7 +107,7 @@ def typical_penalty(samples: Activations | StoredLeastSquares, sources: Iterable
     for source in dict.fromkeys(sources):
         vectors: Any = samples[source]
         if isinstance(samples, Activations):
-            medians.append(in_float64(vectors).square().sum(1).median())
+            medians.append(vectors.double().square().sum(1).median())
         else:  # which have norms where samples are few
             medians.append(vectors.norms.median())
     return float(f"{float(torch.stack(medians).median()):.1e}")
