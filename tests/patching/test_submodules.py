@@ -43,6 +43,13 @@ def test_pairs_are_the_two_ends_of_each_sub_module_of_each_block(name: str, smal
         assert [str(layout.resolve(site)) for site in pair] == list(pair)
 
 
+def test_norms_after_attention_and_ffn_take_the_place_of_those_before(small_model: Models) -> None:
+    layout = ModelLayout.from_model(small_model("olmo2"))
+    assert submodule_pairs(layout, ["ln1", "ffn"])[:2] == [
+        ("ln1_post_in.0", "ln1_post_out.0"), ("ffn_in.0", "ffn_out.0"),
+    ]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def pair_of_models(
     model_folder: Models, tmp_path_factory: pytest.TempPathFactory
