@@ -208,8 +208,8 @@ $(RESULTS)/pruning.csv: OPTIONS = --train 4000 --val 600 --size 3 --size 6 --siz
 
 # Maps at the cut, and what pruned models write; with twice the text, for two methods.
 $(RESULTS)/pruning_cuts.csv: | install
-	$(BIN)/python analyses/pruning.py --suffix _cuts --train 4000 --val 600 --size 6 --size 9 --choice greedy --windows 60 \
-		--eval-windows 8 --tokens 64 --rounds 0 --heal 20000 --heal-size 6 --heal-method jump --heal-method chain \
+	$(BIN)/python analyses/pruning.py --suffix _cuts --train 4000 --val 600 --size 3 --size 6 --size 9 --choice greedy --choice loss --windows 60 \
+		--eval-windows 8 --tokens 64 --heal 20000 --heal-method jump --heal-method chain \
 		--method out --method linearpatch --method "linearpatch, rotated" --method replaceme --method refit --method jump \
 		--method chain --method "jump, chain" --out $(RESULTS)
 

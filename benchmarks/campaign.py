@@ -120,7 +120,9 @@ class Campaign:
             "part": Command(_line("part", "--part", "1/1", *main)),
             "merge": Command(_line("merge", "out", "--out", "merged"), ("part",)),
             "values explore": Command(_line("values", "explore", *data, "--neighbors", 2)),
-            "prune": Command(_line("prune", *data, "--blocks", "1,", "--window", 16), told="a new or empty folder"),
+            "prune": Command(
+                _line("prune", *data, "--blocks", "1,", "--window", 16), told="new or empty folder"
+            ),
             "linearity": Command(
                 _line("linearity", *data, "--window", 12, "--windows", 30, "--eval-windows", 3)
             ),
