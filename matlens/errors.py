@@ -320,7 +320,7 @@ def _fits_array(value: Any, hint: Any) -> bool:
 
 
 def _words(hint: Any) -> str:
-    """What an annotation allows, in words."""
+    """The words for an annotation in messages."""
     if hint in _TYPES:
         return _TYPES[hint].words
     origin, parts = get_origin(hint), get_args(hint)

@@ -173,7 +173,7 @@ def _resume(path: Path, job: dict[str, Any], parts: Mapping[str, Any]) -> Traini
     """Restore the state of an interrupted run."""
     try:
         state = torch.load(path, weights_only=True)
-    except Exception as error:  # of the archive, or of what is in it
+    except Exception as error:  # of the archive, or of its content
         raise InputError(f"{path} is damaged ({type(error).__name__}). Remove it to train again.") from error
     if state["job"] != job:
         raise InputError(

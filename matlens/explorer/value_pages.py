@@ -165,8 +165,8 @@ class _Pages:
         vectors = self._values.layer(layer)
         lists: dict[tuple[str, str], TopTokens] = {}
         for reading, projection in self._projections.items():
-            lists[reading, "top"] = projection.top(vectors, _SEARCHED)
-            lists[reading, "bottom"] = projection.bottom(vectors, _SHOWN)
+            top, bottom = projection.top_and_bottom(vectors, _SEARCHED, _SHOWN)
+            lists |= {(reading, "top"): top, (reading, "bottom"): bottom}
         near, cosines = self._near(layer, units)
         norms, files = vectors.norm(dim=1).cpu().numpy(), []
         for number, start in enumerate(range(0, self._values.d_mlp, _BLOCK)):

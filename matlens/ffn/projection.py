@@ -7,7 +7,7 @@ readout is linear, so ``v`` promotes the tokens with the largest scores (paper B
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -150,29 +150,42 @@ class Projection:
 
     def top(self, vectors: Float[Tensor, "n d_model"], k: int = TOP) -> TopTokens:
         """The ``k`` tokens with the largest scores for each vector."""
-        return self._extreme(vectors, k, lambda scores: largest(scores, k))
+        return self._extremes(vectors, (k, True))[0]
 
     def bottom(self, vectors: Float[Tensor, "n d_model"], k: int = TOP) -> TopTokens:
         """The ``k`` tokens with the smallest scores for each vector, the smallest first."""
-        return self._extreme(vectors, k, lambda scores: scores.topk(k, largest=False))
+        return self._extremes(vectors, (k, False))[0]
+
+    def top_and_bottom(
+        self, vectors: Float[Tensor, "n d_model"], k_top: int = TOP, k_bottom: int = TOP
+    ) -> tuple[TopTokens, TopTokens]:
+        """Both `top` and `bottom`, of the same scores."""
+        top, bottom = self._extremes(vectors, (k_top, True), (k_bottom, False))
+        return top, bottom
 
     def blocks(self, vectors: Float[Tensor, "n d_model"]) -> tuple[Tensor, ...]:
         """Split vectors into blocks whose scores fit into 128 MiB."""
         return vectors.split(max(_SCORES // len(self.unembedding), 1))
 
-    def _extreme(self, vectors: Tensor, k: int, pick: Callable[[Tensor], Any]) -> TopTokens:
-        check_int(k, "k", min=1, max=len(self.unembedding))
+    def _extremes(self, vectors: Tensor, *ends: tuple[int, bool]) -> list[TopTokens]:
+        """The tokens at some ends of the same scores: how many, and whether they are the largest."""
+        for k, _ in ends:
+            check_int(k, "k", min=1, max=len(self.unembedding))
         self._check_weights()
         blocks = self.blocks(vectors)
         # One buffer for the scores of all blocks: allocating one for each takes longer than ordering them.
         with torch.inference_mode():
             buffer = self.unembedding.new_empty(len(blocks[0]), len(self.unembedding))
-            picked = [
-                pick(torch.matmul(self._inputs(block), self.unembedding.T, out=buffer[: len(block)]))
-                for block in blocks
-            ]
-        scores, ids = zip(*picked, strict=True)
-        return TopTokens(torch.cat(ids).cpu(), torch.cat(scores).cpu())
+            picked = []
+            for block in blocks:
+                scores = torch.matmul(self._inputs(block), self.unembedding.T, out=buffer[: len(block)])
+                picked.append(
+                    [largest(scores, k) if is_top else scores.topk(k, largest=False) for k, is_top in ends]
+                )
+        return [
+            TopTokens(torch.cat([ids for _, ids in parts]).cpu(), torch.cat([top for top, _ in parts]).cpu())
+            for parts in zip(*picked, strict=True)
+        ]
 
     def top_of_all(self, values: ValueVectors, k: int = TOP, *, progress: bool = True) -> TopTokens:
         """The ``k`` top tokens of every value vector of a model; `ValueVectors.at` names a row."""
@@ -189,7 +202,7 @@ class Projection:
         self.check_same(values.identity)
         chosen, vectors = [values.resolve(name) for name in names], values.vectors(names)
         rows: list[tuple[Any, ...]] = []
-        for side, tokens in (("top", self.top(vectors, k)), ("bottom", self.bottom(vectors, k))):
+        for side, tokens in zip(("top", "bottom"), self.top_and_bottom(vectors, k, k), strict=True):
             for value, ids, scores in zip(chosen, tokens.ids.tolist(), tokens.scores.tolist(), strict=True):
                 texts = token_texts(self.tokenizer, ids)
                 for rank, token in enumerate(zip(texts, ids, scores, strict=True), start=1):

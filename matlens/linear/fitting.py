@@ -176,7 +176,7 @@ def fit_samples(
         widths = {site: samples[site].shape[1] for site in sites}
         if len(counts := {len(samples[site]) for site in sites}) > 1:
             raise InputError(f"All sites must have the same number of samples, got {sorted(counts)}.")
-        if parallel.world_size() > 1:
+        if parallel.world_size() > 1 and n:
             _check_same_samples({site: samples[site] for site in sites})
     selection = Selection.parse(rows, weights, n)
     if isinstance(samples, Activations):

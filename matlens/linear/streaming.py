@@ -154,7 +154,7 @@ def stream_least_squares(
     pairs
         As in `MapSet.fit`.
     positions
-        ``"sampled"``: only at the positions of the examples. ``"all"``: at all_positions token.
+        ``"sampled"``: only at the positions of the examples. ``"all"``: at every token.
     rows, weights
         As in `MapSet.fit`: of all parts together, in the order of ``collect`` at these positions.
     part

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ import transformers
 from command_lines import run_command
 from conftest import WORDS
 
+from matlens import pruning
+from matlens.cli import parts
 from matlens.linearity import atlas_seconds
 
 
@@ -21,6 +24,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "words.txt"
     path.write_text("\n".join(" ".join(generator.choice(WORDS, 20)) for _ in range(80)))
     return path
+
+
+def test_options_offer_what_the_library_does() -> None:
+    """The command line has copies of the names, since --help is shown without importing torch."""
+    assert get_args(parts.Method) == get_args(pruning.Method)
+    assert get_args(parts.Choice) == get_args(pruning.Choice)
 
 
 def test_a_folder_is_written_that_transformers_loads(

@@ -41,19 +41,24 @@ def logits(model: Any) -> torch.Tensor:
 FALCON = "falcon-alibi"
 
 
+def assert_continues_like(model: Any, plain: Any, n: int) -> None:
+    """What a bridge writes with a cache is what the plain model predicts without one."""
+    made = model.generate(
+        TOKENS[:1], n, stop_at_eos=False, do_sample=False, verbose=False, return_type="tokens"
+    )
+    expected = TOKENS[:1]
+    for _ in range(n):
+        expected = torch.cat([expected, plain(expected).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(made, expected)
+
+
 def test_distances_count_once(small_model: Models, plain_model: Models, model_folder: Models) -> None:
     """As in the attention that transformers takes by default, and not as in the one that gives patterns."""
     model, plain = small_model(FALCON), plain_model(FALCON)
     assert_near(logits(model), logits(plain))
     doubled = logits(load_plain(FALCON, model_folder(FALCON), attn_implementation="eager"))
     assert float((doubled - logits(plain)).abs().max()) > 1e-3 * float(logits(plain).abs().max())
-    made = model.generate(
-        TOKENS[:1], 8, stop_at_eos=False, do_sample=False, verbose=False, return_type="tokens"
-    )
-    expected = TOKENS[:1]
-    for _ in range(8):
-        expected = torch.cat([expected, plain(expected).logits[:, -1:].argmax(-1)], 1)
-    assert torch.equal(made, expected)
+    assert_continues_like(model, plain, 8)
 
 
 @pytest.mark.parametrize("name", [FALCON, "falcon-alibi-multi-query", "gpt1"])
@@ -123,13 +128,7 @@ def test_newer_falcons_are_the_model_that_transformers_loads(
     assert_near(seen["blocks.1.attn.q.hook_out"].flatten(2), by_hand[..., :-2, :].flatten(2))
     assert_near(seen["blocks.1.attn.k.hook_out"].flatten(2), by_hand[..., -2, :].flatten(2))
     assert_near(seen["blocks.1.attn.v.hook_out"].flatten(2), by_hand[..., -1, :].flatten(2))
-    made = model.generate(
-        TOKENS[:1], 5, stop_at_eos=False, do_sample=False, verbose=False, return_type="tokens"
-    )
-    expected = TOKENS[:1]
-    for _ in range(5):
-        expected = torch.cat([expected, plain(expected).logits[:, -1:].argmax(-1)], 1)
-    assert torch.equal(made, expected)
+    assert_continues_like(model, plain, 5)
 
 
 def test_a_newer_falcon_that_a_bridge_takes_for_another_model_is_refused(tmp_path: Path) -> None:
