@@ -123,6 +123,8 @@ def head_ablation(
     `prediction_rows` and ``kl``, the mean of ``KL(delta(h^L) || delta(h'))``. Heads are replaced at all
     tokens but sinks.
     """
+    for samples, theirs in ((train, "the training vectors"), (validation, "the validation vectors")):
+        readout.check_same(samples.provenance, theirs=theirs)
     layout = ModelLayout.from_model(model)
     last, scores = layout.n_layers, head_r2(layout, maps, validation, rows=validation_rows)
     linear = maps.in_memory(head_pairs(layout))

@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 
 from exits.classifiers import ExitClassifiers
 from exits.outcomes import EvaluatedExits, ExampleSplit, evaluate_exits, first_exit, split_examples
-from matlens import Readout
+from matlens import InputError, Readout
 from matlens.activations import Activations
 from matlens.ffn import Clusters, ExitRule, Trace, ValueVectors, active_clusters, find_saturation
 from matlens.lens import ExitConfidence, evaluate, exit_layers, thresholds
@@ -85,6 +85,11 @@ def compare_exits(
     part, and skipped if that has fewer than two examples per dimension. ``options`` are those of
     `ExitClassifiers`.
     """
+    activations.provenance.check_same(trace.provenance, ours="the activations", theirs="the trace")
+    if trace.examples.fingerprint != activations.examples.fingerprint:
+        raise InputError(
+            "activations must be of the examples of the trace, got others. Collect them at `trace.examples`."
+        )
     saturation, right = find_saturation(trace), (trace.after == trace.final[:, None]).numpy()
     made_at = saturation.layer.numpy()
     active, features = active_clusters(trace, clusters), classifier_features(model, activations)

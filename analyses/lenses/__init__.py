@@ -83,6 +83,8 @@ def cosine_table(lenses: Mapping[str, Lens], halves: Mapping[str, tuple[Lens, Le
     """
     first = next(iter(lenses.values()))
     identity, width = first.provenance.identity, first.provenance.identity.d_model
+    for lens in lenses.values():
+        first.provenance.check_same(lens.provenance.identity, ours="the first lens", theirs="another lens")
     rows: list[dict[str, Any]] = []
 
     def add(method: str, layer: int, value: float) -> None:

@@ -28,7 +28,7 @@ from exits.outcomes import evaluate_exits, split_examples
 from plain_values import NORM_BEHIND
 from torch import Tensor
 
-from matlens import Readout, collect, make_examples
+from matlens import InputError, Readout, collect, make_examples
 from matlens.data.corpus import Corpus
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.events import find_saturation
@@ -249,6 +249,12 @@ def test_classifiers_learn_events_below_the_last_layer_from_the_training_part(
 
 def confident(difference: list[list[float]], right: list[list[int]]) -> ExitConfidence:
     return ExitConfidence(torch.tensor(difference), torch.tensor(right, dtype=torch.bool))
+
+
+def test_vectors_of_other_examples_are_refused(made: Callable[[str, int], ComparedModel]) -> None:
+    its = made("gptj", MANY)
+    with pytest.raises(InputError, match="activations must be of the examples of the trace"):
+        compare_exits(its.model, its.trace, its.clusters, its.activations.head(len(its.trace) - 1), **OPTIONS)
 
 
 def test_the_least_lam_is_the_first_of_the_steps_that_is_right_often_enough() -> None:
