@@ -34,7 +34,7 @@ class Standardisation:
     """
 
     kind: Literal["rms", "layer"]
-    eps: NonNegative = 0.0
+    eps: NonNegative
 
     def __call__(self, h: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
         """Standardise vectors, along their last axis."""

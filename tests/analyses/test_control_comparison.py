@@ -106,6 +106,7 @@ def test_every_line_is_that_of_a_plain_model_changed_by_hand(
     written = {change: hand.texts() for change, hand in by_hand.items()}
     assert texts["text"].tolist() == [text for of_change in written.values() for text in of_change]
     assert len({tuple(of_change) for of_change in written.values()}) == len(changes), "all differ"
+    assert texts["method"].tolist() == [change.method for change in changes for _ in PROMPTS]
     base = written[changes[0]]
     measured: dict[str, float] = {}
     main = table[table["attribute"] != "threat"]

@@ -14,6 +14,7 @@ from matlens import InputError
 from matlens.ffn import projection
 from matlens.ffn.projection import Projection, TopTokens
 from matlens.ffn.values import ValueVectors
+from matlens.models.identity import ModelIdentity, Provenance
 
 Models = Callable[[str], Any]
 K = 7
@@ -89,6 +90,14 @@ def test_the_table_has_both_ends_of_each_vector(small_model: Models, plain_model
             assert rows["score"].tolist() == pytest.approx(scores[order[:3]].tolist(), rel=1e-4, abs=1e-6)
             assert rows["rank"].tolist() == [1, 2, 3]
             assert set(zip(rows["layer"], rows["index"], strict=True)) == {(layer, index)}
+
+
+def test_value_vectors_and_updates_of_another_model_are_refused(small_model: Models) -> None:
+    projection, other = Projection.from_model(small_model("gpt2")), small_model("llama")
+    with pytest.raises(InputError, match="model"):
+        projection.table(ValueVectors(other), ["L2D9"], k=3)
+    with pytest.raises(InputError, match="model"):
+        projection.check_same(Provenance(ModelIdentity.from_model(other)))
 
 
 @pytest.mark.parametrize("words", [["w7"], ["w7", "w30", "w11"]])

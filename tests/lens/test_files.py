@@ -92,7 +92,7 @@ def test_what_a_jacobian_lens_cannot_hold_is_refused(lens: Lens, small_model: Mo
     provenance = lens.provenance
     kinds = {
         "a bias": Lens({1: linear(1, torch.eye(D_MODEL), torch.ones(D_MODEL))}, "affine", provenance),
-        "a norm": Lens({1: None}, "standardise", provenance, Standardisation("rms")),
+        "a norm": Lens({1: None}, "standardise", provenance, Standardisation("rms", 0.0)),
         "a scale": Lens({1: None}, "polished", provenance, scales={1: 2.0}),
         "layer 0 only": Lens({0: None}, "mat", provenance),
     }

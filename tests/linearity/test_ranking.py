@@ -97,4 +97,6 @@ def test_the_first_parts_do_not_touch() -> None:
     )
     assert first_parts(table, group="any") == [("ffn", 1), ("attn", 1), ("block", 2)]
     assert first_parts(table, group="block") == [("block", 1), ("block", 2)]
+    assert first_parts(table, group="attn") == [("attn", 1), ("attn", 2)]
+    assert first_parts(table, group="ffn") == [("ffn", 1)]
     assert first_parts(table, group="norms") == []

@@ -101,6 +101,7 @@ def test_the_least_are_chosen(small_model: Models, plain_model: Models, windows:
         for i in (1, 2)
     }
     assert choose_attention(streams, 1, progress=False) == (min(losses, key=losses.__getitem__),)
+    assert choose_attention(streams, 2, progress=False) == (1, 2), "every block after the first"
 
 
 @pytest.mark.parametrize("name", ["neox"])
