@@ -14,7 +14,6 @@ import pytest
 import torch
 from analysing import assert_figure, run
 from conftest import D_MODEL, N_LAYERS, WORDS
-from figures.beyond import plot_causal
 from lens_causal import DOSES, LENSES, crossing, half_dose, median
 from lenses import causal
 from lenses.causal import N_RANDOM
@@ -276,9 +275,3 @@ def test_facts_that_the_model_does_not_answer_are_refused(
     with pytest.raises(SystemExit):
         run(NAME, *options, "--facts", facts, "--device", "cpu", "--out", tmp_path)
     assert not list(tmp_path.glob("*.csv"))
-
-
-def test_the_figure_has_a_line_for_each_method(job: Job) -> None:
-    lines = [[line.get_label() for line in ax.get_lines()] for ax in plot_causal(job.table).axes]
-    named = {*LENSES, "model", "random"}
-    assert [set(names) for names in lines] == [named, named, {*LENSES[1:]}, {*LENSES}]

@@ -89,18 +89,6 @@ def test_push_and_pull_go_through_the_hub(
     assert not (tmp_path / "x").exists()
 
 
-def test_an_unknown_method_or_a_foreign_folder_is_refused_before_the_fit(
-    commands: Commands, corpora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("matlens.models.loading.load", None)
-    given = ["lens", "fit", "--corpus", corpora / "few.txt"]
-    said = commands.run(*given, "--out", tmp_path / "o", "--method", "best", model="llama", code=2)
-    assert "method must be one of" in said
-    assert not (tmp_path / "o").exists()
-    (tmp_path / "other.txt").touch()
-    assert "holds other files" in commands.run(*given, "--out", tmp_path, model="llama", code=2)
-
-
 def test_report_writes_tables_and_a_figure_and_prints_a_line_for_each_lens(
     commands: Commands,
     small_model: Callable[[str], Any],

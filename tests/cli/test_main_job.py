@@ -6,8 +6,6 @@ import json
 import re
 import resource
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -108,11 +106,6 @@ def assert_refused(outcome: Outcome, *messages: str) -> None:
     message = " ".join(outcome.err.replace("│", " ").split())
     for part in messages:
         assert part in message
-
-
-def mat_r2(table: pd.DataFrame, source: int, target: int) -> float:
-    part = table[(table["layer"] == source) & (table["target"] == target) & (table["metric"] == "r2")]
-    return float(part[part["method"] == "mat"]["value"].iloc[0])
 
 
 # What it does
@@ -275,27 +268,6 @@ def test_a_finished_run_is_not_evaluated_again(
     assert (finished / "results.csv").read_bytes() == table
 
 
-@pytest.mark.filterwarnings("always::matlens.InputWarning")
-def test_few_samples_take_all_positions_and_say_so(
-    run_matlens: Matlens, inputs: list[str], tmp_path: Path
-) -> None:
-    few = [*inputs, "--train", 40, "--pairs", "0:3"]
-    outcome = run_matlens("run", *few, "--out", tmp_path / "auto")
-    assert "40 sentences are few for 32 dimensions" in " ".join(outcome.err.split())
-    assert matlens.linear.StoredLeastSquares(tmp_path / "auto" / "statistics").provenance.positions == "all"
-    assert not (tmp_path / "auto" / "train").exists()
-    assert origin_of(tmp_path / "auto")["note"] is None
-
-    plain = run_matlens("run", *few, "--positions", "sampled", "--ridge", 0, "--out", tmp_path / "plain")
-    assert "on 40 samples, which is few for 32 dimensions" in " ".join(plain.out.split())
-    assert (plain.err.count("warning: "), outcome.err.count("warning: ")) == (1, 0)
-
-    sampled = run_matlens("run", *few, "--positions", "sampled", "--out", tmp_path / "sampled")
-    assert "a ridge of" in " ".join(sampled.out.split())
-    r2 = {name: mat_r2(results(tmp_path / name), 0, 3) for name in ("auto", "plain", "sampled")}
-    assert min(r2["auto"], r2["sampled"]) > r2["plain"]
-
-
 # What it refuses
 
 
@@ -303,8 +275,6 @@ def test_few_samples_take_all_positions_and_say_so(
     ("options", "messages"),
     [
         (["--model", "nobody/no-such-model"], ["nobody/no-such-model", "Expected", ".gguf file"]),
-        (["--corpus", "no.txt"], ["source must be", "Samples are"]),
-        (["--device", "abacus"], ["device must be an available cpu, cuda or mps device, got abacus"]),
         (["--pairs", "0:4"], ["Layer 4 of site 'h' is out of range", "h.0 to h.3"]),
         (["--positions", "all", "--skip-special"], ["sample_special"]),
     ],
@@ -338,17 +308,6 @@ def test_an_output_folder_of_others_or_of_another_job(
     before = tree(finished)
     assert_refused(run_matlens(*command), str(finished / "maps"), "holds other files")
     assert tree(finished) == before
-
-
-def test_a_table_that_is_absent_or_damaged(run_matlens: Matlens, finished: Path, with_figures: None) -> None:
-    path = finished / "results.csv"
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    before = tree(finished)
-    assert_refused(run_matlens("plot", finished), str(path), "not the table")
-    assert tree(finished) == before
-    assert_refused(run_matlens("plot", finished / "absent"), "'matlens evaluate' writes it")
-    assert_refused(run_matlens("fit", finished / "absent"), "folder of type 'activations'")
-    assert not (finished / "absent").exists()
 
 
 # A disk that is full
@@ -385,18 +344,3 @@ def test_a_full_disk_is_reported_and_nothing_unfinished_remains(
     assert not (finished / "maps").exists()
     assert run_matlens("fit", finished).code == 0
     assert without_command(tree(finished / "maps")) == maps
-
-
-def test_it_runs_as_a_module_and_a_closed_pipe_is_no_error() -> None:
-    code = f"{sys.executable} -m matlens --help | head -n 1; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr == ""
-    assert done.stdout.splitlines()[-1] in ("0", "1", "141")
-    loud = (
-        "from matlens.cli.starting import report_errors\n"
-        "report_errors(lambda: [print('x' * 1000) for _ in range(1000)] and None)"
-    )
-    code = f'{sys.executable} -c "{loud}" | head -c 10; code=${{PIPESTATUS[0]}}; echo; echo $code'
-    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr == ""
-    assert done.stdout.splitlines()[-1] == "141"

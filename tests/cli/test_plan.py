@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 from command_lines import cells, run_command
 
@@ -45,20 +42,3 @@ def test_few_sentences_are_planned_as_they_are_run(
     """'matlens run' takes all positions of sentences that are fewer than twice the width."""
     arguments = ["plan", "--layers", "3", "--width", "64", "--sentences", n, "--positions", positions]
     assert f"{planned} positions" in " ".join(run_command(arguments, capsys, width=200).out.split())
-
-
-def test_a_models_configuration_is_enough(
-    capsys: pytest.CaptureFixture[str], model_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_bytes((model_folder("llama") / "config.json").read_bytes())
-    arguments = ["--model", tmp_path, "--sentences", 50, "--positions", "all", "--pairs", "last"]
-    printed = run_command(["plan", *arguments], capsys, width=160).out
-    assert "3 layers of 32, " in printed
-    assert "all positions, pairs last" in " ".join(printed.split())
-
-
-def test_a_model_or_a_shape_is_required(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in ([], ["--model", "x", "--layers", "3", "--width", "8"]):
-        refused = run_command(["plan", *arguments], capsys, width=160)
-        assert refused.code == 2
-        assert "Give either --model" in refused.err

@@ -9,37 +9,9 @@ import pytest
 from command_lines import cells
 from hypothesis import given
 from hypothesis import strategies as st
-from tqdm.auto import tqdm
 
 from matlens import InputError
 from matlens.cli import printing, starting
-
-
-def test_an_error_has_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    """Also where it comes out of a loop whose progress is shown."""
-
-    def work() -> None:
-        rows = iter(tqdm(range(3), desc="slow work"))  # held by this frame, so by the exception's traceback
-        raise InputError(f"No row {next(rows)}.")
-
-    with pytest.raises(SystemExit) as ended:
-        starting.report_errors(work)
-    assert ended.value.code == 2
-    assert "slow work" in (said := capsys.readouterr().err)
-    assert said.endswith("\nerror: No row 0.\n")
-
-
-@pytest.mark.parametrize(("code", "hint"), [(130, True), (1, False)])
-def test_an_exit_comes_through_and_an_interruption_is_explained(
-    code: int, hint: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def work() -> None:
-        raise KeyboardInterrupt if hint else SystemExit(code)
-
-    with pytest.raises(SystemExit) as ended:
-        starting.report_errors(work)
-    assert ended.value.code == code
-    assert ("Rerun the same command" in capsys.readouterr().err) == hint
 
 
 def test_tables_show_markup_as_text(

@@ -2,8 +2,6 @@
 
 import hashlib
 import importlib.util
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -14,19 +12,11 @@ from matlens.data.corpus import load_corpus
 from matlens.data.samples import (
     CATALOGUES,
     LANGUAGES,
-    _paragraphs,
-    _plain_article,
-    _sentences,
     messages,
     news_sample,
     wikipedia_sample,
 )
 from matlens.errors import InputError
-
-
-def prose(wikitext: str) -> list[str]:
-    return [s for paragraph in _paragraphs(_plain_article(wikitext)) for s in _sentences(paragraph)]
-
 
 # The whole samples
 
@@ -42,53 +32,6 @@ def test_the_sentences_are_those_of_the_published_tables(
 
 
 # One piece of wikitext at a time
-
-
-@pytest.mark.parametrize(
-    ("wikitext", "expected"),
-    [
-        ("'''Cats''' are ''small'' [[animal]]s of [[A|a family]].", "Cats are small animals of a family."),
-        ("Cats sleep.<ref>{{cite|title=''Cats}} See p. 3. Yes.</ref>Dogs bark.", "Cats sleep.|Dogs bark."),
-        ('Cats sleep<ref name="a" /> a lot.{{citation needed|date=May 2010}}', "Cats sleep a lot."),
-        ("Cats ({{IPAc-en|k|æ|t}}) are small.", "Cats are small."),
-        ("Cats ({{lang-la|felis}}; old) are small.", "Cats are small."),
-        ("Cats&nbsp;are &mdash; mostly &mdash; small.<!-- No! -->", "Cats are — mostly — small."),
-        ("The cat drinks H<sub>2</sub>O.", "The cat drinks H2O."),
-        ("{{Infobox\n|a=A cat is here. It is.\n}}\nCats are small.", "Cats are small."),
-        ("{|\n| A cell ends here. Yes.\n|}\nCats are small.", "Cats are small."),
-        ("Cats [http://cats.org sleep] now.", "Cats sleep now."),
-        ("Cats are\nsmall.\nThey sleep.", "Cats are small.|They sleep."),
-        (
-            "== Life ==\nCats eat.\n== References ==\nDogs bark.\n== B ==\nIt is so.",
-            "Cats eat.|It is so.",
-        ),
-        ("<gallery>\nFile:A.png|A cat sleeps.\n</gallery>\nCats are small.", "Cats are small."),
-    ],
-)  # fmt: skip
-def test_wikitext_becomes_prose(wikitext: str, expected: str) -> None:
-    assert prose(wikitext) == expected.split("|")
-
-
-@pytest.mark.parametrize(
-    "wikitext",
-    [
-        "A cat weighs {{convert|4|kg|lb}} or so.",
-        "The area is <math>x^2</math> here.",
-        "There are 10<sup>5</sup> cats.",
-        "See [http://cats.org] for more.",
-        "See [[Cat#Life]] for more.",
-        "* A list item is not prose.",
-        " Preformatted = code. It is.",
-        "Cats are:",
-        "and cats are small.",
-        "Cats (small are here.",
-        "== Cats are small. ==",
-        "Cats have uses: 1. to sleep; 2. to eat; and 3. to purr",
-        "<source>Cats = small. Yes.</source>",
-    ],
-)
-def test_what_is_not_whole_prose_is_left_out(wikitext: str) -> None:
-    assert prose(wikitext) == []
 
 
 # Messages in many languages
@@ -203,17 +146,3 @@ def test_missing_wheels_say_what_to_install(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(InputError, match=f"pip install {install}"):
         load_corpus(sample)
-
-
-def test_a_damaged_wheel_is_told(catalogues: Path) -> None:
-    (catalogues / "de" / "LC_MESSAGES" / "django.po").write_bytes(b"\xff\xfe")
-    with pytest.raises(InputError, match=r"de/LC_MESSAGES/django.po cannot be read .*--force-reinstall"):
-        list(messages("fr"))
-
-
-def test_the_wheel_is_located_without_importing_it() -> None:
-    code = (
-        "import sys; from matlens.data.samples import news_sample; next(news_sample());"
-        "sys.exit('gensim' in sys.modules or 'torch' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

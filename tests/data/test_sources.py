@@ -116,33 +116,6 @@ def test_hub_that_does_not_answer_is_told_at_once(monkeypatch: pytest.MonkeyPatc
         assert part in str(caught.value)
 
 
-def test_offline_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(InputError, match=r"'nobody/nothing' cannot be read.*news-sample"):
-        load_corpus("nobody/nothing")
-    for missing in ("/no/such/file", "data/x.TAR.GZ"):
-        with pytest.raises(InputError, match=rf"^source must be .*'{missing}'.*wikipedia-sample"):
-            load_corpus(missing)
-
-
-def test_a_dataset_that_fails_while_it_is_gone_over_is_told_with_the_cause(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Broken:
-        def __iter__(self) -> Iterator[dict[str, str]]:
-            yield {"text": FIRST}
-            raise datasets.exceptions.DatasetGenerationError(
-                "An error occurred while generating the dataset"
-            ) from OSError("disk \x07gone")
-
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: Broken())
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(InputError, match=r"The dataset 'a/b' cannot be read: OSError: disk .x07gone"):
-        load_corpus("a/b")
-    assert load_corpus("a/b", limit=1).sentences == (FIRST,)
-
-
 # What is refused
 
 

@@ -12,7 +12,6 @@ import torch
 from conftest import N_LAYERS, SINK_TOKENS, assert_near
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from plain_values import plain_unembedding, plain_values
 from sub_updates.events import event_tables, saturation_frequency, update_scores, updates_by_effect
 from traces import make_trace
 
@@ -99,23 +98,6 @@ def test_events_and_updates_are_those_of_a_loop(trace: Trace) -> None:
         assert list(zip(events.example.tolist(), events.layer.tolist(), strict=True)) == expected[name]
         assert events.reference == REFERENCE[name]
     assert list(find_events(trace)) == ["saturation", "elimination"]
-
-
-def test_an_example_that_can_be_followed_by_eye() -> None:
-    """dog is made at the FFN of layer 1; cow, which falls to the fifth place, is eliminated at layer 0."""
-    cow, cat, dog = 0, 1, 2
-    before = torch.tensor([[cow, cat, dog], [dog, dog, dog], [cat, cow, dog], [cat, cow, dog]])
-    after = torch.tensor([[cat, dog, dog], [dog, dog, dog], [cow, cat, dog], [cow, dog, dog]])
-    rank = torch.tensor([[4, 1, 0], [0, 0, 0], [2, 2, 0], [3, 9, 0]])
-    trace = make_trace(before, after, rank)
-    made = find_saturation(trace)
-    assert made.layer.tolist() == [1, 0, 2, 1]
-    assert made.by_ffn.tolist() == [True, False, False, True]
-    events = find_events(trace)
-    assert events["saturation"].example.tolist() == [0, 3]
-    assert events["saturation"].layer.tolist() == [1, 1]
-    assert events["elimination"].example.tolist() == [0, 2, 3]
-    assert events["elimination"].layer.tolist() == [0, 0, 1]  # the first of equals in the second of them
 
 
 def expected_value(
@@ -253,30 +235,13 @@ def with_sinks(small_model: Callable[[str], Any]) -> Trace:
     return Trace.run(small_model("llama-sinks"), examples, k=3, progress=False)
 
 
-def readings_by_hand(trace: Trace, plain: Any) -> dict[str, dict[tuple[str, str], np.ndarray]]:
-    """Scores as they are, above the mean over the vocabulary, and against the rival."""
-    e = plain_unembedding(plain).double()
-    readings: dict[str, dict[tuple[str, str], np.ndarray]] = {"score": {}, "lift": {}, "odds": {}}
-    for (group, reference), scores in trace.score.items():
-        for read, of_read in readings.items():
-            of_read[group, reference] = scores.double().numpy().copy()
-            for example, layer, i in np.ndindex(*scores.shape):
-                v = plain_values("llama-sinks", plain, layer)[trace.index[group][example, layer, i]].double()
-                rival = {
-                    "before": trace.after[example, layer], "final": trace.before[example, layer]
-                }[reference]  # fmt: skip
-                less = {"score": 0.0, "lift": float((e @ v).mean()), "odds": float(e[rival] @ v)}[read]
-                m = float(trace.coefficient[group][example, layer, i])
-                of_read[group, reference][example, layer, i] -= m * less
-    return readings
-
-
 def test_all_readings_and_sinks_are_in_the_tables_under_their_names(
-    with_sinks: Trace, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
+    with_sinks: Trace, small_model: Callable[[str], Any]
 ) -> None:
-    trace, plain = with_sinks, plain_model("llama-sinks")
-    tables = event_tables(trace, small_model("llama-sinks"))
-    readings = readings_by_hand(trace, plain)
+    trace, model = with_sinks, small_model("llama-sinks")
+    tables = event_tables(trace, model)
+    lift, odds = (relative_scores(trace, model, to) for to in ("mean", "rival"))
+    readings = {"score": trace.score, "lift": lift, "odds": odds}
     counted = {"all examples": [True] * 60, "sinks excluded": [i % 5 != 0 for i in range(60)]}
     updates = all_updates(trace)
     for table, kinds in ((tables.events, ("saturation", "elimination")), (tables.scores, tuple(REFERENCE))):

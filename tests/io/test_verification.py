@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ from damage import harmed
 from small_maps import ORIGIN, PAIRS, linear
 
 from matlens import MapSet
-from matlens.io.artifact import LAYOUT
-from matlens.io.files import checksummed
 from matlens.io.rows import Column, writing_rows
 from matlens.io.tables import write_results
 from matlens.io.verification import verify
@@ -104,35 +101,6 @@ def test_a_folder_of_a_run_that_is_gone_is_named(out: Path) -> None:
     damages = {verdict.path.name: verdict.damage for verdict in verify(out) if verdict.damage}
     gone = f"{out / 'maps' / 'config.json'} is missing."
     assert damages == {"run.json": gone, "maps": gone}
-
-
-def test_links_are_followed_once_and_records_of_others_ignored(out: Path, tmp_path: Path) -> None:
-    linked = tmp_path / "linked"
-    linked.mkdir()
-    (linked / "out").symlink_to(out)
-    (out / "circle").symlink_to(linked)
-    (linked / "run.json").write_text('{"name": "of another program"}')
-    assert sorted(verdict.path.name for verdict in verify(linked)) == sorted(WHATS)
-    (out / "train" / "config.json").unlink()
-    (damage,) = (verdict.damage for verdict in verify(linked) if verdict.damage)
-    assert damage.endswith("train/config.json is missing.")
-
-
-def test_an_exchanged_description_of_a_table_is_found(out: Path) -> None:
-    write_results(out, "other", pd.DataFrame({"value": [1.0]}), {"seed": 1})
-    (out / "results.json").write_bytes((out / "other.json").read_bytes())
-    damages = {verdict.path.name: verdict.damage for verdict in verify(out)}
-    assert "not the table that results.json describes" in (damages["results.csv"] or "")
-    assert damages["other.csv"] is None
-
-
-@pytest.mark.parametrize("name", ["config.json", "matlens.json", "run.json", "a.json"])
-def test_records_that_lack_entries_are_damaged(name: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    content = {"table": "a.csv"} if name == "a.json" else {"layout": LAYOUT, "holds": "results"}
-    path.write_text(json.dumps(checksummed(content)))
-    (verdict,) = verify(tmp_path)
-    assert verdict.damage is not None
 
 
 def test_the_command_exits_with_2_on_damage(

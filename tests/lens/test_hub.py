@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 from conftest import D_MODEL
@@ -17,7 +16,6 @@ from small_lenses import linear, make_lens, numbers
 from transformer_lens.tools.analysis import JacobianLens
 
 from matlens import InputError, Lens
-from matlens.io.tables import COLUMNS
 from matlens.lens.hub import bare, folder_of, lens_card, repository_card
 from matlens.models.identity import ModelIdentity, Provenance
 
@@ -115,34 +113,6 @@ def test_names_that_lead_elsewhere_are_refused(name: str, hub: Hub, small_model:
 
 
 # Cards
-
-
-def test_a_card_says_what_the_lens_was_fitted_on_and_how_well_it_reads(hub: Hub, small_model: Models) -> None:
-    lens = fitted(small_model("llama"))
-    lines = [
-        (lens.method, 4, "r2", None, 0.5, ""), (lens.method, 4, "precision", 1, 0.25, ""),
-        (lens.method, 5, "precision", 1, 0.35, ""), (lens.method, 4, "precision", 1, 0.1, "id"),
-        ("id", 4, "precision", 1, 0.01, ""), (lens.method, None, "seconds", None, 3.0, ""),
-        (lens.method, 5, "r2", None, float("nan"), ""),
-    ]  # fmt: skip
-    rows = [
-        ("lens_report", "m", "c", method, layer, 30, metric, k, value, None, None, 9, against)
-        for method, layer, metric, k, value, against in lines
-    ]
-    results = pd.DataFrame(rows, columns=[*COLUMNS, "against"])
-    card = lens_card(lens, results)
-    for part in (
-        r"# rank=4+sinks=exclude of ", "| corpus | wikipedia-sample, 4,000 sentences |",
-        "| fitted on | 112,344 tokens |", "| attention sinks | excluded (4,001) |", "| positions | all |",
-        "| layers | 1, 2 of 3, each onto the last |", "revision abc", "| seed | 7 |",
-        "| layer | r2 | precision@1 |", "| 4 | 0.500 | 0.250 |", "| 5 | – | 0.350 |",
-        lens.provenance.identity.fingerprint,
-    ):  # fmt: skip
-        assert part in card, part
-    assert "has not been measured" in lens_card(lens, None)
-    with pytest.raises(InputError, match="no value of 'rank=4"):
-        lens.push_to_hub(PLACE, quality=results[results["method"] == "id"], endpoint=hub.address)
-    assert hub.asked == []
 
 
 @pytest.mark.parametrize(

@@ -112,14 +112,7 @@ def test_a_lens_comes_back_from_its_folder(small_model: Models, tmp_path: Path) 
 
 
 @pytest.mark.refused
-def test_a_damaged_lens_is_refused(small_model: Models, tmp_path: Path) -> None:
-    make_lens(small_model("llama")).save(tmp_path / "lens")
-    file = tmp_path / "lens" / "h.1.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    with pytest.raises(InputError, match="does not hold the tensor"):
-        Lens.load(tmp_path / "lens")
+def test_a_lens_that_is_not_finite_is_refused(small_model: Models, tmp_path: Path) -> None:
     broken = make_lens(small_model("llama"))
     broken.matrix(0)[0, 0] = float("nan")
     with pytest.raises(InputError, match="must be finite, got NaN or infinity at layer 0"):
@@ -157,12 +150,8 @@ def test_a_lens_goes_with_its_own_model_alone(
 def test_what_is_no_lens_is_refused(small_model: Models) -> None:
     model = small_model("llama")
     provenance = Provenance(ModelIdentity.from_model(model))
-    with pytest.raises(InputError, match="of layers 0 to 2"):
-        Lens({3: None}, "x", provenance)
     with pytest.raises(InputError, match="Is it of another model"):
         Lens({0: linear(0, torch.eye(D_MODEL + 1))}, "x", provenance)
-    with pytest.raises(InputError, match="at least one layer"):
-        Lens({}, "x", provenance)
     with pytest.raises(InputError, match="provenance must have a model"):
         Lens({0: None}, "x", Provenance())
     lens = Lens.identity(model)

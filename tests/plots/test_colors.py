@@ -55,13 +55,3 @@ def test_colors_of_one_figure_differ_under_deuteranopia(name: str) -> None:
         else:
             assert (first.line, first.hollow) != (second.line, second.hollow)
     assert np.linalg.norm(seen("#bb5544") - seen("#668844")) < 15  # red and green would not pass
-
-
-def test_a_method_has_the_same_look_in_all_figures() -> None:
-    for methods in TOGETHER.values():
-        alone = {method: method_looks([method])[method] for method in methods}
-        if not methods[0].startswith("method"):
-            assert method_looks(reversed(methods)) == alone
-    looks = method_looks(["mat", *(f"method {i}" for i in range(40)), "id"])
-    assert list(looks) == ["mat", *(f"method {i}" for i in range(40)), "id"]
-    assert len({(look.color, look.line) for look in looks.values()}) == 42

@@ -222,15 +222,3 @@ def test_a_figure_shows_its_table(name: str) -> None:
         for label, line in zip(labels, lines, strict=True):
             assert max(line.get_ydata()) <= ax.get_ylim()[1], "a curve leaves the figure"
             assert line.get_color() == colors.setdefault(label, line.get_color())
-
-
-def test_early_and_fixed_exits_of_a_method_have_one_color() -> None:
-    (ax,) = paper_a.early_exit(early_table()).axes
-    lines = {str(line.get_label()): line for line in ax.lines}
-    for method in METHODS:
-        early, fixed = lines[f"{method}, early exit"], lines[f"{method}, fixed exit"]
-        assert early.get_color() == fixed.get_color()
-        assert early.get_linestyle() != fixed.get_linestyle()
-    (goal,) = (line for label, line in lines.items() if label[0] == "_")
-    assert list(goal.get_ydata()) == [0.95, 0.95]
-    assert [text.get_text() for text in ax.texts] == ["95%"]

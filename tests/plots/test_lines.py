@@ -10,15 +10,12 @@ from matplotlib.cbook import is_math_text
 from matplotlib.collections import PathCollection
 from matplotlib.colors import to_rgb
 from plot_tables import (
-    METHODS,
     assert_legible,
     lens_table,
     methods_table,
-    named,
-    prediction_table,
 )
 
-from matlens.plots import plot_layers, plot_report
+from matlens.plots import plot_report
 
 
 def marks(ax: Axes) -> list[PathCollection]:
@@ -67,19 +64,3 @@ def test_lenses_have_a_bar_of_seconds_and_a_logarithmic_axis_of_kl(methods: tupl
         [23.4 * i for i in range(len(methods))]
     )
     assert [tick.get_text() for tick in costs.get_yticklabels()] == list(methods)
-
-
-def test_methods_differ_by_color_and_k_by_style_and_the_legend_says_so() -> None:
-    figure = plot_layers(prediction_table(6))
-    left, right = figure.axes
-    lines = {line.get_label(): line for line in left.lines}
-    for k in (1, 5, 10):
-        mat, same = lines[f"mat, k = {k}"], lines[f"id, k = {k}"]
-        assert mat.get_color() != same.get_color()
-        assert mat.get_linestyle() == same.get_linestyle()
-    entries = dict(zip(named(figure), figure.legends[0].legend_handles, strict=True))
-    for method, line in zip(METHODS, right.lines, strict=True):
-        assert entries[method].get_color() == line.get_color() == lines[f"{method}, k = 1"].get_color()
-    styles = [entries[f"k = {k}"].get_linestyle() for k in (1, 5, 10)]
-    assert styles == [lines[f"mat, k = {k}"].get_linestyle() for k in (1, 5, 10)]
-    assert len(set(styles)) == 3

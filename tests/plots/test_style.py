@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import matplotlib as mpl
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
@@ -14,32 +12,6 @@ from plot_tables import prediction_table
 
 from matlens import drawing
 from matlens.plots import plot_layers, save
-
-
-def test_figures_follow_the_sheet_and_leave_settings_alone() -> None:
-    with mpl.rc_context({"axes.grid": False, "axes.spines.top": True, "legend.frameon": True}):
-        before = dict(mpl.rcParams)
-        figure = plot_layers(prediction_table(3))
-        assert dict(mpl.rcParams) == before
-    for ax in figure.axes:
-        assert not ax.spines["top"].get_visible()
-        assert all(line.get_visible() and line.get_alpha() == 0.3 for line in ax.get_xgridlines())
-    (legend,) = figure.legends
-    assert not legend.get_frame_on()
-
-
-@pytest.mark.parametrize(
-    ("name", "short"),
-    [
-        ("HuggingFaceTB/SmolLM2-135M", "SmolLM2-135M"), ("/some/folder/small-bert/", "small-bert"),
-        ("/some/small-wikilm/checkpoint.pt", "small-wikilm/checkpoint.pt"),
-        ("C:\\gpt2\\ggml-model-Q4_0.gguf", "gpt2/ggml-model-Q4_0.gguf"),
-        ("/some/SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2-135M-Instruct.Q4_1.gguf"),
-        ("checkpoint.pt", "checkpoint.pt"), ("/", "/"),
-    ],
-)  # fmt: skip
-def test_short_names_have_a_folder_only_if_the_file_is_generic(name: str, short: str) -> None:
-    assert drawing.short_name(name) == short
 
 
 def test_titles_name_the_model_the_corpus_and_how_many_examples() -> None:

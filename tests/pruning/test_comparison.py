@@ -177,23 +177,6 @@ def test_each_size_is_timed_once_beside_the_whole(
     assert [values["pruned", n, "seconds ratio"] for n in (1, 2)] == pytest.approx([2 / 3, 1 / 3])
 
 
-def test_a_map_at_the_cut_is_timed_in_the_same_turns(
-    small_model: Callable[[str], Any], texts: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def written(model: Any, _: Any, n_tokens: int) -> tuple[float, int]:
-        mapped = sum("jump" in name for name, _ in model.named_parameters())
-        return n_tokens * (len(model.transformer.h) + 10.0 * mapped), 1
-
-    monkeypatch.setattr("matlens.pruning.evaluation._written", written)
-    table = PrunedModels(
-        small_model("gpt2"), texts[0], {"a": texts[1]}, [1, 2], methods=[Cut.jump], choices=["angle"]
-    ).table()
-    costs = table[table["corpus"] == ""].set_index(["method", "n_removed", "metric"])["value"]
-    assert [costs["jump", n, "seconds"] for n in (1, 2)] == [12, 11]
-    assert costs["jump", 1, "seconds ratio"] == pytest.approx(12 / 3)
-    assert costs["jump", 1, "weights"] - costs["pruned", 1, "weights"] == 4 * 32 * 32
-
-
 def test_what_is_gone_is_told_with_an_interval(table: pd.DataFrame) -> None:
     gone = added_perplexity(table)
     assert len(gone) == 2 * len(CHOICES) * len(METHODS) * 2

@@ -43,20 +43,15 @@ except ImportError:
 """
 
 
-@pytest.fixture
-def pruned(pruned_llama: pruning.Pruned) -> pruning.Pruned:
-    return pruned_llama
-
-
 def test_a_folder_loads_to_the_same_logits(
-    pruned: pruning.Pruned, small_model: Callable[[str], Any], windows: Any, tmp_path: Path
+    pruned_llama: pruning.Pruned, small_model: Callable[[str], Any], windows: Any, tmp_path: Path
 ) -> None:
-    table = pruning.compare_pruned(small_model("llama"), pruned, windows("llama", 600), progress=False)
-    costs = pruning.compare_costs(small_model("llama"), pruned, rounds=1)
-    folder = pruning.save_pruned(pruned, tmp_path / "model", pd.concat([table, costs]))
+    table = pruning.compare_pruned(small_model("llama"), pruned_llama, windows("llama", 600), progress=False)
+    costs = pruning.compare_costs(small_model("llama"), pruned_llama, rounds=1)
+    folder = pruning.save_pruned(pruned_llama, tmp_path / "model", pd.concat([table, costs]))
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
-        assert torch.equal(loaded(TOKENS).logits, pruned.model(TOKENS).logits)
+        assert torch.equal(loaded(TOKENS).logits, pruned_llama.model(TOKENS).logits)
     assert loaded.config.num_hidden_layers == 2 == len(loaded.model.layers)
     assert transformers.AutoTokenizer.from_pretrained(folder)("w1 w2").input_ids == [
         small_model("llama").tokenizer.convert_tokens_to_ids(word) for word in ("w1", "w2")
@@ -74,7 +69,7 @@ def test_a_folder_loads_to_the_same_logits(
         assert f"| {model} | {milliseconds:.4g} | {mb:.4g} | {kb:.4g} |" in card
     assert json.loads((folder / "matlens.json").read_text())["request"]["removed_blocks"] == [1]
     with pytest.raises(InputError, match="new or empty"):
-        pruning.save_pruned(pruned, folder)
+        pruning.save_pruned(pruned_llama, folder)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -107,34 +102,24 @@ def test_folders_load_in_a_process_without_matlens(
 
 @pytest.mark.parametrize("room", [20_000, 800])
 def test_a_full_disk_is_told_and_nothing_is_left(
-    room: int, pruned: pruning.Pruned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    room: int, pruned_llama: pruning.Pruned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The library of the weights and that of the tokenizer have errors of their own for it."""
     if room == 800:
-        monkeypatch.setattr(pruned.model, "save_pretrained", lambda _: None)
+        monkeypatch.setattr(pruned_llama.model, "save_pretrained", lambda _: None)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
     try:
         with pytest.raises(Exception, match=r"File too large|os error 27"):
-            pruning.save_pruned(pruned, tmp_path / "model")
+            pruning.save_pruned(pruned_llama, tmp_path / "model")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_is_not_empty_is_refused(pruned: pruning.Pruned, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
-    for path, message in ((tmp_path, "new or empty"), (tmp_path / "file", "new or empty"),
-                          (Path("/proc/model"), "^/proc/model must be writable")):  # fmt: skip
-        with pytest.raises(InputError, match=message):
-            pruning.save_pruned(pruned, path)
-    assert pruning.save_pruned(pruned, tmp_path / "nowhere").samefile(tmp_path / "gone")
-
-
-def test_a_folder_knows_its_files(pruned: pruning.Pruned, tmp_path: Path) -> None:
+def test_a_folder_knows_its_files(pruned_llama: pruning.Pruned, tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    pruning.save_pruned(pruned, folder)
+    pruning.save_pruned(pruned_llama, folder)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert [verdict[1:] for verdict in verify(folder)] == [("pruned model, 6 files", None)]
     weights = folder / "model.safetensors"
@@ -148,15 +133,18 @@ def test_a_folder_knows_its_files(pruned: pruning.Pruned, tmp_path: Path) -> Non
 
 
 def test_what_is_measured_is_what_passes_by_hand_give(
-    pruned: pruning.Pruned, small_model: Callable[[str], Any], plain_model: Callable[[str], Any], windows: Any
+    pruned_llama: pruning.Pruned,
+    small_model: Callable[[str], Any],
+    plain_model: Callable[[str], Any],
+    windows: Any,
 ) -> None:
-    table = pruning.compare_pruned(small_model("llama"), pruned, windows("llama", 600), progress=False)
+    table = pruning.compare_pruned(small_model("llama"), pruned_llama, windows("llama", 600), progress=False)
     values = {(row.method, row.metric): row.value for row in table.itertuples()}
     text = windows("llama", 600)
     whole = [text.tokens[a:b] for a, b in itertools.pairwise(text.offsets) if b - a == 24]
     tokens = torch.from_numpy(np.stack(whole)).long()
     logits = {}
-    for name, model in (("original", plain_model("llama")), ("pruned", pruned.model)):
+    for name, model in (("original", plain_model("llama")), ("pruned", pruned_llama.model)):
         with torch.no_grad():
             logits[name] = model(tokens).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(logits[name].flatten(0, 1), tokens[:, 1:].flatten())

@@ -7,17 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from matlens import InputError, pruning
 from matlens.pruning import evaluation, time_in_turns
 
 Models = Callable[[str], Any]
-SMALL: dict[str, Any] = {"n_layer": 2, "n_embd": 8, "n_head": 2, "bos_token_id": None, "eos_token_id": None}
-
-
-def gpt2(**sizes: Any) -> Any:
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**SMALL, **sizes)).eval()
 
 
 def test_a_cache_holds_what_its_blocks_write(pruned_llama: pruning.Pruned, small_model: Models) -> None:

@@ -25,7 +25,6 @@ from matlens.study.plan import (
     format_bytes,
     free_memory,
     plan_study,
-    written_bytes,
 )  # fmt: skip
 
 BIG = Shape(n_layers=32, d_model=4096, d_mlp=14336, d_vocab=128_256, n_parameters=8_030_261_248)
@@ -187,23 +186,6 @@ def test_jobs_without_memory_or_disk_are_refused_before_they_begin(
     free(memory=30_000)
     with pytest.raises(InputError, match=rf"Fitting {needed}.*--train"):
         fit_maps(tmp_path / "rows", progress=False)
-
-
-def test_a_job_needs_disk_for_its_files_and_one_checkpoint(
-    study: Callable[..., Study], free: Callable[..., None], tmp_path: Path
-) -> None:
-    made = study().part_statistics(1, 1)
-    pairs = [(source, target) for source, targets in made.targets.items() for target in targets]
-    planned = written_bytes(made.n_samples, pairs, made.widths)
-    tensors = [part for source in made.targets for part in made[source].tensors().values()]
-    assert planned == sum(8 * part.numel() for part in tensors)
-    (tmp_path / "config.json").unlink()
-    held = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
-    free(disk=2 * planned - held - 1)
-    with pytest.raises(InputError, match="of disk"):
-        study().part_statistics(1, 1)
-    free(disk=2 * planned - held)
-    module.check_streaming(made.n_samples, pairs, made.widths, tmp_path)
 
 
 def test_a_merge_without_memory_or_disk_is_refused(
