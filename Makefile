@@ -86,8 +86,8 @@ RESULTS_B := \
 	paper_b_sec5_clusters \
 	paper_b_table5_control \
 	paper_b_table6_early_exit
-# Which lens to use: two hours, most of it for the tuned lens and for Jacobians.
-RESULTS_LENSES := lens_report lens_report_bert lens_causal lens_budgets lens_budgets_gpts
+# Which lens to use: three hours, most of it for the tuned lens and for Jacobians.
+RESULTS_LENSES := lens_report lens_report_bert lens_causal lens_budgets lens_budgets_gpt2 lens_budgets_gpts lens_budgets_gpt8
 # Models of the papers' kinds, trained here: half an hour.
 RESULTS_MODELS := \
 	small_gpts \
@@ -202,7 +202,8 @@ $(RESULTS)/linearity_damage.csv: OPTIONS = --train 4000 --val 1000 --every 3
 $(RESULTS)/linearity_damage_bert.csv: OPTIONS = --train 4000 --val 1000 --windows 600 --eval-windows 200 --score-windows 400
 $(RESULTS)/lens_causal.csv: OPTIONS = --train 200 --val 200
 # With EVALUATIONS="--evaluations FOLDER", also on the open sets of anthropics/jacobian-lens.
-$(RESULTS)/lens_budgets.csv: OPTIONS = --train 4020 --val 1000 --layer 20 --jacobian 4 --longest 48 $(EVALUATIONS)
+BUDGETS := $(foreach n,1875 7500 30000 120000,--budget $(n))
+$(RESULTS)/lens_budgets.csv: OPTIONS = --train 15762 --val 1000 --layer 20 $(BUDGETS) --jacobian 4 --longest 48 $(EVALUATIONS)
 $(RESULTS)/pruning.csv: OPTIONS = --train 4000 --val 600 --size 3 --size 6 --size 9 --choice angle --choice loss \
 	--choice greedy --windows 120 --eval-windows 12 --heal 100000
 
@@ -230,9 +231,11 @@ GPT := $(RESULTS)/small-gpt-
 $(RESULTS)/paper_a_fig7_models_gpts.csv: OPTIONS = --model $(GPT)2 --model $(GPT)4 --model $(GPT)8
 $(RESULTS)/paper_a_fig10_submodules_gpts.csv: OPTIONS = --model $(GPT)8 --patched 200
 $(RESULTS)/linearity_damage_gpts.csv: OPTIONS = --model $(GPT)2 --model $(GPT)4 --model $(GPT)8 --eval-windows 32 --score-windows 32
-$(RESULTS)/lens_budgets_gpts.csv: | $(RESULTS)/small_gpts.csv
-	$(BIN)/python analyses/lens_budgets.py --model $(GPT)4 --suffix _gpts --train 15762 --val 1000 --layer 2 --longest 96 \
-		$(foreach n,1875 7500 30000 120000,--budget $(n)) --batch 64 --batch 4096 $(EVALUATIONS) --out $(RESULTS)
+$(RESULTS)/lens_budgets_gpts.csv: OPTIONS = --model $(GPT)4 --suffix _gpts --layer 2 --batch 64 --batch 4096
+$(RESULTS)/lens_budgets_gpt2.csv: OPTIONS = --model $(GPT)2 --suffix _gpt2 --layer 1 --batch 64
+$(RESULTS)/lens_budgets_gpt8.csv: OPTIONS = --model $(GPT)8 --suffix _gpt8 --layer 3 --layer 5 --batch 64
+$(RESULTS)/lens_budgets_gpt%.csv: | $(RESULTS)/small_gpts.csv
+	$(BIN)/python analyses/lens_budgets.py $(OPTIONS) --train 15762 --val 1000 $(BUDGETS) --longest 96 $(EVALUATIONS) --out $(RESULTS)
 $(RESULTS)/%_gpts.csv: | $(RESULTS)/small_gpts.csv
 	$(BIN)/python analyses/$*.py --suffix _gpts --train 4000 --val 1000 --out $(RESULTS) $(OPTIONS)
 
