@@ -39,6 +39,7 @@ def test_sub_updates_and_the_bias_add_up_to_the_plain_models_ffn(
     updates = Updates.run(model, examples, progress=False)
     assert updates.layers == list(range(N_LAYERS))
     for layer in range(N_LAYERS):
+        shares = updates.shares(layer)
         for row in range(len(examples)):
             m, written = plain_ffn(name, plain, examples, layer, row)
             scale = updates.scales(layer)[row]
@@ -47,6 +48,8 @@ def test_sub_updates_and_the_bias_add_up_to_the_plain_models_ffn(
             parts = updates.sub_updates(layer, row)
             assert_near(parts, m[:, None] * plain_values(name, plain, layer))
             assert_near(parts.sum(0) + scale * updates.values.bias(layer), written)
+            lengths = (m[:, None] * plain_values(name, plain, layer)).norm(dim=1)
+            assert_near(shares[row], lengths / lengths.sum())
     if updates.values.bias(0).any():  # the bias is a term of its own
         assert not torch.allclose(parts.sum(0), written, rtol=1e-3)
 

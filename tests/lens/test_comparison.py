@@ -61,6 +61,11 @@ def test_a_masked_model_is_compared_at_its_masks(small_model: Models, tmp_path: 
     assert made.origin["layers"] == [1, 2]
     assert made.evaluations is None
     again = compare_lenses(model, parts, tmp_path, methods=["affine"], progress=False)
+    seeded = compare_lenses(model, parts, tmp_path / "3", methods=["affine"], seed=3, progress=False)
+    alone = Lens.fit(
+        model, parts[0], method="affine", layers=[1, 2], positions="sampled", seed=3, progress=False
+    )
+    assert seeded.lenses["affine"].digest == alone.digest != made.lenses["affine"].digest
     rows = [
         t[(t["method"] == "affine") & t["layer"].notna()].reset_index(drop=True)
         for t in (made.report, again.report)
