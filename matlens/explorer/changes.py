@@ -86,12 +86,10 @@ def compare_changes(
     *,
     maps: Sequence[MapSet] = (),
     n_tokens: PositiveInt = 20,
-    proceed: Callable[[], None] | None = None,
 ) -> tuple[Outcome, Outcome]:
     """Outcomes of a prompt with the original and with the modified model.
 
-    ``maps`` are sets with maps to use in place of blocks and sub-modules, see `offered_maps`. ``proceed`` is
-    called between two steps; an exception from it ends the work.
+    ``maps`` are sets with maps to use in place of blocks and sub-modules, see `offered_maps`.
     """
     kinds = [change for change in changes if change.kind != "value"]
     replacements = [replacement for change in kinds for replacement in _replacements(model, change, maps)]
@@ -109,7 +107,7 @@ def compare_changes(
                 stack.enter_context(patched(model, replacements))
             if changed and coefficients:
                 stack.enter_context(controlled(model, coefficients))
-            outcomes.append(_outcome(model, prompt, n_tokens, proceed or (lambda: None)))
+            outcomes.append(_outcome(model, prompt, n_tokens))
     return outcomes[0], outcomes[1]
 
 
@@ -158,11 +156,9 @@ def _blocks(target: str, n: int) -> tuple[int, int]:
 
 
 @torch.inference_mode()
-def _outcome(model: TransformerBridge, prompt: str, n_tokens: int, proceed: Callable[[], None]) -> Outcome:
+def _outcome(model: TransformerBridge, prompt: str, n_tokens: int) -> Outcome:
     ids = torch.tensor([encode_text(model, prompt).ids], device=model.cfg.device)
-    proceed()
     text = _continuation(model, ids, n_tokens)
-    proceed()
     best = log_softmax(model(ids, return_type="logits")[0, -1].float()).exp().topk(_BEST)
     texts = map(visible, token_texts(model.tokenizer, best.indices.tolist()))
     return Outcome(list(zip(texts, best.values.tolist(), strict=True)), visible(text))

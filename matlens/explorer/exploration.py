@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from matlens.models.layout import ModelLayout
 from matlens.models.sites import COEFFICIENTS, FFN_OUT, STREAM, Site
 from matlens.models.tokens import visible, word_token
 from matlens.parallel import Bar
-from matlens.plots.pages import LensCells, PromptPage, UpdateCells
+from matlens.plots.pages import PromptPage, UpdateCells
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -52,7 +52,6 @@ def explore(
     pins: Sequence[str | int] = (),
     dominant: PositiveInt = DOMINANT,
     read: Literal["plain", "head"] = "plain",
-    proceed: Callable[[], None] | None = None,
     progress: bool = True,
 ) -> PromptPage:
     """An HTML page of a prompt: predictions of lenses at every layer, and sub-updates.
@@ -70,10 +69,7 @@ def explore(
         Number of sub-updates of each FFN at each token.
     read
         How value vectors are read: ``E v`` as in paper B, or through the linear parts of the model's head.
-    proceed
-        Called between two steps; an exception from it ends the work.
     """
-    go_on = proceed or (lambda: None)
     logit_lens = Lens.identity(model)
     named = _named([logit_lens, *(_sharing(logit_lens, lens) for lens in lenses)])
     named["id"] = named.pop("id")  # a page opens on the first
@@ -96,16 +92,14 @@ def explore(
     n_followed = max(min(max(_FOLLOWED_BYTES // each, _MIN_FOLLOWED), _MAX_FOLLOWED), len(set(asked)))
     candidates = dict.fromkeys([*asked, *tokens_of_interest(final, tokens, place)])
     followed = torch.tensor([*candidates][:n_followed])
-    cells: dict[str, LensCells] = {}
-    for name, lens in named.items():
-        go_on()
-        cells[name] = read_cells(lens, vectors, layers, followed=followed, k=k)
+    cells = {
+        name: read_cells(lens, vectors, layers, followed=followed, k=k) for name, lens in named.items()
+    }
     updates: UpdateCells | None = None
-    go_on()
     if values is not None:
         projection = (Projection.from_model if read == "plain" else Projection.through_head)(model)
         of_prompt = Updates(values, activations)
-        updates = dominant_cells(of_prompt, projection, followed, dominant, go_on, progress=progress)
+        updates = dominant_cells(of_prompt, projection, followed, dominant, progress=progress)
     shown = [tokens.numpy(), followed.numpy(), *(of_lens.ids for of_lens in cells.values())]
     texts = texts_of(readout.tokenizer, shown if updates is None else [*shown, updates.promoted])
     notes = [_READ[read], *([_WITHOUT_MAP] if len(layers) <= last else [])]
@@ -152,16 +146,14 @@ def _token_id(pin: str | int, tokenizer: object, d_vocab: int) -> int:
 
 @torch.inference_mode()
 def dominant_cells(
-    updates: Updates, projection: Projection, followed: Int[Tensor, " followed"], k: int,
-    proceed: Callable[[], None], *, progress: bool,
-) -> UpdateCells:  # fmt: skip
+    updates: Updates, projection: Projection, followed: Int[Tensor, " followed"], k: int, *, progress: bool
+) -> UpdateCells:
     """Sub-updates of all layers with their effects on the followed tokens."""
     values = updates.values
     words = Projection(projection.unembedding[followed], projection.tokenizer, projection.norm)
     parts: dict[str, list[np.ndarray]] = {}
     n_ways = 0
     for layer in Bar(range(values.n_layers), desc="sub-updates", unit="layer", disable=not progress):
-        proceed()
         vectors, m, scale = values.layer(layer), updates.coefficients(layer), updates.scales(layer)
         index = updates.dominant(layer, k)
         coefficient = m.gather(1, index)

@@ -1,14 +1,13 @@
 """A server on this machine for the pages of a model: type prompts, and change the model.
 
 It listens on localhost and needs the token in its address. Requests of other sites are refused: host and
-origin have to be its own. One request is computed at a time; abandoned requests are not computed.
+origin have to be its own. One request is computed at a time; those abandoned while they wait are not.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,17 +39,12 @@ HOST = "127.0.0.1"
 _MAX_BYTES = 2**16  # of a request
 _WAITING = 32  # requests at once
 _PAGES = 32  # in memory
-_POLL = 0.1  # seconds between two checks for an abandoned request
 _MAX_PROMPT, _MAX_CHANGES = 8000, 32
 _COEFFICIENT = 3.0
 _HEADERS = {
     "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin", "X-Frame-Options": "SAMEORIGIN",
 }  # fmt: skip
-
-
-class _Gone(Exception):
-    """The request was abandoned."""
 
 
 @checked
@@ -114,8 +108,6 @@ class LiveModel:
                 response = JSONResponse({"error": refusal.detail}, refusal.status_code)
             except InputError as error:
                 response = JSONResponse({"error": str(error)}, 422)
-            except _Gone:
-                response = Response(status_code=499)
             response.headers.update(_HEADERS)
             return response
 
@@ -144,10 +136,7 @@ class LiveModel:
     async def _explore(self, request: Request) -> Response:
         prompt = _prompt(await _content(request))
         page = await self._computed(
-            request,
-            lambda proceed: explore(
-                self._model, prompt, self._lenses, proceed=proceed, progress=False
-            ).to_html(),
+            request, lambda: explore(self._model, prompt, self._lenses, progress=False).to_html()
         )
         return JSONResponse({"page": self._store(page)})
 
@@ -163,39 +152,26 @@ class LiveModel:
         content = await _content(request)
         prompt, changes = _prompt(content), _changes(content)
         before, after = await self._computed(
-            request,
-            lambda proceed: compare_changes(self._model, prompt, changes, maps=self._maps, proceed=proceed),
+            request, lambda: compare_changes(self._model, prompt, changes, maps=self._maps)
         )
         saved = self._store(compared_page(self._name, prompt, changes, before, after))
         return JSONResponse({"before": vars(before), "after": vars(after), "page": saved})
 
-    async def _computed(self, request: Request, work: Callable[[Callable[[], None]], Any]) -> Any:
-        """Do some work when its turn comes, unless the request is abandoned."""
+    async def _computed(self, request: Request, work: Callable[[], Any]) -> Any:
+        """Do some work when its turn comes, unless the request is abandoned by then."""
         if self._waiting >= _WAITING:
             raise HTTPException(503, "Too many requests are waiting. Try again in a moment.")
-        gone = threading.Event()
-
-        def proceed() -> None:
-            if gone.is_set():
-                raise _Gone
+        loop = asyncio.get_running_loop()
 
         def run() -> Any:
-            proceed()
-            return work(proceed)
+            if asyncio.run_coroutine_threadsafe(request.is_disconnected(), loop).result():
+                raise HTTPException(499, "The request was abandoned.")
+            return work()
 
         self._waiting += 1
         try:
-            job = self._worker.submit(run)
-            running = asyncio.wrap_future(job)
-            while not running.done():
-                await asyncio.wait([running], timeout=_POLL)
-                if not running.done() and await request.is_disconnected():
-                    gone.set()
-                    if job.cancel():  # it had not begun
-                        raise _Gone
-            return running.result()
+            return await loop.run_in_executor(self._worker, run)
         finally:
-            gone.set()
             self._waiting -= 1
 
 
