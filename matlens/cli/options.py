@@ -68,6 +68,8 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[...
         def run(**given: Any) -> Any:
             for parameter, group in groups.items():
                 given[parameter] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+            if CorpusOptions in groups.values():
+                given["model"].check_name()  # before the corpus is read
             bound = inspect.BoundArguments(signature, given)
             return function(*bound.args, **bound.kwargs)
 
@@ -215,6 +217,12 @@ class ModelOptions:
 
         options = asdict(self)
         return {"name": options.pop("model"), **options, "dtype": getattr(torch, self.dtype)}
+
+    def check_name(self) -> None:
+        """Raise InputError if there is no such model."""
+        from matlens.models.places import locate
+
+        locate(self.model, self.revision)
 
     def catalogue(self) -> Catalogue:
         """The value vectors of the model, without loading it where they are cached."""

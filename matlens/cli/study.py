@@ -68,8 +68,7 @@ def fit(folder: Path, /, how: FitOptions) -> None:
 
     Parts of a job, such as 3/8, are run by 'matlens part', and 'matlens merge' joins them and fits the maps.
     """
-    from matlens.study.output import MAPS
-    from matlens.study.steps import fit_maps
+    from matlens.study.steps import MAPS, fit_maps
 
     maps = fit_maps(folder, **asdict(how))
     print_line(f"{len(maps)} maps in {folder / MAPS}. Next: matlens evaluate {folder}")
@@ -122,9 +121,8 @@ def merge(parts: list[Path], /, out: Path, how: FitOptions) -> None:
     """
     from matlens.linear.pairs import resolve_pairs
     from matlens.linear.streaming import StoredLeastSquares
-    from matlens.study.output import MAPS, STATISTICS, TRAIN
     from matlens.study.plan import check_merge
-    from matlens.study.steps import fit_maps
+    from matlens.study.steps import MAPS, STATISTICS, TRAIN, fit_maps
 
     if (out / TRAIN).exists():
         raise InputError(
@@ -164,8 +162,7 @@ def evaluate(
         Require the precision that the maps were fitted in.
     """
     from matlens.linear.mapsets import MapSet
-    from matlens.study.output import MAPS, RESULTS
-    from matlens.study.steps import evaluate_maps
+    from matlens.study.steps import MAPS, RESULTS, evaluate_maps
 
     fitted_on = MapSet.load(folder / MAPS).provenance.identity
     name, revision = (model, None) if model else (fitted_on.name, fitted_on.revision)

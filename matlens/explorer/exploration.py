@@ -92,9 +92,7 @@ def explore(
     n_followed = max(min(max(_FOLLOWED_BYTES // each, _MIN_FOLLOWED), _MAX_FOLLOWED), len(set(asked)))
     candidates = dict.fromkeys([*asked, *tokens_of_interest(final, tokens, place)])
     followed = torch.tensor([*candidates][:n_followed])
-    cells = {
-        name: read_cells(lens, vectors, layers, followed=followed, k=k) for name, lens in named.items()
-    }
+    cells = {name: read_cells(lens, vectors, layers, followed=followed, k=k) for name, lens in named.items()}
     updates: UpdateCells | None = None
     if values is not None:
         projection = (Projection.from_model if read == "plain" else Projection.through_head)(model)

@@ -1,7 +1,8 @@
 """Memory, disk and operations of a study, and whether it fits.
 
 Everything follows from the model's shape and from counts, without loading weights. Sizes of files are
-exact up to their headers; the memory of a fit is that of its arrays at the peak.
+exact up to their headers; the memory of a fit is an upper bound of its arrays at the peak, at most a third
+too large.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from matlens import parallel
 from matlens.activations.activations import Positions
@@ -19,17 +20,9 @@ from matlens.errors import InputError, NonNegativeInt, PositiveInt, check_int, c
 from matlens.io.artifact import is_finished
 from matlens.io.files import nearest_existing
 from matlens.io.rows import Column
+from matlens.linear import fitting
+from matlens.linear.fitting import chunk_size
 from matlens.linear.least_squares import are_few
-from matlens.linear.needs import (
-    PairsToFit,
-    Widths,
-    collected_fit_bytes,
-    statistics_bytes,
-    stored_fit_bytes,
-    stream_widths,
-    streamed_fit_bytes,
-    written_statistics_bytes,
-)
 from matlens.linear.pairs import by_source
 from matlens.linear.streaming import StoredLeastSquares
 from matlens.models.inputs import is_visual
@@ -41,7 +34,12 @@ if TYPE_CHECKING:
 _BATCH_TOKENS = 2048  # of a batch on a CPU
 _SENTENCE = 30  # tokens per sentence by default
 _ROWS = 256  # distributions in memory while maps are evaluated
+_DOUBLE, _SINGLE = 8, 4  # bytes of a value
 _CONTROL_GROUPS, _OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+PairsToFit = Literal["last", "all"]
+Widths = tuple[int, int]
+"""Dimensions of a source, and of all of its targets side by side."""
 
 
 @checked
@@ -200,6 +198,88 @@ def collected_bytes(shape: Shape, n_rows: int, n_tokens: int, n_sentences: int) 
     return columns + 8 * (n_rows + n_tokens + 3 * n_sentences + 1)
 
 
+# Bytes of statistics and of fits
+
+
+def stream_widths(n_layers: int, width: int, pairs: PairsToFit) -> list[Widths]:
+    """Widths of each layer of the residual stream and of its targets."""
+    counts = [1] * n_layers if pairs == "last" else range(n_layers, 0, -1)
+    return [(width, n * width) for n in counts]
+
+
+def statistics_bytes(d_in: int, d_out: int, n_rows: int = 2**60) -> int:
+    """Bytes of the two factors of `LeastSquares`, whose length is the width of ``x`` or the samples."""
+    return _DOUBLE * min(n_rows, d_in + 1) * (d_in + 1 + d_out)
+
+
+def written_statistics_bytes(n_rows: int, sources: Sequence[Widths], *, norms: bool = False) -> int:
+    """Bytes of the tensors in files of statistics of all sources, with the norm of each sample or without."""
+    factors = sum(statistics_bytes(*widths, n_rows) for widths in sources)
+    return factors + _DOUBLE * len(sources) * (1 + n_rows * norms)  # and the number of samples
+
+
+def collected_fit_bytes(n_rows: int, width: int, *, n_sites: int, most_targets: int) -> int:
+    """Memory of a fit on collected vectors, source by source, excluding the vectors."""
+    d_out = most_targets * width
+    copies = _DOUBLE * n_rows * n_sites * width
+    statistics = statistics_bytes(width, d_out, n_rows)
+    solving = statistics + max(_DOUBLE * width * d_out * 2, _solve_bytes(n_rows, width, d_out))
+    fit = max(_update_bytes(n_rows, width, d_out), solving)
+    return fit + copies * (copies <= fitting.CONVERTED_BYTES)
+
+
+def streamed_fit_bytes(
+    n_rows: int, sources: Sequence[Widths], *, of_sample: int, widest: int, written: bool = False
+) -> int:
+    """Memory of a fit while streaming: statistics of all sources, and samples until they are a chunk.
+
+    A sample has ``of_sample`` dimensions at all sites together. Statistics that are ``written`` into files,
+    whose bytes are made before, are not solved at once.
+    """
+    chunk = min(n_rows, max(chunk_size(d) for d, _ in sources))
+    statistics = [statistics_bytes(*widths, n_rows) for widths in sources]
+    waiting = chunk * (of_sample + widest) * _SINGLE
+    updating = max(
+        waiting + _update_bytes(n_rows, *widths) - own
+        for widths, own in zip(sources, statistics, strict=True)
+    )
+    ending = 2 * max(statistics) if written else max(_solve_bytes(n_rows, *widths) for widths in sources)
+    return sum(statistics) + max(updating, ending)
+
+
+def stored_fit_bytes(
+    sources: Sequence[Widths], *, n_rows: int = 2**60, n_shards: int = 1, written: bool = False
+) -> int:
+    """Memory of a fit on stored statistics, read source by source, or ``written`` as one of ``n_shards``."""
+    solving = max(_solve_bytes(n_rows, *widths) for widths in sources)
+    statistics = max(statistics_bytes(*widths) for widths in sources)
+    merging = max(_merge_bytes(*widths) for widths in sources) if n_shards > 1 else 0
+    return max(statistics + (2 * statistics if written else solving), merging)
+
+
+def _update_bytes(n_rows: int, d: int, d_out: int) -> int:
+    """An update of `LeastSquares` by a chunk, the old and the new statistics included."""
+    n, later = min(n_rows, chunk_size(d)), n_rows > chunk_size(d)
+    factor, product, samples = (d + 1) ** 2, (d + 1) * d_out, n * (d + 1)
+    q = samples + later * factor  # of the old factor on top of the samples
+    factorising = samples + (1 + later) * q + 2 * factor
+    multiplying = samples + q + 2 * factor + product + max(n * d, later * product)
+    return _DOUBLE * (max(factorising, multiplying) + later * (factor + product))
+
+
+def _merge_bytes(d: int, d_out: int) -> int:
+    factor, product = (d + 1) ** 2, (d + 1) * d_out
+    return _DOUBLE * (6 * factor + 4 * product)
+
+
+def _solve_bytes(n_rows: int, d: int, d_out: int) -> int:
+    """The maps of a source: a triangle is inverted and solved, or has its singular values (6.5 by LAPACK)."""
+    if not are_few(n_rows, d):
+        return _DOUBLE * (d * d_out + 3 * d * d)
+    rank = min(n_rows, d)
+    return _DOUBLE * max(13 * rank * d // 2, 2 * rank * d + (rank + d) * d_out)
+
+
 def format_bytes(n_bytes: int) -> str:
     """Bytes in the largest unit, in powers of ten."""
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
@@ -236,18 +316,19 @@ def free_disk(folder: Path) -> int:
 def check_memory(needed: int, work: str, advice: str) -> None:
     """Raise InputError if some work needs more memory than is free."""
     free = free_memory()
-    if free is not None and needed > free:
-        raise InputError(
-            f"{work} takes {format_bytes(needed)} of memory, and {format_bytes(free)} are free. {advice}"
-        )
+    if free is not None:
+        _check_free(needed, free, "memory", work, advice)
 
 
 def check_disk(needed: int, folder: Path, work: str, advice: str) -> None:
     """Raise InputError if some work needs more space than the disk of its folder has."""
-    if needed > (free := free_disk(folder)):
+    _check_free(needed, free_disk(folder), f"disk at {folder}", work, advice)
+
+
+def _check_free(needed: int, free: int, of: str, work: str, advice: str) -> None:
+    if needed > free:
         raise InputError(
-            f"{work} takes {format_bytes(needed)} of disk at {folder}, and {format_bytes(free)} are free. "
-            f"{advice}"
+            f"{work} takes {format_bytes(needed)} of {of}, and {format_bytes(free)} are free. {advice}"
         )
 
 

@@ -1,4 +1,4 @@
-"""The steps after collecting, on the folder of a study: fit, evaluate and plot."""
+"""The folder of a study, listed in ``run.json``, and the steps after collecting: fit, evaluate and plot."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import torch
 from matlens import parallel, plots
 from matlens.activations.activations import Activations
 from matlens.errors import InputError, NonNegative, checked
-from matlens.io.artifact import is_finished, software_versions
-from matlens.io.files import content_hash, describe_file, read_json
+from matlens.io.artifact import is_finished, make_config, software_versions
+from matlens.io.files import checksummed, content_hash, describe_file, read_json, write_files
 from matlens.io.tables import COLUMNS, check_described, read_table, write_results
+from matlens.io.verification import RUN_RECORD
 from matlens.lens.evaluation import FIT, PREDICTION, fit_quality, prediction_quality
 from matlens.linear.fitting import fit_samples, fitting_bar
 from matlens.linear.least_squares import are_few, warn_if_few
@@ -27,13 +28,29 @@ from matlens.models.identity import ModelIdentity
 from matlens.models.inputs import ENCODER, stack_of
 from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
-from matlens.study.output import MAPS, RESULTS, STATISTICS, TRAIN, VALIDATION, has_statistics, write_list
 from matlens.study.plan import check_fit, check_solve
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
+TRAIN, VALIDATION, MAPS, RESULTS = "train", "validation", "maps", "results"
+STATISTICS = "statistics"  # in place of TRAIN, where no vectors are stored
+HOLDS = {TRAIN: "activations", VALIDATION: "activations", STATISTICS: "sufficient statistics", MAPS: "maps"}
+FIGURES = tuple(f"{name}.{suffix}" for name in ("r2", "prediction") for suffix in ("png", "pdf"))
 _PLENTY = 10  # samples per dimension above which a map worse than `id` does not lack samples
+
+
+def has_statistics(folder: Path) -> bool:
+    """Whether the training part of a study exists as sufficient statistics, and not as vectors."""
+    return is_finished(folder / STATISTICS) and not (folder / TRAIN).is_dir()
+
+
+def write_list(folder: Path) -> None:
+    """List the results in a folder with their hashes, and its finished folders."""
+    names = [name for name in (f"{RESULTS}.csv", f"{RESULTS}.json", *FIGURES) if (folder / name).is_file()]
+    files = {name: describe_file(folder / name) for name in names}
+    config = make_config("results", {"folders": [name for name in HOLDS if is_finished(folder / name)]})
+    write_files({folder / RUN_RECORD: checksummed({**config, "finished": True, "files": files})})
 
 
 @checked
@@ -120,8 +137,8 @@ def evaluate_maps(
     """Evaluate ``maps/`` on ``validation/``, into ``results.csv`` and ``results.json``.
 
     Prediction metrics are of maps onto the last layer; without such maps, or for an encoder, only r2 is
-    evaluated. With ``same_precision=False`` the model may run in another
-    precision than the one that the maps were fitted in.
+    evaluated. Results of exactly these maps, vectors, model and software are not computed again. With
+    ``same_precision=False`` the model may run in another precision than the one that the maps were fitted in.
     """
     folder = Path(folder)
     maps = MapSet.load(folder / MAPS, same_precision=same_precision)
@@ -129,30 +146,29 @@ def evaluate_maps(
     validation.provenance = replace(validation.provenance, same_precision=same_precision)
     maps.provenance.check_same(ModelIdentity.from_model(model), ours="the maps")
     _check_fitted_here(maps, folder)
+    evaluation = _evaluation_digest(model, folder)
+    if (existing := _existing_results(folder, evaluation)) is not None:
+        return existing
     parts = [fit_quality(maps, validation, progress=progress)]
     last = str(ModelLayout.from_model(model).stream[-1])
     if stack_of(model) != ENCODER and any(target == last for _, target in maps):
         parts.append(prediction_quality(Readout(model), maps, validation, progress=progress))
     results = pd.concat([part.astype({"k": "Int64"}) for part in parts], ignore_index=True)
     origin = origin_of(maps, validation, results)
-    evaluation = _evaluation_digest(model, folder)
     write_results(folder, RESULTS, results, origin | {"evaluation": evaluation})
     write_list(folder)
     return results
 
 
-def existing_results(model: TransformerBridge, folder: Path) -> pd.DataFrame | None:
-    """Existing results of exactly these maps, validation vectors, model and software, or None."""
+def _existing_results(folder: Path, evaluation: str) -> pd.DataFrame | None:
+    """The results of an equal evaluation; None if there are none, or damaged ones."""
     try:
         described = read_json(folder / f"{RESULTS}.json")
+        if isinstance(described, dict) and described.get("evaluation") == evaluation:
+            return read_results(folder)
     except (OSError, InputError):
-        return None
-    if not isinstance(described, dict) or described.get("evaluation") != _evaluation_digest(model, folder):
-        return None
-    try:
-        return read_results(folder)
-    except InputError:  # missing or damaged: evaluate again
-        return None
+        pass
+    return None
 
 
 def _evaluation_digest(model: TransformerBridge, folder: Path) -> str:

@@ -30,13 +30,14 @@ from matlens.errors import InputError, NonNegative, PositiveInt, Seed, checked, 
 from matlens.ffn.agglomeration import Linkage, method_within
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.values import ValueVectors
-from matlens.io.artifact import is_finished
+from matlens.io.artifact import Artifact, is_finished
+from matlens.io.files import check_writable
+from matlens.io.verification import RUN_RECORD
 from matlens.linear.least_squares import are_few
 from matlens.linear.mapsets import MapSet
 from matlens.linear.pairs import Pairs, resolve_pairs
 from matlens.linear.streaming import StoredLeastSquares, pairs_and_widths, stream_least_squares
 from matlens.models.readout import Readout
-from matlens.study.output import MAPS, STATISTICS, TRAIN, VALIDATION, check_output, has_statistics
 from matlens.study.plan import (
     Shape,
     check_disk,
@@ -46,7 +47,19 @@ from matlens.study.plan import (
     free_disk,
     written_bytes,
 )
-from matlens.study.steps import evaluate_maps, existing_results, fit_maps, origin_of
+from matlens.study.steps import (
+    FIGURES,
+    HOLDS,
+    MAPS,
+    RESULTS,
+    STATISTICS,
+    TRAIN,
+    VALIDATION,
+    evaluate_maps,
+    fit_maps,
+    has_statistics,
+    origin_of,
+)
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -110,14 +123,17 @@ class Study:
 
     def check_job(self) -> None:
         """Refuse a folder with vectors of another job, as far as that is known without the model."""
+        check_writable(self.folder, (f"{RESULTS}.csv", f"{RESULTS}.json", RUN_RECORD, *FIGURES))
         train, validation = self.parts
-        known: dict[str, dict[str, Any]] = {MAPS: {}}
-        for name, part in ((TRAIN, train), (STATISTICS, train), (VALIDATION, validation)):
-            data = {"seed": self.seed, "n": len(part), "corpus_fingerprint": part.fingerprint}
-            known[name] = {"data": data}
-            if name != VALIDATION and self.positions != "auto":
-                known[name]["positions"] = self.positions
-        check_output(self.folder, known)
+        for name, holds in HOLDS.items():
+            known: dict[str, Any] = {}
+            if name != MAPS:
+                part = validation if name == VALIDATION else train
+                data = {"seed": self.seed, "n": len(part), "corpus_fingerprint": part.fingerprint}
+                known = {"data": data}
+                if name != VALIDATION and self.positions != "auto":
+                    known["positions"] = self.positions
+            Artifact.check_possible(self.folder / name, holds, {"provenance": known})
 
     @property
     def n_layers(self) -> int:
@@ -237,8 +253,7 @@ class Study:
     def evaluate(self) -> pd.DataFrame:
         """Evaluate the maps on the validation sentences, into ``results.csv`` of the folder."""
         _ = self.maps
-        existing = existing_results(self.model, self.folder)
-        return evaluate_maps(self.model, self.folder) if existing is None else existing
+        return evaluate_maps(self.model, self.folder)
 
     @property
     def origin(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from matlens.io.rows import Column, writing_rows
 from matlens.io.tables import write_results
 from matlens.io.verification import verify
 from matlens.linear.mapsets import write_maps
-from matlens.study.output import write_list
+from matlens.study.steps import write_list
 
 
 def write_rows(folder: Path, *, broken_off: bool = False) -> None:

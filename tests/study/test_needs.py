@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from matlens.linear import LeastSquares, fit_samples, fit_stream, fitting, needs
+from matlens.linear import LeastSquares, fit_samples, fit_stream, fitting
+from matlens.study import plan as needs
 
 Pairs = Literal["last", "all"]
 JOBS: list[tuple[int, int, int, Pairs]] = [
