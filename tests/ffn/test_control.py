@@ -124,6 +124,19 @@ def test_generation_changes_the_prompts_last_or_the_new_tokens(
             assert float((elsewhere - theirs).abs().max()) > 1e-4
 
 
+def test_new_tokens_follow_the_first_pass_of_a_loop_without_generate(
+    small_model: Models, plain_model: Models
+) -> None:
+    model, plain, sentence = small_model("gpt2"), plain_model("gpt2"), torch.tensor([17, 4, 40])
+    logits, cache = [], None
+    with controlled(model, GENTLE, where="new"), torch.inference_mode():
+        for token in sentence:
+            result = model.original_model(token[None, None], past_key_values=cache, use_cache=True)
+            cache = result.past_key_values
+            logits.append(result.logits[0, -1])
+    assert_near(torch.stack(logits[:-1]), by_hand("gpt2", plain, sentence, 1, "set", "new"))
+
+
 def test_positions_are_the_prompts_own_with_a_cache_and_without(small_model: Models) -> None:
     model, prompts, texts = small_model("llama"), sorted(PROMPTS, key=len, reverse=True), []
     for use_cache in (True, False):

@@ -115,6 +115,9 @@ def test_what_is_saved_comes_back_to_the_last_bit(order: list[Pair], tmp_path: P
     assert CONVENTION.encode() in tree(tmp_path / "maps")["config.json"]
     loaded.save(tmp_path / "again")
     assert tree(tmp_path / "again") == tree(tmp_path / "maps")
+    others = MapSet([replace(one, weight=one.weight + 1) for one in saved], provenance=ORIGIN)
+    with pytest.raises(InputError):
+        others.save(tmp_path / "maps")
 
 
 # Fitting in one line
