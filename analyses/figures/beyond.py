@@ -101,7 +101,7 @@ def plot_budgets(table: pd.DataFrame) -> Figure:
     for ax in panels:
         ax.set_xscale("log")
         ax.set_xlabel("tokens to fit on" if ax is not panels[2] else "tokens seen by tuned")
-        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.xaxis.set_major_locator(LogLocator(subs=(1, 5)))
         ax.xaxis.set_major_formatter(EngFormatter(sep=""))
         ax.xaxis.set_minor_formatter(NullFormatter())
     panels[0].set_yscale("log")
