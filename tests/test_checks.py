@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -33,7 +30,6 @@ from matlens.errors import (
     check_int,
     checked,
     plain_number,
-    short,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -173,73 +169,6 @@ class _Tokenizer:
         return ""
 
 
-@checked
-@dataclass(frozen=True)
-class Kept:
-    number: int
-    texts: tuple[str, ...] = ()
-
-    @classmethod
-    def parse(cls, text: str) -> Kept:
-        return cls(int(text))
-
-    @staticmethod
-    def double(number: int) -> int:
-        return 2 * number
-
-    def plus(self, other: int) -> int:
-        return self.number + other
-
-    def _hidden(self, other: int) -> str:
-        return f"{other}"
-
-
-def test_all_public_methods_of_a_class_are_checked_and_no_others() -> None:
-    assert Kept(3, ("a",)).plus(4) == 7
-    assert Kept.parse("5") == Kept(5)
-    assert Kept.double(4) == 8
-    assert Kept(1)._hidden("x") == "x"  # type: ignore[arg-type]
-    attempts: list[tuple[str, Callable[[Any], Any]]] = [
-        ("number must be an integer, got '3'", Kept),
-        ("text must be a str, got 3", lambda _: Kept.parse(3)),  # type: ignore[arg-type]
-        ("number must be an integer, got '3'", Kept.double),
-        ("other must be an integer, got '3'", Kept(1).plus),
-    ]
-    for message, attempt in attempts:
-        with pytest.raises(InputError, match=re.escape(message)):
-            attempt("3")
-
-
-@checked
-@contextmanager
-def lasting(number: int) -> Iterator[int]:
-    yield number
-
-
-def test_a_context_is_checked_before_it_is_entered() -> None:
-    with lasting(3) as number:
-        assert number == 3
-    with pytest.raises(InputError, match="number must be an integer"):
-        lasting("3")  # type: ignore[arg-type]
-
-
-class Pair(NamedTuple):
-    first: int
-
-
-@checked
-def of_other_kinds(pair: Pair, maps: MapSet) -> None:
-    pass
-
-
-def test_classes_are_known_by_name_and_the_message_says_how_to_come_by_one() -> None:
-    of_other_kinds(Pair(1), matlens.MapSet())
-    with pytest.raises(InputError, match=r"maps must be a MapSet, got the class MapSet\. .*MapSet\.fit"):
-        of_other_kinds(Pair(1), matlens.MapSet)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"pair must be a Pair, got \[1\]"):
-        of_other_kinds([1], matlens.MapSet())  # type: ignore[arg-type]
-
-
 @given(st.integers(-50, 50), st.integers(-50, 50), st.integers(-50, 50))
 def test_integers_within_their_bounds_are_taken_and_others_refused(value: int, low: int, high: int) -> None:
     if low <= value <= high:
@@ -271,16 +200,3 @@ def test_numbers_of_numpy_are_written_as_json() -> None:
     for other in (np.zeros(2), object(), b"x"):
         with pytest.raises(TypeError):
             json.dumps(other, default=plain_number)
-
-
-def test_long_values_are_cut() -> None:
-    assert len(short("a" * 10**6)) < 60
-    assert len(short(list(range(10**5)))) < 60
-    assert short(torch.zeros(2, 3)) == "a float32 Tensor of the shape (2, 3)"
-
-
-def test_the_description_of_nested_types_is_unambiguous() -> None:
-    hint = Sequence[str] | Sequence[int | None] | Mapping[str, Path]
-    words = "a list (each a str) or a list (each an integer or None) or a dict (each value a path)"
-    with pytest.raises(InputError, match=re.escape(f"x must be {words}, got an OSError.")):
-        check(OSError(), hint, "x")

@@ -9,16 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    N_LAYERS,
-    WORDS,
-    assert_near,
-    plain_vectors,
-)
+from conftest import N_LAYERS, WORDS, assert_near, plain_vectors
 from exits import comparison
 from exits.classifiers import RIDGE, ExitClassifiers
 from exits.comparison import (
-    ExitComparison,
     classifier_features,
     classifier_sites,
     compare_exits,
@@ -36,14 +30,8 @@ from matlens.ffn.trace import Trace
 from matlens.ffn.values import ValueVectors
 from matlens.lens.early_exit import ExitConfidence
 
-SEEDS, FEW, MANY = 2, 70, 90
-OPTIONS: dict[str, Any] = {
-    "seeds": SEEDS,
-    "strengths": [1e-2],
-    "kinds": [RIDGE],
-    "folds": 2,
-    "fewest": 2,
-}
+SEEDS, MANY = 2, 90
+OPTIONS: dict[str, Any] = {"seeds": SEEDS, "strengths": [1e-2], "kinds": [RIDGE], "folds": 2, "fewest": 2}
 
 
 class Sharp(Readout):
@@ -70,32 +58,22 @@ def corpus(n: int) -> Corpus:
 class ComparedModel:
     """Everything that `compare_exits` is given, and what it gives."""
 
-    def __init__(self, model: Any, n: int) -> None:
-        self.model, examples = model, make_examples(model, corpus(n), seed=1)
+    def __init__(self, model: Any) -> None:
+        self.model, examples = model, make_examples(model, corpus(MANY), seed=1)
         self.trace = Trace.run(model, examples, k=4, progress=False)
         self.clusters = Clusters.fit(ValueVectors(model), 30)
         self.activations = collect(model, examples, classifier_sites(model), progress=False)
-        self.comparison = self.compare()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(comparison, "Readout", sharp)
+            self.comparison = compare_exits(model, self.trace, self.clusters, self.activations, **OPTIONS)
         saturation = find_saturation(self.trace)
         self.layer, self.by_ffn = saturation.layer.numpy(), saturation.by_ffn.numpy()
         self.right = (self.trace.after == self.trace.after[:, -1:]).numpy()
 
-    def compare(self, **changed: Any) -> ExitComparison:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(comparison, "Readout", sharp)
-            return compare_exits(self.model, self.trace, self.clusters, self.activations, **OPTIONS | changed)
-
 
 @pytest.fixture(scope="module")
-def made(small_model: Callable[[str], Any]) -> Callable[[str, int], ComparedModel]:
-    known: dict[tuple[str, int], ComparedModel] = {}
-
-    def make(name: str, n: int) -> ComparedModel:
-        if (name, n) not in known:
-            known[name, n] = ComparedModel(small_model(name), n)
-        return known[name, n]
-
-    return make
+def study(small_model: Callable[[str], Any]) -> ComparedModel:
+    return ComparedModel(small_model("gptj"))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gptj", "bert", "gemma3"])
@@ -121,11 +99,7 @@ def test_classifiers_see_the_stream_before_the_ffn_and_what_it_writes(
                 assert_near(torch.from_numpy(total[layer][row]), plain[f"h.{layer + 1}"][0, at])
 
 
-@pytest.mark.parametrize("name", ["gptj"])
-def test_leaving_where_the_prediction_is_made_is_always_right(
-    name: str, made: Callable[[str, int], ComparedModel]
-) -> None:
-    study = made(name, MANY)
+def test_leaving_where_the_prediction_is_made_is_always_right(study: ComparedModel) -> None:
     for seed, exits in enumerate(study.comparison.evaluated[comparison.ORACLE]):
         test = split_examples(MANY, seed=seed).test
         assert exits.accuracy == 1
@@ -166,9 +140,8 @@ def by_rule(study: ComparedModel, learn: np.ndarray, rows: np.ndarray, *, places
     return left
 
 
-@pytest.mark.parametrize("name", ["gptj"])
-def test_the_rule_learns_from_ninety_per_cent(name: str, made: Callable[[str, int], ComparedModel]) -> None:
-    study, early = made(name, MANY), 0.0
+def test_the_rule_learns_from_ninety_per_cent(study: ComparedModel) -> None:
+    early = 0.0
     for seed in range(SEEDS):
         train, calibration, test = split_examples(MANY, seed=seed)
         learn = np.concatenate([train, calibration])
@@ -183,12 +156,8 @@ def test_the_rule_learns_from_ninety_per_cent(name: str, made: Callable[[str, in
     assert early > 0, "nobody leaves, which proves little"
 
 
-@pytest.mark.parametrize("name", ["gptj"])
-def test_what_is_set_by_the_rule_is_as_right_as_it_on_the_calibration_part(
-    name: str, made: Callable[[str, int], ComparedModel]
-) -> None:
+def test_what_is_set_by_the_rule_is_as_right_as_it_on_the_calibration_part(study: ComparedModel) -> None:
     """The least lam and the first layer that are; `mat` fitted by LAPACK on the training part alone."""
-    study = made(name, MANY)
     readout, data = sharp(study.model), study.activations
     positions = data.examples.positions
     final = [int(readout.logits(data[-1][row]).argmax()) for row in range(MANY)]
@@ -229,10 +198,7 @@ def test_what_is_set_by_the_rule_is_as_right_as_it_on_the_calibration_part(
             assert exits.saved == pytest.approx(np.mean(saved))
 
 
-def test_classifiers_learn_events_below_the_last_layer_from_the_training_part(
-    made: Callable[[str, int], ComparedModel],
-) -> None:
-    study = made("gptj", MANY)
+def test_classifiers_learn_events_below_the_last_layer_from_the_training_part(study: ComparedModel) -> None:
     counted: dict[str, int] = {}
     for seed in range(SEEDS):
         split = split_examples(MANY, seed=seed)
@@ -247,22 +213,18 @@ def test_classifiers_learn_events_below_the_last_layer_from_the_training_part(
     assert study.comparison.penalties == {method: {"ridge 0.01": n} for method, n in counted.items()}
 
 
-def confident(difference: list[list[float]], right: list[list[int]]) -> ExitConfidence:
-    return ExitConfidence(torch.tensor(difference), torch.tensor(right, dtype=torch.bool))
-
-
-def test_vectors_of_other_examples_are_refused(made: Callable[[str, int], ComparedModel]) -> None:
-    its = made("gptj", MANY)
+def test_vectors_of_other_examples_are_refused(study: ComparedModel) -> None:
+    few = study.activations.head(MANY - 1)
     with pytest.raises(InputError, match="activations must be of the examples of the trace"):
-        compare_exits(its.model, its.trace, its.clusters, its.activations.head(len(its.trace) - 1), **OPTIONS)
+        compare_exits(study.model, study.trace, study.clusters, few, **OPTIONS)
 
 
 def test_the_least_lam_is_the_first_of_the_steps_that_is_right_often_enough() -> None:
     """All at position 0 of sentences of one token: the threshold is 0.9 lam + 0.1."""
     at = torch.zeros(4, dtype=torch.long)
-    confidence = confident(
-        [[0.2, 0.9, 0.9], [0.3, 0.9, 0.9], [0.5, 0.9, 0.9], [0.7, 0.8, 0.9]],
-        [[0, 1, 1], [0, 1, 1], [1, 1, 1], [1, 0, 1]],
+    confidence = ExitConfidence(
+        torch.tensor([[0.2, 0.9, 0.9], [0.3, 0.9, 0.9], [0.5, 0.9, 0.9], [0.7, 0.8, 0.9]]),
+        torch.tensor([[0, 1, 1], [0, 1, 1], [1, 1, 1], [1, 0, 1]]) == 1,
     )
     for wanted, gap in ((0.5, 0.0), (0.51, 0.2), (0.75, 0.2), (0.76, 0.3), (1.0, 0.3)):
         lam = least_lam(confidence, at, 1.0, wanted)

@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from conftest import make_sentences
 from training.vocabularies import token_sequences
 from training.wikilm import word_dictionary
-
-
-def test_a_dictionary_has_the_most_frequent_words() -> None:
-    corpus = make_sentences()
-    counts = Counter(" ".join(corpus.sentences).split())
-    expected = sorted(counts, key=lambda word: (-counts[word], word))[:16]
-    dictionary = word_dictionary(corpus, n_words=20)
-    assert list(dictionary.words[4:20]) == expected
-    assert list(dictionary.counts[4:20]) == [counts[word] for word in expected]
 
 
 def test_sentences_become_tokens_between_two_ends() -> None:

@@ -77,25 +77,6 @@ def promoting(model: Any) -> Rows:
     return [[row.value, number(row.score), number(row.lift)] for row in table.itertuples()]
 
 
-def updated(prompt: str) -> Callable[[Any], Rows]:
-    """The greatest sub-update of each layer."""
-
-    def rows(model: Any) -> Rows:
-        updates = Updates.run(model, make_prompts(model, [prompt]), progress=False)
-        table = updates.table(Projection.from_model(model), n_tokens=2)
-        lines = []
-        for layer in range(N_LAYERS):
-            part = table[table["layer"] == layer]
-            first, share = part.iloc[0], f"{part['share'].sum():.1%}"
-            lines.append([
-                str(layer), share, "1", first["value"], number(first["coefficient"]), f"{first['share']:.1%}",
-                first["promoted"],
-            ])  # fmt: skip
-        return lines
-
-    return rows
-
-
 def updated_inside(model: Any) -> Rows:
     """Sub-updates of two layers at the third token, which knows nothing of later ones."""
     updates = Updates.run(model, make_prompts(model, ["w1 w2 w3"]), [0, 2], progress=False)
@@ -144,8 +125,6 @@ CALLS: list[tuple[list[str], str, Callable[[Any], Rows], str]] = [
         " of 384 value vectors",
     ),
     (["values", "promoting", "w7", "w9", "--limit", "3"], "llama", promoting, "By lift"),
-    (["update", "w1 w2 w3", "--tokens", "2"], "gpt2", updated("w1 w2 w3"), "At token 2, 'w3'"),
-    (["update", "w1 [MASK] w3", "--tokens", "2"], "bert", updated("w1 [MASK] w3"), "At token 2"),
     (["update", "w1 w2 w3 w4 w5", *OF_UPDATE], "gpt2", updated_inside, "At token 2, 'w3'"),
     (["lens", "show", PROMPT, "--last", "2"], "llama", layers_shown, PROMPT),
     (["lens", "trajectory", PROMPT, *TRAJECTORY], "llama", followed, "At token 3, 'w9'"),

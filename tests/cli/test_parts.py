@@ -82,7 +82,7 @@ def test_attention_is_removed(
         "prune", "--model", model_folder("llama"), "--device", "cpu", "--corpus", corpus, "--window", "24",
         "--out", tmp_path / "fewer",
     ]  # fmt: skip
-    for wrong in ([], ["--attention", "1", "--blocks", "1"], ["--attention", "1", "--heal", "9"]):
+    for wrong in (["--attention", "1", "--blocks", "1"], ["--attention", "1", "--heal", "9"]):
         outcome = run_command([*asked, *wrong], capsys)
         assert outcome.code == 2
         assert "either --blocks or --attention" in " ".join(outcome.err.split())

@@ -14,9 +14,10 @@ def test_what_is_printed_is_the_plan(
 ) -> None:
     monkeypatch.setattr("matlens.study.plan.free_memory", lambda: 10**12)
     monkeypatch.setattr("matlens.study.plan.free_disk", lambda _: disk)
-    options = {"layers": 32, "width": 4096, "mlp": 14336, "vocab": 128256, "sentences": 10000}
-    arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
-    arguments += ["--positions", "all", "--pairs", "last", "--keep-rows"]
+    arguments = [
+        "--layers", 32, "--width", 4096, "--mlp", 14336, "--vocab", 128256, "--sentences", 10000,
+        "--positions", "all", "--pairs", "last", "--keep-rows",
+    ]  # fmt: skip
     printed = run_command(["plan", *arguments], capsys, width=200).out
     shape = Shape(n_layers=32, d_model=4096, d_mlp=14336, d_vocab=128256)
     plan = plan_study(shape, 10_000, 1000, positions="all", pairs="last", keep_rows=True)

@@ -155,13 +155,6 @@ def test_variables_move_and_limit_the_cache(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("MATLENS_CACHE", str(tmp_path / "here"))
     monkeypatch.setenv("MATLENS_CACHE_GIB", "3")
     assert places() == [(tmp_path / "here", 3 * 2**30)]
-    for text in ("many", "0"):
-        monkeypatch.setenv("MATLENS_CACHE_GIB", text)
-        with pytest.raises(InputError, match=r"MATLENS_CACHE_GIB.*above 0"):
-            default_cache()
     for word in ("off", "0", "OFF"):
         monkeypatch.setenv("MATLENS_CACHE", word)
         assert places() == []
-    monkeypatch.delenv("MATLENS_CACHE_GIB")
-    monkeypatch.setenv("MATLENS_CACHE", "")
-    assert places()[0][0].name == "matlens"

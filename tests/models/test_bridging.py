@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import N_LAYERS, assert_near, load_plain, make_tokenizer
-from transformer_lens.factories.architecture_adapter_factory import ArchitectureAdapterFactory
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoTokenizer, FalconConfig, FalconForCausalLM
 
@@ -139,11 +138,3 @@ def test_a_newer_falcon_that_a_bridge_takes_for_another_model_is_refused(tmp_pat
     assert apart > 0.1 * float(logits(plain).abs().max())
     with pytest.raises(InputError, match=r"queries, keys and values from other rows.*matlens\.load"):
         matlens.wrap(bridge)
-
-
-def test_the_adapter_of_others_is_as_it_was(model_folder: Models) -> None:
-    before = ArchitectureAdapterFactory._adapters["FalconForCausalLM"]
-    matlens.load(str(model_folder("falcon-new")), device="cpu")
-    assert ArchitectureAdapterFactory._adapters["FalconForCausalLM"] is before
-    with pytest.raises(RuntimeError, match="split_sizes"):  # else there is nothing left to put right
-        boot(model_folder("falcon-new"))

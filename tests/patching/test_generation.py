@@ -98,15 +98,3 @@ def test_a_sentence_may_be_read_in_two_passes(small_model: Models, plain_model: 
         first, cache = model(tokens[:, :5], return_type="logits_and_cache", use_cache=True)
         rest = model(tokens[:, 5:], past_key_values=cache)
     assert_near(torch.cat([first, rest], 1)[0], expected)
-
-
-@pytest.mark.parametrize("ends", [(0, 1), (1, 2), (0, 3)])
-def test_blocks_of_linear_attention_are_skipped_as_others_are(
-    ends: tuple[int, int], small_model: Models
-) -> None:
-    """They have a state instead of keys and values, with which the next pass continues."""
-    model = small_model("qwen3-next")
-    with patched(model, [replacement(jump_part(*ends, bias=False))]):
-        given = torch.tensor([PROMPT])
-        made = [model.generate(given, 6, use_past_kv_cache=cached, **SILENT) for cached in (True, False)]
-    assert torch.equal(*made)

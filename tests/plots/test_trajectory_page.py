@@ -91,24 +91,6 @@ def test_cells_have_the_top_token_its_rank_and_a_color_that_grows(visit: Visit) 
         assert all(np.diff(steps[np.argsort([measure[place] for place in order])]) >= 0)
 
 
-def test_keys_go_from_cell_to_cell_pin_and_change_the_lens(visit: Visit) -> None:
-    visit.page.focus("[role=grid] td[tabindex='0']")
-    places = []
-    keys = "ArrowDown ArrowLeft Home PageDown ArrowRight ArrowUp End PageUp ArrowUp"
-    for key in keys.split():
-        visit.page.keyboard.press(key)
-        places.append(chosen(visit).split(" ␣")[0])
-    moves = [(2, 4), (2, 3), (2, 0), (0, 0), (0, 1), (1, 1), (1, 4), (3, 4), (3, 4)]
-    assert places == [f"Layer {layer}, token {token}" for layer, token in moves]
-    visit.page.keyboard.press("p")
-    top = made_up()["lenses"]["id"].ids[3, 4, 0]
-    assert visit.page.locator("#pins .token").last.inner_text() == f"␣w{top}"
-    visit.page.keyboard.press("l")
-    assert visit.page.inner_text("#grids h2") == "mat"
-    visit.page.keyboard.press("ArrowLeft")
-    assert chosen(visit).startswith("Layer 3, token 3")
-
-
 def test_the_url_stores_the_view(browser: Any, page: Path, visit: Visit) -> None:
     visit.page.select_option("#other", label="mat")
     visit.page.select_option("#view", "difference")

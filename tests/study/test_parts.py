@@ -15,46 +15,26 @@ import matlens
 
 @pytest.mark.parametrize("options", [{}, {"sample_special": False}])
 def test_all_positions_of_a_masked_model_are_refused(
-    options: dict[str, Any],
-    small_model: Callable[[str], Any],
-    sentences: matlens.data.Corpus,
-    tmp_path: Path,
+    options: dict[str, Any], small_model: Callable[[str], Any], sentences: matlens.data.Corpus, tmp_path: Path
 ) -> None:
-    name = "llama" if options else "bert"
+    model = small_model("llama" if options else "bert")
     with pytest.raises(matlens.InputError, match=r"masked|sample_special"):
-        collect_parts(
-            small_model(name),
-            sentences,
-            tmp_path,
-            positions="all",
-            **options,
-        )
+        collect_parts(model, sentences, tmp_path, positions="all", **options)
     assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "free", "positions"),
-    [
-        ("gpt2", {}, 1 << 40, "all"),
-        ("gpt2", {}, 40_000, "sampled"),
-        ("bert", {}, 1 << 40, "sampled"),
-    ],
-    ids=["disk", "no disk", "masked"],
+    ("name", "free", "positions"),
+    [("gpt2", 1 << 40, "all"), ("gpt2", 40_000, "sampled"), ("bert", 1 << 40, "sampled")],
 )
 def test_few_sentences_take_all_positions_if_memory_allows(
-    name: str,
-    options: dict[str, Any],
-    free: int,
-    positions: str,
-    small_model: Callable[[str], Any],
-    collect: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    name: str, free: int, positions: str, small_model: Callable[[str], Any], collect: Callable[..., Any],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setattr("matlens.study.plan.shutil.disk_usage", lambda _: SimpleNamespace(free=free))
-    train, validation = collect(small_model(name), tmp_path, positions="auto", **options)
+    train, validation = collect(small_model(name), tmp_path, positions="auto")
     assert (train.positions, validation.positions) == (positions, "sampled")
     if free == 1 << 40:  # what exists is used, however little disk is free
         monkeypatch.setattr("matlens.study.plan.shutil.disk_usage", lambda _: SimpleNamespace(free=0))
-        again, _ = collect(small_model(name), tmp_path, positions="auto", **options)
+        again, _ = collect(small_model(name), tmp_path, positions="auto")
         assert again.positions == positions

@@ -13,7 +13,7 @@ import pytest
 from studying import collect_parts, study_of
 
 import matlens.study.plan as module
-from matlens import InputError, collect, make_examples, parallel
+from matlens import InputError, make_examples, parallel
 from matlens.data.corpus import Corpus
 from matlens.io.artifact import Artifact
 from matlens.linear import StoredLeastSquares, stream_least_squares, streaming
@@ -34,20 +34,6 @@ def written(folder: Path, *but: str) -> int:
     """Bytes of all tensors in a folder, without the headers of their files."""
     paths = [path for path in folder.glob("*.safetensors") if path.stem not in but]
     return sum(path.stat().st_size - 8 - int.from_bytes(path.read_bytes()[:8], "little") for path in paths)
-
-
-@pytest.mark.parametrize("positions", ["sampled", "all"])
-def test_collected_vectors_are_written_in_as_many_bytes_as_planned(
-    positions: Any, small_model: Callable[[str], Any], sentences: Corpus, tmp_path: Path
-) -> None:
-    model = small_model("llama")
-    examples = make_examples(model, sentences).head(20)
-    activations = collect(model, examples, positions=positions, folder=tmp_path / "rows", progress=False)
-    shape = Shape.from_model(model)
-    planned = collected_bytes(shape, activations.n_rows, len(examples.tokens), 20)
-    assert written(tmp_path / "rows") == planned
-    of_study = plan_study(shape, 20, positions=positions, keep_rows=True, train_tokens=len(examples.tokens))
-    assert of_study["collect"].disk == planned
 
 
 @pytest.mark.parametrize("few", [False, True])
