@@ -19,7 +19,7 @@ import pytest
 import shapes  # noqa: F401  # before matlens: says which of its functions are checked
 import torch
 import transformers
-from hub_stand_in import Hub, serving
+from hub_stand_in import Hub
 from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
@@ -495,13 +495,11 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A stand-in of the hub on this machine, to which the hub's client can be pointed."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
-    with serving() as stand_in:
-        yield stand_in
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    """A hub in memory that the hub's client asks."""
+    stand_in = Hub(tmp_path / "hub")
+    monkeypatch.setattr(huggingface_hub, "HfApi", stand_in.client)
+    return stand_in
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -7,7 +7,6 @@ checked by eye: tests compare the library's numbers with these.
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +19,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 KS = (1, 5, 10)
+Part = tuple[Sequence[str], Sequence[int]]  # sentences, and the position of each
 
 # Where a model keeps its layers, and the module between h^L and the output embedding.
 LAYOUTS = {
@@ -28,18 +28,6 @@ LAYOUTS = {
     "gpt_neox.layers": "gpt_neox.final_layer_norm",  # Pythia
     "bert.encoder.layer": "cls.predictions.transform",  # BERT: dense, activation, norm
 }
-
-
-@dataclass(frozen=True)
-class Reference:
-    """Quality of `mat` and `id`; rows are source layers, columns target layers or k = 1, 5, 10."""
-
-    r2_mat: np.ndarray  # [L+1, L+1], nan where source >= target
-    r2_id: np.ndarray  # [L+1, L+1], likewise
-    precision_mat: np.ndarray  # [L+1, 3], mat_{l->L}; at l = L the representation itself
-    precision_id: np.ndarray  # [L+1, 3]
-    surprisal_mat: np.ndarray  # [L+1], natural logarithm
-    surprisal_id: np.ndarray  # [L+1]
 
 
 def layout(model: PreTrainedModel) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -59,46 +47,30 @@ def hidden_states(
     tokenizer: PreTrainedTokenizerBase,
     sentences: Sequence[str],
     positions: Sequence[int],
-    mask: bool = False,
-    max_length: int | None = None,
-) -> np.ndarray:
-    """Return h^0..h^L at the given position of each sentence, `[L+1, n, d]` in float32.
+) -> Tensor:
+    """Return h^0..h^L at the given position of each sentence, `[L+1, n, d]` in float64.
 
     h^0 is the input of layer 0, h^l the output of layer l-1; the final norm has not been applied to h^L.
-    With `mask`, the token at the position is replaced by the mask token first.
     """
-    if model.training:
-        raise ValueError("the model is in training mode: call model.eval() first")
     layers, _ = layout(model)
     taken: list[Tensor] = []
-    position = 0  # of the sentence under way; the hooks read it
-
-    def take(hidden: Tensor) -> None:
-        taken.append(hidden[0, position].to("cpu", torch.float32, copy=True))
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        take(args[0] if args else kwargs["hidden_states"])
+        taken.append(args[0] if args else kwargs["hidden_states"])
 
     def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-        take(output[0] if isinstance(output, tuple) else output)
+        taken.append(output[0] if isinstance(output, tuple) else output)
 
     handles = [layers[0].register_forward_pre_hook(before, with_kwargs=True)]
     handles += [layer.register_forward_hook(after) for layer in layers]
     rows: list[Tensor] = []
-    try:
-        for sentence, position in tqdm(list(zip(sentences, positions, strict=True)), desc="sentences"):
-            ids = tokenizer(sentence, truncation=max_length is not None, max_length=max_length)["input_ids"]
-            if not 0 <= position < len(ids):
-                raise IndexError(f"position {position} of {len(ids)} tokens")
-            if mask:
-                ids[position] = tokenizer.mask_token_id
-            taken.clear()
-            model.base_model(input_ids=torch.tensor([ids], device=model.device))  # no logits are wanted
-            rows.append(torch.stack(taken))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return torch.stack(rows, dim=1).numpy()
+    for sentence, position in tqdm(list(zip(sentences, positions, strict=True)), desc="sentences"):
+        taken.clear()
+        model.base_model(input_ids=torch.tensor([tokenizer(sentence)["input_ids"]]))  # no logits are wanted
+        rows.append(torch.stack([hidden[0, position] for hidden in taken]))
+    for handle in handles:
+        handle.remove()
+    return torch.stack(rows, dim=1).double()
 
 
 def make_readout(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
@@ -136,26 +108,16 @@ def prediction_quality(
     return hits / n, surprisal / n
 
 
-def reference(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    train_sentences: Sequence[str],
-    train_positions: Sequence[int],
-    validation_sentences: Sequence[str],
-    validation_positions: Sequence[int],
-    *,
+def quality_by_hand(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fitted_on: Part, tested_on: Part, *,
     pairs: Literal["all", "last"] = "all",
-    mask: bool = False,
-    max_length: int | None = None,
-) -> Reference:
-    """Fit every mat_{l->l'} on the training sentences and score `mat` and `id` on the validation sentences.
+) -> dict[str, np.ndarray]:  # fmt: skip
+    """Fit every mat_{l->l'} on some sentences and score `mat` and `id` on others, each with its positions.
 
-    With `pairs="last"` only the target L is fitted and scored; the other entries of r^2 stay nan.
+    ``r2_mat`` and ``r2_id`` are `[L+1, L+1]`, nan where source >= target; with `pairs="last"` only the target
+    L is fitted and scored. Precision is `[L+1, 3]` and surprisal `[L+1]`, at l = L of the vectors themselves.
     """
-    taken = hidden_states(model, tokenizer, train_sentences, train_positions, mask, max_length)
-    train = torch.from_numpy(taken).double()
-    taken = hidden_states(model, tokenizer, validation_sentences, validation_positions, mask, max_length)
-    valid = torch.from_numpy(taken).double()
+    train, valid = (hidden_states(model, tokenizer, *part) for part in (fitted_on, tested_on))
     last = len(train) - 1
     r2_mat, r2_id = np.full((2, last + 1, last + 1), np.nan)
     substitutes = valid.clone()  # row l becomes mat_{l->L}(h^l); row L stays h^L
@@ -169,9 +131,11 @@ def reference(
             r2_id[source, target] = r2_score(valid[target].numpy(), valid[source].numpy())
         substitutes[source] = mapped[-1]
     readout = make_readout(model)
-    precision_mat, surprisal_mat = prediction_quality(readout, substitutes, valid[last])
-    precision_id, surprisal_id = prediction_quality(readout, valid, valid[last])
-    return Reference(r2_mat, r2_id, precision_mat, precision_id, surprisal_mat, surprisal_id)
+    found = {"r2_mat": r2_mat, "r2_id": r2_id}
+    for name, vectors in (("mat", substitutes), ("id", valid)):
+        precision, surprisal = prediction_quality(readout, vectors, valid[last])
+        found |= {f"precision_{name}": precision, f"surprisal_{name}": surprisal}
+    return found
 
 
 def judged_by_hand(plain: Any, truth: Tensor, substitutes: Mapping[Any, Tensor]) -> dict[Any, list[float]]:

@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 from conftest import make_sentences
 from identities import make_activations, make_identity
-from several import free_port, run_ranks
+from several import run_ranks
 from torch import Tensor
 
 import matlens
@@ -286,15 +285,6 @@ def test_the_environment_says_whether_there_are_several(
         if value is not None:
             monkeypatch.setenv(name, value)
     assert parallel.is_launched() is expected
-
-
-def test_others_that_do_not_come_are_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "_MEETING", timedelta(seconds=1))
-    variables = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(InputError), parallel.distributed():
-        pass
 
 
 def test_a_process_that_does_not_come_in_time_is_not_waited_for(tmp_path: Path) -> None:

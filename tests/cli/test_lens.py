@@ -58,11 +58,6 @@ def test_push_and_pull_go_through_the_hub(
     commands: Commands, small_model: Callable[[str], Any], hub: Hub, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.address)
-    monkeypatch.setattr(
-        "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
-        hub.address + "/{repo_id}/resolve/{revision}/{filename}",
-    )
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     model = small_model("llama")
     lens = make_lens(model)

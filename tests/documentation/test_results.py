@@ -107,10 +107,7 @@ def test_a_cell_changed_by_hand_is_refused(results: Path) -> None:
     ("section", "message"),
     [
         ('{{ value("fit", method="mat") }}', r"2 rows of \{'method': 'mat'\}"),
-        ('{{ table("fit", layer=7) }}', r"no row of \{'layer': 7\}"),
-        ('{{ table("fit", layers=1) }}', "no column 'layers', but method, layer"),
         ('{{ table("r2") }}', r"There is no .*r2.csv.*make results"),
-        ('{{ claim("a", "b", "c", "same") }}', "verdict on 'a' must be"),
         ('{{ verdict(True, "fine") }}', "'fine' is not one of same, in part"),
         ("{{ unheard }}", "'unheard' is undefined"),
     ],
@@ -154,22 +151,6 @@ def test_gathered_is_what_pages_quote(results: Path, tmp_path: Path) -> None:
     assert Image.open(images / "fit.png").convert("RGB").getpixel((0, 0)) == (255, 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("text", "kept"),
-    [
-        ("/home/a/out/results/small-bert", "out/results/small-bert"),
-        (
-            "--model=/a/out/results/b --word '/a/out/results' x",
-            "--model=out/results/b --word 'out/results' x",
-        ),
-        ("/home/a/out/results-b", "/home/a/out/results-b"),
-        ("/full/run/b and /full/runs", "out/results/b and /full/runs"),
-    ],
-)
-def test_an_origin_names_no_folder_of_this_machine(text: str, kept: str) -> None:
-    assert gather.portable(text, "/full/run") == kept
-
-
 def test_what_is_kept_names_no_folder_of_a_machine() -> None:
     for path in (PROJECT / "results").glob("*.json"):
         origin = path.read_text()
@@ -202,12 +183,6 @@ def test_tables_of_one_page_are_of_one_state_of_a_model(results: Path) -> None:
         run(results)
 
 
-def test_a_column_that_some_rows_lack_stays_in_the_table() -> None:
-    table = pd.DataFrame({"model": ["small", "small"], "corpus": ["news", None], "experiment": [None, None]})
-    kept, alike = gather.reduced(table)
-    assert (list(kept), alike) == (["corpus"], {"model": "small", "experiment": None})
-
-
 AUDIT = pd.read_csv(PROJECT / "results" / "pages" / "audit" / "items.csv", dtype=str, keep_default_na=False)
 
 
@@ -224,35 +199,6 @@ def test_every_command_of_the_audit_is_there_and_every_analysis_in_it() -> None:
     assert all((PROJECT / path).is_file() for path in scripts)
     of_papers = {f"analyses/{path.name}" for path in (PROJECT / "analyses").glob("paper_*.py")}
     assert of_papers - scripts <= {"analyses/paper_b_removal.py"}  # of no item of the paper
-
-
-def test_what_commands_took_is_the_most_that_their_tables_say(results: Path) -> None:
-    table = pd.DataFrame({"value": [1.0]})
-    for name, command, seconds in (("a", "two.py", 2.0), ("b", "two.py", 5.5), ("c", "one.py", 3.0)):
-        write_results(results, name, table, {"command": command, "processor_seconds": seconds})
-    taken = render.Results(results).costs()
-    assert list(taken["command"]) == [
-        "python analyses/fit.py --train 40 --val 2", "python analyses/one.py", "python analyses/two.py"
-    ]  # fmt: skip
-    assert taken["seconds"].fillna(0).tolist() == [0, 3.0, 5.5]  # the first does not say
-
-
-def test_a_section_of_another_page_is_linked_with_its_verdicts(results: Path) -> None:
-    write_fit(results, mat=0.75)
-    other = results / "pages" / "audit"
-    other.mkdir()
-    (other / "00-head.md").write_text("# Audit\n")
-    (other / "10-items.md").write_text(
-        '{% set fit = section("page/10-fit") %}{{ fit.link }}: {{ fit.verdicts }}'
-        '{% for row in rows_of("items.csv") %}, {{ row.name }}{% endfor %}'
-    )
-    (other / "items.csv").write_text("name\nfirst\nsecond\n")
-    assert render.render(other, results).splitlines()[-1] == (
-        "[Fit of maps (Figure 2)](page.md#fit-of-maps-figure-2): same, first, second"
-    )
-    (other / "10-items.md").write_text('{{ section("page/99-none").link }}')
-    with pytest.raises(InputError, match="no section 'page/99-none'"):
-        render.render(other, results)
 
 
 def test_what_is_kept_is_quoted_and_small() -> None:

@@ -37,7 +37,7 @@ def files(hub: Hub) -> dict[str, bytes]:
 
 
 def test_lenses_of_many_models_come_back_the_same_at_every_commit(hub: Hub, small_model: Models) -> None:
-    options: dict[str, Any] = {"endpoint": hub.address, "token": TOKEN}
+    options: dict[str, Any] = {"token": TOKEN}
     model = small_model("llama")
     first = fitted(model).push_to_hub(PLACE, name="llama/words", **options)
     assert Lens.from_pretrained(PLACE, **options).readout is None  # there is one, so it needs no name
@@ -70,7 +70,7 @@ def test_lenses_of_many_models_come_back_the_same_at_every_commit(hub: Hub, smal
 
 
 def test_of_two_pushes_at_the_same_time_one_is_refused(hub: Hub, small_model: Models) -> None:
-    options: dict[str, Any] = {"endpoint": hub.address, "token": TOKEN}
+    options: dict[str, Any] = {"token": TOKEN}
     hub.add(PLACE, {"a/first/config.json": b"{}", "a) [x](y/config.json": b"{}"})
 
     def meanwhile() -> None:
@@ -95,18 +95,18 @@ def test_files_of_jacobian_lenses_are_read_from_their_repositories(
     given.save(str(tmp_path / "lens.pt"), dtype=torch.float32)
     path, place = "llama/jlens/Salesforce-wikitext/llama_jacobian_lens.pt", "neuronpedia/jacobian-lens"
     commit = hub.add(place, {path: (tmp_path / "lens.pt").read_bytes()})
-    lens = Lens.from_pretrained(place, path, model, revision=commit, endpoint=hub.address)
+    lens = Lens.from_pretrained(place, path, model, revision=commit)
     assert torch.equal(lens.matrix(1), given.jacobians[0])
     assert lens.provenance.details["hub"]["commit"] == commit
     with pytest.raises(InputError, match="model must be given"):
-        Lens.from_pretrained(place, path, endpoint=hub.address)
+        Lens.from_pretrained(place, path)
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a//b", "/a", "a/.hidden", "a b", "a/b/c/d/e/f", "x" * 99])
 def test_names_that_lead_elsewhere_are_refused(name: str, hub: Hub, small_model: Models) -> None:
     lens = fitted(small_model("llama"))
     with pytest.raises(InputError, match="name must be a folder"):
-        lens.push_to_hub(PLACE, name=name, endpoint=hub.address)
+        lens.push_to_hub(PLACE, name=name)
     assert hub.asked == []
     assert folder_of(lens).split("/")[1:] == ["rank-4-sinks-exclude", "wikipedia-sample"]
     assert ".." not in folder_of(lens)

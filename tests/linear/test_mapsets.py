@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import tree
 from identities import make_identity
-from sklearn.linear_model import Ridge
 from small_maps import ORIGIN, PAIRS, SEED, Pair, linear, same
 
 from matlens.activations.activations import Activations
 from matlens.data.examples import Examples
 from matlens.errors import InputError
-from matlens.linear.maps import LinearMap, tensor_digest
+from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import CONVENTION, MapSet
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
@@ -134,28 +132,6 @@ def collected(*more: str) -> Activations:
     examples = Examples(np.zeros(N, dtype=np.int64), np.arange(N + 1), np.zeros(N, dtype=np.int64))
     origin = Provenance(make_identity(n_layers=L, d_model=D), {"corpus": "words"}, details={"seed": 3})
     return Activations(vectors, examples, "sampled", origin)
-
-
-@pytest.mark.parametrize(
-    ("pairs", "expected"),
-    [
-        ("last", [(0, 3), (1, 3), (2, 3)]),
-        ("all", [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]),
-        ([(0, -1), ("ffn_in.-1", "ffn_post.2")], [(0, 3), ("ffn_in.2", "ffn_post.2")]),
-    ],
-)
-def test_maps_fitted_in_one_line_are_least_squares(pairs: Any, expected: list[tuple[Any, Any]]) -> None:
-    samples, rows = collected(), torch.arange(N) % 4 > 0
-    maps = MapSet.fit(samples, pairs=pairs, rows=rows, intercept=True, ridge=2.0, progress=False)
-    assert len(maps) == len(expected)
-    for pair in expected:
-        source, target = map(str, map(Site.parse, pair))
-        model = Ridge(2.0).fit(samples[source][rows], samples[target][rows])
-        np.testing.assert_allclose(maps[pair].weight, model.coef_, rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(maps[pair].bias, model.intercept_, rtol=1e-4, atol=1e-5)
-    details = {"n_fitted": 45, "intercept": True, "ridge": 2.0, "rows": tensor_digest(rows)}
-    assert maps.provenance == samples.provenance.with_details(**details)
-    assert maps.n_samples == 45
 
 
 def test_sites_that_were_not_collected_and_unknown_models_are_refused() -> None:

@@ -215,8 +215,3 @@ def test_a_killed_run_goes_on_from_its_last_state_to_the_same_bytes(
     assert {path.name for path in (tmp_path / "m").iterdir()} == {
         "config.json", "h.0.safetensors", "attn_in.1.safetensors",
     }  # fmt: skip
-
-
-def test_a_part_that_does_not_exist_is_refused(model: Any, examples: Examples, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"^part must"):
-        stream_least_squares(model, examples, tmp_path / "m", part=(4, 3), **QUIET)

@@ -70,18 +70,6 @@ def test_a_fit_while_streaming(n_layers: int, width: int, n_rows: int, pairs: Pa
     check(planned, lambda: list(fit_stream(batches(), wanted)))
 
 
-def test_a_fit_on_sites_of_other_widths() -> None:
-    torch.manual_seed(0)
-    widths = {"h.0": 48, "ffn_post.0": 192, "h.1": 48, "h.2": 48}
-    samples = {site: torch.randn(700, width) for site, width in widths.items()}
-    pairs = [("h.0", "ffn_post.0"), ("h.0", "h.2"), ("ffn_post.0", "h.1")]
-    planned = needs.streamed_fit_bytes(
-        700, [(48, 240), (192, 48)], of_sample=sum(widths.values()), widest=192
-    )
-    before = sum(4 * part.numel() for part in samples.values())
-    check(planned, lambda: list(fit_stream([samples], pairs)), before, most=1.45)
-
-
 @pytest.mark.parametrize("n_parts", [1, 2])
 @pytest.mark.parametrize(("width", "n_targets"), [(96, 4), (96, 1), (256, 1)])
 def test_a_fit_on_stored_moments(width: int, n_targets: int, n_parts: int) -> None:

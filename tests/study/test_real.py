@@ -17,7 +17,7 @@ import torch
 import transformers
 from blocks import PROJECT, Block, blocks_of
 from conftest import refuse_connections
-from independent import Reference, reference
+from independent import quality_by_hand
 
 import matlens
 from matlens.data.examples import Examples
@@ -40,7 +40,7 @@ class Both(NamedTuple):
     """The table that matlens makes, and the independent numbers."""
 
     results: pd.DataFrame
-    reference: Reference
+    reference: dict[str, np.ndarray]
     n_layers: int
 
 
@@ -91,12 +91,10 @@ def both(request: pytest.FixtureRequest, loaded: Loaded, plain: Any) -> Both:
             matlens.lens.prediction_quality(matlens.Readout(model), maps, tested_on),
         ]
     )
-    theirs = reference(
-        plain, model.tokenizer,
-        list(train.sentences), parts[0].positions.tolist(),
-        list(validation.sentences), parts[1].positions.tolist(),
-        pairs="all" if full else "last",
-    )  # fmt: skip
+    sampled = [
+        (part.sentences, of.positions.tolist()) for part, of in zip((train, validation), parts, strict=True)
+    ]
+    theirs = quality_by_hand(plain, model.tokenizer, *sampled, pairs="all" if full else "last")
     return Both(results, theirs, n_layers)
 
 
@@ -122,21 +120,21 @@ def _ours(both: Both, method: str, metric: str, k: int | None = None) -> np.ndar
 @pytest.mark.parametrize("method", ["mat", "id"])
 def test_numbers_are_those_of_the_independent_computation(both: Both, method: str) -> None:
     table = both.results[(both.results["metric"] == "r2") & (both.results["method"] == method)]
-    theirs = getattr(both.reference, f"r2_{method}")[table["layer"], table["target"]]
+    theirs = both.reference[f"r2_{method}"][table["layer"], table["target"]]
     ours = table["value"].to_numpy(dtype=float)
     assert len(ours) >= both.n_layers
     # Where too few samples make r2 hugely negative, a thousandth is meant of the number itself.
     difference = np.abs(ours - theirs) / np.maximum(1, np.abs(theirs))
     print(f"\nr2 {method}: {len(ours)} pairs, largest difference {difference.max():.1e}")
     assert difference.max() < 1e-3
-    precision = getattr(both.reference, f"precision_{method}")
+    precision = both.reference[f"precision_{method}"]
     for column, k in enumerate((1, 5, 10)):
         ours = _ours(both, method, "precision", k)
         assert len(ours) == both.n_layers + 1
         difference = np.abs(ours - precision[:, column])
         print(f"Precision@{k} {method}: largest difference {difference.max():.4f}")
         assert difference.max() <= 0.003
-    difference = np.abs(_ours(both, method, "surprisal") - getattr(both.reference, f"surprisal_{method}"))
+    difference = np.abs(_ours(both, method, "surprisal") - both.reference[f"surprisal_{method}"])
     print(f"surprisal {method}: largest difference {difference.max():.5f}")
     assert difference.max() < 0.01
 
