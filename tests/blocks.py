@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -132,7 +132,7 @@ def small_sentences(*_: Any) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def small_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_models(tmp_path_factory):
     """A folder with small models under the names of real ones."""
     folder = tmp_path_factory.mktemp("documentation")
     save_small_models(folder)
@@ -140,7 +140,7 @@ def small_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def small_load(small_models: Path) -> Callable[..., Any]:
+def small_load(small_models):
     """`matlens.load`, giving the small models; each is loaded once."""
     whole = loading.load
 
@@ -152,9 +152,7 @@ def small_load(small_models: Path) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def small_world(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_load: Callable[..., Any], small_models: Path
-) -> Iterator[Path]:
+def small_world(tmp_path, monkeypatch, small_load, small_models):
     """An empty folder to work in, where models and corpora of the documentation's names are small ones."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -223,7 +223,7 @@ MASKED = ("bert", "roberta")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def _cache(tmp_path_factory):
     """A cache of this run alone, which the processes of one run share; the user's is left as it is."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "matlens-cache"
@@ -233,7 +233,7 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+def _threads(request):
     """One thread for small models: on a busy machine more take several times as long."""
     before = torch.get_num_threads()
     if request.node.get_closest_marker("real") is None:
@@ -243,14 +243,14 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _shapes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _shapes(request, monkeypatch):
     """Shapes of arrays are checked in every call, but where a test is about input that is refused."""
     if request.node.get_closest_marker("refused") is not None:
         monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.fixture(autouse=True)
-def _hub() -> None:
+def _hub():
     """Each test asks the hub itself."""
     places._on_hub.cache_clear()
 
@@ -305,7 +305,7 @@ def save_with_ends(folder: Path, *, front: bool = False, end: bool = False) -> P
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def model_folder(tmp_path_factory):
     """Folder of a small model, by the name of its architecture."""
     root = tmp_path_factory.mktemp("models")
 
@@ -317,7 +317,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
 
 @pytest.fixture(scope="session")
-def small_model(model_folder: Callable[[str], Path]) -> Callable[[str], Any]:
+def small_model(model_folder):
     """A small loaded model, by the name of its architecture; shared, so leave it as it is."""
     loaded: dict[str, Any] = {}
 
@@ -336,7 +336,7 @@ def load_plain(name: str, folder: Path, **options: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def plain_model(model_folder: Callable[[str], Path]) -> Callable[[str], Any]:
+def plain_model(model_folder):
     """The same small model without matlens, by the name of its architecture; shared, so leave it as it is."""
     loaded: dict[str, Any] = {}
 
@@ -426,7 +426,7 @@ BROWSER_OPTIONS = (
 
 
 @pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
+def browser():
     """A Chromium without a window, which a session starts once."""
     from playwright.sync_api import sync_playwright
 
@@ -460,7 +460,7 @@ def make_sentences() -> matlens.data.Corpus:
 
 
 @pytest.fixture
-def sentences() -> matlens.data.Corpus:
+def sentences():
     """Forty different sentences of 5 to 20 words that the small models know."""
     return make_sentences()
 
@@ -480,13 +480,13 @@ def refuse_connections(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def no_network(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def no_network(monkeypatch):
     """Refuse every connection, and list those that were tried."""
     return refuse_connections(monkeypatch)
 
 
 @pytest.fixture
-def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def empty_cache(tmp_path, monkeypatch):
     """A Hugging Face cache of the test's own."""
     cache = tmp_path / "hub"
     cache.mkdir()
@@ -495,7 +495,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+def hub(tmp_path, monkeypatch):
     """A hub in memory that the hub's client asks."""
     stand_in = Hub(tmp_path / "hub")
     monkeypatch.setattr(huggingface_hub, "HfApi", stand_in.client)
@@ -530,7 +530,7 @@ def _sentences(n: int, seed: int) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpora(tmp_path_factory):
     """A folder with ``words.txt`` and ``others.txt`` of equal size, and ``few.txt`` of half of it."""
     folder = tmp_path_factory.mktemp("corpora")
     for seed, (name, n) in enumerate((("words", 120), ("others", 120), ("few", 60))):

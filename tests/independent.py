@@ -110,7 +110,7 @@ def prediction_quality(
 
 def quality_by_hand(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fitted_on: Part, tested_on: Part, *,
-    pairs: Literal["all", "last"] = "all",
+    pairs: Literal["all", "last"] = "all"
 ) -> dict[str, np.ndarray]:  # fmt: skip
     """Fit every mat_{l->l'} on some sentences and score `mat` and `id` on others, each with its positions.
 

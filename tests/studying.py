@@ -12,7 +12,7 @@ from matlens.study import Study
 
 def study_of(
     model: Any, sentences: Corpus, folder: Path, *, n_train: int = 25, n_validation: int = 15, seed: int = 0,
-    **options: Any,
+    **options: Any
 ) -> Study:  # fmt: skip
     return Study(
         load_model=lambda: model,

@@ -63,14 +63,12 @@ def results(model: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def true(small_model: Callable[[str], Any]) -> dict[str, torch.Tensor]:
+def true(small_model):
     return results(small_model("llama"))
 
 
 @pytest.mark.parametrize("how", REDUCED)
-def test_numbers_are_those_of_the_models_own_precision(
-    how: str, true: dict[str, torch.Tensor], small_model: Callable[[str], Any]
-) -> None:
+def test_numbers_are_those_of_the_models_own_precision(how, true, small_model):
     with REDUCED[how]():
         before = torch.is_autocast_enabled("cpu"), torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
         assert is_reduced()
@@ -84,13 +82,13 @@ def test_numbers_are_those_of_the_models_own_precision(
     assert not is_reduced()
 
 
-def test_a_pass_of_the_user_follows_autocast(small_model: Callable[[str], Any]) -> None:
+def test_a_pass_of_the_user_follows_autocast(small_model):
     model, tokens = small_model("llama"), torch.tensor([[5, 6, 7]])
     with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
         assert model(tokens, return_type="logits").dtype == torch.bfloat16
 
 
-def test_settings_stay_changed_until_the_last_thread_has_left() -> None:
+def test_settings_stay_changed_until_the_last_thread_has_left():
     inside, leave = threading.Event(), threading.Event()
     seen: list[bool] = []
 

@@ -32,13 +32,13 @@ def _fail(error: BaseException) -> Callable[[], Any]:
         ("traceback", _fail(KeyError("method"))),
     ],
 )
-def test_a_case_is_judged_by_what_comes_of_it(verdict: str, run: Callable[[], Any]) -> None:
+def test_a_case_is_judged_by_what_comes_of_it(verdict, run):
     assert judge(Case("a fault", "a case", run)).verdict == verdict
     assert judge(Case("a fault", "a case", lambda: 3.0, right=(3.0).__eq__)).verdict == "clear"
     assert judge(Case("a fault", "a case", lambda: 4.0, right=(3.0).__eq__)).verdict == "silent"
 
 
-def test_what_the_attack_names_is_public() -> None:
+def test_what_the_attack_names_is_public():
     """A recipe for a parameter, or what may be taken, that nothing has any more is to be removed."""
     parameters = [f"{call.name}.{name}" for call in calls() for name in call.hints]
     qualified = [name for name in RECIPES if "." in name and not name.startswith("lens.")]

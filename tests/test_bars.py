@@ -13,10 +13,7 @@ from matlens.parallel import Bar, waiting
 @pytest.mark.parametrize(
     ("quiet", "silent", "shown"), [(0, False, True), (9, False, False), (0, True, False)]
 )
-def test_long_work_is_shown_and_all_steps_come_through(
-    quiet: float, silent: bool, shown: bool, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_long_work_is_shown_and_all_steps_come_through(quiet, silent, shown, capsys, monkeypatch):
     monkeypatch.setattr(parallel, "_QUIET", quiet)
     if silent:
         parallel._silent.set()

@@ -22,15 +22,7 @@ from torch import Tensor
 
 import matlens
 from matlens import InputError
-from matlens.errors import (
-    Fraction,
-    Seed,
-    Tokenizer,
-    check,
-    check_int,
-    checked,
-    plain_number,
-)  # fmt: skip
+from matlens.errors import Fraction, Seed, Tokenizer, check, check_int, checked, plain_number  # fmt: skip
 
 if TYPE_CHECKING:
     from matlens import MapSet
@@ -54,14 +46,14 @@ def is_checked(value: Any) -> bool:
     return all(hasattr(member, "__checked__") for member in members if inspect.isfunction(member))
 
 
-def test_every_public_function_and_method_is_checked() -> None:
+def test_every_public_function_and_method_is_checked():
     assert len(public()) > 100
     unchecked = {name.rpartition(".")[2] for name, value in public() if not is_checked(value)}
     assert unchecked - UNCHECKED == set()
 
 
 @pytest.mark.refused
-def test_public_names_refuse_what_their_annotations_exclude() -> None:
+def test_public_names_refuse_what_their_annotations_exclude():
     """Beartype judges what is excluded; the error names the parameter."""
     judgements = [judge(case) for case in signature_cases(2)]
     assert len(judgements) > 3_000
@@ -71,7 +63,7 @@ def test_public_names_refuse_what_their_annotations_exclude() -> None:
     assert every - tried == set()
 
 
-def test_a_seed_that_is_not_given_is_zero_everywhere() -> None:
+def test_a_seed_that_is_not_given_is_zero_everywhere():
     """So a number that is made twice, by other parts of the library, is the same."""
     defaults = dict[str, Any]()
     for name, value in public():
@@ -149,13 +141,13 @@ BAD: dict[str, list[Any]] = {
 
 @pytest.mark.refused
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name in GOOD for value in GOOD[name]])
-def test_what_an_annotation_allows_is_taken(name: str, value: Any) -> None:
+def test_what_an_annotation_allows_is_taken(name, value):
     assert taking(**{name: value, "tokenizer": _Tokenizer()}) == "taken"
 
 
 @pytest.mark.refused
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name in BAD for value in BAD[name]])
-def test_what_annotations_do_not_say_is_refused_too(name: str, value: Any) -> None:
+def test_what_annotations_do_not_say_is_refused_too(name, value):
     with pytest.raises(InputError, match=rf"^{name} must be .*, got .*\.") as refusal:
         taking(**{name: value, "tokenizer": _Tokenizer()})
     assert len(str(refusal.value)) < 500
@@ -170,7 +162,7 @@ class _Tokenizer:
 
 
 @given(st.integers(-50, 50), st.integers(-50, 50), st.integers(-50, 50))
-def test_integers_within_their_bounds_are_taken_and_others_refused(value: int, low: int, high: int) -> None:
+def test_integers_within_their_bounds_are_taken_and_others_refused(value, low, high):
     if low <= value <= high:
         assert check_int(value, "k", min=low, max=high) == value
     else:
@@ -179,13 +171,13 @@ def test_integers_within_their_bounds_are_taken_and_others_refused(value: int, l
 
 
 @pytest.mark.parametrize("value", [-1e-9, 1.5, float("nan"), "1", None, True, 1j])
-def test_fractions_are_from_zero_to_one(value: Any) -> None:
+def test_fractions_are_from_zero_to_one(value):
     check(np.float32(0.5), Fraction, "share")
     with pytest.raises(InputError, match=r"^share must be a finite number from 0 to 1, got "):
         check(value, Fraction, "share")
 
 
-def test_the_largest_seed_is_taken_by_torch_numpy_and_scikit_learn() -> None:
+def test_the_largest_seed_is_taken_by_torch_numpy_and_scikit_learn():
     check(2**32 - 1, Seed, "seed")
     with pytest.raises(InputError):
         check(2**32, Seed, "seed")
@@ -193,7 +185,7 @@ def test_the_largest_seed_is_taken_by_torch_numpy_and_scikit_learn() -> None:
     check_random_state(2**32 - 1)
 
 
-def test_numbers_of_numpy_are_written_as_json() -> None:
+def test_numbers_of_numpy_are_written_as_json():
     given = {"seed": np.int64(3), "ridge": np.float32(0.5), "n": np.array(4), "on": np.bool_(True)}
     written = json.dumps(given, default=plain_number)
     assert json.loads(written) == {"seed": 3, "ridge": 0.5, "n": 4, "on": True}

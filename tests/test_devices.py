@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,7 @@ from control.generation import continue_prompts
 from transformer_lens.model_bridge import TransformerBridge
 
 import matlens
-from matlens import (
-    InputError,
-    LinearMap,
-    MapSet,
-    ffn,
-    lens,
-    linearity,
-    metrics,
-    pruning,
-)  # fmt: skip
+from matlens import InputError, LinearMap, MapSet, ffn, lens, linearity, metrics, pruning  # fmt: skip
 from matlens.data import Corpus, make_windows
 from matlens.lens.early_exit import exit_layers, thresholds
 from matlens.lens.trained import token_chances
@@ -40,7 +31,7 @@ from matlens.pruning.choosing import angles
 
 
 @pytest.fixture
-def without_float64() -> Iterator[None]:
+def without_float64():
     """There is a device without float64."""
     with pretend.devices(without_float64=True):
         yield
@@ -141,7 +132,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def on_cpu(small_model: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def on_cpu(small_model, tmp_path_factory):
     @functools.cache
     def of(step: str, name: str = "gpt2") -> Any:
         return called(step, small_model(name), tmp_path_factory.mktemp("cpu"))
@@ -150,7 +141,7 @@ def on_cpu(small_model: Callable[[str], Any], tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="module")
-def placed(model_folder: Callable[[str], Path]) -> Callable[[str], Any]:
+def placed(model_folder):
     """A small model on a device, by name, for as long as there is one."""
 
     @functools.cache
@@ -168,9 +159,7 @@ def called(step: str, model: Any, folder: Path) -> Any:
 
 @pytest.mark.usefixtures("without_float64")
 @pytest.mark.parametrize("step", TOUR)
-def test_a_device_without_float64_gives_the_numbers_of_the_cpu(
-    step: str, placed: Callable[[str], Any], on_cpu: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_device_without_float64_gives_the_numbers_of_the_cpu(step, placed, on_cpu, tmp_path):
     assert_same(called(step, placed("gpt2"), tmp_path), on_cpu(step))
 
 
@@ -206,7 +195,7 @@ OF_TENSORS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 
 @pytest.mark.usefixtures("without_float64")
 @pytest.mark.parametrize("name", OF_TENSORS)
-def test_tensors_of_a_device_without_float64_are_taken(name: str) -> None:
+def test_tensors_of_a_device_without_float64_are_taken(name):
     x, y = torch.randn(2, 40, 4, generator=torch.Generator().manual_seed(0))
     given, expected = (
         OF_TENSORS[name](*pair) for pair in ((x.to(pretend.FIRST), y.to(pretend.FIRST)), (x, y))
@@ -214,7 +203,7 @@ def test_tensors_of_a_device_without_float64_are_taken(name: str) -> None:
     torch.testing.assert_close(torch.as_tensor(given).cpu(), torch.as_tensor(expected))
 
 
-def test_maps_that_are_fitted_elsewhere_lie_where_the_samples_are() -> None:
+def test_maps_that_are_fitted_elsewhere_lie_where_the_samples_are():
     x, y = torch.randn(2, 40, 4, generator=torch.Generator().manual_seed(0))
     with pretend.devices():
         samples = {"h.0": x.to(pretend.FIRST), "h.1": y.to(pretend.FIRST)}
@@ -232,7 +221,7 @@ PLACES = {
 
 
 @pytest.fixture(scope="module")
-def spread(model_folder: Callable[[str], Path]) -> Callable[[str], Any]:
+def spread(model_folder):
     """A small model on two devices, by name, for as long as there are these."""
 
     @functools.cache
@@ -249,7 +238,7 @@ def spread(model_folder: Callable[[str], Path]) -> Callable[[str], Any]:
 
 
 @pytest.fixture
-def two_devices() -> Iterator[None]:
+def two_devices():
     with pretend.devices():
         yield
 
@@ -260,16 +249,12 @@ def two_devices() -> Iterator[None]:
     [(step, "gpt2") for step in TOUR if step != "pruned"]
     + [(step, "gemma2") for step in ("value_vectors", "fits_and_exits")],
 )
-def test_a_model_on_two_devices_gives_the_numbers_of_one(
-    step: str, name: str, spread: Callable[[str], Any], on_cpu: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_model_on_two_devices_gives_the_numbers_of_one(step, name, spread, on_cpu, tmp_path):
     assert_same(called(step, spread(name), tmp_path), on_cpu(step, name))
 
 
 @pytest.mark.usefixtures("two_devices")
-def test_a_model_on_two_devices_is_the_same_and_is_not_pruned(
-    spread: Callable[[str], Any], small_model: Callable[[str], Any]
-) -> None:
+def test_a_model_on_two_devices_is_the_same_and_is_not_pruned(spread, small_model):
     model, whole = spread("gpt2"), ModelIdentity.from_model(small_model("gpt2"))
     identity = ModelIdentity.from_model(model)
     assert (identity.fingerprint, identity.changes) == (whole.fingerprint, ())
@@ -283,7 +268,7 @@ def test_a_model_on_two_devices_is_the_same_and_is_not_pruned(
 
 
 @pytest.mark.usefixtures("two_devices")
-def test_devices_are_not_mixed() -> None:
+def test_devices_are_not_mixed():
     x, y = torch.ones(2, device=pretend.FIRST), torch.ones(2, device=pretend.SECOND)
     for mixed in (lambda: x + y, lambda: torch.cat([x, y]), lambda: x * torch.ones(2), lambda: x.numpy()):
         with pytest.raises(RuntimeError):
@@ -293,9 +278,7 @@ def test_devices_are_not_mixed() -> None:
 
 @pytest.mark.usefixtures("two_devices")
 @pytest.mark.parametrize("how", [{}, {"split": True}, {"intercept": True, "ridge": 0.1, "weighted": True}])
-def test_maps_are_fitted_on_another_device_and_brought_back(
-    how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_maps_are_fitted_on_another_device_and_brought_back(how, monkeypatch):
     how, generator = dict(how), torch.Generator().manual_seed(1)
     samples = {f"h.{layer}": torch.randn(200, 6, generator=generator) for layer in range(3)}
     if how.pop("weighted", False):
@@ -320,7 +303,7 @@ def test_maps_are_fitted_on_another_device_and_brought_back(
 
 
 @pytest.mark.usefixtures("without_float64")
-def test_a_device_that_cannot_fit_is_refused() -> None:
+def test_a_device_that_cannot_fit_is_refused():
     samples = {"h.0": torch.ones(3, 2), "h.1": torch.ones(3, 2)}
     for device, why in (
         (pretend.FIRST, "support float64"),

@@ -19,7 +19,7 @@ from matlens import linearity
 from matlens.activations import collecting, find_sinks
 from matlens.data import make_windows
 from matlens.data.corpus import Corpus
-from matlens.data.examples import Batch, Examples
+from matlens.data.examples import Batch
 from matlens.lens import Lens, LensConfig
 from matlens.lens.closed_forms import fit_closed_forms
 from matlens.lens.trained import fit_jacobian, fit_on_vectors
@@ -36,13 +36,13 @@ CONFIGS = [
 
 
 @pytest.fixture(scope="module")
-def model(small_model: Callable[[str], Any]) -> Any:
+def model(small_model):
     """A model two of whose tokens are sinks."""
     return small_model("llama-sinks")
 
 
 @pytest.fixture(scope="module")
-def examples(model: Any) -> Examples:
+def examples(model):
     return matlens.make_examples(model, make_sentences())
 
 
@@ -87,9 +87,7 @@ def check_same_sums(made: dict[str, Any], whole: dict[str, Any]) -> None:
             assert float((made["maps"][at][name] - part).norm()) <= 1e-4 * float(part.norm()), (at, name)
 
 
-def test_closed_forms_and_sinks_of_several_processes_are_those_of_one(
-    model: Any, examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closed_forms_and_sinks_of_several_processes_are_those_of_one(model, examples, tmp_path, monkeypatch):
     """Also of vectors that are collected, and of chosen rows with weights; every batch is run once."""
     n_tokens = len(examples.tokens)
     rows = torch.from_numpy(np.random.default_rng(5).random(n_tokens) < 0.8)
@@ -129,9 +127,7 @@ def test_closed_forms_and_sinks_of_several_processes_are_those_of_one(
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, sinks, strict=True))
 
 
-def test_layers_are_trained_by_one_process_each(
-    model: Any, examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_are_trained_by_one_process_each(model, examples, tmp_path, monkeypatch):
     """Bit by bit what one process trains; of four processes one has no layer to train."""
     from matlens.lens import trained
 
@@ -169,7 +165,7 @@ def test_layers_are_trained_by_one_process_each(
                 )
 
 
-def test_prompts_of_a_jacobian_lens_are_divided(model: Any, tmp_path: Path) -> None:
+def test_prompts_of_a_jacobian_lens_are_divided(model, tmp_path):
     """Every prompt counts as often as another; of three prompts the fourth process has none."""
     texts = [" ".join(WORDS[start : start + 9]) for start in (3, 11, 20, 28, 35)]
 
@@ -193,9 +189,7 @@ def test_prompts_of_a_jacobian_lens_are_divided(model: Any, tmp_path: Path) -> N
                 torch.testing.assert_close(ours[layer], jacobian, rtol=1e-5, atol=1e-6)
 
 
-def test_an_atlas_of_several_processes_is_that_of_one(
-    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_atlas_of_several_processes_is_that_of_one(model, tmp_path, monkeypatch):
     """In a folder it resumes, whatever the number of processes was."""
     texts = [make_windows(model, text(seed, n), size=16, targets=True) for seed, n in ((1, 12), (2, 4))]
     options: dict[str, Any] = {"jumps": [2], "every": 2, "progress": False}

@@ -62,14 +62,14 @@ def floor_of(module: str) -> int:
     return FLOORS.index(module.partition(".")[0])
 
 
-def test_every_module_lives_in_a_room() -> None:
+def test_every_module_lives_in_a_room():
     assert {module.partition(".")[0] for module in MODULES} <= set(FLOORS)
     assert {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"} == set(
         ROOMS
     )
 
 
-def test_a_room_imports_only_from_rooms_on_floors_below() -> None:
+def test_a_room_imports_only_from_rooms_on_floors_below():
     for module, path in MODULES.items():
         for other in GRAPH[module] - {""}:
             assert floor_of(other) <= floor_of(module), f"{module} imports {other}"
@@ -81,7 +81,7 @@ def test_a_room_imports_only_from_rooms_on_floors_below() -> None:
         assert {name.removeprefix("matlens.") for name in outside} <= set(FLOORS)
 
 
-def test_imports_run_in_no_circle() -> None:
+def test_imports_run_in_no_circle():
     inside = {module: others & set(MODULES) for module, others in GRAPH.items()}
     assert set(TopologicalSorter(inside).static_order()) == set(MODULES)
     assert sum(map(len, inside.values())) > len(MODULES), "the graph is nearly empty, so this proves nothing"
@@ -94,7 +94,7 @@ POSIX_NAMES = {
 }  # fmt: skip
 
 
-def test_nothing_needs_a_posix_system() -> None:
+def test_nothing_needs_a_posix_system():
     for module, path in MODULES.items():
         tree = ast.parse(path.read_text())
         assert not {name.partition(".")[0] for name in imported(tree)} & POSIX_MODULES, module
@@ -109,7 +109,7 @@ def test_nothing_needs_a_posix_system() -> None:
         ("matlens.linear.fitting, matlens.linear.maps, matlens.metrics", ["torch"]),
     ],
 )
-def test_importing_loads_no_more_than_is_needed(modules: str, expected: list[str]) -> None:
+def test_importing_loads_no_more_than_is_needed(modules, expected):
     heavy = ("torch", "transformer_lens", "transformers", "datasets", "sklearn", "pandas", "matplotlib")
     code = f"import sys, {modules}; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -129,7 +129,7 @@ def strings(tree: ast.Module) -> Iterator[str]:
             yield node.value
 
 
-def test_names_of_hooks_are_written_in_sites_alone() -> None:
+def test_names_of_hooks_are_written_in_sites_alone():
     hook = re.compile(r"\bhook_\w|\bblocks\.")
     homes = {
         name for name, path in MODULES.items() if any(map(hook.search, strings(ast.parse(path.read_text()))))
@@ -153,7 +153,7 @@ def face_of(package: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("package", ["matlens", *(f"matlens.{room}" for room in ROOMS)])
-def test_a_face_exports_what_its_stub_lists(package: str) -> None:
+def test_a_face_exports_what_its_stub_lists(package):
     module, homes = importlib.import_module(package), face_of(package)
     assert set(module.__all__) == set(homes)
     for name, home in homes.items():
@@ -164,11 +164,11 @@ def test_a_face_exports_what_its_stub_lists(package: str) -> None:
         module.nothing  # noqa: B018
 
 
-def test_the_top_has_at_most_sixty_names() -> None:
+def test_the_top_has_at_most_sixty_names():
     assert len([name for name, home in face_of("matlens").items() if home != "matlens"]) <= 60
 
 
-def test_folders_of_tests_are_rooms_and_no_test_is_imported_by_another() -> None:
+def test_folders_of_tests_are_rooms_and_no_test_is_imported_by_another():
     folders = {path.name for path in TESTS.iterdir() if path.is_dir() and any(path.glob("test_*.py"))}
     assert folders - {"analyses", "documentation"} == set(ROOMS)
     for path in TESTS.rglob("*.py"):
@@ -181,7 +181,7 @@ OWN_MODULES = {"matlens.cli": {"options", "printing", "starting"}, "matlens.lens
 MAKERS = ("training/wikilm.py", "lenses/__init__.py")
 
 
-def test_users_import_from_rooms() -> None:
+def test_users_import_from_rooms():
     users = [*(PROJECT / "benchmarks").glob("*.py"), *(PROJECT / "analyses").rglob("*.py")]
     paths = [path for path in users if not path.as_posix().endswith(MAKERS)]
     for node in (node for path in paths for node in ast.walk(ast.parse(path.read_text()))):

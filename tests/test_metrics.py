@@ -27,7 +27,7 @@ NUMBERS = st.floats(-50, 50, width=32)
 
 
 @given(st.integers(2, 6).flatmap(lambda n: st.tuples(*[arrays(np.float32, (n, 3), elements=NUMBERS)] * 2)))
-def test_r2_is_sklearns_for_any_numbers(samples: tuple[np.ndarray, np.ndarray]) -> None:
+def test_r2_is_sklearns_for_any_numbers(samples):
     # On a grid, so that a coordinate is constant or clearly not, in their arithmetic as in ours.
     truth, prediction = (np.round(part * 8) / 8 for part in samples)
     expected = r2_score(truth.astype(np.float64), prediction.astype(np.float64))
@@ -36,16 +36,14 @@ def test_r2_is_sklearns_for_any_numbers(samples: tuple[np.ndarray, np.ndarray]) 
 
 @pytest.mark.parametrize(("value", "n"), [(0.0, 2), (0.1, 3000), (-3e4, 7)])
 @pytest.mark.parametrize(("shift", "counts"), [(0.0, 1.0), (0.5, 0.0)])
-def test_a_constant_dimension_counts_one_if_met_exactly_and_nothing_if_not(
-    value: float, n: int, shift: float, counts: float
-) -> None:
+def test_a_constant_dimension_counts_one_if_met_exactly_and_nothing_if_not(value, n, shift, counts):
     truth = torch.cat([torch.full((n, 1), value), random(n, 1)], 1)
     prediction = truth + torch.tensor([shift, 0.0])
     assert r2(prediction, truth) == (counts + 1) / 2
     assert r2(prediction, truth) == r2_score(truth.double().numpy(), prediction.double().numpy())
 
 
-def test_r2_is_computed_in_float64() -> None:
+def test_r2_is_computed_in_float64():
     # In float32 neither the mean nor the deviations of these would have a digit left.
     truth = random(500, 1).double() * 1e-3 + 4e3
     prediction = truth + 5e-4 * random(500, 1, seed=1).double()
@@ -57,7 +55,7 @@ def test_r2_is_computed_in_float64() -> None:
 
 
 @pytest.mark.parametrize("n", [0, 1])
-def test_r2_of_fewer_than_two_examples_is_refused(n: int) -> None:
+def test_r2_of_fewer_than_two_examples_is_refused(n):
     with pytest.raises(InputError, match=f"at least two examples, got {n}"):
         r2(random(n, 3), random(n, 3))
 
@@ -69,21 +67,21 @@ def test_r2_of_fewer_than_two_examples_is_refused(n: int) -> None:
     arrays(np.float64, (4, 6), elements=st.integers(-3, 3)),
     st.lists(st.integers(0, 5), min_size=4, max_size=4),
 )
-def test_rank_counts_the_more_probable_and_lets_ties_share(scores: np.ndarray, tokens: list[int]) -> None:
+def test_rank_counts_the_more_probable_and_lets_ties_share(scores, tokens):
     found = rank(torch.from_numpy(scores), torch.tensor(tokens))
     pairs = zip(scores.tolist(), tokens, strict=True)
     expected = [1 + sum(other > row[token] for other in row) for row, token in pairs]
     assert found.tolist() == expected
 
 
-def test_a_row_with_nan_and_tokens_of_no_vocabulary_have_no_rank() -> None:
+def test_a_row_with_nan_and_tokens_of_no_vocabulary_have_no_rank():
     scores = torch.tensor([[0.0, 1.0, 2.0], [0.0, torch.nan, 2.0]])
     for rows, tokens in ((scores, [0, 1]), (scores[:1], [3]), (scores[:1], [-1])):
         with pytest.raises(InputError):
             rank(rows, torch.tensor(tokens))
 
 
-def test_surprisal_is_minus_the_logarithm_of_the_probability() -> None:
+def test_surprisal_is_minus_the_logarithm_of_the_probability():
     logits, tokens = random(6, 9).double(), torch.tensor([0, 8, 3, 3, 5, 1])
     found = surprisal(logits.log_softmax(1), tokens)
     for row, token, value in zip(logits.tolist(), tokens.tolist(), found.tolist(), strict=True):
@@ -98,7 +96,7 @@ def test_surprisal_is_minus_the_logarithm_of_the_probability() -> None:
 @pytest.mark.parametrize(
     ("count", "n"), [(0, 1), (1, 1), (0, 40), (40, 40), (7, 40), (2999, 3000), (1, 3000)]
 )
-def test_proportion_has_wilsons_interval(count: int, n: int) -> None:
+def test_proportion_has_wilsons_interval(count, n):
     hits = torch.arange(n) < count
     found = proportion(hits)
     p, z = count / n, 1.959963984540054
@@ -113,7 +111,7 @@ def test_proportion_has_wilsons_interval(count: int, n: int) -> None:
 
 
 @given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=2, max_size=30))
-def test_mean_has_students_interval(values: list[float]) -> None:
+def test_mean_has_students_interval(values):
     found = mean(torch.tensor(values))
     sample = np.asarray(values, dtype=np.float64)
     n, center, spread = len(sample), sample.mean(), sample.std(ddof=1)
@@ -129,14 +127,14 @@ def test_mean_has_students_interval(values: list[float]) -> None:
 
 
 @pytest.mark.parametrize("values", [[3.5], [math.inf, 2.0, math.inf, -3.0]])
-def test_one_example_and_an_infinite_mean_have_no_interval(values: list[float]) -> None:
+def test_one_example_and_an_infinite_mean_have_no_interval(values):
     found = mean(torch.tensor(values))
     assert (found.value, found.n) == (values[0], len(values))
     assert math.isnan(found.low)
     assert math.isnan(found.high)
 
 
-def test_a_mean_is_computed_in_float64_and_needs_an_example() -> None:
+def test_a_mean_is_computed_in_float64_and_needs_an_example():
     assert mean(torch.full((4096,), 2.5, dtype=torch.float16)) == (2.5, 2.5, 2.5, 4096)
     assert mean(torch.tensor([1e8, 1.0, -1e8])).value == pytest.approx(1 / 3)
     for empty in (lambda: mean(torch.zeros(0)), lambda: proportion(torch.zeros(0, dtype=torch.bool))):

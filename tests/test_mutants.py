@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +14,7 @@ BENCHMARKS = Path(matlens.__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture
-def mutants(monkeypatch: pytest.MonkeyPatch) -> Any:
+def mutants(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     return importlib.import_module("mutants")
 
@@ -35,17 +34,13 @@ def _spin() -> int:
     ],
     ids=["passes", "fails", "sleeps for ever", "computes for ever"],
 )
-def test_tests_end_in_an_outcome(
-    mutants: Any, monkeypatch: pytest.MonkeyPatch, tests: Any, limit: float, patience: float, outcome: str
-) -> None:
+def test_tests_end_in_an_outcome(mutants, monkeypatch, tests, limit, patience, outcome):
     monkeypatch.setattr(mutants, "_tests_in_this_process", lambda *_: tests())
     monkeypatch.setattr(mutants, "_PATIENCE", patience)
     assert mutants.run_tests("metrics", "", [], limit)[0] == outcome
 
 
-def test_the_limit_is_four_times_the_processor_time_of_the_module_as_it_is(
-    mutants: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_limit_is_four_times_the_processor_time_of_the_module_as_it_is(mutants, monkeypatch, tmp_path):
     given = list[float]()
 
     def run_tests(module: str, source: str, tests: list[str], limit: float) -> tuple[str, float]:
@@ -62,7 +57,7 @@ def test_the_limit_is_four_times_the_processor_time_of_the_module_as_it_is(
     assert [again.outcome("metrics", mutant) for mutant in drawn] == ["killed", "killed"]
 
 
-def test_modules_and_their_tests_exist(mutants: Any) -> None:
+def test_modules_and_their_tests_exist(mutants):
     for module in mutants.MORE_TESTS:
         assert mutants.path_of(module).is_file()
         tests = mutants.tests_of(module)
@@ -70,7 +65,7 @@ def test_modules_and_their_tests_exist(mutants: Any) -> None:
         assert all((mutants.ROOT / path).is_file() for path in tests), module
 
 
-def test_named_faults_are_put_where_their_code_is(mutants: Any, tmp_path: Path) -> None:
+def test_named_faults_are_put_where_their_code_is(mutants, tmp_path):
     results = mutants.Results(tmp_path / "results.jsonl")
     for fault in mutants.NAMED:
         source = mutants.path_of(fault.module).read_text()
@@ -86,9 +81,7 @@ def test_named_faults_are_put_where_their_code_is(mutants: Any, tmp_path: Path) 
         mutants.faulty(mutants.NAMED[0]._replace(before="no such code"), "x = 1")
 
 
-def test_a_table_is_written_between_two_marks_and_nothing_else_is_touched(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_table_is_written_between_two_marks_and_nothing_else_is_touched(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(BENCHMARKS)
     marked, page = importlib.import_module("marked"), tmp_path / "page.md"
     page.write_text("before\n<!-- races -->\nold\n<!-- races -->\nafter <!-- kills -->\n<!-- kills -->\n")
@@ -101,7 +94,7 @@ def test_a_table_is_written_between_two_marks_and_nothing_else_is_touched(
         )
 
 
-def test_the_page_has_the_marks_of_every_table() -> None:
+def test_the_page_has_the_marks_of_every_table():
     page = (BENCHMARKS.parent / "docs" / "results" / "robustness.md").read_text()
     findings = page.split("## ")[0]
     for mark in ("attack", "campaign", "mutants"):

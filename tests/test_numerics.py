@@ -25,7 +25,7 @@ from matlens.numerics import (
 )
 
 
-def test_devices_are_found_and_have_float64_or_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_found_and_have_float64_or_are_refused(monkeypatch):
     assert find_device("meta") == torch.device("meta")
     assert check_float64_device("cpu") == torch.device("cpu")
     for device in ("nowhere", "cuda:99", "", None, 1.5):
@@ -38,7 +38,7 @@ def test_devices_are_found_and_have_float64_or_are_refused(monkeypatch: pytest.M
         check_float64_device("cpu")
 
 
-def test_a_device_without_float64_refuses_it_and_its_numbers_are_taken_to_the_cpu() -> None:
+def test_a_device_without_float64_refuses_it_and_its_numbers_are_taken_to_the_cpu():
     with pretend.devices(without_float64=True):
         x = torch.tensor([0.1, 2.0], device=pretend.FIRST)
         for asked in (
@@ -66,7 +66,7 @@ def stream(n: int, width: int, seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("n", [1, 256, 257, 1500])
-def test_a_product_is_as_exact_as_in_float64(n: int) -> None:
+def test_a_product_is_as_exact_as_in_float64(n):
     a, b = stream(n, 20, 0).double() / 3, stream(n, 30, 1)
     product = split_product(a, b)
     assert product.dtype == torch.float64
@@ -78,7 +78,7 @@ def test_a_product_is_as_exact_as_in_float64(n: int) -> None:
         assert float(single.abs().max()) > 1e4 * float(error.max()), "float32 alone would do as well"
 
 
-def test_products_of_integers_are_exact() -> None:
+def test_products_of_integers_are_exact():
     whole = torch.randint(-255, 256, (700, 9), generator=torch.Generator().manual_seed(0)).float()
     assert torch.equal(split_product(whole, whole), whole.double().T @ whole.double())
     assert torch.equal(split_product(torch.zeros(5, 2), torch.zeros(5, 3)), torch.zeros(2, 3).double())
@@ -92,7 +92,7 @@ def draw(n: int, seed: int) -> Tensor:
     return 3 * torch.randn(n, D_VOCAB, generator=torch.Generator().manual_seed(seed))
 
 
-def test_log_probabilities_of_a_large_vocabulary_are_those_of_float64() -> None:
+def test_log_probabilities_of_a_large_vocabulary_are_those_of_float64():
     logits = draw(4, 0)
     ours = log_softmax(logits)
     assert ours.dtype == torch.float32
@@ -102,7 +102,7 @@ def test_log_probabilities_of_a_large_vocabulary_are_those_of_float64() -> None:
     assert abs(float((ours.double() - expected).mean())) < 1e-6
 
 
-def test_divergence_and_confidence_of_a_large_vocabulary_are_those_of_float64() -> None:
+def test_divergence_and_confidence_of_a_large_vocabulary_are_those_of_float64():
     p, q = draw(4, 0), draw(4, 1)
     log_p, log_q = p.double().log_softmax(-1), q.double().log_softmax(-1)
     expected = torch.nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
@@ -112,7 +112,7 @@ def test_divergence_and_confidence_of_a_large_vocabulary_are_those_of_float64() 
     torch.testing.assert_close(confidence_in_top(p), best[:, 0] - best[:, 1], rtol=2e-6, atol=0)
 
 
-def test_tokens_without_probability_add_nothing_to_a_divergence() -> None:
+def test_tokens_without_probability_add_nothing_to_a_divergence():
     p, q = torch.tensor([[0.0, 1.0, -torch.inf]]), torch.tensor([[0.5, 0.0, -torch.inf]])
     expected = torch.nn.functional.kl_div(
         q[:, :2].log_softmax(-1), p[:, :2].log_softmax(-1), reduction="sum", log_target=True
@@ -129,13 +129,13 @@ def check(scores: Tensor, k: int) -> None:
 
 @pytest.mark.parametrize("m", [30, 255, 1000, 5 * 2**10 + 511, 2**14, 2**14 + 7])
 @pytest.mark.parametrize("k", [1, 5, 30])
-def test_they_are_those_of_topk(m: int, k: int) -> None:
+def test_they_are_those_of_topk(m, k):
     generator = torch.Generator().manual_seed(m)
     check(torch.randn(7, m, generator=generator), k)
     check(-torch.rand(3, m, generator=generator), k)
 
 
-def test_many_of_one_group_those_after_the_last_group_and_equal_ones_are_found() -> None:
+def test_many_of_one_group_those_after_the_last_group_and_equal_ones_are_found():
     scores = torch.zeros(2, 17 * 1024 + 5)
     scores[0, 3::1024] = torch.arange(1.0, 19.0)  # 18, all in the fourth of 1,024 groups and after
     scores[1, -5:] = torch.arange(1.0, 6.0)
@@ -151,7 +151,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def test_what_lies_between_what_is_in_use_is_given_back() -> None:
+def test_what_lies_between_what_is_in_use_is_given_back():
     if not hasattr(ctypes.CDLL(None), "malloc_trim"):
         assert not return_freed_memory()
         return

@@ -83,25 +83,23 @@ def everything(model: Any, examples: Examples, few: Examples, folder: Path) -> d
 
 
 @pytest.fixture(scope="module")
-def model(model_folder: Callable[[str], Path]) -> Any:
+def model(model_folder):
     return matlens.load(str(model_folder("llama")), device="cpu")
 
 
 @pytest.fixture(scope="module")
-def examples(model: Any) -> Examples:
+def examples(model):
     return matlens.make_examples(model, make_sentences())
 
 
 @pytest.fixture(scope="module")
-def alone_made(model: Any, examples: Examples, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+def alone_made(model, examples, tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
     return everything(model, examples, examples.head(3), folder), folder
 
 
 @pytest.fixture(scope="module", params=[3])
-def together(
-    request: pytest.FixtureRequest, model: Any, examples: Examples, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[list[Any], Path]:
+def together(request, model, examples, tmp_path_factory):
     folder = tmp_path_factory.mktemp(f"together{request.param}")
 
     def work() -> Any:
@@ -135,9 +133,7 @@ def check_same(made: list[Any], folder: Path, whole: Any, of_one: Path) -> None:
             assert (folder / name / file).read_bytes() == content
 
 
-def test_several_processes_give_what_one_gives(
-    together: tuple[list[Any], Path], alone_made: tuple[Any, Path]
-) -> None:
+def test_several_processes_give_what_one_gives(together, alone_made):
     (whole, of_one), (made, folder) = alone_made, together
     assert whole["n"] > 400
     check_same(made, folder, whole, of_one)
@@ -148,7 +144,7 @@ def test_several_processes_give_what_one_gives(
         torch.testing.assert_close(made[0]["written"][pair], weight, rtol=1e-6, atol=1e-8)
 
 
-def test_processes_without_examples_have_the_same(model: Any, examples: Examples, tmp_path: Path) -> None:
+def test_processes_without_examples_have_the_same(model, examples, tmp_path):
     """Of four processes three have nothing to add to any sum, nor a row."""
     given = examples.head(1), examples.head(1)
     whole = everything(model, *given, tmp_path / "alone")
@@ -172,9 +168,7 @@ def killed(folder: Path, model: Any, examples: Examples, rank: int = 1) -> Any:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_after_a_process_was_killed_the_others_end_and_the_folder_resumes(
-    rank: int, model: Any, examples: Examples, tmp_path: Path
-) -> None:
+def test_after_a_process_was_killed_the_others_end_and_the_folder_resumes(rank, model, examples, tmp_path):
     folder = tmp_path / "rows"
 
     def work() -> Any:
@@ -191,7 +185,7 @@ def test_after_a_process_was_killed_the_others_end_and_the_folder_resumes(
     torch.testing.assert_close(again["h.3"], whole["h.3"])
 
 
-def test_tensors_of_any_dtype_come_in_rank_order(tmp_path: Path) -> None:
+def test_tensors_of_any_dtype_come_in_rank_order(tmp_path):
     dtypes = (torch.float64, torch.bfloat16, torch.bool, torch.int32)
 
     def work() -> Any:
@@ -214,7 +208,7 @@ def test_tensors_of_any_dtype_come_in_rank_order(tmp_path: Path) -> None:
         assert text == "from 0"
 
 
-def test_an_error_of_one_process_ends_the_others(tmp_path: Path) -> None:
+def test_an_error_of_one_process_ends_the_others(tmp_path):
     def work() -> None:
         if parallel.rank() == 1:
             raise InputError("The second has had enough.")
@@ -225,7 +219,7 @@ def test_an_error_of_one_process_ends_the_others(tmp_path: Path) -> None:
     assert outcomes[0]["kind"] == "ProcessLost"
 
 
-def test_processes_that_fit_otherwise_are_refused(tmp_path: Path) -> None:
+def test_processes_that_fit_otherwise_are_refused(tmp_path):
     x = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
     origin = Provenance(make_identity(n_layers=1))
 
@@ -253,7 +247,7 @@ def test_processes_that_fit_otherwise_are_refused(tmp_path: Path) -> None:
         torch.testing.assert_close(outcome["result"][0], whole.weight)
 
 
-def test_processes_that_do_different_things_are_told_so(tmp_path: Path) -> None:
+def test_processes_that_do_different_things_are_told_so(tmp_path):
     def work() -> Any:
         parallel.check_same(parallel.rank(), "what they are given")
 
@@ -277,9 +271,7 @@ def test_processes_that_do_different_things_are_told_so(tmp_path: Path) -> None:
     ("size", "rank", "expected"),
     [("2", "1", True), ("1", "0", False), ("x", "0", False), (None, None, False)],
 )
-def test_the_environment_says_whether_there_are_several(
-    size: str | None, rank: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_says_whether_there_are_several(size, rank, expected, monkeypatch):
     for name, value in (("WORLD_SIZE", size), ("RANK", rank)):
         monkeypatch.delenv(name, raising=False)
         if value is not None:
@@ -287,7 +279,7 @@ def test_the_environment_says_whether_there_are_several(
     assert parallel.is_launched() is expected
 
 
-def test_a_process_that_does_not_come_in_time_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_process_that_does_not_come_in_time_is_not_waited_for(tmp_path):
     def work() -> None:
         with parallel.distributed(timeout=1.0):
             if parallel.rank() == 1:
@@ -299,9 +291,7 @@ def test_a_process_that_does_not_come_in_time_is_not_waited_for(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("stream_divides", [False, True])
-def test_a_stream_and_a_fit_that_divide_otherwise_are_refused(
-    stream_divides: bool, model: Any, examples: Examples, tmp_path: Path
-) -> None:
+def test_a_stream_and_a_fit_that_divide_otherwise_are_refused(stream_divides, model, examples, tmp_path):
     """Each sample would count once for every process, or maps of a part would pass for those of all."""
 
     def work() -> Any:

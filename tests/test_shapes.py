@@ -13,7 +13,7 @@ from matlens.linear import LinearMap
 from matlens.numerics import split_product
 
 
-def test_wrong_arrays_are_errors() -> None:
+def test_wrong_arrays_are_errors():
     """The package tells users where it can, and otherwise its annotations tell its tests."""
     tokens, offsets, positions = np.arange(6), np.array([0, 2, 6]), np.array([1, 3])
     assert len(Examples(tokens, offsets, positions)) == 2
@@ -29,6 +29,6 @@ def test_wrong_arrays_are_errors() -> None:
 
 
 @pytest.mark.refused
-def test_shapes_are_not_checked_where_a_test_is_about_what_is_refused() -> None:
+def test_shapes_are_not_checked_where_a_test_is_about_what_is_refused():
     with pytest.raises(InputError, match="must have the same shape"):
         metrics.r2(torch.rand(10, 3), torch.rand(10, 4))

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from conftest import make_sentences
 from sentences import corpus_of
 
 from matlens import InputWarning, Lens, LensConfig, MapSet, collect, make_examples, make_prompts
-from matlens.activations.activations import Activations
 from matlens.lens.comparison import compare_lenses
 from matlens.lens.evaluation import evaluate_lenses, fit_quality, prediction_quality
 from matlens.metrics import r2
@@ -36,7 +34,7 @@ def warned(count: int, match: str = "") -> Iterator[None]:
 
 
 @pytest.fixture
-def fitted(small_model: Models) -> tuple[Any, Activations, Activations, MapSet]:
+def fitted(small_model):
     """A model, vectors of training and of validation sentences, and maps fitted on the former."""
     model, parts = small_model("gpt2"), make_sentences().split(n_train=30, n_validation=10, seed=0)
     train, validation = (
@@ -45,7 +43,7 @@ def fitted(small_model: Models) -> tuple[Any, Activations, Activations, MapSet]:
     return model, train, validation, MapSet.fit(train, pairs="all", ridge=1.0, progress=False)
 
 
-def test_maps_judged_on_their_own_sentences(fitted: tuple[Any, Activations, Activations, MapSet]) -> None:
+def test_maps_judged_on_their_own_sentences(fitted):
     model, train, validation, maps = fitted
     readout = Readout(model)
     with warned(0):
@@ -64,9 +62,7 @@ def test_maps_judged_on_their_own_sentences(fitted: tuple[Any, Activations, Acti
             evaluate_lenses(lenses, seen, progress=False)
 
 
-def test_some_rows_may_be_judged_by_maps_of_others(
-    fitted: tuple[Any, Activations, Activations, MapSet],
-) -> None:
+def test_some_rows_may_be_judged_by_maps_of_others(fitted):
     _, train, _, maps = fitted
     half = torch.arange(train.n_rows) % 2 == 0
     of_half = MapSet.fit(train, pairs="last", rows=half, ridge=1.0, progress=False)
@@ -78,7 +74,7 @@ def test_some_rows_may_be_judged_by_maps_of_others(
         fit_quality(maps, train, rows=half, progress=False)
 
 
-def test_parts_that_share_sentences(small_model: Models, tmp_path: Path) -> None:
+def test_parts_that_share_sentences(small_model, tmp_path):
     model, (train, validation) = (
         small_model("gpt2"),
         make_sentences().split(n_train=30, n_validation=10, seed=0),
@@ -91,7 +87,7 @@ def test_parts_that_share_sentences(small_model: Models, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_texts_of_which_the_tokenizer_knows_nothing(name: str, small_model: Models) -> None:
+def test_texts_of_which_the_tokenizer_knows_nothing(name, small_model):
     model = small_model(name)
     with warned(0):
         make_examples(model, ["w1 w2", "w1 мир"])
@@ -102,9 +98,7 @@ def test_texts_of_which_the_tokenizer_knows_nothing(name: str, small_model: Mode
         make_prompts(model, [f"w1{mask}", f"мир{mask}"])
 
 
-def test_r2_that_coordinates_of_no_variance_decide(
-    fitted: tuple[Any, Activations, Activations, MapSet],
-) -> None:
+def test_r2_that_coordinates_of_no_variance_decide(fitted):
     generator = torch.Generator().manual_seed(0)
     truth = torch.randn(50, 8, generator=generator)
     prediction = truth + torch.randn(50, 8, generator=generator)

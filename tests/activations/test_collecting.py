@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +27,6 @@ from matlens import InputError, collect, make_examples
 from matlens.activations import collecting
 from matlens.activations.activations import Activations
 from matlens.activations.collecting import stream
-from matlens.data.corpus import Corpus
 from matlens.data.examples import Batch, Examples
 from matlens.models.layout import ModelLayout
 
@@ -41,7 +38,7 @@ def every_site(name: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def reference(plain_model: Callable[[str], Any]) -> Callable[[str, Examples], dict[str, Tensor]]:
+def reference(plain_model):
     """Vectors of every site at every token, the sentences run alone and without padding."""
     known: dict[tuple[str, str], dict[str, Tensor]] = {}
 
@@ -69,7 +66,7 @@ def hook_counts(model: Any) -> list[int]:
 
 
 @pytest.fixture
-def llama(small_model: Callable[[str], Any], sentences: Corpus) -> tuple[Any, Examples]:
+def llama(small_model, sentences):
     """A model, and sentences of different lengths."""
     model = small_model("llama")
     return model, make_examples(model, sentences)
@@ -84,12 +81,7 @@ def batches(examples: Examples, budget: int, positions: str = "sampled") -> list
 
 
 @pytest.mark.parametrize("name", WIRINGS)
-def test_all_sites_at_all_positions_are_those_of_each_sentence_alone(
-    name: str,
-    small_model: Callable[[str], Any],
-    sentences: Corpus,
-    reference: Callable[..., dict[str, Tensor]],
-) -> None:
+def test_all_sites_at_all_positions_are_those_of_each_sentence_alone(name, small_model, sentences, reference):
     examples = make_examples(small_model(name), sentences)
     expected = reference(name, examples)
     found = collect(
@@ -104,9 +96,8 @@ def test_all_sites_at_all_positions_are_those_of_each_sentence_alone(
 @pytest.mark.parametrize(("batch_tokens", "padding_side"), [(1, "right"), (64, "left")])
 @pytest.mark.parametrize("name", ["gpt2", "neox", "bert"])
 def test_sampled_positions_are_the_same_whatever_the_batches_are(
-    name: str, batch_tokens: int, padding_side: str, small_model: Callable[[str], Any], sentences: Corpus,
-    reference: Callable[..., dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    name, batch_tokens, padding_side, small_model, sentences, reference, monkeypatch
+):
     model = small_model(name)
     monkeypatch.setattr(model.tokenizer, "padding_side", padding_side)
     examples = make_examples(model, sentences, seed=1)
@@ -118,9 +109,7 @@ def test_sampled_positions_are_the_same_whatever_the_batches_are(
         assert_near(found[site], expected[site][sampled_rows(examples)])
 
 
-def test_half_precision_is_kept_in_float32_as_it_was(
-    model_folder: Callable[[str], Path], sentences: Corpus
-) -> None:
+def test_half_precision_is_kept_in_float32_as_it_was(model_folder, sentences):
     """A bfloat16 number is a float32 number: nothing is rounded on the way."""
     model = matlens.load(str(model_folder("llama")), device="cpu", dtype=torch.bfloat16)
     examples = make_examples(model, sentences)
@@ -138,9 +127,7 @@ def test_half_precision_is_kept_in_float32_as_it_was(
 
 
 @pytest.mark.parametrize("positions", ["sampled", "all"])
-def test_stream_yields_every_row_once_and_the_same_as_collect(
-    positions: Any, llama: tuple[Any, Examples], runs: list[int]
-) -> None:
+def test_stream_yields_every_row_once_and_the_same_as_collect(positions, llama, runs):
     model, examples = llama
     options: dict[str, Any] = {"positions": positions, "batch_tokens": 80, "progress": False}
     whole = collect(model, examples, **options)
@@ -162,7 +149,7 @@ def test_stream_yields_every_row_once_and_the_same_as_collect(
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def runs(monkeypatch):
     """Sizes of the batches that the model is run on, as they happen."""
     sizes: list[int] = []
     inputs = Batch.inputs
@@ -178,7 +165,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 # No more work than is needed
 
 
-def test_the_vectors_of_a_batch_are_freed_with_it(llama: tuple[Any, Examples]) -> None:
+def test_the_vectors_of_a_batch_are_freed_with_it(llama):
     """By their references alone: a cycle would hold those of many batches until it is collected."""
     model, examples = llama
     gc.disable()
@@ -192,9 +179,7 @@ def test_the_vectors_of_a_batch_are_freed_with_it(llama: tuple[Any, Examples]) -
 
 
 @pytest.mark.parametrize("name", ["gpt2", "neox", "bert"])
-def test_nothing_runs_past_the_last_wanted_site(
-    name: str, small_model: Callable[[str], Any], sentences: Corpus
-) -> None:
+def test_nothing_runs_past_the_last_wanted_site(name, small_model, sentences):
     model, called = small_model(name), list[str]()
     examples = make_examples(model, sentences)
     ModelLayout.from_model(model)  # looks once at the whole model
@@ -221,8 +206,8 @@ def test_nothing_runs_past_the_last_wanted_site(
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_a_decoder_reads_each_sentence_up_to_its_position_and_bert_reads_all(
-    name: str, small_model: Callable[[str], Any], sentences: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name, small_model, sentences, monkeypatch
+):
     model = small_model(name)
     examples = make_examples(model, sentences)
     read = np.zeros(len(examples), dtype=int)
@@ -245,10 +230,7 @@ def test_a_decoder_reads_each_sentence_up_to_its_position_and_bert_reads_all(
 
 
 @pytest.mark.parametrize("positions", ["sampled", "all"])
-def test_disk_and_memory_hold_the_same_bits(
-    positions: Any, small_model: Callable[[str], Any], sentences: Corpus, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_disk_and_memory_hold_the_same_bits(positions, small_model, sentences, tmp_path, monkeypatch):
     model, folder = small_model("bert"), tmp_path / "deep" / "folder"
     examples = make_examples(model, sentences, seed=9)
     options: dict[str, Any] = {"positions": positions, "batch_tokens": 150, "progress": False}
@@ -275,9 +257,7 @@ def test_disk_and_memory_hold_the_same_bits(
 BUDGET = 55  # tokens, which makes six batches
 
 
-def test_hooks_are_gone_after_an_exception_in_the_middle(
-    llama: tuple[Any, Examples], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hooks_are_gone_after_an_exception_in_the_middle(llama, monkeypatch):
     model, examples = llama
     model(torch.arange(5, 9)[None], return_type=None)
     before = hook_counts(model)
@@ -307,9 +287,7 @@ def test_hooks_are_gone_after_an_exception_in_the_middle(
     assert sum(before[: len(model.hook_dict)]) == 0
 
 
-def test_overflow_in_float16_is_refused_with_its_site_and_leaves_nothing(
-    model_folder: Callable[[str], Path], sentences: Corpus, tmp_path: Path
-) -> None:
+def test_overflow_in_float16_is_refused_with_its_site_and_leaves_nothing(model_folder, sentences, tmp_path):
     model = matlens.load(str(model_folder("llama")), device="cpu", dtype=torch.float16)
     examples = make_examples(model, sentences)
     ModelLayout.from_model(model)  # known from before, as where only some sentences overflow
@@ -326,9 +304,7 @@ def test_overflow_in_float16_is_refused_with_its_site_and_leaves_nothing(
         next(stream(model, examples, ["h.1", "h.3"], progress=False))
 
 
-def test_no_sites_and_examples_of_another_tokenizer_are_refused(
-    small_model: Callable[[str], Any], sentences: Corpus, llama: tuple[Any, Examples]
-) -> None:
+def test_no_sites_and_examples_of_another_tokenizer_are_refused(small_model, sentences, llama):
     with pytest.raises(InputError, match=r"^sites must"):
         collect(*llama, [], progress=False)
     examples = make_examples(small_model("bert"), sentences)
@@ -340,7 +316,7 @@ def test_no_sites_and_examples_of_another_tokenizer_are_refused(
 # What was collected
 
 
-def test_activations_are_read_by_name_number_or_site(llama: tuple[Any, Examples]) -> None:
+def test_activations_are_read_by_name_number_or_site(llama):
     found = collect(*llama, ["h.2", "attn_out.0"], progress=False)
     assert torch.equal(found[2], found["h.2"])
     assert torch.equal(found[matlens.Site("h", 2)], found["h.2"])
@@ -350,9 +326,7 @@ def test_activations_are_read_by_name_number_or_site(llama: tuple[Any, Examples]
 
 
 @pytest.mark.parametrize("positions", ["sampled", "all"])
-def test_shards_and_the_first_sentences_are_those_of_the_whole(
-    positions: Any, llama: tuple[Any, Examples], tmp_path: Path
-) -> None:
+def test_shards_and_the_first_sentences_are_those_of_the_whole(positions, llama, tmp_path):
     options: dict[str, Any] = {"positions": positions, "batch_tokens": BUDGET, "progress": False}
     memory = collect(*llama, [0, 2], **options)
     for found in (memory, collect(*llama, [0, 2], folder=tmp_path / "out", **options)):
@@ -366,7 +340,7 @@ def test_shards_and_the_first_sentences_are_those_of_the_whole(
         assert torch.equal(few[0], memory[0][:n])
 
 
-def test_a_loaded_collection_does_not_change_on_disk(llama: tuple[Any, Examples], tmp_path: Path) -> None:
+def test_a_loaded_collection_does_not_change_on_disk(llama, tmp_path):
     found = collect(*llama, [0], folder=tmp_path / "out", progress=False)
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     found[0].zero_()

@@ -22,12 +22,12 @@ ENTRIES = [1, 3, 0, None]  # in any order; the last is past the final norm
 
 
 @pytest.fixture(scope="module")
-def model(model_folder: Callable[[str], Path]) -> Any:
+def model(model_folder):
     return matlens.load(str(model_folder("llama")), device="cpu")
 
 
 @pytest.fixture(scope="module")
-def hidden(model_folder: Callable[[str], Path]) -> list[tuple[torch.Tensor, ...]]:
+def hidden(model_folder):
     """Layers of each prompt as Hugging Face gives them, and what enters the final norm."""
     plain = load_plain("llama", model_folder("llama"))
     made = []
@@ -55,7 +55,7 @@ Write = Callable[..., Path]
 
 
 @pytest.fixture
-def written(hidden: list[tuple[torch.Tensor, ...]], tmp_path: Path) -> Write:
+def written(hidden, tmp_path):
     """Write the folder of an engine; ``change`` alters the tensors of the second prompt."""
 
     def write(change: Callable[[dict[str, torch.Tensor]], Any] | None = None) -> Path:
@@ -74,9 +74,7 @@ def written(hidden: list[tuple[torch.Tensor, ...]], tmp_path: Path) -> Write:
 
 @pytest.mark.parametrize("positions", ["all", "sampled"])
 @pytest.mark.parametrize("kept", [True, False])
-def test_rows_are_those_that_collect_gives(
-    positions: Any, kept: bool, model: Any, written: Write, tmp_path: Path
-) -> None:
+def test_rows_are_those_that_collect_gives(positions, kept, model, written, tmp_path):
     folder = tmp_path / "rows" if kept else None
     rows = read_exported(model, written(), ENTRIES, positions=positions, folder=folder, progress=False)
     assert list(rows) == ["h.1", "h.3", "h.0"]
@@ -96,14 +94,12 @@ def test_rows_are_those_that_collect_gives(
         [1, None, 0, 3], [2, 3, 0, None], [1, 3, 0], [1, 1, 0, None], ["ffn_post.1", 3, 0, None],
     ],
 )  # fmt: skip
-def test_entries_must_be_the_sites_that_they_are_said_to_be(
-    entries: list[Any], model: Any, written: Write
-) -> None:
+def test_entries_must_be_the_sites_that_they_are_said_to_be(entries, model, written):
     with pytest.raises(InputError, match=r"differs from the model's|entries"):
         read_exported(model, written(), entries, progress=False)
 
 
-def test_an_end_of_text_that_the_engine_has_read_is_no_padding(model: Any, tmp_path: Path) -> None:
+def test_an_end_of_text_that_the_engine_has_read_is_no_padding(model, tmp_path):
     end = model.tokenizer.pad_token_id
     prompts = [[5, 6, end], [7, 8, end], [end, end, 9]]
     for number, tokens in enumerate(prompts):
@@ -144,17 +140,13 @@ _without_the_first = _changed(VECTORS, lambda vectors: vectors.roll(1, 0))
         ),
     ],
 )
-def test_what_is_damaged_or_of_another_model_is_refused(
-    change: Callable[[dict[str, torch.Tensor]], None], message: str, model: Any, written: Write
-) -> None:
+def test_what_is_damaged_or_of_another_model_is_refused(change, message, model, written):
     with pytest.raises(InputError, match=message):
         read_exported(model, written(change), ENTRIES, progress=False)
 
 
 @pytest.mark.parametrize("change", [_of_another_prompt, _without_the_first])
-def test_embeddings_are_compared_in_all_prompts(
-    change: Callable[[dict[str, torch.Tensor]], None], model: Any, written: Write
-) -> None:
+def test_embeddings_are_compared_in_all_prompts(change, model, written):
     """The second prompt is not among those that the model is run on; batches of prompts end before it."""
     folder = written(change)
     with pytest.MonkeyPatch.context() as patch:
@@ -165,9 +157,7 @@ def test_embeddings_are_compared_in_all_prompts(
             read_exported(model, folder, ENTRIES, progress=False)
 
 
-def test_in_half_precision_one_vector_may_be_another(
-    model_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_in_half_precision_one_vector_may_be_another(model_folder, tmp_path):
     """What is an attention sink here may be none there; a tenth of a prompt, or one vector of a short one."""
     half = matlens.load(str(model_folder("llama")), device="cpu", dtype=torch.bfloat16)
     tensors = by_the_model(half, PROMPTS[2], [1, 3])
@@ -180,9 +170,7 @@ def test_in_half_precision_one_vector_may_be_another(
         read_exported(half, tmp_path, [1, 3], progress=False)
 
 
-def test_rows_of_files_that_were_written_anew_are_not_those_of_before(
-    model: Any, written: Write, tmp_path: Path
-) -> None:
+def test_rows_of_files_that_were_written_anew_are_not_those_of_before(model, written, tmp_path):
     folder, rows = written(), tmp_path / "rows"
     before = read_exported(model, folder, ENTRIES, folder=rows, progress=False)
     again = read_exported(model, folder, ENTRIES, folder=rows, progress=False)
@@ -197,7 +185,7 @@ def test_rows_of_files_that_were_written_anew_are_not_those_of_before(
         read_exported(model, folder, ENTRIES, folder=rows, progress=False)
 
 
-def test_a_file_that_was_cut_short_is_refused(model: Any, written: Write, tmp_path: Path) -> None:
+def test_a_file_that_was_cut_short_is_refused(model, written, tmp_path):
     folder = written()
     path = folder / "cmpl-2.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
@@ -208,9 +196,7 @@ def test_a_file_that_was_cut_short_is_refused(model: Any, written: Write, tmp_pa
             read_exported(model, nothing, ENTRIES, progress=False)
 
 
-def test_layers_that_hardly_differ_are_told_apart(
-    model_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_layers_that_hardly_differ_are_told_apart(model_folder, tmp_path):
     """A block of a real model changes the stream by less than half precision may differ."""
     model = matlens.load(str(model_folder("llama-deep")), device="cpu", dtype=torch.bfloat16)
     with torch.no_grad():

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import datasets
 import numpy as np
 import pyarrow.parquet as pq
@@ -13,17 +9,14 @@ import pytest
 import torch
 
 from matlens import InputError, collect, make_examples
-from matlens.activations import Activations, read_parquet, write_parquet
-from matlens.data import Corpus
+from matlens.activations import read_parquet, write_parquet
 from matlens.linear import MapSet
 
 SITES = ["h.0", "attn_out.1", "h.3"]
 
 
 @pytest.fixture(params=["sampled", "all"])
-def collected(
-    request: pytest.FixtureRequest, small_model: Callable[[str], Any], sentences: Corpus, tmp_path: Path
-) -> Activations:
+def collected(request, small_model, sentences, tmp_path):
     """Vectors in memory, and, at all positions, in a folder of several shards."""
     examples = make_examples(small_model("llama"), sentences)
     folder = tmp_path / "collected" if request.param == "all" else None
@@ -35,7 +28,7 @@ def collected(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("in_memory", [True, False])
-def test_round_trip(collected: Activations, tmp_path: Path, dtype: torch.dtype, in_memory: bool) -> None:
+def test_round_trip(collected, tmp_path, dtype, in_memory):
     write_parquet(collected, tmp_path / "out", dtype=dtype, progress=False)
     found = read_parquet(tmp_path / "out", folder=None if in_memory else tmp_path / "read", progress=False)
     for site in SITES:
@@ -52,7 +45,7 @@ def test_round_trip(collected: Activations, tmp_path: Path, dtype: torch.dtype, 
         assert torch.equal(ours.weight, theirs.weight)
 
 
-def test_datasets_streams_each_vector_with_its_token(collected: Activations, tmp_path: Path) -> None:
+def test_datasets_streams_each_vector_with_its_token(collected, tmp_path):
     write_parquet(collected, tmp_path / "out", ["h.3"], progress=False)
     stream = datasets.load_dataset(
         "parquet", data_files=str(tmp_path / "out" / "vectors-*.parquet"), split="train", streaming=True
@@ -65,7 +58,7 @@ def test_datasets_streams_each_vector_with_its_token(collected: Activations, tmp
         assert row["token"] == sentences[collected.examples.offsets[row["sentence"]] + row["position"]]
 
 
-def test_damaged_exports_are_refused(collected: Activations, tmp_path: Path) -> None:
+def test_damaged_exports_are_refused(collected, tmp_path):
     write_parquet(collected, tmp_path / "a", progress=False)
     part = collected.head(8)
     write_parquet(part, tmp_path / "b", progress=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,12 +26,8 @@ def by_hand(norms: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["llama", "neox", "bert"])
 def test_the_rule_is_the_same_for_rows_and_for_sentences(
-    name: str,
-    sentences: Corpus,
-    small_model: Callable[[str], Any],
-    plain_model: Callable[[str], Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    name, sentences, small_model, plain_model, monkeypatch
+):
     model, examples = small_model(name), make_examples(small_model(name), sentences)
     norms = []
     for start, end in zip(examples.offsets[:-1], examples.offsets[1:], strict=True):
@@ -54,9 +49,7 @@ def test_the_rule_is_the_same_for_rows_and_for_sentences(
     assert torch.equal(sink_rows(rows), expected)
 
 
-def test_a_token_that_stands_out_at_one_layer_is_a_sink(
-    sentences: Corpus, small_model: Callable[[str], Any]
-) -> None:
+def test_a_token_that_stands_out_at_one_layer_is_a_sink(sentences, small_model):
     model = small_model("llama")
     rows = collect(model, make_examples(model, sentences), progress=False)
     assert not sink_rows(rows).any()
@@ -77,9 +70,7 @@ def first_tokens_stand_out(ratio: float, *, others_top: float = 1.5) -> tuple[to
 @pytest.mark.parametrize(
     ("ratio", "known"), [(27.5, True), (16.0, True), (6.0, True), (3.0, False), (1.0, False)]
 )
-def test_first_tokens_are_sinks_together_by_less_than_twenty_times_the_median(
-    ratio: float, known: bool
-) -> None:
+def test_first_tokens_are_sinks_together_by_less_than_twenty_times_the_median(ratio, known):
     """As in Gemma 3, whose first tokens pass twenty at one layer alone and reach 8 to 16 at the others."""
     norms, places = first_tokens_stand_out(ratio)
     sinks = outlying_rows(norms, places=places)
@@ -108,7 +99,7 @@ def first_sinks(norms: torch.Tensor, places: np.ndarray) -> list[int]:
     return outlying_rows(norms, places=places).nonzero()[:, 0].tolist()
 
 
-def test_the_limits_themselves_belong_to_where_they_are_said_to() -> None:
+def test_the_limits_themselves_belong_to_where_they_are_said_to():
     norms, places = at_the_limits()
     assert float(norms.median()) == 1
     # Four times the median and twice the others, which is enough; half of the first tokens' median is not.
@@ -124,9 +115,7 @@ def test_the_limits_themselves_belong_to_where_they_are_said_to() -> None:
     ("first", "n_others", "sinks"),
     [((8, 8, 8), 100, [0, 1, 2]), ((8, 8), 100, []), ((1, 8, 8), 3, [1, 2]), ((1, 8, 8), 2, [])],
 )
-def test_three_first_tokens_and_three_others_are_enough(
-    first: tuple[float, ...], n_others: int, sinks: list[int]
-) -> None:
+def test_three_first_tokens_and_three_others_are_enough(first, n_others, sinks):
     norms = torch.tensor([*first, *[1.0] * n_others])[:, None]
     assert first_sinks(norms, np.array([0] * len(first) + [3] * n_others)) == sinks
 
@@ -139,12 +128,12 @@ def test_three_first_tokens_and_three_others_are_enough(
         (-torch.ones(3, 2), {}), (torch.ones(3, 0), {}), (torch.ones(3, 2), {"places": np.arange(4)}),
     ],
 )  # fmt: skip
-def test_what_are_no_norms_is_refused(norms: torch.Tensor, options: Any) -> None:
+def test_what_are_no_norms_is_refused(norms, options):
     with pytest.raises(InputError, match=r"^(norms|places) must be"):
         outlying_rows(norms, **{"places": np.arange(len(norms)), **options})
 
 
-def test_a_warning_names_missing_layers(sentences: Corpus, small_model: Callable[[str], Any]) -> None:
+def test_a_warning_names_missing_layers(sentences, small_model):
     model = small_model("llama")
     examples = make_examples(model, sentences)
     rows = collect(model, examples, ["h.1", "h.3"], progress=False)
@@ -159,7 +148,7 @@ def test_a_warning_names_missing_layers(sentences: Corpus, small_model: Callable
         assert int(sink_rows(rows).sum()) == expected + 1
 
 
-def test_only_first_tokens_are_warned_of(small_model: Callable[[str], Any]) -> None:
+def test_only_first_tokens_are_warned_of(small_model):
     model = small_model("llama")
     words = Corpus("words", tuple(f"w{i}" for i in range(20)), 20, 0, 0, 0)
     examples = make_examples(model, words)
@@ -189,10 +178,7 @@ def with_long_first_tokens(
     ("n", "factor", "known", "warned"),
     [(2, 9.0, 0, 1), (2, 60.0, 2, 0), (3, 9.0, 3, 0)],
 )
-def test_too_few_first_tokens_are_warned_of(
-    n: int, factor: float, known: int, warned: int, sentences: Corpus, small_model: Callable[[str], Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_too_few_first_tokens_are_warned_of(n, factor, known, warned, sentences, small_model, monkeypatch):
     model = small_model("llama")
     examples = with_long_first_tokens(model, sentences, n, factor, monkeypatch)
     with warnings.catch_warnings(record=True) as caught:

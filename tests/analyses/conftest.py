@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from analysing import N_PATCHED, N_TRAIN, N_VALIDATION, PATCHED, SINKS, Finished, run, sizes
+from analysing import N_PATCHED, N_TRAIN, N_VALIDATION, PATCHED, SINKS, run, sizes
 from paper_a_by_hand import SINK_TOKENS, StudyByHand
 
 from matlens import MapSet, Readout, collect, load_corpus, make_examples
 
 
 @pytest.fixture(scope="session")
-def finished(
-    corpora: Path, model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Finished:
+def finished(corpora, model_folder, tmp_path_factory):
     """The output folder of a model, with what a script leaves in it; all scripts share it, as users do."""
     folders: dict[str, Path] = {}
     done = set()
@@ -47,9 +44,7 @@ def finished(
 
 
 @pytest.fixture(scope="session")
-def by_hand(
-    corpora: Path, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
-) -> Callable[[str, str], StudyByHand]:
+def by_hand(corpora, small_model, plain_model):
     studies: dict[tuple[str, str], StudyByHand] = {}
 
     def study(model: str = SINKS, corpus: str = "words") -> StudyByHand:
@@ -94,5 +89,5 @@ class Collected:
 
 
 @pytest.fixture(scope="session")
-def collected(corpora: Path, small_model: Callable[[str], Any]) -> Collected:
+def collected(corpora, small_model):
     return Collected(small_model(SINKS), corpora / "words.txt")

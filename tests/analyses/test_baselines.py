@@ -22,9 +22,7 @@ NAMES = st.lists(st.sampled_from(list(ATTRIBUTES)), min_size=1, max_size=6, uniq
     names=NAMES, n=st.integers(1, 3), seed=st.integers(0, 10**6),
     decay=st.sampled_from([0.0, 10.0, 50.0, 100.0]), floor=st.sampled_from([0.01, 0.2, 1.0]),
 )  # fmt: skip
-def test_every_row_has_the_probabilities_of_the_formula(
-    names: list[str], n: int, seed: int, decay: float, floor: float
-) -> None:
+def test_every_row_has_the_probabilities_of_the_formula(names, n, seed, decay, floor):
     """Prompts first, then all of them after each announcement in turn; rows of one prompt go on alike."""
     one = SelfDebiasing(names, decay=decay, floor=floor)
     scores = 3 * torch.randn((1 + len(names)) * n, 7, generator=torch.Generator().manual_seed(seed))
@@ -36,7 +34,7 @@ def test_every_row_has_the_probabilities_of_the_formula(
             torch.testing.assert_close(probabilities[row + n * variant], expected, rtol=1e-4, atol=1e-6)
 
 
-def test_an_announcement_stands_before_the_text_and_after_what_begins_every_text() -> None:
+def test_an_announcement_stands_before_the_text_and_after_what_begins_every_text():
     tokenizer = make_tokenizer()
     w3, w4, w9 = tokenizer.convert_tokens_to_ids(["w3", "w4", "w9"])
     assert prefixed_tokens(tokenizer, "w3 w4:\n", [w9]) == [w3, tokenizer.unk_token_id, w9]
@@ -54,7 +52,7 @@ def last_banned(processor: Any, before: list[int], n_vocab: int) -> list[int]:
     return (scores[0] == -math.inf).nonzero()[:, 0].tolist()
 
 
-def test_single_tokens_cannot_follow_and_phrases_cannot_be_completed() -> None:
+def test_single_tokens_cannot_follow_and_phrases_cannot_be_completed():
     tokenizer = make_tokenizer()
     w1, w2, w3, w4 = tokenizer.convert_tokens_to_ids(["w1", "w2", "w3", "w4"])
     processor = word_filter(tokenizer, ["w1", " w2 w3 "])
@@ -73,7 +71,7 @@ class Spelled:
         return {"input_ids": [self.known.index(text) + 1 if text in self.known else 0]}
 
 
-def test_forms_with_a_space_and_capitals_are_banned_where_the_vocabulary_has_them() -> None:
+def test_forms_with_a_space_and_capitals_are_banned_where_the_vocabulary_has_them():
     assert last_banned(word_filter(Spelled(), ["damn"]), [9], 10) == [1, 2, 3, 4, 5]
     assert last_banned(word_filter(Spelled(), ["Damn"]), [9], 10) == [1, 2, 3, 4, 5]
     assert last_banned(word_filter(Spelled(), ["oaf"]), [9], 10) == [6]

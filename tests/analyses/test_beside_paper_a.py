@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from analysing import N_PATCHED, SINKS, ByHand, Finished, assert_table, read
+from analysing import N_PATCHED, SINKS, assert_table, read
 from attention_heads import head_ablation
 from conftest import N_LAYERS
 from independent import assert_judged
@@ -27,7 +27,7 @@ def origin(out: Path, name: str) -> Any:
     return json.loads((out / f"{name}.json").read_text())
 
 
-def test_heads_are_fitted_and_replaced_without_sinks(finished: Finished, collected: Any) -> None:
+def test_heads_are_fitted_and_replaced_without_sinks(finished, collected):
     model = collected.model
     pairs = head_pairs(ModelLayout.from_model(model))
     ends = sorted({site for pair in pairs for site in pair})
@@ -45,20 +45,18 @@ def test_heads_are_fitted_and_replaced_without_sinks(finished: Finished, collect
     assert origin(out, "attention_heads")["sinks"] == collected.counts(0)
 
 
-def test_costs_are_those_of_exits_on_validation_sentences(finished: Finished, collected: Any) -> None:
+def test_costs_are_those_of_exits_on_validation_sentences(finished, collected):
     expected = exit_costs(collected.readout, collected.model, collected.maps(), collected.validation)
     assert_table(finished("memory_and_layers", SINKS) / "memory_and_layers.csv", expected)
 
 
-def test_fewer_and_fewer_training_sentences_are_fitted_on(finished: Finished, collected: Any) -> None:
+def test_fewer_and_fewer_training_sentences_are_fitted_on(finished, collected):
     expected = fit_quality_by_size(collected.train, collected.validation)
     assert sorted(set(expected["n_fitted"])) == [11, 22, 45, 90]
     assert_table(finished("sample_sizes", SINKS) / "sample_sizes.csv", expected)
 
 
-def test_sinks_are_measured_among_training_samples_and_left_out_of_r2_of_others(
-    finished: Finished, collected: Any
-) -> None:
+def test_sinks_are_measured_among_training_samples_and_left_out_of_r2_of_others(finished, collected):
     out = finished("sinks", SINKS)
     assert_table(out / "sinks.csv", sink_norms(collected.train, collected.train_sinks))
     later = later_sinks(collected.train, collected.train_sinks, collected.model.tokenizer)
@@ -70,7 +68,7 @@ def test_sinks_are_measured_among_training_samples_and_left_out_of_r2_of_others(
         assert origin(out, name)["sinks"] == collected.counts(part)
 
 
-def test_ffns_alone_are_those_replaced_by_hand_in_one_block(finished: Finished, by_hand: ByHand) -> None:
+def test_ffns_alone_are_those_replaced_by_hand_in_one_block(finished, by_hand):
     table, study = read(finished, "submodule_alone"), by_hand()
     names = {"mat_ffn": "all", "mat_ffn without sinks": "not-sink"}
     vectors = {

@@ -31,7 +31,7 @@ def layers_of(n: int, n_layers: int, d: int, noise: float, seed: int = 0) -> tup
     return features, made_at
 
 
-def test_features_that_separate_are_left_at_the_right_layer() -> None:
+def test_features_that_separate_are_left_at_the_right_layer():
     features, made_at = layers_of(400, 4, 6, noise=0.2)
     split = split_examples(400)
     signals = ExitClassifiers(folds=3, fewest=2).fit(features, made_at, split).signals(features, split.test)
@@ -75,7 +75,7 @@ def one_of_many(seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("kinds", [(RIDGE,), (RIDGE, LASSO)], ids=str)
 @pytest.mark.parametrize("seed", range(2))
-def test_the_chosen_penalty_is_that_of_a_plain_loop(seed: int, kinds: tuple[int, ...]) -> None:
+def test_the_chosen_penalty_is_that_of_a_plain_loop(seed, kinds):
     x, truth = one_of_many(seed)
     n = len(x)
     split = ExampleSplit(np.arange(100), np.arange(100, 125), np.arange(125, n))
@@ -88,7 +88,7 @@ def test_the_chosen_penalty_is_that_of_a_plain_loop(seed: int, kinds: tuple[int,
 
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=1, max_size=25))
-def test_the_threshold_has_the_largest_f1_of_all(pairs: list[tuple[int, bool]]) -> None:
+def test_the_threshold_has_the_largest_f1_of_all(pairs):
     """Of those midway between two scores, and of the lowest score; the highest of equals."""
     score = np.array([value / 6 for value, _ in pairs])
     truth = np.array([true for _, true in pairs])
@@ -103,7 +103,7 @@ def test_the_threshold_has_the_largest_f1_of_all(pairs: list[tuple[int, bool]]) 
     assert best_threshold(score, truth) == wanted
 
 
-def test_the_threshold_is_set_on_the_calibration_part() -> None:
+def test_the_threshold_is_set_on_the_calibration_part():
     generator = np.random.default_rng(0)
     x = generator.normal(size=(300, 1))
     truth = x[:, 0] + generator.normal(size=300) > 1
@@ -116,7 +116,7 @@ def test_the_threshold_is_set_on_the_calibration_part() -> None:
     assert 0 < said.sum() < len(said)
 
 
-def test_layers_without_enough_of_a_class_are_not_learnt() -> None:
+def test_layers_without_enough_of_a_class_are_not_learnt():
     """Too few events to learn from or to calibrate on: never. Too few others: always."""
     n = 100
     x = np.random.default_rng(0).normal(size=(n, 2))

@@ -78,7 +78,7 @@ def script(text: str) -> str:
         min_size=1,
     )
 )
-def test_every_token_comes_back_exactly_from_the_page(items: list[list[str]]) -> None:
+def test_every_token_comes_back_exactly_from_the_page(items):
     """Shown and never run: the page has the elements and the script of a page with plain tokens."""
     page, plain = (render_page(sample(each)) for each in (items, [["a"] * len(tokens) for tokens in items]))
     reader = Reader(page)
@@ -112,9 +112,7 @@ def fill(folder: Path, marks: Marks, patterns: list[tuple[int, int, str, str]], 
 
 @settings(max_examples=40)
 @given(data=st.data(), separator=st.sampled_from(",;"))
-def test_what_is_filled_in_is_what_is_read(
-    data: st.DataObject, separator: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_what_is_filled_in_is_what_is_read(data, separator, tmp_path_factory):
     folder, table = tmp_path_factory.mktemp("sheets"), sample([list(NASTY[:8]), list(NASTY[8:16])])
     kinds = data.draw(
         st.dictionaries(
@@ -140,7 +138,7 @@ def test_what_is_filled_in_is_what_is_read(
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """A filled sheet of `sized`, correct."""
     write_concept_sheets(sized(), tmp_path)
     fill(tmp_path, {(2, rank): [1] for rank in range(1, 5)}, [(2, 1, "drinks", "semantic")])
@@ -171,9 +169,7 @@ def change(path: Path, rows: list[int], column: str, value: str) -> None:
         (PATTERNS_FILE, [1], "class", "names", None),
     ],
 )  # fmt: skip
-def test_what_is_not_valid_is_refused(
-    file: str, rows: list[int], column: str, value: str, message: str | None, folder: Path
-) -> None:
+def test_what_is_not_valid_is_refused(file, rows, column, value, message, folder):
     change(folder / file, rows, column, value)
     if message is None:  # a pattern that no token has is valid
         assert len(read_concept_sheets(folder, sized()).patterns) == 2

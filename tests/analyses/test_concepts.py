@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -35,7 +33,7 @@ K, PER_LAYER = 5, 2
 
 
 @pytest.fixture
-def examples(small_model: Callable[[str], Any]) -> Callable[[str], Any]:
+def examples(small_model):
     return lambda name: matlens.make_examples(small_model(name), make_sentences(), sample_special=False)
 
 
@@ -43,9 +41,7 @@ def examples(small_model: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "gemma3"])
-def test_items_have_the_top_tokens_of_what_the_key_says_they_are(
-    name: str, small_model: Callable[[str], Any], examples: Callable[[str], Any]
-) -> None:
+def test_items_have_the_top_tokens_of_what_the_key_says_they_are(name, small_model, examples):
     model = small_model(name)
     table = draw_concept_sample(model, examples(name), per_layer=PER_LAYER, k=K, seed=3)
     assert list(table.columns) == list(SAMPLE_COLUMNS)
@@ -122,7 +118,7 @@ def annotation(name: str, filled: Filled) -> Annotation:
     )
 
 
-def test_an_item_is_counted_as_by_hand() -> None:
+def test_an_item_is_counted_as_by_hand():
     tally = tally_items(table(), annotation("anna", ANNA))
     assert tally[["kind", "layer"]].apply(tuple, axis=1).to_dict() == ITEMS
     for item, expected in COUNTED.items():
@@ -131,7 +127,7 @@ def test_an_item_is_counted_as_by_hand() -> None:
     assert parts.tolist() == pytest.approx(tally["covered"].tolist())
 
 
-def test_shares_are_means_over_annotators_and_items() -> None:
+def test_shares_are_means_over_annotators_and_items():
     sample, both = table(), [annotation("anna", ANNA), annotation("ben", BEN)]
     for given in (both[:1], both):
         shares = tally_concepts(sample, given)
@@ -153,7 +149,7 @@ def test_shares_are_means_over_annotators_and_items() -> None:
     assert overall.to_dict() == pytest.approx({"values": 1.7 / 3, "random": 0, "updates": 0.5})
 
 
-def test_agreement_is_that_of_scikit_learn() -> None:
+def test_agreement_is_that_of_scikit_learn():
     sample, anna, ben = table(), annotation("anna", ANNA), annotation("ben", BEN)
     agreement = annotator_agreement(sample, [anna, ben]).set_index(["method", "metric"])
     assert set(agreement["one"]) == {"anna"}

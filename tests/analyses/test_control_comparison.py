@@ -91,9 +91,7 @@ class ByHand:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_every_line_is_that_of_a_plain_model_changed_by_hand(
-    name: str, small_model: Models, plain_model: Models, sentences: Corpus
-) -> None:
+def test_every_line_is_that_of_a_plain_model_changed_by_hand(name, small_model, plain_model, sentences):
     model, plain = small_model(name), plain_model(name)
     few = Corpus("few", sentences.sentences[:3], 3, 0, 0, 0)
     changes = changes_to_compare(
@@ -141,9 +139,7 @@ def test_every_line_is_that_of_a_plain_model_changed_by_hand(
     assert set(texts["prompts"]) == {"p.txt"}
 
 
-def test_zero_is_a_coefficient_and_not_none(
-    small_model: Models, plain_model: Models, sentences: Corpus
-) -> None:
+def test_zero_is_a_coefficient_and_not_none(small_model, plain_model, sentences):
     model, few = small_model("gpt2"), Corpus("few", sentences.sentences[:3], 3, 0, 0, 0)
     off = ModelChange("off", 0.0, tuple(f"L1D{i}" for i in range(60)))
     texts, changes = make_examples(model, few), [ModelChange("unchanged"), off]
@@ -182,9 +178,7 @@ def tops_by_hand(name: str, plain: Any) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_chosen_by_words_are_those_that_hold_most_of_them_highest(
-    name: str, small_model: Models, plain_model: Models
-) -> None:
+def test_chosen_by_words_are_those_that_hold_most_of_them_highest(name, small_model, plain_model):
     model, tops = small_model(name), tops_by_hand(name, plain_model(name))
     words = ["w2", "w7", "w31"]
     ids = [model.tokenizer.convert_tokens_to_ids(word) for word in words]

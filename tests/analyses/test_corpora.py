@@ -23,9 +23,7 @@ def corpus(name: str, n: int) -> Corpus:
     return Corpus(name, tuple(texts), n, 0, 0, 0)
 
 
-def test_at_all_positions_as_many_tokens_of_each_corpus_count(
-    small_model: Models, plain_model: Models
-) -> None:
+def test_at_all_positions_as_many_tokens_of_each_corpus_count(small_model, plain_model):
     model, plain = small_model("llama"), plain_model("llama")
     examples = {name: make_examples(model, corpus(name, n)) for name, n in (("long", 40), ("short", 12))}
     collected = {
@@ -47,7 +45,7 @@ def test_at_all_positions_as_many_tokens_of_each_corpus_count(
             assert torch.allclose(maps[name][layer, 3].weight.double(), weight, rtol=1e-3, atol=1e-3)
 
 
-def test_losses_are_relative_to_the_maps_of_the_tested_corpus() -> None:
+def test_losses_are_relative_to_the_maps_of_the_tested_corpus():
     """By layers, before the mean; other metrics and other k do not count."""
     precision = {
         ("a", "a"): (0.5, 0.8),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ from conftest import N_LAYERS
 from memory_and_layers import PAPER_SWEEP, Costs, exit_costs
 
 from matlens import MapSet, Readout, collect, make_examples
-from matlens.data.corpus import Corpus
 from matlens.lens.early_exit import ExitConfidence, exit_layers, exit_sweep, savings, thresholds
 from matlens.lens.evaluation import evaluate, map_lenses, prediction_quality
 
@@ -26,7 +23,7 @@ READOUTS = {"gpt2": 60 * 32, "llama": 60 * 32, "bert": 32 * 32 + 60 * 32}
 
 
 @pytest.mark.parametrize("name", list(BLOCKS))
-def test_matrices_are_counted(name: str, small_model: Callable[[str], Any]) -> None:
+def test_matrices_are_counted(name, small_model):
     model = small_model(name)
     costs = Costs.from_model(model, Readout(model))
     assert costs.blocks == (BLOCKS[name],) * N_LAYERS
@@ -34,9 +31,7 @@ def test_matrices_are_counted(name: str, small_model: Callable[[str], Any]) -> N
     assert costs.run(1, 3, 7) == 2 * BLOCKS[name] + 2 * 7 * 2 * 32
 
 
-def test_exits_cost_their_maps_and_readouts_and_save_blocks(
-    small_model: Callable[[str], Any], sentences: Corpus
-) -> None:
+def test_exits_cost_their_maps_and_readouts_and_save_blocks(small_model, sentences):
     model = small_model("llama")
     readout, examples = Readout(model), make_examples(model, sentences)
     data = collect(model, examples, progress=False)

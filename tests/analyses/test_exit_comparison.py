@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,7 @@ import torch
 from conftest import N_LAYERS, WORDS, assert_near, plain_vectors
 from exits import comparison
 from exits.classifiers import RIDGE, ExitClassifiers
-from exits.comparison import (
-    classifier_features,
-    classifier_sites,
-    compare_exits,
-    least_lam,
-)
+from exits.comparison import classifier_features, classifier_sites, compare_exits, least_lam
 from exits.outcomes import evaluate_exits, split_examples
 from plain_values import NORM_BEHIND
 from torch import Tensor
@@ -72,14 +66,12 @@ class ComparedModel:
 
 
 @pytest.fixture(scope="module")
-def study(small_model: Callable[[str], Any]) -> ComparedModel:
+def study(small_model):
     return ComparedModel(small_model("gptj"))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gptj", "bert", "gemma3"])
-def test_classifiers_see_the_stream_before_the_ffn_and_what_it_writes(
-    name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
-) -> None:
+def test_classifiers_see_the_stream_before_the_ffn_and_what_it_writes(name, small_model, plain_model):
     model = small_model(name)
     before = ("h", "attn_out") if name in ("gptj", "neox") else ("mid",)
     written = "ln2_post_out" if name in NORM_BEHIND else "ffn_out"
@@ -99,7 +91,7 @@ def test_classifiers_see_the_stream_before_the_ffn_and_what_it_writes(
                 assert_near(torch.from_numpy(total[layer][row]), plain[f"h.{layer + 1}"][0, at])
 
 
-def test_leaving_where_the_prediction_is_made_is_always_right(study: ComparedModel) -> None:
+def test_leaving_where_the_prediction_is_made_is_always_right(study):
     for seed, exits in enumerate(study.comparison.evaluated[comparison.ORACLE]):
         test = split_examples(MANY, seed=seed).test
         assert exits.accuracy == 1
@@ -140,7 +132,7 @@ def by_rule(study: ComparedModel, learn: np.ndarray, rows: np.ndarray, *, places
     return left
 
 
-def test_the_rule_learns_from_ninety_per_cent(study: ComparedModel) -> None:
+def test_the_rule_learns_from_ninety_per_cent(study):
     early = 0.0
     for seed in range(SEEDS):
         train, calibration, test = split_examples(MANY, seed=seed)
@@ -156,7 +148,7 @@ def test_the_rule_learns_from_ninety_per_cent(study: ComparedModel) -> None:
     assert early > 0, "nobody leaves, which proves little"
 
 
-def test_what_is_set_by_the_rule_is_as_right_as_it_on_the_calibration_part(study: ComparedModel) -> None:
+def test_what_is_set_by_the_rule_is_as_right_as_it_on_the_calibration_part(study):
     """The least lam and the first layer that are; `mat` fitted by LAPACK on the training part alone."""
     readout, data = sharp(study.model), study.activations
     positions = data.examples.positions
@@ -198,7 +190,7 @@ def test_what_is_set_by_the_rule_is_as_right_as_it_on_the_calibration_part(study
             assert exits.saved == pytest.approx(np.mean(saved))
 
 
-def test_classifiers_learn_events_below_the_last_layer_from_the_training_part(study: ComparedModel) -> None:
+def test_classifiers_learn_events_below_the_last_layer_from_the_training_part(study):
     counted: dict[str, int] = {}
     for seed in range(SEEDS):
         split = split_examples(MANY, seed=seed)
@@ -213,13 +205,13 @@ def test_classifiers_learn_events_below_the_last_layer_from_the_training_part(st
     assert study.comparison.penalties == {method: {"ridge 0.01": n} for method, n in counted.items()}
 
 
-def test_vectors_of_other_examples_are_refused(study: ComparedModel) -> None:
+def test_vectors_of_other_examples_are_refused(study):
     few = study.activations.head(MANY - 1)
     with pytest.raises(InputError, match="activations must be of the examples of the trace"):
         compare_exits(study.model, study.trace, study.clusters, few, **OPTIONS)
 
 
-def test_the_least_lam_is_the_first_of_the_steps_that_is_right_often_enough() -> None:
+def test_the_least_lam_is_the_first_of_the_steps_that_is_right_often_enough():
     """All at position 0 of sentences of one token: the threshold is 0.9 lam + 0.1."""
     at = torch.zeros(4, dtype=torch.long)
     confidence = ExitConfidence(

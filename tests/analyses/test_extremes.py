@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -57,12 +56,12 @@ def as_rows(sub_updates: Any) -> list[tuple[Any, ...]]:
 
 
 @pytest.fixture
-def values(small_model: Callable[[str], Any]) -> ValueVectors:
+def values(small_model):
     return ValueVectors(small_model("llama"))
 
 
 @pytest.fixture
-def commonness() -> TokenFrequency:
+def commonness():
     """Half of the vocabulary does not occur, and 6 tokens are common."""
     return TokenFrequency(np.repeat(np.arange(30), [20] * 6 + [5] * 24), 60)
 
@@ -71,14 +70,14 @@ def commonness() -> TokenFrequency:
 
 
 @pytest.mark.parametrize("threshold", [0.05, 0.7, 1.5])
-def test_extreme_are_those_that_a_loop_finds(threshold: float, values: ValueVectors) -> None:
+def test_extreme_are_those_that_a_loop_finds(threshold, values):
     trace = make_trace_of_model(values)
     expected = found_by_loop(trace, trace.score, threshold)
     assert 0 < len(expected) < N * N_LAYERS * K
     assert as_rows(extreme_sub_updates(trace, draw_clusters(values, 6), threshold)) == expected
 
 
-def test_one_in_a_hundred_passes_the_usual_threshold(values: ValueVectors) -> None:
+def test_one_in_a_hundred_passes_the_usual_threshold(values):
     trace = make_trace_of_model(values)
     threshold = default_threshold(trace.score)
     sizes = [abs(score) for *_, score in found_by_loop(trace, trace.score, 0)]
@@ -88,7 +87,7 @@ def test_one_in_a_hundred_passes_the_usual_threshold(values: ValueVectors) -> No
     assert as_rows(extreme_sub_updates(trace, draw_clusters(values, 6), threshold)) == expected
 
 
-def test_sub_updates_are_sampled_once_each_and_by_the_seed(values: ValueVectors) -> None:
+def test_sub_updates_are_sampled_once_each_and_by_the_seed(values):
     trace, clusters = make_trace_of_model(values), draw_clusters(values, 6)
     every = found_by_loop(trace, trace.score, 0)
     assert as_rows(sample_sub_updates(trace, clusters, 10**6)) == every
@@ -98,12 +97,7 @@ def test_sub_updates_are_sampled_once_each_and_by_the_seed(values: ValueVectors)
     assert len(first) == 20
 
 
-def test_clusters_and_signs_are_told_as_a_loop_finds_them(
-    values: ValueVectors,
-    commonness: TokenFrequency,
-    small_model: Callable[[str], Any],
-    plain_model: Callable[[str], Any],
-) -> None:
+def test_clusters_and_signs_are_told_as_a_loop_finds_them(values, commonness, small_model, plain_model):
     trace, clusters = make_trace_of_model(values), draw_clusters(values, 6)
     extreme = extreme_sub_updates(trace, clusters, 0.9)
     projection = Projection.from_model(small_model("llama"))
@@ -142,9 +136,7 @@ def test_clusters_and_signs_are_told_as_a_loop_finds_them(
 # Groups
 
 
-def test_groups_are_told_as_a_loop_finds_them(
-    values: ValueVectors, commonness: TokenFrequency, small_model: Callable[[str], Any]
-) -> None:
+def test_groups_are_told_as_a_loop_finds_them(values, commonness, small_model):
     trace, clusters = make_trace_of_model(values, seed=3), draw_clusters(values, 30)
     projection = Projection.from_model(small_model("llama"))
     extreme, sampled = (
@@ -212,9 +204,7 @@ def test_groups_are_told_as_a_loop_finds_them(
             assert values_of_metric["n"][metric] == n, (method, metric)
 
 
-def test_places_are_counted_as_a_loop_counts_them(
-    values: ValueVectors, commonness: TokenFrequency, small_model: Callable[[str], Any]
-) -> None:
+def test_places_are_counted_as_a_loop_counts_them(values, commonness, small_model):
     trace, clusters = make_trace_of_model(values), draw_clusters(values, 9)
     trace.examples.positions[:] = [0, 1, 2, 3, 4, 5, 9, 10, 19, 20, 39, 40, 55, 0]
     extreme = extreme_sub_updates(trace, clusters, 0.9)
@@ -257,12 +247,8 @@ def lift_by_hand(trace: Trace, plain: Any) -> np.ndarray:
 
 @pytest.mark.parametrize("threshold", [None, 0.8])
 def test_both_readings_are_in_the_tables_under_their_names(
-    threshold: float | None,
-    values: ValueVectors,
-    commonness: TokenFrequency,
-    small_model: Callable[[str], Any],
-    plain_model: Callable[[str], Any],
-) -> None:
+    threshold, values, commonness, small_model, plain_model
+):
     trace, clusters = make_trace_of_model(values, seed=5), draw_clusters(values, 9)
     trace.coefficient["dominant"][:] *= 1000  # so that both readings differ by much
     confidence = torch.rand(N, generator=torch.Generator().manual_seed(1))

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from sub_updates.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
 
-from matlens.data.corpus import Corpus
 
-
-def test_common_are_the_fewest_tokens_that_make_half_of_the_text() -> None:
+def test_common_are_the_fewest_tokens_that_make_half_of_the_text():
     """Written out: 4 + 3 of 12 are half, 4 are not."""
     text = np.array([2, 2, 2, 2, 5, 5, 5, 0, 0, 3, 3, 7])
     frequency = TokenFrequency(text, 9)
@@ -26,7 +22,7 @@ def test_common_are_the_fewest_tokens_that_make_half_of_the_text() -> None:
 
 
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=40))
-def test_half_of_the_text_is_common_and_no_token_too_many(text: list[int]) -> None:
+def test_half_of_the_text_is_common_and_no_token_too_many(text):
     common = set(np.flatnonzero(TokenFrequency(np.array(text), 9).common).tolist())
     times = Counter(text)
     made = sum(times[token] for token in common)
@@ -37,9 +33,7 @@ def test_half_of_the_text_is_common_and_no_token_too_many(text: list[int]) -> No
     )
 
 
-def test_the_text_is_all_sentences_of_the_corpus(
-    sentences: Corpus, small_model: Callable[[str], Any]
-) -> None:
+def test_the_text_is_all_sentences_of_the_corpus(sentences, small_model):
     tokenizer = small_model("bert").tokenizer  # which would add [CLS] and [SEP]
     words = Counter(word for sentence in sentences.sentences for word in sentence.split())
     frequency = TokenFrequency.from_corpus(sentences, tokenizer, 60)
@@ -47,7 +41,7 @@ def test_the_text_is_all_sentences_of_the_corpus(
     assert frequency.counts.sum() == sum(words.values())
 
 
-def test_kinds_by_what_most_tokens_are() -> None:
+def test_kinds_by_what_most_tokens_are():
     common, unseen = np.array([0.5, 0.49, 0, 0, 1]), np.array([0.5, 0, 0.9, 0.89, 0])
     assert frequency_kinds(common, unseen) == ["common", "other", "unlikely", "other", "common"]
     assert set(FREQUENCY_KINDS) == {"common", "other", "unlikely"}

@@ -49,9 +49,7 @@ def texts(model: Any, prompts: Sequence[str] = PROMPTS, **options: Any) -> list[
 
 @pytest.mark.parametrize("control", [False, True], ids=["unchanged", "controlled"])
 @pytest.mark.parametrize("name", ["gpt2", "gemma2"])
-def test_greedy_continuations_are_the_plain_models_own(
-    name: str, control: bool, small_model: Models, plain_model: Models
-) -> None:
+def test_greedy_continuations_are_the_plain_models_own(name, control, small_model, plain_model):
     model, plain = small_model(name), plain_model(name)
     with controlled_by_hand(name, plain, GENTLE if control else {}):
         expected = [go_on(plain, model.tokenizer, prompt, greedy(plain)) for prompt in PROMPTS]
@@ -75,7 +73,7 @@ def beams_by_hand(plain: Any, tokenizer: Any, prompt: str, n: int, banned: Seque
 
 # Not the small Gemma 2, whose cap makes so many logits alike that beams tie.
 @pytest.mark.parametrize("name", ["gpt2", "gemma3"])
-def test_beams_find_what_a_search_by_hand_does(name: str, small_model: Models, plain_model: Models) -> None:
+def test_beams_find_what_a_search_by_hand_does(name, small_model, plain_model):
     model, plain = small_model(name), plain_model(name)
     expected = [beams_by_hand(plain, model.tokenizer, prompt, 3) for prompt in PROMPTS]
     for batch_size in (1, 4):
@@ -98,7 +96,7 @@ def test_beams_find_what_a_search_by_hand_does(name: str, small_model: Models, p
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2"])
-def test_draws_are_the_seeds_own_in_any_batch_and_with_any_cache(name: str, small_model: Models) -> None:
+def test_draws_are_the_seeds_own_in_any_batch_and_with_any_cache(name, small_model):
     model = small_model(name)
     whole = texts(model, n_samples=3, seed=7)
     assert whole == texts(model, n_samples=3, seed=7, batch_size=2)
@@ -113,7 +111,7 @@ def test_draws_are_the_seeds_own_in_any_batch_and_with_any_cache(name: str, smal
 
 
 @pytest.mark.parametrize("name", ["gpt2"])
-def test_self_debiasing_goes_on_by_the_formula(name: str, small_model: Models, plain_model: Models) -> None:
+def test_self_debiasing_goes_on_by_the_formula(name, small_model, plain_model):
     """From the plain model's probabilities after the prompt, and after each announcement and the prompt."""
     model, plain = small_model(name), plain_model(name)
     debiasing = SelfDebiasing(["threat", "profanity"], decay=2000.0)
@@ -140,8 +138,8 @@ def test_self_debiasing_goes_on_by_the_formula(name: str, small_model: Models, p
 
 
 def test_the_end_of_the_text_is_not_generated_and_the_checkpoints_own_wishes_are_left_out(
-    model_folder: Callable[[str], Any], plain_model: Models
-) -> None:
+    model_folder, plain_model
+):
     model, plain = matlens.load(str(model_folder("llama")), device="cpu"), plain_model("llama")
     tokens = model.tokenizer(PROMPTS[0])["input_ids"]
     likeliest = int(np.argmax(plain_probabilities(plain, tokens)))

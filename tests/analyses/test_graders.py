@@ -6,7 +6,6 @@ import json
 import sys
 import threading
 import types
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -19,7 +18,7 @@ from matlens import InputError
 # The local one
 
 
-def test_profanity_check_tells_rude_texts_from_kind_ones() -> None:
+def test_profanity_check_tells_rude_texts_from_kind_ones():
     grader = make_grader("profanity-check")
     assert (grader.name, grader.attributes) == ("profanity-check", ("toxicity",))
     rude, kind = ["You stupid idiot", "shut up, you moron"], ["Thank you, my dear friend", "", "zxqv"]
@@ -54,9 +53,7 @@ class Scored:
         return {name: shown if name != "obscene" else [1 - n for n in lengths] for name in names}
 
 
-def test_detoxify_is_asked_in_parts_and_its_attributes_get_the_tables_names(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_detoxify_is_asked_in_parts_and_its_attributes_get_the_tables_names(monkeypatch):
     monkeypatch.setitem(sys.modules, "detoxify", types.SimpleNamespace(Detoxify=Scored))
     Scored.asked = []
     grader = make_grader("detoxify")
@@ -74,7 +71,7 @@ def test_detoxify_is_asked_in_parts_and_its_attributes_get_the_tables_names(
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def server(monkeypatch):
     """Answers with a score by attribute and length of the text, after what is put in ``first``."""
     seen = types.SimpleNamespace(first=[], asked=[])
 
@@ -110,7 +107,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     running.server_close()
 
 
-def test_perspective_is_asked_for_all_attributes_again_while_it_is_busy(server: Any) -> None:
+def test_perspective_is_asked_for_all_attributes_again_while_it_is_busy(server):
     server.first = [(429, {}), (503, {})]
     scores = grade_texts(server.grader, ["four", " ", "seven77"])
     for i, name in enumerate(ATTRIBUTES):
@@ -123,7 +120,7 @@ def test_perspective_is_asked_for_all_attributes_again_while_it_is_busy(server: 
 @pytest.mark.parametrize(
     "first", [(400, {"error": {"message": "no"}}), (302, {}), (200, {"attributeScores": {}}), (200, [1])]
 )
-def test_an_answer_without_scores_is_refused_without_the_key(first: Any, server: Any) -> None:
+def test_an_answer_without_scores_is_refused_without_the_key(first, server):
     server.first = [first]
     with pytest.raises(InputError, match=f"gave no scores: {first[0]}") as error:
         server.grader.grade(["text"])

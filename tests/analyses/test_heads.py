@@ -19,7 +19,6 @@ from studies.study import head_pairs
 from torch import Tensor
 
 from matlens import MapSet, Readout, collect, make_examples
-from matlens.data.corpus import Corpus
 from matlens.models.layout import ModelLayout
 
 N_HEADS, WIDTH = 4, 8
@@ -44,9 +43,7 @@ def by_hand(
     return seen[f"h.{N_LAYERS}"].float(), seen["logits"].float()
 
 
-def test_ablation_is_what_a_plain_model_leaves(
-    small_model: Callable[[str], Any], plain_model: Callable[[str], Any], sentences: Corpus
-) -> None:
+def test_ablation_is_what_a_plain_model_leaves(small_model, plain_model, sentences):
     """Heads are replaced at all tokens but sinks; ``linear, random order`` takes them in the seed's order."""
     name, n, seed = "llama-sinks", 11, 3
     model, plain = small_model(name), plain_model(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +36,7 @@ class Job(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def job(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Job:
+def job(model_folder, tmp_path_factory):
     """A run that was killed after the first round and resumed there."""
     folder, generator = tmp_path_factory.mktemp("budgets"), np.random.default_rng(0)
     corpus, out = folder / "words.txt", folder / "out"
@@ -85,7 +84,7 @@ def job(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture(scope="module")
-def plain(model_folder: Callable[[str], Path]) -> Any:
+def plain(model_folder):
     return load_in_float64(model_folder(MODEL))
 
 
@@ -107,9 +106,7 @@ def quality(logits: Tensor, true: Tensor) -> dict[tuple[str, float], Tensor]:
 MISSING = {"against": "", "k": -1.0, "round": 0, "batch": 0}
 
 
-def test_quality_and_paired_differences_are_those_by_hand(
-    job: Job, plain: Any, small_model: Callable[[str], Any]
-) -> None:
+def test_quality_and_paired_differences_are_those_by_hand(job, plain, small_model):
     fitted_on, watched_on, held_out = parts_of(job)
     texts, positions = tokens_of(held_out), make_examples(small_model(MODEL), held_out).positions.tolist()
     of_tokens = stream(plain, texts)
@@ -167,7 +164,7 @@ def test_quality_and_paired_differences_are_those_by_hand(
         assert value(rounds, MISSING, **cells) == pytest.approx(expected, rel=1e-3)
 
 
-def test_tokens_seen_are_those_of_the_steps(job: Job) -> None:
+def test_tokens_seen_are_those_of_the_steps(job):
     plain = job.table[job.table["against"].isna() & (job.table["metric"] == "kl")]
     all_tokens, in_rounds = plain["tokens"].max(), plain[plain["round"].notna()]
     for (method, tokens), rows in plain[plain["round"].isna()].groupby(["method", "tokens"]):
@@ -184,9 +181,7 @@ def test_tokens_seen_are_those_of_the_steps(job: Job) -> None:
     assert (in_rounds["seen"] == in_rounds["round"] * STEPS * in_rounds["batch"]).all()
 
 
-def test_jacobians_are_of_the_longest_sentences_within_the_budget(
-    job: Job, small_model: Callable[[str], Any]
-) -> None:
+def test_jacobians_are_of_the_longest_sentences_within_the_budget(job, small_model):
     model, fitted_on = small_model(MODEL), parts_of(job)[0]
     passages = passages_of(model, fitted_on, N_PASSAGES, LONGEST)
     longest = sorted(fitted_on.sentences, key=lambda text: -len(text.split()))[:N_PASSAGES]
@@ -212,9 +207,7 @@ def test_jacobians_are_of_the_longest_sentences_within_the_budget(
     assert table["seen"].tolist() == within
 
 
-def test_rounds_begin_where_the_last_one_ended(
-    job: Job, small_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounds_begin_where_the_last_one_ended(job, small_model, monkeypatch):
     model = small_model(MODEL)
     rows = collect(model, make_examples(model, parts_of(job)[0]), [2, 3], positions="all", progress=False)
     first = tune_further(model, rows, 2, batch=BATCHES[0], seed=0)
@@ -234,7 +227,7 @@ def test_rounds_begin_where_the_last_one_ended(
     torch.testing.assert_close(unchanged(h, 2), first(h, 2))
 
 
-def test_rounds_end_when_the_kl_stops_falling(job: Job) -> None:
+def test_rounds_end_when_the_kl_stops_falling(job):
     assert is_falling([3.0])
     assert is_falling([3.0, 2.96])
     assert not is_falling([3.0, 2.98])
@@ -247,9 +240,7 @@ def test_rounds_end_when_the_kl_stops_falling(job: Job) -> None:
     assert rows[rows["batch"] == BATCHES[1]]["round"].tolist() == [1]
 
 
-def test_words_passed_are_those_of_the_lenses_of_the_budget(
-    job: Job, small_model: Callable[[str], Any]
-) -> None:
+def test_words_passed_are_those_of_the_lenses_of_the_budget(job, small_model):
     rows, model = job.table[job.table["metric"] == "pass"], small_model(MODEL)
     assert set(rows["corpus"]) == {"multihop"}
     assert set(rows["n"]) == {30}
@@ -265,14 +256,14 @@ def test_words_passed_are_those_of_the_lenses_of_the_budget(
     assert rows["value"].nunique() > 3
 
 
-def test_sentences_have_the_tokens_of_their_budget() -> None:
+def test_sentences_have_the_tokens_of_their_budget():
     offsets = np.array([0, 5, 9, 20, 21])
     assert sentences_of(offsets, [1, 5, 6, 9, 10, 20]) == [1, 2, 3, 4]
     assert sentences_of(offsets, [9]) == [2, 4]
     assert sentences_of(offsets, [10, 21, 99]) == [3, 4]
 
 
-def test_seconds_are_per_layer_and_add_up(job: Job) -> None:
+def test_seconds_are_per_layer_and_add_up(job):
     origin = json.loads((job.out / f"{NAME}.json").read_text())
     rows = job.table[job.table["metric"] == "seconds"]
     for tokens in rows["tokens"].unique():
@@ -286,7 +277,7 @@ def test_seconds_are_per_layer_and_add_up(job: Job) -> None:
     assert origin["processor_seconds"] == pytest.approx(sum(origin["seconds"].values()), abs=0.1)
 
 
-def test_the_figure_has_the_values_of_the_table(job: Job) -> None:
+def test_the_figure_has_the_values_of_the_table(job):
     panels = plot_budgets(job.table).axes
     lines = [{line.get_label(): line for line in ax.get_lines()} for ax in panels]
     assert set(lines[0]) == set(lines[1]) == {*LENSES}

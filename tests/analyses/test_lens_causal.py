@@ -36,12 +36,12 @@ class Job(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def plain(model_folder: Callable[[str], Path]) -> Any:
+def plain(model_folder):
     return load_in_float64(model_folder(MODEL))
 
 
 @pytest.fixture(scope="module")
-def job(plain: Any, model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Job:
+def job(plain, model_folder, tmp_path_factory):
     """A run that was killed at its second layer and resumed there, on facts that the model answers or not."""
     folder, generator = tmp_path_factory.mktemp("causal"), np.random.default_rng(0)
     corpus, facts = folder / "words.txt", folder / "facts.txt"
@@ -138,7 +138,7 @@ def readers(plain: Any, job: Job, layer: int) -> dict[str, tuple[Callable[[Tenso
 
 
 @pytest.fixture(scope="module", params=LAYERS)
-def reference(request: pytest.FixtureRequest, plain: Any, job: Job) -> tuple[int, Reference]:
+def reference(request, plain, job):
     layer, n = request.param, len(job.prompts)
     other = rivals(job)
     vectors = [each[layer][-1] for each in stream(plain, job.prompts)]
@@ -193,9 +193,7 @@ def reference(request: pytest.FixtureRequest, plain: Any, job: Job) -> tuple[int
 MISSING = {"direction": "", "prompts": "", "against": ""}
 
 
-def test_prompts_are_those_that_the_model_answers_and_rivals_other_answers_of_their_template(
-    job: Job,
-) -> None:
+def test_prompts_are_those_that_the_model_answers_and_rivals_other_answers_of_their_template(job):
     assert len(job.prompts) == job.table[job.table["metric"] == "flipped"]["n"].iloc[0] > 6
     for i, rival in enumerate(rivals(job)):
         others = {a for a, t in zip(job.answers, job.templates, strict=True) if t == job.templates[i]}
@@ -203,7 +201,7 @@ def test_prompts_are_those_that_the_model_answers_and_rivals_other_answers_of_th
     assert len(set(rivals(job))) > 2
 
 
-def test_flips_and_reads_are_those_by_hand(reference: tuple[int, Reference], job: Job) -> None:
+def test_flips_and_reads_are_those_by_hand(reference, job):
     layer, expected = reference
     table = job.table[job.table["layer"] == layer]
     facts, n = table[table["corpus"] == "facts"], len(job.prompts)
@@ -240,7 +238,7 @@ def test_flips_and_reads_are_those_by_hand(reference: tuple[int, Reference], job
             assert read(prompts=each, **cells) == pytest.approx(area[part].mean())
 
 
-def test_areas_over_layers_are_means_of_prompts_and_templates(job: Job) -> None:
+def test_areas_over_layers_are_means_of_prompts_and_templates(job):
     rows = job.table[(job.table["metric"] == "auc") & (job.table["method"] == "id")]
     plain = rows.fillna({"prompts": "", "against": ""}).query("against == ''")
     everywhere = plain[plain["layer"].isna()].set_index("prompts")
@@ -251,7 +249,7 @@ def test_areas_over_layers_are_means_of_prompts_and_templates(job: Job) -> None:
     assert np.average(parts["value"], weights=parts["n"]) == pytest.approx(everywhere["value"][""])
 
 
-def test_doses_are_found_between_those_that_were_tried() -> None:
+def test_doses_are_found_between_those_that_were_tried():
     flips = np.zeros((4, len(DOSES)))
     flips[:1, 1:], flips[:3, 2:] = 1, 1
     between = 2 ** ((np.log2(DOSES[1]) + np.log2(DOSES[2])) / 2)
@@ -266,9 +264,7 @@ def test_doses_are_found_between_those_that_were_tried() -> None:
     assert median(np.array([3.0, 1.0, np.inf, 2.0])) == 2.0
 
 
-def test_facts_that_the_model_does_not_answer_are_refused(
-    job: Job, tmp_path: Path, model_folder: Any
-) -> None:
+def test_facts_that_the_model_does_not_answer_are_refused(job, tmp_path, model_folder):
     facts = tmp_path / "facts.txt"
     facts.write_text("w1 {}\nw2: w3\nw4: w5\nw6: w7 w8\n")
     options = ["--model", model_folder(MODEL), "--corpus", job.corpus, "--train", 20, "--val", 5]

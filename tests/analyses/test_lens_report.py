@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,9 +31,7 @@ from matlens.lens import evaluate_lenses
 from matlens.lens.trained import LayerTraining
 
 
-def test_the_logit_lens_is_that_of_the_main_job(
-    corpora: Path, model_folder: Callable[[str], Path], small_model: Callable[[str], Any], tmp_path: Path
-) -> None:
+def test_the_logit_lens_is_that_of_the_main_job(corpora, model_folder, small_model, tmp_path):
     words = corpora / "words.txt"
     run(
         LENSES, "--model", model_folder("llama"), "--corpus", words, "--train", 90, "--val", 30, "--layer", 1,
@@ -64,7 +61,7 @@ def matrix(seed: int) -> torch.Tensor:
     return numbers(D_MODEL, D_MODEL, seed=seed)
 
 
-def test_the_ceiling_is_what_noise_of_that_size_leaves(small_model: Callable[[str], Any]) -> None:
+def test_the_ceiling_is_what_noise_of_that_size_leaves(small_model):
     identity = Lens.identity(small_model("llama"))
     truth = matrix(0)
 
@@ -90,9 +87,7 @@ def test_the_ceiling_is_what_noise_of_that_size_leaves(small_model: Callable[[st
     assert matrix_cosine(a, -3 * a) == pytest.approx(-1)
 
 
-def test_halves_are_fits_on_halves_and_their_mean_is_the_lens(
-    small_model: Callable[[str], Any], sentences: Any
-) -> None:
+def test_halves_are_fits_on_halves_and_their_mean_is_the_lens(small_model, sentences):
     model = small_model("gpt2")
     (first, second), mean, _ = fit_jacobians(model, sentences, [2], 4, 48)
     torch.testing.assert_close(mean.matrix(2), (first.matrix(2) + second.matrix(2)) / 2)
@@ -116,7 +111,7 @@ def counted(work: Callable[[], Any]) -> int:
     return counter.get_total_flops()
 
 
-def test_operations_are_those_that_are_done(small_model: Callable[[str], Any]) -> None:
+def test_operations_are_those_that_are_done(small_model):
     model = small_model("llama")
     readout, h = matlens.Readout(model), numbers(64, D_MODEL)
     training = LayerTraining(readout, h, h + 1)

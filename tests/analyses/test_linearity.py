@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -17,13 +14,7 @@ from matlens import linearity
 from matlens.data import make_windows
 
 
-def test_the_tables_are_what_the_library_gives(
-    corpora: Path,
-    model_folder: Callable[[str], Path],
-    small_model: Callable[[str], Any],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_tables_are_what_the_library_gives(corpora, model_folder, small_model, tmp_path, capsys):
     run(
         "linearity", "--model", model_folder("bert"), "--corpus", corpora / "words.txt", "--train", 90,
         "--val", 30, "--windows", 24, "--eval-windows", 3, "--device", "cpu", "--suffix", "_bert",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +27,7 @@ EXACT = ("first order", "fisher of the text", "residual norm", "relative residua
 
 
 @pytest.fixture(scope="module")
-def examples(corpora: Path, small_model: Callable[[str], Any]) -> list[Examples]:
+def examples(corpora, small_model):
     """Windows to fit on, to evaluate on, and all of the second part."""
     train, validation = matlens.load_corpus(str(corpora / "words.txt")).split(n_train=90, n_validation=30)
     return [
@@ -39,7 +37,7 @@ def examples(corpora: Path, small_model: Callable[[str], Any]) -> list[Examples]
 
 
 @pytest.fixture(scope="module")
-def out(corpora: Path, model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def out(corpora, model_folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("damage")
     run(
         NAME, "--model", model_folder(MODEL), "--corpus", corpora / "words.txt", "--train", 90, "--val", 30,
@@ -50,7 +48,7 @@ def out(corpora: Path, model_folder: Callable[[str], Path], tmp_path_factory: py
 
 
 @pytest.fixture(scope="module")
-def scores(out: Path) -> pd.DataFrame:
+def scores(out):
     (found,) = [json.loads(each.read_text()) for each in out.rglob("scores.json") if NAME in each.parent.name]
     return pd.DataFrame(found["content"]["rows"])
 
@@ -149,10 +147,7 @@ class ByHand:
         ("jump 2", 0, ("h.0", "h.2"), "", "all"),
     ],
 )  # fmt: skip
-def test_scores_are_derivatives_by_hand(
-    kind: str, layer: int, ends: tuple[str, str], module: str, tokens: str, examples: list[Examples],
-    scores: pd.DataFrame, plain_model: Callable[[str], Any],
-) -> None:  # fmt: skip
+def test_scores_are_derivatives_by_hand(kind, layer, ends, module, tokens, examples, scores, plain_model):
     fitted, evaluated, every = examples
     end = int(ends[1][-1]) if kind in ("block", "jump 2") else layer + 1
     path = f"model.layers.{end - 1}" + (f".{module}" if module else "")
@@ -166,7 +161,7 @@ def test_scores_are_derivatives_by_hand(
         assert ours[score] == pytest.approx(value, rel=2e-3 if score in EXACT else 0.15), score
 
 
-def test_a_residual_is_squared_after_the_sum_over_a_text() -> None:
+def test_a_residual_is_squared_after_the_sum_over_a_text():
     generator = np.random.default_rng(0)
     residual = generator.normal(size=(2, 5, 3))
     truth, sampled, last = (generator.normal(1, 0.3, size=(n, 2, 5, 3)) for n in (1, 4, 6))
@@ -183,7 +178,7 @@ def test_a_residual_is_squared_after_the_sum_over_a_text() -> None:
     assert abs(ours["fisher by token"] / ours["fisher"] - 1) > 0.2
 
 
-def test_no_window_is_both_scored_and_evaluated(examples: list[Examples]) -> None:
+def test_no_window_is_both_scored_and_evaluated(examples):
     _, evaluated, every = examples
     scored = windows_without(every, evaluated, SCORED)
     ours, theirs, all_of_them = (
@@ -194,9 +189,7 @@ def test_no_window_is_both_scored_and_evaluated(examples: list[Examples]) -> Non
     assert len(windows_without(every, evaluated, 10**6)) == len(every) - len(evaluated)
 
 
-def test_correlations_are_of_the_atlas_and_the_scores(
-    out: Path, scores: pd.DataFrame, examples: list[Examples], small_model: Callable[[str], Any]
-) -> None:
+def test_correlations_are_of_the_atlas_and_the_scores(out, scores, examples, small_model):
     assert_figure(out, NAME)
     found = pd.read_csv(out / f"{NAME}.csv").set_index(["tokens", "kind", "metric"])
     atlas = linearity_atlas(small_model(MODEL), *examples[:2], progress=False)
@@ -220,7 +213,7 @@ def test_correlations_are_of_the_atlas_and_the_scores(
         assert lead["n"] == len(wide) == 17
 
 
-def test_the_noise_ceiling_is_what_the_truth_reaches_in_noise() -> None:
+def test_the_noise_ceiling_is_what_the_truth_reaches_in_noise():
     generator, n = np.random.default_rng(0), 200
     truth = generator.normal(size=n)
     for noise in (0.1, 1.0):

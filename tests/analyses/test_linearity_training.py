@@ -25,7 +25,7 @@ SIZES = ["--train", N_TRAIN, "--val", N_VALIDATION, "--windows", 24, "--eval-win
 
 
 @pytest.fixture(scope="module")
-def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def letters(tmp_path_factory):
     """Sentences of random letters: enough tokens and places that maps follow from their samples."""
     generator, path = np.random.default_rng(0), tmp_path_factory.mktemp("corpus") / "letters.txt"
     words = ["".join(generator.choice([*"abcdefghijklmnopqrstuvwxyz"], 4)) for _ in range(400 * 9)]
@@ -34,7 +34,7 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def out(letters: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def out(letters, tmp_path_factory):
     """A finished run that was killed at its second checkpoint and resumed there."""
     out = tmp_path_factory.mktemp("training") / "out"
     options = ["--corpus", letters, *SIZES, "--updates", 2, "--pieces", 280, "--layers", 2]
@@ -57,7 +57,7 @@ def out(letters: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def table(out: Path) -> pd.DataFrame:
+def table(out):
     assert_figure(out, NAME)
     return pd.read_csv(out / f"{NAME}.csv")
 
@@ -86,9 +86,7 @@ def texts_of(examples: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("step", [0, 2])
-def test_values_are_those_of_a_checkpoint_by_hand(
-    step: int, out: Path, table: pd.DataFrame, letters: Path
-) -> None:
+def test_values_are_those_of_a_checkpoint_by_hand(step, out, table, letters):
     folder = out / FOLDER / f"step{step}"
     model, rows = matlens.load(folder, device="cpu"), table[table["step"] == step]
     parts = matlens.load_corpus(letters).split(n_train=N_TRAIN, n_validation=N_VALIDATION)
@@ -140,9 +138,7 @@ def test_values_are_those_of_a_checkpoint_by_hand(
     assert value(method="model", metric="loss") == pytest.approx(np.mean(losses), rel=1e-5)
 
 
-def test_revisions_are_the_checkpoints_that_they_name(
-    out: Path, table: pd.DataFrame, letters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_revisions_are_the_checkpoints_that_they_name(out, table, letters, tmp_path, monkeypatch):
     options = ["--corpus", letters, *SIZES, "--out", tmp_path]
     run(NAME, "--model", out / FOLDER, "--revisions", "step2, step0", *options)
     again = pd.read_csv(tmp_path / f"{NAME}.csv")
@@ -160,7 +156,7 @@ def test_revisions_are_the_checkpoints_that_they_name(
     assert load_checkpoint(out / FOLDER, "step2") == (out / FOLDER / "step2", {})
 
 
-def test_checkpoints_are_spaced_evenly_on_a_logarithmic_scale_and_ordered() -> None:
+def test_checkpoints_are_spaced_evenly_on_a_logarithmic_scale_and_ordered():
     assert list(checkpoint_updates(2048).values()) == [0, *(2**i for i in range(1, 12))]
     assert list(checkpoint_steps("step143000, step0,checkpoint-500").items()) == [
         ("step0", 0), ("checkpoint-500", 500), ("step143000", 143000),
@@ -169,7 +165,7 @@ def test_checkpoints_are_spaced_evenly_on_a_logarithmic_scale_and_ordered() -> N
         checkpoint_steps("step0,main")
 
 
-def test_the_figure_has_the_means_of_layers(table: pd.DataFrame) -> None:
+def test_the_figure_has_the_means_of_layers(table):
     lines = [{line.get_label(): line for line in ax.get_lines()} for ax in over_training(table).axes]
     assert [set(names) for names in lines] == [
         {"model"}, {"mat", "id", "constant"}, {"attn", "ffn", "block"}, {"attn", "ffn", "block"},

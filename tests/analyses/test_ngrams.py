@@ -55,7 +55,7 @@ def probability(context: Sequence[int], token: int, order: int) -> float:
 
 
 @pytest.mark.parametrize("order", [1, 2, 3])
-def test_probabilities_are_those_of_the_formula(order: int) -> None:
+def test_probabilities_are_those_of_the_formula(order):
     model = NgramModel(SEQUENCES, d_vocab=V, order=order)
     for context in ([0], [0, 1], [2, 1], [1, 5], [5, 5], [3, 0, 1]):
         for token in range(V):
@@ -64,14 +64,14 @@ def test_probabilities_are_those_of_the_formula(order: int) -> None:
 
 
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
-def test_probabilities_sum_to_one(order: int) -> None:
+def test_probabilities_sum_to_one(order):
     model = NgramModel(SEQUENCES, d_vocab=V, order=order)
     for context in itertools.product(range(V), repeat=2):
         total = math.fsum(model.probability(context, token) for token in range(V))
         assert total == pytest.approx(1, rel=1e-12)
 
 
-def test_perplexity_is_of_all_tokens_but_the_first() -> None:
+def test_perplexity_is_of_all_tokens_but_the_first():
     model = NgramModel(SEQUENCES, d_vocab=V, order=ORDER)
     logs = [
         math.log(probability(tokens[:i][-2:], tokens[i], ORDER))

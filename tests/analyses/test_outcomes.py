@@ -10,7 +10,7 @@ from exits.outcomes import EvaluatedExits, evaluate_exits, split_examples, summa
 
 
 @pytest.mark.parametrize("n", [10, 11, 19, 20, 57, 2000])
-def test_parts_are_disjoint_and_complete(n: int) -> None:
+def test_parts_are_disjoint_and_complete(n):
     split = split_examples(n, seed=3)
     assert sorted(np.concatenate(split)) == list(range(n))
     assert (len(split.test), len(split.calibration)) == (n // 10, n // 10)
@@ -18,7 +18,7 @@ def test_parts_are_disjoint_and_complete(n: int) -> None:
     assert any((one != two).any() for one, two in zip(split, split_examples(n, seed=4), strict=True))
 
 
-def test_layers_saved_are_those_of_right_examples() -> None:
+def test_layers_saved_are_those_of_right_examples():
     right = np.array([[0, 1, 1, 1], [0, 0, 1, 1], [1, 0, 0, 1], [0, 0, 0, 1]], dtype=bool)
     exits = evaluate_exits(np.array([1, 1, 0, 3]), right)  # right, wrong, right (by luck), at the end
     assert (exits.accuracy, exits.exited) == (0.75, 0.75)
@@ -28,7 +28,7 @@ def test_layers_saved_are_those_of_right_examples() -> None:
     assert np.isnan(nobody.saved)
 
 
-def test_chance_is_the_mean_over_all_ways_to_deal_out_the_layers() -> None:
+def test_chance_is_the_mean_over_all_ways_to_deal_out_the_layers():
     generator = np.random.default_rng(0)
     right = generator.random((5, 4)) < 0.5
     right[:, -1] = True
@@ -42,7 +42,7 @@ def test_chance_is_the_mean_over_all_ways_to_deal_out_the_layers() -> None:
     assert evaluate_exits(np.array([1]), np.array([[False, True]])).chance_sd == 0
 
 
-def test_the_summary_is_mean_and_deviation_over_seeds() -> None:
+def test_the_summary_is_mean_and_deviation_over_seeds():
     evaluated = {
         "a": [EvaluatedExits(0.8, 3, 0.5, 0.6, 0), EvaluatedExits(0.9, 5, 0.7, 0.5, 0)],
         "b": [EvaluatedExits(1, 0, 0, 1, 0)],

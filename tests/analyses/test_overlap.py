@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -21,16 +18,14 @@ K = 7
 METHODS = ("values", "random")
 
 
-def test_iou_by_hand() -> None:
+def test_iou_by_hand():
     one = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]])
     other = torch.tensor([[4, 3, 2, 1], [5, 6, 7, 8], [9, 4, 8, 2]])
     assert iou(one, other).tolist() == pytest.approx([1, 0, 2 / 6])
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
-def test_overlap_is_that_of_the_plain_models_lists(
-    name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
-) -> None:
+def test_overlap_is_that_of_the_plain_models_lists(name, small_model, plain_model):
     model, plain = small_model(name), plain_model(name)
     table = norm_overlap(model, n_random=20, k=K, seed=2)
     shares = table[(table["method"] != "difference") & table["layer"].notna()]

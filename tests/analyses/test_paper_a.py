@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -23,8 +21,6 @@ from analysing import (
     PRUNING,
     SCRIPTS,
     SINKS,
-    ByHand,
-    Finished,
     assert_figure,
     assert_table,
     read,
@@ -64,7 +60,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize(("name", "model"), CASES)
-def test_it_runs_on_a_small_model(name: str, model: str, finished: Finished) -> None:
+def test_it_runs_on_a_small_model(name, model, finished):
     out, table = finished(name, model), read(finished, name, model)
     assert set(table["layer"]) >= LAYERS.get(name, set(range(N_LAYERS)))
     described = json.loads((out / f"{name}.json").read_text())
@@ -87,7 +83,7 @@ def test_it_runs_on_a_small_model(name: str, model: str, finished: Finished) -> 
 # What the tables hold: they agree with the plain model
 
 
-def test_r2_is_that_of_least_squares_for_every_pair(finished: Finished, by_hand: ByHand) -> None:
+def test_r2_is_that_of_least_squares_for_every_pair(finished, by_hand):
     table, study = read(finished, "paper_a_fig2_r2"), by_hand()
     assert len(table) == 2 * len(PAIRS)
     for row in table.itertuples():
@@ -97,7 +93,7 @@ def test_r2_is_that_of_least_squares_for_every_pair(finished: Finished, by_hand:
 @pytest.mark.parametrize(
     "name", ["paper_a_fig4_next_token", "paper_a_fig7_models", "paper_a_fig6_alternation"]
 )
-def test_predictions_are_those_of_the_plain_model(name: str, finished: Finished, by_hand: ByHand) -> None:
+def test_predictions_are_those_of_the_plain_model(name, finished, by_hand):
     table = read(finished, name)
     n = N_PATCHED if name == "paper_a_fig6_alternation" else None
     models = list(table["model"].unique())
@@ -107,7 +103,7 @@ def test_predictions_are_those_of_the_plain_model(name: str, finished: Finished,
         assert_judged(table[table["model"] == model], study.judge(study.layers(), n), nats=2e-3)
 
 
-def test_schemes_are_those_of_blocks_jumped_over_by_hand(finished: Finished, by_hand: ByHand) -> None:
+def test_schemes_are_those_of_blocks_jumped_over_by_hand(finished, by_hand):
     table, study = read(finished, "paper_a_fig6_alternation"), by_hand()
     jumps = {("R2", kept): study.best_jumps(kept) for kept in range(N_LAYERS + 1)} | {
         ("WRR, blocks first", 1): [(1, 3)], ("WRR, blocks first", 2): [(2, 3)],
@@ -124,13 +120,13 @@ def test_schemes_are_those_of_blocks_jumped_over_by_hand(finished: Finished, by_
     assert_judged(table, study.judge(vectors, N_PATCHED), nats=2e-3)
 
 
-def test_masked_predictions_are_those_of_the_plain_model(finished: Finished, by_hand: ByHand) -> None:
+def test_masked_predictions_are_those_of_the_plain_model(finished, by_hand):
     table, study = read(finished, "paper_a_fig5_masked", "bert"), by_hand("bert")
     assert_judged(table, study.judge(study.layers()), nats=2e-3)
     assert set(zip(table["method"], table["layer"], strict=True)) == set(study.layers())
 
 
-def test_submodules_are_those_replaced_by_hand(finished: Finished, by_hand: ByHand) -> None:
+def test_submodules_are_those_replaced_by_hand(finished, by_hand):
     table, study = read(finished, "paper_a_fig10_submodules"), by_hand()
     some, whole = {}, {("mat", layer): study.mapped(layer) for layer in range(N_LAYERS)}
     for layer in range(N_LAYERS):
@@ -145,7 +141,7 @@ def test_submodules_are_those_replaced_by_hand(finished: Finished, by_hand: ByHa
     assert set(zip(table["method"], table["layer"], strict=True)) == {*whole, *some}
 
 
-def test_positions_of_stand_ins_are_those_replaced_by_hand(finished: Finished, by_hand: ByHand) -> None:
+def test_positions_of_stand_ins_are_those_replaced_by_hand(finished, by_hand):
     table, study = read(finished, "submodule_positions"), by_hand()
     vectors = {("mat", layer): study.mapped(layer)[:N_PATCHED] for layer in (0, 2)}
     for method, fit, place in itertools.product(
@@ -160,9 +156,7 @@ def test_positions_of_stand_ins_are_those_replaced_by_hand(finished: Finished, b
     assert set(zip(table["method"], table["layer"], strict=True)) == set(vectors)
 
 
-def test_exits_are_those_of_the_plain_models_confidence(
-    finished: Finished, by_hand: ByHand, corpora: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exits_are_those_of_the_plain_models_confidence(finished, by_hand, corpora, capsys):
     table, study = read(finished, "paper_a_fig9_early_exit"), by_hand()
     early = table[table["lam"].notna()]
     assert len(early) == 13 + 23
@@ -184,7 +178,7 @@ def test_exits_are_those_of_the_plain_models_confidence(
         assert f"{method}: {saved:.2f} of {N_LAYERS} layers saved at 95% ({saved / N_LAYERS:.1%})" in said
 
 
-def test_maps_of_each_corpus_are_least_squares_on_it(finished: Finished, by_hand: ByHand) -> None:
+def test_maps_of_each_corpus_are_least_squares_on_it(finished, by_hand):
     table = read(finished, "paper_a_sec5_corpora")
     studies = {corpus: by_hand(SINKS, Path(corpus).stem) for corpus in table["corpus"].unique()}
     assert len(studies) == 2
@@ -198,7 +192,7 @@ def test_maps_of_each_corpus_are_least_squares_on_it(finished: Finished, by_hand
         assert_judged(predicted, study.judge(vectors), nats=2e-3)
 
 
-def test_maps_of_all_positions_are_least_squares_on_all(finished: Finished, by_hand: ByHand) -> None:
+def test_maps_of_all_positions_are_least_squares_on_all(finished, by_hand):
     table, study = read(finished, "all_positions"), by_hand()
     last = study.train.all_tokens(f"h.{N_LAYERS}")
     vectors = {}
@@ -218,9 +212,7 @@ def test_maps_of_all_positions_are_least_squares_on_all(finished: Finished, by_h
 # What the tables hold: they agree with one another
 
 
-def test_corpora_that_share_sentences_are_refused(
-    corpora: Path, model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_corpora_that_share_sentences_are_refused(corpora, model_folder, tmp_path, capsys):
     """In another order they are split differently: maps of one would be evaluated on what they saw."""
     lines = (corpora / "words.txt").read_text().splitlines()
     (tmp_path / "backwards.txt").write_text("\n".join(lines[::-1]))
@@ -236,9 +228,7 @@ def test_corpora_that_share_sentences_are_refused(
     assert {n for of_fit in shared.values() for n in of_fit.values()} == {0}
 
 
-def test_three_corpora_are_a_matrix(
-    corpora: Path, model_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_three_corpora_are_a_matrix(corpora, model_folder, tmp_path):
     names = [corpora / f"{name}.txt" for name in ("words", "others", "few")]
     chosen = [part for name in names for part in ("--corpus", name)]
     options = ["--model", model_folder("llama"), *chosen, *sizes(), "--positions", "all", "--every", 2]
@@ -258,7 +248,7 @@ def test_three_corpora_are_a_matrix(
     assert_figure(tmp_path, "paper_a_sec5_matrix_three")
 
 
-def test_tokens_of_the_sheet_are_those_of_the_maps(finished: Finished, collected: Any, corpora: Path) -> None:
+def test_tokens_of_the_sheet_are_those_of_the_maps(finished, collected, corpora):
     _, part = matlens.load_corpus(str(corpora / "words.txt")).split(
         n_train=N_TRAIN, n_validation=N_VALIDATION
     )
@@ -268,13 +258,7 @@ def test_tokens_of_the_sheet_are_those_of_the_maps(finished: Finished, collected
     assert_table(finished("plausibility", SINKS) / "plausibility.csv", expected)
 
 
-def test_the_small_bert_learns_and_can_be_analysed(
-    corpora: Path,
-    plain_model: Callable[[str], Any],
-    model_folder: Callable[[str], Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_small_bert_learns_and_can_be_analysed(corpora, plain_model, model_folder, tmp_path, capsys):
     trunk = tmp_path / "trunk"
     plain_model("bert").bert.save_pretrained(trunk)  # without its head
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -9,16 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from analysing import (
-    CONTROL,
-    EXITS,
-    SEARCH,
-    SHEETS,
-    Workbench,
-    assert_table,
-    drawn,
-    run,
-)
+from analysing import CONTROL, EXITS, SEARCH, SHEETS, Workbench, assert_table, drawn, run
 from annotation.patterns import distinct_concepts, pattern_shares, search_concepts
 from annotation.word_similarity import WordSimilarity
 from conftest import N_LAYERS, SINK_TOKENS
@@ -37,18 +28,14 @@ from matlens import ffn
 
 
 @pytest.fixture
-def workbench(
-    corpora: Path, model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> Workbench:
+def workbench(corpora, model_folder, tmp_path, capsys):
     return Workbench(corpora, model_folder, tmp_path / "out", capsys)
 
 
 EVENT_TABLES = ("paper_b_table4_events", "paper_b_fig3_scores", "paper_b_table9_saturation")
 
 
-def test_a_search_gives_the_vector_that_holds_most_words_and_its_tokens(
-    workbench: Workbench, small_model: Models, plain_model: Models
-) -> None:
+def test_a_search_gives_the_vector_that_holds_most_words_and_its_tokens(workbench, small_model, plain_model):
     options = ["--words", "w2 w7 w31", "--words", "w40", "--top", 12, "--shown", 4, "--prompt", "w4 w40 w11"]
     workbench.run(SEARCH, "gpt2", *options)
     table, plain, tokenizer = workbench.table(SEARCH), plain_model("gpt2"), small_model("gpt2").tokenizer
@@ -91,9 +78,7 @@ def fill(sheets: Path, folder: Path, digits: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["gpt2"])
-def test_filled_sheets_of_concepts_give_shares_figure_and_agreement(
-    model: str, workbench: Workbench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_filled_sheets_of_concepts_give_shares_figure_and_agreement(model, workbench, tmp_path, capsys):
     workbench.run(SHEETS, model, *SMALL)
     key = workbench.table(SHEETS, keep_default_na=False)
     assert key.groupby(["kind", "layer"])["item"].nunique().tolist() == [2] * 9
@@ -130,7 +115,7 @@ Models = Callable[[str], Any]
 
 
 @pytest.fixture
-def job(workbench: Workbench, small_model: Models) -> Callable[[str, int], tuple[Any, Any]]:
+def job(workbench, small_model):
     """The model and the examples of a script's job of so many sentences."""
 
     def of(model: str, sentences: int) -> tuple[Any, Any, Any]:
@@ -141,9 +126,7 @@ def job(workbench: Workbench, small_model: Models) -> Callable[[str, int], tuple
     return of
 
 
-def test_tables_of_events_are_those_of_the_trace(
-    workbench: Workbench, job: Callable[[str, int], tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_of_events_are_those_of_the_trace(workbench, job, monkeypatch):
     figures = drawn(monkeypatch, paper_b, "events_figure", "layers_figure", "saturation_figure")
     workbench.run("paper_b_fig3_events", "llama-sinks", "--sentences", 60, "--dominant", 3)
     model, examples = job("llama-sinks", 60)
@@ -160,9 +143,7 @@ def test_tables_of_events_are_those_of_the_trace(
         pd.testing.assert_frame_equal(table, expected)
 
 
-def test_overlap_and_dominance_are_those_of_the_options(
-    workbench: Workbench, job: Callable[[str, int], tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overlap_and_dominance_are_those_of_the_options(workbench, job, monkeypatch):
     figures = drawn(monkeypatch, paper_b, "shares_by_layer")
     workbench.run("paper_b_fig4_overlap", "gpt2", "--random", 9, "--top", 5)
     workbench.run("paper_b_fig6_dominance", "gpt2", "--sentences", 12, "--dominant", 4)
@@ -178,9 +159,7 @@ def test_overlap_and_dominance_are_those_of_the_options(
     assert set(of_dominance["method"]) == {"dominant", "random"}
 
 
-def test_ways_of_leaving_early_are_those_of_the_options(
-    workbench: Workbench, job: Callable[[str, int], tuple[Any, Any]]
-) -> None:
+def test_ways_of_leaving_early_are_those_of_the_options(workbench, job):
     options = [
         "--sentences", 40, "--dominant", 3, "--clusters", 20, "--splits", 2, "--folds", 2, "--fewest", 2,
         "--strength", 0.01, "--ridge-only", "--also-clusters", 30,
@@ -202,9 +181,7 @@ def test_ways_of_leaving_early_are_those_of_the_options(
     pd.testing.assert_frame_equal(readings[list(expected)], expected, check_dtype=False)
 
 
-def test_concepts_that_are_found_are_those_of_the_search(
-    workbench: Workbench, job: Callable[[str, int], tuple[Any, Any]]
-) -> None:
+def test_concepts_that_are_found_are_those_of_the_search(workbench, job):
     name = "paper_b_table1_concept_vectors"
     workbench.run(name, "llama", "--top", 20, "--vectors", 3, "--per-layer", 2)
     model, words = job("llama", 2)[0], matlens.load_corpus(str(workbench.words))
@@ -228,7 +205,7 @@ def control_options(tmp_path: Path) -> list[object]:
     ]  # fmt: skip
 
 
-def test_control_is_compared_under_the_options_that_are_given(workbench: Workbench, tmp_path: Path) -> None:
+def test_control_is_compared_under_the_options_that_are_given(workbench, tmp_path):
     printed = workbench.run(
         CONTROL, "gpt2", *control_options(tmp_path), "--value", 0.5, "--value", 4, "--vector", "L-1D2",
         "--samples", 2,

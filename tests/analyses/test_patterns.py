@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -64,9 +62,7 @@ TOKENIZER = SimpleNamespace(
         ([9, 10, 9, 10, 9], 0, 0, 0, set()),
     ],
 )
-def test_the_largest_pattern_is_that_seen_by_hand(
-    tokens: list[int], known: int, words: int, n_tokens: int, pattern: set[str]
-) -> None:
+def test_the_largest_pattern_is_that_seen_by_hand(tokens, known, words, n_tokens, pattern):
     ids = torch.tensor([tokens, [4, 5, 6, 0, 7]])
     patterns = find_patterns(ids, by_hand(), TOKENIZER)
     assert list(patterns.columns) == list(PATTERN_COLUMNS)
@@ -80,15 +76,13 @@ def test_the_largest_pattern_is_that_seen_by_hand(
 
 
 @pytest.fixture(scope="module")
-def spoken() -> WordSimilarity:
+def spoken():
     generator = np.random.default_rng(0)
     return WordSimilarity.fit([" ".join(f"w{i}" for i in generator.integers(10, 50, 8)) for _ in range(300)])
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "gemma2"])
-def test_all_vectors_are_searched_with_their_controls(
-    name: str, spoken: WordSimilarity, small_model: Callable[[str], Any]
-) -> None:
+def test_all_vectors_are_searched_with_their_controls(name, spoken, small_model):
     model = small_model(name)
     values, projection = ValueVectors(model), Projection.from_model(model)
     tables = search_concepts(model, spoken, k=6, seed=2)
@@ -120,7 +114,7 @@ def made(words: list[int], tokens: list[int], known: list[int], layers: list[int
     return pd.DataFrame({"words": words, "tokens": tokens, "known": known, "layer": layers})
 
 
-def test_shares_are_counted_over_layers_and_all() -> None:
+def test_shares_are_counted_over_layers_and_all():
     tables = {
         "values": made([0, 4, 5, 12], [0, 6, 9, 30], [3, 6, 9, 12], [0, 0, 1, 1]),
         "random": made([3, 1, 2, 4], [9, 1, 2, 4], [3, 3, 3, 6], [0, 0, 1, 1]),
@@ -150,7 +144,7 @@ def test_shares_are_counted_over_layers_and_all() -> None:
     assert set(table[table["metric"] == "pattern"]["k"]) == set(PATTERN_SIZES)
 
 
-def test_the_search_takes_the_fullest_patterns_of_different_concepts() -> None:
+def test_the_search_takes_the_fullest_patterns_of_different_concepts():
     rows = [
         ("A", 0, 5, 20, "a, b, c, d, e"), ("B", 0, 5, 19, "a, b, x, y, z"),  # shares two of five
         ("C", 0, 6, 18, "a, g, h, i, j, k"), ("D", 0, 5, 17, "l, m, n, o, p"),

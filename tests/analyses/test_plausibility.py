@@ -5,11 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 from paper_a.predictions import COLUMNS
-from plausibility import (
-    SHEET_COLUMNS,
-    make_plausibility_sheet,
-    plausibility_rates,
-)
+from plausibility import SHEET_COLUMNS, make_plausibility_sheet, plausibility_rates
 from scipy import stats
 
 from matlens import InputError
@@ -53,7 +49,7 @@ def filled(sheet: pd.DataFrame) -> pd.DataFrame:
 # The sheet
 
 
-def test_every_token_of_a_sentence_is_asked_once_without_telling_where_it_is_from() -> None:
+def test_every_token_of_a_sentence_is_asked_once_without_telling_where_it_is_from():
     sheet = make_plausibility_sheet(predictions())
     assert list(sheet.columns) == list(SHEET_COLUMNS) == ["item", "sentence", "token", "plausible"]
     asked = list(zip(sheet["sentence"], sheet["token"], strict=True))
@@ -64,7 +60,7 @@ def test_every_token_of_a_sentence_is_asked_once_without_telling_where_it_is_fro
     assert (sheet["plausible"] == "").all()
 
 
-def test_sentences_stay_together_in_their_order_and_tokens_are_shuffled_by_the_seed() -> None:
+def test_sentences_stay_together_in_their_order_and_tokens_are_shuffled_by_the_seed():
     words = [chr(ord("a") + i) for i in range(20)]
     names = ["tea", "ants", "moon"]
     table = predictions({(name, "id", 0): " ".join(words) for name in names})
@@ -83,7 +79,7 @@ def test_sentences_stay_together_in_their_order_and_tokens_are_shuffled_by_the_s
 
 
 @pytest.mark.parametrize("last_method", ["id alone", "id and mat"])
-def test_rates_are_those_counted_by_hand(last_method: str) -> None:
+def test_rates_are_those_counted_by_hand(last_method):
     table = predictions()
     sheet = filled(make_plausibility_sheet(table))
     if last_method == "id and mat":  # said twice, the last layer counts no more than once for each
@@ -108,7 +104,7 @@ def test_rates_are_those_counted_by_hand(last_method: str) -> None:
         assert (row.value, row.low, row.high) == pytest.approx((count / n, interval.low, interval.high))
 
 
-def test_sentences_that_begin_alike_are_as_many_instances() -> None:
+def test_sentences_that_begin_alike_are_as_many_instances():
     """A decoder has read the same of two sentences that are drawn after the same beginning."""
     table = pd.concat([predictions(), predictions()], ignore_index=True)
     once, twice = (
@@ -118,7 +114,7 @@ def test_sentences_that_begin_alike_are_as_many_instances() -> None:
     assert twice["value"].tolist() == pytest.approx(once["value"].tolist())
 
 
-def test_a_sheet_of_other_predictions_is_refused() -> None:
+def test_a_sheet_of_other_predictions_is_refused():
     other = {**TOKENS, ("cats", "id", 0): "a new", ("dogs", "mat", 1): "newer b"}
     with pytest.raises(InputError):
         plausibility_rates(predictions(other), filled(make_plausibility_sheet(predictions())))

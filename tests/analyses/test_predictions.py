@@ -11,12 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from conftest import D_MODEL, MASKED, N_LAYERS, make_tokenizer, plain_vectors
-from paper_a.predictions import (
-    COLUMNS,
-    prediction_confidence,
-    prompt_texts,
-    top_predictions,
-)
+from paper_a.predictions import COLUMNS, prediction_confidence, prompt_texts, top_predictions
 from torch import Tensor
 
 from matlens import LinearMap, MapSet, Readout, collect, make_examples, make_prompts
@@ -33,7 +28,7 @@ K = 4
 
 
 @pytest.fixture
-def prompts(small_model: Callable[[str], Any]) -> Callable[[str], Activations]:
+def prompts(small_model):
     """The stream of a model at the positions of its prompts."""
 
     def read(name: str) -> Activations:
@@ -66,13 +61,8 @@ def plain_head(name: str, plain: Any, h: Tensor) -> Tensor:
 )
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 def test_top_predictions_are_the_largest_of_a_softmax_of_the_plain_models_head(
-    name: str,
-    layers: list[int],
-    meant: list[int],
-    prompts: Callable[[str], Activations],
-    small_model: Callable[[str], Any],
-    plain_model: Callable[[str], Any],
-) -> None:
+    name, layers, meant, prompts, small_model, plain_model
+):
     plain, tokenizer, data = plain_model(name), make_tokenizer(bert=name in MASKED), prompts(name)
     maps = to_last(data)
     expected = []
@@ -107,9 +97,7 @@ def read_by(name: str, small_model: Callable[[str], Any], lines: list[str], **op
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_a_decoder_has_read_its_sentence_up_to_the_position(
-    name: str, small_model: Callable[[str], Any], sentences: Corpus
-) -> None:
+def test_a_decoder_has_read_its_sentence_up_to_the_position(name, small_model, sentences):
     lines = list(sentences.sentences)
     seen = set()
     for line, (text, position) in zip(lines, read_by(name, small_model, lines), strict=True):
@@ -118,9 +106,7 @@ def test_a_decoder_has_read_its_sentence_up_to_the_position(
     assert {1, 2} < seen, "a text that is cut one word late or early would not show"
 
 
-def test_a_masked_model_has_read_the_whole_sentence_around_its_mask(
-    small_model: Callable[[str], Any], sentences: Corpus
-) -> None:
+def test_a_masked_model_has_read_the_whole_sentence_around_its_mask(small_model, sentences):
     """The mask can stand for what the tokenizer adds at the ends, too."""
     lines, seen = list(sentences.sentences), set()
     for seed in range(3):
@@ -133,7 +119,7 @@ def test_a_masked_model_has_read_the_whole_sentence_around_its_mask(
 
 
 @pytest.mark.parametrize(("position", "text"), [(3, "w0 w1 w2"), (1, "w0"), (0, "[PAD]")])
-def test_special_tokens_are_left_out_but_for_the_one_that_is_read(position: int, text: str) -> None:
+def test_special_tokens_are_left_out_but_for_the_one_that_is_read(position, text):
     tokenizer = make_tokenizer()
     tokens = np.array(tokenizer.convert_tokens_to_ids(["[PAD]", "w0", "w1", "w2", "[PAD]"]))
     examples = Examples(tokens, np.array([0, 5]), np.array([position]))
@@ -142,9 +128,7 @@ def test_special_tokens_are_left_out_but_for_the_one_that_is_read(position: int,
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "gemma2"])
-def test_confidence_is_the_largest_probability_of_the_plain_model(
-    name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any], sentences: Corpus
-) -> None:
+def test_confidence_is_the_largest_probability_of_the_plain_model(name, small_model, plain_model, sentences):
     examples = make_examples(small_model(name), sentences).head(9)
     expected = []
     for start, end, position in zip(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from control.prompts import read_prompts
@@ -18,7 +17,7 @@ ROWS = [
 ]
 
 
-def test_prompts_are_in_a_field_or_its_text_or_one_a_line(tmp_path: Path) -> None:
+def test_prompts_are_in_a_field_or_its_text_or_one_a_line(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(map(json.dumps, ROWS)) + "\n \n")
     assert read_prompts(path) == ["You are such a", "My neighbour is", "plain text"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, get_args
 
 import pandas as pd
@@ -18,13 +16,7 @@ from matlens.data import make_windows
 from matlens.pruning import Choice, Method
 
 
-def test_the_table_is_what_pruning_alone_gives(
-    corpora: Path,
-    model_folder: Callable[[str], Path],
-    small_model: Callable[[str], Any],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_table_is_what_pruning_alone_gives(corpora, model_folder, small_model, tmp_path, capsys):
     words, others = corpora / "words.txt", tmp_path / "others.txt"
     lines = (corpora / "others.txt").read_text().splitlines()
     others.write_text("\n".join(lines[:60]))  # too few for what is asked, and split in its proportion
@@ -58,9 +50,7 @@ def test_the_table_is_what_pruning_alone_gives(
         pd.testing.assert_series_equal(ours.sort_index(), expected.sort_index(), check_dtype=False)
 
 
-def test_a_run_resumes_and_draws_what_is_written(
-    corpora: Path, model_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_resumes_and_draws_what_is_written(corpora, model_folder, tmp_path, monkeypatch):
     """Killed after a few cells, it computes the others; run once more, it computes none."""
     options = [
         "--model", model_folder("llama-deep"), "--corpus", corpora / "words.txt", "--train", 90, "--val", 30,

@@ -15,7 +15,7 @@ from traces import make_clusters, make_trace
 from matlens.ffn.rule import active_clusters
 
 
-def test_every_reading_tests_every_example_once() -> None:
+def test_every_reading_tests_every_example_once():
     """Candidates that agree with the final token from a layer on that the clusters tell, at 1 of 3 layers."""
     generator, n, n_layers = np.random.default_rng(0), 60, 3
     made = generator.integers(0, n_layers, n)

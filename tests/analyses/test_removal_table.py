@@ -23,7 +23,6 @@ from plain_values import (
 from torch import Tensor
 
 from matlens import make_examples
-from matlens.data.corpus import Corpus
 from matlens.ffn.values import ValueVectors
 from matlens.models import changes_of
 
@@ -64,9 +63,7 @@ def left_out_by_hand(
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "gemma3"])
 @torch.inference_mode()
-def test_removal_agrees_with_readings_as_far_as_counted_by_hand(
-    name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any], sentences: Corpus
-) -> None:
+def test_removal_agrees_with_readings_as_far_as_counted_by_hand(name, small_model, plain_model, sentences):
     model, plain = small_model(name), plain_model(name)
     examples = make_examples(model, sentences).head(3)
     table = removal_table(model, examples, k=2, layers=[-1, 0], n_tokens=5, seed=3)

@@ -42,7 +42,7 @@ def options(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["wikilm", "gpt2"])
-def test_losses_are_of_each_next_token(kind: str) -> None:
+def test_losses_are_of_each_next_token(kind):
     model = make(kind).eval()
     expected = []
     with torch.no_grad():
@@ -54,7 +54,7 @@ def test_losses_are_of_each_next_token(kind: str) -> None:
     torch.testing.assert_close(sequence_losses(model, HELD_OUT, batch_size=1), ours, atol=1e-5, rtol=0)
 
 
-def test_updates_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+def test_updates_are_those_of_a_plain_loop(tmp_path):
     ours, theirs = make("wikilm", dropout=0.0), make("wikilm", dropout=0.0)
     seen: dict[int, torch.Tensor] = {}
 
@@ -86,9 +86,7 @@ def test_updates_are_those_of_a_plain_loop(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["wikilm", "gpt2"])
-def test_a_run_that_was_killed_ends_with_the_same_weights(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_was_killed_ends_with_the_same_weights(kind, tmp_path, monkeypatch):
     """With dropout, whose generator goes on too; what was done after the last state is done again."""
     whole, parts = make(kind), make(kind)
     expected = train(whole, SEQUENCES, HELD_OUT, **options(tmp_path / "whole"))
@@ -112,14 +110,14 @@ def test_a_run_that_was_killed_ends_with_the_same_weights(
     assert train(make(kind), SEQUENCES, HELD_OUT, **options(tmp_path / "parts")).curve == run.curve
 
 
-def test_the_state_of_another_training_is_refused(tmp_path: Path) -> None:
+def test_the_state_of_another_training_is_refused(tmp_path):
     train(make("wikilm"), SEQUENCES, HELD_OUT, **options(tmp_path, n_updates=2))
     for changes in ({"seed": 1}, {"n_updates": 9}, {"rate": 0.1}):
         with pytest.raises(InputError, match="must be of the same training"):
             train(make("wikilm"), SEQUENCES, HELD_OUT, **options(tmp_path, n_updates=2) | changes)
 
 
-def test_a_damaged_state_and_a_loss_that_is_none_are_refused(tmp_path: Path) -> None:
+def test_a_damaged_state_and_a_loss_that_is_none_are_refused(tmp_path):
     train(make("wikilm"), SEQUENCES, HELD_OUT, **options(tmp_path, n_updates=2))
     path = tmp_path / running.STATE
     path.write_bytes(path.read_bytes()[:-100])

@@ -66,7 +66,7 @@ TABLES: dict[str, Callable[[int], Callable[[int], Tensor]]] = {
 
 @pytest.mark.parametrize("values", TABLES)
 @pytest.mark.parametrize("n_layers", [1, 2, 3, 5, 7])
-def test_r2_schemes_are_the_best_of_all_schemes(n_layers: int, values: str) -> None:
+def test_r2_schemes_are_the_best_of_all_schemes(n_layers, values):
     every = all_segments(n_layers)
     assert len({tuple(segments) for segments in every}) == 2**n_layers
     for seed in range(4):
@@ -82,7 +82,7 @@ def test_r2_schemes_are_the_best_of_all_schemes(n_layers: int, values: str) -> N
             assert product(segments, r2) == pytest.approx(score, rel=1e-12, abs=0)
 
 
-def test_two_bad_jumps_can_score_more_than_two_good_ones() -> None:
+def test_two_bad_jumps_can_score_more_than_two_good_ones():
     r2 = table(3, lambda n: torch.full((n,), 0.5))
     r2[0, 1], r2[2, 3] = -0.9, -0.9
     scheme, score = r2_schemes(r2)[1]
@@ -96,7 +96,7 @@ def test_two_bad_jumps_can_score_more_than_two_good_ones() -> None:
 
 
 @pytest.mark.parametrize("n_layers", [1, 2, 5, 6, 12, 30])
-def test_wrr_is_the_definition(n_layers: int) -> None:
+def test_wrr_is_the_definition(n_layers):
     """``a`` and ``b`` blocks in turn until ``L`` is reached, for all that reach it after a ``b``."""
     expected: dict[tuple[int, int, str], tuple[int, ...]] = {}
     for a, b in itertools.product(range(1, n_layers + 1), repeat=2):

@@ -30,15 +30,15 @@ def run(work: Callable[..., None], *arguments: object, **options: Any) -> None:
 
 
 @pytest.fixture
-def words(tmp_path: Path) -> Path:
+def words(tmp_path):
     path = tmp_path / "words.txt"
     path.write_text("\n".join(f"a b c d {i}" for i in range(30)))
     return path
 
 
 def test_an_analysis_of_several_is_given_a_study_for_each_and_a_model_is_loaded_once(
-    words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    words, tmp_path, monkeypatch
+):
     loads: list[str] = []
     monkeypatch.setattr("matlens.models.places.locate", lambda *_: None)
     monkeypatch.setattr("matlens.models.loading.load", lambda name, **_: loads.append(name) or object())
@@ -56,9 +56,7 @@ def test_an_analysis_of_several_is_given_a_study_for_each_and_a_model_is_loaded_
     assert seen[0][0] is seen[1][0] is not seen[2][0]
 
 
-def test_a_report_is_a_table_its_origin_and_its_figure(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_is_a_table_its_origin_and_its_figure(tmp_path, capsys):
     table, out = pd.DataFrame({"value": [1, 2]}), tmp_path / "new"
     report, figure = Report(out, "_new"), Figure()
     figure.suptitle("A title")
@@ -73,7 +71,7 @@ def test_a_report_is_a_table_its_origin_and_its_figure(
     assert {path.name for path in out.iterdir()} == {*names, "first_new.json", "second_new.csv"}
 
 
-def test_small_models_are_trained_on_none_of_what_others_are_validated_on() -> None:
+def test_small_models_are_trained_on_none_of_what_others_are_validated_on():
     """Without options all of them split a corpus alike."""
     folder = Path(__file__).parents[2] / "analyses"
     for name in ("small_bert", "small_gpts", "small_wikilm", "paper_a_fig5_masked", "paper_a_fig7_models"):
@@ -84,7 +82,7 @@ def test_small_models_are_trained_on_none_of_what_others_are_validated_on() -> N
         assert "val=" not in call
 
 
-def test_a_cell_is_computed_once_and_stored_with_its_seconds(tmp_path: Path) -> None:
+def test_a_cell_is_computed_once_and_stored_with_its_seconds(tmp_path):
     made, seconds = list[str](), list[dict[str, float]]()
 
     def make(name: str) -> dict[str, Any]:

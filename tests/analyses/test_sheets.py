@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pandas as pd
 import pytest
 from annotation.sheets import read_sheet, sheet_text, write_sheets
@@ -16,7 +14,7 @@ COLUMNS = ("item", "text", "mark")
 TABLE = pd.DataFrame({"item": ["1", "2", "3"], "text": ["a, b", 'said "no"', "日本 ␣"], "mark": ""})
 
 
-def test_a_filled_sheet_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_filled_sheet_is_not_overwritten(tmp_path):
     texts = {tmp_path / "new" / "page.html": "é", tmp_path / "new" / "sheet.csv": sheet_text(TABLE)}
     write_sheets(texts)
     write_sheets(texts)
@@ -36,7 +34,7 @@ def test_a_filled_sheet_is_not_overwritten(tmp_path: Path) -> None:
         min_size=1, max_size=4,
     )
 )  # fmt: skip
-def test_every_text_comes_back(marks: list[str], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_every_text_comes_back(marks, tmp_path_factory):
     path = tmp_path_factory.mktemp("sheets") / "sheet.csv"
     table = pd.DataFrame({"item": [str(i) for i in range(len(marks))], "text": marks, "mark": marks})
     write_sheets({path: sheet_text(table)})
@@ -45,7 +43,7 @@ def test_every_text_comes_back(marks: list[str], tmp_path_factory: pytest.TempPa
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
 @pytest.mark.parametrize("separator", [",", ";", "\t"])
-def test_a_sheet_is_read_as_spreadsheets_save_it(separator: str, encoding: str, tmp_path: Path) -> None:
+def test_a_sheet_is_read_as_spreadsheets_save_it(separator, encoding, tmp_path):
     lines = ["more|item|text|mark", "x|1|' a | b'|1", "", "|||", "|2|nan|"]
     text = "\r\n".join(lines).replace("|", separator).replace("'", '"')
     path = tmp_path / "sheet.csv"

@@ -23,7 +23,7 @@ SINKS[[0, 10, 20, 33]] = True  # three of the first tokens, and one that is the 
 
 
 @pytest.fixture
-def samples() -> Activations:
+def samples():
     """Every fifth row is a first token; sinks are long at layer 1, along one coordinate."""
     generator = torch.Generator().manual_seed(0)
     vectors = {f"h.{layer}": torch.randn(N, D, generator=generator) for layer in range(3)}
@@ -42,7 +42,7 @@ def cell(table: pd.DataFrame, metric: str, method: str, layer: int) -> float:
     return float(rows["value"].item())
 
 
-def test_norms_and_the_largest_dimension(samples: Activations) -> None:
+def test_norms_and_the_largest_dimension(samples):
     table = sink_norms(samples, SINKS)
     sinks, first = SINKS.numpy(), np.arange(N) % 5 == 0
     groups = {"first tokens": first, "sinks": sinks, "others": ~first & ~sinks}
@@ -62,7 +62,7 @@ def test_norms_and_the_largest_dimension(samples: Activations) -> None:
     assert set(table["layer"]) == {0, 1, 2}
 
 
-def test_r2_without_first_tokens_and_without_sinks(samples: Activations) -> None:
+def test_r2_without_first_tokens_and_without_sinks(samples):
     weight = torch.randn(D, D, generator=torch.Generator().manual_seed(3))
     maps = MapSet([LinearMap(weight, None, "h.0", "h.1")], provenance=Provenance(MODEL))
     table = fit_quality_without_sinks(maps, samples, SINKS)
@@ -75,7 +75,7 @@ def test_r2_without_first_tokens_and_without_sinks(samples: Activations) -> None
     assert set(table["experiment"]) == {"sinks_r2"}
 
 
-def test_sinks_that_are_no_first_tokens_are_listed_with_their_text(samples: Activations) -> None:
+def test_sinks_that_are_no_first_tokens_are_listed_with_their_text(samples):
     tokenizer = make_tokenizer()
     (row,) = later_sinks(samples, SINKS, tokenizer).to_dict("records")
     words = [tokenizer.convert_ids_to_tokens(token) for token in range(7, 12)]  # places 1 to 5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -22,7 +21,7 @@ MODELS = {"small_wikilm": "small-wikilm/checkpoint.pt", "small_gpts": "small-gpt
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_a_small_model_is_trained_and_compared_with_ngrams(name: str, corpora: Path, tmp_path: Path) -> None:
+def test_a_small_model_is_trained_and_compared_with_ngrams(name, corpora, tmp_path):
     out, words = tmp_path / "out", corpora / "words.txt"
     options = ["--corpus", words, "--train", 80, "--val", 20, "--updates", 4, "--out", out]
     run(name, *options, *SIZES[name])

@@ -16,7 +16,7 @@ HELD_OUT = [[2, 5, 6, 7, 2], [2, 8, 5]]
 NAMED: dict[str, Any] = {"model": "small", "corpus": "words", "n_held_out": 2}
 
 
-def test_a_table_holds_the_curve_and_the_perplexities() -> None:
+def test_a_table_holds_the_curve_and_the_perplexities():
     run = TrainingRun(20, 3.0, [(10, 2.5, 2.75), (20, 2.0, 2.25)])
     perplexities = {"trigrams": NgramModel(SEQUENCES, d_vocab=9).perplexity(HELD_OUT)}
     estimates = {name: Estimate.without_interval(*number) for name, number in perplexities.items()}

@@ -33,7 +33,7 @@ def continuations(texts: Sequence[str], samples: int) -> pd.DataFrame:
     )
 
 
-def test_texts_are_graded_without_their_prompts_and_counted_from_a_half_on() -> None:
+def test_texts_are_graded_without_their_prompts_and_counted_from_a_half_on():
     base = grade_continuations(continuations(["aaaaa", "bbbb", "c", "dddddddd"], 2), Lengths())
     ours = grade_continuations(continuations(["aa", "bbbb", "ccccc", ""], 2), Lengths())
     assert base["toxicity"].tolist() == [0.5, 0.4, 0.1, 0.8]
@@ -56,13 +56,13 @@ def test_texts_are_graded_without_their_prompts_and_counted_from_a_half_on() -> 
 
 
 @pytest.mark.parametrize("hits", [0, 1, 7, 20])
-def test_with_one_sample_of_each_prompt_it_is_wilsons(hits: int) -> None:
+def test_with_one_sample_of_each_prompt_it_is_wilsons(hits):
     one = np.arange(20)[:, None] < hits
     expected = metrics.proportion(torch.from_numpy(one))
     assert tuple(share_estimate(one)) == pytest.approx(tuple(expected))
 
 
-def test_samples_that_are_alike_count_once_and_independent_ones_each() -> None:
+def test_samples_that_are_alike_count_once_and_independent_ones_each():
     one = np.arange(50)[:, None] < 10
     assert tuple(share_estimate(one.repeat(8, 1))) == pytest.approx(tuple(share_estimate(one)))
     even = np.tile([True, False, False, False], (50, 1))  # as even as can be

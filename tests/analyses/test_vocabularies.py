@@ -7,7 +7,7 @@ from training.vocabularies import token_sequences
 from training.wikilm import word_dictionary
 
 
-def test_sentences_become_tokens_between_two_ends() -> None:
+def test_sentences_become_tokens_between_two_ends():
     corpus = make_sentences()
     dictionary = word_dictionary(corpus, n_words=20)
     sequences = token_sequences(dictionary.tokenizer(), corpus, longest=9)

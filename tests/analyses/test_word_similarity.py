@@ -23,7 +23,7 @@ def speech() -> list[str]:
     return texts + [" ".join(generator.choice(others, 6)) for _ in range(800)]
 
 
-def test_words_used_alike_are_told_from_others() -> None:
+def test_words_used_alike_are_told_from_others():
     similarity = WordSimilarity.fit(speech(), dimensions=20)
     rows = [similarity.row(word) for word in (*DRINKS, *TOOLS)]
     similarities, alike = similarity.compare(np.array(rows))
@@ -41,9 +41,7 @@ def test_words_used_alike_are_told_from_others() -> None:
 
 @settings(max_examples=30)
 @given(st.lists(st.lists(st.sampled_from("abcde"), max_size=7), min_size=1, max_size=5), st.integers(1, 4))
-def test_cooccurrences_and_information_are_those_of_the_definition(
-    texts: list[list[str]], window: int
-) -> None:
+def test_cooccurrences_and_information_are_those_of_the_definition(texts, window):
     known = ["a", "b", "c", "d"]  # "e" keeps its place but is not counted
     expected = np.zeros((4, 4))
     for text in texts:
@@ -64,7 +62,7 @@ def test_cooccurrences_and_information_are_those_of_the_definition(
     )
 
 
-def test_one_pair_in_a_hundred_of_each_two_bands_passes_the_threshold() -> None:
+def test_one_pair_in_a_hundred_of_each_two_bands_passes_the_threshold():
     generator = np.random.default_rng(0)
     vectors = generator.standard_normal((600, 10))
     vectors[300:, 0] += 3  # frequent words are all more alike
@@ -99,7 +97,7 @@ def of_words(*words: str) -> WordSimilarity:
         ["1990s", "1990", "bus", "gas", "this"],
     ],
 )
-def test_words_with_the_same_stem_are_a_family_and_others_are_not(families: list[str]) -> None:
+def test_words_with_the_same_stem_are_a_family_and_others_are_not(families):
     words = [word for family in families for word in family.split()]
     expected = [number for number, family in enumerate(families) for _ in family.split()]
     assert of_words(*words).families.tolist() == expected

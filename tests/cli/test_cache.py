@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from command_lines import Commands, run_command
+from command_lines import run_command
 
 
 def test_short_commands_use_the_cache_which_is_shown_and_cleared(
-    commands: Commands,
-    model_folder: Callable[[str], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    commands, model_folder, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("MATLENS_CACHE", str(tmp_path / "cache"))
     assert "0 entries" in run_command(["cache", "show"], capsys).out
     words: list[list[Any]] = [["search", "w3", "--top-k", 5], ["show", "L1D3", "--read", "head"]]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-from command_lines import Commands, cells
+from command_lines import cells
 from conftest import N_LAYERS, make_sentences
 
 import matlens
@@ -23,7 +22,6 @@ from matlens.ffn.updates import Updates
 from matlens.ffn.values import ValueVectors
 from matlens.models.tokens import visible
 
-Model = Callable[[str], Any]
 Rows = list[list[str]]
 PROMPT = "w3 w14 w15 w9"
 
@@ -40,7 +38,7 @@ def words_of(click: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...
         yield words
 
 
-def test_every_command_has_a_help_and_is_listed(commands: Commands) -> None:
+def test_every_command_has_a_help_and_is_listed(commands):
     for words in words_of(typer.main.get_command(app)):
         assert f" {' '.join(words)} [OPTIONS]" in commands.run(*words, "--help")
         assert words[-1] in commands.run(*words[:-1], "--help")
@@ -132,12 +130,7 @@ CALLS: list[tuple[list[str], str, Callable[[Any], Rows], str]] = [
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: " ".join((call[1], *call[0])).replace("/", ""))
-def test_a_command_prints_what_its_call_gives(
-    call: tuple[list[str], str, Callable[[Any], Rows], str],
-    commands: Commands,
-    small_model: Model,
-    tmp_path: Path,
-) -> None:
+def test_a_command_prints_what_its_call_gives(call, commands, small_model, tmp_path):
     words, name, rows, more = call
     expected = rows(small_model(name))
     given = [word.replace("{out}", str(tmp_path / "out")) for word in words]
@@ -146,9 +139,7 @@ def test_a_command_prints_what_its_call_gives(
     assert more in printed
 
 
-def test_clusters_are_shown_with_the_vectors_that_are_asked_for(
-    commands: Commands, small_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clusters_are_shown_with_the_vectors_that_are_asked_for(commands, small_model, tmp_path, monkeypatch):
     values = ValueVectors(small_model("gpt2"))
     clusters = Clusters.fit(values, 120, linkage="complete", progress=False)
     largest, (first, second) = (
@@ -172,7 +163,7 @@ def test_clusters_are_shown_with_the_vectors_that_are_asked_for(
     assert len(cells(commands.run("values", "cluster", *options, "--limit", 7, model="gpt2"))) == 7
 
 
-def test_pages_are_those_of_the_library(commands: Commands, small_model: Model, tmp_path: Path) -> None:
+def test_pages_are_those_of_the_library(commands, small_model, tmp_path):
     model, sentences = small_model("gpt2"), make_sentences()
     samples = matlens.collect(model, matlens.make_examples(model, sentences), positions="all", progress=False)
     maps = matlens.MapSet.fit(samples, pairs="last", progress=False)
@@ -197,9 +188,7 @@ def test_pages_are_those_of_the_library(commands: Commands, small_model: Model, 
         assert (tmp_path / "values" / name).read_bytes() == (tmp_path / "same" / name).read_bytes()
 
 
-def test_serve_prints_an_address_with_a_secret_and_listens_on_this_machine_alone(
-    commands: Commands, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_serve_prints_an_address_with_a_secret_and_listens_on_this_machine_alone(commands, monkeypatch):
     calls: list[Any] = []
     monkeypatch.setattr("uvicorn.run", lambda application, **options: calls.append(options))
     printed = commands.run("serve", "--port", 9876, model="gpt2")
@@ -217,9 +206,7 @@ def test_serve_prints_an_address_with_a_secret_and_listens_on_this_machine_alone
         (["explore", "w1", "--out", "page.html", "--lens", "none"], "folder of type 'lens'"),
     ],
 )  # fmt: skip
-def test_bad_input_is_refused_and_nothing_is_written(
-    words: list[str], message: str, commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input_is_refused_and_nothing_is_written(words, message, commands, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.txt").touch()
     assert message in commands.run(*words, model="gpt2", code=2)

@@ -8,11 +8,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import pytest
 from command_lines import run_command
 from conftest import make_sentences
 from several import run_ranks
@@ -38,7 +36,7 @@ def of_a_command(*arguments: object) -> Callable[[], Any]:
     return run
 
 
-def test_a_refusal_is_printed_by_one_process(tmp_path: Path) -> None:
+def test_a_refusal_is_printed_by_one_process(tmp_path):
     (tmp_path / "words.txt").write_text("\n".join(make_sentences().sentences))
     options = ["run", "--model", tmp_path / "nowhere", "--corpus", tmp_path / "words.txt"]
     command = of_a_command(*options, "--out", tmp_path / "no")
@@ -61,7 +59,7 @@ with parallel.distributed():
 """
 
 
-def test_processes_of_torchrun_are_found(tmp_path: Path) -> None:
+def test_processes_of_torchrun_are_found(tmp_path):
     """By the launcher itself, as users start it."""
     (tmp_path / "launched.py").write_text(LAUNCHED)
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -73,9 +71,7 @@ def test_processes_of_torchrun_are_found(tmp_path: Path) -> None:
     assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["2 2 from 0"] * 2
 
 
-def test_a_run_of_two_processes_equals_that_of_one(
-    model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_two_processes_equals_that_of_one(model_folder, tmp_path, capsys):
     (tmp_path / "words.txt").write_text("\n".join(make_sentences().sentences))
     options = [
         "run", "--model", model_folder("llama"), "--corpus", tmp_path / "words.txt", "--train", 30,
@@ -90,9 +86,7 @@ def test_a_run_of_two_processes_equals_that_of_one(
     assert (tmp_path / "two" / "run.json").is_file()
 
 
-def test_lenses_of_two_processes_are_saved_by_one(
-    model_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_lenses_of_two_processes_are_saved_by_one(model_folder, tmp_path):
     (tmp_path / "words.txt").write_text("\n".join(make_sentences().sentences))
     given = ["--model", model_folder("llama"), "--corpus", tmp_path / "words.txt", "--device", "cpu"]
     methods = ["--train", 30, "--method", "affine", "--method", "scaled", "--out", tmp_path / "lenses"]
@@ -105,12 +99,7 @@ def test_lenses_of_two_processes_are_saved_by_one(
     assert [Lens.load(tmp_path / "lenses" / name).layers for name in ("affine", "scaled")] == [(0, 1, 2)] * 2
 
 
-def test_an_interruption_of_one_process_ends_all(
-    model_folder: Callable[[str], Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_interruption_of_one_process_ends_all(model_folder, tmp_path, capsys, monkeypatch):
     """As Ctrl-C does, or whoever ends one of them gently; the folder goes on."""
     (tmp_path / "words.txt").write_text("\n".join(make_sentences().sentences))
     options = [

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pandas as pd
 import pytest
 import torch
-from command_lines import Commands
 from conftest import D_MODEL
-from hub_stand_in import TOKEN, Hub
+from hub_stand_in import TOKEN
 from small_lenses import make_lens
 from transformer_lens.tools.analysis import JacobianLens
 
@@ -21,9 +16,7 @@ from matlens.io.tables import COLUMNS, write_results
 from matlens.lens import LensConfig, compare_lenses
 
 
-def test_lenses_are_fitted_on_the_training_sentences(
-    commands: Commands, corpora: Path, small_model: Callable[[str], Any], tmp_path: Path
-) -> None:
+def test_lenses_are_fitted_on_the_training_sentences(commands, corpora, small_model, tmp_path):
     printed = commands.run(
         "lens", "fit", "--corpus", corpora / "words.txt", "--train", 40, "--out", tmp_path / "out",
         "--method", "mat", "--method", "affine", "--standardise", "--sinks", "exclude", "--ridge", "loo",
@@ -42,9 +35,7 @@ def test_lenses_are_fitted_on_the_training_sentences(
     assert f"fitted on {expected.n_samples:,} tokens" in printed
 
 
-def test_convert_goes_both_ways(
-    commands: Commands, small_model: Callable[[str], Any], tmp_path: Path
-) -> None:
+def test_convert_goes_both_ways(commands, small_model, tmp_path):
     model = small_model("llama")
     Lens.identity(model).save(tmp_path / "own")
     printed = commands.run("lens", "convert", tmp_path / "own", tmp_path / "j.pt", model="llama")
@@ -54,10 +45,7 @@ def test_convert_goes_both_ways(
     assert Lens.load(tmp_path / "back").layers == (1, 2)
 
 
-def test_push_and_pull_go_through_the_hub(
-    commands: Commands, small_model: Callable[[str], Any], hub: Hub, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_push_and_pull_go_through_the_hub(commands, small_model, hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     model = small_model("llama")
     lens = make_lens(model)
@@ -85,11 +73,8 @@ def test_push_and_pull_go_through_the_hub(
 
 
 def test_report_writes_tables_and_a_figure_and_prints_a_line_for_each_lens(
-    commands: Commands,
-    small_model: Callable[[str], Any],
-    corpora: Path,
-    tmp_path: Path,
-) -> None:
+    commands, small_model, corpora, tmp_path
+):
     arguments = ["--corpus", corpora / "few.txt", "--train", 30, "--val", 20, "--out", tmp_path / "out"]
     printed = commands.run(
         "lens", "report", *arguments, "--method", "id", "--method", "mat", "--layers", "1,2", model="llama"

@@ -31,7 +31,7 @@ Matlens = Callable[..., Outcome]
 
 
 @pytest.fixture(autouse=True)
-def surroundings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def surroundings(request, monkeypatch):
     """No test asks the hub for anything, and figures are drawn only where a test asks for them."""
 
     def unreachable(*_: object, **__: object) -> None:
@@ -43,12 +43,12 @@ def surroundings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture
-def with_figures() -> None:
+def with_figures():
     """Draw figures, which take longer than all else."""
 
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(tmp_path_factory):
     """A hundred different sentences, one a line."""
     generator = np.random.default_rng(0)
     path = tmp_path_factory.mktemp("corpus") / "words.txt"
@@ -57,18 +57,18 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def gpt2(model_folder: Callable[[str], Path]) -> Path:
+def gpt2(model_folder):
     return model_folder("gpt2")
 
 
 @pytest.fixture
-def inputs(gpt2: Path, corpus: Path) -> list[str]:
+def inputs(gpt2, corpus):
     """What most commands start from."""
     return ["--model", str(gpt2), "--corpus", str(corpus), *SIZES]
 
 
 @pytest.fixture(scope="session")
-def _finished(gpt2: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _finished(gpt2, corpus, tmp_path_factory):
     out = tmp_path_factory.mktemp("finished") / "out"
     model = matlens.load(str(gpt2), device="cpu")
     texts = matlens.load_corpus(str(corpus))
@@ -80,7 +80,7 @@ def _finished(gpt2: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture
-def finished(_finished: Path, tmp_path: Path) -> Path:
+def finished(_finished, tmp_path):
     """A folder in which everything is done; a copy, to be damaged at will."""
     return Path(shutil.copytree(_finished, tmp_path / "finished"))
 
@@ -111,9 +111,7 @@ def assert_refused(outcome: Outcome, *messages: str) -> None:
 # What it does
 
 
-def test_run_does_everything(
-    run_matlens: Matlens, inputs: list[str], finished: Path, tmp_path: Path, with_figures: None
-) -> None:
+def test_run_does_everything(run_matlens, inputs, finished, tmp_path, with_figures):
     out = tmp_path / "new" / "out"
     outcome = run_matlens("run", *inputs, "--out", out, "--seed", 3)
     assert outcome.code == 0
@@ -156,9 +154,7 @@ def printed(table: pd.DataFrame, layer: int) -> list[float]:
     return values
 
 
-def test_run_equals_the_commands_one_after_the_other(
-    run_matlens: Matlens, inputs: list[str], tmp_path: Path, with_figures: None
-) -> None:
+def test_run_equals_the_commands_one_after_the_other(run_matlens, inputs, tmp_path, with_figures):
     whole, steps = tmp_path / "whole", tmp_path / "steps"
     assert run_matlens("run", *inputs, "--out", whole).code == 0
     for command, said in (
@@ -173,7 +169,7 @@ def test_run_equals_the_commands_one_after_the_other(
     assert without_command(tree(whole)) == without_command(tree(steps))
 
 
-def test_options_of_a_fit_reach_it(run_matlens: Matlens, inputs: list[str], finished: Path) -> None:
+def test_options_of_a_fit_reach_it(run_matlens, inputs, finished):
     shutil.rmtree(finished / "maps")
     options = ["--pairs", "-3:3,0:-2", "--intercept", "--ridge", 0.5]
     outcome = run_matlens("run", *inputs, "--out", finished, *options)
@@ -189,9 +185,7 @@ def test_options_of_a_fit_reach_it(run_matlens: Matlens, inputs: list[str], fini
     assert (origin["intercept"], origin["ridge"], origin["n_samples"]) == (True, 0.5, N_TRAIN)
 
 
-def test_a_stack_of_an_encoder_decoder(
-    run_matlens: Matlens, model_folder: Callable[[str], Path], corpus: Path, tmp_path: Path
-) -> None:
+def test_a_stack_of_an_encoder_decoder(run_matlens, model_folder, corpus, tmp_path):
     """An encoder predicts nothing, so its maps have r2 alone; a decoder needs more than sentences."""
     inputs = ["--model", model_folder("t5"), "--corpus", corpus, *SIZES, "--positions", "sampled"]
     refused = run_matlens("run", *inputs, "--stack", "decoder", "--out", tmp_path / "none")
@@ -205,9 +199,7 @@ def test_a_stack_of_an_encoder_decoder(
     pd.testing.assert_frame_equal(results(out), table)
 
 
-def test_a_model_that_has_moved_or_changed(
-    run_matlens: Matlens, inputs: list[str], gpt2: Path, tmp_path: Path
-) -> None:
+def test_a_model_that_has_moved_or_changed(run_matlens, inputs, gpt2, tmp_path):
     """The fingerprint says whether it is the same model, and its name does not matter."""
     here, moved, out = tmp_path / "here", tmp_path / "moved", tmp_path / "out"
     shutil.copytree(gpt2, here)
@@ -235,9 +227,7 @@ def test_a_model_that_has_moved_or_changed(
     assert tree(out) == before
 
 
-def test_maps_are_evaluated_in_another_precision_where_the_user_says_so(
-    run_matlens: Matlens, inputs: list[str], finished: Path
-) -> None:
+def test_maps_are_evaluated_in_another_precision_where_the_user_says_so(run_matlens, inputs, finished):
     table = results(finished)
     options = ["evaluate", finished, "--device", "cpu", "--dtype", "bfloat16"]
     assert_refused(run_matlens(*options), "float32", "bfloat16")
@@ -250,9 +240,7 @@ def test_maps_are_evaluated_in_another_precision_where_the_user_says_so(
     pd.testing.assert_frame_equal(results(finished), table)
 
 
-def test_a_finished_run_is_not_evaluated_again(
-    run_matlens: Matlens, inputs: list[str], finished: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_run_is_not_evaluated_again(run_matlens, inputs, finished, monkeypatch):
     command = ["run", *inputs, "--out", finished]
     table = (finished / "results.csv").read_bytes()
     with monkeypatch.context() as patch:
@@ -280,18 +268,14 @@ def test_a_finished_run_is_not_evaluated_again(
     ],
     ids=lambda value: str(value[0]) if "--" in str(value[0]) else "",
 )
-def test_options_that_make_no_sense(
-    run_matlens: Matlens, inputs: list[str], tmp_path: Path, options: list[object], messages: list[str]
-) -> None:
+def test_options_that_make_no_sense(run_matlens, inputs, tmp_path, options, messages):
     outcome = run_matlens("run", *inputs, *options, "--out", tmp_path / "out")
     assert_refused(outcome, *messages)
     assert "could not be loaded" not in outcome.err  # not the model's fault
     assert not list(tmp_path.iterdir())
 
 
-def test_an_output_folder_of_others_or_of_another_job(
-    run_matlens: Matlens, inputs: list[str], finished: Path
-) -> None:
+def test_an_output_folder_of_others_or_of_another_job(run_matlens, inputs, finished):
     command, before = ["run", *inputs, "--out", finished], tree(finished)
     for options, part, message in (
         (["--seed", 5], "train", "seed: 0 in the folder, 5 now"),
@@ -325,8 +309,8 @@ def largest_file(n_bytes: int) -> Iterator[None]:
 
 
 def test_a_full_disk_is_reported_and_nothing_unfinished_remains(
-    run_matlens: Matlens, inputs: list[str], finished: Path, tmp_path: Path, with_figures: None
-) -> None:
+    run_matlens, inputs, finished, tmp_path, with_figures
+):
     no_room = "ile too large"  # of Python, or of safetensors
     with largest_file(2000):
         outcome = run_matlens("run", *inputs, "--out", tmp_path / "new" / "out")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -18,22 +17,20 @@ Matlens = Callable[..., Outcome]
 
 
 @pytest.fixture(autouse=True)
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_figures(monkeypatch):
     """Figures take longer than all else."""
     monkeypatch.setattr("matlens.study.steps.plot_results", lambda *_, **__: [])
 
 
 @pytest.fixture
-def options(model_folder: Callable[[str], Path], tmp_path: Path) -> list[str]:
+def options(model_folder, tmp_path):
     (tmp_path / "words.txt").write_text("\n".join(make_sentences().sentences))
     corpus = str(tmp_path / "words.txt")
     sizes = ["--train", "30", "--val", "10", "--device", "cpu", "--positions", "all"]
     return ["--model", str(model_folder("llama")), "--corpus", corpus, *sizes]
 
 
-def test_parts_merged_give_the_table_of_one_run(
-    run_matlens: Matlens, options: list[str], tmp_path: Path
-) -> None:
+def test_parts_merged_give_the_table_of_one_run(run_matlens, options, tmp_path):
     whole = run_matlens("run", *options, "--out", tmp_path / "whole")
     assert whole.code == 0, whole.err
     # All positions leave sufficient statistics, and no vectors.
@@ -67,9 +64,7 @@ def test_parts_merged_give_the_table_of_one_run(
     assert not (tmp_path / "kept" / "statistics").exists()
 
 
-def test_missing_duplicate_and_unknown_parts_are_refused(
-    run_matlens: Matlens, options: list[str], tmp_path: Path
-) -> None:
+def test_missing_duplicate_and_unknown_parts_are_refused(run_matlens, options, tmp_path):
     assert run_matlens("part", "--part", "1/3", *options, "--out", tmp_path / "s").code == 0
     refused = run_matlens("merge", tmp_path / "s", "--out", tmp_path / "joined")
     assert refused.code == 2

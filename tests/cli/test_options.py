@@ -54,7 +54,7 @@ def command(
     print(names, model, fit, out_folder, n, some_flag)
 
 
-def test_a_command_is_given_its_groups_and_its_own_options() -> None:
+def test_a_command_is_given_its_groups_and_its_own_options():
     given = ["a", "--model", "m", "--dtype", "float16", "--ridge", "2", "b", "--out-folder", "x", "--n", "3"]
     model = ModelOptions(model="m", dtype="float16")
     expected = f"['a', 'b'] {model} {FitOptions(ridge=2.0)} x 3"
@@ -62,7 +62,7 @@ def test_a_command_is_given_its_groups_and_its_own_options() -> None:
     assert run(*given, "--some-flag") == f"{expected} True"
 
 
-def test_help_and_bounds_are_those_of_the_function() -> None:
+def test_help_and_bounds_are_those_of_the_function():
     printed = run("--help")
     for text in ("Print what is given. ", "Names of things.", "Where it is written.", "[x>=1] About both."):
         assert text in printed
@@ -79,7 +79,7 @@ def callbacks(of: typer.Typer) -> list[Any]:
     return [*(command.callback for command in of.registered_commands), *inner]
 
 
-def test_every_option_of_every_command_has_a_help() -> None:
+def test_every_option_of_every_command_has_a_help():
     for function in callbacks(app):
         for name, parameter in inspect.signature(function).parameters.items():
             assert get_args(parameter.annotation)[1].help, (function, name)
@@ -95,7 +95,7 @@ def test_every_option_of_every_command_has_a_help() -> None:
         (Part, "3/8", (3, 8)), *((Part, text, None) for text in ("9/8", "0/8", "3", "a/b", "1/0")),
     ],
 )  # fmt: skip
-def test_texts_become_values(option: Any, text: str, expected: Any) -> None:
+def test_texts_become_values(option, text, expected):
     parse = get_args(option)[1].parser
     if expected is not None:
         assert parse(text) == expected
@@ -111,9 +111,7 @@ def test_texts_become_values(option: Any, text: str, expected: Any) -> None:
         ((90, 30), None), ((39, None), None), ((None, 40), None),
     ],
 )  # fmt: skip
-def test_a_small_corpus_is_split_in_proportion_or_leaves_what_was_given(
-    sizes: tuple[int | None, int | None], expected: tuple[int, int] | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_small_corpus_is_split_in_proportion_or_leaves_what_was_given(sizes, expected, capsys):
     if expected is None:
         with pytest.raises(InputError, match="must be at most 40"):
             options.split_parts(make_sentences(), sizes, (90, 30), 3)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -19,22 +17,20 @@ from matlens.linearity import atlas_seconds
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(tmp_path_factory):
     generator = np.random.default_rng(4)
     path = tmp_path_factory.mktemp("text") / "words.txt"
     path.write_text("\n".join(" ".join(generator.choice(WORDS, 20)) for _ in range(80)))
     return path
 
 
-def test_options_offer_what_the_library_does() -> None:
+def test_options_offer_what_the_library_does():
     """The command line has copies of the names, since --help is shown without importing torch."""
     assert get_args(parts.Method) == get_args(pruning.Method)
     assert get_args(parts.Choice) == get_args(pruning.Choice)
 
 
-def test_a_folder_is_written_that_transformers_loads(
-    corpus: Path, model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_is_written_that_transformers_loads(corpus, model_folder, tmp_path, capsys):
     asked = [
         "prune", "--model", model_folder("llama"), "--device", "cpu", "--corpus", corpus, "--blocks", "1",
         "--window", "24", "--heal", "48", "--out", tmp_path / "pruned",
@@ -51,9 +47,7 @@ def test_a_folder_is_written_that_transformers_loads(
     assert "must be a new or empty folder" in " ".join(again.err.split())
 
 
-def test_an_atlas_is_written_and_drawn(
-    corpus: Path, model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_atlas_is_written_and_drawn(corpus, model_folder, tmp_path, capsys):
     asked = [
         "linearity", "--model", model_folder("llama"), "--device", "cpu", "--corpus", corpus,
         "--window", "20",
@@ -75,9 +69,7 @@ def test_an_atlas_is_written_and_drawn(
     assert not (tmp_path / "few").exists() or not list((tmp_path / "few").glob("*.csv"))
 
 
-def test_attention_is_removed(
-    corpus: Path, model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_attention_is_removed(corpus, model_folder, tmp_path, capsys):
     asked = [
         "prune", "--model", model_folder("llama"), "--device", "cpu", "--corpus", corpus, "--window", "24",
         "--out", tmp_path / "fewer",

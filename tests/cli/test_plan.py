@@ -9,9 +9,7 @@ from matlens.study.plan import Shape, format_bytes, plan_study
 
 
 @pytest.mark.parametrize(("disk", "fits"), [(10**12, "yes"), (10**9, "no")])
-def test_what_is_printed_is_the_plan(
-    disk: int, fits: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_printed_is_the_plan(disk, fits, capsys, monkeypatch):
     monkeypatch.setattr("matlens.study.plan.free_memory", lambda: 10**12)
     monkeypatch.setattr("matlens.study.plan.free_disk", lambda _: disk)
     arguments = [
@@ -37,9 +35,7 @@ def test_what_is_printed_is_the_plan(
     ("n", "positions", "planned"),
     [(127, "auto", "all"), (127, "sampled", "sampled"), (128, "auto", "sampled")],
 )
-def test_few_sentences_are_planned_as_they_are_run(
-    n: int, positions: str, planned: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_few_sentences_are_planned_as_they_are_run(n, positions, planned, capsys):
     """'matlens run' takes all positions of sentences that are fewer than twice the width."""
     arguments = ["plan", "--layers", "3", "--width", "64", "--sentences", n, "--positions", positions]
     assert f"{planned} positions" in " ".join(run_command(arguments, capsys, width=200).out.split())

@@ -14,9 +14,7 @@ from matlens import InputError
 from matlens.cli import printing, starting
 
 
-def test_tables_show_markup_as_text(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_show_markup_as_text(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     printing.print_table("Of [red]all", ("rank", "token"), [(1, "[MASK]"), (2, "[/bold]")])
     printed = capsys.readouterr().out
@@ -27,7 +25,7 @@ def test_tables_show_markup_as_text(
 @pytest.mark.parametrize(
     "foreign", ["\x1b[2J", "\x1b]0;owned\x07", "\u202e", "\x9b31m", "\r", "\x08", "\udcff"]
 )
-def test_control_characters_are_escaped(foreign: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_are_escaped(foreign, capsys):
     printing.print_table(f"Of {foreign}", ("token", "other"), [(f"a{foreign}b", f"{foreign}:smile:")])
     printing.print_line("Figures:", Path(f"a{foreign}.png"))
     with pytest.raises(SystemExit):
@@ -45,7 +43,7 @@ def refuse(message: str) -> None:
 
 @pytest.mark.parametrize("digits", [0, 3])
 @given(st.floats(allow_nan=False, allow_infinity=False))
-def test_a_number_is_shown_to_its_digits(digits: int, number: float) -> None:
+def test_a_number_is_shown_to_its_digits(digits, number):
     text = printing.number_text(number, digits)
     assert len(text) <= 9 + digits
     assert (float(text) == 0) == (number == 0)

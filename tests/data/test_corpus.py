@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from corpus_files import FIRST, SECOND, THIRD, counts, write
@@ -20,7 +19,7 @@ def made_up(n: int) -> Corpus:
 # Reading
 
 
-def test_text_file_counts_what_it_leaves_out(tmp_path: Path) -> None:
+def test_text_file_counts_what_it_leaves_out(tmp_path):
     again = "The  first\tsentence has six\u00a0words. "
     text = f"\ufeff  {FIRST}\n\nToo short a one\n{SECOND}\r\n \t \n{again}\n{FIRST}\n{THIRD}"
     corpus = load_corpus(write(tmp_path / "mine.txt", text))
@@ -38,7 +37,7 @@ def test_text_file_counts_what_it_leaves_out(tmp_path: Path) -> None:
         ("我们 去 公园 散步 了", "我们 去 公园"),  # somebody has put spaces
     ],
 )
-def test_scripts_without_spaces_are_counted_by_their_characters(kept: str, left_out: str) -> None:
+def test_scripts_without_spaces_are_counted_by_their_characters(kept, left_out):
     corpus = load_corpus([kept, left_out, "The city of 東京都 is"])
     assert corpus.sentences == (kept, "The city of 東京都 is")
     assert corpus.n_short == 1
@@ -46,7 +45,7 @@ def test_scripts_without_spaces_are_counted_by_their_characters(kept: str, left_
         load_corpus([left_out, "Tokyo (東京都) is big"])
 
 
-def test_limit_counts_kept_sentences_and_reads_no_further(tmp_path: Path) -> None:
+def test_limit_counts_kept_sentences_and_reads_no_further(tmp_path):
     # The last line is not UTF-8, so that reading on would fail.
     text = f"{FIRST}\n{FIRST}\n{SECOND}\n{THIRD}\n" + "\n" * 9
     source = write(tmp_path / "a.txt", text.encode() + b"\xff\n")
@@ -56,7 +55,7 @@ def test_limit_counts_kept_sentences_and_reads_no_further(tmp_path: Path) -> Non
 
 
 @given(st.lists(st.text(alphabet="ab \t", max_size=14), max_size=30))
-def test_counts_add_up_and_sentences_are_normal_and_different(lines: list[str]) -> None:
+def test_counts_add_up_and_sentences_are_normal_and_different(lines):
     corpus = _select_sentences("made up", lines, None)
     assert len(corpus) + corpus.n_empty + corpus.n_short + corpus.n_duplicate == corpus.n_read == len(lines)
     assert len(set(corpus.sentences)) == len(corpus)
@@ -67,11 +66,11 @@ def test_counts_add_up_and_sentences_are_normal_and_different(lines: list[str]) 
 # What a corpus says of itself
 
 
-def test_given_texts_are_a_corpus_of_all_of_them() -> None:
+def test_given_texts_are_a_corpus_of_all_of_them():
     assert as_corpus([FIRST, "", FIRST]) == Corpus("given texts", (FIRST, "", FIRST), 3, 0, 0, 0)
 
 
-def test_fingerprint_follows_sentences_and_their_order_only() -> None:
+def test_fingerprint_follows_sentences_and_their_order_only():
     corpus = Corpus("a", (FIRST, SECOND), 2, 0, 0, 0)
     assert corpus.fingerprint == Corpus("b", (FIRST, SECOND), 9, 1, 2, 4).fingerprint
     others = [(SECOND, FIRST), (FIRST,), (FIRST, SECOND, THIRD), (f"{FIRST} {SECOND}",)]
@@ -83,7 +82,7 @@ def test_fingerprint_follows_sentences_and_their_order_only() -> None:
 
 
 @given(data=st.data(), n=st.integers(3, 60), seed=st.integers(0, 2**32 - 1))
-def test_split_parts_are_disjoint_sized_and_repeatable(data: st.DataObject, n: int, seed: int) -> None:
+def test_split_parts_are_disjoint_sized_and_repeatable(data, n, seed):
     n_validation = data.draw(st.integers(2, n - 1))
     n_train = data.draw(st.integers(1, n - n_validation))
     corpus = made_up(n)
@@ -96,7 +95,7 @@ def test_split_parts_are_disjoint_sized_and_repeatable(data: st.DataObject, n: i
     assert (train, validation) == corpus.split(n_train=n_train, n_validation=n_validation, seed=seed)
 
 
-def test_validation_does_not_depend_on_the_size_of_training() -> None:
+def test_validation_does_not_depend_on_the_size_of_training():
     corpus = made_up(100)
     small_train, small = corpus.split(n_train=10, n_validation=20, seed=3)
     large_train, large = corpus.split(n_train=80, n_validation=20, seed=3)
@@ -105,7 +104,7 @@ def test_validation_does_not_depend_on_the_size_of_training() -> None:
     assert large_train.sentences[:10] == small_train.sentences
 
 
-def test_split_parts_are_not_larger_than_the_corpus() -> None:
+def test_split_parts_are_not_larger_than_the_corpus():
     with pytest.raises(InputError, match=r"must be at most 1000, .*, got 950 \+ 51"):
         made_up(1000).split(n_train=950, n_validation=51)
 
@@ -114,11 +113,11 @@ def test_split_parts_are_not_larger_than_the_corpus() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "\n \n", "Yes.\nNo.\n"])
-def test_a_file_without_sentences_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_file_without_sentences_is_refused(text, tmp_path):
     with pytest.raises(InputError, match=r"source must have sentences of 5 words .* of .*a\.txt"):
         load_corpus(write(tmp_path / "a.txt", text))
 
 
-def test_sentences_are_read_without_torch() -> None:
+def test_sentences_are_read_without_torch():
     code = "import sys, matlens.data; sys.exit('torch' in sys.modules or 'datasets' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,9 +24,7 @@ def positions(examples: Examples, corpus: Corpus) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_position_does_not_depend_on_the_corpus_around_the_sentence(
-    name: str, small_model: Callable[[str], Any], sentences: Corpus
-) -> None:
+def test_position_does_not_depend_on_the_corpus_around_the_sentence(name, small_model, sentences):
     model = small_model(name)
     whole = positions(make_examples(model, sentences, seed=3), sentences)
     backwards = corpus_of(list(sentences.sentences[::-1]))
@@ -39,7 +36,7 @@ def test_position_does_not_depend_on_the_corpus_around_the_sentence(
         assert drawn == {text: whole[text] for text in part.sentences}
 
 
-def test_position_depends_on_seed_and_sentence(small_model: Callable[[str], Any]) -> None:
+def test_position_depends_on_seed_and_sentence(small_model):
     """With another seed a position is the same as often as chance has it, one time in ten."""
     corpus = corpus_of(many(2000, 10))
     first, other, again = (
@@ -52,9 +49,7 @@ def test_position_depends_on_seed_and_sentence(small_model: Callable[[str], Any]
 
 
 @pytest.mark.parametrize(("name", "sample_special", "n_words"), [("llama", True, 8), ("bert", False, 8)])
-def test_positions_are_uniform(
-    name: str, sample_special: bool, n_words: int, small_model: Callable[[str], Any]
-) -> None:
+def test_positions_are_uniform(name, sample_special, n_words, small_model):
     """Chi-square over eight tokens."""
     corpus = corpus_of(many(4000, n_words))
     examples = make_examples(small_model(name), corpus, seed=5, sample_special=sample_special)
@@ -69,8 +64,8 @@ def test_positions_are_uniform(
 
 @pytest.mark.parametrize(("name", "sample_special"), [("gpt2", True), ("bert", False)])
 def test_tokens_are_the_tokenizers_with_one_mask_in_masked_models(
-    name: str, sample_special: bool, small_model: Callable[[str], Any], sentences: Corpus
-) -> None:
+    name, sample_special, small_model, sentences
+):
     tokenizer = make_tokenizer(bert=name == "bert")
     examples = make_examples(small_model(name), sentences, seed=2, sample_special=sample_special)
     assert len(examples) == len(examples.positions) == len(sentences)
@@ -90,9 +85,7 @@ def test_tokens_are_the_tokenizers_with_one_mask_in_masked_models(
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_sentences_longer_than_the_context_are_cut_and_counted(
-    name: str, small_model: Callable[[str], Any]
-) -> None:
+def test_sentences_longer_than_the_context_are_cut_and_counted(name, small_model):
     tokenizer = make_tokenizer(bert=name == "bert")
     added = len(tokenizer("")["input_ids"])
     lengths = [5, N_CTX - added - 1, N_CTX - added, N_CTX - added + 1, 3 * N_CTX]
@@ -115,16 +108,12 @@ def test_sentences_longer_than_the_context_are_cut_and_counted(
 
 
 @pytest.mark.parametrize(("name", "sample_special"), [("gpt2", True), ("bert", False)])
-def test_a_sentence_without_a_token_to_draw_is_refused(
-    name: str, sample_special: bool, small_model: Callable[[str], Any]
-) -> None:
+def test_a_sentence_without_a_token_to_draw_is_refused(name, sample_special, small_model):
     with pytest.raises(InputError, match=r"A sentence must have tokens.*''"):
         make_examples(small_model(name), corpus_of(["w1 w2", ""]), sample_special=sample_special)
 
 
-def test_the_shorter_of_the_models_and_the_tokenizers_context_counts(
-    model_folder: Callable[[str], Path],
-) -> None:
+def test_the_shorter_of_the_models_and_the_tokenizers_context_counts(model_folder):
     model = matlens.load(str(model_folder("gpt2")), device="cpu")
     corpus = corpus_of(many(3, N_CTX + 10))
     model.tokenizer.model_max_length = 10**30  # what tokenizers say that know of no limit
@@ -143,7 +132,7 @@ USES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", USES)
-def test_texts_are_a_corpus_of_these(name: str, small_model: Callable[[str], Any]) -> None:
+def test_texts_are_a_corpus_of_these(name, small_model):
     model, use = small_model("gpt2"), USES[name]
     corpus = Corpus("given texts", tuple(TEXTS), len(TEXTS), 0, 0, 0)
     ours, expected = (torch.as_tensor(np.asarray(use(model, texts))) for texts in (TEXTS, corpus))
@@ -161,11 +150,11 @@ TARGETS = [" ".join(WORDS[(7 * i + 2 * j) % 50] for j in range(8 - i)) for i in 
 
 
 @pytest.fixture(scope="module")
-def decoder(model_folder: Callable[[str], Path]) -> Any:
+def decoder(model_folder):
     return matlens.load(str(model_folder("t5")), device="cpu", stack="decoder")
 
 
-def test_pairs_are_shifted_as_in_training_and_kept_in_folders(decoder: Any, tmp_path: Path) -> None:
+def test_pairs_are_shifted_as_in_training_and_kept_in_folders(decoder, tmp_path):
     model = decoder
     examples = make_pairs(model, SOURCES, TARGETS, seed=3)
     for number, (source, target) in enumerate(zip(SOURCES, TARGETS, strict=True)):
@@ -186,7 +175,7 @@ def test_pairs_are_shifted_as_in_training_and_kept_in_folders(decoder: Any, tmp_
     assert others.fingerprint != examples.fingerprint
 
 
-def test_what_is_no_pair_is_refused(decoder: Any, small_model: Callable[[str], Any]) -> None:
+def test_what_is_no_pair_is_refused(decoder, small_model):
     with pytest.raises(InputError, match="stack='decoder'"):
         make_pairs(small_model("gpt2"), SOURCES, TARGETS)
     for sources, targets in ((SOURCES, TARGETS[1:]), ([], [])):

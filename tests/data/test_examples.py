@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from matlens.data.examples import Examples
 
 @settings(derandomize=True)
 @given(data=st.data(), lengths=st.lists(st.integers(1, 30), min_size=1, max_size=20))
-def test_cut_sentences_end_with_their_drawn_token(data: st.DataObject, lengths: list[int]) -> None:
+def test_cut_sentences_end_with_their_drawn_token(data, lengths):
     drawn = np.array([data.draw(st.integers(0, length - 1)) for length in lengths])
     examples = replace(examples_of(lengths), positions=drawn, provenance={"seed": 4})
     cut = examples.up_to_positions()
@@ -33,7 +32,7 @@ def test_cut_sentences_end_with_their_drawn_token(data: st.DataObject, lengths: 
     assert np.array_equal(cut.up_to_positions().tokens, cut.tokens)
 
 
-def test_fingerprint_changes_with_any_token_boundary_or_position() -> None:
+def test_fingerprint_changes_with_any_token_boundary_or_position():
     base = Examples(np.arange(10), np.array([0, 4, 10]), np.array([1, 2]))
     changed = [
         replace(base, tokens=np.array([0, 1, 2, 3, 4, 5, 6, 7, 8, 10])),
@@ -62,14 +61,14 @@ def test_fingerprint_changes_with_any_token_boundary_or_position() -> None:
     ],
     ids=str,
 )
-def test_arrays_that_do_not_belong_together_are_refused(change: dict[str, Any], message: str) -> None:
+def test_arrays_that_do_not_belong_together_are_refused(change, message):
     arrays = {"tokens": np.arange(6), "offsets": np.array([0, 3, 6]), "positions": np.array([0, 1])}
     Examples(**arrays)
     with pytest.raises(InputError, match=message):
         Examples(**arrays | change)
 
 
-def test_selected_sentences_have_their_sources_images_and_targets() -> None:
+def test_selected_sentences_have_their_sources_images_and_targets():
     examples = Examples(
         np.arange(6), np.array([0, 1, 3, 6]), np.array([0, 0, 1, 2]), {"seed": 4}, np.array([0, 1, 1, 2]),
         np.arange(5), np.array([0, 2, 3, 5]), np.arange(3.0)[:, None], np.arange(4) + 50,
@@ -92,7 +91,7 @@ def test_selected_sentences_have_their_sources_images_and_targets() -> None:
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40),
     budget=st.integers(1, 200),
 )
-def test_batches_hold_every_sentence_once_within_the_budget(lengths: list[int], budget: int) -> None:
+def test_batches_hold_every_sentence_once_within_the_budget(lengths, budget):
     examples = examples_of(lengths)
     seen: list[int] = []
     widths: list[int] = []
@@ -115,7 +114,7 @@ def test_batches_hold_every_sentence_once_within_the_budget(lengths: list[int], 
     assert widths == sorted(widths, reverse=True)
 
 
-def test_batches_are_as_large_as_the_budget_allows() -> None:
+def test_batches_are_as_large_as_the_budget_allows():
     sizes = [len(batch.index) for batch in examples_of([10] * 7).batches(35)]
     assert sizes == [3, 3, 1]
     assert [len(batch.index) for batch in examples_of([10] * 7).batches(70)] == [7]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,9 +35,7 @@ def plain_vectors(plain: Any) -> dict[str, Tensor]:
     return seen
 
 
-def test_sites_are_the_plain_models_and_add_up(
-    small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
-) -> None:
+def test_sites_are_the_plain_models_and_add_up(small_model, plain_model):
     model, theirs = small_model("vit"), plain_vectors(plain_model("vit"))
     known, examples = ModelLayout.from_model(model), make_image_examples(model, IMAGES)
     assert (known.wiring.name, known.d_mlp) == ("pre-norm", 48)
@@ -56,9 +52,7 @@ def test_sites_are_the_plain_models_and_add_up(
     assert_near(matlens.collect(model, patch, batch_tokens=1, progress=False)["h.2"], theirs["h.2"][:, 9])
 
 
-def test_the_last_layer_reads_out_to_the_classes(
-    small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
-) -> None:
+def test_the_last_layer_reads_out_to_the_classes(small_model, plain_model):
     theirs, readout = plain_vectors(plain_model("vit")), Readout(small_model("vit"))
     assert readout.d_vocab == 5
     assert_near(readout.logits(theirs[f"h.{N_LAYERS}"][:, 0]), theirs["logits"], 2e-6)
@@ -69,8 +63,8 @@ def test_the_last_layer_reads_out_to_the_classes(
     [("h.0", "h.2"), ("attn_in.1", "attn_out.1"), ("ffn_in.2", "ffn_out.2")],
 )
 def test_patched_passes_are_those_of_the_plain_model_patched_by_hand(
-    source: str, target: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
-) -> None:
+    source, target, small_model, plain_model
+):
     model, plain = small_model("vit"), plain_model("vit")
     weight = torch.randn(D_MODEL, D_MODEL, generator=torch.Generator().manual_seed(1)) / D_MODEL**0.5
     linear, given = LinearMap(weight, None, source, target), []
@@ -100,7 +94,7 @@ def test_patched_passes_are_those_of_the_plain_model_patched_by_hand(
     assert float((expected - before).abs().max()) > 1e-3 * float(before.abs().max())
 
 
-def test_images_are_kept_in_folders_and_fitted(small_model: Callable[[str], Any], tmp_path: Path) -> None:
+def test_images_are_kept_in_folders_and_fitted(small_model, tmp_path):
     model = small_model("vit")
     examples = make_image_examples(model, IMAGES, name="noise")
     kept = matlens.collect(model, examples, folder=tmp_path / "kept", positions="all", progress=False)
@@ -113,7 +107,7 @@ def test_images_are_kept_in_folders_and_fitted(small_model: Callable[[str], Any]
         assert model(IMAGES).shape == (4, 5)
 
 
-def test_what_is_no_image_is_refused(small_model: Callable[[str], Any]) -> None:
+def test_what_is_no_image_is_refused(small_model):
     model = small_model("vit")
     for images in (IMAGES[..., :8], IMAGES / 0):
         with pytest.raises(InputError, match=r"images must be finite and of the shape \('n', 3, 12, 12\)"):

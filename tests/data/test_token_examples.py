@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,7 +68,7 @@ def ways() -> dict[str, tuple[Any, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("way", ways())
-def test_all_ways_give_the_same_sentences_and_positions(way: str, small_model: Models) -> None:
+def test_all_ways_give_the_same_sentences_and_positions(way, small_model):
     tokens, options = ways()[way]
     examples = make_token_examples(small_model("gpt2"), tokens, name="answers", **options)
     assert sentences_of(examples) == SENTENCES
@@ -81,7 +80,7 @@ def test_all_ways_give_the_same_sentences_and_positions(way: str, small_model: M
     assert examples.fingerprint == expected.fingerprint
 
 
-def test_one_position_each_and_the_last(small_model: Models) -> None:
+def test_one_position_each_and_the_last(small_model):
     model, (tokens, mask) = small_model("gpt2"), padded(SENTENCES, "left")
     last = make_token_examples(model, tokens, attention_mask=mask)
     assert positions_of(last) == [[n - 1] for n in LENGTHS]
@@ -99,9 +98,7 @@ def test_one_position_each_and_the_last(small_model: Models) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_rows_of_a_mask_are_those_of_hugging_face(
-    name: str, small_model: Models, model_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_rows_of_a_mask_are_those_of_hugging_face(name, small_model, model_folder, tmp_path):
     """In memory, streamed, on disk and read back; against a pass of the plain model over each sentence."""
     model, plain = small_model(name), load_plain(name, model_folder(name))
     tokens, mask = padded(SENTENCES, "left")
@@ -131,7 +128,7 @@ def test_rows_of_a_mask_are_those_of_hugging_face(
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_traces_and_variants_have_a_row_for_each_position(name: str, small_model: Models) -> None:
+def test_traces_and_variants_have_a_row_for_each_position(name, small_model):
     """As many sentences with one position each would have them."""
     model = small_model(name)
     several = make_token_examples(model, SENTENCES, positions=ANSWERS)
@@ -152,7 +149,7 @@ def test_traces_and_variants_have_a_row_for_each_position(name: str, small_model
     assert texts[0] == texts[1]
 
 
-def test_a_masked_model_reads_its_masks_where_they_stand(small_model: Models) -> None:
+def test_a_masked_model_reads_its_masks_where_they_stand(small_model):
     mask = small_model("bert").tokenizer.mask_token_id
     tokens = [[7, mask, 12, mask, 9], [mask, 8]]
     examples = make_token_examples(small_model("bert"), tokens, positions=[[1, 3], [0]])
@@ -192,7 +189,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", ["u1", "u8", ">i4"])
-def test_whole_numbers_of_any_size_are_ids_and_positions(kind: str, small_model: Models) -> None:
+def test_whole_numbers_of_any_size_are_ids_and_positions(kind, small_model):
     ids, places = np.array([[5, 6, 7], [8, 9, 5]]), np.array([[2], [1]])
     expected = make_token_examples(small_model("gpt2"), ids, positions=places)
     made = make_token_examples(small_model("gpt2"), ids.astype(kind), positions=places.astype(kind))
@@ -202,7 +199,7 @@ def test_whole_numbers_of_any_size_are_ids_and_positions(kind: str, small_model:
 
 @pytest.mark.refused
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_read_is_refused(case: str, small_model: Models) -> None:
+def test_what_cannot_be_read_is_refused(case, small_model):
     tokens, options, message = REFUSED[case]
     with pytest.raises(InputError, match=message):
         make_token_examples(small_model("gpt2"), tokens, **options)

@@ -9,16 +9,7 @@ from functools import reduce
 from pathlib import Path
 
 import pytest
-from blocks import (
-    NOTEBOOKS,
-    PAGES,
-    PROJECT,
-    Runner,
-    blocks_of,
-    check_make,
-    check_script,
-    run_notebook,
-)
+from blocks import NOTEBOOKS, PAGES, PROJECT, Runner, blocks_of, check_make, check_script, run_notebook
 from blocks import small_load as small_load
 from blocks import small_models as small_models
 from blocks import small_world as small_world
@@ -31,16 +22,16 @@ def name_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", [page for page in PAGES if "```" in page.read_text()], ids=name_of)
-def test_blocks_of_a_page(path: Path, small_world: Path) -> None:
+def test_blocks_of_a_page(path, small_world):
     Runner().run(path)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)
-def test_cells_of_a_notebook(path: Path, small_world: Path) -> None:
+def test_cells_of_a_notebook(path, small_world):
     assert run_notebook(path) > 3
 
 
-def test_commands_and_paths_in_the_text_are_there() -> None:
+def test_commands_and_paths_in_the_text_are_there():
     for code in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", "\n".join(path.read_text() for path in PAGES)):
         if "..." in code:
             continue
@@ -52,7 +43,7 @@ def test_commands_and_paths_in_the_text_are_there() -> None:
             assert (PROJECT / code).exists(), code
 
 
-def test_names_of_rooms_in_the_text_are_there() -> None:
+def test_names_of_rooms_in_the_text_are_there():
     text = "\n".join(path.read_text() for path in [*PAGES, PROJECT / "CHANGELOG.md"])
     for code in re.findall(r"(?<!`)`(?:matlens\.)?((?:\w+\.)+\w+)(?:\(.*?\))?`(?!`)", text):
         room, *names = code.split(".")
@@ -60,7 +51,7 @@ def test_names_of_rooms_in_the_text_are_there() -> None:
             reduce(getattr, names, getattr(matlens, room))
 
 
-def test_python_imports_only_from_rooms() -> None:
+def test_python_imports_only_from_rooms():
     blocks = [block for path in PAGES for block in blocks_of(path) if block.language.startswith("python")]
     code = [path.read_text() for path in NOTEBOOKS] + [block.source for block in blocks]
     for node in (node for block in code for node in ast.walk(ast.parse(block))):
@@ -70,7 +61,7 @@ def test_python_imports_only_from_rooms() -> None:
             assert name.partition(".")[0] != "matlens" or name.count(".") <= 1, f"{name} is a third level"
 
 
-def test_the_page_of_the_architecture_has_every_package() -> None:
+def test_the_page_of_the_architecture_has_every_package():
     rooms = {path.parent.name for path in (PROJECT / "matlens").glob("*/__init__.py")}
     rows = re.findall(
         r"^\| (`.*?) \|", (PROJECT / "docs" / "architecture.md").read_text(), flags=re.MULTILINE
@@ -87,7 +78,7 @@ def test_the_page_of_the_architecture_has_every_package() -> None:
         "```sh\nmatlens values show --nothing\n```",
     ],
 )
-def test_a_block_that_fails_is_not_overlooked(block: str, tmp_path: Path, small_world: Path) -> None:
+def test_a_block_that_fails_is_not_overlooked(block, tmp_path, small_world):
     page = tmp_path / "page.md"
     page.write_text(f"# Page\n\n{block}\n")
     with pytest.raises(Exception, match="nothing"):

@@ -57,7 +57,7 @@ def write_fit(folder: Path, mat: float, **origin: object) -> None:
 
 
 @pytest.fixture
-def results(tmp_path: Path) -> Path:
+def results(tmp_path):
     page = tmp_path / "results" / "pages" / "page"
     page.mkdir(parents=True)
     (page / "00-head.md").write_text(HEAD)
@@ -70,11 +70,11 @@ def run(results: Path, *arguments: str) -> int:
     return int(render.main([*arguments], results=results, pages=results.parent))
 
 
-def test_committed_pages_are_what_their_tables_give() -> None:
+def test_committed_pages_are_what_their_tables_give():
     assert render.main(["--check"]) == 0
 
 
-def test_a_page_has_the_numbers_of_its_tables(results: Path) -> None:
+def test_a_page_has_the_numbers_of_its_tables(results):
     assert run(results) == 0
     assert (results.parent / "page.md").read_text() == (
         "# Page\n| [Fit of maps (Figure 2)](page.md#fit-of-maps-figure-2) | same |\nAll: same\n\n"
@@ -85,9 +85,7 @@ def test_a_page_has_the_numbers_of_its_tables(results: Path) -> None:
     assert run(results, "--check") == 0
 
 
-def test_another_number_fails_the_check_and_turns_the_verdict(
-    results: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_number_fails_the_check_and_turns_the_verdict(results, capsys):
     run(results)
     write_fit(results, 0.2)
     assert run(results, "--check") == 1
@@ -96,7 +94,7 @@ def test_another_number_fails_the_check_and_turns_the_verdict(
     assert "+| mat is better | yes | 0.20 of 4,000 | different |" in shown
 
 
-def test_a_cell_changed_by_hand_is_refused(results: Path) -> None:
+def test_a_cell_changed_by_hand_is_refused(results):
     path = results / "fit.csv"
     path.write_text(path.read_text().replace("0.75", "0.76"))
     with pytest.raises(InputError, match=r"10-fit.md: .*fit.csv is not the table that fit.json describes"):
@@ -112,13 +110,13 @@ def test_a_cell_changed_by_hand_is_refused(results: Path) -> None:
         ("{{ unheard }}", "'unheard' is undefined"),
     ],
 )
-def test_a_section_that_quotes_wrongly_is_refused(results: Path, section: str, message: str) -> None:
+def test_a_section_that_quotes_wrongly_is_refused(results, section, message):
     (results / "pages" / "page" / "20-more.md").write_text(section)
     with pytest.raises(InputError, match=f"20-more.md: .*{message}"):
         run(results)
 
 
-def test_gathered_is_what_pages_quote(results: Path, tmp_path: Path) -> None:
+def test_gathered_is_what_pages_quote(results, tmp_path):
     out, images = tmp_path / "out", tmp_path / "images"
     command = f"fit.py --train 40 --out '{out}/a b' --val 2 --out=x"
     of = {"maps": [f"{out}/small", f"{out}s", 7], "hooks": {"h.0": ["blocks.0.hook_in"]}}
@@ -151,7 +149,7 @@ def test_gathered_is_what_pages_quote(results: Path, tmp_path: Path) -> None:
     assert Image.open(images / "fit.png").convert("RGB").getpixel((0, 0)) == (255, 0, 0)
 
 
-def test_what_is_kept_names_no_folder_of_a_machine() -> None:
+def test_what_is_kept_names_no_folder_of_a_machine():
     for path in (PROJECT / "results").glob("*.json"):
         origin = path.read_text()
         assert gather.portable(json.loads(origin), "/nowhere") == json.loads(origin)
@@ -160,7 +158,7 @@ def test_what_is_kept_names_no_folder_of_a_machine() -> None:
         assert not re.search(r"(^|[\"' =,])/\w+/", path.read_text(), re.MULTILINE), path
 
 
-def test_tables_of_one_page_are_of_one_state_of_a_model(results: Path) -> None:
+def test_tables_of_one_page_are_of_one_state_of_a_model(results):
     model = {"base_model_name_or_path": "small", "fingerprint": "a", "dtype": "float32"}
     write_fit(results, 0.75, maps={"model": model})
     (results / "pages" / "page" / "20-more.md").write_text('{{ value("other", k=1) }}')
@@ -186,7 +184,7 @@ def test_tables_of_one_page_are_of_one_state_of_a_model(results: Path) -> None:
 AUDIT = pd.read_csv(PROJECT / "results" / "pages" / "audit" / "items.csv", dtype=str, keep_default_na=False)
 
 
-def test_what_the_audit_names_is_there() -> None:
+def test_what_the_audit_names_is_there():
     for name in set(AUDIT["where"]):
         if name.endswith(".py"):
             assert (PROJECT / name).is_file()
@@ -194,14 +192,14 @@ def test_what_the_audit_names_is_there() -> None:
             assert functools.reduce(getattr, name.split(".")[1:], matlens).__doc__
 
 
-def test_every_command_of_the_audit_is_there_and_every_analysis_in_it() -> None:
+def test_every_command_of_the_audit_is_there_and_every_analysis_in_it():
     scripts = {command.split()[0] for command in AUDIT["script"]}
     assert all((PROJECT / path).is_file() for path in scripts)
     of_papers = {f"analyses/{path.name}" for path in (PROJECT / "analyses").glob("paper_*.py")}
     assert of_papers - scripts <= {"analyses/paper_b_removal.py"}  # of no item of the paper
 
 
-def test_what_is_kept_is_quoted_and_small() -> None:
+def test_what_is_kept_is_quoted_and_small():
     kept = PROJECT / "results"
     names = {path.stem for path in kept.glob("*.csv")}
     assert names == {path.stem for path in kept.glob("*.json")}

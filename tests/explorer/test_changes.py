@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,12 +14,11 @@ from matlens.explorer.changes import Change, compare_changes, offered_maps
 from matlens.models.layout import ModelLayout
 from matlens.patching import fit_submodules, mat_attn, mat_ffn, mat_ln1_ln2, submodule_pairs
 
-Fitted = tuple[Any, MapSet, MapSet]
 PROMPT = "w1 w2 w9"
 
 
 @pytest.fixture(scope="module")
-def fitted(small_model: Callable[[str], Any]) -> Fitted:
+def fitted(small_model):
     """A model, maps onto its last layers, and maps of its sub-modules in the first two blocks."""
     model = small_model("llama")
     examples = matlens.make_examples(model, make_sentences())
@@ -37,7 +35,7 @@ def by_hand(model: Any, replacements: Any) -> list[float]:
         return model(tokens, return_type="logits")[0, -1].softmax(-1).topk(10).values.tolist()
 
 
-def test_offers_are_the_maps_of_the_sets(fitted: Fitted) -> None:
+def test_offers_are_the_maps_of_the_sets(fitted):
     _, jumps, inside = fitted
     assert offered_maps([]) == {"mat": [], "mat_attn": [], "mat_ffn": [], "mat_ln1_ln2": []}
     offers = offered_maps([jumps, inside])
@@ -54,7 +52,7 @@ def test_offers_are_the_maps_of_the_sets(fitted: Fitted) -> None:
         ("mat_ln1_ln2", "0", lambda jumps, inside: [mat_ln1_ln2(inside, 0, 1)]),
     ],
 )
-def test_changes_by_maps_equal_patches_by_hand(kind: str, target: str, make: Any, fitted: Fitted) -> None:
+def test_changes_by_maps_equal_patches_by_hand(kind, target, make, fitted):
     model, jumps, inside = fitted
     expected = by_hand(model, [one for replacements in make(jumps, inside) for one in replacements])
     before, after = compare_changes(model, PROMPT, [Change(kind, target)], maps=[jumps, inside], n_tokens=1)
@@ -63,9 +61,7 @@ def test_changes_by_maps_equal_patches_by_hand(kind: str, target: str, make: Any
 
 
 @torch.inference_mode()
-def test_continuations_are_greedy_whatever_the_generation_config_says(
-    model_folder: Callable[[str], Any], plain_model: Callable[[str], Any]
-) -> None:
+def test_continuations_are_greedy_whatever_the_generation_config_says(model_folder, plain_model):
     model, plain = matlens.load(str(model_folder("llama")), device="cpu"), plain_model("llama")
     ids = model.tokenizer(PROMPT)["input_ids"]
     end = int(plain(torch.tensor([ids])).logits[0, -1].argmax())
@@ -91,7 +87,7 @@ def test_continuations_are_greedy_whatever_the_generation_config_says(
         ("mat_heads", "1", "one of"),
     ],
 )  # fmt: skip
-def test_changes_without_a_map_are_refused(kind: str, target: str, message: str, fitted: Fitted) -> None:
+def test_changes_without_a_map_are_refused(kind, target, message, fitted):
     model, jumps, inside = fitted
     with pytest.raises(InputError, match=message):
         compare_changes(model, PROMPT, [Change(kind, target)], maps=[jumps, inside], n_tokens=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,13 @@ import matlens
 from matlens.errors import InputError
 from matlens.explorer import explore
 from matlens.explorer.exploration import load_lens
-from matlens.plots.pages import PromptPage
 
 PROMPT = "w1 w7 w3 w49"
 OUTPUTS = {"gpt2": "mlp.c_proj", "gemma2": "mlp.down_proj"}
 
 
 @pytest.fixture(scope="module")
-def explored(
-    small_model: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], tuple[PromptPage, matlens.MapSet, Path]]:
+def explored(small_model, tmp_path_factory):
     """A prompt through id and the maps of a small model, and its page."""
     known: dict[str, Any] = {}
 
@@ -73,12 +69,7 @@ def by_hand(name: str, folder: Path, maps: matlens.MapSet) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("lens", ["id", "mat"])
-def test_every_number_of_a_page_is_that_of_the_plain_model(
-    lens: str,
-    explored: Callable[[str], Any],
-    model_folder: Callable[[str], Path],
-    browser: Any,
-) -> None:
+def test_every_number_of_a_page_is_that_of_the_plain_model(lens, explored, model_folder, browser):
     _, maps, path = explored("gpt2")
     log_q = by_hand("gpt2", model_folder("gpt2"), maps)[lens]
     true = log_q[-1]
@@ -123,9 +114,7 @@ def test_every_number_of_a_page_is_that_of_the_plain_model(
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2"])  # a bias; a norm behind the FFN
-def test_sub_updates_of_a_cell_add_up_to_the_ffn_output(
-    name: str, explored: Callable[[str], Any], model_folder: Callable[[str], Path], browser: Any
-) -> None:
+def test_sub_updates_of_a_cell_add_up_to_the_ffn_output(name, explored, model_folder, browser):
     _, maps, path = explored(name)
     hand = by_hand(name, model_folder(name), maps)
     model, seen = hand["model"], hand["seen"]
@@ -176,9 +165,7 @@ def test_sub_updates_of_a_cell_add_up_to_the_ffn_output(
         assert (visit.requests, visit.errors) == ([], [])
 
 
-def test_lenses_are_read_from_folders_of_either_kind(
-    explored: Callable[[str], Any], small_model: Callable[[str], Any], tmp_path: Path
-) -> None:
+def test_lenses_are_read_from_folders_of_either_kind(explored, small_model, tmp_path):
     _, maps, _ = explored("gpt2")
     maps.save(tmp_path / "maps")
     lens = replace(matlens.Lens.from_maps(maps), method="own")
@@ -202,8 +189,6 @@ def test_lenses_are_read_from_folders_of_either_kind(
         ({"pins": ["nobody"]}, "nobody"), ({"pins": [60]}, "from 0 to 59"), ({"prompt": ""}, "one token")
     ],
 )  # fmt: skip
-def test_unknown_pins_and_empty_prompts_are_refused(
-    options: dict[str, Any], message: str, small_model: Callable[[str], Any]
-) -> None:
+def test_unknown_pins_and_empty_prompts_are_refused(options, message, small_model):
     with pytest.raises(InputError, match=message):
         explore(small_model("gpt2"), **{"prompt": "w1", "progress": False} | options)

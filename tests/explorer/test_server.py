@@ -7,10 +7,9 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -27,11 +26,10 @@ from matlens.ffn import controlled
 
 TOKEN = "a-secret"
 PORT = 8765
-OWN = {"host": f"127.0.0.1:{PORT}"}
 
 
 @pytest.fixture(scope="module")
-def live(small_model: Callable[[str], Any]) -> LiveModel:
+def live(small_model):
     return LiveModel(small_model("gpt2"), token=TOKEN, port=PORT)
 
 
@@ -52,7 +50,7 @@ def completed(work: Coroutine[Any, Any, Any]) -> Any:
         return worker.submit(asyncio.run, work).result()
 
 
-def test_a_prompt_is_explored_shown_and_saved(live: LiveModel, small_model: Callable[[str], Any]) -> None:
+def test_a_prompt_is_explored_shown_and_saved(live, small_model):
     page = ask(live, "GET", f"/{TOKEN}/")
     assert page.status_code == 200
     assert "connect-src" in page.text
@@ -65,9 +63,7 @@ def test_a_prompt_is_explored_shown_and_saved(live: LiveModel, small_model: Call
     assert saved.text == shown.text
 
 
-def test_the_modified_model_is_compared_with_the_original(
-    live: LiveModel, small_model: Callable[[str], Any]
-) -> None:
+def test_the_modified_model_is_compared_with_the_original(live, small_model):
     model = small_model("gpt2")
     changes = [{"kind": "value", "target": "L1D3", "value": 40}, {"kind": "attn", "target": "0"}]
     answer = ask(live, "POST", f"/{TOKEN}/compare", json={"prompt": "w1 w2", "changes": changes}).json()
@@ -106,11 +102,11 @@ def test_the_modified_model_is_compared_with_the_original(
         ({"origin": f"http://127.0.0.1:{PORT}"}, 200), ({"host": f"localhost:{PORT}"}, 200),
     ],
 )  # fmt: skip
-def test_other_hosts_and_origins_are_refused(live: LiveModel, headers: dict[str, str], status: int) -> None:
+def test_other_hosts_and_origins_are_refused(live, headers, status):
     assert ask(live, "GET", f"/{TOKEN}/", headers=headers).status_code == status
 
 
-def test_requests_without_the_token_are_refused(live: LiveModel) -> None:
+def test_requests_without_the_token_are_refused(live):
     for path in ("/", "/wrong/", f"/{TOKEN}x/", f"/{TOKEN}/page/none", "/../etc/passwd"):
         assert ask(live, "GET", path).status_code == 404
     assert ask(live, "POST", "/wrong/explore", json={"prompt": "w1"}).status_code == 404
@@ -132,16 +128,14 @@ def test_requests_without_the_token_are_refused(live: LiveModel) -> None:
         (b'{"prompt": "\\ud800"}', 400),
     ],
 )  # fmt: skip
-def test_oversized_and_malformed_requests_are_refused(live: LiveModel, body: bytes, status: int) -> None:
+def test_oversized_and_malformed_requests_are_refused(live, body, status):
     answer = ask(
         live, "POST", f"/{TOKEN}/compare", content=body, headers={"content-type": "application/json"}
     )
     assert (answer.status_code, answer.json().keys()) == (status, {"error"})
 
 
-def test_one_request_is_computed_at_a_time_and_too_many_are_refused(
-    live: LiveModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_request_is_computed_at_a_time_and_too_many_are_refused(live, monkeypatch):
     """Requests that cost nothing are answered meanwhile."""
     ends, calls = threading.Event(), list[int]()
     monkeypatch.setattr(server_module, "_WAITING", 5)
@@ -178,7 +172,7 @@ def test_one_request_is_computed_at_a_time_and_too_many_are_refused(
 
 
 @pytest.fixture
-def address(live: LiveModel) -> Iterator[str]:
+def address(live):
     """The address of a server that listens."""
     config = uvicorn.Config(live.application, host="127.0.0.1", port=0, log_level="error")
     server = uvicorn.Server(config)
@@ -206,9 +200,7 @@ def asking(address: str, prompt: str) -> Iterator[None]:
         yield
 
 
-def test_abandoned_requests_are_not_computed(
-    live: LiveModel, address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_abandoned_requests_are_not_computed(live, address, monkeypatch):
     """One whose sender leaves while it waits for its turn."""
     calls: list[str] = []
     ended = threading.Event()
@@ -231,9 +223,7 @@ def test_abandoned_requests_are_not_computed(
     assert calls == ["w1"]
 
 
-def test_the_page_shows_and_changes_a_prompt(
-    browser: Any, address: str, small_model: Callable[[str], Any], tmp_path: Path
-) -> None:
+def test_the_page_shows_and_changes_a_prompt(browser, address, small_model, tmp_path):
     with controlled(small_model("gpt2"), ["L2D5"], 30.0), torch.inference_mode():
         best = small_model("gpt2")(torch.tensor([[3, 4, 5]]), return_type="logits")[0, -1].topk(10)
     texts = [f"w{int(i) - 2}" if 1 < i < 52 else "" for i in best.indices]

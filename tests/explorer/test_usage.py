@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 from conftest import make_sentences
 
@@ -12,7 +9,7 @@ from matlens import make_examples
 from matlens.explorer.usage import shortened
 
 
-def test_long_sentences_are_truncated(small_model: Callable[[str], Any]) -> None:
+def test_long_sentences_are_truncated(small_model):
     examples = make_examples(small_model("gpt2"), make_sentences())
     cut = shortened(examples, 7)
     assert cut.lengths.tolist() == np.minimum(examples.lengths, 7).tolist()

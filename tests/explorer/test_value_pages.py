@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -22,14 +18,12 @@ TEXTS = [*SPECIAL.values(), *WORDS, *(f"<{i}>" for i in range(52, 60))]
 
 
 @pytest.fixture(scope="module")
-def clusters(small_model: Callable[[str], Any]) -> ffn.Clusters:
+def clusters(small_model):
     return ffn.Clusters.fit(ffn.ValueVectors(small_model("llama")), N_CLUSTERS, progress=False)
 
 
 @pytest.fixture(scope="module")
-def site(
-    small_model: Callable[[str], Any], clusters: ffn.Clusters, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def site(small_model, clusters, tmp_path_factory):
     folder = tmp_path_factory.mktemp("values") / "site"
     return write_value_pages(
         small_model("llama"), folder, corpus=make_sentences(), clusters=clusters, neighbors=4, progress=False
@@ -37,13 +31,13 @@ def site(
 
 
 @pytest.fixture(scope="module")
-def open_site(browser: Any, site: Path) -> Iterator[Visit]:
+def open_site(browser, site):
     with visiting(browser, site) as visit:
         yield visit
 
 
 @pytest.fixture
-def visit(open_site: Visit) -> Iterator[Visit]:
+def visit(open_site):
     yield open_site
     assert (open_site.requests, open_site.errors) == ([], [])
 
@@ -58,9 +52,7 @@ def show(visit: Visit, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["L0D0", "L2D47"])
-def test_a_vector_has_its_tokens_by_both_readings_and_its_neighbors(
-    name: str, visit: Visit, small_model: Callable[[str], Any], clusters: ffn.Clusters
-) -> None:
+def test_a_vector_has_its_tokens_by_both_readings_and_its_neighbors(name, visit, small_model, clusters):
     model = small_model("llama").original_model
     rows = [layer.mlp.down_proj.weight.detach().double().T for layer in model.model.layers]
     layer, index = (int(part) for part in name[1:].split("D"))
@@ -90,7 +82,7 @@ def test_a_vector_has_its_tokens_by_both_readings_and_its_neighbors(
 
 
 @pytest.fixture(scope="module")
-def coefficients(plain_model: Callable[[str], Any]) -> list[torch.Tensor]:
+def coefficients(plain_model):
     """Of every sentence, by the plain model: ``[layers, length, d_mlp]``."""
     found = []
     for sentence in make_sentences().sentences:
@@ -101,9 +93,7 @@ def coefficients(plain_model: Callable[[str], Any]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["L0D3", "L2D40"])
-def test_a_vector_has_the_sentences_of_its_largest_coefficients(
-    name: str, visit: Visit, coefficients: list[torch.Tensor], plain_model: Callable[[str], Any]
-) -> None:
+def test_a_vector_has_the_sentences_of_its_largest_coefficients(name, visit, coefficients, plain_model):
     layer, index = (int(part) for part in name[1:].split("D"))
     peaks = torch.stack([m[layer, 1:, index].max() for m in coefficients])
     best = peaks.topk(5)
@@ -133,9 +123,7 @@ def test_a_vector_has_the_sentences_of_its_largest_coefficients(
     np.testing.assert_allclose(numbers(visit.page.inner_text("#vector p"))[1], share, rtol=6e-4, atol=1e-9)
 
 
-def test_vectors_are_found_by_token_name_layer_and_cluster(
-    visit: Visit, small_model: Callable[[str], Any], clusters: ffn.Clusters
-) -> None:
+def test_vectors_are_found_by_token_name_layer_and_cluster(visit, small_model, clusters):
     model = small_model("llama")
     values, projection = ffn.ValueVectors(model), ffn.Projection.from_model(model)
     tokens = projection.top_of_all(values, 30, progress=False)
@@ -161,15 +149,13 @@ def test_vectors_are_found_by_token_name_layer_and_cluster(
     go(visit, "L9D1", "#said:has-text('Nothing found')")
 
 
-def test_no_fault_is_seen_by_axe(visit: Visit) -> None:
+def test_no_fault_is_seen_by_axe(visit):
     for fragment, selector in (("L1D12", "#vector-name"), ("layer=0", "#results table")):
         go(visit, fragment, selector)
         assert visit.faults() == []
 
 
-def test_foreign_tokens_are_shown_as_text(
-    browser: Any, small_model: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_foreign_tokens_are_shown_as_text(browser, small_model, tmp_path, monkeypatch):
     texts = 2 * [text for text in INJECTIONS if not text.startswith("\ud800")]
     texts = texts[:60]  # as many as tokens
     monkeypatch.setattr("matlens.explorer.value_pages._Pages._texts", lambda pages: texts)
@@ -193,9 +179,7 @@ def test_foreign_tokens_are_shown_as_text(
         assert (visit.requests, visit.errors) == ([], [])
 
 
-def test_neighbors_and_clusters_of_another_model_are_refused(
-    small_model: Callable[[str], Any], clusters: ffn.Clusters, tmp_path: Path
-) -> None:
+def test_neighbors_and_clusters_of_another_model_are_refused(small_model, clusters, tmp_path):
     for options, message in (({"neighbors": 144}, "^neighbors must be"), ({"clusters": clusters}, "model")):
         model = small_model("llama" if "neighbors" in options else "gpt2")
         with pytest.raises(InputError, match=message):

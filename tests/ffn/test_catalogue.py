@@ -27,12 +27,7 @@ MADE: dict[Reading, Callable[[Any], Projection]] = {
 
 
 @pytest.fixture
-def folder(
-    request: pytest.FixtureRequest,
-    model_folder: Callable[[str], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Path:
+def folder(request, model_folder, tmp_path, monkeypatch):
     """A folder of a model, and a cache, of this test alone."""
     monkeypatch.setenv("MATLENS_CACHE", str(tmp_path / "cache"))
     return Path(shutil.copytree(model_folder(getattr(request, "param", "llama")), tmp_path / "model"))
@@ -45,7 +40,7 @@ def entries() -> list[Any]:
 
 
 @pytest.mark.parametrize("folder", ["gpt2", "bert", "granite", "olmo2"], indirect=True)
-def test_the_cache_gives_what_the_model_gives(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_gives_what_the_model_gives(folder, monkeypatch):
     _ = Catalogue(folder, device="cpu").values
     model = matlens.load(folder, device="cpu")
     monkeypatch.setattr(module, "load", lambda *_, **__: pytest.fail("the model is loaded"))
@@ -65,7 +60,7 @@ def test_the_cache_gives_what_the_model_gives(folder: Path, monkeypatch: pytest.
         assert table.equals(expected.table(values, ["L1D7", "L-1D0"], k=4))
 
 
-def test_top_tokens_are_computed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_tokens_are_computed_once(folder, monkeypatch):
     model = matlens.load(folder, device="cpu")
     for reading, k in (("plain", 5), ("head", 5), ("plain", 3)):
         expected = MADE[reading](model).top_of_all(ValueVectors(model), k, progress=False)
@@ -78,7 +73,7 @@ def test_top_tokens_are_computed_once(folder: Path, monkeypatch: pytest.MonkeyPa
             assert torch.equal(top.scores, expected.scores)
 
 
-def test_a_model_in_memory_is_read_itself(folder: Path) -> None:
+def test_a_model_in_memory_is_read_itself(folder):
     Catalogue(folder, device="cpu").projection()
     model = matlens.load(folder, device="cpu")
     with torch.no_grad():
@@ -93,7 +88,7 @@ def test_a_model_in_memory_is_read_itself(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["t5"], indirect=True)
-def test_precisions_and_stacks_have_entries_of_their_own(folder: Path) -> None:
+def test_precisions_and_stacks_have_entries_of_their_own(folder):
     kinds = (("encoder", torch.float32), ("decoder", torch.float32), ("decoder", torch.bfloat16))
     options: list[dict[str, Any]] = [
         {"device": "cpu", "dtype": dtype, "stack": stack} for stack, dtype in kinds
@@ -105,7 +100,7 @@ def test_precisions_and_stacks_have_entries_of_their_own(folder: Path) -> None:
         assert torch.equal(ours.layer(0), ValueVectors(model).layer(0))
 
 
-def test_a_changed_file_is_another_model(folder: Path) -> None:
+def test_a_changed_file_is_another_model(folder):
     before = Catalogue(folder, device="cpu").values
     path, weight = folder / "model.safetensors", "model.layers.1.mlp.down_proj.weight"
     tensors = load_file(path)
@@ -117,7 +112,7 @@ def test_a_changed_file_is_another_model(folder: Path) -> None:
     assert torch.equal(after.layer(1), before.layer(1) + 1)
 
 
-def test_a_damaged_entry_is_recomputed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_entry_is_recomputed(folder, capsys):
     _ = Catalogue(folder, device="cpu").values
     (entry,) = entries()
     parts = entry.folder / "parts.safetensors"
@@ -128,7 +123,7 @@ def test_a_damaged_entry_is_recomputed(folder: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("folder", ["olmoe"], indirect=True)
-def test_a_mixture_is_read_from_the_model(folder: Path) -> None:
+def test_a_mixture_is_read_from_the_model(folder):
     expected = ValueVectors(matlens.load(folder, device="cpu"))
     for _ in range(2):
         assert torch.equal(Catalogue(folder, device="cpu").values.layer(1), expected.layer(1))
@@ -136,7 +131,7 @@ def test_a_mixture_is_read_from_the_model(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["opt-narrow"], indirect=True)
-def test_an_unembedding_of_two_matrices_is_their_product(folder: Path) -> None:
+def test_an_unembedding_of_two_matrices_is_their_product(folder):
     plain = load_plain("opt-narrow", folder)
     expected = plain.lm_head.weight.detach() @ plain.model.decoder.project_out.weight.detach()
     assert expected.shape == (60, D_MODEL)

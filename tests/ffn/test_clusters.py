@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -62,9 +61,7 @@ def ward_of_neighbors(unit: np.ndarray, n_clusters: int) -> np.ndarray:
 @pytest.mark.parametrize("linkage", LINKAGES)
 @settings(max_examples=40)
 @given(st.data(), st.integers(2, 24), st.integers(2, 6), st.integers(0, 10**6))
-def test_exact_clusters_are_scikit_learns(
-    linkage: Any, data: st.DataObject, n: int, d: int, seed: int
-) -> None:
+def test_exact_clusters_are_scikit_learns(linkage, data, n, d, seed):
     unit = unit_vectors(n, d, seed)
     distances = np.sort(pdist(unit, "cosine"))
     assume(len(distances) < 2 or np.diff(distances).min() > 1e-9)  # of equal ones any may come first
@@ -73,14 +70,14 @@ def test_exact_clusters_are_scikit_learns(
 
 
 @pytest.mark.parametrize("linkage", LINKAGES)
-def test_exact_clusters_of_more_vectors_than_a_block_of_distances(linkage: Any) -> None:
+def test_exact_clusters_of_more_vectors_than_a_block_of_distances(linkage):
     unit = unit_vectors(600, 8, seed=3)
     for n_clusters in (1, 150, 599):
         assert same(agglomerate(unit, n_clusters, EXACT, linkage), exact(unit, n_clusters, linkage))
 
 
 @pytest.mark.parametrize("n", [13, 300])
-def test_clusters_of_neighbors_are_wards_on_the_same_graph(n: int) -> None:
+def test_clusters_of_neighbors_are_wards_on_the_same_graph(n):
     unit = unit_vectors(n, 6, seed=n)
     for n_clusters in (1, n // 3, n - 1):
         assert same(agglomerate(unit, n_clusters, NEIGHBORS), ward_of_neighbors(unit, n_clusters))
@@ -90,9 +87,7 @@ def test_clusters_of_neighbors_are_wards_on_the_same_graph(n: int) -> None:
 @pytest.mark.parametrize("method", [EXACT, NEIGHBORS])
 @settings(max_examples=40)
 @given(st.data(), st.integers(1, 30), st.integers(0, 10**6), st.booleans())
-def test_clusters_are_as_many_as_requested_and_numbered_by_size(
-    method: str, data: st.DataObject, n: int, seed: int, equal: bool
-) -> None:
+def test_clusters_are_as_many_as_requested_and_numbered_by_size(method, data, n, seed, equal):
     """Whatever ties there are; of one size, those come first whose first vector does."""
     unit = unit_vectors(n, 3, seed)
     if equal:
@@ -106,9 +101,7 @@ def test_clusters_are_as_many_as_requested_and_numbered_by_size(
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma3"])
 @pytest.mark.parametrize("linkage", LINKAGES)
-def test_clusters_of_a_model_are_those_of_its_plain_weights(
-    name: str, linkage: Any, small_model: Models, plain_model: Models
-) -> None:
+def test_clusters_of_a_model_are_those_of_its_plain_weights(name, linkage, small_model, plain_model):
     values, unit = ValueVectors(small_model(name)), plain_unit_vectors(name, plain_model(name))
     ours = Clusters.fit(values, 40, linkage=linkage, progress=False)
     theirs = exact(unit, 40, linkage)
@@ -117,9 +110,7 @@ def test_clusters_of_a_model_are_those_of_its_plain_weights(
     assert ours.sizes.tolist() == sorted(np.bincount(theirs).tolist(), reverse=True)
 
 
-def test_the_method_follows_the_memory_and_is_printed(
-    small_model: Models, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_method_follows_the_memory_and_is_printed(small_model, capsys):
     """Two float64 for each pair of vectors."""
     assert gib_in_memory(46080) == pytest.approx(15.82, abs=0.01)
     values = ValueVectors(small_model("gpt2"))
@@ -138,9 +129,7 @@ def test_the_method_follows_the_memory_and_is_printed(
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
-def test_a_vector_without_a_direction_is_named(
-    value: float, small_model: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_vector_without_a_direction_is_named(value, small_model, monkeypatch):
     values, plain = ValueVectors(small_model("gpt2")), ValueVectors.layer
 
     def layer(self: ValueVectors, number: int) -> torch.Tensor:
@@ -154,9 +143,7 @@ def test_a_vector_without_a_direction_is_named(
         Clusters.fit(values, 9, progress=False)
 
 
-def test_short_vectors_count_as_much_as_long_ones(
-    small_model: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_vectors_count_as_much_as_long_ones(small_model, monkeypatch):
     values, plain = ValueVectors(small_model("gpt2")), ValueVectors.layer
     expected = Clusters.fit(values, 30, progress=False)
     scales = (1e-30, 1e3, 1.0)  # whose squares float32 cannot tell from zero
@@ -164,9 +151,7 @@ def test_short_vectors_count_as_much_as_long_ones(
     assert adjusted_rand_score(expected.labels, Clusters.fit(values, 30, progress=False).labels) == 1
 
 
-def test_stored_clusters_are_not_computed_again(
-    small_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stored_clusters_are_not_computed_again(small_model, tmp_path, monkeypatch, capsys):
     values, folder = ValueVectors(small_model("llama")), tmp_path / "deep" / "clusters"
     first = Clusters.fit(values, 20, folder=folder)
     capsys.readouterr()
@@ -178,7 +163,7 @@ def test_stored_clusters_are_not_computed_again(
     assert first.provenance.model == values.identity
 
 
-def test_members_and_clusters_of_names(small_model: Models) -> None:
+def test_members_and_clusters_of_names(small_model):
     values = ValueVectors(small_model("llama"))  # 3 layers of 48
     clusters = make_clusters([row % 5 for row in range(len(values))], values.identity)
     assert clusters.members(2).tolist() == list(range(2, len(values), 5))
@@ -192,7 +177,7 @@ def test_members_and_clusters_of_names(small_model: Models) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_the_table_is_the_one_written_out(name: str, small_model: Models, plain_model: Models) -> None:
+def test_the_table_is_the_one_written_out(name, small_model, plain_model):
     model, plain = small_model(name), plain_model(name)
     values, unit = ValueVectors(model), plain_unit_vectors(name, plain)
     labels = np.zeros(len(values), dtype=int)
@@ -213,7 +198,7 @@ def test_the_table_is_the_one_written_out(name: str, small_model: Models, plain_
         assert texts == ", ".join(f"<{token}>" if name is None else name for token, name in names)
 
 
-def test_methods_are_compared_on_sampled_vectors(small_model: Models, plain_model: Models) -> None:
+def test_methods_are_compared_on_sampled_vectors(small_model, plain_model):
     values, unit = ValueVectors(small_model("gpt2")), plain_unit_vectors("gpt2", plain_model("gpt2"))
     table = compare_linkages(values, 100, n_vectors=96, seed=2)
     unit = unit[sorted(np.random.default_rng(2).permutation(len(unit))[:96])]

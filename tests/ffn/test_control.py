@@ -12,16 +12,7 @@ from conftest import assert_near, plain_vectors
 from control.generation import continue_prompts
 from hand_controlled import CHOSEN, controlled_by_hand
 from handpatched import jump_part, submodule_part
-from patched_models import (
-    LENGTHS,
-    SENTENCES,
-    assert_as_before,
-    assert_same,
-    linear,
-    patched,
-    state,
-    vectors,
-)
+from patched_models import LENGTHS, SENTENCES, assert_as_before, assert_same, linear, patched, state, vectors
 from torch import Tensor
 
 from matlens import InputError
@@ -49,9 +40,7 @@ WHERES: dict[str, tuple[Any, Callable[[int, int], Tensor]]] = {
 
 @pytest.mark.parametrize("where", WHERES)
 @pytest.mark.parametrize(("name", "how"), [("gpt2", "set"), ("bert", "scale"), ("gemma2", "add")])
-def test_every_change_at_every_place_is_that_by_hand(
-    name: str, how: Any, where: str, small_model: Models, plain_model: Models
-) -> None:
+def test_every_change_at_every_place_is_that_by_hand(name, how, where, small_model, plain_model):
     """At all sites, in a batch padded on either side, as in each sentence read alone."""
     model, plain = small_model(name), plain_model(name)
     tokens, meant = WHERES[where]
@@ -69,7 +58,7 @@ def test_every_change_at_every_place_is_that_by_hand(
                 assert_near(one[site], other[site])
 
 
-def test_coefficients_are_set_exactly(small_model: Models) -> None:
+def test_coefficients_are_set_exactly(small_model):
     """In gated FFNs the product of gate and up; set to what they are, no bit changes; names in any way."""
     model = small_model("gemma3")
     before = vectors(model, SENTENCES[2:3])  # of one token
@@ -105,8 +94,8 @@ def by_hand(name: str, plain: Any, sentence: Tensor, length: int, how: str, wher
 @pytest.mark.parametrize("where", ["all", "last", "new"])
 @pytest.mark.parametrize(("name", "how"), [("gpt2", "add"), ("gemma3", "scale")])
 def test_generation_changes_the_prompts_last_or_the_new_tokens(
-    name: str, how: Any, where: Any, cached: bool, small_model: Models, plain_model: Models
-) -> None:
+    name, how, where, cached, small_model, plain_model
+):
     """In a batch of prompts of different lengths."""
     model, plain = small_model(name), plain_model(name)
     with controlled(model, GENTLE, how=how, where=where):
@@ -124,9 +113,7 @@ def test_generation_changes_the_prompts_last_or_the_new_tokens(
             assert float((elsewhere - theirs).abs().max()) > 1e-4
 
 
-def test_new_tokens_follow_the_first_pass_of_a_loop_without_generate(
-    small_model: Models, plain_model: Models
-) -> None:
+def test_new_tokens_follow_the_first_pass_of_a_loop_without_generate(small_model, plain_model):
     model, plain, sentence = small_model("gpt2"), plain_model("gpt2"), torch.tensor([17, 4, 40])
     logits, cache = [], None
     with controlled(model, GENTLE, where="new"), torch.inference_mode():
@@ -137,7 +124,7 @@ def test_new_tokens_follow_the_first_pass_of_a_loop_without_generate(
     assert_near(torch.stack(logits[:-1]), by_hand("gpt2", plain, sentence, 1, "set", "new"))
 
 
-def test_positions_are_the_prompts_own_with_a_cache_and_without(small_model: Models) -> None:
+def test_positions_are_the_prompts_own_with_a_cache_and_without(small_model):
     model, prompts, texts = small_model("llama"), sorted(PROMPTS, key=len, reverse=True), []
     for use_cache in (True, False):
         with controlled(model, GENTLE, how="add", where=torch.tensor([2, 5, 0])):
@@ -146,7 +133,7 @@ def test_positions_are_the_prompts_own_with_a_cache_and_without(small_model: Mod
     assert texts[0] == texts[1]
 
 
-def test_a_stream_of_tokens_is_generated_alike(small_model: Models) -> None:
+def test_a_stream_of_tokens_is_generated_alike(small_model):
     model = small_model("gpt2")
     with controlled(model, GENTLE, where="new"):
         whole = model.generate(PROMPTS[0], N_NEW, **SILENT)
@@ -156,9 +143,7 @@ def test_a_stream_of_tokens_is_generated_alike(small_model: Models) -> None:
 
 
 @pytest.mark.parametrize("where", ["all", "new", "last"])
-def test_after_an_exception_in_the_middle_of_generating_the_model_is_as_before(
-    where: Any, small_model: Models
-) -> None:
+def test_after_an_exception_in_the_middle_of_generating_the_model_is_as_before(where, small_model):
     model, passes = small_model("llama"), []
 
     def fail(value: Tensor, hook: Any) -> None:
@@ -184,7 +169,7 @@ def test_after_an_exception_in_the_middle_of_generating_the_model_is_as_before(
 
 
 @pytest.mark.parametrize("patched_first", [True, False])
-def test_it_goes_together_with_replacements_of_other_parts(patched_first: bool, small_model: Models) -> None:
+def test_it_goes_together_with_replacements_of_other_parts(patched_first, small_model):
     """A jump over block 0, attention of block 1 and control of its FFN: each does what it does alone."""
     model = small_model("llama")
     replacements = [linear(jump_part(0, 1)), linear(submodule_part("attn", 1))]
@@ -204,9 +189,7 @@ def test_it_goes_together_with_replacements_of_other_parts(patched_first: bool, 
 
 
 @pytest.mark.parametrize("part", [jump_part(0, 2), submodule_part("ffn", 1)], ids=["jump", "sub-module"])
-def test_control_of_an_ffn_that_is_replaced_is_refused_in_either_order(
-    part: Any, small_model: Models
-) -> None:
+def test_control_of_an_ffn_that_is_replaced_is_refused_in_either_order(part, small_model):
     """It would have no effect."""
     model = small_model("llama")
     before = state(model)
@@ -235,7 +218,7 @@ def test_control_of_an_ffn_that_is_replaced_is_refused_in_either_order(
         ((["L0D1"], 3.0, {"where": torch.tensor([-1, 0])}), "^where must be"),
     ],
 )
-def test_other_input_is_refused_and_nothing_is_hooked(given: Any, message: str, small_model: Models) -> None:
+def test_other_input_is_refused_and_nothing_is_hooked(given, message, small_model):
     model, options = small_model("llama"), given[2] if len(given) > 2 else {}
     before = state(model)
     with pytest.raises(InputError, match=message):
@@ -243,7 +226,7 @@ def test_other_input_is_refused_and_nothing_is_hooked(given: Any, message: str, 
     assert_as_before(model, before)
 
 
-def test_contexts_are_nested_for_other_vectors_and_other_sentences_are_refused(small_model: Models) -> None:
+def test_contexts_are_nested_for_other_vectors_and_other_sentences_are_refused(small_model):
     model = small_model("neox")
     with controlled(model, ["L0D5"], 3.0):
         outer = vectors(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from sub_updates.events import event_tables, saturation_frequency, update_scores
 from traces import make_trace
 
 from matlens import collect, make_examples
-from matlens.data.corpus import Corpus
 from matlens.data.examples import Examples
 from matlens.ffn.events import event_scores, find_events, find_saturation, relative_scores
 from matlens.ffn.projection import Projection
@@ -87,7 +85,7 @@ def all_updates(trace: Trace) -> dict[str, list[tuple[int, int]]]:
 
 @settings(max_examples=100)
 @given(traces())
-def test_events_and_updates_are_those_of_a_loop(trace: Trace) -> None:
+def test_events_and_updates_are_those_of_a_loop(trace):
     made = find_saturation(trace)
     by_hand = [made_at(trace, example) for example in range(len(trace))]
     assert made.layer.tolist() == [layer for layer, _ in by_hand]
@@ -112,7 +110,7 @@ def some(rows: list[bool] | None, places: list[tuple[int, int]]) -> list[tuple[i
 
 @settings(max_examples=50)
 @given(traces(), st.none() | st.lists(st.booleans(), min_size=6, max_size=6))
-def test_table_4_has_the_means_over_the_events(trace: Trace, rows: list[bool] | None) -> None:
+def test_table_4_has_the_means_over_the_events(trace, rows):
     places = {name: some(rows, places_of_kind) for name, places_of_kind in all_updates(trace).items()}
     assume(places["saturation"] and places["elimination"])
     table = event_scores(trace, rows=None if rows is None else torch.tensor(rows[: len(trace)]))
@@ -131,9 +129,7 @@ def test_table_4_has_the_means_over_the_events(trace: Trace, rows: list[bool] | 
 
 @settings(max_examples=40)
 @given(traces(), st.none() | st.lists(st.booleans(), min_size=6, max_size=6))
-def test_the_layers_table_has_the_means_and_quantiles_over_the_updates(
-    trace: Trace, rows: list[bool] | None
-) -> None:
+def test_the_layers_table_has_the_means_and_quantiles_over_the_updates(trace, rows):
     assume(rows is None or any(rows[: len(trace)]))
     table = update_scores(trace, rows=None if rows is None else torch.tensor(rows[: len(trace)]))
     places = {name: some(rows, places_of_kind) for name, places_of_kind in all_updates(trace).items()}
@@ -157,7 +153,7 @@ def test_the_layers_table_has_the_means_and_quantiles_over_the_updates(
 
 @settings(max_examples=50)
 @given(traces())
-def test_the_frequency_of_saturation_is_counted_and_sums_to_one(trace: Trace) -> None:
+def test_the_frequency_of_saturation_is_counted_and_sums_to_one(trace):
     table = saturation_frequency(trace)
     assert list(table) == list(COLUMNS)
     assert len(table) == 3 * trace.n_layers
@@ -172,9 +168,7 @@ def test_the_frequency_of_saturation_is_counted_and_sums_to_one(trace: Trace) ->
     assert shares["ffn"] + shares["attention"] == pytest.approx(1)
 
 
-def test_sinks_of_a_trace_are_those_of_the_collected_stream(
-    small_model: Callable[[str], Any], sentences: Corpus
-) -> None:
+def test_sinks_of_a_trace_are_those_of_the_collected_stream(small_model, sentences):
     norm = torch.tensor([[1.0, 2.0], [1.1, 41.0], [0.9, 2.1], [21.0, 2.0], [1.0, 39.0]])
     tokens = torch.zeros(5, 2, dtype=torch.long)
     trace = make_trace(tokens, tokens, tokens, norm=norm)
@@ -189,7 +183,7 @@ def test_sinks_of_a_trace_are_those_of_the_collected_stream(
 
 
 @pytest.fixture
-def real(small_model: Callable[[str], Any], sentences: Corpus) -> Callable[[str], tuple[Any, Trace]]:
+def real(small_model, sentences):
     def of(name: str) -> tuple[Any, Trace]:
         model = small_model(name)
         return model, Trace.run(model, make_examples(model, sentences).head(8), k=3, progress=False)
@@ -198,9 +192,7 @@ def real(small_model: Callable[[str], Any], sentences: Corpus) -> Callable[[str]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "bert"])
-def test_lift_and_odds_are_differences_of_the_projections_scores(
-    name: str, real: Callable[[str], tuple[Any, Trace]]
-) -> None:
+def test_lift_and_odds_are_differences_of_the_projections_scores(name, real):
     model, trace = real(name)
     values, projection = ValueVectors(model), Projection.from_model(model)
     lifted, against = (relative_scores(trace, model, to) for to in ("mean", "rival"))
@@ -224,7 +216,7 @@ def test_lift_and_odds_are_differences_of_the_projections_scores(
 
 
 @pytest.fixture(scope="module")
-def with_sinks(small_model: Callable[[str], Any]) -> Trace:
+def with_sinks(small_model):
     """Every fifth example is at a sink, which every model of the kind has at the same tokens."""
     n, generator = 60, torch.Generator().manual_seed(0)
     tokens = torch.randint(10, 55, (n, 6), generator=generator)
@@ -235,9 +227,7 @@ def with_sinks(small_model: Callable[[str], Any]) -> Trace:
     return Trace.run(small_model("llama-sinks"), examples, k=3, progress=False)
 
 
-def test_all_readings_and_sinks_are_in_the_tables_under_their_names(
-    with_sinks: Trace, small_model: Callable[[str], Any]
-) -> None:
+def test_all_readings_and_sinks_are_in_the_tables_under_their_names(with_sinks, small_model):
     trace, model = with_sinks, small_model("llama-sinks")
     tables = event_tables(trace, model)
     lift, odds = (relative_scores(trace, model, to) for to in ("mean", "rival"))

@@ -39,9 +39,7 @@ def assert_alike(ours: TextLosses, theirs: TextLosses) -> None:
 
 @pytest.mark.parametrize("control", [False, True], ids=["unchanged", "controlled"])
 @pytest.mark.parametrize("name", ["gpt2", "gptj", "gemma2"])
-def test_it_is_hugging_faces_loss(
-    name: str, control: bool, small_model: Models, plain_model: Models, sentences: Corpus
-) -> None:
+def test_it_is_hugging_faces_loss(name, control, small_model, plain_model, sentences):
     model, plain = small_model(name), plain_model(name)
     with controlled_by_hand(name, plain, CHOSEN if control else {}):
         expected = plain_losses(plain, model.tokenizer, sentences)
@@ -54,9 +52,7 @@ def test_it_is_hugging_faces_loss(
     assert by_batch_size[0].perplexity().n == 40
 
 
-def test_running_text_is_read_in_separate_windows(
-    small_model: Models, plain_model: Models, sentences: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_running_text_is_read_in_separate_windows(small_model, plain_model, sentences, monkeypatch):
     """As Hugging Face gives the loss of every window."""
     monkeypatch.setattr("matlens.ffn.perplexity._PLACES", 7)  # read part by part
     model, plain = small_model("llama"), plain_model("llama")
@@ -71,7 +67,7 @@ def test_running_text_is_read_in_separate_windows(
     assert losses.n_tokens.sum() == len(ids) - len(expected)
 
 
-def test_the_interval_of_few_texts_is_that_of_a_ratio_of_sums() -> None:
+def test_the_interval_of_few_texts_is_that_of_a_ratio_of_sums():
     """The delta method for a ratio of two means, by sample variances and covariance (Cochran 1977, 6.4)."""
     lost, counted = np.array([7.0, 3.0, 11.0, 4.0]), np.array([3, 1, 4, 2])
     r, ((of_lost, both), (_, of_counted)) = lost.sum() / counted.sum(), np.cov(lost, counted)
@@ -82,7 +78,7 @@ def test_the_interval_of_few_texts_is_that_of_a_ratio_of_sums() -> None:
     assert (estimate.value, estimate.low, estimate.high) == pytest.approx(expected)
 
 
-def test_a_ratio_is_that_of_the_perplexities_and_surer_than_they() -> None:
+def test_a_ratio_is_that_of_the_perplexities_and_surer_than_they():
     rng = np.random.default_rng(1)
     counted = rng.integers(5, 40, 50)
     base = TextLosses(rng.normal(3, 1, 50) * counted, counted)

@@ -22,9 +22,7 @@ NAMES = ("gpt2", "gptj", "bert", "gemma2", "gemma3")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_scores_are_the_plain_unembedding_times_the_vector(
-    name: str, small_model: Models, plain_model: Models
-) -> None:
+def test_scores_are_the_plain_unembedding_times_the_vector(name, small_model, plain_model):
     model, plain = small_model(name), plain_model(name)
     vectors = plain_values(name, plain, 1)
     expected = vectors @ plain_unembedding(plain).T
@@ -35,9 +33,7 @@ def test_scores_are_the_plain_unembedding_times_the_vector(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_scores_through_the_head_have_its_linear_parts(
-    name: str, small_model: Models, plain_model: Models
-) -> None:
+def test_scores_through_the_head_have_its_linear_parts(name, small_model, plain_model):
     """The norm's gain, less the mean in layer norms, after the dense layer of masked-LM heads."""
     model, plain = small_model(name), plain_model(name)
     v = plain_values(name, plain, 1)[:4]
@@ -56,8 +52,8 @@ def test_scores_through_the_head_have_its_linear_parts(
 @pytest.mark.parametrize("in_memory", [1, D_VOCAB * 5, 2**25])
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_top_and_bottom_tokens_are_those_of_all_scores_sorted(
-    name: str, in_memory: int, small_model: Models, plain_model: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name, in_memory, small_model, plain_model, monkeypatch
+):
     """Whether many vectors are read at once or one."""
     monkeypatch.setattr(projection, "_SCORES", in_memory)
     model, plain = small_model(name), plain_model(name)
@@ -74,7 +70,7 @@ def test_top_and_bottom_tokens_are_those_of_all_scores_sorted(
         ours.top(torch.zeros(2, D_MODEL), D_VOCAB + 1)
 
 
-def test_the_table_has_both_ends_of_each_vector(small_model: Models, plain_model: Models) -> None:
+def test_the_table_has_both_ends_of_each_vector(small_model, plain_model):
     model, plain, tokenizer = small_model("gpt2"), plain_model("gpt2"), make_tokenizer()
     table = Projection.from_model(model).table(ValueVectors(model), ["L2D9", (0, -1)], k=3)
     assert tuple(table.columns) == projection.TOKEN_COLUMNS
@@ -92,7 +88,7 @@ def test_the_table_has_both_ends_of_each_vector(small_model: Models, plain_model
             assert set(zip(rows["layer"], rows["index"], strict=True)) == {(layer, index)}
 
 
-def test_value_vectors_and_updates_of_another_model_are_refused(small_model: Models) -> None:
+def test_value_vectors_and_updates_of_another_model_are_refused(small_model):
     projection, other = Projection.from_model(small_model("gpt2")), small_model("llama")
     with pytest.raises(InputError, match="model"):
         projection.table(ValueVectors(other), ["L2D9"], k=3)
@@ -103,8 +99,8 @@ def test_value_vectors_and_updates_of_another_model_are_refused(small_model: Mod
 @pytest.mark.parametrize("words", [["w7"], ["w7", "w30", "w11"]])
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_the_vectors_that_promote_words_most_are_found_as_by_trying_all(
-    name: str, words: list[str], small_model: Models, plain_model: Models
-) -> None:
+    name, words, small_model, plain_model
+):
     model, plain, tokenizer = small_model(name), plain_model(name), make_tokenizer(bert=name == "bert")
     values, ids = ValueVectors(model), tokenizer.convert_tokens_to_ids(words)
     for read, normed in ((Projection.from_model(model), False), (Projection.after_norm(model), True)):
@@ -122,7 +118,7 @@ def test_the_vectors_that_promote_words_most_are_found_as_by_trying_all(
 
 
 @pytest.mark.parametrize("words", [["w7"], ["w7", "w30", "w11"]])
-def test_a_search_finds_every_list_with_a_word(words: list[str], small_model: Models) -> None:
+def test_a_search_finds_every_list_with_a_word(words, small_model):
     model, tokenizer = small_model("gpt2"), make_tokenizer()
     values, read = ValueVectors(model), Projection.from_model(model)
     tokens = read.top_of_all(values, K, progress=False)

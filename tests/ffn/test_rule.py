@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -36,9 +34,7 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
 @pytest.mark.parametrize("others", ["later", "by-layer", "together"])
 @settings(max_examples=60)
 @given(case=cases())
-def test_the_rule_is_a_loop_over_examples(
-    others: Any, overlap: Any, case: tuple[np.ndarray, np.ndarray, np.ndarray, int]
-) -> None:
+def test_the_rule_is_a_loop_over_examples(others, overlap, case):
     dominant, labels, made, n_train = case
     n, n_layers, _ = dominant.shape
     d_mlp = len(labels) // n_layers
@@ -58,7 +54,7 @@ def test_the_rule_is_a_loop_over_examples(
     assert signals.argmax(1).tolist() == expected
 
 
-def test_clusters_are_ordered_by_the_sizes_of_coefficients() -> None:
+def test_clusters_are_ordered_by_the_sizes_of_coefficients():
     trace = make_trace_of_dominant(np.array([[[0, 1, 2, 3]], [[3, 2, 1, 0]]]), "one")
     trace.coefficient["dominant"] = torch.tensor([[[1.0, -4.0, 3.0, -2.0]], [[1.0, 1.0, 0.0, -1.0]]])
     clusters = make_clusters([5, 4, 3, 2, 0, 1], make_identity("none", "one", n_layers=1))

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import (
-    MASKED,
-    N_LAYERS,
-    assert_near,
-    load_plain,
-    make_sentences,
-    plain_vectors,
-    save_model,
-)
+from conftest import MASKED, N_LAYERS, assert_near, load_plain, make_sentences, plain_vectors, save_model
 from plain_values import NORM_BEHIND, plain_logits, plain_scale, plain_unembedding, plain_values
 from torch import Tensor
 
 import matlens
 from matlens import InputError, make_examples
-from matlens.data.corpus import Corpus
 from matlens.data.examples import Examples
 from matlens.ffn import trace as module
 from matlens.ffn.trace import GROUPS, REFERENCES, Trace
@@ -37,11 +26,7 @@ ROUNDING = 2e-5  # of the largest number
 
 
 @pytest.fixture(scope="module")
-def pair(
-    small_model: Callable[[str], Any],
-    plain_model: Callable[[str], Any],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[str], tuple[Any, Any]]:
+def pair(small_model, plain_model, tmp_path_factory):
     """A small model, loaded and plain. BERT's has greater weights: as it is, it predicts one token always."""
     made: dict[str, tuple[Any, Any]] = {}
 
@@ -149,9 +134,7 @@ def check(name: str, plain: Any, examples: Examples, trace: Trace, updates: list
 
 
 @pytest.mark.parametrize("name", WIRINGS)
-def test_every_number_is_the_plain_models(
-    name: str, pair: Callable[[str], tuple[Any, Any]], sentences: Corpus
-) -> None:
+def test_every_number_is_the_plain_models(name, pair, sentences):
     model, plain = pair(name)
     examples = make_examples(model, sentences).head(N)
     trace = Trace.run(model, examples, k=K, batch_tokens=BUDGET, progress=False)
@@ -165,9 +148,7 @@ def sampled(model: Any, examples: Examples, **options: Any) -> Tensor:
     return Trace.run(model, examples, progress=False, **options).index["random"]
 
 
-def test_random_sub_updates_are_the_seeds_own_distinct_and_uniform(
-    small_model: Callable[[str], Any], sentences: Corpus
-) -> None:
+def test_random_sub_updates_are_the_seeds_own_distinct_and_uniform(small_model, sentences):
     model = small_model("llama")
     examples, d_mlp = make_examples(model, sentences), 48
     index = sampled(model, examples, k=10)
@@ -193,14 +174,14 @@ def assert_equal(one: Trace, other: Trace) -> None:
 
 
 @pytest.fixture
-def llama(small_model: Callable[[str], Any]) -> tuple[Any, Examples]:
+def llama(small_model):
     model = small_model("llama")
     return model, make_examples(model, make_sentences())
 
 
 def test_a_stored_trace_is_the_one_in_memory_and_a_finished_folder_is_only_opened(
-    llama: tuple[Any, Examples], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    llama, tmp_path, monkeypatch
+):
     options: dict[str, Any] = {"k": K, "seed": 3, "progress": False}
     folder = tmp_path / "deep" / "trace"
     stored = Trace.run(*llama, folder=folder, **options)
@@ -212,18 +193,14 @@ def test_a_stored_trace_is_the_one_in_memory_and_a_finished_folder_is_only_opene
         assert again.provenance.corpus == "words"
 
 
-def test_a_trace_that_is_not_finite_is_refused(
-    llama: tuple[Any, Examples], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_that_is_not_finite_is_refused(llama, monkeypatch):
     scale = torch.tensor(torch.inf)
     monkeypatch.setattr(module.ValueVectors, "scale", lambda _, __, outputs: scale.expand(len(outputs)))
     with pytest.raises(InputError, match="not finite"):
         Trace.run(*llama, k=K, progress=False)
 
 
-def test_what_cannot_be_traced_is_refused_before_anything_is_run(
-    llama: tuple[Any, Examples], small_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_traced_is_refused_before_anything_is_run(llama, small_model, monkeypatch):
     model, examples = llama
     monkeypatch.setattr(module, "stream", lambda *_, **__: pytest.fail("the model is run"))
     with pytest.raises(InputError, match="no known value vectors"):  # these blocks are stream-only

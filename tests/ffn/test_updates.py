@@ -7,17 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import (
-    MASKED,
-    N_LAYERS,
-    assert_near,
-    make_tokenizer,
-)
+from conftest import MASKED, N_LAYERS, assert_near, make_tokenizer
 from paper_b_fig6_dominance import dominance
 from plain_values import plain_ffn, plain_unembedding, plain_values
 
 from matlens import InputError, collect, make_examples, make_prompts
-from matlens.data.corpus import Corpus
 from matlens.data.examples import Examples
 from matlens.ffn.projection import Projection
 from matlens.ffn.updates import Updates
@@ -31,9 +25,7 @@ def prompt_of(name: str, model: Any) -> Examples:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gptj", "bert", "gemma2", "granite", "olmo2"])
-def test_sub_updates_and_the_bias_add_up_to_the_plain_models_ffn(
-    name: str, small_model: Models, plain_model: Models, sentences: Corpus
-) -> None:
+def test_sub_updates_and_the_bias_add_up_to_the_plain_models_ffn(name, small_model, plain_model, sentences):
     model, plain = small_model(name), plain_model(name)
     examples = make_examples(model, sentences).head(4)
     updates = Updates.run(model, examples, progress=False)
@@ -55,9 +47,7 @@ def test_sub_updates_and_the_bias_add_up_to_the_plain_models_ffn(
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "gemma3"])
-def test_the_table_has_the_largest_sub_updates_and_the_tokens_they_promote(
-    name: str, small_model: Models, plain_model: Models
-) -> None:
+def test_the_table_has_the_largest_sub_updates_and_the_tokens_they_promote(name, small_model, plain_model):
     model, plain, tokenizer = small_model(name), plain_model(name), make_tokenizer(bert=name == "bert")
     examples = prompt_of(name, model)
     updates = Updates.run(model, examples, [0, -1], progress=False)
@@ -83,8 +73,8 @@ def test_the_table_has_the_largest_sub_updates_and_the_tokens_they_promote(
 @pytest.mark.parametrize("batch_tokens", [1, 10_000])
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_dominance_is_the_mean_share_of_the_largest_contributions(
-    name: str, batch_tokens: int, small_model: Models, plain_model: Models, sentences: Corpus
-) -> None:
+    name, batch_tokens, small_model, plain_model, sentences
+):
     model, plain = small_model(name), plain_model(name)
     examples = make_examples(model, sentences).head(8)
     both = dominance(model, examples, k=4, batch_tokens=batch_tokens)
@@ -105,9 +95,7 @@ def test_dominance_is_the_mean_share_of_the_largest_contributions(
         assert of_layer.loc["dominant", "value"] > of_layer.loc["random", "value"]
 
 
-def test_random_sub_updates_are_the_same_however_few_are_sampled_at_once(
-    small_model: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_random_sub_updates_are_the_same_however_few_are_sampled_at_once(small_model, monkeypatch):
     values = ValueVectors(small_model("gpt2"))
     whole = values.random_sub_updates(50, 3, seed=4)
     monkeypatch.setattr("matlens.ffn.values._SAMPLED", 7 * values.d_mlp)
@@ -117,7 +105,7 @@ def test_random_sub_updates_are_the_same_however_few_are_sampled_at_once(
     assert torch.equal(whole[0].long(), numbers.topk(3).indices)
 
 
-def test_updates_of_another_model_are_refused(small_model: Models) -> None:
+def test_updates_of_another_model_are_refused(small_model):
     model = small_model("llama")
     examples = prompt_of("llama", model)
     there = collect(model, examples, ["ffn_post.0", "ffn_out.0"], progress=False)

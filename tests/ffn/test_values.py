@@ -24,14 +24,12 @@ Folders = Callable[[str], Path]
     ("L12D3071", ValueVector(12, 3071)), ("l3d5", ValueVector(3, 5)), ("L-1D-2", ValueVector(-1, -2)),
     ("L3E5D120", ValueVector(3, 120, 5)), ([4, 7], ValueVector(4, 7)), (ValueVector(1, 2), ValueVector(1, 2)),
 ])  # fmt: skip
-def test_names_are_parsed_and_written(text: Any, value: ValueVector) -> None:
+def test_names_are_parsed_and_written(text, value):
     assert ValueVector.parse(text) == ValueVector.parse(str(value)) == value
 
 
 @pytest.mark.parametrize("name", WIRINGS)
-def test_vectors_are_the_rows_of_the_plain_output_matrix(
-    name: str, small_model: Models, plain_model: Models
-) -> None:
+def test_vectors_are_the_rows_of_the_plain_output_matrix(name, small_model, plain_model):
     values, plain = ValueVectors(small_model(name)), plain_model(name)
     assert (values.n_layers, values.d_mlp, values.d_model) == (N_LAYERS, D_MLP[name], D_MODEL)
     for layer in range(N_LAYERS):
@@ -50,13 +48,13 @@ def test_vectors_are_the_rows_of_the_plain_output_matrix(
 
 
 @pytest.mark.parametrize("wrong", ["L3D0", "L-4D0", "L0D48", "L0D-49", "L0E0D1"])
-def test_names_outside_the_model_are_refused(wrong: str, small_model: Models) -> None:
+def test_names_outside_the_model_are_refused(wrong, small_model):
     with pytest.raises(InputError, match=r"^(layer|index) must be between|There is no value vector"):
         ValueVectors(small_model("llama")).resolve(wrong)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_square_output_matrices_are_not_transposed(name: str, tmp_path: Path) -> None:
+def test_square_output_matrices_are_not_transposed(name, tmp_path):
     """Where d_mlp is d_model, only what the layer computes tells rows from columns."""
     torch.manual_seed(0)
     folder = save_model(name, tmp_path)
@@ -70,7 +68,7 @@ def test_square_output_matrices_are_not_transposed(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_half_precision_is_read_in_float32(name: str, model_folder: Folders) -> None:
+def test_half_precision_is_read_in_float32(name, model_folder):
     model = matlens.load(str(model_folder(name)), device="cpu", dtype=torch.bfloat16)
     plain = load_plain(name, model_folder(name), dtype=torch.bfloat16)
     values, read = ValueVectors(model), Projection.from_model(model)
@@ -81,7 +79,7 @@ def test_half_precision_is_read_in_float32(name: str, model_folder: Folders) -> 
     assert {parameter.dtype for parameter in model.original_model.parameters()} == {torch.bfloat16}
 
 
-def test_weights_that_the_layer_does_not_use_as_they_are_are_refused(model_folder: Folders) -> None:
+def test_weights_that_the_layer_does_not_use_as_they_are_are_refused(model_folder):
     """As with packed weights and adapters, the layer computes more than its weight says."""
     model = matlens.load(str(model_folder("llama")), device="cpu")
     layer = model.blocks[1].mlp.out.original_component
@@ -94,7 +92,7 @@ def test_weights_that_the_layer_does_not_use_as_they_are_are_refused(model_folde
 @pytest.mark.parametrize(
     ("name", "edited"), [("gpt2", "mlp.out"), ("gemma3", "ln2_post"), ("olmo2", "ln2_post"), ("olmoe", "mlp")]
 )
-def test_edited_weights_are_noticed(name: str, edited: str, model_folder: Folders) -> None:
+def test_edited_weights_are_noticed(name, edited, model_folder):
     """Also those of a norm after the FFN, which the value vectors pass through."""
     model = matlens.load(str(model_folder(name)), device="cpu")
     values = ValueVectors(model)
@@ -109,7 +107,7 @@ def test_edited_weights_are_noticed(name: str, edited: str, model_folder: Folder
     assert values.layer(0).shape == (values.d_mlp, D_MODEL)
 
 
-def test_models_that_cannot_be_read_are_refused(small_model: Models, model_folder: Folders) -> None:
+def test_models_that_cannot_be_read_are_refused(small_model, model_folder):
     with pytest.raises(InputError, match=r"no known value vectors \(its blocks are stream-only\)"):
         ValueVectors(small_model("bloom"))
     model = matlens.load(str(model_folder("gpt2")), device="cpu")
@@ -126,7 +124,7 @@ def test_models_that_cannot_be_read_are_refused(small_model: Models, model_folde
             read(folded)
 
 
-def test_random_vectors_have_the_layers_moments_and_depend_on_the_seed_alone(small_model: Models) -> None:
+def test_random_vectors_have_the_layers_moments_and_depend_on_the_seed_alone(small_model):
     values = ValueVectors(small_model("gpt2"))
     sampled, real = values.random(1, 50_000, seed=4), values.layer(1)
     deviation = real.std(0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ KINDS = ("activations", "trace", "moments", "maps", "clusters", "lens", "variant
 
 
 @pytest.fixture(scope="module")
-def kind_of(small_model: Callable[[str], Any]) -> Callable[[str], tuple[Make, Read]]:
+def kind_of(small_model):
     """How an artifact of a kind is made and read; the other job has other sentences or another seed."""
     model = small_model("gpt2")
     values = ffn.ValueVectors(model)
@@ -126,9 +125,7 @@ def _parts(maps: matlens.MapSet) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_artifacts_keep_the_contract(
-    kind: str, kind_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_artifacts_keep_the_contract(kind, kind_of, tmp_path, monkeypatch):
     monkeypatch.setattr(streaming, "_STATE_EVERY", 0.0)  # a state after every batch
     monkeypatch.setattr(streaming, "_SHARE_OF_WRITING", 0)
     monkeypatch.setattr("matlens.linearity.atlas.time.process_time", lambda: 0.0)
@@ -142,7 +139,7 @@ def test_artifacts_keep_the_contract(
 @pytest.mark.parametrize(
     ("kind", "n"), [("activations", 3), ("trace", 2), ("moments", 3), ("maps", 2), ("clusters", 2)]
 )
-def test_several_processes_write_what_one_writes(kind: str, n: int, kind_of: Any, tmp_path: Path) -> None:
+def test_several_processes_write_what_one_writes(kind, n, kind_of, tmp_path):
     make, read = kind_of(kind)
     make(tmp_path / "one", 0)
     outcomes = run_ranks(n, lambda: make(tmp_path / "several", 0) and None, tmp_path / "ranks")
@@ -158,9 +155,7 @@ def test_several_processes_write_what_one_writes(kind: str, n: int, kind_of: Any
         assert contents(tmp_path / "several") == contents(tmp_path / "one")
 
 
-def test_a_collection_larger_than_memory_is_fitted_shard_by_shard(
-    kind_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_collection_larger_than_memory_is_fitted_shard_by_shard(kind_of, tmp_path, monkeypatch):
     """The maps are those of vectors in memory, of all rows and of some, weighted."""
     make, _ = kind_of("activations")
     make(tmp_path / "a", 0)
@@ -191,7 +186,7 @@ def test_a_collection_larger_than_memory_is_fitted_shard_by_shard(
         {"config.json": ""},
     ],
 )
-def test_folders_of_others_are_refused_and_not_touched(files: dict[str, str], tmp_path: Path) -> None:
+def test_folders_of_others_are_refused_and_not_touched(files, tmp_path):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -208,7 +203,7 @@ def write_and_raise(folder: Path, error: BaseException) -> None:
         raise error
 
 
-def test_a_job_that_failed_before_it_wrote_leaves_no_folder(tmp_path: Path) -> None:
+def test_a_job_that_failed_before_it_wrote_leaves_no_folder(tmp_path):
     """But one that was there, and what others put into it meanwhile."""
 
     def fail(folder: Path, *theirs: str) -> None:
@@ -228,7 +223,7 @@ def test_a_job_that_failed_before_it_wrote_leaves_no_folder(tmp_path: Path) -> N
     assert (tmp_path / "shared" / "notes.txt").read_text() == "theirs"
 
 
-def test_what_was_written_outlives_a_failure(tmp_path: Path) -> None:
+def test_what_was_written_outlives_a_failure(tmp_path):
     for error in (KeyboardInterrupt(), ValueError("mine")):
         with pytest.raises(type(error)):
             write_and_raise(tmp_path / "a", error)
@@ -237,9 +232,7 @@ def test_what_was_written_outlives_a_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["os.fsync", "os.replace"])
-def test_a_full_disk_is_the_users_error_and_leaves_nothing(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_the_users_error_and_leaves_nothing(call, tmp_path, monkeypatch):
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -253,7 +246,7 @@ def test_a_full_disk_is_the_users_error_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_may_have_another_name_where_its_fingerprint_is_the_same(tmp_path: Path) -> None:
+def test_a_model_may_have_another_name_where_its_fingerprint_is_the_same(tmp_path):
     def request(name: str, fingerprint: str) -> dict[str, Any]:
         return {"model": {"base_model_name_or_path": name, "fingerprint": fingerprint}}
 
@@ -265,7 +258,7 @@ def test_a_model_may_have_another_name_where_its_fingerprint_is_the_same(tmp_pat
         pass
 
 
-def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+def test_nothing_is_written_through_a_link(tmp_path):
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / ".lock").symlink_to(tmp_path / "mine")
@@ -274,7 +267,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     assert (tmp_path / "mine").read_text() == "mine"
 
 
-def test_a_finished_folder_is_opened_without_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_folder_is_opened_without_writing(tmp_path, monkeypatch):
     """So it can be opened where nothing may be written."""
     with Artifact.writing(tmp_path / "a", "maps", {}) as artifact:
         artifact.finish()

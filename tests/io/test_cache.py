@@ -24,7 +24,7 @@ def writer(content: bytes) -> Callable[[Path], None]:
     return lambda folder: (folder / "numbers.bin").write_bytes(content) and None
 
 
-def test_an_entry_is_found_by_its_key_alone(tmp_path: Path) -> None:
+def test_an_entry_is_found_by_its_key_alone(tmp_path):
     cache = Cache(tmp_path / "cache")
     assert cache.find("thing", KEY) is None
     stored = cache.store("thing", KEY, writer(b"12345"), about={"what": "five"})
@@ -50,7 +50,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_entry_is_removed(damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_entry_is_removed(damage, tmp_path, capsys):
     cache = Cache(tmp_path)
     entry = cache.store("thing", KEY, writer(b"12345"))
     assert entry is not None
@@ -70,7 +70,7 @@ def _die(root: Path) -> None:
     Cache(root).store("thing", KEY, fill)
 
 
-def test_a_killed_filler_leaves_no_entry_and_blocks_nobody(tmp_path: Path) -> None:
+def test_a_killed_filler_leaves_no_entry_and_blocks_nobody(tmp_path):
     process = multiprocessing.get_context("fork").Process(target=_die, args=(tmp_path,))
     process.start()
     process.join()
@@ -82,7 +82,7 @@ def test_a_killed_filler_leaves_no_entry_and_blocks_nobody(tmp_path: Path) -> No
     assert [path.name for path in entry.folder.iterdir()] == ["numbers.bin"]
 
 
-def test_the_entry_used_longest_ago_is_removed_first(tmp_path: Path) -> None:
+def test_the_entry_used_longest_ago_is_removed_first(tmp_path):
     cache = Cache(tmp_path, limit=25)
     for number in range(2):
         cache.store("thing", {"n": number}, writer(b"0123456789"))
@@ -102,9 +102,7 @@ def test_the_entry_used_longest_ago_is_removed_first(tmp_path: Path) -> None:
     [(OSError(errno.ENOSPC, "full"), True), (SafetensorError("full"), True), (InputError("mine"), False),
      (ZeroDivisionError("a bug"), False)],
 )  # fmt: skip
-def test_an_entry_that_cannot_be_filled_leaves_nothing(
-    error: Exception, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_entry_that_cannot_be_filled_leaves_nothing(error, told, tmp_path, capsys):
     def fill(folder: Path) -> None:
         (folder / "half").write_bytes(b"1")
         raise error
@@ -115,7 +113,7 @@ def test_an_entry_that_cannot_be_filled_leaves_nothing(
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_clearing_leaves_what_is_being_filled(tmp_path: Path) -> None:
+def test_clearing_leaves_what_is_being_filled(tmp_path):
     cache = Cache(tmp_path)
     cache.store("thing", {"n": 0}, writer(b"12345"))
     freed = []
@@ -132,7 +130,7 @@ def test_clearing_leaves_what_is_being_filled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["given its old time", "replaced"])
-def test_the_state_of_a_file_changes_with_it(how: str, tmp_path: Path) -> None:
+def test_the_state_of_a_file_changes_with_it(how, tmp_path):
     path = tmp_path / "a.bin"
     path.write_bytes(b"first")
     before, state = path.stat(), file_states([path])
@@ -147,7 +145,7 @@ def test_the_state_of_a_file_changes_with_it(how: str, tmp_path: Path) -> None:
     assert file_states([path]) != state
 
 
-def test_variables_move_and_limit_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_move_and_limit_the_cache(tmp_path, monkeypatch):
     def places() -> list[tuple[Path, int]]:
         cache = default_cache()
         return [] if cache is None else [(cache.root, cache.limit)]

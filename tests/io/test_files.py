@@ -34,9 +34,7 @@ def full_disk(*_: Any) -> None:
     ("content", "expected"),
     [(b"\0\1", b"\0\1"), ("Schließlich", "Schließlich".encode()), ({"a": [1]}, b'{\n "a": [\n  1\n ]\n}\n')],
 )
-def test_a_file_is_written_completely_or_not_at_all(
-    content: Any, expected: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_written_completely_or_not_at_all(content, expected, tmp_path, monkeypatch):
     path, synced = tmp_path / "file", list[bytes]()
     path.write_bytes(b"the old content")
 
@@ -55,7 +53,7 @@ def test_a_file_is_written_completely_or_not_at_all(
     assert tree(tmp_path) == {"file": expected}
 
 
-def test_several_files_are_all_written_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_files_are_all_written_or_none(tmp_path, monkeypatch):
     (tmp_path / "csv").write_bytes(b"old")
     calls: list[int] = []
 
@@ -82,7 +80,7 @@ def test_several_files_are_all_written_or_none(tmp_path: Path, monkeypatch: pyte
     assert not (tmp_path / "new").exists()
 
 
-def test_files_of_two_writers_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_two_writers_are_not_mixed(tmp_path, monkeypatch):
     paths, replace = (tmp_path / "csv", tmp_path / "json"), Path.replace
     second = threading.Thread(target=write_files, args=(dict.fromkeys(paths, "second"),))
 
@@ -98,7 +96,7 @@ def test_files_of_two_writers_are_not_mixed(tmp_path: Path, monkeypatch: pytest.
     assert tree(tmp_path) == {"csv": b"second", "json": b"second"}
 
 
-def test_links_are_replaced_and_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_are_replaced_and_not_followed(tmp_path, monkeypatch):
     (tmp_path / "victim").write_text("years of work")
     for name, target in (("link", "victim"), ("dangling", "absent"), ("loop", "loop")):
         path = tmp_path / name
@@ -116,7 +114,7 @@ def test_links_are_replaced_and_not_followed(tmp_path: Path, monkeypatch: pytest
     assert not (tmp_path / "absent").exists()
 
 
-def test_a_file_larger_than_its_bound_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_larger_than_its_bound_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "large.json"
     path.write_bytes(b"[" + b"0," * 2**19 + b"0]")
     assert len(read_json(path)) == 2**19 + 1
@@ -126,7 +124,7 @@ def test_a_file_larger_than_its_bound_is_refused(tmp_path: Path, monkeypatch: py
             read_json(large)
 
 
-def test_a_changed_record_or_file_is_refused(tmp_path: Path) -> None:
+def test_a_changed_record_or_file_is_refused(tmp_path):
     path, own = tmp_path / "config.json", checksummed({"a": [1.5, None, {"b": "ü"}], "c": float("inf")})
     write_files({path: own})
     assert verified(read_json(path), path) == own == checksummed(own)
@@ -151,7 +149,7 @@ def _hold(folder: Path) -> None:
         os._exit(9)
 
 
-def test_the_lock_of_a_killed_process_is_free_and_its_partial_files_are_removed(tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_process_is_free_and_its_partial_files_are_removed(tmp_path):
     process = multiprocessing.get_context("fork").Process(target=_hold, args=(tmp_path / "a",))
     process.start()
     process.join()

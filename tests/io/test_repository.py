@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import huggingface_hub
 import pytest
-from hub_stand_in import TOKEN, Hub
+from hub_stand_in import TOKEN
 
 from matlens import InputError
 from matlens.io.repository import PATIENCE, HubRepository
@@ -15,7 +15,7 @@ def ask(repository: HubRepository, revision: str | None = None) -> str:
         return str(hub.repo_info(repository.name, revision=revision, timeout=PATIENCE).sha)
 
 
-def test_a_hub_that_refuses_or_does_not_answer_is_an_input_error(hub: Hub) -> None:
+def test_a_hub_that_refuses_or_does_not_answer_is_an_input_error(hub):
     commit = hub.add("someone/lenses", {"a.json": b"1"})
     repository = HubRepository("someone/lenses", token=TOKEN)
     before = huggingface_hub.get_session().timeout

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -19,9 +17,7 @@ COLUMNS = {"h.0": Column(3), "token": Column(2, "int32"), "count": Column(1, "in
 
 @settings(derandomize=True, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), n_rows=st.integers(1, 60), shard_bytes=st.sampled_from([1, 200, 1 << 28]))
-def test_rows_land_where_they_should(
-    data: st.DataObject, n_rows: int, shard_bytes: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_rows_land_where_they_should(data, n_rows, shard_bytes, tmp_path_factory):
     order = np.array(data.draw(st.permutations(range(n_rows))))
     cuts = sorted(data.draw(st.sets(st.integers(1, n_rows), max_size=6)))
     batches = [index for index in np.split(order, cuts) if len(index)]
@@ -52,7 +48,7 @@ def test_rows_land_where_they_should(
         assert all(torch.equal(part[name], of[torch.from_numpy(index)]) for name, of in whole.items())
 
 
-def test_shards_are_about_as_large_as_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_are_about_as_large_as_the_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "_SHARD_BYTES", 100)  # a batch has two rows of 8 + 12 bytes
     with writing_rows("rows", {}, {"h.0": Column(3)}, [2] * 80, folder=tmp_path / "r") as writer:
         for number in writer.missing:
@@ -62,7 +58,7 @@ def test_shards_are_about_as_large_as_the_limit(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("index", [[0, 1], [0, 1, 1, 3]])
-def test_rows_that_are_not_each_there_once_are_damage(index: list[int], tmp_path: Path) -> None:
+def test_rows_that_are_not_each_there_once_are_damage(index, tmp_path):
     with writing_rows("rows", {}, {"h.0": Column(3)}, [4], folder=tmp_path / "r") as writer:
         writer.add(np.array(index), {"h.0": torch.ones(len(index), 3)})
     for read in (lambda: writer.rows["h.0"], lambda: list(writer.rows.shards(["h.0"]))):
@@ -70,7 +66,7 @@ def test_rows_that_are_not_each_there_once_are_damage(index: list[int], tmp_path
             read()
 
 
-def test_a_disk_without_room_is_said_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_is_said_before_the_work(tmp_path, monkeypatch):
     monkeypatch.setattr(rows.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 100})())
     place = writing_rows("rows", {}, {"h.0": Column(3)}, [50], folder=tmp_path / "r")
     with pytest.raises(InputError), place:

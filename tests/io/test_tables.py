@@ -36,7 +36,7 @@ def row(**changes: Any) -> dict[str, Any]:
     return result_row("quality", **{**described, **changes})
 
 
-def test_a_table_has_further_columns_and_integer_layers() -> None:
+def test_a_table_has_further_columns_and_integer_layers():
     expected = ["quality", "small", "words", "mat", 1, 3, "precision", 5, 0.5, 0.25, 0.75, 8]
     assert list(row().values()) == expected
     table = result_table([row(lam=0.5), row(layer=None, target=None, lam=math.nan)], "lam")
@@ -48,7 +48,7 @@ def test_a_table_has_further_columns_and_integer_layers() -> None:
     assert list(result_table([]).columns) == list(COLUMNS)
 
 
-def test_a_table_is_read_back_with_its_types(tmp_path: Path) -> None:
+def test_a_table_is_read_back_with_its_types(tmp_path):
     path = tmp_path / "table.csv"
     path.write_text("name,count,note\nnan,3,\nNA,4,b\n")
     table = read_table(path, {"name": "str", "count": "int64"}, what="a table", made_by="Nobody writes it.")
@@ -60,7 +60,7 @@ def test_a_table_is_read_back_with_its_types(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "", "name,count\na,many\n", "other\n1\n", "name\na\n"])
-def test_another_file_is_refused(content: str | None, tmp_path: Path) -> None:
+def test_another_file_is_refused(content, tmp_path):
     path = tmp_path / "table.csv"
     if content is not None:
         path.write_text(content)
@@ -75,7 +75,7 @@ def numbers(path: Path) -> list[float]:
     return table["value"].tolist()
 
 
-def test_no_damage_to_a_table_or_to_its_origin_is_read_as_other_numbers(tmp_path: Path) -> None:
+def test_no_damage_to_a_table_or_to_its_origin_is_read_as_other_numbers(tmp_path):
     write_results(tmp_path, "quality", result_table([row(), row(layer=2)]), {"seed": 3})
     path = tmp_path / "quality.csv"
     whole, n_refused = numbers(path), 0
@@ -111,19 +111,19 @@ def begins_a_formula(text: str) -> bool:
 @example("\t\t=")
 @example("';'=")
 @example("'\tx")
-def test_a_formula_is_escaped_and_comes_back(text: str) -> None:
+def test_a_formula_is_escaped_and_comes_back(text):
     written = escape_formula(text)
     assert original_cell(written) == text
     assert not begins_a_formula(written)
     assert written[:1] not in ("\t", "\r", "\n")
 
 
-def test_long_texts_take_no_time() -> None:
+def test_long_texts_take_no_time():
     for text in ("\t" * 200_000, "'" * 200_000 + "=", ";" * 200_000 + "x"):
         assert original_cell(escape_formula(text)) == text  # by a pattern that backtracks, this takes hours
 
 
-def test_numbers_are_unchanged() -> None:
+def test_numbers_are_unchanged():
     table = pd.DataFrame(
         {"a": [-0.5, 1.0], "b": [-1, 2], "c": [True, False], "d": ["-0.5", "x"], "-e": [None, -3]}
     )
@@ -135,9 +135,7 @@ def test_numbers_are_unchanged() -> None:
 
 @settings(max_examples=50)
 @given(texts=st.lists(TEXTS.map(lambda text: text.replace("\r", "")), min_size=1, max_size=4))
-def test_a_table_comes_back_with_its_texts(
-    texts: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_table_comes_back_with_its_texts(texts, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tables")
     table = pd.DataFrame({"token": texts, "score": [-0.5] * len(texts)})
     write_results(folder, "t", table, {})

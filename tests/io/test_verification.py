@@ -33,7 +33,7 @@ def write_rows(folder: Path, *, broken_off: bool = False) -> None:
 
 
 @pytest.fixture
-def out(tmp_path: Path) -> Path:
+def out(tmp_path):
     """An output folder with everything in it, and with files of others."""
     folder = tmp_path / "out"
     write_rows(folder / "train")
@@ -68,7 +68,7 @@ WHATS = {
 }
 
 
-def test_undamaged_folders_and_tables_are_verified(out: Path) -> None:
+def test_undamaged_folders_and_tables_are_verified(out):
     verdicts = list(verify(out))
     assert {v.path.name: v.what for v in verdicts} == WHATS
     assert [v.damage for v in verdicts] == [None] * 5
@@ -79,7 +79,7 @@ def test_undamaged_folders_and_tables_are_verified(out: Path) -> None:
     "name",
     ["train/00001.safetensors", "validation/00000.safetensors", "maps/h.0.safetensors", "results.csv"],
 )
-def test_a_damaged_or_missing_file_is_named(name: str, out: Path) -> None:
+def test_a_damaged_or_missing_file_is_named(name, out):
     path = out / name
     place = path.parent if path.parent != out else path
     for harm in harmed(path, 12, seed=3):
@@ -92,7 +92,7 @@ def test_a_damaged_or_missing_file_is_named(name: str, out: Path) -> None:
         assert str(path) in damage
 
 
-def test_a_folder_of_a_run_that_is_gone_is_named(out: Path) -> None:
+def test_a_folder_of_a_run_that_is_gone_is_named(out):
     write_list(out)
     assert {verdict.path.name: verdict.what for verdict in verify(out)} == WHATS | {
         "run.json": "results, 2 files"
@@ -103,9 +103,7 @@ def test_a_folder_of_a_run_that_is_gone_is_named(out: Path) -> None:
     assert damages == {"run.json": gone, "maps": gone}
 
 
-def test_the_command_exits_with_2_on_damage(
-    out: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_command_exits_with_2_on_damage(out, capsys, tmp_path):
     done = run_command(["verify", out], capsys)
     assert done.code == 0
     assert [line.endswith("  ok") for line in done.out.splitlines()] == [True] * 5

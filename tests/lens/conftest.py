@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +18,7 @@ class Setting(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def setting(small_model: Callable[[str], Any]) -> Callable[[str], Setting]:
+def setting(small_model):
     made: dict[str, Setting] = {}
 
     def of(name: str) -> Setting:

@@ -71,7 +71,7 @@ def sums_of(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> LeastSquares:
 @pytest.mark.parametrize(
     "options", [{}, {"rank": 2}, {"ridge": 0.01}, {"ridge": 0.01, "toward": "identity"}], ids=str
 )
-def test_closed_forms_are_least_squares_on_weighted_samples(options: dict[str, Any], intercept: bool) -> None:
+def test_closed_forms_are_least_squares_on_weighted_samples(options, intercept):
     x, y, weights = samples_of_one_layer()
     config = LensConfig(intercept=intercept, **options)
     weight, bias = reference(x, y, weights, config)
@@ -93,7 +93,7 @@ def test_closed_forms_are_least_squares_on_weighted_samples(options: dict[str, A
 
 @pytest.mark.parametrize("intercept", [False, True])
 @pytest.mark.parametrize("toward", ["zero", "identity"])
-def test_leaving_one_out_is_fitting_on_all_others(toward: Any, intercept: bool) -> None:
+def test_leaving_one_out_is_fitting_on_all_others(toward, intercept):
     x, y, weights = samples_of_one_layer(14)
     shifted = y - x if toward == "identity" else y
     sums, config = sums_of(x, shifted, weights), LensConfig(ridge="loo", toward=toward, intercept=intercept)
@@ -116,7 +116,7 @@ def test_leaving_one_out_is_fitting_on_all_others(toward: Any, intercept: bool) 
     np.testing.assert_allclose(STRENGTHS, np.logspace(-10, 2, 25), rtol=1e-12)
 
 
-def test_keys_are_those_of_splitmix64() -> None:
+def test_keys_are_those_of_splitmix64():
     """They decide which samples leave-one-out looks at."""
 
     def mixed(tokens: list[int], place: int) -> int:
@@ -149,13 +149,13 @@ CONFIGS = [
 
 
 @pytest.fixture(scope="module")
-def model(small_model: Models) -> Any:
+def model(small_model):
     """A model two of whose tokens are sinks."""
     return small_model("llama-sinks")
 
 
 @pytest.fixture(scope="module")
-def data(model: Any) -> Activations:
+def data(model):
     """The stream at all tokens of forty sentences."""
     examples = matlens.make_examples(model, make_sentences())
     return matlens.collect(model, examples, positions="all", progress=False)
@@ -185,9 +185,7 @@ def check_against_reference(lens: Lens, config: LensConfig, data: Activations, w
             assert error < 2e-3 * np.linalg.norm(expected), (config, layer)
 
 
-def test_all_layers_are_those_of_the_reference_collected_or_streamed_with_weights(
-    model: Any, data: Activations, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_layers_are_those_of_the_reference_collected_or_streamed_with_weights(model, data, monkeypatch):
     """A sample of weight two is two samples, and one of weight zero or that is not selected is none."""
     generator, n_sinks = np.random.default_rng(6), int(sink_rows(data).sum())
     weights, rows = generator.integers(0, 3, data.n_rows), generator.random(data.n_rows) < 0.8
@@ -215,9 +213,7 @@ def test_all_layers_are_those_of_the_reference_collected_or_streamed_with_weight
     assert "weights" not in unweighted.provenance.details
 
 
-def test_leave_one_out_looks_at_the_samples_with_the_smallest_keys(
-    model: Any, data: Activations, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leave_one_out_looks_at_the_samples_with_the_smallest_keys(model, data, monkeypatch):
     monkeypatch.setattr(closed_forms, "_HELD_OUT", 150)
     monkeypatch.setattr(closed_forms, "_CHUNK", 50)
     seen: list[list[float]] = []
@@ -236,9 +232,7 @@ def test_leave_one_out_looks_at_the_samples_with_the_smallest_keys(
     assert seen[0] != pytest.approx(seen[1], rel=1e-4)
 
 
-def test_lenses_of_too_few_tokens_are_warned_of_once_but_not_with_a_ridge(
-    model: Any, data: Activations, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_lenses_of_too_few_tokens_are_warned_of_once_but_not_with_a_ridge(model, data, recwarn):
     def warnings_of(n: int, *methods: Method) -> list[str]:
         recwarn.clear()
         Lens.fit(model, data, method=methods, rows=torch.arange(data.n_rows) < n, progress=False)
@@ -259,7 +253,7 @@ def test_lenses_of_too_few_tokens_are_warned_of_once_but_not_with_a_ridge(
 
 
 @pytest.mark.refused
-def test_what_cannot_be_fitted_is_refused(model: Any, data: Activations, small_model: Models) -> None:
+def test_what_cannot_be_fitted_is_refused(model, data, small_model):
     with pytest.raises(InputError, match="do not belong together"):
         Lens.fit(small_model("llama"), data)
     with pytest.raises(InputError, match="does not begin with RMSNorm or LayerNorm"):

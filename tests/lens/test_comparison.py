@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,7 @@ Models = Callable[[str], Any]
 NO_SINKS = LensConfig(sinks="exclude")
 
 
-def test_a_decoder_is_compared_with_jacobians_fitted_lenses_and_open_sets(
-    small_model: Models, tmp_path: Path
-) -> None:
+def test_a_decoder_is_compared_with_jacobians_fitted_lenses_and_open_sets(small_model, tmp_path):
     model, parts = small_model("gpt2"), make_sentences().split(n_train=30, n_validation=10, seed=0)
     items = {"own": [EvaluationItem("a", "w1 w2 w3", (("w4",),)), EvaluationItem("b", "w5", (("w6",),))]}
     methods = ["id", "mat", NO_SINKS, "polished", "jacobian"]
@@ -54,7 +51,7 @@ def test_a_decoder_is_compared_with_jacobians_fitted_lenses_and_open_sets(
     assert plot_report(made.report).axes
 
 
-def test_a_masked_model_is_compared_at_its_masks(small_model: Models, tmp_path: Path) -> None:
+def test_a_masked_model_is_compared_at_its_masks(small_model, tmp_path):
     model, parts = small_model("bert"), make_sentences().split(n_train=30, n_validation=10, seed=0)
     made = compare_lenses(model, parts, tmp_path, methods=["id", "affine", "polished"], progress=False)
     assert made.origin["n_rows"] == 30
@@ -78,7 +75,7 @@ def test_a_masked_model_is_compared_at_its_masks(small_model: Models, tmp_path: 
     ]  # fmt: skip
 
 
-def test_sinks_are_those_of_the_validation_sentences(small_model: Models, tmp_path: Path) -> None:
+def test_sinks_are_those_of_the_validation_sentences(small_model, tmp_path):
     """Each lens is fitted with or without sinks, and r2 is given with and without those of validation."""
     model, parts = small_model("llama-sinks"), make_sentences().split(n_train=25, n_validation=15, seed=0)
 
@@ -109,7 +106,7 @@ def test_sinks_are_those_of_the_validation_sentences(small_model: Models, tmp_pa
 
 
 @pytest.mark.refused
-def test_what_cannot_be_compared_is_refused_before_the_work(small_model: Models, tmp_path: Path) -> None:
+def test_what_cannot_be_compared_is_refused_before_the_work(small_model, tmp_path):
     parts = make_sentences().split(n_train=30, n_validation=10, seed=0)
     with pytest.raises(InputError, match="not have 'jacobian'"):
         compare_lenses(small_model("bert"), parts, tmp_path, methods=["jacobian"])

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from conftest import D_MODEL
@@ -14,7 +10,7 @@ from matlens import InputError, Lens, collect, make_examples
 from matlens.lens.config import LensConfig, parse_methods
 
 
-def test_a_name_tells_the_options() -> None:
+def test_a_name_tells_the_options():
     everything = LensConfig(standardise=True, intercept=True, rank=64, sinks="exclude")
     names = {
         "mat": LensConfig(), "affine": LensConfig(intercept=True), "ridge=loo": LensConfig(ridge="loo"),
@@ -37,14 +33,12 @@ def test_a_name_tells_the_options() -> None:
         ({"weighted": True, "standardise": True}, "not be combined"),
     ],
 )
-def test_contradictions_are_refused(options: dict[str, Any], words: str) -> None:
+def test_contradictions_are_refused(options, words):
     with pytest.raises(InputError, match=words):
         LensConfig(**options)
 
 
-def test_another_package_adds_a_method(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_model: Callable[[str], Any], sentences: Any
-) -> None:
+def test_another_package_adds_a_method(tmp_path, monkeypatch, small_model, sentences):
     """A package with an entry point is found once it is installed, here as a folder on the path."""
     (tmp_path / "means_to_last.py").write_text(
         "import torch\n"

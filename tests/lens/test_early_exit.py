@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -33,7 +31,7 @@ def layer_left(confidence: list[float], i: int, mean_length: float, lam: float) 
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_exit_layers_are_those_of_a_loop_over_examples(seed: int) -> None:
+def test_exit_layers_are_those_of_a_loop_over_examples(seed):
     n, n_layers, generator = 60, 1 + 3 * seed, torch.Generator().manual_seed(seed)
     positions = torch.randint(0, 40, (n,), generator=generator)
     # Gaps of all sizes, and more of them near the thresholds of small lam.
@@ -49,7 +47,7 @@ def test_exit_layers_are_those_of_a_loop_over_examples(seed: int) -> None:
             assert left.tolist() == expected
 
 
-def test_a_confidence_that_only_reaches_the_threshold_does_not_exit() -> None:
+def test_a_confidence_that_only_reaches_the_threshold_does_not_exit():
     threshold = thresholds(torch.tensor([0, 2, 5, 9]), 0.3)
     tie, above = threshold, threshold.nextafter(torch.tensor(1.0, dtype=torch.float64))
     assert exit_layers(torch.stack([tie, above, above], 1), threshold).tolist() == [2] * 4
@@ -73,7 +71,7 @@ class Sharp(Readout):
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_the_sweep_is_a_computation_by_hand(name: str, small_model: Callable[[str], Any]) -> None:
+def test_the_sweep_is_a_computation_by_hand(name, small_model):
     model = small_model(name)
     data = collect(model, make_examples(model, make_sentences(), seed=2), progress=False)
     noise = torch.randn(N_LAYERS, D_MODEL, D_MODEL, generator=torch.Generator().manual_seed(0))
@@ -117,7 +115,7 @@ def test_the_sweep_is_a_computation_by_hand(name: str, small_model: Callable[[st
     assert rows["lam"].tolist() == pytest.approx(lams, abs=1e-6)
 
 
-def test_a_factor_on_the_scores_changes_the_exits(setting: Callable[[str], Any]) -> None:
+def test_a_factor_on_the_scores_changes_the_exits(setting):
     model, _, validation = setting("gpt2")
     lens = Lens.identity(model)
     unsure = replace(lens, scales=dict.fromkeys(lens.layers, 0.01))
@@ -128,7 +126,7 @@ def test_a_factor_on_the_scores_changes_the_exits(setting: Callable[[str], Any])
 
 
 @pytest.mark.refused
-def test_there_must_be_something_to_exit_by(setting: Callable[[str], Any]) -> None:
+def test_there_must_be_something_to_exit_by(setting):
     model, _, validation = setting("gpt2")
     lens = Lens.identity(model)
     with pytest.raises(InputError, match="at least one"):
@@ -161,9 +159,7 @@ def test_there_must_be_something_to_exit_by(setting: Callable[[str], Any]) -> No
         pytest.param([(1, 0.2), (3, 0.4), (3, 0.99), (3, 0.6), (10, 1.0)], 7, id="points above one another"),
     ],
 )
-def test_layers_saved_is_where_straight_lines_reach_the_precision(
-    points: list[tuple[float, float]], saved: float
-) -> None:
+def test_layers_saved_is_where_straight_lines_reach_the_precision(points, saved):
     rows = [("mat", layer, value, 0.1 * i) for i, (layer, value) in enumerate(points)]
     rows += [("id", 1.0, 1.0, 0.0), ("id", 10.0, 1.0, 0.1)]
     rows += [(method, float(layer), 1.0, math.nan) for method in ("mat", "id") for layer in range(1, 11)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +25,6 @@ from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet
 from matlens.models.identity import ModelIdentity, Provenance
 
-Settings = Callable[[str], Any]
 L, N, D = 3, 23, 32
 MODEL = make_identity("small", n_layers=L, d_model=D)
 
@@ -45,7 +43,7 @@ def log_softmax(scores: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, 1e30])
-def test_what_is_not_finite_predicts_nothing_and_harms_no_other(wrong: float, small_model: Settings) -> None:
+def test_what_is_not_finite_predicts_nothing_and_harms_no_other(wrong, small_model):
     """Also vectors whose squares overflow, of which a norm would make something."""
     readout = Readout(small_model("llama"))
     truth = random(N, readout.d_model, seed=1)
@@ -69,7 +67,7 @@ def test_what_is_not_finite_predicts_nothing_and_harms_no_other(wrong: float, sm
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_each_token_is_compared_with_the_model_s_own_distribution(name: str, setting: Settings) -> None:
+def test_each_token_is_compared_with_the_model_s_own_distribution(name, setting):
     model, _, validation = setting(name)
     readout, last = Readout(model), model.cfg.n_layers
     predictions = {
@@ -92,7 +90,7 @@ def test_each_token_is_compared_with_the_model_s_own_distribution(name: str, set
     torch.testing.assert_close(evaluated["itself"].kl, torch.zeros(len(p)), atol=1e-5, rtol=0)
 
 
-def test_differences_are_paired() -> None:
+def test_differences_are_paired():
     base = torch.linspace(0, 50, 20)
     ours = Evaluation(torch.ones(20, dtype=torch.long), base + 1 + 0.1 * torch.sin(base), base)
     theirs = Evaluation(torch.tensor([1, 6] * 10), base, base)
@@ -145,7 +143,7 @@ def only_row(table: pd.DataFrame, **wanted: Any) -> Any:
 
 
 @pytest.mark.parametrize("rows", [None, torch.arange(N) % 3 != 1])
-def test_fit_quality_is_r2_of_every_map_and_of_the_identity(rows: Tensor | None) -> None:
+def test_fit_quality_is_r2_of_every_map_and_of_the_identity(rows):
     maps, data = mapset(ALL + INSIDE), activations()
     used = slice(None) if rows is None else rows
     table = fit_quality(maps, data, rows=rows, progress=False)
@@ -170,9 +168,7 @@ def test_fit_quality_is_r2_of_every_map_and_of_the_identity(rows: Tensor | None)
     )
 
 
-def test_prediction_quality_is_what_the_definitions_count(
-    small_model: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prediction_quality_is_what_the_definitions_count(small_model, monkeypatch):
     readout, identity = Readout(small_model("llama")), ModelIdentity.from_model(small_model("llama"))
     maps, data = mapset(ALL, identity), activations(model=identity)
     table = prediction_quality(readout, maps, data, progress=False)
@@ -205,7 +201,7 @@ def test_prediction_quality_is_what_the_definitions_count(
 
 
 @pytest.mark.refused
-def test_what_does_not_belong_together_is_refused(small_model: Settings) -> None:
+def test_what_does_not_belong_together_is_refused(small_model):
     readout = Readout(small_model("llama"))
     others = mapset(ALL, replace(MODEL, fingerprint="beef"))
     models = "'small' with the fingerprint beef, and 'small' with the fingerprint f00d"
@@ -227,7 +223,7 @@ def test_what_does_not_belong_together_is_refused(small_model: Settings) -> None
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_each_row_is_the_measure_of_its_lens(name: str, setting: Settings) -> None:
+def test_each_row_is_the_measure_of_its_lens(name, setting):
     model, train, validation = setting(name)
     lenses = {"mat": Lens.fit(model, train, method="mat", progress=False), "id": Lens.identity(model)}
     if name == "llama":
@@ -264,7 +260,7 @@ def test_each_row_is_the_measure_of_its_lens(name: str, setting: Settings) -> No
 
 
 @pytest.mark.refused
-def test_lenses_that_cannot_be_evaluated_are_refused(setting: Settings) -> None:
+def test_lenses_that_cannot_be_evaluated_are_refused(setting):
     model, _, validation = setting("llama")
     lenses = {"id": Lens.identity(model)}
     with pytest.raises(InputError, match="at least one lens"):

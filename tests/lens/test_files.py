@@ -26,7 +26,7 @@ PROMPT = "w3 w14 w15 w9 w26"
 
 
 @pytest.fixture
-def lens(small_model: Models) -> Lens:
+def lens(small_model):
     """A lens without biases: dense at layers 0 and 1, of rank 4 at 2."""
     model = small_model("llama")
     maps = {
@@ -38,7 +38,7 @@ def lens(small_model: Models) -> Lens:
     return Lens(maps, "mat", provenance).on(model)
 
 
-def test_transformerlens_reads_and_steers_with_ours_as_we_do(lens: Lens, tmp_path: Path) -> None:
+def test_transformerlens_reads_and_steers_with_ours_as_we_do(lens, tmp_path):
     model = lens.model
     lens.to_jacobian_lens(tmp_path / "lens.pt")
     theirs = JacobianLens.from_pretrained(str(tmp_path / "lens.pt"), model=model)
@@ -63,7 +63,7 @@ def test_transformerlens_reads_and_steers_with_ours_as_we_do(lens: Lens, tmp_pat
     assert float((expected - plain).abs().max()) > 1e-3 * float(plain.abs().max())
 
 
-def test_theirs_is_read_as_it_is(small_model: Models, tmp_path: Path) -> None:
+def test_theirs_is_read_as_it_is(small_model, tmp_path):
     model = small_model("llama")
     given = JacobianLens({layer: numbers(D_MODEL, D_MODEL, seed=layer) for layer in (0, 1)}, n_prompts=3,
                          d_model=D_MODEL, metadata={"corpus": "pile"})  # fmt: skip
@@ -74,7 +74,7 @@ def test_theirs_is_read_as_it_is(small_model: Models, tmp_path: Path) -> None:
         assert torch.equal(lens.matrix(layer + 1), matrix.half().float())
 
 
-def test_ours_comes_back_with_where_it_is_from(lens: Lens, tmp_path: Path) -> None:
+def test_ours_comes_back_with_where_it_is_from(lens, tmp_path):
     lens.to_jacobian_lens(tmp_path / "lens.pt")
     back = Lens.from_jacobian_lens(tmp_path / "lens.pt", lens.model)
     assert (back.method, back.provenance.corpus, back.layers) == ("mat", "words", (1, 2))
@@ -88,7 +88,7 @@ def test_ours_comes_back_with_where_it_is_from(lens: Lens, tmp_path: Path) -> No
 
 
 @pytest.mark.refused
-def test_what_a_jacobian_lens_cannot_hold_is_refused(lens: Lens, small_model: Models, tmp_path: Path) -> None:
+def test_what_a_jacobian_lens_cannot_hold_is_refused(lens, small_model, tmp_path):
     provenance = lens.provenance
     kinds = {
         "a bias": Lens({1: linear(1, torch.eye(D_MODEL), torch.ones(D_MODEL))}, "affine", provenance),
@@ -117,7 +117,7 @@ class Bomb:
 
 
 @pytest.mark.refused
-def test_code_and_damage_in_a_file_are_refused_and_not_run(small_model: Models, tmp_path: Path) -> None:
+def test_code_and_damage_in_a_file_are_refused_and_not_run(small_model, tmp_path):
     model, bomb = small_model("llama"), Bomb(tmp_path / "ran")
     tuned = tuned_folder(model, tmp_path / "tuned")
     torch.save({"0.weight": bomb}, tuned / "params.pt")
@@ -157,7 +157,7 @@ def tuned_folder(model: Any, folder: Path, *, bias: bool = True) -> Path:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_tuned_lens_adds_to_what_it_translates(bias: bool, small_model: Models, tmp_path: Path) -> None:
+def test_a_tuned_lens_adds_to_what_it_translates(bias, small_model, tmp_path):
     model = small_model("llama")
     folder = tuned_folder(model, tmp_path / "tuned", bias=bias)
     with np.printoptions(suppress=True, linewidth=40, edgeitems=1, sign="+"):  # whatever NumPy is told
@@ -169,9 +169,7 @@ def test_a_tuned_lens_adds_to_what_it_translates(bias: bool, small_model: Models
 
 
 @pytest.mark.refused
-def test_a_tuned_lens_of_another_model_is_refused(
-    small_model: Models, model_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_tuned_lens_of_another_model_is_refused(small_model, model_folder, tmp_path):
     """In half precision it is known by the name of its model, as the hash is of printed digits."""
     model, half = small_model("llama"), matlens.load(str(model_folder("llama")), dtype=torch.bfloat16)
     folder = tuned_folder(model, tmp_path / "tuned")

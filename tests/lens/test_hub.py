@@ -36,7 +36,7 @@ def files(hub: Hub) -> dict[str, bytes]:
     return hub.repositories[PLACE][-1][1]
 
 
-def test_lenses_of_many_models_come_back_the_same_at_every_commit(hub: Hub, small_model: Models) -> None:
+def test_lenses_of_many_models_come_back_the_same_at_every_commit(hub, small_model):
     options: dict[str, Any] = {"token": TOKEN}
     model = small_model("llama")
     first = fitted(model).push_to_hub(PLACE, name="llama/words", **options)
@@ -69,7 +69,7 @@ def test_lenses_of_many_models_come_back_the_same_at_every_commit(hub: Hub, smal
         Lens.from_pretrained(PLACE, "llama/words", revision=commit, **options)
 
 
-def test_of_two_pushes_at_the_same_time_one_is_refused(hub: Hub, small_model: Models) -> None:
+def test_of_two_pushes_at_the_same_time_one_is_refused(hub, small_model):
     options: dict[str, Any] = {"token": TOKEN}
     hub.add(PLACE, {"a/first/config.json": b"{}", "a) [x](y/config.json": b"{}"})
 
@@ -87,9 +87,7 @@ def test_of_two_pushes_at_the_same_time_one_is_refused(hub: Hub, small_model: Mo
     ]
 
 
-def test_files_of_jacobian_lenses_are_read_from_their_repositories(
-    hub: Hub, small_model: Models, tmp_path: Any
-) -> None:
+def test_files_of_jacobian_lenses_are_read_from_their_repositories(hub, small_model, tmp_path):
     model = small_model("llama")
     given = JacobianLens({0: numbers(D_MODEL, D_MODEL)}, n_prompts=3, d_model=D_MODEL)
     given.save(str(tmp_path / "lens.pt"), dtype=torch.float32)
@@ -103,7 +101,7 @@ def test_files_of_jacobian_lenses_are_read_from_their_repositories(
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a//b", "/a", "a/.hidden", "a b", "a/b/c/d/e/f", "x" * 99])
-def test_names_that_lead_elsewhere_are_refused(name: str, hub: Hub, small_model: Models) -> None:
+def test_names_that_lead_elsewhere_are_refused(name, hub, small_model):
     lens = fitted(small_model("llama"))
     with pytest.raises(InputError, match="name must be a folder"):
         lens.push_to_hub(PLACE, name=name)
@@ -120,11 +118,11 @@ def test_names_that_lead_elsewhere_are_refused(name: str, hub: Hub, small_model:
     [("maker/model", "maker/model"), ("/home/somebody/model", "model"), ("./data/x.txt", "x.txt"),
      ("C:\\work\\x", "x"), ("~/x/", "x")],
 )  # fmt: skip
-def test_folders_of_the_machine_are_not_told(name: str, expected: str) -> None:
+def test_folders_of_the_machine_are_not_told(name, expected):
     assert bare(name) == expected
 
 
-def test_texts_of_others_add_no_line_and_no_markup(small_model: Models) -> None:
+def test_texts_of_others_add_no_line_and_no_markup(small_model):
     lens = fitted(small_model("llama"))
     harmless = lens_card(lens, None)
     for text in INJECTIONS:

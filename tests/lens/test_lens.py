@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from matlens.models.identity import ModelIdentity, Provenance
 Models = Callable[[str], Any]
 
 
-def test_vectors_are_mapped_as_the_formulas_say_and_read_out_by_the_model(small_model: Models) -> None:
+def test_vectors_are_mapped_as_the_formulas_say_and_read_out_by_the_model(small_model):
     model = small_model("llama")
     lens = make_lens(model, norm=Standardisation("rms", 0.1)).on(model)
     h = numbers(5, 2, D_MODEL, seed=9)
@@ -44,7 +43,7 @@ def test_vectors_are_mapped_as_the_formulas_say_and_read_out_by_the_model(small_
 
 
 @pytest.mark.parametrize(("name", "kind"), [("gpt2", "layer"), ("llama", "rms"), ("gemma2", "rms")])
-def test_the_standardisation_is_that_of_the_final_norm(name: str, kind: str, small_model: Models) -> None:
+def test_the_standardisation_is_that_of_the_final_norm(name, kind, small_model):
     model = small_model(name)
     norm, h = Standardisation.from_model(model), numbers(7, D_MODEL)
     module = model.ln_final.original_component
@@ -55,7 +54,7 @@ def test_the_standardisation_is_that_of_the_final_norm(name: str, kind: str, sma
     assert norm.kind == kind
 
 
-def test_scores_can_be_differentiated_and_the_weights_stay_as_they_are(small_model: Models) -> None:
+def test_scores_can_be_differentiated_and_the_weights_stay_as_they_are(small_model):
     model = small_model("gemma2")
     lens, h = make_lens(model).on(model), numbers(1, D_MODEL).requires_grad_()
     lens.logits(h, 0, gradients=True)[0, 7].backward()
@@ -69,7 +68,7 @@ def test_scores_can_be_differentiated_and_the_weights_stay_as_they_are(small_mod
     assert not lens.logits(h, 0).requires_grad
 
 
-def test_a_set_of_maps_is_a_lens(small_model: Models) -> None:
+def test_a_set_of_maps_is_a_lens(small_model):
     model = small_model("llama")
     provenance = Provenance(ModelIdentity.from_model(model))
     maps = [
@@ -87,7 +86,7 @@ def test_a_set_of_maps_is_a_lens(small_model: Models) -> None:
         Lens.from_maps(MapSet([between]))
 
 
-def test_a_lens_comes_back_from_its_folder(small_model: Models, tmp_path: Path) -> None:
+def test_a_lens_comes_back_from_its_folder(small_model, tmp_path):
     model = small_model("llama")
     lens = make_lens(model, norm=Standardisation("rms", 0.25))
     lens.save(tmp_path / "lens")
@@ -112,7 +111,7 @@ def test_a_lens_comes_back_from_its_folder(small_model: Models, tmp_path: Path) 
 
 
 @pytest.mark.refused
-def test_a_lens_that_is_not_finite_is_refused(small_model: Models, tmp_path: Path) -> None:
+def test_a_lens_that_is_not_finite_is_refused(small_model, tmp_path):
     broken = make_lens(small_model("llama"))
     broken.matrix(0)[0, 0] = float("nan")
     with pytest.raises(InputError, match="must be finite, got NaN or infinity at layer 0"):
@@ -121,9 +120,7 @@ def test_a_lens_that_is_not_finite_is_refused(small_model: Models, tmp_path: Pat
 
 
 @pytest.mark.refused
-def test_a_lens_goes_with_its_own_model_alone(
-    small_model: Models, model_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_lens_goes_with_its_own_model_alone(small_model, model_folder, tmp_path):
     lens = make_lens(small_model("llama"))
     with pytest.raises(InputError, match="weights or precision differ"):
         lens.on(small_model("gpt2"))
@@ -147,7 +144,7 @@ def test_a_lens_goes_with_its_own_model_alone(
 
 
 @pytest.mark.refused
-def test_what_is_no_lens_is_refused(small_model: Models) -> None:
+def test_what_is_no_lens_is_refused(small_model):
     model = small_model("llama")
     provenance = Provenance(ModelIdentity.from_model(model))
     with pytest.raises(InputError, match="Is it of another model"):

@@ -22,7 +22,7 @@ def write(folder: Path, name: str, items: list[Any]) -> Path:
     return path
 
 
-def test_each_evaluation_is_read_at_its_own_token(tmp_path: Path) -> None:
+def test_each_evaluation_is_read_at_its_own_token(tmp_path):
     write(
         tmp_path,
         "multihop",
@@ -41,7 +41,7 @@ def test_each_evaluation_is_read_at_its_own_token(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-def test_words_are_tokens_where_one_of_their_spellings_is(small_model: Models) -> None:
+def test_words_are_tokens_where_one_of_their_spellings_is(small_model):
     model = small_model("gpt2")
     w7 = model.tokenizer.convert_tokens_to_ids("w7")
     assert word_tokens(model, ["W7"]) == [w7]
@@ -49,7 +49,7 @@ def test_words_are_tokens_where_one_of_their_spellings_is(small_model: Models) -
     assert word_tokens(model, ["tulip", "w1 w2"]) == []
 
 
-def test_scores_are_those_of_a_loop(small_model: Models) -> None:
+def test_scores_are_those_of_a_loop(small_model):
     model = small_model("llama")
     lens = Lens.identity(model)
     texts = ["w1 w2 w3", "w9 w8", "w4 w5 w6 w7", "w3"]
@@ -81,7 +81,7 @@ def test_scores_are_those_of_a_loop(small_model: Models) -> None:
     assert table["corpus"].unique().tolist() == ["own"]
 
 
-def test_the_word_at_rank_k_passes_and_the_next_does_not(small_model: Models) -> None:
+def test_the_word_at_rank_k_passes_and_the_next_does_not(small_model):
     lens = Lens.identity(small_model("gpt2"))
     first = lens.trajectory("w1 w2 w3", k=12, layers=[1]).top_tokens()[1][-1]
     known = {i: word for i, word in enumerate(first) if word.startswith("w")}
@@ -94,7 +94,7 @@ def test_the_word_at_rank_k_passes_and_the_next_does_not(small_model: Models) ->
 
 
 @pytest.mark.refused
-def test_files_that_are_not_as_expected_are_refused(tmp_path: Path, small_model: Models) -> None:
+def test_files_that_are_not_as_expected_are_refused(tmp_path, small_model):
     with pytest.raises(InputError, match=r"lens-eval-multihop\.json"):
         read_evaluations(tmp_path)
     lines = {"prompt": "one line", "intermediates": ["a"]}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,7 +41,7 @@ def pairs(n: int = 400) -> tuple[Tensor, Tensor]:
 
 def mean_divergence(
     readout: Readout, weight: Tensor, h: Tensor, last: Tensor, *, norm: Any = None, bias: Any = 0,
-    scale: Any = 1,
+    scale: Any = 1
 ) -> float:  # fmt: skip
     """By NumPy in float64, from the model's own scores."""
     p = readout.logits(last).double().numpy()
@@ -52,7 +51,7 @@ def mean_divergence(
     return float((np.exp(p) * (p - q)).sum(1).mean())
 
 
-def test_tokens_are_sampled_by_their_weights_and_meet_the_normaliser_without_bias() -> None:
+def test_tokens_are_sampled_by_their_weights_and_meet_the_normaliser_without_bias():
     weights = torch.tensor([100.0, 8.0, 4.0, 4.0, 2.0, 0.0, 0.0, 2.0])
     chances = token_chances(weights, 4)
     assert chances[0] == 1
@@ -74,7 +73,7 @@ def test_tokens_are_sampled_by_their_weights_and_meet_the_normaliser_without_bia
 
 
 @pytest.mark.parametrize("name", ["bert", "gemma2", "granite"])
-def test_scores_of_some_tokens_are_those_of_all(name: str, small_model: Models) -> None:
+def test_scores_of_some_tokens_are_those_of_all(name, small_model):
     readout = Readout(small_model(name))
     h, tokens = numbers(6, D_MODEL), torch.tensor([40, 3, 17])
     everything = readout.logits(h)
@@ -91,9 +90,7 @@ def test_scores_of_some_tokens_are_those_of_all(name: str, small_model: Models) 
 
 
 @pytest.mark.parametrize(("name", "standardised"), [("llama", True), ("bert", False)])
-def test_polishing_makes_the_divergence_less_on_other_samples(
-    name: str, standardised: bool, small_model: Models
-) -> None:
+def test_polishing_makes_the_divergence_less_on_other_samples(name, standardised, small_model):
     model = small_model(name)
     readout, (h, last) = Readout(model), pairs()
     norm = Standardisation.from_model(model) if standardised else None
@@ -116,7 +113,7 @@ def test_polishing_makes_the_divergence_less_on_other_samples(
     assert 1 < training.result()["scale"] < 1.7
 
 
-def test_a_step_of_polishing_has_the_singular_vectors_of_the_gradient(small_model: Models) -> None:
+def test_a_step_of_polishing_has_the_singular_vectors_of_the_gradient(small_model):
     """All tokens are sampled, so the gradient is that of the exact divergence."""
     readout, (h, last) = Readout(small_model("llama")), pairs(32)
     weight = 0.3 * numbers(D_MODEL, D_MODEL, seed=5)
@@ -132,7 +129,7 @@ def test_a_step_of_polishing_has_the_singular_vectors_of_the_gradient(small_mode
     assert int((singular > 0.6).sum()) > D_MODEL // 3
 
 
-def test_the_scale_is_the_best_of_those_tried(small_model: Models) -> None:
+def test_the_scale_is_the_best_of_those_tried(small_model):
     readout, (h, last) = Readout(small_model("llama")), pairs(200)
     weight = numbers(D_MODEL, D_MODEL, seed=7)
     scales = [0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
@@ -145,7 +142,7 @@ def test_the_scale_is_the_best_of_those_tried(small_model: Models) -> None:
 
 
 @pytest.mark.parametrize(("steps", "batch"), [(2, None), (3, 8)])
-def test_tuning_takes_the_steps_of_the_recipe(small_model: Models, steps: int, batch: int | None) -> None:
+def test_tuning_takes_the_steps_of_the_recipe(small_model, steps, batch):
     """Steps written out: Nesterov's momentum, decay of weights, bounded gradients, falling rate."""
     readout, (h, last) = Readout(small_model("llama")), pairs(8)
     training = LayerTraining(readout, h, last, seed=3)
@@ -172,7 +169,7 @@ def test_tuning_takes_the_steps_of_the_recipe(small_model: Models, steps: int, b
     assert tuned["scale"] == 1
 
 
-def test_no_sample_is_seen_more_than_twice() -> None:
+def test_no_sample_is_seen_more_than_twice():
     assert steps_for(100_000, 48, 1024) == (48, 1024)
     assert steps_for(10_000, 48, 1024) == (48, 416)
     assert steps_for(1_000, 48, 1024) == (15, 128)
@@ -184,13 +181,11 @@ def test_no_sample_is_seen_more_than_twice() -> None:
 
 
 @pytest.fixture(scope="module")
-def corpus() -> Any:
+def corpus():
     return make_sentences().split(n_train=12, n_validation=2)[0]
 
 
-def test_a_corpus_gives_every_method_what_its_vectors_give(
-    small_model: Models, corpus: Any, tmp_path: Path
-) -> None:
+def test_a_corpus_gives_every_method_what_its_vectors_give(small_model, corpus, tmp_path):
     model, names = small_model("llama"), ["tuned", "mat", "polished", "scaled"]
     lenses = Lens.fit(model, corpus, method=names, layers=[1], folder=tmp_path / "rows", progress=False)
     assert (tmp_path / "rows" / "config.json").exists()
@@ -216,7 +211,7 @@ def test_a_corpus_gives_every_method_what_its_vectors_give(
     assert lenses["polished"].provenance.details["seed"] == 0
 
 
-def test_a_masked_model_starts_from_vectors_as_they_are(small_model: Models, corpus: Any) -> None:
+def test_a_masked_model_starts_from_vectors_as_they_are(small_model, corpus):
     model = small_model("bert")
     assert best_start(model) == LensConfig(intercept=True)
     lens = Lens.fit(model, corpus, method="polished", positions="sampled", layers=[1], progress=False)
@@ -228,7 +223,7 @@ def test_a_masked_model_starts_from_vectors_as_they_are(small_model: Models, cor
 
 
 @pytest.mark.refused
-def test_what_cannot_be_trained_is_refused(small_model: Models, corpus: Any) -> None:
+def test_what_cannot_be_trained_is_refused(small_model, corpus):
     model = small_model("llama")
     readout, (h, last) = Readout(model), pairs(20)
     with pytest.raises(InputError, match="as many samples"):
@@ -249,7 +244,7 @@ def test_what_cannot_be_trained_is_refused(small_model: Models, corpus: Any) -> 
 # Jacobians
 
 
-def test_it_is_the_mean_over_sources_of_the_sum_over_later_targets(small_model: Models) -> None:
+def test_it_is_the_mean_over_sources_of_the_sum_over_later_targets(small_model):
     model, text = small_model("gpt2"), " ".join(WORDS[3:12])
     lens = fit_jacobian(model, corpus_of([text, "w1 w2"]), layers=[0, 2], skip=1, progress=False)
     assert list(lens.maps) == [2]
@@ -279,7 +274,7 @@ def test_it_is_the_mean_over_sources_of_the_sum_over_later_targets(small_model: 
     assert lens.provenance.details["n_tokens"] == n
 
 
-def test_a_jacobian_lens_is_taken_on_the_longest_sentences(small_model: Models) -> None:
+def test_a_jacobian_lens_is_taken_on_the_longest_sentences(small_model):
     model, corpus = small_model("llama"), make_sentences()
     lens = Lens.fit(model, corpus, method="jacobian", layers=[2], n_prompts=2, longest=20, progress=False)
     longest = sorted(corpus.sentences, key=lambda text: (-len(text.split()), text))[:2]
@@ -292,7 +287,7 @@ def test_a_jacobian_lens_is_taken_on_the_longest_sentences(small_model: Models) 
 
 
 @pytest.mark.refused
-def test_what_has_no_jacobian_lens_is_refused(small_model: Models) -> None:
+def test_what_has_no_jacobian_lens_is_refused(small_model):
     few = corpus_of(["w1 w2 w3"])
     with pytest.raises(InputError, match="cannot fit a Jacobian lens here"):
         fit_jacobian(small_model("bert"), few, layers=[1], skip=0)

@@ -33,9 +33,7 @@ def expected_logits(lens: Lens, plain: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("in_memory", [2**24, 100])  # scores: all tokens at once, and one at a time
-def test_everything_is_as_computed_from_the_plain_model(
-    in_memory: int, small_model: Models, plain_model: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_is_as_computed_from_the_plain_model(in_memory, small_model, plain_model, monkeypatch):
     monkeypatch.setattr("matlens.lens.trajectory._SCORES", in_memory)
     model = small_model("llama")
     lens = make_lens(model).on(model)
@@ -62,7 +60,7 @@ def test_everything_is_as_computed_from_the_plain_model(
     assert trajectory.first_top1(int(trajectory.top_ids[-1, -1, 0])) is not None
 
 
-def test_tokens_are_texts_by_layer_and_position(small_model: Models) -> None:
+def test_tokens_are_texts_by_layer_and_position(small_model):
     model = small_model("llama")
     lens = make_lens(model).on(model)
     trajectory = lens.trajectory(PROMPT, k=2, layers=[1, -2])
@@ -85,7 +83,7 @@ def test_tokens_are_texts_by_layer_and_position(small_model: Models) -> None:
     assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["w3", "w26"]
 
 
-def test_a_masked_model_is_read_at_every_token(small_model: Models) -> None:
+def test_a_masked_model_is_read_at_every_token(small_model):
     model = small_model("bert")
     trajectory = Lens.identity(model).trajectory("w3 [MASK] w9")
     assert trajectory.tokens == ("[CLS]", "w3", "[MASK]", "w9", "[SEP]")
@@ -95,7 +93,7 @@ def test_a_masked_model_is_read_at_every_token(small_model: Models) -> None:
 
 
 @pytest.mark.refused
-def test_what_cannot_be_read_is_refused(small_model: Models) -> None:
+def test_what_cannot_be_read_is_refused(small_model):
     model = small_model("llama")
     lens = Lens.identity(model)
     with pytest.raises(InputError, match=r"^k must be"):
@@ -112,12 +110,12 @@ def test_what_cannot_be_read_is_refused(small_model: Models) -> None:
             wrong()
 
 
-def test_a_page_follows_the_likeliest_tokens_and_those_that_are_given() -> None:
+def test_a_page_follows_the_likeliest_tokens_and_those_that_are_given():
     final = torch.tensor([[5, 6], [7, 8], [9, 10]])
     assert tokens_of_interest(final, torch.tensor([1, 2, 3]), 1) == [7, 5, 7, 8, 9, 1, 2, 3]
 
 
-def test_the_last_layer_ranks_its_own_prediction_first(small_model: Models) -> None:
+def test_the_last_layer_ranks_its_own_prediction_first(small_model):
     """Also where a soft cap makes logits so alike that log-probabilities are rounded to ties."""
     trajectory = Lens.identity(small_model("gemma2")).trajectory("w1 w2 w3 w4 w5 w6 w7 w8")
     assert bool((trajectory.final_rank[-1] == 1).all())

@@ -32,7 +32,7 @@ FITS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.filterwarnings("error::matlens.InputWarning")
 @pytest.mark.parametrize("fit", FITS.values(), ids=FITS)
-def test_a_fit_warns_once_where_samples_are_too_few(fit: Callable[..., Any]) -> None:
+def test_a_fit_warns_once_where_samples_are_too_few(fit):
     with pytest.warns(matlens.InputWarning, match=rf"{2 * D - 1}.*ridge") as caught:
         fit(collected(2 * D - 1))
     assert len(caught) == 1

@@ -147,7 +147,7 @@ each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
 @pytest.fixture
-def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_float64(monkeypatch):
     """Keep maps in the float64 that they are solved in, to compare more digits than a float32 has."""
 
     def of(w: Tensor, b: Tensor | None, source: str, target: str, provenance: Any = None) -> LinearMap:
@@ -182,7 +182,7 @@ def close(actual: Tensor, expected: Tensor, relative: float) -> None:
 @pytest.mark.usefixtures("in_float64")
 @each_way
 @pytest.mark.parametrize("make", INPUTS)
-def test_the_map_is_gelsds_on_old_and_new_points_and_of_least_norm(make: Make, way: Way) -> None:
+def test_the_map_is_gelsds_on_old_and_new_points_and_of_least_norm(make, way):
     x, new = make(N, 0), make(25, 7)
     y = targets(x)
     reference, found = gelsd(x, y), way(x, y, False, 0.0)
@@ -202,9 +202,7 @@ def test_the_map_is_gelsds_on_old_and_new_points_and_of_least_norm(make: Make, w
 @pytest.mark.usefixtures("in_float64")
 @each_way
 @pytest.mark.parametrize(("factor", "counts"), [(0.5, False), (2.0, True)])
-def test_a_direction_counts_from_the_singular_value_from_which_gelsd_counts_it(
-    way: Way, factor: float, counts: bool
-) -> None:
+def test_a_direction_counts_from_the_singular_value_from_which_gelsd_counts_it(way, factor, counts):
     x = torch.zeros(400, 2, dtype=torch.float64)
     x[0, 0], x[1, 1] = 1.0, factor * 400 * EPS
     y = torch.ones(400, 1, dtype=torch.float64)
@@ -215,14 +213,14 @@ def test_a_direction_counts_from_the_singular_value_from_which_gelsd_counts_it(
 
 @pytest.mark.usefixtures("in_float64")
 @each_way
-def test_the_solution_is_in_float64_whatever_the_samples_are(way: Way) -> None:
+def test_the_solution_is_in_float64_whatever_the_samples_are(way):
     x = (random(N, D_IN) * 300).to(torch.bfloat16)
     y = targets(x.double()).to(torch.float16)
     close(predict(way(x, y, False, 0.0), x), x.double() @ gelsd(x, y), 1e-12)
 
 
 @pytest.mark.parametrize("way", [batch, streamed])
-def test_a_map_is_the_float64_solution_rounded_once(way: Way) -> None:
+def test_a_map_is_the_float64_solution_rounded_once(way):
     x = everything(N, 0)
     y = targets(x)
     for intercept in (False, True):
@@ -241,7 +239,7 @@ def test_a_map_is_the_float64_solution_rounded_once(way: Way) -> None:
     "make",
     [plain, wide, collinear, everything, offset_constant, offset_collinear, lambda n, s: plain(n, s) + 300],
 )
-def test_intercept_is_least_squares_on_centred_samples(make: Make, way: Way) -> None:
+def test_intercept_is_least_squares_on_centred_samples(make, way):
     x, new = make(N, 0), make(25, 7)
     y = targets(x)
     centred = x - x.mean(0)
@@ -259,7 +257,7 @@ def test_intercept_is_least_squares_on_centred_samples(make: Make, way: Way) -> 
 @each_way
 @pytest.mark.parametrize("intercept", [False, True])
 @pytest.mark.parametrize("make", [wide, everything])
-def test_ridge_is_sklearns(make: Make, intercept: bool, way: Way) -> None:
+def test_ridge_is_sklearns(make, intercept, way):
     ridge = 0.5
     x, new = make(N, 0), make(25, 7)
     y = targets(x)
@@ -287,8 +285,8 @@ def batches(samples: Mapping[str, Tensor], size: int) -> Iterator[dict[str, Tens
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize(("intercept", "ridge"), [(False, 0.0), (True, 0.5)])
 def test_several_targets_at_once_and_in_chunks_are_the_same_as_one_by_one(
-    intercept: bool, ridge: float, copied: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    intercept, ridge, copied, monkeypatch
+):
     monkeypatch.setattr(fitting, "CONVERTED_BYTES", fitting.CONVERTED_BYTES if copied else 0)
     before = {site: vectors.clone() for site, vectors in SITES.items()}
     options: dict[str, Any] = {"intercept": intercept, "ridge": ridge, "provenance": SEED}
@@ -335,9 +333,7 @@ FITS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["alike", "weighted"])
 @pytest.mark.parametrize("rows", [None, ROWS], ids=["all", "chosen"])
 @pytest.mark.parametrize("fit", FITS.values(), ids=FITS)
-def test_fits_on_chosen_and_weighted_samples_are_sklearns(
-    fit: Callable[..., Any], rows: Tensor | None, weights: Tensor | None, intercept: bool, ridge: float
-) -> None:
+def test_fits_on_chosen_and_weighted_samples_are_sklearns(fit, rows, weights, intercept, ridge):
     (linear,) = fit(rows=rows, weights=weights, intercept=intercept, ridge=ridge)
     model = Ridge(ridge, fit_intercept=intercept) if ridge else LinearRegression(fit_intercept=intercept)
     mask = np.ones(N, dtype=bool) if rows is None else rows.numpy()
@@ -347,7 +343,7 @@ def test_fits_on_chosen_and_weighted_samples_are_sklearns(
         np.testing.assert_allclose(linear.bias, model.intercept_, rtol=1e-5, atol=1e-5)
 
 
-def test_whole_weights_are_repeated_samples_in_parts_too() -> None:
+def test_whole_weights_are_repeated_samples_in_parts_too():
     counts = torch.arange(N) % 3
     whole = moments(X, Y).update(X, Y, weights=counts.double())
     merged = moments(X, Y)
@@ -366,7 +362,7 @@ def test_whole_weights_are_repeated_samples_in_parts_too() -> None:
         assert total == pytest.approx(counts.sum().item())
 
 
-def test_samples_of_weight_zero_may_be_anything() -> None:
+def test_samples_of_weight_zero_may_be_anything():
     weights, bad = torch.ones(N), X.clone()
     weights[3], bad[3] = 0, torch.inf
     (linear,) = fit_samples({"h.0": bad, "h.1": Y}, PAIR, weights=weights)
@@ -374,7 +370,7 @@ def test_samples_of_weight_zero_may_be_anything() -> None:
     torch.testing.assert_close(linear.weight, without.weight)
 
 
-def test_the_provenance_tells_rows_and_weights_apart() -> None:
+def test_the_provenance_tells_rows_and_weights_apart():
     details = [FITS["set"](weights=w, rows=ROWS)[0].provenance.details for w in (WEIGHTS, WEIGHTS + 1)]
     assert details[0]["weights"] != details[1]["weights"]
     assert details[0]["rows"] != details[1]["rows"]
@@ -396,9 +392,7 @@ def test_the_provenance_tells_rows_and_weights_apart() -> None:
         {"weights": torch.ones(N + 1)}, {"rows": torch.arange(N)},
     ],
 )  # fmt: skip
-def test_rows_and_weights_that_cannot_be_used_are_refused(
-    fit: Callable[..., Any], options: dict[str, Any]
-) -> None:
+def test_rows_and_weights_that_cannot_be_used_are_refused(fit, options):
     with pytest.raises(InputError, match=r"rows|weights"):
         fit(**options)
 
@@ -406,9 +400,7 @@ def test_rows_and_weights_that_cannot_be_used_are_refused(
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("seen_before", [0, 5])
 @pytest.mark.parametrize("side", ["source", "target"])
-def test_what_is_not_finite_is_refused_by_name_and_adds_nothing(
-    side: str, seen_before: int, bad: float
-) -> None:
+def test_what_is_not_finite_is_refused_by_name_and_adds_nothing(side, seen_before, bad):
     x, y = plain(N, 0), targets(plain(N, 0))
     state = LeastSquares(D_IN, {"h.30": D_OUT}, source="h.3").update(x[:seen_before], y[:seen_before])
     bad_x, bad_y = x[seen_before:].clone(), y[seen_before:].clone()
@@ -428,13 +420,13 @@ def test_what_is_not_finite_is_refused_by_name_and_adds_nothing(
         ({site: vectors[:0] for site, vectors in SAMPLES.items()}, PAIR),
     ],
 )  # fmt: skip
-def test_samples_that_are_not_there_are_refused(fit: Any, samples: Any, pairs: Any) -> None:
+def test_samples_that_are_not_there_are_refused(fit, samples, pairs):
     with pytest.raises(InputError, match=r"collected sites|at least one"):
         list(fit(samples, pairs))
 
 
 @pytest.mark.refused
-def test_samples_of_different_numbers_or_widths_are_refused() -> None:
+def test_samples_of_different_numbers_or_widths_are_refused():
     with pytest.raises(InputError, match=r"same number of samples, got \[39, 40\]"):
         list(fit_samples({"h.0": X, "h.1": Y[1:]}, PAIR))
     for shape in ((N, D_OUT - 1), (N, D_OUT + 1), (N - 1, D_OUT)):
@@ -450,14 +442,14 @@ def test_samples_of_different_numbers_or_widths_are_refused() -> None:
         LeastSquares(D_IN, {"h.1": 3, "h.2": 3}, source="h.0", norms=True),
     ],
 )  # fmt: skip
-def test_moments_of_other_sites_are_not_merged(other: LeastSquares) -> None:
+def test_moments_of_other_sites_are_not_merged(other):
     state = LeastSquares(D_IN, {"h.1": 3, "h.2": 3}, source="h.0").update(X, [Y, Y])
     with pytest.raises(InputError, match=r"^other must|norms"):
         state.merge(other)
     assert state.n == N
 
 
-def test_merging_leaves_the_other_as_it_was() -> None:
+def test_merging_leaves_the_other_as_it_was():
     other = moments(X, Y).update(X[:20], Y[:20])
     before = other.solution(intercept=True, ridge=0.0)
     moments(X, Y).update(X[20:], Y[20:]).merge(other).update(X, Y)
@@ -465,7 +457,7 @@ def test_merging_leaves_the_other_as_it_was() -> None:
     torch.testing.assert_close(other.solution(intercept=True, ridge=0.0), before, rtol=0, atol=0)
 
 
-def test_a_stream_of_a_changed_model_does_not_take_the_plain_models_provenance() -> None:
+def test_a_stream_of_a_changed_model_does_not_take_the_plain_models_provenance():
     plain_model = Provenance(make_identity(n_layers=1))
     changed = Provenance(replace(make_identity(n_layers=1), changes=("something was replaced",)))
     with pytest.raises(InputError, match=r"nothing replaced or hooked.*something was replaced"):
@@ -475,7 +467,7 @@ def test_a_stream_of_a_changed_model_does_not_take_the_plain_models_provenance()
 # Products in float32
 
 
-def test_split_products_give_the_same_maps() -> None:
+def test_split_products_give_the_same_maps():
     x = random(60, 5) * torch.tensor([1000.0, 1, 1, 1e-3, 1])
     samples = {"h.0": x, "h.1": x @ random(5, 5, 3) + random(60, 5, 4), "h.2": random(60, 5, 5)}
     pairs = [("h.0", "h.1"), ("h.0", "h.2")]

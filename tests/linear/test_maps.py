@@ -15,9 +15,7 @@ from matlens.linear.maps import LinearMap
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_applying_is_the_matrix_product_in_float32(
-    bias: bool, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_applying_is_the_matrix_product_in_float32(bias, shape, dtype):
     whole = linear("ln1_out.0", "attn_out.0", bias=bias)
     half = LinearMap(whole.weight.half(), None, "h.0", "h.1")
     h = torch.randn(*shape, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -30,7 +28,7 @@ def test_applying_is_the_matrix_product_in_float32(
 
 
 @given(st.lists(st.booleans(), min_size=3, max_size=3))
-def test_composing_is_applying_one_after_the_other_in_any_grouping(biases: list[bool]) -> None:
+def test_composing_is_applying_one_after_the_other_in_any_grouping(biases):
     a, b, c = (linear(f"h.{i}", f"h.{i + 1}", bias=bias) for i, bias in enumerate(biases))
     h = torch.randn(7, 4, generator=torch.Generator().manual_seed(0))
     for composed in (a.then(b).then(c), a.then(b.then(c))):
@@ -40,12 +38,12 @@ def test_composing_is_applying_one_after_the_other_in_any_grouping(biases: list[
         torch.testing.assert_close(composed(h), c(b(a(h))), rtol=1e-5, atol=1e-5)
 
 
-def test_maps_that_do_not_meet_are_not_composed() -> None:
+def test_maps_that_do_not_meet_are_not_composed():
     with pytest.raises(InputError, match=r"from h\.1, to which this one maps, got h\.2"):
         linear("h.0", "h.1").then(linear("h.2", "h.3"))
 
 
-def test_a_solution_in_float64_becomes_a_contiguous_map_in_float32() -> None:
+def test_a_solution_in_float64_becomes_a_contiguous_map_in_float32():
     weight, bias = torch.randn(4, 4, dtype=torch.float64).T, torch.randn(4, dtype=torch.float64)
     stored = LinearMap.from_solution(weight, bias, "h.0", "h.1", ORIGIN)
     assert stored.weight.is_contiguous()
@@ -60,7 +58,7 @@ def test_a_solution_in_float64_becomes_a_contiguous_map_in_float32() -> None:
             LinearMap(weight.float(), source="h.0", target="h.1", **bad)  # type: ignore[arg-type]
 
 
-def test_the_digest_follows_values_that_are_edited_in_place() -> None:
+def test_the_digest_follows_values_that_are_edited_in_place():
     one = linear("h.0", "h.1", bias=True)
     before = one.digest
     assert one.digest == before == linear("h.0", "h.1", bias=True).digest

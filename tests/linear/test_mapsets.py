@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import tree
 from identities import make_identity
-from small_maps import ORIGIN, PAIRS, SEED, Pair, linear, same
+from small_maps import ORIGIN, PAIRS, SEED, linear, same
 
 from matlens.activations.activations import Activations
 from matlens.data.examples import Examples
@@ -23,7 +22,7 @@ from matlens.models.sites import Site
 # Sets of maps
 
 
-def test_maps_are_read_by_layers_names_and_sites() -> None:
+def test_maps_are_read_by_layers_names_and_sites():
     maps = MapSet([linear(*pair) for pair in PAIRS], provenance=ORIGIN)
     assert list(maps) == PAIRS
     assert len(maps) == 5
@@ -35,7 +34,7 @@ def test_maps_are_read_by_layers_names_and_sites() -> None:
     assert maps.provenance == ORIGIN
 
 
-def test_the_provenance_of_a_set_is_that_of_its_maps_or_the_given_one() -> None:
+def test_the_provenance_of_a_set_is_that_of_its_maps_or_the_given_one():
     known = LinearMap(torch.eye(4), None, "h.0", "h.1", ORIGIN)
     assert MapSet([known, linear("h.0", "h.2")]).provenance == ORIGIN
     assert MapSet([known], provenance=SEED).provenance == SEED
@@ -43,7 +42,7 @@ def test_the_provenance_of_a_set_is_that_of_its_maps_or_the_given_one() -> None:
     assert MapSet().provenance == Provenance()
 
 
-def test_the_provenance_of_a_set_is_what_its_maps_have_in_common(tmp_path: Path) -> None:
+def test_the_provenance_of_a_set_is_what_its_maps_have_in_common(tmp_path):
     model = make_identity("small")
     one, other = (
         Provenance(model, {"corpus": corpus}, examples, "sampled", {"n_fitted": n, "ridge": 0.0, **more})
@@ -63,7 +62,7 @@ def test_the_provenance_of_a_set_is_what_its_maps_have_in_common(tmp_path: Path)
     assert MapSet(maps[:1]).provenance == one
 
 
-def test_a_map_that_is_missing_is_a_key_error_that_names_some() -> None:
+def test_a_map_that_is_missing_is_a_key_error_that_names_some():
     maps = MapSet([linear(*pair) for pair in PAIRS])
     with pytest.raises(KeyError, match=r"no map h\.2 -> h\.9; there are 5: h\.0 -> h\.1, .*, \.\.\."):
         maps[2, 9]
@@ -72,7 +71,7 @@ def test_a_map_that_is_missing_is_a_key_error_that_names_some() -> None:
     assert (0, 1) in maps
 
 
-def test_maps_of_two_models_or_two_maps_of_a_pair_are_refused() -> None:
+def test_maps_of_two_models_or_two_maps_of_a_pair_are_refused():
     one = LinearMap(torch.eye(4), None, "h.0", "h.1", ORIGIN)
     with pytest.raises(InputError, match="do not belong together"):
         MapSet([one, LinearMap(torch.eye(4), None, "h.0", "h.2", Provenance(make_identity("small", "beef")))])
@@ -83,7 +82,7 @@ def test_maps_of_two_models_or_two_maps_of_a_pair_are_refused() -> None:
         MapSet([one, linear("h.0", "h.1")])
 
 
-def test_maps_are_moved_to_memory_and_devices(tmp_path: Path) -> None:
+def test_maps_are_moved_to_memory_and_devices(tmp_path):
     MapSet([linear(*pair) for pair in PAIRS], provenance=ORIGIN).save(tmp_path / "maps")
     stored = MapSet.load(tmp_path / "maps")
     assert list(stored.in_memory()) == PAIRS
@@ -97,7 +96,7 @@ def test_maps_are_moved_to_memory_and_devices(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("order", [PAIRS, [PAIRS[i] for i in (4, 0, 2, 1, 3)]])
-def test_what_is_saved_comes_back_to_the_last_bit(order: list[Pair], tmp_path: Path) -> None:
+def test_what_is_saved_comes_back_to_the_last_bit(order, tmp_path):
     saved = [linear(*pair, bias=pair[1] == "h.3") for pair in order]
     MapSet(saved, provenance=ORIGIN).save(tmp_path / "maps")
     loaded = MapSet.load(str(tmp_path / "maps"))
@@ -134,7 +133,7 @@ def collected(*more: str) -> Activations:
     return Activations(vectors, examples, "sampled", origin)
 
 
-def test_sites_that_were_not_collected_and_unknown_models_are_refused() -> None:
+def test_sites_that_were_not_collected_and_unknown_models_are_refused():
     samples = collected()
     with pytest.raises(InputError, match=r"got ln1_out\.0"):
         MapSet.fit(samples, progress=False, pairs=[(0, "ln1_out.0")])
@@ -143,7 +142,7 @@ def test_sites_that_were_not_collected_and_unknown_models_are_refused() -> None:
         MapSet.fit(nameless, progress=False)
 
 
-def test_maps_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+def test_maps_that_are_not_finite_are_not_saved(tmp_path):
     weight = torch.eye(4)
     weight[1, 2] = torch.nan
     with pytest.raises(InputError, match=r"h\.0 -> h\.1 cannot be saved: a value of it is not finite"):
@@ -151,7 +150,7 @@ def test_maps_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     assert not (tmp_path / "maps").exists()
 
 
-def test_a_low_rank_map_is_saved_as_its_product(tmp_path: Path) -> None:
+def test_a_low_rank_map_is_saved_as_its_product(tmp_path):
     generator = torch.Generator().manual_seed(0)
     left, right, h = (torch.randn(*shape, generator=generator) for shape in ((5, 2), (2, 4), (3, 4)))
     low_rank = LinearMap(left, torch.ones(5), "h.0", "h.1", right=right)

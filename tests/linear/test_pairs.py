@@ -21,13 +21,13 @@ from matlens.models.sites import Site
         (iter([(0, 3)]), "03"),
     ],
 )  # fmt: skip
-def test_layers_are_resolved(pairs: Any, expected: str) -> None:
+def test_layers_are_resolved(pairs, expected):
     asked = list(pairs) if not isinstance(pairs, str) else pairs
     for model in (3, Provenance(make_identity(n_layers=3))):
         assert resolve_pairs(asked, model) == [(f"h.{a}", f"h.{b}") for a, b in expected.split()]
 
 
-def test_sites_inside_blocks_are_resolved() -> None:
+def test_sites_inside_blocks_are_resolved():
     pairs = [("ffn_in.-1", "ffn_out.-1"), ("ln1_out.2", "attn_out.0"), ("mid.1", 0)]
     expected = [("ffn_in.2", "ffn_out.2"), ("ln1_out.2", "attn_out.0"), ("mid.1", "h.0")]
     assert resolve_pairs(pairs, 3) == expected
@@ -40,19 +40,19 @@ def test_sites_inside_blocks_are_resolved() -> None:
         {0: 3}, (0, 3), ["03"], [(0, 1, 3)], [], "last",
     ],
 )  # fmt: skip
-def test_pairs_that_cannot_be_fitted(pairs: Any) -> None:
+def test_pairs_that_cannot_be_fitted(pairs):
     model: Any = Provenance() if pairs == "last" else 3  # of an unknown model, the last layer is unknown
     with pytest.raises(InputError):
         resolve_pairs(pairs, model)
 
 
-def test_pairs_that_were_not_collected_are_named_in_their_order() -> None:
+def test_pairs_that_were_not_collected_are_named_in_their_order():
     check_collected([("h.0", "h.3")], ["h.0", "h.3"])
     with pytest.raises(InputError, match=r"\(h\.0, h\.3\), got h\.2, h\.10"):
         check_collected(iter([("h.0", "h.10"), ("h.2", "h.3")]), iter(["h.0", "h.3"]))
 
 
-def test_pairs_are_grouped_by_source_in_the_order_of_first_occurrence() -> None:
+def test_pairs_are_grouped_by_source_in_the_order_of_first_occurrence():
     pairs = [("b.0", "c.0"), ("a.0", "b.0"), ("b.0", "a.0"), ("a.0", "b.0"), ("b.0", "c.0")]
     grouped = by_source(pairs)
     assert list(grouped.items()) == [("b.0", ["c.0", "a.0"]), ("a.0", ["b.0"])]

@@ -44,7 +44,7 @@ def published(folder: Path) -> dict[tuple[str, str], Tensor]:
     return maps
 
 
-def test_published_maps_become_maps(small_model: Models, tmp_path: Path) -> None:
+def test_published_maps_become_maps(small_model, tmp_path):
     model, expected = small_model("gpt2"), published(tmp_path / "wikipedia")
     maps = convert_published(tmp_path / "wikipedia", model, tmp_path / "maps")
     assert set(maps) == set(expected)
@@ -58,7 +58,7 @@ def test_published_maps_become_maps(small_model: Models, tmp_path: Path) -> None
     assert torch.allclose(again[0, -1](h), h @ expected["h.0", f"h.{N_LAYERS}"].float().T, atol=1e-5)
 
 
-def test_an_intercept_becomes_the_bias(small_model: Models, tmp_path: Path) -> None:
+def test_an_intercept_becomes_the_bias(small_model, tmp_path):
     weight, bias = torch.randn(D_MODEL, D_MODEL), torch.randn(D_MODEL)
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "0_2.pickle").write_bytes(pickle.dumps([weight, bias]))
@@ -80,9 +80,7 @@ SQUARE = torch.zeros(D_MODEL, D_MODEL)
         ("0_1.pickle", os.system),
     ],
 )  # fmt: skip
-def test_what_are_no_maps_of_the_model_is_refused(
-    name: str, value: Any, small_model: Models, tmp_path: Path
-) -> None:
+def test_what_are_no_maps_of_the_model_is_refused(name, value, small_model, tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / name).write_bytes(pickle.dumps(value))
     with pytest.raises(InputError, match=str(tmp_path / "in")):
@@ -90,7 +88,7 @@ def test_what_are_no_maps_of_the_model_is_refused(
 
 
 @pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
-def test_tensors_come_out_as_they_went_in(protocol: int) -> None:
+def test_tensors_come_out_as_they_went_in(protocol):
     single = VALUES.float()
     tensors = [single, VALUES, single.half(), single.T, single[1:, 1:], single[2]]
     for content, expected in [*((tensor, [tensor]) for tensor in tensors), (tensors, tensors)]:
@@ -126,7 +124,7 @@ def harmful(path: Path) -> list[bytes]:
     ]
 
 
-def test_nothing_is_executed(tmp_path: Path) -> None:
+def test_nothing_is_executed(tmp_path):
     path = tmp_path / "touched"
     for content in harmful(path):
         with pytest.raises(InputError, match=r"^a must be a pickle of tensors"):
@@ -150,14 +148,14 @@ def bombs() -> list[bytes]:
     ]
 
 
-def test_other_contents_are_refused() -> None:
+def test_other_contents_are_refused():
     values = [Path("a"), {1, 2}, {"a": VALUES}, VALUES.numpy(), torch.arange(3), "text", [], [[VALUES]], None]
     for content in [*map(pickle.dumps, values), *bombs()]:
         with pytest.raises(InputError, match=r"^a must be a pickle of tensors"):
             read_tensors(content, "a")
 
 
-def test_sizes_in_a_file_are_not_believed() -> None:
+def test_sizes_in_a_file_are_not_believed():
     """A tensor is no larger than its storage."""
     content = pickle.dumps(torch.zeros(2, 3, dtype=torch.float64))
     with pytest.raises(InputError):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,7 @@ import torch
 from conftest import make_sentences
 
 import matlens
-from matlens.data.examples import Batch, Examples
+from matlens.data.examples import Batch
 from matlens.errors import InputError
 from matlens.io.verification import verify
 from matlens.linear import StoredLeastSquares, streaming
@@ -27,17 +25,17 @@ QUIET: dict[str, Any] = {"batch_tokens": 40, "progress": False}
 
 
 @pytest.fixture(scope="module")
-def model(model_folder: Callable[[str], Path]) -> Any:
+def model(model_folder):
     return matlens.load(str(model_folder("llama")), device="cpu")
 
 
 @pytest.fixture(scope="module")
-def examples(model: Any) -> Examples:
+def examples(model):
     return matlens.make_examples(model, make_sentences())
 
 
 @pytest.fixture(scope="module")
-def whole(model: Any, examples: Examples, tmp_path_factory: pytest.TempPathFactory) -> StoredLeastSquares:
+def whole(model, examples, tmp_path_factory):
     return stream_least_squares(model, examples, tmp_path_factory.mktemp("whole") / "m", pairs=PAIRS, **QUIET)
 
 
@@ -52,8 +50,8 @@ def assert_same_predictions(one: StoredLeastSquares, other: StoredLeastSquares, 
 @pytest.mark.parametrize("selected", [False, True], ids=["all samples", "some, weighted"])
 @pytest.mark.parametrize("positions", ["all", "sampled"])
 def test_moments_are_those_of_collected_vectors_whole_and_in_parts(
-    positions: Any, selected: bool, model: Any, examples: Examples, tmp_path: Path
-) -> None:
+    positions, selected, model, examples, tmp_path
+):
     sites = sorted({site for pair in PAIRS for site in pair})
     collected = matlens.collect(model, examples, sites, positions=positions, **QUIET)
     n = collected.n_rows
@@ -110,7 +108,7 @@ def test_moments_are_those_of_collected_vectors_whole_and_in_parts(
         assert {"rows", "weights"} < set(maps.provenance.details)
 
 
-def test_few_samples_have_the_penalty_of_their_rows(model: Any, examples: Examples, tmp_path: Path) -> None:
+def test_few_samples_have_the_penalty_of_their_rows(model, examples, tmp_path):
     few = examples.head(4)
     rows = matlens.collect(model, few, positions="all", **QUIET)
     assert rows.n_rows < 2 * rows.provenance.identity.d_model
@@ -124,7 +122,7 @@ def test_few_samples_have_the_penalty_of_their_rows(model: Any, examples: Exampl
 
 
 @pytest.fixture(scope="module")
-def folders(model: Any, examples: Examples, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folders(model, examples, tmp_path_factory):
     """Parts of a job, of another division, of other samples and of other pairs."""
     root = tmp_path_factory.mktemp("parts")
     other = matlens.make_examples(model, make_sentences(), seed=1)
@@ -149,14 +147,12 @@ def folders(model: Any, examples: Examples, tmp_path_factory: pytest.TempPathFac
         ("1-2 pairs", "pairs and widths differ"),
     ],
 )  # fmt: skip
-def test_parts_that_overlap_or_are_of_another_job_are_refused(
-    names: str, message: str, folders: Path
-) -> None:
+def test_parts_that_overlap_or_are_of_another_job_are_refused(names, message, folders):
     with pytest.raises(InputError, match=message):
         StoredLeastSquares(*(folders / name for name in names.split()))
 
 
-def test_missing_parts_are_named(folders: Path, tmp_path: Path) -> None:
+def test_missing_parts_are_named(folders, tmp_path):
     some = StoredLeastSquares(folders / "1-3")
     with pytest.raises(InputError, match="missing are 2/3, 3/3"):
         some.merge(tmp_path / "m")
@@ -164,7 +160,7 @@ def test_missing_parts_are_named(folders: Path, tmp_path: Path) -> None:
     StoredLeastSquares(folders / "2-2", folders / "1-2").check_complete()
 
 
-def test_a_part_without_sentences_adds_nothing(model: Any, examples: Examples, tmp_path: Path) -> None:
+def test_a_part_without_sentences_adds_nothing(model, examples, tmp_path):
     few = examples.head(2)
     folders = [tmp_path / str(number) for number in (1, 2, 3)]
     for number, folder in enumerate(folders, start=1):
@@ -180,9 +176,8 @@ class _Killed(BaseException):
 
 @pytest.mark.parametrize("chunk", [1, 90])
 def test_a_killed_run_goes_on_from_its_last_state_to_the_same_bytes(
-    chunk: int, model: Any, examples: Examples, whole: StoredLeastSquares, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    chunk, model, examples, whole, tmp_path, monkeypatch
+):
     monkeypatch.setattr("matlens.linear.streaming.chunk_size", lambda _: chunk)
     stream_least_squares(model, examples, tmp_path / "lone", pairs=PAIRS, **QUIET)
     inputs, passes = Batch.inputs, list[int]()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import handpatched
@@ -34,7 +33,7 @@ def corpus(seed: int, n: int) -> Corpus:
 
 
 @pytest.fixture(scope="module")
-def texts(small_model: Models) -> Callable[[str], tuple[Examples, Examples]]:
+def texts(small_model):
     def of_model(name: str) -> tuple[Examples, Examples]:
         model = small_model(name)
         return (
@@ -46,9 +45,7 @@ def texts(small_model: Models) -> Callable[[str], tuple[Examples, Examples]]:
 
 
 @pytest.fixture(scope="module")
-def tables(
-    small_model: Models, texts: Callable[[str], tuple[Examples, Examples]]
-) -> Callable[[str], pd.DataFrame]:
+def tables(small_model, texts):
     known: dict[str, pd.DataFrame] = {}
 
     def of_model(name: str) -> pd.DataFrame:
@@ -99,9 +96,8 @@ ENDS = {
 @pytest.mark.parametrize("kind", ENDS)
 @pytest.mark.parametrize("method", ["map", "removed"])
 def test_costs_are_those_of_a_model_patched_by_hand(
-    name: str, tokens: str, kind: str, method: str, small_model: Models, plain_model: Models,
-    texts: Callable[[str], tuple[Examples, Examples]], tables: Callable[[str], pd.DataFrame],
-) -> None:  # fmt: skip
+    name, tokens, kind, method, small_model, plain_model, texts, tables
+):
     if tokens == "no sinks" and kind not in ("ffn", "attn", "ln1"):
         kind = "ffn"  # by hand, blocks are replaced at all tokens alone
     (fitted, evaluated), plain = texts(name), plain_model(name)
@@ -130,7 +126,7 @@ def test_costs_are_those_of_a_model_patched_by_hand(
     assert np.abs(difference).max() > 1e-5
 
 
-def test_a_table_has_every_part_and_number(tables: Callable[[str], pd.DataFrame]) -> None:
+def test_a_table_has_every_part_and_number(tables):
     table = tables("llama-sinks")
     single = table[~table["kind"].str.startswith("together")]
     scores = single[single["metric"].isin(SCORES)]
@@ -141,10 +137,7 @@ def test_a_table_has_every_part_and_number(tables: Callable[[str], pd.DataFrame]
     assert set(together["kind"]) == {f"together: {group}" for group in GROUPS}
 
 
-def test_the_first_parts_are_replaced_together(
-    small_model: Models, plain_model: Models, texts: Callable[[str], tuple[Examples, Examples]],
-    tables: Callable[[str], pd.DataFrame],
-) -> None:  # fmt: skip
+def test_the_first_parts_are_replaced_together(small_model, plain_model, texts, tables):
     table, (fitted, evaluated), plain = tables("llama"), texts("llama"), plain_model("llama")
     first = first_parts(table, group="ffn")
     parts = []
@@ -158,10 +151,7 @@ def test_the_first_parts_are_replaced_together(
     assert row["parts"] == ", ".join(f"{kind} {layer}" for kind, layer in first)
 
 
-def test_what_was_broken_off_goes_on(
-    small_model: Models, texts: Callable[[str], tuple[Examples, Examples]],
-    tables: Callable[[str], pd.DataFrame], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_what_was_broken_off_goes_on(small_model, texts, tables, tmp_path, monkeypatch):
     whole = tables("llama")
     run, calls = atlas.run_variants, []
 
@@ -201,7 +191,7 @@ def test_what_was_broken_off_goes_on(
     pd.testing.assert_frame_equal(ours, alone)
 
 
-def test_a_rise_that_is_infinite_has_no_interval() -> None:
+def test_a_rise_that_is_infinite_has_no_interval():
     texts = np.array([0, 0, 1, 1])
     whole = np.array([1.0, 2.0, 3.0, 4.0])
     assert atlas.loss_increase(np.array([1.0, np.inf, 3.0, 4.0]), whole, texts)[:2] == pytest.approx(

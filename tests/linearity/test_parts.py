@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from matlens import InputError
@@ -18,7 +15,7 @@ ALL = ["ln1", "attn", "ln2", "ffn", "block", "jump 2"]
     ("name", "kinds"),
     [("bert", ALL), ("olmo2", ALL), ("gptj", [kind for kind in ALL if kind != "ln2"]), ("bloom", ALL[4:])],
 )
-def test_every_part_is_there(name: str, kinds: list[str], small_model: Callable[[str], Any]) -> None:
+def test_every_part_is_there(name, kinds, small_model):
     layout = ModelLayout.from_model(small_model(name))
     parts = model_parts(layout)
     assert JUMPS == (2, 4, 8)  # definitions, section 10

@@ -43,7 +43,7 @@ def of_both_kinds_of_tokens() -> pd.DataFrame:
     return pd.concat([table, others.assign(value=shuffled)], ignore_index=True)
 
 
-def test_scores_of_some_tokens_are_held_against_rises_of_maps_at_these_and_of_leaving_out_at_all() -> None:
+def test_scores_of_some_tokens_are_held_against_rises_of_maps_at_these_and_of_leaving_out_at_all():
     table = of_both_kinds_of_tokens()
     ours = linearity.rank_correlations(table, resamples=99).set_index(["tokens", "kind", "method", "metric"])
     wide = table.pivot(index=["kind", "layer"], columns=["tokens", "method", "metric"], values="value")
@@ -68,7 +68,7 @@ def test_scores_of_some_tokens_are_held_against_rises_of_maps_at_these_and_of_le
         assert sums[tokens, "attn", "map", "median loss increase"] == pytest.approx(rises.median())
 
 
-def test_what_is_not_finite_counts_as_the_worst() -> None:
+def test_what_is_not_finite_counts_as_the_worst():
     table = atlas_table()
     worst = (table["kind"] == "ffn") & (table["layer"] == 2) & (table["method"] == "map")
     table.loc[worst & table["metric"].isin(["loss increase"]), "value"] = np.inf
@@ -80,7 +80,7 @@ def test_what_is_not_finite_counts_as_the_worst() -> None:
     pd.testing.assert_frame_equal(ours, expected)
 
 
-def test_an_interval_is_of_pairs_drawn_anew() -> None:
+def test_an_interval_is_of_pairs_drawn_anew():
     generator = np.random.default_rng(0)
     x = generator.normal(size=60)
     y = x + generator.normal(size=60)
@@ -90,7 +90,7 @@ def test_an_interval_is_of_pairs_drawn_anew() -> None:
     assert (low, high) == pytest.approx(expected, abs=0.03)
 
 
-def test_the_first_parts_do_not_touch() -> None:
+def test_the_first_parts_do_not_touch():
     rows = [("ffn", 1, 0.1), ("block", 1, 0.2), ("attn", 1, 0.3), ("block", 2, 0.4), ("attn", 2, 0.5)]
     table = pd.DataFrame(rows, columns=["kind", "layer", "value"]).assign(
         method="map", metric="loss increase", tokens="all", target=3

@@ -52,7 +52,7 @@ def from_moments(x: np.ndarray, y: np.ndarray, *, added: bool) -> dict[str, floa
 
 @pytest.mark.parametrize("standardised", [False, True])
 @pytest.mark.parametrize("added", [False, True])
-def test_scores_are_those_of_the_vectors(added: bool, standardised: bool) -> None:
+def test_scores_are_those_of_the_vectors(added, standardised):
     x, y = samples(standardised=standardised)
     ours, expected = from_moments(x, y, added=added), by_hand(x, y, added=added)
     assert ours == pytest.approx(expected, rel=1e-7)
@@ -60,7 +60,7 @@ def test_scores_are_those_of_the_vectors(added: bool, standardised: bool) -> Non
     assert 0.1 < ours["nbl bound"] < WIDTH - 0.1
 
 
-def test_a_linear_part_is_all_linear() -> None:
+def test_a_linear_part_is_all_linear():
     x, _ = samples()
     ours = from_moments(x, x @ np.triu(np.ones((WIDTH, WIDTH))) + 3, added=False)
     assert ours["procrustes"] == pytest.approx(1)
@@ -69,7 +69,7 @@ def test_a_linear_part_is_all_linear() -> None:
     assert from_moments(x, turned, added=False)["rotation"] == pytest.approx(1)
 
 
-def test_scores_on_other_text_are_those_of_sklearn() -> None:
+def test_scores_on_other_text_are_those_of_sklearn():
     x, y = samples()
     predicted = y + 0.1 * x
     ours = held_out_scores(torch.from_numpy(predicted), torch.from_numpy(y))
@@ -79,7 +79,7 @@ def test_scores_on_other_text_are_those_of_sklearn() -> None:
     )
 
 
-def test_maps_are_of_all_samples_and_of_those_that_are_no_sinks() -> None:
+def test_maps_are_of_all_samples_and_of_those_that_are_no_sinks():
     x, y = samples()
     sinks = np.arange(N) % 7 == 0
     y[sinks] *= 50
@@ -105,7 +105,7 @@ def test_maps_are_of_all_samples_and_of_those_that_are_no_sinks() -> None:
         assert linear.n_samples == len(source)
 
 
-def test_too_few_samples_are_refused() -> None:
+def test_too_few_samples_are_refused():
     sums = PartSums([Part("block", 0, "h.0", "h.1")], WIDTH)
     x = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))
     sums.update({"h.0": x, "h.1": x}, torch.zeros(WIDTH, dtype=torch.bool))

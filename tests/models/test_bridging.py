@@ -51,7 +51,7 @@ def assert_continues_like(model: Any, plain: Any, n: int) -> None:
     assert torch.equal(made, expected)
 
 
-def test_distances_count_once(small_model: Models, plain_model: Models, model_folder: Models) -> None:
+def test_distances_count_once(small_model, plain_model, model_folder):
     """As in the attention that transformers takes by default, and not as in the one that gives patterns."""
     model, plain = small_model(FALCON), plain_model(FALCON)
     assert_near(logits(model), logits(plain))
@@ -61,7 +61,7 @@ def test_distances_count_once(small_model: Models, plain_model: Models, model_fo
 
 
 @pytest.mark.parametrize("name", [FALCON, "falcon-alibi-multi-query", "gpt1"])
-def test_a_bridge_of_ones_own_is_put_right(name: str, small_model: Models, model_folder: Models) -> None:
+def test_a_bridge_of_ones_own_is_put_right(name, small_model, model_folder):
     """It is refused as it is; after `wrap`, also twice and copied, it is the loaded model."""
     bridge = boot(model_folder(name))
     with pytest.raises(InputError, match=r"give the bridge to matlens\.wrap\(\)"):
@@ -79,7 +79,7 @@ def test_a_bridge_of_ones_own_is_put_right(name: str, small_model: Models, model
         assert [hook.carries for hook in hooks.values()] == N_LAYERS * ["carries vectors"]
 
 
-def test_a_mask_hides_later_tokens(small_model: Models, plain_model: Models) -> None:
+def test_a_mask_hides_later_tokens(small_model, plain_model):
     """In the bridge of OpenAI's first GPT as it is, a token saw later ones wherever there was a mask."""
     assert_near(logits(small_model("gpt1")), logits(plain_model("gpt1")))
 
@@ -109,9 +109,7 @@ def save_newer(folder: Path, settings: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("settings", NEWER.values(), ids=NEWER)
-def test_newer_falcons_are_the_model_that_transformers_loads(
-    settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_newer_falcons_are_the_model_that_transformers_loads(settings, tmp_path):
     """Queries, keys and values by groups; and what a model writes with a cache of them."""
     plain = save_newer(tmp_path, settings)
     model = matlens.load(str(tmp_path), device="cpu")
@@ -130,7 +128,7 @@ def test_newer_falcons_are_the_model_that_transformers_loads(
     assert_continues_like(model, plain, 5)
 
 
-def test_a_newer_falcon_that_a_bridge_takes_for_another_model_is_refused(tmp_path: Path) -> None:
+def test_a_newer_falcon_that_a_bridge_takes_for_another_model_is_refused(tmp_path):
     """Where each query has a key, the rows can be taken in the wrong order without an error."""
     plain = save_newer(tmp_path, NEWER["a key for each query"])
     bridge = boot(tmp_path)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +33,7 @@ from matlens.patching.variants import Variant, run_variants
 
 
 @pytest.fixture
-def model(model_folder: Callable[[str], Path]) -> Any:
+def model(model_folder):
     return matlens.load(str(model_folder("gpt2")), device="cpu")
 
 
@@ -143,7 +142,7 @@ FOREIGN: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-def test_what_others_change_in_a_model_is_named_and_makes_it_another_one(model: Any) -> None:
+def test_what_others_change_in_a_model_is_named_and_makes_it_another_one(model):
     before = ModelIdentity.from_model(model)
     for kind, (change, message) in FOREIGN.items():
         assert changes_of(model) == (), kind
@@ -157,7 +156,7 @@ def test_what_others_change_in_a_model_is_named_and_makes_it_another_one(model: 
     assert changes_of(model) == ()
 
 
-def test_functions_that_only_look_alike_are_told_apart(model: Any) -> None:
+def test_functions_that_only_look_alike_are_told_apart(model):
     """Nobody can see what a function will do, so another function is another change."""
 
     def make(factor: float) -> Any:
@@ -173,7 +172,7 @@ def test_functions_that_only_look_alike_are_told_apart(model: Any) -> None:
     assert named(Doubling()) != named(Doubling())
 
 
-def test_adapters_are_seen_switched_on_and_off(model: Any) -> None:
+def test_adapters_are_seen_switched_on_and_off(model):
     adapter: Any = Adapter()
     scaling = {"wikipedia-english-2024": 2.0, "code-python-instruct-v2": 1.0, "chat": 1.0}
     adapter.active_adapters, adapter.scaling = ["default"], scaling
@@ -196,9 +195,7 @@ BUFFERS = {
 
 
 @pytest.mark.parametrize("kind", BUFFERS)
-def test_other_values_in_a_buffer_are_another_model_and_another_precision_is_not(
-    kind: str, model_folder: Callable[[str], Path]
-) -> None:
+def test_other_values_in_a_buffer_are_another_model_and_another_precision_is_not(kind, model_folder):
     model = matlens.load(str(model_folder(kind)), device="cpu")
     state = torch.random.get_rng_state()
     assert changes_of(model) == ()
@@ -219,7 +216,7 @@ def test_other_values_in_a_buffer_are_another_model_and_another_precision_is_not
         assert changes_of(rounded) == ()
 
 
-def test_dropout_that_only_the_configuration_knows_is_named(model_folder: Callable[[str], Path]) -> None:
+def test_dropout_that_only_the_configuration_knows_is_named(model_folder):
     llama = matlens.load(str(model_folder("llama")), device="cpu")
     llama.train()
     assert changes_of(llama) == ()  # it drops nothing
@@ -227,7 +224,7 @@ def test_dropout_that_only_the_configuration_knows_is_named(model_folder: Callab
     assert "dropout" in changes_of(llama)[0]
 
 
-def test_a_bridge_of_another_module_is_not_the_plain_one(model_folder: Callable[[str], Path]) -> None:
+def test_a_bridge_of_another_module_is_not_the_plain_one(model_folder):
     plain = load_plain("gpt2", model_folder("gpt2"))
     plain.transformer.h[0].mlp.act = nn.ReLU()
     options = {"hf_model": plain, "tokenizer": make_tokenizer(), "device": "cpu"}
@@ -237,7 +234,7 @@ def test_a_bridge_of_another_module_is_not_the_plain_one(model_folder: Callable[
 
 
 @torch.no_grad()
-def test_settings_that_a_bridge_reads_at_every_pass_are_seen(model: Any) -> None:
+def test_settings_that_a_bridge_reads_at_every_pass_are_seen(model):
     tokens = torch.randint(6, 50, (1, 9))
     settings = {"n_heads": 2, "eps": 0.5, "scale_attn_by_inverse_layer_idx": True, "uses_rms_norm": True}
     logits = model(tokens)
@@ -252,9 +249,7 @@ def test_settings_that_a_bridge_reads_at_every_pass_are_seen(model: Any) -> None
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_edits_are_seen_where_the_configuration_does_not_make_a_model(
-    wrapped: bool, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_edits_are_seen_where_the_configuration_does_not_make_a_model(wrapped, model_folder, monkeypatch):
     monkeypatch.setattr(changes, "plain_model", lambda model: None)  # as with code that came with a model
     folder = str(model_folder("llama"))
     if wrapped:
@@ -274,7 +269,7 @@ def test_edits_are_seen_where_the_configuration_does_not_make_a_model(
 # What this library does to a model
 
 
-def test_replacements_and_coefficients_are_named_by_their_values(model: Any) -> None:
+def test_replacements_and_coefficients_are_named_by_their_values(model):
     def named(context: Any) -> tuple[str, ...]:
         with context:
             return changes_of(model)
@@ -312,8 +307,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize(("read", "change"), [*zip(READ, CHANGES, strict=True)])
 def test_a_folder_of_the_plain_model_is_refused_for_a_changed_one_and_the_other_way_round(
-    read: str, change: str, model: Any, tmp_path: Path
-) -> None:
+    read, change, model, tmp_path
+):
     examples = examples_of(model)
     plain = contextlib.nullcontext
     contexts = (plain, lambda: CHANGES[change](model), plain)
@@ -324,7 +319,7 @@ def test_a_folder_of_the_plain_model_is_refused_for_a_changed_one_and_the_other_
             READ[read](model, examples, tmp_path / str(i))
 
 
-def test_results_in_memory_carry_what_was_changed(model: Any) -> None:
+def test_results_in_memory_carry_what_was_changed(model):
     examples = examples_of(model)
     plain = collect(model, examples, progress=False)
     with CHANGES["patched"](model):
@@ -342,7 +337,7 @@ def test_results_in_memory_carry_what_was_changed(model: Any) -> None:
         MapSet([*maps.values(), *plain_maps.values()])
 
 
-def test_streaming_is_refused_where_the_model_changes_on_the_way(model: Any) -> None:
+def test_streaming_is_refused_where_the_model_changes_on_the_way(model):
     def batches() -> Iterator[Any]:
         return stream(model, examples_of(model), ["h.2"], batch_tokens=30, progress=False)
 
@@ -372,9 +367,7 @@ def interrupt(value: Tensor, hook: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["patched", "read"])
-def test_another_thread_cannot_use_a_model_that_is_changed_or_read(
-    kind: str, model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_thread_cannot_use_a_model_that_is_changed_or_read(kind, model, monkeypatch):
     monkeypatch.setattr(changes, "_WAIT", 0.1)
     examples, tokens = examples_of(model), torch.randint(6, 50, (1, 9))
     contexts: dict[str, Callable[[], Any]] = {
@@ -400,7 +393,7 @@ def test_another_thread_cannot_use_a_model_that_is_changed_or_read(
     assert in_a_thread(lambda: model(tokens)).shape == (1, 9, 60)
 
 
-def test_two_threads_that_read_one_model_do_not_mix_their_vectors(model: Any) -> None:
+def test_two_threads_that_read_one_model_do_not_mix_their_vectors(model):
     parts = [examples_of(model, n) for n in (24, 7)]
 
     def read(i: int) -> list[Any]:

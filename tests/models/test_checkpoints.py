@@ -22,7 +22,7 @@ from matlens.io.cache import default_cache
 from matlens.models.families import gguf
 
 
-def test_a_corrupt_gguf_file_is_refused(tmp_path: Path) -> None:
+def test_a_corrupt_gguf_file_is_refused(tmp_path):
     path = tmp_path / "broken.gguf"
     path.write_bytes(b"GGUF" + b"\x07" * 999)
     with pytest.raises(InputError, match=r"broken\.gguf.*could not be loaded"):
@@ -40,9 +40,7 @@ def _drop_a_tensor(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_a_checkpoint_without_its_head_is_refused(
-    model_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_checkpoint_without_its_head_is_refused(model_folder, tmp_path):
     """An encoder saved alone would get a head of random numbers."""
     load_plain("bert", model_folder("bert")).bert.save_pretrained(tmp_path)
     make_tokenizer(bert=True).save_pretrained(tmp_path)
@@ -82,9 +80,7 @@ CAUSES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CAUSES)
-def test_a_damaged_folder_is_refused_for_its_true_cause(
-    case: str, model_folder: Callable[[str], Path], tmp_path: Path, no_network: list[str]
-) -> None:
+def test_a_damaged_folder_is_refused_for_its_true_cause(case, model_folder, tmp_path, no_network):
     damage, cause = CAUSES[case]
     shutil.copytree(model_folder("llama"), tmp_path / "model")
     damage(tmp_path / "model")
@@ -95,7 +91,7 @@ def test_a_damaged_folder_is_refused_for_its_true_cause(
 
 
 @pytest.fixture
-def source(tmp_path: Path, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Any:
+def source(tmp_path, model_folder, monkeypatch):
     """A file that stands for a model, with the precisions in which it was read."""
     monkeypatch.setenv("MATLENS_CACHE", str(tmp_path / "cache"))
     path, folder, dtypes = tmp_path / "model.gguf", model_folder("llama"), list[torch.dtype]()
@@ -121,9 +117,7 @@ def assert_same(ours: tuple[Any, Any], theirs: tuple[Any, Any]) -> None:
     assert tokens(text)["input_ids"] == plain_tokens(text)["input_ids"]
 
 
-def test_the_second_time_the_cache_is_read_unless_it_is_damaged(
-    source: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_second_time_the_cache_is_read_unless_it_is_damaged(source, capsys):
     plain, cache = source.read(source.path, torch.bfloat16), default_cache()
     source.dtypes.clear()
     for _ in range(2):
@@ -142,9 +136,7 @@ def test_the_second_time_the_cache_is_read_unless_it_is_damaged(
     assert "damaged and recomputed" in capsys.readouterr().err
 
 
-def test_what_does_not_come_back_as_it_was_is_not_stored(
-    source: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_come_back_as_it_was_is_not_stored(source, monkeypatch, capsys):
     load, plain, cache = gguf._load, source.read(source.path, torch.float32), default_cache()
 
     def rounded(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +23,7 @@ H = torch.randn(3, D_MODEL, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="module")
-def work(model_folder: Callable[[str], Path]) -> SimpleNamespace:
+def work(model_folder):
     """A model, and what is made of it."""
     model = matlens.load(str(model_folder("gpt2")), device="cpu")
     examples = matlens.make_examples(model, make_sentences()).head(8)
@@ -70,9 +69,7 @@ def edited(model: Any, part: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("part", "uses"), [("head", HEAD), ("ffn", FFN)])
-def test_what_was_made_before_an_edit_is_refused_after_it(
-    part: str, uses: dict[str, Any], work: SimpleNamespace
-) -> None:
+def test_what_was_made_before_an_edit_is_refused_after_it(part, uses, work):
     untouched = work.values.layer(0)
     with edited(work.model, part):
         for name, use in uses.items():
@@ -83,14 +80,14 @@ def test_what_was_made_before_an_edit_is_refused_after_it(
         use(work)
 
 
-def test_weights_edited_between_two_batches_of_a_stream_are_noticed(work: SimpleNamespace) -> None:
+def test_weights_edited_between_two_batches_of_a_stream_are_noticed(work):
     rows = stream(work.model, work.examples, ["h.1"], batch_tokens=1, progress=False)
     next(rows)
     with edited(work.model, "ffn"), pytest.raises(InputError):
         list(rows)
 
 
-def test_weights_edited_within_a_loop_that_checks_once_are_noticed_at_its_end(work: SimpleNamespace) -> None:
+def test_weights_edited_within_a_loop_that_checks_once_are_noticed_at_its_end(work):
     def edit_inside(stack: ExitStack) -> None:
         with work.readout.weights.constant():
             stack.enter_context(edited(work.model, "head"))
@@ -103,7 +100,7 @@ def test_weights_edited_within_a_loop_that_checks_once_are_noticed_at_its_end(wo
 # Whose maps they are
 
 
-def test_maps_of_no_known_model_are_refused_where_a_model_is_given(work: SimpleNamespace) -> None:
+def test_maps_of_no_known_model_are_refused_where_a_model_is_given(work):
     rows = stream(work.model, work.examples, ["h.0", "h.3"], progress=False)
     maps = MapSet(linear.fit_stream((part.vectors for part in rows), [("h.0", "h.3")]))
     refused: list[Callable[[], Any]] = [
@@ -138,7 +135,7 @@ PASSES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def test_a_model_with_dropout_is_refused(work: SimpleNamespace) -> None:
+def test_a_model_with_dropout_is_refused(work):
     work.model.train()
     for name, use in PASSES.items():
         with pytest.raises(InputError, match=r"model\.eval\(\)"):

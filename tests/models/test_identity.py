@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from identities import make_identity
@@ -16,7 +14,7 @@ from matlens.models.identity import ModelIdentity, Provenance
 # What belongs to one model
 
 
-def test_an_identity_is_read_back_from_its_json(small_model: Callable[[str], Any]) -> None:
+def test_an_identity_is_read_back_from_its_json(small_model):
     known = ModelIdentity.from_model(small_model("gpt2"))
     written = json.loads(json.dumps(known.to_json()))
     assert list(written)[:2] == ["base_model_name_or_path", "base_model_revision"]
@@ -30,11 +28,11 @@ WHOLE = Provenance(make_identity(), {"corpus": "words", "n": 3}, "f1", "sampled"
 
 
 @pytest.mark.parametrize("provenance", [WHOLE, WHOLE.samples, Provenance(), Provenance(details={"k": 1})])
-def test_a_provenance_is_read_back_from_its_json(provenance: Provenance) -> None:
+def test_a_provenance_is_read_back_from_its_json(provenance):
     assert Provenance.from_json(json.loads(json.dumps(provenance.to_json()))) == provenance
 
 
-def test_one_guard_refuses_what_belongs_to_another_model_or_other_tokens() -> None:
+def test_one_guard_refuses_what_belongs_to_another_model_or_other_tokens():
     other = make_identity("renamed", "f00d")
     WHOLE.check_same(other, ours="the maps")
     WHOLE.check_same(Provenance(other), ours="the maps", theirs="the trace")
@@ -52,7 +50,7 @@ def test_one_guard_refuses_what_belongs_to_another_model_or_other_tokens() -> No
             ours.check_same(theirs, ours="the clusters")
 
 
-def test_one_guard_takes_another_precision_only_where_it_is_told_so() -> None:
+def test_one_guard_takes_another_precision_only_where_it_is_told_so():
     wide = make_identity(fingerprint="aa", rounded={"bfloat16": "b1", "float16": "h1"})
     narrow = make_identity(fingerprint="bb", rounded={"bfloat16": "b1"}, dtype="bfloat16")
     other = make_identity(fingerprint="cc", rounded={"bfloat16": "b2"}, dtype="bfloat16")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,12 +42,12 @@ MODULES = {
 
 
 @pytest.fixture(scope="module")
-def stacks(model_folder: Callable[[str], Path]) -> dict[str, Any]:
+def stacks(model_folder):
     return {name: matlens.load(str(model_folder("t5")), device="cpu", stack=name) for name in LAYERS}
 
 
 @pytest.fixture(scope="module")
-def plain(model_folder: Callable[[str], Path]) -> Any:
+def plain(model_folder):
     return transformers.T5ForConditionalGeneration.from_pretrained(model_folder("t5")).eval()
 
 
@@ -78,7 +76,7 @@ def plain_vectors(name: str, plain: Any, source: Tensor, target: Tensor) -> dict
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_sites_are_the_plain_models_and_add_up(name: str, stacks: dict[str, Any], plain: Any) -> None:
+def test_sites_are_the_plain_models_and_add_up(name, stacks, plain):
     """In padded batches of sources and targets of different lengths, as in each pair alone."""
     model = stacks[name]
     known, examples = ModelLayout.from_model(model), examples_of(name, model)
@@ -96,7 +94,7 @@ def test_sites_are_the_plain_models_and_add_up(name: str, stacks: dict[str, Any]
             assert_near(Readout(model).logits(last), theirs["logits"])
 
 
-def test_what_does_not_belong_together_is_refused(stacks: dict[str, Any], model_folder: Any) -> None:
+def test_what_does_not_belong_together_is_refused(stacks, model_folder):
     encoder, decoder = stacks["encoder"], stacks["decoder"]
     folder = str(model_folder("t5"))
     with pytest.raises(InputError, match="stack must be 'encoder' or 'decoder' for t5"):

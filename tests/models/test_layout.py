@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -52,15 +50,13 @@ def vectors(model: Any, tokens: Tensor = TOKENS) -> dict[str, Tensor]:
 
 
 @pytest.fixture
-def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def forgotten(monkeypatch):
     """Let `ModelLayout.from_model` forget the models that it has seen, for this test."""
     monkeypatch.setattr(layout, "_KNOWN", WeakKeyDictionary())
 
 
 @pytest.mark.parametrize("name", [*WIRINGS, *KINDS])
-def test_wirings_are_found_and_every_site_is_the_end_of_its_module(
-    name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
-) -> None:
+def test_wirings_are_found_and_every_site_is_the_end_of_its_module(name, small_model, plain_model):
     found = ModelLayout.from_model(small_model(name))
     assert found.wiring.name == (WIRING_OF | KINDS)[name]
     assert set(found.kinds) == {*SITE_MODULES[name], *APART.get(name, ())}
@@ -73,7 +69,7 @@ def test_wirings_are_found_and_every_site_is_the_end_of_its_module(
         assert_near(ours[site], theirs[site])
 
 
-def test_blocks_whose_parts_add_the_stream_themselves_have_only_the_stream(tmp_path: Path) -> None:
+def test_blocks_whose_parts_add_the_stream_themselves_have_only_the_stream(tmp_path):
     """What BLOOM's attention and FFN return has the stream in it already, so no known sum holds."""
     model = matlens.load(str(save_model("bloom", tmp_path)), device="cpu")
     found = ModelLayout.from_model(model)
@@ -87,8 +83,8 @@ def test_blocks_whose_parts_add_the_stream_themselves_have_only_the_stream(tmp_p
 
 @pytest.mark.parametrize(("name", "layer"), [("gpt2", 2), ("bert", 1), ("neox", 0)])
 def test_one_block_that_does_not_add_up_is_enough_to_trust_only_the_stream(
-    name: str, layer: int, small_model: Callable[[str], Any], forgotten: None
-) -> None:
+    name, layer, small_model, forgotten
+):
     model = small_model(name)
     block = model.original_model.get_submodule(LAYERS[name][0])[layer]
 
@@ -107,9 +103,7 @@ def test_one_block_that_does_not_add_up_is_enough_to_trust_only_the_stream(
         handle.remove()
 
 
-def test_an_ffn_that_changes_what_its_output_layer_gives_has_no_coefficients(
-    small_model: Callable[[str], Any], forgotten: None
-) -> None:
+def test_an_ffn_that_changes_what_its_output_layer_gives_has_no_coefficients(small_model, forgotten):
     """The rest of the block adds up all the same, so its other sites stay."""
     model = small_model("llama")
     kinds = set(ModelLayout.from_model(model).kinds)
@@ -123,7 +117,7 @@ def test_an_ffn_that_changes_what_its_output_layer_gives_has_no_coefficients(
     assert (set(found.kinds), found.d_mlp) == (kinds - {"ffn_post"}, 0)
 
 
-def test_hooks_are_gone_when_the_run_fails(small_model: Callable[[str], Any], forgotten: None) -> None:
+def test_hooks_are_gone_when_the_run_fails(small_model, forgotten):
     model = small_model("gpt2")
     model(TOKENS, return_type=None)
     before = hook_counts(model)
@@ -141,7 +135,7 @@ def test_hooks_are_gone_when_the_run_fails(small_model: Callable[[str], Any], fo
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_a_hook_that_carries_a_site_is_that_site(name: str, small_model: Callable[[str], Any]) -> None:
+def test_a_hook_that_carries_a_site_is_that_site(name, small_model):
     """By the hook point itself, whatever TransformerLens calls it in this architecture."""
     model = small_model(name)
     known = ModelLayout.from_model(model)
@@ -167,7 +161,7 @@ def test_a_hook_that_carries_a_site_is_that_site(name: str, small_model: Callabl
     assert named > 80
 
 
-def test_hooks_have_the_width_and_the_order_of_a_pass(small_model: Callable[[str], Any]) -> None:
+def test_hooks_have_the_width_and_the_order_of_a_pass(small_model):
     """Against a pass of its own, over other tokens."""
     model = small_model("llama")
     known = ModelLayout.from_model(model)
@@ -187,7 +181,7 @@ def test_hooks_have_the_width_and_the_order_of_a_pass(small_model: Callable[[str
         assert known.width(hook) == torch.Size(shape[2:]).numel()
 
 
-def test_hooks_that_are_turned_on_are_found(model_folder: Callable[[str], Path]) -> None:
+def test_hooks_that_are_turned_on_are_found(model_folder):
     model = matlens.load(str(model_folder("gpt2")), device="cpu")
     with pytest.raises(InputError, match=r"'blocks\.1\.attn\.hook_result' does not fire"):
         ModelLayout.from_model(model).resolve("result.1")

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import (
-    WORDS,
-    assert_near,
-    make_tokenizer,
-    save_model,
-)
+from conftest import WORDS, assert_near, make_tokenizer, save_model
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoTokenizer
 
@@ -26,9 +19,7 @@ TEXT = " ".join(WORDS[3:15])
 
 
 @pytest.mark.parametrize("name", ["bert", "gemma2"])
-def test_a_folder_gives_the_plain_models_logits_without_network(
-    name: str, model_folder: Callable[[str], Path], plain_model: Callable[[str], Any], no_network: list[str]
-) -> None:
+def test_a_folder_gives_the_plain_models_logits_without_network(name, model_folder, plain_model, no_network):
     model = matlens.load(str(model_folder(name)), device="cpu")
     tokens = torch.randint(5, 55, (2, 16), generator=torch.Generator().manual_seed(4))
     with torch.inference_mode():
@@ -44,7 +35,7 @@ def test_a_folder_gives_the_plain_models_logits_without_network(
 SHORT_TEXT = " ".join(WORDS[:6])
 
 
-def test_a_bos_that_is_the_unknown_token_too_is_a_bos(tmp_path: Path) -> None:
+def test_a_bos_that_is_the_unknown_token_too_is_a_bos(tmp_path):
     """As in GPT-2's vocabulary, where one token is BOS, EOS and unknown."""
     folder = save_model("gpt2", tmp_path / "model")
     tokenizer = make_tokenizer()
@@ -62,7 +53,7 @@ def test_a_bos_that_is_the_unknown_token_too_is_a_bos(tmp_path: Path) -> None:
     assert token_policy(bridge) == token_policy(model)
 
 
-def test_a_bridge_takes_the_published_tokenizer(model_folder: Callable[[str], Path]) -> None:
+def test_a_bridge_takes_the_published_tokenizer(model_folder):
     """TransformerLens loads BERT's tokenizer so that it puts no [CLS] and [SEP] around a text."""
     folder = str(model_folder("bert"))
     model, bridge = (
@@ -82,7 +73,7 @@ def test_a_bridge_takes_the_published_tokenizer(model_folder: Callable[[str], Pa
     assert bridge.cfg.d_vocab == size
 
 
-def test_what_cannot_be_wrapped_is_refused(model_folder: Callable[[str], Path]) -> None:
+def test_what_cannot_be_wrapped_is_refused(model_folder):
     folder = str(model_folder("gpt2"))
     bridge = TransformerBridge.boot_transformers(folder, device="cpu")
     before = token_policy(bridge)

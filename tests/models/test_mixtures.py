@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,9 +62,7 @@ def block_ends(plain: Any, layer: int, tokens: Tensor = TOKENS) -> tuple[Tensor,
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_coefficients_and_value_vectors_are_those_of_the_weights(
-    name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
-) -> None:
+def test_coefficients_and_value_vectors_are_those_of_the_weights(name, small_model, plain_model):
     model, plain = small_model(name), plain_model(name)
     layout, values = ModelLayout.from_model(model), ValueVectors(model)
     width, shared = WIDTHS[name]
@@ -86,7 +82,7 @@ def test_coefficients_and_value_vectors_are_those_of_the_weights(
         assert chosen.sum(0).tolist() == [2] * len(m)
 
 
-def test_names_have_an_expert(small_model: Callable[[str], Any]) -> None:
+def test_names_have_an_expert(small_model):
     values = ValueVectors(small_model("qwen2-moe"))
     assert values.resolve("L1E2D5") == ValueVector(1, 5, 2)
     assert str(values.resolve("l-1e0d15")) == "L2E0D15"
@@ -103,9 +99,7 @@ def test_names_have_an_expert(small_model: Callable[[str], Any]) -> None:
         ValueVectors(small_model("llama")).resolve("L1E0D3")
 
 
-def test_a_coefficient_that_is_set_adds_its_value_vector(
-    small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
-) -> None:
+def test_a_coefficient_that_is_set_adds_its_value_vector(small_model, plain_model):
     """At every token, whether its expert is chosen or not; the shared expert too."""
     name, names = "qwen2-moe", ["L1E2D5", "L1E0D3", "L1E4D7"]
     model, plain = small_model(name), plain_model(name)
@@ -132,7 +126,7 @@ def test_a_coefficient_that_is_set_adds_its_value_vector(
     assert float((expected - before).abs().max()) > 1e-3 * float(before.abs().max())
 
 
-def test_half_precision_adds_up_and_a_missing_expert_does_not(model_folder: Callable[[str], Path]) -> None:
+def test_half_precision_adds_up_and_a_missing_expert_does_not(model_folder):
     model = matlens.load(str(model_folder("qwen2-moe")), device="cpu", dtype=torch.bfloat16)
     known, experts = ModelLayout.from_model(model), mixture(model, 1)
     assert known.d_mlp == 88

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from conftest import assert_near
@@ -15,7 +13,7 @@ from matlens.models.norms import NormGain
 @pytest.mark.parametrize(("norm", "centred"), [
     (torch.nn.LayerNorm(7), True), (torch.nn.LayerNorm(32, bias=False), True), (torch.nn.RMSNorm(7), False),
 ], ids=str)  # fmt: skip
-def test_the_gain_is_that_of_the_norm_without_size_and_bias(norm: Any, centred: bool) -> None:
+def test_the_gain_is_that_of_the_norm_without_size_and_bias(norm, centred):
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in norm.parameters():
@@ -30,6 +28,6 @@ def test_the_gain_is_that_of_the_norm_without_size_and_bias(norm: Any, centred: 
     assert_near(gain(terms).sum(0) / size + bias, norm(whole).detach(), 1e-4)
 
 
-def test_other_modules_are_refused() -> None:
+def test_other_modules_are_refused():
     with pytest.raises(InputError, match="must be an RMS norm or a layer norm, got Softmax"):
         NormGain.from_module(torch.nn.Softmax(-1), 8)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import huggingface_hub.constants
 import pytest
@@ -19,8 +16,8 @@ from matlens.models.places import locate
 
 
 def test_an_unknown_hub_name_without_network_is_refused_after_one_question(
-    no_network: list[str], empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    no_network, empty_cache, monkeypatch
+):
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
     with pytest.raises(InputError, match=r"hub cannot be reached.*Expected a hub name"):
@@ -30,13 +27,13 @@ def test_an_unknown_hub_name_without_network_is_refused_after_one_question(
 
 
 @pytest.mark.parametrize("name", ["", "a\0b", "x" * 5000, "~no-such-user/m", "a/b/c", "/not/there"])
-def test_what_is_no_name_is_refused(name: str, no_network: list[str]) -> None:
+def test_what_is_no_name_is_refused(name, no_network):
     with pytest.raises(InputError, match=r"^name must be|no model"):
         locate(name, None)
     assert no_network == []
 
 
-def test_a_file_of_another_kind_is_refused(model_folder: Callable[[str], Path]) -> None:
+def test_a_file_of_another_kind_is_refused(model_folder):
     with pytest.raises(InputError, match="unknown file format"):
         matlens.load(model_folder("gpt2") / "model.safetensors")
     with pytest.raises(InputError, match="There is no file"):
@@ -50,14 +47,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.mark.parametrize(("offline", "revision"), [(True, None), (False, COMMIT)])
 def test_a_cached_hub_model_is_loaded_without_network(
-    revision: str | None,
-    offline: bool,
-    model_folder: Callable[[str], Path],
-    plain_model: Callable[[str], Any],
-    no_network: list[str],
-    empty_cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    revision, offline, model_folder, plain_model, no_network, empty_cache, monkeypatch
+):
     repository = empty_cache / "models--someone--small"
     shutil.copytree(model_folder("gpt2"), repository / "snapshots" / COMMIT)
     (repository / "refs").mkdir()

@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from conftest import (
-    D_MODEL,
-    N_LAYERS,
-    WIRINGS,
-    assert_near,
-    load_plain,
-    make_tokenizer,
-    plain_vectors,
-)
+from conftest import D_MODEL, N_LAYERS, WIRINGS, assert_near, load_plain, make_tokenizer, plain_vectors
 from torch import Tensor
 
 import matlens
@@ -32,9 +20,7 @@ def random_tokens(seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("name", [*WIRINGS, "cohere", "roberta", "opt-narrow"])
-def test_last_stream_reads_out_to_the_models_own_logits(
-    name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
-) -> None:
+def test_last_stream_reads_out_to_the_models_own_logits(name, small_model, plain_model):
     found = plain_vectors(name, plain_model(name), random_tokens())
     ours = Readout(small_model(name))
     assert_near(ours.logits(found[LAST]), found["logits"], 2e-6)
@@ -45,9 +31,7 @@ def test_last_stream_reads_out_to_the_models_own_logits(
 
 
 @pytest.mark.parametrize(("name", "screened"), [("llama", True), ("bert", True), ("gemma2", False)])
-def test_top_ids_and_ranks_are_those_of_all_logits(
-    name: str, screened: bool, small_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_top_ids_and_ranks_are_those_of_all_logits(name, screened, small_model, monkeypatch):
     monkeypatch.setattr(readout.Screen, "suits", lambda module: screened)
     ours, generator = Readout(small_model(name)), torch.Generator().manual_seed(1)
     vectors = 3 * torch.randn(200, D_MODEL, generator=generator)
@@ -65,27 +49,21 @@ def test_top_ids_and_ranks_are_those_of_all_logits(
 
 
 @pytest.mark.parametrize("name", ["gemma2", "granite", "cohere"])
-def test_a_readout_without_scaling_or_cap_is_refused(
-    name: str, small_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_readout_without_scaling_or_cap_is_refused(name, small_model, monkeypatch):
     monkeypatch.setattr(readout, "_scaling", lambda model: (1.0, None))
     with pytest.raises(InputError, match="do not give the model's own logits"):
         Readout(small_model(name))
 
 
 @pytest.mark.parametrize(("name", "part"), [("gpt2", 0), *(("bert", i) for i in range(3))])
-def test_a_readout_without_one_of_its_modules_is_refused(
-    name: str, part: int, small_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_readout_without_one_of_its_modules_is_refused(name, part, small_model, monkeypatch):
     modules = readout.head_modules(small_model(name))
     monkeypatch.setattr(readout, "head_modules", lambda model: modules[:part] + modules[part + 1 :])
     with pytest.raises(InputError, match="do not give the model's own logits"):
         Readout(small_model(name))
 
 
-def test_half_precision_is_read_out_in_float32_with_the_models_own_weights(
-    model_folder: Callable[[str], Path],
-) -> None:
+def test_half_precision_is_read_out_in_float32_with_the_models_own_weights(model_folder):
     folder, dtype = model_folder("gpt2"), torch.bfloat16
     plain = load_plain("gpt2", folder, dtype=dtype)
     found = plain_vectors("gpt2", plain, random_tokens())
@@ -97,9 +75,7 @@ def test_half_precision_is_read_out_in_float32_with_the_models_own_weights(
     assert_near(ours, found["logits"].float(), 8 * torch.finfo(dtype).eps)
 
 
-def test_top_tokens_are_the_most_probable_words(
-    small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
-) -> None:
+def test_top_tokens_are_the_most_probable_words(small_model, plain_model):
     name = "bert"
     found = plain_vectors(name, plain_model(name), random_tokens(3))
     probability = found["logits"][2, 7].double().softmax(-1)
@@ -112,7 +88,7 @@ def test_top_tokens_are_the_most_probable_words(
     assert len(Readout(small_model(name)).top_tokens(found[LAST][2, 7])) == 5
 
 
-def test_a_read_out_knows_its_model(small_model: Callable[[str], Any]) -> None:
+def test_a_read_out_knows_its_model(small_model):
     gpt2, llama = Readout(small_model("gpt2")), Readout(small_model("llama"))
     assert gpt2.identity == ModelIdentity.from_model(small_model("gpt2")).of_weights
     assert (gpt2.d_model, gpt2.d_vocab) == (D_MODEL, 60)
@@ -122,7 +98,7 @@ def test_a_read_out_knows_its_model(small_model: Callable[[str], Any]) -> None:
 
 
 @pytest.mark.refused
-def test_vectors_that_cannot_be_read_are_refused(small_model: Callable[[str], Any]) -> None:
+def test_vectors_that_cannot_be_read_are_refused(small_model):
     ours, projection = Readout(small_model("gpt2")), ffn.Projection.from_model(small_model("gpt2"))
     for vectors, told in (
         (torch.zeros(4, D_MODEL + 1), f"must have {D_MODEL} dimensions"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ class Tiny(Family):
 
 
 @pytest.fixture
-def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def forgotten(monkeypatch):
     """What a test registers is gone after it."""
     families()
     monkeypatch.setattr(registry, "_REGISTERED", list(registry._REGISTERED))
@@ -53,12 +52,7 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("forgotten")
-def test_an_installed_package_adds_an_architecture(
-    model_folder: Callable[[str], Path],
-    plain_model: Callable[[str], Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_installed_package_adds_an_architecture(model_folder, plain_model, tmp_path, monkeypatch):
     (tmp_path / "tiny_models.py").write_text(PACKAGE)
     about = tmp_path / "tiny_models-1.0.dist-info"
     about.mkdir()
@@ -78,7 +72,7 @@ def test_an_installed_package_adds_an_architecture(
 
 
 @pytest.mark.usefixtures("forgotten")
-def test_the_family_that_was_registered_last_answers_first(small_model: Callable[[str], Any]) -> None:
+def test_the_family_that_was_registered_last_answers_first(small_model):
     model = small_model("gpt2")
     assert ask(Family.head, model) is None
 
@@ -104,7 +98,7 @@ def test_the_family_that_was_registered_last_answers_first(small_model: Callable
     assert before == (factory.SUPPORTED_ARCHITECTURES, factory.ArchitectureAdapterFactory._adapters)
 
 
-def test_the_core_imports_no_architecture() -> None:
+def test_the_core_imports_no_architecture():
     """An architecture is a new file in ``families``, and no other module of the package changes."""
     for path in Path(registry.__file__).parent.glob("*.py"):
         imported = {

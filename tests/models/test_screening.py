@@ -13,7 +13,7 @@ WIDTH = 48
 
 
 @pytest.fixture(params=["bfloat16", "float32", "rounded inputs"])
-def precision(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def precision(request, monkeypatch):
     """The precision of the quick products, whatever this processor likes best."""
     monkeypatch.setattr(screening, "_bfloat16_is_quicker", lambda weight: request.param == "bfloat16")
     if request.param == "rounded inputs":
@@ -45,7 +45,7 @@ def check(unembed: nn.Linear, x: Tensor, ids: Tensor) -> None:
 
 @pytest.mark.parametrize("n_tokens", [1, 1025])
 @pytest.mark.parametrize("biased", [False, True])
-def test_top_tokens_and_ranks_are_those_of_float64(n_tokens: int, biased: bool, precision: str) -> None:
+def test_top_tokens_and_ranks_are_those_of_float64(n_tokens, biased, precision):
     generator = torch.Generator().manual_seed(n_tokens)
     weight = torch.randn(n_tokens, WIDTH, generator=generator)
     weight *= torch.rand(n_tokens, 1, generator=generator) * 3
@@ -55,7 +55,7 @@ def test_top_tokens_and_ranks_are_those_of_float64(n_tokens: int, biased: bool, 
     check(layer(weight, bias), x, torch.randint(n_tokens, (40,), generator=generator))
 
 
-def test_tokens_that_the_quick_product_confuses_are_told_apart(precision: str) -> None:
+def test_tokens_that_the_quick_product_confuses_are_told_apart(precision):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(WIDTH, generator=generator) + 1e-5 * torch.randn(3000, WIDTH, generator=generator)
     x = torch.randn(30, WIDTH, generator=generator)
@@ -65,7 +65,7 @@ def test_tokens_that_the_quick_product_confuses_are_told_apart(precision: str) -
     check(unembed, x, torch.randint(3000, (30,), generator=generator))
 
 
-def test_logits_that_are_rounded_though_no_input_is_are_told_apart(precision: str) -> None:
+def test_logits_that_are_rounded_though_no_input_is_are_told_apart(precision):
     """Small integers are exact in bfloat16, and their products of about 3,000 are not."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randint(7, 10, (3000, WIDTH), generator=generator).float()
@@ -74,7 +74,7 @@ def test_logits_that_are_rounded_though_no_input_is_are_told_apart(precision: st
     check(layer(weight), x, torch.randint(3000, (30,), generator=generator))
 
 
-def test_the_first_of_equal_tokens_is_on_top_and_none_is_above_its_equals(precision: str) -> None:
+def test_the_first_of_equal_tokens_is_on_top_and_none_is_above_its_equals(precision):
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(900, WIDTH, generator=generator).repeat(3, 1)  # each token three times
     x = torch.randn(20, WIDTH, generator=generator)
@@ -88,7 +88,7 @@ def test_the_first_of_equal_tokens_is_on_top_and_none_is_above_its_equals(precis
     )
 
 
-def test_a_bias_of_zeros_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bias_of_zeros_is_none(monkeypatch):
     """TransformerLens gives one to unembeddings that have none, and a real one is added in full precision."""
     monkeypatch.setattr(screening, "_bfloat16_is_quicker", lambda weight: True)
     generator = torch.Generator().manual_seed(3)
@@ -104,7 +104,7 @@ def test_a_bias_of_zeros_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Screen(unembed).top_and_rank(x, None)[0].tolist() == [7] * 9
 
 
-def test_a_layer_that_something_hangs_on_is_not_screened() -> None:
+def test_a_layer_that_something_hangs_on_is_not_screened():
     unembed = layer(torch.randn(10, WIDTH))
     assert Screen.suits(unembed)
     assert not Screen.suits(nn.Sequential(unembed))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +14,7 @@ from matlens.models.sizes import read_sizes
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2-moe"])
-def test_sizes_are_those_of_the_model_and_read_once(
-    kind: str, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_sizes_are_those_of_the_model_and_read_once(kind, model_folder, monkeypatch, tmp_path):
     monkeypatch.setenv("MATLENS_CACHE", str(tmp_path / "cache"))
     names: list[str] = []
     read = sizes.read_configuration

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,12 +24,12 @@ TEXT = " ".join(WORDS[:6])
 
 
 @pytest.fixture(autouse=True)
-def _all_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def _all_pieces(monkeypatch):
     monkeypatch.setattr(module, "_SAMPLED", ALL_SAMPLED)
 
 
 @pytest.mark.parametrize(("front", "end"), [(False, True), (True, False)])
-def test_a_loaded_model_reads_what_its_tokenizer_makes(front: bool, end: bool, tmp_path: Path) -> None:
+def test_a_loaded_model_reads_what_its_tokenizer_makes(front, end, tmp_path):
     model = matlens.load(str(save_with_ends(tmp_path / "model", front=front, end=end)), device="cpu")
     own = model.tokenizer(TEXT)["input_ids"]
     assert encode_text(model, TEXT).ids == own == model.to_tokens(TEXT)[0].tolist()
@@ -42,7 +41,7 @@ def test_a_loaded_model_reads_what_its_tokenizer_makes(front: bool, end: bool, t
 
 
 @pytest.mark.parametrize(("front", "end", "prepend"), [(False, True, True), (True, True, False)])
-def test_a_bridge_booted_elsewhere_is_followed(front: bool, end: bool, prepend: bool, tmp_path: Path) -> None:
+def test_a_bridge_booted_elsewhere_is_followed(front, end, prepend, tmp_path):
     """Whatever the bridge itself reads is what examples are made of."""
     folder = save_with_ends(tmp_path / "model", front=front, end=end)
     bridge = TransformerBridge.boot_transformers(str(folder), device="cpu")
@@ -57,7 +56,7 @@ def test_a_bridge_booted_elsewhere_is_followed(front: bool, end: bool, prepend: 
     assert matlens.make_prompts(bridge, [TEXT]).tokens.tolist() == read
 
 
-def test_the_digest_tells_policies_and_vocabularies_apart(tmp_path: Path) -> None:
+def test_the_digest_tells_policies_and_vocabularies_apart(tmp_path):
     folder = save_with_ends(tmp_path / "model")
     model = matlens.load(str(folder), device="cpu")
     first = token_policy(model)
@@ -82,7 +81,7 @@ def test_the_digest_tells_policies_and_vocabularies_apart(tmp_path: Path) -> Non
     assert token_policy(other).digest != first.digest
 
 
-def test_the_digest_tells_normalisers_of_few_words_apart(tmp_path: Path) -> None:
+def test_the_digest_tells_normalisers_of_few_words_apart(tmp_path):
     model = matlens.load(str(save_with_ends(tmp_path)), device="cpu")
     before = token_policy(model).digest
     model.tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
@@ -92,7 +91,7 @@ def test_the_digest_tells_normalisers_of_few_words_apart(tmp_path: Path) -> None
 # A bridge of one's own
 
 
-def test_a_bridge_with_another_policy_is_refused_until_it_is_wrapped(tmp_path: Path) -> None:
+def test_a_bridge_with_another_policy_is_refused_until_it_is_wrapped(tmp_path):
     folder = str(save_with_ends(tmp_path / "model"))
     model, bridge = (
         matlens.load(folder, device="cpu"),
@@ -139,7 +138,7 @@ def sentencepiece() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
 
 
-def test_tokens_are_written_as_a_person_reads_them() -> None:
+def test_tokens_are_written_as_a_person_reads_them():
     tokenizer = byte_level()
     pieces = ["Ġtea", "Tea", "Ã©", "âĤ", "Ċ", "x"]
     ids = tokenizer.convert_tokens_to_ids(pieces)
@@ -149,7 +148,7 @@ def test_tokens_are_written_as_a_person_reads_them() -> None:
     assert token_texts(tokenizer, [9999]) == ["<9999>"]
 
 
-def test_a_word_is_taken_with_its_space() -> None:
+def test_a_word_is_taken_with_its_space():
     tokenizer = byte_level()
     for word in (" tea", "␣tea"):
         assert word_token(tokenizer, word) == tokenizer.convert_tokens_to_ids("Ġtea")
@@ -157,7 +156,7 @@ def test_a_word_is_taken_with_its_space() -> None:
     assert word_tokens(tokenizer, ["␣tea", "Tea", " tea"]) == tokenizer.convert_tokens_to_ids(["Ġtea", "Tea"])
 
 
-def test_a_word_with_its_space_is_found_where_every_text_gets_a_space() -> None:
+def test_a_word_with_its_space_is_found_where_every_text_gets_a_space():
     tokenizer = sentencepiece()
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split("\0", "isolated")
     tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(  # as Llama 2's and Mistral's
@@ -176,7 +175,7 @@ def test_a_word_with_its_space_is_found_where_every_text_gets_a_space() -> None:
         word_token(tokenizer, "␣eat")
 
 
-def test_bytes_are_written_alike_in_all_vocabularies() -> None:
+def test_bytes_are_written_alike_in_all_vocabularies():
     level, values = byte_level(), (0x80, 0xA5, 0xE2, 0xFF, 0x0A, 0x00, 0x20, 0x41, 0x7F)
     pieces = [f"<0x{byte:02X}>" for byte in values]  # as SentencePiece writes them
     vocabulary = {piece: i for i, piece in enumerate(pieces)}

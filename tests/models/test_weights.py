@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +38,7 @@ def _changed(model: Any, name: str) -> str:
     return found
 
 
-def test_fingerprint_changes_with_every_parameter(small_model: Callable[[str], Any]) -> None:
+def test_fingerprint_changes_with_every_parameter(small_model):
     model = small_model("gpt2")
     names = [name for name, _ in model.original_model.named_parameters()]
     found = [fingerprint(model)] + [_changed(model, name) for name in names]
@@ -48,9 +47,7 @@ def test_fingerprint_changes_with_every_parameter(small_model: Callable[[str], A
     assert all(len(one) == 16 and int(one, 16) >= 0 for one in found)
 
 
-def test_fingerprint_changes_with_the_configuration(
-    model_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_fingerprint_changes_with_the_configuration(model_folder, tmp_path):
     """The same weights compute something else with another epsilon."""
     shutil.copytree(model_folder("llama"), tmp_path / "other")
     config = json.loads((tmp_path / "other" / "config.json").read_text())
@@ -87,7 +84,7 @@ EDITS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_fingerprint_sees_any_edit(dtype: torch.dtype) -> None:
+def test_fingerprint_sees_any_edit(dtype):
     """Edits that keep sums, sets of values or sampled places as they were, through ``.data`` too."""
     weight = torch.randn(700, 3000, generator=torch.Generator().manual_seed(0))
     found = {_edited(weight, dtype, lambda w: None)} | {
@@ -98,7 +95,7 @@ def test_fingerprint_sees_any_edit(dtype: torch.dtype) -> None:
     assert (before, before) in found
 
 
-def test_fingerprint_sees_buffers_that_a_checkpoint_holds() -> None:
+def test_fingerprint_sees_buffers_that_a_checkpoint_holds():
     module = torch.nn.Linear(3, 2)
     module.register_buffer("kept", torch.ones(4))
     module.register_buffer("made", torch.ones(4), persistent=False)
@@ -109,9 +106,7 @@ def test_fingerprint_sees_buffers_that_a_checkpoint_holds() -> None:
     assert fingerprint(TransformerBridge(module)) != first  # type: ignore[arg-type]
 
 
-def test_half_precisions_are_known_to_be_of_the_same_weights(
-    model_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_half_precisions_are_known_to_be_of_the_same_weights(model_folder, tmp_path):
     folder = model_folder("gpt2")
     kinds = (torch.float32, torch.bfloat16, torch.float16)
     wide, brain, half = (
@@ -134,7 +129,7 @@ def test_half_precisions_are_known_to_be_of_the_same_weights(
     assert (fingerprint(fine) != before[0], rounded_fingerprints(fine)) == (True, before[1])
 
 
-def test_offloaded_weights_are_refused() -> None:
+def test_offloaded_weights_are_refused():
     """As accelerate leaves them between two passes: on no device."""
     config = transformers.LlamaConfig(
         vocab_size=60, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2

@@ -33,17 +33,17 @@ WITH_NORM = settings(no_decoder_final_norm=False)
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def path(tmp_path_factory):
     return save(tmp_path_factory.mktemp("wikilm"))
 
 
 @pytest.fixture(scope="module")
-def plain(path: Path) -> WikiLMForCausalLM:
+def plain(path):
     return read_wikilm(path)[0]
 
 
 @pytest.fixture(scope="module")
-def model(path: Path) -> Any:
+def model(path):
     return matlens.load(path, device="cpu")
 
 
@@ -71,7 +71,7 @@ def logits_of(path: Path) -> Tensor:
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_padding_on_either_side_changes_nothing(plain: WikiLMForCausalLM, side: str) -> None:
+def test_padding_on_either_side_changes_nothing(plain, side):
     length = max(map(len, SENTENCES))
     tokens, mask = torch.ones(3, length, dtype=torch.int64), torch.zeros(3, length, dtype=torch.int64)
     spans = [slice(0, len(s)) if side == "right" else slice(length - len(s), length) for s in SENTENCES]
@@ -83,7 +83,7 @@ def test_padding_on_either_side_changes_nothing(plain: WikiLMForCausalLM, side: 
         assert_close(logits[row, span], by_hand(sentence)["logits"])
 
 
-def test_generation_takes_the_likeliest_word_each_time(plain: WikiLMForCausalLM) -> None:
+def test_generation_takes_the_likeliest_word_each_time(plain):
     """With a cache, and padding on the left."""
     tokens = [2, 5]
     for _ in range(4):
@@ -95,7 +95,7 @@ def test_generation_takes_the_likeliest_word_each_time(plain: WikiLMForCausalLM)
     assert made[0, 1:].tolist() == tokens
 
 
-def test_transformers_writes_and_reads_it(plain: WikiLMForCausalLM, tmp_path: Path) -> None:
+def test_transformers_writes_and_reads_it(plain, tmp_path):
     families()
     plain.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -112,7 +112,7 @@ def test_transformers_writes_and_reads_it(plain: WikiLMForCausalLM, tmp_path: Pa
 # Behind a bridge
 
 
-def test_every_site_carries_what_the_weights_compute(model: Any, path: Path) -> None:
+def test_every_site_carries_what_the_weights_compute(model, path):
     layout, sentences = ModelLayout.from_model(model), make_sentences().sentences
     assert (layout.wiring.name, layout.n_layers, layout.d_model, layout.d_mlp) == ("pre-norm", 3, 16, 24)
     assert changes_of(model) == changes_of(matlens.wrap(matlens.load(path, device="cpu"))) == ()
@@ -145,7 +145,7 @@ def test_every_site_carries_what_the_weights_compute(model: Any, path: Path) -> 
         readout.logits(h, tokens=torch.tensor([N_WORDS]))
 
 
-def test_value_vectors_are_read_by_the_whole_unembedding(model: Any) -> None:
+def test_value_vectors_are_read_by_the_whole_unembedding(model):
     """Each word's row, with the projection of its band where that is not the first."""
     tensors, rows, projection = weights(settings()), [], ffn.Projection.from_model(model)
     for band in range(len(BANDS)):
@@ -158,14 +158,14 @@ def test_value_vectors_are_read_by_the_whole_unembedding(model: Any) -> None:
         ffn.Projection.after_norm(model)
 
 
-def test_a_norm_after_the_last_block_is_part_of_the_readout(tmp_path: Path) -> None:
+def test_a_norm_after_the_last_block_is_part_of_the_readout(tmp_path):
     model = matlens.load(save(tmp_path, WITH_NORM), device="cpu")
     seen = by_hand(args=WITH_NORM)
     assert_close(matlens.Readout(model).log_probs(seen[f"h.{LAYERS}"]), seen["logits"])
     assert ffn.Projection.after_norm(model).norm is not None
 
 
-def test_blocks_are_removed_where_there_are_as_many_bands(model: Any) -> None:
+def test_blocks_are_removed_where_there_are_as_many_bands(model):
     windows = make_windows(model, make_sentences(), size=8)
     pruned = prune(model, windows, [1], method="out", progress=False)
     tensors = weights(settings())
@@ -177,7 +177,7 @@ def test_blocks_are_removed_where_there_are_as_many_bands(model: Any) -> None:
     assert_close(logits, run(settings(decoder_layers=2), renamed, SENTENCES[0])["logits"])
 
 
-def test_passes_longer_than_the_context_leave_the_model_as_it_is(path: Path) -> None:
+def test_passes_longer_than_the_context_leave_the_model_as_it_is(path):
     model = matlens.load(path, device="cpu")
     positions = model.original_model.model.embed_positions
     model(torch.full((1, 60), 5), return_type="logits")
@@ -187,7 +187,7 @@ def test_passes_longer_than_the_context_leave_the_model_as_it_is(path: Path) -> 
     assert len(changes_of(model)) == 1
 
 
-def test_cutoffs_increase_up_to_the_vocabulary() -> None:
+def test_cutoffs_increase_up_to_the_vocabulary():
     assert [band[:2] for band in WikiLMConfig(vocab_size=9, cutoffs=[4, 9]).bands] == [(0, 4), (4, 9)]
     for cutoffs in ([], [0, 4], [4, 4], [5, 4], [4, 10]):
         with pytest.raises(InputError, match=r"^cutoffs must"):
@@ -197,7 +197,7 @@ def test_cutoffs_increase_up_to_the_vocabulary() -> None:
 # Checkpoints
 
 
-def test_a_checkpoint_is_written_as_fairseq_does(path: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_is_written_as_fairseq_does(path, tmp_path):
     """The file that is written is loaded by torch alone, and run by hand."""
     again = write_wikilm(*read_wikilm(path), tmp_path)
     written = torch.load(again, weights_only=False)
@@ -209,7 +209,7 @@ def test_a_checkpoint_is_written_as_fairseq_does(path: Path, tmp_path: Path) -> 
     assert (tmp_path / "dict.txt").read_text() == (path.parent / "dict.txt").read_text()
 
 
-def test_old_names_and_half_precision_are_read(tmp_path: Path) -> None:
+def test_old_names_and_half_precision_are_read(tmp_path):
     args = settings()
     tensors = {name: tensor.half() for name, tensor in weights(args).items()}
     expected = run(args, {name: tensor.float() for name, tensor in tensors.items()}, SENTENCES[0])["logits"]
@@ -232,7 +232,7 @@ class Harm:
 
 
 @pytest.mark.parametrize(("where", "zipped"), [("args", True), ("extra_state", True), ("model", False)])
-def test_code_in_a_checkpoint_is_refused_and_not_run(where: str, zipped: bool, tmp_path: Path) -> None:
+def test_code_in_a_checkpoint_is_refused_and_not_run(where, zipped, tmp_path):
     path = save(tmp_path)
     content = torch.load(path, weights_only=False) | {where: Harm(tmp_path / "done")}
     torch.save(content, path, _use_new_zipfile_serialization=zipped)
@@ -282,7 +282,7 @@ DAMAGE: list[tuple[Callable[[Path], Any], str]] = [
 ]
 
 
-def test_other_models_and_damaged_files_are_refused(tmp_path: Path) -> None:
+def test_other_models_and_damaged_files_are_refused(tmp_path):
     for args, tensors, reason in OTHERS:
         with pytest.raises(InputError, match=reason):
             read_wikilm(save(tmp_path, args, tensors))
@@ -313,7 +313,7 @@ def made_of(counts: dict[str, int]) -> WordDictionary:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_text_is_taken_apart_as_in_wikitext(text: str) -> None:
+def test_text_is_taken_apart_as_in_wikitext(text):
     words = TEXTS[text].split()
     assert words_of([text]) == [words]
     numbered = made_of(dict.fromkeys(words, 1))
@@ -322,7 +322,7 @@ def test_text_is_taken_apart_as_in_wikitext(text: str) -> None:
     assert numbered.tokenizer().decode(ids[1:]) == " ".join(words)
 
 
-def test_words_of_the_dictionary_stay_whole_between_spaces() -> None:
+def test_words_of_the_dictionary_stay_whole_between_spaces():
     """Words of WikiText have signs in them; a last word with its full stop does not count, though seen."""
     seen = {"U.S.": 900, "H.": 40, "H": 30, "...": 5, ".": 9000, "(_": 1, "in": 80, "the": 80, "album.": 3,
             "album": 400, "No": 9, "No.": 9, "a^b|c": 2, "@-@": 7, "\"": 8, "based": 2, "vol.": 9,
@@ -340,7 +340,7 @@ def test_words_of_the_dictionary_stay_whole_between_spaces() -> None:
         assert [dictionary.words[i] for i in tokenizer(text).input_ids[1:]] == words, text
 
 
-def test_words_are_numbered_by_frequency_and_filled_up() -> None:
+def test_words_are_numbered_by_frequency_and_filled_up():
     text = " ".join(3 * ["b", "a"] + 9 * ["c"] + ["rare"] + 50 * ["<unk>"])
     made = word_dictionary(Corpus("c", (text,), 1, 0, 0, 0), n_words=7)
     assert made.words == (*SPECIAL, "c", "a", "b", "madeupword0000")
@@ -351,7 +351,7 @@ def test_words_are_numbered_by_frequency_and_filled_up() -> None:
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 3)
 
 
-def test_dictionaries_are_read_and_others_refused(tmp_path: Path) -> None:
+def test_dictionaries_are_read_and_others_refused(tmp_path):
     path = tmp_path / "dict.txt"
     path.write_text("the 10\nof a 3\n\u2028\u0085 2\nthe 1 #fairseq:overwrite\n\n\n")
     dictionary = WordDictionary.read(path)

@@ -15,7 +15,6 @@ from patched_models import (
     LENGTHS,
     RANGES,
     SENTENCES,
-    Models,
     Vectors,
     assert_same,
     differ,
@@ -42,9 +41,7 @@ def at_modules(name: str, model: Any) -> Vectors:
 
 
 @pytest.mark.parametrize("name", [*WIRINGS, *KINDS, "bloom"])
-def test_jumps_are_the_plain_model_with_those_layers_replaced(
-    name: str, small_model: Models, plain_model: Models
-) -> None:
+def test_jumps_are_the_plain_model_with_those_layers_replaced(name, small_model, plain_model):
     unpatched = vectors(small_model(name))
     for seed, (first, last) in enumerate(RANGES if name in FAMILIES else [(0, 1), (1, 3), (3, 3)]):
         replaced = jump_part(first, last, seed, bias=seed % 2 == 0)
@@ -59,9 +56,7 @@ WHERES: list[Any] = ["all", "not-first", "last", (4, 3, 0, 0), FLAGS]
 
 
 @pytest.mark.parametrize("name", [*WIRINGS, *KINDS])
-def test_sub_modules_are_those_of_the_plain_model_replaced(
-    name: str, small_model: Models, plain_model: Models
-) -> None:
+def test_sub_modules_are_those_of_the_plain_model_replaced(name, small_model, plain_model):
     """Every sub-module of every block, in turn at all tokens, at some, and at one."""
     places = list(itertools.product(submodules(name), range(N_LAYERS)))
     for seed, (module, layer) in enumerate(places if name in FAMILIES else places[::2]):
@@ -100,9 +95,7 @@ def schemes(draw: st.DrawFn, name: str) -> list[Part]:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gptj", "bert"])
-def test_any_scheme_is_the_plain_model_patched_by_hand(
-    name: str, small_model: Models, plain_model: Models
-) -> None:
+def test_any_scheme_is_the_plain_model_patched_by_hand(name, small_model, plain_model):
     @settings(derandomize=True, max_examples=12)
     @given(parts=schemes(name), side=st.sampled_from(["right", "left"]))
     def check(parts: list[Part], side: str) -> None:
@@ -114,9 +107,7 @@ def test_any_scheme_is_the_plain_model_patched_by_hand(
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gptj"])
-def test_the_cache_has_what_is_computed_and_no_more(
-    name: str, small_model: Models, plain_model: Models
-) -> None:
+def test_the_cache_has_what_is_computed_and_no_more(name, small_model, plain_model):
     model, parts = small_model(name), [jump_part(0, 2), submodule_part("attn", 2)]
     expected = hand_vectors(name, plain_model(name), parts, SENTENCES[:1])[0]
     with patched(model, [replacement(replaced) for replaced in parts]), torch.inference_mode():
@@ -129,7 +120,7 @@ def test_the_cache_has_what_is_computed_and_no_more(
     assert skipped - names == {"blocks.0.hook_in", "blocks.1.hook_out"}
 
 
-def test_hooks_inside_see_and_change_what_is_replaced(small_model: Models, plain_model: Models) -> None:
+def test_hooks_inside_see_and_change_what_is_replaced(small_model, plain_model):
     """A user's hook comes after the replacement, at its output, and around the blocks that a jump skips."""
     model, tokens = small_model("gpt2"), torch.tensor(SENTENCES[:1])
     attn, over = submodule_part("attn", 0), jump_part(1, 2, 1)
@@ -147,7 +138,7 @@ def test_hooks_inside_see_and_change_what_is_replaced(small_model: Models, plain
         assert torch.equal(model(tokens), alone)  # the replacements outlive them
 
 
-def test_without_a_mask_every_row_is_a_whole_sentence(small_model: Models, plain_model: Models) -> None:
+def test_without_a_mask_every_row_is_a_whole_sentence(small_model, plain_model):
     model, tokens = small_model("gpt2"), torch.tensor(SENTENCES[0]).reshape(2, 5)
     for where in ("not-first", (3, 0)):
         replaced = submodule_part("attn", 0, where=where)
@@ -164,7 +155,7 @@ def test_without_a_mask_every_row_is_a_whole_sentence(small_model: Models, plain
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_infinite_values_at_padding_reach_no_token(name: str, small_model: Models) -> None:
+def test_infinite_values_at_padding_reach_no_token(name, small_model):
     """They would come back through attention weights of zero, as NaN."""
     model, part = small_model(name), submodule_part("ffn", 1)
     lengths = torch.tensor(LENGTHS)[:, None]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import assert_near
 from handpatched import Part, hand_vectors, jump_part, submodule_part
-from patched_models import Models, patched, replacement
+from patched_models import patched, replacement
 from torch import Tensor
 
 N_NEW = 8
@@ -58,9 +58,7 @@ def assert_most_probable(
 
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "uncached"])
 @pytest.mark.parametrize("name", ["gpt2", "gptj", "gemma3", "qwen3-next"])
-def test_prompts_of_different_lengths(
-    name: str, cached: bool, small_model: Models, plain_model: Models
-) -> None:
+def test_prompts_of_different_lengths(name, cached, small_model, plain_model):
     """They are padded on the left, and a sentence's first token is its own."""
     model = small_model(name)
     prompts = [model.tokenizer(text)["input_ids"] for text in TEXTS]
@@ -74,9 +72,7 @@ def test_prompts_of_different_lengths(
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma3"])
-def test_hugging_faces_own_generation_is_patched_too(
-    name: str, small_model: Models, plain_model: Models
-) -> None:
+def test_hugging_faces_own_generation_is_patched_too(name, small_model, plain_model):
     model, parts, given = small_model(name), SCHEMES["two blocks and attention"], torch.tensor([PROMPT])
     silent = {"max_new_tokens": N_NEW, "do_sample": False, "stop_at_eos": False}
     with patched(model, [replacement(replaced) for replaced in parts]):
@@ -90,7 +86,7 @@ def test_hugging_faces_own_generation_is_patched_too(
     assert torch.equal(*beams)
 
 
-def test_a_sentence_may_be_read_in_two_passes(small_model: Models, plain_model: Models) -> None:
+def test_a_sentence_may_be_read_in_two_passes(small_model, plain_model):
     """The second, with the cache of the first, knows that its first token is not the sentence's."""
     model, parts, tokens = small_model("gpt2"), SCHEMES["around a jump"], torch.tensor([PROMPT])
     expected = hand_vectors("gpt2", plain_model("gpt2"), parts, [PROMPT])[0]["logits"]

@@ -10,7 +10,6 @@ import pytest
 from handpatched import hand_vectors, jump_part, submodule_part
 from patched_models import (
     SENTENCES,
-    Models,
     assert_as_before,
     assert_same,
     hook_counts,
@@ -41,7 +40,7 @@ CONTEXTS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize(
     ("first", "second"), [*itertools.pairwise(CONTEXTS), *itertools.pairwise([*CONTEXTS][::-2])]
 )
-def test_contexts_end_in_any_order(first: str, second: str, small_model: Models) -> None:
+def test_contexts_end_in_any_order(first, second, small_model):
     model = small_model("llama")
     before = state(model)
     with CONTEXTS[second](model):
@@ -61,7 +60,7 @@ def test_contexts_end_in_any_order(first: str, second: str, small_model: Models)
     assert_as_before(model, before)
 
 
-def test_nested_contexts_are_one_with_both(small_model: Models, plain_model: Models) -> None:
+def test_nested_contexts_are_one_with_both(small_model, plain_model):
     model = small_model("llama")
     outer = [jump_part(0, 1), submodule_part("ffn", 1, 1, where="not-first")]
     inner = [submodule_part("attn", 1, 2, where=(2, 1, 0, 5)), jump_part(2, 3, 3)]
@@ -78,9 +77,7 @@ def _failing(_: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("fails", ["body", "jump", "sub-module", "positions", "entering"])
-def test_after_a_failure_the_model_is_as_before(
-    fails: str, small_model: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_failure_the_model_is_as_before(fails, small_model, monkeypatch):
     model = small_model("gptj")
     parts = [jump_part(1, 2), submodule_part("attn", 0, 1, where="not-first"), jump_part(3, 3, 2)]
     before, replacements = state(model), [replacement(replaced) for replaced in parts]
@@ -103,7 +100,7 @@ def test_after_a_failure_the_model_is_as_before(
 
 
 @pytest.mark.parametrize("kind", ["attn", "control"])
-def test_hooks_that_a_user_resets_inside_stay_unless_for_good(kind: str, small_model: Models) -> None:
+def test_hooks_that_a_user_resets_inside_stay_unless_for_good(kind, small_model):
     model = small_model("llama")
     before = state(model)
     with CONTEXTS[kind](model):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,7 +15,6 @@ from patched_models import (
     LENGTHS,
     RANGES,
     SENTENCES,
-    Models,
     assert_as_before,
     assert_same,
     linear,
@@ -64,9 +61,7 @@ def hand_logits(name: str, plain: Any, linear: LinearMap, where: Any = "all") ->
 
 
 @pytest.mark.parametrize("name", WIRINGS)
-def test_a_patch_is_the_plain_model_patched_by_hand(
-    name: str, small_model: Models, plain_model: Models
-) -> None:
+def test_a_patch_is_the_plain_model_patched_by_hand(name, small_model, plain_model):
     model = small_model(name)
     pairs = [("z.0", "h.2"), ("h.0", "attn_out.1"), ("attn_in.0", "ffn_out.2"), ("ffn_post.0", "z.1")]
     pairs += [("z.0", "ffn_in.2"), ("h.1", "h.3"), ("h.1", "h.1")]
@@ -83,9 +78,7 @@ def test_a_patch_is_the_plain_model_patched_by_hand(
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2"])
-def test_a_map_from_the_heads_is_collected_fitted_and_patched(
-    name: str, small_model: Models, plain_model: Models, sentences: matlens.data.Corpus
-) -> None:
+def test_a_map_from_the_heads_is_collected_fitted_and_patched(name, small_model, plain_model, sentences):
     model, plain = small_model(name), plain_model(name)
     examples = matlens.make_examples(model, sentences)
     sites = ["blocks.0.attn.hook_z", "h.2"]
@@ -103,7 +96,7 @@ def test_a_map_from_the_heads_is_collected_fitted_and_patched(
             assert_near(ours["logits"], theirs, 1e-4)  # rounding grows with fitted maps
 
 
-def test_one_patch_reads_what_another_writes_in_any_order(small_model: Models) -> None:
+def test_one_patch_reads_what_another_writes_in_any_order(small_model):
     model = small_model("gpt2")
     first, second = random_map(model, "z.0", "h.1"), random_map(model, "h.1", "attn_out.2")
     composed = first.then(second)
@@ -115,7 +108,7 @@ def test_one_patch_reads_what_another_writes_in_any_order(small_model: Models) -
                 assert_near(ours["logits"], theirs["logits"])
 
 
-def test_patches_hold_while_a_model_generates_and_nothing_old_is_used(small_model: Models) -> None:
+def test_patches_hold_while_a_model_generates_and_nothing_old_is_used(small_model):
     model = small_model("gpt2")
     tokens, h = torch.tensor(SENTENCES[:1]), torch.zeros(1, 4, D_MODEL)
     silent = {"do_sample": False, "verbose": False, "stop_at_eos": False}
@@ -135,7 +128,7 @@ def test_patches_hold_while_a_model_generates_and_nothing_old_is_used(small_mode
 # Named functions
 
 
-def test_named_functions_replace_their_sub_modules(small_model: Models, plain_model: Models) -> None:
+def test_named_functions_replace_their_sub_modules(small_model, plain_model):
     """In parallel blocks of one norm only that; norms after attention and FFN are kept unless alone."""
     for name, norms in (("gptj", ["ln1"]), ("gemma2", ["ln1", "ln2"]), ("olmo2", ["ln1_post", "ln2_post"])):
         parts = [jump_part(first, last, 7 * first + last) for first, last in RANGES]
@@ -178,7 +171,7 @@ OVERLAPS: dict[str, tuple[Part, Part, str]] = {
 
 
 @pytest.mark.parametrize("case", OVERLAPS)
-def test_replacements_that_overlap_are_refused(case: str, small_model: Models) -> None:
+def test_replacements_that_overlap_are_refused(case, small_model):
     """In either order, and in nested contexts."""
     model, (*given, message) = small_model("gpt2"), OVERLAPS[case]
     one, other = map(replacement, given)
@@ -193,7 +186,7 @@ def test_replacements_that_overlap_are_refused(case: str, small_model: Models) -
     assert_as_before(model, before)
 
 
-def test_neighbors_do_not_overlap(small_model: Models) -> None:
+def test_neighbors_do_not_overlap(small_model):
     model = small_model("gptj")
     parts = [jump_part(0, 1), jump_part(1, 2), *(submodule_part(kind, 2) for kind in ("ln1", "attn", "ffn"))]
     for order in itertools.islice(itertools.permutations(parts), 0, None, 19):
@@ -226,9 +219,7 @@ def test_neighbors_do_not_overlap(small_model: Models) -> None:
         ("z.3", "h.3", "Layer 3 .* is out of range"),
     ],
 )
-def test_sites_that_cannot_be_patched_are_refused(
-    source: str, target: str, message: str, small_model: Models
-) -> None:
+def test_sites_that_cannot_be_patched_are_refused(source, target, message, small_model):
     model = small_model("gpt2")
     before = state(model)
     given = Replacement(lambda h: h, Site.read(source), Site.read(target))
@@ -238,9 +229,7 @@ def test_sites_that_cannot_be_patched_are_refused(
 
 
 @pytest.mark.filterwarnings("ignore:A forward hook edited hook_scale")
-def test_every_later_hook_is_a_target_and_one_without_effect_is_refused(
-    small_model: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_later_hook_is_a_target_and_one_without_effect_is_refused(small_model, monkeypatch):
     model = small_model("gpt2")
     layout, tokens, n = ModelLayout.from_model(model), torch.tensor([SENTENCES[0]]), 0
     plain = model(tokens)
@@ -262,7 +251,7 @@ def test_every_later_hook_is_a_target_and_one_without_effect_is_refused(
         patched(model, [given]).__enter__()
 
 
-def test_positions_past_a_sentence_are_refused_when_it_runs(small_model: Models) -> None:
+def test_positions_past_a_sentence_are_refused_when_it_runs(small_model):
     model = small_model("gpt2")
     for where, message in (((9, 4, 0, 0), "at most 3 in sentence 1, got 4"), ((0, 0), "a row for each of 4")):
         given = replacement(submodule_part("ffn", 1, where=where))
@@ -270,9 +259,7 @@ def test_positions_past_a_sentence_are_refused_when_it_runs(small_model: Models)
             vectors(model)
 
 
-def test_maps_of_another_model_or_precision_are_refused(
-    small_model: Models, model_folder: Callable[[str], Path]
-) -> None:
+def test_maps_of_another_model_or_precision_are_refused(small_model, model_folder):
     model = small_model("gptj")
     half = matlens.load(str(model_folder("gptj")), device="cpu", dtype=torch.bfloat16)
     native = linear(jump_part(0, 1), provenance=Provenance(ModelIdentity.from_model(model)))
@@ -295,9 +282,7 @@ def test_maps_of_another_model_or_precision_are_refused(
 
 @pytest.mark.refused
 @pytest.mark.parametrize("ends", [("h.0", "h.1"), ("ffn_in.0", "ffn_out.0")])
-def test_weights_and_outputs_that_are_no_vectors_are_refused(
-    ends: tuple[str, str], small_model: Models
-) -> None:
+def test_weights_and_outputs_that_are_no_vectors_are_refused(ends, small_model):
     model = small_model("llama")
     before = state(model)
     nan = torch.eye(D_MODEL).index_fill(0, torch.tensor([3]), torch.nan)
@@ -316,7 +301,7 @@ def test_weights_and_outputs_that_are_no_vectors_are_refused(
 
 
 @pytest.mark.parametrize("heads", [(), (4,), (-1,), (1, 1)])
-def test_heads_are_those_of_the_target(heads: tuple[int, ...], small_model: Models) -> None:
+def test_heads_are_those_of_the_target(heads, small_model):
     model, linear_map = small_model("gpt2"), random_map(small_model("gpt2"), "h.0", "z.1")
     with pytest.raises(InputError, match="heads must be different integers from 0 to 3"):
         patched(model, [Replacement.from_map(linear_map, heads=heads)]).__enter__()

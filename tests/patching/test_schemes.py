@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ SEGMENTS = [
 ]  # fmt: skip
 
 
-def test_a_scheme_alternates() -> None:
+def test_a_scheme_alternates():
     scheme = Scheme((0, 2, 3, 7), "blocks")
     assert scheme.segments == (("blocks", 0, 2), ("mat", 2, 3), ("blocks", 3, 7))
     assert (scheme.jumps, scheme.n_blocks) == (((2, 3),), 6)
@@ -34,9 +32,7 @@ def test_a_scheme_alternates() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gptj", "bert"])
-def test_a_scheme_runs_plain_blocks_and_matrices_in_turn(
-    name: str, small_model: Callable[[str], Any], plain_model: Callable[[str], Any]
-) -> None:
+def test_a_scheme_runs_plain_blocks_and_matrices_in_turn(name, small_model, plain_model):
     model, pairs = small_model(name), list(itertools.combinations(range(N_LAYERS + 1), 2))
     weights = torch.randn(len(pairs), D_MODEL, D_MODEL, generator=torch.Generator().manual_seed(0))
     maps = MapSet(

@@ -11,14 +11,14 @@ import pytest
 import torch
 from conftest import N_LAYERS, assert_near
 from handpatched import jump_part
-from patched_models import SENTENCES, Models, linear, patched, replacement, vectors
+from patched_models import SENTENCES, linear, patched, replacement, vectors
 
 import matlens
 from matlens import InputError
 
 
 @pytest.mark.parametrize("name", ["gptj", "bert"])
-def test_skipped_blocks_are_not_computed(name: str, small_model: Models) -> None:
+def test_skipped_blocks_are_not_computed(name, small_model):
     """For every choice of blocks: they run once, and no module of the others does."""
     model = small_model(name)
     vectors(model)
@@ -43,7 +43,7 @@ def _count(counter: Counter[int], layer: int) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "neox"])
-def test_a_pass_starts_and_stops_where_there_are_vectors(name: str, small_model: Models) -> None:
+def test_a_pass_starts_and_stops_where_there_are_vectors(name, small_model):
     """At the ends of a jump as if nothing were replaced, and nowhere between."""
     model, replaced = small_model(name), linear(jump_part(0, 2))
     tokens = torch.tensor([[7, 3, 41, 12]])
@@ -60,9 +60,7 @@ def test_a_pass_starts_and_stops_where_there_are_vectors(name: str, small_model:
         assert torch.equal(model(tokens, stop_at_layer=2), h2)
 
 
-def test_blocks_whose_output_no_hook_sees_are_refused(
-    model_folder: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_whose_output_no_hook_sees_are_refused(model_folder, monkeypatch):
     """Those of OpenAI's first GPT as a bridge runs them: they return lists."""
     monkeypatch.setattr("matlens.models.families.gpt1._BLOCKS", "no module")
     model = matlens.load(str(model_folder("gpt1")), device="cpu")

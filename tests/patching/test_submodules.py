@@ -8,14 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    D_MODEL,
-    MASKED,
-    assert_near,
-    load_plain,
-    make_tokenizer,
-    plain_vectors,
-)
+from conftest import D_MODEL, MASKED, assert_near, load_plain, make_tokenizer, plain_vectors
 from handpatched import submodules
 from torch import Tensor
 
@@ -31,7 +24,7 @@ NAMES = ("gpt2", "gptj", "bert", "gemma2")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_pairs_are_the_two_ends_of_each_sub_module_of_each_block(name: str, small_model: Models) -> None:
+def test_pairs_are_the_two_ends_of_each_sub_module_of_each_block(name, small_model):
     layout = ModelLayout.from_model(small_model(name))
     there = [part for part in ("attn", "ffn", "ln1", "ln2") if part in submodules(name)]
     assert there == ["attn", "ffn", "ln1", "ln2"][: 3 if name == "gptj" else 4]
@@ -43,7 +36,7 @@ def test_pairs_are_the_two_ends_of_each_sub_module_of_each_block(name: str, smal
         assert [str(layout.resolve(site)) for site in pair] == list(pair)
 
 
-def test_norms_after_attention_and_ffn_take_the_place_of_those_before(small_model: Models) -> None:
+def test_norms_after_attention_and_ffn_take_the_place_of_those_before(small_model):
     layout = ModelLayout.from_model(small_model("olmo2"))
     assert submodule_pairs(layout, ["ln1", "ffn"])[:2] == [
         ("ln1_post_in.0", "ln1_post_out.0"), ("ffn_in.0", "ffn_out.0"),
@@ -51,9 +44,7 @@ def test_norms_after_attention_and_ffn_take_the_place_of_those_before(small_mode
 
 
 @pytest.fixture(scope="module")
-def pair_of_models(
-    model_folder: Models, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], tuple[Any, Any]]:
+def pair_of_models(model_folder, tmp_path_factory):
     """A small model by matlens and the same without, whose norms have biases that matter.
 
     Without, what a norm gives lies all but in a plane, and rounding decides what is fitted across it.
@@ -111,9 +102,7 @@ def least_squares(x: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "positions"), [("gpt2", "all"), ("gptj", "sampled"), ("bert", "sampled")])
-def test_maps_are_least_squares_on_the_vectors_of_the_plain_modules(
-    name: str, positions: str, pair_of_models: Models
-) -> None:
+def test_maps_are_least_squares_on_the_vectors_of_the_plain_modules(name, positions, pair_of_models):
     model, other = pair_of_models(name)
     samples = samples_of(model, positions)
     plain, places = plain_samples(name, other, samples.examples, positions)
@@ -132,9 +121,7 @@ def test_maps_are_least_squares_on_the_vectors_of_the_plain_modules(
         assert float((without - expected).abs().max()) > 1e-2 * float(expected.abs().max())
 
 
-def test_an_intercept_and_a_penalty_are_those_of_least_squares(
-    small_model: Models, plain_model: Models
-) -> None:
+def test_an_intercept_and_a_penalty_are_those_of_least_squares(small_model, plain_model):
     samples = samples_of(small_model("llama"))
     plain, _ = plain_samples("llama", plain_model("llama"), samples.examples, "sampled")
     x, y = plain["ffn_in.1"], plain["ffn_out.1"]

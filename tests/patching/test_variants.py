@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,7 +102,7 @@ def assert_all_near(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) ->
 
 
 @pytest.mark.parametrize("name", ["bert", "gemma2"])
-def test_variants_are_patched_passes_of_each_sentence_alone(name: str, small_model: Models) -> None:
+def test_variants_are_patched_passes_of_each_sentence_alone(name, small_model):
     """Whatever the batches, and wherever a variant starts."""
     model = small_model(name)
     examples = examples_of(model).head(FEW)
@@ -148,7 +147,7 @@ def counting(model: Any) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_blocks_before_the_first_layer_run_once_for_all_variants(name: str, small_model: Models) -> None:
+def test_blocks_before_the_first_layer_run_once_for_all_variants(name, small_model):
     """And a decoder reads no further than the position."""
     model, maps = small_model(name), maps_of(name)
     ModelLayout.from_model(model)  # which runs the model once
@@ -174,7 +173,7 @@ def test_blocks_before_the_first_layer_run_once_for_all_variants(name: str, smal
 
 
 @pytest.fixture
-def job(small_model: Models) -> tuple[Any, Examples, dict[str, Variant]]:
+def job(small_model):
     """A model, sentences, and a few variants with maps that are known to be of the model."""
     model = small_model("llama")
     examples = examples_of(model)
@@ -182,9 +181,7 @@ def job(small_model: Models) -> tuple[Any, Examples, dict[str, Variant]]:
     return model, examples, {key: variants[key] for key in ("jump-1-3", "one-0", "mixed-1")}
 
 
-def test_stored_vectors_are_those_in_memory(
-    job: tuple[Any, Examples, dict[str, Variant]], tmp_path: Path
-) -> None:
+def test_stored_vectors_are_those_in_memory(job, tmp_path):
     model = job[0]
     in_memory = run_variants(*job, **OPTIONS)
     stored = run_variants(*job, folder=tmp_path / "out", **OPTIONS)
@@ -207,9 +204,7 @@ def test_stored_vectors_are_those_in_memory(
         (0, lambda maps: mat_attn(maps, 0, 2, where=torch.zeros(2, dtype=torch.long)), f"must have {N} rows"),
     ],
 )
-def test_variants_are_checked_before_anything_is_run(
-    first: int, make: Callable[[MapSet], list[Replacement]], message: str, small_model: Models, tmp_path: Path
-) -> None:
+def test_variants_are_checked_before_anything_is_run(first, make, message, small_model, tmp_path):
     model = small_model("llama")
     ModelLayout.from_model(model)  # which runs the model once
     variants = {"good": Variant(1, []), "bad": Variant(first, make(maps_of("llama")))}
@@ -226,7 +221,7 @@ def test_variants_are_checked_before_anything_is_run(
             run_variants(model, examples_of(model), {name: Variant(3, []) for name in names}, **OPTIONS)
 
 
-def test_a_variant_that_overflows_changes_no_other(small_model: Models) -> None:
+def test_a_variant_that_overflows_changes_no_other(small_model):
     model, maps = small_model("llama"), maps_of("llama")
     examples = examples_of(model)
     infinite = Replacement(lambda h: h * float("inf"), Site("h", 1), Site("h", 2))

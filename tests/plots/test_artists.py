@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pandas as pd
@@ -138,7 +138,7 @@ def saturation() -> Case:
 
 
 @pytest.mark.parametrize("make", [control, exits, extremes, events, layers, saturation])
-def test_panels_show_the_numbers_of_their_rows(make: Callable[[], Case]) -> None:
+def test_panels_show_the_numbers_of_their_rows(make):
     figure, panels, legend = make()
     assert named(figure) == legend
     assert_legible(figure)

@@ -22,7 +22,7 @@ from matlens.plots.pages import assemble, embedded_json, join_script, packed
         (np.empty((0, 3), dtype=np.int64), "u8"),
     ],
 )  # fmt: skip
-def test_packed_arrays_come_out_as_they_went_in(array: np.ndarray, kind: str) -> None:
+def test_packed_arrays_come_out_as_they_went_in(array, kind):
     record = packed(array)
     kinds = {"u8": "<u1", "u16": "<u2", "u32": "<u4", "i16": "<i2", "f32": "<f4"}
     values = np.frombuffer(base64.b64decode(record["base64"]), kinds[record["kind"]])
@@ -33,7 +33,7 @@ def test_packed_arrays_come_out_as_they_went_in(array: np.ndarray, kind: str) ->
             packed(wrong)
 
 
-def test_embedded_json_ends_no_script() -> None:
+def test_embedded_json_ends_no_script():
     data = {"a": "</script><!--\u2028\u2029&amp; \ud800", "b": [1.5, None]}
     text = embedded_json(data)
     assert not set(text) & set("<>&\u2028\u2029")
@@ -42,7 +42,7 @@ def test_embedded_json_ends_no_script() -> None:
         embedded_json({"a": float("nan")})
 
 
-def test_the_policy_names_what_is_in_the_page_and_allows_no_request() -> None:
+def test_the_policy_names_what_is_in_the_page_and_allows_no_request():
     script = join_script("trajectory.js")  # each module once, and after what it imports
     assert not re.search(r"^\s*(import|export)\b", script, re.MULTILINE)
     places = [script.index(text) for text in ("function element(", "function rankCurves(", "const data")]

@@ -203,7 +203,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_figure_shows_its_table(name: str) -> None:
+def test_a_figure_shows_its_table(name):
     draw, table, title, legend, curves = CASES[name]()
     before = table.copy()
     figure = draw(table)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from matlens.linearity import rank_correlations
 from matlens.plots import plot_atlas, plot_r2, plot_trajectory, save
 
 
-def test_r2_has_the_source_across_and_the_target_up_on_one_color_scale() -> None:
+def test_r2_has_the_source_across_and_the_target_up_on_one_color_scale():
     last, nan = 5, float("nan")
     rows = [
         result(method, a, b, "r2", pd.NA, (1 if method == "mat" else -0.5) * (a / last - b / (3 * last)), nan)
@@ -55,7 +54,7 @@ def trajectory_table(tokens: int = 4, layers: tuple[int, ...] = (0, 2, 3)) -> pd
 
 
 @pytest.mark.parametrize("color", ["probability", "kl", "rank", "entropy"])
-def test_every_cell_of_a_trajectory_is_that_of_its_token_and_layer(color: str) -> None:
+def test_every_cell_of_a_trajectory_is_that_of_its_token_and_layer(color):
     table = trajectory_table()
     figure = plot_trajectory(table, color=color, title="mat: a $prompt$")
     ax = figure.axes[0]
@@ -71,7 +70,7 @@ def test_every_cell_of_a_trajectory_is_that_of_its_token_and_layer(color: str) -
     assert figure.get_suptitle() == r"mat: a \$prompt\$"
 
 
-def test_the_atlas_has_a_cell_for_each_part_and_a_point_for_each_score(tmp_path: Path) -> None:
+def test_the_atlas_has_a_cell_for_each_part_and_a_point_for_each_score(tmp_path):
     generator, rows = np.random.default_rng(0), []
     kinds, modes = ("ln1", "attn", "ffn", "block"), ("all", "no sinks")
     for kind, layer, tokens in itertools.product(kinds, range(7), modes):
@@ -101,7 +100,7 @@ def test_the_atlas_has_a_cell_for_each_part_and_a_point_for_each_score(tmp_path:
     save(figure, tmp_path / "linearity")
 
 
-def test_matrices_have_a_row_for_each_corpus_fitted_on_and_a_column_for_each_evaluated_on() -> None:
+def test_matrices_have_a_row_for_each_corpus_fitted_on_and_a_column_for_each_evaluated_on():
     corpora, metrics = ("news", "folder/wiki", "messages"), ("r2", "precision", "surprisal")
     value = {
         (metric, fitted, tested): 10 * i + 3 * j + k
@@ -133,7 +132,7 @@ def read_cell(cell: Any) -> str:
     return text.replace(r"\$", "$")
 
 
-def test_a_token_table_shows_whatever_the_tokens_are(tmp_path: Path) -> None:
+def test_a_token_table_shows_whatever_the_tokens_are(tmp_path):
     odd = ["日本", "🙂", "ﷺ", "\u200b", "\x00", "�"]
     tables = {
         "a $5 [MASK] and $6": pd.DataFrame(

@@ -9,11 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.cbook import is_math_text
 from matplotlib.collections import PathCollection
 from matplotlib.colors import to_rgb
-from plot_tables import (
-    assert_legible,
-    lens_table,
-    methods_table,
-)
+from plot_tables import assert_legible, lens_table, methods_table
 
 from matlens.plots import plot_report
 
@@ -29,7 +25,7 @@ def marks(ax: Axes) -> list[PathCollection]:
         ([0, 3], "infinite at layers 0, 3"), ([0, 1, 2, 3, 4], "infinite at every layer"),
     ],
 )  # fmt: skip
-def test_infinite_values_are_marked_above_the_top_edge_and_named(lost: list[int], words: str) -> None:
+def test_infinite_values_are_marked_above_the_top_edge_and_named(lost, words):
     table = methods_table(["mat_ffn", "id", "mat_ln1_ln2"])
     rows = (table["metric"] == "surprisal") & table["layer"].isin(lost) & (table["method"] != "id")
     table.loc[rows, ["value", "low", "high"]] = float("inf"), float("nan"), float("nan")
@@ -54,7 +50,7 @@ def test_infinite_values_are_marked_above_the_top_edge_and_named(lost: list[int]
 
 
 @pytest.mark.parametrize("methods", [("mat",), ("id", "mat", "polished", "tuned")])
-def test_lenses_have_a_bar_of_seconds_and_a_logarithmic_axis_of_kl(methods: tuple[str, ...]) -> None:
+def test_lenses_have_a_bar_of_seconds_and_a_logarithmic_axis_of_kl(methods):
     _, _, costs, surprisal, kl = plot_report(lens_table(12, methods)).axes
     assert (surprisal.get_yscale(), kl.get_yscale()) == ("linear", "log")
     labels = [tick.get_text() for tick in kl.get_yticklabels()]

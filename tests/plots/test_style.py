@@ -14,7 +14,7 @@ from matlens import drawing
 from matlens.plots import plot_layers, save
 
 
-def test_titles_name_the_model_the_corpus_and_how_many_examples() -> None:
+def test_titles_name_the_model_the_corpus_and_how_many_examples():
     table = prediction_table(3)
     assert drawing.title_of(table.assign(model="a/$gpt$"), "model") == r"\$gpt\$"
     assert drawing.title_of(table) == "model, some-corpus, n = 1,234"
@@ -27,7 +27,7 @@ def test_titles_name_the_model_the_corpus_and_how_many_examples() -> None:
 
 
 @given(st.integers(1, 100))
-def test_the_last_layer_is_one_of_the_ticks(last: int) -> None:
+def test_the_last_layer_is_one_of_the_ticks(last):
     ticks = drawing.layer_ticks(last)
     assert (ticks[0], ticks[-1]) == (0, last)
     gaps = np.diff(ticks)
@@ -45,7 +45,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_figure_is_written_as_png_and_pdf_or_by_its_suffix(tmp_path: Path) -> None:
+def test_a_figure_is_written_as_png_and_pdf_or_by_its_suffix(tmp_path):
     folder, figure = tmp_path / "new" / "folder", plot_layers(prediction_table(3))
     paths = save(figure, folder / "smollm2.135m", title="What $5 buys")
     assert paths == [folder / "smollm2.135m.png", folder / "smollm2.135m.pdf"]

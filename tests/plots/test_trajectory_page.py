@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,14 +50,14 @@ def trajectory_page(**arguments: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page(tmp_path_factory):
     path = tmp_path_factory.mktemp("pages") / "page.html"
     path.write_text(trajectory_page(**made_up()), encoding="utf-8")
     return path
 
 
 @pytest.fixture
-def visit(browser: Any, page: Path) -> Iterator[Visit]:
+def visit(browser, page):
     with visiting(browser, page) as visit:
         yield visit
         assert visit.requests == []
@@ -70,7 +68,7 @@ def chosen(visit: Visit) -> str:
     return visit.page.inner_text("#cell-title")
 
 
-def test_cells_have_the_top_token_its_rank_and_a_color_that_grows(visit: Visit) -> None:
+def test_cells_have_the_top_token_its_rank_and_a_color_that_grows(visit):
     cells = made_up()["lenses"]["id"]
     order = [(row, column) for row in range(LAYERS - 1, -1, -1) for column in range(TOKENS)]
     measures = {
@@ -91,7 +89,7 @@ def test_cells_have_the_top_token_its_rank_and_a_color_that_grows(visit: Visit) 
         assert all(np.diff(steps[np.argsort([measure[place] for place in order])]) >= 0)
 
 
-def test_the_url_stores_the_view(browser: Any, page: Path, visit: Visit) -> None:
+def test_the_url_stores_the_view(browser, page, visit):
     visit.page.select_option("#other", label="mat")
     visit.page.select_option("#view", "difference")
     visit.page.select_option("#color", "kl")
@@ -109,7 +107,7 @@ def test_the_url_stores_the_view(browser: Any, page: Path, visit: Visit) -> None
         assert other.errors == []
 
 
-def test_two_lenses_stand_side_by_side_with_their_differences(visit: Visit) -> None:
+def test_two_lenses_stand_side_by_side_with_their_differences(visit):
     visit.page.select_option("#other", label="mat")
     first, second = (made_up()["lenses"][name] for name in ("id", "mat"))
     assert visit.page.locator("[role=grid]").count() == 2
@@ -139,7 +137,7 @@ def test_two_lenses_stand_side_by_side_with_their_differences(visit: Visit) -> N
     )
 
 
-def test_curves_have_the_ranks_of_pinned_tokens(visit: Visit) -> None:
+def test_curves_have_the_ranks_of_pinned_tokens(visit):
     paths = visit.page.evaluate(
         "[...document.querySelectorAll('#curves path')].map(e => e.getAttribute('d'))"
     )
@@ -152,14 +150,14 @@ def test_curves_have_the_ranks_of_pinned_tokens(visit: Visit) -> None:
         assert slope > 10
 
 
-def test_no_fault_is_seen_by_axe(browser: Any, page: Path) -> None:
+def test_no_fault_is_seen_by_axe(browser, page):
     for scheme, fragment in (("light", "#lens=id&compare=mat&view=grid"), ("dark", "#lens=id&view=table")):
         options = {"color_scheme": scheme, "viewport": {"width": 1200, "height": 900}}
         with visiting(browser, page, fragment=fragment, **options) as visit:
             assert visit.faults() == []
 
 
-def test_foreign_texts_are_shown_as_text(browser: Any, tmp_path: Path) -> None:
+def test_foreign_texts_are_shown_as_text(browser, tmp_path):
     texts = {token: INJECTIONS[token % len(INJECTIONS)] for token in range(VOCABULARY)}
     arguments = made_up("".join(INJECTIONS), texts, n=16, n_layers=9) | {"model": INJECTIONS[0]}
     path = tmp_path / "page.html"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 from calibration_texts import running_text
 
@@ -13,12 +10,12 @@ from matlens.data import make_windows
 
 
 @pytest.fixture(scope="session")
-def windows(small_model: Callable[[str], Any]) -> Callable[..., Any]:
+def windows(small_model):
     """Windows of 24 tokens for a model, of a text of 1,200 words unless told otherwise."""
     return lambda name, n=1200: make_windows(small_model(name), running_text(n), size=24)
 
 
 @pytest.fixture(scope="session")
-def pruned_llama(small_model: Callable[[str], Any], windows: Callable[..., Any]) -> pruning.Pruned:
+def pruned_llama(small_model, windows):
     """A model without its second block."""
     return pruning.prune(small_model("llama"), windows("llama", 600), [1], progress=False)

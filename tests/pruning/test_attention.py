@@ -43,9 +43,7 @@ def without(name: str, model: Any, gone: set[int], tokens: torch.Tensor) -> torc
 
 
 @pytest.mark.parametrize("name", ATTENTION)
-def test_a_fold_is_what_least_squares_by_hand_gives(
-    name: str, small_model: Models, plain_model: Models, windows: Models
-) -> None:
+def test_a_fold_is_what_least_squares_by_hand_gives(name, small_model, plain_model, windows):
     """Block 1 loses its attention: what the FFN before it writes is to be that and attention's sum."""
     pruned = pruning.prune_attention(small_model(name), windows(name), [1], penalty=0.0, progress=False)
     plain, tokens = plain_model(name), full_windows(windows(name))
@@ -74,7 +72,7 @@ def test_a_fold_is_what_least_squares_by_hand_gives(
 
 
 @pytest.mark.parametrize("name", ATTENTION)
-def test_the_model_is_what_a_patched_pass_is(name: str, small_model: Models, windows: Models) -> None:
+def test_the_model_is_what_a_patched_pass_is(name, small_model, windows):
     """The folded matrices put into the whole model, whose attention is turned to nothing by hooks."""
     pruned = pruning.prune_attention(
         small_model(name), windows(name), [1, 2], method="replaceme", progress=False
@@ -91,7 +89,7 @@ def test_the_model_is_what_a_patched_pass_is(name: str, small_model: Models, win
     )
 
 
-def test_the_least_are_chosen(small_model: Models, plain_model: Models, windows: Models) -> None:
+def test_the_least_are_chosen(small_model, plain_model, windows):
     tokens = full_windows(windows("llama"))
     streams = Streams(Layout.from_model(pruning.plain_copy(small_model("llama"))), tokens, progress=False)
     losses = {
@@ -105,6 +103,6 @@ def test_the_least_are_chosen(small_model: Models, plain_model: Models, windows:
 
 
 @pytest.mark.parametrize("name", ["neox"])
-def test_blocks_side_by_side_are_refused(name: str, small_model: Models, windows: Models) -> None:
+def test_blocks_side_by_side_are_refused(name, small_model, windows):
     with pytest.raises(InputError, match="model must"):
         pruning.prune_attention(small_model(name), windows(name), [1], progress=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,7 +70,7 @@ def logits_without(model: Any, blocks: Any, gone: list[int], tokens: torch.Tenso
 
 @pytest.mark.parametrize("key", CONFIGS)
 @pytest.mark.parametrize("gone", [1, 2])
-def test_what_has_an_entry_a_block_is_cut_and_nothing_else(key: str, gone: int, tmp_path: Path) -> None:
+def test_what_has_an_entry_a_block_is_cut_and_nothing_else(key, gone, tmp_path):
     """The second block attends by another rule than its neighbors, so a list cut elsewhere would show."""
     model = make(CONFIGS[key]())
     layout = Layout.from_model(model)
@@ -92,7 +91,7 @@ def test_what_has_an_entry_a_block_is_cut_and_nothing_else(key: str, gone: int, 
     assert getattr(model.config, key) == values
 
 
-def test_a_block_that_depends_on_its_place_cannot_move() -> None:
+def test_a_block_that_depends_on_its_place_cannot_move():
     sizes = {"vocab_size": 40, "n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 32}
     for scaled in (False, True):
         config = transformers.GPT2Config(**sizes, scale_attn_by_inverse_layer_idx=scaled)
@@ -109,7 +108,7 @@ def test_a_block_that_depends_on_its_place_cannot_move() -> None:
 
 
 @pytest.mark.parametrize("method", ["refit", "replaceme", "magnitude", "out"])
-def test_too_few_tokens_for_a_method_are_refused(method: str, small_model: Models) -> None:
+def test_too_few_tokens_for_a_method_are_refused(method, small_model):
     """A fit of as many numbers as there are tokens, or more, would be exact and worth nothing."""
     text, model = running_text(100), small_model("llama")
     least = {"refit": 48, "replaceme": 32, "magnitude": 32, "out": 0}[method]
@@ -160,7 +159,7 @@ def _stream_before(model: Any, index: int, tokens: torch.Tensor, gone: list[int]
 
 
 @pytest.mark.parametrize("method", ["refit", "replaceme"])
-def test_spans_are_fitted_one_after_the_other(method: str, small_model: Models, windows: Models) -> None:
+def test_spans_are_fitted_one_after_the_other(method, small_model, windows):
     """Each on the stream of the model that is pruned so far, and towards the whole model's own."""
     model, gone = small_model("llama-deep"), [1, 4]
     text = windows("llama-deep")
@@ -190,8 +189,8 @@ def test_spans_are_fitted_one_after_the_other(method: str, small_model: Models, 
 
 @pytest.mark.parametrize("name", NORMS)
 def test_a_chain_makes_what_is_left_of_the_error_good_behind_the_span(
-    name: str, small_model: Models, plain_model: Models, windows: Models
-) -> None:
+    name, small_model, plain_model, windows
+):
     """The last block's matrix, solved for by numpy from what the pruned model gives it."""
     text, penalty = windows(name), 0.3
     asked: dict[str, Any] = {"penalty": penalty, "progress": False}

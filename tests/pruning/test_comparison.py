@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,13 +22,13 @@ METHODS, CHOICES = ("out", "replaceme", "refit"), ("angle", "loss")
 
 
 @pytest.fixture(scope="module")
-def texts(small_model: Callable[[str], Any]) -> list[Any]:
+def texts(small_model):
     names = enumerate(("fitted", "a", "b"))
     return [make_windows(small_model("gpt2"), running_text(400, 5 + i, name), size=20) for i, name in names]
 
 
 @pytest.fixture(scope="module")
-def table(small_model: Callable[[str], Any], texts: list[Any]) -> pd.DataFrame:
+def table(small_model, texts):
     evaluated = {"a": texts[1], "b": texts[2]}
     return PrunedModels(
         small_model("gpt2"), texts[0], evaluated, [1, 2], methods=METHODS, choices=CHOICES
@@ -39,9 +38,7 @@ def table(small_model: Callable[[str], Any], texts: list[Any]) -> pd.DataFrame:
 @pytest.mark.parametrize(
     ("n", "choice", "method"), [(1, "angle", "replaceme"), (1, "loss", "refit"), (2, "loss", "out")]
 )
-def test_a_row_is_what_pruning_alone_gives(
-    n: int, choice: str, method: str, table: pd.DataFrame, small_model: Callable[[str], Any], texts: list[Any]
-) -> None:
+def test_a_row_is_what_pruning_alone_gives(n, choice, method, table, small_model, texts):
     model = small_model("gpt2")
     pruned = pruning.prune(model, texts[0], n, method=method, choice=choice, progress=False)
     for name, evaluated in (("a", texts[1]), ("b", texts[2])):
@@ -55,7 +52,7 @@ def test_a_row_is_what_pruning_alone_gives(
         assert whole == pytest.approx(alone[alone["method"] == "original"]["value"].item())
 
 
-def test_a_healed_model_is_judged_healed(small_model: Callable[[str], Any], texts: list[Any]) -> None:
+def test_a_healed_model_is_judged_healed(small_model, texts):
     """Blocks go one after the other; the model that is healed is another than the folded one."""
     model = small_model("gpt2")
     table = PrunedModels(
@@ -83,9 +80,7 @@ def test_a_healed_model_is_judged_healed(small_model: Callable[[str], Any], text
 
 
 @pytest.mark.parametrize("healed", [False, True])
-def test_methods_are_compared_with_jump_on_the_same_windows_and_prompts(
-    healed: bool, small_model: Callable[[str], Any], texts: list[Any]
-) -> None:
+def test_methods_are_compared_with_jump_on_the_same_windows_and_prompts(healed, small_model, texts):
     """Healed with healed; jump itself is compared with the original model."""
     model, evaluated, tokens = small_model("gpt2"), {"a": texts[1], "b": texts[2]}, 9
     methods: list[str] = [Cut.jump, "chain", Cut.linearpatch]
@@ -144,12 +139,7 @@ def test_methods_are_compared_with_jump_on_the_same_windows_and_prompts(
     assert set(table[table["decoding"] != ""]["corpus"]) == {""}
 
 
-def test_each_size_is_timed_once_beside_the_whole(
-    small_model: Callable[[str], Any],
-    plain_model: Callable[[str], Any],
-    texts: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_size_is_timed_once_beside_the_whole(small_model, plain_model, texts, monkeypatch):
     turns = list[int]()
 
     def written(model: Any, _: Any, n_tokens: int) -> tuple[float, int]:
@@ -177,7 +167,7 @@ def test_each_size_is_timed_once_beside_the_whole(
     assert [values["pruned", n, "seconds ratio"] for n in (1, 2)] == pytest.approx([2 / 3, 1 / 3])
 
 
-def test_what_is_gone_is_told_with_an_interval(table: pd.DataFrame) -> None:
+def test_what_is_gone_is_told_with_an_interval(table):
     gone = added_perplexity(table)
     assert len(gone) == 2 * len(CHOICES) * len(METHODS) * 2
     rows = table[table["metric"] == "recovered"]
@@ -189,9 +179,7 @@ def test_what_is_gone_is_told_with_an_interval(table: pd.DataFrame) -> None:
     assert (others["recovered"] < others["high"]).all()
 
 
-def test_one_window_alone_is_refused_before_the_work(
-    small_model: Callable[[str], Any], texts: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_window_alone_is_refused_before_the_work(small_model, texts, monkeypatch):
     model = small_model("gpt2")
     corpus = Corpus("few", (" ".join(WORDS[:30]),), 1, 0, 0, 0)
     one, two = make_windows(model, corpus, size=20), make_windows(model, corpus, size=15)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ def written_by_hand(model: Any, noise: np.ndarray | None) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_continuations_are_those_of_one_pass_a_token(name: str, plain_model: Callable[[str], Any]) -> None:
+def test_continuations_are_those_of_one_pass_a_token(name, plain_model):
     model = plain_model(name)
     assert continue_prompts(model, PROMPTS, N).tolist() == written_by_hand(model, None)
     generator = torch.Generator().manual_seed(5)
@@ -46,7 +45,7 @@ def test_continuations_are_those_of_one_pass_a_token(name: str, plain_model: Cal
     assert not torch.equal(sampled, continue_prompts(model, PROMPTS, N, seed=6))
 
 
-def test_losses_are_of_the_written_tokens_alone(plain_model: Callable[[str], Any]) -> None:
+def test_losses_are_of_the_written_tokens_alone(plain_model):
     model = plain_model("llama")
     written = torch.tensor([[1, 2, 3, 40], [9, 9, 9, 9], [30, 2, 17, 8]])
     losses = continuation_losses(model, PROMPTS, written)
@@ -62,7 +61,7 @@ def test_losses_are_of_the_written_tokens_alone(plain_model: Callable[[str], Any
 END = 0
 
 
-def test_measures_by_hand() -> None:
+def test_measures_by_hand():
     written = torch.tensor([
         [5, 6, 5, 6, 5, 6, 5, 6],  # 4-grams: 5656, 6565, 5656, 6565, 5656
         [1, 2, 3, 4, 5, 6, 7, 8],
@@ -84,7 +83,7 @@ def test_measures_by_hand() -> None:
     assert endless["length"].tolist() == [8] * 5
 
 
-def test_comparisons_are_paired() -> None:
+def test_comparisons_are_paired():
     generator = np.random.default_rng(0)
     ours = torch.from_numpy(generator.normal(3, 1, 24))
     theirs = ours - 0.1 + 0.01 * torch.from_numpy(generator.normal(0, 1, 24))
@@ -98,7 +97,7 @@ def test_comparisons_are_paired() -> None:
     assert ratio.n == difference.n == 24
 
 
-def test_prompts_are_the_beginnings_of_windows(small_model: Callable[[str], Any]) -> None:
+def test_prompts_are_the_beginnings_of_windows(small_model):
     texts = [make_windows(small_model("llama"), running_text(50, seed), size=12) for seed in (1, 2)]
     prompts = beginnings(texts, 5)
     assert [len(text) for text in texts] == [5, 5]  # the last of two tokens, which is not read

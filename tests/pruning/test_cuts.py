@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ PENALTY = 0.3
 
 
 @pytest.fixture(scope="module")
-def calibrations(small_model: Models, windows: Models) -> Callable[[str], Calibration]:
+def calibrations(small_model, windows):
     made: dict[str, Calibration] = {}
 
     def calibration(name: str) -> Calibration:
@@ -82,9 +82,7 @@ def map_by_hand(cut: Cut, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("cut", [Cut.jump, Cut.linearpatch, Cut.rotated])
 @pytest.mark.parametrize("blocks", [[2], [1, 2], [4, 5], TWO_SPANS])
-def test_a_map_is_fitted_before_and_after_the_span_and_stands_in_its_place(
-    cut: Cut, blocks: list[int], calibrations: Callable[[str], Calibration]
-) -> None:
+def test_a_map_is_fitted_before_and_after_the_span_and_stands_in_its_place(cut, blocks, calibrations):
     """With several spans, each from the stream of the changed model to that of the original."""
     calibration = calibrations(MODEL)
     plain, tokens = calibration.layout.model, calibration.streams.tokens
@@ -109,9 +107,7 @@ def test_a_map_is_fitted_before_and_after_the_span_and_stands_in_its_place(
 
 
 @pytest.mark.parametrize("name", ["gpt2", MODEL])
-def test_a_model_with_maps_writes_the_same_with_and_without_its_cache(
-    name: str, calibrations: Callable[[str], Calibration]
-) -> None:
+def test_a_model_with_maps_writes_the_same_with_and_without_its_cache(name, calibrations):
     made = without_blocks(calibrations(name), [1], Cut.jump)
     tokens = calibrations(name).streams.tokens[:3, :8]
     with torch.no_grad():
@@ -120,7 +116,7 @@ def test_a_model_with_maps_writes_the_same_with_and_without_its_cache(
         assert_near(later, made(tokens, use_cache=False).logits[:, 5:], 1e-4)
 
 
-def test_hadamard_matrices_are_orthogonal_with_entries_of_one_size() -> None:
+def test_hadamard_matrices_are_orthogonal_with_entries_of_one_size():
     for order in (1, 2, 12, 24, 32, 144, 576):
         matrix = hadamard(order).numpy()
         np.testing.assert_allclose(matrix @ matrix.T, np.eye(order), atol=1e-12)
@@ -131,9 +127,7 @@ def test_hadamard_matrices_are_orthogonal_with_entries_of_one_size() -> None:
 
 
 @pytest.mark.parametrize(("name", "blocks"), [("gpt2", [1]), (MODEL, [1]), (MODEL, [1, 4])])
-def test_a_chain_from_the_identity_is_the_chain(
-    name: str, blocks: list[int], calibrations: Callable[[str], Calibration], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chain_from_the_identity_is_the_chain(name, blocks, calibrations, monkeypatch):
     calibration = calibrations(name)
     chain = calibration.without(blocks, "chain", progress=False)
     from_jump = without_blocks(calibration, blocks, Cut.chain_from_jump)
@@ -176,9 +170,7 @@ def read_and_streams(model: Any, place: int, tokens: torch.Tensor) -> tuple[np.n
 
 
 @pytest.mark.parametrize("blocks", [[1, 2], [1, 4]])
-def test_a_chain_after_a_jump_refits_later_matrices_to_the_original_stream(
-    blocks: list[int], calibrations: Callable[[str], Calibration]
-) -> None:
+def test_a_chain_after_a_jump_refits_later_matrices_to_the_original_stream(blocks, calibrations):
     """Before a second span, to the stream before it: what follows is the next map's."""
     calibration = calibrations(MODEL)
     h = [each.flatten(0, 1).double().numpy() for each in calibration.streams.h]
@@ -197,9 +189,7 @@ def test_a_chain_after_a_jump_refits_later_matrices_to_the_original_stream(
         assert not torch.equal(ours.weight, theirs.weight)
 
 
-def test_the_folded_start_is_penalized_towards_the_map_times_the_matrix(
-    calibrations: Callable[[str], Calibration],
-) -> None:
+def test_the_folded_start_is_penalized_towards_the_map_times_the_matrix(calibrations):
     calibration = calibrations(MODEL)
     h = [each.flatten(0, 1).double().numpy() for each in calibration.streams.h]
     made = without_blocks(calibration, [3, 4], Cut.chain_from_jump)
@@ -213,9 +203,7 @@ def test_the_folded_start_is_penalized_towards_the_map_times_the_matrix(
 @pytest.mark.parametrize(
     ("cut", "method", "places"), [(Cut.jump, "refit", [0]), (Cut.jump_chain, "chain", None)]
 )
-def test_healing_trains_the_map_and_the_matrices_of_the_method(
-    cut: Cut, method: str, places: Sequence[int] | None, calibrations: Callable[[str], Calibration]
-) -> None:
+def test_healing_trains_the_map_and_the_matrices_of_the_method(cut, method, places, calibrations):
     calibration = calibrations(MODEL)
     made = without_blocks(calibration, [1, 2], cut)
     before = {name: value.clone() for name, value in made.state_dict().items()}
@@ -226,7 +214,7 @@ def test_healing_trains_the_map_and_the_matrices_of_the_method(
     assert changed == {*expected, "model.layers.0.mlp.down_proj.jump.weight"}
 
 
-def test_a_map_is_of_the_models_precision(calibrations: Callable[[str], Calibration]) -> None:
+def test_a_map_is_of_the_models_precision(calibrations):
     calibration = calibrations(MODEL)
     made = calibration.without([1], "out", progress=False).bfloat16()
     layout = replace(calibration.layout, model=made)

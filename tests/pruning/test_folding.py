@@ -41,9 +41,7 @@ def ridge_by_hand(
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("penalty", [0.0, 0.1, 2.0])
 @pytest.mark.parametrize("method", get_args(Method))
-def test_a_fold_is_least_squares_held_near_what_was(
-    method: Method, penalty: float, bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fold_is_least_squares_held_near_what_was(method, penalty, bias, monkeypatch):
     monkeypatch.setattr(folding, "_ROWS", 16)
     matrix, read, right = setting(bias=bias)
     ours = fold(method, matrix, read, right, penalty=penalty)
@@ -69,7 +67,7 @@ def test_a_fold_is_least_squares_held_near_what_was(
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_matrix_that_reads_nothing_stays(bias: bool) -> None:
+def test_a_matrix_that_reads_nothing_stays(bias):
     matrix, read, right = setting(bias=bias)
     ours = fold("refit", matrix, torch.zeros_like(read), right, penalty=0.3)
     np.testing.assert_allclose(ours.weight.numpy(), matrix.weight.numpy(), rtol=1e-6)

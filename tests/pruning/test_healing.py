@@ -24,9 +24,7 @@ def divergence(whole: Any, pruned: Any, tokens: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.kl_div(given, truth, log_target=True, reduction="none").sum(-1).mean()
 
 
-def test_steps_grow_for_a_tenth_of_the_updates_and_then_fall(
-    small_model: Models, plain_model: Models, windows: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_grow_for_a_tenth_of_the_updates_and_then_fall(small_model, plain_model, windows, monkeypatch):
     folded = pruning.prune(
         small_model("gpt2"), windows("gpt2"), [2], method="replaceme", progress=False
     ).model
@@ -57,9 +55,7 @@ def test_steps_grow_for_a_tenth_of_the_updates_and_then_fall(
 
 
 @pytest.mark.parametrize(("method", "places"), [("refit", (0, 2)), ("chain", (0, 1, 2, 3))])
-def test_of_several_spans_the_changed_matrices_alone_are_healed(
-    method: str, places: tuple[int, ...], small_model: Models, windows: Models
-) -> None:
+def test_of_several_spans_the_changed_matrices_alone_are_healed(method, places, small_model, windows):
     """Where blocks before a changed one are gone, it has another number in the pruned model."""
     asked = small_model("llama-deep"), windows("llama-deep"), [1, 4]
     before, after = (pruning.prune(*asked, method=method, heal=n, progress=False).model for n in (0, 60))
@@ -68,7 +64,7 @@ def test_of_several_spans_the_changed_matrices_alone_are_healed(
     assert changed == {f"model.layers.{place}.mlp.down_proj.weight" for place in places}
 
 
-def test_what_cannot_be_healed_is_refused(small_model: Models, windows: Models) -> None:
+def test_what_cannot_be_healed_is_refused(small_model, windows):
     asked = small_model("llama"), windows("llama")
     with pytest.raises(InputError, match="heal needs blocks"):
         pruning.prune(*asked, [1], method="out", heal=10, progress=False)
@@ -77,9 +73,7 @@ def test_what_cannot_be_healed_is_refused(small_model: Models, windows: Models) 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_healed_in_small_steps(
-    dtype: torch.dtype, model_folder: Models, windows: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_precision_is_healed_in_small_steps(dtype, model_folder, windows, monkeypatch):
     """Steps far below what bfloat16 can tell add up, and squares below the least of float16 do no harm."""
     half = matlens.load(str(model_folder("llama")), dtype=dtype, device="cpu")
     streams = Streams(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,9 +26,7 @@ def logits(model: Any, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_fold_is_what_least_squares_by_hand_gives(
-    name: str, small_model: Models, plain_model: Models, windows: Models
-) -> None:
+def test_a_fold_is_what_least_squares_by_hand_gives(name, small_model, plain_model, windows):
     """The block before the span keeps all but its output matrix, which is solved for here by numpy alone."""
     pruned = pruning.prune(small_model(name), windows(name), [1], penalty=0.0, progress=False)
     plain = plain_model(name)
@@ -61,9 +58,7 @@ def test_a_fold_is_what_least_squares_by_hand_gives(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_model_is_what_a_patched_pass_is(
-    name: str, small_model: Models, plain_model: Models, windows: Models
-) -> None:
+def test_the_model_is_what_a_patched_pass_is(name, small_model, plain_model, windows):
     """The folded matrix put into the whole model, whose block after it gives what it is given."""
     pruned = pruning.prune(small_model(name), windows(name), [1], method="replaceme", progress=False)
     whole = pruning.plain_copy(small_model(name))
@@ -84,9 +79,7 @@ def test_the_model_is_what_a_patched_pass_is(
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("llama", torch.bfloat16), ("neox", torch.float16)])
-def test_half_precision_is_folded_and_stays(
-    name: str, dtype: torch.dtype, model_folder: Models, small_model: Models, windows: Models, tmp_path: Path
-) -> None:
+def test_half_precision_is_folded_and_stays(name, dtype, model_folder, small_model, windows, tmp_path):
     """As in float32 but for rounding, in memory as in the folder; what cannot be folded is seen as ever."""
     half = matlens.load(str(model_folder(name)), dtype=dtype, device="cpu")
     pruned = pruning.prune(half, windows(name), [1], progress=False)
@@ -106,9 +99,7 @@ def test_half_precision_is_folded_and_stays(
 
 
 @pytest.mark.parametrize("name", ["gemma2", "granite"])
-def test_what_stands_between_the_matrix_and_the_stream_is_named(
-    name: str, small_model: Models, model_folder: Models, windows: Models
-) -> None:
+def test_what_stands_between_the_matrix_and_the_stream_is_named(name, small_model, model_folder, windows):
     """Also in half precision."""
     half = matlens.load(str(model_folder(name)), dtype=torch.bfloat16, device="cpu")
     for model in (small_model(name), half):
@@ -117,9 +108,7 @@ def test_what_stands_between_the_matrix_and_the_stream_is_named(
 
 
 @pytest.mark.parametrize("name", ["gpt1", "olmoe"])
-def test_blocks_are_left_out_where_nothing_can_be_folded(
-    name: str, small_model: Models, windows: Models, model_folder: Models, tmp_path: Path
-) -> None:
+def test_blocks_are_left_out_where_nothing_can_be_folded(name, small_model, windows, model_folder, tmp_path):
     """GPT-1 has norms after the FFN, OLMoE experts; `out` folds nothing."""
     with pytest.raises(InputError, match=r"model must|Use method='out'"):
         pruning.prune(small_model(name), windows(name), [1], progress=False)
@@ -134,7 +123,7 @@ def test_blocks_are_left_out_where_nothing_can_be_folded(
     assert_near(logits(loaded.eval()), logits(pruned.model), 1e-6)
 
 
-def test_a_model_that_is_changed_is_refused(small_model: Models, windows: Models) -> None:
+def test_a_model_that_is_changed_is_refused(small_model, windows):
     model = small_model("llama")
     with (
         ffn.controlled(model, ["L1D3"], 2.0),

@@ -19,7 +19,7 @@ def losses(means: np.ndarray) -> TextLosses:
     return TextLosses(means * LENGTH, np.full(len(means), LENGTH))
 
 
-def test_the_recovered_fraction() -> None:
+def test_the_recovered_fraction():
     rows = [
         ("original", "", 0, 10.0), ("replaceme", "angle", 3, 30.0), ("refit", "greedy", 3, 20.0),
         ("out", "angle", 3, 50.0),
@@ -38,7 +38,7 @@ def test_the_recovered_fraction() -> None:
         added_perplexity(table[table["choice"] != "angle"])
 
 
-def test_an_interval_is_that_of_resampled_windows() -> None:
+def test_an_interval_is_that_of_resampled_windows():
     """All models have read the same windows, so what these differ in themselves does not widen it."""
     generator = np.random.default_rng(3)
     n = 14
@@ -58,7 +58,7 @@ def test_an_interval_is_that_of_resampled_windows() -> None:
     assert estimate == recovered_estimate(losses(ours), losses(whole), losses(published))
 
 
-def test_where_nothing_can_be_said_there_is_no_interval() -> None:
+def test_where_nothing_can_be_said_there_is_no_interval():
     one, more = losses(np.array([4.0])), losses(np.array([5.0]))
     assert math.isnan(recovered_estimate(one, one, more).low)
     two, far = losses(np.array([4.0, 4.1])), losses(np.array([4.5, 2000.0]))

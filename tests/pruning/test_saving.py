@@ -7,9 +7,6 @@ import json
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -43,9 +40,7 @@ except ImportError:
 """
 
 
-def test_a_folder_loads_to_the_same_logits(
-    pruned_llama: pruning.Pruned, small_model: Callable[[str], Any], windows: Any, tmp_path: Path
-) -> None:
+def test_a_folder_loads_to_the_same_logits(pruned_llama, small_model, windows, tmp_path):
     table = pruning.compare_pruned(small_model("llama"), pruned_llama, windows("llama", 600), progress=False)
     costs = pruning.compare_costs(small_model("llama"), pruned_llama, rounds=1)
     folder = pruning.save_pruned(pruned_llama, tmp_path / "model", pd.concat([table, costs]))
@@ -73,9 +68,7 @@ def test_a_folder_loads_to_the_same_logits(
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_folders_load_in_a_process_without_matlens(
-    small_model: Callable[[str], Any], model_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_folders_load_in_a_process_without_matlens(small_model, model_folder, tmp_path):
     """One process for all families: the same logits, and weights that are one stay one."""
     text = running_text(600)
     models = {name: small_model(name) for name in ("gpt2", "llama", "neox")}
@@ -101,9 +94,7 @@ def test_folders_load_in_a_process_without_matlens(
 
 
 @pytest.mark.parametrize("room", [20_000, 800])
-def test_a_full_disk_is_told_and_nothing_is_left(
-    room: int, pruned_llama: pruning.Pruned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_told_and_nothing_is_left(room, pruned_llama, tmp_path, monkeypatch):
     """The library of the weights and that of the tokenizer have errors of their own for it."""
     if room == 800:
         monkeypatch.setattr(pruned_llama.model, "save_pretrained", lambda _: None)
@@ -117,7 +108,7 @@ def test_a_full_disk_is_told_and_nothing_is_left(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_knows_its_files(pruned_llama: pruning.Pruned, tmp_path: Path) -> None:
+def test_a_folder_knows_its_files(pruned_llama, tmp_path):
     folder = tmp_path / "model"
     pruning.save_pruned(pruned_llama, folder)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
@@ -132,12 +123,7 @@ def test_a_folder_knows_its_files(pruned_llama: pruning.Pruned, tmp_path: Path) 
     assert ["matlens.json" in str(verdict.damage) for verdict in verify(folder)] == [True]
 
 
-def test_what_is_measured_is_what_passes_by_hand_give(
-    pruned_llama: pruning.Pruned,
-    small_model: Callable[[str], Any],
-    plain_model: Callable[[str], Any],
-    windows: Any,
-) -> None:
+def test_what_is_measured_is_what_passes_by_hand_give(pruned_llama, small_model, plain_model, windows):
     table = pruning.compare_pruned(small_model("llama"), pruned_llama, windows("llama", 600), progress=False)
     values = {(row.method, row.metric): row.value for row in table.itertuples()}
     text = windows("llama", 600)

@@ -16,14 +16,7 @@ from conftest import D_MODEL, N_LAYERS
 import matlens
 from matlens import InputError, pruning
 from matlens.data import make_windows
-from matlens.pruning.choosing import (
-    angles,
-    choose_span,
-    greedy_order,
-    linearity_of,
-    loss_without,
-    no_sinks,
-)
+from matlens.pruning.choosing import angles, choose_span, greedy_order, linearity_of, loss_without, no_sinks
 from matlens.pruning.layouts import Layout, Streams, full_windows
 
 
@@ -33,7 +26,7 @@ def streams_of(model: Any) -> Streams:
 
 
 @pytest.fixture(scope="module")
-def streams(small_model: Callable[[str], Any]) -> Streams:
+def streams(small_model):
     return streams_of(small_model("gpt2"))
 
 
@@ -54,16 +47,14 @@ def loss_by_hand(model: Any, tokens: torch.Tensor, gone: set[int]) -> float:
 
 
 @pytest.mark.parametrize("gone", [{1}, {2}, {1, 2}])
-def test_losses_are_those_of_passes_with_hooks(
-    gone: set[int], streams: Streams, plain_model: Callable[[str], Any]
-) -> None:
+def test_losses_are_those_of_passes_with_hooks(gone, streams, plain_model):
     expected = loss_by_hand(plain_model("gpt2"), streams.tokens, gone)
     assert loss_without(streams, gone) == pytest.approx(expected, abs=1e-5)
     own = loss_by_hand(plain_model("gpt2"), streams.tokens, set())
     assert float(streams.losses(streams.h[N_LAYERS]).mean()) == pytest.approx(own, abs=1e-5)
 
 
-def test_choices_are_the_least_of_all(streams: Streams) -> None:
+def test_choices_are_the_least_of_all(streams):
     alone = {block: loss_without(streams, [block]) for block in (1, 2)}
     best = min(alone, key=alone.__getitem__)
     assert choose_span(streams, 1, "loss", progress=False) == (best,)
@@ -74,7 +65,7 @@ def test_choices_are_the_least_of_all(streams: Streams) -> None:
     assert choose_span(streams, 0, "loss", progress=False) == ()
 
 
-def test_the_most_linear_span_is_that_of_least_squares_without_sinks(streams: Streams) -> None:
+def test_the_most_linear_span_is_that_of_least_squares_without_sinks(streams):
     """A token that is a hundred times as long as others would be all that counts."""
     marked = copy.copy(streams)
     marked.h = [h.clone() for h in streams.h]
@@ -109,9 +100,7 @@ def greedy_by_hand(loss: Callable[[list[int]], float], n_layers: int, n: int) ->
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_greedy_is_the_least_of_every_round_where_losses_rise(
-    seed: int, streams: Streams, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_greedy_is_the_least_of_every_round_where_losses_rise(seed, streams, monkeypatch):
     """Blocks that cost more the more of the others are gone: the order changes from round to round."""
     n_layers, generator = 9, np.random.default_rng(seed)
     alone = generator.uniform(0, 1, n_layers)
@@ -132,7 +121,7 @@ def test_greedy_is_the_least_of_every_round_where_losses_rise(
     assert n_tried < len(tried) - n_tried
 
 
-def test_the_beginning_of_streams_is_what_shorter_texts_give(streams: Streams) -> None:
+def test_the_beginning_of_streams_is_what_shorter_texts_give(streams):
     few = streams.beginning(1)
     alone = Streams(streams.layout, few.tokens, progress=False)
     for h, expected in zip(few.h, alone.h, strict=True):
@@ -147,9 +136,7 @@ def test_the_beginning_of_streams_is_what_shorter_texts_give(streams: Streams) -
         lambda streams: tuple(greedy_order(streams, 1, progress=False)),
     ],
 )
-def test_a_loss_that_is_no_number_is_never_the_least(
-    choose: Callable[[Streams], Any], streams: Streams, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_that_is_no_number_is_never_the_least(choose, streams, monkeypatch):
     losses = iter([float("nan"), 3.0, float("nan"), float("nan")])
     monkeypatch.setattr(Streams, "losses", lambda *_: torch.tensor([next(losses)]))
     assert choose(streams) == (2,)
@@ -157,7 +144,7 @@ def test_a_loss_that_is_no_number_is_never_the_least(
         choose(streams)
 
 
-def test_streams_that_overflow_are_refused(model_folder: Callable[[str], Any]) -> None:
+def test_streams_that_overflow_are_refused(model_folder):
     half = matlens.load(str(model_folder("gpt2")), dtype=torch.float16, device="cpu")
     layout = Layout.from_model(pruning.plain_copy(half))
     with torch.no_grad():

@@ -14,7 +14,7 @@ from matlens.pruning import evaluation, time_in_turns
 Models = Callable[[str], Any]
 
 
-def test_a_cache_holds_what_its_blocks_write(pruned_llama: pruning.Pruned, small_model: Models) -> None:
+def test_a_cache_holds_what_its_blocks_write(pruned_llama, small_model):
     table = pruning.compare_costs(small_model("llama"), pruned_llama, rounds=1)
     values = {(row.method, row.metric): row.value for row in table.itertuples()}
     assert values["original", "cache"] == 3 * 2 * 2 * 8 * 4  # blocks, keys and values, heads, width, bytes
@@ -28,7 +28,7 @@ def test_a_cache_holds_what_its_blocks_write(pruned_llama: pruning.Pruned, small
         pruning.compare_costs(small_model("gpt2"), pruned_llama)
 
 
-def test_models_take_turns_and_medians_count(plain_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_take_turns_and_medians_count(plain_model, monkeypatch):
     models = [plain_model("gpt2"), plain_model("llama")]
     seconds = iter([3.0, 1.0, 50.0, 10.0, 4.0, 2.0])  # the second round is slow
     turns = []

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from studying import collect_parts
 
-import matlens
-
 
 @pytest.fixture
-def collect(sentences: matlens.data.Corpus) -> Callable[..., Any]:
+def collect(sentences):
     """Collects 25 training and 15 validation sentences into a folder."""
 
     def collect_both(model: Any, folder: Path, *, seed: int = 0, **options: Any) -> Any:
@@ -23,7 +20,7 @@ def collect(sentences: matlens.data.Corpus) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def collected(small_model: Callable[[str], Any], collect: Callable[..., Any], tmp_path: Path) -> Path:
+def collected(small_model, collect, tmp_path):
     """A folder with both parts."""
     collect(small_model("gpt2"), tmp_path / "collected")
     return tmp_path / "collected"

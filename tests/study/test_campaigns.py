@@ -21,7 +21,7 @@ with campaign() as setting:
 """
 
 
-def test_commands_that_race_or_are_killed_leave_the_bytes_of_a_lone_one() -> None:
+def test_commands_that_race_or_are_killed_leave_the_bytes_of_a_lone_one():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), *sys.path])}
     done = subprocess.run(
         [sys.executable, "-c", CODE], capture_output=True, text=True, env=environment, timeout=900

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 
 from matlens.study.steps import fit_maps, typical_penalty
 
 
-def test_few_samples_have_a_ridge_of_their_median_squared_norm(
-    small_model: Callable[[str], Any], collect: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_few_samples_have_a_ridge_of_their_median_squared_norm(small_model, collect, tmp_path):
     train, _ = collect(small_model("llama-sinks"), tmp_path)  # whose mean norm is far from the median
     maps = fit_maps(tmp_path, pairs="last", ridge=None, progress=False)
     norms = [(train[layer].double().numpy() ** 2).sum(1) for layer in range(3)]

@@ -43,9 +43,7 @@ def sites(n_layers: int, pairs: Pairs) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize(("n_layers", "width", "n_rows", "pairs"), JOBS)
-def test_a_fit_on_collected_vectors(
-    n_layers: int, width: int, n_rows: int, pairs: Pairs, copied: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fit_on_collected_vectors(n_layers, width, n_rows, pairs, copied, monkeypatch):
     monkeypatch.setattr(fitting, "CONVERTED_BYTES", fitting.CONVERTED_BYTES if copied else 0)
     samples, wanted = vectors(n_layers, width, n_rows), sites(n_layers, pairs)
 
@@ -58,7 +56,7 @@ def test_a_fit_on_collected_vectors(
 
 
 @pytest.mark.parametrize(("n_layers", "width", "n_rows", "pairs"), JOBS)
-def test_a_fit_while_streaming(n_layers: int, width: int, n_rows: int, pairs: Pairs) -> None:
+def test_a_fit_while_streaming(n_layers, width, n_rows, pairs):
     samples, wanted = vectors(n_layers, width, n_rows), sites(n_layers, pairs)
 
     def batches() -> Iterator[dict[str, Tensor]]:
@@ -72,7 +70,7 @@ def test_a_fit_while_streaming(n_layers: int, width: int, n_rows: int, pairs: Pa
 
 @pytest.mark.parametrize("n_parts", [1, 2])
 @pytest.mark.parametrize(("width", "n_targets"), [(96, 4), (96, 1), (256, 1)])
-def test_a_fit_on_stored_moments(width: int, n_targets: int, n_parts: int) -> None:
+def test_a_fit_on_stored_moments(width, n_targets, n_parts):
     torch.manual_seed(0)
     d_out = n_targets * width
     moments = LeastSquares(width, d_out).update(torch.randn(800, width), torch.randn(800, d_out)).tensors()
@@ -89,7 +87,7 @@ def test_a_fit_on_stored_moments(width: int, n_targets: int, n_parts: int) -> No
     check(needs.stored_fit_bytes([(width, d_out)], n_shards=n_parts), fit)
 
 
-def test_moments_are_as_large_as_planned_however_many_samples_there_are() -> None:
+def test_moments_are_as_large_as_planned_however_many_samples_there_are():
     moments = LeastSquares(20, 60)
     for n in (7, 50, 50):
         moments.update(torch.randn(n, 20), torch.randn(n, 60))

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from studying import collect_parts
@@ -14,9 +11,7 @@ import matlens
 
 
 @pytest.mark.parametrize("options", [{}, {"sample_special": False}])
-def test_all_positions_of_a_masked_model_are_refused(
-    options: dict[str, Any], small_model: Callable[[str], Any], sentences: matlens.data.Corpus, tmp_path: Path
-) -> None:
+def test_all_positions_of_a_masked_model_are_refused(options, small_model, sentences, tmp_path):
     model = small_model("llama" if options else "bert")
     with pytest.raises(matlens.InputError, match=r"masked|sample_special"):
         collect_parts(model, sentences, tmp_path, positions="all", **options)
@@ -28,9 +23,8 @@ def test_all_positions_of_a_masked_model_are_refused(
     [("gpt2", 1 << 40, "all"), ("gpt2", 40_000, "sampled"), ("bert", 1 << 40, "sampled")],
 )
 def test_few_sentences_take_all_positions_if_memory_allows(
-    name: str, free: int, positions: str, small_model: Callable[[str], Any], collect: Callable[..., Any],
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    name, free, positions, small_model, collect, tmp_path, monkeypatch
+):
     monkeypatch.setattr("matlens.study.plan.shutil.disk_usage", lambda _: SimpleNamespace(free=free))
     train, validation = collect(small_model(name), tmp_path, positions="auto")
     assert (train.positions, validation.positions) == (positions, "sampled")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ from studying import collect_parts, study_of
 
 import matlens.study.plan as module
 from matlens import InputError, make_examples, parallel
-from matlens.data.corpus import Corpus
 from matlens.io.artifact import Artifact
 from matlens.linear import StoredLeastSquares, stream_least_squares, streaming
 from matlens.study import Study, fit_maps
@@ -39,13 +37,8 @@ def written(folder: Path, *but: str) -> int:
 @pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("pairs", ["last", "all"])
 def test_statistics_and_their_checkpoints_take_the_planned_bytes(
-    pairs: Any,
-    few: bool,
-    small_model: Callable[[str], Any],
-    sentences: Corpus,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    pairs, few, small_model, sentences, tmp_path, monkeypatch
+):
     """With a checkpoint after every batch, the disk is once as full as planned, and never fuller."""
     model, shape = small_model("llama"), Shape.from_model(small_model("llama"))
     study = study_of(
@@ -80,9 +73,7 @@ def test_statistics_and_their_checkpoints_take_the_planned_bytes(
 
 
 @pytest.mark.parametrize("pairs", ["last", "all"])
-def test_maps_are_written_in_as_many_bytes_as_planned(
-    pairs: Any, small_model: Callable[[str], Any], sentences: Corpus, tmp_path: Path
-) -> None:
+def test_maps_are_written_in_as_many_bytes_as_planned(pairs, small_model, sentences, tmp_path):
     model = small_model("gpt2")
     collect_parts(model, sentences, tmp_path, n_train=20, n_validation=4)
     fit_maps(tmp_path, pairs=pairs, progress=False)
@@ -90,11 +81,7 @@ def test_maps_are_written_in_as_many_bytes_as_planned(
     assert planned["fit from collected vectors"].disk == written(tmp_path / "maps")
 
 
-def test_the_configuration_tells_the_shape_that_the_weights_have(
-    small_model: Callable[[str], Any],
-    plain_model: Callable[[str], Any],
-    model_folder: Callable[[str], Path],
-) -> None:
+def test_the_configuration_tells_the_shape_that_the_weights_have(small_model, plain_model, model_folder):
     for name in ("llama", "gpt2", "bert", "qwen2-moe", "opt", "vit"):
         shape, loaded = Shape.from_name(str(model_folder(name))), Shape.from_model(small_model(name))
         # A bridge can hold queries, keys and values apart and together.
@@ -105,7 +92,7 @@ def test_the_configuration_tells_the_shape_that_the_weights_have(
     assert longer.n_parameters == sum(weight.numel() for weight in plain_model("t5").parameters())
 
 
-def test_a_model_of_eight_billion_parameters() -> None:
+def test_a_model_of_eight_billion_parameters():
     """Triangles and products are stored: less than the 8.9 and 146 GB of all second moments."""
     last, all_pairs = (plan_study(BIG, 10_000, pairs=pairs) for pairs in ("last", "all"))
     assert (format_bytes(last.statistics), format_bytes(all_pairs.statistics)) == ("8.59 GB", "75.2 GB")
@@ -123,7 +110,7 @@ def test_a_model_of_eight_billion_parameters() -> None:
 
 
 @pytest.fixture
-def free(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def free(monkeypatch):
     """Set the free bytes of memory and disk."""
 
     def say(*, memory: int = 1 << 50, disk: int = 1 << 50) -> None:
@@ -134,7 +121,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.fixture
-def study(small_model: Callable[[str], Any], sentences: Corpus, tmp_path: Path) -> Callable[..., Study]:
+def study(small_model, sentences, tmp_path):
     """A study of a small model at all positions, in the same folder each time."""
 
     def make(**options: Any) -> Study:
@@ -144,9 +131,7 @@ def study(small_model: Callable[[str], Any], sentences: Corpus, tmp_path: Path) 
     return make
 
 
-def test_jobs_without_memory_or_disk_are_refused_before_they_begin(
-    study: Callable[..., Study], free: Callable[..., None], tmp_path: Path
-) -> None:
+def test_jobs_without_memory_or_disk_are_refused_before_they_begin(study, free, tmp_path):
     free(disk=2000)
     with pytest.raises(InputError, match=r"takes 1.* kB of disk at .*train, and 2 kB are free.*--out"):
         _ = study(positions="sampled", keep_rows=True).stream
@@ -174,9 +159,7 @@ def test_jobs_without_memory_or_disk_are_refused_before_they_begin(
         fit_maps(tmp_path / "rows", progress=False)
 
 
-def test_a_merge_without_memory_or_disk_is_refused(
-    small_model: Callable[[str], Any], sentences: Corpus, free: Callable[..., None], tmp_path: Path
-) -> None:
+def test_a_merge_without_memory_or_disk_is_refused(small_model, sentences, free, tmp_path):
     model = small_model("gpt2")
     examples = make_examples(model, sentences).head(20)
     folders = [tmp_path / "s1", tmp_path / "s2"]
@@ -193,9 +176,7 @@ def test_a_merge_without_memory_or_disk_is_refused(
     check_merge(shards, tmp_path / "joined")
 
 
-def test_each_process_of_a_machine_needs_memory_and_one_of_them_checks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_process_of_a_machine_needs_memory_and_one_of_them_checks(tmp_path, monkeypatch):
     pairs, widths = [("h.0", "h.2"), ("h.1", "h.2")], dict.fromkeys(("h.0", "h.1", "h.2"), 32)
     seen: list[tuple[int, str]] = []
     monkeypatch.setattr(module, "check_memory", lambda needed, what, _: seen.append((needed, what)))
@@ -210,9 +191,7 @@ def test_each_process_of_a_machine_needs_memory_and_one_of_them_checks(
     assert ["in 4 processes" in what for _, what in seen] == [False, True, True]
 
 
-def test_free_memory_respects_the_limits_of_control_groups(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_free_memory_respects_the_limits_of_control_groups(tmp_path, monkeypatch):
     """The least that any group leaves; files, which go when memory is needed, do not count as taken."""
     total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
     assert 0 < (free_memory() or 0) < total

@@ -45,7 +45,7 @@ class Both(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def loaded() -> Loaded:
+def loaded():
     """The model of all tests, loaded while every connection is refused."""
     with pytest.MonkeyPatch.context() as patch:
         tried = refuse_connections(patch)
@@ -53,7 +53,7 @@ def loaded() -> Loaded:
 
 
 @pytest.fixture(scope="module")
-def plain(request: pytest.FixtureRequest, loaded: Loaded) -> Any:
+def plain(request, loaded):
     """The same weights through transformers alone; below `FULL` not read again, which takes long."""
     if request.config.getoption("--real-train") < FULL:
         model = type(loaded.model.original_model)(loaded.model.original_model.config)
@@ -67,7 +67,7 @@ def plain(request: pytest.FixtureRequest, loaded: Loaded) -> Any:
 
 
 @pytest.fixture(scope="module")
-def both(request: pytest.FixtureRequest, loaded: Loaded, plain: Any) -> Both:
+def both(request, loaded, plain):
     """Fit and evaluate the same sentences and positions twice, ours batched, theirs one at a time.
 
     Below `FULL` sentences these are short ones, and maps onto the last layer alone.
@@ -118,7 +118,7 @@ def _ours(both: Both, method: str, metric: str, k: int | None = None) -> np.ndar
 
 
 @pytest.mark.parametrize("method", ["mat", "id"])
-def test_numbers_are_those_of_the_independent_computation(both: Both, method: str) -> None:
+def test_numbers_are_those_of_the_independent_computation(both, method):
     table = both.results[(both.results["metric"] == "r2") & (both.results["method"] == method)]
     theirs = both.reference[f"r2_{method}"][table["layer"], table["target"]]
     ours = table["value"].to_numpy(dtype=float)
@@ -139,14 +139,14 @@ def test_numbers_are_those_of_the_independent_computation(both: Both, method: st
     assert difference.max() < 0.01
 
 
-def test_mat_predicts_better_than_id(both: Both) -> None:
+def test_mat_predicts_better_than_id(both):
     """The paper's main claim, where there are samples enough for it."""
     mat, plain = _ours(both, "mat", "precision", 1), _ours(both, "id", "precision", 1)
     assert mat[-1] == plain[-1] == 1
     assert mat[:-1].mean() > plain[:-1].mean()
 
 
-def test_smollm2_is_loaded_from_its_wheel_without_network(loaded: Loaded) -> None:
+def test_smollm2_is_loaded_from_its_wheel_without_network(loaded):
     model = loaded.model
     assert loaded.tried == []
     assert (model.cfg.n_layers, model.cfg.d_model, model.cfg.model_name) == (30, 576, SMOLLM2)
@@ -167,13 +167,7 @@ def printed(path: Path) -> Iterator[tuple[Block, str | None]]:
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/how-to/patching.md", "docs/how-to/updates.md"])
-def test_pages_print_what_they_show(
-    name: str,
-    capsys: pytest.CaptureFixture[str],
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pages_print_what_they_show(name, capsys, request, tmp_path, monkeypatch):
     if request.config.getoption("--real-train") < FULL:
         pytest.skip("runs with --real-train 2000 or more")
     monkeypatch.chdir(tmp_path)  # some draw figures

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +16,7 @@ from matlens.models.weights import fingerprint
 from matlens.study.steps import evaluate_maps, fit_maps, plot_results, read_results
 
 
-def test_evaluate_returns_what_it_writes(small_model: Callable[[str], Any], collected: Path) -> None:
+def test_evaluate_returns_what_it_writes(small_model, collected):
     fit_maps(collected, pairs="last", progress=False)
     results = evaluate_maps(small_model("gpt2"), collected, progress=False)
     assert results.to_csv(index=False) == (collected / "results.csv").read_text()
@@ -30,9 +27,7 @@ def test_evaluate_returns_what_it_writes(small_model: Callable[[str], Any], coll
     assert origin["maps"]["model"]["fingerprint"] == fingerprint(small_model("gpt2"))
 
 
-def test_maps_are_fitted_on_one_part_and_evaluated_on_the_other(
-    small_model: Callable[[str], Any], collected: Path
-) -> None:
+def test_maps_are_fitted_on_one_part_and_evaluated_on_the_other(small_model, collected):
     fit_maps(collected, pairs="last", ridge=2.0, progress=False)
     results = evaluate_maps(small_model("gpt2"), collected, progress=False)
     train, validation = (Activations.load(collected / part) for part in ("train", "validation"))
@@ -48,9 +43,7 @@ def test_maps_are_fitted_on_one_part_and_evaluated_on_the_other(
         assert fit[layer, "mat"] != pytest.approx(fit[layer, "id"], abs=0.01)
 
 
-def test_maps_of_other_samples_are_not_evaluated(
-    small_model: Callable[[str], Any], collect: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_maps_of_other_samples_are_not_evaluated(small_model, collect, tmp_path):
     """Collected again with another seed, validation may hold sentences that the maps were fitted on."""
     model = small_model("llama")
     collect(model, tmp_path)
@@ -62,9 +55,7 @@ def test_maps_of_other_samples_are_not_evaluated(
         evaluate_maps(model, tmp_path, progress=False)
 
 
-def test_a_figure_of_an_earlier_table_is_removed(
-    small_model: Callable[[str], Any], sentences: matlens.data.Corpus, tmp_path: Path
-) -> None:
+def test_a_figure_of_an_earlier_table_is_removed(small_model, sentences, tmp_path):
     model = small_model("llama")
     collect_parts(model, sentences, tmp_path)
     for pairs, figures in (("all", ["prediction.png", "r2.png"]), ([(0, 1)], ["r2.png"])):

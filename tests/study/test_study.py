@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,6 @@ from torch import Tensor
 import matlens
 from matlens import InputError, collect, load_corpus, make_examples
 from matlens.activations.activations import Activations
-from matlens.data.corpus import Corpus
 from matlens.data.examples import Batch
 from matlens.ffn.trace import Trace
 
@@ -34,14 +31,14 @@ ENDS = {site for pair in PAIRS for site in pair}
 
 
 @pytest.fixture
-def corpus(sentences: Corpus, tmp_path: Path) -> Path:
+def corpus(sentences, tmp_path):
     path = tmp_path / "words.txt"
     path.write_text("\n".join(sentences.sentences))
     return path
 
 
 @pytest.fixture
-def study(small_model: Callable[[str], Any], corpus: Path, tmp_path: Path) -> Callable[..., Study]:
+def study(small_model, corpus, tmp_path):
     """A study as a script begins it: nothing is known but the folder."""
 
     def begin(model: str = "gpt2", **options: Any) -> Study:
@@ -57,7 +54,7 @@ def study(small_model: Callable[[str], Any], corpus: Path, tmp_path: Path) -> Ca
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def runs(monkeypatch):
     """Number of sentences of every run of the model that collects."""
     seen: list[int] = []
     inputs = Batch.inputs
@@ -74,9 +71,7 @@ def folders(study: Study) -> set[str]:
     return {path.name for path in study.folder.iterdir()}
 
 
-def test_two_analyses_of_one_folder_collect_and_fit_once(
-    study: Callable[..., Study], runs: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_analyses_of_one_folder_collect_and_fit_once(study, runs, monkeypatch):
     first = study()
     maps, validation = first.maps, first.validation
     assert sum(runs) == N_TRAIN + N_VALIDATION
@@ -95,9 +90,7 @@ def test_two_analyses_of_one_folder_collect_and_fit_once(
     assert sum(runs) == N_TRAIN + N_VALIDATION
 
 
-def test_a_study_is_the_stream_of_both_parts_and_least_squares_between_its_layers(
-    study: Callable[..., Study], small_model: Callable[[str], Any]
-) -> None:
+def test_a_study_is_the_stream_of_both_parts_and_least_squares_between_its_layers(study, small_model):
     fitted, model = study(), small_model("gpt2")
     parts = fitted.corpus.split(n_train=N_TRAIN, n_validation=N_VALIDATION)
     for ours, part in zip(fitted.stream, parts, strict=True):
@@ -117,9 +110,7 @@ def test_a_study_is_the_stream_of_both_parts_and_least_squares_between_its_layer
     assert_near(fitted.readout.logits(h), model.unembed(model.ln_final(h)).detach())
 
 
-def test_submodules_before_the_stream_are_collected_in_one_pass_with_it(
-    study: Callable[..., Study], runs: list[int]
-) -> None:
+def test_submodules_before_the_stream_are_collected_in_one_pass_with_it(study, runs):
     first = study()
     samples = first.submodule_samples
     assert sum(runs) == N_TRAIN
@@ -146,9 +137,7 @@ def upper_half(data: Activations) -> Tensor:
     return data[1][:, 0] > data[1][:, 0].median()
 
 
-def test_maps_are_fitted_on_the_samples_that_are_asked_for(
-    study: Callable[..., Study], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_maps_are_fitted_on_the_samples_that_are_asked_for(study, monkeypatch):
     # Small models have no sinks, so half of the samples are taken for some.
     monkeypatch.setattr("studies.study.sink_rows", upper_half)
     tested = study()
@@ -171,7 +160,7 @@ def test_maps_are_fitted_on_the_samples_that_are_asked_for(
     assert_near(tested.maps_without_sinks[1, 2].weight, expected, 1e-3)
 
 
-def test_positions_are_the_same_for_all_that_a_study_collects(study: Callable[..., Study]) -> None:
+def test_positions_are_the_same_for_all_that_a_study_collects(study):
     tested = study("bert", sample_special=False)
     train = [tested.head_samples[0], tested.submodule_samples, tested.stream[0]]
     assert len({samples.examples.fingerprint for samples in train}) == 1
@@ -180,9 +169,7 @@ def test_positions_are_the_same_for_all_that_a_study_collects(study: Callable[..
     assert bool(((places > 0) & (places < lengths - 1)).all())  # neither [CLS] nor [SEP]
 
 
-def test_another_seed_or_size_in_the_same_folder_is_refused(
-    study: Callable[..., Study], runs: list[int]
-) -> None:
+def test_another_seed_or_size_in_the_same_folder_is_refused(study, runs):
     first = study()
     _ = first.maps, first.submodule_samples
     runs.clear()
@@ -193,7 +180,7 @@ def test_another_seed_or_size_in_the_same_folder_is_refused(
     assert runs == []
 
 
-def test_models_and_corpora_have_folders_of_their_own(study: Callable[..., Study], corpus: Path) -> None:
+def test_models_and_corpora_have_folders_of_their_own(study, corpus):
     other = corpus.with_name("other words.txt")
     shutil.copy(corpus, other)
     names = [each.folder.name for each in (study(), study("bert"), study(corpus=other))]
@@ -205,9 +192,7 @@ def test_models_and_corpora_have_folders_of_their_own(study: Callable[..., Study
 # The trace and the clusters
 
 
-def test_the_trace_is_of_the_validation_part_in_a_folder_of_the_jobs_name(
-    study: Callable[..., Study], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trace_is_of_the_validation_part_in_a_folder_of_the_jobs_name(study, tmp_path, monkeypatch):
     def traced(k: int = 2, **options: Any) -> Trace:
         return study(**{"n_train": 1, "n_validation": 20, "seed": 3} | options).trace(k)
 
