@@ -6,9 +6,7 @@ is a script that passes its content by name, and is loaded when it is needed.
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +20,10 @@ from matlens.data.making import make_examples
 from matlens.errors import InputError, check_int, checked, printable
 from matlens.explorer.usage import Usage, max_activating_examples, shortened
 from matlens.ffn.clusters import Clusters
-from matlens.ffn.projection import Projection, TopTokens
+from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
 from matlens.io.artifact import Artifact
-from matlens.io.files import check_file, describe_file, write_files
+from matlens.io.files import write_files
 from matlens.models.identity import Provenance
 from matlens.models.tokens import token_texts, visible
 from matlens.parallel import Bar
@@ -93,13 +91,12 @@ def write_value_pages(
             if hasattr(model, "ln_final"):
                 projections["norm"] = Projection.after_norm(model)
             pages = _Pages(artifact, values, projections, neighbors, examples, usage)
-            top = np.concatenate(list(pages.write_layers(progress)))
-            pages.write_lists(top, clusters)
+            pages.compute(progress)
+            pages.write(clusters)
             page = _index_page(values, corpus, clusters)
             write_files({artifact.folder / INDEX: page})
             for layer in range(values.n_layers):
                 artifact.remove(_name(layer))
-                (artifact.folder / f"{_name(layer)}.json").unlink(missing_ok=True)
             shutil.rmtree(artifact.folder / _USAGE, ignore_errors=True)
             artifact.finish()
     return artifact.folder / INDEX
@@ -121,7 +118,7 @@ def _index_page(values: ValueVectors, corpus: Corpus | None, clusters: Clusters 
 
 
 class _Pages:
-    """The files of the pages, written part by part."""
+    """The files of the pages, written from the lists of every layer when all of these are stored."""
 
     def __init__(
         self, artifact: Artifact, values: ValueVectors, projections: dict[str, Projection],
@@ -130,63 +127,55 @@ class _Pages:
         self._artifact, self._values, self._projections = artifact, values, projections
         self._neighbors, self._examples, self._usage = neighbors, examples, usage
 
-    def write_layers(self, progress: bool) -> Iterator[np.ndarray]:
-        """Write the value vectors of each layer, and yield their top tokens."""
+    def compute(self, progress: bool) -> None:
+        """Store the norms, tokens and neighbors of the value vectors of each layer."""
         units = None
-        if self._neighbors:
-            rows = [self._values.layer(layer) for layer in range(self._values.n_layers)]
-            units = torch.nn.functional.normalize(torch.cat(rows), dim=1)
         layers = range(self._values.n_layers)
+        if self._neighbors:
+            units = torch.nn.functional.normalize(torch.cat(list(map(self._values.layer, layers))), dim=1)
         for layer in Bar(layers, desc="value vectors", unit="layer", disable=not progress):
-            if not self._is_written(layer):
-                files = self._write_layer(layer, units)
-                records = {path.name: describe_file(path) for path in files}
-                self._artifact.write_json(_name(layer), records)  # marks the layer as complete
-            yield self._artifact.read(_name(layer), "top").numpy().astype(np.int64)
+            if self._artifact.written([_name(layer)]):
+                continue
+            vectors = self._values.layer(layer)
+            near, cosines = self._near(layer, units)
+            tensors = {"norms": vectors.norm(dim=1), "neighbors": near, "cosines": cosines}
+            for reading, projection in self._projections.items():
+                top, bottom = projection.top_and_bottom(vectors, _SEARCHED, _SHOWN)
+                for side, (ids, scores) in (("top", top), ("bottom", bottom)):
+                    tensors |= {f"{reading} {side}": ids, f"{reading} {side} scores": scores}
+            self._artifact.write(_name(layer), tensors)
 
-    def _is_written(self, layer: int) -> bool:
-        """Whether all files of a layer exist; raises InputError if one is not what was written."""
-        records, folder = self._artifact.read_json(_name(layer)), self._artifact.folder
-        if records is None or not all(os.path.lexists(folder / name) for name in records):
-            return False
-        for name, record in records.items():
-            check_file(folder / name, record)
-        return True
+    def write(self, clusters: Clusters | None) -> None:
+        """Write all scripts."""
+        top = []
+        for layer in range(self._values.n_layers):
+            stored = {name: part.numpy() for name, part in self._artifact.read_all(_name(layer)).items()}
+            self._write_layer(layer, stored)
+            top.append(stored["plain top"])
+        self._write_lists(np.concatenate(top), clusters)
 
-    def _write(self, name: str, content: Any) -> Path:
+    def _write(self, name: str, content: Any) -> None:
         """Write a script that passes a part of the data."""
         text = f"matlensShard({embedded_json(name)},{embedded_json(content)});\n"
-        path = self._artifact.folder / f"{name}.js"
-        write_files({path: text})
-        return path
+        write_files({self._artifact.folder / f"{name}.js": text})
 
-    def _write_layer(self, layer: int, units: Tensor | None) -> list[Path]:
-        """Write the files of a layer, and its top tokens."""
-        vectors = self._values.layer(layer)
-        lists: dict[tuple[str, str], TopTokens] = {}
-        for reading, projection in self._projections.items():
-            top, bottom = projection.top_and_bottom(vectors, _SEARCHED, _SHOWN)
-            lists |= {(reading, "top"): top, (reading, "bottom"): bottom}
-        near, cosines = self._near(layer, units)
-        norms, files = vectors.norm(dim=1).cpu().numpy(), []
+    def _write_layer(self, layer: int, stored: dict[str, np.ndarray]) -> None:
         for number, start in enumerate(range(0, self._values.d_mlp, _BLOCK)):
             part = slice(start, start + _BLOCK)
             content: dict[str, Any] = {
                 "lists": [
                     {
-                        "reading": reading, "side": side, "ids": packed(ids[part, : _SHOWN].numpy()),
-                        "scores": packed(scores[part, : _SHOWN].numpy()),
+                        "reading": reading, "side": side,
+                        "ids": packed(stored[f"{reading} {side}"][part, :_SHOWN]),
+                        "scores": packed(stored[f"{reading} {side} scores"][part, :_SHOWN]),
                     }
-                    for (reading, side), (ids, scores) in lists.items()
+                    for reading in self._projections
+                    for side in ("top", "bottom")
                 ],
-                "norms": packed(norms[part]),
-                "neighbors": packed(near[part]),
-                "cosines": packed(cosines[part]),
+                **{name: packed(stored[name][part]) for name in ("norms", "neighbors", "cosines")},
                 **self._uses(layer, part),
             }  # fmt: skip
-            files.append(self._write(f"vectors-{layer}-{number}", content))
-        self._artifact.write(_name(layer), {"top": lists["plain", "top"].ids.int()})
-        return [*files, self._artifact.folder / f"{_name(layer)}.safetensors"]
+            self._write(f"vectors-{layer}-{number}", content)
 
     def _uses(self, layer: int, part: slice) -> dict[str, Any]:
         """The sentences with the largest coefficients of some vectors, and how often these are dominant."""
@@ -206,21 +195,21 @@ class _Pages:
             "starts": packed(np.concatenate([[0], np.cumsum(inside.sum((1, 2)))])),
         }
 
-    def _near(self, layer: int, units: Tensor | None) -> tuple[np.ndarray, np.ndarray]:
+    def _near(self, layer: int, units: Tensor | None) -> tuple[Tensor, Tensor]:
         d_mlp = self._values.d_mlp
         if units is None:
-            return np.empty((d_mlp, 0), dtype=np.int64), np.empty((d_mlp, 0), dtype=np.float32)
+            return torch.empty(d_mlp, 0, dtype=torch.long), torch.empty(d_mlp, 0)
         rows = torch.arange(layer * d_mlp, (layer + 1) * d_mlp)
         cosines = units[rows] @ units.T
         cosines[torch.arange(d_mlp), rows] = -2.0  # not itself
         best = cosines.topk(self._neighbors)
-        return best.indices.cpu().numpy(), best.values.cpu().numpy()
+        return best.indices, best.values
 
     def _texts(self) -> list[str]:
         plain = self._projections["plain"]
         return list(map(visible, token_texts(plain.tokenizer, range(len(plain.unembedding)))))
 
-    def write_lists(self, top: np.ndarray, clusters: Clusters | None) -> None:
+    def _write_lists(self, top: np.ndarray, clusters: Clusters | None) -> None:
         """Write token texts, vector summaries, the vectors of each token, and sentences."""
         texts = self._texts()
         self._write("vocabulary", texts)
