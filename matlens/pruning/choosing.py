@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
@@ -19,7 +18,7 @@ from matlens.errors import InputError, check_int, short
 from matlens.linear.least_squares import LeastSquares
 from matlens.numerics import in_float64
 from matlens.parallel import Bar
-from matlens.pruning.layouts import Streams, attention_output, silence
+from matlens.pruning.layouts import Streams
 
 Choice = Literal["angle", "r2", "loss", "greedy"]
 CHOSEN_ON = 2048  # tokens of the text per candidate; 1,024 choose worse
@@ -151,15 +150,8 @@ def greedy_order(streams: Streams, n: int, *, progress: bool = True) -> list[int
 
 def choose_attention(streams: Streams, n: int, *, progress: bool = True) -> tuple[int, ...]:
     """The ``n`` attention layers whose removal alone increases the loss least."""
-    blocks = streams.layout.blocks
-    losses = []
-    for index in Bar(range(1, len(blocks)), desc="attention", unit="block", disable=not progress):
-        losses.append((loss_without(streams, (), {index: without_attention(blocks[index])}), index))
+    layout, losses = streams.layout, []
+    for index in Bar(range(1, len(layout.blocks)), desc="attention", unit="block", disable=not progress):
+        silent = layout.without_attention(layout.blocks[index])
+        losses.append((loss_without(streams, (), {index: silent}), index))
     return tuple(sorted(index for _, index in sorted(losses)[:n]))
-
-
-def without_attention(block: nn.Module) -> nn.Module:
-    """A copy of a block whose attention output is zero."""
-    silent = copy.deepcopy(block)
-    silence(attention_output(silent))
-    return silent

@@ -27,8 +27,8 @@ from matlens.errors import InputError
 from matlens.linear.least_squares import LeastSquares
 from matlens.numerics import in_float64, kl_divergence
 from matlens.parallel import Bar
-from matlens.pruning.choosing import spans_of, without_attention
-from matlens.pruning.layouts import Layout, Streams, attention_output, differ, full_block, silence
+from matlens.pruning.choosing import spans_of
+from matlens.pruning.layouts import Layout, Streams, differ, full_block, silence
 
 Method = Literal["out", "magnitude", "replaceme", "refit", "chain"]
 # Refitted matrices have more parameters than calibration text determines.
@@ -75,8 +75,8 @@ def check_foldable_attention(layout: Layout) -> None:
     """
     streams = Streams.tried(layout)
     for index, block in enumerate(map(full_block, layout.blocks)):
-        whole, _, written = streams.through(index, block, streams.h[index], attention_output(block))
-        rest = streams.after(index, without_attention(block), streams.h[index] + written)
+        whole, _, written = streams.through(index, block, streams.h[index], layout.attention_of(block))
+        rest = streams.after(index, layout.without_attention(block), streams.h[index] + written)
         if differ(rest, whole, whole):
             raise InputError(
                 f"model must have FFNs that read the stream after attention, and that of block {index} of "
@@ -115,13 +115,13 @@ def fold_attention(
     streams: Streams, layers: Sequence[int], method: Method, penalty: float, *, progress: bool = True
 ) -> dict[int, Matrix]:
     """The matrix of the block before each block without attention."""
-    own = streams.layout.blocks
-    blocks = {i: without_attention(block) if i in layers else block for i, block in enumerate(own)}
+    layout, own = streams.layout, streams.layout.blocks
+    blocks = {i: layout.without_attention(block) if i in layers else block for i, block in enumerate(own)}
     changed = [] if method == "out" else [layer - 1 for layer in sorted(layers)]
 
     def target(index: int) -> Tensor:
         h, block = streams.h[index + 1], own[index + 1]
-        return h + streams.through(index + 1, block, h, attention_output(block))[2]
+        return h + streams.through(index + 1, block, h, layout.attention_of(block))[2]
 
     return _fold_in_turn(streams, blocks, changed, target, method, penalty, progress)
 

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,9 +22,6 @@ if TYPE_CHECKING:
 
     from matlens.data.examples import Examples
 
-_ATTENTION = frozenset({"attn", "attention", "self_attn", "self_attention"})
-_WRITERS = ("down_proj", "c_proj", "dense_4h_to_h", "fc_out", "fc2", "w2", "wo", "proj")
-_OUTPUTS = ("o_proj", "c_proj", "dense", "out_proj", "wo")
 _TOKENS = 1024  # of a batch
 _TRIED = 6  # tokens to check the sum of a block
 _TOLERANCE = 1e-4  # relative to the largest output of a block
@@ -34,31 +30,28 @@ MOST_BYTES = 8 << 30  # of the streams of all layers; set matlens.pruning.layout
 
 @dataclass(frozen=True)
 class Layout:
-    """A plain model, and the path of its list of blocks."""
+    """A plain model, and where its blocks and their output matrices are.
+
+    Attributes
+    ----------
+    path
+        Of the list of blocks.
+    ffn, attention
+        In a block, of the modules that end its FFN and its attention; None where there is no such module.
+    """
 
     model: Any
     path: str
+    ffn: str | None = None
+    attention: str | None = None
 
     @classmethod
-    def from_model(cls, model: Any) -> Layout:
-        """Find the blocks; raises InputError without blocks or a next-token head."""
-        n_layers = model.config.get_text_config().num_hidden_layers
-        tables = model.get_input_embeddings(), model.get_output_embeddings()
-        in_tables = {part for table in tables if table is not None for part in table.modules()}
-        lists = [
-            (path, module)
-            for path, module in model.named_modules()
-            if isinstance(module, nn.ModuleList)
-            and len(module) == n_layers
-            and path.count(".") < 4
-            and module not in in_tables  # whose bands of words may be as many
-        ]
-        if tables[1] is None or not lists:
-            raise InputError(
-                f"{type(model).__name__} does not predict the next token, or lists no {n_layers} blocks: "
-                "expected a decoder such as GPT-2, Llama or GPT-NeoX."
-            )
-        return cls(model, lists[0][0])
+    def from_model(cls, model: TransformerBridge) -> Layout:
+        """The layout of a plain copy of a model."""
+        return cls(
+            plain_copy(model), model.adapter.component_mapping["blocks"].name,
+            _path_of(model.blocks[0], "mlp", "out"), _path_of(model.blocks[0], "attn", "o"),
+        )  # fmt: skip
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -78,19 +71,26 @@ class Layout:
         finally:
             setattr(place, name, own)
 
-    @cached_property
-    def _writer(self) -> str:
-        paths = _matrices(self.blocks[0], _WRITERS, of_attention=False)
-        if len(paths) != 1:
-            raise InputError(
-                f"A block must have one output matrix of its FFN to fold a map into, got {paths[:4]} "
-                f"in {type(self.model).__name__}. Use method='out' (--method out)."
-            )
-        return paths[0]
-
     def writer_of(self, block: nn.Module) -> Any:
-        """The output module of a block's FFN; raises InputError unless there is exactly one."""
-        return block.get_submodule(self._writer)
+        """The output module of a block's FFN; raises InputError if there is none."""
+        if self.ffn is None:
+            raise InputError(
+                f"The FFN of {type(self.model).__name__} must have one output matrix to fold a map into. Use "
+                "method='out' (--method out)."
+            )
+        return block.get_submodule(self.ffn)
+
+    def attention_of(self, block: nn.Module) -> Any:
+        """The module whose output a block's attention adds to the residual stream."""
+        if self.attention is None:
+            raise InputError(f"The attention of {type(self.model).__name__} must have one output matrix.")
+        return block.get_submodule(self.attention)
+
+    def without_attention(self, block: nn.Module) -> nn.Module:
+        """A copy of a block whose attention output is zero."""
+        silent = copy.deepcopy(block)
+        silence(self.attention_of(silent))
+        return silent
 
     def weight_of(self, block: nn.Module) -> Float[Tensor, "d_model d_mlp"]:
         """Its matrix ``[d_out, d_in]``; GPT-2 stores the transpose."""
@@ -107,23 +107,15 @@ class Layout:
             module.bias.copy_(bias.to(module.bias.dtype))
 
 
-def _matrices(block: nn.Module, names: Sequence[str], *, of_attention: bool) -> list[str]:
-    """Paths of the modules of these names that have a matrix, in a block's attention or outside of it."""
-    return [
-        path
-        for path, module in block.named_modules()
-        if path.rpartition(".")[2] in names
-        and getattr(module, "weight", torch.empty(0)).ndim == 2
-        and bool(_ATTENTION & set(path.split("."))) == of_attention
-    ]
-
-
-def attention_output(block: nn.Module) -> Any:
-    """The module whose output a block's attention adds to the residual stream."""
-    paths = _matrices(block, _OUTPUTS, of_attention=True)
-    if len(paths) != 1:
-        raise InputError(f"A block must have one output matrix of attention, got {len(paths) or 'none'}.")
-    return block.get_submodule(paths[0])
+def _path_of(component: Any, *names: str) -> str | None:
+    """The path of a component of a block in the plain model, by the names of a bridge."""
+    path = []
+    for name in names:
+        component = component.submodules.get(name)
+        if component is None:
+            return None
+        path.append(component.name)
+    return ".".join(filter(None, path))
 
 
 @torch.no_grad()

@@ -41,11 +41,9 @@ from matlens.pruning.folding import heal as train_folded
 from matlens.pruning.layouts import (
     Layout,
     Streams,
-    attention_output,
     differ,
     full_block,
     full_windows,
-    plain_copy,
     silence,
 )
 
@@ -185,9 +183,9 @@ def prune_attention(
         layers = choose_attention(streams.beginning(CHOSEN_ON), layers, progress=progress)
     matrices = fold_attention(streams, layers, method, penalty, progress=progress)
     made = build(calibration.layout, (), matrices)
-    blocks = replace(calibration.layout, model=made).blocks
+    layout = replace(calibration.layout, model=made)
     for layer in layers:
-        silence(attention_output(blocks[layer]))
+        silence(layout.attention_of(layout.blocks[layer]))
     provenance = calibration.provenance.with_details(
         removed_attention=list(layers), method=method, penalty=penalty,
         n_tokens=streams.tokens.numel(), choice="loss" if isinstance(requested, int) else "given",
@@ -222,7 +220,7 @@ class Calibration:
                 "outside the context, or without the hooks."
             )
         check_own_tokens(model, windows)
-        layout = Layout.from_model(plain_copy(model))
+        layout = Layout.from_model(model)
         if method != "out":
             check_foldable(layout)
         streams = Streams(layout, full_windows(windows), progress=progress)

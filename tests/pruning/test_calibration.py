@@ -73,7 +73,7 @@ def logits_without(model: Any, blocks: Any, gone: list[int], tokens: torch.Tenso
 def test_what_has_an_entry_a_block_is_cut_and_nothing_else(key, gone, tmp_path):
     """The second block attends by another rule than its neighbors, so a list cut elsewhere would show."""
     model = make(CONFIGS[key]())
-    layout = Layout.from_model(model)
+    layout = Layout(model, "transformer.h" if key == "attention_layers" else "model.layers")
     values = list(getattr(model.config, key))
     assert len(set(values)) == 2
     expected = [value for index, value in enumerate(values) if index != gone]
@@ -96,7 +96,7 @@ def test_a_block_that_depends_on_its_place_cannot_move():
     for scaled in (False, True):
         config = transformers.GPT2Config(**sizes, scale_attn_by_inverse_layer_idx=scaled)
         model = make(config)
-        layout = Layout.from_model(model)
+        layout = Layout(model, "transformer.h")
         last = build(layout, [2], {})
         with torch.no_grad():
             assert_near(last(TOKENS).logits, logits_without(model, layout.blocks, [2], TOKENS), 1e-5)

@@ -29,7 +29,7 @@ def test_steps_grow_for_a_tenth_of_the_updates_and_then_fall(small_model, plain_
         small_model("gpt2"), windows("gpt2"), [2], method="replaceme", progress=False
     ).model
     tokens = full_windows(windows("gpt2"))
-    streams = Streams(Layout.from_model(pruning.plain_copy(small_model("gpt2"))), tokens, progress=False)
+    streams = Streams(Layout.from_model(small_model("gpt2")), tokens, progress=False)
     by_hand, whole, losses = copy.deepcopy(folded), plain_model("gpt2"), list[float]()
     weight = by_hand.get_parameter("transformer.h.1.mlp.c_proj.weight")
     bias = by_hand.get_parameter("transformer.h.1.mlp.c_proj.bias")
@@ -76,9 +76,7 @@ def test_what_cannot_be_healed_is_refused(small_model, windows):
 def test_half_precision_is_healed_in_small_steps(dtype, model_folder, windows, monkeypatch):
     """Steps far below what bfloat16 can tell add up, and squares below the least of float16 do no harm."""
     half = matlens.load(str(model_folder("llama")), dtype=dtype, device="cpu")
-    streams = Streams(
-        Layout.from_model(pruning.plain_copy(half)), full_windows(windows("llama")), progress=False
-    )
+    streams = Streams(Layout.from_model(half), full_windows(windows("llama")), progress=False)
     folded = pruning.prune(half, windows("llama"), [2], method="replaceme", progress=False).model
     writer = folded.get_submodule(f"{LAYERS['llama'][0]}.1.{WRITERS['llama']}")
     before = writer.weight.clone()

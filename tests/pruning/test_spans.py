@@ -14,7 +14,7 @@ from calibration_texts import running_text
 from conftest import D_MODEL, N_LAYERS
 
 import matlens
-from matlens import InputError, pruning
+from matlens import InputError
 from matlens.data import make_windows
 from matlens.pruning.choosing import angles, choose_span, greedy_order, linearity_of, loss_without, no_sinks
 from matlens.pruning.layouts import Layout, Streams, full_windows
@@ -22,7 +22,7 @@ from matlens.pruning.layouts import Layout, Streams, full_windows
 
 def streams_of(model: Any) -> Streams:
     windows = full_windows(make_windows(model, running_text(200), size=20))
-    return Streams(Layout.from_model(pruning.plain_copy(model)), windows, progress=False)
+    return Streams(Layout.from_model(model), windows, progress=False)
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def test_a_loss_that_is_no_number_is_never_the_least(choose, streams, monkeypatc
 
 def test_streams_that_overflow_are_refused(model_folder):
     half = matlens.load(str(model_folder("gpt2")), dtype=torch.float16, device="cpu")
-    layout = Layout.from_model(pruning.plain_copy(half))
+    layout = Layout.from_model(half)
     with torch.no_grad():
         layout.blocks[1].mlp.c_proj.weight.fill_(6e4)
     with pytest.raises(InputError, match=r"h\.2 are not finite"):
