@@ -39,7 +39,6 @@ LinkageChoice = Literal["average", "complete"]
 Sizes = tuple[int | None, int | None]  # of the training and validation sentences; None for the default
 SHARED = {
     "folder": "The --out folder of 'matlens collect' or 'matlens run'.",
-    "title": "Title of the figures, instead of their own.",
     "layers": "Layers with a comma between, by default all.",
     "prompt": "A text; for masked-LM models with one mask in it.",
     "names": "Value vectors, such as L3D12.",

@@ -33,13 +33,7 @@ app = typer.Typer()
 
 
 @command(app)
-def run(
-    model: ModelOptions,
-    corpus: CorpusOptions,
-    samples: SampleOptions,
-    fit: FitOptions,
-    title: str | None = None,
-) -> None:
+def run(model: ModelOptions, corpus: CorpusOptions, samples: SampleOptions, fit: FitOptions) -> None:
     """Do the main job: collect, fit, evaluate and plot. A run that was killed resumes."""
     study = samples.study(model, corpus, **asdict(fit))
     _ = study.maps
@@ -48,7 +42,7 @@ def run(
             from matlens.study.steps import plot_results
 
             print_results(study.evaluate(), study.folder)
-            print_figures(plot_results(study.folder, title=title))
+            print_figures(plot_results(study.folder))
 
 
 @command(app)
@@ -173,11 +167,11 @@ def evaluate(
 
 
 @command(app)
-def plot(folder: Path, /, title: str | None = None) -> None:
+def plot(folder: Path, /) -> None:
     """Draw the figures of FOLDER/results.csv, as PNG and PDF."""
     from matlens.study.steps import plot_results
 
-    print_figures(plot_results(folder, title=title))
+    print_figures(plot_results(folder))
 
 
 @command(app)

@@ -14,16 +14,9 @@ from typing import Any
 from sentencex import segment
 
 from matlens.data.samples import LANGUAGES, messages, news_sample, wikipedia_sample
-from matlens.data.texts import (
-    ARCHIVE_SUFFIXES,
-    JSON_SUFFIXES,
-    LEIPZIG_NAME,
-    Lines,
-    json_rows,
-    open_text,
-)
+from matlens.data.texts import ARCHIVE_SUFFIXES, JSON_SUFFIXES, LEIPZIG_NAME, Lines, open_text
 from matlens.errors import InputError, did_you_mean, printable, short
-from matlens.io.bounds import LINE
+from matlens.io.bounds import LINE, parse_json
 
 Source = str | os.PathLike[str] | Iterable[str | Mapping[str, Any] | None]
 
@@ -70,8 +63,9 @@ def _file_sentences(path: Path, name: str, lines: Lines, field: str) -> Iterator
     if name.endswith(".csv"):  # its heading and columns would be read as text
         raise InputError(f"'{path}' must be text (.txt) or JSON lines (.jsonl), got a table.")
     if name.endswith(JSON_SUFFIXES):
-        for where, row in json_rows(lines, path):
-            yield text_of_row(row, field, where) if row is not None else ""
+        for number, line in lines:
+            where = f"line {number} of '{path}'"
+            yield text_of_row(parse_json(line, where), field, where) if line.strip() else ""
         return
     head = list(islice(lines, _SNIFFED_LINES))
     filled = [line for _, line in head if line.strip()]
@@ -91,8 +85,10 @@ def _leipzig_sentence(line: str, where: str) -> str:
     return sentence
 
 
-def text_of_row(row: Mapping[str, Any], field: str, where: str) -> str:
+def text_of_row(row: Any, field: str, where: str) -> str:
     """The text in a field of a row, empty if it is null; ``where`` is the place of the row."""
+    if not isinstance(row, Mapping):
+        raise InputError(f"{where} must be a JSON object, got {short(row)}.")
     if field not in row:
         names = printable(", ".join(map(str, row)), limit=300) or "none"
         raise InputError(f"field (--field) must be one of {names} in {where}, got {short(field)}.")

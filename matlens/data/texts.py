@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from matlens.errors import InputError
-from matlens.io.bounds import LINE, UNPACKED, parse_json
+from matlens.io.bounds import LINE, UNPACKED
 
 LEIPZIG_NAME = "-sentences.txt"
 ARCHIVE_SUFFIXES = (".tar", ".tgz", ".tar.gz")
@@ -50,16 +50,6 @@ def open_text(path: Path) -> Iterator[tuple[str, Lines]]:
         raise
     except _DAMAGE as error:
         raise InputError(f"'{path}' cannot be read: {str(error) or type(error).__name__}.") from error
-
-
-def json_rows(lines: Lines, path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Parse JSON lines, each with its place for messages; a blank line is ``None``."""
-    for number, line in lines:
-        where = f"line {number} of '{path}'"
-        row = parse_json(line, where) if line.strip() else None
-        if line.strip() and not isinstance(row, dict):
-            raise InputError(f"{where} must be a JSON object, got a {type(row).__name__}.")
-        yield where, row
 
 
 def _decoded(lines: Iterator[bytes], path: Path) -> Lines:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from matlens.drawing import literal, style_sheet
+from matlens.drawing import style_sheet
 from matlens.errors import checked
 from matlens.io.files import write_files
 
@@ -18,22 +18,15 @@ _UNDATED: Mapping[str, dict[str, None]] = {".png": {}, ".pdf": {"CreationDate": 
 
 
 @checked
-def save(figure: Figure, path: str | Path, *, title: str | None = None) -> list[Path]:
+def save(figure: Figure, path: str | Path) -> list[Path]:
     """Save a figure as ``path``, or as ``path.png`` and ``path.pdf``; returns the paths.
 
-    Parameters
-    ----------
-    path
-        A name that ends in ``.png``, ``.pdf`` or ``.svg``, or one that the first two are appended to.
-    title
-        Replaces the title of the figure.
+    ``path`` ends in ``.png``, ``.pdf`` or ``.svg``, or the first two are appended to it.
     """
     path = Path(path)
     paths = [path] if path.suffix in _UNDATED else [path.with_name(path.name + each) for each in SUFFIXES]
     rendered: dict[Path, bytes] = {}
     with style_sheet():
-        if title is not None:
-            figure.suptitle(literal(title))
         for each in paths:
             content = io.BytesIO()
             figure.savefig(content, format=each.suffix[1:], metadata=_UNDATED[each.suffix])

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
+from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from matlens.errors import InputError, checked
 from matlens.io.artifact import MODEL_RECORD, make_config
 from matlens.io.cards import render_card
-from matlens.io.files import check_writable, checksummed, describe_file, write_files
+from matlens.io.files import check_writable, checksummed, describe_file, locked, write_files
 from matlens.io.tables import check_columns
 from matlens.models.tokens import visible
 
@@ -37,9 +38,11 @@ def save_pruned(pruned: Pruned, folder: str | Path, table: pd.DataFrame | None =
         check_columns(table, ("corpus", "method", "metric", "value"), what="the table")
     folder = Path(os.path.realpath(folder))  # of a link its target is replaced
     check_new(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as place:
-        work = Path(place, "model")
+    place = folder.with_name(f".{folder.name}.partial")  # that of a killed call is used again
+    with locked(place), ExitStack() as stack:
+        stack.callback(shutil.rmtree, place, ignore_errors=True)
+        work = place / "model"
+        shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
         pruned.model.save_pretrained(work)
         pruned.tokenizer.save_pretrained(work)

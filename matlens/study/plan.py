@@ -343,11 +343,6 @@ def check_fit(n_rows: int, width: int, pairs: Sequence[tuple[str, str]]) -> None
     )
 
 
-def written_bytes(n_rows: int, pairs: Iterable[tuple[str, str]], widths: Mapping[str, int]) -> int:
-    """Bytes of the files of sufficient statistics for a number of samples and widths of sites."""
-    return written_statistics_bytes(n_rows, _widths_of(pairs, widths))
-
-
 def check_streaming(
     n_rows: int, pairs: Sequence[tuple[str, str]], widths: Mapping[str, int], folder: Path
 ) -> None:

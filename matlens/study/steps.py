@@ -202,7 +202,7 @@ def origin_of(maps: MapSet, validation: Activations, results: pd.DataFrame | Non
 
 
 @checked
-def plot_results(folder: str | Path, *, title: str | None = None) -> list[Path]:
+def plot_results(folder: str | Path) -> list[Path]:
     """Draw ``r2`` and ``prediction`` from ``results.csv``, as PNG and PDF; returns their paths."""
     results = read_results(folder)
     figures = (("r2", plots.plot_r2, FIT), ("prediction", plots.plot_layers, PREDICTION))
@@ -210,7 +210,7 @@ def plot_results(folder: str | Path, *, title: str | None = None) -> list[Path]:
     for name, draw, experiment in figures:
         part = results[results["experiment"] == experiment]
         if not part.empty:
-            written += plots.save(draw(part), Path(folder) / name, title=title)
+            written += plots.save(draw(part), Path(folder) / name)
             continue
         for suffix in ("png", "pdf"):  # a figure of an earlier table
             (Path(folder) / f"{name}.{suffix}").unlink(missing_ok=True)

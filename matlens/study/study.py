@@ -44,8 +44,6 @@ from matlens.study.plan import (
     check_fit,
     check_streaming,
     collected_bytes,
-    free_disk,
-    written_bytes,
 )
 from matlens.study.steps import (
     FIGURES,
@@ -178,10 +176,10 @@ class Study:
 
     def _training_vectors(self, *, keep_rows: bool) -> Any:
         keep_rows = keep_rows or (self.folder / TRAIN).is_dir()
-        positions = self._chosen_positions(keep_rows)
-        if keep_rows or (positions == "sampled" and not has_statistics(self.folder)):
-            return self._vectors(TRAIN, positions)
-        return self._statistics(positions, self.folder / STATISTICS)
+        sampled = self.training_positions == "sampled"
+        if keep_rows or (sampled and not has_statistics(self.folder)):
+            return self._vectors(TRAIN, self.training_positions)
+        return self._statistics(self.folder / STATISTICS)
 
     def _vectors(self, name: str, positions: Positions) -> Activations:
         examples, folder = self.examples[name == VALIDATION], self.folder / name
@@ -196,10 +194,9 @@ class Study:
             self.model, examples, positions=positions, folder=folder, batch_tokens=self.batch_tokens
         )
 
-    def _statistics(
-        self, positions: Positions, folder: Path, part: tuple[int, int] = (1, 1)
-    ) -> StoredLeastSquares:
+    def _statistics(self, folder: Path, part: tuple[int, int] = (1, 1)) -> StoredLeastSquares:
         examples, (requested, widths) = self.examples[0], pairs_and_widths(self.model, self.pairs)
+        positions = self.training_positions
         n_rows = examples.at_positions(positions).n_positions
         check_streaming(math.ceil(n_rows / part[1]), requested, widths, folder)
         return stream_least_squares(
@@ -209,13 +206,12 @@ class Study:
 
     def part_statistics(self, number: int, of: int) -> StoredLeastSquares:
         """Sufficient statistics of one of several parts of the training sentences, in the folder."""
-        return self._statistics(self._chosen_positions(keep_rows=False), self.folder, (number, of))
+        return self._statistics(self.folder, (number, of))
 
-    def _chosen_positions(self, keep_rows: bool) -> Positions:
+    @cached_property
+    def training_positions(self) -> Positions:
         """Positions of the training sentences that maps are fitted on, where ``"auto"`` is decided."""
         positions, model, examples = self.positions, self.model, self.examples[0]
-        if positions == "auto" and self.ridge:  # the alternative for few sentences
-            return "sampled"
         if positions == "all" and is_masked(model):
             raise InputError(
                 "positions must be 'sampled' for a masked LM, got 'all': only the sampled token of each "
@@ -223,19 +219,13 @@ class Study:
             )
         if positions != "auto":
             return positions
-        n_tokens, d_model = len(examples.tokens), model.cfg.d_model
-        if is_masked(model) or not self.sample_special or not are_few(len(examples), d_model):
+        d_model = model.cfg.d_model
+        # A penalty is the alternative for few sentences.
+        if self.ridge or is_masked(model) or not self.sample_special or not are_few(len(examples), d_model):
             return "sampled"
-        if not (self.folder / (TRAIN if keep_rows else STATISTICS)).exists():
-            if keep_rows:
-                n_bytes = collected_bytes(Shape.from_model(model), n_tokens, n_tokens, len(examples))
-            else:
-                n_bytes = written_bytes(n_tokens, *pairs_and_widths(model, self.pairs))
-            if n_bytes > free_disk(self.folder) / 2:
-                return "sampled"
         tqdm.write(
             f"{len(examples):,} sentences are few for {d_model:,} dimensions: the maps are fitted on all of "
-            f"their {n_tokens:,} tokens. --positions sampled takes one of each sentence.",
+            f"their {len(examples.tokens):,} tokens. --positions sampled takes one of each sentence.",
             file=sys.stderr,
         )
         return "all"
