@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 import torch
 import typer
@@ -78,7 +79,7 @@ def remove_sub_updates(
     read = examples if model.cfg.attention_dir == "bidirectional" else examples.up_to_positions()
     for row in Bar(range(len(read)), desc="leaving out", unit="sentence"):
         position, of_row = int(read.positions[row]), {layer: rows[row] for layer, rows in index.items()}
-        copies = read.copies(row, 1 + sum(map(len, of_row.values())))
+        copies = read.batch(np.full(1 + sum(map(len, of_row.values())), row))
         yield _remove(model, layout, copies, position, of_row)
 
 

@@ -85,7 +85,6 @@ def report_errors(work: Callable[[], Any]) -> None:
     for stream in (sys.stdout, sys.stderr):  # escape characters that a terminal cannot show
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    refusal: Exception | None = None
     message = ""
     try:
         with _warnings_as_lines():
@@ -105,14 +104,16 @@ def report_errors(work: Callable[[], Any]) -> None:
         if "(os error " in str(error):  # of safetensors or tokenizers, such as a full disk
             message = str(error)
         elif hasattr(error, "format_message"):  # typer's word on options that it cannot read
-            refusal = error
+            from typer.rich_utils import rich_format_error
+
+            refusal: Any = error
+            refusal.message = printable(refusal.message, limit=_LONGEST_ECHO, keep="\n")
+            rich_format_error(refusal)
         else:
             raise
     # Printed only here: while the exception lives, a bar that it came through is open, on an unfinished line.
     if message:
         Console(stderr=True).print(Text.assemble(("error:", "bold red"), f" {message}"), soft_wrap=True)
-    elif refusal is not None:
-        _print_refusal(refusal)
     elif code == _INTERRUPTED:
         Console(stderr=True).print("Interrupted. Rerun the same command to resume.")
     sys.exit(code)
@@ -132,11 +133,3 @@ def _warnings_as_lines() -> Iterator[None]:
 
         warnings.showwarning = print_warning
         yield
-
-
-def _print_refusal(refusal: Any) -> None:
-    """Print typer's error about options, with bounded echoes of the input."""
-    from typer.rich_utils import rich_format_error
-
-    refusal.message = printable(refusal.message, limit=_LONGEST_ECHO, keep="\n")
-    rich_format_error(refusal)

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from matlens.errors import InputError, PositiveInt, check_int, checked
+from matlens.errors import InputError, PositiveInt, checked
 from matlens.models.inputs import image_shape, inputs_of, is_visual
 
 if TYPE_CHECKING:
@@ -248,11 +248,6 @@ class Examples:
             indices.append(order[start : start + count])
             start += count
         return indices
-
-    def copies(self, sentence: int, n: PositiveInt) -> Batch:
-        """A batch of ``n`` copies of a sentence."""
-        index = np.full(n, check_int(sentence, "sentence", min=0, max=len(self) - 1))
-        return self.batch(index)
 
     def batch(self, index: Int[np.ndarray, " batch"]) -> Batch:
         """A batch of some sentences, padded to the longest."""

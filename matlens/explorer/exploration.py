@@ -15,18 +15,18 @@ from torch import Tensor
 
 from matlens.activations.collecting import collect
 from matlens.data.making import make_prompts
-from matlens.errors import PositiveInt, check_int, checked
+from matlens.errors import PositiveInt, checked
 from matlens.ffn.projection import Projection
 from matlens.ffn.updates import DOMINANT, Updates
 from matlens.ffn.values import ValueVectors
 from matlens.io.artifact import CONFIG, read_record
 from matlens.lens.lens import Lens
-from matlens.lens.trajectory import read_cells, texts_of, tokens_of_interest
+from matlens.lens.trajectory import read_cells, texts_of, token_number, tokens_of_interest
 from matlens.linear.mapsets import HOLDS as MAPS
 from matlens.linear.mapsets import MapSet
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import COEFFICIENTS, FFN_OUT, STREAM, Site
-from matlens.models.tokens import visible, word_token
+from matlens.models.tokens import visible
 from matlens.parallel import Bar
 from matlens.plots.pages import PromptPage, UpdateCells
 
@@ -75,7 +75,7 @@ def explore(
     named["id"] = named.pop("id")  # a page opens on the first
     readout, last = logit_lens.on_readout, logit_lens.n_layers
     k = min(_BEST, readout.d_vocab)
-    asked = [_token_id(pin, readout.tokenizer, readout.d_vocab) for pin in pins]
+    asked = [token_number(readout, pin) for pin in pins]
     examples = make_prompts(model, [prompt])
     layers = sorted(set.intersection(*(set(lens.layers) for lens in named.values())) | {last})
     has_values = COEFFICIENTS in ModelLayout.from_model(model).kinds
@@ -134,12 +134,6 @@ def _named(lenses: Sequence[Lens]) -> dict[str, Lens]:
             name = f"{lens.method} {n}"
         named[name] = lens
     return named
-
-
-def _token_id(pin: str | int, tokenizer: object, d_vocab: int) -> int:
-    if isinstance(pin, str):
-        return word_token(tokenizer, pin)
-    return check_int(pin, "A pinned token", min=0, max=d_vocab - 1)
 
 
 @torch.inference_mode()

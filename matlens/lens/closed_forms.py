@@ -17,7 +17,7 @@ from torch import Tensor
 from matlens import parallel
 from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import stream
-from matlens.activations.sinks import find_sinks, outlying_rows
+from matlens.activations.sinks import find_sinks, sink_rows
 from matlens.data.examples import Examples
 from matlens.errors import InputError, short
 from matlens.lens.config import LensConfig
@@ -206,7 +206,8 @@ def fit_closed_forms(
         provenance, examples, positions = data.provenance, data.examples, data.positions
     else:
         provenance, examples = Provenance(identity, data.provenance, data.fingerprint, positions), data
-    keys = torch.from_numpy(row_keys(examples.at_positions(positions)))
+    samples = examples.at_positions(positions)
+    keys = torch.from_numpy(row_keys(samples))
     mask, counts = torch.ones(len(keys), dtype=torch.bool), torch.ones(len(keys), dtype=torch.float64)
     selection = Selection.parse(rows, weights, len(keys))
     provenance = provenance.with_details(**selection.details)
@@ -216,7 +217,11 @@ def fit_closed_forms(
     parallel.check_same(job, "the job of lenses")
     sinks = torch.zeros_like(mask)
     if any(config.sinks == "exclude" for config in configs):
-        sinks = _find_sinks(model, data, positions, batch_tokens, progress)
+        if isinstance(data, Activations):
+            sinks = sink_rows(data).cpu()
+        else:
+            of_tokens = find_sinks(model, examples, batch_tokens=batch_tokens, progress=progress)
+            sinks = of_tokens[torch.from_numpy(samples.sentences), torch.from_numpy(samples.positions)]
     sites = [f"h.{layer}" for layer in (*layers, identity.n_layers)]
     statistics: dict[Any, _Statistics] = {}
     for config in configs:
@@ -262,19 +267,6 @@ def fit_closed_forms(
 def _kind(config: LensConfig) -> tuple[bool, bool, str]:
     """The statistics that a closed form is solved from."""
     return config.standardise, config.weighted, config.sinks
-
-
-def _find_sinks(
-    model: TransformerBridge, data: Examples | Activations, positions: Positions, batch_tokens: int | None,
-    progress: bool,
-) -> Bool[Tensor, " n"]:  # fmt: skip
-    """Which samples are attention sinks."""
-    if isinstance(data, Activations):
-        sites = layers_read([LensConfig(sinks="exclude")], [], data.provenance.identity.n_layers)
-        return outlying_rows(torch.stack([data[s].norm(dim=1).cpu() for s in sites], 1), places=data.places)
-    sinks = find_sinks(model, data, batch_tokens=batch_tokens, progress=progress)
-    rows = data.at_positions(positions)
-    return sinks[torch.from_numpy(rows.sentences), torch.from_numpy(rows.positions)]
 
 
 def row_keys(examples: Examples) -> np.ndarray:

@@ -18,6 +18,7 @@ from torch import Tensor
 from matlens.activations.collecting import collect
 from matlens.data.making import make_prompts
 from matlens.errors import check_int, checked, short
+from matlens.models.readout import Readout
 from matlens.models.sites import Site
 from matlens.models.tokens import token_texts, visible, word_token
 from matlens.numerics import kl_divergence, log_softmax
@@ -90,11 +91,7 @@ class Trajectory:
         return dict(zip(self.layers, self._follow(token)[1], strict=True))
 
     def _follow(self, token: str | int) -> tuple[Tensor, Tensor]:
-        readout = self.lens.on_readout
-        if isinstance(token, str):
-            token = word_token(readout.tokenizer, token)
-        check_int(token, "token", min=0, max=readout.d_vocab - 1)
-        followed = torch.tensor([token])
+        followed = torch.tensor([token_number(self.lens.on_readout, token)])
         cells = read_cells(self.lens, list(self._vectors), self.layers, followed=followed, k=1)
         ranks, log_probs = map(torch.from_numpy, (cells.followed_ranks, cells.followed_log_probs))
         return ranks[..., 0], log_probs[..., 0].exp()
@@ -256,6 +253,13 @@ def tokens_of_interest(final: Int[Tensor, "n k"], tokens: Int[Tensor, " n"], pla
         *final[place + 1 :, 0].tolist(),
         *tokens.tolist(),
     ]
+
+
+def token_number(readout: Readout, token: str | int) -> int:
+    """The number of a token, given as such or as a word of one token."""
+    if isinstance(token, str):
+        return word_token(readout.tokenizer, token)
+    return check_int(token, "token", min=0, max=readout.d_vocab - 1)
 
 
 def texts_of(tokenizer: Any, ids: Iterable[np.ndarray]) -> dict[int, str]:
