@@ -11,12 +11,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-import typer
 from figures.paper_a import attention_heads
 from jaxtyping import Bool
 from studies import Model, Patched, Report, Study, head_pairs, run_study
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from matlens import LinearMap, MapSet, Readout, metrics
 from matlens.activations import Activations, find_sinks, sink_counts, sink_rows
+from matlens.errors import PositiveInt
 from matlens.io import result_row, result_table
 from matlens.lens import evaluate, prediction_rows
 from matlens.models import ModelLayout
@@ -39,9 +39,15 @@ def main(
     study: Study,
     report: Report,
     patched: Patched = 3000,
-    every: Annotated[int, typer.Option(min=1, help="Replace single heads in every n-th block.")] = 1,
+    every: PositiveInt = 1,
 ) -> None:
-    """Fit a map for every head, replace heads alone and together, and plot the precision."""
+    """Fit a map for every head, replace heads alone and together, and plot the precision.
+
+    Parameters
+    ----------
+    every
+        Replace single heads in every n-th block.
+    """
     stream, _ = study.stream
     train, validation = study.head_samples
     rows, validation_rows = ~sink_rows(stream), ~sink_rows(study.validation)

@@ -168,12 +168,15 @@ _STAND_INS = {"mat_attn": mat_attn, "mat_ffn": mat_ffn, "mat_ln1_ln2": mat_ln1_l
 def main(
     study: Study,
     report: Report,
-    model_type: Annotated[
-        list[str] | None,
-        typer.Option("--type", help="A model type of transformers; by default all of the list."),
-    ] = None,
+    model_type: Annotated[list[str] | None, typer.Option("--type")] = None,
 ) -> None:
-    """Try every feature on a small random model of each architecture."""
+    """Try every feature on a small random model of each architecture.
+
+    Parameters
+    ----------
+    model_type
+        A model type of transformers; by default all of the list.
+    """
     chosen = model_type or list(CONFIGURATIONS)
     rows = []
     for name in Bar(chosen, unit="architecture", desc="trying"):

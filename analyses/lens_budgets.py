@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pandas as pd
-import typer
 from figures.beyond import plot_budgets
 from lenses import STEPS, seen_tokens
 from lenses.budgets import (
@@ -37,6 +36,7 @@ from studies import SECONDS, Cells, Model, Report, Study, run_study
 
 from matlens import Lens, collect, make_examples
 from matlens.activations import Activations
+from matlens.errors import Between, PositiveInt
 from matlens.io import Artifact, csv_text, result_row, result_table
 from matlens.lens import evaluate_open_sets, evaluation, read_evaluations
 from matlens.metrics import Estimate
@@ -54,20 +54,36 @@ Row = Callable[..., dict[str, Any]]
 def main(
     study: Study,
     report: Report,
-    layer: Annotated[list[int] | None, typer.Option(help="A layer; give it once for each.")] = None,
-    budget: Annotated[
-        list[int] | None, typer.Option(min=1, help="Tokens to fit on; all of them are a budget, too.")
-    ] = None,
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of a step of rounds.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Maximum number of rounds.")] = 30,
-    stopping: Annotated[
-        int, typer.Option(min=1, help="Training sentences that end the rounds, and are not fitted on.")
-    ] = 20,
-    jacobian: Annotated[int, typer.Option(min=1, help="Passages that Jacobians are taken on.")] = 1000,
-    longest: Annotated[int, typer.Option(min=1, help="Tokens that such a passage is cut to.")] = 128,
-    evaluations: Annotated[Path | None, typer.Option(help="Folder of open evaluation sets.")] = None,
+    layer: list[int] | None = None,
+    budget: Annotated[list[int] | None, Between(1)] = None,
+    batch: Annotated[list[int] | None, Between(1)] = None,
+    rounds: PositiveInt = 30,
+    stopping: PositiveInt = 20,
+    jacobian: PositiveInt = 1000,
+    longest: PositiveInt = 128,
+    evaluations: Path | None = None,
 ) -> None:
-    """Fit lenses on each budget, train tuned ones further, evaluate all, and plot quality over tokens."""
+    """Fit lenses on each budget, train tuned ones further, evaluate all, and plot quality over tokens.
+
+    Parameters
+    ----------
+    layer
+        A layer; give it once for each.
+    budget
+        Tokens to fit on; all of them are a budget, too.
+    batch
+        Tokens of a step of rounds.
+    rounds
+        Maximum number of rounds.
+    stopping
+        Training sentences that end the rounds, and are not fitted on.
+    jacobian
+        Passages that Jacobians are taken on.
+    longest
+        Tokens that such a passage is cut to.
+    evaluations
+        Folder of open evaluation sets.
+    """
     model, (training, held_out), seed = study.model, study.parts, study.seed
     layers = layer or [round(study.n_layers / 3), round(2 * study.n_layers / 3)]
     sizes = sorted(batch or [32])

@@ -17,19 +17,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-import typer
 from figures.beyond import plot_causal
 from jaxtyping import Bool, Float
 from lenses.causal import RANDOM, TRANSPOSE, Prompts, direction_names, move_stream
-from studies import SECONDS, Cells, Model, Report, Study, bootstrap, run_study
+from studies import SECONDS, Cells, Model, Report, Study, TwoOrMore, bootstrap, run_study
 from torch import Tensor
 
 from matlens import InputError, Lens, Readout, collect, make_examples, make_prompts, metrics
 from matlens.activations import Activations
+from matlens.errors import PositiveInt
 from matlens.io import Artifact, result_row, result_table
 from matlens.lens import evaluate_lenses
 from matlens.metrics import Estimate
@@ -47,13 +47,27 @@ _RESAMPLES = 2000
 def main(
     study: Study,
     report: Report,
-    facts: Annotated[Path, typer.Option(help="Templates, each with subjects and answers.")] = FACTS,
-    prompts: Annotated[int, typer.Option(min=2, help="Maximum number of prompts.")] = 200,
-    every: Annotated[int, typer.Option(min=1, help="Move the stream at every n-th layer.")] = 5,
-    jacobian: Annotated[int, typer.Option(min=1, help="Sentences that Jacobians are taken on.")] = 4,
-    longest: Annotated[int, typer.Option(min=1, help="Tokens that such a sentence is cut to.")] = 48,
+    facts: Path = FACTS,
+    prompts: TwoOrMore = 200,
+    every: PositiveInt = 5,
+    jacobian: PositiveInt = 4,
+    longest: PositiveInt = 48,
 ) -> None:
-    """Fit lenses, move the stream along their directions, and plot which answers flip."""
+    """Fit lenses, move the stream along their directions, and plot which answers flip.
+
+    Parameters
+    ----------
+    facts
+        Templates, each with subjects and answers.
+    prompts
+        Maximum number of prompts.
+    every
+        Move the stream at every n-th layer.
+    jacobian
+        Sentences that Jacobians are taken on.
+    longest
+        Tokens that such a sentence is cut to.
+    """
     model, layers, asked = study.model, list(range(every, study.n_layers, every)), list(read_facts(facts))
     chosen = answered_prompts(model, asked, prompts, study.seed)
     job = {

@@ -20,6 +20,7 @@ from studies import Report, Study, run_study
 
 from matlens import LensConfig, plots
 from matlens.cli import print_members
+from matlens.errors import NonNegativeInt, PositiveInt
 from matlens.lens import compare_lenses, default_methods, read_evaluations
 
 NAME = "lens_report"
@@ -28,15 +29,27 @@ NAME = "lens_report"
 def main(
     study: Study,
     report: Report,
-    layer: Annotated[list[int] | None, typer.Option(help="A layer; give it once for each.")] = None,
-    tuned: Annotated[bool, typer.Option(help="Train the tuned lens, which takes most of the time.")] = True,
-    jacobian: Annotated[
-        int, typer.Option(min=0, help="Prompts that Jacobians are taken on, two or more; 0 for none.")
-    ] = 0,
-    longest: Annotated[int, typer.Option(min=1, help="Tokens that such a prompt is cut to.")] = 48,
-    evaluations: Annotated[Path | None, typer.Option(help="Folder of open evaluation sets.")] = None,
+    layer: list[int] | None = None,
+    tuned: Annotated[bool, typer.Option("--tuned/--no-tuned")] = True,
+    jacobian: NonNegativeInt = 0,
+    longest: PositiveInt = 48,
+    evaluations: Path | None = None,
 ) -> None:
-    """Fit, evaluate, and draw quality against seconds."""
+    """Fit, evaluate, and draw quality against seconds.
+
+    Parameters
+    ----------
+    layer
+        A layer; give it once for each.
+    tuned
+        Train the tuned lens, which takes most of the time.
+    jacobian
+        Prompts that Jacobians are taken on, two or more; 0 for none.
+    longest
+        Tokens that such a prompt is cut to.
+    evaluations
+        Folder of open evaluation sets.
+    """
     model, parts = study.model, study.parts
     *closed, scaled, polished = default_methods(model)
     methods = [*closed, LensConfig(rank=64), LensConfig(shared_map=True), scaled, polished]

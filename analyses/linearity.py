@@ -8,11 +8,8 @@ parts of each group with the smallest loss increase are also replaced together.
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import pandas as pd
-import typer
-from studies import Report, Study, run_study
+from studies import Report, Study, TwoOrMore, run_study
 
 from matlens import plots
 from matlens.cli import printing
@@ -27,11 +24,21 @@ NAME = "linearity"
 def main(
     study: Study,
     report: Report,
-    window: Annotated[int, typer.Option(min=2, help="Tokens of a window, or most of a sentence.")] = 64,
-    windows: Annotated[int, typer.Option(min=2, help="Windows or sentences that maps are fitted on.")] = 160,
-    eval_windows: Annotated[int, typer.Option(min=2, help="Windows or sentences that losses are of.")] = 8,
+    window: TwoOrMore = 64,
+    windows: TwoOrMore = 160,
+    eval_windows: TwoOrMore = 8,
 ) -> None:
-    """Fit, score, replace and remove every part; plot the atlas and print correlations."""
+    """Fit, score, replace and remove every part; plot the atlas and print correlations.
+
+    Parameters
+    ----------
+    window
+        Tokens of a window, or most of a sentence.
+    windows
+        Windows or sentences that maps are fitted on.
+    eval_windows
+        Windows or sentences that losses are of.
+    """
     train, validation = study.parts
     fitted_on, evaluated_on = (
         make_windows(study.model, corpus, size=window, max_windows=most, targets=True, seed=study.seed)

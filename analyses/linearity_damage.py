@@ -16,20 +16,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 from time import process_time
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
 import torch
-import typer
 from figures.beyond import plot_damage
 from scipy import stats
-from studies import SECONDS, Cells, Report, Study, bootstrap, run_study
+from studies import SECONDS, Cells, Report, Study, TwoOrMore, bootstrap, run_study
 from torch import Tensor
 
 from matlens import LinearMap, Readout
 from matlens.activations import find_sinks
 from matlens.data import Examples, make_windows
+from matlens.errors import PositiveInt
 from matlens.io import Artifact, result_row, result_table
 from matlens.linearity import atlas_seconds, linearity_atlas, model_parts, rank_correlations, sum_parts
 from matlens.metrics import Estimate
@@ -47,14 +47,30 @@ Row = dict[str, Any]
 def main(
     studies: Iterable[Study],
     report: Report,
-    window: Annotated[int, typer.Option(min=2, help="Tokens of a window, or most of a sentence.")] = 64,
-    windows: Annotated[int, typer.Option(min=2, help="Windows or sentences that maps are fitted on.")] = 160,
-    eval_windows: Annotated[int, typer.Option(min=2, help="Windows or sentences that losses are of.")] = 8,
-    score_windows: Annotated[int, typer.Option(min=2, help="Other windows that scores are of.")] = 16,
-    samples: Annotated[int, typer.Option(min=1, help="Samples of predictions, and projections.")] = 4,
-    every: Annotated[int, typer.Option(min=1, help="Use the parts of every n-th block; 1 for all.")] = 1,
+    window: TwoOrMore = 64,
+    windows: TwoOrMore = 160,
+    eval_windows: TwoOrMore = 8,
+    score_windows: TwoOrMore = 16,
+    samples: PositiveInt = 4,
+    every: PositiveInt = 1,
 ) -> None:
-    """Score all parts, correlate scores with loss increases, and plot both."""
+    """Score all parts, correlate scores with loss increases, and plot both.
+
+    Parameters
+    ----------
+    window
+        Tokens of a window, or most of a sentence.
+    windows
+        Windows or sentences that maps are fitted on.
+    eval_windows
+        Windows or sentences that losses are of.
+    score_windows
+        Other windows that scores are of.
+    samples
+        Samples of predictions, and projections.
+    every
+        Use the parts of every n-th block; 1 for all.
+    """
     tables, correlations, models = [], list[Row](), list[Row]()
     for study in studies:
         model, (train, validation), seed = study.model, study.parts, study.seed

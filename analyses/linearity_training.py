@@ -25,10 +25,9 @@ from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
-import typer
 from figures.beyond import over_training
 from small_gpts import LONGEST, RATE, TRAINED, initial_gpt
-from studies import SECONDS, Cells, Report, Study, run_study
+from studies import SECONDS, Cells, Report, Study, TwoOrMore, run_study
 from training.running import TrainingRun, train
 from training.vocabularies import bpe_tokenizer, token_sequences
 
@@ -36,6 +35,7 @@ import matlens
 from matlens import InputError, MapSet, Readout, collect, metrics
 from matlens.activations import Activations
 from matlens.data import make_examples, make_windows
+from matlens.errors import Between, PositiveInt
 from matlens.ffn import text_losses
 from matlens.io import Artifact, csv_text, result_row, result_table
 from matlens.lens import prediction_quality
@@ -54,25 +54,39 @@ WINDOW = 64
 def main(
     study: Study,
     report: Report,
-    model: Annotated[
-        str | None, typer.Option(help="Hub name, or a folder of checkpoints; by default one is trained.")
-    ] = None,
-    revisions: Annotated[
-        str | None, typer.Option(help="Checkpoints of --model, such as step0,step512,step143000 of Pythia.")
-    ] = None,
-    updates: Annotated[
-        int, typer.Option(min=1, help="Updates of 32 sentences that a model is trained.")
-    ] = 2048,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the model to train: 2, 4 or 8.")] = 4,
-    pieces: Annotated[int, typer.Option(min=258, help="Pieces of its vocabulary.")] = 4000,
-    fit_sentences: Annotated[
-        int, typer.Option(min=2, help="Training sentences that mat is fitted on.")
-    ] = 4000,
-    sentences: Annotated[int, typer.Option(min=2, help="Others that mat and the loss are of.")] = 1000,
-    windows: Annotated[int, typer.Option(min=2, help="Windows of 64 tokens to fit maps of parts on.")] = 160,
-    eval_windows: Annotated[int, typer.Option(min=2, help="Others that maps of parts are tested on.")] = 32,
+    model: str | None = None,
+    revisions: str | None = None,
+    updates: PositiveInt = 2048,
+    layers: PositiveInt = 4,
+    pieces: Annotated[int, Between(258)] = 4000,
+    fit_sentences: TwoOrMore = 4000,
+    sentences: TwoOrMore = 1000,
+    windows: TwoOrMore = 160,
+    eval_windows: TwoOrMore = 32,
 ) -> None:
-    """Train a model or name its checkpoints, evaluate maps at each, and plot values by update."""
+    """Train a model or name its checkpoints, evaluate maps at each, and plot values by update.
+
+    Parameters
+    ----------
+    model
+        Hub name, or a folder of checkpoints; by default one is trained.
+    revisions
+        Checkpoints of --model, such as step0,step512,step143000 of Pythia.
+    updates
+        Updates of 32 sentences that a model is trained.
+    layers
+        Layers of the model to train: 2, 4 or 8.
+    pieces
+        Pieces of its vocabulary.
+    fit_sentences
+        Training sentences that mat is fitted on.
+    sentences
+        Others that mat and the loss are of.
+    windows
+        Windows of 64 tokens to fit maps of parts on.
+    eval_windows
+        Others that maps of parts are tested on.
+    """
     if (model is None) != (revisions is None):
         raise InputError("--model and --revisions must be given together.")
     sizes = {

@@ -9,13 +9,12 @@ sinks, which is closer to the paper's picture in models that have them.
 from __future__ import annotations
 
 import itertools
-from typing import Annotated
 
-import typer
 from figures.paper_a import by_method
 from paper_a.submodules import CONTEXTUAL, SubmoduleCase, attend_nowhere, rows_of_cases, with_mat
 from studies import Patched, Report, Study, run_study
 
+from matlens.errors import PositiveInt
 from matlens.lens import evaluate, prediction_rows
 from matlens.parallel import Bar
 
@@ -26,9 +25,15 @@ def main(
     study: Study,
     report: Report,
     patched: Patched = 3000,
-    every: Annotated[int, typer.Option(min=1, help="Start from every n-th layer.")] = 1,
+    every: PositiveInt = 1,
 ) -> None:
-    """Fit all sub-modules, replace each kind from every layer on, and plot the accuracy."""
+    """Fit all sub-modules, replace each kind from every layer on, and plot the accuracy.
+
+    Parameters
+    ----------
+    every
+        Start from every n-th layer.
+    """
     fits, validation, last = study.submodule_maps("all", "not-sink"), study.validation, study.n_layers
     layers = sorted({*range(0, last, every), last - 1})
     bar = Bar(layers, desc="mat_attn", unit="layer")

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any
 
 import pandas as pd
 import torch
-import typer
 from figures.paper_a import across_corpora, transfer_heatmaps
 from studies import Report, Study, run_study, show
 
@@ -24,7 +23,7 @@ from matlens import InputError, MapSet, Readout
 from matlens.activations import Activations
 from matlens.cli import options
 from matlens.data import Corpus
-from matlens.errors import printable
+from matlens.errors import PositiveInt, printable
 from matlens.io import result_row, result_table
 from matlens.lens import fit_quality, prediction_quality
 from matlens.linear import fit_samples, resolve_pairs
@@ -39,13 +38,18 @@ _SIDE_BY_SIDE = 2  # max corpora plotted by layer
 def main(
     studies: Iterator[Study],
     report: Report,
-    positions: Annotated[
-        options.PositionChoice,
-        typer.Option(help="Fit on one sampled token per training sentence, or on all tokens."),
-    ] = "sampled",
-    every: Annotated[int, typer.Option(min=1, help="Fit maps from every n-th layer.")] = 1,
+    positions: options.PositionChoice = "sampled",
+    every: PositiveInt = 1,
 ) -> None:
-    """Fit on each corpus, test on each, print the means over layers and draw all layers."""
+    """Fit on each corpus, test on each, print the means over layers and draw all layers.
+
+    Parameters
+    ----------
+    positions
+        Fit on one sampled token per training sentence, or on all tokens.
+    every
+        Fit maps from every n-th layer.
+    """
     by_corpus = {study.corpus.name: replace(study, positions=positions) for study in studies}
     if positions != "sampled":  # separate from vectors at sampled positions
         by_corpus = {name: replace(study, out=study.out / positions) for name, study in by_corpus.items()}

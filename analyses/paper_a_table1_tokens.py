@@ -7,9 +7,6 @@ paper's table is ``--model bert-large-uncased``, layers 4, 12 and 24.
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
 from figures.paper_a import token_table
 from paper_a.predictions import predictions_side_by_side, top_predictions
 from studies import Report, Study, run_study, show
@@ -28,10 +25,18 @@ NEXT = ("The Eiffel Tower stands in the city of", "She opened the window because
 def main(
     study: Study,
     report: Report,
-    prompt: Annotated[list[str] | None, typer.Option(help="A prompt (repeatable).")] = None,
-    layer: Annotated[list[int] | None, typer.Option(help="A layer (repeatable).")] = None,
+    prompt: list[str] | None = None,
+    layer: list[int] | None = None,
 ) -> None:
-    """Print and plot the top tokens of each prompt side by side."""
+    """Print and plot the top tokens of each prompt side by side.
+
+    Parameters
+    ----------
+    prompt
+        A prompt (repeatable).
+    layer
+        A layer (repeatable).
+    """
     mask = study.readout.tokenizer.mask_token
     given = prompt or (
         [text.format(mask) for text in MASKED]

@@ -9,17 +9,16 @@ table also has tests of the difference. Only weights are read; no corpus is need
 from __future__ import annotations
 
 import warnings
-from typing import Annotated
 
 import pandas as pd
 import torch
-import typer
 from figures.paper_b import shares_by_layer
 from jaxtyping import Float, Int
-from studies import Model, Report, Study, run_study
+from studies import Model, Report, Study, TwoOrMore, run_study
 from torch import Tensor
 
 from matlens import metrics
+from matlens.errors import PositiveInt
 from matlens.ffn import Projection, ValueVectors
 from matlens.io import result_row, result_table
 from matlens.parallel import Bar
@@ -32,10 +31,18 @@ _LISTS = 1024  # lists of tokens compared at once
 def main(
     study: Study,
     report: Report,
-    random: Annotated[int, typer.Option(min=2, help="Random vectors at each layer.")] = 500,
-    top: Annotated[int, typer.Option(min=1, help="Tokens of each list.")] = 30,
+    random: TwoOrMore = 500,
+    top: PositiveInt = 30,
 ) -> None:
-    """Compare top tokens with and without the final norm, and plot the overlap by layer."""
+    """Compare top tokens with and without the final norm, and plot the overlap by layer.
+
+    Parameters
+    ----------
+    random
+        Random vectors at each layer.
+    top
+        Tokens of each list.
+    """
     table = norm_overlap(study.model, n_random=random, k=top, seed=study.seed)
     origin = study.origin_of_weights | {"n_random": random}
     shares = table[(table["method"] != "difference") & table["layer"].notna()].astype({"layer": int})

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
-import typer
 from figures.paper_b import removal_figure
 from jaxtyping import Float, Int
 from paper_b_fig4_overlap import iou
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from matlens import InputError, Readout, metrics
 from matlens.data import Examples
+from matlens.errors import PositiveInt
 from matlens.ffn import Projection, Updates, ValueVectors
 from matlens.io import result_row, result_table
 from matlens.models import ModelLayout, NormGain
@@ -39,11 +39,21 @@ AT_LAYER, AT_END = "at the layer", "at the end"  # where the effect of a removal
 def main(
     study: Study,
     report: Report,
-    dominant: Annotated[int, typer.Option(min=1, help="Number of sub-updates to remove in each layer.")] = 3,
-    every: Annotated[int, typer.Option(min=1, help="Use every n-th layer, including the last.")] = 5,
-    top: Annotated[int, typer.Option(min=1, help="Tokens of each list.")] = 30,
+    dominant: PositiveInt = 3,
+    every: PositiveInt = 5,
+    top: PositiveInt = 30,
 ) -> None:
-    """Remove dominant sub-updates, and compare the effect with readings of value vectors."""
+    """Remove dominant sub-updates, and compare the effect with readings of value vectors.
+
+    Parameters
+    ----------
+    dominant
+        Number of sub-updates to remove in each layer.
+    every
+        Use every n-th layer, including the last.
+    top
+        Tokens of each list.
+    """
     examples = study.validation_examples
     layers = range(study.values.n_layers)[::-1][::every]
     table = removal_table(study.model, examples, k=dominant, layers=layers, n_tokens=top, seed=study.seed)

@@ -7,13 +7,11 @@ in the last third of the layers.
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import pandas as pd
-import typer
 from studies import Report, Study, run_study, show
 
 from matlens import InputError, make_prompts
+from matlens.errors import PositiveInt
 from matlens.ffn import Projection, Updates, ValueVectors
 from matlens.models import visible
 
@@ -29,15 +27,24 @@ PROMPT = "The Eiffel Tower stands in the city of"
 def main(
     study: Study,
     report: Report,
-    words: Annotated[
-        list[str] | None,
-        typer.Option(help="Words, separated by spaces, that a vector should promote (repeatable)."),
-    ] = None,
-    prompt: Annotated[str, typer.Option(help="A text whose next token is predicted.")] = PROMPT,
-    top: Annotated[int, typer.Option(min=1, help="Top tokens of each vector to search.")] = 30,
-    shown: Annotated[int, typer.Option(min=1, help="Top tokens to show.")] = 10,
+    words: list[str] | None = None,
+    prompt: str = PROMPT,
+    top: PositiveInt = 30,
+    shown: PositiveInt = 10,
 ) -> None:
-    """Search value vectors by words, and show the dominant sub-updates of a prompt."""
+    """Search value vectors by words, and show the dominant sub-updates of a prompt.
+
+    Parameters
+    ----------
+    words
+        Words, separated by spaces, that a vector should promote (repeatable).
+    prompt
+        A text whose next token is predicted.
+    top
+        Top tokens of each vector to search.
+    shown
+        Top tokens to show.
+    """
     model = study.model
     values, projection = ValueVectors(model), Projection.from_model(model)
     tokens = projection.top_of_all(values, top)

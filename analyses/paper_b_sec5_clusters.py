@@ -21,15 +21,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
 from figures.paper_b import extremes_figure
 from paper_a.predictions import prediction_confidence
-from studies import LinkageOption, Memory, Report, Study, run_study
+from studies import LinkageOption, Memory, Report, Study, TwoOrMore, run_study
 from sub_updates.extremes import concentration, extreme_tables
 from sub_updates.frequency import TokenFrequency
 from sub_updates.linkages import compare_linkages
 
 from matlens.activations import sink_counts
+from matlens.errors import Between, PositiveInt
 from matlens.ffn import Clusters, Projection
 
 NAME, GROUPS, PLACES = "paper_b_sec5_clusters", "paper_b_sec5_groups", "paper_b_sec5_places"
@@ -40,21 +40,26 @@ N_LARGEST = 10  # clusters listed for each reading
 def main(
     study: Study,
     report: Report,
-    clusters: Annotated[int, typer.Option(min=1, help="How many clusters.")] = 10_000,
+    clusters: PositiveInt = 10_000,
     linkage: LinkageOption = "average",
     memory: Memory = 4.0,
-    threshold: Annotated[
-        float | None,
-        typer.Option(min=1e-9, help="Minimum absolute score; by default exceeded by one in 100."),
-    ] = None,
-    sampled: Annotated[
-        int, typer.Option(min=1, help="Sampled sub-updates to compare with the extreme ones.")
-    ] = 2000,
-    compared: Annotated[
-        int, typer.Option(min=2, help="Value vectors for the comparison of clustering methods.")
-    ] = 12_000,
+    threshold: Annotated[float | None, Between(1e-9)] = None,
+    sampled: PositiveInt = 2000,
+    compared: TwoOrMore = 12_000,
 ) -> None:
-    """Find the clusters of extreme sub-updates, the tokens they promote, and where they are active."""
+    """Find the clusters of extreme sub-updates, the tokens they promote, and where they are active.
+
+    Parameters
+    ----------
+    clusters
+        How many clusters.
+    threshold
+        Minimum absolute score; by default exceeded by one in 100.
+    sampled
+        Sampled sub-updates to compare with the extreme ones.
+    compared
+        Value vectors for the comparison of clustering methods.
+    """
     trace, projection = study.trace(), Projection.from_model(study.model)
     fitted = study.clusters(clusters, linkage=linkage, memory=memory)
     frequency = TokenFrequency.from_corpus(study.corpus, study.model.tokenizer, len(projection.unembedding))

@@ -13,11 +13,12 @@ from __future__ import annotations
 from typing import Annotated
 
 import pandas as pd
-import typer
 from annotation.patterns import distinct_concepts, pattern_shares, search_concepts
 from annotation.word_similarity import WordSimilarity
 from figures.paper_b import pattern_sizes
 from studies import Report, Study, run_study, show
+
+from matlens.errors import Between, PositiveInt
 
 NAME = "paper_b_table1_concept_vectors"
 
@@ -25,11 +26,21 @@ NAME = "paper_b_table1_concept_vectors"
 def main(
     study: Study,
     report: Report,
-    vectors: Annotated[int, typer.Option(min=1, help="Value vectors to show.")] = 30,
-    per_layer: Annotated[int, typer.Option(min=1, help="Most of them from one layer.")] = 3,
-    top: Annotated[int, typer.Option(min=4, help="Top tokens of each vector.")] = 30,
+    vectors: PositiveInt = 30,
+    per_layer: PositiveInt = 3,
+    top: Annotated[int, Between(4)] = 30,
 ) -> None:
-    """Search top tokens of all value vectors for patterns; compare with random vectors."""
+    """Search top tokens of all value vectors for patterns; compare with random vectors.
+
+    Parameters
+    ----------
+    vectors
+        Value vectors to show.
+    per_layer
+        Most of them from one layer.
+    top
+        Top tokens of each vector.
+    """
     texts, seed = study.corpus, study.seed
     model = study.model
     word_similarity = WordSimilarity.fit(texts.sentences, seed=seed)

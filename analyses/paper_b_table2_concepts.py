@@ -27,6 +27,7 @@ from figures.paper_b import concept_shares
 from studies import Report, Study, run_study, show
 
 from matlens import make_examples
+from matlens.errors import Between, PositiveInt
 
 NAME = "paper_b_table2_concepts"
 
@@ -34,19 +35,24 @@ NAME = "paper_b_table2_concepts"
 def main(
     study: Study,
     report: Report,
-    filled: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Folder with a filled tokens.csv and patterns.csv; give it once for each annotator."
-        ),
-    ] = None,
-    per_layer: Annotated[int, typer.Option(min=1, help="Vectors of each kind at each layer.")] = 10,
-    top: Annotated[int, typer.Option(min=4, help="Top tokens of each.")] = 30,
-    wordnet: Annotated[
-        bool, typer.Option("--wordnet", help="Show what WordNet says of each token; needs nltk or wn.")
-    ] = False,
+    filled: list[Path] | None = None,
+    per_layer: PositiveInt = 10,
+    top: Annotated[int, Between(4)] = 30,
+    wordnet: Annotated[bool, typer.Option("--wordnet")] = False,
 ) -> None:
-    """Write annotation sheets, or compute shares from filled sheets."""
+    """Write annotation sheets, or compute shares from filled sheets.
+
+    Parameters
+    ----------
+    filled
+        Folder with a filled tokens.csv and patterns.csv; give it once for each annotator.
+    per_layer
+        Vectors of each kind at each layer.
+    top
+        Top tokens of each.
+    wordnet
+        Show what WordNet says of each token; needs nltk or wn.
+    """
     if filled:
         count(filled, report)
         return

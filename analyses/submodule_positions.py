@@ -8,12 +8,12 @@ the predicted token. Expect a model with sinks to lose its prediction where sink
 from __future__ import annotations
 
 import itertools
-from typing import Annotated
 
-import typer
 from figures.paper_a import by_fitting
 from paper_a.submodules import CONTEXTUAL, PLACES, SubmoduleCase, rows_of_cases, with_mat
 from studies import Patched, Report, Study, run_study, show
+
+from matlens.errors import PositiveInt
 
 NAME = "submodule_positions"
 
@@ -22,9 +22,15 @@ def main(
     study: Study,
     report: Report,
     patched: Patched = 300,
-    every: Annotated[int, typer.Option(min=1, help="Start from every n-th layer.")] = 8,
+    every: PositiveInt = 8,
 ) -> None:
-    """Run every combination, and print Precision@1 by layer."""
+    """Run every combination, and print Precision@1 by layer.
+
+    Parameters
+    ----------
+    every
+        Start from every n-th layer.
+    """
     fits, some = study.submodule_maps("all", "not-first", "not-sink"), study.validation.head(patched)
     last = study.n_layers
     layers = sorted({*range(0, last, every), last - 3, last - 1} & {*range(last)})

@@ -8,6 +8,7 @@ from studies.scripts import LinkageOption as LinkageOption
 from studies.scripts import Memory as Memory
 from studies.scripts import Patched as Patched
 from studies.scripts import Report as Report
+from studies.scripts import TwoOrMore as TwoOrMore
 from studies.scripts import run_study as run_study
 from studies.scripts import show as show
 from studies.study import Model as Model

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matlens import plots
 from matlens.cli import options, printing, starting
 from matlens.data import Corpus
-from matlens.errors import printable
+from matlens.errors import Between, printable
 from matlens.io import csv_text, write_files, write_results
 from studies.study import Study, absent
 
@@ -36,6 +36,7 @@ LinkageOption = Annotated[
     options.LinkageChoice,
     typer.Option("--linkage", help="Linkage of exact clusters; paper B has complete."),
 ]
+TwoOrMore = Annotated[int, Between(2)]
 _Seed = Annotated[
     int, typer.Option(min=0, max=2**32 - 1, help="Random seed of the split and of the positions.")
 ]
