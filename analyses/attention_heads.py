@@ -35,12 +35,7 @@ SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
 Head = tuple[int, int]  # block and head
 
 
-def main(
-    study: Study,
-    report: Report,
-    patched: Patched = 3000,
-    every: PositiveInt = 1,
-) -> None:
+def main(study: Study, report: Report, patched: Patched = 3000, every: PositiveInt = 1) -> None:
     """Fit a map for every head, replace heads alone and together, and plot the precision.
 
     Parameters
@@ -62,11 +57,7 @@ def main(
 
 
 def head_r2(
-    layout: ModelLayout,
-    maps: MapSet,
-    validation: Activations,
-    *,
-    rows: Bool[Tensor, " n"] | None = None,
+    layout: ModelLayout, maps: MapSet, validation: Activations, *, rows: Bool[Tensor, " n"] | None = None
 ) -> dict[Head, float]:
     """r2 of every head's map by block and head, averaged over the head's dimensions.
 

@@ -166,9 +166,7 @@ _STAND_INS = {"mat_attn": mat_attn, "mat_ffn": mat_ffn, "mat_ln1_ln2": mat_ln1_l
 
 
 def main(
-    study: Study,
-    report: Report,
-    model_type: Annotated[list[str] | None, typer.Option("--type")] = None,
+    study: Study, report: Report, model_type: Annotated[list[str] | None, typer.Option("--type")] = None
 ) -> None:
     """Try every feature on a small random model of each architecture.
 

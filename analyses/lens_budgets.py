@@ -13,31 +13,21 @@ the lens where it was. Half an hour for SmolLM2, half of it for collecting and f
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import pandas as pd
 from figures.beyond import plot_budgets
 from lenses import STEPS, seen_tokens
-from lenses.budgets import (
-    fit_jacobian,
-    from_tensors,
-    is_falling,
-    passages_of,
-    sentences_of,
-    to_tensors,
-    tune_further,
-)
-from studies import SECONDS, Cells, Model, Report, Study, run_study
+from lenses.budgets import fit_jacobian, is_falling, passages_of, sentences_of, tune_further
+from studies import Cells, Model, Report, Study, run_study
 
 from matlens import Lens, collect, make_examples
 from matlens.activations import Activations
 from matlens.errors import Between, PositiveInt
-from matlens.io import Artifact, csv_text, result_row, result_table
+from matlens.io import result_row, result_table
 from matlens.lens import evaluate_open_sets, evaluation, read_evaluations
 from matlens.metrics import Estimate
 from matlens.parallel import Bar
@@ -47,7 +37,6 @@ COLUMNS = ("tokens", "seen", "batch", "round", "against")
 LENSES = ("id", "mat", "affine", "scaled", "polished", "tuned", "jacobian")
 CLOSED = ("mat", "affine", "scaled")
 AGAINST = {"polished": CLOSED, "tuned": (*CLOSED, "polished"), "jacobian": ("id",)}
-Evaluations = dict[tuple[int, str], evaluation.Evaluation]
 Row = Callable[..., dict[str, Any]]
 
 
@@ -87,41 +76,41 @@ def main(
     model, (training, held_out), seed = study.model, study.parts, study.seed
     layers = layer or [round(study.n_layers / 3), round(2 * study.n_layers / 3)]
     sizes = sorted(batch or [32])
-    sets = None if evaluations is None else read_evaluations(evaluations)
+    sets = {} if evaluations is None else read_evaluations(evaluations)
     fitted_on, watched_on = (
         replace(training, sentences=part)
         for part in (training.sentences[:-stopping], training.sentences[-stopping:])
     )
-    examples = make_examples(model, fitted_on, seed=seed)
-    counts = sentences_of(examples.offsets, budget or [1_875, 7_500, 30_000])
+
+    parts: dict[str, Any] = {
+        "rows": (fitted_on, "all"), "stopping": (watched_on, "all"), "validation": (held_out, "sampled"),
+    }  # fmt: skip
+    data = {
+        name: collect(
+            model, make_examples(model, part, seed=seed), [*layers, study.n_layers],
+            folder=study.folder / f"{NAME}-{name}", positions=positions,
+        )
+        for name, (part, positions) in parts.items()
+    }  # fmt: skip
+    offsets = data["rows"].examples.offsets
+    counts = sentences_of(offsets, budget or [1_875, 7_500, 30_000])
     passages = passages_of(model, fitted_on, jacobian, longest)
     job = {
         **study.origin_of_weights, "layers": layers, "batches": sizes, "rounds": rounds,
-        "n_tokens": [int(examples.offsets[n]) for n in counts], "stopping": stopping,
+        "n_tokens": [int(offsets[n]) for n in counts], "stopping": stopping,
         "passages": len(passages), "longest": longest,
         "corpora": [part.fingerprint for part in study.parts],
-        "evaluations": {name: len(items) for name, items in (sets or {}).items()},
+        "evaluations": {name: len(items) for name, items in sets.items()},
     }  # fmt: skip
-
-    sites, watched = [*layers, study.n_layers], make_examples(model, watched_on, seed=seed)
-    parts: dict[str, Any] = {
-        "rows": (examples, "all"), "stopping": (watched, "all"),
-        "validation": (make_examples(model, held_out, seed=seed), "sampled"),
-    }  # fmt: skip
-    data = {
-        name: collect(model, part, sites, folder=study.folder / f"{NAME}-{name}", positions=positions)
-        for name, (part, positions) in parts.items()
-    }
     row = partial(result_row, NAME, model=model.cfg.model_name, corpus=held_out.name, target=study.n_layers)
     table: list[dict[str, Any]] = []
-    with Artifact.writing(study.folder / NAME, "lenses by budget", job) as artifact:
-        cells = Cells(artifact)
+    with Cells.stored(study.folder / NAME, "lenses by budget", job) as cells:
         before: tuple[Lens, int] | None = None
         spent = dict.fromkeys(LENSES, 0.0)
+        options = {"layers": layers, "progress": False}
         for n in Bar(counts, desc="budgets", unit="budget"):
             part, lenses = data["rows"].head(n), dict[str, Lens]()
             tokens = part.n_rows
-            options = {"layers": layers, "progress": False}
             for name in LENSES:
                 fit: Any = partial(Lens.fit, model, part, method=name, seed=seed, **options)
                 if name == "jacobian":
@@ -133,45 +122,53 @@ def main(
                 earlier = spent[name] if name == "jacobian" else 0.0
                 spent[name] = cells.seconds[f"{name}-{tokens}"] + earlier
             before = lenses["jacobian"], tokens
-            passed, name = partial(open_sets, sets), f"budget-{tokens}"
-            found, record = evaluate(cells, name, lenses, data["validation"], layers, passed)
             seen = {name: seen_tokens(lens, tokens) for name, lens in lenses.items()}
-            table += budget_rows(partial(row, tokens=tokens), found, record, seen, spent)
-        at_last = {name: found[layers[-1], name] for name in AGAINST["tuned"]}
+            at = partial(row, tokens=tokens)
+            make = partial(budget_rows, at, lenses, data["validation"], layers, sets, seen, spent)
+            table += cells.rows(f"budget-{tokens}", make)
+        at_last = {name: lenses[name] for name in AGAINST["tuned"]}
+        others = {name: its for (_, name), its in read(at_last, data["validation"], layers[-1:]).items()}
         for size, n_rounds in zip(sizes, [rounds, *(1 for _ in sizes[1:])], strict=True):
-            table += round_rows(row, cells, model, data, layers[-1], at_last, size, n_rounds, seed)
+            at = partial(row, method="tuned", layer=layers[-1], tokens=data["rows"].n_rows, batch=size)
+            table += round_rows(at, cells, model, data, layers[-1], others, size, n_rounds, seed)
     results = result_table(table, *COLUMNS)
-    origin = job | {"seconds": cells.seconds, SECONDS: round(sum(cells.seconds.values()), 1)}
-    report.write(NAME, results, origin, plot_budgets(results))
+    report.write(NAME, results, job | {"seconds": cells.seconds, **cells.total}, plot_budgets(results))
 
 
-def evaluate(
-    cells: Cells,
-    name: str,
+def budget_rows(
+    row: Row,
     lenses: Mapping[str, Lens],
     validation: Activations,
     layers: list[int],
-    more: Callable[..., dict[str, Any]],
-) -> tuple[Evaluations, dict[str, Any]]:
-    """The validation tokens as lenses read them, and what ``more`` finds, computed or loaded."""
+    sets: Mapping[str, Any],
+    seen: Mapping[str, int],
+    spent: Mapping[str, float],
+) -> Iterator[dict[str, Any]]:
+    """Quality of each lens by layer, CPU seconds per layer, and pass@k on evaluation sets."""
+    found = read(lenses, validation, layers)
+    for (layer, name), its in found.items():
+        others = {other: found[layer, other] for other in AGAINST.get(name, ())}
+        yield from quality_rows(partial(row, method=name, layer=layer, seen=seen[name]), its, others)
+    for name, seconds in spent.items():
+        estimate = Estimate.without_interval(seconds / len(layers), len(layers))
+        yield row(method=name, layer=None, metric="seconds", estimate=estimate, seen=seen[name])
+    for passed in evaluate_open_sets(lenses, sets, progress=False).to_dict("records") if sets else ():
+        name, estimate = passed["method"], Estimate(*(passed[each] for each in Estimate._fields))
+        yield row(
+            method=name, layer=None, metric="pass", k=passed["k"], estimate=estimate,
+            corpus=passed["corpus"], seen=seen[name],
+        )  # fmt: skip
 
-    def make() -> dict[str, Any]:
-        found = evaluation.evaluate_layers(lenses, validation, layers, kl=True, progress=False)
-        return to_tensors(found) | more(lenses)
 
-    cell = cells.get(name, make)
-    return from_tensors(cell), cell
-
-
-def open_sets(sets: Any, lenses: Mapping[str, Lens]) -> dict[str, Any]:
-    """pass@k of lenses on evaluation sets, as the text of a table."""
-    return {"passed": csv_text(evaluate_open_sets(lenses, sets, progress=False))} if sets else {}
-
-
-def mean_kl(watched: Activations, layer: int, lenses: Mapping[str, Lens]) -> dict[str, Any]:
-    """The KL of a tuned lens on the tokens that end its rounds."""
-    found = evaluation.evaluate_layers(lenses, watched, [layer], kl=True, progress=False)
-    return {"kl": found[layer, "tuned"].values()["kl", None].mean().item()}
+def quality_rows(
+    row: Row, its: evaluation.Evaluation, others: Mapping[str, evaluation.Evaluation]
+) -> Iterator[dict[str, Any]]:
+    """Metrics of a lens, and their paired differences to others: its own less theirs."""
+    differences = {name: its.differences(other) for name, other in others.items()}
+    for name, estimates in {"": its.estimates(), **differences}.items():
+        for (metric, k), estimate in estimates.items():
+            if k != 5:
+                yield row(metric=metric, k=k, estimate=estimate, against=name)
 
 
 def round_rows(
@@ -186,58 +183,32 @@ def round_rows(
     seed: int,
 ) -> Iterator[dict[str, Any]]:
     """Quality of a tuned lens after each round, CPU seconds so far, and the KL that ends the rounds."""
-    losses, total, begin, rows = list[float](), 0.0, None, data["rows"]
+    losses, total, begin = list[float](), 0.0, None
+
+    def evaluate(at: Row, lens: Lens) -> Iterator[dict[str, Any]]:
+        quality, watched = (read({"tuned": lens}, data[name], [layer]) for name in ("validation", "stopping"))
+        yield from quality_rows(at, quality[layer, "tuned"], others)
+        kl = watched[layer, "tuned"].values()["kl", None].mean().item()
+        yield at(metric="kl, stopping", estimate=Estimate.without_interval(kl, 1))
+
     while len(losses) < rounds and is_falling(losses):
         number = len(losses) + 1
-        fit = partial(tune_further, model, rows, layer, batch=size, seed=seed + number - 1, begin=begin)
+        fit = partial(
+            tune_further, model, data["rows"], layer, batch=size, seed=seed + number - 1, begin=begin
+        )
         name = f"tuned-{size}-round-{number}"
-        lens, of_round = cells.lens(name, model, fit), f"round-{size}-{number}"
-        kl = partial(mean_kl, data["stopping"], layer)
-        found, record = evaluate(cells, of_round, {"tuned": lens}, data["validation"], [layer], kl)
-        losses.append(record["kl"])
+        lens, at = cells.lens(name, model, fit), partial(row, seen=number * STEPS * size, round=number)
+        rows = cells.rows(f"round-{size}-{number}", partial(evaluate, at, lens))
+        losses.append(rows[-1]["value"])
         begin, total = lens.maps[layer], total + cells.seconds[name]
-        at = partial(
-            row, method="tuned", layer=layer, tokens=rows.n_rows, seen=number * STEPS * size, batch=size,
-            round=number,
-        )  # fmt: skip
-        yield from quality_rows(at, found[layer, "tuned"], others)
-        for metric, value in (("kl, stopping", record["kl"]), ("seconds", total)):
-            yield at(metric=metric, estimate=Estimate.without_interval(value, 1))
+        yield from [*rows, at(metric="seconds", estimate=Estimate.without_interval(total, 1))]
 
 
-def budget_rows(
-    row: Row,
-    found: Evaluations,
-    record: Mapping[str, Any],
-    seen: Mapping[str, int],
-    spent: Mapping[str, float],
-) -> Iterator[dict[str, Any]]:
-    """Quality of each lens by layer, CPU seconds per layer, and pass@k."""
-    n_layers = len({layer for layer, _ in found})
-    for (layer, name), its in found.items():
-        others = {other: found[layer, other] for other in AGAINST.get(name, ())}
-        yield from quality_rows(partial(row, method=name, layer=layer, seen=seen[name]), its, others)
-    for name, seconds in spent.items():
-        estimate = Estimate.without_interval(seconds / n_layers, n_layers)
-        yield row(method=name, layer=None, metric="seconds", estimate=estimate, seen=seen[name])
-    if "passed" in record:
-        for passed in pd.read_csv(io.StringIO(record["passed"])).to_dict("records"):
-            name, estimate = passed["method"], Estimate(*(passed[each] for each in Estimate._fields))
-            yield row(
-                method=name, layer=None, metric="pass", k=passed["k"], estimate=estimate,
-                corpus=passed["corpus"], seen=seen[name],
-            )  # fmt: skip
-
-
-def quality_rows(
-    row: Row, its: evaluation.Evaluation, others: Mapping[str, evaluation.Evaluation]
-) -> Iterator[dict[str, Any]]:
-    """Metrics of a lens, and their paired differences to others: its own less theirs."""
-    differences = {name: its.differences(other) for name, other in others.items()}
-    for name, estimates in {"": its.estimates(), **differences}.items():
-        for (metric, k), estimate in estimates.items():
-            if k != 5:
-                yield row(metric=metric, k=k, estimate=estimate, against=name)
+def read(
+    lenses: Mapping[str, Lens], data: Activations, layers: list[int]
+) -> dict[tuple[int, str], evaluation.Evaluation]:
+    """What lenses read at layers, and its KL."""
+    return evaluation.evaluate_layers(lenses, data, layers, kl=True, progress=False)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,13 @@ import torch
 from figures.beyond import plot_causal
 from jaxtyping import Bool, Float
 from lenses.causal import RANDOM, TRANSPOSE, Prompts, direction_names, move_stream
-from studies import SECONDS, Cells, Model, Report, Study, TwoOrMore, bootstrap, run_study
+from studies import Cells, Model, Report, Study, TwoOrMore, bootstrap, run_study
 from torch import Tensor
 
 from matlens import InputError, Lens, Readout, collect, make_examples, make_prompts, metrics
 from matlens.activations import Activations
 from matlens.errors import PositiveInt
-from matlens.io import Artifact, result_row, result_table
+from matlens.io import result_row, result_table
 from matlens.lens import evaluate_lenses
 from matlens.metrics import Estimate
 from matlens.parallel import Bar
@@ -75,8 +75,7 @@ def main(
         "n_prompts": jacobian, "longest": longest, "examples": chosen.examples.fingerprint,
         "rivals": chosen.rival.tolist(), "corpora": [part.fingerprint for part in study.parts],
     }  # fmt: skip
-    with Artifact.writing(study.folder / NAME, "causal reads", job) as artifact:
-        cells = Cells(artifact)
+    with Cells.stored(study.folder / NAME, "causal reads", job) as cells:
         lenses = fit_lenses(study, cells, layers, n_prompts=jacobian, longest=longest)
         vectors = collect(model, chosen.examples, layers, positions="all", progress=False)
         move = partial(move_stream, model, lenses, doses=DOSES, seed=study.seed)
@@ -92,7 +91,7 @@ def main(
     table = result_table(rows, *COLUMNS)
     origin = job | {
         "n_facts": len(asked), "n_sentences": list(map(len, study.parts)), "seconds": cells.seconds,
-        SECONDS: round(sum(cells.seconds.values()), 1),
+        **cells.total,
     }  # fmt: skip
     report.write(NAME, table, origin, plot_causal(table))
 

@@ -8,12 +8,15 @@ parts of each group with the smallest loss increase are also replaced together.
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
 import pandas as pd
-from studies import Report, Study, TwoOrMore, run_study
+from studies import Model, Report, Study, TwoOrMore, run_study
 
 from matlens import plots
 from matlens.cli import printing
-from matlens.data import make_windows
+from matlens.data import Examples, make_windows
 from matlens.io import result_row, result_table
 from matlens.linearity import atlas_seconds, linearity_atlas, rank_correlations
 from matlens.metrics import Estimate
@@ -21,16 +24,11 @@ from matlens.metrics import Estimate
 NAME = "linearity"
 
 
-def main(
-    study: Study,
-    report: Report,
-    window: TwoOrMore = 64,
-    windows: TwoOrMore = 160,
-    eval_windows: TwoOrMore = 8,
-) -> None:
-    """Fit, score, replace and remove every part; plot the atlas and print correlations.
+@dataclass(frozen=True)
+class AtlasText:
+    """Text that maps of parts are fitted on, and that losses are of.
 
-    Parameters
+    Attributes
     ----------
     window
         Tokens of a window, or most of a sentence.
@@ -39,17 +37,31 @@ def main(
     eval_windows
         Windows or sentences that losses are of.
     """
-    train, validation = study.parts
-    fitted_on, evaluated_on = (
-        make_windows(study.model, corpus, size=window, max_windows=most, targets=True, seed=study.seed)
-        for corpus, most in ((train, windows), (validation, eval_windows))
-    )
-    folder = study.folder / f"{NAME}-{window}-{windows}-{eval_windows}"
+
+    window: TwoOrMore = 64
+    windows: TwoOrMore = 160
+    eval_windows: TwoOrMore = 8
+
+    def examples(self, model: Model, study: Study) -> tuple[Examples, Examples]:
+        """The text to fit on and the text to evaluate on."""
+        fitted_on, evaluated_on = (
+            make_windows(model, part, size=self.window, max_windows=n, targets=True, seed=study.seed)
+            for part, n in zip(study.parts, (self.windows, self.eval_windows), strict=True)
+        )
+        return fitted_on, evaluated_on
+
+    def folder(self, study: Study) -> Path:
+        """The folder of the atlas."""
+        return study.folder / f"{NAME}-{self.window}-{self.windows}-{self.eval_windows}"
+
+
+def main(study: Study, report: Report, text: AtlasText) -> None:
+    """Fit, score, replace and remove every part; plot the atlas and print correlations."""
+    (fitted_on, evaluated_on), folder = text.examples(study.model, study), text.folder(study)
     table = linearity_atlas(study.model, fitted_on, evaluated_on, folder=folder)
     correlations = rank_correlations(table, seed=study.seed)
     origin = study.origin_of_weights | {
-        "window": window, "windows": windows, "eval_windows": eval_windows,
-        "n_fitted": len(fitted_on.tokens), "n_evaluated": len(evaluated_on.targets),
+        **asdict(text), "n_fitted": len(fitted_on.tokens), "n_evaluated": len(evaluated_on.targets),
         "atlas_seconds": atlas_seconds(folder),
     }  # fmt: skip
     report.write(NAME, table, origin, plots.plot_atlas(table, correlations))

@@ -14,6 +14,7 @@ the model, where it was.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from functools import partial
 from time import process_time
 from typing import Any, cast
@@ -22,6 +23,7 @@ import numpy as np
 import pandas as pd
 import torch
 from figures.beyond import plot_damage
+from linearity import AtlasText
 from scipy import stats
 from studies import SECONDS, Cells, Report, Study, TwoOrMore, bootstrap, run_study
 from torch import Tensor
@@ -30,7 +32,7 @@ from matlens import LinearMap, Readout
 from matlens.activations import find_sinks
 from matlens.data import Examples, make_windows
 from matlens.errors import PositiveInt
-from matlens.io import Artifact, result_row, result_table
+from matlens.io import result_row, result_table
 from matlens.linearity import atlas_seconds, linearity_atlas, model_parts, rank_correlations, sum_parts
 from matlens.metrics import Estimate
 from matlens.models import ModelIdentity, ModelLayout, Provenance
@@ -47,9 +49,7 @@ Row = dict[str, Any]
 def main(
     studies: Iterable[Study],
     report: Report,
-    window: TwoOrMore = 64,
-    windows: TwoOrMore = 160,
-    eval_windows: TwoOrMore = 8,
+    text: AtlasText,
     score_windows: TwoOrMore = 16,
     samples: PositiveInt = 4,
     every: PositiveInt = 1,
@@ -58,12 +58,6 @@ def main(
 
     Parameters
     ----------
-    window
-        Tokens of a window, or most of a sentence.
-    windows
-        Windows or sentences that maps are fitted on.
-    eval_windows
-        Windows or sentences that losses are of.
     score_windows
         Other windows that scores are of.
     samples
@@ -73,13 +67,10 @@ def main(
     """
     tables, correlations, models = [], list[Row](), list[Row]()
     for study in studies:
-        model, (train, validation), seed = study.model, study.parts, study.seed
-        fitted, evaluated, rest = (
-            make_windows(model, part, size=window, max_windows=n, targets=True, seed=seed)
-            for part, n in ((train, windows), (validation, eval_windows), (validation, None))
-        )
+        model, seed, folder = study.model, study.seed, text.folder(study)
+        fitted, evaluated = text.examples(model, study)
+        rest = make_windows(model, study.parts[1], size=text.window, targets=True, seed=seed)
         scored = windows_without(rest, evaluated, score_windows)
-        folder = study.folder / f"linearity-{window}-{windows}-{eval_windows}"
         if every > 1:
             folder = folder.with_name(f"{folder.name}-every-{every}")
         atlas = linearity_atlas(model, fitted, evaluated, folder=folder, every=every)
@@ -87,9 +78,9 @@ def main(
             "fitted": fitted.fingerprint, "scored": scored.fingerprint, "samples": samples,
         }  # fmt: skip
         place = study.folder / f"{folder.name}-{NAME}-{score_windows}-{samples}"
-        with Artifact.writing(place, NAME, job) as artifact:
+        with Cells.stored(place, NAME, job) as cells:
             score = partial(score_parts, model, fitted, scored, every=every, samples=samples, seed=seed)
-            result = Cells(artifact).get("scores", score)
+            result = cells.get("scores", score)
         rows: list[Any] = [*atlas.to_dict("records"), *result["rows"]]
         table = result_table(rows, "kind", "tokens", "parts")
         tables.append(table)
@@ -101,7 +92,7 @@ def main(
         }  # fmt: skip
         models.append(made)
     origin = {
-        "window": window, "windows": windows, "eval_windows": eval_windows, "score_windows": score_windows,
+        **asdict(text), "score_windows": score_windows,
         "samples": samples, "every": every, "models": models,
         SECONDS: sum(sum(each["seconds"].values()) for each in models),
     }  # fmt: skip

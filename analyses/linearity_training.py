@@ -26,6 +26,7 @@ from typing import Annotated, Any
 import numpy as np
 import pandas as pd
 from figures.beyond import over_training
+from linearity import AtlasText
 from small_gpts import LONGEST, RATE, TRAINED, initial_gpt
 from studies import SECONDS, Cells, Report, Study, TwoOrMore, run_study
 from training.running import TrainingRun, train
@@ -34,10 +35,10 @@ from training.vocabularies import bpe_tokenizer, token_sequences
 import matlens
 from matlens import InputError, MapSet, Readout, collect, metrics
 from matlens.activations import Activations
-from matlens.data import make_examples, make_windows
+from matlens.data import make_examples
 from matlens.errors import Between, PositiveInt
 from matlens.ffn import text_losses
-from matlens.io import Artifact, csv_text, result_row, result_table
+from matlens.io import csv_text, result_row, result_table
 from matlens.lens import prediction_quality
 from matlens.linearity import linearity_atlas
 from matlens.metrics import Estimate
@@ -104,8 +105,7 @@ def main(
         folder, steps = Path(model), checkpoint_steps(revisions)
     job |= {"model": model, "checkpoints": steps}
     place = report.out / NAME / slug(model)
-    with Artifact.writing(place, "linearity over training", job) as artifact:
-        cells = Cells(artifact)
+    with Cells.stored(place, "linearity over training", job) as cells:
         results = {
             name: cells.get(name, partial(evaluate_checkpoint, study, folder, name, sizes))
             for name in Bar(steps, desc="checkpoints", unit="checkpoint")
@@ -176,11 +176,8 @@ def checkpoint_table(
     study: Study, model: Any, *, fit_sentences: int, sentences: int, windows: int, eval_windows: int
 ) -> pd.DataFrame:
     """All values of one checkpoint, with maps fitted on the first part of the study's sentences."""
-    fitted_on, evaluated_on = (
-        make_windows(model, part, size=WINDOW, max_windows=n, targets=True, seed=study.seed)
-        for part, n in zip(study.parts, (windows, eval_windows), strict=True)
-    )
-    atlas = linearity_atlas(model, fitted_on, evaluated_on, jumps=(), progress=False)
+    texts = AtlasText(WINDOW, windows, eval_windows).examples(model, study)
+    atlas = linearity_atlas(model, *texts, jumps=(), progress=False)
     atlas = atlas[atlas["kind"].isin(KINDS) & atlas["metric"].isin(SCORES)]
     examples = [
         make_examples(model, part, seed=study.seed).head(n)

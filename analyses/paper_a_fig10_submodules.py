@@ -21,12 +21,7 @@ from matlens.parallel import Bar
 NAME = "paper_a_fig10_submodules"
 
 
-def main(
-    study: Study,
-    report: Report,
-    patched: Patched = 3000,
-    every: PositiveInt = 1,
-) -> None:
+def main(study: Study, report: Report, patched: Patched = 3000, every: PositiveInt = 1) -> None:
     """Fit all sub-modules, replace each kind from every layer on, and plot the accuracy.
 
     Parameters

@@ -23,10 +23,7 @@ NEXT = ("The Eiffel Tower stands in the city of", "She opened the window because
 
 
 def main(
-    study: Study,
-    report: Report,
-    prompt: list[str] | None = None,
-    layer: list[int] | None = None,
+    study: Study, report: Report, prompt: list[str] | None = None, layer: list[int] | None = None
 ) -> None:
     """Print and plot the top tokens of each prompt side by side.
 

@@ -28,12 +28,7 @@ OVERLAP = "overlap"  # the experiment's name in tables
 _LISTS = 1024  # lists of tokens compared at once
 
 
-def main(
-    study: Study,
-    report: Report,
-    random: TwoOrMore = 500,
-    top: PositiveInt = 30,
-) -> None:
+def main(study: Study, report: Report, random: TwoOrMore = 500, top: PositiveInt = 30) -> None:
     """Compare top tokens with and without the final norm, and plot the overlap by layer.
 
     Parameters
@@ -56,13 +51,7 @@ def iou(first: Int[Tensor, "n k"], second: Int[Tensor, "n k"]) -> Float[Tensor, 
     return both / (2 * first.shape[1] - both)
 
 
-def norm_overlap(
-    model: Model,
-    *,
-    n_random: int = 1000,
-    k: int = 30,
-    seed: int = 0,
-) -> pd.DataFrame:
+def norm_overlap(model: Model, *, n_random: int = 1000, k: int = 30, seed: int = 0) -> pd.DataFrame:
     """Overlap of the top tokens by ``E v`` and by ``E ln_f(v)``, layer by layer (Figure 4).
 
     One row per layer and method: ``values`` are all value vectors of the layer, ``random`` are random vectors

@@ -33,12 +33,7 @@ def main(study: Study, report: Report, dominant: Dominant = 10) -> None:
 
 
 def dominance(
-    model: Model,
-    examples: Examples,
-    *,
-    k: int = 10,
-    seed: int = 0,
-    batch_tokens: int | None = None,
+    model: Model, examples: Examples, *, k: int = 10, seed: int = 0, batch_tokens: int | None = None
 ) -> pd.DataFrame:
     """Share of the ``k`` dominant and of ``k`` random sub-updates by layer (Figure 6).
 

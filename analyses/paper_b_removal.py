@@ -37,11 +37,7 @@ AT_LAYER, AT_END = "at the layer", "at the end"  # where the effect of a removal
 
 
 def main(
-    study: Study,
-    report: Report,
-    dominant: PositiveInt = 3,
-    every: PositiveInt = 5,
-    top: PositiveInt = 30,
+    study: Study, report: Report, dominant: PositiveInt = 3, every: PositiveInt = 5, top: PositiveInt = 30
 ) -> None:
     """Remove dominant sub-updates, and compare the effect with readings of value vectors.
 
@@ -76,9 +72,7 @@ class Removed(NamedTuple):
 
 
 def remove_sub_updates(
-    model: Model,
-    examples: Examples,
-    index: Mapping[int, Int[Tensor, "n k"]],
+    model: Model, examples: Examples, index: Mapping[int, Int[Tensor, "n k"]]
 ) -> Iterator[dict[int, Removed]]:
     """Run a model without single sub-updates at the position of each example.
 

@@ -25,14 +25,14 @@ import torch
 from cuts.continuations import beginnings, compare, continuation_losses, continue_prompts, measures
 from cuts.maps import Cut, insert_map, without_blocks
 from figures.beyond import plot_pruned
-from studies import SECONDS, Cells, Model, Report, Study, TwoOrMore, bootstrap, run_study, show
+from studies import Cells, Model, Report, Study, TwoOrMore, bootstrap, run_study, show
 from torch import Tensor
 
 from matlens import InputError, metrics
 from matlens.data import Corpus, Examples, make_windows
 from matlens.errors import NonNegativeInt, PositiveInt, check_choice, check_int
 from matlens.ffn import TextLosses
-from matlens.io import Artifact, result_row, result_table
+from matlens.io import result_row, result_table
 from matlens.metrics import Estimate
 from matlens.models import ModelIdentity
 from matlens.pruning import Calibration, Choice, Method, plain_copy, read_text, time_in_turns
@@ -109,8 +109,7 @@ def main(
     sizes_of_texts = {"windows": windows, "window": window, "eval_windows": eval_windows, "heal": heal}
     origin = several[0].origin_of_weights | sizes_of_texts | {"tokens": tokens}
     job = origin | {"texts": [each.fingerprint for each in (fitted_on, *evaluated.values())]}
-    with Artifact.writing(several[0].folder / (NAME + report.suffix), "pruned models", job) as artifact:
-        cells = Cells(artifact)
+    with Cells.stored(several[0].folder / (NAME + report.suffix), "pruned models", job) as cells:
         table = PrunedModels(
             model, fitted_on, evaluated, size or [n for n in SIZES if n < model.cfg.n_layers] or [1],
             methods=method or FOLDED, choices=choice or CHOICES, heal=heal,
@@ -118,7 +117,7 @@ def main(
             cells=cells,
         ).table()  # fmt: skip
     written = table["decoding"] != ""
-    origin |= {SECONDS: round(sum(cells.seconds.values()), 1)}
+    origin |= cells.total
     losses = table[~written].drop(columns="decoding")
     report.write(NAME, losses, origin, plot_pruned(table) if tokens else None)
     if tokens:

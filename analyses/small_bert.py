@@ -34,12 +34,7 @@ LONGEST, BATCH, MASKED = 48, 32, 0.2
 RATE, HEAD_RATE = 3e-4, 2e-3  # of pretrained and of new weights
 
 
-def main(
-    study: Study,
-    report: Report,
-    trunk: Path | None = None,
-    steps: PositiveInt = 150,
-) -> None:
+def main(study: Study, report: Report, trunk: Path | None = None, steps: PositiveInt = 150) -> None:
     """Train a masked-LM head and its BERT, save both, and evaluate them on held-out text.
 
     Parameters

@@ -18,12 +18,7 @@ from matlens.errors import PositiveInt
 NAME = "submodule_positions"
 
 
-def main(
-    study: Study,
-    report: Report,
-    patched: Patched = 300,
-    every: PositiveInt = 8,
-) -> None:
+def main(study: Study, report: Report, patched: Patched = 300, every: PositiveInt = 8) -> None:
     """Run every combination, and print Precision@1 by layer.
 
     Parameters

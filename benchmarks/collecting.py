@@ -19,11 +19,7 @@ from matlens.data import Examples
 from matlens.models import SMOLLM2
 
 
-def main(
-    sentences: Sentences = 400,
-    rounds: Rounds = 3,
-    out: Out = None,
-) -> None:
+def main(sentences: Sentences = 400, rounds: Rounds = 3, out: Out = None) -> None:
     """Measure the ratios of collecting and of streaming to bare forward passes of SmolLM2."""
     model, examples = smollm2_examples(sentences)
     job = {"sentences": sentences, "tokens": len(examples.tokens), "rounds": rounds}

@@ -18,11 +18,7 @@ from matlens.ffn import Trace, event_scores
 from matlens.models import SMOLLM2
 
 
-def main(
-    sentences: Sentences = 400,
-    rounds: Rounds = 2,
-    out: Out = None,
-) -> None:
+def main(sentences: Sentences = 400, rounds: Rounds = 2, out: Out = None) -> None:
     """Measure the ratio of tracing, events included, to bare forward passes of SmolLM2."""
     model, examples = smollm2_examples(sentences)
     job = {"sentences": sentences, "tokens": len(examples.tokens), "rounds": rounds}

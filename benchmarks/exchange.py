@@ -23,11 +23,7 @@ from matlens.models import SMOLLM2
 FORMS = {"Parquet": torch.float32, "Parquet in bfloat16": torch.bfloat16}
 
 
-def main(
-    sentences: Sentences = 200,
-    rounds: Rounds = 3,
-    out: Out = None,
-) -> None:
+def main(sentences: Sentences = 200, rounds: Rounds = 3, out: Out = None) -> None:
     """Measure writing and reading both formats."""
     model, examples = smollm2_examples(sentences)
     everything: Any = {"positions": "all", "progress": False}

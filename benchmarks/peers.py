@@ -29,11 +29,7 @@ from matlens.models import SMOLLM2
 _SENTENCES_A_BATCH = 16
 
 
-def main(
-    sentences: Sentences = 400,
-    rounds: Rounds = 3,
-    out: Out = None,
-) -> None:
+def main(sentences: Sentences = 400, rounds: Rounds = 3, out: Out = None) -> None:
     """Measure the ratios on SmolLM2."""
     model, examples = smollm2_examples(sentences)
     plain, size = plain_smollm2(), default_batch_tokens(model)

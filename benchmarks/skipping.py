@@ -17,11 +17,7 @@ from matlens.models import SMOLLM2
 from matlens.patching import Scheme, Variant, run_variants
 
 
-def main(
-    sentences: Sentences = 200,
-    rounds: Rounds = 3,
-    out: Out = None,
-) -> None:
+def main(sentences: Sentences = 200, rounds: Rounds = 3, out: Out = None) -> None:
     """Measure the time of schemes as a ratio to that of the whole model."""
     model, examples = smollm2_examples(sentences)
     last = model.cfg.n_layers

@@ -37,12 +37,7 @@ AGREEMENT_COLUMNS = ("one", "other", "method", "metric", "value", "n")
 
 
 def draw_concept_sample(
-    model: Model,
-    examples: Examples,
-    *,
-    per_layer: int = 10,
-    k: int = 30,
-    seed: int = 0,
+    model: Model, examples: Examples, *, per_layer: int = 10, k: int = 30, seed: int = 0
 ) -> pd.DataFrame:
     """Sample vectors whose top tokens are to be annotated, one row per token.
 

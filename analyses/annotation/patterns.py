@@ -73,11 +73,7 @@ def _largest_pattern(
 
 
 def search_concepts(
-    model: Model,
-    word_similarity: WordSimilarity,
-    *,
-    k: int = 30,
-    seed: int = 0,
+    model: Model, word_similarity: WordSimilarity, *, k: int = 30, seed: int = 0
 ) -> dict[str, pd.DataFrame]:
     """Patterns of all value vectors, of random vectors, and of shuffled tokens.
 
@@ -149,12 +145,7 @@ def _tensor(column: pd.Series) -> Tensor:
 
 
 def distinct_concepts(
-    patterns: pd.DataFrame,
-    *,
-    n: int = 30,
-    words: int = 5,
-    per_layer: int = 3,
-    shared: float = 1 / 3,
+    patterns: pd.DataFrame, *, n: int = 30, words: int = 5, per_layer: int = 3, shared: float = 1 / 3
 ) -> pd.DataFrame:
     """The ``n`` vectors whose top tokens belong to one pattern most, each with another concept.
 

@@ -10,13 +10,12 @@ import numpy as np
 import torch
 from jaxtyping import Int
 from studies import Model
-from torch import Tensor
 
 from lenses import mean_jacobian
 from matlens import Lens, LinearMap, Readout
 from matlens.activations import Activations
 from matlens.data import Corpus
-from matlens.lens import evaluation, trained
+from matlens.lens import trained
 
 FALLING = 0.01  # share of the KL that a round takes off, or it has stopped falling
 
@@ -57,13 +56,7 @@ def fit_jacobian(
 
 
 def tune_further(
-    model: Model,
-    rows: Activations,
-    layer: int,
-    *,
-    batch: int,
-    seed: int,
-    begin: LinearMap | None = None,
+    model: Model, rows: Activations, layer: int, *, batch: int, seed: int, begin: LinearMap | None = None
 ) -> Lens:
     """Train a tuned lens of one layer by its default schedule, from the identity or a map."""
     last = f"h.{model.cfg.n_layers}"
@@ -80,23 +73,3 @@ def tune_further(
 def is_falling(values: Sequence[float]) -> bool:
     """Whether the last of the values is below all others by a share of `FALLING`, or has none to compare."""
     return len(values) < 2 or values[-1] < (1 - FALLING) * min(values[:-1])
-
-
-def to_tensors(evaluations: Mapping[tuple[int, str], evaluation.Evaluation]) -> dict[str, Tensor]:
-    """Evaluations as tensors of a file, from which `from_tensors` makes them again."""
-    return {
-        f"{layer}.{name}.{field}": values
-        for (layer, name), its in evaluations.items()
-        for field, values in its._asdict().items()
-        if values is not None
-    }
-
-
-def from_tensors(stored: Mapping[str, Any]) -> dict[tuple[int, str], evaluation.Evaluation]:
-    """The inverse of `to_tensors`; other values are ignored."""
-    fields: dict[tuple[int, str], dict[str, Tensor]] = {}
-    for key, values in stored.items():
-        if isinstance(values, Tensor):
-            layer, name, field = key.split(".")
-            fields.setdefault((int(layer), name), {})[field] = values
-    return {key: evaluation.Evaluation(**parts) for key, parts in fields.items()}

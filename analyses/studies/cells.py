@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from time import process_time
 from typing import Any
 
+import pandas as pd
 from torch import Tensor
 
 from matlens import Lens
 from matlens.io import Artifact
 from matlens.study import slug
+from studies.scripts import SECONDS
 from studies.study import Model
 
 
@@ -23,6 +27,23 @@ class Cells:
     def __init__(self, artifact: Artifact | None = None) -> None:
         self.artifact, self.seconds = artifact, dict[str, float]()
         self._known: dict[str, dict[str, Any]] = {}
+
+    @classmethod
+    @contextmanager
+    def stored(cls, folder: Path, holds: str, job: Mapping[str, Any]) -> Iterator[Cells]:
+        """Results in a folder, which those of another job are refused in."""
+        with Artifact.writing(folder, holds, job) as artifact:
+            yield cls(artifact)
+
+    @property
+    def total(self) -> dict[str, float]:
+        """The CPU seconds of all results, for the JSON next to a table."""
+        return {SECONDS: round(sum(self.seconds.values()), 1)}
+
+    def rows(self, name: str, make: Callable[[], Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+        """Rows of a table of results, computed unless they are known."""
+        made = self.get(name, lambda: {"rows": [{**row, "k": _plain(row["k"])} for row in make()]})
+        return [row | {"k": pd.NA if row["k"] is None else row["k"]} for row in made["rows"]]
 
     def get(self, name: str, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         """Tensors and values of JSON by their names, computed unless they are known."""
@@ -65,3 +86,8 @@ class Cells:
             self.seconds[name] = record.pop("seconds")
             self._known[name] = record | tensors
         return name in self._known
+
+
+def _plain(k: Any) -> Any:
+    """A value of the column ``k`` that JSON has."""
+    return None if pd.isna(k) else k

@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, partial
 from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import pandas as pd
 import typer
@@ -37,6 +37,7 @@ LinkageOption = Annotated[
     typer.Option("--linkage", help="Linkage of exact clusters; paper B has complete."),
 ]
 TwoOrMore = Annotated[int, Between(2)]
+_GIVEN = ("study", "studies", "report")  # parameters of an analysis that are no options
 _Seed = Annotated[
     int, typer.Option(min=0, max=2**32 - 1, help="Random seed of the split and of the positions.")
 ]
@@ -111,7 +112,8 @@ def run_study(
     Parameters
     ----------
     work
-        ``work(study, report, ...)`` or ``work(studies, report, ...)``; its docstring is the script's help.
+        ``work(study, report, ...)`` or ``work(studies, report, ...)``; its docstring is the script's help,
+        and describes its options. Fields of a dataclass are options, too.
     model, corpus
         Defaults; a list if the option is repeatable, None for no such option. If one of several corpora is
         smaller, it is split in the same proportion.
@@ -136,7 +138,8 @@ def run_study(
         shared["suffix"] = _option(str, "Appended to the names of tables and figures, such as _bert."), ""
     out = typer.Option(metavar="PATH", help="Output folder.")
     shared["out"] = Annotated[Path, out], Path("out")
-    several = "studies" in inspect.signature(work).parameters
+    hints = {name: hint for name, hint in get_type_hints(work).items() if name not in _GIVEN}
+    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
 
     def command(**given: Any) -> None:
         chosen = {name: given.pop(name) for name in shared}
@@ -150,9 +153,12 @@ def run_study(
                 sizes, defaults = (None, None), (sizes[0] or defaults[0], sizes[1] or val)
         studies = _studies(chosen, sizes, defaults)
         report = Report(chosen["out"], chosen.get("suffix", ""))
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+        several = "studies" in inspect.signature(work).parameters
         work(studies if several else next(studies), report, **given)
 
-    own = options.options_of(work, but=("study", "studies", "report"))
+    own = options.options_of(work, but=_GIVEN)
     added = [
         Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
         for name, (annotation, default) in shared.items()

@@ -14,11 +14,7 @@ from matlens.ffn import ValueVectors, agglomerate
 
 
 def compare_linkages(
-    values: ValueVectors,
-    n_clusters: int = 10_000,
-    *,
-    n_vectors: int = 12_000,
-    seed: int = 0,
+    values: ValueVectors, n_clusters: int = 10_000, *, n_vectors: int = 12_000, seed: int = 0
 ) -> pd.DataFrame:
     """Compare ``average``, ``complete`` and ``neighbors`` clusters pairwise on a sample.
 
