@@ -49,11 +49,8 @@ _SIZES: dict[str, Any] = {
 _NARROW = _SIZES | {"intermediate_size": 48}
 _GROUPED = _NARROW | {"num_key_value_heads": 2, "head_dim": 8}
 _EXPERTS = _GROUPED | {
-    "num_experts_per_tok": 2,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "moe_intermediate_size": 16,
-}
+    "num_experts_per_tok": 2, "num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 16,
+}  # fmt: skip
 _DEEPSEEK = (
     _EXPERTS
     | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "q_lora_rank": 16}
@@ -84,35 +81,15 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "falcon new": _SIZES | {"new_decoder_architecture": True, "num_kv_heads": 2},
     "codegen": _SIZES | {"rotary_dim": 4},
     "xglm": _SIZES | {"ffn_dim": 48},
-    "llama": _GROUPED,
-    "mistral": _GROUPED,
-    "qwen2": _GROUPED,
-    "qwen3": _GROUPED,
-    "gemma": _GROUPED,
-    "gemma2": _GROUPED,
-    "gemma3_text": _GROUPED,
-    "phi": _NARROW,
-    "phi3": _NARROW,
-    "olmo": _NARROW,
-    "olmo2": _NARROW,
-    "olmo3": _NARROW,
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"), _GROUPED),
+    **dict.fromkeys(("phi", "phi3", "olmo", "olmo2", "olmo3"), _NARROW),
     "stablelm": _NARROW | {"num_key_value_heads": 4},
     "cohere": _NARROW,
     "cohere2": _GROUPED,
     "granite": _GROUPED | {"residual_multiplier": 0.5},
     "starcoder2": _NARROW | {"num_key_value_heads": 2},
-    "glm": _GROUPED,
-    "glm4": _GROUPED,
-    "smollm3": _GROUPED,
-    "nemotron": _GROUPED,
-    "exaone4": _GROUPED,
-    "apertus": _GROUPED,
-    "arcee": _GROUPED,
-    "seed_oss": _GROUPED,
-    "ministral3": _GROUPED,
-    "hunyuan_v1_dense": _GROUPED,
-    "vaultgemma": _GROUPED,
-    "ernie4_5": _GROUPED,
+    **dict.fromkeys(("glm", "glm4", "smollm3", "nemotron", "exaone4", "apertus", "arcee"), _GROUPED),
+    **dict.fromkeys(("seed_oss", "ministral3", "hunyuan_v1_dense", "vaultgemma", "ernie4_5"), _GROUPED),
     "qwen3_next": _EXPERTS
     | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
     | {"shared_expert_intermediate_size": 24, "linear_num_value_heads": 4, "linear_num_key_heads": 2}
@@ -126,12 +103,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": _EXPERTS | {"moe_num_experts": 4, "moe_k": 2},
     "lfm2_moe": _EXPERTS | {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     "llama4_text": _EXPERTS | {"interleave_moe_layer_step": 1, "intermediate_size_mlp": 48},
-    "flex_olmo": _EXPERTS,
-    "mixtral": _EXPERTS,
-    "olmoe": _EXPERTS,
-    "qwen2_moe": _EXPERTS,
-    "qwen3_moe": _EXPERTS,
-    "gpt_oss": _EXPERTS,
+    **dict.fromkeys(("flex_olmo", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss"), _EXPERTS),
     "mamba": _SIZES,
     "rwkv": _SIZES | {"attention_hidden_size": 32},
     "bert": _NARROW,
@@ -152,17 +124,8 @@ _CLASSES = (  # the first that has the type: BART and its kin are in several
     "AutoModelForCausalLM",
     "AutoModelForImageClassification",
 )
-FEATURES = (
-    "readout",
-    "mat",
-    "mat_attn",
-    "mat_ffn",
-    "mat_ln1_ln2",
-    "value vectors",
-    "sub-updates",
-    "control",
-)
-_STAND_INS = {"mat_attn": mat_attn, "mat_ffn": mat_ffn, "mat_ln1_ln2": mat_ln1_ln2}
+_REPLACEMENTS = {"mat_attn": mat_attn, "mat_ffn": mat_ffn, "mat_ln1_ln2": mat_ln1_ln2}
+FEATURES = ("readout", "mat", *_REPLACEMENTS, "value vectors", "sub-updates", "control")
 
 
 def main(
@@ -264,7 +227,7 @@ def compatibility(model: Model, stack: Stack | None = None) -> dict[str, str]:
         "mat": partial(run_patched, lambda: [("h.0", str(layout.stream[-1]))], jump),
         **{
             name: partial(run_patched, partial(_pairs_of, layout, name), replace)
-            for name, replace in _STAND_INS.items()
+            for name, replace in _REPLACEMENTS.items()
         },
         "value vectors": lambda: ValueVectors(model).layer(0),
         "sub-updates": lambda: Updates.run(model, examples, progress=False).dominant(0, 1),
