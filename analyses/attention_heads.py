@@ -24,8 +24,8 @@ from torch import Tensor
 from matlens import LinearMap, MapSet, Readout, metrics
 from matlens.activations import Activations, find_sinks, sink_counts, sink_rows
 from matlens.errors import PositiveInt
-from matlens.io import result_row, result_table
-from matlens.lens import evaluate, prediction_rows
+from matlens.io import result_table
+from matlens.lens import evaluate, evaluation, prediction_rows
 from matlens.models import ModelLayout
 from matlens.patching import Replacement, Variant, run_variants
 from matlens.study import origin_of
@@ -157,10 +157,7 @@ def head_ablation(
     table = []
     for (layer, head), score in scores.items():
         estimate = metrics.Estimate.without_interval(score, int(validation_rows.sum()))
-        row = result_row(
-            NAME, model=validation.provenance.identity.name, corpus=validation.provenance.corpus,
-            method="linear", layer=layer, target=layer, metric="r2", estimate=estimate,
-        )  # fmt: skip
+        row = evaluation.validation_row(NAME, validation, "linear", layer, layer, "r2", None, estimate)
         table.append(row | {"head": head, "share": None})
     for key, name in names.items():
         method, of_block, of_head, of_share = key

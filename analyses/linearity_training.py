@@ -29,8 +29,7 @@ from figures.beyond import over_training
 from linearity import AtlasText
 from small_gpts import LONGEST, RATE, TRAINED, initial_gpt
 from studies import SECONDS, Cells, Report, Study, TwoOrMore, run_study
-from training.running import TrainingRun, train
-from training.vocabularies import bpe_tokenizer, token_sequences
+from training.running import TrainingRun, bpe_tokenizer, token_sequences, train
 
 import matlens
 from matlens import InputError, MapSet, Readout, collect, metrics

@@ -19,11 +19,12 @@ from torch import nn
 
 from matlens import InputError, MapSet, Readout
 from matlens.activations import Activations
-from matlens.io import result_row, result_table
+from matlens.io import result_table
 from matlens.lens import (
     ExitConfidence,
     Lens,
     evaluate,
+    evaluation,
     exit_layers,
     exit_sweep,
     prediction_quality,
@@ -124,14 +125,11 @@ def exit_costs(
     def add(method: str, layer: int | None, k: float | None, values: dict[str, float]) -> None:
         for metric, value in values.items():
             estimate = Estimate.without_interval(value, validation.n_rows)
-            row = result_row(
-                NAME, model=validation.provenance.identity.name, corpus=validation.provenance.corpus,
-                method=method, layer=0, target=last, metric=metric, estimate=estimate,
-            )  # fmt: skip
+            row = evaluation.validation_row(NAME, validation, method, layer, last, metric, None, estimate)
             of_bytes = value / (sum(costs.blocks) * costs.n_bytes) if "bytes" in metric else None
             of_all = value / all_blocks if "multiplications" in metric else None
             shares = {"share of bytes": of_bytes, "share of multiplications": of_all}
-            rows.append(row | {"layer": layer, "k": k} | shares)
+            rows.append(row | {"k": k} | shares)
 
     quality = prediction_quality(readout, maps, validation)
     quality = quality[(quality["metric"] == "precision") & (quality["k"] == 1) & (quality["layer"] < last)]

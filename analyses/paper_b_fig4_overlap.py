@@ -14,17 +14,15 @@ import pandas as pd
 import torch
 from figures.paper_b import shares_by_layer
 from jaxtyping import Float, Int
-from studies import Model, Report, Study, TwoOrMore, run_study
+from studies import LayerRow, Model, Report, Study, TwoOrMore, layer_table, run_study
 from torch import Tensor
 
 from matlens import metrics
 from matlens.errors import PositiveInt
 from matlens.ffn import Projection, ValueVectors
-from matlens.io import result_row, result_table
 from matlens.parallel import Bar
 
 NAME = "paper_b_fig4_overlap"
-OVERLAP = "overlap"  # the experiment's name in tables
 _LISTS = 1024  # lists of tokens compared at once
 
 
@@ -71,24 +69,21 @@ def norm_overlap(model: Model, *, n_random: int = 1000, k: int = 30, seed: int =
             overlaps[method].append(iou(plain.top(vectors, k).ids, normed.top(vectors, k).ids))
     pairs = list(zip(overlaps["values"], overlaps["random"], strict=True))
     means = {method: torch.stack([layer.mean() for layer in lists]) for method, lists in overlaps.items()}
-    rows: list[tuple[str, str, int | None, metrics.Estimate]] = []
+    rows: list[LayerRow] = []
     for layer, (real, random) in enumerate(pairs):
-        rows += [("values", "iou", layer, metrics.mean(real)), ("random", "iou", layer, metrics.mean(random))]
-        rows += [("difference", metric, layer, number) for metric, number in _compare(real, random).items()]
-    rows += [(method, "iou", None, metrics.mean(of_layers)) for method, of_layers in means.items()]
+        rows += [
+            ("values", layer, "iou", k, metrics.mean(real)),
+            ("random", layer, "iou", k, metrics.mean(random)),
+        ]
+        rows += [("difference", layer, metric, k, each) for metric, each in _compare(real, random).items()]
+    rows += [(method, None, "iou", k, metrics.mean(of_layers)) for method, of_layers in means.items()]
     from scipy import stats  # slow to import
 
     above = means["values"] - means["random"]
-    rows.append(("difference", "iou", None, metrics.mean(above)))
+    rows.append(("difference", None, "iou", k, metrics.mean(above)))
     p = float(stats.wilcoxon(above.cpu().double().numpy()).pvalue) if above.any() else 1.0
-    rows.append(("difference", "p", None, metrics.Estimate.without_interval(p, len(above))))
-    return result_table(
-        result_row(
-            OVERLAP, model=values.identity.name, corpus="none", method=method, layer=layer, target=layer,
-            metric=metric, k=k, estimate=estimate,
-        )
-        for method, metric, layer, estimate in rows
-    )  # fmt: skip
+    rows.append(("difference", None, "p", k, metrics.Estimate.without_interval(p, len(above))))
+    return layer_table("overlap", values.identity.name, "none", rows)
 
 
 def _compare(real: Tensor, random: Tensor) -> dict[str, metrics.Estimate]:

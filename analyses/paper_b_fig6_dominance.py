@@ -11,16 +11,14 @@ from __future__ import annotations
 import pandas as pd
 import torch
 from figures.paper_b import shares_by_layer
-from studies import Dominant, Model, Report, Study, run_study
+from studies import Dominant, Model, Report, Study, layer_table, run_study
 
 from matlens import metrics
 from matlens.activations import stream
 from matlens.data import Examples
 from matlens.ffn import ValueVectors
-from matlens.io import result_row, result_table
 
 NAME = "paper_b_fig6_dominance"
-DOMINANCE = "dominance"  # the experiment's name in tables
 
 
 def main(study: Study, report: Report, dominant: Dominant = 10) -> None:
@@ -62,14 +60,12 @@ def dominance(
                 negative = rows.vectors[site].gather(1, of_method) < 0
                 shares[method, "negative"][layer, index] = negative.float().mean(1)
     corpus = examples.provenance.get("corpus", "unnamed")
-    return result_table(
-        result_row(
-            DOMINANCE, model=values.identity.name, corpus=corpus, method=method, layer=layer, target=layer,
-            metric=metric, k=k, estimate=metrics.mean(per_token[layer]),
-        )
+    rows = (
+        (method, layer, metric, k, metrics.mean(per_token[layer]))
         for layer in range(values.n_layers)
         for (method, metric), per_token in shares.items()
-    )  # fmt: skip
+    )
+    return layer_table("dominance", values.identity.name, corpus, rows)
 
 
 if __name__ == "__main__":

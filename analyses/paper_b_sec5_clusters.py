@@ -24,9 +24,7 @@ from typing import Annotated
 from figures.paper_b import extremes_figure
 from paper_a.predictions import prediction_confidence
 from studies import LinkageOption, Memory, Report, Study, TwoOrMore, run_study
-from sub_updates.extremes import concentration, extreme_tables
-from sub_updates.frequency import TokenFrequency
-from sub_updates.linkages import compare_linkages
+from sub_updates.extremes import TokenFrequency, compare_linkages, concentration, extreme_tables
 
 from matlens.activations import sink_counts
 from matlens.errors import Between, PositiveInt

@@ -21,9 +21,8 @@ from typing import Annotated
 import typer
 from control.baselines import SelfDebiasing, word_filter
 from control.comparison import changes_to_compare, compare_control, main_scores
-from control.generation import CONTINUATION_TOKENS
+from control.generation import CONTINUATION_TOKENS, PROMPT_FIELD, read_prompts
 from control.graders import ATTRIBUTES, make_grader
-from control.prompts import PROMPT_FIELD, read_prompts
 from control.selection import choose_values, tokens_of_chosen
 from figures.paper_b import toxicity_against_perplexity
 from studies import Report, Study, TwoOrMore, run_study, show

@@ -22,9 +22,8 @@ from typing import Annotated
 
 import typer
 from exits.classifiers import FEWEST_EVENTS, FOLDS, LASSO, PENALTY_STRENGTHS, RIDGE
-from exits.comparison import classifier_sites, compare_exits
+from exits.comparison import EXIT_CLUSTERS, classifier_sites, compare_exits, compare_readings
 from exits.outcomes import summarize_exits
-from exits.readings import EXIT_CLUSTERS, compare_readings
 from figures.paper_b import exits_figure
 from studies import Dominant, LinkageOption, Memory, Report, Study, TwoOrMore, run_study, show
 

@@ -15,13 +15,12 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float
-from studies import Report, Study, run_study
+from studies import LayerRow, Report, Study, layer_table, run_study
 from torch import Tensor
 
 from matlens import MapSet, Site, plots
 from matlens.activations import Activations, sink_counts, sink_rows
 from matlens.errors import Tokenizer
-from matlens.io import result_row, result_table
 from matlens.lens import fit_quality
 from matlens.metrics import Estimate
 from matlens.models import token_texts
@@ -53,7 +52,7 @@ def sink_norms(samples: Activations, sinks: Bool[Tensor, " n"]) -> pd.DataFrame:
     """
     first = torch.from_numpy(samples.places == 0)
     groups = {"first tokens": first, "sinks": sinks, "others": ~first & ~sinks}
-    rows = []
+    rows = list[LayerRow]()
     for layer, h in _stream(samples):
         values = [
             (name, "median_norm", h[mask].norm(dim=1).median(), mask)
@@ -64,15 +63,11 @@ def sink_norms(samples: Activations, sinks: Bool[Tensor, " n"]) -> pd.DataFrame:
             (name, "largest_dimension", _largest_share(h[mask]), mask)
             for name, mask in (("all", torch.ones_like(sinks)), ("not sinks", ~sinks))
         ]
-        for name, metric, value, mask in values:
-            estimate = Estimate.without_interval(value, int(mask.sum()))
-            rows.append(
-                result_row(
-                    NAME, model=samples.provenance.identity.name, corpus=samples.provenance.corpus,
-                    method=name, layer=layer, target=layer, metric=metric, estimate=estimate,
-                )
-            )  # fmt: skip
-    return result_table(rows)
+        rows += [
+            (name, layer, metric, None, Estimate.without_interval(value, int(mask.sum())))
+            for name, metric, value, mask in values
+        ]
+    return layer_table(NAME, samples.provenance.identity.name, samples.provenance.corpus, rows)
 
 
 def fit_quality_without_sinks(

@@ -18,9 +18,8 @@ import pandas as pd
 import torch
 from figures.paper_a import training_curves
 from studies import Report, Study, run_study
-from training.running import train
+from training.running import bpe_tokenizer, token_sequences, train
 from training.tables import compare_with_ngrams, training_table
-from training.vocabularies import bpe_tokenizer, token_sequences
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from matlens.errors import Between, PositiveInt

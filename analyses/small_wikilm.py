@@ -19,9 +19,8 @@ from typing import Annotated
 import torch
 from figures.paper_a import training_curves
 from studies import Report, Study, run_study
-from training.running import train
+from training.running import token_sequences, train
 from training.tables import compare_with_ngrams, training_table
-from training.vocabularies import token_sequences
 from training.wikilm import WikiLMConfig, WikiLMForCausalLM, word_dictionary, write_wikilm
 
 from matlens.errors import Between, PositiveInt

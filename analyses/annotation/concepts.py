@@ -16,16 +16,15 @@ import numpy as np
 import pandas as pd
 import torch
 from sklearn.metrics import cohen_kappa_score
-from studies import Model
+from studies import Model, layer_table
 
 from annotation.concept_sheets import CLASSES, Annotation
 from matlens import InputError, metrics
 from matlens.data import Examples
 from matlens.ffn import Projection, Updates
-from matlens.io import read_table, result_row, result_table
+from matlens.io import read_table
 from matlens.models import token_texts, visible
 
-EXPERIMENT = "concepts"
 KINDS = ("values", "random", "updates")
 MIN_PATTERN_TOKENS = 4  # as in the paper's protocol
 SAMPLE_COLUMNS = {
@@ -140,13 +139,9 @@ def tally_concepts(sample: pd.DataFrame, annotations: Sequence[Annotation]) -> p
             part = items[(items["kind"] == kind) & (True if layer is None else items["layer"] == layer)]
             for name in MEASURES:
                 shares = torch.from_numpy(part[name].to_numpy(dtype=float, copy=True))
-                rows.append(
-                    result_row(
-                        EXPERIMENT, model=model, corpus=corpora[kind], method=kind, layer=layer, target=layer,
-                        metric=name, k=k, estimate=metrics.mean(shares),
-                    )
-                )  # fmt: skip
-    return result_table(rows)
+                rows.append((kind, layer, name, k, metrics.mean(shares)))
+    table = layer_table("concepts", model, "", rows)
+    return table.assign(corpus=table["method"].map(corpora))
 
 
 def annotator_agreement(sample: pd.DataFrame, annotations: Sequence[Annotation]) -> pd.DataFrame:

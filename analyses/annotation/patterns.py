@@ -16,17 +16,15 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Int
-from studies import Model
+from studies import Model, layer_table
 from torch import Tensor
 
 from annotation.word_similarity import WordSimilarity
 from matlens import InputError, metrics
 from matlens.ffn import Projection, ValueVectors
-from matlens.io import result_row, result_table
 from matlens.models import token_texts, visible
 from matlens.parallel import Bar
 
-EXPERIMENT = "concept_search"
 MIN_PATTERN_WORDS = 4  # as in the paper's protocol
 PATTERN_SIZES = range(MIN_PATTERN_WORDS, 13)
 PATTERN_COLUMNS = ("known", "words", "tokens", "similarity", "pattern")
@@ -121,14 +119,8 @@ def pattern_shares(
     for method, table in tables.items():
         for layer in (None, *sorted(table["layer"].unique())):
             part = table if layer is None else table[table["layer"] == layer]
-            rows += [
-                result_row(
-                    EXPERIMENT, model=model_name, corpus=corpus, method=method, layer=layer, target=layer,
-                    metric=name, k=size, estimate=share,
-                )
-                for name, size, share in _shares(part, k)
-            ]  # fmt: skip
-    return result_table(rows)
+            rows += [(method, layer, *share) for share in _shares(part, k)]
+    return layer_table("concept_search", model_name, corpus, rows)
 
 
 def _shares(patterns: pd.DataFrame, k: int) -> Iterator[tuple[str, int, metrics.Estimate]]:

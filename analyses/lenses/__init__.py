@@ -7,17 +7,15 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pandas as pd
 import torch
 from jaxtyping import Float
-from studies import Model
+from studies import LayerRow, Model, layer_table
 from torch import Tensor
 
 from matlens import Lens, LinearMap, make_examples
 from matlens.data import Corpus
-from matlens.io import result_row, result_table
 from matlens.lens import trained
 from matlens.metrics import Estimate
 from matlens.numerics import in_float64
@@ -85,16 +83,10 @@ def cosine_table(lenses: Mapping[str, Lens], halves: Mapping[str, tuple[Lens, Le
     identity, width = first.provenance.identity, first.provenance.identity.d_model
     for lens in lenses.values():
         first.provenance.check_same(lens.provenance.identity, ours="the first lens", theirs="another lens")
-    rows: list[dict[str, Any]] = []
+    rows = list[LayerRow]()
 
     def add(method: str, layer: int, value: float) -> None:
-        estimate = Estimate.without_interval(value, width * width)
-        rows.append(
-            result_row(
-                "lens_cosine", model=identity.name, corpus=first.provenance.corpus, method=method,
-                layer=layer, target=identity.n_layers, metric="cosine", estimate=estimate,
-            )
-        )  # fmt: skip
+        rows.append((method, layer, "cosine", None, Estimate.without_interval(value, width * width)))
 
     for layer in sorted(set.intersection(*(set(lens.layers) for lens in lenses.values()))):
         matrices = {name: lens.matrix(layer) for name, lens in lenses.items()}
@@ -108,7 +100,8 @@ def cosine_table(lenses: Mapping[str, Lens], halves: Mapping[str, tuple[Lens, Le
             if name in reliability and other in reliability:
                 ceiling = (reliability[name] * reliability[other]) ** 0.5
                 add(f"ceiling of {name} and {other}", layer, ceiling)
-    return result_table(rows)
+    table = layer_table("lens_cosine", identity.name, first.provenance.corpus, rows)
+    return table.assign(target=identity.n_layers)
 
 
 def matrix_cosine(first: Float[Tensor, "n d"], second: Float[Tensor, "n d"]) -> float:

@@ -1,7 +1,6 @@
 """Shared by analysis scripts: studies, reports, stored results, and common options."""
 
 from studies.cells import Cells as Cells
-from studies.intervals import bootstrap as bootstrap
 from studies.scripts import SECONDS as SECONDS
 from studies.scripts import Dominant as Dominant
 from studies.scripts import LinkageOption as LinkageOption
@@ -14,3 +13,6 @@ from studies.scripts import show as show
 from studies.study import Model as Model
 from studies.study import Study as Study
 from studies.study import head_pairs as head_pairs
+from studies.tables import LayerRow as LayerRow
+from studies.tables import bootstrap as bootstrap
+from studies.tables import layer_table as layer_table

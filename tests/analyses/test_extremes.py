@@ -12,15 +12,17 @@ import torch
 from conftest import N_LAYERS
 from plain_values import plain_unit_vectors, plain_values
 from sub_updates.extremes import (
+    FREQUENCY_KINDS,
+    TokenFrequency,
     cluster_activity,
     default_threshold,
     extreme_sub_updates,
     extreme_tables,
+    frequency_kinds,
     group_table,
     position_table,
     sample_sub_updates,
 )
-from sub_updates.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
 from traces import K, N, make_clusters, make_trace_of_model
 
 from matlens.ffn.clusters import Clusters

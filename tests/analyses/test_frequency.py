@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from sub_updates.frequency import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
+from sub_updates.extremes import FREQUENCY_KINDS, TokenFrequency, frequency_kinds
 
 
 def test_common_are_the_fewest_tokens_that_make_half_of_the_text():

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from training.ngrams import NgramModel
+from training.tables import NgramModel
 
 V, ORDER = 6, 3
 GENERATOR = np.random.default_rng(0)

@@ -14,9 +14,8 @@ from annotation.patterns import distinct_concepts, pattern_shares, search_concep
 from annotation.word_similarity import WordSimilarity
 from conftest import N_LAYERS, SINK_TOKENS
 from exits.classifiers import RIDGE
-from exits.comparison import classifier_sites, compare_exits
+from exits.comparison import classifier_sites, compare_exits, compare_readings
 from exits.outcomes import summarize_exits
-from exits.readings import compare_readings
 from figures import paper_b
 from paper_b_fig4_overlap import norm_overlap
 from paper_b_fig6_dominance import dominance as dominance_table

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from control.prompts import read_prompts
+from control.generation import read_prompts
 
 from matlens import InputError
 

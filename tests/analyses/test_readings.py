@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from exits.comparison import compare_readings
 from exits.outcomes import evaluate_exits
-from exits.readings import compare_readings
 from rule_by_hand import layer_left
 from traces import make_clusters, make_trace
 

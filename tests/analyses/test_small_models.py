@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from analysing import assert_figure, run
-from training.ngrams import NgramModel
+from training.tables import NgramModel
 
 import matlens
 from matlens.models import ModelLayout

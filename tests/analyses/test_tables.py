@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from figures.paper_a import training_curves
-from training.ngrams import NgramModel
 from training.running import TrainingRun
-from training.tables import training_table
+from training.tables import NgramModel, training_table
 
 from matlens.metrics import Estimate
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from control.toxicity import grade_continuations, share_estimate, toxicity_estimates
+from control.comparison import grade_continuations, share_estimate, toxicity_estimates
 
 from matlens import metrics
 

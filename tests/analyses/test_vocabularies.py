@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from conftest import make_sentences
-from training.vocabularies import token_sequences
+from training.running import token_sequences
 from training.wikilm import word_dictionary
 
 

@@ -16,7 +16,7 @@ from scipy.sparse import lil_array
 from scipy.spatial.distance import pdist
 from sklearn.cluster import AgglomerativeClustering
 from sklearn.metrics import adjusted_rand_score
-from sub_updates.linkages import compare_linkages
+from sub_updates.extremes import compare_linkages
 from traces import make_clusters
 
 from matlens import InputError

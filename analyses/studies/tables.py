@@ -1,13 +1,28 @@
-"""Confidence intervals of statistics that are not means."""
+"""Rows about layers, and confidence intervals of statistics that are not means."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
+from matlens.io import result_row, result_table
 from matlens.metrics import Estimate
+
+LayerRow = tuple[str, float | None, str, int | None, Estimate]
+
+
+def layer_table(experiment: str, model: str, corpus: str, rows: Iterable[LayerRow]) -> pd.DataFrame:
+    """A table of rows ``(method, layer, metric, k, estimate)``; ``target`` is the layer, too."""
+    return result_table(
+        result_row(
+            experiment, model=model, corpus=corpus, method=method, layer=layer, target=layer, metric=metric,
+            k=k, estimate=estimate,
+        )
+        for method, layer, metric, k, estimate in rows
+    )  # fmt: skip
 
 
 def bootstrap(
