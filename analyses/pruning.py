@@ -177,21 +177,21 @@ class PrunedModels:
         prompts = beginnings(self.evaluated.values(), _PROMPT)
         for decoding, options in DECODINGS.items() if self.tokens else ():
             written = continue_prompts(of_model, prompts, self.tokens, **options)
-            losses_of = continuation_losses(self.original, prompts, written)
-            found |= {f"{decoding} tokens": written, f"{decoding} losses": losses_of}
+            of_original = continuation_losses(self.original, prompts, written)
+            found |= {f"{decoding} tokens": written, f"{decoding} losses": of_original}
         return found
 
     def choose(self) -> dict[tuple[int, str], tuple[int, ...]]:
         """The removed blocks by their number and the way of choosing them."""
         chosen: dict[tuple[int, str], tuple[int, ...]] = {}
 
-        def blocks_by(n: int, by: Any) -> dict[str, Tensor]:
-            return {"blocks": torch.tensor(self.calibration.choose(n, by))}
+        def blocks_by(n: int, by: Any) -> dict[str, list[int]]:
+            return {"blocks": list(map(int, self.calibration.choose(n, by)))}
 
         # The most first, since those chosen greedily include the fewer.
         for n, by in itertools.product(sorted(self.sizes, reverse=True), self.choices):
             cell = self.cells.get(f"{n} by {by}", partial(blocks_by, n, by))
-            chosen[n, by] = tuple(cell["blocks"].tolist())
+            chosen[n, by] = tuple(cell["blocks"])
         return chosen
 
     def prune(self, chosen: Mapping[tuple[int, str], tuple[int, ...]]) -> dict[Pruned, Cell]:
@@ -218,19 +218,15 @@ class PrunedModels:
                 found[blocks, name] = self.cells.get(key, partial(evaluate, made, blocks, name))
         return found
 
-    def costs(self) -> dict[tuple[str, int], dict[str, Estimate]]:
-        """Costs per token of the original model, with blocks removed, and with a map at the cut."""
-        if not self.rounds:
-            return {}
-        names = ["pruned", "jump"] if Cut.jump in self.methods else ["pruned"]
-        key = f"costs {len(names) > 1} {self.rounds} {' '.join(map(str, sorted(self.sizes)))}"
-        costs: dict[tuple[str, int], dict[str, Estimate]] = {}
-        for name, (value, n) in self.cells.get(key, partial(self._time, names)).items():
-            method, size, metric = name.split("/")
-            costs.setdefault((method, int(size)), {})[metric] = Estimate.without_interval(value, int(n))
-        return costs
+    def row(self, **cells: Any) -> dict[str, Any]:
+        """A row of the table; what is not given is of no text, choice or other model."""
+        blank: dict[str, Any] = dict.fromkeys(COLUMNS, "") | {"corpus": "", "n_removed": 0}
+        name = ModelIdentity.from_model(self.model).name
+        return result_row(NAME, model=name, layer=None, target=None, **blank | cells)
 
-    def _time(self, names: Sequence[str]) -> dict[str, tuple[float, int]]:
+    def costs(self) -> Iterator[dict[str, Any]]:
+        """Costs per token of the original model, with blocks removed, and with a map at the cut."""
+        names = ["pruned", "jump"] if Cut.jump in self.methods else ["pruned"]
         calibration, rounds = self.calibration, list[float]()
         costs: dict[tuple[str, int], dict[str, Estimate]] = {("original", 0): {}}
         for size in self.sizes:
@@ -244,11 +240,9 @@ class PrunedModels:
             costs |= {
                 (name, size): each.estimates(original) for name, each in zip(names, others, strict=True)
             }
-        return {
-            f"{method}/{size}/{metric}": (estimate.value, estimate.n)
-            for (method, size), estimates in costs.items()
-            for metric, estimate in estimates.items()
-        }
+        for (method, size), estimates in costs.items():
+            for metric, estimate in estimates.items():
+                yield self.row(method=method, n_removed=size, metric=metric, estimate=estimate)
 
     def table(self) -> pd.DataFrame:
         """Compare all models.
@@ -276,21 +270,18 @@ class PrunedModels:
         originals = self.cells.get("original", lambda: self.evaluate(self.original, "original model"))
         chosen = self.choose()
         known = self.prune(chosen)
-        name_of_model = ModelIdentity.from_model(self.model).name
-        row = partial(result_row, NAME, model=name_of_model, layer=None, target=None)
         ends = {self.model.tokenizer.eos_token_id}
-        more: dict[str, Any] = dict.fromkeys(COLUMNS, "") | {"corpus": "", "n_removed": 0}
         rows = [
-            row(**more | of_row, method="original")
+            self.row(**of_row, method="original")
             for of_row in (*text_rows(originals, self.evaluated), *generation_rows(originals, ends))
         ]
-        for (method, n), costs in self.costs().items():
-            more["n_removed"] = n
-            rows += [row(**more, method=method, metric=name, estimate=each) for name, each in costs.items()]
+        if self.rounds:
+            timed = f"costs {Cut.jump in self.methods} {self.rounds} {' '.join(map(str, sorted(self.sizes)))}"
+            rows += self.cells.rows(timed, self.costs)
         names = [*self.methods, *(method + HEALED for method in self.heal_methods)]
         for n, by in itertools.product(self.sizes, self.choices):
             blocks, (by_published, method) = chosen[n, by], _PUBLISHED
-            more |= {"n_removed": n, "choice": by, "blocks": " ".join(map(str, blocks))}
+            pruned = {"n_removed": n, "choice": by, "blocks": " ".join(map(str, blocks))}
             published = known.get((chosen.get((n, by_published), ()), method))
             for name in names:
                 is_healed = name.endswith(HEALED)
@@ -306,45 +297,42 @@ class PrunedModels:
                 other = "original" if name == Cut.jump + healed else "jump"
                 of_texts = text_rows(found, self.evaluated, originals, published, rivals)
                 of_written = generation_rows(found, ends, other, against[other])
-                rows += [row(**more | of_row, method=name) for of_row in (*of_texts, *of_written)]
+                rows += [self.row(**pruned | of_row, method=name) for of_row in (*of_texts, *of_written)]
         return result_table(rows, *COLUMNS)
 
 
 def text_rows(
-    found: Mapping[str, Tensor],
+    found: Cell,
     corpora: Iterable[str],
-    originals: Mapping[str, Tensor] | None = None,
-    published: Mapping[str, Tensor] | None = None,
-    rivals: Mapping[str, Mapping[str, Tensor]] | None = None,
+    originals: Cell | None = None,
+    published: Cell | None = None,
+    rivals: Mapping[str, Cell] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Metrics of a model on each text, compared with others on the same windows."""
     for corpus in corpora:
-        top = found[f"top of {corpus}"]
-
-        def losses(of_model: Mapping[str, Tensor]) -> TextLosses:
-            total = of_model[f"losses of {corpus}"].numpy()  # noqa: B023
-            return TextLosses(total, np.full(len(total), top.shape[1]))  # noqa: B023
-
-        ours = losses(found)
+        ours = losses_of(found, corpus)
         estimates = {("perplexity", ""): ours.perplexity()}
         if originals is not None:
-            estimates["ratio", ""] = ours.ratio(losses(originals))
-            same = top == originals[f"top of {corpus}"]
-            estimates["agreement", ""] = metrics.proportion(same.flatten())
+            theirs, top = losses_of(originals, corpus), f"top of {corpus}"
+            estimates["ratio", ""] = ours.ratio(theirs)
+            estimates["agreement", ""] = metrics.proportion((found[top] == originals[top]).flatten())
             if published is not None:
-                recovered = recovered_estimate(ours, losses(originals), losses(published))
+                recovered = recovered_estimate(ours, theirs, losses_of(published, corpus))
                 estimates["recovered", ""] = recovered
         for rival, of_rival in (rivals or {}).items():
-            estimates["ratio", rival] = ours.ratio(losses(of_rival))
+            estimates["ratio", rival] = ours.ratio(losses_of(of_rival, corpus))
         for (metric, against), estimate in estimates.items():
             yield {"corpus": corpus, "metric": metric, "against": against, "estimate": estimate}
 
 
+def losses_of(found: Cell, corpus: str) -> TextLosses:
+    """Losses of a model on the windows of a text."""
+    total = found[f"losses of {corpus}"].numpy()
+    return TextLosses(total, np.full(len(total), found[f"top of {corpus}"].shape[1]))
+
+
 def generation_rows(
-    found: Mapping[str, Tensor],
-    ends: Collection[int],
-    against: str = "",
-    other: Mapping[str, Tensor] | None = None,
+    found: Cell, ends: Collection[int], against: str = "", other: Cell | None = None
 ) -> Iterator[dict[str, Any]]:
     """Measures of what a model writes, and their paired differences to those of another model."""
     for decoding in DECODINGS:
