@@ -6,10 +6,10 @@ the two meet. The paper's figure is ``--model gpt2-xl`` with 9,000 and 3,000 sen
 
 from __future__ import annotations
 
+from paper_a.predictions import write_quality
 from studies import Report, Study, run_study
 
-from matlens import InputError, plots
-from matlens.lens import prediction_quality
+from matlens import InputError
 
 NAME = "paper_a_fig4_next_token"
 
@@ -21,8 +21,7 @@ def main(study: Study, report: Report) -> None:
             f"model must be a decoder, got {study.model.cfg.model_name}. Use "
             "paper_a_fig5_masked.py for masked-LM models."
         )
-    table = prediction_quality(study.readout, study.maps, study.validation)
-    report.write(NAME, table, study.origin, plots.plot_layers(table))
+    write_quality(study, report, NAME)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@ head. Expect ``id`` near zero in the first half and ``mat`` far above it. The pa
 
 from __future__ import annotations
 
+from paper_a.predictions import write_quality
 from studies import Report, Study, run_study
 
-from matlens import InputError, plots
-from matlens.lens import prediction_quality
+from matlens import InputError
 
 NAME = "paper_a_fig5_masked"
 
@@ -22,8 +22,7 @@ def main(study: Study, report: Report) -> None:
             f"model must be a masked LM such as bert-base-uncased, got {study.model.cfg.model_name}. Use "
             "paper_a_fig4_next_token.py for decoders."
         )
-    table = prediction_quality(study.readout, study.maps, study.validation)
-    report.write(NAME, table, study.origin, plots.plot_layers(table))
+    write_quality(study, report, NAME)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,11 @@ read right after the block, and at the end of the model. Expect the readings wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,20 +21,18 @@ import torch
 from figures.paper_b import removal_figure
 from jaxtyping import Float, Int
 from paper_b_fig4_overlap import iou
-from studies import Model, Report, Study, run_study
+from studies import LayerRow, Model, Report, Study, layer_table, run_study
 from torch import Tensor
 
 from matlens import InputError, Readout, metrics
 from matlens.data import Examples
 from matlens.errors import PositiveInt
 from matlens.ffn import Projection, Updates, ValueVectors
-from matlens.io import result_row, result_table
 from matlens.models import ModelLayout, NormGain
 from matlens.numerics import in_float64
 from matlens.parallel import Bar
 
 NAME = "paper_b_removal"
-REMOVAL = "removal"  # the experiment's name in tables
 AT_LAYER, AT_END = "at the layer", "at the end"  # where the effect of a removal is read out
 
 
@@ -57,61 +57,32 @@ def main(
     report.write(NAME, table, origin, removal_figure(table))
 
 
-class Removed(NamedTuple):
-    """The residual stream at an example's position, with and without each sub-update.
-
-    Attributes
-    ----------
-    after, final
-        After the block of the layer, and after the last: in row 0 nothing is removed, in row ``1 + i``
-        the sub-update ``i``.
-    """
-
-    after: Float[Tensor, "1+k d_model"]
-    final: Float[Tensor, "1+k d_model"]
-
-
-def remove_sub_updates(
-    model: Model, examples: Examples, index: Mapping[int, Int[Tensor, "n k"]]
-) -> Iterator[dict[int, Removed]]:
-    """Run a model without single sub-updates at the position of each example.
-
-    A sub-update is removed by a coefficient of 0 at that position only; everything later in the model,
-    and a norm after the FFN, runs without it.
-    """
-    layout = ModelLayout.from_model(model)
-    read = examples if model.cfg.attention_dir == "bidirectional" else examples.up_to_positions()
-    for row in Bar(range(len(read)), desc="leaving out", unit="sentence"):
-        position, of_row = int(read.positions[row]), {layer: rows[row] for layer, rows in index.items()}
-        copies = read.batch(np.full(1 + sum(map(len, of_row.values())), row))
-        yield _remove(model, layout, copies, position, of_row)
-
-
 class _EndOfPass(Exception):
     """Stops a forward pass after the last layer that is needed."""
 
 
 @torch.inference_mode()
-def _remove(
-    model: Model, layout: ModelLayout, copies: Any, position: int, index: Mapping[int, Tensor]
-) -> dict[int, Removed]:
-    """One pass of a copy of the sentence for each sub-update, behind one that is whole."""
-    starts, n_rows = dict[int, int](), 1
+def remove_sub_updates(
+    model: Model, examples: Examples, row: int, index: Mapping[int, Int[Tensor, " k"]]
+) -> dict[int, list[Float[Tensor, "1+k d_model"]]]:
+    """The residual stream at an example's position without single sub-updates, by their layer.
+
+    After the block of the layer, and after the last: in row 0 nothing is removed, in row ``1 + i`` the
+    sub-update ``i``, by a coefficient of 0 at that position only. Everything later in the model, and a norm
+    after the FFN, runs without it.
+    """
+    layout, position = ModelLayout.from_model(model), int(examples.positions[row])
+    rows, n_rows = dict[int, list[int]](), 1  # of copies of the sentence, the first of which is whole
     for layer, of_layer in index.items():
-        starts[layer] = n_rows
+        rows[layer] = list(range(n_rows, n_rows + len(of_layer)))
         n_rows += len(of_layer)
-    seen: dict[str, Tensor] = {}
-    last = layout.hook(layout.stream[-1])
+    last, seen = layout.hook(layout.stream[-1]), dict[str, Tensor]()
+    after = {layer: layout.hook(layout.stream[layer + 1]) for layer in index}
 
-    def without(layer: int) -> Any:
-        rows = starts[layer] + torch.arange(len(index[layer]))
-
-        def hook(value: Tensor, hook: Any) -> Tensor:
-            changed = value.clone()
-            changed[rows, position, index[layer].to(value.device)] = 0
-            return changed
-
-        return hook
+    def remove(layer: int, value: Tensor, hook: Any) -> Tensor:
+        changed = value.clone()
+        changed[rows[layer], position, index[layer].to(value.device)] = 0
+        return changed
 
     def keep(value: Tensor, hook: Any) -> None:
         seen[hook.name] = value[:, position].float()
@@ -120,14 +91,12 @@ def _remove(
         if hook.name == last:
             raise _EndOfPass  # before the unembedding, which is not asked for
 
-    behind = {layer: layout.hook(layout.stream[layer + 1]) for layer in index}
-    hooks = [(layout.hook(f"ffn_post.{layer}"), without(layer)) for layer in index]
-    hooks += [(name, keep) for name in dict.fromkeys([*behind.values(), last])]
-    first, others = copies.inputs(model)
+    hooks: list[Any] = [(layout.hook(f"ffn_post.{layer}"), partial(remove, layer)) for layer in index]
+    hooks += [(name, keep) for name in dict.fromkeys([*after.values(), last])]
+    first, others = examples.batch(np.full(n_rows, row)).inputs(model)
     with suppress(_EndOfPass), model.hooks(fwd_hooks=hooks):
         model(first, **others, return_type=None)
-    rows_of = {layer: [0, *range(start, start + len(index[layer]))] for layer, start in starts.items()}
-    return {layer: Removed(seen[behind[layer]][rows], seen[last][rows]) for layer, rows in rows_of.items()}
+    return {layer: [seen[name][[0, *rows[layer]]] for name in (after[layer], last)] for layer in index}
 
 
 def removal_table(
@@ -161,33 +130,31 @@ def removal_table(
     index = {layer: updates.dominant(layer, k).cpu() for layer in updates.layers}
     random = values.random_sub_updates(examples.n_positions, k, seed=seed)
     agreement: dict[tuple[int, str, str, str], list[float]] = {}
-    for row, removed in enumerate(remove_sub_updates(model, examples, index)):
-        for layer, streams in removed.items():
+    read = examples if model.cfg.attention_dir == "bidirectional" else examples.up_to_positions()
+    for row in Bar(range(len(read)), desc="leaving out", unit="sentence"):
+        of_row = {layer: rows[row] for layer, rows in index.items()}
+        for layer, streams in remove_sub_updates(model, read, row, of_row).items():
             m = updates.coefficients(layer)[row, index[layer][row].to(values.device), None]
             rows = values.matrix(layer)
             scores = {name: m * read(rows[index[layer][row]], layer) for name, read in readings.items()}
             scores["another v"] = m * readings["v"](rows[random[layer][row]], layer)
-            for effect, stream_vectors in ((AT_LAYER, streams.after), (AT_END, streams.final)):
-                logits = readout.logits(stream_vectors)
+            for effect, vectors in zip((AT_LAYER, AT_END), streams, strict=True):
+                logits = readout.logits(vectors)
                 lost = logits[:1] - logits[1:]
                 for name, of_reading in scores.items():
                     for metric, agreeing in _agreement(of_reading, lost, n_tokens).items():
                         agreement.setdefault((layer, name, effect, metric), []).append(agreeing)
-    cells = {key[1:] for key in agreement}
-    table = []
-    for name, effect, metric in sorted(
-        cells, key=lambda cell: (cell[1:], [*readings, "another v"].index(cell[0]))
+    rows, effects = list[LayerRow](), list[str]()
+    for effect, metric, name in itertools.product(
+        (AT_END, AT_LAYER), ("common", "correlation"), [*readings, "another v"]
     ):
         by_layer = torch.tensor([agreement[layer, name, effect, metric] for layer in updates.layers])
+        k = n_tokens if metric == "common" else None
         for at, samples in ((None, by_layer.mean(0)), *zip(updates.layers, by_layer, strict=True)):
-            table.append(
-                result_row(
-                    REMOVAL, model=values.identity.name, corpus=examples.provenance.get("corpus", "unnamed"),
-                    method=name, layer=at, target=at, metric=metric,
-                    k=n_tokens if metric == "common" else None, estimate=metrics.mean(samples), effect=effect,
-                )
-            )  # fmt: skip
-    return result_table(table, "effect")
+            rows.append((name, at, metric, k, metrics.mean(samples)))
+            effects.append(effect)
+    corpus = examples.provenance.get("corpus", "unnamed")
+    return layer_table("removal", values.identity.name, corpus, rows).assign(effect=effects)
 
 
 def _readings(model: Model, values: ValueVectors) -> dict[str, Callable[[Tensor, int], Tensor]]:

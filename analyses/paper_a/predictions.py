@@ -1,4 +1,4 @@
-"""Top tokens of layers, side by side (paper A, Table 1)."""
+"""Quality of each layer's predictions, and top tokens side by side (paper A, Figure 4 and Table 1)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
-from studies import Model
+from studies import Model, Report, Study
 from torch import Tensor
 
-from matlens import MapSet, Readout, collect, make_examples, metrics
+from matlens import MapSet, Readout, collect, make_examples, metrics, plots
 from matlens.activations import Activations
 from matlens.data import Corpus, Examples
 from matlens.io import read_table
+from matlens.lens import prediction_quality
 from matlens.models import visible
 from matlens.numerics import log_softmax
 
@@ -25,6 +26,12 @@ COLUMNS = {
 }  # fmt: skip
 METHODS = ("id", "mat")
 _ROWS = 256  # vectors per readout
+
+
+def write_quality(study: Study, report: Report, name: str) -> None:
+    """Fit the maps, write prediction quality as a table and draw it over the layers."""
+    table = prediction_quality(study.readout, study.maps, study.validation)
+    report.write(name, table, study.origin, plots.plot_layers(table))
 
 
 def top_predictions(

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 
 from matlens import InputError
 from matlens.data import Corpus
@@ -122,13 +123,9 @@ def train(
 def next_token_losses(model: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
     """Negative log-probability of each token but the first, concatenated."""
     device = next(model.parameters()).device
-    length = max(map(len, sequences))
-    tokens = torch.zeros(len(sequences), length, dtype=torch.int64)
-    real = torch.zeros(len(sequences), length, dtype=torch.bool)
-    for row, sequence in enumerate(sequences):
-        tokens[row, : len(sequence)] = torch.as_tensor(sequence)
-        real[row, : len(sequence)] = True
-    tokens, real = tokens.to(device), real.to(device)
+    texts = [torch.as_tensor(sequence, device=device) for sequence in sequences]
+    tokens = pad_sequence(texts, batch_first=True)
+    real = pad_sequence([torch.ones_like(text, dtype=torch.bool) for text in texts], batch_first=True)
     inputs, mask, predicted = tokens[:, :-1], real[:, :-1].long(), real[:, 1:]
     head = model.get_output_embeddings()
     targets = tokens[:, 1:][predicted]
