@@ -18,8 +18,6 @@ from figures.paper_b import events_figure, layers_figure, saturation_figure
 from studies import Dominant, Report, Study, run_study
 from sub_updates.events import event_tables
 
-from matlens.activations import sink_counts
-
 EVENTS, LAYERS, BY_EFFECT = "paper_b_table4_events", "paper_b_fig3_scores", "paper_b_fig3_by_effect"
 SATURATION = "paper_b_table9_saturation"
 
@@ -29,16 +27,12 @@ def main(study: Study, report: Report, dominant: Dominant = 10) -> None:
     trace = study.trace(dominant)
     tables = event_tables(trace, study.model)
     scores = tables.scores[tables.scores["read"] == "score"]
-    events, layers = events_figure(tables.events), layers_figure(scores)
-    saturation = saturation_figure(tables.saturation)
-    origin = trace.provenance.to_json("model", "data", "seed", "k") | sink_counts(
-        trace.sinks, trace.examples.positions
-    )
-    report.write(EVENTS, tables.events, origin, events)
-    report.write(LAYERS, tables.scores, origin, layers)
+    origin = study.trace_origin(trace)
+    report.write(EVENTS, tables.events, origin, events_figure(tables.events))
+    report.write(LAYERS, tables.scores, origin, layers_figure(scores))
     chosen = (scores["method"] == "dominant") & scores["metric"].isin(("max", "mean", "min"))
     report.write(BY_EFFECT, scores[chosen].drop(columns="read"), origin)
-    report.write(SATURATION, tables.saturation, origin, saturation)
+    report.write(SATURATION, tables.saturation, origin, saturation_figure(tables.saturation))
 
 
 if __name__ == "__main__":

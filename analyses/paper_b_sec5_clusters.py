@@ -26,12 +26,10 @@ from paper_a.predictions import prediction_confidence
 from studies import LinkageOption, Memory, Report, Study, TwoOrMore, run_study
 from sub_updates.extremes import TokenFrequency, compare_linkages, concentration, extreme_tables
 
-from matlens.activations import sink_counts
 from matlens.errors import Between, PositiveInt
 from matlens.ffn import Clusters, Projection
 
-NAME, GROUPS, PLACES = "paper_b_sec5_clusters", "paper_b_sec5_groups", "paper_b_sec5_places"
-ALONE, FEW, LARGEST, WAYS = (f"paper_b_sec5_{name}" for name in ("alone", "few", "largest", "ways"))
+NAME, SECTION = "paper_b_sec5_clusters", "paper_b_sec5"
 N_LARGEST = 10  # clusters listed for each reading
 
 
@@ -70,24 +68,24 @@ def main(
         )
         for each in (fitted, of_each)
     )  # fmt: skip
-    origin = trace.provenance.to_json("model", "data", "seed", "k") | {
+    origin = study.trace_origin(trace) | {
         "n_clusters": clusters, "method": fitted.method, "linkage": fitted.linkage,
-        "thresholds": tables.thresholds,
-        **sink_counts(trace.sinks, trace.examples.positions), "n_unseen": int((frequency.counts == 0).sum()),
+        "thresholds": tables.thresholds, "n_unseen": int((frequency.counts == 0).sum()),
         "n_common": int(frequency.common.sum()),
     }  # fmt: skip
     studied = {"model": origin["model"]["base_model_name_or_path"], "corpus": study.corpus.name}
     figure = extremes_figure(tables.activity.assign(**studied), len(trace))
     report.write(NAME, tables.activity, origin, figure)
-    report.write(GROUPS, tables.groups, origin)
-    report.write(PLACES, tables.places, origin)
+    report.write(f"{SECTION}_groups", tables.groups, origin)
+    report.write(f"{SECTION}_places", tables.places, origin)
     alone_origin = origin | {"n_clusters": len(of_each), "method": "each vector alone", "linkage": None}
-    report.write(ALONE, alone.groups, alone_origin)
-    report.write(FEW, concentration(tables.activity, fitted), origin)
+    report.write(f"{SECTION}_alone", alone.groups, alone_origin)
+    report.write(f"{SECTION}_few", concentration(tables.activity, fitted), origin)
     extreme = tables.activity[tables.activity["sub_updates"] == "extreme"]
     largest = extreme.groupby("read", sort=False).head(N_LARGEST).drop(columns=["members", "sub_updates"])
-    report.write(LARGEST, largest, origin)
-    report.write(WAYS, compare_linkages(study.values, clusters, n_vectors=compared, seed=study.seed), origin)
+    report.write(f"{SECTION}_largest", largest, origin)
+    ways = compare_linkages(study.values, clusters, n_vectors=compared, seed=study.seed)
+    report.write(f"{SECTION}_ways", ways, origin)
 
 
 if __name__ == "__main__":

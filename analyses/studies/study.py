@@ -13,7 +13,7 @@ import torch
 
 import matlens.study
 from matlens import InputError, MapSet, collect
-from matlens.activations import Activations, sink_rows
+from matlens.activations import Activations, sink_counts, sink_rows
 from matlens.data import Corpus, Examples
 from matlens.ffn import Clusters, Trace, ValueVectors
 from matlens.linear import fit_samples, resolve_pairs, write_maps
@@ -149,6 +149,11 @@ class Study(matlens.study.Study):
         """A trace of the validation sentences with ``k`` dominant sub-updates."""
         folder = self._traces(f"k{k}")
         return Trace.run(self.model, self.validation_examples, k=k, seed=self.seed, folder=folder)
+
+    def trace_origin(self, trace: Trace) -> dict[str, Any]:
+        """Provenance of values of a trace, and its numbers of sinks."""
+        sinks = sink_counts(trace.sinks, trace.examples.positions)
+        return trace.provenance.to_json("model", "data", "seed", "k") | sinks
 
     def collect_validation(self, sites: Sequence[str]) -> Activations:
         """Vectors of sites at the positions of the validation sentences, stored next to the traces."""
