@@ -11,19 +11,16 @@ from __future__ import annotations
 from typing import Any
 
 import typer
-from turns import Measured, Out, Rounds, Sentences, fastest, plain_smollm2, run_forward, smollm2_examples
+from turns import Out, Rounds, Sentences, on_smollm2, plain_smollm2, run_forward
 
 import matlens
 from matlens.activations import default_batch_tokens, stream
 from matlens.data import Examples
-from matlens.models import SMOLLM2
 
 
 def main(sentences: Sentences = 400, rounds: Rounds = 3, out: Out = None) -> None:
     """Measure the ratios of collecting and of streaming to bare forward passes of SmolLM2."""
-    model, examples = smollm2_examples(sentences)
-    job = {"sentences": sentences, "tokens": len(examples.tokens), "rounds": rounds}
-    measured = Measured("collecting", out, model=SMOLLM2, corpus="wikipedia-sample", **job)
+    measured, model, examples = on_smollm2("collecting", out, sentences, rounds=rounds)
     plain = plain_smollm2()
     size, cut = default_batch_tokens(model), examples.up_to_positions()
     sites = [f"h.{layer}" for layer in range(model.cfg.n_layers + 1)]
@@ -44,18 +41,13 @@ def main(sentences: Sentences = 400, rounds: Rounds = 3, out: Out = None) -> Non
         "forward": lambda: bare(plain, examples), "trunk": lambda: bare(plain.model, examples),
         "streaming all positions": streaming,
     }  # fmt: skip
-    best = fastest(works, rounds)
-    measured.add_times(best)
-    measured.add(
-        "collecting / trunk cut at positions", best["collecting"] / best["trunk, cut"], max=1.05,
-        profiled=collected,
-    )  # fmt: skip
-    measured.add("collecting / forward passes cut at positions", best["collecting"] / best["forward, cut"])
-    measured.add(
-        "streaming all positions / forward passes", best["streaming all positions"] / best["forward"],
-        max=1.15, profiled=streaming,
-    )  # fmt: skip
-    measured.add("streaming all positions / trunk", best["streaming all positions"] / best["trunk"])
+    measured.time(works, rounds)
+    measured.add_times()
+    measured.ratio("collecting / trunk cut at positions", "collecting", "trunk, cut", max=1.05)
+    measured.ratio("collecting / forward passes cut at positions", "collecting", "forward, cut")
+    ours = "streaming all positions"
+    measured.ratio(f"{ours} / forward passes", ours, "forward", max=1.15)
+    measured.ratio(f"{ours} / trunk", ours, "trunk")
     measured.write()
 
 

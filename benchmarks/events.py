@@ -8,42 +8,31 @@ sentences and cut at their positions. The aim is at most 1.2 times those that ar
 
 from __future__ import annotations
 
-import torch
 import typer
-from turns import Measured, Out, Rounds, Sentences, fastest, plain_smollm2, smollm2_examples
+from turns import Out, Rounds, Sentences, on_smollm2, plain_smollm2, run_forward
 
 from matlens.activations import default_batch_tokens
-from matlens.data import Examples
 from matlens.ffn import Trace, event_scores
-from matlens.models import SMOLLM2
 
 
 def main(sentences: Sentences = 400, rounds: Rounds = 2, out: Out = None) -> None:
     """Measure the ratio of tracing, events included, to bare forward passes of SmolLM2."""
-    model, examples = smollm2_examples(sentences)
-    job = {"sentences": sentences, "tokens": len(examples.tokens), "rounds": rounds}
-    measured = Measured("events", out, model=SMOLLM2, corpus="wikipedia-sample", **job)
-    plain = plain_smollm2()
-
-    @torch.inference_mode()
-    def bare(read: Examples) -> None:
-        for batch in read.batches(default_batch_tokens(model)):
-            plain(batch.tokens, attention_mask=batch.mask)
+    measured, model, examples = on_smollm2("events", out, sentences, rounds=rounds)
+    plain, size = plain_smollm2(), default_batch_tokens(model)
 
     def events() -> None:
         event_scores(Trace.run(model, examples, progress=False))
 
     cut = examples.up_to_positions()
     works = {
-        "whole sentences": lambda: bare(examples),
-        "cut at positions": lambda: bare(cut),
+        "whole sentences": lambda: run_forward(plain, examples.batches(size)),
+        "cut at positions": lambda: run_forward(plain, cut.batches(size)),
         "events": events,
     }
-    best = fastest(works, rounds)
-    measured.add_times(best)
-    ratio = best["events"] / best["cut at positions"]
-    measured.add("events / forward passes cut at positions", ratio, max=1.2, profiled=events)
-    measured.add("events / forward passes", best["events"] / best["whole sentences"])
+    measured.time(works, rounds)
+    measured.add_times()
+    measured.ratio("events / forward passes cut at positions", "events", "cut at positions", max=1.2)
+    measured.ratio("events / forward passes", "events", "whole sentences")
     measured.write()
 
 

@@ -14,18 +14,17 @@ from typing import Any
 
 import torch
 import typer
-from turns import Measured, Out, Rounds, Sentences, fastest, smollm2_examples
+from turns import Out, Rounds, Sentences, on_smollm2
 
 import matlens
 from matlens.activations import Activations, read_parquet, write_parquet
-from matlens.models import SMOLLM2
 
 FORMS = {"Parquet": torch.float32, "Parquet in bfloat16": torch.bfloat16}
 
 
 def main(sentences: Sentences = 200, rounds: Rounds = 3, out: Out = None) -> None:
     """Measure writing and reading both formats."""
-    model, examples = smollm2_examples(sentences)
+    measured, model, examples = on_smollm2("exchange", out, sentences, rounds=rounds)
     everything: Any = {"positions": "all", "progress": False}
     with tempfile.TemporaryDirectory() as name:
         kept = Path(name)
@@ -50,18 +49,14 @@ def main(sentences: Sentences = 200, rounds: Rounds = 3, out: Out = None) -> Non
         works: dict[str, Callable[[], None]] = {"collecting to a matlens folder": collect}
         works |= {f"writing {form}": partial(write, dtype) for form, dtype in FORMS.items()}
         works |= {f"reading {form}": partial(read, form) for form in forms}
-        best = fastest(works, rounds)
+        measured.time(works, rounds)
         size = {form: sum(path.stat().st_size for path in (kept / form).rglob("*")) for form in forms}
-    measured = Measured(
-        "exchange", out, model=SMOLLM2, corpus="wikipedia-sample",
-        sentences=sentences, tokens=len(examples.tokens), sites=len(vectors), rounds=rounds,
-    )  # fmt: skip
+    collecting = "collecting to a matlens folder"
     for form in FORMS:
-        collecting = best["collecting to a matlens folder"]
-        measured.add(f"writing {form} / collecting to a matlens folder", best[f"writing {form}"] / collecting)
-        measured.add(f"reading {form} / matlens", best[f"reading {form}"] / best["reading matlens"])
+        measured.ratio(f"writing {form} / {collecting}", f"writing {form}", collecting)
+        measured.ratio(f"reading {form} / matlens", f"reading {form}", "reading matlens")
         measured.add(f"size of {form} / matlens", size[form] / size["matlens"])
-    measured.add_times(best)
+    measured.add_times()
     measured.write()
 
 

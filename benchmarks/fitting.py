@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from sklearn.linear_model import LinearRegression
-from turns import Measured, Out, Rounds, fastest
+from turns import Measured, Out, Rounds
 
 from matlens.linear import fit_samples
 
@@ -48,15 +48,16 @@ def main(
         for source, target in pairs[::step][:_TIMED]:
             LinearRegression(fit_intercept=False).fit(double[source].numpy(), double[target].numpy())
 
-    best = fastest({"floor": floor, "ours": ours, "scikit_learn": scikit_learn}, rounds)
-    best["scikit_learn"] *= len(pairs) / min(_TIMED, len(pairs))
     job: dict[str, Any] = {"pairs": len(pairs), "samples": samples, "width": width, "rounds": rounds}
     measured = Measured("fitting", out, **job)
-    measured.add_times(best)
-    measured.add("fitting all pairs / its products", best["ours"] / best["floor"], max=1.2, profiled=ours)
-    measured.add("scikit-learn pair by pair / fitting", best["scikit_learn"] / best["ours"], min=12)
+    works = {"floor": floor, "ours": ours, "scikit_learn": scikit_learn}
+    measured.time(works, rounds)
+    measured.best["scikit_learn"] *= len(pairs) / min(_TIMED, len(pairs))
+    measured.add_times()
+    measured.ratio("fitting all pairs / its products", "ours", "floor", max=1.2)
+    measured.ratio("scikit-learn pair by pair / fitting", "scikit_learn", "ours", min=12)
     # The limit: fitting that does nothing but its products.
-    measured.add("scikit-learn pair by pair / the products", best["scikit_learn"] / best["floor"])
+    measured.ratio("scikit-learn pair by pair / the products", "scikit_learn", "floor")
     measured.write()
 
 

@@ -150,11 +150,7 @@ def main(
             run_module(module, [*of_module, *draw(module, sample, seed)], results, end)
     tried = outcomes_of(modules, sample, seed, results)
     alive = tried[tried["outcome"] == "lives"].to_dict("records")
-    for line in count(tried):
-        print(
-            f"{line[0]:26}"
-            + "".join(f"{cell:>11,}" if isinstance(cell, int) else f"{cell:>11}" for cell in line[1:])
-        )
+    print(pd.DataFrame(count(tried)).to_string(index=False, header=False))
     for row in alive:
         print(f"{row['module']}:{row['line']}  {row['key']}\n    {row['reason'] or 'UNEXPLAINED'}")
     of_named = [

@@ -20,18 +20,17 @@ import torch
 import typer
 from safetensors.torch import save_file
 from torch import Tensor
-from turns import Measured, Out, Rounds, Sentences, fastest, plain_smollm2, run_forward, smollm2_examples
+from turns import Out, Rounds, Sentences, fastest, on_smollm2, plain_smollm2, run_forward
 
 import matlens
 from matlens.activations import default_batch_tokens, stream
-from matlens.models import SMOLLM2
 
 _SENTENCES_A_BATCH = 16
 
 
 def main(sentences: Sentences = 400, rounds: Rounds = 3, out: Out = None) -> None:
     """Measure the ratios on SmolLM2."""
-    model, examples = smollm2_examples(sentences)
+    measured, model, examples = on_smollm2("peers", out, sentences, rounds=rounds)
     plain, size = plain_smollm2(), default_batch_tokens(model)
     n_layers, batches = model.cfg.n_layers, list(examples.batches(size))
     sites = [f"h.{layer}" for layer in range(n_layers + 1)]
@@ -63,14 +62,10 @@ def main(sentences: Sentences = 400, rounds: Rounds = 3, out: Out = None) -> Non
     }  # fmt: skip
     with suppress(ModuleNotFoundError):
         works["nnsight"] = _nnsight(plain, batches)
-    measured = Measured(
-        "peers", out, model=SMOLLM2, corpus="wikipedia-sample",
-        sentences=sentences, tokens=len(examples.tokens), rounds=rounds,
-    )  # fmt: skip
-    best = fastest(works, rounds)
+    measured.time(works, rounds)
     for name in list(works)[1:]:
-        most = 1.05 if name == "matlens" else None
-        measured.add(f"same batches: {name} / forward pass", best[name] / best["trunk"], max=most)
+        target = {"max": 1.05} if name == "matlens" else {}
+        measured.ratio(f"same batches: {name} / forward pass", name, "trunk", **target)
 
     @torch.no_grad()
     def in_order() -> Iterator[list[Tensor]]:

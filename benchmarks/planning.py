@@ -33,6 +33,10 @@ class _Step(NamedTuple):
     exact: bool = False
 
 
+def _fit(model: Any, parts: Any, folder: Path, pairs: Pairs) -> None:
+    fit_maps(folder, pairs=pairs, progress=False)
+
+
 def _collect(model: Any, parts: Any, folder: Path, positions: Literal["sampled", "all"]) -> None:
     _ = Study(load_model=lambda: model, load_parts=lambda: parts, out=folder, positions=positions).stream
 
@@ -54,16 +58,14 @@ _STEPS = {
         ),
     ),
     "fitting on collected vectors, sampled positions": _Step(
-        "fit from collected vectors", {}, "collecting, sampled positions",
-        lambda model, parts, folder, pairs: fit_maps(folder, pairs=pairs, progress=False), exact=True,
+        "fit from collected vectors", {}, "collecting, sampled positions", _fit, exact=True,
     ),
     "fitting on collected vectors, all positions": _Step(
         "fit from collected vectors", _ALL | {"keep_rows": True}, "collecting, all positions, vectors stored",
-        lambda model, parts, folder, pairs: fit_maps(folder, pairs=pairs, progress=False), exact=True,
+        _fit, exact=True,
     ),
     "fitting on sums": _Step(
-        "fit from sufficient statistics", _ALL, "collecting, all positions, sums stored",
-        lambda model, parts, folder, pairs: fit_maps(folder, pairs=pairs, progress=False),
+        "fit from sufficient statistics", _ALL, "collecting, all positions, sums stored", _fit,
     ),
 }  # fmt: skip
 

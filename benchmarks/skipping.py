@@ -10,16 +10,15 @@ from functools import partial
 
 import torch
 import typer
-from turns import Measured, Out, Rounds, Sentences, fastest, smollm2_examples
+from turns import Out, Rounds, Sentences, on_smollm2
 
 from matlens import LinearMap, MapSet
-from matlens.models import SMOLLM2
 from matlens.patching import Scheme, Variant, run_variants
 
 
 def main(sentences: Sentences = 200, rounds: Rounds = 3, out: Out = None) -> None:
     """Measure the time of schemes as a ratio to that of the whole model."""
-    model, examples = smollm2_examples(sentences)
+    measured, model, examples = on_smollm2("skipping", out, sentences, rounds=rounds)
     last = model.cfg.n_layers
     schemes = {
         "all blocks": Scheme((0, last), "blocks"),
@@ -36,13 +35,11 @@ def main(sentences: Sentences = 200, rounds: Rounds = 3, out: Out = None) -> Non
         name: partial(run_variants, model, examples, {name: variant}, progress=False)
         for name, variant in variants.items()
     }
-    best = fastest(works, rounds)
-    job = {"sentences": sentences, "rounds": rounds}
-    measured = Measured("skipping", out, model=SMOLLM2, corpus="wikipedia-sample", **job)
+    measured.time(works, rounds)
     for name, scheme in schemes.items():
         if name != "all blocks":
             what = f"{name} ({scheme.n_blocks} of {last}) / all blocks"
-            measured.add(what, best[name] / best["all blocks"])
+            measured.ratio(what, name, "all blocks")
     measured.write()
 
 

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from studies import Report, Study, run_study
 from torch import Tensor
 
@@ -51,18 +50,19 @@ def train_layer(lens: Any, layer: int, h: Tensor, last: Tensor, readout: Readout
     return time.process_time() - start
 
 
-def main(
-    study: Study,
-    report: Report,
-    layer: Annotated[list[int] | None, typer.Option(help="A layer; give it once for each.")] = None,
-) -> None:
-    """Train the package's lens at some layers, and judge it as the report judges its members."""
+def main(study: Study, report: Report, layer: list[int] | None = None) -> None:
+    """Train the package's lens at some layers, and evaluate it as the report does its members.
+
+    Parameters
+    ----------
+    layer
+        A layer; give it once for each.
+    """
     from tuned_lens import model_surgery
     from tuned_lens.nn.lenses import TunedLens
 
-    model_surgery._transformer_lens_available = (
-        False  # it looks for a class that TransformerLens 4 does not have
-    )
+    # It looks for a class that TransformerLens 4 does not have.
+    model_surgery._transformer_lens_available = False
     model, sixth = study.model, study.n_layers / 6
     of_report = [round(sixth), round(2 * sixth), round(4 * sixth)]
     layers = sorted(layer or of_report)

@@ -116,10 +116,19 @@ class Measured:
             for line in lines:
                 print("  ", *line, flush=True)
 
-    def add_times(self, best: Mapping[str, float]) -> None:
+    def time(self, works: Mapping[str, Callable[[], object]], rounds: int) -> None:
+        """Time jobs in turns, for `add_times` and `ratio`."""
+        self._works, self.best = works, fastest(works, rounds)
+
+    def add_times(self) -> None:
         """Add the seconds of each job."""
-        for name, seconds in best.items():
+        for name, seconds in self.best.items():
             self.add(name, seconds, unit="seconds")
+
+    def ratio(self, what: str, ours: str, theirs: str, **target: Any) -> None:
+        """Add the ratio of the seconds of two jobs; if it is above its maximum, the first is profiled."""
+        profiled = self._works[ours] if "max" in target else None
+        self.add(what, self.best[ours] / self.best[theirs], profiled=profiled, **target)
 
     def write(self) -> None:
         """Write the table with its JSON."""
@@ -153,11 +162,13 @@ def _processor() -> str:
     return next(names, platform.processor())
 
 
-def smollm2_examples(sentences: int) -> tuple[Any, Examples]:
-    """SmolLM2 as matlens loads it, and so many sentences of Wikipedia."""
+def on_smollm2(name: str, out: Path | None, sentences: int, **job: Any) -> tuple[Measured, Any, Examples]:
+    """Measurements of SmolLM2 as matlens loads it, on so many sentences of Wikipedia."""
     model = matlens.load(SMOLLM2, device="cpu")
     corpus, _ = matlens.load_corpus("wikipedia-sample").split(n_train=sentences, n_validation=2)
-    return model, matlens.make_examples(model, corpus)
+    examples = matlens.make_examples(model, corpus)
+    job = {"sentences": sentences, "tokens": len(examples.tokens), **job}
+    return Measured(name, out, model=SMOLLM2, corpus=corpus.name, **job), model, examples
 
 
 @torch.inference_mode()

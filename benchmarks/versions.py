@@ -34,17 +34,8 @@ def main(
     """Run tests in this environment and add their counts to the table."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            f"--junitxml={report}",
-            *tests,
-        ]
-        status = subprocess.run(command, cwd=ROOT).returncode
+        options = ["-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        status = subprocess.run([sys.executable, "-m", "pytest", *options, *tests], cwd=ROOT).returncode
         suite = ElementTree.parse(report).getroot()[0]
     counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
     failed = counts["failures"] + counts["errors"]
@@ -55,15 +46,11 @@ def main(
         "skipped": counts["skipped"],
     }  # fmt: skip
     path = out / "versions.csv"
-    made_by = "Make it with benchmarks/versions.py."
-    rows = (
-        read_table(path, [], what="a table of versions", made_by=made_by)
-        if path.is_file()
-        else pd.DataFrame()
-    )
-    if len(rows):
-        rows = rows[(rows["versions"] != label) | (rows["python"].astype(str) != row["python"])]
-    table = pd.concat([rows, pd.DataFrame([row])], ignore_index=True)
+    table = pd.DataFrame([row])
+    if path.is_file():
+        rows = read_table(path, [], what="a table of versions", made_by="benchmarks/versions.py makes it.")
+        others = rows[(rows["versions"] != label) | (rows["python"].astype(str) != row["python"])]
+        table = pd.concat([others, table], ignore_index=True)
     write_results(out, "versions", table, {"command": "versions.py --label LABEL TESTS"})
     raise typer.Exit(status)
 
