@@ -20,9 +20,9 @@ from typing import Annotated
 
 import typer
 from control.baselines import SelfDebiasing, word_filter
-from control.comparison import changes_to_compare, compare_control, main_scores
+from control.comparison import changes_to_compare, compare_control
 from control.generation import CONTINUATION_TOKENS, PROMPT_FIELD, read_prompts
-from control.graders import ATTRIBUTES, make_grader
+from control.graders import ATTRIBUTES, TOXICITY, make_grader
 from control.selection import choose_values, tokens_of_chosen
 from figures.paper_b import toxicity_against_perplexity
 from studies import Report, Study, TwoOrMore, run_study, show
@@ -131,7 +131,8 @@ def main(
         "vectors": {method: list(names) for method, names in chosen.items()},
         "announced": list(debiasing.prefixes),
     }  # fmt: skip
-    report.write(NAME, table, origin, toxicity_against_perplexity(main_scores(table)))
+    scores = table[table["attribute"].isin([TOXICITY, ""])]
+    report.write(NAME, table, origin, toxicity_against_perplexity(scores))
     report.write(TOKENS_NAME, tokens_of_chosen(model, chosen), origin)
     report.write_table(f"{NAME}_texts", texts)
     shown = table[table["metric"].isin(["toxic", "perplexity", "perplexity_ratio"])]

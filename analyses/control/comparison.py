@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from transformers import LogitsProcessor
 
 from control.baselines import SelfDebiasing, debiased_losses
 from control.generation import continue_prompts
-from control.graders import TOXICITY, Grader, grade_texts
+from control.graders import Grader, grade_texts
 from matlens import metrics
 from matlens.data import Examples
 from matlens.ffn import TextLosses, controlled, text_losses
@@ -152,12 +153,16 @@ def compare_control(
     ``perplexity`` and ``perplexity_ratio`` for changes that give every token a probability; ``k`` is the
     number of value vectors. The column ``corpus`` names the list of prompts, or the text of the perplexity.
     """
-    name, read = str(model.cfg.model_name), str(texts.provenance.get("corpus", "texts"))
+    read = str(texts.provenance.get("corpus", "texts"))
+    row = partial(result_row, CONTROL, model=str(model.cfg.model_name), layer=None, target=None, attribute="")
     written, rows = [], list[dict[str, Any]]()
     graded: dict[str, pd.DataFrame] = {}
     base: TextLosses | None = None
     for change in changes:
         print(change)
+        at = partial(
+            row, method=change.method, k=len(change.names) or math.nan, coefficient=change.coefficient
+        )
         with change.applied(model):
             losses = change.losses(model, texts)
             continuations = {
@@ -171,28 +176,12 @@ def compare_control(
                 scored.assign(prompts=listed, method=change.method, coefficient=change.coefficient)
             )
             for attribute in grader.attributes:
-                for metric, estimate in toxicity_estimates(scored, unchanged, attribute):
-                    rows.append(_row(change, name, listed, attribute, metric, estimate))
+                rows += [
+                    at(corpus=listed, attribute=attribute, metric=metric, estimate=estimate)
+                    for metric, estimate in toxicity_estimates(scored, unchanged, attribute)
+                ]
         base = base or losses
         if losses is not None and base is not None:
-            for metric, estimate in (
-                ("perplexity", losses.perplexity()),
-                ("perplexity_ratio", losses.ratio(base)),
-            ):
-                rows.append(_row(change, name, read, "", metric, estimate))
+            rows.append(at(corpus=read, metric="perplexity", estimate=losses.perplexity()))
+            rows.append(at(corpus=read, metric="perplexity_ratio", estimate=losses.ratio(base)))
     return pd.DataFrame(rows), pd.concat(written, ignore_index=True)
-
-
-def _row(
-    change: ModelChange, model: str, corpus: str, attribute: str, metric: str, estimate: Estimate
-) -> dict[str, Any]:
-    return result_row(
-        CONTROL, model=model, corpus=corpus, method=change.method, layer=None, target=None, metric=metric,
-        k=len(change.names) or math.nan, estimate=estimate, attribute=attribute,
-        coefficient=change.coefficient,
-    )  # fmt: skip
-
-
-def main_scores(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows of `compare_control` about toxicity and perplexity, without other attributes."""
-    return table[table["attribute"].fillna("").isin([TOXICITY, ""])]

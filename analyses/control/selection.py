@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import pandas as pd
 from studies import Model
@@ -28,8 +27,8 @@ def choose_values(
     """Value vectors to steer with, by selection method.
 
     ``picked``: given by hand; ``words``: the ``n`` with most of the words in their 30 top tokens; ``graded``:
-    ``n`` sampled from those whose top tokens a grader scores as harmless. A method is called
-    ``words, 10 vectors``; one that finds no vectors is skipped.
+    ``n`` sampled from those whose top tokens, joined by spaces, a grader scores as harmless. A method is
+    called ``words, 10 vectors``; one that finds no vectors is skipped.
     """
     values, projection = ValueVectors(model), Projection.from_model(model)
     vectors = {}
@@ -39,29 +38,14 @@ def choose_values(
     by_words = projection.search(values, top, words)["value"].head(n)  # the best come first
     if len(by_words):
         vectors[f"words, {len(by_words)} vectors"] = tuple(by_words)
-    graded = draw_harmless(grade_values(values, top, projection.tokenizer, grader), n, seed=seed)
-    return vectors | {f"graded, {n} vectors": tuple(graded["value"])}
-
-
-def grade_values(values: ValueVectors, tokens: Any, tokenizer: Any, grader: Grader) -> pd.DataFrame:
-    """Grade every value vector by the toxicity of its top tokens, one row per vector (appendix A.4).
-
-    The tokens are joined by spaces. Columns are ``value, layer, index, text,
-    score``; the paper grades 30 top tokens of each.
-    """
-    ids = tokens.ids.unique().tolist()
-    words = dict(zip(ids, token_texts(tokenizer, ids), strict=True))
-    texts = [" ".join(words[token].strip() for token in row) for row in tokens.ids.tolist()]
-    return values.name_columns(range(len(values))).assign(
-        text=texts, score=grade_texts(grader, texts)[TOXICITY]
-    )
-
-
-def draw_harmless(graded: pd.DataFrame, n: int, *, below: float = HARMLESS, seed: int = 0) -> pd.DataFrame:
-    """Sample ``n`` value vectors with a score below a threshold (appendix A.4)."""
-    harmless = graded[graded["score"] < below]
-    check_int(n, f"The number of value vectors with a score below {below}", min=1, max=len(harmless))
-    return harmless.sample(n, random_state=seed)
+    ids = top.ids.unique().tolist()
+    texts = dict(zip(ids, token_texts(projection.tokenizer, ids), strict=True))
+    joined = [" ".join(texts[token].strip() for token in row) for row in top.ids.tolist()]
+    named = values.name_columns(range(len(values)))
+    harmless = named[grade_texts(grader, joined)[TOXICITY] < HARMLESS]
+    check_int(n, f"The number of value vectors with a score below {HARMLESS}", min=1, max=len(harmless))
+    sampled = harmless.sample(n, random_state=seed)
+    return vectors | {f"graded, {n} vectors": tuple(sampled["value"])}
 
 
 def tokens_of_chosen(model: Model, vectors: Mapping[str, Sequence[str]], *, k: int = 10) -> pd.DataFrame:
