@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
-from studies import Model, Report, Study, TwoOrMore, run_study
+from studies import LayerRow, Model, Report, Study, TwoOrMore, layer_table, run_study
 
 from matlens import plots
 from matlens.cli import printing
 from matlens.data import Examples, make_windows
-from matlens.io import result_row, result_table
 from matlens.linearity import atlas_seconds, linearity_atlas, rank_correlations
 from matlens.metrics import Estimate
 
@@ -76,22 +76,16 @@ def main(study: Study, report: Report, text: AtlasText) -> None:
 def atlas_summary(table: pd.DataFrame) -> pd.DataFrame:
     """Mean scores, and mean and median loss increase, for each kind of part."""
     single = table[~table["kind"].str.startswith("together")]
-    rows = []
-    for (kind, tokens, method, metric), part in single.groupby(
-        ["kind", "tokens", "method", "metric"], sort=False
-    ):
-        values = {metric: part["value"].mean()}
+    keys, rows, parts = ["kind", "tokens", "method", "metric"], list[LayerRow](), list[dict[str, Any]]()
+    for (kind, tokens, method, metric), values in single.groupby(keys, sort=False)["value"]:
+        statistics = {metric: values.mean()}
         if metric == "loss increase":
-            values["median loss increase"] = part["value"].median()
-        rows += [
-            result_row(
-                "linearity_kinds", model=str(table["model"].iloc[0]), corpus=str(table["corpus"].iloc[0]),
-                method=str(method), layer=None, target=None, metric=str(name),
-                estimate=Estimate.without_interval(value, len(part)), kind=kind, tokens=tokens,
-            )
-            for name, value in values.items()
-        ]  # fmt: skip
-    return result_table(rows, "kind", "tokens")
+            statistics["median loss increase"] = values.median()
+        for name, value in statistics.items():
+            rows.append((method, None, name, None, Estimate.without_interval(value, len(values))))
+            parts.append({"kind": kind, "tokens": tokens})
+    model, corpus = table[["model", "corpus"]].iloc[0]
+    return layer_table("linearity_kinds", model, corpus, rows).join(pd.DataFrame(parts))
 
 
 if __name__ == "__main__":

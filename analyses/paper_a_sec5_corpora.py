@@ -10,9 +10,9 @@ row per training corpus and a column per test corpus.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import pandas as pd
 import torch
@@ -24,10 +24,8 @@ from matlens.activations import Activations
 from matlens.cli import options
 from matlens.data import Corpus
 from matlens.errors import PositiveInt, printable
-from matlens.io import result_row, result_table
 from matlens.lens import fit_quality, prediction_quality
 from matlens.linear import fit_samples, resolve_pairs
-from matlens.metrics import Estimate
 from matlens.study import origin_of
 
 NAME, MATRIX = "paper_a_sec5_corpora", "paper_a_sec5_matrix"
@@ -134,13 +132,8 @@ def transfer_means(table: pd.DataFrame) -> pd.DataFrame:
     The columns are the same, without a layer.
     """
     named = ["experiment", "model", "corpus", "method", "target", "metric", "k"]
-    rows = []
-    for names, part in table.groupby(named, sort=False, dropna=False):
-        cells: dict[str, Any] = dict(zip(named, names, strict=True))
-        mean = Estimate.without_interval(float(part["value"].mean()), int(part["n"].iloc[0]))
-        k = None if pd.isna(cells["k"]) else cells["k"]
-        rows.append(result_row(**cells | {"k": k}, layer=None, estimate=mean))
-    return result_table(rows)
+    means = table.groupby(named, sort=False, dropna=False).agg(value=("value", "mean"), n=("n", "first"))
+    return means.reset_index().assign(layer=pd.NA, low=math.nan, high=math.nan)[list(table.columns)]
 
 
 def transfer_losses(table: pd.DataFrame) -> pd.DataFrame:

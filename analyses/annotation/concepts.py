@@ -59,13 +59,9 @@ def draw_concept_sample(
         chosen = sorted(generator.choice(values.d_mlp, per_layer, replace=False).tolist())
         of_layer = range(layer * per_layer, (layer + 1) * per_layer)
         places = [f"example {examples.sentences[i]}, position {examples.positions[i]}" for i in of_layer]
+        names_of_values = [str(values.vector(layer, i)) for i in chosen]
         for kind, source, names, vectors in (
-            (
-                "values",
-                "none",
-                map(str, (values.vector(layer, i) for i in chosen)),
-                values.layer(layer)[chosen],
-            ),
+            ("values", "none", names_of_values, values.layer(layer)[chosen]),
             ("random", "none", (f"random {i}" for i in of_layer), values.random(layer, per_layer, seed=seed)),
             ("updates", corpus, places, updates.outputs(layer)[of_layer.start : of_layer.stop]),
         ):

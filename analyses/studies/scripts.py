@@ -7,9 +7,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, partial
-from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import pandas as pd
 import typer
@@ -18,7 +17,7 @@ from matplotlib.figure import Figure
 from matlens import plots
 from matlens.cli import options, printing, starting
 from matlens.data import Corpus
-from matlens.errors import Between, printable
+from matlens.errors import Between, PositiveInt, Seed, printable
 from matlens.io import csv_text, write_files, write_results
 from studies.study import Study, absent
 
@@ -38,9 +37,6 @@ LinkageOption = Annotated[
 ]
 TwoOrMore = Annotated[int, Between(2)]
 _GIVEN = ("study", "studies", "report")  # parameters of an analysis that are no options
-_Seed = Annotated[
-    int, typer.Option(min=0, max=2**32 - 1, help="Random seed of the split and of the positions.")
-]
 
 
 @dataclass(frozen=True)
@@ -97,8 +93,8 @@ def show(title: str, table: pd.DataFrame, **formats: str) -> None:
 def run_study(
     work: Callable[..., None],
     *,
-    model: str | Sequence[str] | None = "smollm2-135m",
-    corpus: str | Sequence[str] | None = "wikipedia-sample",
+    model: str | list[str] | None = "smollm2-135m",
+    corpus: str | list[str] | None = "wikipedia-sample",
     train: int | None = 9000,
     val: int = 3000,
     sentences: int | None = None,
@@ -122,22 +118,23 @@ def run_study(
     sentences
         Instead, for analyses without maps: the number of sentences to run.
     """
-    shared: dict[str, tuple[Any, Any]] = {}  # annotation and default
+    shared: dict[str, Any] = {"seed": 0, "out": Path("out")}  # options with their defaults
     if model is not None:
-        shared["model"] = _named(model, "--model", "Hub name, folder, file, or smollm2-135m")
+        shared |= {"model": model, "device": None, "suffix": ""}
     if corpus is not None:
-        shared["corpus"] = _named(corpus, "--corpus", "A sample, a file or a dataset, as in 'matlens run'")
+        shared["corpus"] = corpus
     if sentences is not None:
-        shared["sentences"] = _size("Number of sentences to run", 2, sentences)
+        shared["sentences"] = None
     elif train is not None and corpus is not None:
-        shared["train"] = _size("Training sentences of the maps", 1, train)
-        shared["val"] = _size("Validation sentences of the maps", 2, val)
-    shared["seed"] = _Seed, 0
-    if model is not None:
-        shared["device"] = _option(str | None, "cpu, cuda or mps; by default the best available."), None
-        shared["suffix"] = _option(str, "Appended to the names of tables and figures, such as _bert."), ""
-    out = typer.Option(metavar="PATH", help="Output folder.")
-    shared["out"] = Annotated[Path, out], Path("out")
+        shared |= {"train": None, "val": None}
+    added = []
+    for option in options.options_of(_of_study):
+        if option.name in shared:
+            default, (kind, info) = shared[option.name], get_args(option.annotation)
+            info.help = info.help.format(train=train, val=val, sentences=sentences)
+            if isinstance(default, list):
+                kind, info.help = list[str], f"{info.help.rstrip('.')} (repeatable)."
+            added.append(option.replace(default=default, annotation=Annotated[kind, info]))
     hints = {name: hint for name, hint in get_type_hints(work).items() if name not in _GIVEN}
     groups = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
 
@@ -159,29 +156,38 @@ def run_study(
         work(studies if several else next(studies), report, **given)
 
     own = options.options_of(work, but=_GIVEN)
-    added = [
-        Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
-        for name, (annotation, default) in shared.items()
-    ]
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command(help=options.documented(work)[0])(options.with_signature(command, [*own, *added]))
     starting.start(app)
 
 
-def _option(kind: Any, described: str) -> Any:
-    return Annotated[kind, typer.Option(help=described)]
+def _of_study(
+    model: str, corpus: str, sentences: TwoOrMore | None, train: PositiveInt | None, val: TwoOrMore | None,
+    seed: Seed, device: str | None, suffix: str, out: Path,
+) -> None:  # fmt: skip
+    """Options of studies, which `run_study` adds to those of an analysis.
 
-
-def _named(default: str | Sequence[str], name: str, described: str) -> tuple[Any, Any]:
-    if isinstance(default, str):
-        return Annotated[str, typer.Option(name, help=f"{described}.")], default
-    return Annotated[list[str], typer.Option(name, help=f"{described} (repeatable).")], [*default]
-
-
-def _size(described: str, fewest: int, default: int) -> tuple[Any, Any]:
-    """An option whose default, unlike a given size, shrinks with a small corpus."""
-    text = f"{described}; by default {default}, or fewer if the corpus is small."
-    return Annotated[int | None, typer.Option(min=fewest, help=text)], None
+    Parameters
+    ----------
+    model
+        Hub name, folder, file, or smollm2-135m.
+    corpus
+        A sample, a file or a dataset, as in 'matlens run'.
+    sentences
+        Number of sentences to run; by default {sentences}, or fewer if the corpus is small.
+    train
+        Training sentences of the maps; by default {train}, or fewer if the corpus is small.
+    val
+        Validation sentences of the maps; by default {val}, or fewer if the corpus is small.
+    seed
+        Random seed of the split and of the positions.
+    device
+        cpu, cuda or mps; by default the best available.
+    suffix
+        Appended to the names of tables and figures, such as _bert.
+    out
+        Output folder.
+    """
 
 
 def _studies(
