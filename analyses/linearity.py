@@ -8,51 +8,18 @@ parts of each group with the smallest loss increase are also replaced together.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import pandas as pd
-from studies import LayerRow, Model, Report, Study, TwoOrMore, layer_table, run_study
+from studies import AtlasText, LayerRow, Report, Study, layer_table, run_study
 
 from matlens import plots
 from matlens.cli import printing
-from matlens.data import Examples, make_windows
 from matlens.linearity import atlas_seconds, linearity_atlas, rank_correlations
 from matlens.metrics import Estimate
 
 NAME = "linearity"
-
-
-@dataclass(frozen=True)
-class AtlasText:
-    """Text that maps of parts are fitted on, and that losses are of.
-
-    Attributes
-    ----------
-    window
-        Tokens of a window, or most of a sentence.
-    windows
-        Windows or sentences that maps are fitted on.
-    eval_windows
-        Windows or sentences that losses are of.
-    """
-
-    window: TwoOrMore = 64
-    windows: TwoOrMore = 160
-    eval_windows: TwoOrMore = 8
-
-    def examples(self, model: Model, study: Study) -> tuple[Examples, Examples]:
-        """The text to fit on and the text to evaluate on."""
-        fitted_on, evaluated_on = (
-            make_windows(model, part, size=self.window, max_windows=n, targets=True, seed=study.seed)
-            for part, n in zip(study.parts, (self.windows, self.eval_windows), strict=True)
-        )
-        return fitted_on, evaluated_on
-
-    def folder(self, study: Study) -> Path:
-        """The folder of the atlas."""
-        return study.folder / f"{NAME}-{self.window}-{self.windows}-{self.eval_windows}"
 
 
 def main(study: Study, report: Report, text: AtlasText) -> None:

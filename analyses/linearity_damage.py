@@ -23,9 +23,8 @@ import numpy as np
 import pandas as pd
 import torch
 from figures.beyond import plot_damage
-from linearity import AtlasText
 from scipy import stats
-from studies import SECONDS, Cells, Report, Study, TwoOrMore, bootstrap, run_study
+from studies import SECONDS, AtlasText, Cells, Report, Study, TwoOrMore, bootstrap, run_study
 from torch import Tensor
 
 from matlens import LinearMap, Readout

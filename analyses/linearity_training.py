@@ -26,9 +26,8 @@ from typing import Annotated, Any
 import numpy as np
 import pandas as pd
 from figures.beyond import over_training
-from linearity import AtlasText
 from small_gpts import LONGEST, RATE, TRAINED, initial_gpt
-from studies import SECONDS, Cells, Report, Study, TwoOrMore, run_study
+from studies import SECONDS, AtlasText, Cells, Report, Study, TwoOrMore, run_study
 from training.running import TrainingRun, bpe_tokenizer, token_sequences, train
 
 import matlens

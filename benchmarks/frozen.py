@@ -13,6 +13,7 @@ output. With ``--speed`` the speed ratios are measured again and may be at most 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import math
@@ -113,18 +114,14 @@ def call_make(targets: list[str], folder: Path) -> None:
 
 def compare(name: str, out: Path, against: Path) -> Row:
     """Compare one table: number of cells, of changed ones, and the largest relative difference."""
-    with tempfile.TemporaryDirectory() as folder:
-        code = "import sys, pathlib; sys.path.insert(0, 'results'); from gather import keep_table; "
-        code += "keep_table(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]))"
-        for source in {out, against} - {KEPT}:
-            reduced = Path(folder, source.name)
-            reduced.mkdir()
-            command = [sys.executable, "-c", code, str(source / f"{name}.csv"), str(reduced)]
-            subprocess.run(command, cwd=ROOT, check=True)
-        before, after = (
-            pd.read_csv((source if source == KEPT else Path(folder, source.name)) / f"{name}.csv")
-            for source in (against, out)
-        )
+    sys.path.insert(0, str(KEPT))
+    keep_table, tables = importlib.import_module("gather").keep_table, list[pd.DataFrame]()
+    for source in (against, out):
+        with tempfile.TemporaryDirectory() as folder:
+            if source != KEPT:
+                keep_table(source / f"{name}.csv", Path(folder))
+            tables.append(pd.read_csv((source if source == KEPT else Path(folder)) / f"{name}.csv"))
+    before, after = tables
     if list(before.columns) != list(after.columns) or len(before) != len(after):
         return name, before.size, before.size, f"{before.shape} became {after.shape}"
     return name, before.size, *differences(before, after)

@@ -43,27 +43,25 @@ def main(
     torch.set_num_threads(1)  # threads do not survive a fork
     measured = Measured("memory", out, sentences=sentences, times=10, rounds=rounds)
     rows = 9 * sentences * (_LAYERS + 1) * _WIDTH * 4 / MIB
+
+    def limited(what: str, value: float) -> None:
+        measured.add(f"{name}: {what}", value, max=1 + _SHARE, memory=lines)
+
     for name in _MODES:
         sizes = sentences, 10 * sentences
         seen = [[_parts(n, name) for _ in range(rounds)] for n in sizes]
         small, large = (_least(of_size, PEAK) for of_size in seen)
         lines = partial(_side_by_side, *(of_size[0] for of_size in seen))
         if name == _IN_MEMORY:
-            measured.add(f"{name}: growth / rows", (large - small) / rows, max=1 + _SHARE, memory=lines)
+            limited("growth / rows", (large - small) / rows)
             taken = [_least(of_size, TAKEN) for of_size in seen]
-            measured.add(
-                f"{name}: growth of what is in use / rows", (taken[1] - taken[0]) / rows, max=1 + _SHARE
-            )
+            limited("growth of what is in use / rows", (taken[1] - taken[0]) / rows)
         else:
-            measured.add(
-                f"{name}: peak of ten times the sentences / peak", large / small, max=1 + _SHARE, memory=lines
-            )
+            limited("peak of ten times the sentences / peak", large / small)
             later = min(float(parts[PEAK]) / float(parts[EARLY]) for parts in seen[1])
-            measured.add(
-                f"{name}: peak / peak after a tenth of the time", later, max=1 + _SHARE, memory=lines
-            )
+            limited("peak / peak after a tenth of the time", later)
             used = [_least(of_size, IN_USE) for of_size in seen]
-            measured.add(f"{name}: in use, the same", used[1] / used[0], max=1 + _SHARE, memory=lines)
+            limited("in use, the same", used[1] / used[0])
             if large > (1 + _SHARE) * small:
                 given = [[_parts(n, name, gives_back=True) for _ in range(rounds)] for n in sizes]
                 peaks = [_least(of_size, PEAK) for of_size in given]

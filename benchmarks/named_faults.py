@@ -21,74 +21,62 @@ class NamedFault(NamedTuple):
     after: str
 
 
-NAMED = (
-    NamedFault(
-        "maps of the wrong fit used for a variant",
-        "paper_a_fig6_alternation",
-        "((study.maps, True), (study.maps_without_sinks, False))",
-        "((study.maps, True), (study.maps, False))",
-    ),
-    NamedFault(
-        "replacements of the wrong fit used for a variant",
-        "paper_a/submodules",
-        "replace(fits[case.fitted], case.layer, target,",
-        'replace(fits["all"], case.layer, target,',
-    ),
-    NamedFault(
-        "R2 from the r2 of `id`",
-        "paper_a_fig6_alternation",
-        '(quality["metric"] == "r2") & (quality["method"] == "mat")',
-        '(quality["metric"] == "r2") & (quality["method"] == "id")',
-    ),
-    NamedFault(
-        "the sink mask inverted where schemes are scored",
-        "paper_a_fig6_alternation",
-        "others = ~sink_rows(validation)",
-        "others = sink_rows(validation)",
-    ),
-    NamedFault(
-        "the sink mask inverted where heads are replaced",
-        "attention_heads",
-        "where = ~find_sinks(model, data.examples)",
-        "where = find_sinks(model, data.examples)",
-    ),
-    NamedFault(
-        "`lift` exchanged for the score",
-        "sub_updates/events",
-        '"score": trace.score, "lift": lift,',
-        '"score": lift, "lift": trace.score,',
-    ),
-    NamedFault(
-        "the coefficient ignored in control",
-        "control/comparison",
-        "return controlled(model, self.names, self.coefficient)",
-        "return controlled(model, self.names, 3.0)",
-    ),
-    NamedFault(
-        "the worst word vectors taken for the best",
-        "control/selection",
-        '["value"].head(n)',
-        '["value"].tail(n)',
-    ),
-    NamedFault(
-        "perplexity without Self-Debiasing",
-        "control/comparison",
-        "return debiased_losses(model, texts, self.processor)",
-        "return text_losses(model, texts)",
-    ),
-    NamedFault(
-        "the standard deviation of the population in the interval of a perplexity",
-        "ffn/perplexity",
-        "np.std(total - mean * n_tokens, ddof=1)",
-        "np.std(total - mean * n_tokens, ddof=0)",
-    ),
-    NamedFault(
-        "a later block fitted on the original stream, not on the changed model's",
-        "pruning/folding",
-        "fold_block(streams, index, block, h, target(index), method, penalty)",
-        "fold_block(streams, index, block, streams.h[index], target(index), method, penalty)",
-    ),
-)  # fmt: skip
+_FAULTS = {
+    "paper_a_fig6_alternation": {
+        "maps of the wrong fit used for a variant": (
+            "((study.maps, True), (study.maps_without_sinks, False))",
+            "((study.maps, True), (study.maps, False))",
+        ),
+        "R2 from the r2 of `id`": (
+            '(quality["metric"] == "r2") & (quality["method"] == "mat")',
+            '(quality["metric"] == "r2") & (quality["method"] == "id")',
+        ),
+        "the sink mask inverted where schemes are scored": (
+            "others = ~sink_rows(validation)", "others = sink_rows(validation)",
+        ),
+    },
+    "paper_a/submodules": {
+        "replacements of the wrong fit used for a variant": (
+            "replace(fits[case.fitted], case.layer, target,", 'replace(fits["all"], case.layer, target,',
+        ),
+    },
+    "attention_heads": {
+        "the sink mask inverted where heads are replaced": (
+            "where = ~find_sinks(model, data.examples)", "where = find_sinks(model, data.examples)",
+        ),
+    },
+    "sub_updates/events": {
+        "`lift` exchanged for the score": (
+            '"score": trace.score, "lift": lift,', '"score": lift, "lift": trace.score,',
+        ),
+    },
+    "control/comparison": {
+        "the coefficient ignored in control": (
+            "return controlled(model, self.names, self.coefficient)",
+            "return controlled(model, self.names, 3.0)",
+        ),
+        "perplexity without Self-Debiasing": (
+            "return debiased_losses(model, texts, self.processor)", "return text_losses(model, texts)",
+        ),
+    },
+    "control/selection": {
+        "the worst word vectors taken for the best": ('["value"].head(n)', '["value"].tail(n)'),
+    },
+    "ffn/perplexity": {
+        "the standard deviation of the population in the interval of a perplexity": (
+            "np.std(total - mean * n_tokens, ddof=1)", "np.std(total - mean * n_tokens, ddof=0)",
+        ),
+    },
+    "pruning/folding": {
+        "a later block fitted on the original stream, not on the changed model's": (
+            "fold_block(streams, index, block, h, target(index), method, penalty)",
+            "fold_block(streams, index, block, streams.h[index], target(index), method, penalty)",
+        ),
+    },
+}  # fmt: skip
+NAMED = tuple(
+    NamedFault(name, module, *texts) for module, faults in _FAULTS.items() for name, texts in faults.items()
+)
 
 
 def faulty(fault: NamedFault, source: str) -> Mutant:

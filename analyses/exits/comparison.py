@@ -108,10 +108,8 @@ def compare_exits(
         RULE: partial(_by_rule, ExitRule(), active, made_at),
         PLACES: partial(_by_rule, ExitRule(overlap="places"), active, made_at),
     }
-    evaluated, penalties = (
-        defaultdict[str, list[EvaluatedExits]](list),
-        defaultdict[str, Counter[str]](Counter),
-    )
+    evaluated = defaultdict[str, list[EvaluatedExits]](list)
+    penalties = defaultdict[str, Counter[str]](Counter)
     by_confidence = _ConfidenceExits(Readout(model), activations)
     for seed in Bar(range(seeds), desc="splits", unit="split"):
         split = split_examples(len(trace), seed=seed)
@@ -240,9 +238,8 @@ def compare_readings(trace: Trace, clusters: Sequence[Clusters], *, seed: int = 
         for overlap, others, (counted, layers) in itertools.product(OVERLAPS, OTHERS, events.items()):
             rule, evaluated = ExitRule(others=others, overlap=overlap), []
             for part in parts:
-                training_rows = np.setdiff1d(np.arange(len(trace)), part)
-                signals = rule.fit(active, layers, training_rows).signals(active, part)
-                evaluated.append(evaluate_exits(first_exit(signals), right[part]))
+                exits = _by_rule(rule, active, layers, np.setdiff1d(np.arange(len(trace)), part), part)
+                evaluated.append(evaluate_exits(exits, right[part]))
             reading = {"clusters": len(each), "overlap": overlap, "others": others, "events": counted}
             rows.append(reading | _pooled(evaluated, np.array(list(map(len, parts))), trace.n_layers))
     return pd.DataFrame(rows)

@@ -16,10 +16,10 @@ from matplotlib.figure import Figure
 
 from matlens import plots
 from matlens.cli import options, printing, starting
-from matlens.data import Corpus
+from matlens.data import Corpus, Examples, make_windows
 from matlens.errors import Between, PositiveInt, Seed, printable
 from matlens.io import csv_text, write_files, write_results
-from studies.study import Study, absent
+from studies.study import Model, Study, absent
 
 SECONDS = "processor_seconds"
 """Key of an analysis' CPU seconds in the JSON next to its table."""
@@ -37,6 +37,37 @@ LinkageOption = Annotated[
 ]
 TwoOrMore = Annotated[int, Between(2)]
 _GIVEN = ("study", "studies", "report")  # parameters of an analysis that are no options
+
+
+@dataclass(frozen=True)
+class AtlasText:
+    """Text that maps of parts are fitted on, and that losses are of.
+
+    Attributes
+    ----------
+    window
+        Tokens of a window, or most of a sentence.
+    windows
+        Windows or sentences that maps are fitted on.
+    eval_windows
+        Windows or sentences that losses are of.
+    """
+
+    window: TwoOrMore = 64
+    windows: TwoOrMore = 160
+    eval_windows: TwoOrMore = 8
+
+    def examples(self, model: Model, study: Study) -> tuple[Examples, Examples]:
+        """The text to fit on and the text to evaluate on."""
+        fitted_on, evaluated_on = (
+            make_windows(model, part, size=self.window, max_windows=n, targets=True, seed=study.seed)
+            for part, n in zip(study.parts, (self.windows, self.eval_windows), strict=True)
+        )
+        return fitted_on, evaluated_on
+
+    def folder(self, study: Study) -> Path:
+        """The folder of the atlas."""
+        return study.folder / f"linearity-{self.window}-{self.windows}-{self.eval_windows}"
 
 
 @dataclass(frozen=True)
