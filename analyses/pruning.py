@@ -382,27 +382,20 @@ def added_perplexity(table: pd.DataFrame) -> pd.DataFrame:
     published method on the span that it chooses by the angle; ``low`` and ``high`` are its 95% interval,
     if the table has one.
     """
-    perplexity = table[table["metric"] == "perplexity"]
-    original = perplexity[perplexity["method"] == "original"].set_index("corpus")["value"]
-    rest = perplexity[perplexity["method"] != "original"]
-    choice, method = _PUBLISHED
-    published = rest[(rest["method"] == method) & (rest["choice"] == choice)]
+    perplexity = table[table["metric"] == "perplexity"].rename(columns={"value": "perplexity"})
+    original = perplexity[perplexity["method"] == "original"].set_index("corpus")["perplexity"]
+    rest = perplexity.loc[perplexity["method"] != "original", [*_OF_A_ROW, "blocks", "perplexity"]]
+    published = rest[(rest["choice"] == _PUBLISHED[0]) & (rest["method"] == _PUBLISHED[1])]
     if published.empty:
         raise InputError(
             "The table must have replaceme on a span chosen by angle, to compare with, got none."
         )
-    published_values = published.set_index(["corpus", "n_removed"])["value"]
-    keys = pd.MultiIndex.from_frame(rest[["corpus", "n_removed"]])
-    recovered = recovered_fraction(
-        rest["value"], rest["corpus"].map(original), published_values.reindex(keys).to_numpy()
-    )
-    limits = table[table["metric"] == "recovered"].set_index(_OF_A_ROW)[["low", "high"]]
-    of_rest = limits.reindex(pd.MultiIndex.from_frame(rest[_OF_A_ROW]))
-    return (
-        rest[["corpus", "n_removed", "choice", "method", "blocks", "value"]]
-        .rename(columns={"value": "perplexity"})
-        .assign(recovered=recovered, low=of_rest["low"].to_numpy(), high=of_rest["high"].to_numpy())
-    )
+    keys = ["corpus", "n_removed"]
+    added = rest.merge(published[[*keys, "perplexity"]], "left", on=keys, suffixes=("", "_published"))
+    of_original, of_published = added["corpus"].map(original), added.pop("perplexity_published")
+    added["recovered"] = recovered_fraction(added["perplexity"], of_original, of_published)
+    limits = table.loc[table["metric"] == "recovered", [*_OF_A_ROW, "low", "high"]]
+    return added.merge(limits, "left", on=_OF_A_ROW)
 
 
 if __name__ == "__main__":

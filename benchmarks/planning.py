@@ -73,23 +73,22 @@ _STEPS = {
 def main(
     sentences: Annotated[int, typer.Option(help="Sentences that maps are fitted on.")] = 300,
     val: Annotated[int, typer.Option(help="Validation sentences.")] = 100,
-    pairs: Annotated[str, typer.Option(help="Maps onto the last layer, or between all.")] = "last",
+    pairs: Annotated[Pairs, typer.Option(help="Maps onto the last layer, or between all.")] = "last",
     model: Annotated[str, typer.Option(help="What matlens.load reads.")] = SMOLLM2,
     out: Out = None,
 ) -> None:
     """Measure memory and disk of each step as ratios to what is planned."""
     torch.set_num_threads(1)  # threads do not survive a fork
-    chosen: Pairs = "all" if pairs == "all" else "last"
     loaded = matlens.load(model, device="cpu")
     parts = matlens.load_corpus("wikipedia-sample").split(n_train=sentences, n_validation=val)
     tokens = len(matlens.make_examples(loaded, parts[0]).tokens)
     shape = Shape.from_model(loaded)
     measured = Measured(
         "planning", out, model=model, corpus="wikipedia-sample", sentences=sentences, validation=val,
-        pairs=chosen, tokens=tokens,
+        pairs=pairs, tokens=tokens,
     )  # fmt: skip
     for name, step in _STEPS.items():
-        options = {"pairs": chosen, "train_tokens": tokens, **step.options}
+        options = {"pairs": pairs, "train_tokens": tokens, **step.options}
         plan = plan_study(shape, sentences, val, **options)
         planned = plan[step.planned].memory
         if step.planned == "collect":  # the model is loaded before
@@ -97,8 +96,8 @@ def main(
 
         def prepare(folder: Path, step: _Step = step) -> Work:
             if step.before is not None:
-                _STEPS[step.before].work(loaded, parts, folder, chosen)
-            return lambda: step.work(loaded, parts, folder, chosen)
+                _STEPS[step.before].work(loaded, parts, folder, pairs)
+            return lambda: step.work(loaded, parts, folder, pairs)
 
         taken = in_a_process(prepare)[TAKEN]
         measured.add(f"{name}: planned", planned / MIB, unit="MiB")

@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
-from figures.looks import KINDS, LOOKS, PRUNED, READ
+from figures.looks import KINDS, LOOKS, PRUNED, READ, error_bars
 from matlens.drawing import (
     DARK,
     DOTTED,
@@ -143,10 +143,10 @@ def plot_damage(table: pd.DataFrame, correlations: pd.DataFrame) -> Figure:
         rows = shown[shown["model"] == model]
         rows = rows[rows["tokens"] == modes[model]].set_index("metric").reindex(order)
         y = np.arange(len(order)) + 0.18 * ((len(models) - 1) / 2 - models.index(model))
-        spread = [rows["value"] - rows["low"], rows["high"] - rows["value"]]
         last.errorbar(
-            rows["value"], y, xerr=spread, fmt=look.marker, color=look.color, ms=4, label=Path(model).name
-        )
+            rows["value"], y, xerr=error_bars(rows), fmt=look.marker, color=look.color, ms=4,
+            label=Path(model).name,
+        )  # fmt: skip
     last.set_yticks(range(len(order)), order)
     last.set_xlabel("rank correlation with the loss increase")
     last.axvline(0, color=DARK, lw=0.6)

@@ -1,6 +1,10 @@
-"""Colors and styles of methods that only analyses plot."""
+"""Colors and styles of methods that only analyses plot, and error bars."""
 
 from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
 
 from matlens.drawing import (
     BLACK,
@@ -75,3 +79,8 @@ PRUNED = {
     "jump, chain": Look(PURPLE, marker="<"), "chain from jump": Look(GREEN, DOTTED, ">"),
 }  # fmt: skip
 READ = {"mat": MAT, "id": ID, "constant": Look(DARK, DOTTED, "x")}
+
+
+def error_bars(rows: pd.DataFrame, value: str = "value") -> list[Any]:
+    """Lengths of the error bars from low to high."""
+    return [rows[value] - rows["low"], rows["high"] - rows[value]]

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter, StrMethodFormatter
 
-from figures.looks import CLASSES, LOWERED, OTHER, RAISED, SUMMARIES, UPDATES
+from figures.looks import CLASSES, LOWERED, OTHER, RAISED, SUMMARIES, UPDATES, error_bars
 from matlens.drawing import (
     DOTTED,
     GREY,
@@ -126,7 +126,7 @@ def events_figure(results: pd.DataFrame) -> Figure:
         for i, (metric, color) in enumerate(SUMMARIES.items()):
             rows = part[part["metric"] == metric].set_index(["method", "event"]).loc[list(_EVENTS)]
             ax.errorbar(
-                rows["value"], np.arange(len(rows)) + (i - 1) * _APART, xerr=_bars(rows), fmt="o", ms=4,
+                rows["value"], np.arange(len(rows)) + (i - 1) * _APART, xerr=error_bars(rows), fmt="o", ms=4,
                 color=color, label=metric, lw=1, capsize=0,
             )  # fmt: skip
         ax.set_yticks(range(len(_EVENTS)), [f"{event}, {method}" for method, event in _EVENTS])
@@ -136,11 +136,6 @@ def events_figure(results: pd.DataFrame) -> Figure:
         ax.axvline(0, color=GREY, lw=0.8)
         ax.set_title(literal(f"{_READS[read]}, {chosen}"))
     return finish(figure, title_of(results, "model", "corpus"))
-
-
-def _bars(rows: pd.DataFrame) -> list[Any]:
-    """Lengths of the error bars from low to high."""
-    return [rows["value"] - rows["low"], rows["high"] - rows["value"]]
 
 
 @styled
@@ -324,10 +319,9 @@ def _draw_control(ax: Axes, points: pd.DataFrame, looks: Mapping[str, Look]) -> 
             for level in part["toxic"].head(1):
                 ax.axhline(level, color=look.color, ls="--", lw=1.2, label=method)
             continue
-        bars = [part["toxic"] - part["low"], part["high"] - part["toxic"]]
         ax.errorbar(
-            part["perplexity"], part["toxic"], yerr=bars, fmt=f"{look.marker}-", color=look.color, lw=1.2,
-            ms=5, elinewidth=0.7, label=literal(method),
+            part["perplexity"], part["toxic"], yerr=error_bars(part, "toxic"), fmt=f"{look.marker}-",
+            color=look.color, lw=1.2, ms=5, elinewidth=0.7, label=literal(method),
         )  # fmt: skip
         of_control = part.dropna(subset=["coefficient", "perplexity"])
         for coefficient, *point in of_control[["coefficient", "perplexity", "toxic"]].to_numpy():
