@@ -132,7 +132,8 @@ def transfer_means(table: pd.DataFrame) -> pd.DataFrame:
     The columns are the same, without a layer.
     """
     named = ["experiment", "model", "corpus", "method", "target", "metric", "k"]
-    means = table.groupby(named, sort=False, dropna=False).agg(value=("value", "mean"), n=("n", "first"))
+    groups = table.groupby(named, sort=False, dropna=False)
+    means = groups.agg(value=("value", lambda values: values.mean()), n=("n", "first"))
     return means.reset_index().assign(layer=pd.NA, low=math.nan, high=math.nan)[list(table.columns)]
 
 
