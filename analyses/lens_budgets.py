@@ -104,7 +104,7 @@ def main(
     }  # fmt: skip
     row = partial(result_row, NAME, model=model.cfg.model_name, corpus=held_out.name, target=study.n_layers)
     table: list[dict[str, Any]] = []
-    with Cells.stored(study.folder / NAME, "lenses by budget", job) as cells:
+    with Cells.stored(study.folder / NAME, "tables of lenses by budget", job) as cells:
         before: tuple[Lens, int] | None = None
         spent = dict.fromkeys(LENSES, 0.0)
         options = {"layers": layers, "progress": False}

@@ -109,7 +109,7 @@ def main(
     sizes_of_texts = {"windows": windows, "window": window, "eval_windows": eval_windows, "heal": heal}
     origin = several[0].origin_of_weights | sizes_of_texts | {"tokens": tokens}
     job = origin | {"texts": [each.fingerprint for each in (fitted_on, *evaluated.values())]}
-    with Cells.stored(several[0].folder / (NAME + report.suffix), "pruned models", job) as cells:
+    with Cells.stored(several[0].folder / (NAME + report.suffix), "tables of pruned models", job) as cells:
         table = PrunedModels(
             model, fitted_on, evaluated, size or [n for n in SIZES if n < model.cfg.n_layers] or [1],
             methods=method or FOLDED, choices=choice or CHOICES, heal=heal,
