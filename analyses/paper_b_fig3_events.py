@@ -15,14 +15,16 @@ are in a separate table. The trace is stored in the output folder and reused by 
 from __future__ import annotations
 
 from figures.paper_b import events_figure, layers_figure, saturation_figure
-from studies import Dominant, Report, Study, run_study
+from studies import Report, Study, run_study
 from sub_updates.events import event_tables
+
+from matlens.errors import PositiveInt
 
 EVENTS, LAYERS, BY_EFFECT = "paper_b_table4_events", "paper_b_fig3_scores", "paper_b_fig3_by_effect"
 SATURATION = "paper_b_table9_saturation"
 
 
-def main(study: Study, report: Report, dominant: Dominant = 10) -> None:
+def main(study: Study, report: Report, dominant: PositiveInt = 10) -> None:
     """Trace FFN updates over a corpus; score saturation and elimination events."""
     trace = study.trace(dominant)
     tables = event_tables(trace, study.model)

@@ -11,17 +11,18 @@ from __future__ import annotations
 import pandas as pd
 import torch
 from figures.paper_b import shares_by_layer
-from studies import Dominant, Model, Report, Study, layer_table, run_study
+from studies import Model, Report, Study, layer_table, run_study
 
 from matlens import metrics
 from matlens.activations import stream
 from matlens.data import Examples
+from matlens.errors import PositiveInt
 from matlens.ffn import ValueVectors
 
 NAME = "paper_b_fig6_dominance"
 
 
-def main(study: Study, report: Report, dominant: Dominant = 10) -> None:
+def main(study: Study, report: Report, dominant: PositiveInt = 10) -> None:
     """Measure the share of the dominant sub-updates over a corpus, and plot it by layer."""
     examples = study.validation_examples
     table = dominance(study.model, examples, k=dominant, seed=study.seed)

@@ -19,11 +19,12 @@ the distances of the 98,304 vectors of gpt2-medium take 72 GiB (``--linkage comp
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 from figures.paper_b import extremes_figure
 from paper_a.predictions import prediction_confidence
-from studies import LinkageOption, Memory, Report, Study, TwoOrMore, run_study
+from studies import Clustering, Report, Study, TwoOrMore, run_study
 from sub_updates.extremes import TokenFrequency, compare_linkages, concentration, extreme_tables
 
 from matlens.errors import Between, PositiveInt
@@ -36,9 +37,8 @@ N_LARGEST = 10  # clusters listed for each reading
 def main(
     study: Study,
     report: Report,
+    clustering: Clustering,
     clusters: PositiveInt = 10_000,
-    linkage: LinkageOption = "average",
-    memory: Memory = 4.0,
     threshold: Annotated[float | None, Between(1e-9)] = None,
     sampled: PositiveInt = 2000,
     compared: TwoOrMore = 12_000,
@@ -57,7 +57,7 @@ def main(
         Value vectors for the comparison of clustering methods.
     """
     trace, projection = study.trace(), Projection.from_model(study.model)
-    fitted = study.clusters(clusters, linkage=linkage, memory=memory)
+    fitted = study.clusters(clusters, **asdict(clustering))
     frequency = TokenFrequency.from_corpus(study.corpus, study.model.tokenizer, len(projection.unembedding))
     confidence = prediction_confidence(study.model, trace.examples)
     of_each = Clusters.fit(study.values, len(study.values), progress=False)

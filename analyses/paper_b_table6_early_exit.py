@@ -18,6 +18,7 @@ activations are stored in the output folder; an interrupted run resumes.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -25,7 +26,7 @@ from exits.classifiers import FEWEST_EVENTS, FOLDS, LASSO, PENALTY_STRENGTHS, RI
 from exits.comparison import EXIT_CLUSTERS, classifier_sites, compare_exits, compare_readings
 from exits.outcomes import summarize_exits
 from figures.paper_b import exits_figure
-from studies import Dominant, LinkageOption, Memory, Report, Study, TwoOrMore, run_study, show
+from studies import Clustering, Report, Study, TwoOrMore, run_study, show
 
 from matlens.errors import Between, PositiveInt
 
@@ -35,11 +36,10 @@ NAME, READINGS = "paper_b_table6_early_exit", "paper_b_sec6_readings"
 def main(
     study: Study,
     report: Report,
-    dominant: Dominant = 10,
+    clustering: Clustering,
+    dominant: PositiveInt = 10,
     clusters: PositiveInt = EXIT_CLUSTERS,
     also_clusters: Annotated[list[int] | None, Between(1)] = None,
-    linkage: LinkageOption = "average",
-    memory: Memory = 4.0,
     splits: PositiveInt = 5,
     folds: TwoOrMore = FOLDS,
     fewest: TwoOrMore = FEWEST_EVENTS,
@@ -66,9 +66,7 @@ def main(
         Try lasso as well as ridge?
     """
     trace = study.trace(dominant)
-    fitted, *more = (
-        study.clusters(n, linkage=linkage, memory=memory) for n in (clusters, *(also_clusters or ()))
-    )
+    fitted, *more = (study.clusters(n, **asdict(clustering)) for n in (clusters, *(also_clusters or ())))
     readings = compare_readings(trace, [fitted, *more], seed=study.seed)
     studied = {"model": study.values.identity.name, "corpus": trace.provenance.corpus}
     origin = trace.provenance.to_json("model", "data", "seed", "k") | {

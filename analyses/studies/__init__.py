@@ -3,9 +3,7 @@
 from studies.cells import Cells as Cells
 from studies.scripts import SECONDS as SECONDS
 from studies.scripts import AtlasText as AtlasText
-from studies.scripts import Dominant as Dominant
-from studies.scripts import LinkageOption as LinkageOption
-from studies.scripts import Memory as Memory
+from studies.scripts import Clustering as Clustering
 from studies.scripts import Patched as Patched
 from studies.scripts import Report as Report
 from studies.scripts import TwoOrMore as TwoOrMore

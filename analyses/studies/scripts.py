@@ -17,26 +17,34 @@ from matplotlib.figure import Figure
 from matlens import plots
 from matlens.cli import options, printing, starting
 from matlens.data import Corpus, Examples, make_windows
-from matlens.errors import Between, PositiveInt, Seed, printable
+from matlens.errors import Between, NonNegative, PositiveInt, Seed, printable
 from matlens.io import csv_text, write_files, write_results
 from studies.study import Model, Study, absent
 
 SECONDS = "processor_seconds"
 """Key of an analysis' CPU seconds in the JSON next to its table."""
 
-Dominant = Annotated[int, typer.Option(min=1, help="Number of sub-updates that count as dominant.")]
 Patched = Annotated[
     int, typer.Option("--patched", min=2, help="Validation sentences that the patched model is run on.")
 ]
-Memory = Annotated[
-    float, typer.Option(min=0, help="Maximum GiB for exact clusters; beyond it, nearest neighbors.")
-]
-LinkageOption = Annotated[
-    options.LinkageChoice,
-    typer.Option("--linkage", help="Linkage of exact clusters; paper B has complete."),
-]
 TwoOrMore = Annotated[int, Between(2)]
 _GIVEN = ("study", "studies", "report")  # parameters of an analysis that are no options
+
+
+@dataclass(frozen=True)
+class Clustering:
+    """How value vectors are clustered.
+
+    Attributes
+    ----------
+    linkage
+        Linkage of exact clusters; paper B has complete.
+    memory
+        Maximum GiB for exact clusters; beyond it, nearest neighbors.
+    """
+
+    linkage: options.LinkageChoice = "average"
+    memory: NonNegative = 4.0
 
 
 @dataclass(frozen=True)
