@@ -42,14 +42,14 @@ _IN_A_ROW = 4  # kills of one job before it runs to its end
 
 
 class Command(NamedTuple):
-    """A command, and the commands to run before it in the same folder.
+    """A command, and the command to run before it in the same folder.
 
     A process that finds the work done by another exits with code 2 and a message with ``told``; by default
     it succeeds.
     """
 
     work: Callable[[], Any]
-    after: tuple[str, ...] = ()
+    after: str = ""
     told: str = ""
 
 
@@ -107,8 +107,8 @@ class Campaign:
         main = [*data, "--train", 40, "--val", 20, "--batch-tokens", 48]
         self.commands = {
             "collect": Command(_line("collect", *main)),
-            "fit": Command(_line("fit", "out"), ("collect",)),
-            "evaluate": Command(_line("evaluate", "out", "--device", "cpu"), ("collect", "fit")),
+            "fit": Command(_line("fit", "out"), "collect"),
+            "evaluate": Command(_line("evaluate", "out", "--device", "cpu"), "fit"),
             "run": Command(_line("run", *main)),
             "trace": Command(
                 lambda: Trace.run(model, examples, k=4, folder="out", batch_tokens=48, progress=False)
@@ -118,7 +118,7 @@ class Campaign:
                 _line("lens", "fit", *main, "--method", "mat", "--method", "affine", "--exclude-sinks")
             ),
             "part": Command(_line("part", "--part", "1/1", *main)),
-            "merge": Command(_line("merge", "out", "--out", "merged"), ("part",)),
+            "merge": Command(_line("merge", "out", "--out", "merged"), "part"),
             "values explore": Command(_line("values", "explore", *data, "--neighbors", 2)),
             "prune": Command(
                 _line("prune", *data, "--blocks", "1,", "--window", 16), told="new or empty folder"
@@ -134,8 +134,8 @@ class Campaign:
         folder.mkdir()
         after = self.commands[name].after
         if after:
-            self.alone(after[-1])
-            shutil.copytree(self._root / f"alone-{after[-1]}" / "out", folder / "out")
+            self.alone(after)
+            shutil.copytree(self._root / f"alone-{after}" / "out", folder / "out")
         return folder
 
     def alone(self, name: str) -> tuple[Files, float]:

@@ -7,6 +7,7 @@ estimate; steps that run the model may take less, and at most a tenth more.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -37,37 +38,35 @@ def _fit(model: Any, parts: Any, folder: Path, pairs: Pairs) -> None:
     fit_maps(folder, pairs=pairs, progress=False)
 
 
-def _collect(model: Any, parts: Any, folder: Path, positions: Literal["sampled", "all"]) -> None:
+def _collect(
+    positions: Literal["sampled", "all"], model: Any, parts: Any, folder: Path, pairs: Pairs
+) -> None:
     _ = Study(load_model=lambda: model, load_parts=lambda: parts, out=folder, positions=positions).stream
 
 
 _ALL = {"positions": "all"}
+
+
+def _stream(model: Any, parts: Any, folder: Path, pairs: Pairs) -> None:
+    examples = matlens.make_examples(model, parts[0])
+    stream_least_squares(model, examples, folder / "statistics", pairs=pairs, progress=False)
+
+
+_SAMPLED, _STORED = "collecting, sampled positions", "collecting, all positions, vectors stored"
+_SUMS = "collecting, all positions, sums stored"
+_KEEP = _ALL | {"keep_rows": True}
 _STEPS = {
-    "collecting, sampled positions": _Step(
-        "collect", {}, None,
-        lambda model, parts, folder, _: _collect(model, parts, folder, "sampled"),
-    ),
-    "collecting, all positions, vectors stored": _Step(
-        "collect", _ALL | {"keep_rows": True}, None,
-        lambda model, parts, folder, _: _collect(model, parts, folder, "all"),
-    ),
-    "collecting, all positions, sums stored": _Step(
-        "collect", _ALL, None,
-        lambda model, parts, folder, pairs: stream_least_squares(
-            model, matlens.make_examples(model, parts[0]), folder / "statistics", pairs=pairs, progress=False
-        ),
-    ),
+    _SAMPLED: _Step("collect", {}, None, partial(_collect, "sampled")),
+    _STORED: _Step("collect", _KEEP, None, partial(_collect, "all")),
+    _SUMS: _Step("collect", _ALL, None, _stream),
     "fitting on collected vectors, sampled positions": _Step(
-        "fit from collected vectors", {}, "collecting, sampled positions", _fit, exact=True,
+        "fit from collected vectors", {}, _SAMPLED, _fit, exact=True
     ),
     "fitting on collected vectors, all positions": _Step(
-        "fit from collected vectors", _ALL | {"keep_rows": True}, "collecting, all positions, vectors stored",
-        _fit, exact=True,
+        "fit from collected vectors", _KEEP, _STORED, _fit, exact=True
     ),
-    "fitting on sums": _Step(
-        "fit from sufficient statistics", _ALL, "collecting, all positions, sums stored", _fit,
-    ),
-}  # fmt: skip
+    "fitting on sums": _Step("fit from sufficient statistics", _ALL, _SUMS, _fit),
+}
 
 
 def main(
