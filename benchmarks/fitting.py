@@ -9,7 +9,7 @@ least 12 times as fast as scikit-learn.
 from __future__ import annotations
 
 import itertools
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -48,10 +48,8 @@ def main(
         for source, target in pairs[::step][:_TIMED]:
             LinearRegression(fit_intercept=False).fit(double[source].numpy(), double[target].numpy())
 
-    job: dict[str, Any] = {"pairs": len(pairs), "samples": samples, "width": width, "rounds": rounds}
-    measured = Measured("fitting", out, **job)
-    works = {"floor": floor, "ours": ours, "scikit_learn": scikit_learn}
-    measured.time(works, rounds)
+    measured = Measured("fitting", out, pairs=len(pairs), samples=samples, width=width, rounds=rounds)
+    measured.time({"floor": floor, "ours": ours, "scikit_learn": scikit_learn}, rounds)
     measured.best["scikit_learn"] *= len(pairs) / min(_TIMED, len(pairs))
     measured.add_times()
     measured.ratio("fitting all pairs / its products", "ours", "floor", max=1.2)

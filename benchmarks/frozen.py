@@ -32,6 +32,7 @@ import typer
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "results"
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 BEFORE = ROOT / "benchmarks" / "mutants_before.jsonl"
 RELATIVE = 1e-5  # relative tolerance, in addition to the rounding of tables to six digits
 SLOWER = 1.15  # a ratio may be worse by this factor: two runs on one machine differ by up to 10%
@@ -103,11 +104,9 @@ def make_tables(names: list[str], out: Path, models: Path) -> None:
 def call_make(targets: list[str], folder: Path) -> None:
     """Make targets in ``folder`` instead of ``out/results``."""
     if targets:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        python = sys.executable
-        command = ["make", "--silent", *targets, f"RESULTS={folder}", f"BIN={Path(python).parent}"]
-        command.append("--old-file=install")
-        ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        variables = [f"RESULTS={folder}", f"BIN={Path(sys.executable).parent}"]
+        command = ["make", "--silent", "--old-file=install", *targets, *variables]
+        ended = subprocess.run(command, cwd=ROOT, env=ONE_THREAD, capture_output=True, text=True)
         print(*targets, "made" if ended.returncode == 0 else ended.stderr, file=sys.stderr)
         ended.check_returncode()
 
@@ -173,7 +172,7 @@ def compare_speed(out: Path) -> list[Row]:
     rows = []
     for name in SPEED:
         command = [sys.executable, f"benchmarks/{name}.py", "--out", str(out)]
-        subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
+        subprocess.run(command, cwd=ROOT, env=ONE_THREAD, check=True)
         tables = [pd.read_csv(folder / f"speed_{name}.csv") for folder in (KEPT, out)]
         before, after = (table[table["goal"].notna()].set_index("method") for table in tables)
         both = before.join(after["value"].rename("now"), how="left")

@@ -29,7 +29,6 @@ from named_faults import NAMED, faulty
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPLAINED = Path(__file__).with_name("mutants_explained.json")
-_MARK = "mutants"
 SMALLEST_LIMIT = 60.0  # CPU seconds always allowed to a mutant's tests
 _PATIENCE = 20  # wall-clock factor on the limit, for mutants that sleep forever
 # Modules, and the tests that cover them next to those of the module's name.
@@ -162,7 +161,7 @@ def main(
         head, *_, total = (row[:3] + row[-1:] for row in count(tried))
         seen = sum(outcome == "killed" for *_, outcome in of_named)
         rows = [head, ("named faults", len(of_named), seen, 0), total]
-        write_between(page, _MARK, "\n".join(table_lines(rows)))
+        write_between(page, "mutants", "\n".join(table_lines(rows)))
     unseen = any(outcome == "lives" for *_, outcome in of_named)
     unexplained = (tried["outcome"] == "untried").any() or not all(row["reason"] for row in alive)
     raise typer.Exit(1 if unseen or unexplained else 0)
