@@ -29,7 +29,7 @@ from studies import Cells, Model, Report, Study, TwoOrMore, bootstrap, run_study
 from torch import Tensor
 
 from matlens import InputError, metrics
-from matlens.data import Corpus, Examples, make_windows
+from matlens.data import Examples, make_windows
 from matlens.errors import NonNegativeInt, PositiveInt, check_choice, check_int
 from matlens.ffn import TextLosses
 from matlens.io import result_row, result_table
@@ -100,14 +100,14 @@ def main(
     """
     several = list(studies)
     model = several[0].model
-    texts: dict[str, Corpus] = {study.parts[1].name: study.parts[1] for study in several}
     fitted_on = make_windows(model, several[0].parts[0], size=window, max_windows=windows)
     evaluated = {
-        name: make_windows(model, text, size=window, max_windows=eval_windows, name=name)
-        for name, text in texts.items()
+        text.name: make_windows(model, text, size=window, max_windows=eval_windows, name=text.name)
+        for text in (study.parts[1] for study in several)
     }
-    sizes_of_texts = {"windows": windows, "window": window, "eval_windows": eval_windows, "heal": heal}
-    origin = several[0].origin_of_weights | sizes_of_texts | {"tokens": tokens}
+    origin = several[0].origin_of_weights | {
+        "windows": windows, "window": window, "eval_windows": eval_windows, "heal": heal, "tokens": tokens,
+    }  # fmt: skip
     job = origin | {"texts": [each.fingerprint for each in (fitted_on, *evaluated.values())]}
     with Cells.stored(several[0].folder / (NAME + report.suffix), "tables of pruned models", job) as cells:
         table = PrunedModels(
