@@ -49,7 +49,8 @@ def atlas_summary(table: pd.DataFrame) -> pd.DataFrame:
         if metric == "loss increase":
             statistics["median loss increase"] = values.median()
         for name, value in statistics.items():
-            rows.append((method, None, name, None, Estimate.without_interval(value, len(values))))
+            estimate = Estimate.without_interval(value, len(values))
+            rows.append((str(method), None, str(name), None, estimate))
             parts.append({"kind": kind, "tokens": tokens})
     model, corpus = table[["model", "corpus"]].iloc[0]
     return layer_table("linearity_kinds", model, corpus, rows).join(pd.DataFrame(parts))

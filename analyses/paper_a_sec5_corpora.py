@@ -134,7 +134,7 @@ def transfer_means(table: pd.DataFrame) -> pd.DataFrame:
     named = ["experiment", "model", "corpus", "method", "target", "metric", "k"]
     groups = table.groupby(named, sort=False, dropna=False)
     means = groups.agg(value=("value", lambda values: values.mean()), n=("n", "first"))
-    return means.reset_index().assign(layer=pd.NA, low=math.nan, high=math.nan)[list(table.columns)]
+    return means.reset_index().assign(layer=None, low=math.nan, high=math.nan)[list(table.columns)]
 
 
 def transfer_losses(table: pd.DataFrame) -> pd.DataFrame:

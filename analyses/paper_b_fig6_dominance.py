@@ -61,12 +61,12 @@ def dominance(
                 negative = rows.vectors[site].gather(1, of_method) < 0
                 shares[method, "negative"][layer, index] = negative.float().mean(1)
     corpus = examples.provenance.get("corpus", "unnamed")
-    rows = (
+    measured = (
         (method, layer, metric, k, metrics.mean(per_token[layer]))
         for layer in range(values.n_layers)
         for (method, metric), per_token in shares.items()
     )
-    return layer_table("dominance", values.identity.name, corpus, rows)
+    return layer_table("dominance", values.identity.name, corpus, measured)
 
 
 if __name__ == "__main__":

@@ -144,17 +144,17 @@ def removal_table(
                 for name, of_reading in scores.items():
                     for metric, agreeing in _agreement(of_reading, lost, n_tokens).items():
                         agreement.setdefault((layer, name, effect, metric), []).append(agreeing)
-    rows, effects = list[LayerRow](), list[str]()
+    table, effects = list[LayerRow](), list[str]()
     for effect, metric, name in itertools.product(
         (AT_END, AT_LAYER), ("common", "correlation"), [*readings, "another v"]
     ):
         by_layer = torch.tensor([agreement[layer, name, effect, metric] for layer in updates.layers])
-        k = n_tokens if metric == "common" else None
+        length = n_tokens if metric == "common" else None
         for at, samples in ((None, by_layer.mean(0)), *zip(updates.layers, by_layer, strict=True)):
-            rows.append((name, at, metric, k, metrics.mean(samples)))
+            table.append((name, at, metric, length, metrics.mean(samples)))
             effects.append(effect)
     corpus = examples.provenance.get("corpus", "unnamed")
-    return layer_table("removal", values.identity.name, corpus, rows).assign(effect=effects)
+    return layer_table("removal", values.identity.name, corpus, table).assign(effect=effects)
 
 
 def _readings(model: Model, values: ValueVectors) -> dict[str, Callable[[Tensor, int], Tensor]]:

@@ -175,7 +175,7 @@ def run_study(
                 kind, info.help = list[str], f"{info.help.rstrip('.')} (repeatable)."
             added.append(option.replace(default=default, annotation=Annotated[kind, info]))
     hints = {name: hint for name, hint in get_type_hints(work).items() if name not in _GIVEN}
-    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
 
     def command(**given: Any) -> None:
         chosen = {name: given.pop(name) for name in shared}
