@@ -197,17 +197,3 @@ def test_serve_prints_an_address_with_a_secret_and_listens_on_this_machine_alone
     monkeypatch.delitem(sys.modules, "matlens.explorer.server")
     monkeypatch.setitem(sys.modules, "starlette.applications", None)
     assert "pip install" in commands.run("serve", model="gpt2", code=2)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["values", "promoting", "tea"], "The word 'tea' is not in the model's vocabulary"),
-        (["explore", "w1", "--out", "page.html", "--lens", "none"], "folder of type 'lens'"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_refused_and_nothing_is_written(words, message, commands, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.txt").touch()
-    assert message in commands.run(*words, model="gpt2", code=2)
-    assert [path.name for path in tmp_path.iterdir() if "--tokens" not in words] in (["mine.txt"], [])

@@ -259,22 +259,6 @@ def test_a_finished_run_is_not_evaluated_again(run_matlens, inputs, finished, mo
 # What it refuses
 
 
-@pytest.mark.parametrize(
-    ("options", "messages"),
-    [
-        (["--model", "nobody/no-such-model"], ["nobody/no-such-model", "Expected", ".gguf file"]),
-        (["--pairs", "0:4"], ["Layer 4 of site 'h' is out of range", "h.0 to h.3"]),
-        (["--positions", "all", "--skip-special"], ["sample_special"]),
-    ],
-    ids=lambda value: str(value[0]) if "--" in str(value[0]) else "",
-)
-def test_options_that_make_no_sense(run_matlens, inputs, tmp_path, options, messages):
-    outcome = run_matlens("run", *inputs, *options, "--out", tmp_path / "out")
-    assert_refused(outcome, *messages)
-    assert "could not be loaded" not in outcome.err  # not the model's fault
-    assert not list(tmp_path.iterdir())
-
-
 def test_an_output_folder_of_others_or_of_another_job(run_matlens, inputs, finished):
     command, before = ["run", *inputs, "--out", finished], tree(finished)
     for options, part, message in (

@@ -29,13 +29,3 @@ def test_what_is_printed_is_the_plan(disk, fits, capsys, monkeypatch):
     for part in (f"statistics of {format_bytes(plan.statistics)}", f"{format_bytes(memory)} of memory"):
         assert part in line
     assert f"{format_bytes(written)} of disk. Fits: {fits}." in line
-
-
-@pytest.mark.parametrize(
-    ("n", "positions", "planned"),
-    [(127, "auto", "all"), (127, "sampled", "sampled"), (128, "auto", "sampled")],
-)
-def test_few_sentences_are_planned_as_they_are_run(n, positions, planned, capsys):
-    """'matlens run' takes all positions of sentences that are fewer than twice the width."""
-    arguments = ["plan", "--layers", "3", "--width", "64", "--sentences", n, "--positions", positions]
-    assert f"{planned} positions" in " ".join(run_command(arguments, capsys, width=200).out.split())

@@ -77,17 +77,3 @@ def test_continuations_are_greedy_whatever_the_generation_config_says(model_fold
     assert before.continuation == model.tokenizer.decode(expected[len(ids) :])
     with pytest.raises(InputError, match=r"^prompt must have 1 to 40 tokens.*got 41"):
         compare_changes(model, "w1 " * 41, [], n_tokens=8)
-
-
-@pytest.mark.parametrize(
-    ("kind", "target", "message"),
-    [
-        ("mat", "2-3", "No maps for mat of the blocks 2 to 2"),
-        ("jump", "2-1", "target must be a block"),
-        ("mat_heads", "1", "one of"),
-    ],
-)  # fmt: skip
-def test_changes_without_a_map_are_refused(kind, target, message, fitted):
-    model, jumps, inside = fitted
-    with pytest.raises(InputError, match=message):
-        compare_changes(model, PROMPT, [Change(kind, target)], maps=[jumps, inside], n_tokens=1)

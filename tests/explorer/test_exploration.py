@@ -181,14 +181,3 @@ def test_lenses_are_read_from_folders_of_either_kind(explored, small_model, tmp_
         load_lens(tmp_path / "nothing")
     with pytest.raises(InputError, match="model"):
         explore(small_model("gemma2"), "w1", [maps], progress=False)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"pins": ["nobody"]}, "nobody"), ({"pins": [60]}, "from 0 to 59"), ({"prompt": ""}, "one token")
-    ],
-)  # fmt: skip
-def test_unknown_pins_and_empty_prompts_are_refused(options, message, small_model):
-    with pytest.raises(InputError, match=message):
-        explore(small_model("gpt2"), **{"prompt": "w1", "progress": False} | options)

@@ -15,7 +15,7 @@ import pytest
 from safetensors import SafetensorError
 
 from matlens.errors import InputError
-from matlens.io.cache import Cache, default_cache, file_states
+from matlens.io.cache import Cache, file_states
 
 KEY = {"content": "a"}
 
@@ -143,16 +143,3 @@ def test_the_state_of_a_file_changes_with_it(how, tmp_path):
         path.write_bytes(b"other")
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert file_states([path]) != state
-
-
-def test_variables_move_and_limit_the_cache(tmp_path, monkeypatch):
-    def places() -> list[tuple[Path, int]]:
-        cache = default_cache()
-        return [] if cache is None else [(cache.root, cache.limit)]
-
-    monkeypatch.setenv("MATLENS_CACHE", str(tmp_path / "here"))
-    monkeypatch.setenv("MATLENS_CACHE_GIB", "3")
-    assert places() == [(tmp_path / "here", 3 * 2**30)]
-    for word in ("off", "0", "OFF"):
-        monkeypatch.setenv("MATLENS_CACHE", word)
-        assert places() == []

@@ -94,9 +94,7 @@ def test_the_word_at_rank_k_passes_and_the_next_does_not(small_model):
 
 
 @pytest.mark.refused
-def test_files_that_are_not_as_expected_are_refused(tmp_path, small_model):
-    with pytest.raises(InputError, match=r"lens-eval-multihop\.json"):
-        read_evaluations(tmp_path)
+def test_files_that_are_not_as_expected_are_refused(tmp_path):
     lines = {"prompt": "one line", "intermediates": ["a"]}
     for name, item in (
         ("typo", {"prompt": "a"}),
@@ -109,5 +107,3 @@ def test_files_that_are_not_as_expected_are_refused(tmp_path, small_model):
         with pytest.raises(InputError, match=f"lens-eval-{name}.json must hold the items"):
             read_evaluations(tmp_path)
         path.unlink()
-    with pytest.raises(InputError, match="must not be empty"):
-        evaluate_open_sets({"id": Lens.identity(small_model("gpt2"))}, {})

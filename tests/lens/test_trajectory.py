@@ -10,7 +10,7 @@ import torch
 from conftest import N_LAYERS, assert_near, plain_vectors
 from small_lenses import make_lens
 
-from matlens import InputError, Lens
+from matlens import Lens
 from matlens.lens.trajectory import tokens_of_interest
 from matlens.models.tokens import word_token
 
@@ -90,24 +90,6 @@ def test_a_masked_model_is_read_at_every_token(small_model):
     assert trajectory.place == 2
     logits = model(trajectory.ids[None], return_type="logits").log_softmax(-1)
     assert_near(trajectory.probabilities[-1, 2], logits[0, 2].exp().topk(5).values.detach())
-
-
-@pytest.mark.refused
-def test_what_cannot_be_read_is_refused(small_model):
-    model = small_model("llama")
-    lens = Lens.identity(model)
-    with pytest.raises(InputError, match=r"^k must be"):
-        lens.trajectory(PROMPT, k=0)
-    with pytest.raises(InputError, match="at least one token"):
-        lens.trajectory("")
-    with pytest.raises(InputError, match="has no model"):
-        make_lens(model).trajectory(PROMPT)
-    trajectory = lens.trajectory(PROMPT)
-    with pytest.raises(InputError, match="not in the model's vocabulary"):
-        trajectory.rank("tea")
-    for wrong in (lambda: trajectory.rank(60), lambda: trajectory.plot(positions=[5])):
-        with pytest.raises(InputError, match="must be an integer"):
-            wrong()
 
 
 def test_a_page_follows_the_likeliest_tokens_and_those_that_are_given():
