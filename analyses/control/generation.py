@@ -1,4 +1,4 @@
-"""Continuations of prompts by the original model, with steering, or a baseline.
+"""Prompts of files, and their continuations by the original model, with steering, or a baseline.
 
 Each continuation has its own random numbers, from the seed, the index of its prompt and its sample
 number. So they do not depend on batches or the key-value cache, and are the same for every method:

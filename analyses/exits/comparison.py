@@ -2,7 +2,8 @@
 
 In addition to the rule and the classifiers of the paper: the confidence exit of paper A and a fixed
 layer, both calibrated to be right at least as often as the rule on the calibration examples; and an
-oracle that exits where the prediction is made.
+oracle that exits where the prediction is made. And the rule under every reading of section 6.2, tested
+against chance.
 """
 
 from __future__ import annotations

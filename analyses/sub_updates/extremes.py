@@ -7,7 +7,8 @@ cluster promotes different tokens with each, so the signs are separate rows.
 
 According to the paper these groups are mostly active early in the text or where the prediction is easy, and
 those that promote unlikely tokens do not change the top candidate. To test this, updates with an extreme
-sub-update are compared with updates of the same layers without one.
+sub-update are compared with updates of the same layers without one. How far clusters depend on the method
+is measured on a sample.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Resumable, seeded training of a small language model, with held-out losses."""
+"""Resumable, seeded training of a small language model, its held-out losses and its vocabulary."""
 
 from __future__ import annotations
 
