@@ -18,7 +18,7 @@ from matlens import InputError, MapSet, Readout, collect, make_examples
 from matlens.activations import Activations, stream
 from matlens.data import Examples
 from matlens.lens import fit_quality, prediction_quality
-from matlens.linear import fit_samples, fit_stream
+from matlens.linear import fit_stream
 from matlens.models import ModelIdentity, ModelLayout, Provenance
 from matlens.study import origin_of
 
@@ -62,7 +62,7 @@ def fit_sampled_and_all(model: Model, examples: Examples) -> dict[str, MapSet]:
 
     origin = Provenance(ModelIdentity.from_model(model), examples.provenance)
     of_all = MapSet(fit_stream(all_vectors(), pairs, provenance=replace(origin, positions="all")))
-    of_sampled = MapSet(fit_samples(sampled, pairs, provenance=replace(origin, positions="sampled")))
+    of_sampled = MapSet(fit_stream([sampled], pairs, provenance=replace(origin, positions="sampled")))
     return {"sampled": of_sampled, "all": of_all}
 
 

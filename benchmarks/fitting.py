@@ -11,12 +11,16 @@ from __future__ import annotations
 import itertools
 from typing import Annotated
 
+import numpy as np
 import torch
 import typer
 from sklearn.linear_model import LinearRegression
 from turns import Measured, Out, Rounds
 
+from matlens.activations import Activations
+from matlens.data import Examples
 from matlens.linear import fit_samples
+from matlens.models import Provenance
 
 _TIMED = 30
 
@@ -31,6 +35,9 @@ def main(
     """Measure the ratios for random samples of the shape of SmolLM2's."""
     torch.manual_seed(0)
     vectors = {f"h.{layer}": torch.randn(samples, width) for layer in range(layers + 1)}
+    first = np.zeros(samples, dtype=int)
+    examples = Examples(first, np.arange(samples + 1), first)  # of one token each
+    collected = Activations(vectors, examples, "sampled", Provenance())
     pairs = list(itertools.combinations(vectors, 2))
     double = {site: values.double() for site, values in vectors.items()}
     inverse = torch.randn(width, width, dtype=torch.float64)
@@ -40,7 +47,7 @@ def main(
             inverse @ (double[source].T @ double[target])
 
     def ours() -> None:
-        for _ in fit_samples(vectors, pairs):
+        for _ in fit_samples(collected, pairs):
             pass
 
     def scikit_learn() -> None:

@@ -129,15 +129,9 @@ _TYPES: dict[Any, _Type] = {
 }
 _REMEDIES = {
     "Activations": "Use matlens.collect.",
-    "Clusters": "Use ffn.Clusters.fit.",
     "Corpus": "Use matlens.load_corpus.",
     "Examples": "Use matlens.make_examples for a corpus, make_prompts for texts, or make_token_examples.",
-    "Lens": "Use matlens.Lens.fit or matlens.Lens.load.",
-    "MapSet": "Use matlens.MapSet.fit or matlens.MapSet.load.",
-    "Trace": "Use ffn.Trace.run.",
     "TransformerBridge": "Use matlens.load.",
-    "dtype": "Use a torch dtype such as torch.float16.",
-    "tokenizer": "Use model.tokenizer.",
 }
 
 

@@ -16,12 +16,12 @@ WITHOUT_FLOAT64 = frozenset({"mps"})  # types of devices
 
 
 def find_device(device: Any) -> torch.device:
-    """The device of this name; raises ValueError, with PyTorch's message, if no tensor can be made on it."""
+    """The device of this name; raises InputError if no tensor can be made on it."""
     try:
         found = torch.device(device)
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise ValueError(str(error)) from error
+        raise InputError(f"device must be available on this machine, got {short(device)}: {error}") from error
     return found
 
 
@@ -40,10 +40,7 @@ def in_float64(x: Tensor) -> Tensor:
 
 def check_float64_device(device: Any) -> torch.device:
     """Parse a device for float64 computation; raises InputError if there is none."""
-    try:
-        found = find_device(device)
-    except ValueError as error:
-        raise InputError(f"device must be available on this machine, got {short(device)}: {error}") from error
+    found = find_device(device)
     if not has_float64(found):
         raise InputError(f"device must support float64 for fits, got {found}. Use cpu or cuda.")
     return found

@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm.auto import tqdm
 
-from matlens.errors import Between, InputError, checked, printable
+from matlens.errors import InputError, checked
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _MEETING = timedelta(minutes=5)  # until all processes have started
-_DAY = 24 * 3600.0  # the main process may evaluate alone for hours; that one is killed is seen at once
+_LONGEST = timedelta(days=1)  # the main process may evaluate alone for hours; a kill is noticed at once
 
 
 class ProcessLost(InputError):
@@ -75,35 +75,22 @@ def is_launched() -> bool:
 
 @checked
 @contextmanager
-def distributed(*, timeout: Annotated[float, Between(0.1)] = _DAY) -> Iterator[None]:
+def distributed() -> Iterator[None]:
     """Share the work inside the context with the other processes that `torchrun` started.
 
     A script runs unchanged as one process, where nothing is shared. A process group that is initialized
     already is used; the default backends are chosen otherwise.
-
-    Parameters
-    ----------
-    timeout
-        Seconds to wait for a process that is alive; one that was killed is noticed at once.
     """
-    longest = timedelta(seconds=timeout)
     if not is_launched() or world_size() > 1:
         yield
         return
     import torch.distributed as dist
 
     opened = not dist.is_initialized()
-    try:
-        if opened:
-            store, number, size = next(iter(dist.rendezvous("env://", timeout=_MEETING)))
-            dist.init_process_group(store=store, rank=number, world_size=size, timeout=longest)
-        group = dist.new_group(backend="gloo", timeout=longest)
-    except (RuntimeError, ValueError) as error:
-        reason = printable(str(error).partition("\n")[0], limit=200)
-        raise InputError(
-            f"The processes of this job cannot connect ({reason}). RANK, WORLD_SIZE, "
-            "MASTER_ADDR and MASTER_PORT must be as torchrun sets them, and the master reachable."
-        ) from error
+    if opened:
+        store, number, size = next(iter(dist.rendezvous("env://", timeout=_MEETING)))
+        dist.init_process_group(store=store, rank=number, world_size=size, timeout=_LONGEST)
+    group = dist.new_group(backend="gloo", timeout=_LONGEST)
     place = _current.set(_Place(dist.get_rank(), dist.get_world_size(), group))
     if not is_main():
         _silent.set()
@@ -135,7 +122,12 @@ def broadcast(value: Any, what: str) -> Any:
     """The main process's value, in every process; raises ProcessLost if one failed."""
     if world_size() == 1:
         return value
-    return _exchange(value if is_main() else None, what)[0]
+    import torch.distributed as dist
+
+    barrier(what)
+    shared = [value if is_main() else None]
+    _careful(lambda: dist.broadcast_object_list(shared, group=_current.get().group))
+    return shared[0]
 
 
 def check_same(value: Any, what: str) -> None:
@@ -156,40 +148,21 @@ def barrier(what: str) -> None:
         _exchange(None, what)
 
 
-# Tensors
+# Tensors, on the CPU
 
 
 def gather(tensors: Mapping[str, Tensor], what: str) -> list[dict[str, Tensor]]:
-    """Tensors of all processes in rank order on the main process's CPU; None elsewhere."""
+    """Tensors of all processes in rank order in the main process; none elsewhere."""
+    own = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
     if world_size() == 1:
-        return [dict(tensors)]
+        return [own]
     import torch.distributed as dist
 
-    group, layouts = _current.get().group, _exchange(_layout(tensors), what)
-    if not is_main():
-        for tensor in tensors.values():
-            _transfer(lambda part: dist.send(part, 0, group=group), tensor)
-        return []
-    gathered = [dict(tensors)]
-    for number, layout in enumerate(layouts[1:], 1):
-        received = _empty(layout)
-        for tensor in received.values():
-            _transfer(lambda part, source=number: dist.recv(part, source, group=group), tensor)  # type: ignore[misc]
-        gathered.append(received)
+    barrier(what)
+    gathered: list[Any] = [None] * world_size() if is_main() else []
+    group = _current.get().group
+    _careful(lambda: dist.gather_object(own, gathered if is_main() else None, group=group))
     return gathered
-
-
-def broadcast_tensors(tensors: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
-    """The main process's tensors, on the CPU of every other process."""
-    if world_size() == 1:
-        return dict(tensors)
-    import torch.distributed as dist
-
-    group, layouts = _current.get().group, _exchange(_layout(tensors) if is_main() else None, what)
-    shared = dict(tensors) if is_main() else _empty(layouts[0])
-    for tensor in shared.values():
-        _transfer(lambda part: dist.broadcast(part, 0, group=group), tensor)
-    return shared
 
 
 def concatenate(tensors: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
@@ -197,14 +170,15 @@ def concatenate(tensors: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
     import torch
 
     gathered = gather(tensors, what)
-    whole = {name: torch.cat([part[name].cpu() for part in gathered]) for name in tensors if gathered}
-    return broadcast_tensors(whole, what)
+    return broadcast(
+        {name: torch.cat([part[name] for part in gathered]) for name in tensors if gathered}, what
+    )
 
 
 def merge(tensors: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
     """Gather the named tensors of all processes in every process."""
     gathered = gather(tensors, what)
-    return broadcast_tensors({name: part for of_rank in gathered for name, part in of_rank.items()}, what)
+    return broadcast({name: part for of_rank in gathered for name, part in of_rank.items()}, what)
 
 
 def _exchange(value: Any, what: str) -> list[Any]:
@@ -222,25 +196,6 @@ def _exchange(value: Any, what: str) -> list[Any]:
                 "make the same calls in the same order. Put work of one process in 'with parallel.alone():'."
             )
     return list(values)
-
-
-def _layout(tensors: Mapping[str, Tensor]) -> list[Any]:
-    return [(name, part.shape, part.dtype) for name, part in tensors.items()]
-
-
-def _empty(layout: list[Any]) -> dict[str, Tensor]:
-    import torch
-
-    return {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in layout}
-
-
-def _transfer(move: Callable[[Tensor], Any], tensor: Tensor) -> None:
-    """Send or receive a tensor as bytes, since gloo does not know all dtypes."""
-    import torch
-
-    if tensor.numel():
-        part = tensor.detach().cpu().contiguous()  # the tensor itself where it is received
-        _careful(lambda: move(part.view(-1).view(torch.uint8)))
 
 
 def _careful(call: Callable[[], Any]) -> None:

@@ -16,6 +16,7 @@ import torch
 from conftest import WORDS, make_sentences
 from control.baselines import SelfDebiasing, debiased_losses
 from control.generation import continue_prompts
+from identities import make_activations
 from transformer_lens.model_bridge import TransformerBridge
 
 import matlens
@@ -25,7 +26,7 @@ from matlens.lens.early_exit import exit_layers, thresholds
 from matlens.lens.trained import token_chances
 from matlens.linear import LeastSquares, fit_samples
 from matlens.linearity.scores import held_out_scores
-from matlens.models import ModelIdentity
+from matlens.models import ModelIdentity, Provenance
 from matlens.numerics import split_product
 from matlens.pruning.choosing import angles
 
@@ -164,7 +165,7 @@ def test_a_device_without_float64_gives_the_numbers_of_the_cpu(step, placed, on_
 
 
 def fits_of(samples: dict[str, torch.Tensor], **how: Any) -> torch.Tensor:
-    return next(fit_samples(samples, [("h.0", "h.1")], **how)).weight
+    return next(fit_samples(make_activations(samples, Provenance()), [("h.0", "h.1")], **how)).weight
 
 
 def followed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -201,13 +202,6 @@ def test_tensors_of_a_device_without_float64_are_taken(name):
         OF_TENSORS[name](*pair) for pair in ((x.to(pretend.FIRST), y.to(pretend.FIRST)), (x, y))
     )
     torch.testing.assert_close(torch.as_tensor(given).cpu(), torch.as_tensor(expected))
-
-
-def test_maps_that_are_fitted_elsewhere_lie_where_the_samples_are():
-    x, y = torch.randn(2, 40, 4, generator=torch.Generator().manual_seed(0))
-    with pretend.devices():
-        samples = {"h.0": x.to(pretend.FIRST), "h.1": y.to(pretend.FIRST)}
-        assert fits_of(samples, device="cpu").device == pretend.FIRST
 
 
 # By accelerate, as device_map of TransformerLens does it: the first block here, the others there. GPT-2's
@@ -292,10 +286,11 @@ def test_maps_are_fitted_on_another_device_and_brought_back(how, monkeypatch):
     monkeypatch.setattr("matlens.linear.fitting.chunk_size", lambda _: 64)
     monkeypatch.setattr(LeastSquares, "_add", seen)
     pairs = [("h.0", "h.1"), ("h.0", "h.2"), ("h.1", "h.2")]
-    expected = list(fit_samples(samples, pairs, **how))
+    collected = make_activations(samples, Provenance())
+    expected = list(fit_samples(collected, pairs, **how))
     assert places == {torch.device("cpu")}
     places.clear()
-    ours = list(fit_samples(samples, pairs, device=pretend.FIRST, **how))
+    ours = list(fit_samples(collected, pairs, device=pretend.FIRST, **how))
     assert places == {pretend.FIRST}
     for a, b in zip(ours, expected, strict=True):
         assert (a.source, a.target, a.weight.device) == (b.source, b.target, torch.device("cpu"))
@@ -304,7 +299,7 @@ def test_maps_are_fitted_on_another_device_and_brought_back(how, monkeypatch):
 
 @pytest.mark.usefixtures("without_float64")
 def test_a_device_that_cannot_fit_is_refused():
-    samples = {"h.0": torch.ones(3, 2), "h.1": torch.ones(3, 2)}
+    samples = make_activations({"h.0": torch.ones(3, 2), "h.1": torch.ones(3, 2)}, Provenance())
     for device, why in (
         (pretend.FIRST, "support float64"),
         ("nowhere", "available on this machine"),

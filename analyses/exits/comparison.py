@@ -38,7 +38,7 @@ from matlens import InputError, Readout
 from matlens.activations import Activations
 from matlens.ffn import Clusters, ExitRule, Trace, ValueVectors, active_clusters, find_saturation
 from matlens.lens import ExitConfidence, evaluate, exit_layers, thresholds
-from matlens.linear import fit_samples
+from matlens.linear import fit_stream
 from matlens.models import ModelLayout
 from matlens.parallel import Bar
 
@@ -179,7 +179,7 @@ class _ConfidenceExits:
         if self._fits_maps:
             last = self._layers[-1]
             samples = {f"h.{layer}": self._activations[layer][split.train] for layer in self._layers}
-            maps = fit_samples(samples, [(layer, last) for layer in self._layers[:-1]])
+            maps = fit_stream([samples], [(layer, last) for layer in self._layers[:-1]])
             mapped = [linear(self._activations[linear.source][rows]) for linear in maps]
             confidences["mat"] = self._read([*mapped, self._activations[last][rows]])
         mean_length = float((self._positions[split.train] + 1).double().mean())

@@ -52,7 +52,7 @@ _OF_A_MODEL = (
 # Where functions may take what is unusual: a site or a value vector is named before a model is known, all are
 # given where fewer are there, nothing is changed where no change is asked for, and words are for people.
 TAKEN = (
-    "Site.parse(text", "Site.read(text", "resolve(site", "resolve_pairs(pairs",
+    "Site.parse(text", "resolve(site", "resolve_pairs(pairs",
     "ValueVector.parse(text", "ValueVector(layer", "Variant(first", "Variant(replacements", "Study(",
     "head(n", "at(row",
     "trajectory(layers", "patched(replacements",

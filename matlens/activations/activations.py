@@ -23,7 +23,7 @@ from matlens.models.sites import Site
 
 Positions = Literal["sampled", "all"]
 HOLDS = "activations"
-_PART = 1024  # rows of vectors in memory that are yielded at a time, and that processes divide
+PART = 1024  # rows of vectors in memory that are yielded at a time, and that processes divide
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
         if isinstance(self._vectors, StoredRows):
             yield from self._vectors.shards(names)
             return
-        for start in range(0, self.n_rows, _PART):
-            part = slice(start, start + _PART)
+        for start in range(0, self.n_rows, PART):
+            part = slice(start, start + PART)
             yield np.arange(self.n_rows)[part], {name: self[name][part] for name in names}
 
     @property

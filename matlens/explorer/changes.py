@@ -115,7 +115,7 @@ def offered_maps(maps: Sequence[MapSet]) -> dict[str, list[str]]:
     """The blocks that each kind of change has maps for, such as ``"4-8"`` or ``"7"``."""
     offers: dict[str, list[str]] = {kind: [] for kind in _BY_MAPS}
     for of_set in maps:
-        pairs = [(Site.read(source), Site.read(target)) for source, target in of_set]
+        pairs = [(Site.parse(source), Site.parse(target)) for source, target in of_set]
         offers["mat"] += [f"{a.layer}-{b.layer}" for a, b in pairs if a.kind == b.kind == STREAM]
         for kind in ("mat_attn", "mat_ffn", "mat_ln1_ln2"):
             names = norm_names(of_set) if kind == "mat_ln1_ln2" else (kind.removeprefix("mat_"),)

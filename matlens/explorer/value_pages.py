@@ -78,8 +78,7 @@ def write_value_pages(
     }  # fmt: skip
     with Artifact.writing(folder, HOLDS, request) as artifact:
         if artifact.finished:
-            for _ in artifact.check():
-                pass
+            artifact.check()
         else:
             examples = usage = None
             if corpus is not None:

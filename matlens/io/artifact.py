@@ -33,7 +33,6 @@ from matlens.io.files import (
     describe_file,
     is_transient,
     locked,
-    partial_path,
     read_json,
     verified,
     write_files,
@@ -48,10 +47,9 @@ MODEL_RECORD = "matlens.json"
 """The record of a folder whose ``config.json`` is a Hugging Face model's."""
 TENSORS = ".safetensors"
 _ENTRY = "matlens"  # the only entry of a safetensors file's metadata
-_NAMES = ("base_model_name_or_path", "base_model_revision")  # of a model
+_NAMES = ("base_model_name_or_path", "base_model_revision")  # of a model, told by its fingerprint
 _OF_BATCHES = ("batch_tokens", "read")
 _LIBRARIES = ("matlens", "torch", "transformers", "transformer-lens", "numpy", "scikit-learn")
-_CHUNK = 2**22
 
 Record = Mapping[str, Any]
 
@@ -88,12 +86,7 @@ class Artifact:
 
     @classmethod
     @contextmanager
-    def writing(
-        cls,
-        folder: str | Path,
-        holds: str,
-        request: Mapping[str, Any],
-    ) -> Iterator[Artifact]:
+    def writing(cls, folder: str | Path, holds: str, request: Mapping[str, Any]) -> Iterator[Artifact]:
         """Begin, resume or open the folder of a job; only one job at a time works in a folder.
 
         ``request`` distinguishes the job from others; how it is divided into batches does so only while it is
@@ -102,22 +95,19 @@ class Artifact:
         """
         folder, config = Path(folder), make_config(holds, request)
         with ExitStack() as stack:
-            artifact = None
             if parallel.is_main():
-                artifact = _same_job(folder, config)
-                if artifact is None or not artifact.finished:
+                found = _same_job(folder, config)
+                if found is None or not found.finished:
                     if not os.path.lexists(folder):
                         stack.callback(_remove_if_empty, folder)  # without the lock, which is a file in it
                     stack.enter_context(locked(folder, lambda: _owner(folder)))
-                    artifact = _same_job(folder, config)  # another process may be done
-                if artifact is None or not artifact.finished:
+                    found = _same_job(folder, config)  # another process may be done
+                if found is not None and found.finished:
+                    config = found.config
+                else:
                     by = f"process {os.getpid()} on {socket.gethostname()}"
                     write_files({folder / CONFIG: checksummed({**config, "finished": False, "by": by})})
-                    artifact = cls(folder, config)
-            finished = artifact is not None and artifact.finished
-            finished = parallel.broadcast(finished, f"the folder of {holds}")
-            if artifact is None:
-                artifact = _read_config(folder) if finished else cls(folder, config)
+            artifact = cls(folder, parallel.broadcast(config, f"the folder of {holds}"))
             try:
                 yield artifact
             except Exception:
@@ -131,24 +121,15 @@ class Artifact:
 
         Unknown parts of the request can be omitted.
         """
-        folder = Path(folder)
-        if os.path.lexists(folder) and not folder.is_dir():
-            raise InputError(f"{folder} must be a new or empty folder, got a file.")
-        _same_job(folder, make_config(holds, request), partial=True)
+        _same_job(Path(folder), make_config(holds, request), partial=True)
 
     def written(self, names: Iterable[str] | None = None) -> list[str]:
         """Names of the complete files of tensors (of ``names``), every byte of them verified."""
-        paths = self.folder.glob(f"*{TENSORS}")
-        if names is not None:
-            paths = (path for path in (self.folder / f"{name}{TENSORS}" for name in names) if path.exists())
-        found = sorted(path.stem for path in paths)
+        if names is None:
+            names = (path.stem for path in self.folder.glob(f"*{TENSORS}"))
+        found = sorted(name for name in names if self._path(name).exists())
         for name in found:
-            path = self.folder / f"{name}{TENSORS}"
-            header = self._header(name)
-            if header["job"] != self._job or header["name"] != name:
-                raise damaged(path, "was written by another job")
-            for tensor in header["tensors"]:
-                self.read(name, tensor)
+            self._verify(name)
         return found
 
     def write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
@@ -159,17 +140,10 @@ class Artifact:
         if len({values.untyped_storage().data_ptr() for values in own.values()}) < len(own):
             own = {key: values.clone() for key, values in own.items()}  # safetensors refuses two in a storage
         hashes = {key: _hash(values) for key, values in own.items()}
-        header = {"job": self._job, "name": name, "tensors": hashes}
-        path = self.folder / f"{name}{TENSORS}"
-        partial = partial_path(path)
-        try:
-            # One entry: safetensors writes several in another order each time.
-            save_file(own, partial, metadata={_ENTRY: json.dumps(checksummed(header))})
-            with partial.open("rb+") as file:
-                os.fsync(file.fileno())
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        header = checksummed({"job": self._job, "name": name, "tensors": hashes})
+        # One entry: safetensors writes several in another order each time.
+        metadata = {_ENTRY: json.dumps(header)}
+        write_files({self._path(name): lambda path: save_file(own, path, metadata=metadata)})
         self._headers.pop(name, None)
         self._verified |= {(name, key) for key in own}
 
@@ -180,7 +154,7 @@ class Artifact:
     def remove(self, *names: str) -> None:
         """Remove files of tensors that are no longer needed."""
         for name in names:
-            (self.folder / f"{name}{TENSORS}").unlink(missing_ok=True)
+            self._path(name).unlink(missing_ok=True)
             self._headers.pop(name, None)
 
     def finish(self) -> None:
@@ -200,9 +174,7 @@ class Artifact:
 
     def _record(self, path: Path) -> dict[str, Any]:
         if path.suffix == TENSORS and path.parent == self.folder:
-            header = self._header(path.stem)
-            if header["job"] == self._job:
-                return {"bytes": path.stat().st_size, "tensors": header["tensors"]}
+            return {"bytes": path.stat().st_size, "tensors": self._header(path.stem)["tensors"]}
         return describe_file(path)
 
     # Reading
@@ -233,16 +205,11 @@ class Artifact:
 
     def read(self, name: str, tensor: str) -> Tensor:
         """Map a tensor of ``name.safetensors`` from the disk."""
-        from safetensors import SafetensorError, safe_open
-
-        path, header = self.folder / f"{name}{TENSORS}", self._header(name)
+        path, header = self._path(name), self._header(name)
         if tensor not in header["tensors"]:
             raise damaged(path, f"holds no tensor {tensor}")
-        try:
-            with safe_open(path, framework="pt") as file:
-                values = file.get_tensor(tensor)
-        except (SafetensorError, OSError) as error:
-            raise damaged(path, f"cannot be read as safetensors ({error})") from error
+        with _opened(path) as file:
+            values = file.get_tensor(tensor)
         if (name, tensor) not in self._verified:
             if _hash(values) != header["tensors"][tensor]:
                 raise damaged(path, f"does not hold the tensor {tensor} that was written")
@@ -264,39 +231,38 @@ class Artifact:
             raise damaged(path, "was written by another job")
         return record["content"]
 
-    def check(self) -> Iterator[str]:
-        """Verify all files byte by byte, yielding the name of each; raises InputError on damage."""
+    def check(self) -> None:
+        """Verify all files byte by byte; raises InputError on damage."""
         if not self.finished:
-            yield from (f"{name}{TENSORS}" for name in self.written())
+            self.written()
             return
         for name, record in self.files.items():
             if "tensors" in record:
-                stem = name.removesuffix(TENSORS)
-                for tensor in self.tensors(stem):
-                    self.read(stem, tensor)
+                self._verify(name.removesuffix(TENSORS))
             else:
                 check_file(self.folder / name, record)
-            yield name
+
+    def _verify(self, name: str) -> None:
+        for tensor in self.tensors(name):
+            self.read(name, tensor)
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}{TENSORS}"
 
     def _header(self, name: str) -> Record:
         """The metadata of a tensor file, after its checksum is verified."""
         if name in self._headers:
             return self._headers[name]
-        from safetensors import SafetensorError, safe_open
-
-        path = self.folder / f"{name}{TENSORS}"
+        path = self._path(name)
         if self.finished and path.name not in self.files:
             raise damaged(path, f"is not in the list of files in {CONFIG}")
-        try:
-            with safe_open(path, framework="pt") as file:
-                text, names = (file.metadata() or {}).get(_ENTRY, ""), set(file.keys())
-        except (SafetensorError, OSError) as error:
-            raise damaged(path, f"cannot be read as safetensors ({error})") from error
+        with _opened(path) as file:
+            text, names = (file.metadata() or {}).get(_ENTRY, ""), set(file.keys())
         header = verified(parse_json(text, f"the metadata of {path}"), path)
         recorded = self.files[path.name].get("tensors") if self.finished else header["tensors"]
         if names != header["tensors"].keys() or header["tensors"] != recorded:
             raise damaged(path, "holds other tensors than were written")
-        if self.finished and (header["job"], header["name"]) != (self._job, name):
+        if (header["job"], header["name"]) != (self._job, name):
             raise damaged(path, "was written by another job")
         self._headers[name] = header
         return header
@@ -368,7 +334,7 @@ def _same_job(folder: Path, config: Mapping[str, Any], *, partial: bool = False)
         for key in (requested if partial else {**requested, **stored})
         if requested.get(key) != stored.get(key)
         and key not in ignored
-        and not _is_renamed(key, requested, stored)
+        and key.rpartition(".")[2] not in _NAMES
     ]
     if differing:
         differences = "; ".join(
@@ -379,13 +345,6 @@ def _same_job(folder: Path, config: Mapping[str, Any], *, partial: bool = False)
             f"{folder} belongs to another job ({differences}). Choose another folder, or remove it."
         )
     return found
-
-
-def _is_renamed(key: str, requested: Mapping[str, Any], stored: Mapping[str, Any]) -> bool:
-    """Whether only the name of a model differs, not its fingerprint."""
-    of, _, name = key.rpartition(".")
-    fingerprint = f"{of}.fingerprint"
-    return name in _NAMES and fingerprint in requested and requested[fingerprint] == stored.get(fingerprint)
 
 
 def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -413,12 +372,22 @@ def _owner(folder: Path) -> str:
         return "another process"
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A file of tensors, mapped from the disk."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise damaged(path, f"cannot be read as safetensors ({error})") from error
+
+
 def _hash(values: Tensor) -> str:
     """The SHA-256 of a tensor's type, shape and bytes in a file."""
     import torch
 
     digest = hashlib.sha256(f"{values.dtype} {list(values.shape)}".encode())
-    flat = values.contiguous().view(-1).view(torch.uint8)
-    for part in flat.split(_CHUNK) if flat.numel() else ():
-        digest.update(part.numpy().data)
+    digest.update(values.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

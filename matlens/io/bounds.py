@@ -50,7 +50,7 @@ BOUNDS = (LINE, UNPACKED, CORPUS, JSON, TABLE, LAYERS)
 """All bounds, as a table in docs/how-to/own-sentences.md lists them."""
 
 
-def parse_json(text: str, where: str) -> Any:
+def parse_json(text: str | bytes, where: str) -> Any:
     """Parse foreign JSON; ``where`` names its place, such as ``"line 3 of 'a.jsonl'"``."""
     try:
         return json.loads(text)

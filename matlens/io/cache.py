@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import platformdirs
+
 from matlens import parallel
 from matlens.errors import InputError
 from matlens.io.artifact import CONFIG, LAYOUT, Artifact
@@ -51,8 +53,7 @@ class Cache:
             if not os.path.lexists(place):
                 return None
             artifact = Artifact.open(place, kind)
-            for _ in artifact.check():
-                pass
+            artifact.check()
             entry = _entry(artifact)
         except (OSError, InputError) as error:
             if _remove(place):
@@ -120,10 +121,7 @@ class Cache:
         return self.root / f"{kind}-{hashlib.sha256(content.encode()).hexdigest()[:32]}"
 
     def _places(self) -> list[Path]:
-        try:
-            return sorted(path for path in self.root.iterdir() if _ENTRY.fullmatch(path.name))
-        except OSError:
-            return []
+        return sorted(path for path in self.root.glob("*") if _ENTRY.fullmatch(path.name))
 
     def _shrink(self, latest: Path) -> None:
         entries = self.entries()
@@ -180,8 +178,5 @@ def default_cache() -> Cache | None:
     named = os.environ.get(VARIABLE, "").strip()
     if named.lower() in _OFF:
         return None
-    if named:
-        return Cache(Path(named).expanduser().absolute(), LIMIT.limit)
-    import platformdirs
-
-    return Cache(platformdirs.user_cache_path("matlens", appauthor=False), LIMIT.limit)
+    folder = Path(named).expanduser() if named else platformdirs.user_cache_path("matlens", appauthor=False)
+    return Cache(folder.absolute(), LIMIT.limit)

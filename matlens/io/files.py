@@ -22,14 +22,14 @@ LOCK = ".lock"
 # Of ours, and of safetensors, which renames a temporary file of its own.
 _PARTIAL = re.compile(r"\..+\.[0-9a-f]{16}\.partial|\.tmp\w{6}")
 
-Content = str | bytes | memoryview | Mapping[str, Any]
+Content = str | bytes | memoryview | Mapping[str, Any] | Callable[[Path], object]
 
 
 # Writing
 
 
 def write_files(contents: Mapping[Path, Content]) -> None:
-    """Write text, bytes or JSON to several files: all of them complete, or none.
+    """Write text, bytes or JSON to several files, or by functions: all of them complete, or none.
 
     Folders are created, a link is replaced and not followed.
     """
@@ -38,11 +38,16 @@ def write_files(contents: Mapping[Path, Content]) -> None:
         for path, content in contents.items():
             _check_replaceable(path)  # else the files before it would be replaced, and it could not be
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = partial_path(path)
-            with temporary.open("xb") as file:
-                partial[path] = temporary
-                file.write(_encoded(content))
-                file.flush()
+            temporary = _partial_path(path)
+            temporary.touch(exist_ok=False)  # not through a link that somebody has put there
+            partial[path] = temporary
+            if isinstance(content, Mapping):
+                content = json.dumps(content, indent=1, default=plain_number) + "\n"
+            if callable(content):
+                content(temporary)
+            else:
+                temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+            with temporary.open("rb+") as file:
                 os.fsync(file.fileno())
         # Of two processes that write the same files, all are from one.
         with locked(next(iter(partial)).parent, clean=False) if len(partial) > 1 else nullcontext():
@@ -53,13 +58,7 @@ def write_files(contents: Mapping[Path, Content]) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def _encoded(content: Content) -> bytes | memoryview:
-    if isinstance(content, Mapping):
-        content = json.dumps(content, indent=1, default=plain_number) + "\n"
-    return content.encode() if isinstance(content, str) else content
-
-
-def partial_path(path: Path) -> Path:
+def _partial_path(path: Path) -> Path:
     """Where a file is written before it is moved to its place."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
 
@@ -71,7 +70,7 @@ def _check_replaceable(path: Path) -> None:
 
 def check_writable(folder: Path, files: Iterable[str] = ()) -> None:
     """Raise an error early if a folder cannot be created or files not be written."""
-    trial = partial_path(nearest_existing(folder) / "trial")
+    trial = _partial_path(nearest_existing(folder) / "trial")
     try:
         trial.touch(exist_ok=False)
     except OSError as error:
@@ -149,11 +148,7 @@ def read_bounded(path: str | Path, bound: Bound) -> bytes:
 
 def read_json(path: str | Path) -> Any:
     """Read a JSON file; raises InputError if it is invalid or too large."""
-    content = read_bounded(path, JSON)
-    try:
-        return parse_json(content.decode(), str(path))
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} must be UTF-8, got another byte at {error.start}.") from error
+    return parse_json(read_bounded(path, JSON), str(path))
 
 
 # Checksums
@@ -197,10 +192,7 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 def check_size(path: Path, record: Mapping[str, Any]) -> None:
     """Raise InputError if a file is missing or has another size than was written."""
-    try:
-        size = path.stat().st_size if path.is_file() else None
-    except OSError as error:
-        raise damaged(path, f"cannot be read ({error.strerror})") from error
+    size = path.stat().st_size if path.is_file() else None
     if size != record["bytes"]:
         found = "is missing" if size is None else f"has {size:,} bytes instead of {record['bytes']:,}"
         raise damaged(path, found)

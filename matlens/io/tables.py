@@ -50,18 +50,8 @@ def result_row(
     **more: Any,
 ) -> dict[str, Any]:
     """One row of a table of results; ``layer`` and ``target`` are None for all layers."""
-    return {
-        "experiment": experiment,
-        "model": model,
-        "corpus": corpus,
-        "method": method,
-        "layer": layer,
-        "target": target,
-        "metric": metric,
-        "k": pd.NA if k is None else k,
-        **estimate._asdict(),
-        **more,
-    }
+    row = (experiment, model, corpus, method, layer, target, metric, pd.NA if k is None else k, *estimate)
+    return dict(zip(COLUMNS, row, strict=True)) | more
 
 
 def result_table(rows: Iterable[Mapping[str, Any]], *more: str) -> pd.DataFrame:

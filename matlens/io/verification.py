@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from matlens.errors import InputError, checked
 from matlens.io.artifact import CONFIG, MODEL_RECORD, Artifact, is_finished, is_record, read_record
+from matlens.io.cache import file_states
 from matlens.io.files import CHECKSUM, check_file, damaged, read_json
 from matlens.io.tables import TABLE, check_described
 
@@ -66,8 +67,7 @@ def _verify_artifact(path: Path) -> str | None:
     if path.name != MODEL_RECORD and not is_record(read_json(path)):
         return None
     artifact = Artifact(path.parent, read_record(path))
-    for _ in artifact.check():
-        pass
+    artifact.check()
     for name in artifact.request.get("folders", ()):
         if not is_finished(path.parent / name):
             raise InputError(f"{path.parent / name / CONFIG} is missing.")
@@ -91,8 +91,7 @@ def _verify_table(path: Path) -> str | None:
 
 def check_unchanged(folder: Path) -> None:
     """Raise InputError if a file listed in ``matlens.json`` has changed."""
-    files = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
-    _check_model(folder, str([(name, of.st_mtime_ns, of.st_size) for name, of in files]))
+    _check_model(folder, str(file_states(sorted(folder.iterdir()))))
 
 
 @lru_cache(maxsize=16)

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from matlens.errors import InputError, NonNegative, checked, short
-from matlens.linear.maps import LinearMap, fitted_samples
+from matlens.linear.maps import LinearMap
 from matlens.models.identity import Provenance
 from matlens.models.norms import NormGain
 
@@ -101,7 +101,7 @@ class LensMaps:
     @property
     def n_samples(self) -> int | None:
         """Number of samples of the fit, if known."""
-        return fitted_samples(self.provenance)
+        return self.provenance.n_samples
 
     @property
     def n_parameters(self) -> int:

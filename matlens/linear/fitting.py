@@ -6,19 +6,17 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from matlens import parallel
 from matlens.activations.activations import Activations, Rows
-from matlens.errors import InputError, NonNegative, checked
+from matlens.errors import InputError, NonNegative, check_rows, checked
 from matlens.linear.least_squares import LeastSquares, check_weights, warn_if_few
 from matlens.linear.maps import LinearMap, tensor_digest
-from matlens.linear.pairs import Pair, by_source, check_collected, list_pairs
+from matlens.linear.pairs import Pair, by_source, check_collected, resolve_pairs
 from matlens.models.identity import Provenance
-from matlens.models.sites import Site
 from matlens.numerics import check_float64_device, in_float64, return_freed_memory
 from matlens.parallel import Bar
 
@@ -67,9 +65,8 @@ def _count(samples: Mapping[str, Tensor]) -> int:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which of ``n_all`` samples are fitted on, and how much each counts."""
+    """Which samples are fitted on, and how much each counts."""
 
-    n_all: int
     mask: Bool[Tensor, " n"] | None = None  # true for those with a weight above 0; None for all
     weights: Float[Tensor, " n"] | None = None  # in float64; None where all count the same
 
@@ -77,21 +74,15 @@ class Selection:
     def parse(cls, rows: Tensor | None, weights: Tensor | None, n: int) -> Selection:
         """Check ``rows`` and ``weights`` of ``n`` samples."""
         if rows is None and weights is None:
-            return cls(n)
+            return cls()
+        check_rows(rows, n)
         mask = torch.ones(n, dtype=torch.bool) if rows is None else rows.cpu()
-        if len(mask) != n:
-            raise InputError(f"rows must have a value for each of the {n} samples, got {len(mask)}.")
         if weights is not None:
             weights = check_weights(weights, n).cpu()
             mask = mask & (weights > 0)
         if not bool(mask.any()):
             raise InputError("rows and weights must select at least one sample, got none.")
-        return cls(n, mask, weights)
-
-    @property
-    def n(self) -> int:
-        """How many samples are fitted on."""
-        return self.n_all if self.mask is None else int(self.mask.sum())
+        return cls(mask, weights)
 
     @property
     def details(self) -> dict[str, str]:
@@ -100,11 +91,6 @@ class Selection:
             return {}
         weights = {} if self.weights is None else {"weights": tensor_digest(self.weights[self.mask])}
         return {"rows": tensor_digest(self.mask)} | weights
-
-    def part(self, chosen: Bool[np.ndarray, " n"]) -> Selection:
-        """The same for some of the samples."""
-        mask, weights = (None if of_all is None else of_all[chosen] for of_all in (self.mask, self.weights))
-        return Selection(int(chosen.sum()), mask, weights)
 
     def select(self, vectors: Mapping[str, Tensor], index: Tensor) -> Samples:
         """The selected ones of the vectors of the samples ``index``."""
@@ -125,14 +111,13 @@ def update(fits: Iterable[LeastSquares], samples: Samples) -> None:
 
 @checked
 def fit_samples(
-    samples: Activations | Mapping[str, Float[Tensor, "n d"]],
+    samples: Activations,
     pairs: Sequence[Pair],
     *,
     rows: Bool[Tensor, " n"] | None = None,
     weights: Float[Tensor, " n"] | None = None,
     intercept: bool = False,
     ridge: NonNegative = 0.0,
-    provenance: Provenance | None = None,
     split: bool = False,
     device: torch.device | str | None = None,
 ) -> Iterator[LinearMap]:
@@ -144,8 +129,7 @@ def fit_samples(
     Parameters
     ----------
     samples
-        `Activations`, whose rows distributed processes divide, or vectors by site, which each process fits
-        alone; row ``s`` of every site belongs to the same token.
+        Collected vectors, whose rows distributed processes divide; for vectors of your own see `fit_stream`.
     pairs
         Sites by name, or by number for layers of the residual stream.
     rows
@@ -155,82 +139,44 @@ def fit_samples(
         How much each sample counts, by default 1: scikit-learn's ``sample_weight``.
     intercept, ridge
         See `LeastSquares.solve`.
-    provenance
-        Goes into the maps; by default that of `Activations`, with how the maps were fitted.
     split
         As in `LeastSquares`.
     device
         Where maps are fitted, by default where the samples are, which are moved there part by part.
     """
     device = None if device is None else check_float64_device(device)
-    resolve = getattr(samples, "resolve", Site.parse)  # Activations know which layer is the last
-    named = [(str(resolve(source)), str(resolve(target))) for source, target in list_pairs(pairs)]
+    named = resolve_pairs(pairs, samples.provenance)
     check_collected(named, samples)
-    sites = list(dict.fromkeys(itertools.chain(*named)))
-    divided = isinstance(samples, Activations)
-    if isinstance(samples, Activations):
-        n, home = samples.n_rows, torch.device("cpu")
-        widths = {site: samples.width(site) for site in sites}
-    else:
-        n, home = len(samples[sites[0]]), samples[sites[0]].device
-        widths = {site: samples[site].shape[1] for site in sites}
-        if len(counts := {len(samples[site]) for site in sites}) > 1:
-            raise InputError(f"All sites must have the same number of samples, got {sorted(counts)}.")
-        if parallel.world_size() > 1 and n:
-            _check_same_samples({site: samples[site] for site in sites})
-    selection = Selection.parse(rows, weights, n)
-    if isinstance(samples, Activations):
-        origin = samples.provenance
-        parallel.check_same([origin.to_json(), named, n, intercept, ridge, selection.details], "fitting")
-        options = {"intercept": intercept, "ridge": ridge, **selection.details}
-        provenance = provenance or origin.with_details(**options, n_fitted=selection.n)
+    widths = {site: samples.width(site) for site in itertools.chain(*named)}
+    selection = Selection.parse(rows, weights, samples.n_rows)
+    options = {"intercept": intercept, "ridge": ridge, **selection.details}
+    parallel.check_same([samples.provenance.to_json(), named, samples.n_rows, options], "fitting")
+    n_fitted = samples.n_rows if selection.mask is None else int(selection.mask.sum())
+    provenance = samples.provenance.with_details(**options, n_fitted=n_fitted)
     widest = max(widths[source] for source, _ in named)
     size = chunk_size(widest)
 
-    def read(some: list[str]) -> Iterator[Samples]:
-        if isinstance(samples, Activations):
-            for part in samples.shards(some, divided=True):
-                vectors = {site: of_site.to(device) for site, of_site in part.vectors.items()}
-                yield selection.select(vectors, torch.from_numpy(part.index))
-        else:
-            own = {site: samples[site].detach() for site in some}
-            for start in range(0, n, size):
-                index = torch.arange(start, min(start + size, n))
-                vectors = {site: of_site[start : start + size].to(device) for site, of_site in own.items()}
-                yield selection.select(vectors, index)
+    def read(sites: Iterable[str]) -> Iterator[Samples]:
+        for part in samples.shards(list(sites), divided=True):
+            vectors = {site: of_site.to(device) for site, of_site in part.vectors.items()}
+            yield selection.select(vectors, torch.from_numpy(part.index))
 
     # Few samples are converted once, and not for every source.
-    are_converted = device is None and 8 * n * sum(widths.values()) <= CONVERTED_BYTES
+    are_converted = device is None and 8 * samples.n_rows * sum(widths.values()) <= CONVERTED_BYTES
     if are_converted:
-        converted = joined([{name: in_float64(of) for name, of in part.items()} for part in read(sites)])
-    for source, targets in by_source(named).items():
-        fit = LeastSquares(widths[source], {t: widths[t] for t in targets}, source=source, split=split)
+        converted = joined([{name: in_float64(of) for name, of in part.items()} for part in read(widths)])
+    for fit in least_squares_of(named, widths, split=split):
         if are_converted:
             for start in range(0, _count(converted), size):
                 update([fit], {name: values[start : start + size] for name, values in converted.items()})
         else:
-            for chunk in chunks(read([source, *targets]), size):
+            for chunk in chunks(read([fit.source, *fit.targets]), size):
                 update([fit], chunk)
-        if divided:
-            fit = fit.reduce(to_all=True)
+        fit = fit.reduce(to_all=True)
         maps = fit.solve(intercept=intercept, ridge=ridge, provenance=provenance)
-        for target in targets:
-            linear = maps.pop(target)
-            yield linear if device is None else linear.to(home)
+        yield from (maps.pop(target).to("cpu") for target in fit.targets)
     if not ridge:
-        warn_if_few(selection.n, widest)
-
-
-def _check_same_samples(samples: Mapping[str, Tensor]) -> None:
-    """Raise InputError if processes, each of which fits alone, were given different samples, by a few."""
-    few = {site: of_site[:: max(1, len(of_site) // 16)].detach().cpu() for site, of_site in samples.items()}
-    for site, theirs in parallel.broadcast_tensors(few, "some of the samples").items():
-        ours, slack = few[site], 1e-2 * float(theirs.abs().amax())  # sums in another order differ by less
-        if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=0, atol=slack):
-            raise InputError(
-                f"The samples of {site} must be the same in all processes, got others in process "
-                f"{parallel.rank()}. Use fit_stream(..., divided=True) for samples of each process."
-            )
+        warn_if_few(n_fitted, widest)
 
 
 @checked
@@ -263,7 +209,7 @@ def fit_stream(
         Whether several processes each have batches of their own, as from ``stream(..., divided=True)``:
         their statistics are merged at the end, and each process has the maps of all samples.
     """
-    named = [(str(Site.parse(source)), str(Site.parse(target))) for source, target in list_pairs(pairs)]
+    named = resolve_pairs(pairs, Provenance())
     n = next((len(given) for given in (rows, weights) if given is not None), 0)
     selection = Selection.parse(rows, weights, n)
     batches = iter(batches)
@@ -276,7 +222,7 @@ def fit_stream(
         raise InputError("batches must have at least one sample to fit maps on, got none.")
     check_collected(named, widths)
     origin = first.provenance if provenance is None and isinstance(first, Rows) else provenance
-    fits = least_squares_of(named, widths, split=split)
+    fits = list(least_squares_of(named, widths, split=split))
     sites = list(dict.fromkeys(itertools.chain(*named)))
     batches = () if first is None else itertools.chain([first], batches)
     selected = _selected(batches, sites, selection, origin, divided=divided)
@@ -297,15 +243,11 @@ def fit_stream(
 
 def least_squares_of(
     pairs: Sequence[tuple[str, str]], widths: Mapping[str, int], *, norms: bool = False, split: bool = False
-) -> list[LeastSquares]:
+) -> Iterator[LeastSquares]:
     """Empty statistics of each source and its targets."""
-    return [
-        LeastSquares(
-            widths[source], {target: widths[target] for target in targets}, source=source, norms=norms,
-            split=split,
-        )
-        for source, targets in by_source(pairs).items()
-    ]  # fmt: skip
+    for source, targets in by_source(pairs).items():
+        d_out = {target: widths[target] for target in targets}
+        yield LeastSquares(widths[source], d_out, source=source, norms=norms, split=split)
 
 
 def _selected(
@@ -331,8 +273,8 @@ def _selected(
         else:
             vectors, index = dict(batch), torch.arange(n_seen, n_seen + _count(batch))
         n_seen += len(index)
-        if selection.mask is not None and bool((index >= selection.n_all).any()):
-            n_seen = selection.n_all + 1
+        if selection.mask is not None and bool((index >= len(selection.mask)).any()):
+            n_seen = len(selection.mask) + 1
             break
         yield selection.select({site: vectors[site] for site in sites}, index)
     if selection.mask is None:
@@ -340,5 +282,5 @@ def _selected(
     if divided:
         seen = parallel.concatenate({"n": torch.tensor([n_seen])}, "the number of samples seen")
         n_seen = int(seen["n"].sum())
-    if n_seen != selection.n_all:
-        raise InputError(f"rows and weights must have a value for each sample, got {selection.n_all}.")
+    if n_seen != len(selection.mask):
+        raise InputError(f"rows and weights must have a value for each sample, got {len(selection.mask)}.")

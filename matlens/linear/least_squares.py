@@ -128,8 +128,8 @@ class LeastSquares:
         return self
 
     def tensors(self) -> dict[str, Tensor]:
-        """All statistics, for `from_tensors`: ``r``, ``z``, ``n`` and maybe ``norms``."""
-        tensors = {"r": self._r, "z": self._z, "n": torch.tensor(self.n)}
+        """All statistics, for `from_tensors`, on the CPU: ``r``, ``z``, ``n`` and maybe ``norms``."""
+        tensors = {"r": self._r.cpu(), "z": self._z.cpu(), "n": torch.tensor(self.n)}
         return tensors if self.norms is None else tensors | {"norms": self.norms}
 
     @classmethod
@@ -160,7 +160,7 @@ class LeastSquares:
         for tensors in parallel.gather(self.tensors(), what)[1:]:  # the first are the main process's own
             self.merge(self._like(tensors))
         if to_all:
-            return self._like(parallel.broadcast_tensors(self.tensors(), what))
+            return self._like(parallel.broadcast(self.tensors(), what))
         if parallel.is_main():
             return self
         d_in, norms = self._r.shape[1] - 1, self.norms is not None
@@ -193,10 +193,9 @@ class LeastSquares:
         *,
         intercept: bool = False,
         ridge: NonNegative = 0.0,
-        targets: Sequence[str] | None = None,
         provenance: Provenance | None = None,
     ) -> dict[str, LinearMap]:
-        """The best map onto each target, or onto some of them, for the samples so far, in float32.
+        """The best map onto each target for the samples so far, in float32.
 
         Singular values below ``eps * max(n, d_in)`` of the largest count as zero, as in
         ``torch.linalg.lstsq(driver="gelsd")``. An intercept is not penalised by ``ridge``.
@@ -205,8 +204,7 @@ class LeastSquares:
         maps, widths = {}, list(self.targets.values())
         biases = [None] * len(widths) if bias is None else bias.split(widths)
         for target, of_target, b in zip(self.targets, weight.split(widths), biases, strict=True):
-            if targets is None or target in targets:
-                maps[target] = LinearMap.from_solution(of_target, b, self.source, target, provenance)
+            maps[target] = LinearMap.from_solution(of_target, b, self.source, target, provenance)
         return maps
 
     def solution(

@@ -34,18 +34,10 @@ class LinearMap:
     right: Float[Tensor, "k d_in"] | None = None
 
     def __repr__(self) -> str:
-        d_in = (self.weight if self.right is None else self.right).shape[1]
+        d_out, d_in = self.shape
         of_rank = "" if self.right is None else f", rank {len(self.right)}"
         affine = "" if self.bias is None else ", with bias"
-        return f"LinearMap({self.source} -> {self.target}, {d_in} -> {len(self.weight)}{of_rank}{affine})"
-
-    def __post_init__(self) -> None:
-        bias, right = (None if part is None else len(part) for part in (self.bias, self.right))
-        d_out, k = self.weight.shape
-        if bias not in (None, d_out) or right not in (None, k):
-            raise InputError(
-                f"bias and right must have {d_out} and {k} rows for this weight, got {bias}, {right}."
-            )
+        return f"LinearMap({self.source} -> {self.target}, {d_in} -> {d_out}{of_rank}{affine})"
 
     @classmethod
     def from_solution(
@@ -85,11 +77,6 @@ class LinearMap:
         return torch.nn.functional.linear(h, parts["weight"], parts.get("bias"))
 
     @property
-    def n_samples(self) -> int | None:
-        """How many samples it was fitted on, where that is known."""
-        return fitted_samples(self.provenance)
-
-    @property
     def digest(self) -> str:
         """Sixteen hex digits that change with the map's values."""
         parts = self.parts
@@ -108,7 +95,7 @@ class LinearMap:
 
     def then(self, following: LinearMap) -> LinearMap:
         """Compose: this map first, ``following`` after it."""
-        if Site.read(self.target) != Site.read(following.source):
+        if Site.parse(self.target) != Site.parse(following.source):
             raise InputError(
                 f"following must map from {self.target}, to which this one maps, got {following.source}."
             )
@@ -121,12 +108,6 @@ class LinearMap:
             bias = added if bias is None else bias + added
         weight = outer @ in_float64(self.matrix).to(outer.device)
         return LinearMap.from_solution(weight, bias, self.source, following.target, self.provenance)
-
-
-def fitted_samples(provenance: Provenance) -> int | None:
-    """How many samples maps of this provenance were fitted on, where that is known."""
-    number = provenance.details.get("n_fitted", provenance.details.get("n_samples"))
-    return number if isinstance(number, int) else None
 
 
 def tensor_digest(*tensors: Tensor) -> str:

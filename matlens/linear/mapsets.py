@@ -17,9 +17,8 @@ from matlens import parallel
 from matlens.activations.activations import Activations
 from matlens.errors import InputError, NonNegative, checked
 from matlens.io.artifact import Artifact
-from matlens.io.files import damaged
 from matlens.linear.fitting import fit_samples, fitting_bar
-from matlens.linear.maps import LinearMap, fitted_samples
+from matlens.linear.maps import LinearMap
 from matlens.linear.pairs import Pairs, both_ends, by_source, resolve_pairs
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
@@ -65,11 +64,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         source, target = self._names(pair)
         stored = self._maps.get((source, target))
         if stored is None:
-            some = [" -> ".join(names) for names in itertools.islice(self._maps, 3)]
-            raise KeyError(
-                f"There is no map {source} -> {target}; there are {len(self)}: {', '.join(some)}"
-                f"{', ...' if len(self) > len(some) else ''}"
-            )
+            raise KeyError(f"There is no map {source} -> {target} in {self}.")
         if isinstance(stored, LinearMap):
             return stored
         bias = stored.read(source, f"{target}/bias") if f"{target}/bias" in stored.tensors(source) else None
@@ -131,11 +126,6 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         )  # fmt: skip
         return cls(fitting_bar(maps, len(dict.fromkeys(requested)), progress=progress))
 
-    @property
-    def n_samples(self) -> int | None:
-        """How many samples the maps were fitted on, where that is known."""
-        return fitted_samples(self.provenance)
-
     def in_memory(
         self, pairs: Iterable[tuple[Any, Any]] | None = None, *, device: torch.device | str | None = None
     ) -> MapSet:
@@ -163,16 +153,13 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         artifact = Artifact.open(folder, HOLDS)
         provenance = Provenance.from_json(artifact.request["provenance"])
         maps = cls(provenance=replace(provenance, same_precision=same_precision))
-        for source, target in artifact.request["pairs"]:
-            if target not in artifact.tensors(source):
-                raise damaged(artifact.folder / source, f"has no map onto {target}")
-            maps._maps[source, target] = artifact
+        maps._maps = dict.fromkeys(map(tuple, artifact.request["pairs"]), artifact)
         return maps
 
 
 def _with_names(linear: LinearMap) -> LinearMap:
     """A dense map between sites by their own names, such as ``h.3`` for ``resid_post.2``."""
-    source, target = str(Site.read(linear.source)), str(Site.read(linear.target))
+    source, target = str(Site.parse(linear.source)), str(Site.parse(linear.target))
     same = (source, target) == (linear.source, linear.target) and linear.right is None
     return linear if same else replace(linear, source=source, target=target, weight=linear.matrix, right=None)
 
@@ -180,21 +167,14 @@ def _with_names(linear: LinearMap) -> LinearMap:
 def _common(provenances: Sequence[Provenance]) -> Provenance:
     """The common provenance of maps of one model, with all their hooks; some may be unknown."""
     known = [provenance for provenance in provenances if provenance.model is not None] or provenances
-    first = known[0]
-
-    def common(part: str) -> Any:
-        value = getattr(first, part)
-        return value if all(getattr(other, part) == value for other in known) else None
-
-    return Provenance(
-        first.model, common("data"), common("examples"), common("positions"),
-        {
-            key: value for key, value in first.details.items()
-            if all(key in other.details and other.details[key] == value for other in known)
-        },
+    parts = [provenance.to_json() for provenance in known]
+    common = {key: part for key, part in parts[0].items() if all(other.get(key) == part for other in parts)}
+    return replace(
+        Provenance.from_json(common),
+        model=known[0].model,
         same_precision=all(provenance.same_precision for provenance in known),
         hooks={site: names for provenance in provenances for site, names in provenance.hooks.items()},
-    )  # fmt: skip
+    )
 
 
 def write_maps(

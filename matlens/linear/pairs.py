@@ -26,7 +26,9 @@ def resolve_pairs(pairs: Pairs, model: int | Provenance) -> list[tuple[str, str]
         layers = itertools.combinations(range(last + 1), 2)
         named: list[Pair] = [(a, b) for a, b in layers if pairs == "all" or b == last]
     else:
-        named = list_pairs(pairs)
+        named = [both_ends(pair) for pair in pairs]
+        if not named:
+            raise InputError("pairs must have at least one pair of sites, such as (0, 3).")
     resolved = []
     for ends in named:
         source, target = (
@@ -39,14 +41,6 @@ def resolve_pairs(pairs: Pairs, model: int | Provenance) -> list[tuple[str, str]
             )
         resolved.append((str(source), str(target)))
     return resolved
-
-
-def list_pairs(pairs: Iterable[Any]) -> list[Pair]:
-    """Parse a list of pairs of sites; raises InputError for empty or invalid lists."""
-    named = [both_ends(pair) for pair in pairs]
-    if not named:
-        raise InputError("pairs must have at least one pair of sites, such as (0, 3).")
-    return named
 
 
 def both_ends(pair: object) -> Pair:

@@ -13,9 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
 
 from matlens import parallel
 from matlens.activations.activations import Positions
@@ -23,9 +20,8 @@ from matlens.activations.collecting import Rows, batch_counts, default_batch_tok
 from matlens.data.examples import Examples
 from matlens.errors import InputError, NonNegative, PositiveInt, checked
 from matlens.io.artifact import Artifact
-from matlens.io.files import damaged
 from matlens.io.rows import consecutive
-from matlens.linear.fitting import Selection, chunk_size, joined, least_squares_of, update
+from matlens.linear.fitting import chunk_size, joined, least_squares_of, update
 from matlens.linear.least_squares import LeastSquares, are_few
 from matlens.linear.maps import LinearMap
 from matlens.linear.pairs import Pairs, by_source, resolve_pairs
@@ -83,15 +79,11 @@ class StoredLeastSquares:
 
     def __getitem__(self, source: str) -> LeastSquares:
         targets = {target: self.widths[target] for target in self.targets[source]}
-        fits = (self._read(artifact, source, targets) for artifact in self._artifacts)
+        fits = (
+            LeastSquares.from_tensors(artifact.read_all(source), targets, source=source)
+            for artifact in self._artifacts
+        )
         return functools.reduce(LeastSquares.merge, fits)
-
-    @staticmethod
-    def _read(artifact: Artifact, source: str, targets: dict[str, int]) -> LeastSquares:
-        fit = LeastSquares.from_tensors(artifact.read_all(source), targets, source=source)
-        if fit.n != artifact.request["n_samples"]:
-            raise damaged(artifact.folder / source, "is of another number of samples than the folder")
-        return fit
 
     def solve(
         self,
@@ -104,9 +96,7 @@ class StoredLeastSquares:
         """Maps of some of the pairs, source by source; see `LeastSquares.solve`."""
         self.check_pairs(pairs)
         for source, targets in by_source(pairs).items():
-            maps = self[source].solve(
-                intercept=intercept, ridge=ridge, targets=targets, provenance=provenance
-            )
+            maps = self[source].solve(intercept=intercept, ridge=ridge, provenance=provenance)
             yield from (maps.pop(target) for target in targets)
 
     def check_pairs(self, pairs: Sequence[tuple[str, str]]) -> None:
@@ -138,8 +128,6 @@ def stream_least_squares(
     *,
     pairs: Pairs = "last",
     positions: Positions = "all",
-    rows: Bool[Tensor, " n"] | None = None,
-    weights: Float[Tensor, " n"] | None = None,
     part: tuple[PositiveInt, PositiveInt] = (1, 1),
     batch_tokens: PositiveInt | None = None,
     progress: bool = True,
@@ -155,8 +143,6 @@ def stream_least_squares(
         As in `MapSet.fit`.
     positions
         ``"sampled"``: only at the positions of the examples. ``"all"``: at every token.
-    rows, weights
-        As in `MapSet.fit`: of all parts together, in the order of ``collect`` at these positions.
     part
         Which part of the sentences, such as ``(3, 8)`` for the third of eight; `StoredLeastSquares` merges
         them.
@@ -168,20 +154,16 @@ def stream_least_squares(
         raise InputError(f"part must be one of {of}, such as (1, {of}), got {part}.")
     requested, widths = pairs_and_widths(model, pairs)
     provenance = provenance_of(model, ModelLayout.from_model(model), examples, positions, widths)
-    all_positions = examples.at_positions(positions)
-    selection = Selection.parse(rows, weights, all_positions.n_positions)
-    norms = are_few(selection.n, model.cfg.d_model)
-    provenance = provenance.with_details(**selection.details)
+    norms = are_few(examples.at_positions(positions).n_positions, model.cfg.d_model)
     own = examples
     if of > 1:
         own = examples.select(np.arange(number - 1, len(examples), of), part=f"{number}/{of}")
-        selection = selection.part(all_positions.sentences % of == number - 1)
     request: dict[str, Any] = {
         "provenance": provenance.to_json(),
         "pairs": requested,
         "widths": widths,
         "part": [number, of],
-        "n_samples": selection.n,
+        "n_samples": own.at_positions(positions).n_positions,
         "batch_tokens": batch_tokens or default_batch_tokens(model),
     }
     parallel.check_same([request, str(folder)], "streaming into least squares")
@@ -195,8 +177,7 @@ def stream_least_squares(
                     model, own, list(widths), positions=positions, batch_tokens=request["batch_tokens"],
                     progress=progress, divided=True, batch_indices=range(states.n_batches, len(counts)),
                 )  # fmt: skip
-                size = chunk_size(widths[requested[0][0]])
-                _add_all(fits, states, batches, counts, size, selection)
+                _add_all(fits, states, batches, counts, chunk_size(widths[requested[0][0]]))
             if parallel.is_main():
                 for source, fit in fits.items():
                     artifact.write(source, fit.tensors())
@@ -220,7 +201,6 @@ def _add_all(
     batches: Iterator[Rows],
     counts: Sequence[int],
     size: int,
-    selection: Selection,
 ) -> None:
     """Add batches in chunks; ``counts`` are the samples of all batches, those in the state included.
 
@@ -229,10 +209,7 @@ def _add_all(
     world_size, done = parallel.world_size(), states.n_batches
     steps = [sum(counts[start : start + world_size]) for start in range(done, len(counts), world_size)]
     for run in consecutive(steps, world_size * size):
-        parts = [
-            selection.select(batch.vectors, torch.from_numpy(batch.index))
-            for batch in itertools.islice(batches, len(run))
-        ]
+        parts = [batch.vectors for batch in itertools.islice(batches, len(run))]
         if parts:  # in the last step, some processes have no batch
             update(fits.values(), joined(parts))
         if parallel.broadcast(states.are_due(), "whether to store a state"):

@@ -23,7 +23,7 @@ from torch.nn.utils import parametrize
 
 from matlens.errors import InputError, checked
 from matlens.models.registry import families
-from matlens.models.weights import fast_checksum, is_quantized, plain_model, plain_name
+from matlens.models.weights import fast_checksum, plain_model, plain_name
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -294,7 +294,9 @@ def _foreign_changes(model: TransformerBridge, ours: frozenset[int]) -> Iterator
 def remember_plain(model: TransformerBridge) -> Plain:
     """The baseline of `changes_of`, stored at the first call."""
     if not hasattr(model, "matlens_plain"):
-        plain = None if is_quantized(model) else plain_model(model)
+        # Quantization puts in other modules than the configuration's when the weights are read.
+        quantized = getattr(model.original_model.config, "quantization_config", None) is not None
+        plain = None if quantized else plain_model(model)
         parts = _parts_of(model.original_model if plain is None else plain)
         # An attribute, so that a copy of the bridge has it too.
         model.matlens_plain = Plain(parts, _plain_buffers(model, plain), _settings(model))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
@@ -11,6 +13,17 @@ from matlens.io.bounds import LAYERS
 from matlens.models.registry import families
 
 _READERS = ("gguf", "torch", "transformers", "tokenizers")
+
+
+@contextmanager
+def naming(problem: str) -> Iterator[None]:
+    """Name the model that other libraries cannot read: they raise too many kinds of errors to list."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"{problem} {type(error).__name__}: {error}") from error
 
 
 def read_configuration(folder: str, **options: Any) -> Any:
@@ -32,35 +45,16 @@ def modality(config: Any) -> str:
 
 
 def check_supported(name: str, config: Any, stack: str | None = None) -> None:
-    """Raise InputError for models without a TransformerLens adapter or without blocks."""
-    from transformer_lens.model_bridge.sources._hf_format import (
-        determine_architecture_from_hf_config,
-        get_effective_text_config,
-    )
+    """Raise InputError for a stack that a model does not have, or for too many layers."""
+    from transformer_lens.model_bridge.sources._hf_format import get_effective_text_config
 
-    kind, said = getattr(config, "model_type", "unknown"), f"The model {name!r} cannot be used"
-    reads = modality(config)
-    if reads == "seq2seq" and stack is None:
-        raise InputError(
-            f"{said}: stack must be 'encoder' or 'decoder' for {kind}, an encoder-decoder, got None."
-        )
-    if reads != "seq2seq" and stack is not None:
-        raise InputError(f"stack must be None for {name!r}, which has one stack, got {stack!r}.")
-    if reads == "audio":
-        raise InputError(f"{said}: {kind} is an audio model. Use a text model or a vision transformer.")
-    try:
-        determine_architecture_from_hf_config(config)
-    except ValueError:
-        classes = ", ".join(map(str, getattr(config, "architectures", None) or ())) or "no class"
-        raise InputError(
-            f"{said}: TransformerLens has no adapter for it (model type {kind!r}, {classes!r}). "
-            "Expected a model that TransformerLens 4 supports."
-        ) from None
+    has_stacks = modality(config) == "seq2seq"
+    if has_stacks != (stack is not None):
+        expected = "'encoder' or 'decoder'" if has_stacks else "None"
+        raise InputError(f"stack must be {expected} for {name!r}, a {config.model_type}, got {stack!r}.")
     layers = getattr(get_effective_text_config(config), "num_hidden_layers", None)
     if isinstance(layers, int):
         LAYERS.check(layers, f"The model {name!r}")
-        if layers < 1:
-            raise InputError(f"{said}: its configuration says {layers} layers. Expected at least 1.")
 
 
 def check_vocabulary(tokenizer: Any, name: str) -> Any:

@@ -161,6 +161,12 @@ class Provenance:
         """The name of the corpus, for tables."""
         return str((self.data or {}).get("corpus", "unnamed"))
 
+    @property
+    def n_samples(self) -> int | None:
+        """How many samples maps were fitted on, where that is known."""
+        number = self.details.get("n_fitted", self.details.get("n_samples"))
+        return number if isinstance(number, int) else None
+
     def resolve(self, site: str | int | Site) -> Site:
         """The site of this model, by any of its names; a negative layer counts from the end."""
         resolved = Site.parse(site, None if self.model is None else self.model.n_layers)
@@ -219,15 +225,9 @@ class Provenance:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Provenance:
         """Read a result's ``config.json``: its provenance, and how it was made."""
-        try:
-            request = dict(config["request"])
-            made = {"software": config["software"], "command": config["command"]}
-            return cls.from_json({**request.pop("provenance"), **request, **made})
-        except (KeyError, TypeError) as error:
-            raise InputError(
-                f"The config.json of {config.get('holds')} is damaged: it lacks {error}. Remove the "
-                "folder and recreate it."
-            ) from error
+        request = dict(config["request"])
+        made = {"software": config["software"], "command": config["command"]}
+        return cls.from_json({**request.pop("provenance"), **request, **made})
 
 
 def _named(model: ModelIdentity | None) -> str:

@@ -24,11 +24,7 @@ _POSITIONS = "position_embeddings"  # of all vision transformers, a vector for e
 
 def choose_stack(model: Any, stack: Stack) -> None:
     """Name the blocks, the final norm and the hooks of a stack as other models name theirs."""
-    blocks = getattr(model, f"{stack}_blocks", None)
-    if blocks is None:
-        raise InputError(
-            f"stack must be None for {model.cfg.architecture}, which is not a known encoder-decoder."
-        )
+    blocks = getattr(model, f"{stack}_blocks")
     setattr(model, _CHOSEN, stack)
     model.blocks, model.cfg.n_layers = blocks, len(blocks)
     norm = getattr(model, f"{stack}_ln_final", None)

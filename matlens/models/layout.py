@@ -189,7 +189,7 @@ class ModelLayout:
             )
         known = self._site_of.get(hook.name)
         if known is None:
-            return Site.read(min(hook.names, key=lambda name: (len(name), name)))
+            return Site.parse(min(hook.names, key=lambda name: (len(name), name)))
         asks_mid = str(site).endswith(MID_HOOK) and MID in self.kinds
         if asks_mid and block_hook(known.layer, self.wiring.hooks[MID]) == hook.name:
             return Site(MID, known.layer)
@@ -229,14 +229,6 @@ def _examine(model: TransformerBridge) -> ModelLayout:
         hooks = [(name, keep) for name in names if closed(name) is None]  # others are turned on in model.cfg
         with torch.inference_mode(), reading(model, hooks):
             model(probe, return_type=None)
-    except (InputError, torch.OutOfMemoryError):  # not caused by the model's architecture
-        raise
-    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
-        raise InputError(
-            f"{type(model.original_model).__name__} cannot be run by TransformerLens: a pass over "
-            f"{size[0]} sentences of {size[1]} tokens ends in {type(error).__name__}: {error}. "
-            "Expected a model whose configuration fits its weights, and which reads token ids."
-        ) from error
     finally:
         listening.remove()
     hooks_by_name = {

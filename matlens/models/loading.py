@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +17,7 @@ from matlens.models.checkpoints import (
     check_supported,
     check_vocabulary,
     modality,
+    naming,
     read_configuration,
 )
 from matlens.models.identity import check_raw
@@ -70,7 +69,12 @@ def load(
 
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": commit}
     tokenizer: Any = None
-    with _naming(name, folder), family_adapters():
+    problem = (
+        f"The model {name!r} could not be loaded from {folder}. Expected a complete model that "
+        "TransformerLens 4 supports; code that it brings is run only with --trust-remote-code "
+        "(trust_remote_code=True in Python)."
+    )
+    with naming(problem), family_adapters():
         if file is None:
             options["model_class"] = CompleteModel
             config = read_configuration(folder, trust_remote_code=trust_remote_code, revision=commit)
@@ -102,21 +106,6 @@ def load(
     return model
 
 
-@contextmanager
-def _naming(name: str, folder: str) -> Iterator[None]:
-    """Name the model that other libraries cannot read: they raise too many kinds of errors to list."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(
-            f"The model {name!r} could not be loaded from {folder}. {type(error).__name__}: {error}\n"
-            "Expected a complete model that TransformerLens 4 supports. Code that a model brings is run only "
-            "with --trust-remote-code (trust_remote_code=True in Python)."
-        ) from error
-
-
 def model_name(name: str | os.PathLike[str], commit: str | None) -> str:
     """Name of a loaded model: its name on the hub, or its path."""
     name = os.fspath(name)
@@ -134,10 +123,7 @@ def choose_device(device: str | torch.device | None) -> torch.device:
         if best.type == "cuda" and parallel.world_size() > 1:
             return torch.device("cuda", parallel.local_rank() % torch.cuda.device_count())
         return best
-    try:
-        return find_device(device)
-    except ValueError as error:
-        raise InputError(f"device must be an available cpu, cuda or mps device, got {device!s}.") from error
+    return find_device(device)
 
 
 @checked
@@ -170,8 +156,7 @@ def wrap(
     _repair(bridge.eval())
     check_raw(bridge)
     chosen = stack_of(bridge)
-    with family_adapters():
-        check_supported(str(bridge.cfg.model_name), bridge.original_model.config, stack or chosen)
+    check_supported(str(bridge.cfg.model_name), bridge.original_model.config, stack or chosen)
     if chosen not in (None, stack or chosen):
         raise InputError(f"stack must be {chosen!r} for this bridge, got {stack!r}. Boot another bridge.")
     if stack is not None and chosen is None:
@@ -203,11 +188,6 @@ def _repair(model: TransformerBridge) -> None:
 
 def _set_bos(bridge: TransformerBridge, prepend_bos: bool) -> None:
     tokenizer, before = check_tokenizer(bridge), bridge.cfg.default_prepend_bos
-    if bridge.cfg.attention_dir == "bidirectional":
-        raise InputError(
-            "A masked-LM model reads its own [CLS] and [SEP] around a text, and no BOS. Give its tokenizer "
-            "instead: matlens.wrap(bridge, tokenizer=AutoTokenizer.from_pretrained(name))."
-        )
     bridge.cfg.default_prepend_bos = prepend_bos
     (ids, added), bos = encode_text(bridge, "a"), tokenizer.bos_token_id
     # A BOS that the vocabulary does not have is read as the unknown token; GPT-2's is both, by name.

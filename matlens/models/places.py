@@ -49,17 +49,10 @@ def _local(name: str) -> tuple[str, str | None] | None:
         return str(path.parent), path.name
     place = os.path.expanduser(name)
     if os.path.isdir(place):
-        if not os.path.isfile(os.path.join(place, "config.json")):
-            raise InputError(
-                f"The folder {place} has no config.json. Expected a Hugging Face model folder, as "
-                "save_pretrained writes it, or the path of a .gguf file."
-            )
         return os.path.realpath(place), None
     if os.path.isfile(place):
         folder, file = os.path.split(place)
         return os.path.realpath(folder), file
-    if os.path.exists(place) or Path(place).suffix.lower() in (GGUF, CHECKPOINT):
-        raise InputError(f"There is no file {name}. {EXPECTED}")
     return None
 
 

@@ -121,7 +121,7 @@ class Readout:
         *modules, unembedding = self._head
         # A cap grows with the logit and a factor is greater than 0, so neither changes which token is above.
         screened = Screen.suits(unembedding) and self._scale > 0
-        if screened and (self._screen is None or not self._screen.is_of(unembedding)):
+        if screened and self._screen is None:
             self._screen = Screen(unembedding)
         n_parts = max(-(-len(h) // max(_SCREENED // self.d_vocab, 1)), 1)  # of one size, none of a few rows
         parts, results = h.tensor_split(n_parts), list[Any]()
@@ -147,8 +147,6 @@ class Readout:
     def top_tokens(self, h: Float[Tensor, " d_model"], k: int = 5) -> list[tuple[str, float]]:
         """The ``k`` most probable tokens of ``delta(h)`` and their probabilities."""
         k = check_int(k, "k", min=1, max=self.d_vocab)
-        if self.tokenizer is None:
-            raise InputError("The model of this readout has no tokenizer. Read its logits instead.")
         probability, token = self.log_probs(h).exp().topk(k)
         return [
             (self.tokenizer.decode([t]), p) for t, p in zip(token.tolist(), probability.tolist(), strict=True)

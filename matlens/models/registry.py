@@ -108,16 +108,11 @@ def ask(question: Callable[Concatenate[Family, P], T | None], *args: P.args, **k
 @contextmanager
 def family_adapters() -> Iterator[None]:
     """Let TransformerLens use the families' adapters while the context lasts."""
+    from unittest.mock import patch
+
     from transformer_lens.factories import architecture_adapter_factory as factory
 
     ours = {name: adapter for family in reversed(families()) for name, adapter in family.adapters().items()}
-    tables: Any = factory.SUPPORTED_ARCHITECTURES, factory.ArchitectureAdapterFactory._adapters
-    before = [dict(table) for table in tables]
-    for table in tables:
-        table |= ours
-    try:
+    supported, known = factory.SUPPORTED_ARCHITECTURES, factory.ArchitectureAdapterFactory._adapters
+    with patch.dict(supported, ours), patch.dict(known, ours):
         yield
-    finally:
-        for table, content in zip(tables, before, strict=True):
-            table.clear()
-            table |= content

@@ -31,13 +31,11 @@ class Screen:
         # TransformerLens gives a bias of zeros to a layer that has none.
         biased = unembed.bias is not None and bool(unembed.bias.any())
         self._bias = unembed.bias.detach() if biased else None
-        self._state = _state(unembed)
-        exact = self._weight.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
-        halved = exact and self._bias is None and _bfloat16_is_quicker(self._weight)
+        on_cpu = self._weight.device.type == "cpu"
+        halved = on_cpu and self._bias is None and _bfloat16_is_quicker(self._weight)
         self._quick = self._weight.bfloat16() if halved else self._weight
         self._longest = float(self._weight.norm(dim=1).max())
-        # Whether the product rounds its inputs to fewer digits.
-        self._rounded = 0.0 if exact else 2.0**-7 * self._longest
+        self._rounded = 0.0  # by the quick precision, the row that it changes most
         if halved:
             parts = zip(self._weight.split(_TOGETHER), self._quick.split(_TOGETHER), strict=True)
             self._rounded = max(float((quick - full).norm(dim=1).max()) for full, quick in parts)
@@ -52,10 +50,6 @@ class Screen:
             return False
         hung = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
         return not hung and not parametrize.is_parametrized(module)
-
-    def is_of(self, unembed: nn.Linear) -> bool:
-        """Whether weights and bias are those that the copy was made of."""
-        return self._state == _state(unembed)
 
     def fits(self, x: Float[Tensor, "n d"]) -> bool:
         """Whether no logit of these features can overflow."""
@@ -131,11 +125,6 @@ def _count(mask: Tensor) -> Tensor:
 def _down(bound: Tensor, like: Tensor) -> Tensor:
     """A bound in the precision of logits, rounded down."""
     return torch.nextafter(bound.to(like.dtype), torch.full_like(bound, -torch.inf).to(like.dtype))
-
-
-def _state(unembed: nn.Linear) -> tuple[tuple[int, int], ...]:
-    parts = [unembed.weight] if unembed.bias is None else [unembed.weight, unembed.bias]
-    return tuple((part.data_ptr(), part._version) for part in parts)
 
 
 def _bfloat16_is_quicker(weight: Tensor) -> bool:

@@ -22,9 +22,8 @@ FFN_OUT, NORMED_OUT = "ffn_out", "ln2_post_out"  # added to the residual stream,
 _LONGEST = 200  # characters of a name
 _HOOK = re.compile(r"(?:\w+\.)*hook_\w+")
 _BLOCK_HOOK = re.compile(rf"blocks\.(-?[0-9]+)\.({_HOOK.pattern})")
-_IN_BLOCK = (
-    "blocks.*."  # what the kind of a hook inside of blocks begins with; the layer takes the star's place
-)
+# What the kind of a hook inside of blocks begins with; the layer takes the star's place.
+_IN_BLOCK = "blocks.*."
 _BEFORE, _AFTER = ("hook_in", "hook_resid_pre"), ("hook_out", "hook_resid_post")  # layers
 # TransformerLens' short names, as its `get_act_name` reads them, where they are not kinds of ours.
 _SHORT = {
@@ -61,17 +60,12 @@ class Site:
     def parse(cls, text: str | int | Site, n_layers: int | None = None) -> Site:
         """Parse ``"attn_out.3"``, a hook name, or an integer (a layer of the residual stream).
 
-        With the number of blocks, negative layers count from the end and layers out of range are refused.
+        With the number of blocks, negative layers count from the end and layers out of range are refused;
+        without it, negative layers stay negative.
         """
         site = cls._as_written(text)
         if n_layers is None:
-            site = site._of_stream()
-            if site.layer < 0:
-                raise InputError(
-                    f"The layer of {site} counts from the end of a model that is not known here. Expected a "
-                    "layer that counts from 0."
-                )
-            return site
+            return site._of_stream()
         count = 1 if site.is_hook and "*" not in site.kind else n_layers + (site.kind == STREAM)
         if not -count <= site.layer < count:
             raise InputError(
@@ -79,11 +73,6 @@ class Site:
                 f"this model has {cls(site.kind, 0)} to {cls(site.kind, count - 1)}."
             )
         return (site if site.layer >= 0 else cls(site.kind, site.layer % count))._of_stream()
-
-    @classmethod
-    def read(cls, text: str | int | Site) -> Site:
-        """Read a site for a model that is known later: negative layers stay negative."""
-        return cls._as_written(text)._of_stream()
 
     @classmethod
     def _as_written(cls, text: str | int | Site) -> Site:

@@ -12,7 +12,7 @@ import torch
 from matlens.errors import InputError, checked
 from matlens.io.cache import default_cache, file_states
 from matlens.io.files import read_json, write_files
-from matlens.models.checkpoints import auto_class, read_configuration, software
+from matlens.models.checkpoints import auto_class, naming, read_configuration, software
 from matlens.models.places import EXPECTED, GGUF, locate
 from matlens.models.registry import Family, ask, family_adapters
 
@@ -46,15 +46,9 @@ def read_sizes(
             key["of"] = file_states([Path(folder, file or "config.json")])
         if entry := cache.find(SIZES, key):
             return read_json(entry.folder / _FILE)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            sizes = _sizes(_configuration(folder, file, trust_remote_code=trust_remote_code, revision=commit))
-    except InputError:
-        raise
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise InputError(f"The configuration of {name!r} in {folder} is not usable. {reason}") from error
+    problem = f"The configuration of {name!r} in {folder} is not usable."
+    with naming(problem), warnings.catch_warnings(action="ignore"):
+        sizes = _sizes(_configuration(folder, file, trust_remote_code=trust_remote_code, revision=commit))
     if cache is not None:
         about = {"what": "sizes of the model", "of": name}
         cache.store(SIZES, key, lambda place: write_files({place / _FILE: sizes}), about=about)

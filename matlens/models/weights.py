@@ -40,6 +40,15 @@ _PROBES = 5  # rows of a matrix that are checked by running its layer
 _AT_ONCE = 2**15  # words that are multiplied at once on a CPU, where they fit into its cache
 
 
+def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """A linear layer with these parameters."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias)
+    return linear
+
+
 def float32_on(module: nn.Module, device: torch.device) -> nn.Module:
     """A module in float32 on a device: itself, or a copy."""
     if all(weight.dtype == torch.float32 and weight.device == device for weight in module.parameters()):
@@ -189,16 +198,11 @@ def check_finite_weights(model: TransformerBridge) -> None:
     """Raise InputError for weights that are not finite, or on no device."""
     check_in_memory(model)
     for name, tensor in model.original_model.named_parameters():
-        if not tensor.is_floating_point() or all_finite(tensor):
-            continue
-        value = "NaN" if bool(tensor.isnan().any()) else "infinity"
-        reason = "The checkpoint is damaged, or its training failed."
-        if value == "infinity" and tensor.dtype == torch.float16:
-            reason = "In float16 weights overflow past 65504: load the model in bfloat16 or float32."
-        raise InputError(
-            f"The weights of {model.cfg.model_name} are not finite: {plain_name(name)} holds {value}. "
-            f"{reason}"
-        )
+        if tensor.is_floating_point() and not all_finite(tensor):
+            raise InputError(
+                f"The weights of {model.cfg.model_name} are not finite, including {plain_name(name)}. Their "
+                "training failed, or they overflow past 65504 in float16: load them in bfloat16 or float32."
+            )
 
 
 def _configuration(model: TransformerBridge) -> bytes:
@@ -272,11 +276,6 @@ def plain_model(model: TransformerBridge, *, as_loaded: bool = False) -> nn.Modu
             return type(inner)(config)
     except Exception:  # code that came with a model can ask for anything
         return None
-
-
-def is_quantized(model: TransformerBridge) -> bool:
-    """Whether other modules than the configuration's are put in when the weights are read."""
-    return getattr(model.original_model.config, "quantization_config", None) is not None
 
 
 def plain_name(path: str) -> str:

@@ -72,7 +72,7 @@ class Replacement:
     ) -> Replacement:
         """Replace everything between the sites of a map."""
         chosen = None if heads is None else tuple(heads)
-        return cls(linear, Site.read(linear.source), Site.read(linear.target), where, chosen)
+        return cls(linear, Site.parse(linear.source), Site.parse(linear.target), where, chosen)
 
     @property
     def is_jump(self) -> bool:
@@ -129,7 +129,7 @@ def mat_ln1_ln2(maps: MapSet, first: int, last: int, *, where: Where = "all") ->
 
 def norm_names(maps: MapSet) -> tuple[str, ...]:
     """The norms that ``mat_ln1_ln2`` replaces by a set of maps."""
-    kinds = {Site.read(source).kind for source, _ in maps}
+    kinds = {Site.parse(source).kind for source, _ in maps}
     if "ln1_post_in" in kinds and "ln1_in" not in kinds:
         return ("ln1_post", "ln2_post")
     return ("ln1", "ln2") if "ln2_in" in kinds else ("ln1",)

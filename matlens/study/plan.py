@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from matlens import parallel
-from matlens.activations.activations import Positions
+from matlens.activations.activations import PART, Positions
 from matlens.errors import InputError, NonNegativeInt, PositiveInt, check_int, checked
 from matlens.io.artifact import is_finished
 from matlens.io.files import nearest_existing
@@ -224,8 +224,11 @@ def collected_fit_bytes(n_rows: int, width: int, *, n_sites: int, most_targets: 
     copies = _DOUBLE * n_rows * n_sites * width
     statistics = statistics_bytes(width, d_out, n_rows)
     solving = statistics + max(_DOUBLE * width * d_out * 2, _solve_bytes(n_rows, width, d_out))
-    fit = max(_update_bytes(n_rows, width, d_out), solving)
-    return fit + copies * (copies <= fitting.CONVERTED_BYTES)
+    updating = _update_bytes(n_rows, width, d_out)
+    if copies <= fitting.CONVERTED_BYTES:
+        return copies + max(updating, solving)
+    chunk = _SINGLE * min(n_rows, chunk_size(width)) * (width + d_out) * (n_rows > PART)
+    return max(chunk + updating, solving)
 
 
 def streamed_fit_bytes(

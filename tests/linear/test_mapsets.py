@@ -55,7 +55,7 @@ def test_the_provenance_of_a_set_is_what_its_maps_have_in_common(tmp_path):
     for given in (maps, maps[::-1], [linear("h.0", "h.3"), *maps]):
         kept = MapSet(given)
         assert kept.provenance == expected
-        assert kept.n_samples is None
+        assert kept.provenance.n_samples is None
     kept.save(tmp_path / "maps")
     for found in MapSet.load(tmp_path / "maps").values():
         assert found.provenance == expected
@@ -64,7 +64,7 @@ def test_the_provenance_of_a_set_is_what_its_maps_have_in_common(tmp_path):
 
 def test_a_map_that_is_missing_is_a_key_error_that_names_some():
     maps = MapSet([linear(*pair) for pair in PAIRS])
-    with pytest.raises(KeyError, match=r"no map h\.2 -> h\.9; there are 5: h\.0 -> h\.1, .*, \.\.\."):
+    with pytest.raises(KeyError, match=r"no map h\.2 -> h\.9 in MapSet\(5 maps: h\.0 -> h\.1"):
         maps[2, 9]
     for pair in (("no site", 1), (0, -1), (None, 1), (0, 1, 2), "h.0", (3, 0)):
         assert pair not in maps

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from conftest import make_sentences
@@ -47,28 +46,17 @@ def assert_same_predictions(one: StoredLeastSquares, other: StoredLeastSquares, 
         assert float((x @ ours.T - x @ theirs.T).norm() / (x @ theirs.T).norm()) < most
 
 
-@pytest.mark.parametrize("selected", [False, True], ids=["all samples", "some, weighted"])
 @pytest.mark.parametrize("positions", ["all", "sampled"])
-def test_moments_are_those_of_collected_vectors_whole_and_in_parts(
-    positions, selected, model, examples, tmp_path
-):
+def test_moments_are_those_of_collected_vectors_whole_and_in_parts(positions, model, examples, tmp_path):
     sites = sorted({site for pair in PAIRS for site in pair})
     collected = matlens.collect(model, examples, sites, positions=positions, **QUIET)
-    n = collected.n_rows
     asked: dict[str, Any] = {"pairs": PAIRS, "positions": positions, **QUIET}
-    taken = torch.arange(n)
-    if selected:
-        generator = np.random.default_rng(3)
-        rows = torch.from_numpy(generator.random(n) < 0.8)
-        weights = torch.from_numpy(generator.integers(0, 3, n))
-        asked |= {"rows": rows, "weights": weights.double()}
-        taken = taken[rows].repeat_interleave(weights[rows])
     stored = stream_least_squares(model, examples, tmp_path / "m", **asked)
     parts = [
         stream_least_squares(model, examples, tmp_path / str(number), part=(number, 3), **asked)
         for number in (1, 2, 3)
     ]
-    assert stored.n_samples == len(taken.unique()) == sum(part.n_samples for part in parts)
+    assert stored.n_samples == collected.n_rows == sum(part.n_samples for part in parts)
     assert stored.provenance.data == collected.provenance.data
     joined = StoredLeastSquares(*(tmp_path / name for name in "312"))
     assert joined.parts == [(1, 3), (2, 3), (3, 3)]
@@ -77,7 +65,7 @@ def test_moments_are_those_of_collected_vectors_whole_and_in_parts(
         ours, theirs = (parts_of[source].tensors() for parts_of in (joined, in_order))
         assert all(torch.equal(ours[name], theirs[name]) for name in "rz")
     for source, targets in stored.targets.items():
-        x, y = collected[source][taken], torch.cat([collected[target][taken] for target in targets], 1)
+        x, y = collected[source], torch.cat([collected[target] for target in targets], 1)
         direct = LeastSquares(x.shape[1], y.shape[1]).update(x, y)
         for ridge, intercept in ((0.0, False), (0.3, True)):
             if ridge == 0 and positions == "sampled":
@@ -94,18 +82,10 @@ def test_moments_are_those_of_collected_vectors_whole_and_in_parts(
     # It is the folder of the undivided job, which need not be run any more.
     again = stream_least_squares(model, examples, tmp_path / "merged", **asked)
     assert torch.equal(again["h.0"].tensors()["r"], merged["h.0"].tensors()["r"])
-    if selected:
-        with pytest.raises(InputError, match="belongs to another job"):
-            stream_least_squares(model, examples, tmp_path / "m", **asked | {"rows": ~rows})
-        with pytest.raises(InputError, match=f"rows must have a value for each of the {n}"):
-            stream_least_squares(
-                model, examples, tmp_path / "n", **asked | {"rows": rows[:3], "weights": None}
-            )
-        joined.merge(tmp_path / "statistics")
-        maps = fit_maps(tmp_path, intercept=True, progress=False)
-        assert list(maps) == joined.pairs
-        assert all(linear.bias is not None for linear in maps.values())
-        assert {"rows", "weights"} < set(maps.provenance.details)
+    joined.merge(tmp_path / "statistics")
+    maps = fit_maps(tmp_path, intercept=True, progress=False)
+    assert list(maps) == joined.pairs
+    assert all(linear.bias is not None for linear in maps.values())
 
 
 def test_few_samples_have_the_penalty_of_their_rows(model, examples, tmp_path):

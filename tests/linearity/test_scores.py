@@ -102,7 +102,7 @@ def test_maps_are_of_all_samples_and_of_those_that_are_no_sinks():
         np.testing.assert_allclose(linear.weight.numpy().T, expected[:-1], rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(linear.bias.numpy(), expected[-1], rtol=1e-4, atol=1e-4)
         assert scores == pytest.approx(by_hand(source, target, added=kind == "ffn"), rel=1e-5)
-        assert linear.n_samples == len(source)
+        assert linear.provenance.n_samples == len(source)
 
 
 def test_too_few_samples_are_refused():

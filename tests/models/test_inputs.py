@@ -97,9 +97,9 @@ def test_sites_are_the_plain_models_and_add_up(name, stacks, plain):
 def test_what_does_not_belong_together_is_refused(stacks, model_folder):
     encoder, decoder = stacks["encoder"], stacks["decoder"]
     folder = str(model_folder("t5"))
-    with pytest.raises(InputError, match="stack must be 'encoder' or 'decoder' for t5"):
+    with pytest.raises(InputError, match=r"stack must be 'encoder' or 'decoder' for .* a t5"):
         matlens.load(folder, device="cpu")
-    with pytest.raises(InputError, match="has one stack"):
+    with pytest.raises(InputError, match="stack must be None"):
         matlens.load(str(model_folder("gpt2")), device="cpu", stack="encoder")
     with pytest.raises(InputError, match="An encoder has no readout"):
         Readout(encoder)

@@ -61,7 +61,7 @@ def test_a_bridge_takes_the_published_tokenizer(model_folder):
         TransformerBridge.boot_transformers(folder, device="cpu"),
     )
     assert token_policy(bridge) != token_policy(model)
-    with pytest.raises(InputError, match=r"masked-LM model reads its own \[CLS\] and \[SEP\]"):
+    with pytest.raises(InputError, match="which the tokenizer cannot do"):
         matlens.wrap(bridge, prepend_bos=True)
     published = AutoTokenizer.from_pretrained(folder)
     size = bridge.cfg.d_vocab
@@ -87,7 +87,7 @@ def test_what_cannot_be_wrapped_is_refused(model_folder):
     assert token_policy(bridge) == before
     with torch.no_grad():
         next(bridge.original_model.parameters())[0, 0] = float("nan")
-    with pytest.raises(InputError, match=r"are not finite: .* holds NaN"):
+    with pytest.raises(InputError, match="are not finite, including"):
         matlens.wrap(bridge)
     bridge.enable_compatibility_mode(disable_warnings=True, no_processing=True)
     with pytest.raises(InputError, match="compatibility mode"):

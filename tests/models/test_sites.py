@@ -38,7 +38,7 @@ def test_hooks_are_read_as_transformer_lens_writes_them():
     for text, expected in HOOKS.items():
         site = Site.parse(text, 3)
         assert str(site) == expected
-        assert site == Site.parse(expected, 3) == Site.parse(site, 3) == Site.parse(Site.read(text), 3)
+        assert site == Site.parse(expected, 3) == Site.parse(site, 3) == Site.parse(Site.parse(text), 3)
         assert site.is_hook == ("hook" in expected)
     for text in ("resid_pre.3", "resid_post.3", "z.3", "resid_post.-4", "blocks.3.hook_in"):
         with pytest.raises(InputError, match=r"out of range: .* blocks\.0\..*hook_\w+ to blocks\.2"):

@@ -250,12 +250,10 @@ def _half(path: Path) -> None:
 
 
 OTHERS: list[tuple[Any, Any, str]] = [
-    (settings(adaptive_input_cutoff=None), None, "bands"),
-    (settings(adaptive_softmax_cutoff="14,31"), None, "bands"),
-    (settings(adaptive_input_factor=3), None, "bands"),
+    (settings(adaptive_input_cutoff=None), None, "cannot be used"),
+    (settings(adaptive_input_factor=3), None, "size mismatch"),
     (settings(no_token_positional_embeddings=True), None, "no_token_positional"),
     (settings(add_bos_token=True), None, "add_bos_token"),
-    (settings(activation_fn="tanh"), None, "activation_fn"),
     (settings(max_target_positions=10**6), weights(settings()), "positions"),
     (settings(decoder_layers=10**9), weights(settings()), "decoder_layers"),
     (settings(decoder_embed_dim=20), weights(settings()), "size mismatch"),

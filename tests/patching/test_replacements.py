@@ -222,7 +222,7 @@ def test_neighbors_do_not_overlap(small_model):
 def test_sites_that_cannot_be_patched_are_refused(source, target, message, small_model):
     model = small_model("gpt2")
     before = state(model)
-    given = Replacement(lambda h: h, Site.read(source), Site.read(target))
+    given = Replacement(lambda h: h, Site.parse(source), Site.parse(target))
     with pytest.raises(InputError, match=message):
         patched(model, [given]).__enter__()
     assert_as_before(model, before)
@@ -236,9 +236,9 @@ def test_every_later_hook_is_a_target_and_one_without_effect_is_refused(small_mo
     for hook in {hook.name: hook for hook in layout.hooks.values() if hook.shape}.values():
         if hook.order <= layout.order("h.2"):
             continue
-        width = layout.width(Site.read(hook.name))
+        width = layout.width(Site.parse(hook.name))
         noise = torch.randn(D_MODEL, width, generator=torch.Generator().manual_seed(1))
-        given = Replacement(lambda h, noise=noise: h @ noise, Site("h", 2), Site.read(hook.name))
+        given = Replacement(lambda h, noise=noise: h @ noise, Site("h", 2), Site.parse(hook.name))
         if hook.name == layout.hook(Site("h", 3)):
             continue
         with patched(model, [given]):
@@ -294,7 +294,7 @@ def test_weights_and_outputs_that_are_no_vectors_are_refused(ends, small_model):
         with pytest.raises(InputError, match="not finite"):
             run_variants(model, examples, {"bad": Variant(0, [Replacement.from_map(bad)])}, progress=False)
     for function in (lambda h: None, lambda h: h[..., :3], lambda h: h.flatten()):
-        given = Replacement(function, *map(Site.read, ends))
+        given = Replacement(function, *map(Site.parse, ends))
         with pytest.raises(InputError, match="The function of"), patched(model, [given]):
             vectors(model)
     assert_as_before(model, before)

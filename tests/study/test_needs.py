@@ -8,10 +8,12 @@ from typing import Literal
 
 import pytest
 import torch
+from identities import make_activations
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from matlens.linear import LeastSquares, fit_samples, fit_stream, fitting
+from matlens.models import Provenance
 from matlens.study import plan as needs
 
 Pairs = Literal["last", "all"]
@@ -45,10 +47,11 @@ def sites(n_layers: int, pairs: Pairs) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("n_layers", "width", "n_rows", "pairs"), JOBS)
 def test_a_fit_on_collected_vectors(n_layers, width, n_rows, pairs, copied, monkeypatch):
     monkeypatch.setattr(fitting, "CONVERTED_BYTES", fitting.CONVERTED_BYTES if copied else 0)
-    samples, wanted = vectors(n_layers, width, n_rows), sites(n_layers, pairs)
+    collected = make_activations(vectors(n_layers, width, n_rows), Provenance())
+    wanted = sites(n_layers, pairs)
 
     def fit() -> None:
-        for _, maps in itertools.groupby(fit_samples(samples, wanted), key=lambda linear: linear.source):
+        for _, maps in itertools.groupby(fit_samples(collected, wanted), key=lambda linear: linear.source):
             list(maps)
 
     n_targets = n_layers if pairs == "all" else 1

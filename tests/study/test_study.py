@@ -151,7 +151,7 @@ def test_maps_are_fitted_on_the_samples_that_are_asked_for(study, monkeypatch):
     for fitted, maps in tested.submodule_maps(*rows).items():
         assert (tested.folder / f"submodule-maps-{fitted}" / "config.json").is_file()
         assert maps.provenance.details["fitted"] == fitted
-        assert maps.n_samples == int(rows[fitted].sum())
+        assert maps.provenance.n_samples == int(rows[fitted].sum())
         x, y = (samples[site][rows[fitted]].double() for site in ("ffn_in.1", "ffn_out.1"))
         expected = torch.linalg.lstsq(x, y, driver="gelsd").solution.T
         assert_near(maps["ffn_in.1", "ffn_out.1"].weight, expected, 1e-3)

@@ -130,16 +130,9 @@ def _read(path: Path) -> Mapping[str, Any]:
 def _check_settings(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Refuse settings that say more than the weights do."""
     n_blocks = len({name.split(".")[2] for name in tensors if name.startswith("decoder.layers.")})
-    bands, others = (
-        (settings.get(f"adaptive_{side}_cutoff"), settings.get(f"adaptive_{side}_factor", 4))
-        for side in ("input", "softmax")
-    )
-    activation = settings.get("activation_fn", "relu")
     refused = {
-        "input and output have no bands of words, or others": bands[0] is None or bands != others,
         # Before a model of any number of blocks is made.
         f"decoder_layers is not {n_blocks}, the number of blocks": settings["decoder_layers"] != n_blocks,
-        "activation_fn is neither relu nor gelu": activation not in ("relu", "gelu"),
         "no_token_positional_embeddings is set": settings.get("no_token_positional_embeddings"),
         "add_bos_token is set": settings.get("add_bos_token"),
         # Before a table of any number of positions is made.

@@ -17,6 +17,7 @@ from transformer_lens.model_bridge.generalized_components import NormalizationBr
 from transformer_lens.model_bridge.supported_architectures.falcon import FalconArchitectureAdapter
 
 from matlens.models.registry import Family, Repair, register
+from matlens.models.weights import linear_of
 
 _ARCHITECTURE = "FalconForCausalLM"
 _WITH_DISTANCES = "ALiBiJointQKVAttentionBridge"  # the class of TransformerLens
@@ -33,7 +34,8 @@ class Falcon(Family):
 
     def repairs(self, model: Any) -> list[Repair]:
         """Distances are counted once."""
-        return [Repair(block.attn, count_once) for block in _with_distances(model)]
+        parts: list[Any] = [getattr(block, "attn", None) for block in getattr(model, "blocks", ())]
+        return [Repair(part, count_once) for part in parts if type(part).__name__ == _WITH_DISTANCES]
 
     def beyond_repair(self, model: Any) -> str | None:
         """Newer blocks behind TransformerLens' own adapter."""
@@ -67,7 +69,7 @@ class FalconAdapter(FalconArchitectureAdapter):
         queries = self.cfg.n_heads // groups
         weights: Any = _of_groups(joint.weight, groups, queries)
         biases: Any = 3 * [None] if joint.bias is None else _of_groups(joint.bias, groups, queries)
-        query, key, value = map(_linear, weights, biases)
+        query, key, value = map(linear_of, weights, biases)
         return query, key, value
 
 
@@ -77,20 +79,7 @@ def count_once(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     return (args, {**kwargs, "alibi": None}) if isinstance(alibi, Tensor) and alibi.ndim == 4 else None
 
 
-def _with_distances(model: Any) -> list[Any]:
-    blocks = getattr(model, "blocks", ())
-    return [block for block in blocks if type(getattr(block, "attn", None)).__name__ == _WITH_DISTANCES]
-
-
 def _of_groups(rows: Tensor, groups: int, queries: int) -> tuple[Tensor, ...]:
     """Rows of queries, of keys and of values, from rows that stand group by group."""
     heads = rows.detach().unflatten(0, (groups, queries + 2, -1))
     return tuple(part.flatten(0, 2).clone() for part in heads.split((queries, 1, 1), 1))
-
-
-def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    linear.weight = nn.Parameter(weight)
-    if bias is not None:
-        linear.bias = nn.Parameter(bias)
-    return linear

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from matlens.models.registry import Family, register
 
@@ -19,17 +19,8 @@ class MaskedLM(Family):
             return None
         # BERT keeps its activation next to the dense layer; RoBERTa's is GELU.
         predictions = getattr(getattr(model.original_model, "cls", None), "predictions", None)
-        activation = getattr(getattr(predictions, "transform", None), "transform_act_fn", nn.functional.gelu)
+        activation = getattr(getattr(predictions, "transform", None), "transform_act_fn", nn.GELU())
         dense, norm, decoder = (
             part.original_component for part in (model.mlm_head, model.ln_final, model.unembed)
         )
-        return [dense, _Activation(activation), norm, decoder]
-
-
-class _Activation(nn.Module):
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
+        return [dense, activation, norm, decoder]

@@ -57,6 +57,8 @@ class Mixture:
         self._experts = experts
         self._shared = shared
         self._gate = gate
+        self._point: Any = None  # where the coefficients pass
+        self._given: dict[str, Tensor] = {}  # routing of the current pass, until they do
         self._transposed = bool(getattr(experts, "is_transposed", False))
         self.n_experts, *matrix = self._experts.down_proj.shape
         self.width = int(matrix[0] if self._transposed else matrix[1])
@@ -115,13 +117,13 @@ class Mixture:
 
     def attach(self, block: nn.Module, point: nn.Module) -> None:
         """Send the coefficients through a hook point; what its hooks return is what the layer then writes."""
-        passage = _Passage(self, point)
-        self._experts.register_forward_pre_hook(passage.keep_routed, with_kwargs=True)
+        self._point = point
+        self._experts.register_forward_pre_hook(self._keep_routed, with_kwargs=True)
         if self._shared is not None:
-            _plain(self._shared.down_proj).register_forward_pre_hook(passage.keep_shared)
+            _plain(self._shared.down_proj).register_forward_pre_hook(self._keep_shared)
         if self._gate is not None:
-            self._gate.register_forward_hook(passage.keep_gate)
-        block.register_forward_hook(passage.send)
+            self._gate.register_forward_hook(self._keep_gate)
+        block.register_forward_hook(self._send)
 
     def coefficients(
         self,
@@ -166,38 +168,30 @@ class Mixture:
     def _shared_rows(self) -> Tensor:
         return _plain(self._shared.down_proj).weight.detach().T
 
-
-class _Passage:
-    """Routing of the current pass, until its coefficients go through the hook point."""
-
-    def __init__(self, mixture: Mixture, point: Any) -> None:
-        self._mixture, self._point = mixture, point
-        self._given: dict[str, Tensor] = {}
-
-    def keep_routed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _keep_routed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._point.has_hooks():
             x, index, weights = [*args, *kwargs.values()][:3]
             self._given |= {"x": x, "index": index, "weights": weights}
 
-    def keep_shared(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _keep_shared(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._point.has_hooks():
             self._given["shared"] = args[0]
 
-    def keep_gate(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    def _keep_gate(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         if self._point.has_hooks():
             self._given["gate"] = output
 
-    def send(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _send(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Add what hooks change in the coefficients to the output."""
         given, self._given = self._given, {}
         if "x" not in given or not isinstance(output, Tensor):
             return None
-        before = self._mixture.coefficients(**given).view(*output.shape[:-1], -1).to(output.dtype)
+        before = self.coefficients(**given).view(*output.shape[:-1], -1).to(output.dtype)
         change = (self._point(before.clone()) - before).float()
         columns = change.flatten(0, -2).any(0).nonzero()[:, 0]
         if not len(columns):
             return None
-        return output + (change[..., columns] @ self._mixture.rows(columns).float()).to(output.dtype)
+        return output + (change[..., columns] @ self.rows(columns).float()).to(output.dtype)
 
 
 def _child(module: Any, name: str) -> nn.Module | None:

@@ -25,6 +25,7 @@ from transformers.models.xglm.modeling_xglm import (
 )
 
 from matlens.errors import InputError, short
+from matlens.models.weights import linear_of
 from matlens.numerics import log_softmax
 
 ARCHITECTURE, MODEL_TYPE = "WikiLMForCausalLM", "wikilm"
@@ -80,7 +81,7 @@ class AdaptiveInput(nn.Module):
         self.bands, self.scale = config.bands, config.d_model**0.5 if config.scale_embedding else 1.0
         words, projections = _words(config), _projections(config, config.bands)
         self.embeddings = nn.ModuleList(
-            nn.Sequential(nn.Embedding.from_pretrained(rows, freeze=False), _linear(matrix))
+            nn.Sequential(nn.Embedding.from_pretrained(rows, freeze=False), linear_of(matrix))
             for rows, matrix in zip(words, projections, strict=True)
         )
 
@@ -110,9 +111,9 @@ class AdaptiveSoftmax(nn.Module):
         super().__init__()
         (first, *words), projections = _words(config), _projections(config, config.bands[1:])
         classes = torch.randn(len(words), config.d_model) * config.d_model**-0.5
-        self.head = nn.ModuleDict({"word_proj": _linear(first), "class_proj": _linear(classes)})
+        self.head = nn.ModuleDict({"word_proj": linear_of(first), "class_proj": linear_of(classes)})
         self.tail = nn.ModuleList(
-            nn.Sequential(_Projection(matrix), nn.Identity(), _linear(rows))
+            nn.Sequential(_Projection(matrix), nn.Identity(), linear_of(rows))
             for rows, matrix in zip(words, projections, strict=True)
         )
 
@@ -148,12 +149,6 @@ def _words(config: WikiLMConfig) -> list[Tensor]:
 
 def _projections(config: WikiLMConfig, bands: Sequence[tuple[int, int, int]]) -> list[Tensor]:
     return [nn.init.xavier_uniform_(torch.empty(config.d_model, width)) for *_, width in bands]
-
-
-def _linear(weight: Tensor) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight)
-    return linear
 
 
 class WikiLMModel(XGLMModel):
