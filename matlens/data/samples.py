@@ -14,7 +14,6 @@ import bz2
 import importlib.util
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -73,39 +72,25 @@ def wikipedia_sample() -> Iterator[str]:
 def news_sample() -> Iterator[str]:
     """Sentences from 349 short news stories (the Lee collection), story by story."""
     for name in _NEWS_FILES:
-        with _in_wheel("gensim", f"test/test_data/{name}", _GENSIM) as path:
-            # One pound sign tells that the stories are not UTF-8.
-            stories = path.read_text(encoding="latin-1").split("\n")
-        for story in stories:
+        path = _in_wheel("gensim", f"test/test_data/{name}", _GENSIM)
+        # One pound sign tells that the stories are not UTF-8.
+        for story in path.read_text(encoding="latin-1").split("\n"):
             yield from _sentences(_repair(story))
 
 
-@contextmanager
-def _in_wheel(package: str, path: str, install: str) -> Iterator[Path]:
-    """A file or folder in an installed package, with installation hints on errors."""
+def _in_wheel(package: str, path: str, install: str) -> Path:
+    """A file in an installed package."""
     # find_spec of a top-level package locates it without importing it.
     spec = importlib.util.find_spec(package)
-    folders = (spec.submodule_search_locations if spec else None) or []
-    found = [Path(folder, path) for folder in folders if Path(folder, path).exists()]
-    if not found:
-        raise InputError(
-            f"The sample is {path} of the package {package}. Install it with: pip install {install}"
-        )
-    try:
-        yield found[0]
-    except (OSError, EOFError, ValueError, ElementTree.ParseError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(
-            f"{found[0]} cannot be read ({type(error).__name__}): the package {package} is damaged. Install "
-            f"it again: pip install --force-reinstall {install}"
-        ) from error
+    for folder in (spec.submodule_search_locations if spec else None) or []:
+        if (place := Path(folder, path)).exists():
+            return place
+    raise InputError(f"The sample is {path} of the package {package}. Install it with: pip install {install}")
 
 
 def _articles() -> Iterator[str]:
     """Wikitext of the articles."""
-    path = f"test/test_data/{_WIKIPEDIA_FILE}"
-    with _in_wheel("gensim", path, _GENSIM) as place, bz2.open(place) as stream:
+    with bz2.open(_in_wheel("gensim", f"test/test_data/{_WIKIPEDIA_FILE}", _GENSIM)) as stream:
         for _, element in ElementTree.iterparse(stream):
             if element.tag.endswith("}text"):
                 yield element.text or ""
@@ -255,8 +240,7 @@ def _is_prose(text: str) -> bool:
 
 def _translations(catalogue: str) -> dict[str, str]:
     """Translations by message, except messages with plurals or contexts."""
-    with _in_wheel("weblate", catalogue, _WEBLATE) as path:
-        lines = path.read_text(encoding="utf-8").splitlines()
+    lines = _in_wheel("weblate", catalogue, _WEBLATE).read_text(encoding="utf-8").splitlines()
     translated: dict[str, str] = {}
     entry: dict[str, str] = {}
     key = ""

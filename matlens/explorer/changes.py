@@ -18,7 +18,6 @@ from matlens.errors import InputError, PositiveInt, check_choice, checked, short
 from matlens.ffn.control import controlled
 from matlens.ffn.values import ValueName, ValueVector
 from matlens.linear.mapsets import MapSet
-from matlens.models.identity import check_raw
 from matlens.models.sites import STREAM, Site
 from matlens.models.tokens import encode_text, token_texts, visible
 from matlens.numerics import log_softmax
@@ -166,7 +165,6 @@ def _outcome(model: TransformerBridge, prompt: str, n_tokens: int) -> Outcome:
 
 def _continuation(model: TransformerBridge, ids: Int[Tensor, "1 length"], n_tokens: int) -> str:
     """The greedy continuation of a prompt, without the end of the text and the checkpoint's own settings."""
-    check_raw(model)
     check_decoder(model, "continues no prompts")
     length, context = ids.shape[1], model.cfg.n_ctx
     if not 0 < length <= context - n_tokens:
