@@ -33,6 +33,10 @@ class LinearMap:
     provenance: Provenance = field(default_factory=Provenance, repr=False)
     right: Float[Tensor, "k d_in"] | None = None
 
+    def __post_init__(self) -> None:
+        if self.bias is not None and len(self.bias) != len(self.weight):  # one value would be broadcast
+            raise InputError(f"bias must have {len(self.weight)} values, got {len(self.bias)}.")
+
     def __repr__(self) -> str:
         d_out, d_in = self.shape
         of_rank = "" if self.right is None else f", rank {len(self.right)}"

@@ -43,6 +43,11 @@ def test_maps_that_do_not_meet_are_not_composed():
         linear("h.0", "h.1").then(linear("h.2", "h.3"))
 
 
+def test_a_bias_that_would_be_broadcast_is_refused():
+    with pytest.raises(InputError):
+        LinearMap(torch.eye(4), torch.ones(1), "h.0", "h.1")
+
+
 def test_a_solution_in_float64_becomes_a_contiguous_map_in_float32():
     weight, bias = torch.randn(4, 4, dtype=torch.float64).T, torch.randn(4, dtype=torch.float64)
     stored = LinearMap.from_solution(weight, bias, "h.0", "h.1", ORIGIN)
