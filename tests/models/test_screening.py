@@ -63,6 +63,16 @@ def test_tokens_that_the_quick_product_confuses_are_told_apart(precision):
     check(unembed, x, torch.randint(3000, (30,), generator=generator))
 
 
+def test_weights_that_are_rounded_though_their_logits_are_small_are_told_apart(precision):
+    """Features are exact in bfloat16, and nearly orthogonal to all tokens."""
+    generator = torch.Generator().manual_seed(0)
+    weight = 5 + 0.01 * torch.randn(3000, WIDTH, generator=generator)
+    x = torch.ones(30, WIDTH)
+    for row in x:
+        row[torch.randperm(WIDTH, generator=generator)[::2]] = -1
+    check(layer(weight), x, torch.randint(3000, (30,), generator=generator))
+
+
 def test_logits_that_are_rounded_though_no_input_is_are_told_apart(precision):
     """Small integers are exact in bfloat16, and their products of about 3,000 are not."""
     generator = torch.Generator().manual_seed(0)
