@@ -20,7 +20,7 @@ from identities import make_activations
 from transformer_lens.model_bridge import TransformerBridge
 
 import matlens
-from matlens import InputError, LinearMap, MapSet, ffn, lens, linearity, metrics, pruning  # fmt: skip
+from matlens import InputError, MapSet, ffn, lens, linearity, metrics, pruning  # fmt: skip
 from matlens.data import Corpus, make_windows
 from matlens.lens.early_exit import exit_layers, thresholds
 from matlens.lens.trained import token_chances
@@ -168,15 +168,6 @@ def fits_of(samples: dict[str, torch.Tensor], **how: Any) -> torch.Tensor:
     return next(fit_samples(make_activations(samples, Provenance()), [("h.0", "h.1")], **how)).weight
 
 
-def followed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    first, second = (
-        LinearMap(each.T @ each, each[0], f"h.{i}", f"h.{i + 1}") for i, each in enumerate((x, y))
-    )
-    both = first.then(second)
-    assert both.bias is not None
-    return torch.cat([both.weight, both.bias[None]])
-
-
 OF_TENSORS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "fit": lambda x, y: fits_of({"h.0": x, "h.1": y}),
     "weighted fit": lambda x, y: fits_of({"h.0": x, "h.1": y}, weights=x[:, 0].abs(), intercept=True),
@@ -186,7 +177,6 @@ OF_TENSORS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "norms": lambda x, y: LeastSquares(4, 4, norms=True).update(x, y).norms,
     "r2": metrics.r2,
     "mean": lambda x, y: metrics.mean(x)[:3],
-    "then": followed,
     "angles": angles,
     "exit layers": lambda x, y: exit_layers(x, thresholds(y[:, 0].abs().long(), 0.5)),
     "scores": lambda x, y: list(held_out_scores(x, y).values()),

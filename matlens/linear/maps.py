@@ -11,9 +11,7 @@ from torch import Tensor
 
 from matlens.errors import InputError, checked
 from matlens.models.identity import Provenance
-from matlens.models.sites import Site
 from matlens.models.weights import fast_checksum
-from matlens.numerics import in_float64
 
 
 @checked
@@ -96,22 +94,6 @@ class LinearMap:
         """The same map on a device, where it need not be moved at every use."""
         parts = {name: part.to(device) for name, part in self.parts.items()}
         return replace(self, weight=parts["weight"], right=parts.get("right"), bias=parts.get("bias"))
-
-    def then(self, following: LinearMap) -> LinearMap:
-        """Compose: this map first, ``following`` after it."""
-        if Site.parse(self.target) != Site.parse(following.source):
-            raise InputError(
-                f"following must map from {self.target}, to which this one maps, got {following.source}."
-            )
-        if None not in (self.provenance.model, following.provenance.model):
-            self.provenance.check_same(following.provenance, ours="the first map", theirs="the following map")
-        outer = in_float64(following.matrix)
-        bias = None if self.bias is None else outer @ in_float64(self.bias).to(outer.device)
-        if following.bias is not None:
-            added = in_float64(following.bias)
-            bias = added if bias is None else bias + added
-        weight = outer @ in_float64(self.matrix).to(outer.device)
-        return LinearMap.from_solution(weight, bias, self.source, following.target, self.provenance)
 
 
 def tensor_digest(*tensors: Tensor) -> str:

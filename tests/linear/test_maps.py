@@ -1,11 +1,9 @@
-"""A linear map: applied, composed, and stored in float32."""
+"""A linear map: applied and stored in float32."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from small_maps import ORIGIN, linear
 
 from matlens.errors import InputError
@@ -25,22 +23,6 @@ def test_applying_is_the_matrix_product_in_float32(bias, shape, dtype):
             expected = expected + mapped.bias.double()
         assert mapped(h).dtype == torch.float32
         torch.testing.assert_close(mapped(h), expected.float(), rtol=1e-6, atol=1e-5)
-
-
-@given(st.lists(st.booleans(), min_size=3, max_size=3))
-def test_composing_is_applying_one_after_the_other_in_any_grouping(biases):
-    a, b, c = (linear(f"h.{i}", f"h.{i + 1}", bias=bias) for i, bias in enumerate(biases))
-    h = torch.randn(7, 4, generator=torch.Generator().manual_seed(0))
-    for composed in (a.then(b).then(c), a.then(b.then(c))):
-        assert (composed.source, composed.target) == ("h.0", "h.3")
-        assert (composed.bias is None) == (not any(biases))
-        assert composed.weight.dtype == torch.float32
-        torch.testing.assert_close(composed(h), c(b(a(h))), rtol=1e-5, atol=1e-5)
-
-
-def test_maps_that_do_not_meet_are_not_composed():
-    with pytest.raises(InputError, match=r"from h\.1, to which this one maps, got h\.2"):
-        linear("h.0", "h.1").then(linear("h.2", "h.3"))
 
 
 def test_a_bias_that_would_be_broadcast_is_refused():

@@ -99,8 +99,9 @@ def test_a_map_from_the_heads_is_collected_fitted_and_patched(name, small_model,
 def test_one_patch_reads_what_another_writes_in_any_order(small_model):
     model = small_model("gpt2")
     first, second = random_map(model, "z.0", "h.1"), random_map(model, "h.1", "attn_out.2")
-    composed = first.then(second)
-    with patched(model, [first, LinearMap(composed.weight, composed.bias, "z.0", "attn_out.2")]):
+    assert first.bias is not None
+    bias = second(first.bias)
+    with patched(model, [first, LinearMap(second.weight @ first.weight, bias, "z.0", "attn_out.2")]):
         expected = vectors(model)
     for given in ([first, second], [second, first]):
         with patched(model, given):
