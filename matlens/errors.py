@@ -105,7 +105,8 @@ class _Type(NamedTuple):
     holds: Callable[[Any], bool]
 
 
-def _is_int(value: Any) -> bool:
+def is_int(value: Any) -> bool:
+    """Whether a value is an integer of Python or NumPy."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -119,7 +120,7 @@ def _is_path(value: Any) -> bool:
 
 _TYPES: dict[Any, _Type] = {
     type(None): _Type("None", lambda value: value is None),
-    int: _Type("an integer", _is_int),
+    int: _Type("an integer", is_int),
     float: _Type("a finite number", _is_number),
     bool: _Type("True or False", lambda value: "bool" in _names(value)),  # that of NumPy too
     str: _Type("a str", lambda value: isinstance(value, str)),

@@ -18,7 +18,6 @@ import copy
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pandas as pd
@@ -26,7 +25,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from matlens.errors import InputError, PositiveInt, Seed, check_int, checked, short
+from matlens.errors import InputError, PositiveInt, Seed, check_int, checked, is_int, short
 from matlens.models.identity import ModelIdentity, check_raw
 from matlens.models.layout import ModelLayout, mixture, output_layer, output_multiplier
 from matlens.models.norms import NormGain
@@ -63,7 +62,7 @@ class ValueVector:
             parts = re.fullmatch(r"[Ll](-?[0-9]{1,18})(?:[Ee]([0-9]{1,18}))?[Dd](-?[0-9]{1,18})", text)
             if parts is not None:
                 return cls(int(parts[1]), int(parts[3]), None if parts[2] is None else int(parts[2]))
-        elif isinstance(text, Sequence) and list(map(_is_whole, text)) == [True, True]:
+        elif isinstance(text, Sequence) and list(map(is_int, text)) == [True, True]:
             return cls(int(text[0]), int(text[1]))
         raise InputError(
             f"{short(text)} is not a value vector. Write 'L3D12', or 'L3E5D120' in a mixture of experts."
@@ -307,7 +306,3 @@ class ValueVectors:
         names = [self.at(row) for row in rows]
         columns = ([*map(str, names)], [name.layer for name in names], [name.index for name in names])
         return pd.DataFrame(dict(zip(("value", "layer", "index"), columns, strict=True)))
-
-
-def _is_whole(number: object) -> bool:
-    return isinstance(number, Integral) and not isinstance(number, bool)
