@@ -26,3 +26,11 @@ def examples_of(lengths: list[int]) -> Examples:
     """Sentences of these lengths, no token twice, so that a token says where it comes from."""
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     return Examples(np.arange(1, offsets[-1] + 1), offsets, np.zeros(len(lengths), dtype=np.int64))
+
+
+def sentences_of(examples: Examples) -> list[list[int]]:
+    return [tokens.tolist() for tokens in np.split(examples.tokens, examples.offsets[1:-1])]
+
+
+def positions_of(examples: Examples) -> list[list[int]]:
+    return [examples.positions[examples.sentences == s].tolist() for s in range(len(examples))]

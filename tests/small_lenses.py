@@ -8,7 +8,7 @@ import torch
 from conftest import D_MODEL, N_LAYERS
 from torch import Tensor
 
-from matlens import Lens, LinearMap
+from matlens import Lens, LinearMap, Readout
 from matlens.models.identity import ModelIdentity, Provenance
 
 
@@ -30,3 +30,12 @@ def make_lens(model: Any, **options: Any) -> Lens:
     }
     provenance = Provenance(ModelIdentity.from_model(model))
     return Lens(maps, "by hand", provenance, scales={2: 0.5}, **options)
+
+
+class Sharp(Readout):
+    """Small models are sure of nothing; read out this way, of some tokens more than of others."""
+
+    factor = 1.0
+
+    def logits(self, h: Tensor) -> Tensor:
+        return self.factor * super().logits(h)

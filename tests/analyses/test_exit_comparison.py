@@ -14,7 +14,7 @@ from exits.classifiers import RIDGE, ExitClassifiers
 from exits.comparison import classifier_features, classifier_sites, compare_exits, least_lam
 from exits.outcomes import evaluate_exits, split_examples
 from plain_values import NORM_BEHIND
-from torch import Tensor
+from small_lenses import Sharp
 
 from matlens import InputError, Readout, collect, make_examples
 from matlens.data.corpus import Corpus
@@ -26,15 +26,6 @@ from matlens.lens.early_exit import ExitConfidence
 
 SEEDS, MANY = 2, 90
 OPTIONS: dict[str, Any] = {"seeds": SEEDS, "strengths": [1e-2], "kinds": [RIDGE], "folds": 2, "fewest": 2}
-
-
-class Sharp(Readout):
-    """Small models are sure of nothing; read out this way, of some tokens more than of others."""
-
-    factor = 1.0
-
-    def logits(self, h: Tensor) -> Tensor:
-        return self.factor * super().logits(h)
 
 
 def sharp(model: Any) -> Readout:

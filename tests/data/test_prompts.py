@@ -10,23 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import N_CTX
+from sentences import positions_of, sentences_of
 
 from matlens import InputError, make_prompts
-from matlens.data.examples import Examples
 from matlens.data.making import make_windows
 from matlens.models.tokens import TextTokens
 
 Models = Callable[[str], Any]
 
 # Windows of running text
-
-
-def sentences_of(examples: Examples) -> list[list[int]]:
-    return [tokens.tolist() for tokens in np.split(examples.tokens, examples.offsets[1:-1])]
-
-
-def positions_of(examples: Examples) -> list[list[int]]:
-    return [examples.positions[examples.sentences == s].tolist() for s in range(len(examples))]
 
 
 def test_windows_are_the_tokens_of_the_whole_text_one_after_the_other(small_model, sentences, tmp_path):

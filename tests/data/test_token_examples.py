@@ -11,25 +11,17 @@ import torch
 from conftest import N_CTX, assert_near, load_plain, plain_vectors
 from paper_a.predictions import prompt_texts
 from patched_models import LENGTHS, SENTENCES, padded, run_variants
+from sentences import positions_of, sentences_of
 from transformers import BatchEncoding
 
 import matlens
 from matlens import InputError, LinearMap, Readout, make_token_examples
 from matlens.activations import Activations, stream
-from matlens.data.examples import Examples
 from matlens.ffn import Trace
 from matlens.patching import Replacement, Variant
 
 Models = Callable[[str], Any]
 ANSWERS = [[3, 4, 9], [0], [0], [2, 6]]
-
-
-def sentences_of(examples: Examples) -> list[list[int]]:
-    return [tokens.tolist() for tokens in np.split(examples.tokens, examples.offsets[1:-1])]
-
-
-def positions_of(examples: Examples) -> list[list[int]]:
-    return [examples.positions[examples.sentences == s].tolist() for s in range(len(examples))]
 
 
 def marks(side: str) -> torch.Tensor:

@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 import torch
 from conftest import D_MODEL, N_LAYERS, make_sentences
-from torch import Tensor
+from small_lenses import Sharp
 
-from matlens import InputError, Lens, LinearMap, MapSet, Readout, collect, make_examples
+from matlens import InputError, Lens, LinearMap, MapSet, collect, make_examples
 from matlens.io.tables import COLUMNS
 from matlens.lens import exit_sweep, prediction_quality, savings
 from matlens.lens.early_exit import exit_layers, thresholds
@@ -59,15 +59,6 @@ def test_a_confidence_that_only_reaches_the_threshold_does_not_exit():
 
 
 # Tables
-
-
-class Sharp(Readout):
-    """Small models are sure of nothing; read out this way, of some tokens more than of others."""
-
-    factor = 1.0
-
-    def logits(self, h: Tensor) -> Tensor:
-        return self.factor * super().logits(h)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
