@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -262,13 +263,21 @@ def test_both_readings_are_in_the_tables_under_their_names(
         "lift": lift_by_hand(trace, plain_model("llama")),
     }
     assert list(tables.thresholds) == list(scores)
+    extremes = {}
     for read, of_read in scores.items():
         passed = float(np.quantile(np.abs(of_read), 0.99)) if threshold is None else threshold
         assert tables.thresholds[read] == pytest.approx(passed, rel=1e-5)
+        rows: Counter[tuple[int, int]] = Counter()
+        raised: Counter[tuple[int, int]] = Counter()
+        for place in zip(*np.nonzero(np.abs(of_read) > passed), strict=True):
+            row = place[1] * D_MLP + int(trace.index["dominant"][place])
+            key = int(clusters.labels[row]), 1 if float(trace.coefficient["dominant"][place]) > 0 else -1
+            rows[key] += 1
+            raised[key] += int(of_read[place] > 0)
         activity = tables.activity[tables.activity["read"] == read]
         extreme, drawn = (activity[activity["sub_updates"] == name] for name in ("extreme", "sampled"))
-        assert extreme["extremes"].sum() == (np.abs(of_read) > passed).sum()
-        assert extreme["raised"] @ extreme["extremes"] == pytest.approx((of_read > passed).sum())
+        found = {(row.cluster, row.sign): (row.extremes, row.raised) for row in extreme.itertuples()}
+        assert found == {key: (n, pytest.approx(raised[key] / n)) for key, n in rows.items()}
         assert drawn["extremes"].sum() == 21
         # What the other tables are made of is tested above; here, that each has its own sub-updates.
         relative = {("dominant", "before"): torch.from_numpy(of_read)}
@@ -281,3 +290,5 @@ def test_both_readings_are_in_the_tables_under_their_names(
         for table, expected in ((tables.groups, groups), (tables.places, places)):
             ours = table[table["read"] == read].drop(columns="read").reset_index(drop=True)
             pd.testing.assert_frame_equal(ours, expected, check_dtype=False)
+        extremes[read] = found
+    assert extremes["score"] != extremes["lift"]

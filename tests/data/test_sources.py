@@ -152,3 +152,19 @@ def test_sentences_can_be_given(tmp_path):
     assert load_corpus(Path(write(tmp_path / "a.txt", FIRST))).name == str(tmp_path / "a.txt")
     with pytest.raises(KeyError, match="column"):
         load_corpus(failing())
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ([FIRST, "nul\0"], "Sentence 2 has a NUL character"),
+        ([{"body": "x"}], "one of body in row 1"),
+        (pd.Series([FIRST, None, float("nan")], dtype=object), "must be a str"),
+        ({"text": [FIRST]}, "source must be"),
+        (pd.DataFrame({"text": [FIRST]}), "source must be a list or a column"),
+        ([], "source must have sentences"),
+    ],
+)
+def test_an_iterable_without_sentences_is_refused(source, message):
+    with pytest.raises(InputError, match=message):
+        load_corpus(source)

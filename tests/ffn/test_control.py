@@ -208,6 +208,24 @@ def test_control_of_an_ffn_that_is_replaced_is_refused_in_either_order(part, sma
     assert_as_before(model, before)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((["L0D1", "wine"],), "'wine' is not a value vector"),
+        ((["L3D1"],), "layer must be between"),
+        ((["L2D1", "L-1D1"],), "vectors must be different, got L2D1 twice"),
+        (({"L0D1": float("nan")},), "^The value of L0D1 must be"),
+        ((["L0D1"], 3.0, {"where": torch.tensor([-1, 0])}), "^where must be"),
+    ],
+)
+def test_other_input_is_refused_and_nothing_is_hooked(given, message, small_model):
+    model, options = small_model("llama"), given[2] if len(given) > 2 else {}
+    before = state(model)
+    with pytest.raises(InputError, match=message):
+        controlled(model, *given[:2], **options).__enter__()
+    assert_as_before(model, before)
+
+
 def test_contexts_are_nested_for_other_vectors_and_other_sentences_are_refused(small_model):
     model = small_model("neox")
     with controlled(model, ["L0D5"], 3.0):

@@ -226,11 +226,15 @@ def test_a_masked_model_starts_from_vectors_as_they_are(small_model, corpus):
 def test_what_cannot_be_trained_is_refused(small_model, corpus):
     model = small_model("llama")
     readout, (h, last) = Readout(model), pairs(20)
+    with pytest.raises(InputError, match="as many samples"):
+        LayerTraining(readout, h[:5], last)
     training = LayerTraining(readout, h, last)
     training.polish(rate=1e39)
     with pytest.raises(InputError, match="diverged"):
         training.result()
     few = matlens.collect(model, matlens.make_examples(model, corpus), [1], progress=False)
+    with pytest.raises(InputError, match="corpus must be a Corpus"):
+        Lens.fit(model, few, method="jacobian")
     with pytest.raises(InputError, match="do not belong"):
         Lens.fit(small_model("gpt2"), few, method="tuned")
     with pytest.raises(InputError, match="lack"):
@@ -280,3 +284,14 @@ def test_a_jacobian_lens_is_taken_on_the_longest_sentences(small_model):
     )
     assert lens.provenance.corpus == "words"
     assert lens.provenance.details["longest"] == 20
+
+
+@pytest.mark.refused
+def test_what_has_no_jacobian_lens_is_refused(small_model):
+    few = corpus_of(["w1 w2 w3"])
+    with pytest.raises(InputError, match="cannot fit a Jacobian lens here"):
+        fit_jacobian(small_model("bert"), few, layers=[1], skip=0)
+    with pytest.raises(InputError, match="above 0"):
+        fit_jacobian(small_model("gpt2"), few, layers=[0])
+    with pytest.raises(InputError, match="more than 17 tokens"):
+        fit_jacobian(small_model("gpt2"), few, layers=[1], progress=False)

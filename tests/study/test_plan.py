@@ -12,12 +12,13 @@ import pytest
 from studying import collect_parts, study_of
 
 import matlens.study.plan as module
-from matlens import InputError, parallel
+from matlens import InputError, make_examples, parallel
 from matlens.io.artifact import Artifact
-from matlens.linear import streaming
+from matlens.linear import StoredLeastSquares, stream_least_squares, streaming
 from matlens.study import Study, fit_maps
 from matlens.study.plan import (
     Shape,
+    check_merge,
     collected_bytes,
     format_bytes,
     free_memory,
@@ -156,6 +157,23 @@ def test_jobs_without_memory_or_disk_are_refused_before_they_begin(study, free, 
     free(memory=30_000)
     with pytest.raises(InputError, match=rf"Fitting {needed}.*--train"):
         fit_maps(tmp_path / "rows", progress=False)
+
+
+def test_a_merge_without_memory_or_disk_is_refused(small_model, sentences, free, tmp_path):
+    model = small_model("gpt2")
+    examples = make_examples(model, sentences).head(20)
+    folders = [tmp_path / "s1", tmp_path / "s2"]
+    for number, folder in enumerate(folders, 1):
+        stream_least_squares(model, examples, folder, part=(number, 2), progress=False)
+    shards = StoredLeastSquares(*folders)
+    for few, missing in ({"memory": 9000}, "of memory"), ({"disk": 9000}, "of disk at .*joined"):
+        free(**few)
+        with pytest.raises(InputError, match=f"Merging 2 parts of 32 dimensions .* {missing}"):
+            check_merge(shards, tmp_path / "joined")
+    free()
+    shards.merge(tmp_path / "joined")
+    free(memory=0, disk=0)
+    check_merge(shards, tmp_path / "joined")
 
 
 def test_each_process_of_a_machine_needs_memory_and_one_of_them_checks(tmp_path, monkeypatch):
