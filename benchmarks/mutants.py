@@ -46,7 +46,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "patching/variants": (),
     "lens/evaluation": ("warnings",),
     "lens/early_exit": (),
-    "paper_a/predictions": (),
+    "paper_a/predictions": ("analyses/paper_a",),
     "lens/maps": ("lens/lens", "lens/closed_forms"),
     "lens/closed_forms": ("dividing",),
     "lens/trained": ("lens/config", "lens/closed_forms", "dividing"),
@@ -100,7 +100,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "paper_b_fig6_dominance": ("ffn/updates",),
     "sub_updates/events": ("ffn/events",),
     "sub_updates/extremes": ("analyses/frequency", "ffn/clusters"),
-    "paper_b_fig4_overlap": ("analyses/overlap",),
+    "paper_b_fig4_overlap": ("analyses/overlap", "analyses/paper_b"),
     "paper_b_removal": ("analyses/removal_table",),
     "study/steps": ("study/fits", "study/results", "linear/streaming"),
 }
