@@ -25,8 +25,8 @@ BEFORE, PEAK = "libraries and model, before the job", "peak"
 EARLY = "peak after a tenth of the time"
 IN_USE, PLACE = "most allocated memory in use", "where it is in use"
 TAKEN, SECONDS = "most in use above the start", "CPU seconds"
-_LOOKED_AT_EVERY = 0.002  # seconds
-_M_MMAP_THRESHOLD, _LARGE_BLOCK = -3, MIB  # of glibc's mallopt; bytes
+_LOOKED_AT_EVERY = 0.05  # seconds; polling by the millisecond fragments what it measures
+_M_MMAP_THRESHOLD, _M_ARENA_MAX, _LARGE_BLOCK = -3, -8, MIB  # of glibc's mallopt; bytes
 
 Work = Callable[[], object]
 
@@ -45,6 +45,8 @@ def in_a_process(prepare: Callable[[Path], Work], *, gives_back: bool = False) -
     if not (pid := os.fork()):
         code = 1
         try:
+            # While it is polled the allocator would open further arenas, each with free memory of its own.
+            ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
             if gives_back:
                 ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
             with tempfile.TemporaryDirectory() as folder:

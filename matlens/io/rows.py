@@ -43,11 +43,6 @@ class Column(NamedTuple):
         """The dtype as torch names it."""
         return getattr(torch, self.dtype)
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row."""
-        return self.width * self.in_memory.itemsize
-
 
 Columns = Mapping[str, Column]
 
@@ -63,11 +58,8 @@ class StoredRows(Mapping[str, Tensor]):
         self._whole: WeakValueDictionary[str, Tensor] = WeakValueDictionary()
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self.columns:
-            raise KeyError(name)
-        whole = self._whole.get(name)
+        column, whole = self.columns[name], self._whole.get(name)
         if whole is None:
-            column = self.columns[name]
             whole = torch.empty(self.n_rows, column.width, dtype=column.in_memory)
             for index, part in self.shards([name]):
                 whole[torch.from_numpy(index)] = part[name]
@@ -122,7 +114,7 @@ def writing_rows(
     own = list(enumerate(_shards(counts, columns)))[parallel.rank() :: parallel.world_size()]
     shards = {f"{number:05d}": batches for number, batches in own}
     if folder is None:
-        writer = RowWriter(columns, n_rows, shards)
+        writer = RowWriter(columns, n_rows, shards, counts)
         writer.config = make_config(holds, request)
         yield writer
         writer.share()
@@ -132,7 +124,7 @@ def writing_rows(
         if not artifact.finished and parallel.is_main():
             _check_disk(artifact, n_rows * _row_bytes(columns))
         missing = {name: batches for name, batches in shards.items() if name not in existing}
-        writer = RowWriter(columns, 0, missing, artifact)
+        writer = RowWriter(columns, 0, missing, counts, artifact)
         yield writer
         if not artifact.finished:
             if parallel.is_main():
@@ -147,38 +139,43 @@ class RowWriter:
     config: dict[str, Any]
 
     def __init__(
-        self, columns: Columns, n_rows: int, shards: Mapping[str, range], artifact: Artifact | None = None
-    ) -> None:
+        self, columns: Columns, n_rows: int, shards: Mapping[str, range], counts: Sequence[int],
+        artifact: Artifact | None = None,
+    ) -> None:  # fmt: skip
         self.missing = list(itertools.chain(*shards.values()))
-        self.rows: Mapping[str, Tensor] = {
-            name: torch.empty(n_rows, column.width, dtype=column.in_memory)
-            for name, column in columns.items()
-        }
-        self._artifact = artifact
+        self.rows: Mapping[str, Tensor] = _empty(columns, n_rows)
+        self._columns, self._artifact = columns, artifact
+        self._sizes = {batches[0]: sum(counts[number] for number in batches) for batches in shards.values()}
         self._last = {batches[-1]: name for name, batches in shards.items()}
         self._waiting = iter(self.missing)
-        self._parts: list[dict[str, Tensor]] = []  # of a shard; in memory the indices alone
+        self._shard: dict[str, Tensor] = {}  # filled batch by batch: many small parts would fragment memory
+        self._indices: list[Tensor] = []  # of the rows of a shard, or of all in memory
 
     def add(self, index: np.ndarray, values: Mapping[str, Tensor]) -> None:
         """Write the rows of a batch: their numbers, and the values by column."""
-        part = {INDEX: torch.from_numpy(np.asarray(index, dtype=np.int64))}
-        self._parts.append(part)
+        numbers = torch.from_numpy(np.asarray(index, dtype=np.int64))
+        self._indices.append(numbers)
         if self._artifact is None:
             for name, column in self.rows.items():
-                column[part[INDEX]] = values[name].to(column.dtype)
+                column[numbers] = values[name].to(column.dtype)
             return
-        part |= {name: values[name].to(column.dtype) for name, column in self.rows.items()}
-        shard = self._last.get(next(self._waiting))
-        if shard is not None:  # which is complete
-            parts, self._parts = self._parts, []
-            self._artifact.write(shard, {key: torch.cat([part[key] for part in parts]) for key in parts[0]})
-            del part, parts
+        batch = next(self._waiting)
+        if batch in self._sizes:  # a shard begins
+            self._shard = _empty(self._columns, self._sizes[batch])
+        end = sum(map(len, self._indices))
+        for name, column in self._shard.items():
+            column[end - len(numbers) : end] = values[name]
+        if batch in self._last:  # and is complete
+            shard = {INDEX: torch.cat(self._indices)} | {name: of[:end] for name, of in self._shard.items()}
+            self._artifact.write(self._last[batch], shard)
+            del shard
+            self._shard, self._indices = {}, []
             return_freed_memory()
 
     def share(self) -> None:
         """Give all rows in memory to all processes."""
         if parallel.world_size() > 1:
-            own = torch.cat([torch.zeros(0, dtype=torch.int64), *(part[INDEX] for part in self._parts)])
+            own = torch.cat([torch.zeros(0, dtype=torch.int64), *self._indices])
             of_all = parallel.concatenate({INDEX: own}, "rows")[INDEX]
             for name, column in self.rows.items():
                 column[of_all] = parallel.concatenate({name: column[own]}, f"rows of {name}")[name]
@@ -191,8 +188,12 @@ def check_complete(indices: Iterable[np.ndarray], n_rows: int, source: Path) -> 
         raise damaged(source, f"must be of {n_rows:,} rows, each of them once, and is of {len(index):,}")
 
 
+def _empty(columns: Columns, n_rows: int) -> dict[str, Tensor]:
+    return {name: torch.empty(n_rows, of.width, dtype=of.in_memory) for name, of in columns.items()}
+
+
 def _row_bytes(columns: Columns) -> int:
-    return _INDEX_BYTES + sum(column.row_bytes for column in columns.values())
+    return _INDEX_BYTES + sum(of.width * of.in_memory.itemsize for of in columns.values())
 
 
 def _check_disk(artifact: Artifact, n_bytes: int) -> None:

@@ -19,7 +19,6 @@ from matlens.activations.activations import PART, Positions
 from matlens.errors import InputError, NonNegativeInt, PositiveInt, check_int, checked
 from matlens.io.artifact import is_finished
 from matlens.io.files import nearest_existing
-from matlens.io.rows import Column
 from matlens.linear import fitting
 from matlens.linear.fitting import chunk_size
 from matlens.linear.least_squares import are_few
@@ -194,7 +193,7 @@ def plan_study(
 
 def collected_bytes(shape: Shape, n_rows: int, n_tokens: int, n_sentences: int) -> int:
     """Bytes of the tensors in a folder of collected vectors: the rows of each site, index and examples."""
-    columns = (shape.n_layers + 1) * n_rows * Column(shape.d_model).row_bytes
+    columns = (shape.n_layers + 1) * n_rows * _SINGLE * shape.d_model
     return columns + 8 * (n_rows + n_tokens + 3 * n_sentences + 1)
 
 
