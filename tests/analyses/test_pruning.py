@@ -80,6 +80,7 @@ def test_a_run_resumes_and_draws_what_is_written(corpora, model_folder, tmp_path
     table = pd.read_csv(tmp_path / "pruning_cuts.csv", keep_default_na=False)
     written = pd.read_csv(tmp_path / "pruning_generation_cuts.csv", keep_default_na=False)
     assert set(table["method"]) == {"original", "pruned", "replaceme", "jump", "chain"}
+    assert set(written["method"]) == set(table["method"]) - {"pruned"}
     assert set(written["decoding"]) == {"greedy", "sampled"}
     assert set(written["n"]) == {4}
     assert_figure(tmp_path, "pruning_cuts")

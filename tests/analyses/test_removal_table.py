@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import LAYERS, N_LAYERS, SITE_MODULES, assert_near, plain_vectors
-from paper_b_removal import removal_table
+from paper_b_removal import _agreement, removal_table
 from plain_values import (
     NORM_BEHIND,
     plain_ffn,
@@ -119,3 +119,14 @@ def test_removal_agrees_with_readings_as_far_as_counted_by_hand(name, small_mode
         assert at_layer[best] > 0.8
         assert at_layer[best] > at_layer["v"] - 0.01
         assert at_layer["another v"] < 0.5
+
+
+def test_agreement_is_a_mean_over_sub_updates():
+    scores, lost = torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(0))
+    found = _agreement(scores, lost, 10)
+    pairs = list(zip(scores, lost, strict=True))
+    common = [len({*a.topk(10).indices.tolist()} & {*b.topk(10).indices.tolist()}) / 10 for a, b in pairs]
+    assert found["common"] == pytest.approx(np.mean(common))
+    correlations = [float(torch.corrcoef(torch.stack(pair).double())[0, 1]) for pair in pairs]
+    assert found["correlation"] == pytest.approx(np.mean(correlations))
+    assert np.mean(common) != pytest.approx(np.median(common))
