@@ -73,7 +73,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "ffn/perplexity": (),
     "pruning/folding": ("pruning/pruned", "pruning/calibration", "pruning/healing", "pruning/attention"),
     "pruning/choosing": ("pruning/spans", "pruning/pruned", "pruning/attention"),
-    "pruning/pruned": ("pruning/calibration", "pruning/attention"),
+    "pruning/pruned": ("pruning/calibration", "pruning/attention", "pruning/healing"),
     "pruning/layouts": (
         "pruning/spans",
         "pruning/pruned",
