@@ -190,7 +190,8 @@ def compare_kill_rates(after: Path) -> Row:
     counts = []
     for path in (BEFORE, after):
         rows = [json.loads(line) for line in path.open()]
-        counts.append(Counter(row["outcome"] for row in rows if row["key"] != "as it is"))
+        last = {(row["module"], row["key"]): row["outcome"] for row in rows if row["key"] != "as it is"}
+        counts.append(Counter(last.values()))
     rates = [1 - count["lives"] / count.total() for count in counts]
     lost = int(rates[1] < rates[0])
     return "kill rate of mutants", counts[1].total(), lost, f"{rates[0]:.1%} to {rates[1]:.1%}"
