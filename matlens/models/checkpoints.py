@@ -45,14 +45,22 @@ def modality(config: Any) -> str:
 
 
 def check_supported(name: str, config: Any, stack: str | None = None) -> None:
-    """Raise InputError for a stack that a model does not have, or for too many layers."""
-    from transformer_lens.model_bridge.sources._hf_format import get_effective_text_config
+    """Raise InputError for models without an adapter, another stack than they have, or too many layers."""
+    from transformer_lens.model_bridge.sources import _hf_format as formats
 
     has_stacks = modality(config) == "seq2seq"
     if has_stacks != (stack is not None):
         expected = "'encoder' or 'decoder'" if has_stacks else "None"
         raise InputError(f"stack must be {expected} for {name!r}, a {config.model_type}, got {stack!r}.")
-    layers = getattr(get_effective_text_config(config), "num_hidden_layers", None)
+    try:
+        formats.determine_architecture_from_hf_config(config)
+    except ValueError:  # which lists all architectures
+        classes = ", ".join(map(str, getattr(config, "architectures", None) or ())) or "no class"
+        raise InputError(
+            f"The model {name!r} cannot be used: TransformerLens has no adapter for it (model type "
+            f"{config.model_type!r}, {classes!r}). Expected a model that TransformerLens 4 supports."
+        ) from None
+    layers = getattr(formats.get_effective_text_config(config), "num_hidden_layers", None)
     if isinstance(layers, int):
         LAYERS.check(layers, f"The model {name!r}")
 

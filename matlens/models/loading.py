@@ -156,7 +156,8 @@ def wrap(
     _repair(bridge.eval())
     check_raw(bridge)
     chosen = stack_of(bridge)
-    check_supported(str(bridge.cfg.model_name), bridge.original_model.config, stack or chosen)
+    with family_adapters():
+        check_supported(str(bridge.cfg.model_name), bridge.original_model.config, stack or chosen)
     if chosen not in (None, stack or chosen):
         raise InputError(f"stack must be {chosen!r} for this bridge, got {stack!r}. Boot another bridge.")
     if stack is not None and chosen is None:
