@@ -20,7 +20,7 @@ class Hub:
     """Repositories by name: commits in their order, each with the bytes of all its files."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder  # of what is downloaded
+        self.folder = folder  # of downloads
         self.repositories: dict[str, list[tuple[str, dict[str, bytes]]]] = {}
         self.asked: list[str] = []
         self.timeouts: set[float] = set()  # of the client's session while it is asked

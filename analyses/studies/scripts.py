@@ -28,7 +28,7 @@ Patched = Annotated[
     int, typer.Option("--patched", min=2, help="Validation sentences that the patched model is run on.")
 ]
 TwoOrMore = Annotated[int, Between(2)]
-_GIVEN = ("study", "studies", "report")  # parameters of an analysis that are no options
+_GIVEN = ("study", "studies", "report")  # parameters of an analysis that are not options
 
 
 @dataclass(frozen=True)

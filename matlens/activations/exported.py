@@ -7,23 +7,21 @@ the layers of its entries. The reader names them, and they are compared with pas
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from matlens.activations.activations import HOLDS, Activations, Positions
 from matlens.activations.collecting import collect, provenance_of
 from matlens.data.examples import Examples
 from matlens.data.token_examples import make_token_examples
-from matlens.errors import InputError, PositiveInt, checked, printable, short
-from matlens.io.files import content_hash
+from matlens.errors import InputError, PositiveInt, checked, short
+from matlens.io.files import content_hash, open_tensors
 from matlens.io.rows import Column, writing_rows
 from matlens.models.identity import Provenance, check_raw
 from matlens.models.layout import ModelLayout
@@ -132,22 +130,13 @@ def _examples(model: TransformerBridge, prompts: Sequence[_Prompt], name: str = 
     return make_token_examples(model, tokens, attention_mask=[[1] * len(each) for each in tokens], name=name)
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        reason = printable(str(error).partition("\n")[0], limit=200)
-        raise InputError(
-            f"{path} cannot be read as safetensors ({reason}). Is the engine still writing, or was it "
-            "interrupted?"
-        ) from error
+def _unfinished(path: Path) -> Callable[[str], InputError]:
+    return lambda cause: InputError(f"{path} {cause}. Is the engine still writing, or was it interrupted?")
 
 
 def _look(path: Path, n_entries: int, model: TransformerBridge) -> _Prompt:
     """Read the tokens of a file, and check that its vectors can be of the model."""
-    with _opened(path) as file:
+    with open_tensors(path, _unfinished(path)) as file:
         absent = {VECTORS, TOKENS} - set(file.keys())
         if absent:
             raise InputError(f"{path} must have the tensors {VECTORS} and {TOKENS}.")
@@ -168,7 +157,7 @@ def _look(path: Path, n_entries: int, model: TransformerBridge) -> _Prompt:
 
 
 def _read(prompt: _Prompt, sites: Sequence[str | None]) -> dict[str, Tensor]:
-    with _opened(prompt.path) as file:
+    with open_tensors(prompt.path, _unfinished(prompt.path)) as file:
         vectors = file.get_tensor(VECTORS).float()
     if len(vectors) != len(prompt.tokens):
         raise InputError(f"{prompt.path} changed while it was being read. Wait until the export is complete.")

@@ -218,7 +218,7 @@ class ModelOptions:
         return {"name": options.pop("model"), **options, "dtype": getattr(torch, self.dtype)}
 
     def check_name(self) -> None:
-        """Raise InputError if there is no such model."""
+        """Raise InputError if the model cannot be found."""
         from matlens.models.places import locate
 
         locate(self.model, self.revision)

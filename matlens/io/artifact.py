@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ from matlens.io.files import (
     describe_file,
     is_transient,
     locked,
+    open_tensors,
     read_json,
     verified,
     write_files,
@@ -208,7 +210,7 @@ class Artifact:
         path, header = self._path(name), self._header(name)
         if tensor not in header["tensors"]:
             raise damaged(path, f"holds no tensor {tensor}")
-        with _opened(path) as file:
+        with open_tensors(path, partial(damaged, path)) as file:
             values = file.get_tensor(tensor)
         if (name, tensor) not in self._verified:
             if _hash(values) != header["tensors"][tensor]:
@@ -256,7 +258,7 @@ class Artifact:
         path = self._path(name)
         if self.finished and path.name not in self.files:
             raise damaged(path, f"is not in the list of files in {CONFIG}")
-        with _opened(path) as file:
+        with open_tensors(path, partial(damaged, path)) as file:
             text, names = (file.metadata() or {}).get(_ENTRY, ""), set(file.keys())
         header = verified(parse_json(text, f"the metadata of {path}"), path)
         recorded = self.files[path.name].get("tensors") if self.finished else header["tensors"]
@@ -370,18 +372,6 @@ def _owner(folder: Path) -> str:
         return str(read_json(folder / CONFIG)["by"])
     except (OSError, InputError, KeyError, TypeError):
         return "another process"
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """A file of tensors, mapped from the disk."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        raise damaged(path, f"cannot be read as safetensors ({error})") from error
 
 
 def _hash(values: Tensor) -> str:

@@ -178,6 +178,19 @@ def damaged(path: Path, cause: str) -> InputError:
     )
 
 
+@contextmanager
+def open_tensors(path: Path, error: Callable[[str], InputError]) -> Iterator[Any]:
+    """A safetensors file, mapped from the disk; raises ``error`` of the reason if it cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as cause:
+        reason = printable(str(cause).partition("\n")[0], limit=200)
+        raise error(f"cannot be read as safetensors ({reason})") from cause
+
+
 def content_hash(content: Mapping[str, Any]) -> str:
     """The SHA-256 of a record, independent of the order of its keys."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))

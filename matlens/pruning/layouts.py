@@ -37,7 +37,7 @@ class Layout:
     path
         Of the list of blocks.
     ffn, attention
-        In a block, of the modules that end its FFN and its attention; None where there is no such module.
+        In a block, of the modules that end its FFN and its attention; None if there is none.
     """
 
     model: Any

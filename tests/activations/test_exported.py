@@ -170,7 +170,7 @@ def test_in_half_precision_one_vector_may_be_another(model_folder, tmp_path):
         read_exported(half, tmp_path, [1, 3], progress=False)
 
 
-def test_rows_of_files_that_were_written_anew_are_not_those_of_before(model, written, tmp_path):
+def test_rows_of_rewritten_files_are_not_those_of_before(model, written, tmp_path):
     folder, rows = written(), tmp_path / "rows"
     before = read_exported(model, folder, ENTRIES, folder=rows, progress=False)
     again = read_exported(model, folder, ENTRIES, folder=rows, progress=False)

@@ -80,7 +80,7 @@ def test_what_is_not_finite_counts_as_the_worst():
     pd.testing.assert_frame_equal(ours, expected)
 
 
-def test_an_interval_is_of_pairs_drawn_anew():
+def test_an_interval_is_of_resampled_pairs():
     generator = np.random.default_rng(0)
     x = generator.normal(size=60)
     y = x + generator.normal(size=60)
