@@ -27,6 +27,7 @@ LENSES = "lens_report"  # of several tables
 
 SINKS = "llama-sinks"  # what is left out or not shows in a model that has sinks
 N_TRAIN, N_VALIDATION, N_PATCHED = 90, 30, 12
+PROMPTS = ("w1 w2 w6", "w4 w5")
 Finished = Callable[[str, str], Path]  # the output folder of a script's run on a model
 ByHand = Callable[..., StudyByHand]
 
@@ -38,9 +39,9 @@ def sizes(n_train: int = N_TRAIN, n_validation: int = N_VALIDATION) -> list[obje
     return ["--train", n_train, "--val", n_validation, "--device", "cpu"]
 
 
-def read(finished: Finished, name: str, model: str = SINKS) -> pd.DataFrame:
-    """The table that a script's run on a model has left."""
-    return pd.read_csv(finished(name, model) / f"{name}.csv", keep_default_na=name != "plausibility")
+def read(finished: Finished, name: str, model: str = SINKS, *, table: str = "") -> pd.DataFrame:
+    """A table that a script's run on a model has left; by default the one of its name."""
+    return pd.read_csv(finished(name, model) / f"{table or name}.csv")
 
 
 def assert_table(path: Path, expected: pd.DataFrame) -> None:

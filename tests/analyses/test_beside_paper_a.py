@@ -1,80 +1,161 @@
-"""Analyses beside the papers': their tables are what the library gives for fits and sinks told here.
-
-The library's own tests compare it with loops; here it is whether a script hands on the right fit, the right
-part of the corpus and the right samples.
-"""
+"""Early exit and its costs, and heads that are replaced: the scripts' tables are a plain model's by hand."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from analysing import N_PATCHED, SINKS, assert_table, read
-from attention_heads import head_ablation
-from conftest import N_LAYERS
-from independent import assert_judged
-from memory_and_layers import exit_costs
-from sample_sizes import fit_quality_by_size
-from sinks import fit_quality_without_sinks, later_sinks, sink_norms
-from studies import head_pairs
+import handpatched
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from analysing import N_VALIDATION, SINKS, read, run, sizes
+from conftest import N_LAYERS, SINK_TOKENS
+from independent import assert_judged, make_readout
+from memory_and_layers import PRECISIONS, Costs
+from paper_a_by_hand import fitted
+from sklearn.metrics import r2_score
+from torch import Tensor
 
-from matlens import MapSet, collect
-from matlens.models import ModelLayout
+from matlens import MapSet, Readout
 
-
-def origin(out: Path, name: str) -> Any:
-    return json.loads((out / f"{name}.json").read_text())
-
-
-def test_heads_are_fitted_and_replaced_without_sinks(finished, collected):
-    model = collected.model
-    pairs = head_pairs(ModelLayout.from_model(model))
-    ends = sorted({site for pair in pairs for site in pair})
-    train, validation = (
-        collect(model, examples, [*ends, *last], progress=False)
-        for examples, last in zip(collected.examples, ([], [f"h.{N_LAYERS}"]), strict=True)
-    )
-    maps = MapSet.fit(train, pairs=pairs, rows=~collected.train_sinks, progress=False)
-    expected = head_ablation(
-        collected.readout, model, maps, train, validation, rows=~collected.train_sinks,
-        validation_rows=~collected.validation_sinks, every=1, patched=N_PATCHED,
-    )  # fmt: skip
-    out = finished("attention_heads", SINKS)
-    assert_table(out / "attention_heads.csv", expected)
-    assert origin(out, "attention_heads")["sinks"] == collected.counts(0)
+# Of the configurations in conftest: d_model 32, 60 tokens; FFNs of 128 in GPT-2 and of 48 in the others.
+LLAMA = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48
+MATRICES = {
+    "gpt2": (32 * 96 + 32 * 32 + 2 * 32 * 128, 60 * 32),
+    "llama": (LLAMA, 60 * 32),
+    "bert": (4 * 32 * 32 + 2 * 32 * 48, 32 * 32 + 60 * 32),
+}
 
 
-def test_costs_are_those_of_exits_on_validation_sentences(finished, collected):
-    expected = exit_costs(collected.readout, collected.model, collected.maps(), collected.validation)
-    assert_table(finished("memory_and_layers", SINKS) / "memory_and_layers.csv", expected)
+@pytest.mark.parametrize("name", list(MATRICES))
+def test_matrices_are_counted(name, small_model):
+    costs, (block, readout) = Costs.from_model(small_model(name), Readout(small_model(name))), MATRICES[name]
+    assert costs.blocks == (block,) * N_LAYERS
+    assert (costs.readout, costs.map, costs.n_bytes) == (readout, 1024, 4)
+    assert costs.run(1, 3, 7) == 2 * block + 2 * 7 * 2 * 32
 
 
-def test_fewer_and_fewer_training_sentences_are_fitted_on(finished, collected):
-    expected = fit_quality_by_size(collected.train, collected.validation)
-    assert sorted(set(expected["n_fitted"])) == [11, 22, 45, 90]
-    assert_table(finished("sample_sizes", SINKS) / "sample_sizes.csv", expected)
+def test_exits_are_those_of_the_plain_models_confidence_and_cost_maps_and_readouts(finished, by_hand):
+    study, exits = by_hand(), read(finished, "paper_a_fig9_early_exit")
+    exits = exits[exits["lam"].notna()]
+    assert len(exits) == 13 + 23
+    costs = read(finished, "memory_and_layers")
+    context = (sum(study.validation.positions) / len(study.validation.positions) + 1) * 2 * 32
+    judged, block = study.judge(study.layers()), LLAMA
+    fixed = costs[costs["layer"].notna()].pivot(index=["method", "layer"], columns="metric", values="value")
+    assert len(fixed) == 2 * N_LAYERS
+    for (method, layer), row in fixed.iterrows():
+        n_maps, left = int(method == "mat"), N_LAYERS - layer
+        assert row.to_dict() == pytest.approx(
+            {
+                "precision": judged[method, layer][0], "layers saved": left,
+                "bytes of maps": n_maps * 4 * 32 * 32, "bytes saved": 4 * left * block,
+                "map multiplications": n_maps * 32 * 32, "multiplications saved": left * (block + context),
+            }
+        )  # fmt: skip
+    early = costs[costs["layer"].isna()].pivot(index=["method", "k"], columns="metric", values="value")
+    assert len(early) == 2 * len(PRECISIONS)
+    for method, rows in exits.groupby("method"):
+        points = study.exits(str(method), rows["lam"])
+        found = rows[["layer", "value"]].to_numpy()
+        assert found == pytest.approx(np.array(points)[:, [0, 2]], abs=1e-6)
+        ordered = sorted(points, key=lambda point: (point[0], point[2]))
+        means, mapped, values = zip(*ordered, strict=True)
+        for goal in PRECISIONS:  # the first point that reaches it, and how far from the one before
+            end = next(i for i, value in enumerate(values) if value >= goal)
+            part = (goal - values[end - 1]) / (values[end] - values[end - 1]) if end else 0.0
+            n_run, n_mapped = (
+                each[end] - (1 - part) * (each[end] - each[end - 1]) * (end > 0) for each in (means, mapped)
+            )
+            n_maps, saved = int(method == "mat"), N_LAYERS - n_run
+            assert early.loc[(method, goal)].to_dict() == pytest.approx(
+                {
+                    "layers saved": saved, "bytes of maps": n_maps * (N_LAYERS - 1) * 4 * 32 * 32,
+                    "bytes saved": 0, "map multiplications": n_maps * n_mapped * 32 * 32,
+                    "readout multiplications": (n_run - 1) * 60 * 32,
+                    "multiplications saved": saved * (block + context),
+                }
+            )  # fmt: skip
+    for unit, whole in (("bytes", 4 * N_LAYERS * block), ("multiplications", N_LAYERS * (block + context))):
+        of_unit = costs["metric"].str.contains(unit)
+        assert costs[of_unit][f"share of {unit}"].to_numpy() == pytest.approx(costs[of_unit]["value"] / whole)
+        assert costs[~of_unit][f"share of {unit}"].isna().all()
 
 
-def test_sinks_are_measured_among_training_samples_and_left_out_of_r2_of_others(finished, collected):
-    out = finished("sinks", SINKS)
-    assert_table(out / "sinks.csv", sink_norms(collected.train, collected.train_sinks))
-    later = later_sinks(collected.train, collected.train_sinks, collected.model.tokenizer)
-    assert len(later) == collected.counts(0)["n_later_sinks"] > 0
-    assert_table(out / "sinks_later.csv", later)
-    table = fit_quality_without_sinks(collected.maps(), collected.validation, collected.validation_sinks)
-    assert_table(out / "sinks_r2.csv", table)
-    for part, name in ((0, "sinks"), (0, "sinks_later"), (1, "sinks_r2")):
-        assert origin(out, name)["sinks"] == collected.counts(part)
+# Heads
+
+N_HEADS, WIDTH = 4, 8
+Instead = Callable[[int, Tensor], Tensor]  # of a block, from the input of attention: the vectors of all heads
 
 
-def test_ffns_alone_are_those_replaced_by_hand_in_one_block(finished, by_hand):
-    table, study = read(finished, "submodule_alone"), by_hand()
-    names = {"mat_ffn": "all", "mat_ffn without sinks": "not-sink"}
-    vectors = {
-        (method, layer): study.submodules("mat_ffn", tokens, tokens, layer, N_PATCHED, layer + 1)
-        for method, tokens in names.items()
-        for layer in range(N_LAYERS)
+def test_heads_are_those_that_a_plain_model_has_written_over_by_hand(
+    by_hand, corpora, model_folder, tmp_path, monkeypatch
+):
+    """Heads are replaced at all tokens but sinks; ``linear, random order`` takes them in the seed's order."""
+    far, fit = 50, MapSet.fit  # from what heads give, so that what they would write at sinks shows
+
+    def scaled(*args: Any, **how: Any) -> MapSet:
+        return MapSet(replace(linear, weight=far * linear.weight) for linear in fit(*args, **how).values())
+
+    monkeypatch.setattr(MapSet, "fit", scaled)
+    options = ["--model", model_folder(SINKS), "--corpus", corpora / "words.txt", *sizes(), "--every", 2]
+    run("attention_heads", *options, "--out", tmp_path)
+    table, study = pd.read_csv(tmp_path / "attention_heads.csv"), by_hand()
+    assert json.loads((tmp_path / "attention_heads.json").read_text())["sinks"] == study.train.counts
+    rows, kept = ~study.train.sink, ~study.validation.sink
+    ends = [[study.train.at[f"{kind}.{n}"][rows] for kind in ("attn_in", "z")] for n in range(N_LAYERS)]
+    weights, means = [far * fitted(x, z) for x, z in ends], [z.mean(0) for _, z in ends]
+    scores = {}
+    for layer, weight in enumerate(weights):
+        truth, x = (study.validation.at[f"{kind}.{layer}"][kept] for kind in ("z", "attn_in"))
+        parts = zip(truth.split(WIDTH, 1), (x @ weight.T).split(WIDTH, 1), strict=True)
+        scores |= {(layer, head): r2_score(*each) for head, each in enumerate(parts)}
+    r2 = table[table["metric"] == "r2"].set_index(["layer", "head"])["value"]
+    assert r2.to_dict() == pytest.approx(scores, rel=1e-4, abs=1e-4)
+    best = sorted(scores, key=lambda head: -scores[head])
+
+    def ablated(heads: list[tuple[int, int]], instead: Instead, *, at_sinks: bool = False) -> Tensor:
+        def write(layer: int, places: Tensor, value: Tensor, seen: Mapping[str, Tensor]) -> Tensor:
+            written = torch.tensor([(layer, head) in heads for head in range(N_HEADS)])
+            new = instead(layer, seen[f"attn_in.{layer}"])
+            return torch.where(places & written.repeat_interleave(WIDTH), new, value)
+
+        vectors = []
+        for tokens in study.validation.tokens:
+            places = torch.tensor([at_sinks or token not in SINK_TOKENS for token in tokens])[:, None]
+            functions = [(f"z.{n}", partial(write, n, places)) for n in range(N_LAYERS)]
+            vectors.append(handpatched.run(SINKS, study.plain, functions, tokens))
+        return study.validation.pick(vectors, f"h.{N_LAYERS}")
+
+    @torch.no_grad()
+    def divergence(h: Tensor) -> float:
+        p, q = (make_readout(study.plain)(each).double().log_softmax(-1) for each in (study.truth, h))
+        return float((p.exp() * (p - q)).sum(1).mean())
+
+    ways: dict[str, Instead] = {
+        "linear": lambda layer, h: h @ weights[layer].T,
+        "mean": lambda layer, h: means[layer],
+        "nothing": lambda layer, h: torch.tensor(0.0).double(),
     }
-    assert_judged(table, study.judge(vectors, N_PATCHED), nats=2e-3)
-    assert set(zip(table["method"], table["layer"], strict=True)) == set(vectors)
+    for method, instead in ways.items():
+        for chosen, heads in (("layer == 2 and head == 1", [(2, 1)]), ("share == 0.5", best[:6])):
+            cells = table.query(f"method == '{method}' and metric != 'r2' and {chosen}").assign(layer=0)
+            (kl,), h = cells[cells["metric"] == "kl"]["value"], ablated(heads, instead)
+            assert kl == pytest.approx(divergence(h), rel=2e-2, abs=1e-6)
+            assert_judged(cells[cells["metric"] != "kl"], study.judge({(method, 0): h}), nats=1e-3)
+    dealt = [best[i] for i in np.random.default_rng(0).permutation(len(best))]
+    kl = table[table["metric"] == "kl"]
+    of_half = kl[kl["share"] == 0.5].set_index("method")["value"]
+    in_order = divergence(ablated(dealt[:6], ways["linear"]))
+    assert of_half["linear, random order"] == pytest.approx(in_order, rel=1e-3)
+    at_sinks = divergence(ablated(best[:6], ways["linear"], at_sinks=True))
+    assert of_half["linear"] != pytest.approx(at_sinks, rel=1e-2)
+    alone = kl[kl["head"].notna()]
+    assert set(zip(alone["layer"], alone["head"], strict=True)) == {key for key in scores if key[0] != 1}
+    assert sorted(set(table["share"].dropna())) == [0.1, 0.25, 0.5, 0.75, 1]
+    assert set(table["n"]) == {N_VALIDATION, int(kept.sum())}

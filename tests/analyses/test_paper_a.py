@@ -1,86 +1,29 @@
-"""Every analysis runs on small models and leaves its table, its provenance and its figure."""
+"""The tables of paper A's scripts, and of those beside them, are those of a plain model by hand."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import shutil
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
-from analysing import (
-    LENSES,
-    LINEARITY,
-    N_PATCHED,
-    N_TRAIN,
-    N_VALIDATION,
-    OF_FFNS,
-    PATCHED,
-    PRUNING,
-    SCRIPTS,
-    SINKS,
-    assert_figure,
-    assert_table,
-    read,
-    run,
-    sizes,
-)
-from conftest import N_LAYERS
-from independent import assert_judged
-from paper_a.predictions import top_predictions
-from paper_a_by_hand import PAIRS, fitted
+from analysing import N_PATCHED, N_VALIDATION, PROMPTS, SINKS, read, run, sizes
+from conftest import N_LAYERS, WORDS
+from independent import assert_judged, make_readout
+from paper_a.predictions import prediction_confidence
+from paper_a_by_hand import PAIRS, Sentences, fitted
+from paper_a_sec5_corpora import fit_equally_many, transfer_losses
 from sklearn.metrics import r2_score
 
 import matlens
 from matlens import collect, make_examples
-from matlens.data.readers import is_masked
+from matlens.data import Corpus
 
-OF_NO_MODEL = ("small_bert", "small_gpts", "small_wikilm", "compatibility")  # these make models of their own
-# With tests of their own.
-ELSEWHERE = (
-    LENSES,
-    LINEARITY,
-    PRUNING,
-    "linearity_training",
-    "linearity_damage",
-    "lens_causal",
-    "lens_budgets",
-)
-TABLES = [name for name in SCRIPTS if name not in (*OF_NO_MODEL, *ELSEWHERE, *OF_FFNS)]
-FIGURES = [name for name in TABLES if name not in ("all_positions", "plausibility", "sample_sizes")]
-BOTH_KINDS = ("plausibility",)
-CASES = [(name, "bert" if name == "paper_a_fig5_masked" else SINKS) for name in TABLES]
-CASES += [(name, "bert") for name in BOTH_KINDS]
-# What belongs into the column "layer", where that is not every layer but the last.
-LAYERS = {
-    "paper_a_fig9_early_exit": {1, 2, 3}, "paper_a_table1_tokens": {0, 1, 3}, "submodule_positions": {0, 2},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "model"), CASES)
-def test_it_runs_on_a_small_model(name, model, finished):
-    out, table = finished(name, model), read(finished, name, model)
-    assert set(table["layer"]) >= LAYERS.get(name, set(range(N_LAYERS)))
-    described = json.loads((out / f"{name}.json").read_text())
-    origins = list(described["studies"].values()) if "studies" in described else [described]
-    assert len(origins) == (2 if name in ("paper_a_fig7_models", "paper_a_sec5_corpora") else 1)
-    for origin in origins:
-        assert origin["maps"]["data"]["seed"] == 0
-        assert origin["maps"]["data"]["n"] == N_TRAIN
-        assert origin["validation"]["n"] == N_VALIDATION
-    assert described["command"].startswith(f"{name}.py --model")
-    if name in PATCHED:
-        counts = table[table["metric"] != "r2"]["n"]  # which some take on all but sinks
-        assert N_PATCHED in set(counts) <= {N_PATCHED, N_VALIDATION}
-    figures = [path.name for path in sorted(out.glob(f"{name}*.p*"))]
-    assert bool(figures) == (name in FIGURES)
-    for figure in {Path(figure).stem for figure in figures}:
-        assert_figure(out, figure)
-
-
-# What the tables hold: they agree with the plain model
+SUBMODULES = ("mat_ffn", "mat_ln1_ln2")
+LAYERS = range(N_LAYERS)
 
 
 def test_r2_is_that_of_least_squares_for_every_pair(finished, by_hand):
@@ -88,19 +31,30 @@ def test_r2_is_that_of_least_squares_for_every_pair(finished, by_hand):
     assert len(table) == 2 * len(PAIRS)
     for row in table.itertuples():
         assert row.value == pytest.approx(study.r2(row.method, row.layer, row.target), rel=1e-4, abs=1e-5)
+    sizes = read(finished, "sample_sizes")
+    assert sorted({*sizes["n_fitted"]}) == [11, 22, 45, 90]
+    for row in sizes.itertuples():
+        weight = fitted(*(study.train.h(layer)[: row.n_fitted] for layer in (row.layer, N_LAYERS)))
+        predicted = study.validation.h(row.layer) @ weight.T
+        assert row.value == pytest.approx(r2_score(study.truth, predicted), rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.parametrize(
-    "name", ["paper_a_fig4_next_token", "paper_a_fig7_models", "paper_a_fig6_alternation"]
+    ("name", "models", "n"),
+    [
+        ("paper_a_fig4_next_token", [SINKS], N_VALIDATION),
+        ("paper_a_fig5_masked", ["bert"], N_VALIDATION),
+        ("paper_a_fig6_alternation", [SINKS], N_PATCHED),
+        ("paper_a_fig7_models", [SINKS, "gpt2"], N_VALIDATION),
+    ],
 )
-def test_predictions_are_those_of_the_plain_model(name, finished, by_hand):
-    table = read(finished, name)
-    n = N_PATCHED if name == "paper_a_fig6_alternation" else None
-    models = list(table["model"].unique())
-    assert len(models) == (2 if name == "paper_a_fig7_models" else 1)
-    for model in models:
-        study = by_hand(Path(model).name)
-        assert_judged(table[table["model"] == model], study.judge(study.layers(), n), nats=2e-3)
+def test_predictions_are_those_of_the_plain_model(name, models, n, finished, by_hand):
+    table = read(finished, name, models[0])
+    assert [Path(model).name for model in table["model"].unique()] == models
+    for model, rows in table.groupby("model"):
+        study = by_hand(Path(str(model)).name)
+        assert_judged(rows, study.judge(study.layers(), n), nats=2e-3)
+        assert {*rows["n"]} == {n}
 
 
 def test_schemes_are_those_of_blocks_jumped_over_by_hand(finished, by_hand):
@@ -120,62 +74,31 @@ def test_schemes_are_those_of_blocks_jumped_over_by_hand(finished, by_hand):
     assert_judged(table, study.judge(vectors, N_PATCHED), nats=2e-3)
 
 
-def test_masked_predictions_are_those_of_the_plain_model(finished, by_hand):
-    table, study = read(finished, "paper_a_fig5_masked", "bert"), by_hand("bert")
-    assert_judged(table, study.judge(study.layers()), nats=2e-3)
-    assert set(zip(table["method"], table["layer"], strict=True)) == set(study.layers())
-
-
-def test_submodules_are_those_replaced_by_hand(finished, by_hand):
-    table, study = read(finished, "paper_a_fig10_submodules"), by_hand()
-    some, whole = {}, {("mat", layer): study.mapped(layer) for layer in range(N_LAYERS)}
-    for layer in range(N_LAYERS):
-        whole["mat_attn", layer] = study.submodules("mat_attn", "all", "all", layer, N_VALIDATION)
-        for method in ("mat_ffn", "mat_ln1_ln2"):
-            some[method, layer] = study.submodules(method, "all", "all", layer, N_PATCHED)
-            without = study.submodules(method, "not-sink", "not-sink", layer, N_PATCHED)
-            some[f"{method} without sinks", layer] = without
-            assert not torch.allclose(without, some[method, layer], rtol=1e-2)
-    assert_judged(table, study.judge(whole), nats=2e-3)
-    assert_judged(table, study.judge(some, N_PATCHED), nats=2e-3)
-    assert set(zip(table["method"], table["layer"], strict=True)) == {*whole, *some}
-
-
-def test_positions_of_stand_ins_are_those_replaced_by_hand(finished, by_hand):
-    table, study = read(finished, "submodule_positions"), by_hand()
-    vectors = {("mat", layer): study.mapped(layer)[:N_PATCHED] for layer in (0, 2)}
-    for method, fit, place in itertools.product(
-        ("mat_ffn", "mat_ln1_ln2"),
-        ("all", "not-first", "not-sink"),
-        ("all", "not-first", "not-sink", "predicted"),
-    ):
-        for layer in (0, 2):
-            name = f"{method}, fit {fit}, replace {place}"
-            vectors[name, layer] = study.submodules(method, fit, place, layer, N_PATCHED)
-    assert_judged(table, study.judge(vectors, N_PATCHED), nats=2e-3)
+@pytest.mark.parametrize("name", ["paper_a_fig10_submodules", "submodule_positions", "submodule_alone"])
+def test_submodules_are_those_replaced_by_hand(name, finished, by_hand):
+    table, study = read(finished, name), by_hand()
+    cases = {}  # how many sentences, and what replaces which sub-modules where
+    if name == "paper_a_fig10_submodules":
+        for layer in LAYERS:
+            cases["mat_attn", layer] = "mat_attn", "all", "all", layer, N_VALIDATION
+            for method in SUBMODULES:
+                cases[method, layer] = method, "all", "all", layer, N_PATCHED
+                cases[f"{method} without sinks", layer] = method, "not-sink", "not-sink", layer, N_PATCHED
+    elif name == "submodule_positions":
+        fits = ("all", "not-first", "not-sink")
+        for method, fit, place, layer in itertools.product(SUBMODULES, fits, (*fits, "predicted"), (0, 2)):
+            cases[f"{method}, fit {fit}, replace {place}", layer] = method, fit, place, layer, N_PATCHED
+    else:
+        for layer, (label, fit) in itertools.product(LAYERS, (("", "all"), (" without sinks", "not-sink"))):
+            cases[f"mat_ffn{label}", layer] = "mat_ffn", fit, fit, layer, N_PATCHED, layer + 1
+    vectors = {key: study.submodules(*case) for key, case in cases.items()}
+    if name != "submodule_alone":
+        of_mat = LAYERS if name == "paper_a_fig10_submodules" else (0, 2)
+        n = N_VALIDATION if name == "paper_a_fig10_submodules" else N_PATCHED
+        vectors |= {("mat", layer): study.mapped(layer)[:n] for layer in of_mat}
+    for key, h in vectors.items():
+        assert_judged(table, study.judge({key: h}, len(h)), nats=2e-3)
     assert set(zip(table["method"], table["layer"], strict=True)) == set(vectors)
-
-
-def test_exits_are_those_of_the_plain_models_confidence(finished, by_hand, corpora, capsys):
-    table, study = read(finished, "paper_a_fig9_early_exit"), by_hand()
-    early = table[table["lam"].notna()]
-    assert len(early) == 13 + 23
-    for row in early.itertuples():
-        assert (row.layer, row.value) == pytest.approx(study.sweep(row.method, row.lam), abs=1e-6)
-    capsys.readouterr()
-    given = ["--model", table["model"].iloc[0], "--corpus", corpora / "words.txt", *sizes()]
-    run("paper_a_fig9_early_exit", *given, "--out", finished("paper_a_fig9_early_exit", SINKS))
-    said = capsys.readouterr().out
-    for method in ("mat", "id"):
-        points = sorted(study.sweep(method, lam) for lam in early[early["method"] == method]["lam"])
-        layers, values = (list(column) for column in zip(*points, strict=True))
-        enough = next(i for i, value in enumerate(values) if value >= 0.95)
-        reached = layers[enough]
-        if enough:
-            part = (0.95 - values[enough - 1]) / (values[enough] - values[enough - 1])
-            reached = layers[enough - 1] + part * (layers[enough] - layers[enough - 1])
-        saved = N_LAYERS - reached
-        assert f"{method}: {saved:.2f} of {N_LAYERS} layers saved at 95% ({saved / N_LAYERS:.1%})" in said
 
 
 def test_maps_of_each_corpus_are_least_squares_on_it(finished, by_hand):
@@ -183,108 +106,156 @@ def test_maps_of_each_corpus_are_least_squares_on_it(finished, by_hand):
     studies = {corpus: by_hand(SINKS, Path(corpus).stem) for corpus in table["corpus"].unique()}
     assert len(studies) == 2
     for tested, study in studies.items():
-        vectors = {}
-        for of, other in studies.items():
-            for layer in range(N_LAYERS):
-                weight = other.mat[layer, N_LAYERS].T
-                vectors[f"mat of {of}", layer] = (study.validation.h(layer).double() @ weight).float()
-        predicted = table[(table["corpus"] == tested) & (table["metric"] != "r2")]
-        assert_judged(predicted, study.judge(vectors), nats=2e-3)
+        vectors = {
+            (f"mat of {of}", layer): other.mapped(layer, study.validation.h(layer))
+            for of, other in studies.items()
+            for layer in LAYERS
+        }
+        of_tested = table[table["corpus"] == tested]
+        assert_judged(of_tested[of_tested["metric"] != "r2"], study.judge(vectors), nats=2e-3)
+        for row in of_tested[of_tested["metric"] == "r2"].itertuples():
+            expected = r2_score(study.truth, vectors[row.method, row.layer])
+            assert row.value == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    means, losses = (
+        read(finished, "paper_a_sec5_corpora", table="paper_a_sec5_matrix"),
+        transfer_losses(table),
+    )
+    wide = table[table["k"] == 1].pivot(index="layer", columns=["corpus", "method"], values="value")
+    for loss in losses.itertuples():
+        here, same = wide[loss.corpus, loss.method], wide[loss.corpus, f"mat of {loss.corpus}"]
+        expected = [here.mean(), (here - same).mean(), ((here - same) / same).mean()]
+        assert [loss.precision, loss.difference, loss.relative] == pytest.approx(expected)
+        (mean,) = means[
+            (means["corpus"] == loss.corpus) & (means["method"] == loss.method) & (means["k"] == 1)
+        ]["value"]
+        assert mean == pytest.approx(here.mean())
+    assert len(losses) == 4
 
 
-def test_maps_of_all_positions_are_least_squares_on_all(finished, by_hand):
-    table, study = read(finished, "all_positions"), by_hand()
-    last = study.train.all_tokens(f"h.{N_LAYERS}")
-    vectors = {}
-    for layer in range(N_LAYERS):
-        h = study.validation.h(layer)
-        weight = fitted(study.train.all_tokens(f"h.{layer}"), last)
-        vectors["mat, all", layer] = (h.double() @ weight.T).float()
-        vectors["mat, sampled", layer] = study.mapped(layer)
-    for (method, layer), h in vectors.items():
-        (row,) = table[
-            (table["method"] == method) & (table["layer"] == layer) & (table["metric"] == "r2")
-        ].itertuples()
-        assert row.value == pytest.approx(r2_score(study.truth.numpy(), h.numpy()), rel=1e-3, abs=1e-4)
-    assert_judged(table[table["metric"] != "r2"], study.judge(vectors), nats=2e-3)
-
-
-# What the tables hold: they agree with one another
-
-
-def test_corpora_that_share_sentences_are_refused(corpora, model_folder, tmp_path, capsys):
+def test_corpora_that_share_sentences_are_refused(corpora, model_folder, tmp_path):
     """In another order they are split differently: maps of one would be evaluated on what they saw."""
     lines = (corpora / "words.txt").read_text().splitlines()
     (tmp_path / "backwards.txt").write_text("\n".join(lines[::-1]))
     options = ["--model", model_folder("llama"), "--corpus", corpora / "words.txt", *sizes()]
     with pytest.raises(SystemExit):
-        run("paper_a_sec5_corpora", *options, "--corpus", tmp_path / "backwards.txt", "--out", tmp_path / "a")
-    assert "corpora must not share sentences" in " ".join(capsys.readouterr().err.split())
-    assert not list((tmp_path / "a").rglob("*.csv"))
-    (tmp_path / "twin.txt").write_text("\n".join(lines))  # split alike, so that no sentence is on both sides
-    run("paper_a_sec5_corpora", *options, "--corpus", tmp_path / "twin.txt", "--out", tmp_path / "b")
-    origin = json.loads((tmp_path / "b" / "paper_a_sec5_corpora.json").read_text())
-    shared = origin["validation_sentences_fitted_on"]
-    assert {n for of_fit in shared.values() for n in of_fit.values()} == {0}
+        run("paper_a_sec5_corpora", *options, "--corpus", tmp_path / "backwards.txt", "--out", tmp_path)
+    assert not list(tmp_path.rglob("*.csv"))
 
 
-def test_three_corpora_are_a_matrix(corpora, model_folder, tmp_path):
-    names = [corpora / f"{name}.txt" for name in ("words", "others", "few")]
-    chosen = [part for name in names for part in ("--corpus", name)]
+def test_three_corpora_are_a_matrix_of_all_tokens_from_some_layers(corpora, model_folder, tmp_path):
+    chosen = [part for name in ("words", "others", "few") for part in ("--corpus", corpora / f"{name}.txt")]
     options = ["--model", model_folder("llama"), *chosen, *sizes(), "--positions", "all", "--every", 2]
-    run("paper_a_sec5_corpora", *options, "--suffix", "_three", "--out", tmp_path)
-    means = pd.read_csv(tmp_path / "paper_a_sec5_matrix_three.csv")
-    first = means[means["k"] == 1].pivot(index="method", columns="corpus", values="value")
-    assert first.shape == (3, 3)
-    table = pd.read_csv(tmp_path / "paper_a_sec5_corpora_three.csv")
-    assert set(table["layer"]) == {0, 2}
-    rows = table[(table["k"] == 1) & (table["method"] == f"mat of {names[1]}")]
-    mean = rows[rows["corpus"] == str(names[0])]["value"].mean()
-    assert first.loc[f"mat of {names[1]}", str(names[0])] == pytest.approx(mean)
-    described = json.loads((tmp_path / "paper_a_sec5_matrix_three.json").read_text())
-    assert described["positions"] == "all"
-    assert described["n_fitted"] > 45  # tokens
-    assert not (tmp_path / "paper_a_sec5_corpora_three.png").exists()
-    assert_figure(tmp_path, "paper_a_sec5_matrix_three")
+    run("paper_a_sec5_corpora", *options, "--out", tmp_path)
+    means = pd.read_csv(tmp_path / "paper_a_sec5_matrix.csv")
+    assert means[means["k"] == 1].pivot(index="method", columns="corpus", values="value").shape == (3, 3)
+    assert {*pd.read_csv(tmp_path / "paper_a_sec5_corpora.csv")["layer"]} == {0, 2}
+    assert json.loads((tmp_path / "paper_a_sec5_matrix.json").read_text())["n_fitted"] > 45  # tokens
 
 
-def test_tokens_of_the_sheet_are_those_of_the_maps(finished, collected, corpora):
-    _, part = matlens.load_corpus(str(corpora / "words.txt")).split(
-        n_train=N_TRAIN, n_validation=N_VALIDATION
+def test_at_all_positions_as_many_tokens_of_each_corpus_count(small_model, plain_model):
+    model, rng, examples = small_model("llama"), np.random.default_rng(0), {}
+    for name, n in (("long", 40), ("short", 12)):
+        texts = tuple(" ".join(rng.choice(WORDS, int(rng.integers(4, 9)))) for _ in range(n))
+        examples[name] = make_examples(model, Corpus(name, texts, n, 0, 0, 0))
+    equal = len(examples["short"].tokens)
+    assert 40 < equal < len(examples["long"].tokens)
+    samples = {name: collect(model, part, positions="all", progress=False) for name, part in examples.items()}
+    for name, maps in fit_equally_many(samples, every=2).items():
+        assert list(maps) == [("h.0", "h.3"), ("h.2", "h.3")]
+        every = Sentences("llama", plain_model("llama"), examples[name]).every
+        x, y, last = (torch.cat([seen[f"h.{layer}"] for seen in every])[:equal] for layer in (0, 2, 3))
+        for layer, source in ((0, x), (2, y)):
+            weight = maps[layer, 3].weight.double()
+            torch.testing.assert_close(weight, fitted(source, last), rtol=1e-3, atol=1e-3)
+
+
+def test_maps_of_all_positions_are_least_squares_on_all(finished, by_hand):
+    table, study = read(finished, "all_positions"), by_hand()
+    vectors = {("mat, sampled", layer): study.mapped(layer) for layer in LAYERS}
+    *inputs, last = (torch.cat([seen[f"h.{n}"] for seen in study.train.every]) for n in range(N_LAYERS + 1))
+    for layer, x in enumerate(inputs):
+        vectors["mat, all", layer] = study.validation.h(layer) @ fitted(x, last).T
+    r2 = table[table["metric"] == "r2"].set_index(["method", "layer"])["value"].astype(float)
+    assert r2.to_dict() == pytest.approx(
+        {key: r2_score(study.truth, h) for key, h in vectors.items()}, rel=1e-3, abs=1e-4
     )
-    examples = make_examples(collected.model, part, seed=0, sample_special=False).head(8)
-    drawn = collect(collected.model, examples, progress=False)
-    expected = top_predictions(collected.readout, collected.maps(), drawn, range(N_LAYERS + 1))
-    assert_table(finished("plausibility", SINKS) / "plausibility.csv", expected)
+    assert_judged(table[table["metric"] != "r2"], study.judge(vectors), nats=2e-3)
 
 
-def test_the_small_bert_learns_and_can_be_analysed(corpora, plain_model, model_folder, tmp_path, capsys):
-    trunk = tmp_path / "trunk"
-    plain_model("bert").bert.save_pretrained(trunk)  # without its head
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(model_folder("bert") / name, trunk)
-    surprisal = []
-    for steps in (1, 150):
-        out = tmp_path / f"bert-{steps}"
-        options = ["--corpus", corpora / "words.txt", "--steps", steps, "--out", out]
-        run("small_bert", "--trunk", trunk, "--train", 80, "--val", 40, *options)
-        said = capsys.readouterr().out
-        assert str(out / "small-bert") in said
-        model = matlens.load(str(out / "small-bert"), device="cpu")
-        assert is_masked(model)
-        assert model.cfg.n_layers == matlens.load(str(model_folder("bert")), device="cpu").cfg.n_layers
-        _, lines = matlens.load_corpus(corpora / "words.txt").split(n_train=80, n_validation=40)
-        examples = matlens.make_examples(model, lines, sample_special=False)
-        true = torch.tensor(
-            [
-                model.tokenizer(line)["input_ids"][i]
-                for line, i in zip(lines.sentences, examples.positions, strict=True)
-            ]
-        )
-        last = matlens.collect(model, examples, progress=False)[-1]
-        log_probs = matlens.Readout(model).log_probs(last)
-        surprisal.append(-float(log_probs[torch.arange(len(true)), true].mean()))
-        (row,) = pd.read_csv(out / "small_bert.csv").itertuples()
-        assert row.value == pytest.approx(float((log_probs.argmax(-1) == true).double().mean()))
-        assert f"{row.value:.1%} of 40 masked tokens of held-out sentences" in said
-    assert surprisal[1] < surprisal[0] - 0.1
+# Top tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [("plausibility", SINKS), ("plausibility", "bert"), ("paper_a_table1_tokens", SINKS)],
+)
+def test_top_tokens_are_the_largest_of_a_softmax_of_the_plain_models_head(name, model, finished, by_hand):
+    study, tokenizer, expected = by_hand(model), by_hand(model).model.tokenizer, []
+    if name == "plausibility":
+        examples = make_examples(study.model, study.parts[1], seed=0, sample_special=False).head(8)
+        layers = range(N_LAYERS + 1)
+    else:
+        examples, layers = matlens.make_prompts(study.model, PROMPTS), (0, 1, 3)
+    given, head = Sentences(model, study.plain, examples), make_readout(study.plain)
+    for layer in layers:
+        ways = {"id": given.h(layer), "mat": study.mapped(layer, given.h(layer))}
+        for method in list(ways) if layer < N_LAYERS else ["id"]:
+            with torch.no_grad():
+                top = head(ways[method]).softmax(-1).topk(5)
+            for i, (ids, position) in enumerate(zip(given.tokens, given.positions, strict=True)):
+                read_by = ids if model == "bert" else ids[: position + 1]
+                words = [
+                    word
+                    for word in tokenizer.convert_ids_to_tokens(read_by)
+                    if word not in ("[CLS]", "[SEP]")
+                ]
+                for rank in range(5):
+                    token = tokenizer.decode([int(top.indices[i, rank])])
+                    expected.append(
+                        (" ".join(words), method, layer, rank + 1, token, float(top.values[i, rank]))
+                    )
+    table = pd.read_csv(finished(name, model) / f"{name}.csv", keep_default_na=False)
+    wanted = pd.DataFrame(expected, columns=list(table))
+    pd.testing.assert_frame_equal(table, wanted, check_exact=False, rtol=1e-4)
+    assert table["token"].nunique() > 5, "the layers tell nothing apart"
+    best = wanted[(wanted["layer"] == N_LAYERS) & (wanted["rank"] == 1)]["probability"]
+    assert prediction_confidence(study.model, examples).tolist() == pytest.approx(best.tolist(), rel=1e-4)
+
+
+# Sinks
+
+
+def test_sinks_are_measured_by_layer_and_left_out_of_r2(finished, by_hand):
+    out, study = finished("sinks", SINKS), by_hand()
+    table, train = read(finished, "sinks").set_index(["metric", "method", "layer"]), study.train
+    groups = {"first tokens": train.first, "sinks": train.sink, "others": ~train.first & ~train.sink}
+    for layer in range(N_LAYERS + 1):
+        h = train.h(layer).numpy()
+        for name, mask in groups.items():
+            norms, row = sorted(np.sqrt((h[mask] ** 2).sum(1))), table.loc["median_norm", name, layer]
+            assert (row["value"], row["n"]) == pytest.approx((norms[(len(norms) - 1) // 2], len(norms)))
+        for name, mask in (("all", train.sink | True), ("not sinks", ~train.sink)):
+            variance, row = np.var(h[mask], axis=0), table.loc["largest_dimension", name, layer]
+            assert row["value"] == pytest.approx(variance.max() / variance.sum(), rel=1e-5)
+    assert len(table) == 5 * (N_LAYERS + 1)
+    r2 = read(finished, "sinks", table="sinks_r2")
+    masks = {"not first tokens": ~study.validation.first, "not sinks": ~study.validation.sink}
+    assert len(r2) == 2 * 2 * len(PAIRS)
+    for row in r2.itertuples():
+        expected = study.r2(row.method, row.layer, row.target, masks[row.examples])
+        assert row.value == pytest.approx(expected, rel=1e-3, abs=1e-4)
+        assert row.n == masks[row.examples].sum()
+    tokenizer, norms = (
+        study.model.tokenizer,
+        torch.stack([train.h(n).norm(dim=1) for n in range(N_LAYERS + 1)]),
+    )
+    medians, later = norms.median(dim=1).values, []
+    for i in (train.sink & ~train.first).nonzero().flatten().tolist():
+        place, at = train.positions[i], int((norms[:, i] / medians).argmax())
+        words = tokenizer.convert_ids_to_tokens(train.tokens[i][max(0, place - 4) : place + 1])
+        later.append((place, words[-1], "".join(words), at, float(norms[at, i]), float(medians[at])))
+    found = read(finished, "sinks", table="sinks_later")
+    pd.testing.assert_frame_equal(found, pd.DataFrame(later, columns=list(found)), rtol=1e-4)
+    for name, part in (("sinks", train), ("sinks_later", train), ("sinks_r2", study.validation)):
+        assert json.loads((out / f"{name}.json").read_text())["sinks"] == part.counts
+    assert min(train.counts["n_later_sinks"], train.counts["n_first_sinks"]) > 0
