@@ -275,6 +275,7 @@ class _Reader:
                 f"The model did not run {', '.join(absent)}. Is it patched, with a jump over these sites?"
             )
         vectors = {site: self._seen[name] for site, name in self._hooks.items()}
+        self._seen = {}  # only the caller keeps the batch in memory now
         if any(of_site.device.type != "cpu" for of_site in vectors.values()):
             vectors = _to_cpu(vectors)
         for site, of_site in vectors.items():
