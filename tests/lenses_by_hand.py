@@ -61,8 +61,8 @@ def closed_forms(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return torch.linalg.lstsq(x, y).solution, torch.linalg.lstsq(ones, y).solution
 
 
-def value(table: pd.DataFrame, missing: dict[str, Any], **cells: Any) -> float:
-    """The only value with some cells; cells that are not given are missing."""
-    rows, cells = table.fillna(missing), missing | cells
+def value(rows: pd.DataFrame, missing: dict[str, Any], **cells: Any) -> float:
+    """The only value of rows with some cells; cells that are not given are missing."""
+    rows, cells = rows.fillna(missing), missing | cells
     (found,) = rows[(rows[list(cells)] == pd.Series(cells)).all(axis=1)]["value"]
     return float(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -47,21 +48,15 @@ def job(plain, model_folder, tmp_path_factory):
     corpus, facts = folder / "words.txt", folder / "facts.txt"
     corpus.write_text("\n".join(" ".join(generator.choice(WORDS, 20 + i % 5)) for i in range(90)))
     blocks, prompts, answers, templates = [], [], [], []
-    for template, shown, alone in (
-        ("w1 {} w2 {{}}", "w3", 5),
-        ("{} w4 w5 {{}}", "w6", 5),
-        ("{} w7 {{}}", "w8", 1),
-    ):
-        template = template.format(shown)
-        lines = ["w10: w11", "w12: w13"]
-        start = [[*template.format(a).split(), b] for a, b in (("w10", "w11"), ("w12", "w13"))]
+    shown = [("w10", "w11"), ("w12", "w13")]
+    for template, alone in (("w1 w3 w2 {}", 5), ("w6 w4 w5 {}", 5), ("w8 w7 {}", 1)):
+        lines = [f"{subject}: {answer}" for subject, answer in shown]
+        before = " ".join(f"{template.format(subject)} {answer}" for subject, answer in shown)
         for subject in WORDS[20 : 20 + alone]:
-            ids = [
-                WORDS.index(word) + 2 for word in (*start[0], *start[1], *template.format(subject).split())
-            ]
+            ids = [WORDS.index(word) + 2 for word in f"{before} {template.format(subject)}".split()]
             with torch.no_grad():
                 top = int(plain(torch.tensor([ids])).logits[0, -1].argmax())
-            if top < 2 or top >= len(WORDS) + 2:  # no word
+            if not 2 <= top < len(WORDS) + 2:  # no word
                 continue
             lines.append(f"{subject}: {WORDS[top - 2]}")
             if alone > 1:  # without another, there is no rival
@@ -193,23 +188,17 @@ def reference(request, plain, job):
 MISSING = {"direction": "", "prompts": "", "against": ""}
 
 
-def test_prompts_are_those_that_the_model_answers_and_rivals_other_answers_of_their_template(job):
-    assert len(job.prompts) == job.table[job.table["metric"] == "flipped"]["n"].iloc[0] > 6
-    for i, rival in enumerate(rivals(job)):
-        others = {a for a, t in zip(job.answers, job.templates, strict=True) if t == job.templates[i]}
-        assert rival in others - {job.answers[i]}
-    assert len(set(rivals(job))) > 2
-
-
 def test_flips_and_reads_are_those_by_hand(reference, job):
     layer, expected = reference
+    assert len(job.prompts) > 6
+    for rival, answer, template in zip(rivals(job), job.answers, job.templates, strict=True):
+        others = {a for a, t in zip(job.answers, job.templates, strict=True) if t == template}
+        assert rival in others - {answer}
     table = job.table[job.table["layer"] == layer]
     facts, n = table[table["corpus"] == "facts"], len(job.prompts)
     areas, read = {}, partial(value, facts, MISSING)
     flips = {key: each for key, each in expected.flips.items() if key[0] != "random"}
-    flips["random", ""] = np.mean(
-        [each for key, each in expected.flips.items() if key[0] == "random"], axis=0
-    )
+    flips["random", ""] = sum(expected.flips["random", str(k)] for k in range(N_RANDOM)) / N_RANDOM
     assert 0 < sum(each.sum() for each in flips.values()) < len(flips) * n * len(DOSES)
     for (method, direction), each in flips.items():
         cells = {"method": method, "direction": direction}
@@ -220,9 +209,8 @@ def test_flips_and_reads_are_those_by_hand(reference, job):
         if method != "random":
             units = np.sort(expected.units[method, direction])[(n - 1) // 2]
             assert read(metric="half units", **cells) == pytest.approx(units, rel=2e-3)
-    assert read(method="model", metric="difference") == pytest.approx(
-        np.sort(expected.before)[(n - 1) // 2], rel=1e-3
-    )
+    own = np.sort(expected.before)[(n - 1) // 2]
+    assert read(method="model", metric="difference") == pytest.approx(own, rel=1e-3)
     difference = (areas["jacobian", "transpose"] - areas["polished", "transpose"]).mean()
     cells = {"method": "jacobian", "direction": "transpose", "metric": "auc"}
     assert read(against="polished", **cells) == pytest.approx(difference)
@@ -239,35 +227,27 @@ def test_flips_and_reads_are_those_by_hand(reference, job):
 
 
 def test_areas_over_layers_are_means_of_prompts_and_templates(job):
-    rows = job.table[(job.table["metric"] == "auc") & (job.table["method"] == "id")]
-    plain = rows.fillna({"prompts": "", "against": ""}).query("against == ''")
-    everywhere = plain[plain["layer"].isna()].set_index("prompts")
-    of_layers = plain[plain["layer"].notna() & (plain["prompts"] == "")]["value"]
-    assert everywhere["value"][""] == pytest.approx(of_layers.mean())
-    parts = everywhere.drop(index="")
-    assert set(parts.index) == set(job.templates)
-    assert np.average(parts["value"], weights=parts["n"]) == pytest.approx(everywhere["value"][""])
+    rows = (
+        job.table[job.table["against"].isna()]
+        .fillna({"prompts": ""})
+        .query("metric == 'auc' and method == 'id'")
+    )
+    everywhere = rows[rows["layer"].isna()].set_index("prompts")
+    whole, parts = everywhere["value"][""], everywhere.drop(index="")
+    assert whole == pytest.approx(rows[rows["layer"].notna() & (rows["prompts"] == "")]["value"].mean())
+    assert parts["n"].to_dict() == dict(Counter(job.templates))
+    assert np.average(parts["value"], weights=parts["n"]) == pytest.approx(whole)
 
 
 def test_doses_are_found_between_those_that_were_tried():
     flips = np.zeros((4, len(DOSES)))
+    assert half_dose(flips) == np.inf
     flips[:1, 1:], flips[:3, 2:] = 1, 1
-    between = 2 ** ((np.log2(DOSES[1]) + np.log2(DOSES[2])) / 2)
-    assert half_dose(flips) == pytest.approx(between)
-    assert half_dose(np.ones((4, len(DOSES)))) == DOSES[0]
-    assert half_dose(np.zeros((4, len(DOSES)))) == np.inf
+    assert half_dose(flips) == pytest.approx((DOSES[1] * DOSES[2]) ** 0.5)
+    assert half_dose(flips + 1) == DOSES[0]
     difference = torch.full((3, 1, len(DOSES)), -1.0)
     difference[0, 0, 2:], difference[1, 0, 0] = 3.0, 1.0
     doses = crossing(torch.tensor([-1.0, -3.0, -1.0]), difference)[:, 0]
     expected = [DOSES[1] + (DOSES[2] - DOSES[1]) / 4, 0.75 * DOSES[0], np.inf]
     assert doses.tolist() == pytest.approx(expected)
     assert median(np.array([3.0, 1.0, np.inf, 2.0])) == 2.0
-
-
-def test_facts_that_the_model_does_not_answer_are_refused(job, tmp_path, model_folder):
-    facts = tmp_path / "facts.txt"
-    facts.write_text("w1 {}\nw2: w3\nw4: w5\nw6: w7 w8\n")
-    options = ["--model", model_folder(MODEL), "--corpus", job.corpus, "--train", 20, "--val", 5]
-    with pytest.raises(SystemExit):
-        run(NAME, *options, "--facts", facts, "--device", "cpu", "--out", tmp_path)
-    assert not list(tmp_path.glob("*.csv"))

@@ -6,7 +6,7 @@ import json
 
 import pandas as pd
 import pytest
-from analysing import assert_table, run
+from analysing import assert_table, run, sizes
 from linearity import atlas_summary
 
 import matlens
@@ -14,31 +14,25 @@ from matlens import linearity
 from matlens.data import make_windows
 
 
-def test_the_tables_are_what_the_library_gives(corpora, model_folder, small_model, tmp_path, capsys):
-    run(
-        "linearity", "--model", model_folder("bert"), "--corpus", corpora / "words.txt", "--train", 90,
-        "--val", 30, "--windows", 24, "--eval-windows", 3, "--device", "cpu", "--suffix", "_bert",
-        "--out", tmp_path,
-    )  # fmt: skip
-    assert "Parts replaced together" in capsys.readouterr().out
-    model = small_model("bert")
-    train, validation = matlens.load_corpus(str(corpora / "words.txt")).split(n_train=90, n_validation=30)
-    expected = linearity.linearity_atlas(
-        model, make_windows(model, train, size=64, max_windows=24, targets=True),
-        make_windows(model, validation, size=64, max_windows=3, targets=True),
-        progress=False,
-    )  # fmt: skip
-    table = pd.read_csv(tmp_path / "linearity_bert.csv", keep_default_na=False)
-    assert table["value"].astype(float).tolist() == pytest.approx(expected["value"].tolist(), nan_ok=True)
-    correlations = pd.read_csv(tmp_path / "linearity_correlations_bert.csv")
+def test_the_tables_are_what_the_library_gives(corpora, model_folder, small_model, tmp_path):
+    words = corpora / "words.txt"
+    options = ["--corpus", words, *sizes(), "--windows", 24, "--eval-windows", 3, "--out", tmp_path]
+    run("linearity", "--model", model_folder("bert"), *options)
+    model, parts = small_model("bert"), matlens.load_corpus(str(words)).split(n_train=90, n_validation=30)
+    windows = [
+        make_windows(model, part, size=64, max_windows=n, targets=True)
+        for part, n in zip(parts, (24, 3), strict=True)
+    ]
+    expected = linearity.linearity_atlas(model, *windows, progress=False)
     again = linearity.rank_correlations(expected)
-    assert correlations["value"].tolist() == pytest.approx(again["value"].tolist())
-    assert (tmp_path / "linearity_bert.png").is_file()
-    (folder,) = (path.parent for path in tmp_path.rglob("scores.json"))
-    origin = json.loads((tmp_path / "linearity_costs_bert.json").read_text())
-    assert origin["atlas_seconds"] == linearity.atlas_seconds(folder) > 0
-    assert_table(tmp_path / "linearity_kinds_bert.csv", atlas_summary(expected))
+    for name, table in (("linearity", expected), ("linearity_correlations", again)):
+        found = pd.read_csv(tmp_path / f"{name}.csv", keep_default_na=False)["value"].astype(float)
+        assert found.tolist() == pytest.approx(table["value"].tolist(), nan_ok=True)
+    assert_table(tmp_path / "linearity_kinds.csv", atlas_summary(expected))
     together = expected["kind"].str.startswith("together") & (expected["metric"] == "agreement")
     few = expected[together | (expected["metric"] == "loss increase")]
     assert set(few["metric"]) == {"loss increase", "agreement"}
-    assert_table(tmp_path / "linearity_costs_bert.csv", few)
+    assert_table(tmp_path / "linearity_costs.csv", few)
+    (folder,) = (path.parent for path in tmp_path.rglob("scores.json"))
+    origin = json.loads((tmp_path / "linearity_costs.json").read_text())
+    assert origin["atlas_seconds"] == linearity.atlas_seconds(folder) > 0
