@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
+import torch
+import transformers
 import typer
-from command_lines import cells
-from conftest import N_LAYERS, make_sentences
+from command_lines import cells, run_command
+from conftest import D_MODEL, N_LAYERS, WORDS, make_sentences
+from hub_stand_in import TOKEN
+from small_lenses import make_lens
+from transformer_lens.tools.analysis import JacobianLens
 
 import matlens
 from matlens import Lens, make_prompts
 from matlens.cli.app import app
 from matlens.explorer import explore, write_value_pages
-from matlens.ffn.clusters import Clusters
-from matlens.ffn.projection import Projection
-from matlens.ffn.updates import Updates
-from matlens.ffn.values import ValueVectors
-from matlens.models.tokens import visible
+from matlens.ffn import Clusters, Projection, Updates, ValueVectors
+from matlens.io.tables import COLUMNS, write_results
+from matlens.lens import LensConfig, compare_lenses
+from matlens.linearity import atlas_seconds
+from matlens.models import visible
+from matlens.study.plan import Shape, format_bytes, plan_study
 
 Rows = list[list[str]]
 PROMPT = "w3 w14 w15 w9"
@@ -197,3 +206,187 @@ def test_serve_prints_an_address_with_a_secret_and_listens_on_this_machine_alone
     monkeypatch.delitem(sys.modules, "matlens.explorer.server")
     monkeypatch.setitem(sys.modules, "starlette.applications", None)
     assert "pip install" in commands.run("serve", model="gpt2", code=2)
+
+
+def test_lenses_are_fitted_on_the_training_sentences(commands, corpora, small_model, tmp_path):
+    printed = commands.run(
+        "lens", "fit", "--corpus", corpora / "words.txt", "--train", 40, "--out", tmp_path / "out",
+        "--method", "mat", "--method", "affine", "--standardise", "--sinks", "exclude", "--ridge", "loo",
+        model="llama",
+    )  # fmt: skip
+    texts = matlens.load_corpus(str(corpora / "words.txt"))
+    corpus, _ = texts.split(n_train=40, n_validation=len(texts) - 40)
+    model, config = small_model("llama"), LensConfig(standardise=True, sinks="exclude", ridge="loo")
+    expected = Lens.fit(model, corpus, method=config, progress=False)
+    lens = Lens.load(tmp_path / "out" / "standardise-ridge-loo-sinks-exclude", model)
+    h = torch.randn(3, D_MODEL, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(lens(h, 1), expected(h, 1), rtol=1e-3, atol=1e-3)
+    folders = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert len(folders) == 2
+    assert Lens.load(tmp_path / "out" / folders[1]).norm is not None
+    assert f"fitted on {expected.n_samples:,} tokens" in printed
+
+
+def test_convert_goes_both_ways(commands, small_model, tmp_path):
+    model = small_model("llama")
+    Lens.identity(model).save(tmp_path / "own")
+    printed = commands.run("lens", "convert", tmp_path / "own", tmp_path / "j.pt", model="llama")
+    assert "A lens of 3 layers (id)" in printed
+    assert torch.equal(JacobianLens.load(str(tmp_path / "j.pt")).jacobians[0], torch.eye(D_MODEL))
+    commands.run("lens", "convert", tmp_path / "j.pt", tmp_path / "back", model="llama")
+    assert Lens.load(tmp_path / "back").layers == (1, 2)
+
+
+def test_push_and_pull_go_through_the_hub(commands, small_model, hub, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    model = small_model("llama")
+    lens = make_lens(model)
+    lens.save(tmp_path / "lens")
+    row = {"method": "by hand", "layer": 1, "target": 3, "metric": "r2", "value": 0.625, "n": 9}
+    write_results(tmp_path, "report", pd.DataFrame([row], columns=[*COLUMNS, "against"]), {})
+    printed = commands.run(
+        "lens", "push", tmp_path / "lens", "someone/lenses", "--results", tmp_path / "report.csv",
+        "--name", "llama/hand", "--private",
+    )  # fmt: skip
+    commit, content = hub.repositories["someone/lenses"][-1]
+    assert commit in printed.replace("\n", "")
+    assert "| 1 | 0.625 |" in content["llama/hand/README.md"].decode()
+    assert hub.private == {"someone/lenses"}
+    commands.run(
+        "lens", "pull", "someone/lenses", "llama/hand", "--revision", commit, "--out", tmp_path / "back",
+    )  # fmt: skip
+    assert Lens.load(tmp_path / "back", model).digest == lens.digest
+    said = commands.run(
+        "lens", "pull", "someone/lenses", "llama/hand", "--revision", "0" * 40, "--out", tmp_path / "x",
+        code=2,
+    )  # fmt: skip
+    assert "Revision Not Found" in " ".join(said.split())
+    assert not (tmp_path / "x").exists()
+
+
+def test_report_writes_tables_and_a_figure_and_prints_a_line_for_each_lens(
+    commands, small_model, corpora, tmp_path
+):
+    arguments = ["--corpus", corpora / "few.txt", "--train", 30, "--val", 20, "--out", tmp_path / "out"]
+    printed = commands.run(
+        "lens", "report", *arguments, "--method", "id", "--method", "mat", "--layers", "1,2", model="llama"
+    )
+    parts = matlens.load_corpus(str(corpora / "few.txt")).split(n_train=30, n_validation=20)
+    made = compare_lenses(
+        small_model("llama"), parts, tmp_path / "own", methods=["id", "mat"], layers=[1, 2], progress=False
+    )
+    written = pd.read_csv(tmp_path / "out" / "lens_report.csv")
+    costs = written["metric"].isin(["seconds"])
+    assert written.loc[~costs, "value"].tolist() == pytest.approx(
+        made.report.loc[~made.report["metric"].eq("seconds"), "value"].tolist(), rel=1e-5
+    )
+    assert (tmp_path / "out" / "lens_report.png").stat().st_size > 1000
+    assert (tmp_path / "out" / "lens_exits.json").is_file()
+    assert not (tmp_path / "out" / "lens_cosines.csv").exists()
+    lines = [line for line in printed.splitlines() if "│ id" in line or "│ mat" in line]
+    assert len(lines) == 2
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    generator = np.random.default_rng(4)
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text("\n".join(" ".join(generator.choice(WORDS, 20)) for _ in range(80)))
+    return path
+
+
+def test_a_folder_is_written_that_transformers_loads(text, model_folder, tmp_path, capsys):
+    asked = [
+        "prune", "--model", model_folder("llama"), "--device", "cpu", "--corpus", text, "--blocks", "1",
+        "--window", "24", "--heal", "48", "--out", tmp_path / "pruned",
+    ]  # fmt: skip
+    outcome = run_command(asked, capsys)
+    assert outcome.code == 0, outcome.err
+    for part in ("agreement", "seconds ratio", "s per token", "kB per token", "Healed on 1,008 tokens"):
+        assert part in outcome.out
+    assert "with the method `chain` (penalty 0.3)" in (tmp_path / "pruned" / "README.md").read_text()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "pruned")
+    assert loaded.config.num_hidden_layers == 2
+    again = run_command(asked, capsys)
+    assert again.code == 2
+    assert "must be a new or empty folder" in " ".join(again.err.split())
+
+
+def test_an_atlas_is_written_and_drawn(text, model_folder, tmp_path, capsys):
+    asked = [
+        "linearity", "--model", model_folder("llama"), "--device", "cpu", "--corpus", text,
+        "--window", "20",
+        "--windows", "20", "--eval-windows", "4", "--out", tmp_path,
+    ]  # fmt: skip
+    outcome = run_command(asked, capsys)
+    assert outcome.code == 0, outcome.err
+    assert "Rank correlation" in outcome.out
+    assert "Parts replaced together" in outcome.out
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "atlas", "linearity.csv", "linearity.json", "linearity.png", "linearity.pdf",
+        "linearity_correlations.csv", "linearity_correlations.json",
+    }  # fmt: skip
+    origin = json.loads((tmp_path / "linearity.json").read_text())
+    assert origin["atlas_seconds"] == atlas_seconds(tmp_path / "atlas")
+    few = run_command([*asked[:-1], tmp_path / "few", "--windows", "2", "--window", "12"], capsys)
+    assert few.code == 2
+    assert "must have more than 32 tokens" in " ".join(few.err.split())
+    assert not (tmp_path / "few").exists() or not list((tmp_path / "few").glob("*.csv"))
+
+
+def test_attention_is_removed(text, model_folder, tmp_path, capsys):
+    asked = [
+        "prune", "--model", model_folder("llama"), "--device", "cpu", "--corpus", text, "--window", "24",
+        "--out", tmp_path / "fewer",
+    ]  # fmt: skip
+    assert run_command([*asked, "--attention", "1", "--blocks", "1"], capsys).code == 2
+    outcome = run_command([*asked, "--attention", "1"], capsys)
+    assert outcome.code == 0, outcome.err
+    assert "Without the attention of the blocks" in outcome.out
+    assert "with the method `refit` (penalty 0.1)" in (tmp_path / "fewer" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("disk", "fits"), [(10**12, "yes"), (10**9, "no")])
+def test_what_is_printed_is_the_plan(disk, fits, capsys, monkeypatch):
+    monkeypatch.setattr("matlens.study.plan.free_memory", lambda: 10**12)
+    monkeypatch.setattr("matlens.study.plan.free_disk", lambda _: disk)
+    arguments = [
+        "--layers", 32, "--width", 4096, "--mlp", 14336, "--vocab", 128256, "--sentences", 10000,
+        "--positions", "all", "--pairs", "last", "--keep-rows",
+    ]  # fmt: skip
+    printed = run_command(["plan", *arguments], capsys, width=200).out
+    shape = Shape(n_layers=32, d_model=4096, d_mlp=14336, d_vocab=128256)
+    plan = plan_study(shape, 10_000, 1000, positions="all", pairs="last", keep_rows=True)
+    assert [row[:3] for row in cells(printed)] == [
+        [step, format_bytes(need.memory), format_bytes(need.disk) if need.disk else "–"]
+        for step, need in plan.needs.items()
+    ]
+    assert [row[4] for row in cells(printed)][:2] == ["yes", fits]  # the model, and collecting
+    memory, written = plan.job
+    (line,) = (line for line in printed.splitlines() if line.startswith("--pairs last: "))
+    for part in (f"statistics of {format_bytes(plan.statistics)}", f"{format_bytes(memory)} of memory"):
+        assert part in line
+    assert f"{format_bytes(written)} of disk. Fits: {fits}." in line
+
+
+def test_short_commands_use_the_cache_which_is_shown_and_cleared(
+    commands, model_folder, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("MATLENS_CACHE", str(tmp_path / "cache"))
+    assert "0 entries" in run_command(["cache", "show"], capsys).out
+    asked: list[list[Any]] = [["search", "w3", "--top-k", 5], ["show", "L1D3", "--read", "head"]]
+    printed = [commands.run("values", *command, model="llama") for command in asked]
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        pytest.fail("the model is loaded, or top tokens are computed again")
+
+    monkeypatch.setattr("matlens.ffn.catalogue.load", refuse)
+    monkeypatch.setattr("matlens.ffn.projection.Projection.top_of_all", refuse)
+    assert [commands.run("values", *command, model="llama") for command in asked] == printed
+    shown = run_command(["cache", "show"], capsys).out
+    for part in ("2 entries", "top 5 tokens", model_folder("llama").name):
+        assert part in shown
+    assert "freed" in run_command(["cache", "clear"], capsys).out
+    assert not (tmp_path / "cache").exists()
+    monkeypatch.setenv("MATLENS_CACHE", "off")
+    assert "switched off" in run_command(["cache", "clear"], capsys).out

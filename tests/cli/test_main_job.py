@@ -1,43 +1,45 @@
-"""The main job on the command line: what it writes and prints, and what it says of unusable input."""
+"""The main job on the command line, whole, in steps, in parts and in two processes."""
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from command_lines import Outcome, cells
-from conftest import N_LAYERS, WORDS, tree
+from conftest import N_LAYERS, WORDS, make_sentences, tree
 from safetensors.torch import load_file, save_file
+from several import run_ranks
 from studying import study_of
 
 import matlens
+from matlens import Lens, parallel
 from matlens.activations import Activations
+from matlens.cli import app
+from matlens.data.examples import Batch
 from matlens.study.steps import evaluate_maps, fit_maps, plot_results
 
 N_TRAIN, N_VALIDATION = 70, 20
 SIZES = ["--train", str(N_TRAIN), "--val", str(N_VALIDATION), "--device", "cpu"]
-FIGURES = {"r2.png", "r2.pdf", "prediction.png", "prediction.pdf"}
 ALL_PAIRS = [(a, b) for a in range(N_LAYERS) for b in range(a + 1, N_LAYERS + 1)]
-Matlens = Callable[..., Outcome]
 
 
 @pytest.fixture(autouse=True)
 def surroundings(request, monkeypatch):
-    """No test asks the hub for anything, and figures are drawn only where a test asks for them."""
-
-    def unreachable(*_: object, **__: object) -> None:
-        raise ConnectionError("the hub is patched away")
-
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
+    """Figures take longer than all else, and are drawn only where a test asks for them."""
     if "with_figures" not in request.fixturenames:
         monkeypatch.setattr("matlens.study.steps.plot_results", lambda *_, **__: [])
 
@@ -89,10 +91,6 @@ def results(folder: Path) -> pd.DataFrame:
     return pd.read_csv(folder / "results.csv")
 
 
-def origin_of(folder: Path) -> dict[str, dict[str, object]]:
-    return dict(json.loads((folder / "results.json").read_text()))
-
-
 def without_command(content: dict[str, bytes]) -> dict[str, bytes]:
     """Files without the words of the command and digests of them, of which ``run.json`` is a list."""
     files = {name: data for name, data in content.items() if name != "run.json"}
@@ -117,30 +115,19 @@ def test_run_does_everything(run_matlens, inputs, finished, tmp_path, with_figur
     assert outcome.code == 0
     assert set(tree(out)) == set(tree(finished))
     table = results(out)
-    fit = table[table["experiment"] == "fit_quality"]
-    for method in ("mat", "id"):
-        part = fit[fit["method"] == method]
-        assert list(zip(part["layer"], part["target"], strict=True)) == ALL_PAIRS
     of_maps = (table["method"] == "mat") & (table["metric"] == "r2")
+    assert list(zip(table[of_maps]["layer"], table[of_maps]["target"], strict=True)) == ALL_PAIRS
     assert (table[of_maps]["value"] != results(finished)[of_maps]["value"]).all()  # another seed
-    prediction = table[table["experiment"] == "prediction_quality"]
-    counted = prediction.groupby(["layer", "method", "metric"]).size().unstack()
-    assert counted.to_numpy().tolist() == [[3, 1]] * (N_LAYERS + 1) * 2
     assert set(table["n"]) == {N_VALIDATION}
-
-    origin = origin_of(out)
-    assert origin["maps"]["data"]["seed"] == origin["validation"]["seed"] == 3  # type: ignore[index]
+    origin = json.loads((out / "results.json").read_text())
+    assert origin["maps"]["data"]["seed"] == origin["validation"]["seed"] == 3
     assert (origin["maps"]["n_samples"], origin["validation"]["n"]) == (N_TRAIN, N_VALIDATION)
-    assert origin["software"]["torch"] == torch.__version__
     assert origin["command"] == f"matlens run {' '.join(inputs)} --out {out} --seed 3"
-
     rows = cells(outcome.out)
     assert [row[0] for row in rows] == [str(layer) for layer in range(N_LAYERS + 1)]
     for layer, row in enumerate(rows):
         shown = [float(cell) for cell in row[1:] if cell != "–"]
         assert shown == pytest.approx(printed(table, layer), abs=0.00051)
-    for figure in FIGURES:
-        assert str(out / figure) in outcome.out
 
 
 def printed(table: pd.DataFrame, layer: int) -> list[float]:
@@ -181,8 +168,6 @@ def test_options_of_a_fit_reach_it(run_matlens, inputs, finished):
     for pair, linear in maps.items():
         torch.testing.assert_close(linear.weight, expected[pair].weight)
         torch.testing.assert_close(linear.bias, expected[pair].bias)
-    origin = origin_of(finished)["maps"]
-    assert (origin["intercept"], origin["ridge"], origin["n_samples"]) == (True, 0.5, N_TRAIN)
 
 
 def test_a_stack_of_an_encoder_decoder(run_matlens, model_folder, corpus, tmp_path):
@@ -313,3 +298,134 @@ def test_a_full_disk_is_reported_and_nothing_unfinished_remains(
     assert not (finished / "maps").exists()
     assert run_matlens("fit", finished).code == 0
     assert without_command(tree(finished / "maps")) == maps
+
+
+# Parts of a job, and processes
+
+
+@pytest.fixture
+def options(model_folder, tmp_path):
+    """A job that leaves sufficient statistics of all positions."""
+    (tmp_path / "words.txt").write_text("\n".join(make_sentences().sentences))
+    sizes = ["--train", "30", "--val", "10", "--device", "cpu", "--positions", "all", "--pairs", "last"]
+    return ["--model", str(model_folder("llama")), "--corpus", str(tmp_path / "words.txt"), *sizes]
+
+
+def test_parts_merged_give_the_table_of_one_run(run_matlens, options, tmp_path):
+    assert run_matlens("run", *options, "--out", tmp_path / "whole").code == 0
+    for number in (2, 1):
+        run_matlens("part", "--part", f"{number}/2", *options, "--out", tmp_path / f"s{number}")
+    run_matlens("merge", tmp_path / "s2", tmp_path / "s1", "--out", tmp_path / "joined")
+    assert run_matlens("run", *options, "--out", tmp_path / "joined").code == 0
+    tables = [pd.read_csv(tmp_path / name / "results.csv") for name in ("whole", "joined")]
+    pd.testing.assert_frame_equal(*tables, rtol=1e-4)
+    # The same maps as of stored vectors.
+    assert run_matlens("run", *options, "--keep-rows", "--out", tmp_path / "kept").code == 0
+    train, validation = (Activations.load(tmp_path / "kept" / part) for part in ("train", "validation"))
+    assert (train.positions, validation.positions) == ("all", "sampled")
+    assert train.n_rows == int(train.examples.lengths.sum())
+    one, other = (matlens.MapSet.load(tmp_path / name / "maps") for name in ("whole", "kept"))
+    assert one.provenance.to_json() == other.provenance.to_json()
+    table = pd.read_csv(tmp_path / "kept" / "results.csv")
+    pd.testing.assert_frame_equal(tables[0], table, rtol=1e-4)
+    # Maps of merged parts are not fitted on other vectors, which lie there.
+    assert run_matlens("merge", tmp_path / "s2", tmp_path / "s1", "--out", tmp_path / "kept").code == 2
+    assert not (tmp_path / "kept" / "statistics").exists()
+
+
+def test_missing_duplicate_and_unknown_parts_are_refused(run_matlens, options, tmp_path):
+    assert run_matlens("part", "--part", "1/3", *options, "--out", tmp_path / "s").code == 0
+    shutil.copytree(tmp_path / "s", tmp_path / "copy")
+    for given, message in ((["s"], "missing are 2/3, 3/3"), (["s", "copy"], "1/3, 1/3")):
+        folders = [tmp_path / name for name in given]
+        assert_refused(run_matlens("merge", *folders, "--out", tmp_path / "joined"), message)
+        assert not (tmp_path / "joined").exists()
+
+
+def of_a_command(*arguments: object) -> Callable[[], Any]:
+    """Run a command line and give what it printed, and its code."""
+
+    def run() -> Any:
+        out, err = io.StringIO(), io.StringIO()
+        sys.argv = ["matlens", *map(str, arguments)]
+        with redirect_stdout(out), redirect_stderr(err):
+            try:
+                app.main()
+            except SystemExit as stop:
+                return stop.code or 0, out.getvalue(), err.getvalue()
+
+    return run
+
+
+def test_a_refusal_is_printed_by_one_process(options, tmp_path):
+    command = of_a_command("run", *options, "--model", tmp_path / "nowhere", "--out", tmp_path / "no")
+    refused = run_ranks(2, command, tmp_path / "refusals", join=False)
+    assert [outcome["result"][0] for outcome in refused] == [2, 2]
+    assert "There is no model" in refused[0]["result"][2]
+    # Under torchrun the second is ended before it prints the same.
+    assert refused[1]["result"][1] == ""
+    assert refused[0]["result"][2].endswith(refused[1]["result"][2])
+
+
+LAUNCHED = """
+import sys
+from matlens import parallel
+
+with parallel.distributed():
+    said = parallel.broadcast(f"from {parallel.rank()}", "a word")
+    with open(f"{sys.argv[1]}{parallel.rank()}", "w") as file:
+        file.write(f"{parallel.world_size()} {parallel.local_world_size()} {said}")
+"""
+
+
+def test_processes_of_torchrun_are_found(tmp_path):
+    """By the launcher itself, as users start it."""
+    (tmp_path / "launched.py").write_text(LAUNCHED)
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", *launcher, str(tmp_path / "launched.py"), str(tmp_path / "rank")],
+        capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["2 2 from 0"] * 2
+
+
+def test_a_run_of_two_processes_equals_that_of_one(run_matlens, options, tmp_path):
+    two = of_a_command("run", *options, "--out", tmp_path / "two")
+    outcomes = [outcome["result"] for outcome in run_ranks(2, two, tmp_path / "outcomes", join=False)]
+    assert [(code, out.count("Figures:")) for code, out, _ in outcomes] == [(0, 1), (0, 0)], outcomes
+    assert run_matlens("run", *options, "--out", tmp_path / "one").code == 0
+    tables = [pd.read_csv(tmp_path / name / "results.csv") for name in ("one", "two")]
+    pd.testing.assert_frame_equal(*tables, rtol=1e-4)
+    assert (tmp_path / "two" / "run.json").is_file()
+
+
+def test_lenses_of_two_processes_are_saved_by_one(options, model_folder, tmp_path):
+    given = ["--model", model_folder("llama"), "--corpus", tmp_path / "words.txt", "--device", "cpu"]
+    methods = ["--train", 30, "--method", "affine", "--method", "scaled", "--out", tmp_path / "lenses"]
+    command = of_a_command("lens", "fit", *given, *methods)
+    (code, out, err), second = (
+        outcome["result"] for outcome in run_ranks(2, command, tmp_path / "outcomes", join=False)
+    )
+    assert (code, "Traceback" in err, out.count(str(tmp_path / "lenses"))) == (0, False, 2), err
+    assert second == (0, "", "")
+    assert [Lens.load(tmp_path / "lenses" / name).layers for name in ("affine", "scaled")] == [(0, 1, 2)] * 2
+
+
+def test_an_interruption_of_one_process_ends_all(run_matlens, options, tmp_path, monkeypatch):
+    """As Ctrl-C does, or whoever ends one of them gently; the folder goes on."""
+    job = ["run", *options, "--out", tmp_path / "out", "--batch-tokens", 20]
+    inputs, calls = Batch.inputs, []
+
+    def stopped(*given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2 and parallel.is_main():
+            raise KeyboardInterrupt
+        return inputs(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Batch, "inputs", stopped)
+        outcomes = run_ranks(2, of_a_command(*job), tmp_path / "outcomes", join=False)
+    assert [outcome["result"][0] for outcome in outcomes] == [130, 2]
+    assert "Interrupted. Rerun the same command" in outcomes[0]["result"][2]
+    assert run_matlens(*job).code == 0
