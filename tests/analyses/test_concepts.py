@@ -1,53 +1,41 @@
-"""Samples are drawn as they should be, and filled sheets give what one counts by hand."""
+"""Samples are drawn as they should be, and filled sheets are read and counted as by hand."""
 
 from __future__ import annotations
 
 import itertools
+from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from annotation.concept_sheets import Annotation
-from annotation.concepts import (
-    KINDS,
-    MEASURES,
-    SAMPLE_COLUMNS,
-    annotator_agreement,
-    draw_concept_sample,
-    tally_concepts,
-    tally_items,
-)
+from annotation import concept_sheets, concepts, sheets
+from annotation.concept_sheets import PATTERNS_FILE, TOKENS_FILE, Annotation
+from annotation.concepts import KINDS, MEASURES, SAMPLE_COLUMNS
 from conftest import N_LAYERS, make_sentences
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from injections import INJECTIONS
 from scipy import stats
 from sklearn.metrics import cohen_kappa_score
 
 import matlens
-from matlens.ffn.projection import Projection
-from matlens.ffn.updates import Updates
-from matlens.ffn.values import ValueVectors
-from matlens.io.tables import COLUMNS
+from matlens import InputError, ffn
 from matlens.models.tokens import token_texts, visible
 
 K, PER_LAYER = 5, 2
 
 
-@pytest.fixture
-def examples(small_model):
-    return lambda name: matlens.make_examples(small_model(name), make_sentences(), sample_special=False)
-
-
-# Drawing
-
-
 @pytest.mark.parametrize("name", ["gpt2", "bert", "gemma3"])
-def test_items_have_the_top_tokens_of_what_the_key_says_they_are(name, small_model, examples):
+def test_items_have_the_top_tokens_of_what_the_key_says_they_are(name, small_model):
     model = small_model(name)
-    table = draw_concept_sample(model, examples(name), per_layer=PER_LAYER, k=K, seed=3)
+    examples = matlens.make_examples(model, make_sentences(), sample_special=False)
+    table = concepts.draw_concept_sample(model, examples, per_layer=PER_LAYER, k=K, seed=3)
     assert list(table.columns) == list(SAMPLE_COLUMNS)
     assert table["item"].tolist() == np.repeat(np.arange(1, 3 * N_LAYERS * PER_LAYER + 1), K).tolist()
-    values, projection = ValueVectors(model), Projection.from_model(model)
-    updates = Updates.run(model, examples(name).head(N_LAYERS * PER_LAYER), progress=False)
+    values, projection = ffn.ValueVectors(model), ffn.Projection.from_model(model)
+    updates = ffn.Updates.run(model, examples.head(N_LAYERS * PER_LAYER), progress=False)
     seen = set()
     for _, lines in table.groupby("item"):
         kind, layer, vector = next(lines[["kind", "layer", "vector"]].itertuples(index=False, name=None))
@@ -119,20 +107,17 @@ def annotation(name: str, filled: Filled) -> Annotation:
 
 
 def test_an_item_is_counted_as_by_hand():
-    tally = tally_items(table(), annotation("anna", ANNA))
+    tally = concepts.tally_items(table(), annotation("anna", ANNA))
     assert tally[["kind", "layer"]].apply(tuple, axis=1).to_dict() == ITEMS
     for item, expected in COUNTED.items():
         assert tuple(tally.loc[item, list(MEASURES)]) == pytest.approx(expected), item
-    parts = tally[["semantic", "syntactic", "names", "stopwords"]].sum(axis=1)
-    assert parts.tolist() == pytest.approx(tally["covered"].tolist())
 
 
 def test_shares_are_means_over_annotators_and_items():
     sample, both = table(), [annotation("anna", ANNA), annotation("ben", BEN)]
-    for given in (both[:1], both):
-        shares = tally_concepts(sample, given)
-        assert list(shares.columns) == list(COLUMNS)
-        tallies = [tally_items(sample, filled) for filled in given]
+    for some in (both[:1], both):
+        shares = concepts.tally_concepts(sample, some)
+        tallies = [concepts.tally_items(sample, filled) for filled in some]
         for kind, layer, name in itertools.product(KINDS, (None, 0, 1), MEASURES):
             numbers = [item for item, key in ITEMS.items() if key[0] == kind and layer in (None, key[1])]
             each = [np.mean([tally.loc[item, name] for tally in tallies]) for item in numbers]
@@ -144,14 +129,11 @@ def test_shares_are_means_over_annotators_and_items():
             if len(each) > 1 and np.std(each) > 0:
                 low, high = stats.t.interval(0.95, len(each) - 1, np.mean(each), stats.sem(each))
                 assert (row.low, row.high) == pytest.approx((low, high))
-    alone = tally_concepts(sample, both[:1])
-    overall = alone[alone["layer"].isna() & (alone["metric"] == "covered")].set_index("method")["value"]
-    assert overall.to_dict() == pytest.approx({"values": 1.7 / 3, "random": 0, "updates": 0.5})
 
 
 def test_agreement_is_that_of_scikit_learn():
     sample, anna, ben = table(), annotation("anna", ANNA), annotation("ben", BEN)
-    agreement = annotator_agreement(sample, [anna, ben]).set_index(["method", "metric"])
+    agreement = concepts.annotator_agreement(sample, [anna, ben]).set_index(["method", "metric"])
     assert set(agreement["one"]) == {"anna"}
     assert set(agreement["other"]) == {"ben"}
     for kind in ("all", *KINDS):
@@ -170,3 +152,165 @@ def test_agreement_is_that_of_scikit_learn():
             pytest.approx(cohen_kappa_score(*counts, weights="quadratic")), len(items),
         ]  # fmt: skip
         assert agreement.loc[(kind, "same_concepts"), "value"] == pytest.approx(np.mean(np.equal(*counts)))
+
+
+# Sheets
+
+NASTY = (
+    "</script>", "<!--", '"', "'", "a,b", "&lt;", "&amp;", "]]>", "=1+1", "007", "1/2", "nan", "$sheet", "‹",
+    "␣tea", "日本", "x  y ", "</span>", ";", "-->",
+)  # fmt: skip
+
+
+def sample(items: list[list[str]]) -> pd.DataFrame:
+    rows = [
+        (item, "m", "none", "values", 0, "L0D0", rank, 7, visible(token))
+        for item, tokens in enumerate(items, start=1)
+        for rank, token in enumerate(tokens, start=1)
+    ]
+    return pd.DataFrame(rows, columns=list(SAMPLE_COLUMNS))
+
+
+class Reader(HTMLParser):
+    """What a browser finds: elements with the names of their attributes, and texts of tokens."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, list[str]]] = []
+        self.tokens: list[str] = []
+        self._in_token = False
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, [name for name, _ in attrs]))
+        if ("class", "token") in attrs:
+            self._in_token = True
+            self.tokens.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_token = self._in_token and tag != "span"
+
+    def handle_data(self, data: str) -> None:
+        if self._in_token:
+            self.tokens[-1] += data
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(
+        st.lists(st.one_of(st.text(max_size=8), st.sampled_from(NASTY + INJECTIONS)), min_size=1, max_size=5),
+        min_size=1,
+    )
+)
+def test_every_token_comes_back_exactly_from_the_page(items):
+    """Shown and never run: the page has the elements and the script of a page with plain tokens."""
+    others = [["a"] * len(tokens) for tokens in items]
+    page, plain = (concept_sheets.render_page(sample(each)) for each in (items, others))
+    reader = Reader(page)
+    assert reader.tokens == [visible(token) for tokens in items for token in tokens]
+    assert reader.elements == Reader(plain).elements
+    assert not {"src", "href", "action"} & {name for _, names in reader.elements for name in names}
+    assert page.count("<script") == 1
+    # No token is within the script, where escapes of HTML would not hold: it is the same for all sheets.
+    one, other = (each.split("<script>")[1].split("</script>")[0] for each in (page, plain))
+    assert one == other
+
+
+Marks = dict[tuple[int, int], list[int]]
+
+
+def fill(folder: Path, marks: Marks, patterns: list[tuple[int, int, str, str]], separator: str = ",") -> None:
+    """Fill in written sheets as a person does with a spreadsheet."""
+    table = pd.read_csv(folder / TOKENS_FILE, dtype=str, keep_default_na=False, encoding="utf-8-sig")
+    keys = zip(table["item"].astype(int), table["rank"].astype(int), strict=True)
+    table["patterns"] = [" ".join(map(str, marks.get(key, []))) for key in keys]
+    table.to_csv(folder / TOKENS_FILE, index=False, sep=separator)
+    offered = pd.read_csv(folder / PATTERNS_FILE, dtype=str, keep_default_na=False, encoding="utf-8-sig")
+    sheet = offered["sheet"].iloc[0]
+    rows = [
+        (sheet, str(item), str(number), description, name) for item, number, description, name in patterns
+    ]
+    lines = pd.concat([pd.DataFrame(rows, columns=offered.columns), offered])
+    lines.drop_duplicates(["item", "pattern"]).to_csv(folder / PATTERNS_FILE, index=False, sep=separator)
+
+
+@settings(max_examples=40)
+@given(data=st.data(), separator=st.sampled_from(",;"))
+def test_what_is_filled_in_is_what_is_read(data, separator, tmp_path_factory):
+    folder, table = tmp_path_factory.mktemp("sheets"), sample([list(NASTY[:8]), list(NASTY[8:16])])
+    kinds = data.draw(
+        st.dictionaries(
+            st.tuples(st.integers(1, 2), st.integers(1, 5)),
+            st.tuples(
+                st.sampled_from(["", "hot drinks", 'a, "b"; c']), st.sampled_from(concept_sheets.CLASSES)
+            ),
+            min_size=1,
+        )
+    )
+    marks: Marks = {}
+    for item, number in kinds:
+        for rank in data.draw(st.sets(st.integers(1, 8), min_size=1)):
+            marks.setdefault((item, rank), []).append(number)
+    concept_sheets.write_concept_sheets(table, folder)
+    fill(folder, marks, [(*key, *value) for key, value in kinds.items()], separator)
+    annotation = concept_sheets.read_concept_sheets(folder, table)
+    assert annotation.name == folder.name
+    triples = [(item, rank, number) for (item, rank), numbers in marks.items() for number in numbers]
+    assert sorted(annotation.marks.itertuples(index=False, name=None)) == sorted(triples)
+    assert {row[:2]: row[2:] for row in annotation.patterns.itertuples(index=False, name=None)} == kinds
+
+
+@pytest.mark.parametrize(
+    ("file", "rows", "column", "value", "message"),
+    [
+        (TOKENS_FILE, [3], "item", "4", "every item, rank and token once"),
+        (TOKENS_FILE, [3], "rank", "1", "every item, rank and token once"),
+        (TOKENS_FILE, [3, 4], "patterns", "1.0", "item 1: patterns must be empty"),
+        (TOKENS_FILE, [3, 4], "patterns", "2", "item 1: pattern must be one with a class"),
+        (TOKENS_FILE, [2, 4], "sheet", "s0", "item 1: sheet must be s"),
+        (TOKENS_FILE, list(range(18)), "patterns", "", "must be filled in"),
+        (PATTERNS_FILE, [0], "class", "semntic", "item 2: class must be one of semantic"),
+        (PATTERNS_FILE, [0], "item", "9", "item 9: item must be one of the sample"),
+        (PATTERNS_FILE, [1], "class", "names", None),
+    ],
+)  # fmt: skip
+def test_what_is_not_valid_is_refused(file, rows, column, value, message, tmp_path):
+    table = sample([[f"t{item}{rank}" for rank in range(6)] for item in range(3)])
+    concept_sheets.write_concept_sheets(table, tmp_path)
+    fill(tmp_path, {(2, rank): [1] for rank in range(1, 5)}, [(2, 1, "drinks", "semantic")])
+    changed = pd.read_csv(tmp_path / file, dtype=str, keep_default_na=False)
+    changed.loc[rows, column] = value
+    changed.to_csv(tmp_path / file, index=False)
+    if message is None:  # a pattern that no token has is valid
+        assert len(concept_sheets.read_concept_sheets(tmp_path, table).patterns) == 2
+        return
+    with pytest.raises(InputError, match=message):
+        concept_sheets.read_concept_sheets(tmp_path, table)
+
+
+def test_a_filled_sheet_is_not_overwritten(tmp_path):
+    table = pd.DataFrame({"item": ["1", "2"], "text": ["a, b", "=日本 ␣"], "mark": ""})
+    path, page = tmp_path / "new" / "sheet.csv", tmp_path / "new" / "page.html"
+    for _ in range(2):
+        sheets.write_sheets({page: "é", path: sheets.sheet_text(table)})
+    assert path.read_bytes().startswith(b'\xef\xbb\xbf"item","text","mark"\r\n"1","a, b",""\r\n')
+    path.write_bytes(path.read_bytes().replace(b'""\r', b'"x"\r', 1))
+    with pytest.raises(InputError):
+        sheets.write_sheets({page: "other", path: sheets.sheet_text(table)})
+    assert page.read_text("utf-8") == "é"
+    read = sheets.read_sheet(path, tuple(table))
+    pd.testing.assert_frame_equal(read, table.assign(mark=["x", ""]), check_dtype=False)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_a_sheet_is_read_as_spreadsheets_save_it(separator, encoding, tmp_path):
+    lines = ["more|item|text|mark", "x|1|' a | b'|1", "", "|||", "|2|nan|"]
+    text = "\r\n".join(lines).replace("|", separator).replace("'", '"')
+    path = tmp_path / "sheet.csv"
+    path.write_text(text, encoding=encoding, newline="")
+    assert sheets.read_sheet(path, ("item", "text", "mark")).to_numpy().tolist() == [
+        ["1", f" a {separator} b", "1"],
+        ["2", "nan", ""],
+    ]

@@ -1,28 +1,23 @@
-"""Patterns, shares and the search are those counted by hand."""
+"""Similar words, patterns, their shares and the search are those counted by hand."""
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from annotation.patterns import (
-    PATTERN_COLUMNS,
-    PATTERN_SIZES,
-    distinct_concepts,
-    find_patterns,
-    pattern_shares,
-    search_concepts,
-)
+from annotation import patterns, word_similarity
+from annotation.patterns import PATTERN_COLUMNS, find_patterns
 from annotation.word_similarity import WordSimilarity
-from conftest import D_MODEL, N_LAYERS
+from conftest import N_LAYERS
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import stats
 
-from matlens.ffn.projection import Projection
-from matlens.ffn.values import ValueVectors
-from matlens.io.tables import COLUMNS
+from matlens import ffn
 
 # Patterns of lists, with similarities given by hand
 
@@ -53,10 +48,8 @@ TOKENIZER = SimpleNamespace(
     ("tokens", "known", "words", "n_tokens", "pattern"),
     [
         ([0, 1, 4, 9, 7], 3, 2, 3, {"wine", "tea"}),  # forms of one word are one
-        ([0, 1, 2, 9, 10], 1, 1, 3, {"wine"}),
         ([0, 2, 3, 9, 7], 2, 1, 3, {"wine"}),
         ([12, 13, 15, 16, 9], 4, 4, 4, {"internet", "interest", "international", "interview"}),
-        ([12, 13, 14, 15, 9], 3, 3, 4, {"internet", "interest", "international"}),
         ([4, 5, 6, 0, 7], 5, 4, 4, {"tea", "coffee", "beer", "wine"}),
         ([7, 8, 11, 9, 4], 4, 2, 2, {"spade", "moon"}),
         ([9, 10, 9, 10, 9], 0, 0, 0, set()),
@@ -64,9 +57,7 @@ TOKENIZER = SimpleNamespace(
 )
 def test_the_largest_pattern_is_that_seen_by_hand(tokens, known, words, n_tokens, pattern):
     ids = torch.tensor([tokens, [4, 5, 6, 0, 7]])
-    patterns = find_patterns(ids, by_hand(), TOKENIZER)
-    assert list(patterns.columns) == list(PATTERN_COLUMNS)
-    row = patterns.iloc[0]
+    row = find_patterns(ids, by_hand(), TOKENIZER).iloc[0]
     assert (row["known"], row["words"], row["tokens"]) == (known, words, n_tokens)
     assert set(filter(None, row["pattern"].split(", "))) == pattern
     assert row["similarity"] == pytest.approx(1) if words > 1 else np.isnan(row["similarity"])
@@ -75,33 +66,22 @@ def test_the_largest_pattern_is_that_seen_by_hand(tokens, known, words, n_tokens
 # All vectors of a model
 
 
-@pytest.fixture(scope="module")
-def spoken():
-    generator = np.random.default_rng(0)
-    return WordSimilarity.fit([" ".join(f"w{i}" for i in generator.integers(10, 50, 8)) for _ in range(300)])
-
-
 @pytest.mark.parametrize("name", ["gpt2", "bert", "gemma2"])
-def test_all_vectors_are_searched_with_their_controls(name, spoken, small_model):
-    model = small_model(name)
-    values, projection = ValueVectors(model), Projection.from_model(model)
-    tables = search_concepts(model, spoken, k=6, seed=2)
+def test_all_vectors_are_searched_with_their_controls(name, small_model):
+    model, generator = small_model(name), np.random.default_rng(0)
+    spoken = WordSimilarity.fit(
+        [" ".join(f"w{i}" for i in generator.integers(10, 50, 8)) for _ in range(300)]
+    )
+    values, projection = ffn.ValueVectors(model), ffn.Projection.from_model(model)
+    tables = patterns.search_concepts(model, spoken, k=6, seed=2)
     assert list(tables) == ["values", "random", "shuffled"]
-    for method, table in tables.items():
-        assert len(table) == len(values)
-        assert table["layer"].tolist() == np.repeat(range(N_LAYERS), values.d_mlp).tolist()
-        rows = table.itertuples()
-        vectors = {
-            "values": torch.cat([values.layer(i) for i in range(N_LAYERS)]),
-            "random": torch.cat([values.random(i, values.d_mlp, seed=2) for i in range(N_LAYERS)]),
-        }.get(method)
-        if vectors is None:
-            continue
-        assert vectors.shape == (len(values), D_MODEL)
-        tops = projection.top(vectors, 6).ids
-        assert [len(row.top.split(", ")) for row in rows] == [6] * len(values)
-        expected = find_patterns(tops, spoken, model.tokenizer)
-        pd.testing.assert_frame_equal(table[list(PATTERN_COLUMNS)], expected)
+    for method, vectors in {
+        "values": torch.cat([values.layer(i) for i in range(N_LAYERS)]),
+        "random": torch.cat([values.random(i, values.d_mlp, seed=2) for i in range(N_LAYERS)]),
+    }.items():
+        expected = find_patterns(projection.top(vectors, 6).ids, spoken, model.tokenizer)
+        pd.testing.assert_frame_equal(tables[method][list(PATTERN_COLUMNS)], expected)
+        assert tables[method]["layer"].tolist() == np.repeat(range(N_LAYERS), values.d_mlp).tolist()
     assert tables["values"]["value"].tolist() == [str(values.at(row)) for row in range(len(values))]
     # Dealt anew, each rank has the same tokens, and lists are others.
     real, shuffled = (tables[method]["top"].str.split(", ", expand=True) for method in ("values", "shuffled"))
@@ -110,38 +90,26 @@ def test_all_vectors_are_searched_with_their_controls(name, spoken, small_model)
     assert not (real == shuffled).all(axis=None)
 
 
-def made(words: list[int], tokens: list[int], known: list[int], layers: list[int]) -> pd.DataFrame:
-    return pd.DataFrame({"words": words, "tokens": tokens, "known": known, "layer": layers})
-
-
 def test_shares_are_counted_over_layers_and_all():
-    tables = {
-        "values": made([0, 4, 5, 12], [0, 6, 9, 30], [3, 6, 9, 12], [0, 0, 1, 1]),
-        "random": made([3, 1, 2, 4], [9, 1, 2, 4], [3, 3, 3, 6], [0, 0, 1, 1]),
-    }
-    table = pattern_shares(tables, "m", "c", k=30)
-    assert list(table.columns) == list(COLUMNS)
-    for method, layer, size in (
-        ("values", None, 5),
-        ("values", 1, 12),
-        ("random", 0, 4),
-        ("random", None, 4),
-    ):
-        part = tables[method] if layer is None else tables[method].query("layer == @layer")
-        same = table["layer"].isna() if layer is None else table["layer"] == layer
-        shares = table[same & (table["method"] == method)]
-        (row,) = shares[(shares["metric"] == "pattern") & (shares["k"] == size)].itertuples()
-        count = int((part["words"] >= size).sum())
-        interval = stats.binomtest(count, len(part)).proportion_ci(0.95, method="wilson")
-        assert (row.value, row.low, row.high) == pytest.approx(
-            (count / len(part), interval.low, interval.high)
-        )
-        covered = shares[shares["metric"] == "covered"]["value"].item()
-        assert covered == pytest.approx(
-            np.mean([t / 30 if w >= 4 else 0 for w, t in part[["words", "tokens"]].values])
-        )
-        assert shares[shares["metric"] == "known"]["value"].item() == pytest.approx(part["known"].mean() / 30)
-    assert set(table[table["metric"] == "pattern"]["k"]) == set(PATTERN_SIZES)
+    rows = [
+        ("values", 0, 0, 3, 0), ("values", 4, 6, 6, 0), ("values", 5, 9, 9, 1), ("values", 12, 30, 12, 1),
+        ("random", 3, 9, 3, 0), ("random", 1, 1, 3, 0), ("random", 2, 2, 3, 1), ("random", 4, 4, 6, 1),
+    ]  # fmt: skip
+    found = pd.DataFrame(rows, columns=["method", "words", "tokens", "known", "layer"])
+    table = patterns.pattern_shares(dict(list(found.groupby("method"))), "m", "c", k=30)
+    shares = table.fillna({"layer": -1}).set_index(["method", "layer", "metric", "k"]).sort_index()
+    for method, layer in itertools.product(("values", "random"), (-1, 0, 1)):
+        part = found[(found["method"] == method) & ((found["layer"] == layer) | (layer < 0))]
+        for size in range(4, 13):
+            row = shares.loc[(method, layer, "pattern", size)]
+            count = int((part["words"] >= size).sum())
+            interval = stats.binomtest(count, len(part)).proportion_ci(0.95, method="wilson")
+            expected = (count / len(part), interval.low, interval.high)
+            assert tuple(row[["value", "low", "high"]]) == pytest.approx(expected)
+        covered = [tokens / 30 if words >= 4 else 0 for words, tokens in part[["words", "tokens"]].values]
+        assert shares.loc[(method, layer, "covered", 30), "value"] == pytest.approx(np.mean(covered))
+        known = part["known"].mean() / 30
+        assert shares.loc[(method, layer, "known", 30), "value"] == pytest.approx(known)
 
 
 def test_the_search_takes_the_fullest_patterns_of_different_concepts():
@@ -156,8 +124,85 @@ def test_the_search_takes_the_fullest_patterns_of_different_concepts():
         similarity=0.5
     )
     mixed = table.sample(frac=1, random_state=1)
-    assert distinct_concepts(mixed)["value"].tolist() == ["A", "C", "D", "F", "H"]
-    assert distinct_concepts(mixed, per_layer=9)["value"].tolist() == ["A", "C", "D", "E", "F", "H"]
-    assert distinct_concepts(mixed, n=2)["value"].tolist() == ["A", "C"]
-    assert distinct_concepts(mixed, words=4)["value"].tolist() == ["G", "A", "C", "D", "F", "H"]
-    assert distinct_concepts(mixed, shared=0.5, n=2)["value"].tolist() == ["A", "B"]
+    assert patterns.distinct_concepts(mixed)["value"].tolist() == ["A", "C", "D", "F", "H"]
+    assert patterns.distinct_concepts(mixed, per_layer=9)["value"].tolist() == ["A", "C", "D", "E", "F", "H"]
+    assert patterns.distinct_concepts(mixed, n=2)["value"].tolist() == ["A", "C"]
+    assert patterns.distinct_concepts(mixed, words=4)["value"].tolist() == ["G", "A", "C", "D", "F", "H"]
+    assert patterns.distinct_concepts(mixed, shared=0.5, n=2)["value"].tolist() == ["A", "B"]
+
+
+# Words
+
+DRINKS, TOOLS = ["coffee", "wine", "beer", "juice"], ["hammer", "spade", "drill", "wrench"]
+
+
+def test_words_used_alike_are_told_from_others():
+    """In sentences in which drinks are drunk and tools are lifted, and others of any words."""
+    generator = np.random.default_rng(0)
+    others = [f"filler{i}" for i in range(200)]
+    texts = [" ".join(generator.choice(others, 6)) for _ in range(800)]
+    for _ in range(100):
+        texts.append(f"They drank cold {generator.choice(DRINKS)}, slowly.")
+        texts.append(f"They lifted heavy {generator.choice(TOOLS)} upward.")
+    similarity = WordSimilarity.fit(texts, dimensions=20)
+    rows = [similarity.row(word) for word in (*DRINKS, *TOOLS)]
+    similarities, alike = similarity.compare(np.array(rows))
+    same = np.kron(np.eye(2), np.ones((4, 4))).astype(bool)
+    off = ~np.eye(8, dtype=bool)
+    assert similarities[same & off].min() > similarities[~same].max() + 0.3
+    assert alike[same & off].all()
+    assert not alike[~same].any()
+    np.testing.assert_allclose(np.linalg.norm(similarity.vectors, axis=1), 1)
+    assert "they" not in similarity.words, "a stop word"
+    assert similarity.row("␣wine") == similarity.row("absent") == -1
+    assert similarity.row(" Wine") == similarity.row("wine") == similarity.words.index("wine")
+
+
+@settings(max_examples=30)
+@given(st.lists(st.lists(st.sampled_from("abcde"), max_size=7), min_size=1, max_size=5), st.integers(1, 4))
+def test_cooccurrences_and_information_are_those_of_the_definition(texts, window):
+    known = ["a", "b", "c", "d"]  # "e" keeps its place but is not counted
+    expected = np.zeros((4, 4))
+    for text in texts:
+        for i, word in enumerate(text):
+            for j, other in enumerate(text):
+                if i != j and abs(i - j) <= window and "e" not in (word, other):
+                    expected[known.index(word), known.index(other)] += 1
+    counts = word_similarity._cooccurrences(texts, known, window)
+    np.testing.assert_array_equal(counts.toarray(), expected)
+    if not expected.any():
+        return
+    context = expected.sum(0) ** 0.75 / (expected.sum(0) ** 0.75).sum()
+    information = np.zeros((4, 4))
+    for i, j in zip(*expected.nonzero(), strict=True):
+        information[i, j] = max(0, np.log(expected[i, j] / expected[i].sum() / context[j]))
+    np.testing.assert_allclose(
+        word_similarity._pointwise_information(counts).toarray(), information, atol=1e-12
+    )
+
+
+def test_one_pair_in_a_hundred_of_each_two_bands_passes_the_threshold():
+    generator = np.random.default_rng(0)
+    vectors = generator.standard_normal((600, 10))
+    vectors[300:, 0] += 3  # frequent words are all more alike
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    bands = np.repeat([0, 1], 300)
+    thresholds = word_similarity._thresholds(vectors, bands, np.arange(600), 0)
+    similarities = vectors @ vectors.T
+    for band, other in ((0, 0), (0, 1), (1, 1)):
+        block = similarities[bands == band][:, bands == other]
+        pairs = block[np.triu_indices(300, 1)] if band == other else block.ravel()
+        assert (pairs >= thresholds[band, other]).mean() == pytest.approx(0.01, abs=0.003)
+    assert thresholds[1, 1] > thresholds[0, 0] + 0.1
+    np.testing.assert_array_equal(thresholds, thresholds.T)
+
+
+def test_words_with_the_same_stem_are_a_family_and_others_are_not():
+    families = [
+        "interest interests interested interesting", "internet", "international internationally",
+        "season seasons seasonal", "statue statues", "statistics statistical", "station stations",
+        "car cars", "care cares caring", "card cards", "history", "historian historians", "1990s", "1990",
+    ]  # fmt: skip
+    words = tuple(" ".join(families).split())
+    found = WordSimilarity(words, np.eye(len(words)), np.zeros(len(words), int), np.array([[0.5]])).families
+    assert found.tolist() == [number for number, family in enumerate(families) for _ in family.split()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 from paper_a.predictions import COLUMNS
-from plausibility import SHEET_COLUMNS, make_plausibility_sheet, plausibility_rates
+from plausibility import make_plausibility_sheet, plausibility_rates
 from scipy import stats
 
 from matlens import InputError
@@ -46,36 +46,24 @@ def filled(sheet: pd.DataFrame) -> pd.DataFrame:
     return sheet.assign(plausible=[int(token in PLAUSIBLE[sentence]) for sentence, token in pairs])
 
 
-# The sheet
-
-
-def test_every_token_of_a_sentence_is_asked_once_without_telling_where_it_is_from():
-    sheet = make_plausibility_sheet(predictions())
-    assert list(sheet.columns) == list(SHEET_COLUMNS) == ["item", "sentence", "token", "plausible"]
-    asked = list(zip(sheet["sentence"], sheet["token"], strict=True))
-    assert sorted(asked) == sorted(
-        {(prompt, token) for (prompt, _, _), top in TOKENS.items() for token in top.split(" ")}
-    )
-    assert sheet["item"].tolist() == list(range(1, len(asked) + 1))
-    assert (sheet["plausible"] == "").all()
-
-
-def test_sentences_stay_together_in_their_order_and_tokens_are_shuffled_by_the_seed():
-    words = [chr(ord("a") + i) for i in range(20)]
-    names = ["tea", "ants", "moon"]
-    table = predictions({(name, "id", 0): " ".join(words) for name in names})
+def test_every_token_of_a_sentence_is_asked_once_in_an_order_of_the_seed():
+    """Without telling where it is from; sentences stay together in their order."""
+    names, words = ["tea", "ants", "moon"], [chr(ord("a") + i) for i in range(20)]
+    tops = {(name, "id", 0): " ".join(words) for name in names} | {("ants", "mat", 1): "t a"}
     orders = set()
     for seed in range(5):
-        sheet = make_plausibility_sheet(table, seed=seed)
+        sheet = make_plausibility_sheet(predictions(tops), seed=seed)
+        assert list(sheet.columns) == ["item", "sentence", "token", "plausible"]
+        assert sheet["item"].tolist() == list(range(1, 61))
         assert sheet["sentence"].tolist() == [name for name in names for _ in words]
-        orders |= {"".join(lines["token"]) for _, lines in sheet.groupby("sentence")}
-        pd.testing.assert_frame_equal(make_plausibility_sheet(table, seed=seed), sheet)
+        assert (sheet["plausible"] == "").all()
+        of_sentences = ["".join(lines["token"]) for _, lines in sheet.groupby("sentence")]
+        assert {"".join(sorted(order)) for order in of_sentences} == {"".join(words)}
+        orders |= {*of_sentences}
+        pd.testing.assert_frame_equal(make_plausibility_sheet(predictions(tops), seed=seed), sheet)
     # Neither the order of the layers, nor that of another seed or sentence.
     assert len(orders) == 15
     assert "".join(words) not in orders
-
-
-# Rates
 
 
 @pytest.mark.parametrize("last_method", ["id alone", "id and mat"])
@@ -86,6 +74,10 @@ def test_rates_are_those_counted_by_hand(last_method):
         last = table[table["layer"] == 2].assign(method="mat")
         table = pd.concat([table, last], ignore_index=True)
     rates = plausibility_rates(table.sample(frac=1, random_state=1), sheet)
+    # A decoder has read the same of two sentences with one beginning, which are as many instances.
+    twice = plausibility_rates(pd.concat([table, table], ignore_index=True), sheet)
+    assert twice["n"].tolist() == (2 * rates["n"]).tolist()
+    assert twice["value"].tolist() == pytest.approx(rates["value"].tolist())
     expected = [
         (method, layer, metric, count, n)
         for layer, (read, mapped, with_read, with_mapped, more, n) in COUNTED.items()
@@ -95,8 +87,6 @@ def test_rates_are_those_counted_by_hand(last_method):
             ("id", "more_than_mat", more, n),
         )
     ]  # fmt: skip
-    assert list(rates.columns) == ["method", "layer", "metric", "value", "low", "high", "n"]
-    assert len(rates) == len(expected)
     for row, (method, layer, metric, count, n) in zip(rates.itertuples(), expected, strict=True):
         assert (row.method, row.metric, row.n) == (method, metric, n)
         assert pd.isna(row.layer) if layer is None else row.layer == layer
@@ -104,22 +94,8 @@ def test_rates_are_those_counted_by_hand(last_method):
         assert (row.value, row.low, row.high) == pytest.approx((count / n, interval.low, interval.high))
 
 
-def test_sentences_that_begin_alike_are_as_many_instances():
-    """A decoder has read the same of two sentences that are drawn after the same beginning."""
-    table = pd.concat([predictions(), predictions()], ignore_index=True)
-    once, twice = (
-        plausibility_rates(one, filled(make_plausibility_sheet(one))) for one in (predictions(), table)
-    )
-    assert twice["n"].tolist() == (2 * once["n"]).tolist()
-    assert twice["value"].tolist() == pytest.approx(once["value"].tolist())
-
-
 def test_a_sheet_of_other_predictions_is_refused():
-    other = {**TOKENS, ("cats", "id", 0): "a new", ("dogs", "mat", 1): "newer b"}
-    with pytest.raises(InputError):
-        plausibility_rates(predictions(other), filled(make_plausibility_sheet(predictions())))
-    # The token alone is not enough: it has to be of the sentence.
-    with pytest.raises(InputError):
-        plausibility_rates(
-            predictions({**TOKENS, ("cats", "id", 0): "a c"}), filled(make_plausibility_sheet(predictions()))
-        )
+    sheet = filled(make_plausibility_sheet(predictions()))
+    for token in ("a new", "a c"):  # unknown, and known of another sentence
+        with pytest.raises(InputError):
+            plausibility_rates(predictions({**TOKENS, ("cats", "id", 0): token}), sheet)
