@@ -102,7 +102,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "sub_updates/extremes": ("analyses/frequency", "ffn/clusters"),
     "paper_b_fig4_overlap": ("analyses/overlap", "analyses/paper_b"),
     "paper_b_removal": ("analyses/removal_table",),
-    "study/steps": ("study/fits", "study/results", "linear/streaming"),
+    "study/steps": ("study/study", "linear/streaming"),
 }
 
 

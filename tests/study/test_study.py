@@ -1,7 +1,8 @@
-"""What analyses of one model and corpus share is collected and fitted once, and never mixed up."""
+"""A study: its steps, results and tables, and what is reused."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from typing import Any
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import N_LAYERS, assert_near
+from sklearn.metrics import r2_score
 from studies import Study
 from studies.study import head_outputs
+from studying import collect_parts
 from torch import Tensor
 
 import matlens
@@ -19,6 +22,8 @@ from matlens import InputError, collect, load_corpus, make_examples
 from matlens.activations.activations import Activations
 from matlens.data.examples import Batch
 from matlens.ffn.trace import Trace
+from matlens.models.weights import fingerprint
+from matlens.study.steps import evaluate_maps, fit_maps, plot_results, read_results, typical_penalty
 
 N_TRAIN, N_VALIDATION = 26, 12
 STREAM = [f"h.{layer}" for layer in range(N_LAYERS + 1)]
@@ -213,3 +218,79 @@ def test_the_trace_is_of_the_validation_part_in_a_folder_of_the_jobs_name(study,
     for other in ({"n_validation": 10}, {"n_train": 2}, {"seed": 4}, {"k": 3}):
         traced(**other)
     assert len(list((tmp_path / "out" / "traces").iterdir())) == 5
+
+
+def test_evaluate_returns_what_it_writes(small_model, collected):
+    fit_maps(collected, pairs="last", progress=False)
+    results = evaluate_maps(small_model("gpt2"), collected, progress=False)
+    assert results.to_csv(index=False) == (collected / "results.csv").read_text()
+    again = read_results(collected)
+    assert list(again.columns) == list(results.columns)
+    assert again.to_csv(index=False) == results.to_csv(index=False)
+    origin = json.loads((collected / "results.json").read_text())
+    assert origin["maps"]["model"]["fingerprint"] == fingerprint(small_model("gpt2"))
+
+
+def test_maps_are_fitted_on_one_part_and_evaluated_on_the_other(small_model, collected):
+    fit_maps(collected, pairs="last", ridge=2.0, progress=False)
+    results = evaluate_maps(small_model("gpt2"), collected, progress=False)
+    train, validation = (Activations.load(collected / part) for part in ("train", "validation"))
+    assert (train.n_rows, validation.n_rows) == (25, 15)
+    assert set(results["n"]) == {15}
+    fit = results[results["metric"] == "r2"].set_index(["layer", "method"])["value"]
+    truth = validation[3].double().numpy()
+    for layer in range(3):
+        x, h = train[layer].double().numpy(), validation[layer].double().numpy()
+        weight = np.linalg.solve(x.T @ x + 2 * np.eye(x.shape[1]), x.T @ train[3].double().numpy())
+        assert fit[layer, "mat"] == pytest.approx(r2_score(truth, h @ weight), rel=1e-3, abs=1e-4)
+        assert fit[layer, "id"] == pytest.approx(r2_score(truth, h), rel=1e-4)
+        assert fit[layer, "mat"] != pytest.approx(fit[layer, "id"], abs=0.01)
+
+
+def test_maps_of_other_samples_are_not_evaluated(small_model, collect, tmp_path):
+    """Collected again with another seed, validation may hold sentences that the maps were fitted on."""
+    model = small_model("llama")
+    collect(model, tmp_path)
+    fit_maps(tmp_path, progress=False)
+    for part in ("train", "validation"):
+        shutil.rmtree(tmp_path / part)
+    collect(model, tmp_path, seed=1)
+    with pytest.raises(matlens.InputError, match="fitted on other samples"):
+        evaluate_maps(model, tmp_path, progress=False)
+
+
+def test_a_figure_of_an_earlier_table_is_removed(small_model, sentences, tmp_path):
+    model = small_model("llama")
+    collect_parts(model, sentences, tmp_path)
+    for pairs, figures in (("all", ["prediction.png", "r2.png"]), ([(0, 1)], ["r2.png"])):
+        shutil.rmtree(tmp_path / "maps", ignore_errors=True)
+        fit_maps(tmp_path, pairs=pairs, progress=False)
+        evaluate_maps(model, tmp_path, progress=False)
+        plot_results(tmp_path)
+        assert sorted(path.name for path in tmp_path.glob("*.png")) == figures
+
+
+def test_few_samples_have_a_ridge_of_their_median_squared_norm(small_model, collect, tmp_path):
+    train, _ = collect(small_model("llama-sinks"), tmp_path)  # whose mean norm is far from the median
+    maps = fit_maps(tmp_path, pairs="last", ridge=None, progress=False)
+    norms = [(train[layer].double().numpy() ** 2).sum(1) for layer in range(3)]
+    ridge = typical_penalty(train, ["h.0", "h.1", "h.2"])
+    assert ridge == float(f"{np.median(np.median(norms, axis=1)):.1e}")
+    assert maps.provenance.details["ridge"] == ridge > 0
+    x, y = (train[layer].double().numpy() for layer in (1, 3))
+    expected = np.linalg.solve(x.T @ x + ridge * np.eye(x.shape[1]), x.T @ y).T
+    np.testing.assert_allclose(maps[1, 3].weight, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"sample_special": False}])
+def test_all_positions_of_a_masked_model_are_refused(options, small_model, sentences, tmp_path):
+    model = small_model("llama" if options else "bert")
+    with pytest.raises(matlens.InputError, match=r"masked|sample_special"):
+        collect_parts(model, sentences, tmp_path, positions="all", **options)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("name", "positions"), [("gpt2", "all"), ("bert", "sampled")])
+def test_few_sentences_take_all_positions(name, positions, small_model, collect, tmp_path):
+    train, validation = collect(small_model(name), tmp_path, positions="auto")
+    assert (train.positions, validation.positions) == (positions, "sampled")
