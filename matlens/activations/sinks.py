@@ -73,7 +73,11 @@ def sink_rows(samples: Activations) -> Bool[Tensor, " n"]:
 def sink_counts(sinks: Bool[Tensor, " n"], places: Int[np.ndarray, " n"]) -> dict[str, int]:
     """How many samples are sinks, first tokens or later ones, and how many are first tokens.
 
-    ``places`` are the positions of the samples in their sentences, from 0.
+    ``places`` are the positions of the samples in their sentences, from 0. `find_sinks` gives a mask by
+    sentence and position; to count it, flatten it over all tokens:
+
+    >>> tokens = examples.at_positions("all")
+    >>> sink_counts(find_sinks(model, examples)[tokens.sentences, tokens.positions], examples.places)
     """
     first = torch.from_numpy(places == 0)
     return {
@@ -92,7 +96,7 @@ def find_sinks(
     batch_tokens: PositiveInt | None = None,
     progress: bool = True,
 ) -> Bool[Tensor, "n longest"]:
-    """Which token of each sentence is a sink, by the norms of all tokens at all layers.
+    """Boolean mask, by sentence and position, of tokens that are sinks by their norm at any layer.
 
     One pass over the sentences, which distributed processes divide. ``~find_sinks(...)`` says to
     `Replacement` and `Variant` where to replace. Warns with `SinkWarning` where first tokens stand out and

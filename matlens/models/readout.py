@@ -172,7 +172,8 @@ class Readout:
         if ours.shape != truth.shape or not (ours - truth).abs().max() <= slack:
             raise InputError(
                 f"The readout of {model.cfg.architecture} is not known: final norm and unembedding do "
-                "not give the model's own logits. Please report the model."
+                "not give the model's own logits. Register a matlens.models.Family with its head, or report "
+                "the model."
             )
 
 
