@@ -316,15 +316,6 @@ def test_no_sites_and_examples_of_another_tokenizer_are_refused(small_model, sen
 # What was collected
 
 
-def test_activations_are_read_by_name_number_or_site(llama):
-    found = collect(*llama, ["h.2", "attn_out.0"], progress=False)
-    assert torch.equal(found[2], found["h.2"])
-    assert torch.equal(found[matlens.Site("h", 2)], found["h.2"])
-    assert (len(found), found.n_rows, list(found)) == (2, 40, ["h.2", "attn_out.0"])
-    with pytest.raises(KeyError, match=r"h\.1 was not collected; there are h\.2, attn_out\.0"):
-        found[1]
-
-
 @pytest.mark.parametrize("positions", ["sampled", "all"])
 def test_shards_and_the_first_sentences_are_those_of_the_whole(positions, llama, tmp_path):
     options: dict[str, Any] = {"positions": positions, "batch_tokens": BUDGET, "progress": False}
@@ -338,13 +329,3 @@ def test_shards_and_the_first_sentences_are_those_of_the_whole(positions, llama,
         n = 7 if positions == "sampled" else int(llama[1].lengths[:7].sum())
         assert few.n_rows == n
         assert torch.equal(few[0], memory[0][:n])
-
-
-def test_a_loaded_collection_does_not_change_on_disk(llama, tmp_path):
-    found = collect(*llama, [0], folder=tmp_path / "out", progress=False)
-    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    found[0].zero_()
-    for rows in found.shards([0]):
-        rows.vectors["h.0"].zero_()
-    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
-    assert float(Activations.load(tmp_path / "out")[0].abs().max()) > 0

@@ -99,15 +99,6 @@ def test_entries_must_be_the_sites_that_they_are_said_to_be(entries, model, writ
         read_exported(model, written(), entries, progress=False)
 
 
-def test_an_end_of_text_that_the_engine_has_read_is_no_padding(model, tmp_path):
-    end = model.tokenizer.pad_token_id
-    prompts = [[5, 6, end], [7, 8, end], [end, end, 9]]
-    for number, tokens in enumerate(prompts):
-        save_file(by_the_model(model, tokens, [0, 3]), tmp_path / f"{number}.safetensors")
-    rows = read_exported(model, tmp_path, [0, 3], progress=False)
-    assert rows.examples.tokens.tolist() == [token for tokens in prompts for token in tokens]
-
-
 def _changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], None]:
     def apply(tensors: dict[str, torch.Tensor]) -> None:
         tensors[name] = change(tensors[name].clone()).contiguous()
@@ -183,17 +174,6 @@ def test_rows_of_rewritten_files_are_not_those_of_before(model, written, tmp_pat
     path.write_bytes(content)
     with pytest.raises(InputError, match=r"belongs to another job \(files"):
         read_exported(model, folder, ENTRIES, folder=rows, progress=False)
-
-
-def test_a_file_that_was_cut_short_is_refused(model, written, tmp_path):
-    folder = written()
-    path = folder / "cmpl-2.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(InputError, match=r"cmpl-2.safetensors cannot be read.*Is the engine still writing"):
-        read_exported(model, folder, ENTRIES, progress=False)
-    for nothing in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(InputError, match=r"^source must be a folder"):
-            read_exported(model, nothing, ENTRIES, progress=False)
 
 
 def test_layers_that_hardly_differ_are_told_apart(model_folder, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datasets
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -43,19 +42,6 @@ def test_round_trip(collected, tmp_path, dtype, in_memory):
             for each in (found, collected)
         )
         assert torch.equal(ours.weight, theirs.weight)
-
-
-def test_datasets_streams_each_vector_with_its_token(collected, tmp_path):
-    write_parquet(collected, tmp_path / "out", ["h.3"], progress=False)
-    stream = datasets.load_dataset(
-        "parquet", data_files=str(tmp_path / "out" / "vectors-*.parquet"), split="train", streaming=True
-    )
-    rows = list(stream)
-    assert sorted(row["row"] for row in rows) == list(range(collected.n_rows))
-    sentences = collected.examples.tokens
-    for row in rows:
-        assert torch.equal(torch.tensor(row["h.3"]), collected["h.3"][row["row"]])
-        assert row["token"] == sentences[collected.examples.offsets[row["sentence"]] + row["position"]]
 
 
 def test_damaged_exports_are_refused(collected, tmp_path):

@@ -49,14 +49,6 @@ def test_the_rule_is_the_same_for_rows_and_for_sentences(
     assert torch.equal(sink_rows(rows), expected)
 
 
-def test_a_token_that_stands_out_at_one_layer_is_a_sink(sentences, small_model):
-    model = small_model("llama")
-    rows = collect(model, make_examples(model, sentences), progress=False)
-    assert not sink_rows(rows).any()
-    rows["h.2"][5] *= 1000
-    assert sink_rows(rows).nonzero().tolist() == [[5]]
-
-
 def first_tokens_stand_out(ratio: float, *, others_top: float = 1.5) -> tuple[torch.Tensor, np.ndarray]:
     """Norms at three layers: at one, first tokens are so many times as long as others."""
     generator = torch.Generator().manual_seed(0)
@@ -146,17 +138,6 @@ def test_a_warning_names_missing_layers(sentences, small_model):
         SinkWarning, match=rf"{expected + 1} sinks are found .*, {expected} of them first tokens"
     ):
         assert int(sink_rows(rows).sum()) == expected + 1
-
-
-def test_only_first_tokens_are_warned_of(small_model):
-    model = small_model("llama")
-    words = Corpus("words", tuple(f"w{i}" for i in range(20)), 20, 0, 0, 0)
-    examples = make_examples(model, words)
-    rows = collect(model, examples, progress=False)
-    with pytest.warns(SinkWarning, match="Most of the tokens are first tokens.*Collect other positions"):
-        sink_rows(rows)
-    with pytest.warns(SinkWarning, match="Most of the tokens are first tokens.*longer ones"):
-        find_sinks(model, examples, progress=False)
 
 
 def with_long_first_tokens(

@@ -1,14 +1,11 @@
 """Sentences are counted, kept once and split at random, and a corpus says what was left out."""
 
-import subprocess
-import sys
-
 import pytest
 from corpus_files import FIRST, SECOND, THIRD, counts, write
 from hypothesis import given
 from hypothesis import strategies as st
 
-from matlens.data.corpus import MIN_WORDS, Corpus, _select_sentences, as_corpus, load_corpus
+from matlens.data.corpus import MIN_WORDS, Corpus, _select_sentences, load_corpus
 from matlens.errors import InputError
 
 
@@ -66,10 +63,6 @@ def test_counts_add_up_and_sentences_are_normal_and_different(lines):
 # What a corpus says of itself
 
 
-def test_given_texts_are_a_corpus_of_all_of_them():
-    assert as_corpus([FIRST, "", FIRST]) == Corpus("given texts", (FIRST, "", FIRST), 3, 0, 0, 0)
-
-
 def test_fingerprint_follows_sentences_and_their_order_only():
     corpus = Corpus("a", (FIRST, SECOND), 2, 0, 0, 0)
     assert corpus.fingerprint == Corpus("b", (FIRST, SECOND), 9, 1, 2, 4).fingerprint
@@ -104,20 +97,4 @@ def test_validation_does_not_depend_on_the_size_of_training():
     assert large_train.sentences[:10] == small_train.sentences
 
 
-def test_split_parts_are_not_larger_than_the_corpus():
-    with pytest.raises(InputError, match=r"must be at most 1000, .*, got 950 \+ 51"):
-        made_up(1000).split(n_train=950, n_validation=51)
-
-
 # Errors
-
-
-@pytest.mark.parametrize("text", ["", "\n \n", "Yes.\nNo.\n"])
-def test_a_file_without_sentences_is_refused(text, tmp_path):
-    with pytest.raises(InputError, match=r"source must have sentences of 5 words .* of .*a\.txt"):
-        load_corpus(write(tmp_path / "a.txt", text))
-
-
-def test_sentences_are_read_without_torch():
-    code = "import sys, matlens.data; sys.exit('torch' in sys.modules or 'datasets' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from conftest import N_CTX, WORDS, make_tokenizer
 from scipy.stats import chi2
 from sentences import corpus_of, many
@@ -16,7 +13,7 @@ from sentences import corpus_of, many
 import matlens
 from matlens import InputError, make_examples
 from matlens.activations import Activations
-from matlens.data import Corpus, Examples, make_pairs, make_windows
+from matlens.data import Corpus, Examples, make_pairs
 
 
 def positions(examples: Examples, corpus: Corpus) -> dict[str, int]:
@@ -107,12 +104,6 @@ def test_sentences_longer_than_the_context_are_cut_and_counted(name, small_model
     assert drawn.min() <= 2
 
 
-@pytest.mark.parametrize(("name", "sample_special"), [("gpt2", True), ("bert", False)])
-def test_a_sentence_without_a_token_to_draw_is_refused(name, sample_special, small_model):
-    with pytest.raises(InputError, match=r"A sentence must have tokens.*''"):
-        make_examples(small_model(name), corpus_of(["w1 w2", ""]), sample_special=sample_special)
-
-
 def test_the_shorter_of_the_models_and_the_tokenizers_context_counts(model_folder):
     model = matlens.load(str(model_folder("gpt2")), device="cpu")
     corpus = corpus_of(many(3, N_CTX + 10))
@@ -123,24 +114,6 @@ def test_the_shorter_of_the_models_and_the_tokenizers_context_counts(model_folde
 
 
 # A list of texts in place of a corpus
-
-TEXTS = ["w1 w2 w3", "w7", "w4 w40 w11 w2 w9 w9", "w7"]  # short and repeated ones as well
-USES: dict[str, Callable[[Any, Any], Any]] = {
-    "make_examples": lambda m, texts: matlens.make_examples(m, texts).tokens,
-    "make_windows with targets": lambda m, texts: make_windows(m, texts, size=3, targets=True).targets,
-}
-
-
-@pytest.mark.parametrize("name", USES)
-def test_texts_are_a_corpus_of_these(name, small_model):
-    model, use = small_model("gpt2"), USES[name]
-    corpus = Corpus("given texts", tuple(TEXTS), len(TEXTS), 0, 0, 0)
-    ours, expected = (torch.as_tensor(np.asarray(use(model, texts))) for texts in (TEXTS, corpus))
-    assert torch.equal(ours, expected)
-    wrong: Any
-    for wrong in ("w1 w2", [1, 2], [["w1"]]):
-        with pytest.raises(InputError):
-            use(model, wrong)
 
 
 # Pairs

@@ -112,9 +112,3 @@ def test_batches_hold_every_sentence_once_within_the_budget(lengths, budget):
     assert sorted(seen) == list(range(len(lengths)))
     assert [lengths[s] for s in seen] == sorted(lengths, reverse=True)
     assert widths == sorted(widths, reverse=True)
-
-
-def test_batches_are_as_large_as_the_budget_allows():
-    sizes = [len(batch.index) for batch in examples_of([10] * 7).batches(35)]
-    assert sizes == [3, 3, 1]
-    assert [len(batch.index) for batch in examples_of([10] * 7).batches(70)] == [7]

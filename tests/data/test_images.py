@@ -11,8 +11,7 @@ from patched_models import patched
 from torch import Tensor
 
 import matlens
-from matlens import InputError, LinearMap, MapSet, Readout
-from matlens.activations.activations import Activations
+from matlens import InputError, LinearMap, Readout
 from matlens.data import make_image_examples
 from matlens.models.layout import ModelLayout
 
@@ -92,19 +91,6 @@ def test_patched_passes_are_those_of_the_plain_model_patched_by_hand(
             assert_near(model(IMAGES), expected)
         assert torch.equal(model(IMAGES), before)
     assert float((expected - before).abs().max()) > 1e-3 * float(before.abs().max())
-
-
-def test_images_are_kept_in_folders_and_fitted(small_model, tmp_path):
-    model = small_model("vit")
-    examples = make_image_examples(model, IMAGES, name="noise")
-    kept = matlens.collect(model, examples, folder=tmp_path / "kept", positions="all", progress=False)
-    stored = Activations.load(tmp_path / "kept").examples
-    assert stored.fingerprint == examples.fingerprint
-    assert torch.equal(torch.from_numpy(stored.head(2).images), IMAGES[:2])
-    assert examples.fingerprint != make_image_examples(model, IMAGES.flip(0)).fingerprint
-    maps = MapSet.fit(kept, pairs=[(0, 3)])
-    with patched(model, maps.values()):
-        assert model(IMAGES).shape == (4, 5)
 
 
 def test_what_is_no_image_is_refused(small_model):

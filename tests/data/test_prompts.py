@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
-from typing import Any
 
 import numpy as np
 import pytest
 from conftest import N_CTX
 from sentences import positions_of, sentences_of
 
-from matlens import InputError, make_prompts
+from matlens import InputError
 from matlens.data.making import make_windows
 from matlens.models.tokens import TextTokens
-
-Models = Callable[[str], Any]
 
 # Windows of running text
 
@@ -77,12 +73,6 @@ def test_what_makes_no_windows_is_refused(small_model, sentences, tmp_path):
     for name in ("gpt2", "bert"):
         with pytest.raises(InputError, match="at least two"):
             make_windows(small_model(name), ["w1 w2 w3 w4"], size=20, targets=True)
-
-
-def test_the_sentences_of_a_corpus_are_prompts(small_model, sentences):
-    model = small_model("gpt2")
-    made = make_prompts(model, sentences)
-    assert made.fingerprint == make_prompts(model, list(sentences.sentences)).fingerprint
 
 
 def test_a_decoder_has_the_next_token_as_target(small_model, sentences):

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from matlens.data.corpus import load_corpus
 from matlens.data.samples import CATALOGUES, LANGUAGES, messages, news_sample, wikipedia_sample
-from matlens.errors import InputError
 
 # The whole samples
 
@@ -67,15 +65,6 @@ def test_all_languages_have_the_same_messages_in_one_order(catalogues):
         assert list(messages(code)) == [word_for_word(message, code) for message in WHOLE]
 
 
-def test_corpora_of_two_languages_are_split_into_the_same_messages(catalogues):
-    sizes = {"n_train": 1, "n_validation": 2, "seed": 3}
-    english, german = (load_corpus(f"messages-{code}") for code in ("en", "de"))
-    assert len(english) == len(german) == 3
-    assert english.n_read == german.n_read == 3
-    for ours, theirs in zip(english.split(**sizes), german.split(**sizes), strict=True):
-        assert theirs.sentences == tuple(word_for_word(message, "de") for message in ours.sentences)
-
-
 @pytest.mark.parametrize(
     ("message", "text", "flags"),
     [
@@ -110,13 +99,3 @@ def test_messages_of_several_lines_are_joined_and_numbers_are_left_out(catalogue
 
 
 # Without the wheel
-
-
-@pytest.mark.parametrize(
-    ("sample", "install"),
-    [("wikipedia-sample", r"'matlens\[samples\]'"), ("messages-fr", "--no-deps weblate")],
-)
-def test_missing_wheels_say_what_to_install(monkeypatch, sample, install):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=f"pip install {install}"):
-        load_corpus(sample)

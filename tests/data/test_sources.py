@@ -27,22 +27,11 @@ def test_json_lines(tmp_path):
     assert load_corpus(source, field="other").sentences == (SECOND, THIRD)
 
 
-def test_half_of_a_surrogate_pair_does_not_reach_the_corpus(tmp_path):
-    corpus = load_corpus(write(tmp_path / "a.jsonl", '{"text": "one two three four \\ud83d"}'))
-    assert corpus.sentences == ("one two three four \ufffd",)
-    assert len(corpus.fingerprint) == 16
-
-
 @pytest.mark.parametrize("name", ["eng_news-sentences.txt", "eng.tsv", "renamed.txt", "renamed"])
 def test_leipzig_file(tmp_path, name):
     corpus = load_corpus(write(tmp_path / name, f"1\t{FIRST}\n\n2\t{SECOND}\n3\t{FIRST}\n"))
     assert corpus.sentences == (FIRST, SECOND)
     assert counts(corpus) == (4, 1, 0, 1)
-
-
-def test_text_with_one_numbered_line_is_not_taken_for_leipzig(tmp_path):
-    corpus = load_corpus(write(tmp_path / "a.txt", f"1\t{FIRST}\n{SECOND}\n"))
-    assert corpus.sentences == (f"1 {FIRST}", SECOND)
 
 
 # Datasets
@@ -66,37 +55,6 @@ def test_saved_dataset_is_split_into_sentences(tmp_path):
     assert load_corpus(str(tmp_path / "saved"), field="body").sentences == (SECOND,)
     with pytest.raises(InputError, match=r"^field .* one of text, number, body in row 1"):
         load_corpus(str(tmp_path / "saved"), field="sentence")
-
-
-def test_saved_dataset_with_splits_and_folder_of_data_files(tmp_path):
-    parts = datasets.DatasetDict(train=texts(), test=texts().select([2]))
-    parts.save_to_disk(str(tmp_path / "saved"))
-    assert len(load_corpus(str(tmp_path / "saved"))) == 3
-    assert load_corpus(str(tmp_path / "saved"), split="test").sentences == (FIRST,)
-    with pytest.raises(InputError, match=r"cannot be read.*'dev'"):
-        load_corpus(str(tmp_path / "saved"), split="dev")
-    (tmp_path / "files").mkdir()
-    with pytest.raises(InputError, match=r"cannot be read.*data files.*wikipedia-sample"):
-        load_corpus(str(tmp_path / "files"))
-    texts().to_parquet(str(tmp_path / "files" / "train.parquet"))
-    assert load_corpus(str(tmp_path / "files")).sentences == (FIRST, SECOND, THIRD)
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [("wikitext:wikitext-2-raw-v1", ("wikitext", "wikitext-2-raw-v1")), ("a/b", ("a/b", None))],
-)
-def test_hub_id_with_and_without_configuration(monkeypatch, source, expected):
-    asked = []
-
-    def load_dataset(name: str, config: str | None, *, split: str, streaming: bool) -> list[dict[str, str]]:
-        asked.append((name, config, split, streaming))
-        return [{"text": FIRST}]
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    assert load_corpus(source, split="validation").sentences == (FIRST,)
-    assert asked == [(*expected, "validation", False)]
 
 
 def test_hub_that_does_not_answer_is_told_at_once(monkeypatch):
@@ -152,19 +110,3 @@ def test_sentences_can_be_given(tmp_path):
     assert load_corpus(Path(write(tmp_path / "a.txt", FIRST))).name == str(tmp_path / "a.txt")
     with pytest.raises(KeyError, match="column"):
         load_corpus(failing())
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ([FIRST, "nul\0"], "Sentence 2 has a NUL character"),
-        ([{"body": "x"}], "one of body in row 1"),
-        (pd.Series([FIRST, None, float("nan")], dtype=object), "must be a str"),
-        ({"text": [FIRST]}, "source must be"),
-        (pd.DataFrame({"text": [FIRST]}), "source must be a list or a column"),
-        ([], "source must have sentences"),
-    ],
-)
-def test_an_iterable_without_sentences_is_refused(source, message):
-    with pytest.raises(InputError, match=message):
-        load_corpus(source)

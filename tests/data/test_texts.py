@@ -36,19 +36,6 @@ SENTENCES = ("eng/eng-sentences.txt", LEIPZIG, tarfile.REGTYPE)
 WORDS = ("eng/eng-words.txt", b"1\tthe\t9" * 900, tarfile.REGTYPE)
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("mine.txt", f"{FIRST}\n{SECOND}\n".encode()),
-        ("mine.jsonl", f'{{"text": "{FIRST}"}}\n{{"text": "{SECOND}"}}\n'.encode()),
-        ("eng-sentences.txt", LEIPZIG),
-    ],
-)
-def test_a_compressed_file_is_read_as_its_content(name, text, tmp_path):
-    assert load_corpus(write(tmp_path / name, text)).sentences == (FIRST, SECOND)
-    assert load_corpus(write(tmp_path / f"{name}.gz", gzip.compress(text))).sentences == (FIRST, SECOND)
-
-
 def test_the_sentences_of_a_leipzig_archive_are_read(tmp_path):
     members = [("eng/", b"", tarfile.DIRTYPE), WORDS, SENTENCES, ("x", b"1" * 5000, b"0")]
     for name, mode in (("eng.tar", "w"), ("eng.tar.gz", "w:gz"), ("eng.TGZ", "w:gz")):
@@ -105,12 +92,6 @@ def test_a_damaged_archive_is_no_shorter_one(limit, tmp_path):
         load_corpus(write(tmp_path / "eng.tar.gz", "<html>Not found</html>"))
 
 
-@pytest.mark.parametrize("members", [[SENTENCES, ("deu-sentences.txt", LEIPZIG, tarfile.REGTYPE)], [WORDS]])
-def test_an_archive_without_exactly_one_text_is_refused(members, tmp_path):
-    with pytest.raises(InputError, match=r"must hold one file that ends in '-sentences\.txt'"):
-        load_corpus(write(tmp_path / "a.tgz", tarred(members)))
-
-
 @pytest.mark.parametrize(
     ("content", "line"),
     [
@@ -140,11 +121,3 @@ def test_a_bomb_takes_no_memory(tmp_path, monkeypatch):
         assert tracemalloc.get_traced_memory()[1] < 40 * 2**20
     finally:
         tracemalloc.stop()
-
-
-def test_the_corpus_in_memory_is_bounded(tmp_path, monkeypatch):
-    source = write(tmp_path / "a.txt", "".join(f"{FIRST} {i} {i / 7}\n" for i in range(30_000)))
-    load_corpus(source)
-    monkeypatch.setenv("MATLENS_MAX_CORPUS_MIB", "1")
-    with pytest.raises(InputError, match="MATLENS_MAX_CORPUS_MIB"):
-        load_corpus(source)

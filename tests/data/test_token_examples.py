@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from matlens.activations import Activations, stream
 from matlens.ffn import Trace
 from matlens.patching import Replacement, Variant
 
-Models = Callable[[str], Any]
 ANSWERS = [[3, 4, 9], [0], [0], [2, 6]]
 
 
@@ -178,15 +176,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "an empty mask": (RAGGED, {"positions": [[False, False], [True]]}, "sentence 0 must be one or more"),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", ["u1", "u8", ">i4"])
-def test_whole_numbers_of_any_size_are_ids_and_positions(kind, small_model):
-    ids, places = np.array([[5, 6, 7], [8, 9, 5]]), np.array([[2], [1]])
-    expected = make_token_examples(small_model("gpt2"), ids, positions=places)
-    made = make_token_examples(small_model("gpt2"), ids.astype(kind), positions=places.astype(kind))
-    assert made.fingerprint == expected.fingerprint
-    assert made.positions.dtype == np.int64
 
 
 @pytest.mark.refused

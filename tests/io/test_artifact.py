@@ -196,40 +196,6 @@ def test_folders_of_others_are_refused_and_not_touched(files, tmp_path):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def write_and_raise(folder: Path, error: BaseException) -> None:
-    with Artifact.writing(folder, "maps", {}) as artifact:
-        artifact.write("0", {"x": torch.ones(3)})
-        raise error
-
-
-def test_a_job_that_failed_before_it_wrote_leaves_no_folder(tmp_path):
-    """But one that was there, and what others put into it meanwhile."""
-
-    def fail(folder: Path, *theirs: str) -> None:
-        with Artifact.writing(folder, "maps", {}):
-            for name in theirs:
-                (folder / name).write_text("theirs")
-            raise ValueError("mine")
-
-    (tmp_path / "old").mkdir()
-    for name in ("old", "new"):
-        with pytest.raises(ValueError, match="mine"):
-            fail(tmp_path / name)
-    with pytest.raises(ValueError, match="mine"):
-        fail(tmp_path / "shared", "notes.txt")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["old", "shared"]
-    assert not list((tmp_path / "old").iterdir())
-    assert (tmp_path / "shared" / "notes.txt").read_text() == "theirs"
-
-
-def test_what_was_written_outlives_a_failure(tmp_path):
-    for error in (KeyboardInterrupt(), ValueError("mine")):
-        with pytest.raises(type(error)):
-            write_and_raise(tmp_path / "a", error)
-        with Artifact.writing(tmp_path / "a", "maps", {}) as artifact:
-            assert artifact.written() == ["0"]
-
-
 @pytest.mark.parametrize("call", ["os.fsync", "os.replace"])
 def test_a_full_disk_is_the_users_error_and_leaves_nothing(call, tmp_path, monkeypatch):
     def full(*_: Any) -> None:
@@ -245,18 +211,6 @@ def test_a_full_disk_is_the_users_error_and_leaves_nothing(call, tmp_path, monke
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_may_have_another_name_where_its_fingerprint_is_the_same(tmp_path):
-    def request(name: str, fingerprint: str) -> dict[str, Any]:
-        return {"model": {"base_model_name_or_path": name, "fingerprint": fingerprint}}
-
-    with Artifact.writing(tmp_path, "maps", request("gpt2", "f")) as artifact:
-        artifact.finish()
-    with Artifact.writing(tmp_path, "maps", request("/models/gpt2", "f")) as artifact:
-        assert artifact.finished
-    with pytest.raises(InputError), Artifact.writing(tmp_path, "maps", request("gpt2", "g")):
-        pass
-
-
 def test_nothing_is_written_through_a_link(tmp_path):
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "a").mkdir()
@@ -264,13 +218,3 @@ def test_nothing_is_written_through_a_link(tmp_path):
     with pytest.raises(OSError, match="lock"), Artifact.writing(tmp_path / "a", "maps", {}):
         pass
     assert (tmp_path / "mine").read_text() == "mine"
-
-
-def test_a_finished_folder_is_opened_without_writing(tmp_path, monkeypatch):
-    """So it can be opened where nothing may be written."""
-    with Artifact.writing(tmp_path / "a", "maps", {}) as artifact:
-        artifact.finish()
-    monkeypatch.setattr("matlens.io.artifact.locked", lambda *_: pytest.fail("the folder is locked"))
-    monkeypatch.setattr("matlens.io.artifact.write_files", lambda *_: pytest.fail("a file is written"))
-    with Artifact.writing(tmp_path / "a", "maps", {}) as artifact:
-        assert artifact.finished

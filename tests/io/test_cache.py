@@ -113,22 +113,6 @@ def test_an_entry_that_cannot_be_filled_leaves_nothing(error, told, tmp_path, ca
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_clearing_leaves_what_is_being_filled(tmp_path):
-    cache = Cache(tmp_path)
-    cache.store("thing", {"n": 0}, writer(b"12345"))
-    freed = []
-
-    def fill(folder: Path) -> None:
-        (folder / "numbers.bin").write_bytes(b"1")
-        freed.append(cache.clear())
-
-    assert cache.store("thing", KEY, fill) is not None
-    assert freed[0] > 5
-    assert [entry.n_bytes for entry in cache.entries()] == [1]
-    cache.clear()
-    assert not tmp_path.exists()
-
-
 @pytest.mark.parametrize("how", ["given its old time", "replaced"])
 def test_the_state_of_a_file_changes_with_it(how, tmp_path):
     path = tmp_path / "a.bin"

@@ -6,7 +6,6 @@ import errno
 import multiprocessing
 import os
 import secrets
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -78,22 +77,6 @@ def test_several_files_are_all_written_or_none(tmp_path, monkeypatch):
     assert (tmp_path / "csv").read_bytes() == b"new"
     check_writable(tmp_path / "new" / "folder", ["a.html"])
     assert not (tmp_path / "new").exists()
-
-
-def test_files_of_two_writers_are_not_mixed(tmp_path, monkeypatch):
-    paths, replace = (tmp_path / "csv", tmp_path / "json"), Path.replace
-    second = threading.Thread(target=write_files, args=(dict.fromkeys(paths, "second"),))
-
-    def replace_slowly(self: Path, target: Path) -> None:
-        replace(self, target)
-        if second.ident is None:
-            second.start()
-            second.join(0.2)
-
-    monkeypatch.setattr(Path, "replace", replace_slowly)
-    write_files(dict.fromkeys(paths, "first"))
-    second.join()
-    assert tree(tmp_path) == {"csv": b"second", "json": b"second"}
 
 
 def test_links_are_replaced_and_not_followed(tmp_path, monkeypatch):

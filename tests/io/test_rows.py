@@ -48,15 +48,6 @@ def test_rows_land_where_they_should(data, n_rows, shard_bytes, tmp_path_factory
         assert all(torch.equal(part[name], of[torch.from_numpy(index)]) for name, of in whole.items())
 
 
-def test_shards_are_about_as_large_as_the_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "_SHARD_BYTES", 100)  # a batch has two rows of 8 + 12 bytes
-    with writing_rows("rows", {}, {"h.0": Column(3)}, [2] * 80, folder=tmp_path / "r") as writer:
-        for number in writer.missing:
-            writer.add(np.arange(2) + 2 * number, {"h.0": torch.ones(2, 3)})
-    shards = list(read_rows(tmp_path / "r", "rows")[2].shards([]))
-    assert [len(index) for index, _ in shards] == [6] * 26 + [4]
-
-
 @pytest.mark.parametrize("index", [[0, 1], [0, 1, 1, 3]])
 def test_rows_that_are_not_each_there_once_are_damage(index, tmp_path):
     with writing_rows("rows", {}, {"h.0": Column(3)}, [4], folder=tmp_path / "r") as writer:

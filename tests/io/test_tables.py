@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 
 from matlens.errors import InputError
 from matlens.io.tables import (
-    COLUMNS,
     csv_text,
     escape_formula,
     original_cell,
@@ -34,39 +32,6 @@ def row(**changes: Any) -> dict[str, Any]:
         "k": 5, "estimate": Estimate(0.5, 0.25, 0.75, 8),
     }  # fmt: skip
     return result_row("quality", **{**described, **changes})
-
-
-def test_a_table_has_further_columns_and_integer_layers():
-    expected = ["quality", "small", "words", "mat", 1, 3, "precision", 5, 0.5, 0.25, 0.75, 8]
-    assert list(row().values()) == expected
-    table = result_table([row(lam=0.5), row(layer=None, target=None, lam=math.nan)], "lam")
-    assert list(table.columns) == [*COLUMNS, "lam"]
-    assert table["layer"].dtype == table["target"].dtype == "Int64"
-    assert table["layer"].tolist() == [1, pd.NA]
-    assert result_table([row()])["layer"].dtype == "int64"
-    assert result_table([row(layer=1.5)])["layer"].tolist() == [1.5]
-    assert list(result_table([]).columns) == list(COLUMNS)
-
-
-def test_a_table_is_read_back_with_its_types(tmp_path):
-    path = tmp_path / "table.csv"
-    path.write_text("name,count,note\nnan,3,\nNA,4,b\n")
-    table = read_table(path, {"name": "str", "count": "int64"}, what="a table", made_by="Nobody writes it.")
-    assert table["name"].tolist() == ["nan", "NA"]
-    assert table["count"].tolist() == [3, 4]
-    assert table["note"].tolist() == ["", "b"]
-    texts = read_table(path, ["count"], what="a table", made_by="")
-    assert texts["count"].tolist() == ["3", "4"]
-
-
-@pytest.mark.parametrize("content", [None, "", "name,count\na,many\n", "other\n1\n", "name\na\n"])
-def test_another_file_is_refused(content, tmp_path):
-    path = tmp_path / "table.csv"
-    if content is not None:
-        path.write_text(content)
-    columns = {"name": "str", "count": "int64"}
-    with pytest.raises(InputError, match=r"table\.csv .* a table of pears.* The orchard writes it\.$"):
-        read_table(path, columns, what="a table of pears", made_by="The orchard writes it.")
 
 
 def numbers(path: Path) -> list[float]:
@@ -116,11 +81,6 @@ def test_a_formula_is_escaped_and_comes_back(text):
     assert original_cell(written) == text
     assert not begins_a_formula(written)
     assert written[:1] not in ("\t", "\r", "\n")
-
-
-def test_long_texts_take_no_time():
-    for text in ("\t" * 200_000, "'" * 200_000 + "=", ";" * 200_000 + "x"):
-        assert original_cell(escape_formula(text)) == text  # by a pattern that backtracks, this takes hours
 
 
 def test_numbers_are_unchanged():

@@ -10,7 +10,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from command_lines import run_command
 from damage import harmed
 from small_maps import ORIGIN, PAIRS, linear
 
@@ -19,7 +18,6 @@ from matlens.io.rows import Column, writing_rows
 from matlens.io.tables import write_results
 from matlens.io.verification import verify
 from matlens.linear.mapsets import write_maps
-from matlens.study.steps import write_list
 
 
 def write_rows(folder: Path, *, broken_off: bool = False) -> None:
@@ -90,28 +88,3 @@ def test_a_damaged_or_missing_file_is_named(name, out):
         path.unlink()
         (damage,) = (verdict.damage for verdict in verify(out) if verdict.damage)
         assert str(path) in damage
-
-
-def test_a_folder_of_a_run_that_is_gone_is_named(out):
-    write_list(out)
-    assert {verdict.path.name: verdict.what for verdict in verify(out)} == WHATS | {
-        "run.json": "results, 2 files"
-    }
-    (out / "maps" / "config.json").unlink()
-    damages = {verdict.path.name: verdict.damage for verdict in verify(out) if verdict.damage}
-    gone = f"{out / 'maps' / 'config.json'} is missing."
-    assert damages == {"run.json": gone, "maps": gone}
-
-
-def test_the_command_exits_with_2_on_damage(out, capsys, tmp_path):
-    done = run_command(["verify", out], capsys)
-    assert done.code == 0
-    assert [line.endswith("  ok") for line in done.out.splitlines()] == [True] * 5
-    path = out / "train" / "00000.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"\1")
-    done = run_command(["verify", out], capsys)
-    assert done.code == 2
-    assert len(done.out.splitlines()) == 5
-    (line,) = (line for line in done.out.splitlines() if "DAMAGED" in line)
-    assert str(path) in line
-    assert run_command(["verify", tmp_path / "absent"], capsys).code == 2

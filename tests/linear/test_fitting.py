@@ -27,7 +27,6 @@ EPS = torch.finfo(torch.float64).eps
 N, D_IN, D_OUT = 40, 7, 3
 Solution = tuple[Tensor, Tensor | None]
 Way = Callable[[Tensor, Tensor, bool, float], Solution]
-Make = Callable[[int, int], Tensor]
 
 
 def random(n: int, d: int, seed: int = 0) -> Tensor:
@@ -414,25 +413,6 @@ def test_what_is_not_finite_is_refused_by_name_and_adds_nothing(side, seen_befor
     assert state.n == seen_before
     state.update(x[seen_before:], y[seen_before:])
     close(predict(state.solution(intercept=False, ridge=0.0), x), x @ gelsd(x, y), 1e-12)
-
-
-@pytest.mark.parametrize(
-    ("samples", "pairs"),
-    [
-        ({}, PAIR), (SAMPLES, [("h.0", "h.7")]), (SAMPLES, []),
-        ({site: vectors[:0] for site, vectors in SAMPLES.items()}, PAIR),
-    ],
-)  # fmt: skip
-def test_samples_that_are_not_there_are_refused(samples, pairs):
-    with pytest.raises(InputError, match=r"collected sites|at least one"):
-        list(fit_stream([samples], pairs))
-
-
-@pytest.mark.refused
-def test_samples_of_different_numbers_or_widths_are_refused():
-    for shape in ((N, D_OUT - 1), (N, D_OUT + 1), (N - 1, D_OUT)):
-        with pytest.raises(InputError, match=r"^x must be"):
-            LeastSquares(D_IN, D_OUT).update(X, random(*shape))
 
 
 @pytest.mark.parametrize(

@@ -4,42 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from conftest import tree
 from identities import make_identity
-from small_maps import ORIGIN, PAIRS, SEED, linear, same
+from small_maps import ORIGIN, PAIRS, linear, same
 
-from matlens.activations.activations import Activations
-from matlens.data.examples import Examples
 from matlens.errors import InputError
 from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import CONVENTION, MapSet
 from matlens.models.identity import Provenance
-from matlens.models.sites import Site
 
 # Sets of maps
-
-
-def test_maps_are_read_by_layers_names_and_sites():
-    maps = MapSet([linear(*pair) for pair in PAIRS], provenance=ORIGIN)
-    assert list(maps) == PAIRS
-    assert len(maps) == 5
-    for pair in [(0, 3), ("h.0", "h.3"), (0, "h.3"), (Site("h", 0), Site("h", 3))]:
-        assert same(maps[pair], linear("h.0", "h.3"))
-    assert same(maps["ln1_out.0", "attn_out.0"], linear("ln1_out.0", "attn_out.0"))
-    assert (0, 3) in maps
-    assert (3, 0) not in maps
-    assert maps.provenance == ORIGIN
-
-
-def test_the_provenance_of_a_set_is_that_of_its_maps_or_the_given_one():
-    known = LinearMap(torch.eye(4), None, "h.0", "h.1", ORIGIN)
-    assert MapSet([known, linear("h.0", "h.2")]).provenance == ORIGIN
-    assert MapSet([known], provenance=SEED).provenance == SEED
-    assert MapSet([known], provenance=Provenance()).provenance == Provenance()
-    assert MapSet().provenance == Provenance()
 
 
 def test_the_provenance_of_a_set_is_what_its_maps_have_in_common(tmp_path):
@@ -62,15 +38,6 @@ def test_the_provenance_of_a_set_is_what_its_maps_have_in_common(tmp_path):
     assert MapSet(maps[:1]).provenance == one
 
 
-def test_a_map_that_is_missing_is_a_key_error_that_names_some():
-    maps = MapSet([linear(*pair) for pair in PAIRS])
-    with pytest.raises(KeyError, match=r"no map h\.2 -> h\.9 in MapSet\(5 maps: h\.0 -> h\.1"):
-        maps[2, 9]
-    for pair in (("no site", 1), (0, -1), (None, 1), (0, 1, 2), "h.0", (3, 0)):
-        assert pair not in maps
-    assert (0, 1) in maps
-
-
 def test_maps_of_two_models_or_two_maps_of_a_pair_are_refused():
     one = LinearMap(torch.eye(4), None, "h.0", "h.1", ORIGIN)
     with pytest.raises(InputError, match="do not belong together"):
@@ -80,16 +47,6 @@ def test_maps_of_two_models_or_two_maps_of_a_pair_are_refused():
         MapSet([one, LinearMap(torch.eye(4), None, "h.0", "h.2", changed)])
     with pytest.raises(InputError, match="one for each pair"):
         MapSet([one, linear("h.0", "h.1")])
-
-
-def test_maps_are_moved_to_memory_and_devices(tmp_path):
-    MapSet([linear(*pair) for pair in PAIRS], provenance=ORIGIN).save(tmp_path / "maps")
-    stored = MapSet.load(tmp_path / "maps")
-    assert list(stored.in_memory()) == PAIRS
-    some = stored.in_memory([(0, 3), ("h.1", 2), (0, 3)], device="meta")
-    assert list(some) == [("h.0", "h.3"), ("h.1", "h.2")]
-    assert some[0, 3].weight.device.type == "meta"
-    assert some.provenance == ORIGIN
 
 
 # A folder
@@ -118,28 +75,6 @@ def test_what_is_saved_comes_back_to_the_last_bit(order, tmp_path):
 
 
 # Fitting in one line
-
-
-N, D, L = 60, 5, 3
-
-
-def collected(*more: str) -> Activations:
-    """Vectors of a model of three blocks, the widths of two sites not that of the stream."""
-    generator = torch.Generator().manual_seed(1)
-    sites = [f"h.{layer}" for layer in range(L + 1)] + ["ffn_in.2", "ffn_post.2", *more]
-    vectors = {site: torch.randn(N, 7 if "post" in site else D, generator=generator) for site in sites}
-    examples = Examples(np.zeros(N, dtype=np.int64), np.arange(N + 1), np.zeros(N, dtype=np.int64))
-    origin = Provenance(make_identity(n_layers=L, d_model=D), {"corpus": "words"}, details={"seed": 3})
-    return Activations(vectors, examples, "sampled", origin)
-
-
-def test_sites_that_were_not_collected_and_unknown_models_are_refused():
-    samples = collected()
-    with pytest.raises(InputError, match=r"got ln1_out\.0"):
-        MapSet.fit(samples, progress=False, pairs=[(0, "ln1_out.0")])
-    nameless = Activations(dict(samples), samples.examples, "sampled", Provenance())
-    with pytest.raises(InputError, match="must have a model"):
-        MapSet.fit(nameless, progress=False)
 
 
 def test_maps_that_are_not_finite_are_not_saved(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from identities import make_identity
 
 from matlens.errors import InputError
-from matlens.linear.pairs import by_source, check_collected, resolve_pairs
+from matlens.linear.pairs import resolve_pairs
 from matlens.models.identity import Provenance
 from matlens.models.sites import Site
 
@@ -44,15 +44,3 @@ def test_pairs_that_cannot_be_fitted(pairs):
     model: Any = Provenance() if pairs == "last" else 3  # of an unknown model, the last layer is unknown
     with pytest.raises(InputError):
         resolve_pairs(pairs, model)
-
-
-def test_pairs_that_were_not_collected_are_named_in_their_order():
-    check_collected([("h.0", "h.3")], ["h.0", "h.3"])
-    with pytest.raises(InputError, match=r"\(h\.0, h\.3\), got h\.2, h\.10"):
-        check_collected(iter([("h.0", "h.10"), ("h.2", "h.3")]), iter(["h.0", "h.3"]))
-
-
-def test_pairs_are_grouped_by_source_in_the_order_of_first_occurrence():
-    pairs = [("b.0", "c.0"), ("a.0", "b.0"), ("b.0", "a.0"), ("a.0", "b.0"), ("b.0", "c.0")]
-    grouped = by_source(pairs)
-    assert list(grouped.items()) == [("b.0", ["c.0", "a.0"]), ("a.0", ["b.0"])]

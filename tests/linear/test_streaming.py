@@ -15,9 +15,8 @@ from matlens.errors import InputError
 from matlens.io.verification import verify
 from matlens.linear import StoredLeastSquares, streaming
 from matlens.linear.least_squares import LeastSquares
-from matlens.linear.mapsets import MapSet
 from matlens.linear.streaming import stream_least_squares
-from matlens.study.steps import fit_maps, typical_penalty
+from matlens.study.steps import fit_maps
 
 PAIRS = [("h.0", "h.3"), ("attn_in.1", "attn_out.1"), ("h.0", "h.1")]
 QUIET: dict[str, Any] = {"batch_tokens": 40, "progress": False}
@@ -88,19 +87,6 @@ def test_moments_are_those_of_collected_vectors_whole_and_in_parts(positions, mo
     assert all(linear.bias is not None for linear in maps.values())
 
 
-def test_few_samples_have_the_penalty_of_their_rows(model, examples, tmp_path):
-    few = examples.head(4)
-    rows = matlens.collect(model, few, positions="all", **QUIET)
-    assert rows.n_rows < 2 * rows.provenance.identity.d_model
-    stream_least_squares(model, few, tmp_path / "statistics", pairs="last", **QUIET)
-    maps = fit_maps(tmp_path, ridge=None, progress=False)
-    expected = typical_penalty(rows, ["h.0", "h.1", "h.2"])
-    assert maps.provenance.details["ridge"] == expected > 0
-    reference = MapSet.fit(rows, ridge=expected, progress=False)
-    for pair, linear in maps.items():
-        torch.testing.assert_close(linear.weight, reference[pair].weight, rtol=1e-4, atol=1e-6)
-
-
 @pytest.fixture(scope="module")
 def folders(model, examples, tmp_path_factory):
     """Parts of a job, of another division, of other samples and of other pairs."""
@@ -138,16 +124,6 @@ def test_missing_parts_are_named(folders, tmp_path):
         some.merge(tmp_path / "m")
     assert not (tmp_path / "m").exists()
     StoredLeastSquares(folders / "2-2", folders / "1-2").check_complete()
-
-
-def test_a_part_without_sentences_adds_nothing(model, examples, tmp_path):
-    few = examples.head(2)
-    folders = [tmp_path / str(number) for number in (1, 2, 3)]
-    for number, folder in enumerate(folders, start=1):
-        stream_least_squares(model, few, folder, pairs=PAIRS, part=(number, 3), **QUIET)
-    assert StoredLeastSquares(folders[2]).n_samples == 0
-    alone = stream_least_squares(model, few, tmp_path / "alone", pairs=PAIRS, **QUIET)
-    assert_same_predictions(StoredLeastSquares(*folders), alone, 1e-6)
 
 
 class _Killed(BaseException):

@@ -80,13 +80,6 @@ def test_what_was_made_before_an_edit_is_refused_after_it(part, uses, work):
         use(work)
 
 
-def test_weights_edited_between_two_batches_of_a_stream_are_noticed(work):
-    rows = stream(work.model, work.examples, ["h.1"], batch_tokens=1, progress=False)
-    next(rows)
-    with edited(work.model, "ffn"), pytest.raises(InputError):
-        list(rows)
-
-
 def test_weights_edited_within_a_loop_that_checks_once_are_noticed_at_its_end(work):
     def edit_inside(stack: ExitStack) -> None:
         with work.readout.weights.constant():

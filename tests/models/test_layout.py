@@ -21,7 +21,6 @@ from conftest import (
     plain_vectors,
     save_model,
 )
-from patched_models import hook_counts
 from torch import Tensor
 
 import matlens
@@ -117,20 +116,6 @@ def test_an_ffn_that_changes_what_its_output_layer_gives_has_no_coefficients(sma
     assert (set(found.kinds), found.d_mlp) == (kinds - {"ffn_post"}, 0)
 
 
-def test_hooks_are_gone_when_the_run_fails(small_model, forgotten):
-    model = small_model("gpt2")
-    model(TOKENS, return_type=None)
-    before = hook_counts(model)
-    handle = model.original_model.transformer.ln_f.register_forward_hook(lambda *_: 1 / 0)
-    try:
-        with pytest.raises(ZeroDivisionError):
-            ModelLayout.from_model(model)
-    finally:
-        handle.remove()
-    assert hook_counts(model) == before
-    assert ModelLayout.from_model(model).wiring.name == "pre-norm"  # a failure is not remembered
-
-
 # Hooks by their names
 
 
@@ -179,12 +164,3 @@ def test_hooks_have_the_width_and_the_order_of_a_pass(small_model):
     for hook, shape in shapes.items():
         assert shape[:2] == (2, TOKENS.shape[1])
         assert known.width(hook) == torch.Size(shape[2:]).numel()
-
-
-def test_hooks_that_are_turned_on_are_found(model_folder):
-    model = matlens.load(str(model_folder("gpt2")), device="cpu")
-    with pytest.raises(InputError, match=r"'blocks\.1\.attn\.hook_result' does not fire"):
-        ModelLayout.from_model(model).resolve("result.1")
-    model.set_use_attn_result(True)
-    known = ModelLayout.from_model(model)
-    assert known.width("result.1") == 4 * D_MODEL

@@ -10,10 +10,9 @@ from conftest import N_LAYERS, assert_near, plain_vectors
 from torch import Tensor
 
 import matlens
-from matlens import InputError
 from matlens.activations.collecting import collect
 from matlens.ffn.control import controlled
-from matlens.ffn.values import ValueVector, ValueVectors
+from matlens.ffn.values import ValueVectors
 from matlens.models.layout import ModelLayout, mixture
 
 MIXTURES = ("olmoe", "qwen2-moe")
@@ -80,23 +79,6 @@ def test_coefficients_and_value_vectors_are_those_of_the_weights(name, small_mod
         # Most coefficients are 0, and each token has those of two experts.
         chosen = torch.stack([part.any(1) for part in m[:, : 4 * width].split(width, 1)])
         assert chosen.sum(0).tolist() == [2] * len(m)
-
-
-def test_names_have_an_expert(small_model):
-    values = ValueVectors(small_model("qwen2-moe"))
-    assert values.resolve("L1E2D5") == ValueVector(1, 5, 2)
-    assert str(values.resolve("l-1e0d15")) == "L2E0D15"
-    assert values.resolve("L1D37") == values.resolve((1, 37)) == ValueVector(1, 5, 2)
-    assert str(values.at(88 + 64)) == "L1E4D0"  # the expert that all share
-    names = [values.vector(1, column) for column in range(values.d_mlp)]
-    assert [values.column(name) for name in names] == list(range(88))
-    assert [ValueVector.parse(str(name)) for name in names] == names
-    assert torch.equal(values.vectors(names), values.layer(1))
-    for wrong in ("L1E2D16", "L1E4D24", "L1E5D0"):
-        with pytest.raises(InputError, match=r"0 to 3 has the value vectors 0 to 15, and expert 4 0 to 23"):
-            values.resolve(wrong)
-    with pytest.raises(InputError, match="no experts, and each layer the value vectors 0 to 47"):
-        ValueVectors(small_model("llama")).resolve("L1E0D3")
 
 
 def test_a_coefficient_that_is_set_adds_its_value_vector(small_model, plain_model):

@@ -33,15 +33,6 @@ def test_what_is_no_name_is_refused(name, no_network):
     assert no_network == []
 
 
-def test_a_file_of_another_kind_is_refused(model_folder):
-    with pytest.raises(InputError, match="unknown file format"):
-        matlens.load(model_folder("gpt2") / "model.safetensors")
-    with pytest.raises(InputError, match="There is no model"):
-        matlens.load("/dev/null")
-    with pytest.raises(InputError, match="revision must be None"):
-        matlens.load(str(model_folder("gpt2")), revision="main")
-
-
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 

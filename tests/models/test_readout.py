@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import D_MODEL, N_LAYERS, WIRINGS, assert_near, load_plain, make_tokenizer, plain_vectors
+from conftest import D_MODEL, N_LAYERS, WIRINGS, assert_near, load_plain, plain_vectors
 from torch import Tensor
 
 import matlens
@@ -73,19 +73,6 @@ def test_half_precision_is_read_out_in_float32_with_the_models_own_weights(model
     with torch.inference_mode():
         assert_near(ours, exact.lm_head(exact.transformer.ln_f(found[LAST].float())), 2e-6)
     assert_near(ours, found["logits"].float(), 8 * torch.finfo(dtype).eps)
-
-
-def test_top_tokens_are_the_most_probable_words(small_model, plain_model):
-    name = "bert"
-    found = plain_vectors(name, plain_model(name), random_tokens(3))
-    probability = found["logits"][2, 7].double().softmax(-1)
-    order = probability.argsort(descending=True)
-    vocabulary = make_tokenizer(bert=True).get_vocab()
-    words = {i: word for word, i in vocabulary.items()}
-    top = Readout(small_model(name)).top_tokens(found[LAST][2, 7], k=7)
-    assert [word for word, _ in top] == [words.get(int(i), "") for i in order[:7]]
-    assert [p for _, p in top] == pytest.approx(probability[order[:7]].tolist(), rel=1e-4)
-    assert len(Readout(small_model(name)).top_tokens(found[LAST][2, 7])) == 5
 
 
 def test_a_read_out_knows_its_model(small_model):

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import assert_near
-from transformer_lens.factories import architecture_adapter_factory as factory
 
 import matlens
 from matlens import InputError
 from matlens.models import registry
-from matlens.models.registry import Family, ask, families, family_adapters, register
+from matlens.models.registry import families
 
 PACKAGE = '''
 import torch
@@ -69,33 +67,6 @@ def test_an_installed_package_adds_an_architecture(model_folder, plain_model, tm
         assert_near(model(tokens), plain_model("llama")(tokens).logits)
     with pytest.raises(InputError, match="do not give the model's own logits"):
         matlens.Readout(model)  # by the head of the family, which halves them
-
-
-@pytest.mark.usefixtures("forgotten")
-def test_the_family_that_was_registered_last_answers_first(small_model):
-    model = small_model("gpt2")
-    assert ask(Family.head, model) is None
-
-    @register
-    class First(Family):
-        def head(self, model: Any) -> Any:
-            return ["first"]
-
-        def adapters(self) -> Any:
-            return {"FalconForCausalLM": First, "New": First}
-
-    @register
-    class Second(Family):
-        def head(self, model: Any) -> Any:
-            return ["second"] if model.cfg.n_layers == 3 else None
-
-    assert ask(Family.head, model) == ["second"]
-    before = dict(factory.SUPPORTED_ARCHITECTURES), dict(factory.ArchitectureAdapterFactory._adapters)
-    with family_adapters():
-        assert factory.SUPPORTED_ARCHITECTURES["New"] is First
-        adapters: Any = factory.ArchitectureAdapterFactory._adapters
-        assert adapters["FalconForCausalLM"] is First
-    assert before == (factory.SUPPORTED_ARCHITECTURES, factory.ArchitectureAdapterFactory._adapters)
 
 
 def test_the_core_imports_no_architecture():

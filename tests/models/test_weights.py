@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -45,16 +43,6 @@ def test_fingerprint_changes_with_every_parameter(small_model):
     assert len(set(found)) == 1 + len(names)
     assert fingerprint(model) == found[0]
     assert all(len(one) == 16 and int(one, 16) >= 0 for one in found)
-
-
-def test_fingerprint_changes_with_the_configuration(model_folder, tmp_path):
-    """The same weights compute something else with another epsilon."""
-    shutil.copytree(model_folder("llama"), tmp_path / "other")
-    config = json.loads((tmp_path / "other" / "config.json").read_text())
-    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
-    folders = (model_folder("llama"), tmp_path / "other")
-    first, second = (fingerprint(matlens.load(str(folder), device="cpu")) for folder in folders)
-    assert first != second
 
 
 def _edited(weight: torch.Tensor, dtype: torch.dtype, edit: Callable[[torch.Tensor], Any]) -> tuple[str, str]:

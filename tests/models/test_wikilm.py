@@ -13,16 +13,16 @@ import torch
 from conftest import assert_near, make_sentences
 from fairseq_by_hand import BANDS, EMBEDDINGS, LAYERS, N_WORDS, SOFTMAX, run, save, settings, weights
 from torch import Tensor
-from training.wikilm import word_dictionary, write_wikilm
+from training.wikilm import write_wikilm
 from transformers import AutoModelForCausalLM
 
 import matlens
 from matlens import InputError, ffn
-from matlens.data import Corpus, make_windows
+from matlens.data import make_windows
 from matlens.models import ModelLayout, changes_of, token_policy
 from matlens.models.families.dictionary import SPECIAL, WordDictionary, words_of
 from matlens.models.families.fairseq import read_wikilm
-from matlens.models.families.wikilm import WikiLMConfig, WikiLMForCausalLM
+from matlens.models.families.wikilm import WikiLMForCausalLM
 from matlens.models.registry import families
 from matlens.models.sizes import read_sizes
 from matlens.pruning import prune
@@ -187,13 +187,6 @@ def test_passes_longer_than_the_context_leave_the_model_as_it_is(path):
     assert len(changes_of(model)) == 1
 
 
-def test_cutoffs_increase_up_to_the_vocabulary():
-    assert [band[:2] for band in WikiLMConfig(vocab_size=9, cutoffs=[4, 9]).bands] == [(0, 4), (4, 9)]
-    for cutoffs in ([], [0, 4], [4, 4], [5, 4], [4, 10]):
-        with pytest.raises(InputError, match=r"^cutoffs must"):
-            WikiLMConfig(vocab_size=9, cutoffs=cutoffs)
-
-
 # Checkpoints
 
 
@@ -336,17 +329,6 @@ def test_words_of_the_dictionary_stay_whole_between_spaces():
         "a^bc 5.5": ["<unk>", "<unk>", "<unk>", "<unk>", ".", "<unk>"],  # no @.@ where there is none
     }.items():
         assert [dictionary.words[i] for i in tokenizer(text).input_ids[1:]] == words, text
-
-
-def test_words_are_numbered_by_frequency_and_filled_up():
-    text = " ".join(3 * ["b", "a"] + 9 * ["c"] + ["rare"] + 50 * ["<unk>"])
-    made = word_dictionary(Corpus("c", (text,), 1, 0, 0, 0), n_words=7)
-    assert made.words == (*SPECIAL, "c", "a", "b", "madeupword0000")
-    assert made.counts == (0, 0, 0, 0, 9, 3, 3, 0)
-    tokenizer = made.tokenizer(longest=12)
-    assert tokenizer("a rare c").input_ids == [2, 5, 3, 4]
-    assert tokenizer.model_max_length == 12
-    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 3)
 
 
 def test_dictionaries_are_read_and_others_refused(tmp_path):
