@@ -37,7 +37,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "linear/least_squares": ("linear/fitting", "linear/streaming"),
     "linear/fitting": ("parallel", "dividing"),
     "linear/maps": (),
-    "linear/mapsets": ("linear/fitting",),
+    "linear/mapsets": ("linear/maps", "linear/fitting"),
     "activations/collecting": (),
     "models/readout": (),
     "activations/sinks": ("dividing",),

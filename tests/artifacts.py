@@ -32,7 +32,7 @@ class Killed(BaseException):
 
 
 @contextmanager
-def killed_at(write: int, *, before: bool) -> Iterator[None]:
+def killed_at(write: int, *, before: bool) -> Iterator[list[int]]:
     """Die before or after a file is put in its place, the first of which is number 0."""
     replace, count = Path.replace, [0]
 
@@ -47,7 +47,7 @@ def killed_at(write: int, *, before: bool) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "replace", counting)
-        yield
+        yield count
 
 
 def contents(folder: Path) -> dict[str, Any]:
@@ -100,7 +100,8 @@ def check_artifact(make: Make, read: Read, root: Path, *, kills: int = 12, harms
     ``make(folder, 0)`` writes it, ``make(folder, 1)`` is another job; ``read`` gives its numbers.
     """
     whole = root / "whole"
-    make(whole, 0)
+    with killed_at(-1, before=True) as count:
+        make(whole, 0)
     expected, files = read(whole), contents(whole)
     assert not list(whole.rglob("*.partial"))
     assert not list(whole.rglob(".lock"))
@@ -116,7 +117,7 @@ def check_artifact(make: Make, read: Read, root: Path, *, kills: int = 12, harms
     assert contents(whole) == files
 
     # A killed run is unfinished for whoever reads it, refuses another job, and resumes to the same bytes.
-    rng, n_writes = random.Random(0), _count_writes(make, root / "counted")
+    rng, n_writes = random.Random(0), count[0]
     points = [(write, before) for write in range(n_writes) for before in (True, False)]
     for write, before in [points[0], points[1], points[-2], *rng.sample(points, min(kills, len(points)))]:
         folder = root / f"killed-{write}-{before}"
@@ -171,20 +172,6 @@ def check_artifact(make: Make, read: Read, root: Path, *, kills: int = 12, harms
         job.join(120)
     assert [job.exitcode for job in jobs] == [0, 0]
     assert contents(both) == files
-
-
-def _count_writes(make: Make, folder: Path) -> int:
-    count, replace = [0], Path.replace
-
-    def counting(self: Path, target: Any) -> Path:
-        count[0] += 1
-        return replace(self, target)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "replace", counting)
-        make(folder, 0)
-    shutil.rmtree(folder)
-    return count[0]
 
 
 def _harm_unfinished(folder: Path, make: Make, read: Read, expected: Any, rng: random.Random) -> None:

@@ -162,18 +162,16 @@ def test_in_half_precision_one_vector_may_be_another(model_folder, tmp_path):
 
 
 def test_rows_of_rewritten_files_are_not_those_of_before(model, written, tmp_path):
-    folder, rows = written(), tmp_path / "rows"
-    before = read_exported(model, folder, ENTRIES, folder=rows, progress=False)
-    again = read_exported(model, folder, ENTRIES, folder=rows, progress=False)
-    assert torch.equal(before[1], again[1])
+    folder, options = written(), {"folder": tmp_path / "rows", "progress": False}
+    before = read_exported(model, folder, ENTRIES, **options)
     moved = shutil.copytree(folder, tmp_path / "moved")  # with the times of the files
-    assert torch.equal(read_exported(model, moved, ENTRIES, folder=rows, progress=False)[1], again[1])
+    assert torch.equal(read_exported(model, moved, ENTRIES, **options)[1], before[1])
     path = folder / "cmpl-2.safetensors"
     content = path.read_bytes()
     path.unlink()
     path.write_bytes(content)
     with pytest.raises(InputError, match=r"belongs to another job \(files"):
-        read_exported(model, folder, ENTRIES, folder=rows, progress=False)
+        read_exported(model, folder, ENTRIES, **options)
 
 
 def test_layers_that_hardly_differ_are_told_apart(model_folder, tmp_path):

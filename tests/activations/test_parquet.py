@@ -63,9 +63,9 @@ def test_damaged_exports_are_refused(collected, tmp_path):
     refused(whole[: len(whole) // 2])
     refused((tmp_path / "b" / "vectors-00000.parquet").read_bytes())
     values = collected["h.0"][-1].numpy().tobytes()[-16:]  # flip a bit of a vector where it is written
-    place = (
-        whole.index(values) if values in whole else whole.index(collected["h.0"][0].numpy().tobytes()[:16])
-    )
+    if values not in whole:
+        values = collected["h.0"][0].numpy().tobytes()[:16]
+    place = whole.index(values)
     refused(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
     shards = sorted((tmp_path / "a").glob("vectors-*"))
     if len(shards) > 1:
@@ -85,7 +85,5 @@ def test_damaged_exports_are_refused(collected, tmp_path):
     (tmp_path / "b" / "examples.parquet").unlink()
     with pytest.raises(InputError, match="not a finished export"):
         read_parquet(tmp_path / "b", progress=False)
-    with pytest.raises(InputError, match="must be empty"):
-        write_parquet(collected, tmp_path / "a", progress=False)
     write_parquet(part, tmp_path / "b", progress=False)  # an interrupted export is written again
     assert read_parquet(tmp_path / "b", progress=False).n_rows == part.n_rows

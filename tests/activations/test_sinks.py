@@ -15,7 +15,6 @@ from matlens import InputError, collect, make_examples
 from matlens.activations import sinks as sinks_module
 from matlens.activations import stream
 from matlens.activations.sinks import SinkWarning, find_sinks, outlying_rows, sink_counts, sink_rows
-from matlens.data.corpus import Corpus
 
 
 def by_hand(norms: torch.Tensor) -> torch.Tensor:
@@ -49,30 +48,19 @@ def test_the_rule_is_the_same_for_rows_and_for_sentences(
     assert torch.equal(sink_rows(rows), expected)
 
 
-def first_tokens_stand_out(ratio: float, *, others_top: float = 1.5) -> tuple[torch.Tensor, np.ndarray]:
-    """Norms at three layers: at one, first tokens are so many times as long as others."""
-    generator = torch.Generator().manual_seed(0)
-    norms = 1 + 0.2 * torch.rand(300, 3, generator=generator)
-    places = np.arange(300) % 10
-    norms[places == 0, 1] *= ratio
-    norms[7, 1] = others_top
-    return norms, places
-
-
 @pytest.mark.parametrize(
     ("ratio", "known"), [(27.5, True), (16.0, True), (6.0, True), (3.0, False), (1.0, False)]
 )
 def test_first_tokens_are_sinks_together_by_less_than_twenty_times_the_median(ratio, known):
     """As in Gemma 3, whose first tokens pass twenty at one layer alone and reach 8 to 16 at the others."""
-    norms, places = first_tokens_stand_out(ratio)
+    generator, places = torch.Generator().manual_seed(0), np.arange(300) % 10
+    norms = 1 + 0.2 * torch.rand(300, 3, generator=generator)
+    norms[places == 0, 1] *= ratio
+    norms[7, 1] = 1.5
     sinks = outlying_rows(norms, places=places)
     assert sinks.tolist() == ((places == 0) & known).tolist()
-    assert list(sink_counts(sinks | torch.from_numpy(places == 7), places).values()) == [
-        30 * known + 30,
-        30 * known,
-        30,
-        30,
-    ]
+    counts = sink_counts(sinks | torch.from_numpy(places == 7), places)
+    assert list(counts.values()) == [30 * known + 30, 30 * known, 30, 30]
     assert outlying_rows(norms, np.ones_like(places)).any() == (ratio > 20)
 
 
@@ -140,10 +128,12 @@ def test_a_warning_names_missing_layers(sentences, small_model):
         assert int(sink_rows(rows).sum()) == expected + 1
 
 
-def with_long_first_tokens(
-    model: Any, sentences: Corpus, n: int, factor: float, monkeypatch: pytest.MonkeyPatch
-) -> Any:
-    """Some sentences whose first tokens are so many times as long as they are at layer 2."""
+@pytest.mark.parametrize(
+    ("n", "factor", "known", "warned"),
+    [(2, 9.0, 0, 1), (2, 60.0, 2, 0), (3, 9.0, 3, 0)],
+)
+def test_too_few_first_tokens_are_warned_of(n, factor, known, warned, sentences, small_model, monkeypatch):
+    """First tokens that are so many times as long as they are at layer 2."""
 
     def longer(*arguments: Any, **options: Any) -> Any:
         for rows in stream(*arguments, **options):
@@ -152,16 +142,8 @@ def with_long_first_tokens(
             yield rows
 
     monkeypatch.setattr(sinks_module, "stream", longer)
-    return make_examples(model, replace(sentences, sentences=sentences.sentences[:n]))
-
-
-@pytest.mark.parametrize(
-    ("n", "factor", "known", "warned"),
-    [(2, 9.0, 0, 1), (2, 60.0, 2, 0), (3, 9.0, 3, 0)],
-)
-def test_too_few_first_tokens_are_warned_of(n, factor, known, warned, sentences, small_model, monkeypatch):
     model = small_model("llama")
-    examples = with_long_first_tokens(model, sentences, n, factor, monkeypatch)
+    examples = make_examples(model, replace(sentences, sentences=sentences.sentences[:n]))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert int(find_sinks(model, examples, progress=False).sum()) == known

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from artifacts import Make, Read, assert_same, check_artifact, contents
-from conftest import make_sentences
+from conftest import make_sentences, tree
 from several import run_ranks
 
 import matlens
@@ -22,6 +22,7 @@ from matlens.explorer import value_pages, write_value_pages
 from matlens.io import Artifact
 from matlens.io.artifact import LAYOUT
 from matlens.io.files import checksummed
+from matlens.io.rows import read_rows
 from matlens.linear import StoredLeastSquares, fitting, stream_least_squares, streaming
 from matlens.linearity import linearity_atlas
 from matlens.patching import variants
@@ -54,11 +55,6 @@ def kind_of(small_model):
     def read_lens(folder: Path) -> Any:
         lens = matlens.Lens.load(folder)
         return {layer: held.parts for layer, held in lens.maps.items()}
-
-    def read_rows(folder: Path) -> Any:
-        from matlens.io.rows import read_rows
-
-        return dict(read_rows(folder, "variants")[2])
 
     def read_atlas(folder: Path) -> Any:
         artifact = Artifact.open(folder, "atlas of linearity")
@@ -101,7 +97,7 @@ def kind_of(small_model):
             lambda folder, job: variants.run_variants(
                 model, samples[job], {"jump": runs[job]}, folder=folder, batch_tokens=40, **QUIET
             ),
-            read_rows,
+            lambda folder: dict(read_rows(folder, "variants")[2]),
         ),
         "atlas": (
             lambda folder, job: linearity_atlas(
@@ -175,25 +171,21 @@ def test_a_collection_larger_than_memory_is_fitted_shard_by_shard(kind_of, tmp_p
 
 
 @pytest.mark.parametrize(
-    "files",
+    "text",
     [
-        {"notes.txt": "mine"},
-        {"config.json": json.dumps({"model_type": "gpt2"})},
-        {"config.json": json.dumps({"layout": LAYOUT, "holds": "maps", "request": {}, "digest": "0"})},
-        {"config.json": json.dumps(checksummed({**FINISHED, "layout": LAYOUT - 1}))},
-        {"config.json": "{"},
-        {"config.json": ""},
+        json.dumps({"model_type": "gpt2"}), "{", "",
+        json.dumps({"layout": LAYOUT, "holds": "maps", "request": {}, "digest": "0"}),
+        json.dumps(checksummed({**FINISHED, "layout": LAYOUT - 1})),
     ],
-)
-def test_folders_of_others_are_refused_and_not_touched(files, tmp_path):
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+)  # fmt: skip
+def test_folders_of_others_are_refused_and_not_touched(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    before = tree(tmp_path)
     with pytest.raises(InputError), Artifact.writing(tmp_path, "maps", {"a": 1}):
         pass
     with pytest.raises(InputError):
         Artifact.open(tmp_path, "maps")
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert tree(tmp_path) == before
 
 
 @pytest.mark.parametrize("call", ["os.fsync", "os.replace"])

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors import SafetensorError
 
 from matlens.errors import InputError
 from matlens.io.cache import Cache, file_states
@@ -75,9 +74,8 @@ def test_a_killed_filler_leaves_no_entry_and_blocks_nobody(tmp_path):
     process.start()
     process.join()
     assert process.exitcode == 9
-    cache = Cache(tmp_path)
-    assert cache.find("thing", KEY) is None
-    entry = cache.store("thing", KEY, writer(b"12345"))
+    assert Cache(tmp_path).find("thing", KEY) is None
+    entry = Cache(tmp_path).store("thing", KEY, writer(b"12345"))
     assert entry is not None
     assert [path.name for path in entry.folder.iterdir()] == ["numbers.bin"]
 
@@ -98,10 +96,8 @@ def test_the_entry_used_longest_ago_is_removed_first(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
-    [(OSError(errno.ENOSPC, "full"), True), (SafetensorError("full"), True), (InputError("mine"), False),
-     (ZeroDivisionError("a bug"), False)],
-)  # fmt: skip
+    ("error", "told"), [(OSError(errno.ENOSPC, "full"), True), (InputError("mine"), False)]
+)
 def test_an_entry_that_cannot_be_filled_leaves_nothing(error, told, tmp_path, capsys):
     def fill(folder: Path) -> None:
         (folder / "half").write_bytes(b"1")
@@ -113,17 +109,12 @@ def test_an_entry_that_cannot_be_filled_leaves_nothing(error, told, tmp_path, ca
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-@pytest.mark.parametrize("how", ["given its old time", "replaced"])
-def test_the_state_of_a_file_changes_with_it(how, tmp_path):
+def test_the_state_of_a_file_changes_with_it(tmp_path):
     path = tmp_path / "a.bin"
     path.write_bytes(b"first")
     before, state = path.stat(), file_states([path])
     assert file_states([path]) == state
     time.sleep(0.02)  # longer than a tick of the file system's clock
-    if how == "replaced":
-        (tmp_path / "b.bin").write_bytes(b"other")
-        (tmp_path / "b.bin").replace(path)
-    else:
-        path.write_bytes(b"other")
+    path.write_bytes(b"other")
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert file_states([path]) != state

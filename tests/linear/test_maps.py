@@ -1,13 +1,20 @@
-"""A linear map: applied and stored in float32."""
+"""Linear maps, sets of them and the pairs they are of: applied in float32, saved to the last bit."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
-from small_maps import ORIGIN, linear
+from conftest import tree
+from identities import make_identity
+from small_maps import ORIGIN, PAIRS, linear, same
 
-from matlens.errors import InputError
-from matlens.linear.maps import LinearMap
+from matlens import InputError, LinearMap, MapSet, Site
+from matlens.linear.mapsets import CONVENTION
+from matlens.linear.pairs import resolve_pairs
+from matlens.models.identity import Provenance
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -23,23 +30,8 @@ def test_applying_is_the_matrix_product_in_float32(bias, shape, dtype):
             expected = expected + mapped.bias.double()
         assert mapped(h).dtype == torch.float32
         torch.testing.assert_close(mapped(h), expected.float(), rtol=1e-6, atol=1e-5)
-
-
-def test_a_bias_that_would_be_broadcast_is_refused():
-    with pytest.raises(InputError):
+    with pytest.raises(InputError):  # it would be broadcast
         LinearMap(torch.eye(4), torch.ones(1), "h.0", "h.1")
-
-
-def test_a_solution_in_float64_becomes_a_contiguous_map_in_float32():
-    weight, bias = torch.randn(4, 4, dtype=torch.float64).T, torch.randn(4, dtype=torch.float64)
-    stored = LinearMap.from_solution(weight, bias, "h.0", "h.1", ORIGIN)
-    assert stored.weight.is_contiguous()
-    assert torch.equal(stored.weight, weight.float())
-    assert stored.bias is not None
-    assert torch.equal(stored.bias, bias.float())
-    assert stored.provenance == ORIGIN
-    with pytest.raises(AttributeError):
-        stored.weight = torch.zeros(4, 4)  # type: ignore[misc]
 
 
 def test_the_digest_follows_values_that_are_edited_in_place():
@@ -49,3 +41,95 @@ def test_the_digest_follows_values_that_are_edited_in_place():
     one.weight[0, 0] += 1
     assert one.digest != before
     assert linear("h.0", "h.1").digest != before
+
+
+def test_the_provenance_of_a_set_is_what_its_maps_have_in_common(tmp_path):
+    model = make_identity("small")
+    one, other = (
+        Provenance(model, {"corpus": corpus}, examples, "sampled", {"n_fitted": n, "ridge": 0.0, **more})
+        for corpus, examples, n, more in (("news", "ab", 30, {}), ("wiki", "cd", 40, {"weights": "ef"}))
+    )
+    maps = [LinearMap(torch.eye(4), None, "h.0", f"h.{i}", of) for i, of in ((1, one), (2, other))]
+    expected = Provenance(model, positions="sampled", details={"ridge": 0.0})
+    for given in (maps, maps[::-1], [linear("h.0", "h.3"), *maps]):
+        kept = MapSet(given)
+        assert kept.provenance == expected
+        assert kept.provenance.n_samples is None
+    kept.save(tmp_path / "maps")
+    assert [found.provenance for found in MapSet.load(tmp_path / "maps").values()] == [expected] * 3
+    assert MapSet(maps[:1]).provenance == one
+
+
+def test_maps_of_two_models_or_two_maps_of_a_pair_are_refused():
+    one = LinearMap(torch.eye(4), None, "h.0", "h.1", ORIGIN)
+    others = make_identity("small", "beef"), replace(make_identity("small"), changes=("a hook",))
+    for other in others:
+        with pytest.raises(InputError, match=r"do not belong together|a hook"):
+            MapSet([one, LinearMap(torch.eye(4), None, "h.0", "h.2", Provenance(other))])
+    with pytest.raises(InputError, match="one for each pair"):
+        MapSet([one, linear("h.0", "h.1")])
+
+
+@pytest.mark.parametrize("order", [PAIRS, [PAIRS[i] for i in (4, 0, 2, 1, 3)]])
+def test_what_is_saved_comes_back_to_the_last_bit(order, tmp_path):
+    saved = [linear(*pair, bias=pair[1] == "h.3") for pair in order]
+    MapSet(saved, provenance=ORIGIN).save(tmp_path / "maps")
+    loaded = MapSet.load(str(tmp_path / "maps"))
+    assert list(loaded) == order
+    for one in saved:
+        found = loaded[one.source, one.target]
+        assert same(found, one)
+        assert found.provenance == loaded.provenance == ORIGIN
+    for pair in [(0, 3), (0, "h.3"), (Site("h", 0), Site("h", -1))]:
+        assert same(loaded[pair], loaded["h.0", "h.3"])
+    assert CONVENTION.encode() in tree(tmp_path / "maps")["config.json"]
+    loaded.save(tmp_path / "again")
+    assert tree(tmp_path / "again") == tree(tmp_path / "maps")
+    others = MapSet([replace(one, weight=one.weight + 1) for one in saved], provenance=ORIGIN)
+    with pytest.raises(InputError):
+        others.save(tmp_path / "maps")
+    with pytest.raises(KeyError, match=r"no map h\.2 -> h\.3"):
+        loaded[2, 3]
+    some = loaded.in_memory([(0, 3), ("h.1", 2), (0, 3)], device="meta")
+    assert list(some) == [("h.0", "h.3"), ("h.1", "h.2")]
+    assert some[0, 3].weight.device.type == "meta"
+
+
+def test_maps_that_are_not_finite_are_not_saved(tmp_path):
+    weight = torch.eye(4)
+    weight[1, 2] = torch.nan
+    with pytest.raises(InputError, match=r"h\.0 -> h\.1 cannot be saved: a value of it is not finite"):
+        MapSet([LinearMap(weight, None, "h.0", "h.1")]).save(tmp_path / "maps")
+    assert not (tmp_path / "maps").exists()
+
+
+def test_a_low_rank_map_is_saved_as_its_product(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    left, right, h = (torch.randn(*shape, generator=generator) for shape in ((5, 2), (2, 4), (3, 4)))
+    low_rank = LinearMap(left, torch.ones(5), "h.0", "h.1", right=right)
+    MapSet([low_rank]).save(tmp_path / "maps")
+    expected = h.double() @ (left.double() @ right.double()).T + 1
+    for mapped in (low_rank, MapSet.load(tmp_path / "maps")[0, 1]):
+        torch.testing.assert_close(mapped(h).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "expected"),
+    [
+        ("all", "01 02 03 12 13 23"), ("last", "03 13 23"), ([(-3, -1), (0, -2)], "13 02"),
+        ([("h.0", "h.2"), ("1", "-1")], "02 13"), (iter([(0, 3)]), "03"),
+        ([("ffn_in.-1", "ffn_out.-1"), ("mid.1", 0)], [("ffn_in.2", "ffn_out.2"), ("mid.1", "h.0")]),
+        *((wrong, None) for wrong in ([(0, 4)], [(-5, 3)], [(2, 2)], [("ln1_out.3", 3)], {0: 3}, (0, 3), [])),
+    ],
+)  # fmt: skip
+def test_pairs_are_resolved_forward_within_the_model(pairs, expected):
+    if isinstance(expected, str):
+        expected = [(f"h.{a}", f"h.{b}") for a, b in expected.split()]
+    asked = pairs if isinstance(pairs, str | dict | tuple) else list(pairs)
+    models: list[Any] = [3, Provenance(make_identity(n_layers=3))]
+    for model in models:
+        if expected is None:
+            with pytest.raises(InputError):
+                resolve_pairs(asked, model)
+        else:
+            assert resolve_pairs(asked, model) == expected

@@ -22,8 +22,8 @@ Models = Callable[[str], Any]
 VALUES = torch.from_numpy(np.random.default_rng(0).normal(size=(5, 3)))
 
 
-def published(folder: Path) -> dict[tuple[str, str], Tensor]:
-    """A folder as the authors' code writes it: coefficients as tensors."""
+def published(folder: Path) -> tuple[dict[tuple[str, str], Tensor], Tensor]:
+    """A folder as the authors' code writes it: coefficients, and of one map the intercept."""
     generator = torch.Generator().manual_seed(0)
     maps = {}
 
@@ -41,31 +41,24 @@ def published(folder: Path) -> dict[tuple[str, str], Tensor]:
             write(f"p{a}_{ends[0]}_{ends[1]}.pickle", f"{name}_in.{a}", f"{name}_out.{a}")
         write(f"p{a}_2_3.pickle")
     (folder / "README.md").write_text("Not a map.")
-    return maps
+    bias = torch.randn(D_MODEL, generator=generator, dtype=torch.float64)
+    (folder / "0_2.pickle").write_bytes(pickle.dumps([maps["h.0", "h.2"], bias]))
+    return maps, bias
 
 
 def test_published_maps_become_maps(small_model, tmp_path):
-    model, expected = small_model("gpt2"), published(tmp_path / "wikipedia")
+    model, (expected, bias) = small_model("gpt2"), published(tmp_path / "wikipedia")
     maps = convert_published(tmp_path / "wikipedia", model, tmp_path / "maps")
     assert set(maps) == set(expected)
     for pair, weight in expected.items():
         assert torch.equal(maps[pair].weight, weight.float())
-        assert maps[pair].bias is None
+        assert (maps[pair].bias is None) == (pair != ("h.0", "h.2"))
+    assert torch.equal(maps[0, 2].bias, bias.float())
     again = MapSet.load(tmp_path / "maps")
     assert again.provenance.corpus == "wikipedia"
     assert again.provenance.identity.n_layers == N_LAYERS
     h = torch.randn(2, D_MODEL)
     assert torch.allclose(again[0, -1](h), h @ expected["h.0", f"h.{N_LAYERS}"].float().T, atol=1e-5)
-
-
-def test_an_intercept_becomes_the_bias(small_model, tmp_path):
-    weight, bias = torch.randn(D_MODEL, D_MODEL), torch.randn(D_MODEL)
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "0_2.pickle").write_bytes(pickle.dumps([weight, bias]))
-    (linear,) = convert_published(tmp_path / "in", small_model("bert"), tmp_path / "maps").values()
-    assert torch.equal(linear.weight, weight)
-    assert linear.bias is not None
-    assert torch.equal(linear.bias, bias)
 
 
 SQUARE = torch.zeros(D_MODEL, D_MODEL)
@@ -150,13 +143,8 @@ def bombs() -> list[bytes]:
 
 def test_other_contents_are_refused():
     values = [Path("a"), {1, 2}, {"a": VALUES}, VALUES.numpy(), torch.arange(3), "text", [], [[VALUES]], None]
-    for content in [*map(pickle.dumps, values), *bombs()]:
+    tensor = pickle.dumps(torch.zeros(2, 3, dtype=torch.float64))
+    larger = tensor.replace(b"K\x02K\x03\x86", b"K\x08K\x08\x86")  # than its storage
+    for content in [*map(pickle.dumps, values), *bombs(), larger]:
         with pytest.raises(InputError, match=r"^a must be a pickle of tensors"):
             read_tensors(content, "a")
-
-
-def test_sizes_in_a_file_are_not_believed():
-    """A tensor is no larger than its storage."""
-    content = pickle.dumps(torch.zeros(2, 3, dtype=torch.float64))
-    with pytest.raises(InputError):
-        read_tensors(content.replace(b"K\x02K\x03\x86", b"K\x08K\x08\x86"), "a")
