@@ -24,26 +24,16 @@ def test_cut_sentences_end_with_their_drawn_token(data, lengths):
     expected = [tokens[: position + 1].tolist() for tokens, position in zip(whole, drawn, strict=True)]
     assert [tokens.tolist() for tokens in np.split(cut.tokens, cut.offsets[1:-1])] == expected
     assert cut.offsets.tolist() == [0, *np.cumsum([len(tokens) for tokens in expected])]
-    assert cut.lengths.tolist() == [len(tokens) for tokens in expected]
     assert cut.positions.tolist() == drawn.tolist()
-    drawn_tokens = [tokens[position] for tokens, position in zip(whole, drawn, strict=True)]
-    assert cut.tokens[cut.offsets[1:] - 1].tolist() == drawn_tokens
     assert cut.provenance == {"seed": 4}
-    assert np.array_equal(cut.up_to_positions().tokens, cut.tokens)
 
 
 def test_fingerprint_changes_with_any_token_boundary_or_position():
     base = Examples(np.arange(10), np.array([0, 4, 10]), np.array([1, 2]))
-    changed = [
-        replace(base, tokens=np.array([0, 1, 2, 3, 4, 5, 6, 7, 8, 10])),
-        replace(base, offsets=np.array([0, 5, 10])),
-        replace(base, positions=np.array([1, 3])),
-        replace(base, positions=np.array([2, 1])),
-    ]
-    fingerprints = {examples.fingerprint for examples in (base, *changed)}
-    assert len(fingerprints) == 5
-    same = Examples(np.arange(10), np.array([0, 4, 10]), np.array([1, 2]), {"corpus": "another"})
-    assert same.fingerprint == base.fingerprint
+    changed = [{"tokens": np.arange(10) + (np.arange(10) == 9)}, {"offsets": np.array([0, 5, 10])}]
+    changed += [{"positions": np.array(positions)} for positions in ([1, 3], [2, 1])]
+    assert len({base.fingerprint, *(replace(base, **change).fingerprint for change in changed)}) == 5
+    assert replace(base, provenance={"corpus": "another"}).fingerprint == base.fingerprint
 
 
 @pytest.mark.refused
@@ -51,13 +41,11 @@ def test_fingerprint_changes_with_any_token_boundary_or_position():
     ("change", "message"),
     [
         ({"offsets": np.array([0, 3, 2, 6])}, "offsets must"),
-        ({"offsets": np.array([0, 3, 7])}, "offsets must"),
         ({"positions": np.array([0, 3])}, "positions of sentence 1 must be between 0 and 2, got 3"),
         ({"positions": np.array([-1, 0])}, "positions of sentence 0 .* got -1"),
         ({"positions": np.array([0])}, "sentences must"),
         ({"sentences": np.array([1, 0])}, "sentences must"),
         ({"sentences": np.array([0, 2])}, "sentences must"),
-        ({"sentences": np.array([1, 1])}, "sentences must"),
     ],
     ids=str,
 )

@@ -70,12 +70,8 @@ def test_all_languages_have_the_same_messages_in_one_order(catalogues):
     [
         ("Deleted %(n)s of all the files.", "Es sind %(n)s Dateien weg.", ""),
         ("Read the <b>manual</b> of this program.", "Ein Handbuch gibt es hier auch.", ""),
-        ("A line breaks here.\\nAnd goes on.", "Eine Zeile bricht hier einmal um.", ""),
-        ("See https://example.org for all of it.", "Mehr davon steht noch im Netz.", ""),
         ("Only four words here.", "Hier stehen mehr als vier Worte.", ""),
         ("This one has more than four words.", "Nur vier Worte hier.", ""),
-        ("This one is no whole sentence", "Das hier hat ein Ende vorne.", ""),
-        ("This one is no whole sentence either.", "Das hier hat am Ende nichts", ""),
         ("This message has not been translated.", "", ""),
         ("This message has been guessed at.", "Das hier ist nur so geraten.", "#, fuzzy, python-format\n"),
         ("This message stands for several texts.", "Das hier ist je nachdem anders.", 'msgctxt "menu"\n'),

@@ -36,10 +36,12 @@ SENTENCES = ("eng/eng-sentences.txt", LEIPZIG, tarfile.REGTYPE)
 WORDS = ("eng/eng-words.txt", b"1\tthe\t9" * 900, tarfile.REGTYPE)
 
 
-def test_the_sentences_of_a_leipzig_archive_are_read(tmp_path):
+def test_the_sentences_of_compressed_files_and_leipzig_archives_are_read(tmp_path):
     members = [("eng/", b"", tarfile.DIRTYPE), WORDS, SENTENCES, ("x", b"1" * 5000, b"0")]
-    for name, mode in (("eng.tar", "w"), ("eng.tar.gz", "w:gz"), ("eng.TGZ", "w:gz")):
-        assert load_corpus(write(tmp_path / name, tarred(members, mode))).sentences == (FIRST, SECOND)
+    files = {"eng.tar": tarred(members, "w"), "eng.TGZ": tarred(members)}
+    files |= {"a.txt.gz": gzip.compress(f"{FIRST}\n{SECOND}\n".encode())}
+    for name, content in files.items():
+        assert load_corpus(write(tmp_path / name, content)).sentences == (FIRST, SECOND)
 
 
 @settings(max_examples=40)
@@ -88,8 +90,9 @@ def test_a_damaged_archive_is_no_shorter_one(limit, tmp_path):
     content[content.rindex(b"ustar") + 200] ^= 1
     with pytest.raises(InputError, match=DAMAGED):
         load_corpus(write(tmp_path / "a.tar.gz", gzip.compress(bytes(content))), limit=limit)
-    with pytest.raises(InputError, match=DAMAGED):
-        load_corpus(write(tmp_path / "eng.tar.gz", "<html>Not found</html>"))
+    for members in ([SENTENCES, ("deu-sentences.txt", LEIPZIG, tarfile.REGTYPE)], [WORDS]):
+        with pytest.raises(InputError, match=r"must hold one file that ends in '-sentences\.txt'"):
+            load_corpus(write(tmp_path / "a.tgz", tarred(members)))
 
 
 @pytest.mark.parametrize(

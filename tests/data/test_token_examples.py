@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import N_CTX, assert_near, load_plain, plain_vectors
-from paper_a.predictions import prompt_texts
 from patched_models import LENGTHS, SENTENCES, padded, run_variants
 from sentences import positions_of, sentences_of
 from transformers import BatchEncoding
 
 import matlens
-from matlens import InputError, LinearMap, Readout, make_token_examples
+from matlens import InputError, LinearMap, make_token_examples
 from matlens.activations import Activations, stream
 from matlens.ffn import Trace
 from matlens.patching import Replacement, Variant
@@ -38,11 +37,10 @@ def ways() -> dict[str, tuple[Any, dict[str, Any]]]:
     negative = [[p - n for p in at] for n, at in zip(LENGTHS, ANSWERS, strict=True)]
     return {
         "lists": (SENTENCES, {"positions": ANSWERS}),
-        "lists from the end": (SENTENCES, {"positions": negative}),
+        "from the end": (SENTENCES, {"positions": negative}),
         "arrays": (
             [np.array(s, dtype=np.int32) for s in SENTENCES], {"positions": [np.array(at) for at in ANSWERS]}
         ),
-        "tensors": (list(map(torch.tensor, SENTENCES)), {"positions": list(map(torch.tensor, ANSWERS))}),
         "left": (left[0], {"attention_mask": left[1].bool(), "positions": ANSWERS}),
         "right with marks": (
             right[0].numpy(), {"attention_mask": right[1].numpy(), "positions": marks("right")},
@@ -76,15 +74,10 @@ def test_one_position_each_and_the_last(small_model):
     assert positions_of(last) == [[n - 1] for n in LENGTHS]
     one = make_token_examples(model, SENTENCES, positions=[1, -1, 0, np.int8(-7)])
     assert positions_of(one) == [[1], [3], [0], [0]]
-    assert positions_of(make_token_examples(model, SENTENCES, positions=torch.tensor([1, -1, 0, 2]))) == [
-        [1], [3], [0], [2],
-    ]  # fmt: skip
-    assert one.fingerprint != last.fingerprint
-    assert positions_of(make_token_examples(model, SENTENCES[:1], positions=[2])) == [[2]]
     several = make_token_examples(model, SENTENCES, positions=[[1, 0], [0], [0], [0]])
     shifted = make_token_examples(model, SENTENCES, positions=[[0], [0, 1], [0], [0]])
     assert positions_of(several)[0] == [1, 0]  # rows stand in the order that was asked for
-    assert several.fingerprint != shifted.fingerprint
+    assert len({made.fingerprint for made in (last, one, several, shifted)}) == 4
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
@@ -95,7 +88,7 @@ def test_rows_of_a_mask_are_those_of_hugging_face(name, small_model, model_folde
     examples = make_token_examples(model, tokens, attention_mask=mask, positions=marks("left"))
     alone = [plain_vectors(name, plain, torch.tensor(sentence)) for sentence in SENTENCES]
     kept = matlens.collect(model, examples, batch_tokens=12, progress=False)
-    on_disk = matlens.collect(model, examples, batch_tokens=12, folder=tmp_path / "rows", progress=False)
+    matlens.collect(model, examples, batch_tokens=12, folder=tmp_path / "rows", progress=False)
     loaded = Activations.load(tmp_path / "rows")
     for site in kept:
         expected = torch.cat([alone[s][site][0, at] for s, at in enumerate(ANSWERS)])
@@ -105,13 +98,9 @@ def test_rows_of_a_mask_are_those_of_hugging_face(name, small_model, model_folde
         for rows in stream(model, examples, [site], batch_tokens=12, progress=False):
             streamed[torch.from_numpy(rows.index)] = rows.vectors[site]
             assert rows.places.tolist() == examples.positions[rows.index].tolist()
-        for other in (on_disk, loaded):
-            assert torch.equal(other[site], kept[site])
+        assert torch.equal(loaded[site], kept[site])
         assert_near(streamed, expected)
     assert positions_of(loaded.examples) == ANSWERS
-    assert loaded.examples.fingerprint == examples.fingerprint
-    assert loaded.provenance.data is not None
-    assert loaded.provenance.data["given_as"] == "tokens"
     head = loaded.head(2)
     assert (head.n_rows, positions_of(head.examples)) == (4, ANSWERS[:2])
     assert head.places.tolist() == [3, 4, 9, 0]
@@ -125,18 +114,16 @@ def test_traces_and_variants_have_a_row_for_each_position(name, small_model):
     alone = [(sentence, p) for sentence, at in zip(SENTENCES, ANSWERS, strict=True) for p in at]
     single = make_token_examples(model, [s for s, _ in alone], positions=[p for _, p in alone])
     linear = LinearMap(torch.eye(32).flip(0), None, "h.1", "h.2")
-    traces, finals, texts = [], [], []
+    traces, finals = [], []
     for examples in (several, single):
         traces.append(Trace.run(model, examples, k=3, progress=False))
         variants = {"mapped": Variant(1, [Replacement.from_map(linear)])}
         finals.append(run_variants(model, examples, variants, batch_tokens=12, progress=False)["mapped"])
-        texts.append(prompt_texts(Readout(model), matlens.collect(model, examples, [0], progress=False)))
     assert len(traces[0]) == 7
     assert torch.equal(traces[0].after, traces[1].after)
     assert torch.equal(traces[0].index["random"], traces[1].index["random"])
     assert_near(traces[0].norm, traces[1].norm)
-    assert_near(finals[0], finals[1])
-    assert texts[0] == texts[1]
+    assert_near(*finals)
 
 
 def test_a_masked_model_reads_its_masks_where_they_stand(small_model):
@@ -152,29 +139,20 @@ RAGGED = [[1, 2], [3]]
 BATCH = torch.tensor([[5, 6], [7, 8]])
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "past the vocabulary": ([[1, 60]], {}, "Token ids of sentence 0 .* 0 and 59, got 60"),
-    "empty row": ([[1], []], {}, "tokens"),
-    "Booleans": (BATCH > 5, {}, "tokens"),
     "too long": ([[1] * (N_CTX + 1)], {}, f"at most {N_CTX} tokens, got {N_CTX + 1}"),
     "padded without a mask": (torch.tensor([[5, 6], [7, 1]]), {}, "attention_mask must be given.*sentence 1"),
-    "padded on the left": ([[5, 6], [1, 7]], {}, "attention_mask must be given"),
     "empty by its mask": (BATCH, {"attention_mask": [[1, 1], [0, 0]]}, "attention_mask.*for sentence 1"),
     "a mask with a hole": ([[1, 2, 3]], {"attention_mask": [[1, 0, 1]]}, "attention_mask.*for sentence 0"),
     "a mask of another shape": (BATCH, {"attention_mask": torch.ones(2, 3).long()}, "attention_mask"),
-    "two masks": (
-        {"input_ids": BATCH, "attention_mask": BATCH * 0 + 1}, {"attention_mask": BATCH * 0 + 1},
-        "attention_mask must be None",
-    ),
     "segments": ({"input_ids": BATCH, "token_type_ids": BATCH * 0 + 1}, {}, "token_type_ids"),
     "positions of its own": ({"input_ids": BATCH, "position_ids": BATCH}, {}, "'position_ids'"),
     "outside": (RAGGED, {"positions": [1, 1]}, "positions of sentence 1 must be between 0 and 0, got 1"),
-    "outside of int64": (RAGGED, {"positions": np.array([0, 2**64 - 1], "u8")}, "got 18446744073709551615"),
     "twice": (RAGGED, {"positions": [[1, -1], [0]]}, "sentence 0 must be one or more, and different"),
     "too few": (RAGGED, {"positions": [0]}, "positions must have 2 entries"),
     "padding": (
         BATCH, {"attention_mask": [[1, 1], [1, 0]], "positions": [[True, False], [False, True]]},
         "False at padding",
     ),
-    "an empty mask": (RAGGED, {"positions": [[False, False], [True]]}, "sentence 0 must be one or more"),
 }  # fmt: skip
 
 
