@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 from transformer_lens.model_bridge import TransformerBridge
 
 import matlens
-from matlens import InputError, MapSet, collect
+from matlens import InputError, collect
 from matlens.activations.collecting import stream
 from matlens.ffn import Trace, ValueVectors, controlled
 from matlens.models import changes
@@ -43,15 +43,6 @@ def examples_of(model: Any, n: int = 12) -> Any:
 
 def doubled(value: Tensor, hook: Any) -> Tensor:
     return 2 * value
-
-
-class Doubling:
-    """A callable that cannot be hashed."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __call__(self, value: Tensor, hook: Any) -> Tensor:
-        return 2 * value
 
 
 class Twice(nn.Module):
@@ -121,12 +112,8 @@ def transformer(model: Any) -> Any:
 
 FOREIGN: dict[str, tuple[Callable[[Any], Any], str]] = {
     "hook": (lambda m: m.hooks(fwd_hooks=[("blocks.1.hook_out", doubled)]), r"doubled.*blocks\.1\.hook_out"),
-    "object": (lambda m: m.hooks(fwd_hooks=[("blocks.1.hook_out", Doubling())]), "Doubling"),
     "permanent": (permanent, "doubled"),
     "forward hook": (lambda m: torch_hook(mlp(m).register_forward_hook), "_forward_hooks"),
-    "pre-hook": (lambda m: torch_hook(mlp(m).register_forward_pre_hook), "_forward_pre_hooks"),
-    "backward": (lambda m: m.hooks(bwd_hooks=[("blocks.1.hook_out", lambda g, hook: g)]), "lambda"),
-    "backward hook": (lambda m: torch_hook(mlp(m).register_full_backward_hook), "_backward_hooks"),
     "everywhere": (lambda m: torch_hook(register_module_forward_hook), "at all modules"),
     "forward": (lambda m: with_value(mlp(m), "forward", lambda x: x), "another forward"),
     "method of a class": (lambda m: with_value(type(mlp(m)), "forward", lambda s, x: x), "of a class"),
@@ -138,7 +125,6 @@ FOREIGN: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda m: with_value(transformer(m).ln_f._original_component, "eps", 0.5),
         r"LayerNorm\(eps=0.5\) at transformer\.ln_f",
     ),
-    "no module": (lambda m: with_value(transformer(m), "drop", None), r"^no module at transformer\.drop$"),
 }
 
 
@@ -215,14 +201,10 @@ def test_settings_that_a_bridge_reads_at_every_pass_are_seen(model):
     assert changes_of(model) == ()
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_edits_are_seen_where_the_configuration_does_not_make_a_model(wrapped, model_folder, monkeypatch):
+def test_edits_are_seen_where_the_configuration_does_not_make_a_model(model_folder, monkeypatch):
     monkeypatch.setattr(changes, "plain_model", lambda model: None)  # as with code that came with a model
-    folder = str(model_folder("llama"))
-    if wrapped:
-        model = matlens.wrap(TransformerBridge.boot_transformers(folder, device="cpu"))
-    else:
-        model = matlens.load(folder, device="cpu")
+    bridge = TransformerBridge.boot_transformers(str(model_folder("llama")), device="cpu")
+    model = matlens.wrap(bridge)
     named = model.original_model.named_buffers()
     (values,) = (values for name, values in named if name.endswith(".inv_freq"))
     values.mul_(2)
@@ -241,17 +223,17 @@ def test_replacements_and_coefficients_are_named_by_their_values(model):
         with context:
             return changes_of(model)
 
-    first = named(patched(model, [random_map()]))
-    assert len(first) == 1
-    assert first[0].startswith("h.0 -> h.1 replaced by the map ")
-    assert named(patched(model, [random_map()])) == first  # another object with the same values
-    assert named(patched(model, [random_map(seed=1)])) != first
-    assert named(patched(model, [replace(random_map(), bias=torch.zeros(D_MODEL))])) != first
     ffn = random_map("ffn_in.1", "ffn_out.1")
+    first = named(patched(model, [random_map()]))
+    assert named(patched(model, [random_map()])) == first  # another object with the same values
     wheres: list[Any] = ["all", "not-first", torch.tensor([1, 2]), torch.tensor([1, 3])]
     contexts = [patched(model, [Replacement.from_map(ffn, where=where)]) for where in wheres]
+    others = random_map(), random_map(seed=1), replace(random_map(), bias=torch.zeros(D_MODEL))
+    contexts += [patched(model, [other]) for other in others]
     contexts += [
-        controlled(model, [name], value) for name, value in (("L0D1", 3.0), ("L0D1", 4.0), ("L0D2", 3.0))
+        controlled(model, ["L0D1"], 3.0),
+        controlled(model, ["L0D1"], 4.0),
+        controlled(model, ["L0D2"], 3.0),
     ]
     assert len(set(map(named, contexts))) == len(contexts)
     with patched(model, [random_map()]):
@@ -288,7 +270,6 @@ def test_a_folder_of_the_plain_model_is_refused_for_a_changed_one_and_the_other_
 
 def test_results_in_memory_carry_what_was_changed(model):
     examples = examples_of(model)
-    plain = collect(model, examples, progress=False)
     with CHANGES["patched"](model):
         active = changes_of(model)
         activations = collect(model, examples, progress=False)
@@ -298,10 +279,6 @@ def test_results_in_memory_carry_what_was_changed(model):
     for made in (activations, trace, rows):
         assert made.provenance.identity.changes == active
     assert values.identity == ValueVectors(model).identity  # weights are weights, whatever is hooked
-    maps = MapSet.fit(activations, pairs=[(1, 3)], progress=False)
-    plain_maps = MapSet.fit(plain, pairs=[(0, 1)], progress=False)
-    with pytest.raises(InputError, match="do not belong together"):
-        MapSet([*maps.values(), *plain_maps.values()])
 
 
 def test_streaming_is_refused_where_the_model_changes_on_the_way(model):

@@ -33,17 +33,12 @@ TOKENS = torch.tensor([[7, 3, 41, 12, 12, 59, 30, 22, 8, 17, 2, 50]])
 
 def vectors(model: Any, tokens: Tensor = TOKENS) -> dict[str, Tensor]:
     """What matlens' own hooks carry at every site of the model."""
-    found: dict[str, Tensor] = {}
+    layout, found = ModelLayout.from_model(model), dict[str, Tensor]()
 
     def keep(site: Site) -> tuple[str, Any]:
-        return ModelLayout.from_model(model).hook(site), lambda value, hook: found.update(
-            {str(site): value.clone()}
-        )
+        return layout.hook(site), lambda value, hook: found.update({str(site): value.clone()})
 
-    with (
-        torch.inference_mode(),
-        model.hooks(fwd_hooks=[keep(site) for site in ModelLayout.from_model(model).sites]),
-    ):
+    with torch.inference_mode(), model.hooks(fwd_hooks=[keep(site) for site in layout.sites]):
         model(tokens, return_type=None)
     return found
 
@@ -102,20 +97,6 @@ def test_one_block_that_does_not_add_up_is_enough_to_trust_only_the_stream(
         handle.remove()
 
 
-def test_an_ffn_that_changes_what_its_output_layer_gives_has_no_coefficients(small_model, forgotten):
-    """The rest of the block adds up all the same, so its other sites stay."""
-    model = small_model("llama")
-    kinds = set(ModelLayout.from_model(model).kinds)
-    layout._KNOWN.clear()
-    handle = model.blocks[1].mlp.original_component.register_forward_hook(lambda _, __, out: out * 1.01)
-    try:
-        found = ModelLayout.from_model(model)
-    finally:
-        handle.remove()
-    assert found.wiring.name == WIRING_OF["llama"]
-    assert (set(found.kinds), found.d_mlp) == (kinds - {"ffn_post"}, 0)
-
-
 # Hooks by their names
 
 
@@ -164,3 +145,35 @@ def test_hooks_have_the_width_and_the_order_of_a_pass(small_model):
     for hook, shape in shapes.items():
         assert shape[:2] == (2, TOKENS.shape[1])
         assert known.width(hook) == torch.Size(shape[2:]).numel()
+
+
+def test_layers_are_counted_where_the_depth_is_known():
+    resolved = {"h.-1": "h.3", -4: "h.0", "mid.-3": "mid.0", Site("h", -2): "h.2", 3: "h.3"}
+    for given, expected in resolved.items():
+        assert str(Site.parse(given, 3)) == expected
+    for given, last in ((4, "h.3"), (-5, "h.3"), ("attn_out.3", "attn_out.2"), (Site("mid", -4), "mid.2")):
+        with pytest.raises(InputError, match=rf"out of range: this model has \w+\.0 to {last}\."):
+            Site.parse(given, 3)
+
+
+# Names of TransformerLens' hooks
+
+HOOKS = {
+    "z.2": "blocks.2.attn.hook_z", "z.-1": "blocks.2.attn.hook_z",
+    "blocks.-1.attn.hook_z": "blocks.2.attn.hook_z", "resid_mid.2": "blocks.2.hook_resid_mid",
+    "blocks.0.ln1.hook_scale": "blocks.0.ln1.hook_scale", "hook_embed": "hook_embed", "resid_pre.0": "h.0",
+    "blocks.1.hook_resid_post": "h.2", "blocks.1.hook_in": "h.1", "blocks.1.hook_out": "h.2",
+    "resid_post.-1": "h.3", "resid_post.-3": "h.1", "resid_pre.-1": "h.2", "blocks.-3.hook_resid_pre": "h.0",
+    "attn_out.1": "attn_out.1",
+}  # fmt: skip
+
+
+def test_hooks_are_read_as_transformer_lens_writes_them():
+    for text, expected in HOOKS.items():
+        site = Site.parse(text, 3)
+        assert str(site) == expected
+        assert site == Site.parse(expected, 3) == Site.parse(site, 3) == Site.parse(Site.parse(text), 3)
+        assert site.is_hook == ("hook" in expected)
+    for text in ("resid_pre.3", "resid_post.3", "z.3", "resid_post.-4", "blocks.3.hook_in"):
+        with pytest.raises(InputError, match=r"out of range: .* blocks\.0\..*hook_\w+ to blocks\.2"):
+            Site.parse(text, 3)

@@ -10,9 +10,10 @@ from conftest import N_LAYERS, assert_near, plain_vectors
 from torch import Tensor
 
 import matlens
+from matlens import InputError
 from matlens.activations.collecting import collect
 from matlens.ffn.control import controlled
-from matlens.ffn.values import ValueVectors
+from matlens.ffn.values import ValueVector, ValueVectors
 from matlens.models.layout import ModelLayout, mixture
 
 MIXTURES = ("olmoe", "qwen2-moe")
@@ -125,3 +126,14 @@ def test_half_precision_adds_up_and_a_missing_expert_does_not(model_folder):
         without = coefficients.clone()
         without[..., part] = 0
         assert not experts.adds_up(without, output, 1.0)
+
+
+def test_names_have_an_expert(small_model):
+    values = ValueVectors(small_model("qwen2-moe"))
+    assert values.resolve("L1E2D5") == values.resolve("L1D37") == ValueVector(1, 5, 2)
+    names = [values.vector(1, column) for column in range(88)]
+    assert [ValueVector.parse(str(name)) for name in names] == names
+    assert torch.equal(values.vectors(names), values.layer(1))
+    for wrong in ("L1E2D16", "L1E4D24", "L1E5D0"):
+        with pytest.raises(InputError, match=r"0 to 3 has the value vectors 0 to 15, and expert 4 0 to 23"):
+            values.resolve(wrong)

@@ -1,16 +1,18 @@
-"""The readout of h^L is the model's own logits, and a readout that is not is refused."""
+"""The readout of h^L is the model's own logits, screened or not; one that is not is refused."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from conftest import D_MODEL, N_LAYERS, WIRINGS, assert_near, load_plain, plain_vectors
-from torch import Tensor
+from torch import Tensor, nn
 
 import matlens
 from matlens import InputError, Readout, ffn
-from matlens.models import readout
+from matlens.models import readout, screening
 from matlens.models.identity import ModelIdentity, Provenance
+from matlens.models.norms import NormGain
+from matlens.models.screening import Screen
 
 LAST = f"h.{N_LAYERS}"
 
@@ -97,3 +99,129 @@ def test_vectors_that_cannot_be_read_are_refused(small_model):
                 attempt(vectors)
         with pytest.raises(InputError, match=told):
             ours.top_tokens(vectors[0])
+
+
+WIDTH = 48
+
+
+@pytest.fixture(params=["bfloat16", "float32"])
+def precision(request, monkeypatch):
+    """The precision of the quick products, whatever this processor likes best."""
+    monkeypatch.setattr(screening, "_bfloat16_is_quicker", lambda weight: request.param == "bfloat16")
+    return str(request.param)
+
+
+def layer(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    unembed = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    with torch.no_grad():
+        unembed.weight.copy_(weight)
+        if bias is not None:
+            unembed.bias.copy_(bias)
+    return unembed
+
+
+def in_float64(unembed: nn.Linear, x: Tensor) -> Tensor:
+    logits = x.double() @ unembed.weight.detach().double().T
+    return logits if unembed.bias is None else logits + unembed.bias.detach().double()
+
+
+def check(unembed: nn.Linear, x: Tensor, ids: Tensor) -> None:
+    screen, logits = Screen(unembed), in_float64(unembed, x)
+    with torch.inference_mode():
+        top, rank = screen.top_and_rank(x, ids)
+    assert torch.equal(logits.gather(1, top[:, None])[:, 0], logits.amax(1))
+    assert torch.equal(rank, (logits > logits.gather(1, ids[:, None])).sum(1))
+
+
+@pytest.mark.parametrize("n_tokens", [1, 1025])
+@pytest.mark.parametrize("biased", [False, True])
+def test_top_tokens_and_ranks_are_those_of_float64(n_tokens, biased, precision):
+    generator = torch.Generator().manual_seed(n_tokens)
+    weight = torch.randn(n_tokens, WIDTH, generator=generator)
+    weight *= torch.rand(n_tokens, 1, generator=generator) * 3
+    x = torch.randn(40, WIDTH, generator=generator) + 1
+    x[:, 3] *= 1000  # as streams are
+    bias = 10 * torch.randn(n_tokens, generator=generator) if biased else None
+    check(layer(weight, bias), x, torch.randint(n_tokens, (40,), generator=generator))
+
+
+def confused(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Tokens that the quick product confuses."""
+    weight = torch.randn(WIDTH, generator=generator) + 1e-5 * torch.randn(3000, WIDTH, generator=generator)
+    x = torch.randn(30, WIDTH, generator=generator)
+    quick = x.bfloat16() @ weight.bfloat16().T
+    assert (quick.float().argmax(1) != (x.double() @ weight.double().T).argmax(1)).sum() > 15
+    return weight, x
+
+
+def rounded_weights(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Features that are exact in bfloat16, and nearly orthogonal to all tokens."""
+    x = torch.ones(30, WIDTH)
+    for row in x:
+        row[torch.randperm(WIDTH, generator=generator)[::2]] = -1
+    return 5 + 0.01 * torch.randn(3000, WIDTH, generator=generator), x
+
+
+def rounded_logits(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Small integers are exact in bfloat16, and their products of about 3,000 are not."""
+    weight, x = (torch.randint(7, 10, (n, WIDTH), generator=generator).float() for n in (3000, 30))
+    return weight, x
+
+
+@pytest.mark.parametrize("make", [confused, rounded_weights, rounded_logits])
+def test_tokens_that_rounding_confuses_are_told_apart(make, precision):
+    generator = torch.Generator().manual_seed(0)
+    weight, x = make(generator)
+    check(layer(weight), x, torch.randint(3000, (30,), generator=generator))
+
+
+def test_the_first_of_equal_tokens_is_on_top_and_none_is_above_its_equals(precision):
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(900, WIDTH, generator=generator).repeat(3, 1)  # each token three times
+    x = torch.randn(20, WIDTH, generator=generator)
+    unembed = layer(weight)
+    logits = in_float64(unembed, x)[:, :900]
+    top, rank = Screen(unembed).top_and_rank(x, logits.argmax(1) + 1800)
+    assert torch.equal(top, logits.argmax(1))
+    assert not rank.any()
+    assert torch.equal(
+        Screen(unembed).top_and_rank(torch.zeros(2, WIDTH), None)[0], torch.zeros(2, dtype=torch.int64)
+    )
+
+
+def test_a_bias_of_zeros_is_none(monkeypatch):
+    """TransformerLens gives one to unembeddings that have none."""
+    monkeypatch.setattr(screening, "_bfloat16_is_quicker", lambda weight: True)
+    unembed = layer(torch.randn(20, WIDTH), torch.zeros(20))
+    assert Screen(unembed)._logits(torch.randn(9, WIDTH))[0].dtype == torch.bfloat16
+
+
+def test_a_layer_that_something_hangs_on_is_not_screened():
+    unembed = layer(torch.randn(10, WIDTH))
+    assert Screen.suits(unembed)
+    assert not Screen.suits(nn.Sequential(unembed))
+    assert not Screen.suits(nn.Linear(3, 3).bfloat16())
+    handle = unembed.register_forward_hook(lambda module, inputs, output: output + 1)
+    assert not Screen.suits(unembed)
+    handle.remove()
+    screen = Screen(unembed)
+    assert not screen.fits(torch.full((1, WIDTH), 1e35))
+    assert screen.fits(torch.zeros(0, WIDTH))
+
+
+@pytest.mark.parametrize(("norm", "centred"), [
+    (torch.nn.LayerNorm(7), True), (torch.nn.LayerNorm(32, bias=False), True), (torch.nn.RMSNorm(7), False),
+], ids=str)  # fmt: skip
+def test_the_gain_is_that_of_the_norm_without_size_and_bias(norm, centred):
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    gain = NormGain.from_module(norm, norm.weight.shape[0])
+    assert gain.centred == centred
+    assert_near(gain.gain, norm.weight.detach())
+    terms = torch.randn(5, norm.weight.shape[0], generator=generator)
+    whole = terms.sum(0)
+    size = whole.std(correction=0) if centred else whole.square().mean().sqrt()
+    bias = 0 if getattr(norm, "bias", None) is None else norm.bias.detach()
+    assert_near(gain(terms).sum(0) / size + bias, norm(whole).detach(), 1e-4)

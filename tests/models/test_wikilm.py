@@ -14,18 +14,13 @@ from conftest import assert_near, make_sentences
 from fairseq_by_hand import BANDS, EMBEDDINGS, LAYERS, N_WORDS, SOFTMAX, run, save, settings, weights
 from torch import Tensor
 from training.wikilm import write_wikilm
-from transformers import AutoModelForCausalLM
 
 import matlens
 from matlens import InputError, ffn
-from matlens.data import make_windows
 from matlens.models import ModelLayout, changes_of, token_policy
 from matlens.models.families.dictionary import SPECIAL, WordDictionary, words_of
 from matlens.models.families.fairseq import read_wikilm
-from matlens.models.families.wikilm import WikiLMForCausalLM
-from matlens.models.registry import families
 from matlens.models.sizes import read_sizes
-from matlens.pruning import prune
 
 SENTENCES = [[2, 5, 40, 17, 55, 6, 31], [2, 13, 14], [2, 30, 29, 8, 9]]
 HEAD = f"{SOFTMAX}.head.word_proj.weight"
@@ -95,29 +90,14 @@ def test_generation_takes_the_likeliest_word_each_time(plain):
     assert made[0, 1:].tolist() == tokens
 
 
-def test_transformers_writes_and_reads_it(plain, tmp_path):
-    families()
-    plain.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    tokens = torch.tensor(SENTENCES[:1])
-    assert type(again) is WikiLMForCausalLM
-    assert again.lm_head.head["word_proj"].weight is again.model.embed_tokens.embeddings[0][0].weight
-    stored = dict(plain.named_parameters())
-    assert all(torch.equal(stored.pop(name), value) for name, value in again.named_parameters())
-    assert not stored
-    with torch.no_grad():  # the place in memory changes the order of additions
-        assert_near(again(tokens).logits, plain(tokens).logits, 1e-6)
-
-
 # Behind a bridge
 
 
 def test_every_site_carries_what_the_weights_compute(model, path):
     layout, sentences = ModelLayout.from_model(model), make_sentences().sentences
     assert (layout.wiring.name, layout.n_layers, layout.d_model, layout.d_mlp) == ("pre-norm", 3, 16, 24)
-    assert changes_of(model) == changes_of(matlens.wrap(matlens.load(path, device="cpu"))) == ()
+    assert changes_of(model) == ()
     assert token_policy(model).words == "'</s>' in front"
-    assert (model.cfg.n_ctx, model.cfg.d_vocab) == (48, N_WORDS)
     samples = matlens.collect(
         model, matlens.make_examples(model, make_sentences()), sites=layout.sites, progress=False
     )
@@ -136,13 +116,8 @@ def test_every_site_carries_what_the_weights_compute(model, path):
     tops, ranks = readout.top_ids_and_ranks(h, torch.full((len(h),), 40))
     assert tops.tolist() == logits.argmax(1).tolist()
     assert ranks.tolist() == (1 + (logits > logits[:, 40:41]).sum(1)).tolist()
-    given, some = h.clone().requires_grad_(True), torch.tensor([3, 17, 50])
-    scores = readout.logits(given, tokens=some, gradients=True)
-    assert_close(scores, logits[:, some])
-    scores.sum().backward()
-    assert given.grad is not None
-    with pytest.raises(InputError, match="must be between 0 and"):
-        readout.logits(h, tokens=torch.tensor([N_WORDS]))
+    some = torch.tensor([3, 17, 50])
+    assert_close(readout.logits(h, tokens=some), logits[:, some])
 
 
 def test_value_vectors_are_read_by_the_whole_unembedding(model):
@@ -154,8 +129,6 @@ def test_value_vectors_are_read_by_the_whole_unembedding(model):
     torch.testing.assert_close(projection.unembedding, torch.stack(rows))
     value = ffn.ValueVectors(model).layer(1)
     assert_close(projection.scores(value), value @ torch.stack(rows).T)
-    with pytest.raises(InputError, match="no final norm"):
-        ffn.Projection.after_norm(model)
 
 
 def test_a_norm_after_the_last_block_is_part_of_the_readout(tmp_path):
@@ -163,18 +136,6 @@ def test_a_norm_after_the_last_block_is_part_of_the_readout(tmp_path):
     seen = by_hand(args=WITH_NORM)
     assert_close(matlens.Readout(model).log_probs(seen[f"h.{LAYERS}"]), seen["logits"])
     assert ffn.Projection.after_norm(model).norm is not None
-
-
-def test_blocks_are_removed_where_there_are_as_many_bands(model):
-    windows = make_windows(model, make_sentences(), size=8)
-    pruned = prune(model, windows, [1], method="out", progress=False)
-    tensors = weights(settings())
-    renamed = {
-        name.replace("layers.2.", "layers.1."): tensors[name] for name in tensors if "layers.1." not in name
-    }
-    with torch.no_grad():
-        logits = pruned.model(torch.tensor(SENTENCES[:1])).logits[0]
-    assert_close(logits, run(settings(decoder_layers=2), renamed, SENTENCES[0])["logits"])
 
 
 def test_passes_longer_than_the_context_leave_the_model_as_it_is(path):
@@ -244,32 +205,17 @@ def _half(path: Path) -> None:
 
 OTHERS: list[tuple[Any, Any, str]] = [
     (settings(adaptive_input_cutoff=None), None, "cannot be used"),
-    (settings(adaptive_input_factor=3), None, "size mismatch"),
-    (settings(no_token_positional_embeddings=True), None, "no_token_positional"),
     (settings(add_bos_token=True), None, "add_bos_token"),
     (settings(max_target_positions=10**6), weights(settings()), "positions"),
     (settings(decoder_layers=10**9), weights(settings()), "decoder_layers"),
-    (settings(decoder_embed_dim=20), weights(settings()), "size mismatch"),
-    (settings(), without(f"{EMBEDDINGS}.1.1.weight"), "Missing"),
-    (settings(), without(f"{SOFTMAX}.version"), "first kind"),
-    (settings(), weights(settings()) | {"encoder.x": torch.zeros(1)}, "Unexpected"),
     (settings(), weights(settings()) | {HEAD: torch.ones(14, 16)}, "must be equal"),
-    (settings(), {"decoder.x": "text"}, "cannot be used"),
     ("args", weights(settings()), "cannot be used"),
 ]
 
 
-def made_up(n_words: int) -> str:
-    return "".join(f"w{i} 1\n" for i in range(n_words))
-
-
 DAMAGE: list[tuple[Callable[[Path], Any], str]] = [
     (_half, "truncated"),
-    (lambda path: path.write_text("no pickle"), "truncated"),
-    (lambda path: torch.save([1, 2], path), "cannot be used"),
     (lambda path: (path.parent / "dict.txt").write_text("a 1\n"), "cutoffs must"),
-    (lambda path: (path.parent / "dict.txt").write_text(made_up(10)), "cutoffs must"),  # ends with a band
-    (lambda path: (path.parent / "dict.txt").write_text(made_up(40)), "size mismatch"),
 ]
 
 
@@ -315,9 +261,25 @@ def test_text_is_taken_apart_as_in_wikitext(text):
 
 def test_words_of_the_dictionary_stay_whole_between_spaces():
     """Words of WikiText have signs in them; a last word with its full stop does not count, though seen."""
-    seen = {"U.S.": 900, "H.": 40, "H": 30, "...": 5, ".": 9000, "(_": 1, "in": 80, "the": 80, "album.": 3,
-            "album": 400, "No": 9, "No.": 9, "a^b|c": 2, "@-@": 7, "\"": 8, "based": 2, "vol.": 9,
-            "vol": 80}  # fmt: skip
+    seen = {
+        "U.S.": 900,
+        "H.": 40,
+        "H": 30,
+        "...": 5,
+        ".": 9000,
+        "in": 80,
+        "the": 80,
+        "album.": 3,
+        "album": 400,
+        "No": 9,
+        "No.": 9,
+        "a^b|c": 2,
+        "@-@": 7,
+        '"': 8,
+        "based": 2,
+        "vol.": 9,
+        "vol": 80,
+    }
     dictionary = made_of(seen)
     tokenizer = dictionary.tokenizer()
     apart = 'the U.S. @-@ based H. album . No. ... a^b|c "'
@@ -325,7 +287,6 @@ def test_words_of_the_dictionary_stay_whole_between_spaces():
         apart: apart.split(),
         "in the U.S. No... album.": ["in", "the", "U.S.", "No", ".", ".", ".", "album", "."],
         "vol. in": ["vol.", "in"],
-        '"the U.S."': ['"', "the", "<unk>", ".", "<unk>", ".", '"'],
         "a^bc 5.5": ["<unk>", "<unk>", "<unk>", "<unk>", ".", "<unk>"],  # no @.@ where there is none
     }.items():
         assert [dictionary.words[i] for i in tokenizer(text).input_ids[1:]] == words, text
