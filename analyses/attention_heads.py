@@ -9,9 +9,8 @@ mean or zero. The gain over the mean is what the head does without reading other
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -50,51 +49,23 @@ def main(study: Study, report: Report, patched: Patched = 3000, every: PositiveI
     n_patched = min(patched, validation.n_rows)
     table = head_ablation(
         study.readout, study.model, maps, train, validation, rows=rows, validation_rows=validation_rows,
-        every=every, patched=patched, seed=study.seed, folder=study.folder / f"{NAME}-{n_patched}-{every}",
+        every=every, patched=n_patched, seed=study.seed, folder=study.folder / f"{NAME}-{n_patched}-{every}",
     )  # fmt: skip
     origin = origin_of(maps, validation) | {"sinks": sink_counts(~rows, stream.places)}
     report.write(NAME, table, origin, attention_heads(table))
 
 
 def head_r2(
-    layout: ModelLayout, maps: MapSet, validation: Activations, *, rows: Bool[Tensor, " n"] | None = None
+    layout: ModelLayout, maps: MapSet, validation: Activations, rows: Bool[Tensor, " n"]
 ) -> dict[Head, float]:
-    """r2 of every head's map by block and head, averaged over the head's dimensions.
-
-    ``rows`` is a mask of examples, by default all.
-    """
-    selected = slice(None) if rows is None else rows
-    scores = {}
+    """r2 of every head's map by block and head, averaged over the head's dimensions, for some examples."""
+    scores = dict[Head, float]()
     for layer, (source, target) in enumerate(head_pairs(layout)):
         n_heads, _ = layout.hooks[layout.hook(target)].shape
-        prediction, truth = maps[source, target](validation[source][selected]), validation[target][selected]
-        for head, (ours, theirs) in enumerate(
-            zip(prediction.chunk(n_heads, 1), truth.chunk(n_heads, 1), strict=True)
-        ):
-            scores[layer, head] = metrics.r2(ours, theirs)
+        prediction, truth = maps[source, target](validation[source][rows]), validation[target][rows]
+        parts = zip(prediction.chunk(n_heads, 1), truth.chunk(n_heads, 1), strict=True)
+        scores |= {(layer, head): metrics.r2(*part) for head, part in enumerate(parts)}
     return scores
-
-
-def constant_maps(maps: MapSet, samples: Activations | None = None, *, rows: Tensor | None = None) -> MapSet:
-    """Maps with a constant output: the mean of the samples, or zero."""
-    selected = slice(None) if rows is None else rows
-    constant = []
-    for (source, target), linear in maps.items():
-        bias = None if samples is None else samples[target][selected].mean(0)
-        weight = torch.zeros_like(linear.weight)
-        constant.append(LinearMap(weight, bias, source, target, linear.provenance))
-    return MapSet(constant)
-
-
-def head_replacements(
-    layout: ModelLayout, maps: MapSet, heads: Sequence[Head], *, where: Any = "all"
-) -> list[Replacement]:
-    """Replacements of heads, given by block and head."""
-    pairs = head_pairs(layout)
-    return [
-        Replacement.from_map(maps[pairs[layer]], where=where, heads=[head for _, head in of_block])
-        for layer, of_block in itertools.groupby(sorted(heads), key=lambda head: head[0])
-    ]
 
 
 def head_ablation(
@@ -106,10 +77,10 @@ def head_ablation(
     *,
     rows: Bool[Tensor, " n"],
     validation_rows: Bool[Tensor, " n_validation"],
-    every: int = 5,
-    patched: int | None = None,
-    seed: int = 0,
-    folder: str | Path | None = None,
+    every: int,
+    patched: int,
+    seed: int,
+    folder: Path,
 ) -> pd.DataFrame:
     """Replace heads one at a time, and increasing shares of them at once.
 
@@ -120,24 +91,35 @@ def head_ablation(
     `prediction_rows` and ``kl``, the mean of ``KL(delta(h^L) || delta(h'))``. Heads are replaced at all
     tokens but sinks.
     """
-    for samples, theirs in ((train, "the training vectors"), (validation, "the validation vectors")):
-        readout.check_same(samples.provenance, theirs=theirs)
     layout = ModelLayout.from_model(model)
-    last, scores = layout.n_layers, head_r2(layout, maps, validation, rows=validation_rows)
-    linear = maps.in_memory(head_pairs(layout))
+    last, scores = layout.n_layers, head_r2(layout, maps, validation, validation_rows)
+    pairs, device = head_pairs(layout), model.cfg.device
+
+    def constant(vector: Callable[[str], Tensor]) -> MapSet:
+        """Maps whose output is a vector of their target's width."""
+        return MapSet(
+            LinearMap(torch.zeros_like(linear.weight), vector(linear.target), *pair, linear.provenance)
+            for pair, linear in maps.items()
+        ).in_memory(device=device)
+
     replacements = {
-        "linear": linear.in_memory(device=model.cfg.device),
-        "mean": constant_maps(linear, train, rows=rows).in_memory(device=model.cfg.device),
-        "nothing": constant_maps(linear).in_memory(device=model.cfg.device),
+        "linear": maps.in_memory(pairs, device=device),
+        "mean": constant(lambda target: train[target][rows].mean(0)),
+        "nothing": constant(lambda target: torch.zeros(train[target].shape[1])),
     }
-    data = validation if patched is None else validation.head(patched)
+    data = validation.head(patched)
     where = ~find_sinks(model, data.examples)
     best = sorted(scores, key=lambda head: -scores[head])
     shuffled = [best[i] for i in np.random.default_rng(seed).permutation(len(best))]
     cases: dict[tuple[str, int | None, int | None, float | None], Variant] = {}
 
     def case(heads: Sequence[Head], method: str) -> Variant:
-        of_heads = head_replacements(layout, replacements[method], heads, where=where)
+        of_heads = [
+            Replacement.from_map(
+                replacements[method][pairs[layer]], where=where, heads=[head for _, head in of_block]
+            )
+            for layer, of_block in itertools.groupby(sorted(heads), key=lambda head: head[0])
+        ]
         return Variant(min(layer for layer, _ in heads), of_heads)
 
     for layer, head in scores:

@@ -7,7 +7,6 @@ of the whole vocabulary, which paper A does not count. ``id`` needs only the rea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,7 +62,9 @@ class Costs:
     @classmethod
     def from_model(cls, model: Model, readout: Readout) -> Costs:
         """Count the matrices of a model's blocks and of its readout."""
-        weights = [[*block.parameters()] for block in _plain_blocks(model)]
+        lists = (part for part in plain_copy(model).modules() if isinstance(part, nn.ModuleList))
+        plain = next(part for part in lists if len(part) == model.cfg.n_layers)  # a bridge has some twice
+        weights = [[*block.parameters()] for block in plain]
         if any(weight.ndim > 2 for of_block in weights for weight in of_block):
             raise InputError(
                 f"model must be dense, with matrices only in its blocks, got {model.cfg.model_name}."
@@ -82,25 +83,7 @@ class Costs:
         return float(sum(weights + n_tokens * self.attention for weights in self.blocks[first:last]))
 
 
-def _plain_blocks(model: Model) -> nn.ModuleList:
-    """The blocks made from the model's configuration; a bridge has some matrices twice."""
-    for part in plain_copy(model).modules():
-        if isinstance(part, nn.ModuleList) and len(part) == model.cfg.n_layers:
-            return part
-    raise InputError(
-        f"model must be one of transformers with its {model.cfg.n_layers} blocks in one list, got "
-        f"{model.cfg.model_name}."
-    )
-
-
-def exit_costs(
-    readout: Readout,
-    model: Model,
-    maps: MapSet,
-    validation: Activations,
-    *,
-    precisions: Sequence[float] = PRECISIONS,
-) -> pd.DataFrame:
+def exit_costs(readout: Readout, model: Model, maps: MapSet, validation: Activations) -> pd.DataFrame:
     """Bytes, multiplications and savings of fixed and early exit by ``mat`` and ``id``.
 
     Fixed exit (rows with a layer): the model runs up to the layer, and one map replaces the blocks after it.
@@ -146,7 +129,7 @@ def exit_costs(
     lenses = {"mat": Lens.from_maps(maps, model=model), "id": Lens.identity(model)}
     lams = {"mat": PAPER_SWEEP, "id": ID_SWEEP}
     exits = exit_sweep(lenses, validation, layers=range(1, last), lams=lams)
-    saved_at = {p: savings(exits, p).set_index("method")["saved"] for p in precisions}
+    saved_at = {p: savings(exits, p).set_index("method")["saved"] for p in PRECISIONS}
     positions = torch.from_numpy(validation.places).long()
     for method, lens in lenses.items():
         n_maps = int(method == "mat")
@@ -156,7 +139,7 @@ def exit_costs(
         left = [exit_layers(confidence.difference, thresholds(positions, lam)) for lam in lams[method]]
         n_layers = [float(layers.double().mean()) for layers in left]
         shares_of_all = [float((layers == last).double().mean()) for layers in left]
-        for precision in precisions:
+        for precision in PRECISIONS:
             saved = float(saved_at[precision][method])
             n_run = last - saved
             n_mapped = n_run - float(np.interp(n_run, n_layers, shares_of_all))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float
@@ -95,11 +94,8 @@ def later_sinks(samples: Activations, sinks: Bool[Tensor, " n"], tokenizer: Toke
     norms = torch.stack([h.norm(dim=1) for _, h in _stream(samples)], 1)
     medians = norms.median(0).values
     examples, rows = samples.examples, []
-    sentences = examples.sentences
-    if samples.positions == "all":
-        sentences = np.repeat(np.arange(len(examples)), examples.lengths)
     for row in (sinks & torch.from_numpy(samples.places > 0)).nonzero().flatten().tolist():
-        place, start = int(samples.places[row]), int(examples.offsets[sentences[row]])
+        place, start = int(samples.places[row]), int(examples.offsets[examples.sentences[row]])
         tokens = examples.tokens[start + max(0, place - _BEFORE) : start + place + 1]
         texts = token_texts(tokenizer, tokens.tolist())
         at = int((norms[row] / medians).argmax())
