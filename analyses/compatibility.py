@@ -161,33 +161,15 @@ def attempt(name: str, folder: Path, seed: int, stack: Stack | None = None) -> d
 
 
 def small_configuration(name: str) -> Any:
-    """The configuration of a row's model.
-
-    Raises
-    ------
-    InputError
-        transformers does not know the model type.
-    """
-    try:
-        return transformers.AutoConfig.for_model(name.split()[0], **CONFIGURATIONS.get(name, _GROUPED))
-    except (ValueError, IndexError) as error:
-        raise _unknown(name) from error
-
-
-def _unknown(name: str) -> InputError:
-    return InputError(
-        f"{name!r} is not a model type of transformers that has a language model. Expected one such as "
-        "'llama'."
-    )
+    """The configuration of a row's model."""
+    return transformers.AutoConfig.for_model(name.split()[0], **CONFIGURATIONS.get(name, _GROUPED))
 
 
 def save_small_model(name: str, folder: Path, seed: int) -> None:
     """Write a small model with random weights and a tokenizer of whole words."""
     configuration = small_configuration(name)
     known = (getattr(transformers, kind) for kind in _CLASSES)
-    auto = next((kind for kind in known if type(configuration) in kind._model_mapping), None)
-    if auto is None:
-        raise _unknown(name)
+    auto = next(kind for kind in known if type(configuration) in kind._model_mapping)
     configuration.architectures = configuration.architectures or []  # some classes look into the list
     torch.manual_seed(seed)
     auto.from_config(configuration).save_pretrained(folder)

@@ -38,6 +38,7 @@ LENSES = ("id", "mat", "affine", "scaled", "polished", "tuned", "jacobian")
 CLOSED = ("mat", "affine", "scaled")
 AGAINST = {"polished": CLOSED, "tuned": (*CLOSED, "polished"), "jacobian": ("id",)}
 Row = Callable[..., dict[str, Any]]
+read = partial(evaluation.evaluate_layers, kl=True, progress=False)
 
 
 def main(
@@ -202,13 +203,6 @@ def round_rows(
         losses.append(rows[-1]["value"])
         begin, total = lens.maps[layer], total + cells.seconds[name]
         yield from [*rows, at(metric="seconds", estimate=Estimate.without_interval(total, 1))]
-
-
-def read(
-    lenses: Mapping[str, Lens], data: Activations, layers: list[int]
-) -> dict[tuple[int, str], evaluation.Evaluation]:
-    """What lenses read at layers, and its KL."""
-    return evaluation.evaluate_layers(lenses, data, layers, kl=True, progress=False)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import torch
 from figures.beyond import plot_causal
 from jaxtyping import Bool, Float
 from lenses.causal import RANDOM, TRANSPOSE, Prompts, direction_names, move_stream
-from studies import Cells, Model, Report, Study, TwoOrMore, bootstrap, run_study
+from studies import Cells, Model, Report, Study, bootstrap, run_study
 from torch import Tensor
 
 from matlens import InputError, Lens, Readout, collect, make_examples, make_prompts, metrics
@@ -41,6 +41,7 @@ LENSES = ("id", "mat", "affine", "polished", "tuned", "jacobian")
 READER = "polished"  # the best of the lens report, with which others are compared
 DOSES = [2.0**i for i in range(-3, 3)]  # lengths of moves, relative to the vector
 FACTS = Path(__file__).parent / "prompts" / "facts.txt"
+PROMPTS, LONGEST = 200, 48  # most prompts; tokens that a sentence is cut to for Jacobians
 _RESAMPLES = 2000
 
 
@@ -48,10 +49,8 @@ def main(
     study: Study,
     report: Report,
     facts: Path = FACTS,
-    prompts: TwoOrMore = 200,
     every: PositiveInt = 5,
     jacobian: PositiveInt = 4,
-    longest: PositiveInt = 48,
 ) -> None:
     """Fit lenses, move the stream along their directions, and plot which answers flip.
 
@@ -59,24 +58,20 @@ def main(
     ----------
     facts
         Templates, each with subjects and answers.
-    prompts
-        Maximum number of prompts.
     every
         Move the stream at every n-th layer.
     jacobian
         Sentences that Jacobians are taken on.
-    longest
-        Tokens that such a sentence is cut to.
     """
     model, layers, asked = study.model, list(range(every, study.n_layers, every)), list(read_facts(facts))
-    chosen = answered_prompts(model, asked, prompts, study.seed)
+    chosen = answered_prompts(model, asked, PROMPTS, study.seed)
     job = {
         **study.origin_of_weights, "layers": layers, "doses": DOSES,
-        "n_prompts": jacobian, "longest": longest, "examples": chosen.examples.fingerprint,
+        "n_prompts": jacobian, "longest": LONGEST, "examples": chosen.examples.fingerprint,
         "rivals": chosen.rival.tolist(), "corpora": [part.fingerprint for part in study.parts],
     }  # fmt: skip
     with Cells.stored(study.folder / NAME, "causal reads", job) as cells:
-        lenses = fit_lenses(study, cells, layers, n_prompts=jacobian, longest=longest)
+        lenses = fit_lenses(study, cells, layers, n_prompts=jacobian, longest=LONGEST)
         vectors = collect(model, chosen.examples, layers, positions="all", progress=False)
         move = partial(move_stream, model, lenses, doses=DOSES, seed=study.seed)
         results = {

@@ -20,10 +20,11 @@ from studies import Report, Study, run_study
 
 from matlens import LensConfig, plots
 from matlens.cli import print_members
-from matlens.errors import NonNegativeInt, PositiveInt
+from matlens.errors import NonNegativeInt
 from matlens.lens import compare_lenses, default_methods, read_evaluations
 
 NAME = "lens_report"
+LONGEST = 48  # tokens that a prompt is cut to for Jacobians
 
 
 def main(
@@ -32,7 +33,6 @@ def main(
     layer: list[int] | None = None,
     tuned: Annotated[bool, typer.Option("--tuned/--no-tuned")] = True,
     jacobian: NonNegativeInt = 0,
-    longest: PositiveInt = 48,
     evaluations: Path | None = None,
 ) -> None:
     """Fit, evaluate, and draw quality against seconds.
@@ -45,8 +45,6 @@ def main(
         Train the tuned lens, which takes most of the time.
     jacobian
         Prompts that Jacobians are taken on, two or more; 0 for none.
-    longest
-        Tokens that such a prompt is cut to.
     evaluations
         Folder of open evaluation sets.
     """
@@ -57,7 +55,7 @@ def main(
     layers = layer or [round(sixth), round(2 * sixth), round(4 * sixth)]
     fitted = {}
     if jacobian:
-        jacobians, mean, seconds = fit_jacobians(model, parts[0], layers, jacobian, longest)
+        jacobians, mean, seconds = fit_jacobians(model, parts[0], layers, jacobian, LONGEST)
         fitted["jacobian"] = mean, seconds
     comparison = compare_lenses(
         model, parts, study.folder, methods=[*methods, *(["tuned"] if tuned else [])], fitted=fitted,

@@ -19,6 +19,7 @@ from __future__ import annotations
 import io
 import re
 import shutil
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,9 +27,8 @@ from typing import Annotated, Any
 import numpy as np
 import pandas as pd
 from figures.beyond import over_training
-from small_gpts import LONGEST, RATE, TRAINED, initial_gpt
+from small_gpts import train_gpt
 from studies import SECONDS, AtlasText, Cells, Report, Study, TwoOrMore, run_study
-from training.running import TrainingRun, bpe_tokenizer, token_sequences, train
 
 import matlens
 from matlens import InputError, MapSet, Readout, collect, metrics
@@ -48,6 +48,10 @@ NAME = "linearity_training"
 COLUMNS = ("kind", "tokens", "step")
 KINDS, SCORES = ["attn", "ffn", "block"], ["r2", "r2 of the variance", "loss increase"]
 WINDOW = 64
+SENTENCES = {
+    "fit_sentences": 4000,
+    "sentences": 1000,
+}  # that mat is fitted on, and that mat and the loss are of
 
 
 def main(
@@ -58,8 +62,6 @@ def main(
     updates: PositiveInt = 2048,
     layers: PositiveInt = 4,
     pieces: Annotated[int, Between(258)] = 4000,
-    fit_sentences: TwoOrMore = 4000,
-    sentences: TwoOrMore = 1000,
     windows: TwoOrMore = 160,
     eval_windows: TwoOrMore = 32,
 ) -> None:
@@ -77,10 +79,6 @@ def main(
         Layers of the model to train: 2, 4 or 8.
     pieces
         Pieces of its vocabulary.
-    fit_sentences
-        Training sentences that mat is fitted on.
-    sentences
-        Others that mat and the loss are of.
     windows
         Windows of 64 tokens to fit maps of parts on.
     eval_windows
@@ -88,17 +86,16 @@ def main(
     """
     if (model is None) != (revisions is None):
         raise InputError("--model and --revisions must be given together.")
-    sizes = {
-        "fit_sentences": fit_sentences, "sentences": sentences, "windows": windows,
-        "eval_windows": eval_windows,
-    }  # fmt: skip
+    sizes = SENTENCES | {"windows": windows, "eval_windows": eval_windows}
     job = {**sizes, "seed": study.seed, "corpora": [part.fingerprint for part in study.parts]}
     taken: dict[str, float] = {}
     if model is None or revisions is None:
         model, steps = f"small-gpt-{layers}-checkpoints", checkpoint_updates(updates)
         folder = report.out / model
         job |= {"layers": layers, "pieces": pieces, "updates": updates}
-        taken["training"] = train_checkpoints(study, folder, steps, layers=layers, pieces=pieces).seconds
+        save = partial(save_checkpoint, folder, steps)
+        trained = train_gpt(study, folder, layers=layers, pieces=pieces, updates=updates, save=save)
+        taken["training"] = trained[-1].seconds
     else:
         folder, steps = Path(model), checkpoint_steps(revisions)
     job |= {"model": model, "checkpoints": steps}
@@ -134,27 +131,14 @@ def checkpoint_steps(revisions: str) -> dict[str, int]:
     return dict(sorted(steps.items(), key=lambda item: item[1]))
 
 
-def train_checkpoints(
-    study: Study, folder: Path, steps: dict[str, int], *, layers: int, pieces: int
-) -> TrainingRun:
-    """Train a small GPT-2, and save it at some updates, in a folder for each."""
-    training, held_out = study.parts
-    tokenizer = bpe_tokenizer(training, n_tokens=pieces, longest=LONGEST)
-    sequences, watched = (token_sequences(tokenizer, part, longest=TRAINED) for part in (training, held_out))
-    gpt = initial_gpt(tokenizer, layers=layers, seed=study.seed)
-
-    def save(update: int) -> None:
-        path, partial = folder / f"step{update}", folder / "partial"
-        if path.name in steps:
-            gpt.save_pretrained(partial)
-            tokenizer.save_pretrained(partial)
-            shutil.rmtree(path, ignore_errors=True)  # of a run that was interrupted, or of another
-            partial.rename(path)
-
-    return train(
-        gpt, sequences, watched[:200], folder=folder / "training", n_updates=max(steps.values()), rate=RATE,
-        seed=study.seed, after_update=save,
-    )  # fmt: skip
+def save_checkpoint(folder: Path, steps: Mapping[str, int], model: Any, tokenizer: Any, update: int) -> None:
+    """Save a model at some updates, in a folder for each."""
+    path, partial = folder / f"step{update}", folder / "partial"
+    if path.name in steps:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        shutil.rmtree(path, ignore_errors=True)  # of a run that was interrupted, or of another
+        partial.rename(path)
 
 
 def load_checkpoint(model: Path, revision: str) -> Any:

@@ -63,7 +63,6 @@ def main(
     eval_windows: TwoOrMore = 12,
     heal: NonNegativeInt = 0,
     heal_method: list[str] | None = None,
-    heal_size: list[int] | None = None,
     tokens: NonNegativeInt = 0,
     rounds: NonNegativeInt = ROUNDS,
     method: list[str] | None = None,
@@ -84,8 +83,6 @@ def main(
         Tokens that models are healed on; 0 for none.
     heal_method
         Healed methods, with greedily chosen blocks; by default chain.
-    heal_size
-        Healed numbers of removed blocks; by default all.
     tokens
         Tokens that models write; 0 for none.
     rounds
@@ -113,7 +110,7 @@ def main(
         table = PrunedModels(
             model, fitted_on, evaluated, size or [n for n in SIZES if n < model.cfg.n_layers] or [1],
             methods=method or FOLDED, choices=choice or CHOICES, heal=heal,
-            heal_methods=heal_method or ("chain",), heal_sizes=heal_size, tokens=tokens, rounds=rounds,
+            heal_methods=heal_method or ("chain",), tokens=tokens, rounds=rounds,
             cells=cells,
         ).table()  # fmt: skip
     written = table["decoding"] != ""
@@ -135,9 +132,8 @@ class PrunedModels:
     ----------
     windows, evaluated
         Text that maps are fitted on, and texts by name that models are evaluated on.
-    heal, heal_methods, heal_sizes
-        Tokens of the windows on which models with ``greedy`` blocks are healed, 0 for none; of these methods
-        and numbers of blocks, by default all numbers.
+    heal, heal_methods
+        Tokens of the windows on which models with ``greedy`` blocks of these methods are healed, 0 for none.
     tokens
         How many tokens each model writes after the first 32 of each window of all texts.
     rounds
@@ -152,7 +148,6 @@ class PrunedModels:
     choices: Sequence[str] = CHOICES
     heal: int = 0
     heal_methods: Sequence[str] = ("chain",)
-    heal_sizes: Sequence[int] | None = None
     tokens: int = 0
     rounds: int = ROUNDS
     cells: Cells = field(default_factory=Cells)
@@ -211,8 +206,7 @@ class PrunedModels:
         removed = dict.fromkeys(chosen[n, by] for n in self.sizes for by in self.choices)
         for method, blocks in itertools.product(self.methods, removed):
             n, made = len(blocks), cache(partial(without, blocks, method))
-            healed = self.heal > 0 and method in self.heal_methods and n in (self.heal_sizes or self.sizes)
-            healed = healed and blocks == chosen.get((n, "greedy"))
+            healed = self.heal > 0 and method in self.heal_methods and blocks == chosen.get((n, "greedy"))
             for name in (method, method + HEALED) if healed else (method,):
                 key = f"{name} {' '.join(map(str, blocks))}"
                 found[blocks, name] = self.cells.get(key, partial(evaluate, made, blocks, name))

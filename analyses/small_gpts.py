@@ -12,13 +12,16 @@ not larger, the validation sentences of other analyses are held out here, too. A
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import pandas as pd
 import torch
 from figures.paper_a import training_curves
 from studies import Report, Study, run_study
-from training.running import bpe_tokenizer, token_sequences, train
+from training.running import TrainingRun, bpe_tokenizer, token_sequences, train
 from training.tables import compare_with_ngrams, training_table
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -49,36 +52,46 @@ def main(
         Layers of a model to train, 2, 4 or 8; by default all three.
     """
     training, held_out = study.parts
-    tokenizer = bpe_tokenizer(training, n_tokens=pieces, longest=LONGEST)
-    parts = [token_sequences(tokenizer, part, longest=TRAINED) for part in (training, held_out)]
     tables, origin = [], {"sentences": len(training), "fingerprint": training.fingerprint, "updates": updates}
     for layers in size or WIDTHS:
-        model = initial_gpt(tokenizer, layers=layers, seed=study.seed)
         name = f"small-gpt-{layers}"
-        run = train(
-            model, parts[0], parts[1][:200], folder=report.out / name / "training", n_updates=updates,
-            rate=RATE, seed=study.seed,
-        )  # fmt: skip
-        model.save_pretrained(report.out / name)
-        tokenizer.save_pretrained(report.out / name)
-        print(report.out / name)
-        perplexities = compare_with_ngrams(model, parts[0], parts[1])
+        folder = report.out / name
+        model, tokenizer, parts, run = train_gpt(study, folder, layers=layers, pieces=pieces, updates=updates)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        print(folder)
+        perplexities = compare_with_ngrams(model, *parts)
         tables.append(training_table(run, perplexities, model=name, corpus=held_out.name, n_held_out=200))
         origin[name] = {"minutes": run.seconds / 60, "parameters": model.num_parameters()}
     table = pd.concat(tables, ignore_index=True)
     report.write(NAME, table, {"trained on": origin, "seed": study.seed}, training_curves(table))
 
 
-def initial_gpt(tokenizer: Any, *, layers: int, seed: int) -> GPT2LMHeadModel:
-    """A GPT-2 of one of the sizes with random weights."""
+def train_gpt(
+    study: Study,
+    folder: Path,
+    *,
+    layers: int,
+    pieces: int,
+    updates: int,
+    save: Callable[[Any, Any, int], None] = lambda model, tokenizer, update: None,
+) -> tuple[GPT2LMHeadModel, Any, list[list[list[int]]], TrainingRun]:
+    """Train a GPT-2 of one of the sizes; with its tokenizer, and the training and held-out sequences."""
+    tokenizer = bpe_tokenizer(study.parts[0], n_tokens=pieces, longest=LONGEST)
+    parts = [token_sequences(tokenizer, part, longest=TRAINED) for part in study.parts]
     width = WIDTHS.get(layers, 64)
     config = GPT2Config(
         vocab_size=len(tokenizer), n_positions=LONGEST, n_embd=width, n_layer=layers, n_head=width // 16,
         bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return GPT2LMHeadModel(config)
+        torch.manual_seed(study.seed)
+        model = GPT2LMHeadModel(config)
+    run = train(
+        model, parts[0], parts[1][:200], folder=folder / "training", n_updates=updates, rate=RATE,
+        seed=study.seed, after_update=partial(save, model, tokenizer),
+    )  # fmt: skip
+    return model, tokenizer, parts, run
 
 
 if __name__ == "__main__":

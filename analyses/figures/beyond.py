@@ -201,17 +201,14 @@ def plot_pruned(table: pd.DataFrame) -> Figure:
     panels = figure.subplots(2, 2, sharex=True)
     rows = table[(table["against"] == "") & table["choice"].isin(["", "greedy"])]
     text = rows[rows["corpus"] == rows["corpus"].iloc[0]]
-    contents = {
-        "perplexity, relative to the original": text[text["metric"] == "ratio"],
-        **{
-            label: rows[(rows["decoding"] == decoding) & (rows["metric"] == metric)].assign(low=nan, high=nan)
-            for label, decoding, metric in (
-                ("perplexity of samples by the original", "sampled", "perplexity"),
-                ("distinct-2, greedy", "greedy", "distinct-2"),
-                ("repeated 4-grams, greedy", "greedy", "repeated 4-grams"),
-            )
-        },
-    }
+    contents = {"perplexity, relative to the original": text[text["metric"] == "ratio"]}
+    for label, decoding, metric in (
+        ("perplexity of samples by the original", "sampled", "perplexity"),
+        ("distinct-2, greedy", "greedy", "distinct-2"),
+        ("repeated 4-grams, greedy", "greedy", "repeated 4-grams"),
+    ):
+        written = rows[(rows["decoding"] == decoding) & (rows["metric"] == metric)]
+        contents[label] = written.assign(low=nan, high=nan)
     for ax, (label, of_panel) in zip(panels.flat, contents.items(), strict=True):
         original = of_panel[of_panel["method"] == "original"]["value"]
         ax.axhline(1 if original.empty else original.item(), color=DARK, lw=0.8)

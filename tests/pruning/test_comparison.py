@@ -86,14 +86,14 @@ def test_methods_are_compared_with_jump_on_the_same_windows_and_prompts(healed, 
     methods: list[str] = [Cut.jump, "chain", Cut.linearpatch]
     table = PrunedModels(
         model, texts[0], evaluated, [1, 2], methods=methods, choices=["greedy"], tokens=tokens, heal=60,
-        heal_methods=methods[:2], heal_sizes=[1],
+        heal_methods=methods[:2],
     ).table()  # fmt: skip
     calibration = Calibration.run(model, texts[0], "chain", progress=False)
     plain, prompts = pruning.plain_copy(model), beginnings(evaluated.values(), 32)
     assert prompts.shape == (sum(int((text.lengths == 20).sum()) for text in texts[1:]), 10)
     names = [*methods, *(f"{method}, healed" for method in methods[:2])]
     assert list(dict.fromkeys(table[table["n_removed"] == 1]["method"])) == ["pruned", "jump", *names[1:]]
-    assert set(table[table["n_removed"] == 2]["method"]) == {"pruned", *methods}
+    assert set(table[table["n_removed"] == 2]["method"]) == {"pruned", *names}
     blocks = calibration.choose(1, "greedy", progress=False)
     jump, chain = (
         without_blocks(calibration, blocks, Cut.jump),
