@@ -20,14 +20,13 @@ the distances of the 98,304 vectors of gpt2-medium take 72 GiB (``--linkage comp
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
 
 from figures.paper_b import extremes_figure
 from paper_a.predictions import prediction_confidence
-from studies import Clustering, Report, Study, TwoOrMore, run_study
+from studies import Clustering, Report, Study, run_study
 from sub_updates.extremes import TokenFrequency, compare_linkages, concentration, extreme_tables
 
-from matlens.errors import Between, PositiveInt
+from matlens.errors import PositiveInt
 from matlens.ffn import Clusters, Projection
 
 NAME, SECTION = "paper_b_sec5_clusters", "paper_b_sec5"
@@ -39,9 +38,6 @@ def main(
     report: Report,
     clustering: Clustering,
     clusters: PositiveInt = 10_000,
-    threshold: Annotated[float | None, Between(1e-9)] = None,
-    sampled: PositiveInt = 2000,
-    compared: TwoOrMore = 12_000,
 ) -> None:
     """Find the clusters of extreme sub-updates, the tokens they promote, and where they are active.
 
@@ -49,12 +45,6 @@ def main(
     ----------
     clusters
         How many clusters.
-    threshold
-        Minimum absolute score; by default exceeded by one in 100.
-    sampled
-        Sampled sub-updates to compare with the extreme ones.
-    compared
-        Value vectors for the comparison of clustering methods.
     """
     trace, projection = study.trace(), Projection.from_model(study.model)
     fitted = study.clusters(clusters, **asdict(clustering))
@@ -62,12 +52,9 @@ def main(
     confidence = prediction_confidence(study.model, trace.examples)
     of_each = Clusters.fit(study.values, len(study.values), progress=False)
     tables, alone = (
-        extreme_tables(
-            trace, study.model, each, frequency, confidence,
-            threshold=threshold, n_sampled=sampled, seed=study.seed,
-        )
+        extreme_tables(trace, study.model, each, frequency, confidence, seed=study.seed)
         for each in (fitted, of_each)
-    )  # fmt: skip
+    )
     origin = study.trace_origin(trace) | {
         "n_clusters": clusters, "method": fitted.method, "linkage": fitted.linkage,
         "thresholds": tables.thresholds, "n_unseen": int((frequency.counts == 0).sum()),
@@ -84,7 +71,7 @@ def main(
     extreme = tables.activity[tables.activity["sub_updates"] == "extreme"]
     largest = extreme.groupby("read", sort=False).head(N_LARGEST).drop(columns=["members", "sub_updates"])
     report.write(f"{SECTION}_largest", largest, origin)
-    ways = compare_linkages(study.values, clusters, n_vectors=compared, seed=study.seed)
+    ways = compare_linkages(study.values, clusters, seed=study.seed)
     report.write(f"{SECTION}_ways", ways, origin)
 
 

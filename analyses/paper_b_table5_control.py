@@ -47,7 +47,6 @@ def main(
     prompts: list[Path] | None = None,
     challenging: Annotated[bool, typer.Option("--challenging")] = False,
     field: str = PROMPT_FIELD,
-    limit: PositiveInt | None = None,
     grader: str = "profanity-check",
     value: list[float] | None = None,
     vector: list[str] | None = None,
@@ -72,8 +71,6 @@ def main(
         Only the prompts that are marked as challenging.
     field
         Where the prompt is in JSON lines.
-    limit
-        Read no more prompts of a list than this.
     grader
         profanity-check, detoxify, perspective.
     value
@@ -106,7 +103,7 @@ def main(
     if len({*named}) < len(named):
         raise InputError(f"--prompts must be files of different names, got {', '.join(named)}.")
     lists = {
-        path.name: read_prompts(path, field=field, challenging=challenging)[:limit]
+        path.name: read_prompts(path, field=field, challenging=challenging)
         for path in prompts or [HERE / "provocations.txt"]
     }
     for by_hand in vector or ():

@@ -99,7 +99,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "exits/outcomes": ("analyses/exits",),
     "paper_b_fig6_dominance": ("ffn/updates",),
     "sub_updates/events": ("ffn/events",),
-    "sub_updates/extremes": ("analyses/frequency", "ffn/clusters"),
+    "sub_updates/extremes": ("ffn/clusters",),
     "paper_b_fig4_overlap": ("analyses/overlap", "analyses/paper_b"),
     "paper_b_removal": ("analyses/removal_table",),
     "study/steps": ("study/study", "linear/streaming"),

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from studies import Model
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from control.baselines import SelfDebiasing, prefixed_tokens
@@ -63,7 +64,8 @@ def continue_prompts(
             batch = rows[start : start + batch_size]
             # All prompts without a prefix, then all with the first announcement, and so on.
             inputs = [tokens[p][variant] for variant in range(1 + len(prefixes)) for p, _ in batch]
-            ids, mask = _left_padded(inputs, _padding(model.tokenizer))
+            ids = pad_sequence(list(map(torch.tensor, inputs)), True, _padding(model.tokenizer), "left")
+            mask = pad_sequence([torch.ones(len(each)).long() for each in inputs], True, 0, "left")
             processors = [] if processor is None else [processor]
             if n_samples is not None:
                 processors.append(_GumbelDraws(seed, batch, 1 + len(prefixes)))
@@ -112,16 +114,6 @@ def _prompt_variants(model: Model, prompt: str, prefixes: Sequence[str], n_token
 def _padding(tokenizer: Any) -> int:
     tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     return next((token for token in tokens if token is not None), 0)
-
-
-def _left_padded(
-    texts: Sequence[Sequence[int]], padding: int
-) -> tuple[Int[Tensor, "rows length"], Int[Tensor, "rows length"]]:
-    ids = torch.full((len(texts), max(map(len, texts))), padding)
-    mask = torch.zeros_like(ids)
-    for row, tokens in enumerate(texts):
-        ids[row, -len(tokens) :], mask[row, -len(tokens) :] = torch.tensor(tokens), 1
-    return ids, mask
 
 
 # Files of prompts

@@ -75,10 +75,9 @@ def frequency_kinds(common: Float[np.ndarray, " n"], unseen: Float[np.ndarray, "
 
     ``common`` if at least half of the tokens are, ``unlikely`` if nine in ten do not occur, else ``other``.
     """
-    return [
-        "common" if share >= _SHARE_COMMON else "unlikely" if unseen_share >= _SHARE_UNSEEN else "other"
-        for share, unseen_share in zip(common, unseen, strict=True)
-    ]
+    return np.select(
+        [common >= _SHARE_COMMON, unseen >= _SHARE_UNSEEN], ["common", "unlikely"], "other"
+    ).tolist()
 
 
 # Extreme sub-updates
@@ -218,7 +217,6 @@ def extreme_tables(
     frequency: TokenFrequency,
     confidence: Float[Tensor, " n"],
     *,
-    threshold: float | None = None,
     n_sampled: int = 2000,
     seed: int = 0,
 ) -> ExtremeTables:
@@ -231,7 +229,7 @@ def extreme_tables(
     tables: dict[str, list[pd.DataFrame]] = {"activity": [], "groups": [], "places": []}
     thresholds = {}
     for read, scores in (("score", trace.score), ("lift", relative_scores(trace, model, "mean"))):
-        thresholds[read] = default_threshold(scores) if threshold is None else threshold
+        thresholds[read] = default_threshold(scores)
         extreme = extreme_sub_updates(trace, clusters, thresholds[read], scores)
         sampled = sample_sub_updates(trace, clusters, n_sampled, scores, seed=seed)
         activity = pd.concat(

@@ -10,14 +10,15 @@ import pandas as pd
 import pytest
 import torch
 from conftest import N_LAYERS
+from hypothesis import given
+from hypothesis import strategies as st
 from plain_values import plain_unit_vectors, plain_values
+from sub_updates import extremes
 from sub_updates.extremes import (
     FREQUENCY_KINDS,
     TokenFrequency,
     cluster_activity,
-    default_threshold,
     extreme_sub_updates,
-    extreme_tables,
     frequency_kinds,
     group_table,
     position_table,
@@ -25,11 +26,7 @@ from sub_updates.extremes import (
 )
 from traces import K, N, make_clusters, make_trace_of_model
 
-from matlens.ffn.clusters import Clusters
-from matlens.ffn.projection import TOP, Projection
-from matlens.ffn.trace import Trace
-from matlens.ffn.values import ValueVectors
-from matlens.io.tables import COLUMNS
+from matlens.ffn import Clusters, Projection, Trace, ValueVectors
 
 D_MLP = 48  # value vectors of a layer of the small llama
 
@@ -68,25 +65,14 @@ def commonness():
     return TokenFrequency(np.repeat(np.arange(30), [20] * 6 + [5] * 24), 60)
 
 
-# Which are extreme
-
-
 @pytest.mark.parametrize("threshold", [0.05, 0.7, 1.5])
 def test_extreme_are_those_that_a_loop_finds(threshold, values):
     trace = make_trace_of_model(values)
     expected = found_by_loop(trace, trace.score, threshold)
     assert 0 < len(expected) < N * N_LAYERS * K
     assert as_rows(extreme_sub_updates(trace, draw_clusters(values, 6), threshold)) == expected
-
-
-def test_one_in_a_hundred_passes_the_usual_threshold(values):
-    trace = make_trace_of_model(values)
-    threshold = default_threshold(trace.score)
-    sizes = [abs(score) for *_, score in found_by_loop(trace, trace.score, 0)]
-    assert threshold == pytest.approx(np.percentile(sizes, 99))
-    expected = found_by_loop(trace, trace.score, threshold)
-    assert len(expected) == 2  # of 168
-    assert as_rows(extreme_sub_updates(trace, draw_clusters(values, 6), threshold)) == expected
+    usual = extremes.default_threshold(trace.score)
+    assert usual == pytest.approx(np.percentile(trace.score["dominant", "before"].abs(), 99))
 
 
 def test_sub_updates_are_sampled_once_each_and_by_the_seed(values):
@@ -128,14 +114,11 @@ def test_clusters_and_signs_are_told_as_a_loop_finds_them(values, commonness, sm
         assert actual.members == " ".join(f"L{row // D_MLP}D{row % D_MLP}" for row in rows)
         pairs = [unit[a] @ unit[b] for a in rows for b in rows if a < b]
         assert actual.cosine == pytest.approx(sum(pairs) / len(pairs), abs=1e-6)
-        top = np.argsort(-(embedding @ (sign * unit[rows].mean(0))))[:TOP].tolist()
-        assert actual.common == pytest.approx(sum(token < 6 for token in top) / TOP)
-        assert actual.unseen == pytest.approx(sum(token >= 30 for token in top) / TOP)
+        top = np.argsort(-(embedding @ (sign * unit[rows].mean(0))))[:30].tolist()
+        assert actual.common == pytest.approx(sum(token < 6 for token in top) / 30)
+        assert actual.unseen == pytest.approx(sum(token >= 30 for token in top) / 30)
         assert actual.tokens.split(", ")[0] == small_model("llama").tokenizer.convert_ids_to_tokens(top[0])
         assert actual.kind == frequency_kinds(np.array([actual.common]), np.array([actual.unseen]))[0]
-
-
-# Groups
 
 
 def test_groups_are_told_as_a_loop_finds_them(values, commonness, small_model):
@@ -153,11 +136,6 @@ def test_groups_are_told_as_a_loop_finds_them(values, commonness, small_model):
     kind_of["kind"] = names[(kind_of["cluster"] + (kind_of["sign"] > 0)) % 3]
     confident = torch.linspace(0.1, 0.9, N)
     ours = group_table(extreme, sampled, kind_of, clusters, values, trace, confident)
-    assert list(ours.columns) == list(COLUMNS)
-    assert set(ours["method"]) == {"all", *FREQUENCY_KINDS}
-    assert set(ours["model"]) == {"some/model"}
-    assert set(ours["corpus"]) == {"words"}
-    assert set(ours["k"]) == {K}
 
     def kind(row: int, coefficient: float) -> str:
         return str(names[(clusters.labels[row] + (coefficient > 0)) % 3])
@@ -170,9 +148,7 @@ def test_groups_are_told_as_a_loop_finds_them(values, commonness, small_model):
         of_kind = [one for one in every if method in ("all", one[-1])]
         chosen = sorted({int(clusters.labels[row]) for _, _, row, *_ in of_kind})
         sizes = [int((clusters.labels == cluster).sum()) for cluster in chosen]
-        cosines = [
-            float(tables[0].set_index("cluster")["cosine"].groupby(level=0).first()[c]) for c in chosen
-        ]
+        cosines = tables[0].drop_duplicates("cluster").set_index("cluster")["cosine"][chosen]
         layers = [layer for _, layer, *_ in of_kind]
         assert part["layer"].tolist() == pytest.approx([sum(layers) / len(layers)] * len(part))
         expected = {
@@ -234,9 +210,6 @@ def test_places_are_counted_as_a_loop_counts_them(values, commonness, small_mode
     assert set(position_table(extreme, table, trace)["first_position"]) == {3}
 
 
-# All tables of a trace
-
-
 def lift_by_hand(trace: Trace, plain: Any) -> np.ndarray:
     """Scores of the dominant sub-updates for the top candidate, above the mean over the vocabulary."""
     mean = plain.get_output_embeddings().weight.detach().double().mean(0)
@@ -247,48 +220,65 @@ def lift_by_hand(trace: Trace, plain: Any) -> np.ndarray:
     return lifted
 
 
-@pytest.mark.parametrize("threshold", [None, 0.8])
-def test_both_readings_are_in_the_tables_under_their_names(
-    threshold, values, commonness, small_model, plain_model
-):
+def test_both_readings_are_in_the_tables_under_their_names(values, commonness, small_model, plain_model):
+    """Each has its own sub-updates; what the tables are made of is tested above."""
     trace, clusters = make_trace_of_model(values, seed=5), draw_clusters(values, 9)
     trace.coefficient["dominant"][:] *= 1000  # so that both readings differ by much
     confidence = torch.rand(N, generator=torch.Generator().manual_seed(1))
-    tables = extreme_tables(
-        trace, small_model("llama"), clusters, commonness, confidence,
-        threshold=threshold, n_sampled=21, seed=4,
-    )  # fmt: skip
+    tables = extremes.extreme_tables(
+        trace, small_model("llama"), clusters, commonness, confidence, n_sampled=21, seed=4
+    )
     scores = {
         "score": trace.score["dominant", "before"].double().numpy(),
         "lift": lift_by_hand(trace, plain_model("llama")),
     }
     assert list(tables.thresholds) == list(scores)
-    extremes = {}
+    found = {}
     for read, of_read in scores.items():
-        passed = float(np.quantile(np.abs(of_read), 0.99)) if threshold is None else threshold
+        passed = float(np.quantile(np.abs(of_read), 0.99))
         assert tables.thresholds[read] == pytest.approx(passed, rel=1e-5)
-        rows: Counter[tuple[int, int]] = Counter()
-        raised: Counter[tuple[int, int]] = Counter()
-        for place in zip(*np.nonzero(np.abs(of_read) > passed), strict=True):
-            row = place[1] * D_MLP + int(trace.index["dominant"][place])
-            key = int(clusters.labels[row]), 1 if float(trace.coefficient["dominant"][place]) > 0 else -1
-            rows[key] += 1
-            raised[key] += int(of_read[place] > 0)
-        activity = tables.activity[tables.activity["read"] == read]
-        extreme, drawn = (activity[activity["sub_updates"] == name] for name in ("extreme", "sampled"))
-        found = {(row.cluster, row.sign): (row.extremes, row.raised) for row in extreme.itertuples()}
-        assert found == {key: (n, pytest.approx(raised[key] / n)) for key, n in rows.items()}
-        assert drawn["extremes"].sum() == 21
-        # What the other tables are made of is tested above; here, that each has its own sub-updates.
         relative = {("dominant", "before"): torch.from_numpy(of_read)}
         chosen = extreme_sub_updates(trace, clusters, passed, relative)
         sampled = sample_sub_updates(trace, clusters, 21, relative, seed=4)
-        assert drawn["raised"] @ drawn["extremes"] == pytest.approx(int(sampled["raised"].sum()))
+        activity = tables.activity[tables.activity["read"] == read]
+        for name, rows in (("extreme", chosen), ("sampled", sampled)):
+            counted = activity[activity["sub_updates"] == name].set_index(["cluster", "sign"]).sort_index()
+            expected = rows.groupby(["cluster", "sign"])["raised"].agg(["size", "mean"])
+            np.testing.assert_allclose(counted[["extremes", "raised"]], expected)
         kinds = activity[["cluster", "sign", "kind"]]
         groups = group_table(chosen, sampled, kinds, clusters, values, trace, confidence)
         places = position_table(chosen, kinds, trace)
         for table, expected in ((tables.groups, groups), (tables.places, places)):
             ours = table[table["read"] == read].drop(columns="read").reset_index(drop=True)
             pd.testing.assert_frame_equal(ours, expected, check_dtype=False)
-        extremes[read] = found
-    assert extremes["score"] != extremes["lift"]
+        found[read] = len(chosen), chosen["raised"].mean()
+    assert found["score"] != found["lift"]
+
+
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=40))
+def test_half_of_the_text_is_common_and_no_token_too_many(text):
+    frequency, times = TokenFrequency(np.array(text), 9), Counter(text)
+    assert frequency.counts.tolist() == [times[token] for token in range(9)]
+    common = set(np.flatnonzero(frequency.common).tolist())
+    shares = [np.mean([token in common for token in text]), np.mean([times[t] == 0 for t in (0, 3, 8)])]
+    assert frequency.shares(np.array([text]))[0] == pytest.approx(shares[0])
+    assert frequency.shares(np.array([[0, 3, 8]]))[1] == pytest.approx(shares[1])
+    made = sum(times[token] for token in common)
+    assert 2 * made >= len(text)
+    assert all(2 * (made - times[token]) < len(text) for token in common)
+    assert min(times[token] for token in common) >= max(
+        (times[token] for token in times if token not in common), default=0
+    )
+
+
+def test_the_text_is_all_sentences_of_the_corpus(sentences, small_model):
+    tokenizer = small_model("bert").tokenizer  # which would add [CLS] and [SEP]
+    words = Counter(word for sentence in sentences.sentences for word in sentence.split())
+    frequency = TokenFrequency.from_corpus(sentences, tokenizer, 60)
+    assert {word: int(frequency.counts[tokenizer.convert_tokens_to_ids(word)]) for word in words} == words
+    assert frequency.counts.sum() == sum(words.values())
+
+
+def test_kinds_by_what_most_tokens_are():
+    common, unseen = np.array([0.5, 0.49, 0, 0, 1]), np.array([0.5, 0, 0.9, 0.89, 0])
+    assert frequency_kinds(common, unseen) == ["common", "other", "unlikely", "other", "common"]

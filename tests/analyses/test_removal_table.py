@@ -113,12 +113,6 @@ def test_removal_agrees_with_readings_as_far_as_counted_by_hand(name, small_mode
     overall = table[table["layer"].isna()].set_index(["method", "effect", "metric"])["value"]
     for (method, effect, metric), part in by_layer.groupby(["method", "effect", "metric"]):
         assert overall[method, effect, metric] == pytest.approx(part["value"].mean())
-    at_layer = overall.xs("correlation", level="metric").xs("at the layer", level="effect")
-    if name not in ("bert", "gemma2"):  # the others' logits follow from the gains, but for one direction
-        best = "f g v" if name in NORM_BEHIND else "f v"
-        assert at_layer[best] > 0.8
-        assert at_layer[best] > at_layer["v"] - 0.01
-        assert at_layer["another v"] < 0.5
 
 
 def test_agreement_is_a_mean_over_sub_updates():
@@ -127,6 +121,4 @@ def test_agreement_is_a_mean_over_sub_updates():
     pairs = list(zip(scores, lost, strict=True))
     common = [len({*a.topk(10).indices.tolist()} & {*b.topk(10).indices.tolist()}) / 10 for a, b in pairs]
     assert found["common"] == pytest.approx(np.mean(common))
-    correlations = [float(torch.corrcoef(torch.stack(pair).double())[0, 1]) for pair in pairs]
-    assert found["correlation"] == pytest.approx(np.mean(correlations))
     assert np.mean(common) != pytest.approx(np.median(common))
