@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from conftest import N_LAYERS, WORDS, assert_near, plain_vectors
 from exits import comparison
 from exits.classifiers import LASSO, RIDGE, ExitClassifiers, best_threshold
-from exits.comparison import classifier_features, classifier_sites, compare_exits, compare_readings
+from exits.comparison import classifier_features, classifier_sites
 from exits.outcomes import EvaluatedExits, ExampleSplit, evaluate_exits, split_examples, summarize_exits
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,7 +26,7 @@ from sklearn.model_selection import StratifiedKFold
 from small_lenses import Sharp
 from traces import make_clusters, make_trace
 
-from matlens import InputError, Readout, collect, ffn, make_examples
+from matlens import InputError, collect, ffn, make_examples
 from matlens.data.corpus import Corpus
 
 STRENGTHS = (1e-4, 3e-2, 1e-1, 1.0)
@@ -60,20 +61,13 @@ def test_outcomes_are_counted_and_chance_is_over_all_ways_to_deal_out_the_layers
 
 
 def test_the_summary_is_mean_and_deviation_over_seeds():
-    evaluated = {
-        "a": [EvaluatedExits(0.8, 3, 0.5, 0.6, 0), EvaluatedExits(0.9, 5, 0.7, 0.5, 0)],
-        "b": [EvaluatedExits(1, 0, 0, 1, 0)],
-    }
-    a, b = summarize_exits(evaluated, 16).to_dict("records")
-    assert a == {
+    evaluated = {"a": [EvaluatedExits(0.8, 3, 0.5, 0.6, 0), EvaluatedExits(0.9, 5, 0.7, 0.5, 0)]}
+    assert summarize_exits(evaluated, 16).to_dict("records") == [{
         "method": "a", "accuracy": pytest.approx(0.85), "accuracy_sd": pytest.approx(0.1 / 2**0.5),
         "saved": 4, "saved_sd": pytest.approx(2**0.5), "saved_share": 0.25, "exited": pytest.approx(0.6),
         "chance": pytest.approx(0.55), "above": pytest.approx(0.3), "above_sd": pytest.approx(0.02**0.5),
         "seeds": 2,
-    }  # fmt: skip
-    assert (b["accuracy"], b["saved"], b["saved_share"], b["seeds"]) == (1, 0, 0, 1)
-    assert np.isnan(b["accuracy_sd"])
-    assert np.isnan(b["saved_sd"])
+    }]  # fmt: skip
 
 
 def by_loops(
@@ -99,14 +93,6 @@ def by_loops(
         tried.append((np.mean(precisions), kind, strength))
     _, kind, strength = max(tried, key=lambda each: each[0])
     return f"{('ridge', 'lasso')[kind]} {strength:g}", fitted(np.arange(len(x)), kind, strength)
-
-
-def one_of_many(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """One coordinate of thirty tells, with more or less noise; their sizes are very different."""
-    generator = np.random.default_rng(seed)
-    x = generator.normal(size=(150, 30))
-    truth = x[:, 0] + [0.1, 1, 3][seed % 3] * generator.normal(size=150) > 0.5
-    return x * 10.0 ** generator.integers(-2, 3, 30), truth
 
 
 @pytest.mark.parametrize(
@@ -170,7 +156,7 @@ def test_layers_without_enough_of_a_class_are_not_learnt():
             assert classifiers.signals([x], split.test)[:, 0].tolist() == [always] * 20
 
 
-def sharp(model: Any) -> Readout:
+def sharp(model: Any) -> Sharp:
     readout = Sharp(model)
     readout.factor = 30.0
     return readout
@@ -182,30 +168,23 @@ def corpus(n: int) -> Corpus:
     return Corpus("words", texts, n, 0, 0, 0)
 
 
-class ComparedModel:
-    """Everything that `compare_exits` is given, and what it gives."""
-
-    def __init__(self, model: Any) -> None:
-        self.model, examples = model, make_examples(model, corpus(MANY), seed=1)
-        self.trace = ffn.Trace.run(model, examples, k=4, progress=False)
-        self.clusters = ffn.Clusters.fit(ffn.ValueVectors(model), 30)
-        self.activations = collect(model, examples, classifier_sites(model), progress=False)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(comparison, "Readout", sharp)
-            self.comparison = compare_exits(model, self.trace, self.clusters, self.activations, **OPTIONS)
-        self.layer = ffn.find_saturation(self.trace).layer.numpy()
-        self.right = (self.trace.after == self.trace.after[:, -1:]).numpy()
-        self.active = ffn.active_clusters(self.trace, self.clusters)
-
-    def left(self, learn: np.ndarray, rows: np.ndarray, overlap: str = "sets") -> list[int]:
-        """Where the rule leaves, example by example."""
-        known, made_at = self.active[learn].tolist(), self.layer[learn].tolist()
-        return [layer_left(self.active[row].tolist(), known, made_at, "later", overlap) for row in rows]
-
-
 @pytest.fixture(scope="module")
 def study(small_model):
-    return ComparedModel(small_model("gptj"))
+    """Everything that `compare_exits` is given, and what it gives."""
+    model = small_model("gptj")
+    examples = make_examples(model, corpus(MANY), seed=1)
+    trace = ffn.Trace.run(model, examples, k=4, progress=False)
+    clusters = ffn.Clusters.fit(ffn.ValueVectors(model), 30)
+    activations = collect(model, examples, classifier_sites(model), progress=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comparison, "Readout", sharp)
+        given = model, trace, clusters, activations
+        evaluated, penalties = comparison.compare_exits(*given, **OPTIONS)
+    return SimpleNamespace(
+        given=given, model=model, activations=activations, evaluated=evaluated, penalties=penalties,
+        layer=ffn.find_saturation(trace).layer.numpy(), active=ffn.active_clusters(trace, clusters).tolist(),
+        right=(trace.after == trace.after[:, -1:]).numpy(),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gptj", "bert", "gemma3"])
@@ -214,36 +193,48 @@ def test_classifiers_see_the_stream_before_the_ffn_and_what_it_writes(name, smal
     before = ("h", "attn_out") if name in ("gptj", "neox") else ("mid",)
     written = "ln2_post_out" if name in NORM_BEHIND else "ffn_out"
     examples = make_examples(model, corpus(6), seed=1)
-    x, o, total = classifier_features(
-        model, collect(model, examples, classifier_sites(model), progress=False)
-    ).values()
-    for row, (start, end) in enumerate(zip(examples.offsets[:-1], examples.offsets[1:], strict=True)):
+    activations = collect(model, examples, classifier_sites(model), progress=False)
+    features = [torch.from_numpy(np.stack(each)) for each in classifier_features(model, activations).values()]
+    for row, (start, end) in enumerate(itertools.pairwise(examples.offsets)):
         plain = plain_vectors(name, plain_model(name), torch.from_numpy(examples.tokens[start:end]))
         at = examples.positions[row]
         for layer in range(N_LAYERS):
-            before_ffn = torch.stack([plain[f"{kind}.{layer}"][0, at] for kind in before]).sum(0)
-            assert_near(torch.from_numpy(x[layer][row]), before_ffn)
-            assert_near(torch.from_numpy(o[layer][row]), plain[f"{written}.{layer}"][0, at])
-            assert_near(torch.from_numpy(total[layer][row]), before_ffn + plain[f"{written}.{layer}"][0, at])
+            x = torch.stack([plain[f"{kind}.{layer}"][0, at] for kind in before]).sum(0)
+            o = plain[f"{written}.{layer}"][0, at]
+            for ours, expected in zip(features, (x, o, x + o), strict=True):
+                assert_near(ours[layer, row], expected)
             if name != "bert":  # whose norm follows
-                assert_near(torch.from_numpy(total[layer][row]), plain[f"h.{layer + 1}"][0, at])
+                assert_near(features[2][layer, row], plain[f"h.{layer + 1}"][0, at])
 
 
-def test_the_rule_learns_from_ninety_per_cent_and_the_oracle_is_always_right(study):
-    early = 0.0
+def by_rule(study: Any, learn: np.ndarray, rows: np.ndarray, overlap: str = "sets") -> np.ndarray:
+    """Where the rule leaves, example by example."""
+    known, made_at = [study.active[row] for row in learn], study.layer[learn].tolist()
+    return np.array([layer_left(study.active[row], known, made_at, "later", overlap) for row in rows])
+
+
+def test_the_rule_the_oracle_and_classifiers_are_evaluated_on_the_test_part(study):
+    counted: dict[str, int] = {}
     for seed in range(SEEDS):
-        train, calibration, test = split_examples(MANY, seed=seed)
-        of_seed = {method: each[seed] for method, each in study.comparison.evaluated.items()}
+        train, calibration, test = split = split_examples(MANY, seed=seed)
         learn = np.concatenate([train, calibration])
-        for method, overlap in ((comparison.RULE, "sets"), (comparison.PLACES, "places")):
-            left = np.array(study.left(learn, test, overlap))
-            assert of_seed[method] == evaluate_exits(left, study.right[test])
-            early += of_seed[method].exited
-        oracle = of_seed[comparison.ORACLE]
-        assert oracle.accuracy == 1
-        assert oracle.saved == pytest.approx(np.mean(N_LAYERS - 1 - study.layer[test]))
-    assert early > 0, "nobody leaves, which proves little"
+        left = {
+            comparison.ORACLE: study.layer[test],
+            comparison.RULE: by_rule(study, learn, test),
+            comparison.PLACES: by_rule(study, learn, test, "places"),
+        }
+        for method, features in classifier_features(study.model, study.activations).items():
+            learnt = ExitClassifiers(strengths=[1e-2], kinds=[RIDGE], folds=2, fewest=2, seed=seed)
+            signals = learnt.fit(features[:-1], study.layer, split).signals(features[:-1], test)
+            left[method] = np.array([[*row, True].index(True) for row in signals])
+            counted[method] = counted.get(method, 0) + len(learnt.penalties)
+        for method, layers in left.items():
+            assert study.evaluated[method][seed] == evaluate_exits(layers, study.right[test]), method
+        assert study.evaluated[comparison.ORACLE][seed].accuracy == 1
     assert len(set(study.layer)) == N_LAYERS, "all are made at one layer, which proves little"
+    assert sum(exits.exited for exits in study.evaluated[comparison.RULE]) > 0, "nobody leaves"
+    assert all(counted.values()), "nothing is learnt, which proves little"
+    assert study.penalties == {method: {"ridge 0.01": n} for method, n in counted.items()}
 
 
 def test_what_is_set_by_the_rule_is_as_right_as_it_on_the_calibration_part(study):
@@ -253,23 +244,21 @@ def test_what_is_set_by_the_rule_is_as_right_as_it_on_the_calibration_part(study
     final = [int(readout.logits(data[-1][row]).argmax()) for row in range(MANY)]
     for seed in range(SEEDS):
         train, calibration, test = split_examples(MANY, seed=seed)
-        left = study.left(train, calibration)
-        wanted = np.mean([study.right[row, layer] for row, layer in zip(calibration, left, strict=True)])
+        wanted = study.right[calibration, by_rule(study, train, calibration)].mean()
         layers = [layer for layer in range(N_LAYERS) if study.right[calibration, layer].mean() >= wanted]
         expected = evaluate_exits(np.full(len(test), layers[0]), study.right[test])
-        assert study.comparison.evaluated[comparison.FIXED][seed] == expected
+        assert study.evaluated[comparison.FIXED][seed] == expected
         mean_length = sum(positions[row] + 1 for row in train) / len(train)
         for method in ("id", "mat"):
             said = {}
-            for row in (*calibration, *test):
-                for layer in range(1, N_LAYERS + 1):
-                    h = data[layer][row].double()
-                    if method == "mat" and layer < N_LAYERS:
-                        x, y = (data[i][torch.from_numpy(train)].double() for i in (layer, N_LAYERS))
-                        h = h @ torch.linalg.lstsq(x, y, driver="gelsd").solution
-                    p = readout.logits(h.float()).double().softmax(-1)
-                    first, second = p.topk(2).values.tolist()
-                    said[row, layer] = first - second, int(p.argmax()) == final[row]
+            for row, layer in itertools.product((*calibration, *test), range(1, N_LAYERS + 1)):
+                h = data[layer][row].double()
+                if method == "mat" and layer < N_LAYERS:
+                    x, y = (data[i][torch.from_numpy(train)].double() for i in (layer, N_LAYERS))
+                    h = h @ torch.linalg.lstsq(x, y, driver="gelsd").solution
+                p = readout.logits(h.float()).double().softmax(-1)
+                first, second = p.topk(2).values.tolist()
+                said[row, layer] = first - second, int(p.argmax()) == final[row]
 
             def leave(row: int, lam: float, said: Any = said, mean: float = mean_length) -> int:
                 threshold = 0.9 * lam + 0.1 * math.exp(-4 * positions[row] / mean)
@@ -277,36 +266,20 @@ def test_what_is_set_by_the_rule_is_as_right_as_it_on_the_calibration_part(study
                 return passed[0] if passed else N_LAYERS
 
             for lam in np.linspace(-0.112, 1.112, 613):
-                hits = [said[row, leave(row, lam)][1] for row in calibration]
-                if np.mean(hits) >= wanted:
+                if np.mean([said[row, leave(row, lam)][1] for row in calibration]) >= wanted:
                     break
             left = [leave(row, lam) for row in test]
             hits = [said[row, layer][1] for row, layer in zip(test, left, strict=True)]
-            exits = study.comparison.evaluated[f"confidence, {method}"][seed]
+            exits = study.evaluated[f"confidence, {method}"][seed]
             assert exits.accuracy == pytest.approx(np.mean(hits))
             saved = [N_LAYERS - layer for layer, hit in zip(left, hits, strict=True) if hit]
             assert exits.saved == pytest.approx(np.mean(saved))
 
 
-def test_classifiers_learn_events_below_the_last_layer_from_the_training_part(study):
-    counted: dict[str, int] = {}
-    for seed in range(SEEDS):
-        split = split_examples(MANY, seed=seed)
-        for method, features in classifier_features(study.model, study.activations).items():
-            learnt = ExitClassifiers(strengths=[1e-2], kinds=[RIDGE], folds=2, fewest=2, seed=seed)
-            learnt.fit(features[:-1], study.layer, split)
-            signals = learnt.signals(features[:-1], split.test)
-            left = np.array([list(row).index(True) if row.any() else N_LAYERS - 1 for row in signals])
-            assert study.comparison.evaluated[method][seed] == evaluate_exits(left, study.right[split.test])
-            counted[method] = counted.get(method, 0) + len(learnt.penalties)
-    assert all(counted.values()), "nothing is learnt, which proves little"
-    assert study.comparison.penalties == {method: {"ridge 0.01": n} for method, n in counted.items()}
-
-
 def test_vectors_of_other_examples_are_refused(study):
-    few = study.activations.head(MANY - 1)
+    *given, activations = study.given
     with pytest.raises(InputError, match="activations must be of the examples of the trace"):
-        compare_exits(study.model, study.trace, study.clusters, few, **OPTIONS)
+        comparison.compare_exits(*given, activations.head(MANY - 1), **OPTIONS)
 
 
 def test_every_reading_tests_every_example_once():
@@ -323,36 +296,30 @@ def test_every_reading_tests_every_example_once():
     index[np.arange(n), made, 0] = 5
     trace.index["dominant"] = torch.from_numpy(index)
     identity = trace.provenance.identity
-    vectors, pairs = (make_clusters(np.arange(18) // size, identity) for size in (1, 2))
-    table = compare_readings(trace, [vectors, pairs], seed=3)
-    reading = ["clusters", "overlap", "others", "events"]
-    assert len(table.drop_duplicates(reading)) == len(table) == 2 * 2 * 3 * 2
-    assert set(table["n"]) == {n}
+    clusters = {18 // size: make_clusters(np.arange(18) // size, identity) for size in (1, 2)}
+    table = comparison.compare_readings(trace, list(clusters.values()), seed=3)
+    assert len(table.drop_duplicates(["clusters", "overlap", "others", "events"])) == len(table) == 24
     parts = np.array_split(np.random.default_rng(3).permutation(n), 10)
     right = (after == 7).numpy()
     for row in table.to_dict("records"):
-        active = ffn.active_clusters(trace, vectors if row["clusters"] == 18 else pairs)
+        active = ffn.active_clusters(trace, clusters[row["clusters"]]).tolist()
         made_at = made if row["events"] == "FFN and attention" else np.where(by_ffn, made, -1)
-        hits, chances, variances, saved, left = 0, 0.0, 0.0, 0, 0
+        leaves, chances, variances = np.zeros(n, int), 0.0, 0.0
         for part in parts:
             rest = [i for i in range(n) if i not in part]
-            known = [active[i].tolist() for i in rest]
-            leaves = [
-                layer_left(active[i].tolist(), known, made_at[rest].tolist(), row["others"], row["overlap"])
-                for i in part
-            ]
-            evaluated = evaluate_exits(np.array(leaves), right[part])
-            hits += sum(right[i, layer] for i, layer in zip(part, leaves, strict=True))
-            saved += sum((2 - layer) * right[i, layer] for i, layer in zip(part, leaves, strict=True))
-            left += sum(layer < 2 for layer in leaves)
-            chances += len(part) * evaluated.chance
-            variances += (len(part) * evaluated.chance_sd) ** 2
-        assert row["accuracy"] == pytest.approx(hits / n)
-        assert (row["exited"], row["saved"]) == pytest.approx((left / n, saved / hits))
-        assert (row["chance"], row["chance_sd"]) == pytest.approx((chances / n, variances**0.5 / n))
-        assert row["above"] == pytest.approx((hits - chances) / n)
-        z = abs(row["above"]) / row["chance_sd"] if row["chance_sd"] else 0
-        assert row["p"] == pytest.approx(math.erfc(z / 2**0.5))
+            how = [active[i] for i in rest], made_at[rest].tolist(), row["others"], row["overlap"]
+            leaves[part] = [layer_left(active[i], *how) for i in part]
+            evaluated = evaluate_exits(leaves[part], right[part])
+            chances += len(part) * evaluated.chance / n
+            variances += (len(part) * evaluated.chance_sd / n) ** 2
+        hits, sd = right[np.arange(n), leaves], variances**0.5
+        z = abs(hits.mean() - chances) / sd if sd else 0
+        expected = {
+            "n": n, "accuracy": hits.mean(), "exited": (leaves < 2).mean(),
+            "saved": (2 - leaves)[hits].mean(),
+            "chance": chances, "chance_sd": sd, "above": hits.mean() - chances, "p": math.erfc(z / 2**0.5),
+        }  # fmt: skip
+        assert {name: row[name] for name in expected} == pytest.approx(expected)
     published = table[(table["others"] == "later") & (table["overlap"] == "sets")].iloc[0]
     assert published["exited"] > 0.3
     assert published["p"] < 1e-3
