@@ -46,6 +46,8 @@ CORPUS = Bound("MATLENS_MAX_CORPUS_MIB", 1024, "MiB of text in memory", _MIB)
 JSON = Bound("MATLENS_MAX_JSON_MIB", 64, "MiB of JSON", _MIB)
 TABLE = Bound("MATLENS_MAX_TABLE_MIB", 1024, "MiB in a table", _MIB)
 LAYERS = Bound("MATLENS_MAX_LAYERS", 1000, "layers")
+BOUNDS = (LINE, UNPACKED, CORPUS, JSON, TABLE, LAYERS)
+"""All bounds, as a table in docs/how-to/own-sentences.md lists them."""
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
