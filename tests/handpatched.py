@@ -84,10 +84,12 @@ def ends(part: Part) -> list[tuple[str, int]]:
     return [(kind, int(layer)) for kind, layer in (site.split(".") for site in (part.source, part.target))]
 
 
-def part(source: str, target: str, seed: int = 0, *, bias: bool = True, where: Any = "all") -> Part:
+def part(
+    source: str, target: str, seed: int = 0, *, bias: bool = True, where: Any = "all", d_in: int = D_MODEL
+) -> Part:
     """A part with random weights that keep vectors about as long as they are."""
     generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(D_MODEL, D_MODEL, generator=generator) / D_MODEL**0.5
+    weight = torch.randn(D_MODEL, d_in, generator=generator) / d_in**0.5
     return Part(source, target, weight, torch.randn(D_MODEL, generator=generator) if bias else None, where)
 
 
@@ -101,7 +103,7 @@ def submodule_part(name: str, layer: int, seed: int = 0, *, bias: bool = True, w
 
 def submodules(name: str) -> list[str]:
     """Sub-modules of a block that have an input and an output."""
-    kinds = SITE_MODULES[name]
+    kinds = SITE_MODULES.get(name, {})
     return [kind[:-3] for kind in kinds if kind.endswith("_in") and f"{kind[:-3]}_out" in kinds]
 
 

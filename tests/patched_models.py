@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import matlens
 from matlens import LinearMap, Site
+from matlens.models.changes import changing
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.layout import ModelLayout
 from matlens.patching import variants as variants_module
@@ -131,3 +133,24 @@ def assert_as_before(model: Any, before: tuple[Any, ...]) -> None:
     assert set(tensors) == set(before[2])
     assert all(torch.equal(value, before[2][key]) for key, value in tensors.items())
     assert all(torch.equal(now, then) for now, then in zip(logits, before[3], strict=True))
+
+
+@contextlib.contextmanager
+def counting(model: Any) -> Iterator[list[int]]:
+    """How often each of the plain blocks inside the bridge runs."""
+    counts = [0] * N_LAYERS
+
+    def count(layer: int, *_: Any) -> None:
+        counts[layer] += 1
+
+    hooks = [functools.partial(count, layer) for layer in range(N_LAYERS)]
+    handles = [
+        block.original_component.register_forward_pre_hook(hook)
+        for block, hook in zip(model.blocks, hooks, strict=True)
+    ]
+    try:
+        with changing(model, tuple, [], hooks):  # they change nothing, and are not taken for foreign hooks
+            yield counts
+    finally:
+        for handle in handles:
+            handle.remove()

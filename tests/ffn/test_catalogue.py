@@ -58,19 +58,14 @@ def test_the_cache_gives_what_the_model_gives(folder, monkeypatch):
         assert projection.identity == expected.identity
         table = projection.table(ours.values, ["L1D7", "L-1D0"], k=4)
         assert table.equals(expected.table(values, ["L1D7", "L-1D0"], k=4))
-
-
-def test_top_tokens_are_computed_once(folder, monkeypatch):
-    model = matlens.load(folder, device="cpu")
-    for reading, k in (("plain", 5), ("head", 5), ("plain", 3)):
-        expected = MADE[reading](model).top_of_all(ValueVectors(model), k, progress=False)
+        top = expected.top_of_all(values, 5, progress=False)
         for attempt in range(2):
             with monkeypatch.context() as patch:
                 if attempt:
                     patch.setattr(Projection, "top_of_all", lambda *_, **__: pytest.fail("computed again"))
-                top = Catalogue(folder, device="cpu").top_tokens(reading, k=k, progress=False)
-            assert torch.equal(top.ids, expected.ids)
-            assert torch.equal(top.scores, expected.scores)
+                cached = Catalogue(folder, device="cpu").top_tokens(reading, k=5, progress=False)
+            assert torch.equal(cached.ids, top.ids)
+            assert torch.equal(cached.scores, top.scores)
 
 
 def test_a_model_in_memory_is_read_itself(folder):
@@ -110,24 +105,6 @@ def test_a_changed_file_is_another_model(folder):
     after = Catalogue(folder, device="cpu").values
     assert before.identity.fingerprint != after.identity.fingerprint
     assert torch.equal(after.layer(1), before.layer(1) + 1)
-
-
-def test_a_damaged_entry_is_recomputed(folder, capsys):
-    _ = Catalogue(folder, device="cpu").values
-    (entry,) = entries()
-    parts = entry.folder / "parts.safetensors"
-    parts.write_bytes(parts.read_bytes()[:-1] + b"?")
-    model = matlens.load(folder, device="cpu")
-    assert torch.equal(Catalogue(folder, device="cpu").values.layer(0), ValueVectors(model).layer(0))
-    assert "recomputed" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("folder", ["olmoe"], indirect=True)
-def test_a_mixture_is_read_from_the_model(folder):
-    expected = ValueVectors(matlens.load(folder, device="cpu"))
-    for _ in range(2):
-        assert torch.equal(Catalogue(folder, device="cpu").values.layer(1), expected.layer(1))
-    assert entries() == []
 
 
 @pytest.mark.parametrize("folder", ["opt-narrow"], indirect=True)

@@ -69,21 +69,6 @@ def test_exact_clusters_are_scikit_learns(linkage, data, n, d, seed):
     assert same(agglomerate(unit, n_clusters, EXACT, linkage), exact(unit, n_clusters, linkage))
 
 
-@pytest.mark.parametrize("linkage", LINKAGES)
-def test_exact_clusters_of_more_vectors_than_a_block_of_distances(linkage):
-    unit = unit_vectors(600, 8, seed=3)
-    for n_clusters in (1, 150, 599):
-        assert same(agglomerate(unit, n_clusters, EXACT, linkage), exact(unit, n_clusters, linkage))
-
-
-@pytest.mark.parametrize("n", [13, 300])
-def test_clusters_of_neighbors_are_wards_on_the_same_graph(n):
-    unit = unit_vectors(n, 6, seed=n)
-    for n_clusters in (1, n // 3, n - 1):
-        assert same(agglomerate(unit, n_clusters, NEIGHBORS), ward_of_neighbors(unit, n_clusters))
-    assert not same(agglomerate(unit, n // 3, NEIGHBORS), agglomerate(unit, n // 3, EXACT))
-
-
 @pytest.mark.parametrize("method", [EXACT, NEIGHBORS])
 @settings(max_examples=40)
 @given(st.data(), st.integers(1, 30), st.integers(0, 10**6), st.booleans())
@@ -173,10 +158,33 @@ def test_members_and_clusters_of_names(small_model):
             use(other, ["L0D0"] if use == clusters.containing else [0])
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_the_table_is_the_one_written_out(name, small_model, plain_model):
-    model, plain = small_model(name), plain_model(name)
-    values, unit = ValueVectors(model), plain_unit_vectors(name, plain)
+def test_methods_are_compared_on_sampled_vectors(small_model, plain_model):
+    values, unit = ValueVectors(small_model("gpt2")), plain_unit_vectors("gpt2", plain_model("gpt2"))
+    table = compare_linkages(values, 100, n_vectors=96, seed=2)
+    unit = unit[sorted(np.random.default_rng(2).permutation(len(unit))[:96])]
+    theirs = {linkage: exact(unit, 25, linkage) for linkage in LINKAGES}
+    theirs["neighbors"] = ward_of_neighbors(unit, 25)
+    assert (table["vectors"].unique().tolist(), table["clusters"].unique().tolist()) == ([96], [25])
+    assert len(table) == 3
+    for row in table.to_dict("records"):
+        ours, others = theirs[row["method"]], theirs[row["other"]]
+        assert row["rand"] == pytest.approx(adjusted_rand_score(ours, others))
+        for labels, cosine in ((ours, row["cosine"]), (others, row["other_cosine"])):
+            means = np.array([unit[labels == label].mean(0) for label in labels])
+            expected = np.mean((means * unit).sum(1) / np.linalg.norm(means, axis=1))
+            assert cosine == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("linkage", LINKAGES)
+def test_exact_clusters_of_more_vectors_than_a_block_of_distances(linkage):
+    unit = unit_vectors(600, 8, seed=3)
+    for n_clusters in (1, 150, 599):
+        assert same(agglomerate(unit, n_clusters, EXACT, linkage), exact(unit, n_clusters, linkage))
+
+
+def test_the_table_is_the_one_written_out(small_model, plain_model):
+    model, plain = small_model("gpt2"), plain_model("gpt2")
+    values, unit = ValueVectors(model), plain_unit_vectors("gpt2", plain)
     labels = np.zeros(len(values), dtype=int)
     labels[[7, values.d_mlp + 2, values.d_mlp + 5]], labels[-1] = 1, 2
     clusters = make_clusters(labels, values.identity)
@@ -193,20 +201,3 @@ def test_the_table_is_the_one_written_out(name, small_model, plain_model):
         best = np.argsort(-(embedding @ vector))[:4].tolist()
         names = zip(best, model.tokenizer.convert_ids_to_tokens(best), strict=True)
         assert texts == ", ".join(f"<{token}>" if name is None else name for token, name in names)
-
-
-def test_methods_are_compared_on_sampled_vectors(small_model, plain_model):
-    values, unit = ValueVectors(small_model("gpt2")), plain_unit_vectors("gpt2", plain_model("gpt2"))
-    table = compare_linkages(values, 100, n_vectors=96, seed=2)
-    unit = unit[sorted(np.random.default_rng(2).permutation(len(unit))[:96])]
-    theirs = {linkage: exact(unit, 25, linkage) for linkage in LINKAGES}
-    theirs["neighbors"] = ward_of_neighbors(unit, 25)
-    assert (table["vectors"].unique().tolist(), table["clusters"].unique().tolist()) == ([96], [25])
-    assert len(table) == 3
-    for row in table.to_dict("records"):
-        ours, others = theirs[row["method"]], theirs[row["other"]]
-        assert row["rand"] == pytest.approx(adjusted_rand_score(ours, others))
-        for labels, cosine in ((ours, row["cosine"]), (others, row["other_cosine"])):
-            means = np.array([unit[labels == label].mean(0) for label in labels])
-            expected = np.mean((means * unit).sum(1) / np.linalg.norm(means, axis=1))
-            assert cosine == pytest.approx(expected)

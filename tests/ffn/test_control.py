@@ -101,6 +101,9 @@ def test_generation_changes_the_prompts_last_or_the_new_tokens(
     with controlled(model, GENTLE, how=how, where=where):
         generated = model.generate(PROMPTS, N_NEW, use_past_kv_cache=cached, output_logits=True, **SILENT)
         table = continue_prompts(model, PROMPTS, n_tokens=N_NEW, use_cache=cached)
+        stream = model.generate_stream(PROMPTS[0], N_NEW, use_past_kv_cache=cached, **SILENT)
+        streamed = torch.cat([torch.as_tensor(part).reshape(-1) for part in stream])
+    assert streamed[-N_NEW:].tolist() == generated.sequences[0, -N_NEW:].tolist()
     logits = torch.stack(generated.logits, dim=1)
     for row, ours, prompt, text in zip(generated.sequences, logits, PROMPTS, table["text"], strict=True):
         length = len(prompt.split())
@@ -122,24 +125,6 @@ def test_new_tokens_follow_the_first_pass_of_a_loop_without_generate(small_model
             cache = result.past_key_values
             logits.append(result.logits[0, -1])
     assert_near(torch.stack(logits[:-1]), by_hand("gpt2", plain, sentence, 1, "set", "new"))
-
-
-def test_positions_are_the_prompts_own_with_a_cache_and_without(small_model):
-    model, prompts, texts = small_model("llama"), sorted(PROMPTS, key=len, reverse=True), []
-    for use_cache in (True, False):
-        with controlled(model, GENTLE, how="add", where=torch.tensor([2, 5, 0])):
-            table = continue_prompts(model, prompts, n_tokens=4, use_cache=use_cache)
-        texts.append(table["text"].tolist())
-    assert texts[0] == texts[1]
-
-
-def test_a_stream_of_tokens_is_generated_alike(small_model):
-    model = small_model("gpt2")
-    with controlled(model, GENTLE, where="new"):
-        whole = model.generate(PROMPTS[0], N_NEW, **SILENT)
-        parts = list(model.generate_stream(PROMPTS[0], N_NEW, **SILENT))
-    streamed = torch.cat([torch.as_tensor(part).reshape(-1) for part in parts])
-    assert streamed[-N_NEW:].tolist() == whole[0, -N_NEW:].tolist()
 
 
 @pytest.mark.parametrize("where", ["all", "new", "last"])

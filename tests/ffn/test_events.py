@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import N_LAYERS, SINK_TOKENS, assert_near
+from conftest import SINK_TOKENS
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sub_updates.events import event_tables, saturation_frequency, update_scores, updates_by_effect
 from traces import make_trace
 
-from matlens import collect, make_examples
+from matlens import make_examples
 from matlens.data.examples import Examples
-from matlens.ffn.events import event_scores, find_events, find_saturation, relative_scores
+from matlens.ffn.events import find_events, find_saturation, relative_scores
 from matlens.ffn.projection import Projection
 from matlens.ffn.trace import GROUPS, Trace
 from matlens.ffn.values import ValueVectors
@@ -108,25 +106,6 @@ def some(rows: list[bool] | None, places: list[tuple[int, int]]) -> list[tuple[i
     return places if rows is None else [place for place in places if rows[place[0]]]
 
 
-@settings(max_examples=50)
-@given(traces(), st.none() | st.lists(st.booleans(), min_size=6, max_size=6))
-def test_table_4_has_the_means_over_the_events(trace, rows):
-    places = {name: some(rows, places_of_kind) for name, places_of_kind in all_updates(trace).items()}
-    assume(places["saturation"] and places["elimination"])
-    table = event_scores(trace, rows=None if rows is None else torch.tensor(rows[: len(trace)]))
-    assert list(table) == ["event", *COLUMNS]
-    assert len(table) == 2 * 2 * 3
-    assert not table.duplicated(["event", "method", "metric"]).any()
-    for row in table.itertuples():
-        of_event = places[row.event]
-        values = expected_value(trace, of_event, row.method, REFERENCE[row.event], row.metric)
-        assert row.value == pytest.approx(sum(values) / len(values), rel=1e-5, abs=1e-6)
-        assert row.layer == pytest.approx(sum(layer for _, layer in of_event) / len(of_event))
-        assert (row.n, row.k, row.experiment) == (len(of_event), trace.k, "events")
-        assert (row.model, row.corpus) == ("some/model", "words")
-        assert np.isnan(row.low) if row.n == 1 else row.low <= row.value <= row.high
-
-
 @settings(max_examples=40)
 @given(traces(), st.none() | st.lists(st.booleans(), min_size=6, max_size=6))
 def test_the_layers_table_has_the_means_and_quantiles_over_the_updates(trace, rows):
@@ -168,32 +147,10 @@ def test_the_frequency_of_saturation_is_counted_and_sums_to_one(trace):
     assert shares["ffn"] + shares["attention"] == pytest.approx(1)
 
 
-def test_sinks_of_a_trace_are_those_of_the_collected_stream(small_model, sentences):
-    norm = torch.tensor([[1.0, 2.0], [1.1, 41.0], [0.9, 2.1], [21.0, 2.0], [1.0, 39.0]])
-    tokens = torch.zeros(5, 2, dtype=torch.long)
-    trace = make_trace(tokens, tokens, tokens, norm=norm)
-    assert trace.sinks.tolist() == [False, False, False, True, False]  # the medians are 1 and 2.1
-    model = small_model("gpt2")
-    examples = make_examples(model, sentences)
-    trace = Trace.run(model, examples, k=2, progress=False)
-    vectors = collect(model, examples, [f"h.{layer + 1}" for layer in range(N_LAYERS)], progress=False)
-    for layer in range(N_LAYERS):
-        assert_near(trace.norm[:, layer], vectors[f"h.{layer + 1}"].norm(dim=1))
-    assert set(event_tables(trace, model).events["examples"]) == {"all examples"}  # none is a sink
-
-
-@pytest.fixture
-def real(small_model, sentences):
-    def of(name: str) -> tuple[Any, Trace]:
-        model = small_model(name)
-        return model, Trace.run(model, make_examples(model, sentences).head(8), k=3, progress=False)
-
-    return of
-
-
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "bert"])
-def test_lift_and_odds_are_differences_of_the_projections_scores(name, real):
-    model, trace = real(name)
+def test_lift_and_odds_are_differences_of_the_projections_scores(name, small_model, sentences):
+    model = small_model(name)
+    trace = Trace.run(model, make_examples(model, sentences).head(8), k=3, progress=False)
     values, projection = ValueVectors(model), Projection.from_model(model)
     lifted, against = (relative_scores(trace, model, to) for to in ("mean", "rival"))
     assert set(lifted) == set(against) == set(trace.score)
@@ -245,6 +202,7 @@ def test_all_readings_and_sinks_are_in_the_tables_under_their_names(with_sinks, 
             scores = readings[row.read][row.method, REFERENCE[row.event]]
             values = [METRICS[row.metric](scores[place].tolist()) for place in places]
             assert row.n == len(values)
+            assert row.layer == pytest.approx(sum(layer for _, layer in places) / len(places))
             assert row.value == pytest.approx(sum(values) / len(values), rel=1e-4, abs=1e-5)
     assert (tables.scores["read"] == "score").sum() * 3 == len(tables.scores)
     pd.testing.assert_frame_equal(tables.saturation, saturation_frequency(trace))

@@ -16,6 +16,7 @@ from matlens import InputError, make_examples
 from matlens.data.examples import Examples
 from matlens.ffn import trace as module
 from matlens.ffn.trace import GROUPS, REFERENCES, Trace
+from matlens.ffn.values import ValueVectors
 from matlens.models.layout import ModelLayout
 
 WIRINGS = ("gpt2", "gptj", "bert", "gemma2", "gemma3", "granite", "olmo2")
@@ -54,6 +55,7 @@ class PlainUpdate:
     before: Tensor  # x
     logits_before: Tensor
     logits_after: Tensor  # of x~
+    norm: float
     m: Tensor
     scale: float  # of a norm behind the FFN
 
@@ -76,7 +78,7 @@ def from_vectors(name: str, plain: Any, at: dict[str, Tensor]) -> list[PlainUpda
         logits = [plain_logits(name, plain, vector) for vector in (x, at[f"h.{layer + 1}"])]
         scale = plain_scale(name, plain, at.get(f"ffn_out.{layer}", x))
         m = at[f"ffn_post.{layer}"].double()
-        layers.append(PlainUpdate(x, *logits, m, scale))
+        layers.append(PlainUpdate(x, *logits, float(at[f"h.{layer + 1}"].norm()), m, scale))
         if name in NORM_BEHIND:  # the sub-updates are all that the FFN adds to the stream
             assert_near(
                 scale * (m @ plain_values(name, plain, layer).double()), at[f"h.{layer + 1}"] - x, ROUNDING
@@ -120,6 +122,7 @@ def check(name: str, plain: Any, examples: Examples, trace: Trace, updates: list
             tokens = {"before": trace.before[where], "final": trace.final[sentence]}
             # A small coefficient is a difference of large numbers: rounding is small against all of them.
             largest = float(plain_update.m.abs().max())
+            assert float(trace.norm[where]) == pytest.approx(plain_update.norm, rel=1e-4)
             assert float(trace.scale[where]) == pytest.approx(plain_update.scale, rel=1e-4)
             for group in GROUPS:
                 index = trace.index[group][where]
@@ -144,35 +147,6 @@ def test_every_number_is_the_plain_models(name, pair, sentences):
     assert all(bool((trace.coefficient[group] != 0).any()) for group in GROUPS)
 
 
-def sampled(model: Any, examples: Examples, **options: Any) -> Tensor:
-    return Trace.run(model, examples, progress=False, **options).index["random"]
-
-
-def test_random_sub_updates_are_the_seeds_own_distinct_and_uniform(small_model, sentences):
-    model = small_model("llama")
-    examples, d_mlp = make_examples(model, sentences), 48
-    index = sampled(model, examples, k=10)
-    assert torch.equal(index, sampled(model, examples, k=10, batch_tokens=BUDGET))
-    other = sampled(model, examples, k=10, seed=1)
-    assert float((index == other).double().mean()) < 0.1
-    assert not torch.equal(index[:, 0], index[:, 1]), "each layer has its own"
-    assert (int(index.min()), int(index.max())) == (0, d_mlp - 1)
-    ordered = index.sort(-1).values
-    assert bool((ordered[..., 1:] > ordered[..., :-1]).all()), "one is sampled twice for one update"
-    everything = sampled(model, examples.head(3), k=d_mlp).sort(-1).values
-    assert torch.equal(everything, torch.arange(d_mlp).expand_as(everything))
-
-
-def assert_equal(one: Trace, other: Trace) -> None:
-    for name in ("before", "after", "rank"):
-        assert torch.equal(getattr(one, name), getattr(other, name))
-    for name in ("index", "coefficient", "score"):
-        ours, theirs = getattr(one, name), getattr(other, name)
-        assert list(ours) == list(theirs)
-        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-    assert one.examples.fingerprint == other.examples.fingerprint
-
-
 @pytest.fixture
 def llama(small_model):
     model = small_model("llama")
@@ -185,10 +159,17 @@ def test_a_stored_trace_is_the_one_in_memory_and_a_finished_folder_is_only_opene
     options: dict[str, Any] = {"k": K, "seed": 3, "progress": False}
     folder = tmp_path / "deep" / "trace"
     stored = Trace.run(*llama, folder=folder, **options)
-    assert_equal(Trace.run(*llama, **options), stored)
+    in_memory = Trace.run(*llama, **options)
+    random = ValueVectors(llama[0]).random_sub_updates(len(stored), K, seed=3)
+    assert torch.equal(stored.index["random"], torch.stack(random, 1))
     monkeypatch.setattr(module, "stream", lambda *_, **__: pytest.fail("the model is run"))
     for again in (Trace.run(*llama, folder=folder, batch_tokens=1, **options), Trace.load(folder)):
-        assert_equal(again, stored)
+        for trace in (again, in_memory):
+            for name in ("before", "after", "rank", "norm", "scale"):
+                assert torch.equal(getattr(trace, name), getattr(stored, name))
+            for name in ("index", "coefficient", "score"):
+                for key, values in getattr(stored, name).items():
+                    assert torch.equal(getattr(trace, name)[key], values)
         assert (again.provenance.details["k"], again.provenance.details["seed"]) == (K, 3)
         assert again.provenance.corpus == "words"
 

@@ -14,18 +14,10 @@ from plain_values import D_MLP, plain_matrix, plain_unembedding, plain_values
 import matlens
 from matlens import InputError
 from matlens.ffn.projection import Projection
-from matlens.ffn.values import ValueVector, ValueVectors
+from matlens.ffn.values import ValueVectors
 
 Models = Callable[[str], Any]
 Folders = Callable[[str], Path]
-
-
-@pytest.mark.parametrize(("text", "value"), [
-    ("L12D3071", ValueVector(12, 3071)), ("l3d5", ValueVector(3, 5)), ("L-1D-2", ValueVector(-1, -2)),
-    ("L3E5D120", ValueVector(3, 120, 5)), ([4, 7], ValueVector(4, 7)), (ValueVector(1, 2), ValueVector(1, 2)),
-])  # fmt: skip
-def test_names_are_parsed_and_written(text, value):
-    assert ValueVector.parse(text) == ValueVector.parse(str(value)) == value
 
 
 @pytest.mark.parametrize("name", WIRINGS)
@@ -51,20 +43,6 @@ def test_vectors_are_the_rows_of_the_plain_output_matrix(name, small_model, plai
 def test_names_outside_the_model_are_refused(wrong, small_model):
     with pytest.raises(InputError, match=r"^(layer|index) must be between|There is no value vector"):
         ValueVectors(small_model("llama")).resolve(wrong)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_square_output_matrices_are_not_transposed(name, tmp_path):
-    """Where d_mlp is d_model, only what the layer computes tells rows from columns."""
-    torch.manual_seed(0)
-    folder = save_model(name, tmp_path)
-    plain = load_plain(name, folder)
-    setattr(plain.config, "n_inner" if name == "gpt2" else "intermediate_size", D_MODEL)
-    plain = type(plain)(plain.config)
-    plain.save_pretrained(folder)
-    values = ValueVectors(matlens.load(str(folder), device="cpu"))
-    assert values.d_mlp == values.d_model == D_MODEL
-    assert torch.equal(values.layer(1), plain_values(name, plain, 1))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
@@ -133,3 +111,17 @@ def test_random_vectors_have_the_layers_moments_and_depend_on_the_seed_alone(sma
     assert torch.equal(sampled[:3], values.random(-2, 50_000, seed=4)[:3])
     for other in (values.random(1, 5, seed=5), values.random(0, 5, seed=4)):
         assert not torch.allclose(sampled[:5], other)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_square_output_matrices_are_not_transposed(name, tmp_path):
+    """Where d_mlp is d_model, only what the layer computes tells rows from columns."""
+    torch.manual_seed(0)
+    folder = save_model(name, tmp_path)
+    plain = load_plain(name, folder)
+    setattr(plain.config, "n_inner" if name == "gpt2" else "intermediate_size", D_MODEL)
+    plain = type(plain)(plain.config)
+    plain.save_pretrained(folder)
+    values = ValueVectors(matlens.load(str(folder), device="cpu"))
+    assert values.d_mlp == values.d_model == D_MODEL
+    assert torch.equal(values.layer(1), plain_values(name, plain, 1))

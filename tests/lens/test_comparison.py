@@ -10,7 +10,7 @@ import pytest
 from conftest import SINK_TOKENS, make_sentences
 from sklearn.metrics import r2_score
 
-from matlens import InputError, Lens, LensConfig, collect, make_examples
+from matlens import Lens, LensConfig, collect, make_examples
 from matlens.lens import summarize
 from matlens.lens.comparison import compare_lenses, default_methods
 from matlens.lens.config import parse_methods
@@ -103,13 +103,3 @@ def test_sinks_are_those_of_the_validation_sentences(small_model, tmp_path):
         for metric, used in (("r2", slice(None)), ("r2 without sinks", ~sinks)):
             expected = r2_score(truth[used], mapped[used])
             assert found[name, metric, "", 1] == pytest.approx(expected, rel=1e-3, abs=1e-4)
-
-
-@pytest.mark.refused
-def test_what_cannot_be_compared_is_refused_before_the_work(small_model, tmp_path):
-    parts = make_sentences().split(n_train=30, n_validation=10, seed=0)
-    with pytest.raises(InputError, match="not have 'jacobian'"):
-        compare_lenses(small_model("bert"), parts, tmp_path, methods=["jacobian"])
-    with pytest.raises(InputError, match="against must be one of"):
-        compare_lenses(small_model("gpt2"), parts, tmp_path, methods=["mat"], against="tuned")
-    assert not list(tmp_path.iterdir())

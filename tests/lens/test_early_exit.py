@@ -106,16 +106,6 @@ def test_the_sweep_is_a_computation_by_hand(name, small_model):
     assert rows["lam"].tolist() == pytest.approx(lams, abs=1e-6)
 
 
-def test_a_factor_on_the_scores_changes_the_exits(setting):
-    model, _, validation = setting("gpt2")
-    lens = Lens.identity(model)
-    unsure = replace(lens, scales=dict.fromkeys(lens.layers, 0.01))
-    table = exit_sweep({"sure": lens, "unsure": unsure}, validation, layers=[2], progress=False)
-    means = table[table["lam"] == 0.0].set_index("method")["layer"]
-    assert means["unsure"] > means["sure"]
-    assert set(table.loc[table["lam"].isna(), "layer"]) == {2, 3}
-
-
 @pytest.mark.refused
 def test_there_must_be_something_to_exit_by(setting):
     model, _, validation = setting("gpt2")
@@ -162,3 +152,13 @@ def test_layers_saved_is_where_straight_lines_reach_the_precision(points, saved)
     assert set(found["n_layers"]) == {10}
     with pytest.raises(InputError, match=r"reaches a precision of 0\.95"):
         savings(table.assign(value=table["value"].clip(upper=0.94)))
+
+
+def test_a_factor_on_the_scores_changes_the_exits(setting):
+    model, _, validation = setting("gpt2")
+    lens = Lens.identity(model)
+    unsure = replace(lens, scales=dict.fromkeys(lens.layers, 0.01))
+    table = exit_sweep({"sure": lens, "unsure": unsure}, validation, layers=[2], progress=False)
+    means = table[table["lam"] == 0.0].set_index("method")["layer"]
+    assert means["unsure"] > means["sure"]
+    assert set(table.loc[table["lam"].isna(), "layer"]) == {2, 3}

@@ -252,21 +252,10 @@ def test_each_row_is_the_measure_of_its_lens(name, setting):
             assert found["mat", layer, metric, None, ""] == pytest.approx(expected, abs=1e-6)
         assert found["mat", layer, "r2", None, ""] != found["mat", layer, "r2 without sinks", None, ""]
     assert not any(key[0] == "id" and key[4] for key in found)
+    with pytest.raises(InputError, match="do not belong together"):
+        evaluate_lenses(lenses, setting("bert" if name == "llama" else "llama").validation)
     assert found["mat", None, "seconds", None, ""] == 6.0 / 3
     assert found["mat", None, "parameters", None, ""] == model.cfg.d_model**2
     assert found["id", None, "parameters", None, ""] == 0
     # Standardised vectors have another variance than those that mat maps.
     assert set(table.loc[table["metric"].str.startswith("r2"), "method"]) == {"mat", "id"}
-
-
-@pytest.mark.refused
-def test_lenses_that_cannot_be_evaluated_are_refused(setting):
-    model, _, validation = setting("llama")
-    lenses = {"id": Lens.identity(model)}
-    with pytest.raises(InputError, match="do not belong together"):
-        evaluate_lenses(lenses, setting("bert").validation)
-    with pytest.raises(InputError, match=r"^~sinks must be"):
-        evaluate_lenses(lenses, validation, sinks=torch.ones(validation.n_rows, dtype=torch.bool))
-    some = replace(lenses["id"], maps={1: None})
-    with pytest.raises(InputError, match=r"those that all lenses have, \[1\]"):
-        evaluate_lenses({"id": some}, validation, layers=[2])

@@ -8,15 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from conftest import D_MODEL
 from hub_stand_in import TOKEN, Hub
 from injections import INJECTIONS
 from small_lenses import linear, make_lens, numbers
-from transformer_lens.tools.analysis import JacobianLens
 
 from matlens import InputError, Lens
-from matlens.lens.hub import bare, folder_of, lens_card, repository_card
+from matlens.lens.hub import folder_of, lens_card, repository_card
 from matlens.models.identity import ModelIdentity, Provenance
 
 Models = Callable[[str], Any]
@@ -87,19 +85,6 @@ def test_of_two_pushes_at_the_same_time_one_is_refused(hub, small_model):
     ]
 
 
-def test_files_of_jacobian_lenses_are_read_from_their_repositories(hub, small_model, tmp_path):
-    model = small_model("llama")
-    given = JacobianLens({0: numbers(D_MODEL, D_MODEL)}, n_prompts=3, d_model=D_MODEL)
-    given.save(str(tmp_path / "lens.pt"), dtype=torch.float32)
-    path, place = "llama/jlens/Salesforce-wikitext/llama_jacobian_lens.pt", "neuronpedia/jacobian-lens"
-    commit = hub.add(place, {path: (tmp_path / "lens.pt").read_bytes()})
-    lens = Lens.from_pretrained(place, path, model, revision=commit)
-    assert torch.equal(lens.matrix(1), given.jacobians[0])
-    assert lens.provenance.details["hub"]["commit"] == commit
-    with pytest.raises(InputError, match="model must be given"):
-        Lens.from_pretrained(place, path)
-
-
 @pytest.mark.parametrize("name", ["", "../x", "a//b", "/a", "a/.hidden", "a b", "a/b/c/d/e/f", "x" * 99])
 def test_names_that_lead_elsewhere_are_refused(name, hub, small_model):
     lens = fitted(small_model("llama"))
@@ -111,15 +96,6 @@ def test_names_that_lead_elsewhere_are_refused(name, hub, small_model):
 
 
 # Cards
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("maker/model", "maker/model"), ("/home/somebody/model", "model"), ("./data/x.txt", "x.txt"),
-     ("C:\\work\\x", "x"), ("~/x/", "x")],
-)  # fmt: skip
-def test_folders_of_the_machine_are_not_told(name, expected):
-    assert bare(name) == expected
 
 
 def test_texts_of_others_add_no_line_and_no_markup(small_model):

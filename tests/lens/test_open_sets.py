@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from matlens import InputError, Lens
-from matlens.lens.evaluation import KS
-from matlens.lens.open_sets import EvaluationItem, evaluate_open_sets, read_evaluations, word_tokens
+from matlens.lens.open_sets import EvaluationItem, evaluate_open_sets, read_evaluations
 
 Models = Callable[[str], Any]
 
@@ -39,14 +38,6 @@ def test_each_evaluation_is_read_at_its_own_token(tmp_path):
     assert items["order-ops"][0].words == (
         ("5", "five"), ("multiplication", "*", "times", "multiply", "product"), ("77",)
     )  # fmt: skip
-
-
-def test_words_are_tokens_where_one_of_their_spellings_is(small_model):
-    model = small_model("gpt2")
-    w7 = model.tokenizer.convert_tokens_to_ids("w7")
-    assert word_tokens(model, ["W7"]) == [w7]
-    assert word_tokens(model, ["w7", "w8"]) == [w7, w7 + 1]
-    assert word_tokens(model, ["tulip", "w1 w2"]) == []
 
 
 def test_scores_are_those_of_a_loop(small_model):
@@ -81,18 +72,6 @@ def test_scores_are_those_of_a_loop(small_model):
         assert rows.loc[k, "n"] == 23
     assert (table["metric"] == "pass").all()
     assert table["corpus"].unique().tolist() == ["own"]
-
-
-def test_the_word_at_rank_k_passes_and_the_next_does_not(small_model):
-    lens = Lens.identity(small_model("gpt2"))
-    first = lens.trajectory("w1 w2 w3", k=12, layers=[1]).top_tokens()[1][-1]
-    known = {i: word for i, word in enumerate(first) if word.startswith("w")}
-    assert known.keys() & {*KS}, "a word just past one of the k"
-    for place, word in known.items():
-        other = next(w for w in (f"w{i}" for i in range(50)) if w not in first)  # the best spelling counts
-        item = EvaluationItem("a", "w1 w2 w3", ((other, word),))
-        passed = evaluate_open_sets({"id": lens}, {"own": [item]}, layers=[1], progress=False).set_index("k")
-        assert passed["value"].to_dict() == {k: float(place < k) for k in KS}
 
 
 @pytest.mark.refused

@@ -19,7 +19,6 @@ from matlens import InputError, Lens, LensConfig, Readout
 from matlens.lens.maps import Standardisation
 from matlens.lens.trained import (
     LayerTraining,
-    best_start,
     draw_tokens,
     fit_jacobian,
     passes_for,
@@ -169,57 +168,12 @@ def test_tuning_takes_the_steps_of_the_recipe(small_model, steps, batch):
     assert tuned["scale"] == 1
 
 
-def test_no_sample_is_seen_more_than_twice():
-    assert steps_for(100_000, 48, 1024) == (48, 1024)
-    assert steps_for(10_000, 48, 1024) == (48, 416)
-    assert steps_for(1_000, 48, 1024) == (15, 128)
-    assert steps_for(5, 48, 1024) == (1, 128)
-    assert [passes_for(n) for n in (5, 60_000, 96_000)] == [2, 2, 1.25]
-
-
 # All layers
 
 
 @pytest.fixture(scope="module")
 def corpus():
     return make_sentences().split(n_train=12, n_validation=2)[0]
-
-
-def test_a_corpus_gives_every_method_what_its_vectors_give(small_model, corpus, tmp_path):
-    model, names = small_model("llama"), ["tuned", "mat", "polished", "scaled"]
-    lenses = Lens.fit(model, corpus, method=names, layers=[1], folder=tmp_path / "rows", progress=False)
-    assert (tmp_path / "rows" / "config.json").exists()
-    rows = matlens.collect(model, matlens.make_examples(model, corpus), positions="all", progress=False)
-    readout, h, last = Readout(model), rows[1], rows[N_LAYERS]
-    start = Lens.fit(model, rows, method=LensConfig(standardise=True, intercept=True), progress=False)
-    mat = Lens.fit(model, rows, method="mat", progress=False)
-    expected = {"mat": {"weight": mat.matrix(1), "scale": 1}}
-    for name, way in (("polished", "polish"), ("scaled", "rescale"), ("tuned", "tune")):
-        options = {} if name == "tuned" else {"start": start.maps[1], "norm": start.norm}
-        training = LayerTraining(readout, h, last, **options)
-        getattr(training, way)()
-        expected[name] = training.result()
-    assert list(lenses) == names
-    for name, parts in expected.items():
-        ours = lenses[name]
-        torch.testing.assert_close(ours.matrix(1), parts["weight"], rtol=1e-3, atol=1e-4)
-        assert ours.scales.get(1, 1) == pytest.approx(float(parts["scale"]), rel=1e-3)
-        assert (ours.method, ours.layers) == (name, (1,))
-        assert ours.norm == (start.norm if name in ("polished", "scaled") else None)
-        assert ours.provenance.corpus == corpus.name
-        assert ours.n_samples == len(h)
-    assert lenses["polished"].provenance.details["seed"] == 0
-
-
-def test_a_masked_model_starts_from_vectors_as_they_are(small_model, corpus):
-    model = small_model("bert")
-    assert best_start(model) == LensConfig(intercept=True)
-    lens = Lens.fit(model, corpus, method="polished", positions="sampled", layers=[1], progress=False)
-    assert lens.norm is None
-    assert lens.maps[1] is not None
-    assert lens.maps[1].bias is not None
-    assert lens.n_samples == len(corpus)
-    assert lens.provenance.positions == "sampled"
 
 
 @pytest.mark.refused
@@ -295,3 +249,37 @@ def test_what_has_no_jacobian_lens_is_refused(small_model):
         fit_jacobian(small_model("gpt2"), few, layers=[0])
     with pytest.raises(InputError, match="more than 17 tokens"):
         fit_jacobian(small_model("gpt2"), few, layers=[1], progress=False)
+
+
+def test_a_corpus_gives_every_method_what_its_vectors_give(small_model, corpus, tmp_path):
+    model, names = small_model("llama"), ["tuned", "mat", "polished", "scaled"]
+    lenses = Lens.fit(model, corpus, method=names, layers=[1], folder=tmp_path / "rows", progress=False)
+    assert (tmp_path / "rows" / "config.json").exists()
+    rows = matlens.collect(model, matlens.make_examples(model, corpus), positions="all", progress=False)
+    readout, h, last = Readout(model), rows[1], rows[N_LAYERS]
+    start = Lens.fit(model, rows, method=LensConfig(standardise=True, intercept=True), progress=False)
+    mat = Lens.fit(model, rows, method="mat", progress=False)
+    expected = {"mat": {"weight": mat.matrix(1), "scale": 1}}
+    for name, way in (("polished", "polish"), ("scaled", "rescale"), ("tuned", "tune")):
+        options = {} if name == "tuned" else {"start": start.maps[1], "norm": start.norm}
+        training = LayerTraining(readout, h, last, **options)
+        getattr(training, way)()
+        expected[name] = training.result()
+    assert list(lenses) == names
+    for name, parts in expected.items():
+        ours = lenses[name]
+        torch.testing.assert_close(ours.matrix(1), parts["weight"], rtol=1e-3, atol=1e-4)
+        assert ours.scales.get(1, 1) == pytest.approx(float(parts["scale"]), rel=1e-3)
+        assert (ours.method, ours.layers) == (name, (1,))
+        assert ours.norm == (start.norm if name in ("polished", "scaled") else None)
+        assert ours.provenance.corpus == corpus.name
+        assert ours.n_samples == len(h)
+    assert lenses["polished"].provenance.details["seed"] == 0
+
+
+def test_no_sample_is_seen_more_than_twice():
+    assert steps_for(100_000, 48, 1024) == (48, 1024)
+    assert steps_for(10_000, 48, 1024) == (48, 416)
+    assert steps_for(1_000, 48, 1024) == (15, 128)
+    assert steps_for(5, 48, 1024) == (1, 128)
+    assert [passes_for(n) for n in (5, 60_000, 96_000)] == [2, 2, 1.25]

@@ -11,7 +11,6 @@ from conftest import N_LAYERS, assert_near, plain_vectors
 from small_lenses import make_lens
 
 from matlens import Lens
-from matlens.lens.trajectory import tokens_of_interest
 from matlens.models.tokens import word_token
 
 Models = Callable[[str], Any]
@@ -81,20 +80,6 @@ def test_tokens_are_texts_by_layer_and_position(small_model):
     assert (table[table["layer"] == N_LAYERS]["kl"] == 0).all()
     figure = trajectory.plot(positions=[0, -1])
     assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["w3", "w26"]
-
-
-def test_a_masked_model_is_read_at_every_token(small_model):
-    model = small_model("bert")
-    trajectory = Lens.identity(model).trajectory("w3 [MASK] w9")
-    assert trajectory.tokens == ("[CLS]", "w3", "[MASK]", "w9", "[SEP]")
-    assert trajectory.place == 2
-    logits = model(trajectory.ids[None], return_type="logits").log_softmax(-1)
-    assert_near(trajectory.probabilities[-1, 2], logits[0, 2].exp().topk(5).values.detach())
-
-
-def test_a_page_follows_the_likeliest_tokens_and_those_that_are_given():
-    final = torch.tensor([[5, 6], [7, 8], [9, 10]])
-    assert tokens_of_interest(final, torch.tensor([1, 2, 3]), 1) == [7, 5, 7, 8, 9, 1, 2, 3]
 
 
 def test_the_last_layer_ranks_its_own_prediction_first(small_model):

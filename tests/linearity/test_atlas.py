@@ -20,7 +20,6 @@ from matlens.data import Corpus, Examples, make_windows
 from matlens.io.verification import verify
 from matlens.linearity import atlas
 from matlens.linearity.ranking import GROUPS, first_parts
-from matlens.linearity.scores import SCORES
 
 Models = Callable[[str], Any]
 SIZE = 16
@@ -126,31 +125,6 @@ def test_costs_are_those_of_a_model_patched_by_hand(
     assert np.abs(difference).max() > 1e-5
 
 
-def test_a_table_has_every_part_and_number(tables):
-    table = tables("llama-sinks")
-    single = table[~table["kind"].str.startswith("together")]
-    scores = single[single["metric"].isin(SCORES)]
-    assert len(scores) == 17 * 5 * 2  # three blocks of five parts, and two jumps
-    assert len(single) - len(scores) == 17 * 2 * 3
-    assert set(tables("llama")["tokens"]) == {"all"}
-    together = table[table["kind"].str.startswith("together")]
-    assert set(together["kind"]) == {f"together: {group}" for group in GROUPS}
-
-
-def test_the_first_parts_are_replaced_together(small_model, plain_model, texts, tables):
-    table, (fitted, evaluated), plain = tables("llama"), texts("llama"), plain_model("llama")
-    first = first_parts(table, group="ffn")
-    parts = []
-    for _, layer in first:
-        ends = f"ffn_in.{layer}", f"ffn_out.{layer}"
-        parts.append(handpatched.Part(*ends, *fit_by_hand("llama", plain, None, fitted, ends, "all")))
-    ours, theirs = (read_by_hand("llama", plain, evaluated, of_parts) for of_parts in (parts, []))
-    row = table[(table["kind"] == "together: ffn") & (table["metric"] == "loss increase")].iloc[0]
-    expected = (np.concatenate(ours[0]) - np.concatenate(theirs[0])).mean()
-    assert row["value"] == pytest.approx(expected, abs=2e-4)
-    assert row["parts"] == ", ".join(f"{kind} {layer}" for kind, layer in first)
-
-
 def test_what_was_broken_off_goes_on(small_model, texts, tables, tmp_path, monkeypatch):
     whole = tables("llama")
     run, calls = atlas.run_variants, []
@@ -201,3 +175,17 @@ def test_a_rise_that_is_infinite_has_no_interval():
     assert usual.value == pytest.approx(1)
     assert usual.low < 1 < usual.high
     assert usual.n == 2
+
+
+def test_the_first_parts_are_replaced_together(small_model, plain_model, texts, tables):
+    table, (fitted, evaluated), plain = tables("llama"), texts("llama"), plain_model("llama")
+    first = first_parts(table, group="ffn")
+    parts = []
+    for _, layer in first:
+        ends = f"ffn_in.{layer}", f"ffn_out.{layer}"
+        parts.append(handpatched.Part(*ends, *fit_by_hand("llama", plain, None, fitted, ends, "all")))
+    ours, theirs = (read_by_hand("llama", plain, evaluated, of_parts) for of_parts in (parts, []))
+    row = table[(table["kind"] == "together: ffn") & (table["metric"] == "loss increase")].iloc[0]
+    expected = (np.concatenate(ours[0]) - np.concatenate(theirs[0])).mean()
+    assert row["value"] == pytest.approx(expected, abs=2e-4)
+    assert row["parts"] == ", ".join(f"{kind} {layer}" for kind, layer in first)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 from contextlib import nullcontext
-from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import pytest
 import torch
-from conftest import D_MODEL, N_LAYERS, SITE_MODULES, WIRINGS, assert_near
-from handpatched import Part, hand_vectors, jump_part, part, run, submodule_part, submodules
+from conftest import D_MODEL, N_LAYERS, assert_near, plain_vectors
+from handpatched import Part, hand_vectors, jump_part, part, submodule_part, submodules
 from patched_models import (
-    LENGTHS,
     RANGES,
     SENTENCES,
     assert_as_before,
@@ -24,7 +23,6 @@ from patched_models import (
     state,
     vectors,
 )
-from torch import Tensor
 
 import matlens
 from matlens import InputError, LinearMap, MapSet, Site
@@ -39,92 +37,8 @@ from matlens.patching.replacements import (
     mat_ln1_ln2,
     replace_submodules,
 )
+from matlens.patching.submodules import fit_submodules, submodule_pairs
 from matlens.patching.variants import Variant
-
-# Between any two sites
-
-WHERES: list[Any] = [
-    "all", "not-first", (3, 0, 0, 5), (tuple(token % 3 == 1 for token in range(max(LENGTHS))),) * len(LENGTHS)
-]  # fmt: skip
-
-
-def random_map(model: Any, source: str, target: str) -> LinearMap:
-    layout, generator = ModelLayout.from_model(model), torch.Generator().manual_seed(3)
-    d_in, d_out = layout.width(source), layout.width(target)
-    weight = torch.randn(d_out, d_in, generator=generator) / d_in**0.5
-    return LinearMap(weight, torch.randn(d_out, generator=generator), source, target)
-
-
-def hand_logits(name: str, plain: Any, linear: LinearMap, where: Any = "all") -> list[Tensor]:
-    by_hand = Part(linear.source, linear.target, linear.weight, linear.bias, where)
-    return [vectors["logits"] for vectors in hand_vectors(name, plain, [by_hand], SENTENCES)]
-
-
-@pytest.mark.parametrize("name", WIRINGS)
-def test_a_patch_is_the_plain_model_patched_by_hand(name, small_model, plain_model):
-    model = small_model(name)
-    pairs = [("z.0", "h.2"), ("h.0", "attn_out.1"), ("attn_in.0", "ffn_out.2"), ("ffn_post.0", "z.1")]
-    pairs += [("z.0", "ffn_in.2"), ("h.1", "h.3"), ("h.1", "h.1")]
-    if "mid" in SITE_MODULES[name]:
-        pairs += [("z.0", "mid.1"), ("mid.0", "ln2_in.2" if "ln2_in" in SITE_MODULES[name] else "attn_in.2")]
-    for number, (source, target) in enumerate(pairs):
-        map_, where = random_map(model, source, target), WHERES[number % len(WHERES)]
-        expected = hand_logits(name, plain_model(name), map_, where)
-        for side in ("right", "left"):
-            with patched(model, [replacement(Part(source, target, map_.weight, map_.bias, where))]):
-                ours = vectors(model, side=side)
-            for our, their in zip(ours, expected, strict=True):
-                assert_near(our["logits"], their)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "gemma2"])
-def test_a_map_from_the_heads_is_collected_fitted_and_patched(name, small_model, plain_model, sentences):
-    model, plain = small_model(name), plain_model(name)
-    examples = matlens.make_examples(model, sentences)
-    sites = ["blocks.0.attn.hook_z", "h.2"]
-    samples = matlens.collect(model, examples, sites, positions="all", progress=False)
-    texts = [examples.tokens[a:b] for a, b in itertools.pairwise(examples.offsets)]
-    z = torch.cat([run(name, plain, [], text.tolist())["z.0"] for text in texts])
-    assert_near(samples["z.0"], z)
-    maps = MapSet.fit(samples, pairs=[("z.0", 2)], progress=False)
-    fitted = maps["blocks.0.attn.o.hook_in", "h.-2"]
-    solution = torch.linalg.lstsq(z.double(), samples[2].double(), driver="gelsd").solution
-    assert_near(fitted.weight, solution.T, 1e-3)
-    expected = hand_logits(name, plain, LinearMap(fitted.weight, None, "z.0", "h.2"))
-    with patched(model, maps.values()):
-        for ours, theirs in zip(vectors(model), expected, strict=True):
-            assert_near(ours["logits"], theirs, 1e-4)  # rounding grows with fitted maps
-
-
-def test_one_patch_reads_what_another_writes_in_any_order(small_model):
-    model = small_model("gpt2")
-    first, second = random_map(model, "z.0", "h.1"), random_map(model, "h.1", "attn_out.2")
-    assert first.bias is not None
-    bias = second(first.bias)
-    with patched(model, [first, LinearMap(second.weight @ first.weight, bias, "z.0", "attn_out.2")]):
-        expected = vectors(model)
-    for given in ([first, second], [second, first]):
-        with patched(model, given):
-            for ours, theirs in zip(vectors(model), expected, strict=True):
-                assert_near(ours["logits"], theirs["logits"])
-
-
-def test_patches_hold_while_a_model_generates_and_nothing_old_is_used(small_model):
-    model = small_model("gpt2")
-    tokens, h = torch.tensor(SENTENCES[:1]), torch.zeros(1, 4, D_MODEL)
-    silent = {"do_sample": False, "verbose": False, "stop_at_eos": False}
-
-    def fail(value: Tensor, hook: Any) -> None:
-        raise ZeroDivisionError
-
-    with patched(model, [random_map(model, "z.0", "attn_out.2")]):
-        made = [model.generate(tokens, 6, use_past_kv_cache=cached, **silent) for cached in (True, False)]
-        assert torch.equal(*made)
-        with pytest.raises(ZeroDivisionError), model.hooks(fwd_hooks=[("blocks.1.hook_in", fail)]):
-            model(tokens)  # the source has fired, the target not
-        with pytest.raises(InputError, match=r"reached attn_out\.2 without blocks\.0\.attn\.hook_z"):
-            model(h, start_at_layer=1)
-
 
 # Named functions
 
@@ -196,12 +110,10 @@ def test_neighbors_do_not_overlap(small_model):
     for place in range(3):  # maps over no blocks, at the ends of jumps
         with patched(model, [replacement(replaced) for replaced in (*parts[:3], jump_part(place, place))]):
             pass
-    some = Replacement.from_map(
-        random_map(model, "z.0", "h.3"), where="not-first"
-    )  # other tokens need the FFN
+    some = Replacement.from_map(linear(part("z.0", "h.3")), where="not-first")  # other tokens need the FFN
     chain = [("z.0", "h.1"), ("h.1", "z.1"), ("z.1", "h.2")]
     for given in ([some, submodule_part("ffn", 1)], [*chain, submodule_part("ffn", 2)]):
-        maps = [random_map(model, *each) if each in chain else each for each in given]
+        maps = [linear(part(*each)) if each in chain else each for each in given]
         with patched(model, [replacement(each) if isinstance(each, Part) else each for each in maps]):
             pass
 
@@ -227,29 +139,6 @@ def test_sites_that_cannot_be_patched_are_refused(source, target, message, small
     with pytest.raises(InputError, match=message):
         patched(model, [given]).__enter__()
     assert_as_before(model, before)
-
-
-@pytest.mark.filterwarnings("ignore:A forward hook edited hook_scale")
-def test_every_later_hook_is_a_target_and_one_without_effect_is_refused(small_model, monkeypatch):
-    model = small_model("gpt2")
-    layout, tokens, n = ModelLayout.from_model(model), torch.tensor([SENTENCES[0]]), 0
-    plain = model(tokens)
-    for hook in {hook.name: hook for hook in layout.hooks.values() if hook.shape}.values():
-        if hook.order <= layout.order("h.2"):
-            continue
-        width = layout.width(Site.parse(hook.name))
-        noise = torch.randn(D_MODEL, width, generator=torch.Generator().manual_seed(1))
-        given = Replacement(lambda h, noise=noise: h @ noise, Site("h", 2), Site.parse(hook.name))
-        if hook.name == layout.hook(Site("h", 3)):
-            continue
-        with patched(model, [given]):
-            assert not torch.equal(model(tokens), plain)
-        n += 1
-    assert n > 10
-    monkeypatch.setattr(replacements_module, "_EFFECTIVE", WeakKeyDictionary())
-    monkeypatch.setattr(type(model), "hooks", lambda self, fwd_hooks: nullcontext())
-    with pytest.raises(InputError, match="would change nothing"):
-        patched(model, [given]).__enter__()
 
 
 def test_positions_past_a_sentence_are_refused_when_it_runs(small_model):
@@ -303,8 +192,60 @@ def test_weights_and_outputs_that_are_no_vectors_are_refused(ends, small_model):
 
 @pytest.mark.parametrize("heads", [(), (4,), (-1,), (1, 1)])
 def test_heads_are_those_of_the_target(heads, small_model):
-    model, linear_map = small_model("gpt2"), random_map(small_model("gpt2"), "h.0", "z.1")
+    model = small_model("gpt2")
     with pytest.raises(InputError, match="heads must be different integers from 0 to 3"):
-        patched(model, [Replacement.from_map(linear_map, heads=heads)]).__enter__()
+        patched(model, [Replacement.from_map(linear(part("h.0", "z.1")), heads=heads)]).__enter__()
     with pytest.raises(InputError, match="heads must be None for"):
-        patched(model, [Replacement.from_map(random_map(model, "h.0", "ffn_out.1"), heads=(1,))]).__enter__()
+        patched(model, [Replacement.from_map(linear(part("h.0", "ffn_out.1")), heads=(1,))]).__enter__()
+
+
+def test_a_target_without_effect_is_refused(small_model, monkeypatch):
+    model = small_model("gpt2")
+    monkeypatch.setattr(replacements_module, "_EFFECTIVE", WeakKeyDictionary())
+    monkeypatch.setattr(type(model), "hooks", lambda self, fwd_hooks: nullcontext())
+    with pytest.raises(InputError, match="would change nothing"):
+        patched(model, [linear(part("h.0", "z.1"))]).__enter__()
+
+
+@pytest.mark.parametrize("options", [{}, {"rows": True}, {"intercept": True}, {"ridge": 9.0}], ids=str)
+def test_maps_of_sub_modules_are_least_squares_on_plain_vectors(options, small_model, plain_model, sentences):
+    assert submodule_pairs(ModelLayout.from_model(small_model("olmo2")), ["ln1", "ffn"])[:2] == [
+        ("ln1_post_in.0", "ln1_post_out.0"), ("ffn_in.0", "ffn_out.0"),
+    ]  # fmt: skip
+    model, plain = small_model("llama"), plain_model("llama")
+    pairs = submodule_pairs(ModelLayout.from_model(model))
+    assert {source[:-5] for source, _ in pairs} == {*submodules("llama")}
+    samples = matlens.collect(
+        model, matlens.make_examples(model, sentences), [*{site for pair in pairs for site in pair}],
+        positions="all", progress=False,
+    )  # fmt: skip
+    texts = map(torch.from_numpy, np.split(samples.examples.tokens, samples.examples.offsets[1:-1]))
+    seen = [plain_vectors("llama", plain, text) for text in texts]
+    later = torch.from_numpy(samples.places > 0)
+    given = options | ({"rows": later} if "rows" in options else {})
+    for (source, target), fitted in zip(
+        pairs, fit_submodules(samples, pairs, progress=False, **given), strict=True
+    ):
+        x, y = (torch.cat([of[site][0] for of in seen]).double() for site in (source, target))
+        if "rows" in options:
+            x, y = x[later], y[later]
+        if "intercept" in options:
+            x = torch.cat([x, torch.ones(len(x), 1)], 1)
+        if "ridge" in options:
+            x, y = torch.cat([x, 3 * torch.eye(D_MODEL)]), torch.cat([y, torch.zeros(D_MODEL, D_MODEL)])
+        solution = torch.linalg.lstsq(x, y, driver="gelsd").solution.T
+        assert (fitted.source, fitted.target) == (source, target)
+        assert_near(fitted.weight, solution[:, :D_MODEL], 1e-4)
+        assert (fitted.bias is None) == ("intercept" not in options)
+        if fitted.bias is not None:
+            assert_near(fitted.bias, solution[:, -1], 1e-4)
+
+
+def test_blocks_whose_output_no_hook_sees_are_refused(model_folder, monkeypatch):
+    """Those of OpenAI's first GPT as a bridge runs them: they return lists."""
+    monkeypatch.setattr("matlens.models.families.gpt1._BLOCKS", "no module")
+    model = matlens.load(str(model_folder("gpt1")), device="cpu")
+    with pytest.raises(InputError, match=r"hook blocks.[01].hook_out does not fire"):
+        patched(model, [linear(jump_part(0, 1))]).__enter__()
+    with pytest.raises(InputError, match=r"h\.1, h\.2, h\.3 cannot be collected from OpenAIGPT.* not fire"):
+        matlens.collect(model, matlens.make_token_examples(model, [[3, 4, 5]]), progress=False)

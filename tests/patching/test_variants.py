@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +10,11 @@ import pytest
 import torch
 from conftest import D_MODEL, N_LAYERS, assert_near, make_sentences
 from handpatched import submodules
-from patched_models import patched, run_variants
+from patched_models import counting, patched, run_variants
 from torch import Tensor
 
 from matlens import InputError, LinearMap, MapSet, Site, collect, make_examples
 from matlens.data.examples import Examples
-from matlens.models.changes import changing
 from matlens.models.layout import ModelLayout
 from matlens.patching.replacements import Replacement, jump, mat_attn, mat_ffn, mat_ln1_ln2
 from matlens.patching.variants import Variant
@@ -120,30 +118,6 @@ def test_variants_are_patched_passes_of_each_sentence_alone(name, small_model):
         assert_all_near(final, expected)
     from_the_start = {key: replace(variant, first=0) for key, variant in variants.items()}
     assert_all_near(run_variants(model, examples, from_the_start, **OPTIONS), expected)
-
-
-@contextlib.contextmanager
-def counting(model: Any) -> Iterator[list[int]]:
-    """How often each of the plain blocks inside the bridge runs."""
-    counts = [0] * N_LAYERS
-
-    def count(layer: int) -> Any:
-        def hook(*_: Any) -> None:
-            counts[layer] += 1
-
-        return hook
-
-    hooks = [count(layer) for layer in range(N_LAYERS)]
-    handles = [
-        block.original_component.register_forward_pre_hook(hook)
-        for block, hook in zip(model.blocks, hooks, strict=True)
-    ]
-    try:
-        with changing(model, tuple, [], hooks):  # they change nothing, and are not taken for foreign hooks
-            yield counts
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from calibration_texts import WRITERS
+from calibration_texts import WRITERS, logits_without
 from conftest import LAYERS, assert_near
+from torch.nn.functional import cross_entropy
 
-from matlens import InputError, pruning
+from matlens import pruning
 from matlens.pruning.choosing import choose_attention
 from matlens.pruning.layouts import Layout, Streams, full_windows
 
@@ -21,33 +22,12 @@ ATTENTION = {"gpt2": "attn", "llama": "self_attn", "bloom": "self_attention.dens
 OUTPUTS = {"gpt2": "attn.c_proj", "llama": "self_attn.o_proj", "bloom": "self_attention.dense"}
 
 
-def layers_of(name: str, model: Any) -> Any:
-    return model.get_submodule(LAYERS[name][0])
-
-
-def nothing(_: Any, __: Any, output: Any) -> Any:
-    if isinstance(output, tuple):
-        return (torch.zeros_like(output[0]), *output[1:])
-    return torch.zeros_like(output)
-
-
-@torch.no_grad()
-def without(name: str, model: Any, gone: set[int], tokens: torch.Tensor) -> torch.Tensor:
-    """Logits of a plain model in which the attention of some blocks gives nothing."""
-    layers = layers_of(name, model)
-    hooks = [layers[i].get_submodule(ATTENTION[name]).register_forward_hook(nothing) for i in gone]
-    logits = model(tokens).logits
-    for hook in hooks:
-        hook.remove()
-    return logits
-
-
 @pytest.mark.parametrize("name", ATTENTION)
 def test_a_fold_is_what_least_squares_by_hand_gives(name, small_model, plain_model, windows):
     """Block 1 loses its attention: what the FFN before it writes is to be that and attention's sum."""
     pruned = pruning.prune_attention(small_model(name), windows(name), [1], penalty=0.0, progress=False)
     plain, tokens = plain_model(name), full_windows(windows(name))
-    layers = layers_of(name, plain)
+    layers = plain.get_submodule(LAYERS[name][0])
     writer, output = layers[0].get_submodule(WRITERS[name]), layers[1].get_submodule(OUTPUTS[name])
     reads, writes, added = [], [], []
     hooks = [
@@ -63,7 +43,7 @@ def test_a_fold_is_what_least_squares_by_hand_gives(name, small_model, plain_mod
     a, m, more = (torch.cat(x).flatten(0, -2).double().numpy() for x in (reads, writes, added))
     a = a if writer.bias is None else np.hstack([a, np.ones((len(a), 1))])
     expected = a @ np.linalg.lstsq(a, m + more, rcond=None)[0]
-    ours = layers_of(name, pruned.model)[0].get_submodule(WRITERS[name])
+    ours = pruned.model.get_submodule(LAYERS[name][0])[0].get_submodule(WRITERS[name])
     read = torch.cat(reads).flatten(0, -2)
     with torch.no_grad():
         assert_near(ours(read), torch.from_numpy(expected).float(), 1e-4)
@@ -79,30 +59,23 @@ def test_the_model_is_what_a_patched_pass_is(name, small_model, windows):
     )
     tokens = full_windows(windows(name))[:4]
     whole = pruning.plain_copy(small_model(name))
+    layers, folded = (model.get_submodule(LAYERS[name][0]) for model in (whole, pruned.model))
     for block in (0, 1):
-        folded = layers_of(name, pruned.model)[block].get_submodule(WRITERS[name])
-        layers_of(name, whole)[block].get_submodule(WRITERS[name]).load_state_dict(folded.state_dict())
+        writer = layers[block].get_submodule(WRITERS[name])
+        writer.load_state_dict(folded[block].get_submodule(WRITERS[name]).state_dict())
+    attention = [layers[block].get_submodule(ATTENTION[name]) for block in (1, 2)]
+    expected = logits_without(whole, attention, tokens, nothing=True)
     with torch.no_grad():
-        assert_near(pruned.model(tokens).logits, without(name, whole, {1, 2}, tokens), 1e-5)
-    assert (
-        float((without(name, whole, {1, 2}, tokens) - without(name, whole, set(), tokens)).abs().max()) > 1e-3
-    )
+        assert_near(pruned.model(tokens).logits, expected, 1e-5)
+    assert float((expected - logits_without(whole, [], tokens)).abs().max()) > 1e-3
 
 
-def test_the_least_are_chosen(small_model, plain_model, windows):
-    tokens = full_windows(windows("llama"))
+def test_the_attention_with_the_least_loss_is_chosen(small_model, plain_model, windows):
+    plain, tokens = plain_model("llama"), full_windows(windows("llama"))
     streams = Streams(Layout.from_model(small_model("llama")), tokens, progress=False)
-    losses = {
-        i: torch.nn.functional.cross_entropy(
-            without("llama", plain_model("llama"), {i}, tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
-        )
-        for i in (1, 2)
-    }
+    losses = {}
+    for i in (1, 2):
+        logits = logits_without(plain, [plain.model.layers[i].self_attn], tokens, nothing=True)
+        losses[i] = cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     assert choose_attention(streams, 1, progress=False) == (min(losses, key=losses.__getitem__),)
     assert choose_attention(streams, 2, progress=False) == (1, 2), "every block after the first"
-
-
-@pytest.mark.parametrize("name", ["neox"])
-def test_blocks_side_by_side_are_refused(name, small_model, windows):
-    with pytest.raises(InputError, match="model must"):
-        pruning.prune_attention(small_model(name), windows(name), [1], progress=False)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from calibration_texts import WRITERS, running_text
+from calibration_texts import WRITERS, logits_without, running_text
 from conftest import LAYERS, assert_near, plain_vectors
 from patched_models import patched
 
@@ -53,21 +52,6 @@ def make(config: Any) -> Any:
     return model
 
 
-def give_back(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    h = args[0] if args else kwargs["hidden_states"]
-    return (h, *output[1:]) if isinstance(output, tuple) else h
-
-
-@torch.no_grad()
-def logits_without(model: Any, blocks: Any, gone: list[int], tokens: torch.Tensor) -> torch.Tensor:
-    """Logits of a plain model whose blocks in question give what they are given."""
-    with ExitStack() as hooks:
-        for index in gone:
-            hooks.callback(blocks[index].register_forward_hook(give_back, with_kwargs=True).remove)
-        logits: torch.Tensor = model(tokens, use_cache=False).logits
-    return logits
-
-
 @pytest.mark.parametrize("key", CONFIGS)
 @pytest.mark.parametrize("gone", [1, 2])
 def test_what_has_an_entry_a_block_is_cut_and_nothing_else(key, gone, tmp_path):
@@ -83,7 +67,7 @@ def test_what_has_an_entry_a_block_is_cut_and_nothing_else(key, gone, tmp_path):
     assert pruned.config.num_hidden_layers == 2
     with torch.no_grad():
         logits = pruned(TOKENS).logits
-        assert_near(logits, logits_without(model, layout.blocks, [gone], TOKENS), 1e-5)
+        assert_near(logits, logits_without(model, [layout.blocks[gone]], TOKENS), 1e-5)
         pruned.save_pretrained(tmp_path)
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
         assert torch.equal(loaded(TOKENS).logits, logits)
@@ -99,7 +83,7 @@ def test_a_block_that_depends_on_its_place_cannot_move():
         layout = Layout(model, "transformer.h")
         last = build(layout, [2], {})
         with torch.no_grad():
-            assert_near(last(TOKENS).logits, logits_without(model, layout.blocks, [2], TOKENS), 1e-5)
+            assert_near(last(TOKENS).logits, logits_without(model, [layout.blocks[2]], TOKENS), 1e-5)
         if scaled:
             with pytest.raises(InputError, match="depends on its place: block 2 gives something else as blo"):
                 build(layout, [1], {})
@@ -153,7 +137,7 @@ def _stream_before(model: Any, index: int, tokens: torch.Tensor, gone: list[int]
     hook = model.model.layers[index].register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
     )
-    logits_without(model, model.model.layers, gone, tokens)
+    logits_without(model, [model.model.layers[i] for i in gone], tokens)
     hook.remove()
     return torch.cat(seen)
 
@@ -171,7 +155,8 @@ def test_spans_are_fitted_one_after_the_other(method, small_model, windows):
         assert_near(ours, torch.from_numpy(matrices[block]).float(), 1e-3)
     with torch.no_grad():
         logits = pruned.model(tokens[:4]).logits
-    assert_near(logits, logits_without(by_hand, by_hand.model.layers, gone, tokens[:4]), 1e-4)
+    layers = [by_hand.model.layers[i] for i in gone]
+    assert_near(logits, logits_without(by_hand, layers, tokens[:4]), 1e-4)
     parts = [
         LinearMap(
             torch.from_numpy(matrix).float(), None, f"blocks.{block}.mlp.out.hook_in", f"ffn_out.{block}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from calibration_texts import running_text
 from conftest import WORDS
@@ -33,23 +32,6 @@ def table(small_model, texts):
     return PrunedModels(
         small_model("gpt2"), texts[0], evaluated, [1, 2], methods=METHODS, choices=CHOICES
     ).table()
-
-
-@pytest.mark.parametrize(
-    ("n", "choice", "method"), [(1, "angle", "replaceme"), (1, "loss", "refit"), (2, "loss", "out")]
-)
-def test_a_row_is_what_pruning_alone_gives(n, choice, method, table, small_model, texts):
-    model = small_model("gpt2")
-    pruned = pruning.prune(model, texts[0], n, method=method, choice=choice, progress=False)
-    for name, evaluated in (("a", texts[1]), ("b", texts[2])):
-        rows = table[(table["n_removed"] == n) & (table["choice"] == choice) & (table["method"] == method)]
-        ours = rows[rows["corpus"] == name].set_index("metric")["value"].drop("recovered")
-        assert set(rows["blocks"]) == {" ".join(map(str, pruned.blocks))}
-        alone = pruning.compare_pruned(model, pruned, evaluated, progress=False)
-        expected = alone[alone["method"] == "pruned"].set_index("metric")["value"]
-        pd.testing.assert_series_equal(ours.sort_index(), expected.sort_index())
-        whole = table[(table["method"] == "original") & (table["corpus"] == name)]["value"].item()
-        assert whole == pytest.approx(alone[alone["method"] == "original"]["value"].item())
 
 
 def test_a_healed_model_is_judged_healed(small_model, texts):

@@ -12,7 +12,6 @@ import scipy.linalg
 import torch
 from calibration_texts import WRITERS
 from conftest import LAYERS, assert_near
-from cuts import maps
 from cuts.maps import Cut, hadamard, insert_map, without_blocks
 
 from matlens import InputError
@@ -106,16 +105,6 @@ def test_a_map_is_fitted_before_and_after_the_span_and_stands_in_its_place(cut, 
     assert float((logits - original).abs().max()) > 1e-2
 
 
-@pytest.mark.parametrize("name", ["gpt2", MODEL])
-def test_a_model_with_maps_writes_the_same_with_and_without_its_cache(name, calibrations):
-    made = without_blocks(calibrations(name), [1], Cut.jump)
-    tokens = calibrations(name).streams.tokens[:3, :8]
-    with torch.no_grad():
-        given = made(tokens[:, :5], use_cache=True)
-        later = made(tokens[:, 5:], past_key_values=given.past_key_values, use_cache=True).logits
-        assert_near(later, made(tokens, use_cache=False).logits[:, 5:], 1e-4)
-
-
 def test_hadamard_matrices_are_orthogonal_with_entries_of_one_size():
     for order in (1, 2, 12, 24, 32, 144, 576):
         matrix = hadamard(order).numpy()
@@ -124,21 +113,6 @@ def test_hadamard_matrices_are_orthogonal_with_entries_of_one_size():
     for order in (3, 20, 6):
         with pytest.raises(InputError, match="product of 2s and 12s"):
             hadamard(order)
-
-
-@pytest.mark.parametrize(("name", "blocks"), [("gpt2", [1]), (MODEL, [1]), (MODEL, [1, 4])])
-def test_a_chain_from_the_identity_is_the_chain(name, blocks, calibrations, monkeypatch):
-    calibration = calibrations(name)
-    chain = calibration.without(blocks, "chain", progress=False)
-    from_jump = without_blocks(calibration, blocks, Cut.chain_from_jump)
-    width = calibration.streams.h[0].shape[-1]
-    monkeypatch.setattr(maps, "fit_map", lambda *_: torch.eye(width).double())
-    from_identity = without_blocks(calibration, blocks, Cut.chain_from_jump)
-    tokens = calibration.streams.tokens
-    with torch.no_grad():
-        logits, same, other = (each(tokens).logits for each in (chain, from_identity, from_jump))
-    assert_near(same, logits, 1e-4)
-    assert float((other - logits).abs().max()) > 1e-3
 
 
 def solved(x: np.ndarray, y: np.ndarray, towards: np.ndarray) -> np.ndarray:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from calibration_texts import running_text
+from calibration_texts import logits_without, running_text
 from conftest import D_MODEL, N_LAYERS
+from torch.nn.functional import cross_entropy
 
 import matlens
 from matlens import InputError
 from matlens.data import make_windows
-from matlens.pruning.choosing import angles, choose_span, greedy_order, linearity_of, loss_without, no_sinks
+from matlens.pruning.choosing import choose_span, greedy_order, linearity_of, loss_without, no_sinks
 from matlens.pruning.layouts import Layout, Streams, full_windows
 
 
@@ -28,41 +28,6 @@ def streams_of(model: Any) -> Streams:
 @pytest.fixture(scope="module")
 def streams(small_model):
     return streams_of(small_model("gpt2"))
-
-
-def loss_by_hand(model: Any, tokens: torch.Tensor, gone: set[int]) -> float:
-    """The whole model with a hook on each block that is left out, which gives what it is given."""
-    blocks = model.transformer.h
-    hooks = [
-        blocks[i].register_forward_hook(
-            lambda _, args, output: (args[0], *output[1:]) if isinstance(output, tuple) else args[0]
-        )
-        for i in gone
-    ]
-    with torch.no_grad():
-        logits = model(tokens).logits[:, :-1]
-    for hook in hooks:
-        hook.remove()
-    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
-
-
-@pytest.mark.parametrize("gone", [{1}, {2}, {1, 2}])
-def test_losses_are_those_of_passes_with_hooks(gone, streams, plain_model):
-    expected = loss_by_hand(plain_model("gpt2"), streams.tokens, gone)
-    assert loss_without(streams, gone) == pytest.approx(expected, abs=1e-5)
-    own = loss_by_hand(plain_model("gpt2"), streams.tokens, set())
-    assert float(streams.losses(streams.h[N_LAYERS]).mean()) == pytest.approx(own, abs=1e-5)
-
-
-def test_choices_are_the_least_of_all(streams):
-    alone = {block: loss_without(streams, [block]) for block in (1, 2)}
-    best = min(alone, key=alone.__getitem__)
-    assert choose_span(streams, 1, "loss", progress=False) == (best,)
-    assert greedy_order(streams, 1, progress=False) == [best]
-    assert sorted(greedy_order(streams, 2, progress=False)) == [1, 2]
-    turned = {i: float(angles(streams.h[i], streams.h[i + 1]).mean()) for i in (1, 2)}
-    assert choose_span(streams, 1, "angle", progress=False) == (min(turned, key=turned.get),)
-    assert choose_span(streams, 0, "loss", progress=False) == ()
 
 
 def test_the_most_linear_span_is_that_of_least_squares_without_sinks(streams):
@@ -90,15 +55,6 @@ def test_the_most_linear_span_is_that_of_least_squares_without_sinks(streams):
         choose_span(few, 1, "r2", progress=False)
 
 
-def greedy_by_hand(loss: Callable[[list[int]], float], n_layers: int, n: int) -> list[int]:
-    """Every block that is left, tried in every round."""
-    gone: list[int] = []
-    for _ in range(n):
-        rest = [block for block in range(1, n_layers) if block not in gone]
-        gone.append(min(rest, key=lambda block: loss([*gone, block])))
-    return gone
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_greedy_is_the_least_of_every_round_where_losses_rise(seed, streams, monkeypatch):
     """Blocks that cost more the more of the others are gone: the order changes from round to round."""
@@ -117,16 +73,12 @@ def test_greedy_is_the_least_of_every_round_where_losses_rise(seed, streams, mon
     deep.layout = SimpleNamespace(blocks=range(n_layers))  # type: ignore[assignment]
     order = greedy_order(deep, 6, progress=False)
     n_tried = len(tried)
-    assert order == greedy_by_hand(loss, n_layers, 6)
+    gone: list[int] = []
+    for _ in range(6):  # every block that is left, tried in every round
+        rest = [block for block in range(1, n_layers) if block not in gone]
+        gone.append(min(rest, key=lambda block: loss([*gone, block])))
+    assert order == gone
     assert n_tried < len(tried) - n_tried
-
-
-def test_the_beginning_of_streams_is_what_shorter_texts_give(streams):
-    few = streams.beginning(1)
-    alone = Streams(streams.layout, few.tokens, progress=False)
-    for h, expected in zip(few.h, alone.h, strict=True):
-        torch.testing.assert_close(h, expected)
-    assert loss_without(few, [1]) == pytest.approx(loss_without(alone, [1]))
 
 
 @pytest.mark.parametrize(
@@ -151,3 +103,22 @@ def test_streams_that_overflow_are_refused(model_folder):
         layout.blocks[1].mlp.c_proj.weight.fill_(6e4)
     with pytest.raises(InputError, match=r"h\.2 are not finite"):
         Streams(layout, torch.tensor([[3, 4, 5, 6]]), progress=False)
+
+
+def test_losses_are_those_by_hand_and_choices_the_least_of_all(streams, plain_model):
+    plain = plain_model("gpt2")
+
+    def loss(*gone: int) -> float:
+        logits = logits_without(plain, [plain.transformer.h[i] for i in gone], streams.tokens)[:, :-1]
+        return float(cross_entropy(logits.flatten(0, 1), streams.tokens[:, 1:].flatten()))
+
+    for gone in ((1,), (2,), (1, 2)):
+        assert loss_without(streams, gone) == pytest.approx(loss(*gone), abs=1e-5)
+    assert float(streams.losses(streams.h[N_LAYERS]).mean()) == pytest.approx(loss(), abs=1e-5)
+    best = min((1, 2), key=loss)
+    assert choose_span(streams, 1, "loss", progress=False) == (best,)
+    assert greedy_order(streams, 1, progress=False) == [best]
+    unit = [h.double() / h.double().norm(dim=-1, keepdim=True) for h in streams.h]
+    turned = {i: float((unit[i] * unit[i + 1]).sum(-1).clamp(-1, 1).arccos().mean()) for i in (1, 2)}
+    assert choose_span(streams, 1, "angle", progress=False) == (min(turned, key=turned.__getitem__),)
+    assert choose_span(streams, 0, "loss", progress=False) == ()
