@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,6 @@ from matlens.ffn.projection import Projection
 from matlens.ffn.values import ValueVectors
 
 LINKAGES: tuple[Any, ...] = ("average", "complete")
-Models = Callable[[str], Any]
 
 
 def unit_vectors(n: int, d: int, seed: int) -> np.ndarray:

@@ -1,11 +1,13 @@
-"""A model under control is the plain model with coefficients changed by hand, inside the context alone."""
+"""A model under control is the plain model with coefficients changed by hand; losses are Hugging Face's."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import assert_near, plain_vectors
@@ -13,14 +15,14 @@ from control.generation import continue_prompts
 from hand_controlled import CHOSEN, controlled_by_hand
 from handpatched import jump_part, submodule_part
 from patched_models import LENGTHS, SENTENCES, assert_as_before, assert_same, linear, patched, state, vectors
+from scipy import stats
 from torch import Tensor
 
-from matlens import InputError
+from matlens import InputError, make_examples
+from matlens.data.making import make_windows
 from matlens.ffn import ValueVector, controlled
-from matlens.ffn.values import ValueVectors
-from matlens.models.changes import changes_of
+from matlens.ffn.perplexity import TextLosses, text_losses
 
-Models = Callable[[str], Any]
 HOWS: dict[Any, Callable[[Tensor, float], Tensor]] = {
     "set": lambda m, number: torch.full_like(m, number),
     "add": lambda m, number: m + number,
@@ -127,52 +129,6 @@ def test_new_tokens_follow_the_first_pass_of_a_loop_without_generate(small_model
     assert_near(torch.stack(logits[:-1]), by_hand("gpt2", plain, sentence, 1, "set", "new"))
 
 
-@pytest.mark.parametrize("where", ["all", "new", "last"])
-def test_after_an_exception_in_the_middle_of_generating_the_model_is_as_before(where, small_model):
-    model, passes = small_model("llama"), []
-
-    def fail(value: Tensor, hook: Any) -> None:
-        passes.append(1)
-        if len(passes) == 3:
-            raise ZeroDivisionError
-
-    def interrupted(context: Any) -> None:
-        passes.clear()
-        hooks = model.hooks(fwd_hooks=[("blocks.1.hook_out", fail)])
-        with pytest.raises(ZeroDivisionError), context, hooks:
-            model.generate(PROMPTS[0], N_NEW, **SILENT)
-
-    interrupted(nullcontext())  # what the bridge itself leaves behind
-    before = state(model)
-    interrupted(controlled(model, GENTLE, where=where))
-    assert_as_before(model, before)
-    assert not {"generate", "generate_stream"} & {*vars(model), *vars(model.original_model)}
-    assert changes_of(model) == ()
-    with controlled(model, GENTLE):  # and is free again
-        assert state(model)[0] != before[0]
-    assert_as_before(model, before)
-
-
-@pytest.mark.parametrize("patched_first", [True, False])
-def test_it_goes_together_with_replacements_of_other_parts(patched_first, small_model):
-    """A jump over block 0, attention of block 1 and control of its FFN: each does what it does alone."""
-    model = small_model("llama")
-    replacements = [linear(jump_part(0, 1)), linear(submodule_part("attn", 1))]
-    with patched(model, replacements):
-        alone = vectors(model)
-        if patched_first:
-            with controlled(model, ["L1D9"], 3.0):
-                ours = vectors(model)
-    if not patched_first:
-        with controlled(model, ["L1D9"], 3.0), patched(model, replacements):
-            ours = vectors(model)
-    v = ValueVectors(model).vectors(["L1D9"])
-    for one, theirs in zip(ours, alone, strict=True):
-        assert_near(one["ffn_in.1"], theirs["ffn_in.1"])
-        added = (3.0 - theirs["ffn_post.1"][:, 9])[:, None] * v
-        assert_near(one["ffn_out.1"] - theirs["ffn_out.1"], added)
-
-
 @pytest.mark.parametrize("part", [jump_part(0, 2), submodule_part("ffn", 1)], ids=["jump", "sub-module"])
 def test_control_of_an_ffn_that_is_replaced_is_refused_in_either_order(part, small_model):
     """It would have no effect."""
@@ -186,6 +142,11 @@ def test_control_of_an_ffn_that_is_replaced_is_refused_in_either_order(part, sma
         with controlled(model, ["L2D9"]):
             pass
     with (
+        controlled(model, CHOSEN, where=torch.tensor([1, 2])),
+        pytest.raises(InputError, match="where must have"),
+    ):
+        vectors(model)
+    with (
         controlled(model, ["L2D3", "L1D9"]),
         pytest.raises(InputError, match=r"\.1.* is replaced or controlled"),
     ):
@@ -197,7 +158,6 @@ def test_control_of_an_ffn_that_is_replaced_is_refused_in_either_order(part, sma
     ("given", "message"),
     [
         ((["L0D1", "wine"],), "'wine' is not a value vector"),
-        ((["L3D1"],), "layer must be between"),
         ((["L2D1", "L-1D1"],), "vectors must be different, got L2D1 twice"),
         (({"L0D1": float("nan")},), "^The value of L0D1 must be"),
         ((["L0D1"], 3.0, {"where": torch.tensor([-1, 0])}), "^where must be"),
@@ -211,21 +171,51 @@ def test_other_input_is_refused_and_nothing_is_hooked(given, message, small_mode
     assert_as_before(model, before)
 
 
-def test_contexts_are_nested_for_other_vectors_and_other_sentences_are_refused(small_model):
-    model = small_model("neox")
-    with controlled(model, ["L0D5"], 3.0):
-        outer = vectors(model)
-        with controlled(model, {"L0D11": -2.5, "L2D7": 4.0}):
-            both = vectors(model)
-        with pytest.raises(InputError, match="L0D5 is already controlled"):
-            controlled(model, ["L0D3", "L0D5"], 2.0).__enter__()
-        assert_same(vectors(model), outer, 0)
-    with controlled(model, CHOSEN):
-        assert_same(vectors(model), both, 0)
-    with (
-        controlled(model, CHOSEN, where=torch.tensor([1, 2])),
-        pytest.raises(InputError, match="where must have"),
-    ):
-        vectors(model)
-    with pytest.raises(InputError, match="no known value vectors"):
-        controlled(small_model("bloom"), ["L0D1"]).__enter__()
+def test_the_interval_of_few_texts_is_that_of_a_ratio_of_sums():
+    """The delta method for a ratio of two means, by sample variances and covariance (Cochran 1977, 6.4)."""
+    lost, counted = np.array([7.0, 3.0, 11.0, 4.0]), np.array([3, 1, 4, 2])
+    r, ((of_lost, both), (_, of_counted)) = lost.sum() / counted.sum(), np.cov(lost, counted)
+    error = math.sqrt((of_lost + r**2 * of_counted - 2 * r * both) / 4) / counted.mean()
+    half = stats.t.ppf(0.975, 3) * error
+    estimate = TextLosses(lost, counted).perplexity()
+    expected = math.exp(r), math.exp(r - half), math.exp(r + half)
+    assert (estimate.value, estimate.low, estimate.high) == pytest.approx(expected)
+
+
+def test_a_ratio_is_that_of_the_perplexities_and_surer_than_they():
+    rng = np.random.default_rng(1)
+    counted = rng.integers(5, 40, 50)
+    base = TextLosses(rng.normal(3, 1, 50) * counted, counted)
+    changed = TextLosses(base.total + rng.normal(0.3, 0.05, 50) * counted, counted)
+    ratio = changed.ratio(base)
+    assert ratio.value == pytest.approx(changed.perplexity().value / base.perplexity().value)
+    assert ratio.low < ratio.value < ratio.high
+    assert ratio.high / ratio.low < base.perplexity().high / base.perplexity().low
+    same = base.ratio(base)
+    assert (same.value, same.low, same.high) == (1, 1, 1)
+    lost = TextLosses(np.array([9e3, 2e3]), np.array([2, 2]))  # nats: no final norm bounds logits
+    assert lost.perplexity().value == lost.perplexity().high == math.inf
+    assert base.ratio(TextLosses(base.total + 800 * counted, counted)).value < 1e-300
+    lonely = TextLosses(np.array([3.0]), np.array([2])).perplexity()
+    assert lonely.value == pytest.approx(math.exp(1.5))
+    assert math.isnan(lonely.low)
+
+
+@pytest.mark.parametrize("chosen", [{}, CHOSEN], ids=["unchanged", "controlled"])
+@pytest.mark.parametrize("name", ["gptj", "gemma2"])
+def test_it_is_hugging_faces_loss(name, chosen, small_model, plain_model, sentences, monkeypatch):
+    monkeypatch.setattr("matlens.ffn.perplexity._PLACES", 7)
+    model, plain = small_model(name), plain_model(name)
+    for texts in (make_examples(model, sentences), make_windows(model, sentences, size=20)):
+        lost, counted = [], []
+        with controlled_by_hand(name, plain, chosen), torch.inference_mode():
+            for ids in np.split(texts.tokens, texts.offsets[1:-1]):
+                tokens = torch.from_numpy(ids).long()[None]
+                counted.append(len(ids) - 1)
+                lost.append(float(plain(tokens, labels=tokens).loss) * counted[-1])
+        for batch_tokens in (1, 70):
+            with controlled(model, chosen) if chosen else nullcontext():
+                ours = text_losses(model, texts, batch_tokens=batch_tokens, progress=False)
+            np.testing.assert_array_equal(ours.n_tokens, counted)
+            np.testing.assert_allclose(ours.total, lost, rtol=2e-5)
+        assert ours.perplexity().value == pytest.approx(math.exp(sum(lost) / sum(counted)), rel=1e-4)

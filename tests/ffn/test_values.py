@@ -1,22 +1,50 @@
-"""Value vectors are the plain model's own weights, by name and layer by layer."""
+"""Value vectors, projections, updates and the cache are those of the plain model's own weights."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import D_MODEL, LAYERS, N_LAYERS, SITE_MODULES, WIRINGS, assert_near, load_plain, save_model
-from plain_values import D_MLP, plain_matrix, plain_unembedding, plain_values
+from conftest import (
+    D_MODEL,
+    LAYERS,
+    MASKED,
+    N_LAYERS,
+    SITE_MODULES,
+    WIRINGS,
+    assert_near,
+    load_plain,
+    make_tokenizer,
+    save_model,
+)
+from paper_b_fig6_dominance import dominance
+from plain_values import (
+    D_MLP,
+    D_VOCAB,
+    all_plain_values,
+    plain_ffn,
+    plain_matrix,
+    plain_norm,
+    plain_unembedding,
+    plain_values,
+)
+from safetensors.torch import load_file, save_file
 
 import matlens
-from matlens import InputError
-from matlens.ffn.projection import Projection
+from matlens import InputError, make_examples, make_prompts
+from matlens.ffn import catalogue as module
+from matlens.ffn import projection
+from matlens.ffn.catalogue import Catalogue, Reading
+from matlens.ffn.projection import Projection, TopTokens
+from matlens.ffn.updates import Updates
 from matlens.ffn.values import ValueVectors
+from matlens.io.cache import default_cache
+from matlens.models.identity import ModelIdentity
 
-Models = Callable[[str], Any]
 Folders = Callable[[str], Path]
 
 
@@ -125,3 +153,293 @@ def test_square_output_matrices_are_not_transposed(name, tmp_path):
     values = ValueVectors(matlens.load(str(folder), device="cpu"))
     assert values.d_mlp == values.d_model == D_MODEL
     assert torch.equal(values.layer(1), plain_values(name, plain, 1))
+
+
+K = 7
+NAMES = ("gpt2", "gptj", "bert", "gemma2", "gemma3")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scores_through_the_head_have_its_linear_parts(name, small_model, plain_model):
+    """The norm's gain, less the mean in layer norms, after the dense layer of masked-LM heads."""
+    model, plain = small_model(name), plain_model(name)
+    v = plain_values(name, plain, 1)[:4]
+    if name == "bert":
+        dense = plain.cls.predictions.transform.dense.weight.detach()
+        norm = plain.cls.predictions.transform.LayerNorm
+        gained = norm.weight.detach() * (v @ dense.T - (v @ dense.T).mean(-1, keepdim=True))
+    else:
+        path = {"gpt2": "transformer.ln_f", "gptj": "transformer.ln_f"}.get(name, "model.norm")
+        norm = plain.get_submodule(path)
+        centred = v - v.mean(-1, keepdim=True) if name in ("gpt2", "gptj") else v
+        gained = (norm.weight.detach() + name.startswith("gemma")) * centred
+    assert_near(Projection.through_head(model).scores(v), gained @ plain_unembedding(plain).T, 1e-4)
+
+
+@pytest.mark.parametrize("in_memory", [1, D_VOCAB * 5, 2**25])
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_top_and_bottom_tokens_are_those_of_all_scores_sorted(
+    name, in_memory, small_model, plain_model, monkeypatch
+):
+    """Whether many vectors are read at once or one."""
+    monkeypatch.setattr(projection, "_SCORES", in_memory)
+    model, plain = small_model(name), plain_model(name)
+    best, order = (all_plain_values(name, plain) @ plain_unembedding(plain).T).sort(dim=1, descending=True)
+    ours = Projection.from_model(model)
+    assert len(ours.blocks(all_plain_values(name, plain))[0]) == max(1, min(in_memory // D_VOCAB, len(best)))
+    tokens = ours.top_of_all(ValueVectors(model), K, progress=False)
+    assert torch.equal(tokens.ids, order[:, :K])
+    assert_near(tokens.scores, best[:, :K], 1e-6)
+    lowest = ours.bottom(all_plain_values(name, plain), K)
+    assert torch.equal(lowest.ids, order.flip(1)[:, :K])
+    assert_near(lowest.scores, best.flip(1)[:, :K], 1e-6)
+    with pytest.raises(InputError, match=f"^k must be an integer from 1 to {D_VOCAB}"):
+        ours.top(torch.zeros(2, D_MODEL), D_VOCAB + 1)
+
+
+def test_the_table_has_both_ends_of_each_vector(small_model, plain_model):
+    model, plain, tokenizer = small_model("gpt2"), plain_model("gpt2"), make_tokenizer()
+    table = Projection.from_model(model).table(ValueVectors(model), ["L2D9", (0, -1)], k=3)
+    assert tuple(table.columns) == projection.TOKEN_COLUMNS
+    assert len(table) == 12
+    with pytest.raises(InputError, match="model"):
+        Projection.from_model(model).table(ValueVectors(small_model("llama")), ["L2D9"], k=3)
+    for name, layer, index in (("L2D9", 2, 9), ("L0D127", 0, 127)):
+        scores = plain_values("gpt2", plain, layer)[index] @ plain_unembedding(plain).T
+        for side, order in (("top", scores.argsort(descending=True)), ("bottom", scores.argsort())):
+            rows = table[(table["value"] == name) & (table["side"] == side)]
+            assert rows["token_id"].tolist() == order[:3].tolist()
+            # The unembedding has rows for which the tokenizer has no token.
+            texts = [tokenizer.decode([token]) or f"<{token}>" for token in order[:3].tolist()]
+            assert rows["token"].tolist() == texts
+            assert rows["score"].tolist() == pytest.approx(scores[order[:3]].tolist(), rel=1e-4, abs=1e-6)
+            assert rows["rank"].tolist() == [1, 2, 3]
+            assert set(zip(rows["layer"], rows["index"], strict=True)) == {(layer, index)}
+
+
+@pytest.mark.parametrize("words", [["w7"], ["w7", "w30", "w11"]])
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_the_vectors_that_promote_words_most_are_found_as_by_trying_all(
+    name, words, small_model, plain_model
+):
+    model, plain, tokenizer = small_model(name), plain_model(name), make_tokenizer(bert=name == "bert")
+    values, ids = ValueVectors(model), tokenizer.convert_tokens_to_ids(words)
+    for read, normed in ((Projection.from_model(model), False), (Projection.after_norm(model), True)):
+        vectors = all_plain_values(name, plain)
+        vectors = plain_norm(name, plain, vectors) if normed else vectors
+        whole = vectors @ plain_unembedding(plain).T
+        score, lift = whole[:, ids].mean(1), whole[:, ids].mean(1) - whole.mean(1)
+        best = lift.argsort(descending=True)[:6]
+        table = read.promoting(values, words, 6, progress=False)
+        assert table["value"].tolist() == [str(values.at(int(row))) for row in best]
+        assert table["score"].tolist() == pytest.approx(score[best].tolist(), rel=1e-4)
+        assert table["lift"].tolist() == pytest.approx(lift[best].tolist(), rel=1e-4)
+    with pytest.raises(InputError, match=r"^n must be an integer from 1 to"):
+        read.promoting(values, words, 10_000)
+
+
+@pytest.mark.parametrize("words", [["w7"], ["w7", "w30", "w11"]])
+def test_a_search_finds_every_list_with_a_word(words, small_model):
+    model, tokenizer = small_model("gpt2"), make_tokenizer()
+    values, read = ValueVectors(model), Projection.from_model(model)
+    tokens = read.top_of_all(values, K, progress=False)
+    expected = []
+    for row, ids in enumerate(tokens.ids.tolist()):
+        texts = [tokenizer.decode([token]) for token in ids]
+        ranks = [texts.index(word) + 1 for word in words if word in texts]
+        if ranks:
+            score = float(tokens.scores[row, min(ranks) - 1])
+            expected.append((str(values.at(row)), len(ranks), min(ranks), score))
+    expected.sort(key=lambda one: (-one[1], one[2], -one[3]))
+    table = read.search(values, tokens, words)
+    columns = table[["value", "words", "rank", "score"]].itertuples(index=False, name=None)
+    assert list(columns) == expected
+    assert 0 < len(table) < len(values)
+    nothing = TopTokens(torch.zeros(len(values), 2, dtype=torch.long), torch.zeros(len(values), 2))
+    assert read.search(values, nothing, words).empty
+    with pytest.raises(InputError, match=r"a row for each of 384 value vectors, got 3"):
+        read.search(values, read.top(values.layer(0)[:3]), words)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gptj", "bert", "gemma2", "granite", "olmo2"])
+def test_sub_updates_and_the_bias_add_up_to_the_plain_models_ffn(name, small_model, plain_model, sentences):
+    model, plain = small_model(name), plain_model(name)
+    examples = make_examples(model, sentences).head(4)
+    updates = Updates.run(model, examples, progress=False)
+    assert updates.layers == list(range(N_LAYERS))
+    with pytest.raises(InputError, match="The coefficients and the value vectors do not belong together"):
+        Updates(ValueVectors(small_model("llama")), updates.activations)
+    for layer in range(N_LAYERS):
+        shares = updates.shares(layer)
+        for row in range(len(examples)):
+            m, written = plain_ffn(name, plain, examples, layer, row)
+            scale = updates.scales(layer)[row]
+            assert_near(scale * updates.coefficients(layer)[row], m)
+            assert_near(updates.outputs(layer)[row], written)
+            parts = updates.sub_updates(layer, row)
+            assert_near(parts, m[:, None] * plain_values(name, plain, layer))
+            assert_near(parts.sum(0) + scale * updates.values.bias(layer), written)
+            lengths = (m[:, None] * plain_values(name, plain, layer)).norm(dim=1)
+            assert_near(shares[row], lengths / lengths.sum())
+    if updates.values.bias(0).any():  # the bias is a term of its own
+        assert not torch.allclose(parts.sum(0), written, rtol=1e-3)
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 10_000])
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_dominance_is_the_mean_share_of_the_largest_contributions(
+    name, batch_tokens, small_model, plain_model, sentences
+):
+    model, plain = small_model(name), plain_model(name)
+    examples = make_examples(model, sentences).head(8)
+    both = dominance(model, examples, k=4, batch_tokens=batch_tokens)
+    table, negative = (both[both["metric"] == metric] for metric in ("share", "negative"))
+    assert table["layer"].tolist() == [layer for layer in range(N_LAYERS) for _ in range(2)]
+    assert (set(table["k"]), set(table["n"]), set(table["corpus"])) == ({4}, {8}, {"words"})
+    for layer in range(N_LAYERS):
+        v, shares, turned = plain_values(name, plain, layer), [], []
+        for sentence in range(8):
+            m = plain_ffn(name, plain, examples, layer, sentence)[0]
+            lengths = m.abs() * v.norm(dim=1)
+            shares.append(float(lengths.sort().values[-4:].sum() / lengths.sum()))
+            turned += (m[lengths.argsort()[-4:]] < 0).tolist()
+        row = negative[(negative["layer"] == layer) & (negative["method"] == "dominant")]
+        assert row["value"].item() == pytest.approx(sum(turned) / 32, abs=1e-6)
+        of_layer = table[table["layer"] == layer].set_index("method")
+        assert of_layer.loc["dominant", "value"] == pytest.approx(sum(shares) / 8, rel=1e-4)
+        assert of_layer.loc["dominant", "value"] > of_layer.loc["random", "value"]
+
+
+def test_random_sub_updates_are_the_same_however_few_are_sampled_at_once(small_model, monkeypatch):
+    values = ValueVectors(small_model("gpt2"))
+    whole = values.random_sub_updates(50, 3, seed=4)
+    monkeypatch.setattr("matlens.ffn.values._SAMPLED", 7 * values.d_mlp)
+    parts = values.random_sub_updates(50, 3, seed=4)
+    assert all(torch.equal(one, other) for one, other in zip(whole, parts, strict=True))
+    numbers = torch.rand((50, values.d_mlp), generator=torch.Generator().manual_seed(4))
+    assert torch.equal(whole[0].long(), numbers.topk(3).indices)
+
+
+@pytest.mark.parametrize("name", ["bert", "gemma3"])
+def test_the_table_has_the_largest_sub_updates_and_the_tokens_they_promote(name, small_model, plain_model):
+    model, plain, tokenizer = small_model(name), plain_model(name), make_tokenizer(bert=name == "bert")
+    examples = make_prompts(model, [f"w3 w14 {'[MASK]' if name in MASKED else 'w15'} w9 w26"])
+    updates = Updates.run(model, examples, [0, -1], progress=False)
+    table = updates.table(Projection.from_model(model), k=12, n_tokens=3)
+    e, rows = plain_unembedding(plain), iter(table.itertuples())
+    for layer in (0, N_LAYERS - 1):
+        m = plain_ffn(name, plain, examples, layer)[0]
+        written = m[:, None] * plain_values(name, plain, layer)
+        lengths = written.norm(dim=1)
+        scale = float(updates.scales(layer)[0])
+        for rank, index in enumerate(lengths.argsort(descending=True)[:12].tolist(), start=1):
+            row: Any = next(rows)
+            assert (row.layer, row.rank, row.value) == (layer, rank, f"L{layer}D{index}")
+            assert row.coefficient == pytest.approx(float(m[index]) / scale, rel=1e-3)
+            assert row.contribution == pytest.approx(float(lengths[index]), rel=1e-3)
+            assert row.share == pytest.approx(float(lengths[index] / lengths.sum()), rel=1e-3)
+            best = (e @ written[index]).topk(3).indices.tolist()
+            assert row.promoted == ", ".join(tokenizer.decode([token]) or f"<{token}>" for token in best)
+    assert (table["coefficient"] < 0).any(), "no sub-update has a negative coefficient, so this proves less"
+
+
+MADE: dict[Reading, Callable[[Any], Projection]] = {
+    "plain": Projection.from_model, "head": Projection.through_head
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(request, model_folder, tmp_path, monkeypatch):
+    """A folder of a model, and a cache, of this test alone."""
+    monkeypatch.setenv("MATLENS_CACHE", str(tmp_path / "cache"))
+    return Path(shutil.copytree(model_folder(getattr(request, "param", "llama")), tmp_path / "model"))
+
+
+def entries() -> list[Any]:
+    cache = default_cache()
+    assert cache is not None
+    return cache.entries()
+
+
+@pytest.mark.parametrize("folder", ["gpt2", "bert", "granite", "olmo2"], indirect=True)
+def test_the_cache_gives_what_the_model_gives(folder, monkeypatch):
+    _ = Catalogue(folder, device="cpu").values
+    model = matlens.load(folder, device="cpu")
+    monkeypatch.setattr(module, "load", lambda *_, **__: pytest.fail("the model is loaded"))
+    ours, values = Catalogue(folder, device="cpu"), ValueVectors(model)
+    assert (len(ours.values), ours.values.d_mlp) == (len(values), values.d_mlp)
+    assert ours.values.identity == ModelIdentity.from_model(model).of_weights
+    assert ours.values.output_kind == values.output_kind
+    for layer in range(values.n_layers):
+        assert torch.equal(ours.values.layer(layer), values.layer(layer))
+        assert torch.equal(ours.values.bias(layer), values.bias(layer))
+    with pytest.raises(InputError, match=r"from the cache, without norms. Use ValueVectors\(model\)"):
+        ours.values.matrix(0)
+    for reading, make in MADE.items():
+        projection, expected = ours.projection(reading), make(model)
+        assert projection.identity == expected.identity
+        table = projection.table(ours.values, ["L1D7", "L-1D0"], k=4)
+        assert table.equals(expected.table(values, ["L1D7", "L-1D0"], k=4))
+        top = expected.top_of_all(values, 5, progress=False)
+        for attempt in range(2):
+            with monkeypatch.context() as patch:
+                if attempt:
+                    patch.setattr(Projection, "top_of_all", lambda *_, **__: pytest.fail("computed again"))
+                cached = Catalogue(folder, device="cpu").top_tokens(reading, k=5, progress=False)
+            assert torch.equal(cached.ids, top.ids)
+            assert torch.equal(cached.scores, top.scores)
+
+
+def test_a_model_in_memory_is_read_itself(folder):
+    Catalogue(folder, device="cpu").projection()
+    model = matlens.load(folder, device="cpu")
+    with torch.no_grad():
+        model.blocks[1].mlp.out.original_component.weight.add_(1)
+        model.unembed.original_component.weight.mul_(2)
+    ours = Catalogue(model)
+    assert torch.equal(ours.values.layer(1), ValueVectors(model).layer(1))
+    top = ours.top_tokens(k=3, progress=False)
+    expected = Projection.from_model(model).top_of_all(ValueVectors(model), 3, progress=False)
+    assert torch.equal(top.scores, expected.scores)
+    assert not any(entry.kind == "tops" for entry in entries())
+
+
+@pytest.mark.parametrize("folder", ["t5"], indirect=True)
+def test_precisions_and_stacks_have_entries_of_their_own(folder):
+    kinds = (("encoder", torch.float32), ("decoder", torch.float32), ("decoder", torch.bfloat16))
+    options: list[dict[str, Any]] = [
+        {"device": "cpu", "dtype": dtype, "stack": stack} for stack, dtype in kinds
+    ]
+    models = [matlens.load(folder, **of_kind) for of_kind in options]
+    for model, of_kind in 2 * list(zip(models, options, strict=True)):
+        ours = Catalogue(folder, **of_kind).values
+        assert ours.identity == ModelIdentity.from_model(model).of_weights
+        assert torch.equal(ours.layer(0), ValueVectors(model).layer(0))
+
+
+def test_a_changed_file_is_another_model(folder):
+    before = Catalogue(folder, device="cpu").values
+    path, weight = folder / "model.safetensors", "model.layers.1.mlp.down_proj.weight"
+    tensors = load_file(path)
+    tensors[weight] = tensors[weight] + 1
+    path.unlink()  # models that are loaded still read the old file
+    save_file(tensors, path, metadata={"format": "pt"})
+    after = Catalogue(folder, device="cpu").values
+    assert before.identity.fingerprint != after.identity.fingerprint
+    assert torch.equal(after.layer(1), before.layer(1) + 1)
+
+
+@pytest.mark.parametrize("folder", ["opt-narrow"], indirect=True)
+def test_an_unembedding_of_two_matrices_is_their_product(folder):
+    plain = load_plain("opt-narrow", folder)
+    expected = plain.lm_head.weight.detach() @ plain.model.decoder.project_out.weight.detach()
+    assert expected.shape == (60, D_MODEL)
+    for _ in range(2):
+        catalogue = Catalogue(folder, device="cpu")
+        torch.testing.assert_close(catalogue.projection("plain").unembedding, expected)
+        table = catalogue.projection("plain").table(catalogue.values, ["L1D3"], k=2)
+        value = plain.model.decoder.layers[1].fc2.weight.detach()[:, 3]
+        assert table["token_id"][0] == int((expected @ value).argmax())
+    for reading in ("norm", "head"):
+        with pytest.raises(InputError, match="has no final norm"):
+            catalogue.projection(reading)

@@ -101,23 +101,6 @@ def test_replacements_that_overlap_are_refused(case, small_model):
     assert_as_before(model, before)
 
 
-def test_neighbors_do_not_overlap(small_model):
-    model = small_model("gptj")
-    parts = [jump_part(0, 1), jump_part(1, 2), *(submodule_part(kind, 2) for kind in ("ln1", "attn", "ffn"))]
-    for order in itertools.islice(itertools.permutations(parts), 0, None, 19):
-        with patched(model, [replacement(replaced) for replaced in order]):
-            pass
-    for place in range(3):  # maps over no blocks, at the ends of jumps
-        with patched(model, [replacement(replaced) for replaced in (*parts[:3], jump_part(place, place))]):
-            pass
-    some = Replacement.from_map(linear(part("z.0", "h.3")), where="not-first")  # other tokens need the FFN
-    chain = [("z.0", "h.1"), ("h.1", "z.1"), ("z.1", "h.2")]
-    for given in ([some, submodule_part("ffn", 1)], [*chain, submodule_part("ffn", 2)]):
-        maps = [linear(part(*each)) if each in chain else each for each in given]
-        with patched(model, [replacement(each) if isinstance(each, Part) else each for each in maps]):
-            pass
-
-
 @pytest.mark.parametrize(
     ("source", "target", "message"),
     [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,6 @@ N = 10
 FEW = 4  # of them where every sentence runs alone, patched in every way
 BUDGET = 20  # tokens, which makes several batches of several sentences
 OPTIONS: dict[str, Any] = {"batch_tokens": BUDGET, "progress": False}
-Models = Callable[[str], Any]
 
 
 def examples_of(model: Any, seed: int = 8) -> Examples:
