@@ -510,7 +510,7 @@ def test_scores_are_those_of_a_loop(small_model):
     texts = ["w1 w2 w3", "w9 w8", "w4 w5 w6 w7", "w3"]
     words = [(("w10",), ("w11", "w12")), (("w13",),), (("tulip",),), (("tulip",), ("w14",))]
     texts += [f"w{i} w{i + 20}" for i in range(20)]
-    words += [((f"w{i + 5}",),) for i in range(20)]
+    words += [((f"w{i + 5}", f"w{i + 25}"),) for i in range(20)]
     items = [EvaluationItem(str(i), text, of) for i, (text, of) in enumerate(zip(texts, words, strict=True))]
     table = evaluate_open_sets({"id": lens}, {"own": items}, layers=[1, 2], progress=False)
     shares: dict[int, list[float]] = {1: [], 5: [], 10: []}
