@@ -508,7 +508,7 @@ def test_scores_are_those_of_a_loop(small_model):
     model = small_model("llama")
     lens = Lens.identity(model)
     texts = ["w1 w2 w3", "w9 w8", "w4 w5 w6 w7", "w3"]
-    words = [(("w10",), ("w11", "w12")), (("w13",),), (("tulip",),), (("tulip",), ("w14",))]
+    words = [(("w10",), ("w11", "w12")), (("w13",),), (("tulip",),), (("w1 w2",), ("w14",))]
     texts += [f"w{i} w{i + 20}" for i in range(20)]
     words += [((f"w{i + 5}", f"w{i + 25}"),) for i in range(20)]
     items = [EvaluationItem(str(i), text, of) for i, (text, of) in enumerate(zip(texts, words, strict=True))]
@@ -523,7 +523,7 @@ def test_scores_are_those_of_a_loop(small_model):
                 logits = lens.logits(trajectory._vectors[layer], layer)[-1]
                 for spelling in spellings:
                     token = model.tokenizer.convert_tokens_to_ids(spelling)
-                    if spelling != "tulip":
+                    if spelling not in ("tulip", "w1 w2"):
                         ranks.append(int((logits > logits[token]).sum()))
             if ranks:
                 best.append(min(ranks))
