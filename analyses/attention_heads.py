@@ -91,6 +91,8 @@ def head_ablation(
     `prediction_rows` and ``kl``, the mean of ``KL(delta(h^L) || delta(h'))``. Heads are replaced at all
     tokens but sinks.
     """
+    for samples, theirs in ((train, "the training vectors"), (validation, "the validation vectors")):
+        readout.check_same(samples.provenance, theirs=theirs)
     layout = ModelLayout.from_model(model)
     last, scores = layout.n_layers, head_r2(layout, maps, validation, validation_rows)
     pairs, device = head_pairs(layout), model.cfg.device

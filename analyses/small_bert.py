@@ -95,6 +95,11 @@ def with_head(
     trunk: Path,
 ) -> tuple[transformers.PreTrainedTokenizerBase, transformers.BertForMaskedLM]:
     """The tokenizer and the model, with a new head if the folder has none."""
+    if not (trunk / "config.json").is_file():
+        raise InputError(f"trunk must be a Hugging Face folder of a BERT, got {trunk}.")
+    kind = transformers.AutoConfig.from_pretrained(trunk).model_type
+    if kind != "bert":
+        raise InputError(f"trunk must be a BERT, got a model of type {kind} in {trunk}.")
     transformers.logging.set_verbosity_error()  # the new head is intended
     model = transformers.BertForMaskedLM.from_pretrained(trunk)
     return transformers.AutoTokenizer.from_pretrained(trunk), model.train()

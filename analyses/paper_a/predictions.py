@@ -42,6 +42,8 @@ def top_predictions(
     Columns are ``prompt, method, layer, rank, token, probability``. At the last layer both methods read
     ``h^L`` and there is only ``id``, as in the paper's table.
     """
+    maps.provenance.check_same(prompts.provenance, ours="the maps", theirs="the activations")
+    readout.check_same(prompts.provenance)
     last = prompts.provenance.identity.n_layers
     rows = []
     for layer in dict.fromkeys(prompts.resolve(layer).layer for layer in layers):
