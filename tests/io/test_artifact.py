@@ -201,3 +201,46 @@ def test_a_full_disk_is_the_users_error_and_leaves_nothing(call, tmp_path, monke
     with pytest.raises(OSError, match="No space"):
         work()
     assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_written_through_a_link(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / ".lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(OSError, match="lock"), Artifact.writing(tmp_path / "a", "maps", {}):
+        pass
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+def write_and_raise(folder: Path, error: BaseException) -> None:
+    with Artifact.writing(folder, "maps", {}) as artifact:
+        artifact.write("0", {"x": torch.ones(3)})
+        raise error
+
+
+def test_what_was_written_outlives_a_failure(tmp_path):
+    for error in (KeyboardInterrupt(), ValueError("mine")):
+        with pytest.raises(type(error)):
+            write_and_raise(tmp_path / "a", error)
+        with Artifact.writing(tmp_path / "a", "maps", {}) as artifact:
+            assert artifact.written() == ["0"]
+
+
+def test_a_job_that_failed_before_it_wrote_leaves_no_folder(tmp_path):
+    """But one that was there, and what others put into it meanwhile."""
+
+    def fail(folder: Path, *theirs: str) -> None:
+        with Artifact.writing(folder, "maps", {}):
+            for name in theirs:
+                (folder / name).write_text("theirs")
+            raise ValueError("mine")
+
+    (tmp_path / "old").mkdir()
+    for name in ("old", "new"):
+        with pytest.raises(ValueError, match="mine"):
+            fail(tmp_path / name)
+    with pytest.raises(ValueError, match="mine"):
+        fail(tmp_path / "shared", "notes.txt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old", "shared"]
+    assert not list((tmp_path / "old").iterdir())
+    assert (tmp_path / "shared" / "notes.txt").read_text() == "theirs"

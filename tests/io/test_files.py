@@ -6,6 +6,7 @@ import errno
 import multiprocessing
 import os
 import secrets
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,19 @@ def test_the_lock_of_a_killed_process_is_free_and_its_partial_files_are_removed(
     with locked(tmp_path / "a"):
         assert [path.name for path in (tmp_path / "a").iterdir()] == [".lock"]
     assert not list((tmp_path / "a").iterdir())
+
+
+def test_files_of_two_writers_are_not_mixed(tmp_path, monkeypatch):
+    paths, replace = (tmp_path / "csv", tmp_path / "json"), Path.replace
+    second = threading.Thread(target=write_files, args=(dict.fromkeys(paths, "second"),))
+
+    def replace_slowly(self: Path, target: Path) -> None:
+        replace(self, target)
+        if second.ident is None:
+            second.start()
+            second.join(0.2)
+
+    monkeypatch.setattr(Path, "replace", replace_slowly)
+    write_files(dict.fromkeys(paths, "first"))
+    second.join()
+    assert tree(tmp_path) == {"csv": b"second", "json": b"second"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from small_maps import ORIGIN, PAIRS, linear, same
 from matlens import InputError, LinearMap, MapSet, Site
 from matlens.linear.mapsets import CONVENTION
 from matlens.linear.pairs import resolve_pairs
+from matlens.linear.published import read_tensors
 from matlens.models.identity import Provenance
 
 
@@ -133,3 +135,15 @@ def test_pairs_are_resolved_forward_within_the_model(pairs, expected):
                 resolve_pairs(asked, model)
         else:
             assert resolve_pairs(asked, model) == expected
+
+
+def test_a_bias_that_would_be_broadcast_is_refused():
+    with pytest.raises(InputError):
+        LinearMap(torch.eye(4), torch.ones(1), "h.0", "h.1")
+
+
+def test_sizes_in_a_file_are_not_believed():
+    """A tensor is no larger than its storage."""
+    content = pickle.dumps(torch.zeros(2, 3, dtype=torch.float64))
+    with pytest.raises(InputError):
+        read_tensors(content.replace(b"K\x02K\x03\x86", b"K\x08K\x08\x86"), "a")

@@ -15,8 +15,9 @@ from matlens.errors import InputError
 from matlens.io.verification import verify
 from matlens.linear import StoredLeastSquares, streaming
 from matlens.linear.least_squares import LeastSquares
+from matlens.linear.mapsets import MapSet
 from matlens.linear.streaming import stream_least_squares
-from matlens.study.steps import fit_maps
+from matlens.study.steps import fit_maps, typical_penalty
 
 PAIRS = [("h.0", "h.3"), ("attn_in.1", "attn_out.1"), ("h.0", "h.1")]
 QUIET: dict[str, Any] = {"batch_tokens": 40, "progress": False}
@@ -150,3 +151,47 @@ def test_a_killed_run_goes_on_from_its_last_state_to_the_same_bytes(
     assert {path.name for path in (tmp_path / "m").iterdir()} == {
         "config.json", "h.0.safetensors", "attn_in.1.safetensors",
     }  # fmt: skip
+
+
+def test_few_samples_have_the_penalty_of_their_rows(model, examples, tmp_path):
+    few = examples.head(4)
+    rows = matlens.collect(model, few, positions="all", **QUIET)
+    assert rows.n_rows < 2 * rows.provenance.identity.d_model
+    stream_least_squares(model, few, tmp_path / "statistics", pairs="last", **QUIET)
+    maps = fit_maps(tmp_path, ridge=None, progress=False)
+    expected = typical_penalty(rows, ["h.0", "h.1", "h.2"])
+    assert maps.provenance.details["ridge"] == expected > 0
+    reference = MapSet.fit(rows, ridge=expected, progress=False)
+    for pair, linear in maps.items():
+        torch.testing.assert_close(linear.weight, reference[pair].weight, rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def folders(model, examples, tmp_path_factory):
+    """Parts of a job, of another division, of other samples and of other pairs."""
+    root = tmp_path_factory.mktemp("parts")
+    other = matlens.make_examples(model, make_sentences(), seed=1)
+
+    def make(name: str, *arguments: Any, **more: Any) -> None:
+        stream_least_squares(model, *arguments, root / name, **{"pairs": [(0, 1)], **QUIET, **more})
+
+    make("1-2", examples, part=(1, 2))
+    make("2-2", examples, part=(2, 2))
+    make("1-3", examples, part=(1, 3))
+    make("other", other, part=(2, 2))
+    make("pairs", examples, part=(2, 2), pairs=[(0, 2)])
+    shutil.copytree(root / "1-2", root / "copy")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("1-2 1-2", "got the parts 1/2, 1/2"), ("1-2 copy", "got the parts 1/2, 1/2"),
+        ("2-2 1-3", "got the parts 1/3, 2/2"), ("1-2 other", "provenance differ"),
+        ("1-2 pairs", "pairs and widths differ"),
+    ],
+)  # fmt: skip
+def test_parts_that_overlap_or_are_of_another_job_are_refused(names, message, folders):
+    with pytest.raises(InputError, match=message):
+        StoredLeastSquares(*(folders / name for name in names.split()))
