@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 from conftest import N_LAYERS, assert_near, load_plain, make_tokenizer
+from transformer_lens.factories import architecture_adapter_factory as factory
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoTokenizer, FalconConfig, FalconForCausalLM
 
 import matlens
 from matlens import InputError
-from matlens.models import ModelIdentity
+from matlens.models import ModelIdentity, registry
 from matlens.models.changes import changes_of
 from matlens.models.layout import ModelLayout
+from matlens.models.registry import Family, ask, family_adapters, register
 
 TOKENS = torch.tensor([[7, 3, 41, 12, 12, 59, 30, 22, 8, 17], [9, 5, 2, 2, 44, 31, 6, 1, 1, 1]])
 MASK = torch.tensor([[1] * 10, [1] * 7 + [0] * 3])
@@ -129,3 +131,35 @@ def test_a_newer_falcon_that_a_bridge_takes_for_another_model_is_refused(tmp_pat
     assert apart > 0.1 * float(logits(plain).abs().max())
     with pytest.raises(InputError, match=r"queries, keys and values from other rows.*matlens\.load"):
         matlens.wrap(bridge)
+
+
+def test_the_family_that_was_registered_last_answers_first(small_model, monkeypatch):
+    monkeypatch.setattr(registry, "_REGISTERED", list(registry._REGISTERED))
+    model = small_model("gpt2")
+    assert ask(Family.head, model) is None
+
+    @register
+    class First(Family):
+        def head(self, model: Any) -> Any:
+            return ["first"]
+
+        def adapters(self) -> Any:
+            return {"FalconForCausalLM": First, "New": First}
+
+    @register
+    class Second(Family):
+        def head(self, model: Any) -> Any:
+            return ["second"] if model.cfg.n_layers == 3 else None
+
+    assert ask(Family.head, model) == ["second"]
+    before = dict(factory.SUPPORTED_ARCHITECTURES), dict(factory.ArchitectureAdapterFactory._adapters)
+    with family_adapters():
+        assert factory.SUPPORTED_ARCHITECTURES["New"] is First
+        adapters: Any = factory.ArchitectureAdapterFactory._adapters
+        assert adapters["FalconForCausalLM"] is First
+    assert before == (factory.SUPPORTED_ARCHITECTURES, factory.ArchitectureAdapterFactory._adapters)
+
+
+def test_a_mask_hides_later_tokens(small_model, plain_model):
+    """In the bridge of OpenAI's first GPT as it is, a token saw later ones wherever there was a mask."""
+    assert_near(logits(small_model("gpt1")), logits(plain_model("gpt1")))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import D_MODEL, make_sentences
+from conftest import D_MODEL, load_plain, make_sentences, make_tokenizer
 from patched_models import patched
 from small_maps import random_map
 from torch import Tensor, nn
@@ -347,3 +347,45 @@ def test_two_threads_that_read_one_model_do_not_mix_their_vectors(model):
     with ThreadPoolExecutor(2) as pool:
         for alone, together in zip(expected, pool.map(read, range(2)), strict=True):
             assert all(torch.equal(alone[site], again[site]) for again in together for site in alone)
+
+
+def test_dropout_that_only_the_configuration_knows_is_named(model_folder):
+    llama = matlens.load(str(model_folder("llama")), device="cpu")
+    llama.train()
+    assert changes_of(llama) == ()  # it drops nothing
+    llama.original_model.config.attention_dropout = 0.1
+    assert "dropout" in changes_of(llama)[0]
+
+
+def test_a_bridge_of_another_module_is_not_the_plain_one(model_folder):
+    plain = load_plain("gpt2", model_folder("gpt2"))
+    plain.transformer.h[0].mlp.act = nn.ReLU()
+    options = {"hf_model": plain, "tokenizer": make_tokenizer(), "device": "cpu"}
+    model = matlens.wrap(TransformerBridge.boot_transformers(str(model_folder("gpt2")), **options))
+    change = "another module torch.nn.modules.activation.ReLU() at transformer.h.0.mlp.act"
+    assert changes_of(model) == (change,)
+
+
+class Doubling:
+    """A callable that cannot be hashed."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, value: Tensor, hook: Any) -> Tensor:
+        return 2 * value
+
+
+def test_functions_that_only_look_alike_are_told_apart(model):
+    """Nobody can see what a function will do, so another function is another change."""
+
+    def make(factor: float) -> Any:
+        return lambda value, hook: factor * value
+
+    def named(function: Any) -> tuple[str, ...]:
+        with model.hooks(fwd_hooks=[("blocks.1.hook_out", function)]):
+            return changes_of(model)
+
+    two, three = make(2), make(3)
+    assert named(two) != named(three)
+    assert named(two) == named(two)
+    assert named(Doubling()) != named(Doubling())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -308,3 +309,20 @@ def test_a_model_with_dropout_is_refused(work):
     work.model.eval()
     for use in PASSES.values():
         use(work)
+
+
+def test_fingerprint_changes_with_the_configuration(model_folder, tmp_path):
+    """The same weights compute something else with another epsilon."""
+    shutil.copytree(model_folder("llama"), tmp_path / "other")
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    folders = (model_folder("llama"), tmp_path / "other")
+    first, second = (fingerprint(matlens.load(str(folder), device="cpu")) for folder in folders)
+    assert first != second
+
+
+def test_weights_edited_between_two_batches_of_a_stream_are_noticed(work):
+    rows = stream(work.model, work.examples, ["h.1"], batch_tokens=1, progress=False)
+    next(rows)
+    with edited(work.model, "ffn"), pytest.raises(InputError):
+        list(rows)

@@ -21,6 +21,7 @@ from conftest import (
     plain_vectors,
     save_model,
 )
+from patched_models import hook_counts
 from torch import Tensor
 
 import matlens
@@ -177,3 +178,31 @@ def test_hooks_are_read_as_transformer_lens_writes_them():
     for text in ("resid_pre.3", "resid_post.3", "z.3", "resid_post.-4", "blocks.3.hook_in"):
         with pytest.raises(InputError, match=r"out of range: .* blocks\.0\..*hook_\w+ to blocks\.2"):
             Site.parse(text, 3)
+
+
+def test_an_ffn_that_changes_what_its_output_layer_gives_has_no_coefficients(small_model, forgotten):
+    """The rest of the block adds up all the same, so its other sites stay."""
+    model = small_model("llama")
+    kinds = set(ModelLayout.from_model(model).kinds)
+    layout._KNOWN.clear()
+    handle = model.blocks[1].mlp.original_component.register_forward_hook(lambda _, __, out: out * 1.01)
+    try:
+        found = ModelLayout.from_model(model)
+    finally:
+        handle.remove()
+    assert found.wiring.name == WIRING_OF["llama"]
+    assert (set(found.kinds), found.d_mlp) == (kinds - {"ffn_post"}, 0)
+
+
+def test_hooks_are_gone_when_the_run_fails(small_model, forgotten):
+    model = small_model("gpt2")
+    model(TOKENS, return_type=None)
+    before = hook_counts(model)
+    handle = model.original_model.transformer.ln_f.register_forward_hook(lambda *_: 1 / 0)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            ModelLayout.from_model(model)
+    finally:
+        handle.remove()
+    assert hook_counts(model) == before
+    assert ModelLayout.from_model(model).wiring.name == "pre-norm"  # a failure is not remembered

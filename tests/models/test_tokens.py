@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import ALL_SAMPLED, WORDS, make_sentences, save_with_ends
+from conftest import ALL_SAMPLED, WORDS, make_sentences, make_tokenizer, save_with_ends
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import PreTrainedTokenizerFast
@@ -15,6 +15,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import matlens
 from matlens import InputError, MapSet
+from matlens.data import Corpus
 from matlens.models import ModelIdentity, token_policy
 from matlens.models import tokens as module
 from matlens.models.tokens import encode_text, token_texts, word_token, word_tokens
@@ -156,3 +157,26 @@ def test_bytes_are_written_alike_in_all_vocabularies():
     assert token_texts(plain, range(len(values))) == expected
     ids = level.convert_tokens_to_ids([bytes_to_unicode()[byte] for byte in values])
     assert token_texts(level, ids) == expected
+
+
+@pytest.mark.parametrize(("front", "end", "prepend"), [(False, True, True), (True, True, False)])
+def test_a_bridge_booted_elsewhere_is_followed(front, end, prepend, tmp_path):
+    """Whatever the bridge itself reads is what examples are made of."""
+    folder = save_with_ends(tmp_path / "model", front=front, end=end)
+    bridge = TransformerBridge.boot_transformers(str(folder), device="cpu")
+    bridge.cfg.default_prepend_bos = prepend
+    read = bridge.to_tokens(TEXT)[0].tolist()
+    assert read == [51] * prepend + make_tokenizer()(TEXT)["input_ids"]
+    assert encode_text(bridge, TEXT).ids == read
+    assert encode_text(bridge, TEXT).added == [True] * prepend + [False] * 6
+    examples = matlens.make_examples(bridge, Corpus("one", (TEXT,), 1, 0, 0, 0), sample_special=False)
+    assert examples.tokens.tolist() == read
+    assert examples.positions[0] >= prepend
+    assert matlens.make_prompts(bridge, [TEXT]).tokens.tolist() == read
+
+
+def test_the_digest_tells_normalisers_of_few_words_apart(tmp_path):
+    model = matlens.load(str(save_with_ends(tmp_path)), device="cpu")
+    before = token_policy(model).digest
+    model.tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    assert token_policy(model).digest != before
