@@ -6,12 +6,14 @@ import gzip
 import io
 import json
 import random
+import socket
 import tarfile
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
 import datasets
+import huggingface_hub.constants
 import pandas as pd
 import pytest
 from hypothesis import given, settings
@@ -304,3 +306,48 @@ def test_a_bomb_takes_no_memory(tmp_path, monkeypatch):
         assert tracemalloc.get_traced_memory()[1] < 40 * 2**20
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [("wikitext:wikitext-2-raw-v1", ("wikitext", "wikitext-2-raw-v1")), ("a/b", ("a/b", None))],
+)
+def test_hub_id_with_and_without_configuration(monkeypatch, source, expected):
+    asked = []
+
+    def load_dataset(name: str, config: str | None, *, split: str, streaming: bool) -> list[dict[str, str]]:
+        asked.append((name, config, split, streaming))
+        return [{"text": FIRST}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    assert load_corpus(source, split="validation").sentences == (FIRST,)
+    assert asked == [(*expected, "validation", False)]
+
+
+def test_saved_dataset_with_splits_and_folder_of_data_files(tmp_path):
+    parts = datasets.DatasetDict(train=texts(), test=texts().select([2]))
+    parts.save_to_disk(str(tmp_path / "saved"))
+    assert len(load_corpus(str(tmp_path / "saved"))) == 3
+    assert load_corpus(str(tmp_path / "saved"), split="test").sentences == (FIRST,)
+    with pytest.raises(InputError, match=r"cannot be read.*'dev'"):
+        load_corpus(str(tmp_path / "saved"), split="dev")
+    (tmp_path / "files").mkdir()
+    with pytest.raises(InputError, match=r"cannot be read.*data files.*wikipedia-sample"):
+        load_corpus(str(tmp_path / "files"))
+    texts().to_parquet(str(tmp_path / "files" / "train.parquet"))
+    assert load_corpus(str(tmp_path / "files")).sentences == (FIRST, SECOND, THIRD)
+
+
+def test_hub_that_does_not_answer_is_told_at_once(monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("it would try for long"))
+    with socket.socket() as reserved:  # bound and not listening: refuses every connection
+        reserved.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{reserved.getsockname()[1]}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+        with pytest.raises(InputError, match="'nobody/nothing' cannot be read") as caught:
+            load_corpus("nobody/nothing")
+    for part in ("refused", "HF_HUB_OFFLINE=1", "wikipedia-sample"):
+        assert part in str(caught.value)

@@ -35,7 +35,8 @@ from plain_values import (
 from safetensors.torch import load_file, save_file
 
 import matlens
-from matlens import InputError, make_examples, make_prompts
+from matlens import InputError, collect, make_examples, make_prompts
+from matlens.data.examples import Examples
 from matlens.ffn import catalogue as module
 from matlens.ffn import projection
 from matlens.ffn.catalogue import Catalogue, Reading
@@ -43,7 +44,7 @@ from matlens.ffn.projection import Projection, TopTokens
 from matlens.ffn.updates import Updates
 from matlens.ffn.values import ValueVectors
 from matlens.io.cache import default_cache
-from matlens.models.identity import ModelIdentity
+from matlens.models.identity import ModelIdentity, Provenance
 
 Folders = Callable[[str], Path]
 
@@ -443,3 +444,25 @@ def test_an_unembedding_of_two_matrices_is_their_product(folder):
     for reading in ("norm", "head"):
         with pytest.raises(InputError, match="has no final norm"):
             catalogue.projection(reading)
+
+
+def prompt_of(name: str, model: Any) -> Examples:
+    return make_prompts(model, [f"w3 w14 {'[MASK]' if name in MASKED else 'w15'} w9 w26"])
+
+
+def test_updates_of_another_model_are_refused(small_model):
+    model = small_model("llama")
+    examples = prompt_of("llama", model)
+    there = collect(model, examples, ["ffn_post.0", "ffn_out.0"], progress=False)
+    with pytest.raises(InputError, match="The coefficients and the value vectors do not belong together"):
+        Updates(ValueVectors(small_model("gemma2")), there)
+    with pytest.raises(KeyError, match=r"ffn_post\.1 was not collected"):
+        Updates(ValueVectors(model), there).coefficients(1)
+
+
+def test_value_vectors_and_updates_of_another_model_are_refused(small_model):
+    projection, other = Projection.from_model(small_model("gpt2")), small_model("llama")
+    with pytest.raises(InputError, match="model"):
+        projection.table(ValueVectors(other), ["L2D9"], k=3)
+    with pytest.raises(InputError, match="model"):
+        projection.check_same(Provenance(ModelIdentity.from_model(other)))

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from command_lines import run_command
 from damage import harmed
 from small_maps import ORIGIN, PAIRS, linear
 
@@ -89,3 +90,17 @@ def test_a_damaged_or_missing_file_is_named(out):
             (damage,) = (verdict.damage for verdict in verify(out) if verdict.damage)
             assert str(path) in damage
             path.write_bytes(whole)
+
+
+def test_the_command_exits_with_2_on_damage(out, capsys, tmp_path):
+    done = run_command(["verify", out], capsys)
+    assert done.code == 0
+    assert [line.endswith("  ok") for line in done.out.splitlines()] == [True] * 5
+    path = out / "train" / "00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\1")
+    done = run_command(["verify", out], capsys)
+    assert done.code == 2
+    assert len(done.out.splitlines()) == 5
+    (line,) = (line for line in done.out.splitlines() if "DAMAGED" in line)
+    assert str(path) in line
+    assert run_command(["verify", tmp_path / "absent"], capsys).code == 2

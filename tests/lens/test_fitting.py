@@ -22,9 +22,12 @@ from matlens.activations.sinks import sink_rows
 from matlens.data.examples import Examples
 from matlens.lens import closed_forms
 from matlens.lens.closed_forms import STRENGTHS, leave_one_out, row_keys, solve
+from matlens.lens.comparison import compare_lenses, default_methods
+from matlens.lens.config import parse_methods
 from matlens.lens.maps import Standardisation
 from matlens.lens.trained import (
     LayerTraining,
+    best_start,
     draw_tokens,
     fit_jacobian,
     passes_for,
@@ -505,3 +508,38 @@ def test_no_sample_is_seen_more_than_twice():
     assert steps_for(1_000, 48, 1024) == (15, 128)
     assert steps_for(5, 48, 1024) == (1, 128)
     assert [passes_for(n) for n in (5, 60_000, 96_000)] == [2, 2, 1.25]
+
+
+def test_a_masked_model_is_compared_at_its_masks(small_model, tmp_path):
+    model, parts = small_model("bert"), make_sentences().split(n_train=30, n_validation=10, seed=0)
+    made = compare_lenses(model, parts, tmp_path, methods=["id", "affine", "polished"], progress=False)
+    assert made.origin["n_rows"] == 30
+    assert made.origin["layers"] == [1, 2]
+    assert made.evaluations is None
+    again = compare_lenses(model, parts, tmp_path, methods=["affine"], progress=False)
+    seeded = compare_lenses(model, parts, tmp_path / "3", methods=["affine"], seed=3, progress=False)
+    alone = Lens.fit(
+        model, parts[0], method="affine", layers=[1, 2], positions="sampled", seed=3, progress=False
+    )
+    assert seeded.lenses["affine"].digest == alone.digest != made.lenses["affine"].digest
+    rows = [
+        t[(t["method"] == "affine") & t["layer"].notna()].reset_index(drop=True)
+        for t in (made.report, again.report)
+    ]
+    assert rows[0].equals(rows[1])
+    assert not any(isinstance(it, LensConfig) and it.standardise for it in default_methods(model))
+    assert list(parse_methods(default_methods(small_model("llama")))) == [
+        "id", "mat", "affine", "ridge=loo+toward=identity", "weighted", "standardise",
+        "standardise+intercept", "scaled", "polished",
+    ]  # fmt: skip
+
+
+def test_a_masked_model_starts_from_vectors_as_they_are(small_model, corpus):
+    model = small_model("bert")
+    assert best_start(model) == LensConfig(intercept=True)
+    lens = Lens.fit(model, corpus, method="polished", positions="sampled", layers=[1], progress=False)
+    assert lens.norm is None
+    assert lens.maps[1] is not None
+    assert lens.maps[1].bias is not None
+    assert lens.n_samples == len(corpus)
+    assert lens.provenance.positions == "sampled"

@@ -409,3 +409,16 @@ def test_texts_of_others_add_no_line_and_no_markup(small_model):
         assert card.count("\n") == harmless.count("\n"), ascii(text)
         assert not re.search(r"(?<!\\)<", card), ascii(text)
     assert repository_card("a/b", ["x/y"]).count("\n") == repository_card("a/b", ["z"]).count("\n")
+
+
+def test_files_of_jacobian_lenses_are_read_from_their_repositories(hub, small_model, tmp_path):
+    model = small_model("llama")
+    given = JacobianLens({0: numbers(D_MODEL, D_MODEL)}, n_prompts=3, d_model=D_MODEL)
+    given.save(str(tmp_path / "lens.pt"), dtype=torch.float32)
+    path, place = "llama/jlens/Salesforce-wikitext/llama_jacobian_lens.pt", "neuronpedia/jacobian-lens"
+    commit = hub.add(place, {path: (tmp_path / "lens.pt").read_bytes()})
+    lens = Lens.from_pretrained(place, path, model, revision=commit)
+    assert torch.equal(lens.matrix(1), given.jacobians[0])
+    assert lens.provenance.details["hub"]["commit"] == commit
+    with pytest.raises(InputError, match="model must be given"):
+        Lens.from_pretrained(place, path)

@@ -6,6 +6,8 @@ import copy
 import itertools
 import json
 import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -562,3 +564,47 @@ def test_what_is_measured_is_what_passes_by_hand_give(pruned_llama, small_model,
     assert 0 < float(same) < 1
     ratio = values["pruned", "perplexity"] / values["original", "perplexity"]
     assert values["pruned", "ratio"] == pytest.approx(ratio)
+
+
+BARE = """
+import json, sys
+sys.modules["matlens"] = sys.modules["transformer_lens"] = None
+import torch, transformers
+given = json.loads(sys.stdin.read())
+made = {}
+for name, folder in given["folders"].items():
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    with torch.no_grad():
+        logits = model(torch.tensor(given["tokens"])).logits
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    made[name] = {"dtype": str(logits.dtype), "tied": tied, "logits": logits.float().tolist()}
+try:
+    import matlens
+except ImportError:
+    print(json.dumps(made))
+"""
+
+
+def test_folders_load_in_a_process_without_matlens(small_model, model_folder, tmp_path):
+    """One process for all families: the same logits, and weights that are one stay one."""
+    text = running_text(600)
+    models = {name: small_model(name) for name in ("gpt2", "llama", "neox")}
+    models["bf16"] = matlens.load(str(model_folder("llama-tied")), dtype=torch.bfloat16, device="cpu")
+    expected, folders = {}, {}
+    for name, model in models.items():
+        made = pruning.prune(model, make_windows(model, text, size=24), [1], progress=False).model
+        assert made.config.num_hidden_layers == 2
+        folders[name] = str(tmp_path / name)
+        made.save_pretrained(folders[name])
+        with torch.no_grad():
+            logits = made(TOKENS).logits
+        tied = made.get_input_embeddings().weight is made.get_output_embeddings().weight
+        expected[name] = {"dtype": str(logits.dtype), "tied": tied, "logits": logits.float().tolist()}
+    bare = subprocess.run(
+        [sys.executable, "-c", BARE], input=json.dumps({"folders": folders, "tokens": TOKENS.tolist()}),
+        capture_output=True, text=True, check=False, timeout=240, cwd=tmp_path,
+    )  # fmt: skip
+    assert bare.returncode == 0, bare.stderr[-2000:]
+    assert json.loads(bare.stdout) == expected
+    assert {name for name, of_model in expected.items() if of_model["tied"]} == {"gpt2", "bf16"}
+    assert expected["bf16"]["dtype"] == "torch.bfloat16"
