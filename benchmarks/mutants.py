@@ -34,12 +34,12 @@ _PATIENCE = 20  # wall-clock factor on the limit, for mutants that sleep forever
 # Modules, and the tests that cover them next to those of the module's name.
 MORE_TESTS: dict[str, tuple[str, ...]] = {
     "metrics": ("warnings",),
-    "linear/least_squares": ("linear/fitting", "linear/streaming"),
+    "linear/least_squares": ("linear/fitting", "linear/streaming", "lens/fitting", "parallel"),
     "linear/fitting": ("parallel", "dividing"),
     "linear/maps": (),
     "linear/mapsets": ("linear/maps", "linear/fitting"),
     "activations/collecting": (),
-    "models/readout": (),
+    "models/readout": ("lens/fitting",),
     "activations/sinks": ("dividing",),
     "patching/schemes": ("patching/contexts",),
     "patching/submodules": ("patching/replacements",),
@@ -50,7 +50,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "lens/maps": ("lens/lens", "lens/fitting"),
     "lens/closed_forms": ("lens/fitting", "dividing"),
     "lens/trained": ("lens/fitting", "lens/lens", "dividing"),
-    "lens/comparison": ("lens/evaluation", "warnings"),
+    "lens/comparison": ("lens/evaluation", "lens/fitting", "warnings"),
     "lens/open_sets": ("lens/evaluation",),
     "models/families/falcon": ("models/bridging",),
     "models/changes": (),
