@@ -243,10 +243,9 @@ class _Reader:
     """Reads the vectors of one pass at some places of a batch, and ends the pass after the last site."""
 
     def __init__(self, hooks: Mapping[str, str], at: tuple[Tensor, Tensor]) -> None:
-        self._hooks, self._at = hooks, at
+        self._hooks, self._at, self._names = hooks, at, {*hooks.values()}
         self._places: dict[torch.device, tuple[Tensor, ...]] = {}  # blocks may be on several devices
         self._seen: dict[str, Tensor] = {}
-        self._names = {*hooks.values()}
 
     @property
     def hooks(self) -> list[tuple[str, Callable[..., None]]]:
