@@ -323,3 +323,14 @@ def test_every_reading_tests_every_example_once():
     published = table[(table["others"] == "later") & (table["overlap"] == "sets")].iloc[0]
     assert published["exited"] > 0.3
     assert published["p"] < 1e-3
+
+
+def test_parts_of_different_sizes_and_accuracies_are_pooled_as_all_examples():
+    generator = np.random.default_rng(2)
+    parts = [
+        (generator.integers(0, 4, n), generator.random((n, 4)) < share)
+        for n, share in ((7, 0.2), (12, 0.9), (5, 0.0))
+    ]
+    pooled = comparison._pooled([evaluate_exits(*part) for part in parts], np.array([7, 12, 5]), 4)
+    together = evaluate_exits(*map(np.concatenate, zip(*parts, strict=True)))
+    assert (pooled["accuracy"], pooled["saved"], pooled["exited"]) == pytest.approx(together[:3])
