@@ -37,7 +37,7 @@ MORE_TESTS: dict[str, tuple[str, ...]] = {
     "linear/least_squares": ("linear/fitting", "linear/streaming", "lens/fitting", "parallel"),
     "linear/fitting": ("parallel", "dividing"),
     "linear/maps": (),
-    "linear/mapsets": ("linear/maps", "linear/fitting"),
+    "linear/mapsets": ("linear/maps", "linear/fitting", "io/artifact"),
     "activations/collecting": (),
     "models/readout": ("lens/fitting",),
     "activations/sinks": ("dividing",),
