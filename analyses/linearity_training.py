@@ -48,10 +48,7 @@ NAME = "linearity_training"
 COLUMNS = ("kind", "tokens", "step")
 KINDS, SCORES = ["attn", "ffn", "block"], ["r2", "r2 of the variance", "loss increase"]
 WINDOW = 64
-SENTENCES = {
-    "fit_sentences": 4000,
-    "sentences": 1000,
-}  # that mat is fitted on, and that mat and the loss are of
+SENTENCES = {"fit_sentences": 4000, "sentences": 1000}  # to fit mat on; to evaluate mat and the loss on
 
 
 def main(
@@ -94,8 +91,8 @@ def main(
         folder = report.out / model
         job |= {"layers": layers, "pieces": pieces, "updates": updates}
         save = partial(save_checkpoint, folder, steps)
-        trained = train_gpt(study, folder, layers=layers, pieces=pieces, updates=updates, save=save)
-        taken["training"] = trained[-1].seconds
+        *_, run = train_gpt(study, folder, layers=layers, pieces=pieces, updates=updates, save=save)
+        taken["training"] = run.seconds
     else:
         folder, steps = Path(model), checkpoint_steps(revisions)
     job |= {"model": model, "checkpoints": steps}

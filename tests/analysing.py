@@ -25,7 +25,7 @@ EXITS = "paper_b_table6_early_exit"  # its table is that of no other
 PRUNING, LINEARITY = "pruning", "linearity"  # evaluated on text that runs on
 LENSES = "lens_report"  # of several tables
 
-SINKS = "llama-sinks"  # what is left out or not shows in a model that has sinks
+SINKS = "llama-sinks"  # excluding sinks only matters in a model that has some
 N_TRAIN, N_VALIDATION, N_PATCHED = 90, 30, 12
 PROMPTS = ("w1 w2 w6", "w4 w5")
 Finished = Callable[[str, str], Path]  # the output folder of a script's run on a model

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,10 @@ def continue_prompts(
             batch = rows[start : start + batch_size]
             # All prompts without a prefix, then all with the first announcement, and so on.
             inputs = [tokens[p][variant] for variant in range(1 + len(prefixes)) for p, _ in batch]
-            ids = pad_sequence(list(map(torch.tensor, inputs)), True, _padding(model.tokenizer), "left")
-            mask = pad_sequence([torch.ones(len(each)).long() for each in inputs], True, 0, "left")
+            rows_of_ids = [torch.tensor(each) for each in inputs]
+            pad = partial(pad_sequence, batch_first=True, padding_side="left")
+            ids = pad(rows_of_ids, padding_value=_padding(model.tokenizer))
+            mask = pad([torch.ones_like(each) for each in rows_of_ids])
             processors = [] if processor is None else [processor]
             if n_samples is not None:
                 processors.append(_GumbelDraws(seed, batch, 1 + len(prefixes)))

@@ -92,7 +92,7 @@ def test_continuations_are_the_plain_models_own_greedy_and_in_beams(name, contro
     with ffn.controlled(model, GENTLE) if control else nullcontext():
         assert texts(model) == texts(model, use_cache=False, batch_size=3) == greedy
         for without, expected in zip(beams, found, strict=True):
-            # Announcements of no effect go on beside the prompts, and change nothing.
+            # Announcements of no effect run next to the prompts, and change nothing.
             processor = word_filter(tokenizer, BANNED) if without else SelfDebiasing(decay=0.0)
             assert texts(model, n_beams=3, processor=processor) == expected != greedy
             assert without or texts(model, n_beams=3, batch_size=1) == expected

@@ -1,4 +1,4 @@
-"""The tables of paper A's scripts, and of those beside them, are those of a plain model by hand."""
+"""Tables of paper A's scripts and related ones against a plain model by hand."""
 
 from __future__ import annotations
 

@@ -35,8 +35,7 @@ from plain_values import (
 from safetensors.torch import load_file, save_file
 
 import matlens
-from matlens import InputError, collect, make_examples, make_prompts
-from matlens.data.examples import Examples
+from matlens import InputError, make_examples, make_prompts
 from matlens.ffn import catalogue as module
 from matlens.ffn import projection
 from matlens.ffn.catalogue import Catalogue, Reading
@@ -282,6 +281,10 @@ def test_sub_updates_and_the_bias_add_up_to_the_plain_models_ffn(name, small_mod
             assert_near(parts.sum(0) + scale * updates.values.bias(layer), written)
             lengths = (m[:, None] * plain_values(name, plain, layer)).norm(dim=1)
             assert_near(shares[row], lengths / lengths.sum())
+    assert updates.values.scale(0, torch.zeros(2, D_MODEL)).tolist() == [
+        1,
+        1,
+    ]  # where a norm has nothing to scale
     if updates.values.bias(0).any():  # the bias is a term of its own
         assert not torch.allclose(parts.sum(0), written, rtol=1e-3)
 
@@ -446,21 +449,7 @@ def test_an_unembedding_of_two_matrices_is_their_product(folder):
             catalogue.projection(reading)
 
 
-def prompt_of(name: str, model: Any) -> Examples:
-    return make_prompts(model, [f"w3 w14 {'[MASK]' if name in MASKED else 'w15'} w9 w26"])
-
-
-def test_updates_of_another_model_are_refused(small_model):
-    model = small_model("llama")
-    examples = prompt_of("llama", model)
-    there = collect(model, examples, ["ffn_post.0", "ffn_out.0"], progress=False)
-    with pytest.raises(InputError, match="The coefficients and the value vectors do not belong together"):
-        Updates(ValueVectors(small_model("gemma2")), there)
-    with pytest.raises(KeyError, match=r"ffn_post\.1 was not collected"):
-        Updates(ValueVectors(model), there).coefficients(1)
-
-
-def test_value_vectors_and_updates_of_another_model_are_refused(small_model):
+def test_a_projection_refuses_value_vectors_of_another_model(small_model):
     projection, other = Projection.from_model(small_model("gpt2")), small_model("llama")
     with pytest.raises(InputError, match="model"):
         projection.table(ValueVectors(other), ["L2D9"], k=3)

@@ -143,7 +143,7 @@ def test_a_bias_that_would_be_broadcast_is_refused():
 
 
 def test_sizes_in_a_file_are_not_believed():
-    """A tensor is no larger than its storage."""
+    """A shape larger than the stored values is refused."""
     content = pickle.dumps(torch.zeros(2, 3, dtype=torch.float64))
     with pytest.raises(InputError):
         read_tensors(content.replace(b"K\x02K\x03\x86", b"K\x08K\x08\x86"), "a")

@@ -99,7 +99,8 @@ def test_parts_that_overlap_are_of_another_job_or_missing_are_refused(model, exa
         stream_least_squares(model, of, tmp_path / name, **{"pairs": [(0, 1)], **QUIET, **options})
     shutil.copytree(tmp_path / "1-2", tmp_path / "copy")
     refused = {
-        "1-2 copy": "got the parts 1/2, 1/2", "2-2 1-3": "got the parts 1/3, 2/2",
+        "1-2 1-2": "got the parts 1/2, 1/2", "1-2 copy": "got the parts 1/2, 1/2",
+        "2-2 1-3": "got the parts 1/3, 2/2",
         "1-2 other": "provenance differ", "1-2 pairs": "pairs and widths differ",
     }  # fmt: skip
     for names, message in refused.items():
@@ -164,34 +165,3 @@ def test_few_samples_have_the_penalty_of_their_rows(model, examples, tmp_path):
     reference = MapSet.fit(rows, ridge=expected, progress=False)
     for pair, linear in maps.items():
         torch.testing.assert_close(linear.weight, reference[pair].weight, rtol=1e-4, atol=1e-6)
-
-
-@pytest.fixture(scope="module")
-def folders(model, examples, tmp_path_factory):
-    """Parts of a job, of another division, of other samples and of other pairs."""
-    root = tmp_path_factory.mktemp("parts")
-    other = matlens.make_examples(model, make_sentences(), seed=1)
-
-    def make(name: str, *arguments: Any, **more: Any) -> None:
-        stream_least_squares(model, *arguments, root / name, **{"pairs": [(0, 1)], **QUIET, **more})
-
-    make("1-2", examples, part=(1, 2))
-    make("2-2", examples, part=(2, 2))
-    make("1-3", examples, part=(1, 3))
-    make("other", other, part=(2, 2))
-    make("pairs", examples, part=(2, 2), pairs=[(0, 2)])
-    shutil.copytree(root / "1-2", root / "copy")
-    return root
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        ("1-2 1-2", "got the parts 1/2, 1/2"), ("1-2 copy", "got the parts 1/2, 1/2"),
-        ("2-2 1-3", "got the parts 1/3, 2/2"), ("1-2 other", "provenance differ"),
-        ("1-2 pairs", "pairs and widths differ"),
-    ],
-)  # fmt: skip
-def test_parts_that_overlap_or_are_of_another_job_are_refused(names, message, folders):
-    with pytest.raises(InputError, match=message):
-        StoredLeastSquares(*(folders / name for name in names.split()))

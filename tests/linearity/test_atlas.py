@@ -238,7 +238,7 @@ def atlas_table(n_layers: int = 8) -> pd.DataFrame:
 
 
 def of_both_kinds_of_tokens() -> pd.DataFrame:
-    """Maps of all tokens and of those that are no sinks, each with numbers of its own."""
+    """Maps of all tokens and of all but sinks, each with values of its own."""
     table = atlas_table()
     table = table[(table["method"] == "map") | (table["metric"] == "loss increase")]
     others = table[table["method"] == "map"].assign(tokens="no sinks")

@@ -1,4 +1,4 @@
-"""Which blocks are left out, and how pruned models are compared and timed."""
+"""Choosing blocks to remove; comparing and timing pruned models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pruned models are plain models with blocks left out and matrices folded by hand."""
+"""Pruned models against plain models with blocks removed and matrices folded by hand."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ def folded_by_hand(
 ) -> tuple[Any, dict[int, np.ndarray]]:
     """The whole model with a solved matrix before each span of one block, and the matrices.
 
-    Of a later span all is taken from a pass in which the earlier spans are left out already.
+    Of a later span all is taken from a pass in which the earlier spans are removed already.
     """
     model, matrices = pruning.plain_copy(whole), dict[int, np.ndarray]()
     blocks = model.model.layers
