@@ -66,7 +66,7 @@ def sink_norms(samples: Activations, sinks: Bool[Tensor, " n"]) -> pd.DataFrame:
             (name, layer, metric, None, Estimate.without_interval(value, int(mask.sum())))
             for name, metric, value, mask in values
         ]
-    return layer_table(NAME, samples.provenance.identity.name, samples.provenance.corpus, rows)
+    return layer_table(NAME, samples.provenance.model_name, samples.provenance.corpus, rows)
 
 
 def fit_quality_without_sinks(

@@ -20,12 +20,12 @@ def make_identity(
     d_model: int = 5,
     tokens: str | None = "cafe",
     token_policy: str = "nothing added",
-    rounded: dict[str, str] | None = None,
+    configuration: str = "c0de",
     dtype: str = "float32",
 ) -> ModelIdentity:
     return ModelIdentity(
-        name=name, revision=None, fingerprint=fingerprint, tokens=tokens,
-        token_policy=token_policy, rounded=rounded or {}, dtype=dtype, n_layers=n_layers, d_model=d_model,
+        name=name, revision=None, fingerprint=fingerprint, configuration=configuration, tokens=tokens,
+        token_policy=token_policy, dtype=dtype, n_layers=n_layers, d_model=d_model,
     )  # fmt: skip
 
 

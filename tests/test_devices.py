@@ -26,7 +26,7 @@ from matlens.lens.early_exit import exit_layers, thresholds
 from matlens.lens.trained import token_chances
 from matlens.linear import LeastSquares, fit_samples
 from matlens.linearity.scores import held_out_scores
-from matlens.models import ModelIdentity, Provenance
+from matlens.models import ModelIdentity, Provenance, active_hooks
 from matlens.numerics import split_product
 from matlens.pruning.choosing import angles
 
@@ -241,12 +241,7 @@ def test_a_model_on_two_devices_gives_the_numbers_of_one(step, name, spread, on_
 def test_a_model_on_two_devices_is_the_same_and_is_not_pruned(spread, small_model):
     model, whole = spread("gpt2"), ModelIdentity.from_model(small_model("gpt2"))
     identity = ModelIdentity.from_model(model)
-    assert (identity.fingerprint, identity.changes) == (whole.fingerprint, ())
-    part = model.blocks[0].ln1.original_component
-    forward = part.forward
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(part, "forward", lambda x: forward(2 * x))
-        assert "another forward" in ModelIdentity.from_model(model).changes[0]
+    assert (identity.fingerprint, active_hooks(model)) == (whole.fingerprint, ())
     with pytest.raises(InputError, match="must be on one device, got lazy:0, lazy:1"):
         pruned(model)
 

@@ -20,12 +20,12 @@ from matlens.data.readers import check_own_tokens, reads_whole
 from matlens.errors import InputError, PositiveInt, checked
 from matlens.io.artifact import Artifact
 from matlens.io.rows import Column, writing_rows
-from matlens.models.changes import EndOfPass, changes_of, reading, unchanged
-from matlens.models.identity import ModelIdentity, Provenance, check_raw
+from matlens.models.hooks import EndOfPass, active_hooks, describe_hooks, hook_run, reading
+from matlens.models.identity import Provenance, check_raw
 from matlens.models.inputs import is_visual
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import STREAM, Site
-from matlens.models.weights import WeightChecksum
+from matlens.models.weights import fingerprint
 from matlens.numerics import check_finite
 from matlens.parallel import Bar
 
@@ -73,6 +73,7 @@ def collect(
     provenance = provenance_of(model, layout, examples, positions, columns)
     request = {
         "provenance": provenance.to_json(),
+        "hook_run": hook_run(model),
         "batch_tokens": batch_tokens,
         "read": "sentence" if positions == "all" or reads_whole(model) else "sentence up to its position",
     }
@@ -112,8 +113,8 @@ def provenance_of(
     hooks: dict[str, list[str]] = {}
     with contextlib.suppress(InputError):  # a folder of another model is refused later, with a better message
         hooks = {site: layout.names(site) for site in sites if Site.parse(site).kind != STREAM}
-    return Provenance(
-        ModelIdentity.from_model(model), examples.provenance, examples.fingerprint, positions, hooks=hooks
+    return Provenance.from_model(
+        model, data=examples.provenance, examples=examples.fingerprint, positions=positions, hooks=hooks
     )
 
 
@@ -134,9 +135,9 @@ def stream(
     The model runs no further than the last chosen site and, if it is a decoder and only sampled positions are
     asked for, reads no sentence further than its position. ``batch_indices`` are by default all.
 
-    A model that is hooked between two batches is refused at once; other changes and edited weights are
-    noticed at the end, since looking for them takes as long as a batch. Of several processes each is given
-    all batches or, with ``divided``, its own, which `linear.fit_stream` takes with ``divided`` too.
+    Raises InputError at the end if weights or hooks have changed since the first batch. Of several processes
+    each is given all batches or, with ``divided``, its own, which `linear.fit_stream` takes with ``divided``
+    too.
     """
     _check_arguments(model, examples)
     layout = ModelLayout.from_model(model)
@@ -194,23 +195,31 @@ def _stream(
     """Yield the vectors of some batches by the sites' hooks."""
     if not batch_indices:
         return
-    weights = WeightChecksum([model.original_model], "the stream of its vectors")
     n_sentences = sum(map(len, batches._sentences))
     done = n_sentences - sum(len(batches._sentences[i]) for i in batch_indices)
-    with (
-        unchanged(model, provenance.identity.changes or ()) as check_hooks,
-        Bar(total=n_sentences, initial=done, unit="sentence", desc="collecting", disable=not progress) as bar,
-    ):
+    with Bar(
+        total=n_sentences, initial=done, unit="sentence", desc="collecting", disable=not progress
+    ) as bar:
         for batch_index in batch_indices:
             batch, at, index = batches.read(batch_index)
             reader = _Reader(hooks, at)
-            check_hooks()
             with own_precision(), reading(model, reader.hooks):
                 first, others = batch.inputs(model)
                 model(first, **others, return_type=None)
             yield Rows(index, at[1].numpy(), reader.vectors(model), provenance, divided)
             bar.update(len(batch.index))
-    weights.check()
+    check_unchanged(model, provenance)
+
+
+def check_unchanged(model: TransformerBridge, provenance: Provenance) -> None:
+    """Raise InputError if a model is not what it was when a provenance was made."""
+    if fingerprint(model) != provenance.identity.fingerprint:
+        raise InputError("The weights of the model changed while it was read. Read it again from the start.")
+    if (now := active_hooks(model)) != provenance.active_hooks:
+        raise InputError(
+            f"The model's hooks changed while it was read, from {describe_hooks(provenance.active_hooks)} to "
+            f"{describe_hooks(now)}. Read it inside one context."
+        )
 
 
 def _check_arguments(model: TransformerBridge, examples: Examples) -> None:
@@ -265,7 +274,7 @@ class _Reader:
         absent = [site for site, name in self._hooks.items() if name not in self._seen]
         if absent:
             unread = ModelLayout.from_model(model).hooks.get(self._hooks[absent[0]])
-            if unread is not None and not unread.shape and not changes_of(model):
+            if unread is not None and not unread.shape and not active_hooks(model):
                 raise InputError(
                     f"{', '.join(absent)} cannot be collected from {model.cfg.architecture}: the hook "
                     f"{unread.name} {unread.carries}."

@@ -142,7 +142,7 @@ def evaluate(
     model: str | None = None,
     device: str | None = None,
     dtype: Dtype | None = None,
-    same_precision: Annotated[bool, typer.Option("--same-precision/--other-precision")] = True,
+    strict: bool = True,
     trust_remote_code: bool = False,
     stack: Literal["encoder", "decoder"] | None = None,
 ) -> None:
@@ -152,8 +152,8 @@ def evaluate(
     ----------
     model
         Path of the model, if it has moved since it was collected.
-    same_precision
-        Require the precision that the maps were fitted in.
+    strict
+        Require the model that the maps were fitted on; else another of its shape is accepted.
     """
     from matlens.linear.mapsets import MapSet
     from matlens.study.steps import MAPS, RESULTS, evaluate_maps
@@ -162,7 +162,7 @@ def evaluate(
     name, revision = (model, None) if model else (fitted_on.name, fitted_on.revision)
     precision: Any = dtype or fitted_on.dtype
     loaded = ModelOptions(name, device, precision, revision, trust_remote_code, stack).load()
-    print_results(evaluate_maps(loaded, folder, same_precision=same_precision), folder)
+    print_results(evaluate_maps(loaded, folder, strict=strict), folder)
     print_line(f"Table in {folder / RESULTS}.csv. Next: matlens plot {folder}")
 
 

@@ -102,7 +102,7 @@ def explore(
     texts = texts_of(readout.tokenizer, shown if updates is None else [*shown, updates.promoted])
     notes = [_READ[read], *([_WITHOUT_MAP] if len(layers) <= last else [])]
     return PromptPage(
-        activations.provenance.identity.name, visible(prompt), tokens.numpy(), layers, cells,
+        activations.provenance.model_name, visible(prompt), tokens.numpy(), layers, cells,
         followed.numpy(), texts, updates, list(dict.fromkeys(asked)) or final[place, :2].tolist(), notes,
     )  # fmt: skip
 

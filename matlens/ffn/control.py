@@ -16,10 +16,10 @@ from torch import Tensor
 
 from matlens.errors import InputError, check, checked
 from matlens.ffn.values import ValueName, ValueVector, ValueVectors
-from matlens.linear.maps import tensor_digest
-from matlens.models.changes import changing
+from matlens.models.hooks import changing
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import COEFFICIENTS, Site
+from matlens.models.weights import tensor_digest
 from matlens.patching.contexts import TokenPlaces, find_reserved, replaced_methods, reserve_parts
 from matlens.patching.replacements import Replacement
 
@@ -46,7 +46,7 @@ def controlled(
     Works around any call: ``model(...)``, ``run_with_cache``, ``generate`` with or without a cache. In gated
     FFNs the coefficient is the product of gate and up. Contexts can be nested, and combined with
     `matlens.patched` where that leaves the FFNs of these layers in place. The model is as before afterwards,
-    also after an exception. Activations collected inside record the change; see `changes_of`.
+    also after an exception. Activations collected inside record the change; see `active_hooks`.
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ def controlled(
         for vector, number in changes.items()
     ]
     with ExitStack() as stack:
-        stack.enter_context(changing(model, lambda: described, hooks, [tokens.places.look]))
+        stack.enter_context(changing(model, described, hooks))
         stack.enter_context(tokens.watching())
         stack.enter_context(reserve_parts(model, ffns))
         active |= set(changes)

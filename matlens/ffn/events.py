@@ -129,7 +129,7 @@ def trace_row(
 ) -> dict[str, Any]:
     """A row of a table of results that is about a layer of a trace, see `result_row`."""
     return result_row(
-        experiment, model=trace.provenance.identity.name, corpus=trace.provenance.corpus, method=method,
+        experiment, model=trace.provenance.model_name, corpus=trace.provenance.corpus, method=method,
         layer=layer, target=layer, metric=metric, k=trace.k, estimate=estimate,
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
@@ -21,9 +21,9 @@ from matlens.ffn.values import ValueName, ValueVectors
 from matlens.models.identity import ModelIdentity, Provenance, check_raw
 from matlens.models.inputs import ENCODER, stack_of
 from matlens.models.norms import NormGain
-from matlens.models.readout import check_vectors, head_modules, output_projection
+from matlens.models.readout import check_vectors, output_projection
 from matlens.models.tokens import token_texts, word_tokens
-from matlens.models.weights import WeightChecksum, float32_on
+from matlens.models.weights import float32_on
 from matlens.numerics import largest
 from matlens.parallel import Bar
 
@@ -83,15 +83,12 @@ class Projection:
         Applied to vectors first: nothing, the model's final norm, or the linear parts of its head.
     identity
         The model; ``None`` if unknown.
-    weights
-        The weights that it was read from; scores raise InputError once they have changed.
     """
 
     unembedding: Float[Tensor, "d_vocab d_model"]
     tokenizer: Any
     norm: nn.Module | None = None
     identity: ModelIdentity | None = None
-    weights: WeightChecksum | None = field(default=None, repr=False)
 
     @classmethod
     def from_model(cls, model: TransformerBridge) -> Projection:
@@ -99,9 +96,7 @@ class Projection:
         rows = unembedding(model)
         if model.tokenizer is None:
             raise InputError(f"This {model.cfg.architecture} has no tokenizer.")
-        identity = ModelIdentity.from_model(model).of_weights
-        weights = WeightChecksum(head_modules(model), "the projection")
-        return cls(rows, model.tokenizer, identity=identity, weights=weights)
+        return cls(rows, model.tokenizer, identity=ModelIdentity.from_model(model))
 
     @classmethod
     def after_norm(cls, model: TransformerBridge) -> Projection:
@@ -126,9 +121,13 @@ class Projection:
         assert normed.norm is not None  # after_norm has one
         return replace(normed, norm=LinearHead(dense, NormGain.from_module(normed.norm, model.cfg.d_model)))
 
+    def on(self, model: TransformerBridge, *, strict: bool = True) -> Projection:
+        """The same projection for the value vectors and vectors of a model, see `Lens.on`."""
+        own, identity = Provenance(self.identity), ModelIdentity.from_model(model)
+        return replace(self, identity=own.on(identity, ours="the projection", strict=strict).model)
+
     def check_same(self, other: ModelIdentity | Provenance, *, theirs: str = "the value vectors") -> None:
         """Refuse vectors of another model, if both models are known."""
-        self._check_weights()
         model = other.model if isinstance(other, Provenance) else other
         if self.identity is not None and model is not None:
             Provenance(self.identity).check_same(other, ours="the projection", theirs=theirs)
@@ -136,12 +135,7 @@ class Projection:
     @torch.inference_mode()
     def scores(self, vectors: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_vocab"]:
         """Score of every token for each vector."""
-        self._check_weights()
         return self._inputs(vectors) @ self.unembedding.T
-
-    def _check_weights(self) -> None:
-        if self.weights is not None:
-            self.weights.check()
 
     def _inputs(self, vectors: Tensor) -> Tensor:
         check_vectors(vectors, self.unembedding.shape[1])
@@ -171,7 +165,6 @@ class Projection:
         """The tokens at some ends of the same scores: how many, and whether they are the largest."""
         for k, _ in ends:
             check_int(k, "k", min=1, max=len(self.unembedding))
-        self._check_weights()
         blocks = self.blocks(vectors)
         # One buffer for the scores of all blocks: allocating one for each takes longer than ordering them.
         with torch.inference_mode():

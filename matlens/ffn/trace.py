@@ -23,7 +23,8 @@ from matlens.ffn.projection import unembedding
 from matlens.ffn.updates import DOMINANT
 from matlens.ffn.values import ValueVectors
 from matlens.io.rows import Column, read_rows, writing_rows
-from matlens.models.identity import ModelIdentity, Provenance
+from matlens.models.hooks import hook_run
+from matlens.models.identity import Provenance
 from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
 from matlens.models.sites import COEFFICIENTS, FFN_OUT, PARALLEL, STREAM, Site
@@ -118,10 +119,10 @@ class Trace:
         """
         reader = _BatchReader(model, examples, k, seed)
         size = batch_tokens or default_batch_tokens(model)
-        origin = Provenance(reader.model, examples.provenance, examples.fingerprint).with_details(
-            k=k, seed=seed
+        origin = Provenance.from_model(
+            model, data=examples.provenance, examples=examples.fingerprint, details={"k": k, "seed": seed}
         )
-        request = {"provenance": origin.to_json(), "batch_tokens": size}
+        request = {"provenance": origin.to_json(), "hook_run": hook_run(model), "batch_tokens": size}
 
         counts = batch_counts(model, examples, "sampled", size)
         with writing_rows(
@@ -165,7 +166,6 @@ class _BatchReader:
 
     def __init__(self, model: TransformerBridge, examples: Examples, k: int, seed: int) -> None:
         self._values, self._readout = ValueVectors(model), Readout(model)
-        self.model = ModelIdentity.from_model(model)
         self._embedding = unembedding(model)
         self._k = check_int(k, "k", min=1, max=self._values.d_mlp)
         layers = range(self._values.n_layers)

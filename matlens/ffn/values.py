@@ -30,7 +30,7 @@ from matlens.models.identity import ModelIdentity, check_raw
 from matlens.models.layout import ModelLayout, mixture, output_layer, output_multiplier
 from matlens.models.norms import NormGain
 from matlens.models.sites import COEFFICIENTS, FFN_OUT, NORMED_OUT
-from matlens.models.weights import WeightChecksum, float32_on, rows_of_linear
+from matlens.models.weights import float32_on, rows_of_linear
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -85,7 +85,6 @@ class ValueParts:
     norms: Sequence[nn.Module] = ()  # after each FFN, before its output joins the residual stream
     mixtures: Sequence[Any] = ()  # the experts of each layer, or None
     multiplier: float = 1.0  # of FFN outputs
-    modules: Sequence[Sequence[nn.Module]] = ()  # that these are read from; none if from the cache
 
     @classmethod
     def from_model(cls, model: TransformerBridge) -> ValueParts:
@@ -106,9 +105,8 @@ class ValueParts:
         modules = [None if mixtures[layer] else output_layer(model, layer) for layer in layers]
         kind = NORMED_OUT if NORMED_OUT in layout.kinds else FFN_OUT
         norms = [block.ln2_post.original_component for block in model.blocks] if kind == NORMED_OUT else []
-        read = [[model.blocks[i].mlp if module is None else module] for i, module in enumerate(modules)]
         return cls(
-            ModelIdentity.from_model(model).of_weights,
+            ModelIdentity.from_model(model),
             torch.device(model.cfg.device),
             shape,
             kind,
@@ -117,7 +115,6 @@ class ValueParts:
             norms,
             mixtures,
             output_multiplier(model),
-            [[*of_layer, *norms[i : i + 1]] for i, of_layer in enumerate(read)],
         )
 
 
@@ -140,7 +137,6 @@ class ValueVectors:
         self._matrices, self._biases = parts.matrices, parts.biases
         self._norms = [float32_on(copy.deepcopy(norm), self.device) for norm in parts.norms]
         self._mixtures, self._multiplier = parts.mixtures or [None] * self.n_layers, parts.multiplier
-        self._weights = [WeightChecksum(modules, "the object of value vectors") for modules in parts.modules]
         self.output_kind = parts.output_kind
         self._gains = [NormGain.from_module(norm, self.d_model) for norm in self._norms]
 
@@ -214,7 +210,7 @@ class ValueVectors:
 
     def bias(self, layer: int) -> Float[Tensor, " d_model"]:
         """The output bias of a layer, independent of the coefficients; zeros if the model has none."""
-        bias = self._biases[self._checked(layer)]
+        bias = self._biases[self.resolve_layer(layer)]
         if bias is None:
             return torch.zeros(self.d_model, device=self.device)
         return self._reaching(layer, bias.detach().to(self.device, torch.float32))
@@ -225,7 +221,7 @@ class ValueVectors:
 
         ``outputs`` are the vectors of ``ffn_out``, before the norm.
         """
-        layer = self._checked(layer)
+        layer = self.resolve_layer(layer)
         if self.output_kind == FFN_OUT:
             return torch.ones(len(outputs), device=self.device)
         self._check_from_model()
@@ -235,20 +231,13 @@ class ValueVectors:
         return ((normed * unscaled).sum(1) / size).where(size > 0, torch.ones_like(size))
 
     def _check_from_model(self) -> None:
-        if not self._weights:
+        if not self._norms:
             raise InputError(
                 "These value vectors are from the cache, without norms. Use ValueVectors(model)."
             )
 
-    def _checked(self, layer: int) -> int:
-        """Resolve a layer, and check that its weights have not changed since they were read."""
-        layer = self.resolve_layer(layer)
-        if self._weights:
-            self._weights[layer].check()
-        return layer
-
     def _rows(self, layer: int) -> Float[Tensor, "d_mlp d_model"]:
-        layer = self._checked(layer)
+        layer = self.resolve_layer(layer)
         matrix, experts = self._matrices[layer], self._mixtures[layer]
         rows = matrix if experts is None else experts.matrix()
         assert rows is not None  # there are experts, or a matrix
@@ -262,10 +251,8 @@ class ValueVectors:
 
     def vectors(self, names: Iterable[ValueName]) -> Float[Tensor, "n d_model"]:
         """Value vectors by name, one row each."""
-        values = [self.resolve(name) for name in names]
-        for layer in {value.layer for value in values}:
-            self._checked(layer)
-        return torch.stack([self._reaching(v.layer, self._row(v)) for v in values])
+        values = map(self.resolve, names)
+        return torch.stack([self._reaching(value.layer, self._row(value)) for value in values])
 
     def _row(self, value: ValueVector) -> Float[Tensor, " d_model"]:
         matrix, experts = self._matrices[value.layer], self._mixtures[value.layer]

@@ -205,7 +205,10 @@ def fit_closed_forms(
         data.provenance.check_same(identity, ours="the activations")
         provenance, examples, positions = data.provenance, data.examples, data.positions
     else:
-        provenance, examples = Provenance(identity, data.provenance, data.fingerprint, positions), data
+        examples = data
+        provenance = Provenance.from_model(
+            model, data=data.provenance, examples=data.fingerprint, positions=positions
+        )
     samples = examples.at_positions(positions)
     keys = torch.from_numpy(row_keys(samples))
     mask, counts = torch.ones(len(keys), dtype=torch.bool), torch.ones(len(keys), dtype=torch.float64)

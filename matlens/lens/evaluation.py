@@ -114,17 +114,14 @@ def evaluate(
         )
         for key in predictions
     }  # fmt: skip
-    with readout.weights.constant():
-        for start in Bar(range(0, n, _ROWS), desc="predictions", disable=not progress):
-            part = slice(start, start + _ROWS)
-            true = readout.log_probs(truth[part])
-            for key, given in predictions.items():
-                scores = _read_out(readout, given[part]) if isinstance(given, Tensor) else given(part)
-                if scores.shape != true.shape:
-                    raise InputError(
-                        f"{short(key)} must have scores {tuple(true.shape)}, got {short(scores)}."
-                    )
-                _fill(evaluated[key], part, true, scores)
+    for start in Bar(range(0, n, _ROWS), desc="predictions", disable=not progress):
+        part = slice(start, start + _ROWS)
+        true = readout.log_probs(truth[part])
+        for key, given in predictions.items():
+            scores = _read_out(readout, given[part]) if isinstance(given, Tensor) else given(part)
+            if scores.shape != true.shape:
+                raise InputError(f"{short(key)} must have scores {tuple(true.shape)}, got {short(scores)}.")
+            _fill(evaluated[key], part, true, scores)
     return evaluated
 
 
@@ -267,7 +264,7 @@ def validation_row(
 ) -> dict[str, Any]:
     """One row of a table, about the examples and the model of ``data``."""
     return result_row(
-        experiment, model=data.provenance.identity.name, corpus=data.provenance.corpus, method=method,
+        experiment, model=data.provenance.model_name, corpus=data.provenance.corpus, method=method,
         layer=layer, target=target, metric=metric, k=k, estimate=estimate,
     )  # fmt: skip
 

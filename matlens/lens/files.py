@@ -22,9 +22,10 @@ from matlens.errors import InputError, printable, short
 from matlens.io.artifact import CONFIG, Artifact
 from matlens.io.files import check_writable, damaged, read_json, write_files
 from matlens.lens.maps import LensMaps, Standardisation
-from matlens.linear.maps import LinearMap, tensor_digest
+from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import CONVENTION
 from matlens.models.identity import ModelIdentity, Provenance
+from matlens.models.weights import tensor_digest
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge

@@ -226,19 +226,17 @@ class Lens(LensMaps):
             )
         return self.readout
 
-    def on(self, model: TransformerBridge | None, *, same_precision: bool = True) -> Lens:
+    def on(self, model: TransformerBridge | None, *, strict: bool = True) -> Lens:
         """The same lens on the model that it was fitted on, or on none.
 
-        Another model or precision, tokenizer, replacement, control or hook is refused;
-        ``same_precision=False`` accepts the same weights in another precision.
+        Hooks, patches and steering may be active. With ``strict=False`` another model of the same shape is
+        accepted, such as a fine-tuned or quantized version: an InputWarning says what differs, and
+        ``provenance.details["fitted_on"]`` records it.
         """
-        lens = self
-        if not same_precision:
-            lens = replace(self, provenance=replace(self.provenance, same_precision=False))
         if model is None:
-            return lens
-        lens.provenance.check_same(ModelIdentity.from_model(model), ours="the lens")
-        return replace(lens, readout=Readout(model), model=model)
+            return self
+        provenance = self.provenance.on(ModelIdentity.from_model(model), ours="the lens", strict=strict)
+        return replace(self, provenance=provenance, readout=Readout(model), model=model)
 
     def trajectory(self, prompt: str, *, k: int = 5, layers: Sequence[Layer] | None = None) -> Trajectory:
         """Predict at every token of a prompt and every layer, see `Trajectory`.
@@ -253,11 +251,9 @@ class Lens(LensMaps):
         files.write_lens(folder, self)
 
     @classmethod
-    def load(
-        cls, folder: str | Path, model: TransformerBridge | None = None, *, same_precision: bool = True
-    ) -> Lens:
+    def load(cls, folder: str | Path, model: TransformerBridge | None = None, *, strict: bool = True) -> Lens:
         """Load a lens of `save`, and verify it; on a model, see `on`."""
-        return cls(**vars(files.read_lens(folder))).on(model, same_precision=same_precision)
+        return cls(**vars(files.read_lens(folder))).on(model, strict=strict)
 
     def push_to_hub(
         self,
@@ -300,7 +296,7 @@ class Lens(LensMaps):
         model: TransformerBridge | None = None,
         *,
         revision: str | None = None,
-        same_precision: bool = True,
+        strict: bool = True,
         endpoint: str | None = None,
         token: str | None = None,
     ) -> Lens:
@@ -315,7 +311,7 @@ class Lens(LensMaps):
         name
             The folder of the lens, by default the only one; or a ``.pt`` file of TransformerLens'
             `JacobianLens`, such as ``neuronpedia/jacobian-lens`` has.
-        model, same_precision
+        model, strict
             The model to put it on, see `on`; a ``.pt`` file needs one.
         revision
             A commit, which makes it the same lens for good; or a branch or a tag, by default ``main``.
@@ -324,7 +320,7 @@ class Lens(LensMaps):
         """
         place = HubRepository(repository, endpoint, token)
         lens = cls(**vars(pull_lens(place, name, revision=revision, model=model)))
-        return lens.on(model, same_precision=same_precision)
+        return lens.on(model, strict=strict)
 
     @classmethod
     def from_jacobian_lens(cls, path: str | Path, model: TransformerBridge) -> Lens:

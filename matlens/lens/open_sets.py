@@ -148,7 +148,7 @@ def evaluate_open_sets(
                     estimate = metrics.mean(torch.tensor(shares))
                 rows.append(
                     result_row(
-                        "lens_evaluation", model=vectors.provenance.identity.name, corpus=name, method=method,
+                        "lens_evaluation", model=vectors.provenance.model_name, corpus=name, method=method,
                         layer=None, target=lens.n_layers, metric="pass", k=k, estimate=estimate,
                     )
                 )  # fmt: skip

@@ -26,7 +26,7 @@ from matlens.lens.config import ENTRY_POINTS, LensConfig
 from matlens.lens.maps import LensMaps, Standardisation
 from matlens.linear.least_squares import warn_if_few
 from matlens.linear.maps import LinearMap
-from matlens.models.identity import ModelIdentity, Provenance
+from matlens.models.identity import Provenance
 from matlens.models.readout import Readout, check_vectors
 from matlens.numerics import in_float64, kl_divergence, log_softmax
 from matlens.parallel import Bar
@@ -141,18 +141,17 @@ class LayerTraining:
         groups: list[dict[str, Any]] = [{"params": [self.bias]}, {"params": [self.log_scale], "lr": 0.01}]
         adam = torch.optim.Adam(groups, lr=1e-3)
         schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 1 - step / steps)
-        with self.readout.weights.constant():
-            for step, rows in enumerate(list(_batches(len(self.h), steps, batch, self.generator))):
-                self.weight.grad = None
-                adam.zero_grad()
-                self._loss(rows, *draw_tokens(chances, self.generator)).backward()
-                assert self.weight.grad is not None
-                momentum = 0.9 * momentum + self.weight.grad
-                with torch.no_grad():
-                    change = _orthogonal(self.weight.grad + 0.9 * momentum)
-                    self.weight -= rate * (1 - step / steps) * change
-                adam.step()
-                schedule.step()
+        for step, rows in enumerate(list(_batches(len(self.h), steps, batch, self.generator))):
+            self.weight.grad = None
+            adam.zero_grad()
+            self._loss(rows, *draw_tokens(chances, self.generator)).backward()
+            assert self.weight.grad is not None
+            momentum = 0.9 * momentum + self.weight.grad
+            with torch.no_grad():
+                change = _orthogonal(self.weight.grad + 0.9 * momentum)
+                self.weight -= rate * (1 - step / steps) * change
+            adam.step()
+            schedule.step()
 
     def tune(self, *, steps: int = 250, rate: float = 1.0, batch: int | None = None) -> None:
         """Train ``h + A h + b`` from ``A = 0`` as the package tuned-lens does by default.
@@ -170,13 +169,12 @@ class LayerTraining:
             batch = max(1, math.ceil(n * passes_for(n) / steps))
         optimizer = torch.optim.SGD(parts, lr=rate * 0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
-        with self.readout.weights.constant():
-            for rows in list(_batches(n, steps, batch, self.generator)):
-                optimizer.zero_grad()
-                self._loss(rows).backward()
-                torch.nn.utils.clip_grad_norm_(parts, 1.0)
-                optimizer.step()
-                schedule.step()
+        for rows in list(_batches(n, steps, batch, self.generator)):
+            optimizer.zero_grad()
+            self._loss(rows).backward()
+            torch.nn.utils.clip_grad_norm_(parts, 1.0)
+            optimizer.step()
+            schedule.step()
 
     def result(self) -> dict[str, Tensor]:
         """Weight, bias and scale."""
@@ -350,9 +348,9 @@ def fit_jacobian(
         of_all = parallel.concatenate(sums, "Jacobians")
         n_fitted = int(of_all["n"].sum())
         jacobians = (of_all["sums"].sum(0) / n_fitted).float()
-    provenance = Provenance(
-        ModelIdentity.from_model(model),
-        {"corpus": corpus.name, "n": n_fitted},
+    provenance = Provenance.from_model(
+        model,
+        data={"corpus": corpus.name, "n": n_fitted},
         details={
             "method": "jacobian", "n_fitted": n_fitted, "n_tokens": sum(length for _, length in long),
             "longest": longest, "skip": skip,

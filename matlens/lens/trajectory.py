@@ -22,6 +22,7 @@ from matlens.models.readout import Readout
 from matlens.models.sites import Site
 from matlens.models.tokens import token_texts, visible, word_token
 from matlens.numerics import kl_divergence, log_softmax
+from matlens.patching.contexts import skipped_layers
 from matlens.plots.pages import LensCells, PromptPage
 
 if TYPE_CHECKING:
@@ -203,7 +204,9 @@ def read_trajectory(
 ) -> Trajectory:
     """Read every layer at every token of a prompt; see `Lens.trajectory`."""
     check_int(k, "k", min=1, max=lens.on_readout.d_vocab)
-    wanted = sorted({*(lens.layers if layers is None else map(lens.resolve, layers)), lens.n_layers})
+    skipped = skipped_layers(lens.model)
+    chosen = [layer for layer in lens.layers if layer not in skipped] if layers is None else layers
+    wanted = sorted({*map(lens.resolve, chosen), lens.n_layers})
     examples = make_prompts(lens.model, [prompt])
     activations = collect(lens.model, examples, wanted, positions="all", progress=False)
     lens.provenance.check_same(activations.provenance, ours="the lens")

@@ -14,9 +14,10 @@ from matlens import parallel
 from matlens.activations.activations import Activations, Rows
 from matlens.errors import InputError, NonNegative, check_rows, checked
 from matlens.linear.least_squares import LeastSquares, check_weights, warn_if_few
-from matlens.linear.maps import LinearMap, tensor_digest
+from matlens.linear.maps import LinearMap
 from matlens.linear.pairs import Pair, by_source, check_collected, resolve_pairs
 from matlens.models.identity import Provenance
+from matlens.models.weights import tensor_digest
 from matlens.numerics import check_float64_device, in_float64, return_freed_memory
 from matlens.parallel import Bar
 

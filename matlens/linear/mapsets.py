@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -20,8 +20,11 @@ from matlens.io.artifact import Artifact
 from matlens.linear.fitting import fit_samples, fitting_bar
 from matlens.linear.maps import LinearMap
 from matlens.linear.pairs import Pairs, both_ends, by_source, resolve_pairs
-from matlens.models.identity import Provenance
+from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.sites import Site
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
 
 CONVENTION = "h.0 enters block 0, h.l leaves block l-1, h.L enters the final norm"
 HOLDS = "maps"
@@ -135,6 +138,20 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
             chosen = [linear.to(device) for linear in chosen]
         return MapSet(chosen, provenance=self.provenance)
 
+    def on(self, model: TransformerBridge, *, strict: bool = True) -> MapSet:
+        """The same maps for a model; with ``strict=False`` also for another model of the same shape.
+
+        See `Lens.on`; a map without a model becomes one of this model.
+        """
+        maps = MapSet(
+            provenance=self.provenance.on(ModelIdentity.from_model(model), ours="the maps", strict=strict)
+        )
+        maps._maps = {
+            pair: replace(stored, provenance=maps.provenance) if isinstance(stored, LinearMap) else stored
+            for pair, stored in self._maps.items()
+        }
+        return maps
+
     def save(self, folder: str | Path) -> None:
         """Write one safetensors file for each source, and ``config.json`` when all are there."""
         digests = "".join(linear.digest for linear in self.values())
@@ -144,15 +161,10 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         )
 
     @classmethod
-    def load(cls, folder: str | Path, *, same_precision: bool = True) -> MapSet:
-        """Open a folder of `save`; the weights of a map are read lazily.
-
-        With ``same_precision=False`` they may be used with the same weights in another precision than the one
-        that they were fitted in.
-        """
+    def load(cls, folder: str | Path) -> MapSet:
+        """Open a folder of `save`; the weights of a map are read lazily."""
         artifact = Artifact.open(folder, HOLDS)
-        provenance = Provenance.from_json(artifact.request["provenance"])
-        maps = cls(provenance=replace(provenance, same_precision=same_precision))
+        maps = cls(provenance=Provenance.from_json(artifact.request["provenance"]))
         maps._maps = dict.fromkeys(map(tuple, artifact.request["pairs"]), artifact)
         return maps
 
@@ -172,7 +184,6 @@ def _common(provenances: Sequence[Provenance]) -> Provenance:
     return replace(
         Provenance.from_json(common),
         model=known[0].model,
-        same_precision=all(provenance.same_precision for provenance in known),
         hooks={site: names for provenance in provenances for site, names in provenance.hooks.items()},
     )
 

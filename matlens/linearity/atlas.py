@@ -34,7 +34,8 @@ from matlens.linearity.parts import JUMPS, Part, model_parts
 from matlens.linearity.ranking import AGREEMENT, GROUPS, LOSS_INCREASE, Tokens, first_parts
 from matlens.linearity.scores import PartSums, held_out_scores
 from matlens.metrics import Estimate
-from matlens.models.identity import ModelIdentity, Provenance
+from matlens.models.hooks import hook_run
+from matlens.models.identity import Provenance
 from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
 from matlens.models.sites import STREAM
@@ -94,9 +95,10 @@ def linearity_atlas(
         raise InputError("evaluated must have targets. Use matlens.data.make_windows(..., targets=True).")
     warn_of_few(len(evaluated))
     readout = Readout(model)
-    provenance = Provenance(ModelIdentity.from_model(model), fitted.provenance, fitted.fingerprint)
+    provenance = Provenance.from_model(model, data=fitted.provenance, examples=fitted.fingerprint)
     request = {
         "provenance": provenance.to_json(),
+        "hook_run": hook_run(model),
         "evaluated": {**evaluated.provenance, "examples": evaluated.fingerprint},
         "jumps": list(jumps),
         "every": every,
@@ -173,7 +175,7 @@ class _Atlas:
         sums: PartSums, provenance: Provenance,
     ) -> None:  # fmt: skip
         self._model, self._readout, self._evaluated, self._parts = model, readout, evaluated, parts
-        self._name = provenance.identity.name
+        self._name = provenance.model_name
         self._sinks = find_sinks(model, evaluated, progress=False)
         self._modes: list[Tokens] = [ALL, NO_SINKS] if bool(self._sinks.any()) else [ALL]
         last = str(ModelLayout.from_model(model).stream[-1])

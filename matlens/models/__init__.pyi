@@ -1,4 +1,4 @@
-from .changes import changes_of as changes_of
+from .hooks import active_hooks as active_hooks
 from .identity import ModelIdentity as ModelIdentity
 from .identity import Provenance as Provenance
 from .identity import check_raw as check_raw

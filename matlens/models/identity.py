@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from matlens.errors import InputError, checked
+from matlens.errors import InputError, checked, warn
 from matlens.io.bounds import LAYERS
-from matlens.models.changes import changes_of, describe_changes, has_active_dropout
+from matlens.models.hooks import active_hooks, describe_hooks, has_active_dropout
 from matlens.models.registry import Family, ask, missing_repairs
 from matlens.models.sites import Site
 from matlens.models.tokens import token_policy
-from matlens.models.weights import known_fingerprints, precision
+from matlens.models.weights import configuration_digest, fingerprint, precision
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -29,82 +29,66 @@ class ModelIdentity:
     ----------
     name, revision
         The model on the hub, or its path, and the commit.
-    fingerprint, rounded
-        Of all weights, and of the weights rounded to half precisions.
+    fingerprint, configuration
+        Digests of sampled weights and of the configuration.
     tokens, token_policy
         How text becomes tokens, as a digest (None without a tokenizer) and a description.
-    changes
-        See `changes_of`; None for what is derived from the weights only.
     """
 
     name: str
     revision: str | None
     fingerprint: str
+    configuration: str
     tokens: str | None
     token_policy: str
-    rounded: Mapping[str, str] = field(hash=False)
     dtype: str
     n_layers: int
     d_model: int
-    changes: tuple[str, ...] | None = ()
 
     @classmethod
     def from_model(cls, model: TransformerBridge) -> ModelIdentity:
-        """Look at a model as it is at this moment."""
+        """The identity of a model as it is now; takes a few milliseconds."""
         policy = token_policy(model)
-        exact, rounded = known_fingerprints(model)
         return cls(
             name=str(model.cfg.model_name),
             revision=getattr(model, "matlens_revision", None),
-            fingerprint=exact,
+            fingerprint=fingerprint(model),
+            configuration=configuration_digest(model),
             tokens=policy.digest,
             token_policy=policy.words,
-            rounded=rounded,
             dtype=str(precision(model)).removeprefix("torch."),
             n_layers=model.cfg.n_layers,
             d_model=model.cfg.d_model,
-            changes=changes_of(model),
         )
 
     @property
-    def of_weights(self) -> ModelIdentity:
-        """The identity for values that depend on the weights only."""
-        return replace(self, changes=None)
-
-    @property
     def key(self) -> tuple[Any, ...]:
-        """Key that is equal for the same model under any name."""
-        return (self.fingerprint, self.tokens)
-
-    def same_but_rounded(self, other: ModelIdentity) -> bool:
-        """Whether the one model's weights are the other's, rounded to its half precision."""
-        narrow = {self.dtype, other.dtype} & self.rounded.keys() & other.rounded.keys()
-        return any(self.rounded[k] == other.rounded[k] for k in narrow)
+        """Equal for the same model under any name."""
+        return (self.fingerprint, self.configuration, self.tokens)
 
     def difference(self, other: ModelIdentity) -> str:
-        """The difference to another model; empty if they are the same."""
+        """What differs from another model, for a message; empty if they are the same."""
+        if self.shape != other.shape:
+            ours, theirs = (
+                f"{n_layers} layers, d_model {width}" for n_layers, width in (self.shape, other.shape)
+            )
+            return f"{ours} and {theirs}"
+        if self.dtype != other.dtype:
+            return f"precision: {self.dtype} and {other.dtype}"
+        if self.configuration != other.configuration:
+            return "configuration"
         if self.fingerprint != other.fingerprint:
-            if not self.same_but_rounded(other):
-                return "weights or precision differ"
-            return (
-                f"the weights are the same but for their precision, {self.dtype} in the first and "
-                f"{other.dtype} in the second. Where that is meant, use the maps with "
-                "same_precision=False (as in MapSet.load(folder, same_precision=False))"
-            )
+            return "weights"
         if self.tokens != other.tokens:
-            words = f"{self.token_policy} in the first, {other.token_policy} in the second"
             if self.token_policy == other.token_policy:
-                words = f"their vocabularies or special tokens differ ({self.token_policy} in both)"
-            return (
-                f"the weights are the same, but the same text becomes other tokens: {words}. Name how text "
-                "becomes tokens with matlens.wrap(), or load both with matlens.load()"
-            )
-        if None not in (self.changes, other.changes) and self.changes != other.changes:
-            return (
-                f"the first has {describe_changes(self.changes)}, the second "
-                f"{describe_changes(other.changes)}"
-            )
+                return f"tokens: another vocabulary or other special tokens ({self.token_policy} in both)"
+            return f"tokens: {self.token_policy} and {other.token_policy}"
         return ""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(n_layers, d_model)``."""
+        return self.n_layers, self.d_model
 
     def to_json(self) -> dict[str, Any]:
         """For files; the model's name has the key that adapters' files use."""
@@ -115,9 +99,7 @@ class ModelIdentity:
         """Read what `to_json` wrote."""
         names = {written: key for key, written in _IN_JSON.items()}
         try:
-            given = {names.get(key, key): value for key, value in values.items()}
-            changes = given.pop("changes")
-            identity = cls(**given, changes=tuple(changes) if isinstance(changes, list) else changes)
+            identity = cls(**{names.get(key, key): value for key, value in values.items()})
         except (TypeError, AttributeError, KeyError, InputError) as error:
             raise InputError(f"The record of a model is damaged: {error}.") from error
         LAYERS.check(identity.n_layers, "The record of a model")
@@ -137,8 +119,10 @@ class Provenance:
         The corpus, the seed and the number of examples; the examples' fingerprint.
     details
         Other choices, such as the ridge of a fit or the seed of a trace.
-    same_precision
-        False allows the same weights in another precision. Not written into files.
+    hooks
+        The TransformerLens hooks of each site.
+    active_hooks
+        What changed the model's passes, see `active_hooks`.
     """
 
     model: ModelIdentity | None = None
@@ -146,8 +130,13 @@ class Provenance:
     examples: str | None = None
     positions: str | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
-    same_precision: bool = field(default=True, compare=False)
     hooks: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)
+    active_hooks: tuple[str, ...] = ()
+
+    @classmethod
+    def from_model(cls, model: TransformerBridge, **parts: Any) -> Self:
+        """The provenance of what this model's passes give now, with what changes them."""
+        return cls(ModelIdentity.from_model(model), active_hooks=active_hooks(model), **parts)
 
     @property
     def identity(self) -> ModelIdentity:
@@ -155,6 +144,12 @@ class Provenance:
         if self.model is None:
             raise InputError("The provenance must have a model, got none.")
         return self.model
+
+    @property
+    def model_name(self) -> str:
+        """The name of the model for tables and titles, with what changed its passes."""
+        changed = f" with {describe_hooks(self.active_hooks)}" if self.active_hooks else ""
+        return f"{self.identity.name}{changed}"
 
     @property
     def corpus(self) -> str:
@@ -187,19 +182,33 @@ class Provenance:
     def check_same(self, other: Provenance | ModelIdentity, *, ours: str, theirs: str = "this model") -> None:
         """Raise InputError unless both are of the same known model."""
         model = other.model if isinstance(other, Provenance) else other
-        reason = "both must be known"
+        difference = "an unknown model"
         if self.model is not None and model is not None:
-            apart = self.same_precision and getattr(other, "same_precision", True)
-            if not apart and self.model.same_but_rounded(model):
-                model = replace(model, fingerprint=self.model.fingerprint)
-            reason = self.model.difference(model)
-            if not reason:
+            difference = self.model.difference(model)
+            if not difference:
                 return
         raise InputError(
-            f"{ours[:1].upper()}{ours[1:]} and {theirs} do not belong together. Their models are "
-            f"{_named(self.model)}, and {_named(model)}: {reason}. Make {ours} again for this model, or "
-            f"load the model of {ours}."
+            f"{ours[:1].upper()}{ours[1:]} and {theirs} must be of the same model, got "
+            f"{_named(self.model)} and {_named(model)}, which differ ({difference}). Make {ours} again for "
+            "this model, or use on(model, strict=False)."
         )
+
+    def on(self, model: ModelIdentity, *, ours: str, strict: bool = True) -> Self:
+        """The same provenance on a model; with ``strict=False`` also on another model of the same shape.
+
+        The other model then replaces this one, with one InputWarning, and ``details["fitted_on"]`` records
+        the original and what differs. An unknown model is replaced without a warning.
+        """
+        if self.model is None:  # made by hand
+            return replace(self, model=model)
+        if not (difference := self.model.difference(model)):
+            return self
+        if strict or self.model.shape != model.shape:
+            self.check_same(model, ours=ours)
+        name, fingerprint = self.model.name, self.model.fingerprint
+        warn(f"Using {ours} of {name} on {model.name}, although they differ ({difference}).")
+        fitted_on = {"model": name, "fingerprint": fingerprint, "differs": difference}
+        return replace(self, model=model, details={**self.details, "fitted_on": fitted_on})
 
     def to_json(self, *keys: str) -> dict[str, Any]:
         """For files, or only these parts."""
@@ -209,6 +218,7 @@ class Provenance:
             "examples": self.examples,
             "positions": self.positions,
             "hooks": {site: list(names) for site, names in self.hooks.items()} or None,
+            "active_hooks": list(self.active_hooks) or None,
         }
         everything = {key: part for key, part in parts.items() if part is not None} | dict(self.details)
         return {key: everything[key] for key in keys} if keys else everything
@@ -220,7 +230,8 @@ class Provenance:
         model, data = details.pop("model", None), details.pop("data", None)
         examples, positions = details.pop("examples", None), details.pop("positions", None)
         identity = None if model is None else ModelIdentity.from_json(model)
-        return cls(identity, data, examples, positions, details, hooks=details.pop("hooks", {}))
+        hooks, active = details.pop("hooks", {}), tuple(details.pop("active_hooks", ()))
+        return cls(identity, data, examples, positions, details, hooks, active)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Provenance:
@@ -231,7 +242,7 @@ class Provenance:
 
 
 def _named(model: ModelIdentity | None) -> str:
-    return "not known" if model is None else f"{model.name!r} with the fingerprint {model.fingerprint}"
+    return "an unknown model" if model is None else f"{model.name!r} ({model.dtype}, {model.fingerprint})"
 
 
 @checked

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from matlens.errors import InputError, check_int, checked
-from matlens.models.changes import changes_of, reading
+from matlens.models.hooks import active_hooks, reading
 from matlens.models.inputs import probe_inputs
 from matlens.models.registry import Family, ask
 from matlens.models.sites import (
@@ -85,7 +85,7 @@ class ModelLayout:
         if model in _KNOWN and _KNOWN[model][0] == switches:
             return _KNOWN[model][1]
         layout = _examine(model)
-        if not changes_of(model):
+        if not active_hooks(model):
             _KNOWN[model] = switches, layout
         return layout
 

@@ -11,7 +11,6 @@ import torch
 
 from matlens import parallel
 from matlens.errors import InputError, Tokenizer, checked
-from matlens.models.changes import remember_plain
 from matlens.models.checkpoints import (
     CompleteModel,
     check_supported,
@@ -102,7 +101,6 @@ def load(
         _set_policy(model, tokenizer)
     check_finite_weights(model)
     _repair(model.eval())
-    remember_plain(model)
     return model
 
 
@@ -174,7 +172,6 @@ def wrap(
     elif prepend_bos is not None:
         _set_bos(bridge, prepend_bos)
     check_finite_weights(bridge)
-    remember_plain(bridge)
     return bridge
 
 

@@ -10,13 +10,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from matlens.errors import InputError, check_int, checked
-from matlens.models.changes import reading
+from matlens.models.hooks import reading
 from matlens.models.identity import ModelIdentity, Provenance, check_raw
 from matlens.models.inputs import ENCODER, probe_inputs, stack_of
 from matlens.models.layout import ModelLayout
 from matlens.models.registry import Family, ask
 from matlens.models.screening import Screen
-from matlens.models.weights import WeightChecksum, check_finite_weights, float32_on
+from matlens.models.weights import float32_on
 from matlens.numerics import all_finite, check_finite, log_softmax
 
 if TYPE_CHECKING:
@@ -32,19 +32,15 @@ class Readout:
     For decoders the final norm and the unembedding; for masked-LM models the whole head. Logit scaling and
     soft capping are part of it (paper A, Eq. 2; BERT: section 4.2). In a vision transformer, classes take the
     place of tokens. Raises InputError if ``h^L`` read out this way does not give the model's own logits;
-    every method does for vectors that are not finite, and once the head's weights have changed.
-
-    ``with readout.weights.constant():`` checks them before and after many calls instead of at each.
+    every method does for vectors that are not finite.
     """
 
     def __init__(self, model: TransformerBridge) -> None:
         check_raw(model)
         modules = head_modules(model)
-        check_finite_weights(model)
-        self.identity = ModelIdentity.from_model(model).of_weights
+        self.identity = ModelIdentity.from_model(model)
         self.tokenizer = model.tokenizer
         self.d_model = int(model.cfg.d_model)
-        self.weights = WeightChecksum(modules, "the readout")
         # Of a model on several devices, all of its head is brought to where the unembedding is.
         self.device = next(modules[-1].parameters()).device
         self._head: Any = nn.Sequential(*(float32_on(module, self.device) for module in modules))
@@ -74,7 +70,6 @@ class Readout:
     ) -> Float[Tensor, "... k"]:
         """Scores of all tokens or of some, in float32; differentiable with ``gradients``."""
         check_vectors(h, self.d_model)
-        self.weights.check()
         if tokens is not None:
             self._check_tokens(tokens)
         *modules, unembedding = self._head
@@ -126,17 +121,16 @@ class Readout:
         n_parts = max(-(-len(h) // max(_SCREENED // self.d_vocab, 1)), 1)  # of one size, none of a few rows
         parts, results = h.tensor_split(n_parts), list[Any]()
         given = [None] * n_parts if ids is None else ids.tensor_split(n_parts)
-        with self.weights.constant():
-            for part, tokens in zip(parts, given, strict=True):
-                features = part.to(self.device, torch.float32)
-                for module in modules:
-                    features = module(features)
-                if screened and self._screen.fits(features):
-                    results.append(self._screen.top_and_rank(features, tokens))
-                    continue
-                logits = self.logits(part)
-                above = None if tokens is None else (logits > logits.gather(1, tokens[:, None])).sum(1)
-                results.append((logits.argmax(-1), above))
+        for part, tokens in zip(parts, given, strict=True):
+            features = part.to(self.device, torch.float32)
+            for module in modules:
+                features = module(features)
+            if screened and self._screen.fits(features):
+                results.append(self._screen.top_and_rank(features, tokens))
+                continue
+            logits = self.logits(part)
+            above = None if tokens is None else (logits > logits.gather(1, tokens[:, None])).sum(1)
+            results.append((logits.argmax(-1), above))
         tops, ranks = zip(*results, strict=True)
         return torch.cat(tops), None if ids is None else torch.cat(ranks)
 

@@ -1,19 +1,15 @@
-"""Fingerprints of a model's weights, and its modules."""
+"""A model's weights: its fingerprint, and modules and matrices read from it."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cache
+import math
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
-import xxhash
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -24,7 +20,6 @@ from matlens.numerics import all_finite
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-HALF = (torch.bfloat16, torch.float16)
 # Settings about a model's path, name or runtime, not its content.
 _NOT_THE_MODEL = frozenset({
     "_name_or_path", "_commit_hash", "transformers_version", "tokenizer_class", "auto_map", "architectures",
@@ -34,10 +29,8 @@ _NOT_THE_MODEL = frozenset({
     "eos_token_id", "sep_token_id", "decoder_start_token_id", "id2label", "label2id", "problem_type",
     "task_specific_params", "finetuning_task",
 })  # fmt: skip
-_WORDS: Mapping[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-_RUN = 2**20  # values that share a checksum, of at most two words each
+_SAMPLED = 1024  # values of a tensor; 4,096 take three times as long
 _PROBES = 5  # rows of a matrix that are checked by running its layer
-_AT_ONCE = 2**15  # words that are multiplied at once on a CPU, where they fit into its cache
 
 
 def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
@@ -86,87 +79,43 @@ def rows_of_linear(module: nn.Module, shape: tuple[int, int]) -> Float[Tensor, "
     )
 
 
-def known_fingerprints(model: TransformerBridge) -> tuple[str, dict[str, str]]:
-    """`fingerprint` and `rounded_fingerprints`, computed again when a faster checksum changes."""
-    key = (_configuration(model), fast_checksum(_tensors(model)))
-    if model not in _KNOWN or _KNOWN[model][0] != key:
-        _KNOWN[model] = (key, fingerprint(model), rounded_fingerprints(model))
-    _, exact, rounded = _KNOWN[model]
-    return exact, dict(rounded)
-
-
-_KNOWN: WeakKeyDictionary[Any, tuple[Any, str, dict[str, str]]] = WeakKeyDictionary()
-
-
 @checked
 def fingerprint(model: TransformerBridge) -> str:
-    """A 16-digit hex digest of weights, names, shapes, precision and configuration.
+    """A 16-digit hex digest of about 1,024 values of every parameter and saved buffer.
 
-    The same on every device, and wherever the model's files are.
+    Values are evenly spaced; names, shapes and dtypes count too. The same on every device.
     """
-    digest = hashlib.sha256(_configuration(model))
+    digest = hashlib.blake2b(digest_size=8)
     for name, tensor in _tensors(model):
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        digest.update(_checksums(tensor).tobytes())
-    return digest.hexdigest()[:16]
+        digest.update(f"{plain_name(name)}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        digest.update(_bytes_of(_sample(tensor)))
+    return digest.hexdigest()
 
 
 @checked
-def rounded_fingerprints(model: TransformerBridge) -> dict[str, str]:
-    """Digests of the weights rounded to each half precision; in half precision, to that one alone."""
-    tensors = [(name, tensor.detach()) for name, tensor in _tensors(model)]
-    wide = {tensor.dtype for _, tensor in tensors if tensor.is_floating_point()} - {*HALF}
-    digests = {}
-    for dtype in HALF if wide else [dtype for dtype in HALF if dtype == precision(model)]:
-        digest = xxhash.xxh3_64(_configuration(model))
-        for name, tensor in tensors:
-            rounded = tensor.to(dtype) if tensor.is_floating_point() else tensor
-            digest.update(f"{name}{tuple(tensor.shape)}".encode())
-            digest.update(_bytes_of(rounded))
-        digests[str(dtype).removeprefix("torch.")] = digest.hexdigest()
-    return digests
+def configuration_digest(model: TransformerBridge) -> str:
+    """A 16-digit hex digest of the configuration, without names, paths and runtime settings."""
+    return hashlib.blake2b(_configuration(model), digest_size=8).hexdigest()
 
 
-class WeightChecksum:
-    """Notices that the weights which an object reads have changed since it was made.
-
-    Neither a tensor's version nor its address changes when ``.data`` is edited or a LoRA is merged in place,
-    so the weights themselves are read: 4 ms for the 28 million of SmolLM2's unembedding on a CPU.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module], name: str) -> None:
-        self._modules, self._name, self._within = modules, name, 0
-        self._checksum = self._read()
-
-    def check(self) -> None:
-        """Raise InputError if the weights have changed; skipped inside `constant`."""
-        if not self._within and self._read() != self._checksum:
-            raise InputError(
-                f"The weights of the model have changed since {self._name} was made. Make {self._name} "
-                "again, and repeat collecting and fitting."
-            )
-
-    @contextmanager
-    def constant(self) -> Iterator[None]:
-        """Check the weights once before and once after many calls, instead of at each of them."""
-        self.check()
-        self._within += 1
-        try:
-            yield
-        finally:
-            self._within -= 1
-        self.check()
-
-    def _read(self) -> str:
-        return fast_checksum(pair for module in self._modules for pair in _tensors_of(module))
+def _sample(tensor: Tensor) -> Tensor:
+    """Evenly spaced values from all columns."""
+    tensor = tensor.detach()
+    step = max(tensor.numel() // _SAMPLED, 1)
+    while tensor.ndim and math.gcd(step, tensor.shape[-1]) > 1:  # else some columns are never sampled
+        step += 1
+    if tensor.is_contiguous():
+        return tensor.view(-1)[::step]
+    places = torch.arange(0, tensor.numel(), step, device=tensor.device)
+    return tensor[torch.unravel_index(places, tensor.shape)]  # no copy of a transposed matrix
 
 
-def fast_checksum(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Digits that change with any value of named tensors, for this process and device alone."""
-    digest = xxhash.xxh3_128()
-    for name, tensor in tensors:
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}{tensor.device}".encode())
-        digest.update(_bytes_of(tensor) if tensor.device.type == "cpu" else _checksums(tensor).tobytes())
+def tensor_digest(*tensors: Tensor) -> str:
+    """A 16-digit hex digest of the values, shapes and dtypes of tensors."""
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
+        digest.update(_bytes_of(tensor))
     return digest.hexdigest()
 
 
@@ -206,7 +155,7 @@ def check_finite_weights(model: TransformerBridge) -> None:
 
 
 def _configuration(model: TransformerBridge) -> bytes:
-    """Start of a fingerprint; the two stacks of an encoder-decoder differ."""
+    """What decides how the weights are used; the two stacks of an encoder-decoder differ."""
     shaping = _shaping(model.original_model.config.to_dict())
     return f"{json.dumps(shaping, sort_keys=True, default=str)}{stack_of(model) or ''}".encode()
 
@@ -232,37 +181,6 @@ def _tensors_of(inner: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield f"{place}.{name}", buffer
-
-
-def _checksums(tensor: Tensor) -> np.ndarray:
-    """A sum modulo 2**64 for each run of words, each word times its place's odd multiplier.
-
-    A change of one word changes its sum for certain, since an odd number can be divided by.
-    """
-    flat = tensor.detach().contiguous().reshape(-1)
-    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    device = flat.device
-    factors, step = _multipliers(device), _AT_ONCE if device.type == "cpu" else 2 * _RUN
-    sums = []
-    for run in flat.split(_RUN):
-        total = torch.zeros((), dtype=torch.int64, device=device)
-        words = run.view(_WORDS[run.element_size()])
-        for start in range(0, len(words), step):
-            block = words[start : start + step].to(torch.int64)
-            total += block.mul_(factors[start : start + len(block)]).sum()
-        sums.append(total)
-    return torch.stack(sums).cpu().numpy() if sums else np.empty(0, dtype=np.int64)
-
-
-@cache
-def _multipliers(device: torch.device) -> Tensor:
-    """Pseudorandom odd 64-bit integers by SplitMix64."""
-    with np.errstate(over="ignore"):
-        mixed = np.arange(1, 2 * _RUN + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    odd = (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
-    return torch.from_numpy(odd.view(np.int64)).to(device)
 
 
 def plain_model(model: TransformerBridge, *, as_loaded: bool = False) -> nn.Module | None:

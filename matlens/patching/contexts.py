@@ -17,7 +17,7 @@ from torch import Tensor
 
 from matlens.errors import InputError, check, checked
 from matlens.linear.maps import LinearMap
-from matlens.models.changes import changing
+from matlens.models.hooks import changing
 from matlens.models.inputs import DECODER, is_visual, n_image_positions, stack_of
 from matlens.models.layout import ModelLayout
 from matlens.patching.replacements import (
@@ -45,7 +45,7 @@ def patched(
     Works around any call: ``model(...)``, ``run_with_cache``, ``generate`` with or without a cache. Blocks
     that a jump skips are not computed, and their hooks do not fire. Contexts can be nested, and end in any
     order. The model is as before afterwards, also after an exception. Activations collected inside record
-    the change; see `changes_of`.
+    the change; see `active_hooks`.
 
     Parameters
     ----------
@@ -88,17 +88,21 @@ def apply_replacements(model: TransformerBridge, replacements: Sequence[Replacem
             reading += [(hook, places.keep(key)) for hook, key in keys.items()]
     hooks = writing + reading  # a replacement can read the output of another, in any order
 
-    def changes() -> list[str]:
-        return [describe_replacement(replacement) for replacement in replacements]
-
+    descriptions = [describe_replacement(replacement) for replacement in replacements]
+    functions = [r.function for r in replacements if not isinstance(r.function, LinearMap)]
     with ExitStack() as stack:
-        stack.enter_context(changing(model, changes, hooks, [places.look, *forwards.values()]))
+        stack.enter_context(changing(model, descriptions, hooks, functions))
         if any(not replacement.is_jump for replacement in replacements):
             stack.enter_context(places.watching())
         methods = [(model.blocks[layer], "forward", forward) for layer, forward in forwards.items()]
         stack.enter_context(replaced_methods(methods))
         stack.enter_context(reserve_parts(model, replacements))
         yield
+
+
+def skipped_layers(model: TransformerBridge) -> set[int]:
+    """Layers of the residual stream that active jumps do not compute."""
+    return {layer for active in _ACTIVE.get(model, []) for layer in active.blocks[1:]}
 
 
 def find_reserved(model: TransformerBridge, replacement: Replacement) -> str | None:

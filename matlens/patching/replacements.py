@@ -16,13 +16,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from matlens.errors import InputError, checked, short
-from matlens.linear.maps import LinearMap, tensor_digest
+from matlens.linear.maps import LinearMap
 from matlens.linear.mapsets import MapSet
-from matlens.models.changes import changes_of, describe_changes, function_name
+from matlens.models.hooks import function_name
 from matlens.models.identity import ModelIdentity, Provenance, check_raw
 from matlens.models.inputs import probe_inputs
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import MID, MID_CROSS, STREAM, Site
+from matlens.models.weights import tensor_digest
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -152,7 +153,7 @@ def replace_submodules(
 
 
 def describe_replacement(replacement: Replacement) -> str:
-    """Sites, weights and tokens of the replacement, as in `changes_of`."""
+    """Sites, weights and tokens of the replacement, as in `active_hooks`."""
     function, where = replacement.function, replacement.where
     by = f"the map {function.digest}" if isinstance(function, LinearMap) else function_name(function)
     at = where if isinstance(where, str) else f"the tokens {tensor_digest(where)}"
@@ -198,7 +199,6 @@ def resolve_replacements(
             )
         _check_effect(model, layout, replacement)
         resolved.append(replacement)
-    _check_same_changes(model, resolved)
     return resolved
 
 
@@ -325,20 +325,4 @@ def _check_fitted_on(
     if origins:
         identity = identity or ModelIdentity.from_model(model)
         for provenance in origins.values():
-            provenance.check_same(identity.of_weights, ours="the maps")
-
-
-def _check_same_changes(model: TransformerBridge, replacements: Sequence[Replacement]) -> None:
-    """Refuse maps that were fitted on a changed model, unless the same changes are active."""
-    for replacement in replacements:
-        provenance = getattr(replacement.function, "provenance", Provenance())
-        fitted_with = set((provenance.model and provenance.model.changes) or ())
-        if not fitted_with:
-            continue
-        others = {describe_replacement(other) for other in replacements if other is not replacement}
-        missing = sorted(fitted_with - {*changes_of(model), *others})
-        if missing:
-            raise InputError(
-                f"The map {replacement} was fitted on a model with {describe_changes(missing)}. Activate "
-                "these changes, or fit the map on the plain model."
-            )
+            provenance.check_same(identity, ours="the maps")

@@ -12,12 +12,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from matlens.activations.collecting import default_batch_tokens
+from matlens.activations.collecting import check_unchanged, default_batch_tokens
 from matlens.data.examples import Batch, Examples
 from matlens.data.readers import check_own_tokens, reads_whole
 from matlens.errors import InputError, PositiveInt, checked
 from matlens.io.rows import Column, writing_rows
-from matlens.models.changes import EndOfPass, reading, unchanged
+from matlens.models.hooks import EndOfPass, hook_run, reading
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import STREAM, Site
@@ -66,18 +66,19 @@ def run_variants(
     taken = {*examples.arrays} & {*variants}
     if not variants or taken:
         raise InputError(f"variants must have names other than {', '.join(examples.arrays)}.")
-    identity = ModelIdentity.from_model(model)
+    provenance = Provenance.from_model(model, data=examples.provenance, examples=examples.fingerprint)
     ready = {
-        name: _resolve_variant(model, identity, examples, name, variant) for name, variant in variants.items()
+        name: _resolve_variant(model, provenance.identity, examples, name, variant)
+        for name, variant in variants.items()
     }
     read = examples if reads_whole(model) else examples.up_to_positions()
     budget = batch_tokens or default_batch_tokens(model)
 
     sentences = read.batch_indices(budget)
     counts = np.bincount(examples.sentences, minlength=len(examples))
-    provenance = Provenance(identity, examples.provenance, examples.fingerprint)
     request = {
         "provenance": provenance.to_json(),
+        "hook_run": hook_run(model),
         "replaced": {
             name: [describe_replacement(replacement) for replacement in variant.replacements]
             for name, variant in ready.items()
@@ -90,7 +91,6 @@ def run_variants(
             _HOLDS, request, columns, [int(counts[index].sum()) for index in sentences],
             folder=folder, arrays=examples.arrays,
         ) as writer,
-        unchanged(model, identity.changes or ()) as check_hooks,
         Bar(total=len(examples), unit="sentence", desc="patched runs", disable=not progress) as bar,
     ):  # fmt: skip
         bar.update(len(examples) - sum(len(sentences[number]) for number in writer.missing))
@@ -98,10 +98,10 @@ def run_variants(
             batch = read.batch(sentences[number])
             row, position, rows = examples.rows_of(batch.index)
             places = torch.from_numpy(row), torch.from_numpy(position)
-            check_hooks()
             vectors = _run(model, batch, ready, places)
             writer.add(rows, vectors)
             bar.update(len(batch.index))
+        check_unchanged(model, provenance)
     return writer.rows
 
 

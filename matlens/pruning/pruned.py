@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from matlens.data.examples import Examples
 from matlens.data.readers import check_decoder, check_own_tokens
 from matlens.errors import Between, InputError, NonNegative, Seed, checked, short
-from matlens.models.changes import describe_changes
-from matlens.models.identity import ModelIdentity, Provenance
+from matlens.models.hooks import describe_hooks
+from matlens.models.identity import Provenance
 from matlens.pruning.choosing import (
     CHOSEN_ON,
     ROWS_A_COLUMN,
@@ -213,18 +213,18 @@ class Calibration:
     ) -> Calibration:
         """Read the text; maps of any method but ``out`` must be foldable into the model."""
         check_decoder(model, "cannot be pruned")
-        identity = ModelIdentity.from_model(model)
-        if identity.changes:
+        provenance = Provenance.from_model(model, data=windows.provenance)
+        if provenance.active_hooks:
             raise InputError(
-                f"The model must be unchanged, got one with {describe_changes(identity.changes)}. Prune it "
-                "outside the context, or without the hooks."
+                f"The model must have no active hooks, got {describe_hooks(provenance.active_hooks)}. Prune "
+                "it outside the context."
             )
         check_own_tokens(model, windows)
         layout = Layout.from_model(model)
         if method != "out":
             check_foldable(layout)
         streams = Streams(layout, full_windows(windows), progress=progress)
-        return cls(layout, streams, Provenance(identity, data=windows.provenance))
+        return cls(layout, streams, provenance)
 
     def choose(self, n: int, choice: Choice = "greedy", *, progress: bool = True) -> tuple[int, ...]:
         """Choose ``n`` blocks to remove, on the beginning of the text."""

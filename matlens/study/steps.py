@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,19 +131,20 @@ def typical_penalty(samples: Activations | StoredLeastSquares, sources: Iterable
 
 @checked
 def evaluate_maps(
-    model: TransformerBridge, folder: str | Path, *, same_precision: bool = True, progress: bool = True
+    model: TransformerBridge, folder: str | Path, *, strict: bool = True, progress: bool = True
 ) -> pd.DataFrame:
     """Evaluate ``maps/`` on ``validation/``, into ``results.csv`` and ``results.json``.
 
     Prediction metrics are of maps onto the last layer; without such maps, or for an encoder, only r2 is
     evaluated. Results of exactly these maps, vectors, model and software are not computed again. With
-    ``same_precision=False`` the model may run in another precision than the one that the maps were fitted in.
+    ``strict=False`` the model may differ from the one that was collected from, as in another precision.
     """
     folder = Path(folder)
-    maps = MapSet.load(folder / MAPS, same_precision=same_precision)
+    maps = MapSet.load(folder / MAPS).on(model, strict=strict)
     validation = Activations.load(folder / VALIDATION)
-    validation.provenance = replace(validation.provenance, same_precision=same_precision)
-    maps.provenance.check_same(ModelIdentity.from_model(model), ours="the maps")
+    validation.provenance = validation.provenance.on(
+        maps.provenance.identity, ours="the activations", strict=strict
+    )
     _check_fitted_here(maps, folder)
     evaluation = _evaluation_digest(model, folder)
     if (existing := _existing_results(folder, evaluation)) is not None:

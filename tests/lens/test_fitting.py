@@ -256,7 +256,7 @@ def test_lenses_of_too_few_tokens_are_warned_of_once_but_not_with_a_ridge(model,
 
 @pytest.mark.refused
 def test_what_cannot_be_fitted_is_refused(model, data, small_model):
-    with pytest.raises(InputError, match="do not belong together"):
+    with pytest.raises(InputError):
         Lens.fit(small_model("llama"), data)
     with pytest.raises(InputError, match="does not begin with RMSNorm or LayerNorm"):
         Lens.fit(small_model("bert"), data.examples, method=LensConfig(standardise=True))

@@ -66,7 +66,7 @@ def test_maps_of_two_models_or_two_maps_of_a_pair_are_refused():
     one = LinearMap(torch.eye(4), None, "h.0", "h.1", ORIGIN)
     others = make_identity("small", "beef"), replace(make_identity("small"), changes=("a hook",))
     for other in others:
-        with pytest.raises(InputError, match=r"do not belong together|a hook"):
+        with pytest.raises(InputError):
             MapSet([one, LinearMap(torch.eye(4), None, "h.0", "h.2", Provenance(other))])
     with pytest.raises(InputError, match="one for each pair"):
         MapSet([one, linear("h.0", "h.1")])

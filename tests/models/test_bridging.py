@@ -15,8 +15,7 @@ from transformers import AutoTokenizer, FalconConfig, FalconForCausalLM
 
 import matlens
 from matlens import InputError
-from matlens.models import ModelIdentity, registry
-from matlens.models.changes import changes_of
+from matlens.models import ModelIdentity, active_hooks, registry
 from matlens.models.layout import ModelLayout
 from matlens.models.registry import Family, ask, family_adapters, register
 
@@ -70,7 +69,7 @@ def test_a_bridge_of_ones_own_is_put_right(name, small_model, model_folder):
     matlens.wrap(matlens.wrap(bridge, tokenizer=tokenizer))
     loaded = small_model(name)
     for model in (bridge, copy.deepcopy(bridge)):
-        assert changes_of(model) == ()
+        assert active_hooks(model) == ()
         assert ModelIdentity.from_model(model).key == ModelIdentity.from_model(loaded).key
         assert torch.equal(logits(model), logits(loaded))
         hooks = {

