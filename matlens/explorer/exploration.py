@@ -141,8 +141,7 @@ def dominant_cells(
     updates: Updates, projection: Projection, followed: Int[Tensor, " followed"], k: int, *, progress: bool
 ) -> UpdateCells:
     """Sub-updates of all layers with their effects on the followed tokens."""
-    values = updates.values
-    words = Projection(projection.unembedding[followed], projection.tokenizer, projection.norm)
+    values, words = updates.values, projection.of_tokens(followed)
     parts: dict[str, list[np.ndarray]] = {}
     n_ways = 0
     for layer in Bar(range(values.n_layers), desc="sub-updates", unit="layer", disable=not progress):

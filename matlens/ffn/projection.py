@@ -187,42 +187,79 @@ class Projection:
         ids, scores = zip(*layers, strict=True)
         return TopTokens(torch.cat(ids), torch.cat(scores))
 
-    def table(self, values: ValueVectors, names: Sequence[ValueName], k: int = 10) -> pd.DataFrame:
-        """Top and bottom tokens of value vectors, one row per token (paper B, section 3).
+    def table(
+        self,
+        vectors: ValueVectors | Float[Tensor, "... d_model"],
+        names: Sequence[ValueName] | None = None,
+        k: int = 10,
+    ) -> pd.DataFrame:
+        """Top and bottom tokens of vectors, one row per token (paper B, section 3).
 
-        Columns are ``value, layer, index, side, rank, token, token_id, score``; a side is top or bottom.
+        Columns are ``vector, side, rank, token, token_id, score``, with ``value, layer, index`` instead of
+        ``vector`` for value vectors; ``side`` is top or bottom.
+
+        Parameters
+        ----------
+        vectors
+            Any vectors ``[n, d_model]``, or one ``[d_model]``; or the value vectors of a model.
+        names
+            Names of the vectors, by default their row numbers. Of value vectors, those to read.
+
+        Examples
+        --------
+        >>> projection.table(torch.stack([direction, -direction]), ["cold", "warm"])
+        >>> projection.table(ffn.ValueVectors(model), ["L24D219"])
         """
-        self.check_same(values.identity)
-        chosen, vectors = [values.resolve(name) for name in names], values.vectors(names)
+        if isinstance(vectors, ValueVectors):
+            self.check_same(vectors.identity)
+            if not names:
+                raise InputError("names must have at least one value vector, such as 'L3D12'.")
+            chosen = [vectors.resolve(name) for name in names]
+            keys: list[tuple[Any, ...]] = [(str(value), value.layer, value.index) for value in chosen]
+            vectors, columns = vectors.vectors(chosen), TOKEN_COLUMNS
+        else:
+            vectors, columns = torch.atleast_2d(vectors), ("vector", *TOKEN_COLUMNS[3:])
+            keys = [(name,) for name in (range(len(vectors)) if names is None else names)]
+            if len(keys) != len(vectors):
+                raise InputError(f"names must have {len(vectors)} names, one per vector, got {len(keys)}.")
         rows: list[tuple[Any, ...]] = []
         for side, tokens in zip(("top", "bottom"), self.top_and_bottom(vectors, k, k), strict=True):
-            for value, ids, scores in zip(chosen, tokens.ids.tolist(), tokens.scores.tolist(), strict=True):
+            for key, ids, scores in zip(keys, tokens.ids.tolist(), tokens.scores.tolist(), strict=True):
                 texts = token_texts(self.tokenizer, ids)
                 for rank, token in enumerate(zip(texts, ids, scores, strict=True), start=1):
-                    rows.append((str(value), value.layer, value.index, side, rank, *token))
-        return pd.DataFrame(rows, columns=list(TOKEN_COLUMNS))
+                    rows.append((*key, side, rank, *token))
+        return pd.DataFrame(rows, columns=list(columns))
+
+    def of_tokens(self, ids: Int[Tensor, " n"]) -> Projection:
+        """The same projection onto some tokens: its scores have one column per token."""
+        return replace(self, unembedding=self.unembedding[ids])
+
+    def score_and_lift(self, words: str | Sequence[str]) -> Projection:
+        """A projection onto two columns, the score and the lift of a word or of several on average.
+
+        The lift is how far the score lies above the mean score of all tokens: a number added to all scores
+        changes no probability. Each word is a single token.
+        """
+        ids = word_tokens(self.tokenizer, _as_list(words))
+        embedding = self.unembedding[ids].mean(0)
+        return replace(self, unembedding=torch.stack([embedding, embedding - self.unembedding.mean(0)]))
 
     def promoting(
-        self, values: ValueVectors, words: Sequence[str], n: int = 10, *, progress: bool = True
+        self, values: ValueVectors, words: str | Sequence[str], n: int = 10, *, progress: bool = True
     ) -> pd.DataFrame:
         """The ``n`` value vectors that promote a word, or several on average, most.
 
-        Columns are ``value, layer, index, score, lift``, the largest lift first. The score is ``e_w . v``,
-        and the lift is how far it lies above the mean score of the vector: a number added to all
-        scores changes no probability. Each word is a single token.
+        Columns are ``value, layer, index, score, lift``, the largest lift first; see `score_and_lift`.
         """
         n = check_int(n, "n", min=1, max=len(values))
         self.check_same(values.identity)
-        embedding = self.unembedding[word_tokens(self.tokenizer, words)].mean(0)
-        score_and_lift = torch.stack([embedding, embedding - self.unembedding.mean(0)])
-        words_alone = Projection(score_and_lift, self.tokenizer, self.norm)
-        layers = _layers(values, "scoring", progress)
-        scores = torch.cat([words_alone.scores(values.layer(layer)) for layer in layers]).cpu()
+        reading, layers = self.score_and_lift(words), _layers(values, "scoring", progress)
+        scores = torch.cat([reading.scores(values.layer(layer)) for layer in layers]).cpu()
         best = scores[:, 1].topk(n).indices
         score, lift = scores[best].T.tolist()
         return values.name_columns(best.tolist()).assign(score=score, lift=lift)
 
-    def search(self, values: ValueVectors, tokens: TopTokens, words: Sequence[str]) -> pd.DataFrame:
+    def search(self, values: ValueVectors, tokens: TopTokens, words: str | Sequence[str]) -> pd.DataFrame:
         """The value vectors with the words in their top tokens (see `top_of_all`).
 
         Columns are ``value, layer, index, words, rank, score``: how many of the words there are, and the rank
@@ -234,7 +271,7 @@ class Projection:
                 f"tokens must have a row for each of {len(values)} value vectors, got {len(tokens.ids)}. Use "
                 "top_of_all."
             )
-        hits = torch.isin(tokens.ids, torch.tensor(word_tokens(self.tokenizer, words)))
+        hits = torch.isin(tokens.ids, torch.tensor(word_tokens(self.tokenizer, _as_list(words))))
         rows = hits.any(1).nonzero()[:, 0]
         first = hits[rows].int().argmax(1)
         table = values.name_columns(rows.tolist()).assign(
@@ -244,6 +281,10 @@ class Projection:
         )
         order = ["words", "rank", "score"]
         return table.sort_values(order, ascending=[False, True, False], ignore_index=True, kind="stable")
+
+
+def _as_list(words: str | Sequence[str]) -> Sequence[str]:
+    return [words] if isinstance(words, str) else words
 
 
 def _layers(values: ValueVectors, doing: str, progress: bool) -> Iterator[int]:

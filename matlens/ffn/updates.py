@@ -126,6 +126,33 @@ class Updates:
         columns = ["layer", "rank", "value", "coefficient", "contribution", "share", "promoted"]
         return pd.DataFrame(rows, columns=columns)
 
+    def promoting(
+        self, projection: Projection, words: str | Sequence[str], n: int = 10, *, row: int = 0
+    ) -> pd.DataFrame:
+        """The ``n`` sub-updates at one position that promote a word, or several on average, most.
+
+        Columns are ``value, layer, index, coefficient, share, score, lift``, the largest lift first; see
+        `Projection.score_and_lift`. Scores and lifts are those of ``m v``: with a negative coefficient, a
+        sub-update promotes what its value vector demotes.
+
+        Examples
+        --------
+        >>> updates = ffn.Updates.run(model, matlens.make_prompts(model, ["In winter it is"]))
+        >>> updates.promoting(ffn.Projection.from_model(model), " cold")
+        """
+        projection.check_same(self.activations.provenance, theirs="the updates")
+        layers, d_mlp, reading = self.layers, self.values.d_mlp, projection.score_and_lift(words)
+        n = check_int(n, "n", min=1, max=len(layers) * d_mlp)
+        effects = torch.cat([reading.scores(self.sub_updates(layer, row)).cpu() for layer in layers])
+        sizes = [torch.stack([self.coefficients(i)[row], self.shares(i)[row]], 1).cpu() for i in layers]
+        columns = torch.cat([torch.cat(sizes), effects], 1)
+        best = effects[:, 1].topk(n).indices
+        names = [layers[i // d_mlp] * d_mlp + i % d_mlp for i in best.tolist()]
+        coefficient, share, score, lift = columns[best].T.tolist()
+        return self.values.name_columns(names).assign(
+            coefficient=coefficient, share=share, score=score, lift=lift
+        )
+
     def _of(self, kind: str, layer: int) -> Tensor:
         site = Site(kind, self.values.resolve_layer(layer))
         return self.activations[site].to(self.values.device)

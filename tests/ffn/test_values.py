@@ -199,6 +199,50 @@ def test_the_table_has_both_ends_of_each_vector(small_model, plain_model):
             assert set(zip(rows["layer"], rows["index"], strict=True)) == {(layer, index)}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("named", [False, True])
+def test_the_table_reads_any_vectors(named, dtype, small_model, plain_model):
+    vectors = torch.nn.Parameter(
+        torch.randn(3, D_MODEL, generator=torch.Generator().manual_seed(0)).to(dtype)
+    )
+    names = ["warm", "cold", "warm less cold"]
+    read = Projection.from_model(small_model("gpt2"))
+    table = read.table(vectors, names, k=4) if named else read.table(vectors, k=4)
+    assert list(table) == ["vector", "side", "rank", "token", "token_id", "score"]
+    scores = vectors.detach().double() @ plain_unembedding(plain_model("gpt2")).double().T
+    for side in ("top", "bottom"):
+        best = scores.topk(4, largest=side == "top")
+        rows = table[table["side"] == side]
+        assert rows["vector"].tolist() == [name for name in (names if named else range(3)) for _ in range(4)]
+        assert rows["token_id"].tolist() == best.indices.flatten().tolist()
+        assert rows["score"].tolist() == pytest.approx(best.values.flatten().tolist(), rel=1e-4)
+        texts = [make_tokenizer().decode([token]) or f"<{token}>" for token in rows["token_id"]]
+        assert rows["token"].tolist() == texts
+        assert rows["rank"].tolist() == [1, 2, 3, 4] * 3
+    one = read.table(vectors[1], ["cold"], k=4)
+    assert one["token_id"].tolist() == read.table(vectors[1:2], k=4)["token_id"].tolist()
+
+
+def test_the_table_reads_vectors_through_the_head(small_model, plain_model):
+    vectors = torch.randn(2, D_MODEL, generator=torch.Generator().manual_seed(0))
+    table = Projection.after_norm(small_model("gpt2")).table(vectors, k=1)
+    normed = plain_norm("gpt2", plain_model("gpt2"), vectors) @ plain_unembedding(plain_model("gpt2")).T
+    assert table[table["side"] == "top"]["token_id"].tolist() == normed.argmax(1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("vectors", "names"),
+    [
+        (torch.ones(2, D_MODEL + 1), None), (torch.ones(1), None), (torch.ones(2, 2, D_MODEL), None),
+        (torch.full((D_MODEL,), torch.nan), None), (torch.ones(2, D_MODEL) / 0, None),
+        (torch.ones(D_MODEL, dtype=torch.long), None), (torch.ones(2, D_MODEL), ["one"]),
+    ],
+)  # fmt: skip
+def test_vectors_that_the_table_cannot_read_are_refused(vectors, names, small_model):
+    with pytest.raises(InputError):
+        Projection.from_model(small_model("gpt2")).table(vectors, names)
+
+
 @pytest.mark.parametrize("words", [["w7"], ["w7", "w30", "w11"]])
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_the_vectors_that_promote_words_most_are_found_as_by_trying_all(
@@ -216,6 +260,8 @@ def test_the_vectors_that_promote_words_most_are_found_as_by_trying_all(
         assert table["value"].tolist() == [str(values.at(int(row))) for row in best]
         assert table["score"].tolist() == pytest.approx(score[best].tolist(), rel=1e-4)
         assert table["lift"].tolist() == pytest.approx(lift[best].tolist(), rel=1e-4)
+    if len(words) == 1:
+        assert table.equals(read.promoting(values, words[0], 6, progress=False))
     with pytest.raises(InputError, match=r"^n must be an integer from 1 to"):
         read.promoting(values, words, 10_000)
 
@@ -327,6 +373,41 @@ def test_the_table_has_the_largest_sub_updates_and_the_tokens_they_promote(name,
             best = (e @ written[index]).topk(3).indices.tolist()
             assert row.promoted == ", ".join(tokenizer.decode([token]) or f"<{token}>" for token in best)
     assert (table["coefficient"] < 0).any(), "no sub-update has a negative coefficient, so this proves less"
+
+
+@pytest.mark.parametrize("words", ["w7", ["w7", "w30"]])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "gemma3"])
+def test_sub_updates_that_promote_a_word_are_found_by_trying_all(name, words, small_model, plain_model):
+    model, plain, tokenizer = small_model(name), plain_model(name), make_tokenizer(bert=name == "bert")
+    blank = "[MASK]" if name in MASKED else "w15"
+    examples = make_prompts(model, [f"w3 {blank} w9", f"w3 w14 {blank} w9 w26"])
+    updates, chosen = Updates.run(model, examples, [-1, 0], progress=False), (0, N_LAYERS - 1)
+    ids = tokenizer.convert_tokens_to_ids([words] if isinstance(words, str) else words)
+    for read, normed in ((Projection.from_model(model), False), (Projection.after_norm(model), True)):
+        m = [plain_ffn(name, plain, examples, layer, 1)[0] for layer in chosen]
+        written = [m[i][:, None] * plain_values(name, plain, layer) for i, layer in enumerate(chosen)]
+        lengths = [vectors.norm(dim=1) for vectors in written]
+        vectors = plain_norm(name, plain, torch.cat(written)) if normed else torch.cat(written)
+        whole = vectors @ plain_unembedding(plain).T
+        score, lift = whole[:, ids].mean(1), whole[:, ids].mean(1) - whole.mean(1)
+        best = lift.argsort(descending=True)[:6]
+        table = updates.promoting(read, words, 6, row=1)
+        names = [f"L{chosen[int(i) // D_MLP[name]]}D{int(i) % D_MLP[name]}" for i in best]
+        assert table["value"].tolist() == names
+        assert [f"L{layer}D{index}" for layer, index in table[["layer", "index"]].to_numpy()] == names
+        assert table["score"].tolist() == pytest.approx(score[best].tolist(), rel=1e-3)
+        assert table["lift"].tolist() == pytest.approx(lift[best].tolist(), rel=1e-3)
+        shares = torch.cat([of_layer / of_layer.sum() for of_layer in lengths])
+        assert table["share"].tolist() == pytest.approx(shares[best].tolist(), rel=1e-3)
+        scales = torch.cat([updates.scales(i)[1].expand(D_MLP[name]) for i in chosen])
+        coefficients = torch.cat(m) / scales
+        assert table["coefficient"].tolist() == pytest.approx(coefficients[best].tolist(), rel=1e-3)
+    with pytest.raises(InputError):
+        updates.promoting(read, words, 2 * D_MLP[name] + 1)
+    with pytest.raises(InputError):
+        updates.promoting(read, words, row=2)
+    with pytest.raises(InputError):
+        updates.promoting(Projection.from_model(small_model("llama")), words)
 
 
 MADE: dict[Reading, Callable[[Any], Projection]] = {
