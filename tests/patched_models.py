@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,13 +12,11 @@ from conftest import N_LAYERS, assert_near
 from handpatched import Part
 from torch import Tensor
 
-import matlens
 from matlens import LinearMap, Site
-from matlens.models.identity import ModelIdentity, Provenance
+from matlens import patched as patched
 from matlens.models.layout import ModelLayout
-from matlens.patching import variants as variants_module
+from matlens.patching import run_variants as run_variants
 from matlens.patching.replacements import Replacement
-from matlens.patching.variants import Variant
 
 SENTENCES = [[7, 3, 41, 12, 12, 59, 30, 22, 8, 17], [5, 33, 2, 50], [44], [19, 4, 4, 26, 51, 9, 10]]
 LENGTHS = [len(sentence) for sentence in SENTENCES]
@@ -35,36 +32,6 @@ def linear(part: Part, **more: Any) -> LinearMap:
 def replacement(part: Part) -> Replacement:
     where: Any = part.where if isinstance(part.where, str) else torch.tensor(part.where)
     return Replacement.from_map(linear(part), where=where)
-
-
-@functools.cache  # of models that tests share and leave as they are
-def _provenance(model: Any) -> Provenance:
-    return Provenance(ModelIdentity.from_model(model))
-
-
-def owned(instead: Any, model: Any) -> Any:
-    """A map made by hand, alone or in a replacement, as one of a model."""
-    if isinstance(instead, Replacement):
-        return replace(instead, function=owned(instead.function, model))
-    if isinstance(instead, LinearMap) and instead.provenance.model is None:
-        return replace(instead, provenance=_provenance(model))
-    return instead
-
-
-def patched(model: Any, replacements: Any, **options: Any) -> Any:
-    """`matlens.patched` with maps that were made by hand, as maps of this model."""
-    if isinstance(replacements, Iterable) and not isinstance(replacements, Mapping):
-        replacements = [owned(each, model) for each in replacements]
-    return matlens.patched(model, replacements, **options)
-
-
-def run_variants(model: Any, examples: Any, variants: Mapping[str, Variant], **options: Any) -> Any:
-    """`matlens.patching.run_variants` with maps that were made by hand, as maps of this model."""
-    with_owned = {
-        name: replace(variant, replacements=[owned(each, model) for each in variant.replacements])
-        for name, variant in variants.items()
-    }
-    return variants_module.run_variants(model, examples, with_owned, **options)
 
 
 def padded(sentences: Sequence[Sequence[int]], side: str = "right") -> tuple[Tensor, Tensor]:

@@ -51,8 +51,9 @@ def patched(
     ----------
     replacements
         Maps, or `Replacement`, as `jump`, `mat_attn`, `mat_ffn`, `mat_ln1_ln2` and `Scheme.replacements`
-        return, in any order and combination. A replacement reads the input of its sub-module before hooks
-        that are added inside the context; changes of earlier hooks to the sub-module's output are lost.
+        return, in any order and combination. Maps of known provenance must be of this model; a `Replacement`
+        takes any matrix, ``nn.Linear`` or function. A replacement reads the input of its sub-module before
+        hooks that are added inside the context; changes of earlier hooks to the sub-module's output are lost.
 
     Examples
     --------
@@ -124,7 +125,8 @@ def reserve_parts(model: TransformerBridge, replacements: Sequence[Replacement])
 
 def _mapping_hook(replacement: Replacement, places: TokenPlaces) -> Any:
     def hook(value: Tensor, hook: Any) -> Tensor:
-        instead = replaced_vectors(replacement, value, value)
+        vectors = value.flatten(2)  # heads concatenated
+        instead = replaced_vectors(replacement, vectors, vectors)
         return instead if replacement.is_jump else _put(replacement, instead, value, places)
 
     return hook

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from matlens.errors import InputError, checked, short
 from matlens.linear.maps import LinearMap
@@ -33,18 +33,20 @@ Function = Callable[[Float[Tensor, "... d_model"]], Float[Tensor, "... d_model"]
 
 
 @checked
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class Replacement:
     """A part of a model and the function that replaces it.
 
     Attributes
     ----------
     function
-        Vectors at ``source`` to vectors at ``target``, such as a `LinearMap`.
+        Computes the vectors at ``target`` from those at ``source``: a `LinearMap`, a matrix
+        ``[d_target, d_source]``, an ``nn.Linear``, or any function of ``[batch, token, d_source]``. Matrices
+        and ``nn.Linear`` become a `LinearMap`. Of a known provenance, a map must be of this model.
     source, target
         Two layers of the residual stream for a jump over the blocks between them; the input and the output of
-        one sub-module, such as ``ffn_in.3`` and ``ffn_out.3``; or any two sites of which the second is
-        computed later, such as ``blocks.3.attn.hook_z`` and ``h.5``.
+        one sub-module, such as ``ffn_in.3`` and ``ffn_out.3``; any two sites of which the second is computed
+        later, such as ``blocks.3.attn.hook_z`` and ``h.5``; or twice the same site, to change its vectors.
     where
         At which tokens: ``"all"``; ``"not-first"``, all but the first of each sentence, which many models
         use as an attention sink; ``"last"``, the last of each sentence, or of the prompt where ``generate``
@@ -55,6 +57,12 @@ class Replacement:
     heads
         Heads to replace, from 0, if the target has several (``blocks.3.attn.hook_z``); by default all. The
         function returns the vectors of all heads.
+
+    Examples
+    --------
+    >>> steering = Replacement(lambda h: h + 4 * direction, "h.12", "h.12", where="not-first")
+    >>> with matlens.patched(model, [steering]):
+    ...     model.generate("The weather today is")
     """
 
     function: Function
@@ -63,17 +71,30 @@ class Replacement:
     where: Where = "all"
     heads: tuple[int, ...] | None = None
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.where, str) and bool((self.where < 0).any()):  # padding is at position -1
-            raise InputError(f"The positions of {self} must be at least 0, got {int(self.where.min())}.")
+    def __init__(
+        self,
+        function: Function | Float[Tensor, "d_target d_source"],
+        source: str | int | Site,
+        target: str | int | Site,
+        where: Where = "all",
+        heads: Sequence[int] | None = None,
+    ) -> None:
+        source, target = Site.parse(source), Site.parse(target)
+        if type(function) is nn.Linear:
+            function = LinearMap(function.weight, function.bias, str(source), str(target))
+        elif isinstance(function, Tensor):
+            function = LinearMap(function, None, str(source), str(target))
+        chosen = None if heads is None else tuple(heads)
+        vars(self).update(function=function, source=source, target=target, where=where, heads=chosen)
+        if not isinstance(where, str) and bool((where < 0).any()):  # padding is at position -1
+            raise InputError(f"The positions of {self} must be at least 0, got {int(where.min())}.")
 
     @classmethod
     def from_map(
         cls, linear: LinearMap, *, where: Where = "all", heads: Sequence[int] | None = None
     ) -> Replacement:
         """Replace everything between the sites of a map."""
-        chosen = None if heads is None else tuple(heads)
-        return cls(linear, Site.parse(linear.source), Site.parse(linear.target), where, chosen)
+        return cls(linear, linear.source, linear.target, where, heads)
 
     @property
     def is_jump(self) -> bool:
@@ -192,6 +213,7 @@ def resolve_replacements(
         replacement = replace(replacement, source=source, target=target)
         _check_heads(replacement, layout)
         _check_order(replacement, layout)
+        _check_shape(replacement, layout)
         _check_finite(replacement)
         if shared := find_overlap(layout, replacement, [*active, *resolved]):
             raise InputError(
@@ -250,11 +272,19 @@ def _check_order(replacement: Replacement, layout: ModelLayout) -> None:
         raise InputError(
             f"{replacement} cannot be replaced: the hook {unread} {layout.hooks[unread].carries}."
         )
-    if first > last or (first == last and not source.kind == target.kind == STREAM):
+    if first > last:
         raise InputError(
-            f"The replacement {replacement} runs backwards or ends where it starts. The target must be "
-            "computed later than the source."
+            f"The replacement {replacement} runs backwards. The target must be computed after the source."
         )
+
+
+def _check_shape(replacement: Replacement, layout: ModelLayout) -> None:
+    if isinstance(replacement.function, LinearMap):
+        expected = layout.width(replacement.target), layout.width(replacement.source)
+        if replacement.function.shape != expected:
+            raise InputError(
+                f"The map of {replacement} must have the shape {expected}, got {replacement.function.shape}."
+            )
 
 
 _EFFECTIVE: WeakKeyDictionary[Any, set[Site]] = WeakKeyDictionary()
@@ -316,12 +346,8 @@ def _check_fitted_on(
         if not isinstance(replacement.function, LinearMap):
             continue
         provenance = replacement.function.provenance
-        if provenance.model is None:
-            raise InputError(
-                f"The map {replacement} must be of this model, got one of unknown provenance. Fit it with "
-                "MapSet.fit, or use MapSet([...], provenance=Provenance(ModelIdentity.from_model(model)))."
-            )
-        origins[provenance.model.key] = provenance
+        if provenance.model is not None:
+            origins[provenance.model.key] = provenance
     if origins:
         identity = identity or ModelIdentity.from_model(model)
         for provenance in origins.values():

@@ -23,6 +23,7 @@ from patched_models import (
     state,
     vectors,
 )
+from torch import nn
 
 import matlens
 from matlens import InputError, LinearMap, MapSet, Site
@@ -62,6 +63,90 @@ def test_named_functions_replace_their_sub_modules(small_model, plain_model):
         by_hand = [known["h.0", "h.1"], known["ffn_in.2", "ffn_out.2"]]
         with patched(model, [*jump(maps, 0, 1), *replace_submodules(maps, ("ffn",), 2, 3)]):
             assert_same(vectors(model), hand_vectors(name, plain, by_hand, SENTENCES))
+
+
+# Functions of one's own
+
+
+def as_linear_layer(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    layer.load_state_dict({"weight": weight} if bias is None else {"weight": weight, "bias": bias})
+    return layer
+
+
+FORMS = {
+    "a map": lambda made: LinearMap(made.weight, made.bias, made.source, made.target),
+    "a linear layer": lambda made: as_linear_layer(made.weight, made.bias),
+    "a sequence of modules": lambda made: nn.Sequential(as_linear_layer(made.weight, made.bias)),
+    "a function": lambda made: made.apply,
+    "a matrix": lambda made: made.weight,
+}
+
+
+@pytest.mark.parametrize("ends", [("h.1", "h.3"), ("h.2", "h.2"), ("attn_in.1", "attn_out.1")])
+@pytest.mark.parametrize("form", FORMS)
+def test_maps_without_provenance_replace_as_by_hand(form, ends, small_model, plain_model):
+    made = part(*ends, bias=form != "a matrix", where="not-first")
+    given = Replacement(FORMS[form](made), *ends, where="not-first")
+    with patched(small_model("gpt2"), [given]):
+        assert_same(
+            vectors(small_model("gpt2")), hand_vectors("gpt2", plain_model("gpt2"), [made], SENTENCES)
+        )
+
+
+@pytest.mark.parametrize("form", ["a map", "a linear layer", "a matrix"])
+def test_maps_without_provenance_are_mapped_in_float32(form, model_folder):
+    model = matlens.load(str(model_folder("gpt2")), device="cpu", dtype=torch.bfloat16)
+    made, seen = part("h.1", "h.2", bias=form != "a matrix"), []
+    read = ("blocks.0.hook_out", lambda value, hook: seen.append(value.clone()))
+    written = ("blocks.1.hook_out", lambda value, hook: seen.append(value.clone()))
+    given = Replacement(FORMS[form](made), 1, 2)
+    with torch.inference_mode(), patched(model, [given]), model.hooks(fwd_hooks=[read, written]):
+        model(torch.tensor([SENTENCES[0]]))
+    entered, left = seen
+    assert torch.equal(left, made.apply(entered.float()).bfloat16())
+
+
+@pytest.mark.parametrize("where", ["all", "not-first", "last", (2, 0, 0, 1)])
+@pytest.mark.parametrize("site", ["h.0", "h.1", "h.3", "attn_out.1", "ffn_in.2", "ffn_post.1", "z.1"])
+def test_a_direction_is_added_at_any_site_and_tokens(site, where, small_model, plain_model):
+    model, layout = small_model("gpt2"), ModelLayout.from_model(small_model("gpt2"))
+    width = layout.width(site)
+    direction = torch.randn(width, generator=torch.Generator().manual_seed(3))
+    at = where if isinstance(where, str) else torch.tensor(where)
+    added = Part(site, site, torch.eye(width), direction, where)
+    by_hand = hand_vectors("gpt2", plain_model("gpt2"), [added], SENTENCES)
+    with patched(model, [Replacement(lambda h: h + direction, site, site, where=at)]):
+        assert_same(vectors(model), by_hand)
+
+
+def test_a_direction_is_added_to_single_heads(small_model):
+    model, seen = small_model("gpt2"), []
+    hook = "blocks.1.attn.hook_z"
+    direction = torch.randn(D_MODEL, generator=torch.Generator().manual_seed(3))
+    read = (hook, lambda value, hook: seen.append(value.flatten(2).clone()))
+    tokens = torch.tensor([SENTENCES[0]])
+    with torch.inference_mode(), model.hooks(fwd_hooks=[read]):
+        model(tokens)
+        with patched(model, [Replacement(lambda z: z + direction, hook, hook, heads=[1, 3])]):
+            model.reset_hooks()
+            with model.hooks(fwd_hooks=[read]):
+                model(tokens)
+    heads = torch.tensor([0.0, 1, 0, 1]).repeat_interleave(D_MODEL // 4)
+    torch.testing.assert_close(seen[1], seen[0] + heads * direction)
+
+
+@pytest.mark.parametrize("form", ["a map", "a linear layer", "a matrix"])
+def test_maps_of_other_shapes_than_their_sites_are_refused(form, small_model):
+    for ends, shape in (
+        (("h.1", "h.2"), (D_MODEL, D_MODEL + 1)), (("h.1", "h.2"), (D_MODEL - 1, D_MODEL)),
+        (("ffn_post.1", "h.2"), (D_MODEL, D_MODEL)),
+    ):  # fmt: skip
+        given = Replacement(FORMS[form](Part(*ends, torch.zeros(shape), torch.zeros(shape[0]))), *ends)
+        with pytest.raises(InputError, match="must have the shape"):
+            patched(small_model("gpt2"), [given]).__enter__()
+    with pytest.raises(InputError):
+        Replacement(torch.zeros(D_MODEL), "h.1", "h.2")
 
 
 # Refused
@@ -107,7 +192,7 @@ def test_replacements_that_overlap_are_refused(case, small_model):
         ("h.-1", "h.1", "h.3 -> h.1 runs backwards"),
         ("h.2", "blocks.1.attn.hook_z", "runs backwards"),
         ("ffn_out.1", "mid.1", "runs backwards"),
-        ("z.1", "blocks.1.attn.o.hook_in", "ends where it starts"),
+        ("mid.1", "mid.1", "runs backwards"),  # written at the output of attention
         ("pattern.1", "h.3", r"carries a tensor"),
         ("z.1", "attn_scores.2", r"carries a tensor"),
         ("z.1", "result.2", "does not fire"),
@@ -141,8 +226,6 @@ def test_maps_of_another_model_or_precision_are_refused(small_model, model_folde
         for given in ([foreign], [native, foreign], [foreign, native]):
             with pytest.raises(InputError):
                 patched(model, given).__enter__()
-    with pytest.raises(InputError, match="unknown provenance"):
-        matlens.patched(model, [linear(jump_part(0, 1))]).__enter__()
     bloom = small_model("bloom")  # of which only the residual stream is known
     with pytest.raises(InputError, match=r"no site 'attn_in'.*stream-only"):
         patched(bloom, [linear(submodule_part("attn", 0))]).__enter__()
@@ -160,11 +243,13 @@ def test_weights_and_outputs_that_are_no_vectors_are_refused(ends, small_model):
     nan = torch.eye(D_MODEL).index_fill(0, torch.tensor([3]), torch.nan)
     infinite = torch.full((D_MODEL,), -torch.inf)
     examples = matlens.make_token_examples(model, SENTENCES[:2])
-    for bad in (LinearMap(nan, None, *ends), LinearMap(torch.eye(D_MODEL), infinite, *ends)):
+    maps = [LinearMap(nan, None, *ends), LinearMap(torch.eye(D_MODEL), infinite, *ends)]
+    layer = as_linear_layer(torch.eye(D_MODEL), infinite)
+    for bad in (*map(Replacement.from_map, maps), Replacement(nan, *ends), Replacement(layer, *ends)):
         with pytest.raises(InputError, match="not finite"):
             patched(model, [bad]).__enter__()
         with pytest.raises(InputError, match="not finite"):
-            run_variants(model, examples, {"bad": Variant(0, [Replacement.from_map(bad)])}, progress=False)
+            run_variants(model, examples, {"bad": Variant(0, [bad])}, progress=False)
     for function in (lambda h: None, lambda h: h[..., :3], lambda h: h.flatten()):
         given = Replacement(function, *map(Site.parse, ends))
         with pytest.raises(InputError, match="The function of"), patched(model, [given]):
