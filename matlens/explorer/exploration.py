@@ -120,7 +120,8 @@ def load_lens(folder: str | Path) -> Lens:
 def _sharing(logit_lens: Lens, lens: Lens | MapSet) -> Lens:
     """A lens with the readout of the logit lens: another one would take seconds."""
     bare = Lens.from_maps(lens) if isinstance(lens, MapSet) else lens
-    bare.provenance.check_same(logit_lens.provenance.identity, ours="the lens", theirs="the model")
+    model = logit_lens.provenance.identity.of_weights  # hooked or patched, the model is read all the same
+    bare.provenance.check_same(model, ours="the lens", theirs="the model")
     return replace(bare, readout=logit_lens.readout, model=logit_lens.model)
 
 

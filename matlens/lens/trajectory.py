@@ -209,7 +209,7 @@ def read_trajectory(
     wanted = sorted({*map(lens.resolve, chosen), lens.n_layers})
     examples = make_prompts(lens.model, [prompt])
     activations = collect(lens.model, examples, wanted, positions="all", progress=False)
-    lens.provenance.check_same(activations.provenance, ours="the lens")
+    lens.provenance.check_same(activations.provenance.identity.of_weights, ours="the lens")
     vectors = torch.stack([activations[layer] for layer in wanted])
     ids = torch.from_numpy(examples.tokens).long()
     cells = read_cells(lens, list(vectors), wanted, followed=ids[:0], k=k)
