@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -90,6 +90,16 @@ def compare_changes(
 
     ``maps`` are sets with maps to use in place of blocks and sub-modules, see `offered_maps`.
     """
+    before = _outcome(model, prompt, n_tokens)
+    with changed_model(model, changes, maps):
+        return before, _outcome(model, prompt, n_tokens)
+
+
+@contextmanager
+def changed_model(
+    model: TransformerBridge, changes: Sequence[Change], maps: Sequence[MapSet] = ()
+) -> Iterator[None]:
+    """Run a model with changes, inside a context."""
     kinds = [change for change in changes if change.kind != "value"]
     replacements = [replacement for change in kinds for replacement in _replacements(model, change, maps)]
     coefficients: dict[ValueName, float] = {}
@@ -99,15 +109,12 @@ def compare_changes(
             if vector in coefficients:
                 raise InputError(f"The coefficient of {vector} is set twice.")
             coefficients[vector] = change.value
-    outcomes = []
-    for changed in (False, True):
-        with ExitStack() as stack:
-            if changed and replacements:
-                stack.enter_context(patched(model, replacements))
-            if changed and coefficients:
-                stack.enter_context(controlled(model, coefficients))
-            outcomes.append(_outcome(model, prompt, n_tokens))
-    return outcomes[0], outcomes[1]
+    with ExitStack() as stack:
+        if replacements:
+            stack.enter_context(patched(model, replacements))
+        if coefficients:
+            stack.enter_context(controlled(model, coefficients))
+        yield
 
 
 def offered_maps(maps: Sequence[MapSet]) -> dict[str, list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -21,14 +21,20 @@ from matlens.ffn.updates import DOMINANT, Updates
 from matlens.ffn.values import ValueVectors
 from matlens.io.artifact import CONFIG, read_record
 from matlens.lens.lens import Lens
-from matlens.lens.trajectory import read_cells, texts_of, token_number, tokens_of_interest
+from matlens.lens.trajectory import (
+    read_cells,
+    texts_of,
+    token_number,
+    tokens_of_interest,
+)
 from matlens.linear.mapsets import HOLDS as MAPS
 from matlens.linear.mapsets import MapSet
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import COEFFICIENTS, FFN_OUT, STREAM, Site
 from matlens.models.tokens import visible
 from matlens.parallel import Bar
-from matlens.plots.pages import PromptPage, UpdateCells
+from matlens.patching.contexts import skipped_layers
+from matlens.plots.pages import LensCells, PromptPage, UpdateCells
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -38,6 +44,7 @@ _READ = {
     "plain": "Value vectors are read as E v, without the final norm.",
     "head": "Value vectors are read through the linear parts of the model's head.",
 }
+_SKIPPED = "Layers that the changed model skips and sub-updates are not shown."
 _WITHOUT_MAP = "Layers without a map in a lens are not shown."
 _FOLLOWED_BYTES = 900_000  # before base64, for tokens that are followed through all cells
 _MIN_FOLLOWED, _MAX_FOLLOWED = 6, 64
@@ -49,12 +56,16 @@ def explore(
     prompt: str,
     lenses: Iterable[Lens | MapSet] = (),
     *,
+    changed: AbstractContextManager | None = None,
     pins: Sequence[str | int] = (),
     dominant: PositiveInt = DOMINANT,
     read: Literal["plain", "head"] = "plain",
     progress: bool = True,
 ) -> PromptPage:
     """An HTML page of a prompt: predictions of lenses at every layer, and sub-updates.
+
+    Inside ``model.hooks``, `matlens.patched` or `matlens.ffn.controlled`, the page shows the changed model
+    and names the changes. To see both models next to each other, pass the context as ``changed``.
 
     Parameters
     ----------
@@ -63,12 +74,19 @@ def explore(
     lenses
         Lenses next to ``id``, which is always included, such as ``Lens.fit(...).values()``; of a set of maps
         those to the last layer.
+    changed
+        A context such as `matlens.patched` or ``model.hooks``, in which the prompt is read a second time. The
+        page shows both models, layer by layer.
     pins
         Tokens to follow through all cells: words of one token, or ids. By default the model's prediction.
     dominant
         Number of sub-updates of each FFN at each token.
     read
         How value vectors are read: ``E v`` as in paper B, or through the linear parts of the model's head.
+
+    Examples
+    --------
+    >>> explore(model, "The weather today is", [lens], changed=matlens.patched(model, [steering]))
     """
     logit_lens = Lens.identity(model)
     named = _named([logit_lens, *(_sharing(logit_lens, lens) for lens in lenses)])
@@ -77,8 +95,9 @@ def explore(
     k = min(_BEST, readout.d_vocab)
     asked = [token_number(readout, pin) for pin in pins]
     examples = make_prompts(model, [prompt])
-    layers = sorted(set.intersection(*(set(lens.layers) for lens in named.values())) | {last})
-    has_values = COEFFICIENTS in ModelLayout.from_model(model).kinds
+    skipped = skipped_layers(model)
+    layers = sorted(set.intersection(*(set(lens.layers) for lens in named.values())) - skipped | {last})
+    has_values = COEFFICIENTS in ModelLayout.from_model(model).kinds and not skipped
     values = ValueVectors(model) if has_values else None
     kinds = [] if values is None else list(dict.fromkeys((COEFFICIENTS, FFN_OUT, values.output_kind)))
     sites = [Site(STREAM, layer) for layer in layers] + [Site(kind, b) for b in range(last) for kind in kinds]
@@ -88,22 +107,42 @@ def explore(
     place = int(examples.positions[0])
     final = readout.logits(vectors[-1]).topk(k).indices.cpu()
     # The number of followed tokens keeps the page of a long prompt small.
-    each = len(tokens) * (8 * len(layers) * len(named) + (last if has_values else 0) * (4 + dominant))
+    n_grids = len(named) * (1 if changed is None else 2)
+    each = len(tokens) * (8 * len(layers) * n_grids + (last if has_values else 0) * (4 + dominant))
     n_followed = max(min(max(_FOLLOWED_BYTES // each, _MIN_FOLLOWED), _MAX_FOLLOWED), len(set(asked)))
-    candidates = dict.fromkeys([*asked, *tokens_of_interest(final, tokens, place)])
+    modified: dict[str, LensCells] = {}
+    modification, predicted = "", final[place, :2].tolist()
+    wanted = tokens_of_interest(final, tokens, place)
+    if changed is not None:
+        with changed:
+            computed = [layer for layer in layers if layer not in skipped_layers(model)]
+            others = collect(model, examples, computed, positions="all", progress=False)
+        modification = others.provenance.modification
+        their_final = readout.logits(others[last]).topk(k).indices.cpu()
+        predicted = [predicted[0], int(their_final[place, 0])]
+        wanted = [*predicted, *wanted, *tokens_of_interest(their_final, tokens, place)]
+    candidates = dict.fromkeys([*asked, *wanted])
     followed = torch.tensor([*candidates][:n_followed])
     cells = {name: read_cells(lens, vectors, layers, followed=followed, k=k) for name, lens in named.items()}
+    if changed is not None:
+        vectors = [others[layer] for layer in computed]
+        for name, lens in named.items():
+            read_again = read_cells(lens, vectors, computed, followed=followed, k=k)
+            modified[name] = _with_skipped(read_again, [layer in computed for layer in layers])
     updates: UpdateCells | None = None
     if values is not None:
         projection = (Projection.from_model if read == "plain" else Projection.through_head)(model)
         of_prompt = Updates(values, activations)
         updates = dominant_cells(of_prompt, projection, followed, dominant, progress=progress)
-    shown = [tokens.numpy(), followed.numpy(), *(of_lens.ids for of_lens in cells.values())]
+    grids = [*cells.values(), *modified.values()]
+    shown = [tokens.numpy(), followed.numpy(), *(of_lens.ids for of_lens in grids)]
     texts = texts_of(readout.tokenizer, shown if updates is None else [*shown, updates.promoted])
-    notes = [_READ[read], *([_WITHOUT_MAP] if len(layers) <= last else [])]
+    notes = [_READ[read], *([_WITHOUT_MAP] if len(layers) + len(skipped) <= last else [])]
+    notes += [_SKIPPED] if skipped else []
     return PromptPage(
-        activations.provenance.model_name, visible(prompt), tokens.numpy(), layers, cells,
-        followed.numpy(), texts, updates, list(dict.fromkeys(asked)) or final[place, :2].tolist(), notes,
+        activations.provenance.identity.name, visible(prompt), tokens.numpy(), layers, cells,
+        followed.numpy(), texts, updates, list(dict.fromkeys(asked or predicted)), notes,
+        activations.provenance.modification, modified, modification,
     )  # fmt: skip
 
 
@@ -117,10 +156,21 @@ def load_lens(folder: str | Path) -> Lens:
     return Lens.from_maps(MapSet.load(folder)) if holds == MAPS else Lens.load(folder)
 
 
+def _with_skipped(cells: LensCells, computed: Sequence[bool]) -> LensCells:
+    """Cells with a row for each layer: NaN, and 0 as ranks and tokens, where the model computes none."""
+
+    def spread(values: np.ndarray) -> np.ndarray:
+        rows = np.full((len(computed), *values.shape[1:]), np.nan if values.dtype.kind == "f" else 0)
+        rows[[*computed]] = values
+        return rows.astype(values.dtype)
+
+    return LensCells(**{name: spread(values) for name, values in vars(cells).items()})
+
+
 def _sharing(logit_lens: Lens, lens: Lens | MapSet) -> Lens:
     """A lens with the readout of the logit lens: another one would take seconds."""
     bare = Lens.from_maps(lens) if isinstance(lens, MapSet) else lens
-    model = logit_lens.provenance.identity.of_weights  # hooked or patched, the model is read all the same
+    model = logit_lens.provenance.identity
     bare.provenance.check_same(model, ours="the lens", theirs="the model")
     return replace(bare, readout=logit_lens.readout, model=logit_lens.model)
 

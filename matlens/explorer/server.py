@@ -10,10 +10,11 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from matlens.errors import Between, InputError, checked, printable
-from matlens.explorer.changes import KINDS, Change, Outcome, compare_changes, offered_maps
+from matlens.explorer.changes import KINDS, Change, Outcome, changed_model, compare_changes, offered_maps
 from matlens.explorer.exploration import explore
 from matlens.io.bounds import parse_json
 from matlens.lens.lens import Lens
@@ -134,11 +135,15 @@ class LiveModel:
         return HTMLResponse(page, headers=saved if "save" in request.query_params else None)
 
     async def _explore(self, request: Request) -> Response:
-        prompt = _prompt(await _content(request))
-        page = await self._computed(
-            request, lambda: explore(self._model, prompt, self._lenses, progress=False).to_html()
-        )
-        return JSONResponse({"page": self._store(page)})
+        content = await _content(request)
+        prompt, changes = _prompt(content), _changes(content)
+
+        def work() -> str:
+            changed = changed_model(self._model, changes, self._maps) if changes else None
+            page = explore(self._model, prompt, self._lenses, changed=changed, progress=False)
+            return replace(page, modification="; ".join(map(_described, changes))).to_html()
+
+        return JSONResponse({"page": self._store(await self._computed(request, work))})
 
     def _store(self, page: str) -> str:
         """Store a page, and drop the oldest; returns its path."""
@@ -191,16 +196,16 @@ def live_page(model: str, offers: Mapping[str, Sequence[str]]) -> str:
 
 def compared_page(model: str, prompt: str, changes: Sequence[Change], before: Outcome, after: Outcome) -> str:
     """A standalone page of the original and the modified outcome of a prompt."""
-    listed = [
-        f"{KINDS[change.kind][0]} {printable(change.target)}"
-        + (f": {change.value:g}" if change.kind == "value" else "")
-        for change in changes
-    ]
     return assemble(
         "compared.html", "compared.js", title=f"{prompt} · {model}, modified", data={},
-        model=printable(model), prompt=visible(prompt), changes=listed,
+        model=printable(model), prompt=visible(prompt), changes=list(map(_described, changes)),
         sides=[("Original", before), ("Modified", after)],
     )  # fmt: skip
+
+
+def _described(change: Change) -> str:
+    value = f": {change.value:g}" if change.kind == "value" else ""
+    return f"{KINDS[change.kind][0]} {printable(change.target)}{value}"
 
 
 async def _content(request: Request) -> dict[str, Any]:

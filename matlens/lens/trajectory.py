@@ -18,6 +18,7 @@ from torch import Tensor
 from matlens.activations.collecting import collect
 from matlens.data.making import make_prompts
 from matlens.errors import check_int, checked, short
+from matlens.models.identity import Provenance
 from matlens.models.readout import Readout
 from matlens.models.sites import Site
 from matlens.models.tokens import token_texts, visible, word_token
@@ -37,6 +38,9 @@ _FOLLOWED = 24  # tokens whose ranks are known in every cell of a page
 @dataclass(frozen=True, eq=False)
 class Trajectory:
     """Predictions at each token of a prompt, by layer; the last layer is the model itself.
+
+    Read inside ``model.hooks``, `matlens.patched` or `matlens.ffn.controlled`, it is of the changed model;
+    titles and pages name the changes.
 
     Methods give dicts by layer: ``top_tokens()[12][-1]`` are those at layer 12 and the last token. Arrays
     have a row for each of ``layers``.
@@ -59,6 +63,8 @@ class Trajectory:
         The rank of the token that the model itself predicts there, 1 for the most probable.
     lens
         The lens that read it.
+    provenance
+        The model, with its active changes, and the prompt.
     place
         The token whose prediction one wants to read: the mask of a masked-LM prompt, or else the last.
     """
@@ -73,12 +79,14 @@ class Trajectory:
     kl: Float[Tensor, "layers n"]
     final_rank: Int[Tensor, "layers n"]
     lens: Any = field(repr=False)
+    provenance: Provenance = field(repr=False)
     place: int = field(repr=False)
     _vectors: Float[Tensor, "layers n d"] = field(repr=False)
 
     def __repr__(self) -> str:
         sizes = f"{len(self.ids)} tokens, {len(self.layers)} layers"
-        return f"Trajectory({short(self.prompt)}, {sizes}, {self.lens})"
+        changes = self.provenance.modification
+        return f"Trajectory({short(self.prompt)}, {sizes}, {self.lens}{changes and f', with {changes}'})"
 
     def rank(self, token: str | int) -> dict[int, Int[Tensor, " n"]]:
         """The rank of a token, 1 where it is the most probable: ``rank(" Paris")[layer][position]``.
@@ -138,13 +146,15 @@ class Trajectory:
             self.lens.provenance.identity.name, visible(self.prompt), ids, self.layers,
             {self.lens.method: cells}, followed.numpy(),
             texts_of(readout.tokenizer, [ids, cells.ids, followed.numpy()]), pinned=followed[:2].tolist(),
+            changes=self.provenance.modification,
         )  # fmt: skip
 
     def to_dataframe(self, answers: Sequence[str | int] = ()) -> pd.DataFrame:
         """One row per token and layer, and per answer if answers are given (see `rank`).
 
         Columns are ``position, token, layer, predicted, predicted_id, probability, entropy, kl, rank``, the
-        last that of what the model itself predicts; and ``answer, answer_rank, answer_probability``.
+        last that of what the model itself predicts; and ``answer, answer_rank, answer_probability``. If the
+        model was changed, ``changes`` names what.
         """
         layers, n = self.entropy.shape
         texts = self._texts()
@@ -162,6 +172,8 @@ class Trajectory:
                 "rank": _column(self.final_rank),
             }
         )
+        if changes := self.provenance.modification:
+            table["changes"] = changes
         parts = []
         for answer in answers:
             rank, probability = map(_column, self._follow(answer))
@@ -187,7 +199,12 @@ class Trajectory:
         if positions is not None:
             places = [check_int(p, "each of the positions", min=-n, max=n - 1) % n for p in positions]
             table = table[table["position"].isin(places)]
-        title = f"{self.lens.method}: {textwrap.shorten(self.prompt, _TITLE, placeholder=' …')}"
+        changes = self.provenance.modification
+        title = "\n".join(
+            textwrap.shorten(line, _TITLE, placeholder=" …")
+            for line in (f"{self.lens.method}: {self.prompt}", changes and f"with {changes}")
+            if line
+        )
         figure = plot_trajectory(table, color=color, title=title)
         if path is not None:
             save(figure, path)
@@ -204,12 +221,11 @@ def read_trajectory(
 ) -> Trajectory:
     """Read every layer at every token of a prompt; see `Lens.trajectory`."""
     check_int(k, "k", min=1, max=lens.on_readout.d_vocab)
-    skipped = skipped_layers(lens.model)
-    chosen = [layer for layer in lens.layers if layer not in skipped] if layers is None else layers
-    wanted = sorted({*map(lens.resolve, chosen), lens.n_layers})
+    computed = set(lens.layers) - skipped_layers(lens.model)
+    wanted = sorted({*(computed if layers is None else map(lens.resolve, layers)), lens.n_layers})
     examples = make_prompts(lens.model, [prompt])
     activations = collect(lens.model, examples, wanted, positions="all", progress=False)
-    lens.provenance.check_same(activations.provenance.identity.of_weights, ours="the lens")
+    lens.provenance.check_same(activations.provenance, ours="the lens")
     vectors = torch.stack([activations[layer] for layer in wanted])
     ids = torch.from_numpy(examples.tokens).long()
     cells = read_cells(lens, list(vectors), wanted, followed=ids[:0], k=k)
@@ -219,7 +235,7 @@ def read_trajectory(
     tokens = tuple(token_texts(lens.model.tokenizer, ids.tolist()))
     return Trajectory(
         prompt, ids, tokens, tuple(wanted), top_ids, log_probs.exp(), entropy, kl, rank, lens,
-        int(examples.positions[0]), vectors,
+        activations.provenance, int(examples.positions[0]), vectors,
     )  # fmt: skip
 
 

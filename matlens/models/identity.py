@@ -148,8 +148,12 @@ class Provenance:
     @property
     def model_name(self) -> str:
         """The name of the model for tables and titles, with what changed its passes."""
-        changed = f" with {describe_hooks(self.active_hooks)}" if self.active_hooks else ""
-        return f"{self.identity.name}{changed}"
+        return f"{self.identity.name}{' with ' if self.modification else ''}{self.modification}"
+
+    @property
+    def modification(self) -> str:
+        """What changed the model's passes, for titles; empty if nothing did."""
+        return describe_hooks(self.active_hooks) if self.active_hooks else ""
 
     @property
     def corpus(self) -> str:

@@ -35,11 +35,11 @@ export function number(value) {
 }
 
 export function whole(value) {
-  return value.toLocaleString("en");
+  return Number.isFinite(value) ? value.toLocaleString("en") : "–";
 }
 
 export function percent(value) {
-  return `${number(100 * value)}%`;
+  return Number.isFinite(value) ? `${number(100 * value)}%` : "–";
 }
 
 export function table(heads, rows, { caption = null, foot = [] } = {}) {

@@ -10,6 +10,8 @@ const NO_PROMPT = "Type a prompt first, such as: The Eiffel Tower stands in the 
 let running = null;
 let looking = null;
 let timer = 0;
+let view = ""; // of the page of layers
+let lookedAt = "[]"; // the changes in it
 
 async function ask(path, content, signal) {
   const answer = await fetch(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(content), signal });
@@ -18,26 +20,27 @@ async function ask(path, content, signal) {
   return said;
 }
 
+const sent = (listed) => listed.map(({ kind, target, value }) => ({ kind, target, value }));
+
 // What was asked before is called off: the server does not go on with it.
 async function look() {
-  if (!find("prompt").value) {
-    say(NO_PROMPT);
-    return;
-  }
   if (looking) looking.abort();
   looking = new AbortController();
+  const asked = sent(changes.filter((change) => change.accepted));
   say("Running the prompt …");
   try {
-    const { page } = await ask("explore", { prompt: find("prompt").value }, looking.signal);
-    find("page").src = page;
+    const { page } = await ask("explore", { prompt: find("prompt").value, changes: asked }, looking.signal);
+    const kept = new URLSearchParams(view);
+    // With the first change the page compares both models, and without changes it shows one.
+    if ((lookedAt === "[]") !== (asked.length === 0)) for (const key of ["lens", "compare"]) kept.delete(key);
+    lookedAt = JSON.stringify(asked);
+    find("page").src = `${page}#${kept}`;
     find("page").hidden = find("save").hidden = false;
     find("save").href = `${page}?save`;
     say("");
   } catch (error) {
-    if (error.name === "AbortError") return;
-    say(error.message);
+    if (error.name !== "AbortError") say(error.message);
   }
-  compareSoon();
 }
 
 // A slider that moves asks often; what it asked before is called off.
@@ -54,12 +57,14 @@ async function compare(refusal = "") {
   const asked = [...changes];
   say("Computing …");
   try {
-    const both = await ask("compare", { prompt: find("prompt").value, changes: asked.map(({ kind, target, value }) => ({ kind, target, value })) }, mine.signal);
+    const both = await ask("compare", { prompt: find("prompt").value, changes: sent(asked) }, mine.signal);
     find("save-compared").hidden = false;
     find("save-compared").href = `${both.page}?save`;
     find("compared").replaceChildren(...["before", "after"].map((side) => shown(both[side], side === "before" ? "Original" : "Modified", side)));
     for (const change of asked) change.accepted = true;
-    say(refusal);
+    if (JSON.stringify(sent(asked)) !== lookedAt) await look();
+    if (refusal) say(refusal);
+    else if (find("said").textContent === "Computing …") say("");
   } catch (error) {
     if (error.name === "AbortError") return;
     say(error.message);
@@ -110,7 +115,14 @@ list();
 find("kind").addEventListener("change", offer);
 find("ask").addEventListener("submit", (event) => {
   event.preventDefault();
-  look();
+  if (!find("prompt").value) {
+    say(NO_PROMPT);
+    return;
+  }
+  look().then(compareSoon);
+});
+window.addEventListener("message", (event) => {
+  if (event.source === find("page").contentWindow) view = event.data.view;
 });
 find("add").addEventListener("submit", (event) => {
   event.preventDefault();

@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from html import escape
 from importlib.resources import files
@@ -205,6 +205,13 @@ class PromptPage:
         Tokens whose ranks are known in every cell, and those of them that are pinned at first.
     updates
         None if the model has no known value vectors.
+    changes
+        What was changed in the model, empty for the plain model.
+    modified
+        Predictions of the same lenses for the model after a further change; a layer that it does not compute
+        has NaN, and 0 as ranks and tokens. They are shown next to those of the same name in ``lenses``.
+    modification
+        What was changed for ``modified``.
     """
 
     model: str
@@ -217,10 +224,15 @@ class PromptPage:
     updates: UpdateCells | None = None
     pinned: Sequence[int] = ()
     notes: Sequence[str] = ()
+    changes: str = ""
+    modified: Mapping[str, LensCells] = field(default_factory=dict)
+    modification: str = ""
 
     def to_html(self) -> str:
         """The page as a self-contained HTML text."""
-        parts = [self.tokens, self.followed, *(cells.ids for cells in self.lenses.values())]
+        modified = {f"{name}, modified": cells for name, cells in self.modified.items()}
+        lenses = {**self.lenses, **modified}
+        parts = [self.tokens, self.followed, *(cells.ids for cells in lenses.values())]
         if self.updates is not None:
             parts.append(self.updates.promoted)
         ids = np.unique(np.concatenate([part.ravel() for part in parts]))  # tokens by their place in it
@@ -247,13 +259,16 @@ class PromptPage:
             "pinned": places(np.asarray(self.pinned, dtype=np.int64)).tolist(),
             "lenses": [
                 {"name": name, **packed_fields(cells, ids=places(cells.ids))}
-                for name, cells in self.lenses.items()
+                for name, cells in lenses.items()
             ],
+            "compared": [*lenses].index(next(iter(modified))) if modified else -1,
             "updates": updates,
         }
         return assemble(
-            "trajectory.html", "trajectory.js", title=f"{self.prompt} · {self.model}", data=data,
+            "trajectory.html", "trajectory.js", data=data,
+            title=f"{self.prompt} · {self.model}{', modified' if self.changes or modified else ''}",
             model=printable(self.model), notes=list(map(printable, self.notes)),
+            changes=printable(self.changes), modification=printable(self.modification),
         )  # fmt: skip
 
     def save(self, path: str | Path) -> Path:

@@ -15,17 +15,21 @@ const PINS = 8, STEPS = 16;
 const NO_PINS = "No pinned tokens. Choose one under Pin, or press p on a cell, to see its rank here.";
 const text = (place) => data.texts[place];
 const shown = {
-  lens: 0, other: -1, view: "grid", color: "probability", row: nLayers - 1, column: nTokens - 1,
+  lens: 0, other: data.compared, view: "grid", color: "probability", row: nLayers - 1, column: nTokens - 1,
   pins: data.pinned.slice(0, PINS),
 };
 
 // What a lens says of a cell
 
+// A modified model may skip a layer.
+const skips = (lens, row) => Number.isNaN(lens.kl.at(row, 0));
+const top = (lens, row, column) => (skips(lens, row) ? "\u00a0" : text(lens.ids.at(row, column, 0)));
+
 const MEASURES = {
   probability: { name: "probability of the top token", of: (lens, r, c) => Math.exp(lens.log_probs.at(r, c, 0)), text: percent, scale: () => [0, 1] },
   entropy: { name: "entropy (nats)", of: (lens, r, c) => lens.entropy.at(r, c), text: number, scale: usual("entropy"), open: true },
   kl: { name: "KL to the end (nats)", of: (lens, r, c) => lens.kl.at(r, c), text: number, scale: usual("kl"), open: true },
-  rank: { name: "rank of the final prediction", of: (lens, r, c) => lens.rank.at(r, c), text: whole, logarithmic: true, scale: largest("rank") },
+  rank: { name: "rank of the final prediction", of: (lens, r, c) => lens.rank.at(r, c) || NaN, text: whole, logarithmic: true, scale: largest("rank") },
 };
 
 function largest(key) {
@@ -35,13 +39,14 @@ function largest(key) {
 // Up to where nineteen cells of twenty lie: a few cells far out would leave all others pale.
 function usual(key) {
   return () => {
-    const values = lenses.flatMap((lens) => Array.from(lens[key].values)).sort((a, b) => a - b);
+    const values = lenses.flatMap((lens) => Array.from(lens[key].values)).filter(Number.isFinite).sort((a, b) => a - b);
     return [0, values[Math.floor(0.95 * (values.length - 1))]];
   };
 }
 
 function rankOf(lens, row, column, place) {
   const known = followed.indexOf(place);
+  if (skips(lens, row)) return NaN;
   if (known >= 0) return lens.followed_ranks.at(row, column, known);
   for (let k = 0; k < nBest; k++) if (lens.ids.at(row, column, k) === place) return k + 1;
   return NaN;
@@ -100,7 +105,7 @@ function grid(made) {
       const cell = pattern.cloneNode(true);
       cell.dataset.row = row;
       cell.dataset.column = column;
-      cell.firstChild.data = text(made.first.ids.at(row, column, 0));
+      cell.firstChild.data = top(made.first, row, column);
       made.cells[row][column] = cell;
       line.append(cell);
     }
@@ -140,13 +145,13 @@ function paint() {
           const value = differences[row][column];
           const size = most ? Math.round((Math.abs(value) / most) * (STEPS - 1)) : 0;
           cell.className = Number.isFinite(value) ? `${value < 0 ? "less" : "more"}${size}` : "step0";
-          cell.firstChild.data = text(second.ids.at(row, column, 0));
+          cell.firstChild.data = top(second, row, column);
           small.textContent = chosen.logarithmic ? signed(second, first, chosen, row, column) : withSign(value, chosen.text);
         } else {
           cell.className = `step${step(chosen.of(first, row, column), scale, chosen.logarithmic)}`;
-          small.textContent = whole(first.rank.at(row, column));
+          small.textContent = MEASURES.rank.text(MEASURES.rank.of(first, row, column));
         }
-        if (grids.length > 1 && grids[0].first.ids.at(row, column, 0) !== grids[1].first.ids.at(row, column, 0)) cell.classList.add("differs");
+        if (grids.length > 1 && top(grids[0].first, row, column) !== top(grids[1].first, row, column)) cell.classList.add("differs");
       }
     }
   }
@@ -232,7 +237,7 @@ function hover(event, { first, second }) {
   const lens = second || first;
   box.replaceChildren(
     element("b", {}, `${lens.name}, layer ${layers[row]}`),
-    ...Array.from({ length: Math.min(5, nBest) }, (_, k) => element("div", {}, token(text(lens.ids.at(row, column, k))), ` ${percent(Math.exp(lens.log_probs.at(row, column, k)))}`)),
+    ...Array.from({ length: skips(lens, row) ? 0 : Math.min(5, nBest) }, (_, k) => element("div", {}, token(text(lens.ids.at(row, column, k))), ` ${percent(Math.exp(lens.log_probs.at(row, column, k)))}`)),
   );
   const place = cell.getBoundingClientRect();
   box.style.left = `${Math.max(Math.min(place.right + 6, document.documentElement.clientWidth - 190), 4)}px`;
@@ -254,11 +259,11 @@ function open() {
 }
 
 function best(lens, row, column) {
-  const rows = Array.from({ length: nBest }, (_, k) => {
+  const rows = Array.from({ length: skips(lens, row) ? 0 : nBest }, (_, k) => {
     const place = lens.ids.at(row, column, k);
     return [String(k + 1), token(text(place)), percent(Math.exp(lens.log_probs.at(row, column, k))), pinButton(place)];
   });
-  const about = `entropy ${number(lens.entropy.at(row, column))}, KL ${number(lens.kl.at(row, column))}, the final prediction has rank ${whole(lens.rank.at(row, column))}`;
+  const about = skips(lens, row) ? "this layer is skipped" : `entropy ${number(lens.entropy.at(row, column))}, KL ${number(lens.kl.at(row, column))}, the final prediction has rank ${whole(lens.rank.at(row, column))}`;
   return element("div", { class: "best", "data-lens": lens.name }, table(["rank", "token", "probability", "pin"], rows, { caption: `${lens.name}: ${about}` }));
 }
 
@@ -269,13 +274,17 @@ function comparison(first, second, row, column) {
   });
   for (const place of shown.pins) {
     const [a, b] = [rankOf(first, row, column, place), rankOf(second, row, column, place)];
-    rows.push([element("span", {}, "rank of ", token(text(place))), ...[a, b].map(orMore), Number.isFinite(b - a) ? withSign(b - a, whole) : "–"]);
+    rows.push([element("span", {}, "rank of ", token(text(place))), ...[first, second].map((lens) => pinned(lens, row, column, place)), Number.isFinite(b - a) ? withSign(b - a, whole) : "–"]);
   }
   return element("div", { class: "comparison" }, table(["", first.name, second.name, "difference"], rows, { caption: "Both" }));
 }
 
 function orMore(rank) {
   return Number.isFinite(rank) ? whole(rank) : `>${nBest}`;
+}
+
+function pinned(lens, row, column, place) {
+  return skips(lens, row) ? "–" : orMore(rankOf(lens, row, column, place));
 }
 
 function pinButton(place) {
@@ -386,9 +395,9 @@ function openTable() {
   choose(position, Array.from(prompt, (place, i) => [String(i), `${i} ${text(place)}`]), String(shown.column));
   const tables = chosen.map((lens) => {
     const rows = layers.map((layer, row) => [
-      String(layer), token(text(lens.ids.at(row, shown.column, 0))),
+      String(layer), token(top(lens, row, shown.column)),
       ...Object.values(MEASURES).map((one) => one.text(one.of(lens, row, shown.column))),
-      ...shown.pins.map((place) => `${orMore(rankOf(lens, row, shown.column, place))} (${percent(Math.exp(logProbOf(lens, row, shown.column, place)))})`),
+      ...shown.pins.map((place) => `${pinned(lens, row, shown.column, place)} (${percent(Math.exp(logProbOf(lens, row, shown.column, place)))})`),
     ]).reverse();
     const heads = ["layer", "top token", "probability", "entropy", "KL", "rank of the final prediction", ...shown.pins.map((place) => element("span", {}, "rank of ", token(text(place)), " (probability)"))];
     return element("div", { class: "scroll", role: "region", tabindex: "0", "aria-label": `Table of ${lens.name}` }, table(heads, rows, { caption: lens.name }));
@@ -417,8 +426,9 @@ function keep() {
   try {
     history.replaceState(null, "", `#${parts}`);
   } catch {
-    // A page inside another has no address of its own.
+    // A page inside another may have no address of its own.
   }
+  if (parent !== window) parent.postMessage({ view: String(parts) }, "*"); // the live page shows the next page like this
 }
 
 function recall() {

@@ -17,8 +17,10 @@ import matlens
 from matlens import ffn, make_examples
 from matlens.errors import InputError
 from matlens.explorer import explore, write_value_pages
+from matlens.explorer.changes import Change, changed_model
 from matlens.explorer.exploration import load_lens
 from matlens.explorer.usage import shortened
+from matlens.patching import Replacement
 
 PROMPT = "w1 w7 w3 w49"
 OUTPUTS = {"gpt2": "mlp.c_proj", "gemma2": "mlp.down_proj"}
@@ -184,6 +186,94 @@ def test_lenses_are_read_from_folders_of_either_kind(explored, small_model, tmp_
         load_lens(tmp_path / "nothing")
     with pytest.raises(InputError, match="model"):
         explore(small_model("gemma2"), "w1", [maps], progress=False)
+
+
+DIRECTION = torch.randn(32, generator=torch.Generator().manual_seed(4))
+CHANGES = {
+    "hooks": lambda model: model.hooks(fwd_hooks=[("blocks.0.hook_out", lambda h, hook: h + DIRECTION)]),
+    "patched": lambda model: matlens.patched(model, [Replacement(lambda h: h + DIRECTION, 1, 1)]),
+    "controlled": lambda model: ffn.controlled(model, {"L0D5": 30.0}),
+    "two": lambda model: changed_model(model, [Change("value", "L0D5", 30.0), Change("attn", "2")]),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_changed_model_is_next_to_the_original(kind, small_model, explored):
+    model, (plain, maps, _) = small_model("gpt2"), explored("gpt2")
+    page = explore(model, PROMPT, [maps], changed=CHANGES[kind](model), dominant=6, progress=False)
+    with CHANGES[kind](model):
+        inside = explore(model, PROMPT, [maps], progress=False)
+    assert (bool(inside.changes), bool(page.modification)) == (True, True)
+    assert not page.changes
+    assert not plain.changes
+    for lens in ("id", "mat"):
+        for theirs, ours in (
+            (plain.lenses[lens], page.lenses[lens]),
+            (inside.lenses[lens], page.modified[lens]),
+        ):
+            for name in ("ids", "log_probs", "entropy", "kl", "rank"):
+                np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
+        assert (page.modified[lens].log_probs != page.lenses[lens].log_probs).any()
+    assert inside.updates is not None
+    assert plain.updates is not None
+    np.testing.assert_array_equal(page.updates.coefficient, plain.updates.coefficient)
+
+
+def test_both_grids_show_the_plain_models_numbers(small_model, plain_model, explored, browser, tmp_path):
+    model, plain, maps = small_model("gpt2"), plain_model("gpt2"), explored("gpt2")[1]
+    page = explore(model, PROMPT, [maps], changed=CHANGES["patched"](model), progress=False)
+    tokens = torch.tensor([[WORDS.index(word) + 2 for word in PROMPT.split()]])
+    texts = {}
+    for name, added in (("id", 0), ("id, modified", DIRECTION)):
+        edit = plain.transformer.h[0].register_forward_hook(lambda module, given, left, d=added: left + d)
+        try:
+            seen = plain_vectors("gpt2", plain, tokens)
+        finally:
+            edit.remove()
+        with torch.inference_mode():
+            layers = [plain.lm_head(plain.transformer.ln_f(seen[f"h.{layer}"][0])) for layer in range(4)]
+        texts[name] = [[text(int(i)) for i in logits.argmax(-1)] for logits in layers]
+    path = page.save(tmp_path / "page.html")
+    with visiting(browser, path, fragment="#lens=id&compare=id, modified") as visit:
+        shown = visit.page.evaluate(
+            "[...document.querySelectorAll('[role=grid]')].map(grid => [...grid.querySelectorAll('tbody tr')]"
+            ".map(tr => [...tr.querySelectorAll('td')].map(td => td.firstChild.data)).reverse())"
+        )
+        assert shown == [texts["id"], texts["id, modified"]]
+        assert texts["id"] != texts["id, modified"]
+        assert "h.1 -> h.1" in visit.page.inner_text("header")
+        assert visit.faults() == []
+        assert (visit.requests, visit.errors) == ([], [])
+    with visiting(browser, path) as visit:  # opens with both
+        assert visit.page.locator("#grids h2").all_inner_texts() == ["mat", "mat, modified"]
+
+
+def test_layers_that_are_skipped_are_empty(small_model, explored, browser, tmp_path):
+    model, maps = small_model("gpt2"), explored("gpt2")[1]
+    jump = [Replacement(lambda h: h, 0, 3)]
+    page = explore(model, PROMPT, [maps], changed=matlens.patched(model, jump), progress=False)
+    for cells in page.modified.values():
+        assert np.isnan(cells.kl).all(1).tolist() == [False, True, True, False]
+        assert not (cells.rank[[0, 3]] == 0).any()
+    with matlens.patched(model, jump):
+        inside = explore(model, PROMPT, [maps], progress=False)
+    assert list(inside.layers) == [0, 3]
+    assert inside.updates is None
+    for name, cells in inside.lenses.items():
+        np.testing.assert_array_equal(page.modified[name].ids[[0, 3]], cells.ids)
+    path = page.save(tmp_path / "page.html")
+    with visiting(browser, path, fragment="#lens=id&compare=id, modified") as visit:
+        for view in ("grid", "difference", "table"):
+            visit.page.select_option("#view", view)
+            for color in visit.page.locator("#color option").all():
+                visit.page.select_option("#color", color.get_attribute("value"))
+        skipped = visit.rows("#table > div:last-child")[1]
+        assert {cell.strip() for cell in skipped[1:]} <= {"", "–", "– (–)"}
+        visit.page.select_option("#view", "grid")
+        visit.page.locator("[role=grid]").nth(1).locator("td[data-row='1']").first.click()
+        assert "NaN" not in visit.page.inner_text("main")
+        assert visit.faults() == []
+        assert (visit.requests, visit.errors) == ([], [])
 
 
 N_CLUSTERS = 12

@@ -10,6 +10,7 @@ import time
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -65,6 +66,16 @@ def test_a_prompt_is_explored_shown_and_saved(live, small_model):
     saved = ask(live, "GET", f"/{TOKEN}/{answer.json()['page']}?save")
     assert saved.headers["content-disposition"].startswith("attachment")
     assert saved.text == shown.text
+
+
+def test_a_page_has_the_modified_model_next_to_the_original(live, small_model):
+    model, changes = small_model("gpt2"), [{"kind": "value", "target": "L1D3", "value": 40}]
+    answer = ask(live, "POST", f"/{TOKEN}/explore", json={"prompt": "w1 w2 w3", "changes": changes})
+    shown = ask(live, "GET", f"/{TOKEN}/{answer.json()['page']}").text
+    page = explore(model, "w1 w2 w3", changed=controlled(model, {"L1D3": 40.0}), progress=False)
+    assert shown == replace(page, modification="coefficient of a value vector L1D3: 40").to_html()
+    refused = ask(live, "POST", f"/{TOKEN}/explore", json={"prompt": "w1", "changes": [{"kind": "x"}]})
+    assert refused.status_code == 400
 
 
 def test_the_modified_model_is_compared_with_the_original(live, small_model):
@@ -255,6 +266,9 @@ def test_the_page_shows_and_changes_a_prompt(browser, address, small_model, tmp_
             "  return rows.length === texts.length && same; }",
             arg=texts,
         )
+        both = page.frame_locator("#page").locator("#grids h2")
+        both.nth(1).wait_for()
+        assert both.all_inner_texts() == ["id", "id, modified"]
         page.set_viewport_size({"width": 360, "height": 700})
         wide, shown = page.evaluate(
             "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"

@@ -19,9 +19,10 @@ from sklearn.metrics import r2_score
 from small_lenses import Sharp, make_lens
 from torch import Tensor
 
-from matlens import InputError, Lens, LensConfig, LinearMap, MapSet, Readout, collect, make_examples
+from matlens import InputError, Lens, LensConfig, LinearMap, MapSet, Readout, collect, make_examples, patched
 from matlens.activations.activations import Activations
 from matlens.data.examples import Examples
+from matlens.ffn import controlled
 from matlens.io.tables import COLUMNS
 from matlens.lens import (
     evaluate,
@@ -39,6 +40,7 @@ from matlens.lens.evaluation import Evaluation, map_lenses
 from matlens.lens.open_sets import EvaluationItem, evaluate_open_sets, read_evaluations
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.tokens import word_token
+from matlens.patching import Replacement
 from matlens.plots import plot_report
 
 L, N, D = 3, 23, 32
@@ -581,6 +583,66 @@ def test_everything_is_as_computed_from_the_plain_model(in_memory, small_model, 
         first = next((x for x in range(N_LAYERS + 1) if (q[x:, place].argmax(-1) == token).all()), None)
         assert trajectory.first_top1(token, place) == first
     assert trajectory.first_top1(int(trajectory.top_ids[-1, -1, 0])) is not None
+
+
+DIRECTION = torch.randn(D_MODEL, generator=torch.Generator().manual_seed(4))
+
+
+def hooked(model: Any) -> Any:
+    def add_direction(value: Tensor, hook: Any) -> Tensor:
+        return value + DIRECTION
+
+    return model.hooks(fwd_hooks=[("blocks.0.hook_out", add_direction)])
+
+
+CHANGES = {
+    "hooks": hooked,
+    "patched": lambda model: patched(model, [Replacement(lambda h: h + DIRECTION, 1, 1)]),
+    "controlled": lambda model: controlled(model, {"L0D5": 30.0}),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_changed_model_is_read_by_the_lens_of_the_plain_one(kind, small_model, plain_model):
+    model, plain = small_model("llama"), plain_model("llama")
+    lens = make_lens(model).on(model)
+    before = lens.trajectory(PROMPT, k=3)
+    with CHANGES[kind](model):
+        trajectory = lens.trajectory(PROMPT, k=3)
+    block = plain.model.layers[0]
+    if kind == "controlled":
+        edit = block.mlp.down_proj.register_forward_pre_hook(
+            lambda module, given: (given[0].index_fill(-1, torch.tensor([5]), 30.0),)
+        )
+    else:
+        edit = block.register_forward_hook(lambda module, given, left: left + DIRECTION)
+    try:
+        q = expected_logits(lens, plain, trajectory.ids).double().softmax(-1)
+    finally:
+        edit.remove()
+    assert torch.equal(trajectory.top_ids, q.topk(3).indices)
+    assert_near(trajectory.probabilities, q.topk(3).values.float())
+    assert not torch.equal(trajectory.top_ids, before.top_ids)
+    changes = trajectory.provenance.active_hooks
+    assert changes
+    assert not before.provenance.active_hooks
+    name = {"hooks": "add_direction", "patched": "h.1 -> h.1", "controlled": "L0D5"}[kind]
+    titles = [read.plot().get_suptitle() for read in (before, trajectory)]
+    assert [name in title.replace("\\", "") for title in titles] == [False, True]
+    assert [name in read.to_html().replace("&gt;", ">") for read in (before, trajectory)] == [False, True]
+    assert [name in repr(read) for read in (before, trajectory)] == [False, True]
+    assert "changes" not in before.to_dataframe()
+    assert trajectory.to_dataframe(["w7"])["changes"].str.contains(name, regex=False).all()
+
+
+def test_layers_that_a_jump_skips_are_not_read(small_model):
+    model = small_model("llama")
+    lens = make_lens(model).on(model)
+    with patched(model, [Replacement(lambda h: h, 0, 3)]):
+        trajectory = lens.trajectory(PROMPT)
+    assert trajectory.layers == (0, 3)
+    assert torch.equal(trajectory._vectors[0], trajectory._vectors[1])
+    assert lens.trajectory(PROMPT).layers == (0, 1, 2, 3)
 
 
 def test_tokens_are_texts_by_layer_and_position(small_model):
