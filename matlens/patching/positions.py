@@ -63,6 +63,7 @@ class TokenPositions:
         self._batch: _Batch | str = "no pass of the model is running"  # or why it is unknown
         self._running: tuple[Any, int] | None = None  # the outermost module and its thread
         self._prompt: _Prompt | None = None  # of the outermost call of generate
+        self._mask: Tensor | None = None  # [batch, total], of its next pass
         self._ends: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # by the caches of the user's passes
         self._n_contexts, self._installed = 0, ExitStack()
         self.hooks = (self._look, self._leave)  # one object each, to identify them
@@ -137,11 +138,14 @@ class TokenPositions:
         for module in self._entrances():
             self._installed.callback(module.register_forward_pre_hook(look, with_kwargs=True).remove)
             self._installed.callback(module.register_forward_hook(leave, always_call=True).remove)
-        methods = [(self._inner, "generate", self._prompt_of), (self._model, "generate", None)]
-        methods += [(self._model, "generate_stream", None)]
+        methods = [
+            (self._inner, "generate", self._noting_prompt), (self._model, "generate", self._noting_call),
+            (self._model, "generate_stream", self._noting_stream),
+            (self._inner, "prepare_inputs_for_generation", self._noting_mask),
+        ]  # fmt: skip
         wrapped = [
-            (owner, name, self._wrapped(getattr(owner, name), prompt_of))
-            for owner, name, prompt_of in methods
+            (owner, name, functools.wraps(getattr(owner, name))(noting(getattr(owner, name))))
+            for owner, name, noting in methods
             if hasattr(type(owner), name)
         ]
         self._installed.enter_context(replaced_methods(wrapped))
@@ -155,22 +159,32 @@ class TokenPositions:
             modules.append(getattr(self._inner, f"get_{stack}")())
         return list(dict.fromkeys(modules))
 
-    def _wrapped(
-        self, generate: Callable[..., Any], prompt_of: Callable[..., _Prompt] | None
-    ) -> Callable[..., Any]:
-        """``generate``, or a stream, whose prompts are known while it runs."""
+    def _noting_prompt(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        """The ``generate`` of transformers, which is given the prompts."""
 
-        @functools.wraps(generate)
         def noted(*args: Any, **kwargs: Any) -> Any:
-            with self._generating(_Prompt() if prompt_of is None else prompt_of(*args, **kwargs)):
+            with self._generating(self._prompt_of(*args, **kwargs)):
                 return generate(*args, **kwargs)
 
-        @functools.wraps(generate)
-        def noted_stream(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        return noted
+
+    def _noting_call(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        """The ``generate`` of TransformerLens, whose first pass reads the prompts."""
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            with self._generating(_Prompt()):
+                return generate(*args, **kwargs)
+
+        return noted
+
+    def _noting_stream(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        """A stream, which generates only while its next tokens are computed, not while it waits."""
+
+        def noted(*args: Any, **kwargs: Any) -> Iterator[Any]:
             stream, prompt, end = generate(*args, **kwargs), _Prompt(), object()
             try:
                 while True:
-                    with self._generating(prompt):  # and not while the stream waits to be continued
+                    with self._generating(prompt):
                         item = next(stream, end)
                     if item is end:
                         return
@@ -178,7 +192,17 @@ class TokenPositions:
             finally:
                 stream.close()
 
-        return noted_stream if inspect.isgeneratorfunction(generate) else noted
+        return noted
+
+    def _noting_mask(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
+        """The last step before each pass of transformers' ``generate``, which is given a plain mask."""
+        name = "decoder_attention_mask" if stack_of(self._model) is not None else "attention_mask"
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self._mask = kwargs.get(name)
+            return prepare(*args, **kwargs)
+
+        return noted
 
     @contextmanager
     def _generating(self, prompt: _Prompt) -> Iterator[None]:
@@ -193,7 +217,7 @@ class TokenPositions:
             self._prompt = outer
 
     def _prompt_of(self, *args: Any, **kwargs: Any) -> _Prompt:
-        """The prompts given to transformers' ``generate``; TransformerLens reads them in the first pass."""
+        """The prompts that transformers' ``generate`` is given."""
         if stack_of(self._model) is not None:
             return _Prompt() if kwargs.get("decoder_input_ids") is not None else _Prompt(1)
         mask = kwargs.get("attention_mask")
@@ -256,11 +280,8 @@ class TokenPositions:
         (n, length), cache = tokens.shape[:2], cache_of(given)
         total = length + (0 if cache is None else cache.get_seq_length())
         mask = given.get(f"{prefix}attention_mask")
-        if isinstance(mask, Mapping):  # of a static cache
-            mask = mask.get("full_attention", torch.empty(0))
-        if mask is not None and mask.ndim == 4 and self._prompt is not None:  # of a static cache
-            attended = mask if mask.dtype == torch.bool else mask == 0
-            mask = attended.flatten(1, 2).any(1)[:, :total]
+        if self._prompt is not None and (isinstance(mask, Mapping) or getattr(mask, "ndim", 2) == 4):
+            mask = self._mask  # of which transformers has made masks of attention for a static cache
         if mask is not None and mask.ndim != 2:
             return f"attention_mask must be [batch, length], got one of {mask.ndim} dimensions"
         real = torch.ones(n, total, dtype=torch.bool, device=tokens.device) if mask is None else mask.bool()
