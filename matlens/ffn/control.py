@@ -77,6 +77,10 @@ def controlled(
         if vector in changes:
             raise InputError(f"vectors must be different, got {vector} twice.")
         check(number, float, f"The value of {vector}")
+        if abs(number) > torch.finfo(model.cfg.dtype).max:
+            raise InputError(
+                f"The value of {vector} must be finite in the model's {model.cfg.dtype}, got {number!r}."
+            )
         changes[vector] = float(number)
     if isinstance(where, Tensor) and where.ndim == 1 and bool((where < 0).any()):
         raise InputError("where must be positions of at least 0, or a Boolean mask of the tokens.")
@@ -103,7 +107,7 @@ def controlled(
         for vector, number in changes.items()
     ]
     with ExitStack() as stack:
-        stack.enter_context(changing(model, lambda: described, hooks, tokens.hooks))
+        stack.enter_context(changing(model, lambda: described, [*hooks, tokens.hook], tokens.functions))
         stack.enter_context(tokens.watching())
         stack.enter_context(reserve_parts(model, ffns))
         active |= set(changes)
@@ -133,7 +137,8 @@ def _hooks(
 
 def _changing_hook(changes: Mapping[int, float], how: str, where: Tokens, tokens: TokenPositions) -> Any:
     """A hook that changes coefficients of a layer, by their index."""
-    index, new_values = torch.tensor(list(changes)), torch.tensor(list(changes.values()))
+    index = torch.tensor(list(changes))
+    new_values = torch.tensor(list(changes.values()), dtype=torch.float64)
     everywhere = isinstance(where, str) and where == "all"
 
     def change_coefficients(m: Tensor, hook: Any) -> Tensor:

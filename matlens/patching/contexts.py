@@ -85,13 +85,13 @@ def apply_replacements(model: TransformerBridge, replacements: Sequence[Replacem
             write = _writing_hook(model, replacement, tokens, order, list(keys.values()))
             writing.append((target, write))
             reading += [(hook, tokens.keep(key)) for hook, key in keys.items()]
-    hooks = writing + reading  # a replacement can read the output of another, in any order
+    hooks = [*writing, *reading, tokens.hook]  # a replacement can read the output of another, in any order
 
     def changes() -> list[str]:
         return [describe_replacement(replacement) for replacement in replacements]
 
     with ExitStack() as stack:
-        stack.enter_context(changing(model, changes, hooks, [*tokens.hooks, *forwards.values()]))
+        stack.enter_context(changing(model, changes, hooks, [*tokens.functions, *forwards.values()]))
         stack.enter_context(tokens.watching())
         methods = [(model.blocks[layer], "forward", forward) for layer, forward in forwards.items()]
         stack.enter_context(replaced_methods(methods))

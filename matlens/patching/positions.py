@@ -22,6 +22,8 @@ from torch import Tensor
 
 from matlens.errors import InputError
 from matlens.models.inputs import DECODER, ENCODER, is_visual, n_image_positions, stack_of
+from matlens.models.layout import ModelLayout
+from matlens.models.sites import STREAM, Site
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -65,8 +67,11 @@ class TokenPositions:
         self._prompt: _Prompt | None = None  # of the outermost call of generate
         self._mask: Tensor | None = None  # [batch, total], of its next pass
         self._ends: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # by the caches of the user's passes
+        self._sizes: Tensor | None = None  # [batch, length], squared norms of the last layer's vectors
         self._n_contexts, self._installed = 0, ExitStack()
-        self.hooks = (self._look, self._leave)  # one object each, to identify them
+        self.functions = (self._look, self._leave)  # one object each, to identify them
+        layout = ModelLayout.from_model(model)
+        self.hook: tuple[str, Any] = (layout.hook(Site(STREAM, layout.n_layers)), self._measure)
 
     @classmethod
     def of(cls, model: TransformerBridge) -> TokenPositions:
@@ -134,7 +139,7 @@ class TokenPositions:
                 self._installed.close()
 
     def _install(self) -> None:
-        look, leave = self.hooks
+        look, leave = self.functions
         for module in self._entrances():
             self._installed.callback(module.register_forward_pre_hook(look, with_kwargs=True).remove)
             self._installed.callback(module.register_forward_hook(leave, always_call=True).remove)
@@ -231,7 +236,7 @@ class TokenPositions:
         if self._running is not None and module is not self._inner:
             return  # inside of a pass that is known
         self.read.clear()
-        self._running = (module, get_ident())
+        self._running, self._sizes = (module, get_ident()), None
         self._batch = self._read_batch(module, _arguments(module, args, kwargs))
 
     def _leave(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
@@ -248,21 +253,29 @@ class TokenPositions:
             if cache is not None:
                 self._ends[cache] = batch.ends
 
+    def _measure(self, value: Tensor, hook: Any) -> None:
+        """Keep squared norms at the last layer: where they overflow, norms make 0 of finite vectors."""
+        self._sizes = value.to(_wide(value)).square().sum(-1)
+
     def _check_finite(self, output: Any, batch: _Batch | str) -> None:
-        """Raise InputError where the changed model has overflowed, so that it generates nothing from NaN."""
-        scores = getattr(output, "logits", getattr(output, "last_hidden_state", None))
-        if not isinstance(scores, Tensor) or not scores.is_floating_point():
-            return
-        # One pass over the logits, of which some models have -inf; in float16 a sum could overflow itself.
-        totals = scores.sum(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        overflowed = totals.isnan() | (totals == torch.inf)
-        if isinstance(batch, _Batch) and totals.ndim == 2 and stack_of(self._model) != ENCODER:
-            overflowed &= (batch.positions[:, -totals.shape[1] :] >= 0).to(totals.device)
-        if bool(overflowed.any()):
-            raise InputError(
-                f"The outputs of the changed model must be finite in {scores.dtype}, got NaN or inf. Use "
-                "smaller coefficients or maps, or load the model in bfloat16 or float32."
-            )
+        """Raise InputError where the changed model has overflowed, instead of generating from NaN or 0."""
+        real = batch.positions >= 0 if isinstance(batch, _Batch) else None
+        totals = []
+        if self._sizes is not None:
+            totals.append(self._sizes)
+        scores = getattr(output, "logits", None)
+        if isinstance(scores, Tensor) and scores.is_floating_point():
+            total = scores.sum(-1, dtype=_wide(scores))
+            totals.append(total.masked_fill(total == -torch.inf, 0))  # some models have logits of -inf
+        for total in totals:
+            overflowed = ~total.isfinite()
+            if real is not None and total.shape[1:] and stack_of(self._model) != ENCODER:
+                overflowed &= real[:, -total.shape[1] :].to(total.device)
+            if bool(overflowed.any()):
+                raise InputError(
+                    f"The vectors and logits of the changed model must be finite in {self._model.cfg.dtype}, "
+                    "got an overflow. Use smaller coefficients or maps."
+                )
 
     def _read_batch(self, module: Any, given: Mapping[str, Any]) -> _Batch | str:
         """The tokens of a pass from its own arguments, or why they are unknown."""
@@ -309,6 +322,11 @@ def _prompt_ends(prompt: _Prompt, real: Bool[Tensor, "batch total"]) -> Int[Tens
     if prompt.mask is not None:  # a chunk of prompts that can end in padding
         return prompt.mask.to(real.device).bool().sum(1).repeat_interleave(n // len(prompt.mask)) - 1
     return real.sum(1) - 1 + prompt.length - total
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """The precision of sums: in float16 they overflow although their terms do not."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def cache_of(given: Mapping[str, Any]) -> Any:

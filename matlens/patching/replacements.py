@@ -162,7 +162,9 @@ def describe_replacement(replacement: Replacement) -> str:
 
 def replaced_vectors(replacement: Replacement, entered: Tensor, left: Tensor) -> Tensor:
     """The function's vectors for those that enter a part, in the shape and precision of those that leave."""
-    instead = replacement.function(entered)
+    function = replacement.function
+    # A function of the user may work in place, and the model still needs these vectors.
+    instead = function(entered if isinstance(function, LinearMap) else entered.clone())
     if not isinstance(instead, Tensor) or instead.shape != left.shape:
         raise InputError(
             f"The function of {replacement} must return a tensor of shape {tuple(left.shape)}, got "
