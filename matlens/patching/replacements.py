@@ -39,18 +39,19 @@ class Replacement:
     Attributes
     ----------
     function
-        Vectors at ``source`` to vectors at ``target``, such as a `LinearMap`.
+        Vectors at ``source`` to vectors at ``target``, such as a `LinearMap`. It is given copies.
     source, target
         Two layers of the residual stream for a jump over the blocks between them; the input and the output of
         one sub-module, such as ``ffn_in.3`` and ``ffn_out.3``; or any two sites of which the second is
         computed later, such as ``blocks.3.attn.hook_z`` and ``h.5``.
     where
-        At which tokens: ``"all"``; ``"not-first"``, all but the first of each sentence, which many models
-        use as an attention sink; ``"last"``, the last of each sentence, or of the prompt where ``generate``
-        uses a cache; one position per sentence, ``[batch]``; or a Boolean mask ``[batch, longest]``, such as
+        The tokens: ``"all"``; ``"not-first"``, all but the first of each sentence, which many models use as
+        an attention sink; ``"last"``, the last of each sentence, or of its prompt in ``generate``; one
+        position per sentence, ``[batch]``; or a Boolean mask ``[batch, longest]``, such as
         ``~find_sinks(...)``, which includes tokens past its end. Tokens are counted from the sentence's own
-        first; padding is excluded. Blocks are skipped if all tokens are meant; else only their outputs at
-        these tokens are replaced.
+        first; padding is excluded. In passes of your own that continue a cache, ``"last"`` is the last token
+        of the first of them inside the context. Blocks are skipped if all tokens are meant; otherwise only
+        their outputs at these tokens are replaced.
     heads
         Heads to replace, from 0, if the target has several (``blocks.3.attn.hook_z``); by default all. The
         function returns the vectors of all heads.
